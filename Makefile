@@ -1,0 +1,61 @@
+# The two commands that matter: `make train` and `make test`. Both set up .venv on first use and work offline after that.
+
+PYTHON ?= python3
+EXP ?= quickstart
+ARGS ?=
+WHAT ?= train
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help train evaluate generate show test test-all lint format bench clean
+
+help:            ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
+	@echo 'Experiments: $(patsubst experiments/%.py,%,$(wildcard experiments/[a-z]*.py))'
+
+train: .venv/ready     ## train or resume an experiment: EXP=shakespeare_char ARGS="--data.path=... --steps=500"
+	@$(BIN)/python -m jaxformer train $(EXP) $(ARGS)
+
+evaluate: .venv/ready  ## score a run on its validation split: EXP=quickstart, or a run folder
+	@$(BIN)/python -m jaxformer evaluate $(EXP) $(ARGS)
+
+generate: .venv/ready  ## continue a text: EXP=quickstart ARGS="--prompt 'def main('"
+	@$(BIN)/python -m jaxformer generate $(EXP) $(ARGS)
+
+show: .venv/ready      ## the final config of an experiment or preset, its parameters and cost
+	@$(BIN)/python -m jaxformer show $(EXP) $(ARGS)
+
+test: .venv/ready-dev  ## the test suite (some minutes on two cores)
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-all: .venv/ready-dev  ## also the slow tests and those that kill, corrupt and fill things
+	@$(BIN)/python -m pytest -n 2 -m 'not parity and not gpu and not tpu' $(ARGS)
+
+lint: .venv/ready-dev  ## style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyrefly check
+
+format: .venv/ready-dev  ## rewrite to the style
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: .venv/ready     ## our speed beside a named peer's: WHAT=train (installs a CPU build of torch into .venv-bench)
+	@$(BIN)/python -m experiments.bench.$(WHAT) $(ARGS)
+
+clean:           ## removes .venv and caches; runs/ stays
+	rm -rf .venv .venv-bench .pytest_cache .hypothesis .ruff_cache
+
+.venv/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxformer needs Python 3.11 or newer; set PYTHON=")'
+	@echo 'setting up .venv (once, about a minute)'
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install -q --upgrade 'pip>=25.1'
+
+.venv/ready: pyproject.toml | .venv/bin/pip
+	@$(BIN)/pip install -q -e .
+	@touch $@
+
+.venv/ready-dev: .venv/ready
+	@$(BIN)/pip install -q -e . --group dev
+	@touch $@

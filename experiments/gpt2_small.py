@@ -1,0 +1,29 @@
+"""GPT-2 small (124M) from scratch: Radford et al. 2019, with the training recipe of nanoGPT on OpenWebText.
+
+Expected: validation loss about 2.85 nats a GPT-2 token after 600,000 steps (nanoGPT's README). The tokenizer here is
+trained on your own text, so compare in bits a byte. Time: about four days on 8 A100 by the same README. Not run by us:
+this needs real hardware. Command: make train EXP=gpt2_small ARGS="--data.path=openwebtext/"
+"""
+
+from dataclasses import replace
+
+from jaxformer.data.sources import Text
+from jaxformer.models.presets import gpt2_small
+from jaxformer.training.experiment import AdamW, Checkpoints, Cosine, Experiment, Sample
+
+experiment = Experiment(
+    name="gpt2_small",
+    # the vocabulary rounded up to a multiple of 128 makes whole tiles of the largest product
+    model=replace(gpt2_small, vocab_size=50304, dropout_rate=0.0, attention_dropout_rate=0.0, use_bias=False),
+    data=Text(path="openwebtext/", tokenizer="bpe", vocab_size=50257, validation_fraction=0.0005),
+    optimizer=AdamW(learning_rate=6e-4, b2=0.95),
+    schedule=Cosine(warmup=2000, final=0.1),
+    steps=600_000,
+    batch_size=480,
+    accumulation=40,
+    precision="bfloat16",
+    eval_every=1000,
+    eval_batches=20,
+    checkpoints=Checkpoints(every=2000),
+    sample=Sample(prompt="The meaning of life is", tokens=200),
+)

@@ -1,0 +1,34 @@
+"""Sequence reversal, the toy of the textbooks: one post-norm encoder layer sees four tokens and says them backwards.
+
+Expected: training accuracy 100 %, loss below 1e-2; the first loss is ln 8 = 2.079, that of guessing.
+Time: some seconds on a CPU.
+Command: make train EXP=reverse
+"""
+
+from jaxformer.data.tasks import Reverse
+from jaxformer.masks import full
+from jaxformer.models import ModelConfig, Sinusoidal
+from jaxformer.training.experiment import Adam, Constant, Experiment
+
+experiment = Experiment(
+    name="reverse",
+    model=ModelConfig(
+        vocab_size=8,
+        num_layers=1,
+        d_model=64,
+        num_heads=4,
+        d_ff=128,
+        context_length=4,
+        feedforward="relu",
+        norm_placement="post",
+        positions=Sinusoidal(),
+        masks=(full(),),
+        tie_embeddings=False,
+    ),
+    data=Reverse(vocab_size=8, length=4, examples=50, form="aligned"),
+    optimizer=Adam(learning_rate=1e-3),
+    schedule=Constant(),
+    steps=2000,
+    batch_size=10,
+    log_every=50,
+)

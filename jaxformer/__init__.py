@@ -1,0 +1,20 @@
+"""jaxformer: transformers as pure functions in JAX.
+
+Submodules load on first use: `from jaxformer import masks, models, ops` costs what they need and no more.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_SUBMODULES = ("analysis", "config", "data", "decoding", "evaluation", "masks", "models", "ops", "params", "training")
+
+
+def __getattr__(name: str):
+    if name in _SUBMODULES:
+        return importlib.import_module(f"jaxformer.{name}")
+    raise AttributeError(f"module 'jaxformer' has no attribute {name!r}")
+
+
+def __dir__():
+    return [*globals(), *_SUBMODULES]

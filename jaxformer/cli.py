@@ -1,0 +1,173 @@
+"""python -m jaxformer {train,evaluate,generate,show}: the only place that reads argv.
+
+    train EXPERIMENT [--runs DIR] [--key.path=value ...]      trains, or resumes, experiments/EXPERIMENT.py
+    evaluate RUN [--step N]                                   scores a run's checkpoint on its validation split
+    generate RUN --prompt TEXT [--tokens N] [--temperature X] [--top-k K] [--top-p P] [--min-p P] [--seed S] [--step N]
+    show EXPERIMENT|PRESET [--key.path=value ...]             the final config, parameters and cost; nothing is computed
+
+EXPERIMENT is a name in experiments/ or a path to a .py file; RUN a folder in runs/, or an experiment's name for its
+run. `train EXPERIMENT --help` lists every option of that experiment. Exit codes: 0 done, 2 a mistake in what was asked
+(one line says which), 3 the numbers went bad, 130/143 stopped by a signal with everything saved.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxformer import config
+from jaxformer.config import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    commands = {"train": train, "evaluate": evaluate, "generate": generate, "show": show}
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("jaxformer").setLevel(logging.INFO)
+    try:
+        if not argv or argv[0] in ("-h", "--help"):
+            print(__doc__)
+            return 0
+        if argv[0] not in commands:
+            raise ConfigError(f"{argv[0]}: no such command; expected one of {', '.join(commands)}")
+        return commands[argv[0]](argv[1:])
+    except ConfigError as error:
+        print(f"jaxformer: {error}", file=sys.stderr)
+        return 2
+
+
+def train(argv: list[str]) -> int:
+    argv, runs = _take(argv, "--runs", "runs")
+    name, arguments = _name(argv, "train EXPERIMENT")
+    experiment = config.load(name)
+    if "--help" in arguments or "-h" in arguments:
+        print(config.help_text(experiment, prog=f"python -m jaxformer train {name}"))
+        return 0
+    experiment = config.override(experiment, arguments)
+
+    from jaxformer.training import loop
+
+    try:
+        loop.train(experiment, Path(runs))
+    except loop.NonFinite as error:
+        print(f"jaxformer: {error}", file=sys.stderr)
+        return 3
+    except loop.Interrupted as error:
+        print(f"jaxformer: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def evaluate(argv: list[str]) -> int:
+    parser = _parser("evaluate")
+    options = parser.parse_args(argv)
+    folder, experiment = _run(options)
+
+    import json
+
+    from jaxformer.training import loop
+
+    dataset = loop.open_data(experiment)
+    loop.use_compilation_cache(folder.path.parent)
+    step, params = loop.load_params(folder, experiment, options.step)
+    print(json.dumps({"run": str(folder.path), "step": step, **loop.score(experiment, dataset, params)}))
+    return 0
+
+
+def generate(argv: list[str]) -> int:
+    parser = _parser("generate")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--min-p", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    folder, experiment = _run(options)
+
+    from dataclasses import replace
+
+    from jaxformer.data import tokenizers
+    from jaxformer.decoding import Sampling
+    from jaxformer.training import loop
+
+    how = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+    if not folder.tokenizer.is_file():
+        raise ConfigError(f"{folder.path}: has no tokenizer; a generated task has no text to continue")
+    loop.use_compilation_cache(folder.path.parent)
+    _, params = loop.load_params(folder, experiment, options.step)
+    request = replace(experiment.sample, prompt=options.prompt, tokens=options.tokens, how=how)
+    experiment = replace(experiment, sample=request, seed=options.seed)
+    print(loop.sample(experiment, tokenizers.load(folder.tokenizer), params))
+    return 0
+
+
+def show(argv: list[str]) -> int:
+    name, arguments = _name(argv, "show EXPERIMENT|PRESET")
+
+    from jaxformer.analysis import cost
+    from jaxformer.models import PRESETS
+    from jaxformer.training.experiment import Experiment
+
+    shown = PRESETS[name] if name in PRESETS else config.load(name)
+    shown = config.override(shown, arguments)
+    model = shown.model if isinstance(shown, Experiment) else shown
+    print(config.dumps(shown))
+    print(cost.table(model))
+    if isinstance(shown, Experiment):
+        from jaxformer.training.folder import run_folder
+
+        print(f"run folder: {run_folder(shown, Path('runs')).path}")
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ConfigError(f"{self.prog}: {message}")
+
+
+def _parser(command: str) -> _Parser:
+    parser = _Parser(prog=f"python -m jaxformer {command}", allow_abbrev=False)
+    parser.add_argument("run", help="a run folder, or the name of an experiment")
+    parser.add_argument("--runs", default="runs", help="where run folders live")
+    parser.add_argument("--step", type=int, help="which checkpoint; the newest by default")
+    return parser
+
+
+def _run(options):
+    """The run folder and experiment that the command line names."""
+    from jaxformer.training.folder import RunFolder, open_run, run_folder
+
+    folder = RunFolder(Path(options.run))
+    if not folder.path.is_dir():
+        folder = run_folder(config.load(options.run), Path(options.runs))
+        if not folder.path.is_dir():
+            raise ConfigError(
+                f"{options.run}: not trained yet, there is no {folder.path}; python -m jaxformer train {options.run}"
+            )
+    return folder, open_run(folder)
+
+
+def _name(argv: list[str], usage: str) -> tuple[str, list[str]]:
+    if not argv or argv[0].startswith("-"):
+        raise ConfigError(f"usage: python -m jaxformer {usage} [--key.path=value ...]")
+    return argv[0], argv[1:]
+
+
+def _take(argv: list[str], option: str, default: str) -> tuple[list[str], str]:
+    """Removes `option VALUE` or `option=VALUE` from argv."""
+    rest, value, pending = [], default, False
+    for token in argv:
+        if pending:
+            value, pending = token, False
+        elif token == option:
+            pending = True
+        elif token.startswith(option + "="):
+            value = token.partition("=")[2]
+        else:
+            rest.append(token)
+    if pending:
+        raise ConfigError(f"{option}: expected a value")
+    return rest, value

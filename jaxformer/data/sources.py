@@ -1,0 +1,226 @@
+"""Text as next-token data: what a path names, or the source of Python's own library, which every machine has.
+
+A `Dataset` has two splits. A split is anything with `len` and `[i] -> {"tokens", "labels", "weights"}`; it may
+also offer `gather(indices)`, which makes a whole batch at once.
+"""
+
+import contextlib
+import difflib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sysconfig
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxformer.config import ConfigError
+from jaxformer.data import tokenizers
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text file, or a folder of text files read in the order of their paths."""
+
+    path: str  # relative to the folder where the command runs
+    tokenizer: Literal["bytes", "characters", "bpe"] = "bytes"
+    vocab_size: int | None = None  # bpe only
+    validation_fraction: float = 0.1  # the end of the text
+    pattern: str = "**/*.txt"  # which files of a folder
+    cache: str | None = None  # bpe tokens are kept here; default ~/.cache/jaxformer
+
+
+@dataclass(frozen=True)
+class Stdlib:
+    """The Python standard library's own source without its tests: about 12 MB, another text for each Python version."""
+
+    tokenizer: Literal["bytes", "characters", "bpe"] = "bytes"
+    vocab_size: int | None = None  # bpe only
+    validation_fraction: float = 0.05  # the end of the text
+    cache: str | None = None  # bpe tokens are kept here; default ~/.cache/jaxformer
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Two splits and what identifies them."""
+
+    train: Any
+    validation: Any
+    vocab_size: int
+    digest: str  # sha256 (hex) over content, split and tokenizer: a run should not resume on another one
+    description: str  # one line
+    tokenizer: Any = None  # None for generated tasks
+    source_digest: str | None = None  # sha256 (hex) of the text alone; for one file, what sha256sum prints
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Window i is tokens[s : s+T] with labels tokens[s+1 : s+T+1], where s = stride * i and T = `length`.
+
+    Stride 1 gives all n - T whole windows. Stride T makes every token but the first a label exactly once; what the last
+    window lacks is padding of weight 0.
+    """
+
+    tokens: np.ndarray
+    length: int
+    stride: int = 1
+
+    def __len__(self) -> int:
+        return -(-(len(self.tokens) - 1 - self.length) // self.stride) + 1
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {name: rows[0] for name, rows in self.gather(np.array([range(len(self))[index]])).items()}
+
+    def gather(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Windows number `indices` as arrays [B, T]: tokens and labels int32, weights float32."""
+        positions = np.asarray(indices)[:, None] * self.stride + np.arange(self.length + 1)
+        rows = self.tokens[np.minimum(positions, len(self.tokens) - 1)]
+        return {
+            "tokens": rows[:, :-1].astype(np.int32),
+            "labels": rows[:, 1:].astype(np.int32),
+            "weights": (positions[:, 1:] < len(self.tokens)).astype(np.float32),
+        }
+
+
+def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
+    """Reads, splits and encodes a text; the last `validation_fraction` of it validates.
+
+    The cut is at int(n (1 - fraction)) bytes, or characters for the other tokenizers (nanoGPT's rule). BPE merges are
+    learned on the training part alone. Raises ConfigError for a missing, empty, undecodable or too short text and for
+    impossible settings.
+    """
+    if not 0 < config.validation_fraction < 1:
+        raise ConfigError(f"data.validation_fraction: {config.validation_fraction} is not between 0 and 1")
+    if (config.tokenizer == "bpe") != (config.vocab_size is not None):
+        raise ConfigError(
+            f"data.vocab_size: bpe needs one, the others have their own; it is {config.vocab_size} "
+            f"with data.tokenizer={config.tokenizer!r}"
+        )
+    name, raw = _read_path(config) if isinstance(config, Text) else _read_stdlib()
+    if not raw:
+        raise ConfigError(f"data.path: {name} is empty")
+    source = hashlib.sha256(raw).hexdigest()
+    train, validation, tokenizer = _encode(config, name, raw, source)
+    parts = (("training", train, context_length + 1), ("validation", validation, 2))
+    for part, tokens, need in parts:
+        if len(tokens) < need:
+            raise ConfigError(
+                f"data: the {part} part of {name} is {len(tokens):,} tokens; a context of {context_length:,} needs at "
+                f"least {need:,}; take a longer text, a shorter context or another data.validation_fraction"
+            )
+    return Dataset(
+        train=Windows(train, context_length),
+        validation=Windows(validation, context_length, stride=context_length),
+        vocab_size=tokenizer.vocab_size,
+        digest=hashlib.sha256(f"{source} {len(train)} {len(validation)} {tokenizer.digest}".encode()).hexdigest(),
+        description=f"{name}: {len(raw):,} bytes, sha256 {source[:16]}; {config.tokenizer}, vocabulary "
+        f"{tokenizer.vocab_size:,}; {len(train):,} training and {len(validation):,} validation tokens",
+        tokenizer=tokenizer,
+        source_digest=source,
+    )
+
+
+def _encode(config: Text | Stdlib, name: str, raw: bytes, source: str) -> tuple[np.ndarray, np.ndarray, Any]:
+    share = 1 - config.validation_fraction
+    if config.tokenizer == "bytes":
+        tokens, tokenizer = np.frombuffer(raw, np.uint8), tokenizers.Bytes()
+        cut = int(len(tokens) * share)
+        return tokens[:cut], tokens[cut:], tokenizer
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"data.path: {name} is not UTF-8 (byte {raw[error.start]:#04x} at position {error.start:,}); "
+            "convert it, or use tokenizer='bytes'"
+        ) from None
+    cut = int(len(text) * share)
+    if config.tokenizer == "bpe":
+        return _encode_bpe(config, text, cut, source)
+    tokenizer = tokenizers.Characters.of(text)
+    tokens = tokenizer.encode_text(text)
+    return tokens[:cut], tokens[cut:], tokenizer
+
+
+def _encode_bpe(config: Text | Stdlib, text: str, cut: int, source: str) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Tokens from the cache, or learned, encoded and put there. Safe when several processes do it at once."""
+    tokenizers.require_package()
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxformer"
+    folder = Path(config.cache or default).expanduser()
+    key = hashlib.sha256(f"layout 1 {source} {cut} {config.vocab_size}".encode()).hexdigest()[:24]
+    entry, temporary = folder / f"tokens-{key}", folder / f".tokens-{key}-{uuid.uuid4().hex}"
+    if entry.exists():
+        try:
+            return _load_tokens(entry)
+        except (OSError, ValueError, EOFError) as error:
+            log.warning("cached tokens in %s are damaged (%s); making them again", entry, error)
+            shutil.rmtree(entry, ignore_errors=True)
+    tokenizer = tokenizers.BPE.train(text[:cut], config.vocab_size or 0)
+    try:
+        temporary.mkdir(parents=True)
+        _save_tokens(temporary, tokenizer.encode_text(text[:cut]), tokenizer.encode_text(text[cut:]), tokenizer)
+        loaded = _load_tokens(temporary)
+        # the memory maps outlive this renaming, and also the removal below if another process put its own there first
+        with contextlib.suppress(OSError):
+            os.replace(temporary, entry)
+        return loaded
+    except OSError as error:
+        raise ConfigError(f"data.cache: cannot keep tokens in {folder} ({error.strerror}); choose another") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _save_tokens(folder: Path, train: np.ndarray, validation: np.ndarray, tokenizer: Any) -> None:
+    np.save(folder / "train.npy", train)
+    np.save(folder / "validation.npy", validation)
+    tokenizer.save(folder / "tokenizer.json")
+    digests = [hashlib.sha256(part.data).hexdigest() for part in (train, validation)]
+    (folder / "digests.json").write_text(json.dumps([*digests, tokenizer.digest]))
+
+
+def _load_tokens(folder: Path) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Memory-mapped tokens, checked against their digests (under 1 s per GB). Raises ValueError where they differ."""
+    parts = [np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("train", "validation")]
+    tokenizer = tokenizers.load(folder / "tokenizer.json")
+    digests = [hashlib.sha256(part.data).hexdigest() for part in parts]
+    if json.loads((folder / "digests.json").read_text()) != [*digests, tokenizer.digest]:
+        raise ValueError("digests differ")
+    return parts[0], parts[1], tokenizer
+
+
+def _read_path(config: Text) -> tuple[str, bytes]:
+    path = Path(config.path).expanduser()
+    try:
+        if not path.is_dir():
+            return str(path), path.read_bytes()
+        files = sorted(file.relative_to(path).as_posix() for file in path.glob(config.pattern) if file.is_file())
+        if not files:
+            raise ConfigError(f"data.path: no file in {path} fits data.pattern={config.pattern!r}")
+        return f"{path} ({len(files)} files)", b"".join((path / file).read_bytes() for file in files)
+    except FileNotFoundError:
+        names = os.listdir(path.parent) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=1)
+        hint = f"did you mean {str(path.parent / near[0])!r}?" if near else "give the file with --data.path=…"
+        raise ConfigError(f"data.path: there is no {config.path!r} (looked for {path.absolute()}); {hint}") from None
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {error.filename or path} ({error.strerror})") from error
+
+
+def _read_stdlib() -> tuple[str, bytes]:
+    root, files = Path(sysconfig.get_path("stdlib")), []
+    # Not on every machine: tests and installed packages. With paths of the build in them: config-* and _sysconfigdata*.
+    skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skip and not name.startswith("config-")]
+        sources = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+        files += [(Path(folder) / name).relative_to(root).as_posix() for name in sources]
+    if not files:
+        raise ConfigError(f"data: this Python keeps no library source in {root}; use a text file: Text(path=…)")
+    name = f"standard library of Python {sysconfig.get_python_version()} ({len(files)} files)"
+    return name, b"".join((root / file).read_bytes() for file in sorted(files))

@@ -1,0 +1,185 @@
+"""Text to integers and back: bytes, characters, and byte-level byte-pair encoding trained on the text at hand.
+
+Each has `encode(str) -> list[int]`, `encode_text(str) -> array` (a whole corpus), `decode(ids) -> str`, `vocab_size`,
+`digest` and `save(path)`; `load(path)` brings it back, so that a run folder can carry its tokenizer.
+"""
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from jaxformer.config import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what an id beyond the vocabulary decodes to: models may pad their vocabulary
+
+
+class _Tokenizer:
+    """What the three share: a JSON state that says everything, saved to a file and hashed to a digest."""
+
+    vocab_size: int
+
+    def state(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """A whole corpus [number of tokens], in the narrowest unsigned integers that hold the vocabulary."""
+        raise NotImplementedError
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_text(text).tolist()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """sha256 (hex) of the state: equal digests encode alike."""
+        return hashlib.sha256(json.dumps(self.state(), sort_keys=True).encode()).hexdigest()
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the state as JSON; a reader sees the old file or the whole new one, never a part."""
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps(self.state()), encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class Bytes(_Tokenizer):
+    """UTF-8 bytes: 256 ids, any text. Bytes that are not UTF-8 decode to U+FFFD."""
+
+    vocab_size = 256
+
+    def state(self) -> dict[str, Any]:
+        return {"type": "bytes"}
+
+    def encode_text(self, text: str) -> np.ndarray:
+        # a lone surrogate (an odd byte of a command line) becomes a question mark, not a crash
+        return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8)
+
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        # 0xFF is never valid UTF-8, so an id beyond 255 shows as U+FFFD like any other broken byte
+        return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode("utf-8", errors="replace")
+
+
+class Characters(_Tokenizer):
+    """One id per character of a text, in code point order; encoding any other character raises ConfigError."""
+
+    def __init__(self, characters: str):
+        self.characters = characters
+        self.vocab_size = len(characters)
+        codes = _code_points(characters)
+        # one spare entry, in which every character above the highest known one is looked up
+        self._ids = np.full(int(codes.max(initial=0)) + 2, -1, np.int32)
+        self._ids[codes] = np.arange(len(codes))
+
+    @classmethod
+    def of(cls, text: str) -> "Characters":
+        seen = np.zeros(0x110000, bool)
+        seen[_code_points(text)] = True
+        return cls("".join(map(chr, np.flatnonzero(seen))))
+
+    def state(self) -> dict[str, Any]:
+        return {"type": "characters", "characters": self.characters}
+
+    def encode_text(self, text: str) -> np.ndarray:
+        ids = self._ids[np.minimum(_code_points(text), len(self._ids) - 1)]
+        if ids.min(initial=0) < 0:
+            at = int(np.argmin(ids))
+            raise ConfigError(
+                f"character {text[at]!r} (position {at}) is not among the {self.vocab_size} of the training text; "
+                "leave it out, or train with tokenizer='bytes'"
+            )
+        return ids.astype(np.min_scalar_type(max(self.vocab_size - 1, 0)))
+
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        return "".join(self.characters[i] if 0 <= i < self.vocab_size else UNKNOWN for i in map(int, ids))
+
+
+class BPE(_Tokenizer):
+    """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019), by the `tokenizers` package."""
+
+    def __init__(self, serialized: str):
+        self._tokenizer = require_package().Tokenizer.from_str(serialized)
+        # otherwise "<|endoftext|>" written in a text would become the control id; the flag is not part of the JSON
+        self._tokenizer.encode_special_tokens = True
+        self.vocab_size = self._tokenizer.get_vocab_size()
+
+    @classmethod
+    def train(cls, text: str, vocab_size: int) -> "BPE":
+        """Merges learned on `text`, deterministic. A short text may give fewer than `vocab_size` ids."""
+        if vocab_size < 257:
+            raise ConfigError(
+                f"data.vocab_size: bpe needs at least 257 (256 bytes and {END_OF_TEXT}), not {vocab_size}"
+            )
+        package = require_package()
+        tokenizer = package.Tokenizer(package.models.BPE())
+        tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = package.decoders.ByteLevel()
+        trainer = package.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(_chunks(text), trainer)
+        return cls(tokenizer.to_str())
+
+    def state(self) -> dict[str, Any]:
+        return {"type": "bpe", "tokenizer": json.loads(self._tokenizer.to_str())}
+
+    def encode_text(self, text: str) -> np.ndarray:
+        text = text.encode("utf-8", errors="replace").decode()  # the package refuses lone surrogates
+        dtype = np.min_scalar_type(self.vocab_size - 1)
+        chunks, parts = list(_chunks(text)), [np.zeros(0, dtype)]
+        # 64 chunks at a time: all cores are busy and the package's bulky encodings never pile up
+        for start in range(0, len(chunks), 64):
+            encodings = self._tokenizer.encode_batch_fast(chunks[start : start + 64])
+            parts.extend(np.array(encoding.ids, dtype) for encoding in encodings)
+        return np.concatenate(parts)
+
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def load(path: str | os.PathLike) -> Bytes | Characters | BPE:
+    """The tokenizer that `save` wrote. Raises ConfigError when the file is missing or is not one of ours."""
+    try:
+        state = json.loads(Path(path).read_text(encoding="utf-8"))
+        make = {
+            "bytes": lambda: Bytes(),
+            "characters": lambda: Characters(state["characters"]),
+            "bpe": lambda: BPE(json.dumps(state["tokenizer"])),
+        }[state["type"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not a saved tokenizer ({type(error).__name__}: {error})") from error
+    return make()
+
+
+def require_package() -> Any:
+    """The `tokenizers` package. Raises ConfigError where it is not installed."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise ConfigError("data.tokenizer: bpe needs the tokenizers package; pip install jaxformer[text]") from None
+    return tokenizers
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
+
+
+def _chunks(text: str, size: int = 1 << 16) -> Iterator[str]:
+    """Pieces of about `size` characters that end with a line, for the package to work on in parallel."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + size) + 1 or len(text)
+        yield text[start:end]
+        start = end

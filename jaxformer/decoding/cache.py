@@ -1,0 +1,36 @@
+"""What decoding remembers: each layer's mixer state, which slots hold tokens, and how many there are."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+from jaxtyping import Int
+
+from jaxformer.models import transformer
+from jaxformer.models.config import ModelConfig
+
+
+@struct.dataclass
+class Cache:
+    """Mixer state of all layers `[L, ...]`; `segment_ids` `[B, S]`, 0 in empty and padded slots; `length`, slots in use.
+
+    Writing past S slots is the caller's error and cannot be seen under jit: the last slots would be overwritten.
+    """
+
+    layers: Any
+    segment_ids: Int[Array, "B S"]
+    length: Int[Array, ""]
+
+    def extend(self, segment_ids: Int[Array, "B T"]) -> "Cache":
+        """The cache with T more slots in use; the layers write their part themselves."""
+        ids = lax.dynamic_update_slice_in_dim(self.segment_ids, segment_ids.astype(jnp.int32), self.length, axis=1)
+        return replace(self, segment_ids=ids, length=self.length + segment_ids.shape[1])
+
+
+def init_cache(config: ModelConfig, batch: int, length: int, dtype=jnp.float32) -> Cache:
+    """An empty cache of `length` slots a row, keys and values in `dtype`."""
+    state = transformer.mixer(config).state(batch, length, dtype)
+    layers = {name: jnp.zeros((config.num_layers, *leaf.shape), leaf.dtype) for name, leaf in state.items()}
+    return Cache(layers, jnp.zeros((batch, length), jnp.int32), jnp.zeros((), jnp.int32))

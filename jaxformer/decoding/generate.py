@@ -1,0 +1,105 @@
+"""Prompts in, continuations out."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxformer.config import ConfigError
+from jaxformer.decoding.cache import init_cache
+from jaxformer.decoding.sampling import Sampling, sample
+from jaxformer.models import transformer
+from jaxformer.models.config import Learned, ModelConfig
+
+
+def generate(
+    config: ModelConfig,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    *,
+    how: Sampling = Sampling(),
+    key: Array | None = None,
+    stop_tokens: Sequence[int] = (),
+    dtype=None,
+) -> list[list[int]]:
+    """Continues each prompt by at most `max_tokens` tokens, up to and without the first stop token.
+
+    Prompts of different length are padded on the left, and each is continued exactly as it would be alone. Raises
+    ConfigError for an empty prompt, a token outside the vocabulary, and for more tokens than a learned position table
+    has rows.
+    """
+    longest = _check(config, prompts, max_tokens)
+    tokens = np.zeros((len(prompts), longest), np.int32)
+    segment_ids = np.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, longest - len(prompt) :] = prompt
+        segment_ids[row, longest - len(prompt) :] = 1
+    key = jax.random.key(0) if key is None else key
+    dtype = params["embedding"]["tokens"].dtype if dtype is None else dtype
+    out = _generate(
+        config,
+        how,
+        max_tokens,
+        tuple(stop_tokens),
+        jnp.dtype(dtype),
+        params,
+        *jax.device_put((tokens, segment_ids)),
+        key,
+    )
+    return [_until(row, stop_tokens) for row in np.asarray(out).tolist()]
+
+
+def _check(config, prompts, max_tokens) -> int:
+    if not prompts or not all(len(p) for p in prompts):
+        raise ConfigError("generate: a prompt is empty; give at least one token (a start token, a newline)")
+    for prompt in prompts:
+        for token in prompt:
+            if not 0 <= token < config.vocab_size:
+                raise ConfigError(f"generate: prompt token {token} is outside the vocabulary of {config.vocab_size}")
+    longest = max(map(len, prompts))
+    if isinstance(config.positions, Learned) and longest + max_tokens > config.context_length:
+        raise ConfigError(
+            f"generate: {longest} prompt + {max_tokens} new tokens exceed the {config.context_length} learned positions"
+        )
+    return longest
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _generate(config, how, max_tokens, stop_tokens, dtype, params, tokens, segment_ids, key):
+    B, T = tokens.shape
+    row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(B))
+    stops = jnp.array(stop_tokens, jnp.int32)
+
+    def pick(logits, step):
+        return sample(logits, jax.vmap(lambda k: jax.random.fold_in(k, step))(row_keys), how).astype(jnp.int32)
+
+    def emit(out, done, token, step):
+        out = jax.lax.dynamic_update_slice_in_dim(out, token[:, None], step, axis=1)
+        return out, done | (token[:, None] == stops[None, :]).any(axis=1)
+
+    def going_on(carry):
+        step, _, _, done, _ = carry
+        return (step < max_tokens) & ~done.all()
+
+    def advance(carry):
+        step, token, out, done, cache = carry
+        output = transformer.apply(config, params, token[:, None], cache=cache, dtype=dtype)
+        token = pick(output.logits[:, -1], step)
+        out, done = emit(out, done, token, step)
+        return step + 1, token, out, done, output.cache
+
+    cache = init_cache(config, B, T + max_tokens, dtype)
+    output = transformer.apply(config, params, tokens, segment_ids=segment_ids, cache=cache, dtype=dtype)
+    token = pick(output.logits[:, -1], 0)
+    out, done = emit(jnp.zeros((B, max_tokens), jnp.int32), jnp.zeros(B, bool), token, 0)
+    return jax.lax.while_loop(going_on, advance, (jnp.ones((), jnp.int32), token, out, done, output.cache))[2]
+
+
+def _until(tokens: list[int], stop_tokens) -> list[int]:
+    end = next((i for i, token in enumerate(tokens) if token in stop_tokens), len(tokens))
+    return tokens[:end]

@@ -1,0 +1,64 @@
+"""From logits to a token. Each filter is a function of its own: it sets what it removes to -inf."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from jaxformer.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to pick a token. `temperature=0` is greedy. Filters follow the temperature, in the order here."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self):
+        if not self.temperature >= 0:
+            raise ConfigError(f"temperature={self.temperature}: must be 0 (greedy) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k={self.top_k}: must be at least 1")
+        for name in ("top_p", "min_p"):
+            p = getattr(self, name)
+            if p is not None and not 0 < p <= 1:
+                raise ConfigError(f"{name}={p}: must be in (0, 1]")
+
+
+def top_k(logits: Float[Array, "B V"], k: int) -> Float[Array, "B V"]:
+    """Keeps the k largest (and what ties with the k-th). Fan et al. 2018."""
+    least = jax.lax.top_k(logits, min(k, logits.shape[-1]))[0][:, -1:]
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+def top_p(logits: Float[Array, "B V"], p: float) -> Float[Array, "B V"]:
+    """Keeps the fewest likeliest tokens whose probability reaches p. Holtzman et al. 2019, arXiv:1904.09751."""
+    ordered = -jnp.sort(-logits, axis=-1)
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # mass above each: the first token always stays
+    least = jnp.min(jnp.where(before < p, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+def min_p(logits: Float[Array, "B V"], p: float) -> Float[Array, "B V"]:
+    """Keeps tokens at least p times as likely as the likeliest. Nguyen et al. 2024, arXiv:2407.01082."""
+    return jnp.where(logits >= jnp.max(logits, axis=-1, keepdims=True) + jnp.log(p), logits, -jnp.inf)
+
+
+def sample(logits: Float[Array, "B V"], keys: Array, how: Sampling) -> Int[Array, " B"]:
+    """One token a row; each row has its own key, so a row's tokens do not depend on its neighbours."""
+    if how.temperature == 0:
+        return jnp.argmax(logits, axis=-1)
+    logits = logits / how.temperature
+    if how.top_k is not None:
+        logits = top_k(logits, how.top_k)
+    if how.top_p is not None:
+        logits = top_p(logits, how.top_p)
+    if how.min_p is not None:
+        logits = min_p(logits, how.min_p)
+    return jax.vmap(jax.random.categorical)(keys, logits)

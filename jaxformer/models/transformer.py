@@ -1,0 +1,198 @@
+"""Embed, layers under one scan, unembed. `functools.partial(apply, config)` is an ordinary f(params, tokens)."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+from jax.nn.initializers import normal
+from jaxtyping import Float, Int
+
+from jaxformer import masks, ops, params
+from jaxformer.models import block as blocks
+from jaxformer.models.block import Context, Mixer
+from jaxformer.models.config import Learned, ModelConfig, Sinusoidal
+from jaxformer.ops.positions import learned, sinusoidal, within_segments
+from jaxformer.params import Spec
+
+Tree = Any
+
+
+@struct.dataclass
+class Output:
+    """What `apply` returns. Under jit, what you do not use is not computed."""
+
+    logits: Float[Array, "B T V"]
+    hidden: Float[Array, "B T D"]
+    cache: Any = None
+    attention: Float[Array, "L B N T S"] | None = None
+
+
+def mixer(config: ModelConfig) -> Mixer:
+    return (config.mixer or blocks.attention)(config)
+
+
+def spec(config: ModelConfig) -> Tree:
+    """Every parameter of the model, declared once."""
+    D, V = config.d_model, config.vocab_size
+    tree = {
+        "embedding": {"tokens": Spec((V, D), ("vocab", "embed"), normal(config.init_std))},
+        "layers": params.stack(blocks.spec(config, mixer(config)), config.num_layers),
+    }
+    if isinstance(config.positions, Learned):
+        shape = (config.context_length, D)
+        tree["embedding"]["positions"] = Spec(shape, ("length", "embed"), normal(config.init_std))
+    if config.norm_placement != "post":
+        tree["final_norm"] = blocks.norm_spec(config)
+    if not config.tie_embeddings:
+        tree["head"] = {"kernel": Spec((D, V), ("embed", "vocab"), normal(config.init_std), ("embed",))}
+    return tree
+
+
+def init(config: ModelConfig, key: Array, dtype=jnp.float32) -> Tree:
+    """Initial parameters."""
+    return params.init(spec(config), key, dtype)
+
+
+def apply(
+    config: ModelConfig,
+    params: Tree,
+    tokens: Int[Array, "B T"],
+    *,
+    positions: Int[Array, "#B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    cache: Any = None,
+    dropout_key: Array | None = None,
+    dtype=None,
+    return_attention: bool = False,
+) -> Output:
+    """Logits `[B, T, V]` and final hidden states of tokens; activations in `dtype`, the parameters' by default.
+
+    `segment_ids` (0 = padding) separate packed or padded sequences; positions restart with each unless given. `cache`
+    (of `jaxformer.decoding`) holds what came before: the tokens continue it, and the output has the cache that includes
+    them. Dropout acts only where `dropout_key` is given. `return_attention` adds every attention map, `[L, B, N, T,
+    S]`.
+    """
+    hidden, cache, weights = encode(
+        config, params, tokens, positions, segment_ids, cache, dropout_key, dtype, return_attention
+    )
+    logits = ops.einsum("btd,dv->btv", hidden, head(config, params), dtype=jnp.promote_types(hidden.dtype, jnp.float32))
+    if config.logit_softcap is not None:
+        logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
+    return Output(logits, hidden, cache, weights)
+
+
+def head(config: ModelConfig, params: Tree) -> Float[Array, "D V"]:
+    """The matrix from hidden states to logits: the embedding's transpose where they are tied."""
+    return params["embedding"]["tokens"].T if config.tie_embeddings else params["head"]["kernel"]
+
+
+def encode(
+    config,
+    params,
+    tokens,
+    positions=None,
+    segment_ids=None,
+    cache=None,
+    dropout_key=None,
+    dtype=None,
+    return_attention=False,
+):
+    """`apply` without the logits: (hidden `[B, T, D]` after the final norm, cache or None, attention maps or None)."""
+    T = tokens.shape[1]
+    start = 0
+    visible = None
+    if cache is not None:
+        start = cache.length
+        cache = cache.extend(jnp.ones_like(tokens) if segment_ids is None else segment_ids)
+        segment_ids = cache.segment_ids
+    if segment_ids is not None:
+        visible = masks.segments(segment_ids)
+    if positions is None:
+        positions = jnp.arange(T)[None] if segment_ids is None else within_segments(segment_ids)
+        if cache is not None:
+            positions = jax.lax.dynamic_slice_in_dim(positions, start, T, axis=1)
+    keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+    x = embed(config, params["embedding"], tokens, positions, dtype)
+    x = ops.dropout(x, config.dropout_rate, keys[0])
+    layer_masks = tuple(m if visible is None else m & visible for m in config.masks)
+    if cache is not None:
+        layer_masks = tuple(m.at(start) for m in layer_masks)
+    context = Context(masks.full(), positions, keys[1], start=start, return_weights=return_attention)
+    state = None if cache is None else cache.layers
+    x, state, weights = stack(config, params["layers"], x, context, layer_masks, state)
+    if config.norm_placement != "post":
+        x = blocks.norm(config, params["final_norm"], x)
+    return x, None if cache is None else replace(cache, layers=state), weights
+
+
+def embed(config: ModelConfig, params: Tree, tokens, positions, dtype=None) -> Float[Array, "B T D"]:
+    """Token rows times the embedding scale, plus absolute positions where the config has them."""
+    table = params["tokens"]
+    dtype = dtype or table.dtype
+    x = jnp.take(table, tokens, axis=0) * config.embedding_scale
+    if isinstance(config.positions, Learned):
+        x = x + learned(positions, params["positions"])
+    elif isinstance(config.positions, Sinusoidal):
+        x = x + sinusoidal(positions, config.d_model, config.positions.layout, config.positions.spacing).astype(x.dtype)
+    return x.astype(dtype)
+
+
+def stack(config: ModelConfig, params: Tree, x, context: Context, layer_masks, state: Tree):
+    """All layers: a scan over whole periods of the mask pattern, then the layers that are left over.
+
+    Parameters are stacked `[L, ...]` whatever the pattern. `unroll=L` or JAX_DISABLE_JIT=1 give the same values.
+    """
+    mix = mixer(config)
+    period = len(layer_masks)
+
+    def layer(mask, x, inputs):
+        index, layer_params, layer_state = inputs
+        key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, index)
+        layer_context = replace(context, mask=mask, dropout_key=key, state=layer_state)
+        x, layer_state, weights = blocks.block(config, mix, layer_params, x, layer_context)
+        return x, (layer_state, weights)
+
+    layers = [remat(config, partial(layer, mask)) for mask in layer_masks]
+
+    def run(x, inputs, count):
+        outputs = []
+        for i, one in enumerate(unstack(inputs, count)):
+            x, out = layers[i % period](x, one)
+            outputs.append(out)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+
+    L = config.num_layers
+    inputs = (jnp.arange(L), params, state)
+    if config.unroll >= L:
+        x, outputs = run(x, inputs, L)
+        return x, *outputs
+    whole = L - L % period
+    periods = jax.tree.map(lambda a: a[:whole].reshape(whole // period, period, *a.shape[1:]), inputs)
+    x, outputs = jax.lax.scan(partial(run, count=period), x, periods, unroll=max(1, config.unroll // period))
+    outputs = jax.tree.map(lambda a: a.reshape(whole, *a.shape[2:]), outputs)
+    if whole < L:
+        x, rest = run(x, jax.tree.map(lambda a: a[whole:], inputs), L - whole)
+        outputs = jax.tree.map(lambda *parts: jnp.concatenate(parts), outputs, rest)
+    return x, *outputs
+
+
+def unstack(tree: Tree, length: int) -> list[Tree]:
+    """`[length, ...]` leaves -> `length` trees, by `lax.split`: its transpose is one concatenation, an index's a scatter."""
+    leaves, structure = jax.tree.flatten(tree)
+    columns = [[part.reshape(leaf.shape[1:]) for part in jax.lax.split(leaf, (1,) * length)] for leaf in leaves]
+    return [jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)]
+
+
+def remat(config: ModelConfig, f):
+    """f, keeping for the backward pass everything ("none"), products with weights ("dots") or only its inputs ("full")."""
+    match config.remat:
+        case "none":
+            return f
+        case "dots":
+            return jax.checkpoint(f, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, prevent_cse=False)
+        case "full":
+            return jax.checkpoint(f, prevent_cse=False)

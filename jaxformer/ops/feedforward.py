@@ -1,0 +1,63 @@
+"""Position-wise feed-forward layers and their activations."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxformer.ops.contraction import einsum
+
+# jax.nn.gelu approximates by default; here the approximation is always said by name.
+ACTIVATIONS: dict[str, Callable] = {
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "silu": jax.nn.silu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "sigmoid": jax.nn.sigmoid,
+    "identity": lambda x: x,
+}
+
+# Shazeer 2020, arXiv:2002.05202: the family by its published names, each the activation of its gate.
+GATES: dict[str, str] = {
+    "glu": "sigmoid",
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "reglu": "relu",
+    "bilinear": "identity",
+}
+
+
+def mlp(
+    x: Float[Array, "B T D"],
+    up: Float[Array, "D F"],
+    down: Float[Array, "F D"],
+    activation: Callable,
+    up_bias: Float[Array, " F"] | None = None,
+    down_bias: Float[Array, " D"] | None = None,
+) -> Float[Array, "B T D"]:
+    """activation(x up + b_up) down + b_down. Vaswani et al. 2017, arXiv:1706.03762, eq. 2."""
+    hidden = activation(_add(einsum("btd,df->btf", x, up), up_bias))
+    return _add(einsum("btf,fd->btd", hidden, down), down_bias)
+
+
+def glu(
+    x: Float[Array, "B T D"],
+    gate: Float[Array, "D F"],
+    up: Float[Array, "D F"],
+    down: Float[Array, "F D"],
+    activation: Callable,
+    gate_bias: Float[Array, " F"] | None = None,
+    up_bias: Float[Array, " F"] | None = None,
+    down_bias: Float[Array, " D"] | None = None,
+) -> Float[Array, "B T D"]:
+    """(activation(x gate + b_gate) * (x up + b_up)) down + b_down. Shazeer 2020, arXiv:2002.05202, eq. 6."""
+    hidden = activation(_add(einsum("btd,df->btf", x, gate), gate_bias)) * _add(einsum("btd,df->btf", x, up), up_bias)
+    return _add(einsum("btf,fd->btd", hidden, down), down_bias)
+
+
+def _add(x, bias):
+    return x if bias is None else x + bias.astype(x.dtype)[None, None, :]

@@ -1,0 +1,136 @@
+"""Losses as sums: callers divide once, by the weight of the whole batch, however the batch was cut up."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from jaxformer.ops.contraction import einsum
+
+
+class LossSums(NamedTuple):
+    """Weighted sums over tokens, float32: loss in nats, weight in tokens, correct predictions in tokens."""
+
+    loss: Float[Array, ""]
+    weight: Float[Array, ""]
+    correct: Float[Array, ""]
+
+
+def cross_entropy(
+    logits: Float[Array, "B T V"],
+    labels: Int[Array, "B T"],
+    weights: Float[Array, "B T"] | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> LossSums:
+    """Sum of weight * (-log softmax(logits)[label]), in float32 whatever the logits are, with the sum of weights.
+
+    Label smoothing e puts 1 - e on the label and e / V on every class (Szegedy et al. 2016, section 7). `z_loss` adds
+    z (log sum exp logits)^2 (Chowdhery et al. 2022, section 5). A label outside 0..V-1 is legal where its weight is 0.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    weights = jnp.ones(labels.shape, logits.dtype) if weights is None else weights.astype(logits.dtype)
+    V = logits.shape[-1]
+    log_total = jax.nn.logsumexp(logits, axis=-1)
+    picked = jnp.take_along_axis(logits, jnp.clip(labels, 0, V - 1)[..., None], axis=-1)[..., 0]
+    losses = log_total - picked
+    if label_smoothing:
+        losses = (1 - label_smoothing) * losses + label_smoothing * (log_total - jnp.mean(logits, axis=-1))
+    if z_loss:
+        losses = losses + z_loss * jnp.square(log_total)
+    correct = picked >= jnp.max(logits, axis=-1)
+    return LossSums(jnp.sum(losses * weights), jnp.sum(weights), jnp.sum(correct * weights))
+
+
+def projected_cross_entropy(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "D V"],
+    labels: Int[Array, "B T"],
+    weights: Float[Array, "B T"] | None = None,
+    *,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+) -> LossSums:
+    """`cross_entropy(hidden @ head, ...)` without the logits of the whole batch: only `chunk` positions of T at a time.
+
+    The gradients of hidden and head are formed chunk by chunk while the logits are there, so nothing is computed twice.
+    By default a chunk's float32 logits take at most 64 MiB. `softcap` c maps a logit l to c tanh(l / c).
+    """
+    B, T, _ = hidden.shape
+    V = head.shape[-1]
+    weights = jnp.ones((B, T), jnp.float32) if weights is None else weights
+    chunk = min(T, chunk or max(1, 2**24 // (B * V)))
+    options = (chunk, softcap, label_smoothing, z_loss)
+    return LossSums(*_projected(options, hidden, head, labels, weights))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _projected(options, hidden, head, labels, weights):
+    def step(sums, part):
+        return jax.tree.map(jnp.add, sums, _chunk_loss(options, head, *part)), None
+
+    sums, _ = jax.lax.scan(step, _zeros(hidden), _chunks(options[0], hidden, labels, weights))
+    return tuple(sums)
+
+
+def _projected_forward(options, hidden, head, labels, weights):
+    """Losses and, at the same pass, their gradients: the cotangent of a sum is one number, so it can multiply later."""
+
+    def step(carry, part):
+        sums, d_head = carry
+        part_hidden, *rest = part
+        loss, pullback, others = jax.vjp(
+            lambda h, w: _loss_first(_chunk_loss(options, w, h, *rest)), part_hidden, head, has_aux=True
+        )
+        d_hidden, d_part = pullback(jnp.ones_like(loss))
+        sums = jax.tree.map(jnp.add, sums, LossSums(loss, *others))
+        return (sums, d_head + d_part.astype(d_head.dtype)), d_hidden
+
+    parts = _chunks(options[0], hidden, labels, weights)
+    start = (_zeros(hidden), jnp.zeros(head.shape, jnp.promote_types(head.dtype, jnp.float32)))
+    (sums, d_head), d_hidden = jax.lax.scan(step, start, parts)
+    B, T, D = hidden.shape
+    d_hidden = d_hidden.swapaxes(0, 1).reshape(B, -1, D)[:, :T]
+    return tuple(sums), (d_hidden, d_head.astype(head.dtype))
+
+
+def _projected_backward(options, residuals, cotangents):
+    d_hidden, d_head = residuals
+    d_loss = cotangents[0]
+    return (d_hidden * d_loss.astype(d_hidden.dtype), d_head * d_loss.astype(d_head.dtype), None, None)
+
+
+_projected.defvjp(_projected_forward, _projected_backward)
+
+
+def _chunk_loss(options, head, hidden, labels, weights) -> LossSums:
+    _, softcap, label_smoothing, z_loss = options
+    logits = einsum("btd,dv->btv", hidden, head, dtype=jnp.promote_types(hidden.dtype, jnp.float32))
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    return cross_entropy(logits, labels, weights, label_smoothing, z_loss)
+
+
+def _loss_first(sums: LossSums):
+    return sums.loss, (sums.weight, sums.correct)
+
+
+def _zeros(hidden) -> LossSums:
+    zero = jnp.zeros((), jnp.promote_types(hidden.dtype, jnp.float32))
+    return LossSums(zero, zero, zero)
+
+
+def _chunks(chunk, hidden, labels, weights):
+    """[B, T, ...] -> [ceil(T / chunk), B, chunk, ...]: cut along T, so a batch sharded over B stays where it is."""
+
+    def cut(x):
+        pad = -x.shape[1] % chunk
+        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+    return cut(hidden), cut(labels), cut(weights)

@@ -1,0 +1,33 @@
+"""Normalisations over the model axis, in float32 with the two-pass variance."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+
+def layer_norm(
+    x: Float[Array, "*rest D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None = None, eps: float = 1e-5
+) -> Float[Array, "*rest D"]:
+    """(x - mean) / sqrt(var + eps) * scale + bias, with the biased variance. Ba et al. 2016, arXiv:1607.06450, eq. 4.
+
+    Statistics are float32 (float64 for float64 inputs) and the variance is the mean of squared deviations: the one-pass
+    form E[x^2] - E[x]^2 loses all digits once the mean is large against the spread.
+    """
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    y = y * _row(scale, y)
+    if bias is not None:
+        y = y + _row(bias, y)
+    return y.astype(x.dtype)
+
+
+def rms_norm(x: Float[Array, "*rest D"], scale: Float[Array, " D"], eps: float = 1e-6) -> Float[Array, "*rest D"]:
+    """x / sqrt(mean(x^2) + eps) * scale. Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4. Statistics in float32."""
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    return (y * _row(scale, y)).astype(x.dtype)
+
+
+def _row(vector, like):
+    return vector.astype(like.dtype).reshape((1,) * (like.ndim - 1) + vector.shape)

@@ -1,0 +1,168 @@
+"""Positional encodings as functions of integer positions. Angles are float32 or better, never bfloat16."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int
+
+Layout = Literal["interleaved", "half"]
+
+
+def sinusoidal(
+    positions: Int[Array, "B T"],
+    width: int,
+    layout: Layout = "interleaved",
+    spacing: Literal["paper", "tensor2tensor"] = "paper",
+    base: float = 10_000.0,
+) -> Float[Array, "B T D"]:
+    """sin and cos of position / base^e_i for i < width / 2. Vaswani et al. 2017, arXiv:1706.03762, section 3.5.
+
+    Three tables are in use and do not mix. `spacing`: e_i = 2i / width (paper, Marian) or i / (width/2 - 1)
+    (tensor2tensor, fairseq, Whisper). `layout`: sine at even and cosine at odd features (paper), or all sines, then all
+    cosines (`half`: Marian, tensor2tensor). Raises ValueError for an odd width.
+    """
+    if width % 2:
+        raise ValueError(f"sinusoidal: width must be even to pair sines with cosines; got {width}")
+    i = np.arange(width // 2)
+    exponent = 2 * i / width if spacing == "paper" else i / max(width // 2 - 1, 1)
+    angles = positions[..., None].astype(jnp.float32) * _row3(base**-exponent)
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    if layout == "half":
+        return jnp.concatenate([sin, cos], axis=-1)
+    return jnp.stack([sin, cos], axis=-1).reshape(*positions.shape, width)
+
+
+def learned(positions: Int[Array, "B T"], table: Float[Array, "P D"]) -> Float[Array, "B T D"]:
+    """Row `position` of a trained table; positions beyond it give NaN, not the last row. Gehring et al. 2017."""
+    return jnp.take(table, positions, axis=0, mode="fill", fill_value=jnp.nan)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Position interpolation: every frequency divided by `factor`. Chen et al. 2023, arXiv:2306.15595, eq. 4."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class NTK:
+    """NTK-aware base: base * a^(r / (r - 2)) for r rotated features.
+
+    a = factor, or, where the sequence length to serve is given, the "dynamic" a = factor * length / original_length -
+    (factor - 1), applied beyond `original_length` only. Peng et al. 2023, arXiv:2309.00071, section 3.1.
+    """
+
+    factor: float
+    original_length: int | None = None
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """Low frequencies divided by `factor`, high ones kept, a linear blend between. Llama 3.1 release, 2024."""
+
+    factor: float
+    original_length: int
+    low: float = 1.0
+    high: float = 4.0
+
+
+@dataclass(frozen=True)
+class YaRN:
+    """Interpolates slow dimensions, extrapolates fast ones, and sharpens attention by 0.1 ln(factor) + 1.
+
+    Peng et al. 2023, arXiv:2309.00071, eq. 17-22. `truncate` rounds the ramp's ends outwards to whole dimensions.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: base `theta`, the share of the head that turns, how features pair, scaling."""
+
+    theta: float = 10_000.0
+    fraction: float = 1.0
+    layout: Layout = "half"
+    scaling: Linear | NTK | Llama3 | YaRN | None = None
+
+
+def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope = Rope()) -> Float[Array, "B T N H"]:
+    """Turns each feature pair by position * theta^(-2i / r). Su et al. 2021, arXiv:2104.09864, eq. 34.
+
+    Pairs are (i, i + r/2) in layout `half` (Hugging Face LLaMA, GPT-NeoX) and (2i, 2i + 1) in `interleaved` (the paper,
+    Meta's LLaMA, GPT-J); r = fraction * H features turn, the rest pass. The product of a turned query and a turned key
+    depends on their distance alone. Raises ValueError where r is odd.
+    """
+    inverse, sharpen = rope_frequencies(x.shape[-1], config)
+    rotated = 2 * len(inverse)
+    accumulate = jnp.promote_types(x.dtype, jnp.float32)
+    angles = (positions[..., None].astype(accumulate) * _row3(inverse).astype(accumulate))[:, :, None, :]
+    cos, sin = jnp.cos(angles) * sharpen, jnp.sin(angles) * sharpen
+    turning, passing = x[..., :rotated].astype(accumulate), x[..., rotated:]
+    if config.layout == "half":
+        a, b = jnp.split(turning, 2, axis=-1)
+        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    else:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turning.shape)
+    return jnp.concatenate([turned.astype(x.dtype), passing], axis=-1) if passing.shape[-1] else turned.astype(x.dtype)
+
+
+def rope_frequencies(head_width: int, config: Rope) -> tuple[np.ndarray, float]:
+    """Radians a position for each of r/2 pairs, and the factor on cos and sin (1 but for YaRN). Computed on the host."""
+    rotated = int(head_width * config.fraction)
+    if rotated % 2 or rotated == 0:
+        raise ValueError(
+            f"rope: {config.fraction} of a head of {head_width} is {rotated} features; an even number must turn"
+        )
+    exponent = np.arange(0, rotated, 2) / rotated
+    plain = config.theta**-exponent
+    match config.scaling:
+        case None:
+            return plain, 1.0
+        case Linear(factor):
+            return plain / factor, 1.0
+        case NTK(factor, original, length):
+            grow = factor
+            if length is not None and original is not None:
+                grow = factor * max(length, original) / original - (factor - 1)
+            return (config.theta * grow ** (rotated / (rotated - 2))) ** -exponent, 1.0
+        case Llama3(factor, original, low, high):
+            turns = original * plain / (2 * math.pi)  # full turns within the original context
+            keep = np.clip((turns - low) / (high - low), 0, 1)
+            return plain * (keep + (1 - keep) / factor), 1.0
+        case YaRN(factor, original, fast, slow, truncate):
+            # the (fractional) pair that makes `turns` full turns within the original context
+            def pair(turns):
+                return rotated * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+            first, last = pair(fast), pair(slow)
+            if truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, rotated - 1)
+            interpolate = np.clip((np.arange(rotated // 2) - first) / max(last - first, 1e-3), 0, 1)
+            return plain * (1 - interpolate) + plain / factor * interpolate, 0.1 * math.log(factor) + 1.0
+    raise ValueError(f"rope: unknown scaling {config.scaling!r}; expected Linear, NTK, Llama3, YaRN or None")
+
+
+def within_segments(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Position of each token in its own segment (a run of equal ids): packed rows restart, left padding is skipped."""
+    index = jnp.arange(segment_ids.shape[1])[None, :]
+    starts = jnp.concatenate(
+        [jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
+    )
+    first = jnp.where(starts, index, 0)
+    return index - jnp.maximum.accumulate(first, axis=1)
+
+
+def _row3(vector):
+    return jnp.asarray(vector, jnp.promote_types(jnp.float32, jnp.zeros(0).dtype))[None, None, :]

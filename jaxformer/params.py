@@ -1,0 +1,79 @@
+"""Parameters declared once: a nested dict of `Spec` gives initial values, abstract tree, count, paths and masks."""
+
+import math
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One parameter: its shape, a logical name for each axis, and how it starts.
+
+    `init(key, shape, dtype) -> array` is any of `jax.nn.initializers`. `contracts` names the axes that a product sums
+    over (the inputs of the layer); optimizers such as Muon read matrices from it. It is empty for what is not a matrix.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Callable
+    contracts: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"Spec: shape {self.shape} has {len(self.shape)} axes, names {self.axes} {len(self.axes)}")
+
+
+def stack(spec: Tree, layers: int) -> Tree:
+    """The same parameters for `layers` layers, along a new first axis `layers`; each layer draws its own values."""
+
+    def stacked(leaf: Spec) -> Spec:
+        def init(key, shape, dtype):
+            keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(shape[0]))
+            return jax.vmap(lambda k: leaf.init(k, shape[1:], dtype))(keys)
+
+        return replace(leaf, shape=(layers, *leaf.shape), axes=("layers", *leaf.axes), init=init)
+
+    return jax.tree.map(stacked, spec)
+
+
+def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:
+    """Initial values. A leaf's key depends on its path alone, so adding a parameter changes no other."""
+    leaves = {
+        path: leaf.init(jax.random.fold_in(key, zlib.crc32(path.encode())), leaf.shape, dtype)
+        for path, leaf in paths(spec).items()
+    }
+    return unflatten_dict(leaves, sep="/")
+
+
+def abstract(spec: Tree, dtype=jnp.float32) -> Tree:
+    """The tree as shapes and dtypes, without memory."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), spec)
+
+
+def count(spec: Tree) -> int:
+    """How many numbers the tree holds; works on specs, abstract trees and arrays alike."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(spec))
+
+
+def paths(tree: Tree) -> dict[str, Any]:
+    """The tree as `{'layers/attention/query/kernel': leaf}`."""
+    return flatten_dict(tree, sep="/")
+
+
+def mask(tree: Tree, pattern: str) -> Tree:
+    """True where the regular expression matches somewhere in the leaf's path (weight decay, freezing)."""
+    return unflatten_dict({path: bool(re.search(pattern, path)) for path in paths(tree)}, sep="/")
+
+
+def cast(tree: Tree, dtype) -> Tree:
+    """Floating-point leaves in `dtype`; the others unchanged."""
+    return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)

@@ -1,0 +1,309 @@
+"""The run: from an experiment to a trained model, through kills, bad data and bad numbers."""
+
+import json
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxformer import params as parameters
+from jaxformer.analysis import cost, figures
+from jaxformer.config import ConfigError, to_dict
+from jaxformer.data import batching
+from jaxformer.decoding import generate
+from jaxformer.evaluation.perplexity import perplexity
+from jaxformer.models import transformer
+from jaxformer.models.config import Learned
+from jaxformer.training import checkpoint, optimizer
+from jaxformer.training.experiment import Experiment, Muon
+from jaxformer.training.folder import RunFolder, claim, describe, run_folder, write_atomically
+from jaxformer.training.metrics import Console, Record, open_loggers, write_all
+from jaxformer.training.state import TrainState, init_state
+from jaxformer.training.step import make_evaluate, make_train_step
+
+log = logging.getLogger("jaxformer")
+
+
+class NonFinite(RuntimeError):
+    """The loss or gradient stayed NaN or infinite; the parameters are those of the last finite step."""
+
+
+class Interrupted(RuntimeError):
+    """A signal ended the run after its state was saved."""
+
+    def __init__(self, signum: int, step: int):
+        super().__init__(
+            f"stopped by {signal.Signals(signum).name} after step {step}, saved; the same command goes on from there"
+        )
+        self.exit_code = 128 + signum
+
+
+@dataclass(frozen=True)
+class Result:
+    folder: Path
+    validation: dict[str, float]
+    baseline: float | None  # unigram entropy of the validation text, nats a token
+    sample: str | None
+
+
+def train(experiment: Experiment, runs: Path = Path("runs")) -> Result:
+    """Trains `experiment` in its folder under `runs`, from the newest good checkpoint if there is one.
+
+    A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
+    one that was not. Raises ConfigError for what the user can mend, NonFinite when the numbers stay bad, Interrupted on
+    SIGTERM.
+    """
+    folder = run_folder(experiment, runs)
+    with claim(folder):
+        dataset = open_data(experiment)
+        use_compilation_cache(runs)
+        with checkpoint.open_manager(
+            folder.checkpoints,
+            keep_latest=experiment.checkpoints.keep_latest,
+            keep_best=experiment.checkpoints.keep_best,
+        ) as manager:
+            return _run(experiment, folder, dataset, manager)
+
+
+def open_data(experiment: Experiment):
+    """The experiment's dataset, checked against its model."""
+    dataset = batching.open_dataset(experiment.data, experiment.model.context_length)
+    if dataset.vocab_size > experiment.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={experiment.model.vocab_size} is too small: the data have {dataset.vocab_size} tokens; "
+            f"set --model.vocab-size={dataset.vocab_size}"
+        )
+    return dataset
+
+
+def use_compilation_cache(runs: Path) -> None:
+    """Compiled programs persist beside the runs, so the second start of an experiment does not compile."""
+    jax.config.update("jax_compilation_cache_dir", str((runs / ".compiled").resolve()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _run(experiment: Experiment, folder: RunFolder, dataset, manager) -> Result:
+    for change in describe(folder, experiment, dataset.digest):
+        log.warning("config differs from the one this run began with: %s", change)
+    if dataset.tokenizer is not None:
+        dataset.tokenizer.save(folder.tokenizer)
+    record = Record(folder.metrics)
+    state, start = restore(experiment, folder, dataset, manager, record)
+    console = Console(experiment.steps, start)
+    loggers = open_loggers(experiment.loggers, folder.path, folder.path.name, to_dict(experiment))
+    try:
+        introduce(experiment, dataset, start, console)
+        evaluate = evaluator(experiment, dataset)
+        if start < experiment.steps:
+            write = partial(write_all, record, loggers)
+            state = loop(experiment, dataset, manager, state, start, evaluate, write, console)
+        else:
+            console.say(f"this run is finished: {experiment.steps} steps are done in {folder.path}")
+        return finish(experiment, folder, dataset, state, record, evaluate, console)
+    finally:
+        console.close()
+        record.close()
+        for logger in loggers:
+            logger.close()
+
+
+def restore(experiment: Experiment, folder, dataset, manager, record: Record) -> tuple[TrainState, int]:
+    """The newest good state, or the first one; the record goes back to the same step."""
+    restored = manager.restore(jax.eval_shape(partial(init_state, experiment)))
+    if restored is None:
+        record.rewind(0)
+        return jax.jit(partial(init_state, experiment))(), 0
+    step, state, metadata = restored
+    if metadata["data_digest"] != dataset.digest:
+        raise ConfigError(
+            f"{folder.path}: the data changed since this run began (digest {metadata['data_digest'][:12]}, now "
+            f"{dataset.digest[:12]}); restore the file, or start a new run with another --name"
+        )
+    record.rewind(step)
+    return state, step
+
+
+def introduce(experiment: Experiment, dataset, start: int, console: Console) -> None:
+    spec = transformer.spec(experiment.model)
+    console.say(
+        f"{experiment.name}: {parameters.count(spec):,} parameters, {jax.devices()[0].device_kind}, {experiment.precision}"
+    )
+    console.say(f"data: {dataset.description}")
+    if isinstance(experiment.optimizer, Muon):
+        for path, route in optimizer.routes(experiment.optimizer, spec).items():
+            console.say(f"  {path}: {route}")
+    if start:
+        console.say(f"resuming after step {start}")
+
+
+def evaluator(experiment: Experiment, dataset) -> Callable[[Any], dict[str, float]]:
+    """Scores parameters on the validation split, without label smoothing or auxiliary losses."""
+    plain = replace(experiment, label_smoothing=0.0, z_loss=0.0)
+    evaluate = jax.jit(make_evaluate(plain))
+    batches = batching.validation_batches(dataset.validation, experiment.batch_size)
+    count = len(batches) if experiment.eval_batches is None else min(experiment.eval_batches, len(batches))
+
+    return lambda params: perplexity(evaluate, params, (batches[i] for i in range(count)))
+
+
+def score(experiment: Experiment, dataset, params: Any) -> dict[str, float]:
+    return evaluator(experiment, dataset)(params)
+
+
+def best_params(state: TrainState) -> Any:
+    """What is scored and sampled from: the averaged parameters where there are any."""
+    return state.params if state.ema is None else state.ema
+
+
+def load_params(folder: RunFolder, experiment: Experiment, step: int | None = None) -> tuple[int, Any]:
+    """(step, parameters) of a run's checkpoint, the newest by default; the averaged ones where the run has them."""
+    abstract = jax.eval_shape(partial(init_state, experiment))
+    part = "params" if abstract.ema is None else "ema"
+    step, params, _ = checkpoint.restore_params(folder.checkpoints, abstract.params, step, part)
+    return step, params
+
+
+def loop(experiment, dataset, manager, state, start, evaluate, write, console) -> TrainState:
+    """Steps `start` to the end. Metrics of a step are fetched after the next one is on its way, so the device never waits."""
+    step_function = jax.jit(make_train_step(experiment), donate_argnums=0)
+    source = batching.batches(dataset.train, experiment.batch_size, experiment.seed)
+    report = Reporter(experiment, write, console)
+    with (
+        Signals() as signals,
+        batching.prefetch(source.__getitem__, start, experiment.steps, put=jax.device_put) as batches,
+    ):
+        for step, batch in enumerate(batches, start):
+            with jax.transfer_guard("disallow"):  # whatever a step needs is on the device already
+                state, metrics = step_function(state, batch)
+            report.later(step, metrics)
+            done = step + 1
+            last = done == experiment.steps
+            validation = None
+            if last or done % experiment.eval_every == 0:
+                report.now()
+                scores = evaluate(best_params(state))
+                validation = scores["loss"]
+                write(done, {"validation_loss": validation, "validation_accuracy": scores["accuracy"]})
+                console.log(done, {"validation_loss": validation, "perplexity": scores["perplexity"]})
+                report.restart_clock()
+            if last or signals.received or done % experiment.checkpoints.every == 0:
+                report.now()
+                metadata = {"data_digest": dataset.digest, "config": to_dict(experiment)}
+                manager.save(done, state, metadata, validation, wait=last or bool(signals.received))
+                report.restart_clock()
+            if signals.received and not last:
+                raise Interrupted(signals.received, done)
+    return state
+
+
+class Reporter:
+    """Holds back each step's metrics until the next step was dispatched; checks them, logs every `log_every`-th."""
+
+    def __init__(self, experiment: Experiment, write, console: Console):
+        self._experiment, self._write, self._console = experiment, write, console
+        self._waiting: tuple[int, dict] | None = None
+        self._flops = cost.training_flops(experiment.model, experiment.model.context_length)
+        peak = cost.peak_flops(jax.devices()[0].device_kind)
+        self._peak = None if peak is None else peak * jax.device_count()
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Time spent on evaluation and saving is nobody's tokens a second; the first step's compilation is not either."""
+        self._clock, self._tokens = None, 0.0
+
+    def later(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        self.now()
+        self._waiting = (step, metrics)
+
+    def now(self) -> None:
+        if self._waiting is None:
+            return
+        step, metrics = self._waiting
+        self._waiting = None
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if values["skipped"] >= self._experiment.max_skipped:
+            raise NonFinite(
+                f"loss or gradient not finite for {int(values['skipped'])} steps in a row, up to step {step} (loss "
+                f"{values['loss']}, gradient norm {values['grad_norm']}); lower --optimizer.learning-rate or look at the data"
+            )
+        speed = self._speed(values.pop("tokens"))
+        if step % self._experiment.log_every == 0 or step + 1 == self._experiment.steps:
+            self._write(step, values)
+            shown = {name: values[name] for name in ("loss", "accuracy", "learning_rate")} | speed
+            if values["skipped"]:
+                shown["skipped"] = values["skipped"]
+            self._console.log(step, shown)
+
+    def _speed(self, tokens: float) -> dict[str, float]:
+        now = time.monotonic()
+        if self._clock is None:
+            self._clock = now
+            return {}
+        self._tokens += tokens
+        rate = self._tokens / max(now - self._clock, 1e-9)
+        return {"tokens/s": round(rate)} | ({} if self._peak is None else {"MFU": rate * self._flops / self._peak})
+
+
+class Signals:
+    """Remembers SIGTERM and SIGINT, so that a run ends between two steps; the second one ends it at once."""
+
+    def __init__(self):
+        self.received = 0
+
+    def __enter__(self) -> "Signals":
+        try:
+            self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:  # not the main thread: somebody else's program, somebody else's signals
+            self._before = {}
+        return self
+
+    def _handle(self, signum, frame) -> None:
+        self.received = signum
+        self._restore()
+
+    def _restore(self) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def __exit__(self, *exception) -> None:
+        self._restore()
+
+
+def finish(experiment, folder, dataset, state, record, evaluate, console) -> Result:
+    """Final scores, a sample and the loss curve."""
+    scores = evaluate(best_params(state))
+    baseline = batching.unigram_entropy(dataset) if dataset.tokenizer is not None else None
+    console.say(
+        f"validation loss {scores['loss']:.4f} nats a token, perplexity {scores['perplexity']:.3f}, "
+        f"accuracy {scores['accuracy']:.2%}" + ("" if baseline is None else f" (unigram entropy {baseline:.4f})")
+    )
+    text = None
+    if dataset.tokenizer is not None:
+        text = sample(experiment, dataset.tokenizer, best_params(state))
+        write_atomically(folder.samples / f"step-{experiment.steps}.txt", text)
+        console.say(f"sample:\n{text}")
+    title = f"{experiment.name}: {parameters.count(state.params):,} parameters"
+    figures.loss_curve(record.lines, folder.loss_figure, title, baseline)
+    result = Result(folder.path, scores, baseline, text)
+    write_atomically(folder.path / "result.json", json.dumps(asdict(result), default=str, indent=2))
+    console.say(f"loss curve: {folder.loss_figure}")
+    return result
+
+
+def sample(experiment: Experiment, tokenizer, params: Any) -> str:
+    """The experiment's prompt and what the model makes of it."""
+    config, how = experiment.model, experiment.sample
+    prompt = tokenizer.encode(how.prompt if how.prompt is not None else "\n")
+    room = config.context_length - len(prompt) if isinstance(config.positions, Learned) else math.inf
+    tokens = int(min(how.tokens, room))
+    dtype = jax.numpy.dtype(experiment.precision)
+    key = jax.random.key(experiment.seed)
+    (out,) = generate(config, params, [prompt], tokens, how=how.how, key=key, dtype=dtype)
+    return tokenizer.decode([*prompt, *out])

@@ -1,0 +1,160 @@
+"""The record of a run (metrics.jsonl), optional loggers beside it, and what the terminal shows."""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+log = logging.getLogger("jaxformer")
+
+
+class Logger(Protocol):
+    def write(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Record:
+    """metrics.jsonl: one line a record, the truth about a run. A torn last line (a killed run) is dropped on opening."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.lines = _read(path)
+        self._file = None
+
+    def rewind(self, step: int) -> None:
+        """Forgets what happened after `step` steps were done: those steps will be done, and logged, again."""
+        self.lines = [r for r in self.lines if r["step"] < step or ("validation_loss" in r and r["step"] <= step)]
+        self.close()
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        os.replace(temporary, self.path)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        line = {"step": step, **values}
+        self.lines.append(line)
+        if self._file is None:
+            self._file = self.path.open("a", buffering=1)
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _read(path: Path) -> list[dict]:
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def open_loggers(names: Sequence[str], folder: Path, run_name: str, config: dict) -> list[Logger]:
+    """The optional loggers by name. One that cannot start is reported and left out; the run goes on."""
+    loggers: list[Logger] = []
+    for name in names:
+        try:
+            loggers.append({"tensorboard": _TensorBoard, "wandb": _Wandb}[name](folder, run_name, config))
+        except Exception as error:
+            log.warning("%s is off: %s: %s (pip install 'jaxformer[log]')", name, type(error).__name__, error)
+    return loggers
+
+
+def write_all(record: Record, loggers: list[Logger], step: int, values: dict[str, float]) -> None:
+    """To the record first; a logger that raises is reported once and dropped."""
+    record.write(step, values)
+    for logger in list(loggers):
+        try:
+            logger.write(step, values)
+        except Exception as error:
+            log.warning(
+                "%s stopped: %s: %s; the run goes on without it", type(logger).__name__, type(error).__name__, error
+            )
+            loggers.remove(logger)
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, run_name: str, config: dict):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, step, values):
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self):
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, folder: Path, run_name: str, config: dict):
+        import wandb  # pyrefly: ignore[missing-import]
+
+        self._run = wandb.init(project="jaxformer", name=run_name, dir=str(folder), config=config, resume="allow")
+
+    def write(self, step, values):
+        self._run.log(values, step=step)
+
+    def close(self):
+        self._run.finish()
+
+
+class Console:
+    """A progress bar on a terminal; one plain line for each log anywhere else."""
+
+    def __init__(self, total: int, start: int):
+        self._total, self._bar = total, None
+        self._began, self._start = time.monotonic(), start
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+            )
+            self._bar = Progress(*columns)
+            self._task = self._bar.add_task("", total=total, completed=start, text="")
+            self._bar.start()
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        text = " ".join(f"{name} {_format(value)}" for name, value in values.items())
+        if self._bar is not None and "loss" in values:
+            self._bar.update(self._task, completed=step + 1, text=text)
+            return
+        done = step + 1 - self._start
+        left = (time.monotonic() - self._began) / max(done, 1) * (self._total - step - 1)
+        self.say(
+            f"step {step:>{len(str(self._total))}}/{self._total} {text}"
+            + (f" left {left:.0f}s" if "loss" in values else "")
+        )
+
+    def say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _format(value: float) -> str:
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"
+    return f"{value:.2e}"

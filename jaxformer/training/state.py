@@ -1,0 +1,51 @@
+"""What a run carries from step to step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jaxformer.models import transformer
+from jaxformer.training import optimizer
+from jaxformer.training.experiment import Experiment
+
+
+@struct.dataclass
+class LossScale:
+    """Dynamic loss scaling for float16: doubles after `GROWTH_INTERVAL` good steps, halves on an overflow."""
+
+    value: Array
+    good_steps: Array
+
+
+GROWTH_INTERVAL = 2000
+
+
+@struct.dataclass
+class TrainState:
+    """Randomness is not in here: every draw is a function of the experiment's seed and `step`."""
+
+    step: Array  # batches consumed
+    params: Any
+    opt_state: Any
+    ema: Any = None  # averaged parameters
+    loss_scale: LossScale | None = None
+    skipped: Array | int = 0  # non-finite steps in a row, up to now
+
+
+def init_state(experiment: Experiment) -> TrainState:
+    """The state before the first step. A pure function of the experiment; run it under jit or `jax.eval_shape`."""
+    parameters = transformer.init(experiment.model, jax.random.key(experiment.seed))
+    scale = None
+    if experiment.precision == "float16":
+        scale = LossScale(jnp.float32(2.0**15), jnp.zeros((), jnp.int32))
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=parameters,
+        opt_state=optimizer.build(experiment.optimizer, transformer.spec(experiment.model)).init(parameters),
+        ema=None if experiment.ema_decay is None else jax.tree.map(jnp.array, parameters),
+        loss_scale=scale,
+        skipped=jnp.zeros((), jnp.int32),
+    )

@@ -1,0 +1,121 @@
+"""One step of training, as a pure function."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from jaxformer.models import transformer
+from jaxformer.ops.losses import LossSums
+from jaxformer.training import optimizer
+from jaxformer.training.experiment import Experiment
+from jaxformer.training.state import GROWTH_INTERVAL, LossScale, TrainState
+
+Batch = dict[str, Array]
+
+
+def make_train_step(experiment: Experiment) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
+    """`(state, batch) -> (state, metrics)`, to be jitted with the state donated.
+
+    A step whose loss or gradient is not finite changes no parameter and no optimizer state; it counts in `skipped`.
+    Metrics: loss (nats a token), accuracy, tokens, grad_norm (before clipping), learning_rate (the one used), skipped.
+    """
+    update = optimizer.build(experiment.optimizer, transformer.spec(experiment.model)).update
+    rate_of = optimizer.schedule(experiment)
+    has_dropout = experiment.model.dropout_rate > 0 or experiment.model.attention_dropout_rate > 0
+
+    def train_step(state: TrainState, batch: Batch):
+        key = None
+        if has_dropout:
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(experiment.seed), 1), state.step)
+        scale = 1.0 if state.loss_scale is None else state.loss_scale.value
+        sums, gradients = accumulate(experiment, state.params, batch, key, scale)
+        total = jnp.maximum(sums.weight, 1e-9)
+        gradients = jax.tree.map(lambda g: g / (total * scale), gradients)
+        norm = optax.global_norm(gradients)
+        ok = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+        if experiment.clip_norm is not None:
+            shrink = jnp.minimum(1.0, experiment.clip_norm / norm)
+            gradients = jax.tree.map(lambda g: g * shrink, gradients)
+        rate = rate_of(state.step)
+        updates, opt_state = update(gradients, state.opt_state, state.params)
+        updated = jax.tree.map(lambda p, u: p + (rate * u).astype(p.dtype), state.params, updates)
+        ema = average(experiment.ema_decay, state.ema, updated)
+        new = replace(state, params=updated, opt_state=opt_state, ema=ema)
+        new = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, state)
+        new = replace(
+            new,
+            step=state.step + 1,
+            loss_scale=rescale(state.loss_scale, ok),
+            skipped=jnp.where(ok, 0, state.skipped + 1),
+        )
+        metrics = {
+            "loss": sums.loss / total,
+            "accuracy": sums.correct / total,
+            "tokens": sums.weight,
+            "grad_norm": norm,
+            "learning_rate": jnp.asarray(rate, jnp.float32),
+            "skipped": new.skipped,
+        }
+        if new.loss_scale is not None:
+            metrics["loss_scale"] = new.loss_scale.value
+        return new, metrics
+
+    return train_step
+
+
+def accumulate(experiment: Experiment, params: Any, batch: Batch, key: Array | None, scale) -> tuple[LossSums, Any]:
+    """Sums of losses and weights and the gradient of the loss sum (times `scale`), over micro-batches of the batch.
+
+    Nothing is averaged on the way, so any cut of the batch gives the gradient of the whole, however uneven the padding.
+    """
+
+    def loss(params, batch, key):
+        sums = experiment.objective(experiment, params, batch, key)
+        return sums.loss * scale, sums
+
+    gradient = jax.grad(loss, has_aux=True)
+    count = experiment.accumulation
+    if count == 1:
+        gradients, sums = gradient(params, batch, key)
+        return sums, gradients
+
+    def step(carry, micro):
+        index, micro_batch = micro
+        micro_key = None if key is None else jax.random.fold_in(key, index)
+        gradients, sums = gradient(params, micro_batch, micro_key)
+        return jax.tree.map(jnp.add, carry, (sums, gradients)), None
+
+    micro_batches = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
+    start = jax.tree.map(
+        lambda a: jnp.zeros(a.shape, a.dtype),
+        jax.eval_shape(lambda: gradient(params, jax.tree.map(lambda x: x[0], micro_batches), key)[::-1]),
+    )
+    (sums, gradients), _ = jax.lax.scan(step, start, (jnp.arange(count), micro_batches))
+    return sums, gradients
+
+
+def average(decay: float | None, ema: Any, params: Any) -> Any:
+    """ema * decay + params * (1 - decay), or None where there is no average."""
+    if decay is None:
+        return None
+    return jax.tree.map(lambda e, p: e * decay + p * (1 - decay), ema, params)
+
+
+def rescale(scale: LossScale | None, ok: Array) -> LossScale | None:
+    """The next loss scale: half after an overflow, double after enough good steps. Micikevicius et al. 2017, section 3.2."""
+    if scale is None:
+        return None
+    good = jnp.where(ok, scale.good_steps + 1, 0)
+    grown = jnp.where(good >= GROWTH_INTERVAL, scale.value * 2, scale.value)
+    value = jnp.where(ok, grown, jnp.maximum(scale.value / 2, 1.0))
+    return LossScale(value, jnp.where(good >= GROWTH_INTERVAL, 0, good))
+
+
+def make_evaluate(experiment: Experiment) -> Callable[[Any, Batch], LossSums]:
+    """`(params, batch) -> LossSums` without dropout, to be jitted."""
+    return lambda params, batch: experiment.objective(experiment, params, batch, None)

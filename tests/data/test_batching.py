@@ -1,0 +1,225 @@
+"""Batches are a function of (seed, step) on any number of hosts; validation covers its split; prefetch never hangs."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer.config import ConfigError
+from jaxformer.data.batching import batches, open_dataset, prefetch, unigram_entropy, validation_batches
+from jaxformer.data.sources import Dataset, Windows
+
+LARGE = (1 << 16) + 37  # just beyond where batches change from a table to grain's own shuffle
+WINDOW_COUNTS = [1, 3, 50, 1000, LARGE]
+
+
+def split_of(count: int) -> Windows:
+    return Windows(np.arange(count + 1, dtype=np.uint32), 1)  # window i is the token i
+
+
+def numbers(batch) -> list[int]:
+    return batch["tokens"][:, 0].tolist()
+
+
+@pytest.mark.parametrize("count", WINDOW_COUNTS)
+def test_every_window_once_an_epoch_in_a_new_order(count):
+    get = batches(split_of(count), 7, seed=3)
+    steps = -(-2 * count // 7)
+    seen = np.concatenate([numbers(get[step]) for step in range(steps)])
+    first, second = seen[:count], seen[count : 2 * count]
+    np.testing.assert_array_equal(np.sort(first), np.arange(count))
+    np.testing.assert_array_equal(np.sort(second), np.arange(count))
+    if count >= 50:
+        assert (first != second).any() and (first != np.arange(count)).any()
+
+
+@pytest.mark.parametrize("count", WINDOW_COUNTS)
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_hosts_together_hold_the_same_batch(count, hosts):
+    split = split_of(count)
+    whole = batches(split, 8, seed=5)
+    parts = [batches(split, 8, seed=5, host=host, hosts=hosts) for host in range(hosts)]
+    for step in (0, 1, 17, 10**9):
+        for name, rows in whole[step].items():
+            np.testing.assert_array_equal(np.concatenate([part[step][name] for part in parts]), rows)
+
+
+@pytest.mark.parametrize("count", WINDOW_COUNTS)
+def test_a_batch_does_not_depend_on_what_was_asked_before(count):
+    steps = [5, 0, 9, 5, 1000, 2, 0]
+    once = {step: numbers(batches(split_of(count), 4, seed=1)[step]) for step in steps}
+    get = batches(split_of(count), 4, seed=1)
+    assert [numbers(get[step]) for step in steps] == [once[step] for step in steps]
+
+
+@pytest.mark.parametrize("count", [1000, LARGE])
+def test_neighbouring_seeds_share_no_epoch(count):
+    """grain alone shuffles epoch e with seed + e: seed 0's second epoch would be seed 1's first."""
+    second = batches(split_of(count), count, seed=0)[1]
+    first = batches(split_of(count), count, seed=1)[0]
+    assert numbers(second) != numbers(first)
+
+
+def test_batch_is_the_stack_of_its_examples():
+    split = Windows(np.random.default_rng(0).integers(0, 99, 500).astype(np.uint8), 16)
+    as_list = [split[i] for i in range(len(split))]  # a split may be anything with len and [i]
+    for step in range(3):
+        fast, slow = batches(split, 6, seed=0)[step], batches(as_list, 6, seed=0)[step]
+        assert fast.keys() == slow.keys()
+        for name in fast:
+            np.testing.assert_array_equal(fast[name], slow[name])
+            assert fast[name].dtype == slow[name].dtype and fast[name].flags.c_contiguous
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 6, "hosts": 4}, r"batch_size: 6 rows cannot be shared equally by 4"),
+        ({"batch_size": 0}, "batch_size: 0"),
+        ({"batch_size": 4, "host": 2, "hosts": 2}, "host 2 of 2"),
+        ({"batch_size": 4, "seed": -1}, "seed: -1"),
+        ({"batch_size": 4, "split": []}, "empty"),
+    ],
+)
+def test_impossible_batches_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        batches(**({"split": split_of(9), "seed": 0} | arguments))
+
+
+@given(count=st.integers(1, 60), length=st.integers(1, 9), batch_size=st.integers(1, 9))
+@settings(max_examples=100, deadline=None)
+def test_validation_covers_the_split_once_in_order(count, length, batch_size):
+    tokens = np.arange(count + 1, dtype=np.uint8)
+    split = Windows(tokens, length, stride=length)
+    rows = list(validation_batches(split, batch_size))
+    assert len(rows) == len(validation_batches(split, batch_size)) == -(-len(split) // batch_size)
+    assert all(array.shape == (batch_size, length) for row in rows for array in row.values())
+    labels = np.concatenate([row["labels"][row["weights"] > 0] for row in rows])
+    np.testing.assert_array_equal(labels, tokens[1:])
+    assert rows[-1]["weights"].dtype == np.float32
+
+
+def test_unigram_entropy_is_the_formula():
+    rng = np.random.default_rng(0)
+    train, validation = rng.integers(0, 5, 4000), rng.integers(0, 3, 700)
+    parts = Windows(train.astype(np.uint8), 8), Windows(validation.astype(np.uint8), 8, stride=8)
+    p = np.array([(train[1:] == v).sum() + 1 for v in range(6)]) / (
+        3999 + 6
+    )  # id 5 never occurs: smoothed, not infinite
+    expected = -np.mean([np.log(p[v]) for v in validation[1:]])
+    # float64 sums in another order
+    assert unigram_entropy(Dataset(*parts, vocab_size=6, digest="", description="")) == pytest.approx(
+        expected, rel=1e-12
+    )
+    as_lists = [
+        list(part) for part in parts
+    ]  # counted through batches instead, the first token of each window left out
+    assert unigram_entropy(Dataset(*as_lists, vocab_size=6, digest="", description="")) == pytest.approx(
+        expected, abs=0.01
+    )
+
+
+def test_own_dataset_is_opened_and_others_are_refused():
+    class Mine:
+        def open(self, context_length):
+            return Dataset([], [], context_length, "d", "mine")
+
+    assert open_dataset(Mine(), 12).vocab_size == 12
+    with pytest.raises(ConfigError, match="dict is none of Text"):
+        open_dataset({}, 12)
+    with pytest.raises(ConfigError, match="at least 1 token"):
+        open_dataset(Mine(), 0)
+
+
+# --- prefetch
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left_behind():
+    yield
+    assert not prefetch_threads()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_prefetch_yields_everything_in_order(depth):
+    assert list(prefetch(lambda step: step * 10, 3, 9, depth=depth, put=str)) == ["30", "40", "50", "60", "70", "80"]
+    assert list(prefetch(lambda step: step, 3, 3, depth=depth)) == []
+    assert list(prefetch(lambda step: None, 0, 2, depth=depth)) == [None, None]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_prefetch_runs_ahead_by_depth_and_no_further(depth):
+    made = []
+    with prefetch(lambda step: made.append(step) or step, 0, 100, depth=depth) as steps:
+        deadline = time.monotonic() + 10
+        while len(made) < depth + 1 and time.monotonic() < deadline:  # it begins before anything is asked for
+            time.sleep(0.005)
+        time.sleep(0.05)
+        assert made == list(range(depth + 1))  # `depth` waiting and one in hand
+        assert next(steps) == 0
+
+
+@pytest.mark.parametrize("where", ["get", "put"])
+def test_prefetch_raises_with_the_step_after_the_good_batches(where):
+    def fail_at_7(step):
+        if step == 7:
+            raise ZeroDivisionError("by zero")
+        return step
+
+    calls = {"get": fail_at_7} if where == "get" else {"get": lambda step: step, "put": fail_at_7}
+    steps, seen = prefetch(start=5, stop=100, **calls), []
+    with pytest.raises(RuntimeError, match=r"step 7 .*ZeroDivisionError: by zero") as caught:
+        for step in steps:
+            seen.append(step)
+    assert seen == [5, 6] and isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert next(steps, "ended") == "ended"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("taken", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("leave", ["close", "with", "drop"])
+def test_prefetch_left_early_leaves_no_thread(depth, taken, leave):
+    for _ in range(20):  # the thread may be anywhere when it is stopped
+        steps = prefetch(lambda step: step, 0, 5, depth=depth)
+        for _ in range(taken):
+            next(steps)
+        if leave == "close":
+            steps.close()
+            steps.close()
+            assert next(steps, "ended") == "ended"
+        elif leave == "with":
+            with pytest.raises(KeyError), steps:
+                raise KeyError
+        else:
+            del steps
+        assert not prefetch_threads()
+
+
+def test_prefetch_waits_for_a_slow_producer_and_stops_in_the_middle_of_one():
+    def slow(step):
+        time.sleep(0.1)
+        return step
+
+    assert list(prefetch(slow, 0, 3)) == [0, 1, 2]
+    steps = prefetch(slow, 0, 10**6)
+    next(steps)
+    steps.close()
+
+
+def test_program_ends_though_a_prefetch_is_open():
+    code = (
+        "from jaxformer.data.batching import prefetch\n"
+        "kept = prefetch(lambda step: step, 0, 10**9)\nprint(next(kept))\n"
+        "blocked = prefetch(lambda step: __import__('time').sleep(0.2), 0, 10**9)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "0\n", "")

@@ -1,0 +1,248 @@
+"""What a text becomes: splits, windows, digests; the bpe cache under damage and races; one line for every bad input."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxformer.config import ConfigError
+from jaxformer.data import sources
+from jaxformer.data.batching import open_dataset
+from jaxformer.data.sources import Stdlib, Text, Windows
+
+SENTENCE = "the quick brown fox — jumps over the lazy dog\n"
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(SENTENCE * 100, encoding="utf-8")
+    return Text(str(path))
+
+
+@given(st.integers(2, 200), st.integers(1, 40))
+def test_training_windows_are_all_offsets(n, length):
+    tokens = np.arange(n, dtype=np.uint8)
+    windows = Windows(tokens, length)
+    if n <= length:
+        return
+    assert len(windows) == n - length
+    batch = windows.gather(np.arange(len(windows)))
+    for i in range(len(windows)):
+        np.testing.assert_array_equal(batch["tokens"][i], tokens[i : i + length])
+        np.testing.assert_array_equal(batch["labels"][i], tokens[i + 1 : i + length + 1])
+    assert (batch["weights"] == 1).all()
+
+
+@given(st.integers(2, 200), st.integers(1, 40))
+def test_validation_windows_predict_every_token_once(n, length):
+    tokens = np.arange(n, dtype=np.uint8)
+    rows = list(Windows(tokens, length, stride=length))  # also: iteration ends
+    kept = [(row["tokens"], row["labels"], row["weights"] > 0) for row in rows]
+    np.testing.assert_array_equal(np.concatenate([labels[real] for _, labels, real in kept]), tokens[1:])
+    np.testing.assert_array_equal(np.concatenate([seen[real] for seen, _, real in kept]), tokens[:-1])
+    assert all(len(row["tokens"]) == length for row in rows)
+    assert {name: array.dtype for name, array in rows[-1].items()} == {
+        "tokens": np.int32,
+        "labels": np.int32,
+        "weights": np.float32,
+    }
+
+
+@pytest.mark.parametrize("kind", ["bytes", "characters", "bpe"])
+def test_splits_decode_to_the_text(kind, text, tmp_path):
+    if kind == "bpe":
+        pytest.importorskip("tokenizers")
+        text = replace(text, vocab_size=300, cache=str(tmp_path / "cache"))
+    dataset = open_dataset(replace(text, tokenizer=kind), 8)
+    raw = (SENTENCE * 100).encode()
+    parts = [dataset.train.tokens, dataset.validation.tokens]
+    assert dataset.tokenizer.decode(np.concatenate(parts)) == SENTENCE * 100
+    if kind != "bpe":  # nanoGPT's rule
+        n = len(raw) if kind == "bytes" else len(SENTENCE * 100)
+        assert [len(part) for part in parts] == [int(n * 0.9), n - int(n * 0.9)]
+        assert [part.dtype for part in parts] == [np.uint8, np.uint8]
+    assert dataset.source_digest == hashlib.sha256(raw).hexdigest()
+    assert dataset.source_digest[:16] in dataset.description
+    assert "\n" not in dataset.description
+    assert dataset.vocab_size == dataset.tokenizer.vocab_size
+
+
+def test_digest_follows_content_tokenizer_and_split(text, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(SENTENCE * 100 + ".")
+    same = tmp_path / "same.txt"
+    same.write_text(SENTENCE * 100)
+    digest = open_dataset(text, 8).digest
+    assert open_dataset(Text(str(same)), 8).digest == digest
+    variants = [Text(str(other)), replace(text, tokenizer="characters"), replace(text, validation_fraction=0.2)]
+    digests = {open_dataset(variant, 8).digest for variant in variants}
+    assert len(digests) == 3 and digest not in digests
+
+
+def test_folder_is_its_files_in_order_of_their_paths(tmp_path):
+    for name in ("b.txt", "a/z.txt", "a/b/c.txt", "c.md"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"<{name}>" * 10)
+    dataset = open_dataset(Text(str(tmp_path)), 4)
+    whole = "".join(f"<{name}>" * 10 for name in ("a/b/c.txt", "a/z.txt", "b.txt"))
+    assert dataset.tokenizer.decode(np.concatenate([dataset.train.tokens, dataset.validation.tokens])) == whole
+    assert "3 files" in dataset.description
+    assert "1 files" in open_dataset(Text(str(tmp_path), pattern="*.md"), 4).description
+
+
+def test_standard_library_is_large_portable_and_the_same_twice():
+    first, second = open_dataset(Stdlib(), 256), open_dataset(Stdlib(), 256)
+    assert first.digest == second.digest and first.source_digest[:16] in first.description
+    tokens = np.concatenate([first.train.tokens, first.validation.tokens])
+    assert 5_000_000 < len(tokens) < 30_000_000  # 12.1 MB in Python 3.11
+    text = tokens.tobytes()
+    text.decode("utf-8")
+    assert b"class JSONDecoder" in text
+    build_folder = sysconfig.get_config_var("abs_builddir") or "no such thing"
+    assert build_folder.encode() not in text
+
+
+def test_bpe_tokens_are_memory_mapped_and_made_once(text, tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    config = replace(text, tokenizer="bpe", vocab_size=300, cache=str(tmp_path / "cache"))
+    first = open_dataset(config, 8)
+    monkeypatch.setattr(sources.tokenizers.BPE, "train", None)  # a second time there is nothing to train
+    second = open_dataset(config, 8)
+    for part in (first.train.tokens, first.validation.tokens, second.train.tokens):
+        assert isinstance(part.base, np.memmap) and part.dtype == np.uint16
+    np.testing.assert_array_equal(first.train.tokens, second.train.tokens)
+    assert first.digest == second.digest
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # and nothing temporary
+
+
+@pytest.mark.parametrize("name", ["train.npy", "validation.npy", "tokenizer.json", "digests.json"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "flip", "gone"])
+def test_damaged_cache_is_made_again(name, damage, text, tmp_path, caplog):
+    pytest.importorskip("tokenizers")
+    config = replace(text, tokenizer="bpe", vocab_size=280, cache=str(tmp_path / "cache"))
+    expected = np.array(open_dataset(config, 8).train.tokens)
+    (entry,) = (tmp_path / "cache").iterdir()
+    content = bytearray((entry / name).read_bytes())
+    content[-3] ^= 1
+    wrong = {"empty": b"", "cut": content[: len(content) // 2], "flip": content}
+    (entry / name).unlink()
+    if damage != "gone":
+        (entry / name).write_bytes(wrong[damage])
+    np.testing.assert_array_equal(open_dataset(config, 8).train.tokens, expected)
+    assert "damaged" in caplog.text
+    caplog.clear()
+    open_dataset(config, 8)
+    assert not caplog.text
+
+
+def test_processes_may_race_for_the_cache(text, tmp_path):
+    pytest.importorskip("tokenizers")
+    config = replace(text, tokenizer="bpe", vocab_size=300, cache=str(tmp_path / "cache"))
+    code = (
+        "from jaxformer.data.batching import open_dataset; from jaxformer.data.sources import Text;"
+        f"d = open_dataset({config!r}, 8); print(d.digest, int(d.train.tokens[:].sum()))"
+    )
+    runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = {run.communicate(timeout=60)[0] for run in runs}
+    assert [run.returncode for run in runs] == [0, 0, 0] and len(said) == 1
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_another_process_may_finish_first(text, tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    config = replace(text, tokenizer="bpe", vocab_size=300, cache=str(tmp_path / "cache"))
+    save = sources._save_tokens
+
+    def save_and_be_overtaken(folder, *tokens):
+        save(folder, *tokens)
+        shutil.copytree(folder, folder.parent / folder.name[1:].rpartition("-")[0])
+
+    monkeypatch.setattr(sources, "_save_tokens", save_and_be_overtaken)
+    first = open_dataset(config, 8)
+    (entry,) = (tmp_path / "cache").iterdir()
+    assert not entry.name.startswith(".")
+    assert first.tokenizer.decode(first.train.tokens) == (SENTENCE * 100)[: int(len(SENTENCE) * 90)]  # still mapped
+    assert open_dataset(config, 8).digest == first.digest
+
+
+def test_unusable_cache_folder_is_one_line(text, tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"data\.cache: cannot keep tokens in .*file"):
+        open_dataset(replace(text, tokenizer="bpe", vocab_size=300, cache=str(tmp_path / "file" / "cache")), 8)
+
+
+def bad_inputs():
+    yield "no such file", lambda t, d: Text(str(d / "missing.dat")), r"there is no .*missing.dat.*--data.path"
+    yield "near name", lambda t, d: Text(str(d / "txet.txt")), r"did you mean '.*text\.txt'"
+    yield "no such folder", lambda t, d: Text(str(d / "no" / "a.txt")), r"there is no"
+    yield "empty", lambda t, d: Text(str(d / "empty.txt")), r"empty\.txt is empty"
+    yield "empty folder", lambda t, d: Text(str(d), pattern="*.rst"), r"no file in .*data\.pattern='\*\.rst'"
+    yield (
+        "too short",
+        lambda t, d: Text(str(d / "short.txt")),
+        r"training part of .*short.txt is 9 tokens.* needs .* 17",
+    )
+    yield "no validation", lambda t, d: replace(t, validation_fraction=1e-6), r"validation part .* is 1 tokens.* 2;"
+    yield (
+        "not UTF-8",
+        lambda t, d: Text(str(d / "latin.txt"), tokenizer="characters"),
+        r"not UTF-8 \(byte 0xe9 at position 3",
+    )
+    yield "fraction 0", lambda t, d: replace(t, validation_fraction=0.0), r"validation_fraction: 0\.0 is not between"
+    yield "fraction nan", lambda t, d: replace(t, validation_fraction=float("nan")), r"is not between 0 and 1"
+    yield "fraction above 1", lambda t, d: Stdlib(validation_fraction=90.0), r"90\.0 is not between 0 and 1"
+    yield "bpe without size", lambda t, d: replace(t, tokenizer="bpe"), r"data\.vocab_size: bpe needs one"
+    yield (
+        "bytes with size",
+        lambda t, d: replace(t, vocab_size=99),
+        r"data\.vocab_size.* 99 with data\.tokenizer='bytes'",
+    )
+
+
+@pytest.mark.parametrize(("make", "message"), [pytest.param(m, e, id=name) for name, m, e in bad_inputs()])
+def test_bad_input_is_one_line(make, message, text, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("ten bytes.")
+    (tmp_path / "latin.txt").write_bytes("café\n".encode("latin-1") * 100)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(ConfigError, match=message) as caught:
+        open_dataset(make(text, tmp_path), 16)
+    assert "\n" not in str(caught.value)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_file_is_one_line(text):
+    os.chmod(text.path, 0)
+    with pytest.raises(ConfigError, match="cannot read"):
+        open_dataset(text, 8)
+
+
+def test_relative_path_says_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"looked for {tmp_path}/words.txt"):
+        open_dataset(Text("words.txt"), 8)
+
+
+def test_bytes_take_any_file(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("café\n".encode("latin-1") * 100)
+    assert open_dataset(Text(str(tmp_path / "latin.txt")), 8).vocab_size == 256
+
+
+def test_configs_cost_no_heavy_import():
+    code = (
+        "import sys; import jaxformer.data.sources, jaxformer.data.tasks, jaxformer.data.batching; print(*sys.modules)"
+    )
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"jax", "grain", "orbax", "tokenizers", "matplotlib"} & set(modules)

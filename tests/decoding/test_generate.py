@@ -1,0 +1,127 @@
+"""Decoding equals the forward pass, whatever the model, the mask and the padding."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import decoding, masks, models
+from jaxformer.config import ConfigError
+from jaxformer.decoding import Sampling, sampling
+from jaxformer.models import ModelConfig, Sinusoidal
+from jaxformer.ops.positions import Rope
+
+V = 19
+GPT = ModelConfig(vocab_size=V, num_layers=3, d_model=24, num_heads=4, context_length=24, init_std=0.4)
+FAMILIES = {
+    "gpt2": GPT,
+    "gpt3": replace(GPT, masks=(masks.causal(), masks.causal() & masks.window(3))),
+    "prefix": replace(GPT, masks=(masks.causal() | masks.prefix(3),)),
+    "llama": replace(
+        GPT, norm="rms_norm", feedforward="swiglu", positions=Rope(), use_bias=False, tie_embeddings=False, num_kv_heads=2
+    ),
+    "vaswani": replace(GPT, norm_placement="post", positions=Sinusoidal(), feedforward="relu"),
+}
+
+
+def make(name):
+    config = FAMILIES[name]
+    return config, models.init(config, jax.random.key(3))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("pieces", [(4, 1, 1, 1, 1, 1), (1,) * 9, (5, 4), (3, 2, 4)])
+def test_cached_pieces_equal_the_forward_pass(name, pieces):
+    config, parameters = make(name)
+    if name == "prefix" and pieces[0] < 3:
+        pytest.skip("a prefix is seen whole or not at all: tokens before its end need it to be there")
+    tokens = jax.random.randint(jax.random.key(0), (2, sum(pieces)), 0, V)
+    whole = models.apply(config, parameters, tokens).logits
+    cache = decoding.init_cache(config, 2, 12)  # more room than tokens: empty slots must stay unseen
+    start = 0
+    step = jax.jit(lambda tokens, cache: models.apply(config, parameters, tokens, cache=cache))
+    for length in pieces:
+        out = step(tokens[:, start : start + length], cache)
+        # the same float32 products, summed over more (masked) keys
+        np.testing.assert_allclose(out.logits, whole[:, start : start + length], rtol=1e-5, atol=1e-5)
+        cache, start = out.cache, start + length
+    assert int(cache.length) == start
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_generation_equals_repeated_forward_passes_for_ragged_prompts(name):
+    config, parameters = make(name)
+    prompts = [[1, 2, 3, 4, 5], [7, 8, 9], [4] * 8] if name == "prefix" else [[1, 2, 3, 4, 5], [7], [4] * 8]
+    if name == "prefix":  # a prefix counts from the row's first slot, so padded rows are another model
+        prompts = [p[:3] for p in prompts]
+    together = decoding.generate(config, parameters, prompts, 10, how=Sampling(temperature=0))
+    for prompt, out in zip(prompts, together, strict=True):
+        tokens = list(prompt)
+        for _ in range(10):
+            logits = models.apply(config, parameters, jnp.array([tokens])).logits[0, -1]
+            tokens.append(int(jnp.argmax(logits)))
+        assert tokens[len(prompt) :] == out
+
+
+def test_sampling_a_row_does_not_depend_on_its_neighbours_below():
+    config, parameters = make("llama")
+    alone = decoding.generate(config, parameters, [[1, 2, 3]], 8, key=jax.random.key(5))
+    with_others = decoding.generate(config, parameters, [[1, 2, 3], [4, 5, 6], [1, 1, 1]], 8, key=jax.random.key(5))
+    assert alone[0] == with_others[0]
+
+
+def test_stop_tokens_end_a_row_and_are_left_out():
+    config, parameters = make("gpt2")
+    free = decoding.generate(config, parameters, [[1, 2]], 12, how=Sampling(temperature=0))[0]
+    stop = free[4]
+    assert decoding.generate(config, parameters, [[1, 2]], 12, how=Sampling(temperature=0), stop_tokens=[stop])[0] == (
+        free[: free.index(stop)]
+    )
+
+
+def test_rope_runs_past_its_context_and_learned_positions_refuse():
+    config, parameters = make("llama")
+    assert len(decoding.generate(config, parameters, [[1]], 40)[0]) == 40
+    config, parameters = make("gpt2")
+    with pytest.raises(ConfigError, match="24 learned positions"):
+        decoding.generate(config, parameters, [[1]], 24)
+    for prompts in ([], [[]], [[1], []], [[V]], [[-1]]):
+        with pytest.raises(ConfigError, match="prompt"):
+            decoding.generate(config, parameters, prompts, 2)
+
+
+def probabilities(logits):
+    return np.asarray(jax.nn.softmax(logits, axis=-1))
+
+
+def test_filters_against_their_definitions():
+    for seed in range(20):
+        logits = jax.random.normal(jax.random.key(seed), (3, V)) * 2
+        p = probabilities(logits)
+        kept = np.isfinite(np.asarray(sampling.top_k(logits, 4)))
+        np.testing.assert_array_equal(kept, p >= np.sort(p)[:, -4:-3])
+        kept = np.isfinite(np.asarray(sampling.min_p(logits, 0.2)))
+        np.testing.assert_array_equal(kept, p >= 0.2 * p.max(axis=-1, keepdims=True))
+        kept = np.isfinite(np.asarray(sampling.top_p(logits, 0.7)))
+        for row in range(3):
+            order = np.argsort(-p[row])
+            count = int(np.searchsorted(np.cumsum(p[row][order]), 0.7)) + 1
+            assert set(np.flatnonzero(kept[row])) == set(order[:count])
+
+
+def test_frequencies_follow_the_filtered_distribution():
+    logits = jnp.tile(jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]])), (20_000, 1))
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    drawn = np.asarray(sampling.sample(logits, keys, Sampling(temperature=0.5, top_k=3)))
+    expected = np.array([0.25, 0.09, 0.0225, 0]) / 0.3625
+    # 20,000 draws: the standard error is at most 0.0036
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 20_000, expected, atol=0.015)
+    assert (np.asarray(sampling.sample(logits, keys, Sampling(temperature=0))) == 0).all()
+
+
+@pytest.mark.parametrize("bad", [dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0), dict(min_p=1.5), dict(temperature=float("nan"))])
+def test_bad_settings_are_refused(bad):
+    with pytest.raises(ConfigError):
+        Sampling(**bad)

@@ -1,0 +1,261 @@
+"""Properties of the stack, over random configurations and inputs."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import masks, models, params
+from jaxformer.config import ConfigError
+from jaxformer.models import ModelConfig, Sinusoidal, presets
+from jaxformer.models.block import Mixer
+from jaxformer.ops.positions import Rope
+from jaxformer.params import Spec
+
+# Published counts: Hugging Face's implementations on the meta device, tied tensors counted once.
+COUNTS = {
+    "gpt2_small": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+    "gpt3_125m": 125_226_240,
+    "gpt3_350m": 355_871_744,
+    "gpt3_760m": 760_300_032,
+    "gpt3_1b3": 1_315_723_264,
+    "gpt3_2b7": 2_651_553_280,
+    "gpt3_6b7": 6_658_404_352,
+    "gpt3_13b": 12_853_386_240,
+    "gpt3_175b": 174_604_259_328,
+    "llama_7b": 6_738_415_616,
+    "llama_13b": 13_015_864_320,
+    "llama_33b": 32_528_943_616,
+    "llama_65b": 65_285_660_672,
+    "llama2_70b": 68_976_648_192,
+}
+
+V, T = 23, 9
+GPT = ModelConfig(vocab_size=V, num_layers=3, d_model=24, num_heads=3, context_length=16, init_std=0.3)
+# every family of the presets at toy size, and what no preset has
+FAMILIES = {
+    "gpt2": GPT,
+    "gpt3": replace(GPT, num_layers=5, masks=(masks.causal(), masks.causal() & masks.window(2))),
+    "llama": replace(
+        GPT, norm="rms_norm", feedforward="swiglu", positions=Rope(), use_bias=False, tie_embeddings=False, num_kv_heads=1
+    ),
+    "post_norm": replace(GPT, norm_placement="post", positions=Sinusoidal(), feedforward="relu"),
+    "sandwich": replace(GPT, norm_placement="sandwich", attention_softcap=5.0, logit_softcap=7.0, embedding_scale=24**0.5),
+    "wide_heads": replace(GPT, head_width=10, d_ff=17, positions=Rope(fraction=0.4, layout="interleaved"), num_kv_heads=3),
+}
+
+
+def make(name, seed=0):
+    config = FAMILIES[name]
+    tokens = jax.random.randint(jax.random.key(seed + 1), (2, T), 0, V)
+    return config, models.init(config, jax.random.key(seed)), tokens
+
+
+def close(a, b, tolerance=2e-6):
+    # float32 sums in another order: some 1e-7 relative, a few layers deep
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * float(jnp.max(jnp.abs(b))))
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_published_parameter_counts(name):
+    assert params.count(models.spec(models.PRESETS[name])) == COUNTS[name]
+
+
+def test_every_preset_is_counted_and_the_largest_takes_no_second():
+    assert set(COUNTS) == set(models.PRESETS)
+    began = time.monotonic()
+    abstract = params.abstract(models.spec(presets.gpt3_175b))
+    assert params.count(abstract) == COUNTS["gpt3_175b"]
+    # the promise is "no allocation"; 700 GB of float32 could not hide here
+    assert time.monotonic() - began < 10 and all(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(abstract))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_spec_and_init_agree(name):
+    config, parameters, _ = make(name)
+    abstract = params.abstract(models.spec(config))
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), parameters) == jax.tree.map(lambda a: (a.shape, a.dtype), abstract)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_causal(name):
+    """Changing token k leaves the logits before k alone, and changes some after it."""
+    config, parameters, tokens = make(name)
+    logits = models.apply(config, parameters, tokens).logits
+    for k in (0, T // 2, T - 1):
+        changed = tokens.at[:, k].set((tokens[:, k] + 1) % V)
+        other = models.apply(config, parameters, changed).logits
+        close(other[:, :k], logits[:, :k]) if k else None
+        assert jnp.abs(other[:, k:] - logits[:, k:]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padding_on_either_side_changes_nothing(name):
+    config, parameters, tokens = make(name)
+    logits = models.apply(config, parameters, tokens).logits
+    junk = jax.random.randint(jax.random.key(9), (2, 4), 0, V)
+    ids = jnp.ones_like(tokens)
+    left = models.apply(
+        config, parameters, jnp.concatenate([junk, tokens], 1), segment_ids=jnp.concatenate([junk * 0, ids], 1)
+    )
+    right = models.apply(
+        config, parameters, jnp.concatenate([tokens, junk], 1), segment_ids=jnp.concatenate([ids, junk * 0], 1)
+    )
+    close(left.logits[:, 4:], logits)
+    close(right.logits[:, :T], logits)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_rows_equal_separate_rows(name):
+    config, parameters, tokens = make(name)
+    packed = models.apply(config, parameters, tokens, segment_ids=jnp.array([[1] * 4 + [2] * 5] * 2)).logits
+    close(packed[:, :4], models.apply(config, parameters, tokens[:, :4]).logits)
+    close(packed[:, 4:], models.apply(config, parameters, tokens[:, 4:]).logits)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scanned_equals_unrolled_equals_remat(name):
+    """In logits, loss gradient and attention maps."""
+    config, parameters, tokens = make(name)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(config, parameters):
+        def loss(p):
+            out = models.apply(config, p, tokens, return_attention=True)
+            return jnp.mean(jnp.square(out.logits)), (out.logits, out.attention)
+
+        return jax.value_and_grad(loss, has_aux=True)(parameters)
+
+    (_, (logits, attention)), gradient = run(config, parameters)
+    assert attention.shape == (config.num_layers, 2, config.num_heads, T, T)
+    for other in (replace(config, unroll=99), replace(config, unroll=2), replace(config, remat="full"), replace(config, remat="dots")):
+        (_, (other_logits, other_attention)), other_gradient = run(other, parameters)
+        close(other_logits, logits)
+        close(other_attention, attention)
+        jax.tree.map(partial(close, tolerance=1e-5), other_gradient, gradient)
+
+
+def test_jax_disable_jit_gives_the_same_values():
+    """In its own process, since the switch is read everywhere."""
+    code = """
+import jax, numpy as np
+from dataclasses import replace
+from jaxformer import masks, models
+c = models.ModelConfig(vocab_size=23, num_layers=3, d_model=24, num_heads=3, context_length=16, init_std=0.3,
+                       masks=(masks.causal(), masks.causal() & masks.window(2)))
+p = models.init(c, jax.random.key(0))
+print(np.asarray(models.apply(c, p, jax.random.randint(jax.random.key(1), (1, 6), 0, 23)).logits[0, -1]).tolist())
+"""
+    outputs = [
+        np.array(
+            eval(
+                subprocess.run(
+                    [sys.executable, "-c", code],
+                    env=os.environ | {"JAX_DISABLE_JIT": flag},
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                ).stdout
+            )
+        )
+        for flag in ("0", "1")
+    ]
+    close(*outputs)
+
+
+def test_layer_masks_follow_their_pattern():
+    """Layers 0, 2, 4 see everything before them; 1 and 3 see two tokens back."""
+    config, parameters, tokens = make("gpt3")
+    attention = models.apply(config, parameters, tokens, return_attention=True).attention
+    for layer in range(5):
+        far = attention[layer, :, :, 8, :6]
+        assert bool((far == 0).all()) == (layer % 2 == 1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_activations_stay_near_and_gradients_are_float32(name):
+    config, parameters, tokens = make(name)
+
+    def loss(p, dtype):
+        return jnp.mean(jnp.square(models.apply(config, p, tokens, dtype=dtype).logits))
+
+    exact, exact_gradient = jax.value_and_grad(loss)(parameters, jnp.float32)
+    rough, gradient = jax.value_and_grad(loss)(parameters, jnp.bfloat16)
+    np.testing.assert_allclose(rough, exact, rtol=0.05)  # 8 bits of mantissa through a few layers
+    assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(gradient))
+    cosine = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient, exact_gradient))) / jnp.sqrt(
+        sum(jax.tree.leaves(jax.tree.map(lambda g: jnp.vdot(g, g), gradient)))
+        * sum(jax.tree.leaves(jax.tree.map(lambda g: jnp.vdot(g, g), exact_gradient)))
+    )
+    assert cosine > 0.99
+
+
+def test_dropout_needs_a_key_and_follows_it():
+    config, parameters, tokens = make("gpt2")
+    config = replace(config, dropout_rate=0.3, attention_dropout_rate=0.3)
+    run = lambda key: models.apply(config, parameters, tokens, dropout_key=key).logits
+    close(run(None), models.apply(FAMILIES["gpt2"], parameters, tokens).logits)
+    np.testing.assert_array_equal(run(jax.random.key(1)), run(jax.random.key(1)))
+    assert jnp.abs(run(jax.random.key(1)) - run(jax.random.key(2))).max() > 1e-2
+    scanned, unrolled = (
+        models.apply(replace(config, unroll=u), parameters, tokens, dropout_key=jax.random.key(1)).logits for u in (1, 9)
+    )
+    close(scanned, unrolled)
+
+
+def mean_mixer(config):
+    """Every position gets the mean of what its mask shows, through one matrix: a research variant in ten lines."""
+    D = config.d_model
+    spec = {"kernel": Spec((D, D), ("embed", "embed_out"), jax.nn.initializers.normal(0.3), ("embed",))}
+
+    def apply(params, x, context):
+        seen = context.mask(*context.mask.positions(x.shape[1], x.shape[1]))[:, 0].astype(x.dtype)
+        mean = jnp.einsum("bts,bsd->btd", jnp.broadcast_to(seen, (x.shape[0], *seen.shape[1:])), x)
+        return jnp.einsum("btd,de->bte", mean / seen.sum(-1, keepdims=True), params["kernel"]), None, None
+
+    return Mixer(spec, apply, lambda batch, length, dtype: {})
+
+
+def test_a_users_mixer_replaces_attention():
+    config, _, tokens = make("gpt2")
+    config = replace(config, mixer=mean_mixer)
+    parameters = models.init(config, jax.random.key(0))
+    assert set(params.paths(parameters["layers"]["attention"])) == {"kernel"}
+    logits = models.apply(config, parameters, tokens).logits
+    changed = models.apply(config, parameters, tokens.at[:, 5].set(0)).logits
+    close(changed[:, :5], logits[:, :5])
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (dict(num_heads=5), "num_heads=5 does not divide"),
+        (dict(num_kv_heads=2), "num_kv_heads=2 does not divide"),
+        (dict(feedforward="gelo"), "gelo"),
+        (dict(masks=()), "masks is empty"),
+        (dict(num_layers=0), "num_layers=0"),
+        (dict(dropout_rate=1.0), "dropout_rate"),
+    ],
+)
+def test_bad_configs_are_refused_in_a_line(changes, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        replace(GPT, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_models_run_under_jit_vmap_and_partial():
+    config, parameters, tokens = make("llama")
+    f = partial(models.apply, config)
+    close(jax.jit(f)(parameters, tokens).logits, f(parameters, tokens).logits)
+    rows = jax.vmap(lambda row: f(parameters, row[None]).logits[0])(tokens)
+    close(rows, f(parameters, tokens).logits)
