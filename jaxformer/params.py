@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 
 Tree = Any
 
@@ -47,11 +47,12 @@ def stack(spec: Tree, layers: int) -> Tree:
 
 def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:
     """Initial values. A leaf's key depends on its path alone, so adding a parameter changes no other."""
-    leaves = {
-        path: leaf.init(jax.random.fold_in(key, zlib.crc32(path.encode())), leaf.shape, dtype)
-        for path, leaf in paths(spec).items()
-    }
-    return unflatten_dict(leaves, sep="/")
+
+    def leaf(path, spec: Spec):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return spec.init(jax.random.fold_in(key, zlib.crc32(name.encode())), spec.shape, dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, spec)
 
 
 def abstract(spec: Tree, dtype=jnp.float32) -> Tree:
@@ -71,7 +72,8 @@ def paths(tree: Tree) -> dict[str, Any]:
 
 def mask(tree: Tree, pattern: str) -> Tree:
     """True where the regular expression matches somewhere in the leaf's path (weight decay, freezing)."""
-    return unflatten_dict({path: bool(re.search(pattern, path)) for path in paths(tree)}, sep="/")
+    matches = lambda path, _: bool(re.search(pattern, jax.tree_util.keystr(path, simple=True, separator="/")))
+    return jax.tree_util.tree_map_with_path(matches, tree)
 
 
 def cast(tree: Tree, dtype) -> Tree:

@@ -20,8 +20,8 @@ class Cache:
     """
 
     layers: Any
-    segment_ids: Int[Array, "B S"]
-    length: Int[Array, ""]
+    segment_ids: Any
+    length: Any
 
     def extend(self, segment_ids: Int[Array, "B T"]) -> "Cache":
         """The cache with T more slots in use; the layers write their part themselves."""

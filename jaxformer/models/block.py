@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax, random
 from jax.nn.initializers import normal, ones, zeros
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from jaxformer import ops
 from jaxformer.masks import Mask
@@ -30,8 +30,8 @@ class Context:
     """
 
     mask: Mask
-    positions: Int[Array, "#B T"]
-    dropout_key: Array | None = None
+    positions: Any  # [B or 1, T]
+    dropout_key: Any = None
     state: Tree = None
     start: Any = 0
     return_weights: bool = struct.field(pytree_node=False, default=False)

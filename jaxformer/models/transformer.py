@@ -25,10 +25,10 @@ Tree = Any
 class Output:
     """What `apply` returns. Under jit, what you do not use is not computed."""
 
-    logits: Float[Array, "B T V"]
-    hidden: Float[Array, "B T D"]
+    logits: Any  # [B, T, V], float32 or better
+    hidden: Any  # [B, T, D], after the final norm
     cache: Any = None
-    attention: Float[Array, "L B N T S"] | None = None
+    attention: Any = None  # [L, B, N, T, S]
 
 
 def mixer(config: ModelConfig) -> Mixer:

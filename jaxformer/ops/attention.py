@@ -81,7 +81,8 @@ def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Arr
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), 0)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # a bfloat16 1 - rate would bias every entry the same way
+    return jnp.where(keep, wide / (1.0 - rate), 0).astype(x.dtype)
 
 
 def _check(query, key, value, bias, sinks, dropout_rate, dropout_key):

@@ -101,8 +101,8 @@ def _projected_forward(options, hidden, head, labels, weights):
 
 def _projected_backward(options, residuals, cotangents):
     d_hidden, d_head = residuals
-    d_loss = cotangents[0]
-    return (d_hidden * d_loss.astype(d_hidden.dtype), d_head * d_loss.astype(d_head.dtype), None, None)
+    d_loss = cotangents[0]  # float32: 1 / tokens in bfloat16 would scale every gradient below by the same error
+    return ((d_hidden * d_loss).astype(d_hidden.dtype), (d_head * d_loss).astype(d_head.dtype), None, None)
 
 
 _projected.defvjp(_projected_forward, _projected_backward)

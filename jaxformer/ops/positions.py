@@ -37,8 +37,9 @@ def sinusoidal(
 
 
 def learned(positions: Int[Array, "B T"], table: Float[Array, "P D"]) -> Float[Array, "B T D"]:
-    """Row `position` of a trained table; positions beyond it give NaN, not the last row. Gehring et al. 2017."""
-    return jnp.take(table, positions, axis=0, mode="fill", fill_value=jnp.nan)
+    """Row `position` of a trained table; positions outside it give NaN, not the last row. Gehring et al. 2017."""
+    inside = jnp.where(positions < 0, len(table), positions)  # jnp.take would count negative ones from the end
+    return jnp.take(table, inside, axis=0, mode="fill", fill_value=jnp.nan)
 
 
 @dataclass(frozen=True)

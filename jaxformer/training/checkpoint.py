@@ -11,6 +11,7 @@ The fingerprints say that what was loaded is what the training step had made. Be
     STEP.abandoned    lay after the step that a run went back to (`restore(step=...)`) and then saved from
 """
 
+import fcntl
 import hashlib
 import itertools
 import json
@@ -19,8 +20,8 @@ import math
 import os
 import shutil
 import threading
-import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from jaxformer.config import ConfigError
-from jaxformer.training.fingerprint import fingerprints
+from jaxformer.training.fingerprint import file_digests, fingerprints, key_data
 
 Tree = Any
 FILES = "files.json"
@@ -50,7 +51,7 @@ class _Damaged(Exception):
     """The files of one step are bad; the message names the file or leaf."""
 
 
-class Manager:
+class Manager(AbstractContextManager):
     """The checkpoints in `folder`, for the one trainer that writes them. A context manager; not thread-safe.
 
     Keeps the `keep_latest` last steps and the `keep_best` of lowest metric. `log` gets a line for whatever went wrong
@@ -78,9 +79,6 @@ class Manager:
             self.close()
             raise ConfigError(f"{folder}: no checkpoints can be kept there ({error}); choose another folder") from None
 
-    def __enter__(self) -> "Manager":
-        return self
-
     def __exit__(self, *_) -> None:
         self.close()
 
@@ -104,13 +102,14 @@ class Manager:
         # An error in the computation of the state comes up here, in `_describe`, and is not ours to swallow.
         manifest = {"step": int(step), "metric": metric, "metadata": metadata or {}, "leaves": _describe(leaves)}
         sealed = _seal(json.dumps(manifest))
-        data = {name: _numbers(leaf) for name, leaf in leaves.items() if leaf.size}
+        data = {name: key_data(leaf) for name, leaf in leaves.items() if leaf.size}
         size = sum(leaf.nbytes for leaf in data.values())
         try:
             if self._writes:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._make_room(step)
             with _context():
+                # pyrefly: ignore[bad-argument-type]  (orbax's own annotations do not resolve)
                 response = ocp.save_async(self.folder / str(step), data, custom_metadata=sealed)
         except Exception as error:
             self._failed(step, error, size)
@@ -150,18 +149,19 @@ class Manager:
         """In a thread: the end of a save."""
         try:
             response.result()
-        except Exception as error:
+        except BaseException as error:
             return self._failed(step, error, size)
         self._metrics[step] = metric
         try:
             if self._writes:
-                _write_files(self.folder / str(step))
+                digests = json.dumps(file_digests(self.folder / str(step)))
+                (self.folder / str(step) / FILES).write_text(digests)
                 self._tidy()
                 self._drop_old()
         except OSError as error:
             self.log(f"{self.folder}: step {step} is saved; tidying up after it failed ({error})")
 
-    def _failed(self, step: int, error: Exception, size: int) -> None:
+    def _failed(self, step: int, error: BaseException, size: int) -> None:
         reason = _reason(error)
         self._problem = f"{self.folder}: step {step} was not saved: {reason}"
         try:
@@ -227,14 +227,20 @@ def steps(folder: Path | str) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
 
 
-def restore_params(folder: Path | str, abstract_params: Tree, step: int | None = None) -> tuple[int, Tree, dict]:
-    """The `params` of a state alone, as (step, params, metadata), verified. For readers: changes nothing on disk.
+def restore_params(
+    folder: Path | str,
+    abstract_params: Tree,
+    step: int | None = None,
+    log: Callable[[str], None] = _warn,
+    part: str = "params",
+) -> tuple[int, Tree, dict]:
+    """The field `part` of a state alone, as (step, params, metadata), verified. For readers: changes nothing on disk.
 
     Raises CheckpointError as `restore` does, and where there is no checkpoint.
     """
     folder = Path(folder).absolute()
-    skip = lambda bad, why: _warn(f"{folder}: step {bad} is damaged: {why}; trying an older one")
-    found = _newest_good(folder, abstract_params, "params/", step, skip)
+    skip = lambda bad, why: log(f"{folder}: step {bad} is damaged: {why}; trying an older one")
+    found = _newest_good(folder, abstract_params, f"{part}/", step, skip)
     if found is None:
         raise CheckpointError(f"{folder}: no checkpoint there; train first")
     return found
@@ -256,7 +262,7 @@ def _newest_good(folder: Path, abstract: Tree, prefix: str, step: int | None, on
     damage = damage or sorted(path.name for path in folder.glob("*.corrupt*"))
     if damage:
         raise CheckpointError(
-            f"{folder}: all checkpoints are damaged: {_some(damage)}; delete the folder to start over"
+            f"{folder}: every checkpoint is damaged: {_some(damage)}; to start over, delete the folder"
         )
     return None
 
@@ -271,16 +277,21 @@ def _read(path: Path, abstract: Tree, prefix: str) -> tuple[Tree, dict]:
     on_disk = {name: _abstract_numbers(leaf) for name, leaf in wanted.items()}
     full = {name: leaf for name, leaf in on_disk.items() if leaf.size}  # orbax refuses to save an empty array
     empty = [(name, leaf) for name, leaf in on_disk.items() if not leaf.size]
-    data = {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in empty}
+    data: Any = {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in empty}
     try:
         with _context():
+            # pyrefly: ignore[bad-argument-type]
             data |= ocp.load(path, full) if full else {}
     except Exception as error:
         if checked:
             raise CheckpointError(f"{path}: its files are good, but it cannot be loaded: {_reason(error)}") from error
         raise _Damaged(_reason(error)) from error
-    prints = zip(data, fingerprints(data.values()), strict=True)
-    if bad := [name for name, digits in prints if digits != there[name]["fingerprint"]]:
+    # Damaged metadata can make orbax return abstract leaves, or none.
+    bad = [name for name in on_disk if not isinstance(data.get(name), jax.Array)]
+    if not bad:
+        prints = zip(data, fingerprints(data.values()), strict=True)
+        bad = [name for name, digits in prints if digits != there[name]["fingerprint"]]
+    if bad:
         raise _Damaged(f"{_some(bad)}: the fingerprint is not that of what was saved")
     for name in data:
         if _is_key(wanted[name]):
@@ -298,7 +309,8 @@ def _context() -> ocp.Context:
 
 def _manifest(path: Path) -> dict:
     try:
-        sealed = ocp.metadata(path).custom_metadata
+        # pyrefly: ignore[bad-argument-type]
+        sealed: Any = ocp.metadata(path).custom_metadata
         good = sealed == _seal(sealed["manifest"])
         manifest = json.loads(sealed["manifest"]) if good else {}
     except Exception as error:
@@ -339,30 +351,11 @@ def _compare(path: Path, there: dict[str, dict], wanted: dict[str, Any]) -> None
     raise CheckpointError("\n".join([f"{path}: the checkpoint does not fit the model: {summary}; {advice}", *lines]))
 
 
-def _digests(path: Path) -> dict[str, list[int] | str]:
-    """Size and CRC-32 of each file under `path`."""
-    digests = {}
-    for file in sorted(path.rglob("*")):
-        if file.is_file() and file.name != FILES:
-            size = crc = 0
-            with file.open("rb") as stream:
-                while chunk := stream.read(1 << 22):
-                    size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-            digests[file.relative_to(path).as_posix()] = [size, crc]
-    return digests
-
-
-def _write_files(path: Path) -> None:
-    temporary = path / f"{FILES}.tmp"
-    temporary.write_text(json.dumps(_digests(path)))
-    temporary.replace(path / FILES)
-
-
 def _check_files(path: Path) -> bool:
     """Whether files.json vouches for the files; False without one (the save was killed before its last moment)."""
     try:
         recorded = json.loads((path / FILES).read_text())
-        found = _digests(path)
+        found = file_digests(path)
     except (FileNotFoundError, ValueError):
         return False
     except PermissionError as error:
@@ -389,10 +382,6 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _numbers(leaf: jax.Array) -> jax.Array:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
 def _abstract_numbers(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
     if _is_key(leaf):
@@ -402,19 +391,15 @@ def _abstract_numbers(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _lock(folder: Path) -> int | None:
-    """An open file with the folder's lock, which goes with the process (flock). None where there are no such locks."""
+    """An open file with the folder's lock, which ends with the process; None where the file system has no locks."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        import fcntl
-
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return handle
-    except BlockingIOError:
+    except OSError as error:
         os.close(handle)
-        raise ConfigError(f"{folder}: another trainer has these checkpoints open; wait for it or stop it") from None
-    except (ImportError, OSError):
-        os.close(handle)
-        return None
+        if isinstance(error, BlockingIOError):
+            raise ConfigError(f"{folder}: another trainer has these checkpoints open; wait for it or stop it") from None
 
 
 def _rename(path: Path, suffix: str) -> Path:
@@ -424,8 +409,8 @@ def _rename(path: Path, suffix: str) -> Path:
 
 def _reason(error: BaseException) -> str:
     """What went wrong at the bottom, in a line: orbax wraps it in several errors that say less."""
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__
+    while below := error.__cause__ or error.__context__:
+        error = below
     return f"{type(error).__name__} {str(error).partition(' [')[0]}".strip().splitlines()[0][:1000]
 
 

@@ -1,6 +1,8 @@
 """Fingerprints of arrays: any flipped bit changes them; mesh, sharding and order of summation do not."""
 
+import zlib
 from collections.abc import Iterable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +38,14 @@ def fingerprint(leaf: Array) -> Array:
     return jnp.stack(lax.reduce((word, word * (2 * index + 1)), (zero, zero), add, range(bits.ndim)))
 
 
+def key_data(leaf: Array) -> Array:
+    """The numbers of a typed key; any other array as it is."""
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
 def to_bits(leaf: Array) -> Array:
     """The array as uint32, one to one: typed keys by their data, 64-bit and complex numbers as pairs on a last axis."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
+    leaf = key_data(leaf)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     if leaf.dtype.itemsize == 8:
@@ -47,3 +53,15 @@ def to_bits(leaf: Array) -> Array:
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         leaf = lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}")
     return leaf.astype(jnp.uint32)
+
+
+def file_digests(folder: Path) -> dict[str, list[int]]:
+    """`[bytes, CRC-32]` of every file under a folder."""
+    digests = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        size = crc = 0
+        with path.open("rb") as stream:
+            while chunk := stream.read(1 << 22):
+                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+        digests[path.relative_to(folder).as_posix()] = [size, crc]
+    return digests

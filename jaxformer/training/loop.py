@@ -166,7 +166,7 @@ def load_params(folder: RunFolder, experiment: Experiment, step: int | None = No
     """(step, parameters) of a run's checkpoint, the newest by default; the averaged ones where the run has them."""
     abstract = jax.eval_shape(partial(init_state, experiment))
     part = "params" if abstract.ema is None else "ema"
-    step, params, _ = checkpoint.restore_params(folder.checkpoints, abstract.params, step, part)
+    step, params, _ = checkpoint.restore_params(folder.checkpoints, abstract.params, step, part=part)
     return step, params
 
 

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import Array
 
 from jaxformer.models import transformer
 from jaxformer.training import optimizer
@@ -16,8 +15,8 @@ from jaxformer.training.experiment import Experiment
 class LossScale:
     """Dynamic loss scaling for float16: doubles after `GROWTH_INTERVAL` good steps, halves on an overflow."""
 
-    value: Array
-    good_steps: Array
+    value: Any
+    good_steps: Any
 
 
 GROWTH_INTERVAL = 2000
@@ -27,12 +26,12 @@ GROWTH_INTERVAL = 2000
 class TrainState:
     """Randomness is not in here: every draw is a function of the experiment's seed and `step`."""
 
-    step: Array  # batches consumed
+    step: Any  # batches consumed
     params: Any
     opt_state: Any
     ema: Any = None  # averaged parameters
-    loss_scale: LossScale | None = None
-    skipped: Array | int = 0  # non-finite steps in a row, up to now
+    loss_scale: Any = None  # LossScale, for float16
+    skipped: Any = 0  # non-finite steps in a row, up to now
 
 
 def init_state(experiment: Experiment) -> TrainState:

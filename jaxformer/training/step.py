@@ -36,7 +36,7 @@ def make_train_step(experiment: Experiment) -> Callable[[TrainState, Batch], tup
         sums, gradients = accumulate(experiment, state.params, batch, key, scale)
         total = jnp.maximum(sums.weight, 1e-9)
         gradients = jax.tree.map(lambda g: g / (total * scale), gradients)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         ok = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
         if experiment.clip_norm is not None:
             shrink = jnp.minimum(1.0, experiment.clip_norm / norm)

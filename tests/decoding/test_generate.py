@@ -26,24 +26,26 @@ FAMILIES = {
 }
 
 
+apply = jax.jit(models.apply, static_argnums=0)
+
+
 def make(name):
     config = FAMILIES[name]
     return config, models.init(config, jax.random.key(3))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("pieces", [(4, 1, 1, 1, 1, 1), (1,) * 9, (5, 4), (3, 2, 4)])
+@pytest.mark.parametrize("pieces", [(4, 1, 1, 1, 1, 1), (1,) * 9, (3, 2, 4)])
 def test_cached_pieces_equal_the_forward_pass(name, pieces):
     config, parameters = make(name)
     if name == "prefix" and pieces[0] < 3:
         pytest.skip("a prefix is seen whole or not at all: tokens before its end need it to be there")
     tokens = jax.random.randint(jax.random.key(0), (2, sum(pieces)), 0, V)
-    whole = models.apply(config, parameters, tokens).logits
+    whole = apply(config, parameters, tokens).logits
     cache = decoding.init_cache(config, 2, 12)  # more room than tokens: empty slots must stay unseen
     start = 0
-    step = jax.jit(lambda tokens, cache: models.apply(config, parameters, tokens, cache=cache))
     for length in pieces:
-        out = step(tokens[:, start : start + length], cache)
+        out = apply(config, parameters, tokens[:, start : start + length], cache=cache)
         # the same float32 products, summed over more (masked) keys
         np.testing.assert_allclose(out.logits, whole[:, start : start + length], rtol=1e-5, atol=1e-5)
         cache, start = out.cache, start + length
@@ -56,13 +58,11 @@ def test_greedy_generation_equals_repeated_forward_passes_for_ragged_prompts(nam
     prompts = [[1, 2, 3, 4, 5], [7, 8, 9], [4] * 8] if name == "prefix" else [[1, 2, 3, 4, 5], [7], [4] * 8]
     if name == "prefix":  # a prefix counts from the row's first slot, so padded rows are another model
         prompts = [p[:3] for p in prompts]
-    together = decoding.generate(config, parameters, prompts, 10, how=Sampling(temperature=0))
+    together = decoding.generate(config, parameters, prompts, 10, how=Sampling(temperature=0.0))
     for prompt, out in zip(prompts, together, strict=True):
-        tokens = list(prompt)
-        for _ in range(10):
-            logits = models.apply(config, parameters, jnp.array([tokens])).logits[0, -1]
-            tokens.append(int(jnp.argmax(logits)))
-        assert tokens[len(prompt) :] == out
+        # causal, so one forward pass over the result shows what was likeliest at every step
+        logits = apply(config, parameters, jnp.array([prompt + out])).logits[0]
+        assert jnp.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist() == out
 
 
 def test_sampling_a_row_does_not_depend_on_its_neighbours_below():
@@ -74,9 +74,9 @@ def test_sampling_a_row_does_not_depend_on_its_neighbours_below():
 
 def test_stop_tokens_end_a_row_and_are_left_out():
     config, parameters = make("gpt2")
-    free = decoding.generate(config, parameters, [[1, 2]], 12, how=Sampling(temperature=0))[0]
+    free = decoding.generate(config, parameters, [[1, 2]], 12, how=Sampling(temperature=0.0))[0]
     stop = free[4]
-    assert decoding.generate(config, parameters, [[1, 2]], 12, how=Sampling(temperature=0), stop_tokens=[stop])[0] == (
+    assert decoding.generate(config, parameters, [[1, 2]], 12, how=Sampling(temperature=0.0), stop_tokens=[stop])[0] == (
         free[: free.index(stop)]
     )
 
@@ -118,7 +118,7 @@ def test_frequencies_follow_the_filtered_distribution():
     expected = np.array([0.25, 0.09, 0.0225, 0]) / 0.3625
     # 20,000 draws: the standard error is at most 0.0036
     np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 20_000, expected, atol=0.015)
-    assert (np.asarray(sampling.sample(logits, keys, Sampling(temperature=0))) == 0).all()
+    assert (np.asarray(sampling.sample(logits, keys, Sampling(temperature=0.0))) == 0).all()
 
 
 @pytest.mark.parametrize("bad", [dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0), dict(min_p=1.5), dict(temperature=float("nan"))])

@@ -66,6 +66,14 @@ def close(a, b, tolerance=2e-6):
     np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * float(jnp.max(jnp.abs(b))))
 
 
+def flat(tree):
+    """One vector: a key bias, whose gradient is zero but for rounding, is then measured against the others."""
+    return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
+
+
+apply = jax.jit(models.apply, static_argnums=0, static_argnames=("dtype", "return_attention"))
+
+
 @pytest.mark.parametrize("name", COUNTS)
 def test_published_parameter_counts(name):
     assert params.count(models.spec(models.PRESETS[name])) == COUNTS[name]
@@ -91,10 +99,10 @@ def test_spec_and_init_agree(name):
 def test_causal(name):
     """Changing token k leaves the logits before k alone, and changes some after it."""
     config, parameters, tokens = make(name)
-    logits = models.apply(config, parameters, tokens).logits
+    logits = apply(config, parameters, tokens).logits
     for k in (0, T // 2, T - 1):
         changed = tokens.at[:, k].set((tokens[:, k] + 1) % V)
-        other = models.apply(config, parameters, changed).logits
+        other = apply(config, parameters, changed).logits
         close(other[:, :k], logits[:, :k]) if k else None
         assert jnp.abs(other[:, k:] - logits[:, k:]).max() > 1e-3
 
@@ -102,13 +110,13 @@ def test_causal(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_padding_on_either_side_changes_nothing(name):
     config, parameters, tokens = make(name)
-    logits = models.apply(config, parameters, tokens).logits
+    logits = apply(config, parameters, tokens).logits
     junk = jax.random.randint(jax.random.key(9), (2, 4), 0, V)
     ids = jnp.ones_like(tokens)
-    left = models.apply(
+    left = apply(
         config, parameters, jnp.concatenate([junk, tokens], 1), segment_ids=jnp.concatenate([junk * 0, ids], 1)
     )
-    right = models.apply(
+    right = apply(
         config, parameters, jnp.concatenate([tokens, junk], 1), segment_ids=jnp.concatenate([ids, junk * 0], 1)
     )
     close(left.logits[:, 4:], logits)
@@ -118,9 +126,9 @@ def test_padding_on_either_side_changes_nothing(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_packed_rows_equal_separate_rows(name):
     config, parameters, tokens = make(name)
-    packed = models.apply(config, parameters, tokens, segment_ids=jnp.array([[1] * 4 + [2] * 5] * 2)).logits
-    close(packed[:, :4], models.apply(config, parameters, tokens[:, :4]).logits)
-    close(packed[:, 4:], models.apply(config, parameters, tokens[:, 4:]).logits)
+    packed = apply(config, parameters, tokens, segment_ids=jnp.array([[1] * 4 + [2] * 5] * 2)).logits
+    close(packed[:, :4], apply(config, parameters, tokens[:, :4]).logits)
+    close(packed[:, 4:], apply(config, parameters, tokens[:, 4:]).logits)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -131,18 +139,21 @@ def test_scanned_equals_unrolled_equals_remat(name):
     @partial(jax.jit, static_argnums=0)
     def run(config, parameters):
         def loss(p):
-            out = models.apply(config, p, tokens, return_attention=True)
+            out = apply(config, p, tokens, return_attention=True)
             return jnp.mean(jnp.square(out.logits)), (out.logits, out.attention)
 
         return jax.value_and_grad(loss, has_aux=True)(parameters)
 
     (_, (logits, attention)), gradient = run(config, parameters)
     assert attention.shape == (config.num_layers, 2, config.num_heads, T, T)
-    for other in (replace(config, unroll=99), replace(config, unroll=2), replace(config, remat="full"), replace(config, remat="dots")):
-        (_, (other_logits, other_attention)), other_gradient = run(other, parameters)
+    changes = [dict(unroll=99, remat="full")]
+    if name == "gpt3":  # five layers in a pattern of two: the one with a remainder
+        changes += [dict(unroll=99), dict(unroll=2, remat="dots")]
+    for change in changes:
+        (_, (other_logits, other_attention)), other_gradient = run(replace(config, **change), parameters)
         close(other_logits, logits)
         close(other_attention, attention)
-        jax.tree.map(partial(close, tolerance=1e-5), other_gradient, gradient)
+        close(flat(other_gradient), flat(gradient), 1e-5)
 
 
 def test_jax_disable_jit_gives_the_same_values():
@@ -176,7 +187,7 @@ print(np.asarray(models.apply(c, p, jax.random.randint(jax.random.key(1), (1, 6)
 def test_layer_masks_follow_their_pattern():
     """Layers 0, 2, 4 see everything before them; 1 and 3 see two tokens back."""
     config, parameters, tokens = make("gpt3")
-    attention = models.apply(config, parameters, tokens, return_attention=True).attention
+    attention = apply(config, parameters, tokens, return_attention=True).attention
     for layer in range(5):
         far = attention[layer, :, :, 8, :6]
         assert bool((far == 0).all()) == (layer % 2 == 1)
@@ -187,28 +198,26 @@ def test_bfloat16_activations_stay_near_and_gradients_are_float32(name):
     config, parameters, tokens = make(name)
 
     def loss(p, dtype):
-        return jnp.mean(jnp.square(models.apply(config, p, tokens, dtype=dtype).logits))
+        return jnp.mean(jnp.square(apply(config, p, tokens, dtype=dtype).logits))
 
-    exact, exact_gradient = jax.value_and_grad(loss)(parameters, jnp.float32)
-    rough, gradient = jax.value_and_grad(loss)(parameters, jnp.bfloat16)
+    run = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    exact, exact_gradient = run(parameters, jnp.float32)
+    rough, gradient = run(parameters, jnp.bfloat16)
     np.testing.assert_allclose(rough, exact, rtol=0.05)  # 8 bits of mantissa through a few layers
     assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(gradient))
-    cosine = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient, exact_gradient))) / jnp.sqrt(
-        sum(jax.tree.leaves(jax.tree.map(lambda g: jnp.vdot(g, g), gradient)))
-        * sum(jax.tree.leaves(jax.tree.map(lambda g: jnp.vdot(g, g), exact_gradient)))
-    )
-    assert cosine > 0.99
+    a, b = flat(gradient), flat(exact_gradient)
+    assert jnp.vdot(a, b) / jnp.linalg.norm(a) / jnp.linalg.norm(b) > 0.99
 
 
 def test_dropout_needs_a_key_and_follows_it():
     config, parameters, tokens = make("gpt2")
     config = replace(config, dropout_rate=0.3, attention_dropout_rate=0.3)
-    run = lambda key: models.apply(config, parameters, tokens, dropout_key=key).logits
-    close(run(None), models.apply(FAMILIES["gpt2"], parameters, tokens).logits)
+    run = lambda key: apply(config, parameters, tokens, dropout_key=key).logits
+    close(run(None), apply(FAMILIES["gpt2"], parameters, tokens).logits)
     np.testing.assert_array_equal(run(jax.random.key(1)), run(jax.random.key(1)))
     assert jnp.abs(run(jax.random.key(1)) - run(jax.random.key(2))).max() > 1e-2
     scanned, unrolled = (
-        models.apply(replace(config, unroll=u), parameters, tokens, dropout_key=jax.random.key(1)).logits for u in (1, 9)
+        apply(replace(config, unroll=u), parameters, tokens, dropout_key=jax.random.key(1)).logits for u in (1, 9)
     )
     close(scanned, unrolled)
 
@@ -231,8 +240,8 @@ def test_a_users_mixer_replaces_attention():
     config = replace(config, mixer=mean_mixer)
     parameters = models.init(config, jax.random.key(0))
     assert set(params.paths(parameters["layers"]["attention"])) == {"kernel"}
-    logits = models.apply(config, parameters, tokens).logits
-    changed = models.apply(config, parameters, tokens.at[:, 5].set(0)).logits
+    logits = apply(config, parameters, tokens).logits
+    changed = apply(config, parameters, tokens.at[:, 5].set(0)).logits
     close(changed[:, :5], logits[:, :5])
 
 

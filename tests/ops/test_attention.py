@@ -358,6 +358,15 @@ def test_dropout_keeps_the_expectation(rate, dtype):
     np.testing.assert_array_equal(dropout(jnp.arange(3.0), 0.0, jax.random.key(0)), jnp.arange(3.0))
 
 
+def test_dropout_does_not_round_its_own_rate():
+    """0.9 in bfloat16 is 0.8984: dividing by that would raise every entry by 0.17 %, which no averaging removes."""
+    n = 2**16
+    x = np.asarray(np.random.default_rng(0).uniform(1, 2, n)).astype(jnp.bfloat16)
+    kept = np.float64(jax.jit(lambda x: dropout(x, 0.1, jax.random.key(0)))(jnp.asarray(x)))
+    ratio = (kept * 0.9 / np.float64(x))[kept != 0]
+    assert abs(ratio.mean() - 1) < 5 * 2.0**-8 / n**0.5  # five standard deviations of roundings that are independent
+
+
 def test_dropout_passes_gradient_where_it_kept():
     x = jnp.linspace(1.0, 2.0, 100)
     out, (gradient,) = value_and_vjp(lambda x: dropout(x, 0.5, jax.random.key(3)), jnp.ones(100), x)

@@ -1,0 +1,272 @@
+"""Losses against float64 and optax; the chunked form against the plain one, in value, gradients and memory."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxformer.ops import cross_entropy, projected_cross_entropy
+from jaxformer.ops.losses import LossSums
+
+# float32 sums of at most 100 losses of order one to ten
+FLOAT32 = dict(rtol=2e-6, atol=2e-5)
+
+
+def witness(logits, labels, weights, smoothing=0.0, z_loss=0.0):
+    """Token by token in float64."""
+    loss = weight = correct = 0.0
+    for row, label, w in zip(
+        np.float64(logits).reshape(-1, logits.shape[-1]), labels.ravel(), weights.ravel(), strict=True
+    ):
+        if w == 0:
+            continue
+        log_total = row.max() + math.log(np.exp(row - row.max()).sum())
+        target = np.full(len(row), smoothing / len(row))
+        target[label] += 1 - smoothing
+        loss += float(w) * (-(target * (row - log_total)).sum() + z_loss * log_total**2)
+        weight += float(w)
+        correct += float(w) * (row.argmax() == label)
+    return loss, weight, correct
+
+
+def random(seed, B=2, T=7, V=11, D=5):
+    """hidden, head, labels (with -100 and V among them) and weights, which are zero there and elsewhere."""
+    rng = np.random.default_rng(seed)
+    hidden, head = rng.normal(size=(B, T, D)) * 2, rng.normal(size=(D, V))
+    labels, weights = rng.integers(0, V, (B, T)), rng.uniform(0, 2, (B, T))
+    weights[rng.random((B, T)) < 0.3] = 0
+    weights[0, :2] = 0
+    labels[weights == 0] = rng.choice([-100, V, 0, 3], (weights == 0).sum())
+    labels[0, :2] = -100, V
+    return hidden, head, labels, weights
+
+
+def floats(*arrays, dtype=jnp.float32):
+    return [jnp.asarray(np.asarray(a).astype(dtype)) for a in arrays]
+
+
+plain = jax.jit(cross_entropy, static_argnums=(3, 4))
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 2**31), st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 1e-2]))
+def test_cross_entropy_by_definition(seed, smoothing, z_loss):
+    hidden, head, labels, weights = random(seed)
+    logits, weights = floats(hidden @ head, weights)
+    ours = plain(logits, jnp.asarray(labels), weights, smoothing, z_loss)
+    np.testing.assert_allclose(ours, witness(logits, labels, np.float64(weights), smoothing, z_loss), **FLOAT32)
+    assert {x.dtype for x in ours} == {jnp.dtype("float32")}
+
+
+def test_without_weights_every_token_counts_once():
+    hidden, head, labels, _ = random(0)
+    (logits,), labels = floats(hidden @ head), np.clip(labels, 0, 10)
+    np.testing.assert_allclose(plain(logits, jnp.asarray(labels)), witness(logits, labels, np.ones((2, 7))), **FLOAT32)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
+def test_agrees_with_optax(smoothing):
+    hidden, head, labels, weights = random(1)
+    logits, weights = floats(hidden @ head, weights)
+    labels = jnp.asarray(np.clip(labels, 0, 10))
+
+    @jax.jit
+    def theirs(logits):
+        if not smoothing:
+            return (optax.softmax_cross_entropy_with_integer_labels(logits, labels) * weights).sum()
+        targets = optax.smooth_labels(jax.nn.one_hot(labels, 11), smoothing)
+        return (optax.softmax_cross_entropy(logits, targets) * weights).sum()
+
+    ours = jax.jit(lambda logits: cross_entropy(logits, labels, weights, smoothing).loss)
+    np.testing.assert_allclose(ours(logits), theirs(logits), **FLOAT32)
+    np.testing.assert_allclose(jax.jit(jax.grad(ours))(logits), jax.jit(jax.grad(theirs))(logits), **FLOAT32)
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
+def test_gradient_in_float64(smoothing, z_loss):
+    """d loss / d logits = w (p - target + 2 z log(sum exp) p)."""
+    hidden, head, labels, weights = random(2)
+    logits = hidden @ head
+    with jax.enable_x64(True):
+        f = lambda logits: cross_entropy(logits, jnp.asarray(labels), jnp.asarray(weights), smoothing, z_loss).loss
+        ours = jax.jit(jax.grad(f))(jnp.asarray(logits))
+    total = np.exp(logits).sum(-1, keepdims=True)
+    p, target = np.exp(logits) / total, np.eye(11)[np.clip(labels, 0, 10)] * (1 - smoothing) + smoothing / 11
+    expected = weights[..., None] * (p - target + 2 * z_loss * np.log(total) * p)
+    np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=1e-14)  # a handful of float64 roundings
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_logits_are_widened_first(dtype):
+    hidden, head, labels, weights = random(3)
+    (logits,), (weights,) = floats(hidden @ head, dtype=dtype), floats(weights)
+    args = jnp.asarray(labels), weights, 0.1, 1e-2
+    np.testing.assert_array_equal(plain(logits, *args), plain(logits.astype(jnp.float32), *args))
+
+
+def test_uniform_logits_cost_the_logarithm_of_the_vocabulary():
+    # one float32 logarithm
+    np.testing.assert_allclose(
+        plain(jnp.zeros((1, 4, 1000)), jnp.zeros((1, 4), int)).loss, 4 * math.log(1000), rtol=1e-6
+    )
+
+
+def test_huge_logits_neither_overflow_nor_vanish():
+    logits = jnp.array([[[1e4, 0.0, -1e4], [1e4, 0.0, -1e4]]])
+    ours = jax.jit(jax.value_and_grad(lambda l: cross_entropy(l, jnp.array([[0, 2]])).loss))(logits)
+    np.testing.assert_array_equal(ours[0], 2e4)  # exactly 0 for the first token, 20,000 for the second
+    np.testing.assert_array_equal(ours[1], [[[0, 0, 0], [1, 0, -1]]])
+
+
+def test_sums_do_not_care_how_the_batch_was_cut():
+    hidden, head, labels, weights = random(4, B=4)
+    logits, weights = floats(hidden @ head, weights)
+    whole = plain(logits, jnp.asarray(labels), weights)
+    halves = [plain(logits[i : i + 2], jnp.asarray(labels[i : i + 2]), weights[i : i + 2]) for i in (0, 2)]
+    np.testing.assert_allclose(np.sum(halves, axis=0), whole, **FLOAT32)
+
+
+def test_labels_out_of_range_are_legal_where_their_weight_is_zero():
+    """-100 marks padding in half the world's data sets. Value and gradient are as if the token were not there."""
+    hidden, head, labels, weights = random(5)
+    hidden, head, weights = floats(hidden, head, weights)
+
+    @jax.jit
+    def both(hidden, head, labels):
+        first = lambda h, w: cross_entropy(jnp.einsum("btd,dv->btv", h, w), labels, weights, 0.1, 1e-3).loss
+        second = lambda h, w: (
+            projected_cross_entropy(h, w, labels, weights, label_smoothing=0.1, z_loss=1e-3, chunk=3).loss
+        )
+        return [jax.value_and_grad(f, (0, 1))(hidden, head) for f in (first, second)]
+
+    inside = both(hidden, head, jnp.asarray(np.where(weights == 0, 0, labels)))
+    for ours, theirs in zip(both(hidden, head, jnp.asarray(labels)), inside, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+        assert (np.asarray(ours[1][0])[np.asarray(weights) == 0] == 0).all()
+
+
+def value_and_gradients(loss, *args):
+    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*args)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 100, None])
+def test_the_chunked_form_is_the_plain_one(chunk):
+    """In float64, where the order of sums is worth 1e-12 and a real difference is not; T = 7 is no multiple of 2 or 3."""
+    hidden, head, labels, weights = random(6)
+    softcap, smoothing, z_loss = (2.0, 0.1, 1e-2) if chunk in (3, None) else (None, 0.0, 0.0)
+    with jax.enable_x64(True):
+        labels, weights = jnp.asarray(labels), jnp.asarray(weights)
+
+        def chunked(h, w):
+            sums = projected_cross_entropy(
+                h, w, labels, weights, softcap=softcap, label_smoothing=smoothing, z_loss=z_loss, chunk=chunk
+            )
+            return sums.loss / sums.weight, sums
+
+        def whole(h, w):
+            logits = jnp.einsum("btd,dv->btv", h, w)
+            if softcap is not None:
+                logits = softcap * jnp.tanh(logits / softcap)
+            sums = cross_entropy(logits, labels, weights, smoothing, z_loss)
+            return sums.loss / sums.weight, sums
+
+        ours, theirs = (value_and_gradients(f, jnp.asarray(hidden), jnp.asarray(head)) for f in (chunked, whole))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), ours, theirs)
+        assert {x.dtype for x in jax.tree.leaves(ours)} == {jnp.dtype("float64")}
+
+
+def test_the_chunked_form_without_a_gradient_and_without_weights():
+    hidden, head, labels, _ = random(7)
+    hidden, head = floats(hidden, head)
+    labels = jnp.asarray(np.clip(labels, 0, 10))
+    ours = jax.jit(lambda h, w: projected_cross_entropy(h, w, labels, chunk=2))(hidden, head)
+    assert isinstance(ours, LossSums)
+    logits = np.float64(hidden) @ np.float64(head)
+    np.testing.assert_allclose(ours, witness(logits, np.asarray(labels), np.ones((2, 7))), **FLOAT32)
+
+
+@pytest.mark.parametrize(("dtype", "roundoff"), [(jnp.bfloat16, 2.0**-8), (jnp.float16, 2.0**-11)])
+def test_narrow_hidden_states_with_a_float32_head(dtype, roundoff):
+    """Float32 logits, float32 gradient of the head, narrow gradient of the hidden states; 1/N stays float32."""
+    rng = np.random.default_rng(8)
+    B, T, D, V = 2, 37, 16, 200
+    hidden, head = rng.normal(size=(B, T, D)), rng.normal(size=(D, V)) / 4
+    labels = rng.integers(0, V, (B, T))
+    (hidden,), (head,) = floats(hidden, dtype=dtype), floats(np.asarray(head).astype(dtype))
+
+    def loss(h, w):
+        sums = projected_cross_entropy(h, w, jnp.asarray(labels), chunk=5)
+        return sums.loss / sums.weight, sums
+
+    (value, sums), (d_hidden, d_head) = value_and_gradients(loss, hidden, head)
+    assert value.dtype == sums.loss.dtype == d_head.dtype == jnp.float32 and d_hidden.dtype == dtype
+    h, w = np.float64(hidden), np.float64(head)
+    logits = h @ w
+    np.testing.assert_allclose(
+        sums, witness(logits, labels, np.ones((B, T))), rtol=1e-5
+    )  # exact products, float32 sums
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    g = (p - np.eye(V)[labels]) / (B * T)
+    for ours, theirs in ((d_hidden, g @ w.T), (d_head, np.einsum("btd,btv->dv", h, g))):
+        error = np.float64(ours) - theirs
+        # the cotangent p - target, the product and its scaling by 1 / N are each rounded once
+        assert np.linalg.norm(error) <= 3 * roundoff * np.linalg.norm(theirs)
+        # errors are independent: along the gradient itself they average out over its 1184 and 3200 entries, five sigma
+        along = np.vdot(error, theirs) / np.vdot(theirs, theirs)
+        assert abs(along) <= 5 * 3 * roundoff / theirs.size**0.5
+
+
+def test_no_array_of_all_logits_exists():
+    """Gradient for B T V = 524,288 logits, in chunks of a tenth: nothing in the compiled program is even half as large."""
+    B, T, D, V, chunk = 2, 64, 8, 4096, 6
+    shapes = jax.ShapeDtypeStruct((B, T, D), jnp.float32), jax.ShapeDtypeStruct((D, V), jnp.float32)
+    labels = jnp.zeros((B, T), jnp.int32)
+
+    def compiled(loss):
+        program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*shapes).compile()
+        sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f\d+\[([\d,]+)\]", program.as_text())]
+        return max(sizes), program.memory_analysis().temp_size_in_bytes
+
+    largest, memory = compiled(lambda h, w: projected_cross_entropy(h, w, labels, chunk=chunk).loss)
+    assert largest < B * T * V / 2 and memory < 4 * B * T * V / 2
+    largest, memory = compiled(lambda h, w: cross_entropy(jnp.einsum("btd,dv->btv", h, w), labels).loss)
+    assert largest >= B * T * V and memory >= 4 * B * T * V  # the witness: this way of looking sees them
+
+
+def test_the_default_chunk_is_bounded():
+    """64 MiB of float32 logits by default: 2 x 512 x 50,257 of them would be 196."""
+    B, T, V = 2, 512, 50_257
+    shapes = jax.ShapeDtypeStruct((B, T, 4), jnp.float32), jax.ShapeDtypeStruct((4, V), jnp.float32)
+    loss = lambda h, w: projected_cross_entropy(h, w, jnp.zeros((B, T), jnp.int32)).loss
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes))
+    sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text)]
+    assert max(sizes) * 4 <= 2**26
+
+
+def test_under_vmap_scan_and_checkpoint():
+    hidden, head, labels, weights = random(9, B=4)
+    hidden, head, weights = floats(hidden, head, weights)
+    labels = jnp.asarray(labels)
+
+    def loss(head, hidden, labels, weights):
+        return projected_cross_entropy(hidden, head, labels, weights, chunk=3).loss
+
+    rows = (hidden[:, None], labels[:, None], weights[:, None])
+
+    @jax.jit
+    def three(head):
+        at_once = lambda head: loss(head, hidden, labels, weights)
+        by_vmap = lambda head: jax.vmap(lambda *row: loss(head, *row))(*rows).sum()
+        step = jax.checkpoint(lambda head, row: loss(head, *row))
+        by_scan = lambda head: jax.lax.scan(lambda total, row: (total + step(head, row), None), 0.0, rows)[0]
+        return [jax.value_and_grad(f)(head) for f in (at_once, by_vmap, by_scan)]
+
+    whole, *others = three(head)
+    for other in others:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **FLOAT32), other, whole)

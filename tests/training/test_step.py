@@ -1,0 +1,146 @@
+"""One training step: accumulation, bad numbers, precision, averages, dropout."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.data.tasks import Copy
+from jaxformer.models import ModelConfig
+from jaxformer.training.experiment import AdamW, Constant, Experiment
+from jaxformer.training.state import GROWTH_INTERVAL, LossScale, init_state
+from jaxformer.training.step import accumulate, make_train_step, rescale
+
+EXPERIMENT = Experiment(
+    name="tiny",
+    model=ModelConfig(vocab_size=13, num_layers=2, d_model=16, num_heads=2, context_length=8, init_std=0.2),
+    data=Copy(vocab_size=8, length=4),
+    optimizer=AdamW(learning_rate=1e-2),
+    schedule=Constant(),
+    steps=20,
+    batch_size=8,
+)
+
+
+def make_batch(seed=0, B=8):
+    """Rows of very different length: the case in which a mean of means is wrong."""
+    keys = jax.random.split(jax.random.key(seed), 2)
+    tokens = jax.random.randint(keys[0], (B, 8), 0, 13)
+    lengths = jnp.array([8, 1, 3, 8, 2, 7, 1, 5])[:B]
+    return {
+        "tokens": tokens,
+        "labels": jnp.roll(tokens, -1, axis=1),
+        "weights": (jnp.arange(8)[None] < lengths[:, None]).astype(jnp.float32),
+    }
+
+
+def run(experiment, steps=3, batches=make_batch, loss_scale=None):
+    step = jax.jit(make_train_step(experiment))
+    state, metrics = jax.jit(partial(init_state, experiment))(), []
+    if state.loss_scale is not None and loss_scale is not None:
+        state = replace(state, loss_scale=LossScale(jnp.float32(loss_scale), jnp.int32(0)))
+    for i in range(steps):
+        state, values = step(state, batches(i))
+        metrics.append({name: float(value) for name, value in values.items()})
+    return state, metrics
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def test_accumulated_equals_whole_with_uneven_padding():
+    """1 x 8 = 8 x 1 = 2 x 4 = 4 x 2 in sums and gradient."""
+    params = init_state(EXPERIMENT).params
+    results = []
+    for count in (1, 2, 4, 8):
+        f = jax.jit(partial(accumulate, replace(EXPERIMENT, accumulation=count)))
+        results.append(f(params, make_batch(), None, 1.0))
+    for sums, gradient in results[1:]:
+        np.testing.assert_allclose(sums, results[0][0], rtol=1e-6)  # float32 sums in another order
+        np.testing.assert_allclose(flat(gradient), flat(results[0][1]), rtol=1e-4, atol=1e-5)
+
+
+def test_first_loss_is_that_of_guessing_and_training_lowers_it():
+    experiment = replace(EXPERIMENT, model=replace(EXPERIMENT.model, init_std=0.02))
+    _, metrics = run(experiment, steps=20, batches=lambda i: make_batch(0))
+    assert abs(metrics[0]["loss"] - np.log(13)) < 0.02 * np.log(13)
+    assert metrics[-1]["loss"] < 0.7 * metrics[0]["loss"]
+
+
+@pytest.mark.parametrize("where", ["weights", "params"])
+def test_a_step_with_bad_numbers_changes_nothing_but_its_counters(where):
+    step = jax.jit(make_train_step(replace(EXPERIMENT, ema_decay=0.9)))
+    state, _ = step(init_state(replace(EXPERIMENT, ema_decay=0.9)), make_batch())
+    bad = make_batch()
+    if where == "weights":
+        bad["weights"] = bad["weights"].at[0, 0].set(jnp.nan)
+    else:
+        bad["weights"] = bad["weights"] * 1e38 * 1e38
+    after, metrics = step(state, bad)
+    assert not np.isfinite(metrics["loss"]) or not np.isfinite(metrics["grad_norm"])
+    for name in ("params", "opt_state", "ema"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(state, name))
+    assert int(after.step) == 2 and int(after.skipped) == 1
+    assert int(step(after, bad)[0].skipped) == 2
+    assert int(step(after, make_batch())[0].skipped) == 0
+
+
+def test_clipping_bounds_the_update_and_reports_the_norm_before():
+    batch = make_batch()
+    _, (free,) = run(replace(EXPERIMENT, clip_norm=None), 1)
+    _, (clipped,) = run(replace(EXPERIMENT, clip_norm=1e-3), 1)
+    assert clipped["grad_norm"] == pytest.approx(free["grad_norm"]) and free["grad_norm"] > 1e-2
+    _, gradient = accumulate(EXPERIMENT, init_state(EXPERIMENT).params, batch, None, 1.0)
+    mean = flat(gradient) / float(batch["weights"].sum())
+    assert free["grad_norm"] == pytest.approx(np.linalg.norm(mean), rel=1e-4)
+
+
+@pytest.mark.parametrize("precision, tolerance", [("bfloat16", 0.02), ("float16", 0.005)])
+def test_low_precision_follows_float32(precision, tolerance):
+    """The parameters stay float32; 8 and 11 bits of mantissa in the activations move the loss by about their rounding."""
+    _, exact = run(EXPERIMENT, 6)
+    state, rough = run(replace(EXPERIMENT, precision=precision), 6, loss_scale=64.0)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+    for a, b in zip(exact, rough, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=tolerance) and b["skipped"] == 0
+
+
+def test_loss_scale_halves_on_overflow_and_doubles_after_enough_good_steps():
+    scale = LossScale(jnp.float32(8.0), jnp.int32(GROWTH_INTERVAL - 2))
+    scale = rescale(scale, jnp.array(True))
+    assert (float(scale.value), int(scale.good_steps)) == (8.0, GROWTH_INTERVAL - 1)
+    scale = rescale(scale, jnp.array(True))
+    assert (float(scale.value), int(scale.good_steps)) == (16.0, 0)
+    scale = rescale(scale, jnp.array(False))
+    assert (float(scale.value), int(scale.good_steps)) == (8.0, 0)
+
+
+def test_average_of_parameters_is_what_its_definition_says():
+    experiment = replace(EXPERIMENT, ema_decay=0.8)
+    step = jax.jit(make_train_step(experiment))
+    state = init_state(experiment)
+    expected = flat(state.params)
+    for i in range(4):
+        state, _ = step(state, make_batch(i))
+        expected = 0.8 * expected + 0.2 * flat(state.params)
+    np.testing.assert_allclose(flat(state.ema), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_is_a_function_of_seed_and_step():
+    model = replace(EXPERIMENT.model, dropout_rate=0.3, attention_dropout_rate=0.3)
+    experiment = replace(EXPERIMENT, model=model)
+    first, again = run(experiment, 3)[1], run(experiment, 3)[1]
+    assert first == again
+    assert run(replace(experiment, seed=1), 1)[1][0]["loss"] != first[0]["loss"]
+
+
+def test_the_state_is_donated():
+    step = jax.jit(make_train_step(EXPERIMENT), donate_argnums=0)
+    state = init_state(EXPERIMENT)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    memory = step.lower(state, make_batch()).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= size
