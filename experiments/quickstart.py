@@ -32,6 +32,7 @@ experiment = Experiment(
     schedule=Cosine(warmup=50),
     steps=800,
     batch_size=16,
+    precision="bfloat16",
     eval_every=200,
     eval_batches=40,
     sample=Sample(prompt="def ", tokens=400),

@@ -26,6 +26,7 @@ experiment = Experiment(
     schedule=Cosine(warmup=100, final=0.1),
     steps=2000,
     batch_size=12,
+    precision="bfloat16",
     eval_every=500,
     sample=Sample(prompt="ROMEO:", tokens=300),
 )

@@ -157,8 +157,8 @@ def _window(mask, q, kv):
 
 def prefix(length: int | Int[Array, " B"]) -> Mask:
     """The first `length` keys are visible to all (prefix LM: `causal() | prefix(n)`); an array: one length a row."""
-    if isinstance(length, int):
-        return Mask(_prefix, (length,))
+    if isinstance(length, int | np.integer):
+        return Mask(_prefix, (int(length),))
     return Mask(_prefix, arrays=(length,))
 
 
@@ -168,8 +168,11 @@ def _prefix(mask, q, kv):
 
 
 def segments(q: Int[Array, "B T"], kv: Int[Array, "B S"] | None = None) -> Mask:
-    """Queries see keys of their own segment; segment 0 is padding, seen by nobody. Ids are looked up by position."""
-    return Mask(_segments, arrays=(q, q if kv is None else kv))
+    """Queries see keys of their own segment; segment 0 is padding, seen by nobody. Ids are looked up by position.
+
+    With two arrays (cross-attention) both sides count from 0, whatever their lengths.
+    """
+    return Mask(_segments, arrays=(q, q if kv is None else kv), offset=None if kv is None else 0)
 
 
 def _segments(mask, q, kv):
@@ -181,6 +184,7 @@ def _lookup(ids, positions):
     """ids [B, length] at positions [B|1, 1, a, b] -> [B, 1, a, b]; positions beyond the array count as padding."""
     flat = positions.reshape(positions.shape[0], -1)
     flat = jnp.broadcast_to(flat, (ids.shape[0], flat.shape[1]))
+    flat = jnp.where(flat < 0, ids.shape[1], flat)  # a negative index would count from the end
     found = jnp.take_along_axis(ids, flat, axis=1, mode="fill", fill_value=0)
     return found.reshape(ids.shape[0], *positions.shape[1:])
 
@@ -189,7 +193,7 @@ def lengths(q: Int[Array, " B"] | None = None, kv: Int[Array, " B"] | None = Non
     """Right-padded rows: queries before `q[b]` see keys before `kv[b]`; None leaves that side alone."""
     if q is None and kv is None:
         raise ValueError("lengths(q, kv): give the lengths of at least one side")
-    return Mask(_lengths, arrays=(q, kv))
+    return Mask(_lengths, arrays=(q, kv), offset=None if q is None else 0)
 
 
 def _lengths(mask, q, kv):

@@ -48,7 +48,7 @@ def spec(config: ModelConfig) -> Tree:
     if config.norm_placement != "post":
         tree["final_norm"] = blocks.norm_spec(config)
     if not config.tie_embeddings:
-        tree["head"] = {"kernel": Spec((D, V), ("embed", "vocab"), normal(config.init_std), ("embed",))}
+        tree["head"] = {"kernel": Spec((V, D), ("vocab", "embed"), normal(config.init_std), ("embed",))}
     return tree
 
 
@@ -79,15 +79,15 @@ def apply(
     hidden, cache, weights = encode(
         config, params, tokens, positions, segment_ids, cache, dropout_key, dtype, return_attention
     )
-    logits = ops.einsum("btd,dv->btv", hidden, head(config, params), dtype=jnp.promote_types(hidden.dtype, jnp.float32))
+    logits = ops.einsum("btd,vd->btv", hidden, head(config, params), dtype=jnp.promote_types(hidden.dtype, jnp.float32))
     if config.logit_softcap is not None:
         logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
     return Output(logits, hidden, cache, weights)
 
 
-def head(config: ModelConfig, params: Tree) -> Float[Array, "D V"]:
-    """The matrix from hidden states to logits: the embedding's transpose where they are tied."""
-    return params["embedding"]["tokens"].T if config.tie_embeddings else params["head"]["kernel"]
+def head(config: ModelConfig, params: Tree) -> Float[Array, "V D"]:
+    """The matrix from hidden states to logits: the embedding's own where they are tied."""
+    return params["embedding"]["tokens"] if config.tie_embeddings else params["head"]["kernel"]
 
 
 def encode(

@@ -30,10 +30,6 @@ def _low_precision(spec, dtype, w_dtype, x, w):
     return _dot(spec, x, w.astype(x.dtype)).astype(dtype)
 
 
-def _dot(spec, a, b):
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
-
-
 def _forward(spec, dtype, w_dtype, x, w):
     w = w.astype(x.dtype)
     return _dot(spec, x, w).astype(dtype), (x, w)
@@ -41,12 +37,49 @@ def _forward(spec, dtype, w_dtype, x, w):
 
 def _backward(spec, dtype, w_dtype, residuals, g):
     x, w = residuals
-    inputs, out = spec.replace(" ", "").split("->")
-    x_axes, w_axes = inputs.split(",")
+    x_axes, w_axes, out = _axes(spec)
     g = g.astype(x.dtype)
     dx = _dot(f"{out},{w_axes}->{x_axes}", g, w)
-    dw = _dot(f"{x_axes},{out}->{w_axes}", x, g)
+    dw = _gradient(f"{x_axes},{out}->{w_axes}", x, g)
     return dx.astype(x.dtype), dw.astype(w_dtype)
 
 
 _low_precision.defvjp(_forward, _backward)
+
+
+def _axes(spec: str) -> tuple[str, str, str]:
+    inputs, out = spec.replace(" ", "").split("->")
+    a, b = inputs.split(",")
+    return a, b, out
+
+
+def _dot(spec, a, b):
+    """The product with float32 sums. The operand that owns the result's first free axis goes first.
+
+    XLA:CPU has no kernel for some products that are written the other way round ("Unsupported element type for DotThunk").
+    """
+    a_axes, b_axes, out = _axes(spec)
+    free = [axis for axis in out if not (axis in a_axes and axis in b_axes)]
+    if free and free[0] in b_axes:
+        a_axes, b_axes, a, b = b_axes, a_axes, b, a
+    return jnp.einsum(f"{a_axes},{b_axes}->{out}", a, b, preferred_element_type=jnp.float32)
+
+
+def _gradient(spec, x, g):
+    """The gradient of a weight, x^T g. Where nothing is batched, the smaller of x and g is the one that gets transposed.
+
+    XLA:CPU transposes the operand that gives the result's leading axes, on one thread and with what made it fused in; so
+    those are made the smaller one's, and the result, which is small, is transposed instead.
+    """
+    x_axes, g_axes, out = _axes(spec)
+    if any(axis in x_axes and axis in g_axes for axis in out):
+        return _settled(_dot(spec, x, g))
+    (small, b), (large, a) = sorted([(x_axes, x), (g_axes, g)], key=lambda operand: operand[1].size)
+    order = "".join(sorted(out, key=lambda axis: axis not in small))  # stable: the small operand's axes first
+    y = _settled(jnp.einsum(f"{large},{small}->{order}", a, b, preferred_element_type=jnp.float32))
+    return y if order == out else jnp.transpose(y, [order.index(axis) for axis in out])
+
+
+def _settled(x):
+    """x, on CPU as it is: later transposes must not be folded back into the product that made it."""
+    return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)

@@ -29,25 +29,29 @@ def cross_entropy(
     """Sum of weight * (-log softmax(logits)[label]), in float32 whatever the logits are, with the sum of weights.
 
     Label smoothing e puts 1 - e on the label and e / V on every class (Szegedy et al. 2016, section 7). `z_loss` adds
-    z (log sum exp logits)^2 (Chowdhery et al. 2022, section 5). A label outside 0..V-1 is legal where its weight is 0.
+    z (log sum exp logits)^2 (Chowdhery et al. 2022, section 5). A label outside 0..V-1 is legal where its weight is 0, and
+    makes the loss NaN elsewhere; what a token of weight 0 predicts does not matter, be it NaN.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     weights = jnp.ones(labels.shape, logits.dtype) if weights is None else weights.astype(logits.dtype)
     V = logits.shape[-1]
     log_total = jax.nn.logsumexp(logits, axis=-1)
-    picked = jnp.take_along_axis(logits, jnp.clip(labels, 0, V - 1)[..., None], axis=-1)[..., 0]
+    legal = (labels >= 0) & (labels < V)
+    picked = jnp.take_along_axis(logits, jnp.where(legal, labels, 0)[..., None], axis=-1)[..., 0]
+    picked = jnp.where(legal, picked, jnp.nan)
     losses = log_total - picked
     if label_smoothing:
         losses = (1 - label_smoothing) * losses + label_smoothing * (log_total - jnp.mean(logits, axis=-1))
     if z_loss:
         losses = losses + z_loss * jnp.square(log_total)
     correct = picked >= jnp.max(logits, axis=-1)
-    return LossSums(jnp.sum(losses * weights), jnp.sum(weights), jnp.sum(correct * weights))
+    losses = jnp.where(weights == 0, 0, losses * weights)
+    return LossSums(jnp.sum(losses), jnp.sum(weights), jnp.sum(correct * weights))
 
 
 def projected_cross_entropy(
     hidden: Float[Array, "B T D"],
-    head: Float[Array, "D V"],
+    head: Float[Array, "V D"],
     labels: Int[Array, "B T"],
     weights: Float[Array, "B T"] | None = None,
     *,
@@ -56,13 +60,14 @@ def projected_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
 ) -> LossSums:
-    """`cross_entropy(hidden @ head, ...)` without the logits of the whole batch: only `chunk` positions of T at a time.
+    """`cross_entropy(hidden @ head^T, ...)` without the logits of the whole batch: only `chunk` positions of T at a time.
 
     The gradients of hidden and head are formed chunk by chunk while the logits are there, so nothing is computed twice.
-    By default a chunk's float32 logits take at most 64 MiB. `softcap` c maps a logit l to c tanh(l / c).
+    By default a chunk's float32 logits take at most 64 MiB
+    (or one position's). Weights get no gradient. `softcap` c maps a logit l to c tanh(l / c).
     """
     B, T, _ = hidden.shape
-    V = head.shape[-1]
+    V = head.shape[0]
     weights = jnp.ones((B, T), jnp.float32) if weights is None else weights
     chunk = min(T, chunk or max(1, 2**24 // (B * V)))
     options = (chunk, softcap, label_smoothing, z_loss)
@@ -110,7 +115,7 @@ _projected.defvjp(_projected_forward, _projected_backward)
 
 def _chunk_loss(options, head, hidden, labels, weights) -> LossSums:
     _, softcap, label_smoothing, z_loss = options
-    logits = einsum("btd,dv->btv", hidden, head, dtype=jnp.promote_types(hidden.dtype, jnp.float32))
+    logits = einsum("btd,vd->btv", hidden, head, dtype=jnp.promote_types(hidden.dtype, jnp.float32))
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     return cross_entropy(logits, labels, weights, label_smoothing, z_loss)

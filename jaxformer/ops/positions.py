@@ -27,6 +27,8 @@ def sinusoidal(
     """
     if width % 2:
         raise ValueError(f"sinusoidal: width must be even to pair sines with cosines; got {width}")
+    if layout not in ("interleaved", "half") or spacing not in ("paper", "tensor2tensor"):
+        raise ValueError(f"sinusoidal: no layout {layout!r} with spacing {spacing!r}; see the docstring")
     i = np.arange(width // 2)
     exponent = 2 * i / width if spacing == "paper" else i / max(width // 2 - 1, 1)
     angles = positions[..., None].astype(jnp.float32) * _row3(base**-exponent)
@@ -121,7 +123,9 @@ def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope
 def rope_frequencies(head_width: int, config: Rope) -> tuple[np.ndarray, float]:
     """Radians a position for each of r/2 pairs, and the factor on cos and sin (1 but for YaRN). Computed on the host."""
     rotated = int(head_width * config.fraction)
-    if rotated % 2 or rotated == 0:
+    if config.layout not in ("interleaved", "half"):
+        raise ValueError(f"rope: no layout {config.layout!r}; expected 'half' or 'interleaved'")
+    if rotated % 2 or not 0 < rotated <= head_width:
         raise ValueError(
             f"rope: {config.fraction} of a head of {head_width} is {rotated} features; an even number must turn"
         )

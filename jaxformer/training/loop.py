@@ -64,6 +64,7 @@ def train(experiment: Experiment, runs: Path = Path("runs")) -> Result:
     with claim(folder):
         dataset = open_data(experiment)
         use_compilation_cache(runs)
+        keep_memory()
         with checkpoint.open_manager(
             folder.checkpoints,
             keep_latest=experiment.checkpoints.keep_latest,
@@ -87,6 +88,23 @@ def use_compilation_cache(runs: Path) -> None:
     """Compiled programs persist beside the runs, so the second start of an experiment does not compile."""
     jax.config.update("jax_compilation_cache_dir", str((runs / ".compiled").resolve()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def keep_memory() -> None:
+    """On CPU, lets the process keep freed memory instead of giving it back after every step and faulting it in again.
+
+    XLA allocates a program's temporaries anew for each call; glibc returns such large blocks to the kernel at once. Keeping
+    them took a third off the time of a small step. Elsewhere than on glibc this does nothing.
+    """
+    if jax.default_backend() != "cpu":
+        return
+    import ctypes
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        largest = 2**31 - 1
+        mallopt(-1, largest)  # M_TRIM_THRESHOLD
+        mallopt(-4, 0)  # M_MMAP_MAX
 
 
 def _run(experiment: Experiment, folder: RunFolder, dataset, manager) -> Result:

@@ -61,9 +61,8 @@ def witness_gradients(query, key, value, visible, g, bias=0.0, scale=None, softc
     return scale * np.einsum("bnts,bsnh->btnh", dS, keys), dK, shared(np.einsum("bnts,btnh->bsnh", A, g)), dS, d_sinks
 
 
-def random_mask(rng, B, T, S):
+def random_mask(seed, rng, B, T, S):
     """A mask and, from its definition and not from its code, the `[B, T, S]` table of what it shows."""
-    offset = S - T
     rules = [
         (masks.full(), lambda b, i, j: True),
         (masks.causal(), lambda b, i, j: j <= i),
@@ -79,7 +78,8 @@ def random_mask(rng, B, T, S):
     by_row = masks.lengths(jnp.array(q_len), jnp.array(kv_len))
     rules.append((by_row, lambda b, i, j: i < q_len[b] and j < kv_len[b]))
     rules.append((masks.causal() | masks.prefix(jnp.array(kv_len)), lambda b, i, j: j <= i or j < kv_len[b]))
-    mask, rule = rules[rng.integers(len(rules))]
+    mask, rule = rules[seed % len(rules)]
+    offset = S - T if mask.offset is None else mask.offset
     return mask, np.array([[[rule(b, i + offset, j) for j in range(S)] for i in range(T)] for b in range(B)])
 
 
@@ -90,7 +90,7 @@ def random_case(seed, dtype=jnp.float32):
     B, T, H, Hv = rng.integers(1, 4), rng.integers(1, 5), rng.integers(1, 7), rng.integers(1, 7)
     S = T + rng.integers(0, 4)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
-    mask, visible = random_mask(rng, B, T, S)
+    mask, visible = random_mask(seed, rng, B, T, S)
     options = {}
     if rng.random() < 0.6:
         options["bias"] = normal(*(size if rng.random() < 0.5 else 1 for size in (B, N, T, S)))
@@ -118,7 +118,7 @@ def to64(options):
     return {k: np.asarray(v, np.float64) if isinstance(v, jax.Array) else v for k, v in options.items()}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_equals_its_definition(seed):
     arrays, mask, visible, options = random_case(seed)
     out, weights = jax.jit(lambda *a: attention(*a, mask=mask, return_weights=True, **options))(*arrays)
@@ -212,6 +212,21 @@ def test_a_query_that_sees_nothing_yields_zeros_and_passes_no_gradient(sinks, dt
     assert all((x[1] == 0).all() for x in (d_query, d_key, d_value, d_bias)) and (d_bias[0, :, 2] == 0).all()
 
 
+def test_a_large_sink_takes_all():
+    """A sink far above the scores: weights underflow to zero, and nothing overflows on the way there or back."""
+    arrays = random_case(0)[0]
+    f = lambda sinks, *arrays: attention(*arrays, sinks=sinks)
+    N, g = arrays[0].shape[2], jnp.ones((*arrays[0].shape[:3], arrays[2].shape[-1]))
+    out, gradients = value_and_vjp(f, g, jnp.full(N, 1e4), *arrays)
+    assert (out == 0).all() and all((x == 0).all() for x in gradients)
+
+
+def test_without_any_key_the_answer_is_zeros():
+    query, nothing = jnp.ones((1, 2, 4, 3)), jnp.ones((1, 0, 2, 3))
+    np.testing.assert_array_equal(jax.jit(attention)(query, nothing, nothing), np.zeros((1, 2, 4, 3)))
+    assert jax.jit(attention)(query[:, :0], query, query).shape == (1, 0, 4, 3)
+
+
 def test_a_bias_of_minus_infinity_hides_like_a_mask():
     arrays = random_case(1)[0]
     S, T = arrays[1].shape[1], arrays[0].shape[1]
@@ -251,7 +266,7 @@ def test_large_scores_neither_overflow_nor_lose_the_maximum(size):
     assert all(np.isfinite(x).all() for x in gradients)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 4])
+@pytest.mark.parametrize("seed", [2, 4])
 def test_agrees_with_jax_nn(seed):
     """jax.nn.dot_product_attention: same shapes, same GQA; its causal is top-left and rows without keys differ, so T = S."""
     rng = np.random.default_rng(seed)
@@ -297,7 +312,7 @@ def test_queries_align_with_the_last_keys_unless_told():
     np.testing.assert_allclose(at_zero(query[:, :T], key, value), aligned(query, key, value)[:, :T], **FLOAT32)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_bfloat16_stays_within_its_rounding(seed):
     arrays, mask, visible, options = random_case(200 + seed, jnp.bfloat16)
     out, weights = jax.jit(lambda *a: attention(*a, mask=mask, return_weights=True, **options))(*arrays)
@@ -309,10 +324,9 @@ def test_bfloat16_stays_within_its_rounding(seed):
     assert (np.abs(np.float64(out) - expected) <= bound + 1e-30).all()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_bfloat16_gradients(seed):
-    rng = np.random.default_rng(seed)
-    N, K = HEADS[seed]
+def test_bfloat16_gradients():
+    rng = np.random.default_rng(0)
+    N, K = 4, 2
     arrays = [jnp.asarray(rng.normal(size=(2, 16, n, 8)), jnp.bfloat16) for n in (N, K, K)]
     g = jnp.asarray(rng.normal(size=(2, 16, N, 8)), jnp.bfloat16)
     gradients = value_and_vjp(lambda *a: attention(*a, mask=masks.causal()), g, *arrays)[1]
@@ -344,8 +358,7 @@ def test_dropout_on_the_weights():
     assert len({row.tobytes() for row in per_head}) == B * N  # every row and head draws its own
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("rate", [0.1, 0.3, 0.9])
+@pytest.mark.parametrize(("rate", "dtype"), [(0.1, jnp.bfloat16), (0.3, jnp.float32), (0.9, jnp.float32)])
 def test_dropout_keeps_the_expectation(rate, dtype):
     n = 2**18
     out = jax.jit(lambda key: dropout(jnp.ones(n, dtype), rate, key))(jax.random.key(0))

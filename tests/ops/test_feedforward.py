@@ -57,6 +57,29 @@ def test_the_two_gelus_differ_by_what_the_literature_says():
     assert 4.6e-4 < np.abs(erf - tanh).max() < 4.8e-4
 
 
+def test_gelu_has_a_second_derivative():
+    """Ours carries its own derivative rule: (x Phi)' = Phi + x phi, and (x Phi)'' = (2 - x^2) phi."""
+    with jax.enable_x64(True):
+        second = jax.jit(jax.vmap(jax.grad(jax.grad(ACTIVATIONS["gelu"]))))(jnp.asarray(X))
+    expected = (2 - X**2) * np.exp(-(X**2) / 2) / math.sqrt(2 * math.pi)
+    np.testing.assert_allclose(second, expected, rtol=1e-12, atol=1e-14)  # a handful of float64 roundings
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_activations_keep_narrow_types(dtype):
+    roundoff = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-11
+    x = jnp.asarray(np.linspace(-4, 4, 161).astype(dtype))
+    outputs, slopes = jax.jit(
+        lambda x: [[f(x) for f in ACTIVATIONS.values()], [jax.vjp(f, x)[1](x)[0] for f in ACTIVATIONS.values()]]
+    )(x)
+    for name, out, slope in zip(ACTIVATIONS, outputs, slopes, strict=True):
+        assert out.dtype == slope.dtype == dtype
+        exact = apply(name, x)
+        # gates are computed in the narrow type or wider: at most four roundings of numbers up to |x|, or x^2
+        bound = 4 * roundoff * np.maximum(np.abs(np.float64(x)), np.abs(exact)) + 4 * roundoff * (name == "sigmoid")
+        assert (np.abs(np.float64(out) - exact) <= bound).all(), name
+
+
 def random(seed, *shapes, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]

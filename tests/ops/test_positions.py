@@ -305,4 +305,4 @@ def test_errors():
         with pytest.raises(ValueError, match="even"):
             rope(jnp.ones((1, 1, 1, width)), jnp.array([[0]]), Rope(fraction=fraction))
     with pytest.raises(ValueError, match="scaling"):
-        inspect.unwrap(rope_frequencies)(8, SimpleNamespace(theta=1e4, fraction=1.0, scaling="linear"))
+        inspect.unwrap(rope_frequencies)(8, SimpleNamespace(theta=1e4, fraction=1.0, layout="half", scaling="linear"))
