@@ -19,7 +19,7 @@ experiment = Experiment(
         d_model=128,
         num_heads=4,
         context_length=128,
-        feedforward="gelu_tanh",
+        feedforward="relu2",
         norm="rms_norm",
         positions=Rope(),
         # a window as wide as the training context lets the sample run on past it
@@ -30,7 +30,7 @@ experiment = Experiment(
     data=Stdlib(),
     optimizer=AdamW(learning_rate=3e-3, b2=0.98),
     schedule=Cosine(warmup=50),
-    steps=800,
+    steps=600,
     batch_size=16,
     precision="bfloat16",
     eval_every=200,

@@ -143,7 +143,7 @@ def _run(options):
     folder = RunFolder(Path(options.run))
     if not folder.path.is_dir():
         folder = run_folder(config.load(options.run), Path(options.runs))
-        if not folder.path.is_dir():
+        if not folder.config.is_file():
             raise ConfigError(
                 f"{options.run}: not trained yet, there is no {folder.path}; python -m jaxformer train {options.run}"
             )

@@ -17,7 +17,7 @@ PEAK_FLOPS = {
 }
 
 
-def training_flops(config: ModelConfig, length: int) -> float:
+def training_flops(config: ModelConfig, length: int) -> int:
     """FLOPs a token of one training step: 6 for each weight in a product, 12 L N H T for full T x T attention.
 
     2 FLOPs a multiply-add, backward twice the forward, nothing for recomputation, no discount for causal masks: the

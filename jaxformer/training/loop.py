@@ -61,8 +61,8 @@ def train(experiment: Experiment, runs: Path = Path("runs")) -> Result:
     SIGTERM.
     """
     folder = run_folder(experiment, runs)
+    dataset = open_data(experiment)  # before anything is written: most mistakes show here
     with claim(folder):
-        dataset = open_data(experiment)
         use_compilation_cache(runs)
         keep_memory()
         with checkpoint.open_manager(
@@ -266,7 +266,9 @@ class Reporter:
             return {}
         self._tokens += tokens
         rate = self._tokens / max(now - self._clock, 1e-9)
-        return {"tokens/s": round(rate)} | ({} if self._peak is None else {"MFU": rate * self._flops / self._peak})
+        return {"tokens/s": float(round(rate))} | (
+            {} if self._peak is None else {"MFU": rate * self._flops / self._peak}
+        )
 
 
 class Signals:
@@ -320,7 +322,7 @@ def sample(experiment: Experiment, tokenizer, params: Any) -> str:
     config, how = experiment.model, experiment.sample
     prompt = tokenizer.encode(how.prompt if how.prompt is not None else "\n")
     room = config.context_length - len(prompt) if isinstance(config.positions, Learned) else math.inf
-    tokens = int(min(how.tokens, room))
+    tokens = int(max(min(how.tokens, room), 1))
     dtype = jax.numpy.dtype(experiment.precision)
     key = jax.random.key(experiment.seed)
     (out,) = generate(config, params, [prompt], tokens, how=how.how, key=key, dtype=dtype)

@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 log = logging.getLogger("jaxformer")
 
 
+@runtime_checkable
 class Logger(Protocol):
     def write(self, step: int, values: dict[str, float]) -> None: ...
 

@@ -42,10 +42,13 @@ def make_train_step(experiment: Experiment) -> Callable[[TrainState, Batch], tup
             shrink = jnp.minimum(1.0, experiment.clip_norm / norm)
             gradients = jax.tree.map(lambda g: g * shrink, gradients)
         rate = rate_of(state.step)
+
         def apply(state):
             updates, opt_state = update(gradients, state.opt_state, state.params)
             params = jax.tree.map(lambda p, u: p + (rate * u).astype(p.dtype), state.params, updates)
-            return replace(state, params=params, opt_state=opt_state, ema=average(experiment.ema_decay, state.ema, params))
+            return replace(
+                state, params=params, opt_state=opt_state, ema=average(experiment.ema_decay, state.ema, params)
+            )
 
         new = jax.lax.cond(ok, apply, lambda state: state, state)
         new = replace(

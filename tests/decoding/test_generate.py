@@ -20,7 +20,13 @@ FAMILIES = {
     "gpt3": replace(GPT, masks=(masks.causal(), masks.causal() & masks.window(3))),
     "prefix": replace(GPT, masks=(masks.causal() | masks.prefix(3),)),
     "llama": replace(
-        GPT, norm="rms_norm", feedforward="swiglu", positions=Rope(), use_bias=False, tie_embeddings=False, num_kv_heads=2
+        GPT,
+        norm="rms_norm",
+        feedforward="swiglu",
+        positions=Rope(),
+        use_bias=False,
+        tie_embeddings=False,
+        num_kv_heads=2,
     ),
     "vaswani": replace(GPT, norm_placement="post", positions=Sinusoidal(), feedforward="relu"),
 }
@@ -76,8 +82,9 @@ def test_stop_tokens_end_a_row_and_are_left_out():
     config, parameters = make("gpt2")
     free = decoding.generate(config, parameters, [[1, 2]], 12, how=Sampling(temperature=0.0))[0]
     stop = free[4]
-    assert decoding.generate(config, parameters, [[1, 2]], 12, how=Sampling(temperature=0.0), stop_tokens=[stop])[0] == (
-        free[: free.index(stop)]
+    assert (
+        decoding.generate(config, parameters, [[1, 2]], 12, how=Sampling(temperature=0.0), stop_tokens=[stop])[0]
+        == (free[: free.index(stop)])
     )
 
 
@@ -121,7 +128,9 @@ def test_frequencies_follow_the_filtered_distribution():
     assert (np.asarray(sampling.sample(logits, keys, Sampling(temperature=0.0))) == 0).all()
 
 
-@pytest.mark.parametrize("bad", [dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0), dict(min_p=1.5), dict(temperature=float("nan"))])
+@pytest.mark.parametrize(
+    "bad", [dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0), dict(min_p=1.5), dict(temperature=float("nan"))]
+)
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ConfigError):
         Sampling(**bad)

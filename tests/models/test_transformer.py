@@ -47,11 +47,21 @@ FAMILIES = {
     "gpt2": GPT,
     "gpt3": replace(GPT, num_layers=5, masks=(masks.causal(), masks.causal() & masks.window(2))),
     "llama": replace(
-        GPT, norm="rms_norm", feedforward="swiglu", positions=Rope(), use_bias=False, tie_embeddings=False, num_kv_heads=1
+        GPT,
+        norm="rms_norm",
+        feedforward="swiglu",
+        positions=Rope(),
+        use_bias=False,
+        tie_embeddings=False,
+        num_kv_heads=1,
     ),
     "post_norm": replace(GPT, norm_placement="post", positions=Sinusoidal(), feedforward="relu"),
-    "sandwich": replace(GPT, norm_placement="sandwich", attention_softcap=5.0, logit_softcap=7.0, embedding_scale=24**0.5),
-    "wide_heads": replace(GPT, head_width=10, d_ff=17, positions=Rope(fraction=0.4, layout="interleaved"), num_kv_heads=3),
+    "sandwich": replace(
+        GPT, norm_placement="sandwich", attention_softcap=5.0, logit_softcap=7.0, embedding_scale=24**0.5
+    ),
+    "wide_heads": replace(
+        GPT, head_width=10, d_ff=17, positions=Rope(fraction=0.4, layout="interleaved"), num_kv_heads=3
+    ),
 }
 
 
@@ -92,7 +102,9 @@ def test_every_preset_is_counted_and_the_largest_takes_no_second():
 def test_spec_and_init_agree(name):
     config, parameters, _ = make(name)
     abstract = params.abstract(models.spec(config))
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), parameters) == jax.tree.map(lambda a: (a.shape, a.dtype), abstract)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), parameters) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), abstract
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -52,7 +52,9 @@ def test_adam_first_update(config):
     for path, g in gradients.items():
         decay = getattr(config, "weight_decay", 0.0) if path.split("/")[-1] in DECAYED else 0.0
         # float32: the bias-corrected ratio rounds at 1e-7 a few times
-        np.testing.assert_allclose(updates[path], -(g / (jnp.abs(g) + config.eps) + decay * parameters[path]), atol=1e-5)
+        np.testing.assert_allclose(
+            updates[path], -(g / (jnp.abs(g) + config.eps) + decay * parameters[path]), atol=1e-5
+        )
 
 
 def test_lion_is_a_sign():

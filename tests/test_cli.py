@@ -1,0 +1,248 @@
+"""What a user types: good commands do their job, bad ones get one line, exit code 2, and leave nothing behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxformer import cli
+
+TINY = [
+    "--model.num-layers=1",
+    "--model.d-model=16",
+    "--model.num-heads=2",
+    "--steps=6",
+    "--log-every=2",
+    "--eval-every=3",
+]
+TEXT = "the quick brown fox jumps over the lazy dog. " * 60
+EXPERIMENT = """
+from jaxformer.data.sources import Text
+from jaxformer.models import ModelConfig
+from jaxformer.training.experiment import Checkpoints, Experiment, Sample
+experiment = Experiment(
+    name="tiny",
+    model=ModelConfig(vocab_size=256, num_layers=1, d_model=16, num_heads=2, context_length=16),
+    data=Text(path="text.txt"), steps=6, batch_size=4, log_every=2, eval_every=3,
+    checkpoints=Checkpoints(every=2), sample=Sample(prompt="the ", tokens=8),
+)
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A folder with an experiment and its text, as the current one."""
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "tiny.py").write_text(EXPERIMENT)
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(capsys, *argv):
+    code = cli.main(list(argv))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_train_evaluate_generate_show_and_train_again(workplace, capsys):
+    code, out, _ = run(capsys, "train", "tiny")
+    assert code == 0 and "validation loss" in out and "sample:" in out
+    (folder,) = (workplace / "runs").glob("tiny-*")
+    for name in ("config.json", "environment.json", "metrics.jsonl", "tokenizer.json", "result.json"):
+        assert (folder / name).stat().st_size > 0
+    assert (folder / "figures" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "samples").iterdir()) and (folder / "checkpoints" / "6").is_dir()
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "loss" in r] == [0, 2, 4, 5]
+    assert [r["step"] for r in records if "validation_loss" in r] == [3, 6]
+
+    before = (folder / "metrics.jsonl").read_text()
+    code, out, _ = run(capsys, "train", "tiny")
+    assert code == 0 and "this run is finished" in out
+    assert (folder / "metrics.jsonl").read_text() == before
+
+    code, out, _ = run(capsys, "evaluate", "tiny")
+    scores = json.loads(out.splitlines()[-1])
+    assert code == 0 and scores["step"] == 6
+    assert scores["loss"] == pytest.approx(records[-1]["validation_loss"])
+    code, out, _ = run(capsys, "evaluate", str(folder), "--step=4")
+    assert code == 0 and json.loads(out.splitlines()[-1])["step"] == 4
+
+    code, out, _ = run(capsys, "generate", "tiny", "--prompt", "the ", "--tokens=5", "--temperature=0")
+    assert code == 0 and out.startswith("the ")
+    code, out, _ = run(capsys, "show", "tiny", "--model.d-model=32")
+    assert code == 0 and "embed=32" in out and "FLOPs" in out
+    code, out, _ = run(capsys, "show", "gpt3_175b")
+    assert code == 0 and "174,604,259,328" in out
+
+
+BAD = {
+    "unknown key": (["--optimizer.learning-rte=1"], "did you mean --optimizer.learning-rate"),
+    "wrong type": (["--steps=many"], "--steps=many"),
+    "missing data file": (["--data.path=txet.txt"], "txet.txt"),
+    "heads not dividing width": (["--model.num-heads=3"], "does not divide"),
+    "K not dividing N": (["--model.num-kv-heads=4", "--model.num-heads=2"], "does not divide"),
+    "text shorter than the context": (["--model.context-length=4000"], "context of 4,000"),
+    "NaN learning rate": (["--optimizer.learning-rate=nan"], "learning_rate=nan"),
+    "vocabulary too small": (["--model.vocab-size=100"], "vocab"),
+    "accumulation": (["--accumulation=3"], "does not divide"),
+    "misspelt mask": (["--model.masks", "causl()"], "causal"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_get_one_line(name, workplace, capsys):
+    options, said = BAD[name]
+    code, out, err = run(capsys, "train", "tiny", *options)
+    assert code == 2 and said in err and err.count("\n") == 1 and "Traceback" not in out + err
+    assert not list((workplace / "runs").rglob("*.json*")) if (workplace / "runs").exists() else True
+
+
+def test_other_bad_inputs_get_one_line(workplace, capsys):
+    (workplace / "text.txt").write_text("")
+    code, _, err = run(capsys, "train", "tiny")
+    assert code == 2 and "empty" in err and err.count("\n") == 1
+    for argv, said in (
+        (["train", "tinny"], "did you mean 'tiny'"),
+        (["trian", "tiny"], "no such command"),
+        (["train"], "usage"),
+        (["evaluate", "tiny"], "not trained yet"),
+        (["generate", "tiny"], "--prompt"),
+        (["show", "gpt5"], "gpt5"),
+    ):
+        code, _, err = run(capsys, *argv)
+        assert code == 2 and said in err and err.count("\n") == 1, argv
+
+
+def test_positions_beyond_the_learned_table_get_one_line(workplace, capsys):
+    assert run(capsys, "train", "tiny", "--steps=1")[0] == 0
+    (folder,) = (workplace / "runs").glob("tiny-*")
+    code, _, err = run(capsys, "generate", str(folder), "--prompt", "x" * 17)
+    assert code == 2 and "16 learned positions" in err and err.count("\n") == 1
+
+
+def test_an_unwritable_run_folder_gets_one_line(workplace, capsys):
+    (workplace / "taken").write_text("a file where a folder should go")
+    code, _, err = run(capsys, "train", "tiny", "--runs=taken")
+    assert code == 2 and "taken" in err and err.count("\n") == 1
+    assert (workplace / "taken").read_text() == "a file where a folder should go"
+
+
+def test_changed_data_is_refused_on_resume(workplace, capsys):
+    assert run(capsys, "train", "tiny")[0] == 0
+    (workplace / "text.txt").write_text(TEXT.replace("fox", "cat"))
+    code, _, err = run(capsys, "train", "tiny")
+    assert code == 2 and "data changed" in err and err.count("\n") == 1
+
+
+def test_two_trainers_do_not_share_a_run(workplace, capsys):
+    from jaxformer import config
+    from jaxformer.training.folder import claim, run_folder
+
+    folder = run_folder(config.load("tiny"), Path("runs"))
+    with claim(folder):
+        code, _, err = run(capsys, "train", "tiny")
+    assert code == 2 and f"pid {os.getpid()}" in err and err.count("\n") == 1
+
+
+def test_numbers_that_stay_bad_end_the_run_with_code_3(workplace, capsys):
+    code, _, err = run(
+        capsys, "train", "tiny", "--steps=40", "--optimizer.learning-rate=1e38", "--clip-norm=1e30", "--max-skipped=3"
+    )
+    assert code == 3 and "not finite for 3 steps" in err
+
+
+def test_a_logger_that_fails_does_not_stop_the_run(workplace, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    code, out, _ = run(capsys, "train", "tiny", "--loggers", "wandb", "tensorboard")
+    assert code == 0 and "validation loss" in out
+    (folder,) = (workplace / "runs").glob("tiny-*")
+    assert list((folder / "tensorboard").iterdir())
+
+
+def test_help_lists_the_options_of_the_chosen_optimizer(workplace, capsys):
+    code, out, _ = run(capsys, "train", "tiny", "--help")
+    assert code == 0 and "--optimizer.weight-decay" in out
+
+
+def train(folder, *options, **kwargs):
+    command = [sys.executable, "-m", "jaxformer", "train", "tiny", *options]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs)
+
+
+def leaves(folder):
+    """The final parameters and the record, as bytes and text."""
+    from jaxformer.training import loop
+    from jaxformer.training.folder import RunFolder, open_run
+
+    (path,) = (folder / "runs").glob("tiny-*")
+    run = RunFolder(path)
+    _, params = loop.load_params(run, open_run(run))
+    import jax
+
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)], run.metrics.read_text()
+
+
+def wait_for(process, text):
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} never came")
+
+
+def test_sigterm_saves_and_the_next_start_goes_on(workplace):
+    import signal
+
+    process = train(workplace, "--steps=2000", "--log-every=1")
+    wait_for(process, "step   20/2000")
+    process.send_signal(signal.SIGTERM)
+    rest, _ = process.communicate(timeout=120)
+    assert process.returncode == 143 and "SIGTERM" in rest and "Traceback" not in rest
+    (folder,) = (workplace / "runs").glob("tiny-*")
+    saved = max(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdecimal())
+    logged = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert max(logged) == saved - 1 or max(logged) == saved  # nothing that was done is done again
+    process = train(workplace, "--steps=2000", "--log-every=1")
+    wait_for(process, f"resuming after step {saved}")
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.fault
+def test_killed_five_times_ends_bit_identical(workplace, tmp_path_factory):
+    """kill -9 at random moments; then every logged number and every parameter equals an undisturbed run's, to the bit."""
+    import random
+    import shutil
+    import time
+
+    options = ["--steps=400", "--log-every=1", "--eval-every=100", "--checkpoints.every=20", "--model.dropout-rate=0.1"]
+    undisturbed = tmp_path_factory.mktemp("undisturbed")
+    shutil.copytree(workplace, undisturbed, dirs_exist_ok=True)
+    process = train(undisturbed, *options)
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, out
+
+    rng, kills = random.Random(0), 0
+    while kills < 5:
+        process = train(workplace, *options)
+        wait_for(process, "/400 loss")
+        time.sleep(rng.uniform(0.0, 0.8))
+        if process.poll() is None:
+            process.kill()
+            kills += 1
+        process.communicate()
+        assert process.returncode in (-9, 0)
+        if process.returncode == 0:
+            break
+    assert kills >= 3
+    process = train(workplace, *options)
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, out
+    ours, theirs = leaves(workplace), leaves(undisturbed)
+    assert ours[0] == theirs[0]
+    assert ours[1] == theirs[1]
