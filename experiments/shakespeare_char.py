@@ -23,7 +23,7 @@ experiment = Experiment(
     ),
     data=Text(path="tinyshakespeare.txt", tokenizer="characters"),
     optimizer=AdamW(learning_rate=1e-3, b2=0.99),
-    schedule=Cosine(warmup=100, final=0.1),
+    schedule=Cosine(warmup=100, final=0.0),
     steps=2000,
     batch_size=12,
     precision="bfloat16",

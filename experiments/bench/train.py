@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 # layers, width, heads, context, batch, vocabulary: shakespeare_char's CPU size and its GPU size at a batch that a CPU bears
 SHAPES = {"small": (4, 128, 4, 64, 12, 65), "large": (6, 384, 6, 256, 16, 65)}
@@ -34,7 +35,7 @@ def time_steps(step, count: int) -> float:
     return statistics.median(times)
 
 
-def ours(shape: str, precision: str):
+def ours(shape: str, precision: Any):
     """One step of the library's own train step, as `make train` runs it."""
     from functools import partial
 
@@ -67,9 +68,9 @@ def ours(shape: str, precision: str):
 
 def torch_twin(shape: str, precision: str):
     """The same model, loss, clipping and optimizer in torch, eager."""
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
+    import torch  # pyrefly: ignore[missing-import]
+    import torch.nn.functional as F  # pyrefly: ignore[missing-import]
+    from torch import nn  # pyrefly: ignore[missing-import]
 
     layers, width, heads, context, batch, vocabulary = SHAPES[shape]
     torch.manual_seed(0)

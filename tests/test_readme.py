@@ -1,0 +1,20 @@
+"""Every Python block of the README runs, and says what it says it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("index", range(len(BLOCKS)))
+def test_blocks_run(index, capsys):
+    exec(compile(BLOCKS[index], f"README block {index}", "exec"), {"__name__": "__readme__"})
+    for said in re.findall(r"print\(.*?\)\s+# (.*)", BLOCKS[index]):
+        assert said in capsys.readouterr().out
+
+
+def test_it_stays_short():
+    assert README.count("\n") < 250
