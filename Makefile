@@ -46,13 +46,14 @@ bench: .venv/ready     ## our speed beside a named peer's: WHAT=train (installs 
 clean:           ## removes .venv and caches; runs/ stays
 	rm -rf .venv .venv-bench .pytest_cache .hypothesis .ruff_cache
 
-.venv/bin/pip:
+.venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxformer needs Python 3.11 or newer; set PYTHON=")'
 	@echo 'setting up .venv (once, about a minute)'
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install -q --upgrade 'pip>=25.1'
+	@touch $@
 
-.venv/ready: pyproject.toml | .venv/bin/pip
+.venv/ready: pyproject.toml | .venv/made
 	@$(BIN)/pip install -q -e .
 	@touch $@
 

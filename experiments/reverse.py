@@ -28,7 +28,7 @@ experiment = Experiment(
     data=Reverse(vocab_size=8, length=4, examples=50, form="aligned"),
     optimizer=Adam(learning_rate=1e-3),
     schedule=Constant(),
-    steps=2000,
+    steps=1000,
     batch_size=10,
     log_every=50,
 )

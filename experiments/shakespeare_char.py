@@ -1,7 +1,8 @@
 """Characters of Shakespeare: nanoGPT's smallest recipe in its CPU size (https://github.com/karpathy/nanoGPT, README).
 
-Expected: validation loss 1.88 to 1.90 over the whole split (nanoGPT's own code under the same measure: 1.898).
-Time: about a minute on two CPU cores.
+Twice nanoGPT's learning rate: at its 1e-3 the run is far from done after 2000 steps (1.896, 1.898, 1.906 on three seeds).
+Expected: validation loss 1.81 to 1.82 over the whole split (nanoGPT's own code and rate, same measure: 1.898).
+Time: about a minute and a half on two CPU cores.
 Command: make train EXP=shakespeare_char ARGS="--data.path=tinyshakespeare.txt"
 """
 
@@ -22,8 +23,8 @@ experiment = Experiment(
         unroll=4,
     ),
     data=Text(path="tinyshakespeare.txt", tokenizer="characters"),
-    optimizer=AdamW(learning_rate=1e-3, b2=0.99),
-    schedule=Cosine(warmup=100, final=0.0),
+    optimizer=AdamW(learning_rate=2e-3, b2=0.99),
+    schedule=Cosine(warmup=100, final=0.1),
     steps=2000,
     batch_size=12,
     precision="bfloat16",

@@ -70,7 +70,8 @@ def evaluate(argv: list[str]) -> int:
 
     dataset = loop.open_data(experiment)
     loop.use_compilation_cache(folder.path.parent)
-    step, params = loop.load_params(folder, experiment, options.step)
+    step, params, metadata = loop.load_params(folder, experiment, options.step)
+    loop.check_data(folder, metadata, dataset)
     print(json.dumps({"run": str(folder.path), "step": step, **loop.score(experiment, dataset, params)}))
     return 0
 
@@ -97,7 +98,7 @@ def generate(argv: list[str]) -> int:
     if not folder.tokenizer.is_file():
         raise ConfigError(f"{folder.path}: has no tokenizer; a generated task has no text to continue")
     loop.use_compilation_cache(folder.path.parent)
-    _, params = loop.load_params(folder, experiment, options.step)
+    _, params, _ = loop.load_params(folder, experiment, options.step)
     request = replace(experiment.sample, prompt=options.prompt, tokens=options.tokens, how=how)
     experiment = replace(experiment, sample=request, seed=options.seed)
     print(loop.sample(experiment, tokenizers.load(folder.tokenizer), params))

@@ -206,6 +206,13 @@ def _lengths(mask, q, kv):
     return visible
 
 
+def shift_invariant(mask: Mask) -> bool:
+    """Whether a mask is known to depend on the distance of positions alone, so that padding in front changes nothing."""
+    if mask.rule in (_and, _or, _not):
+        return all(map(shift_invariant, mask.parts))
+    return mask.rule in (_full, _causal, _window)
+
+
 _BUILDERS = {f.__name__: f for f in (full, causal, window, prefix)}
 
 

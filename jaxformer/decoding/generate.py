@@ -12,6 +12,7 @@ from jax import Array
 from jaxformer.config import ConfigError
 from jaxformer.decoding.cache import init_cache
 from jaxformer.decoding.sampling import Sampling, sample
+from jaxformer.masks import shift_invariant
 from jaxformer.models import transformer
 from jaxformer.models.config import Learned, ModelConfig
 
@@ -61,6 +62,13 @@ def _check(config, prompts, max_tokens) -> int:
         for token in prompt:
             if not 0 <= token < config.vocab_size:
                 raise ConfigError(f"generate: prompt token {token} is outside the vocabulary of {config.vocab_size}")
+    if max_tokens < 1:
+        raise ConfigError(f"generate: max_tokens={max_tokens}: must be at least 1")
+    if len(set(map(len, prompts))) > 1 and not all(map(shift_invariant, config.masks)):
+        raise ConfigError(
+            "generate: prompts of different length do not go with a mask on absolute positions (prefix, your own); "
+            "give prompts of one length"
+        )
     longest = max(map(len, prompts))
     if isinstance(config.positions, Learned) and longest + max_tokens > config.context_length:
         raise ConfigError(

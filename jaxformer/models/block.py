@@ -14,6 +14,7 @@ from jaxtyping import Float
 from jaxformer import ops
 from jaxformer.masks import Mask
 from jaxformer.models.config import ModelConfig
+from jaxformer.ops.contraction import add_bias
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.ops.positions import Rope, rope
 from jaxformer.params import Spec
@@ -107,10 +108,7 @@ def attention(config: ModelConfig) -> Mixer:
 
 def _linear(spec, x, params):
     y = ops.einsum(spec, x, params["kernel"])
-    if "bias" in params:
-        bias = params["bias"].astype(y.dtype)
-        y = y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
-    return y
+    return add_bias(y, params["bias"]) if "bias" in params else y
 
 
 def _write(buffer, new, start):

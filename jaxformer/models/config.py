@@ -60,6 +60,9 @@ class ModelConfig:
         for name in ("vocab_size", "num_layers", "d_model", "num_heads", "context_length", "unroll"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name}={getattr(self, name)}: must be at least 1")
+        for name in ("num_kv_heads", "head_width", "d_ff"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"model.{name}={getattr(self, name)}: must be at least 1, or None")
         if self.head_width is None and self.d_model % self.num_heads:
             raise ConfigError(
                 f"model.num_heads={self.num_heads} does not divide model.d_model={self.d_model}; "

@@ -12,6 +12,7 @@ from jax.nn.initializers import normal
 from jaxtyping import Float, Int
 
 from jaxformer import masks, ops, params
+from jaxformer.config import ConfigError
 from jaxformer.models import block as blocks
 from jaxformer.models.block import Context, Mixer
 from jaxformer.models.config import Learned, ModelConfig, Sinusoidal
@@ -103,6 +104,13 @@ def encode(
 ):
     """`apply` without the logits: (hidden `[B, T, D]` after the final norm, cache or None, attention maps or None)."""
     T = tokens.shape[1]
+    if (
+        isinstance(config.positions, Learned)
+        and positions is None
+        and segment_ids is None
+        and config.context_length < T
+    ):
+        raise ConfigError(f"{T} tokens do not fit the {config.context_length} learned positions (model.context_length)")
     start = 0
     visible = None
     if cache is not None:

@@ -47,6 +47,34 @@ def _backward(spec, dtype, w_dtype, residuals, g):
 _low_precision.defvjp(_forward, _backward)
 
 
+def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x + bias over x's last axes, in x's precision; the bias's gradient is summed in float32 or better.
+
+    Autodiff would sum the cotangents of all tokens in bfloat16, which stops growing after some thousand of them.
+    """
+    bias = bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
+    if x.dtype.itemsize >= 4:
+        return x + bias.astype(x.dtype)
+    return _add_low_precision(bias.dtype, x, bias)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_low_precision(bias_dtype, x, bias):
+    return x + bias.astype(x.dtype)
+
+
+def _add_forward(bias_dtype, x, bias):
+    return _add_low_precision(bias_dtype, x, bias), bias.shape
+
+
+def _add_backward(bias_dtype, shape, g):
+    summed = tuple(axis for axis, size in enumerate(shape) if size == 1 and g.shape[axis] != 1)
+    return g, jnp.sum(g.astype(jnp.float32), axis=summed, keepdims=True).astype(bias_dtype)
+
+
+_add_low_precision.defvjp(_add_forward, _add_backward)
+
+
 def _axes(spec: str) -> tuple[str, str, str]:
     inputs, out = spec.replace(" ", "").split("->")
     a, b = inputs.split(",")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxformer.ops.contraction import einsum
+from jaxformer.ops.contraction import add_bias, einsum
 
 
 @jax.custom_jvp
@@ -81,4 +81,4 @@ def glu(
 
 
 def _add(x, bias):
-    return x if bias is None else x + bias.astype(x.dtype)[None, None, :]
+    return x if bias is None else add_bias(x, bias)

@@ -16,9 +16,10 @@ NOT_DECAYED = r"(bias|scale)$"
 
 
 def _check_rate(optimizer):
-    rate = optimizer.learning_rate
-    if not (math.isfinite(rate) and rate > 0):
-        raise ConfigError(f"optimizer.learning_rate={rate}: must be a positive finite number")
+    for name in ("learning_rate", "adam_learning_rate"):
+        rate = getattr(optimizer, name, 1.0)
+        if not (math.isfinite(rate) and rate > 0):
+            raise ConfigError(f"optimizer.{name}={rate}: must be a positive finite number")
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Sample:
-    """Text to continue at the end of a run; None prompts with what the validation text starts with."""
+    """Text to continue at the end of a run; None starts from the vocabulary's first token."""
 
     prompt: str | None = None
     tokens: int = 200
@@ -174,9 +175,27 @@ class Experiment:
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = ()
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "accumulation", "log_every", "eval_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        least = {
+            **{
+                name: (getattr(self, name), 1)
+                for name in ("steps", "batch_size", "accumulation", "log_every", "eval_every")
+            },
+            "eval_batches": (1 if self.eval_batches is None else self.eval_batches, 1),
+            "max_skipped": (self.max_skipped, 1),
+            "seed": (self.seed, 0),
+            "checkpoints.every": (self.checkpoints.every, 1),
+            "checkpoints.keep_latest": (self.checkpoints.keep_latest, 1),
+            "checkpoints.keep_best": (self.checkpoints.keep_best, 0),
+            "schedule.warmup": (self.schedule.warmup, 0),
+            "sample.tokens": (self.sample.tokens, 1),
+            "z_loss": (self.z_loss, 0),
+            "optimizer.weight_decay": (getattr(self.optimizer, "weight_decay", 0.0), 0),
+        }
+        for name, (value, limit) in least.items():
+            if not value >= limit:
+                raise ConfigError(f"{name}={value}: must be at least {limit}")
+        if not 0 <= self.label_smoothing < 1:
+            raise ConfigError(f"label_smoothing={self.label_smoothing}: must be in [0, 1)")
         if self.batch_size % self.accumulation:
             raise ConfigError(f"accumulation={self.accumulation} does not divide batch_size={self.batch_size}")
         if self.clip_norm is not None and not self.clip_norm > 0:

@@ -24,7 +24,7 @@ from jaxformer.models.config import Learned
 from jaxformer.training import checkpoint, optimizer
 from jaxformer.training.experiment import Experiment, Muon
 from jaxformer.training.folder import RunFolder, claim, describe, run_folder, write_atomically
-from jaxformer.training.metrics import Console, Record, open_loggers, write_all
+from jaxformer.training.metrics import Console, Record, close_all, open_loggers, write_all
 from jaxformer.training.state import TrainState, init_state
 from jaxformer.training.step import make_evaluate, make_train_step
 
@@ -62,6 +62,8 @@ def train(experiment: Experiment, runs: Path = Path("runs")) -> Result:
     """
     folder = run_folder(experiment, runs)
     dataset = open_data(experiment)  # before anything is written: most mistakes show here
+    if dataset.tokenizer is not None:
+        prompt_of(experiment, dataset.tokenizer)
     with claim(folder):
         use_compilation_cache(runs)
         keep_memory()
@@ -108,12 +110,12 @@ def keep_memory() -> None:
 
 
 def _run(experiment: Experiment, folder: RunFolder, dataset, manager) -> Result:
+    record = Record(folder.metrics)
+    state, start = restore(experiment, folder, dataset, manager, record)
     for change in describe(folder, experiment, dataset.digest):
         log.warning("config differs from the one this run began with: %s", change)
     if dataset.tokenizer is not None:
         dataset.tokenizer.save(folder.tokenizer)
-    record = Record(folder.metrics)
-    state, start = restore(experiment, folder, dataset, manager, record)
     console = Console(experiment.steps, start)
     loggers = open_loggers(experiment.loggers, folder.path, folder.path.name, to_dict(experiment))
     try:
@@ -121,15 +123,15 @@ def _run(experiment: Experiment, folder: RunFolder, dataset, manager) -> Result:
         evaluate = evaluator(experiment, dataset)
         if start < experiment.steps:
             write = partial(write_all, record, loggers)
-            state = loop(experiment, dataset, manager, state, start, evaluate, write, console)
+            state, scores = loop(experiment, dataset, manager, state, start, evaluate, write, console)
         else:
             console.say(f"this run is finished: {experiment.steps} steps are done in {folder.path}")
-        return finish(experiment, folder, dataset, state, record, evaluate, console)
+            scores = evaluate(best_params(state))
+        return finish(experiment, folder, dataset, state, scores, record, console)
     finally:
         console.close()
         record.close()
-        for logger in loggers:
-            logger.close()
+        close_all(loggers)
 
 
 def restore(experiment: Experiment, folder, dataset, manager, record: Record) -> tuple[TrainState, int]:
@@ -139,13 +141,17 @@ def restore(experiment: Experiment, folder, dataset, manager, record: Record) ->
         record.rewind(0)
         return jax.jit(partial(init_state, experiment))(), 0
     step, state, metadata = restored
+    check_data(folder, metadata, dataset)
+    record.rewind(step)
+    return state, step
+
+
+def check_data(folder: RunFolder, metadata: dict, dataset) -> None:
     if metadata["data_digest"] != dataset.digest:
         raise ConfigError(
             f"{folder.path}: the data changed since this run began (digest {metadata['data_digest'][:12]}, now "
             f"{dataset.digest[:12]}); restore the file, or start a new run with another --name"
         )
-    record.rewind(step)
-    return state, step
 
 
 def introduce(experiment: Experiment, dataset, start: int, console: Console) -> None:
@@ -180,16 +186,19 @@ def best_params(state: TrainState) -> Any:
     return state.params if state.ema is None else state.ema
 
 
-def load_params(folder: RunFolder, experiment: Experiment, step: int | None = None) -> tuple[int, Any]:
-    """(step, parameters) of a run's checkpoint, the newest by default; the averaged ones where the run has them."""
+def load_params(folder: RunFolder, experiment: Experiment, step: int | None = None) -> tuple[int, Any, dict]:
+    """(step, parameters, metadata) of a run's checkpoint, the newest by default; averaged parameters where there are any."""
     abstract = jax.eval_shape(partial(init_state, experiment))
     part = "params" if abstract.ema is None else "ema"
-    step, params, _ = checkpoint.restore_params(folder.checkpoints, abstract.params, step, part=part)
-    return step, params
+    return checkpoint.restore_params(folder.checkpoints, abstract.params, step, part=part)
 
 
-def loop(experiment, dataset, manager, state, start, evaluate, write, console) -> TrainState:
-    """Steps `start` to the end. Metrics of a step are fetched after the next one is on its way, so the device never waits."""
+def loop(experiment, dataset, manager, state, start, evaluate, write, console) -> tuple[TrainState, dict[str, float]]:
+    """Steps `start` to the end: the last state and its scores.
+
+    Metrics of a step are fetched after the next one is on its way, so the device never waits.
+    """
+    scores: dict[str, float] = {}
     step_function = jax.jit(make_train_step(experiment), donate_argnums=0)
     source = batching.batches(dataset.train, experiment.batch_size, experiment.seed)
     report = Reporter(experiment, write, console)
@@ -211,14 +220,15 @@ def loop(experiment, dataset, manager, state, start, evaluate, write, console) -
                 write(done, {"validation_loss": validation, "validation_accuracy": scores["accuracy"]})
                 console.log(done, {"validation_loss": validation, "perplexity": scores["perplexity"]})
                 report.restart_clock()
-            if last or signals.received or done % experiment.checkpoints.every == 0:
+            stop = signals.received
+            if last or stop or done % experiment.checkpoints.every == 0:
                 report.now()
                 metadata = {"data_digest": dataset.digest, "config": to_dict(experiment)}
-                manager.save(done, state, metadata, validation, wait=last or bool(signals.received))
+                manager.save(done, state, metadata, validation, wait=last or bool(stop))
                 report.restart_clock()
-            if signals.received and not last:
-                raise Interrupted(signals.received, done)
-    return state
+            if stop and not last:
+                raise Interrupted(stop, done)
+    return state, scores
 
 
 class Reporter:
@@ -296,9 +306,8 @@ class Signals:
         self._restore()
 
 
-def finish(experiment, folder, dataset, state, record, evaluate, console) -> Result:
+def finish(experiment, folder, dataset, state, scores, record, console) -> Result:
     """Final scores, a sample and the loss curve."""
-    scores = evaluate(best_params(state))
     baseline = batching.unigram_entropy(dataset) if dataset.tokenizer is not None else None
     console.say(
         f"validation loss {scores['loss']:.4f} nats a token, perplexity {scores['perplexity']:.3f}, "
@@ -317,13 +326,25 @@ def finish(experiment, folder, dataset, state, record, evaluate, console) -> Res
     return result
 
 
+def prompt_of(experiment: Experiment, tokenizer) -> list[int]:
+    """The sample's prompt as tokens, checked before a step is spent. None starts from token 0."""
+    text, config = experiment.sample.prompt, experiment.model
+    prompt = [0] if text is None else tokenizer.encode(text)
+    if not prompt:
+        raise ConfigError("sample.prompt is empty; give at least one character, or None")
+    if isinstance(config.positions, Learned) and len(prompt) >= config.context_length:
+        raise ConfigError(
+            f"sample.prompt is {len(prompt)} tokens, which leaves no room in {config.context_length} learned positions"
+        )
+    return prompt
+
+
 def sample(experiment: Experiment, tokenizer, params: Any) -> str:
     """The experiment's prompt and what the model makes of it."""
     config, how = experiment.model, experiment.sample
-    prompt = tokenizer.encode(how.prompt if how.prompt is not None else "\n")
+    prompt = prompt_of(experiment, tokenizer)
     room = config.context_length - len(prompt) if isinstance(config.positions, Learned) else math.inf
-    tokens = int(max(min(how.tokens, room), 1))
+    tokens = int(min(how.tokens, room))
     dtype = jax.numpy.dtype(experiment.precision)
-    key = jax.random.key(experiment.seed)
-    (out,) = generate(config, params, [prompt], tokens, how=how.how, key=key, dtype=dtype)
+    (out,) = generate(config, params, [prompt], tokens, how=how.how, key=jax.random.key(experiment.seed), dtype=dtype)
     return tokenizer.decode([*prompt, *out])

@@ -84,6 +84,15 @@ def write_all(record: Record, loggers: list[Logger], step: int, values: dict[str
             loggers.remove(logger)
 
 
+def close_all(loggers: list[Logger]) -> None:
+    """Closes what is left; one that fails is reported, for the run has ended in its own way already."""
+    for logger in loggers:
+        try:
+            logger.close()
+        except Exception as error:
+            log.warning("%s did not close: %s: %s", type(logger).__name__, type(error).__name__, error)
+
+
 class _TensorBoard:
     def __init__(self, folder: Path, run_name: str, config: dict):
         from tensorboardX import SummaryWriter
@@ -102,7 +111,9 @@ class _Wandb:
     def __init__(self, folder: Path, run_name: str, config: dict):
         import wandb  # pyrefly: ignore[missing-import]
 
-        self._run = wandb.init(project="jaxformer", name=run_name, dir=str(folder), config=config, resume="allow")
+        self._run = wandb.init(
+            project="jaxformer", name=run_name, id=run_name, dir=str(folder), config=config, resume="allow"
+        )
 
     def write(self, step, values):
         self._run.log(values, step=step)

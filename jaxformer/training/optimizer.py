@@ -48,7 +48,9 @@ def build(config: Adam | AdamW | Adafactor | Lion | Muon, spec: Tree) -> optax.G
                 weight_decay_mask=_decayed(config, spec),
             )
         case Muon():
-            return contrib.muon(
+            share = config.adam_learning_rate / config.learning_rate
+            by_adam = jax.tree.map(lambda leaf, d: d and muon_dimensions(leaf) is None, spec, _decayed(config, spec))
+            muon = contrib.muon(
                 learning_rate=1.0,
                 ns_steps=config.newton_schulz_steps,
                 beta=config.momentum,
@@ -56,10 +58,11 @@ def build(config: Adam | AdamW | Adafactor | Lion | Muon, spec: Tree) -> optax.G
                 weight_decay_mask=_decayed(config, spec),
                 adam_b1=config.b1,
                 adam_b2=config.b2,
-                adam_weight_decay=config.weight_decay,
-                adam_learning_rate=config.adam_learning_rate / config.learning_rate,
+                adam_learning_rate=share,
                 muon_weight_dimension_numbers=jax.tree.map(muon_dimensions, spec),
             )
+            # optax's Muon decays everything that it hands to Adam, norms and biases too; so that part's decay is ours
+            return optax.chain(muon, optax.add_decayed_weights(-config.weight_decay * share, by_adam))
     raise TypeError(f"optimizer: expected Adam, AdamW, Adafactor, Lion or Muon; got {type(config).__name__}")
 
 

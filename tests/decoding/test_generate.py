@@ -94,6 +94,10 @@ def test_rope_runs_past_its_context_and_learned_positions_refuse():
     config, parameters = make("gpt2")
     with pytest.raises(ConfigError, match="24 learned positions"):
         decoding.generate(config, parameters, [[1]], 24)
+    with pytest.raises(ConfigError, match="one length"):
+        decoding.generate(*make("prefix"), [[1, 2, 3], [1, 2, 3, 4]], 2)
+    with pytest.raises(ConfigError, match="max_tokens"):
+        decoding.generate(config, parameters, [[1]], 0)
     for prompts in ([], [[]], [[1], []], [[V]], [[-1]]):
         with pytest.raises(ConfigError, match="prompt"):
             decoding.generate(config, parameters, prompts, 2)

@@ -90,8 +90,20 @@ def test_muon_orthogonalises_every_layers_matrix_and_no_other_leaf():
         for layer in as_matrices(path, updates[path]):
             values = np.linalg.svd(np.asarray(layer), compute_uv=False)
             values = values / np.sqrt(max(1.0, layer.shape[1] / layer.shape[0]))
-            # five Newton-Schulz steps bring singular values near 1, not to 1 (Jordan et al. 2024: 0.7 to 1.2)
-            assert values.min() > 0.3 and values.max() < 1.5, path
+            # five Newton-Schulz steps bring singular values to 0.7 .. 1.2 (Jordan et al. 2024), the smallest not all the way
+            assert np.median(values) > 0.6 and values.min() > 0.05 and values.max() < 1.3, path
+
+
+def test_muons_decay_spares_what_it_should():
+    """With zero gradients an update is decay alone: on matrices by Muon's rate, on embeddings by Adam's, on the rest none."""
+    config = Muon(weight_decay=0.1)
+    parameters = jax.tree.map(lambda a: a + 1.0, models.init(CONFIG, jax.random.key(0)))
+    transform = optimizer.build(config, SPEC)
+    zeros = jax.tree.map(jnp.zeros_like, parameters)
+    updates, _ = transform.update(zeros, transform.init(parameters), parameters)
+    for path, update in params.paths(updates).items():
+        share = 0.0 if path.split("/")[-1] not in DECAYED else 1.0 if path.endswith("kernel") else 1e-3 / 2e-2
+        np.testing.assert_allclose(update, -0.1 * share * params.paths(parameters)[path], atol=1e-6)
 
 
 def test_routes_name_every_leaf():
