@@ -1,5 +1,7 @@
 """Exact scaled dot-product attention: one signature, and the reference that every kernel is held against."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -40,11 +42,13 @@ def attention(
         raise NotImplementedError(f"attention(implementation={implementation!r}): there is 'reference' (or None)")
     mask = full() if mask is None else mask
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out, weights = reference(query, key, value, mask, bias, scale, softcap, sinks, dropout_rate, dropout_key)
+    # nobody sees the weights of a 16-bit model: they may be 16 bits too
+    weigh = softmax if return_weights or value.dtype.itemsize >= 4 else partial(_rounded_softmax, value.dtype)
+    out, weights = reference(query, key, value, mask, bias, scale, softcap, sinks, dropout_rate, dropout_key, weigh)
     return (out, weights) if return_weights else out
 
 
-def reference(query, key, value, mask, bias, scale, softcap, sinks, dropout_rate, dropout_key):
+def reference(query, key, value, mask, bias, scale, softcap, sinks, dropout_rate, dropout_key, weigh):
     """The definition, with the whole `[B, N, T, S]` score array. Returns the output and the weights before dropout."""
     B, T, N, H = query.shape
     S, K = key.shape[1:3]
@@ -59,7 +63,7 @@ def reference(query, key, value, mask, bias, scale, softcap, sinks, dropout_rate
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(mask(*mask.positions(T, S)), scores, -jnp.inf)
-    weights = softmax(scores, sinks)
+    weights = weigh(scores, sinks)
     dropped = dropout(weights, dropout_rate, dropout_key).astype(value.dtype)
     if N == K:
         return einsum("bnts,bsnh->btnh", dropped, value), weights
@@ -79,6 +83,29 @@ def softmax(scores: Float[Array, "B N T S"], sinks: Float[Array, " N"] | None = 
     if sinks is not None:
         total = total + jnp.exp(sinks - top)
     return exponentials / jnp.where(total == 0, 1, total)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rounded_softmax(dtype, scores, sinks):
+    """`softmax` rounded to 16 bits. Its gradient needs the weights alone, so only those are kept: half of autodiff's bytes."""
+    return softmax(scores, sinks).astype(dtype)
+
+
+def _rounded_forward(dtype, scores, sinks):
+    weights = softmax(scores, sinks)
+    on_sink = None if sinks is None else 1 - jnp.sum(weights, axis=-1)  # before rounding: it may be small
+    return weights.astype(dtype), (weights.astype(dtype), on_sink, sinks)
+
+
+def _rounded_backward(dtype, residuals, g):
+    weights, on_sink, sinks = residuals
+    weights, g = weights.astype(jnp.float32), g.astype(jnp.float32)
+    mean = jnp.sum(weights * g, axis=-1, keepdims=True)
+    d_sinks = None if sinks is None else -jnp.sum(on_sink * mean[..., 0], axis=(0, 2)).astype(sinks.dtype)
+    return weights * (g - mean), d_sinks
+
+
+_rounded_softmax.defvjp(_rounded_forward, _rounded_backward)
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Array, "..."]:

@@ -148,11 +148,9 @@ class Console:
             self._bar.update(self._task, completed=step + 1, text=text)
             return
         done = step + 1 - self._start
-        left = (time.monotonic() - self._began) / max(done, 1) * (self._total - step - 1)
-        self.say(
-            f"step {step:>{len(str(self._total))}}/{self._total} {text}"
-            + (f" left {left:.0f}s" if "loss" in values else "")
-        )
+        if "loss" in values and done > 1:  # the first step's time is the compiler's
+            text += f" left {(time.monotonic() - self._began) / done * (self._total - step - 1):.0f}s"
+        self.say(f"step {step:>{len(str(self._total))}}/{self._total} {text}")
 
     def say(self, text: str) -> None:
         if self._bar is not None:

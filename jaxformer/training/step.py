@@ -50,6 +50,7 @@ def make_train_step(experiment: Experiment) -> Callable[[TrainState, Batch], tup
                 state, params=params, opt_state=opt_state, ema=average(experiment.ema_decay, state.ema, params)
             )
 
+        # a select instead would need the old state beside the new one, and so a copy of what was donated
         new = jax.lax.cond(ok, apply, lambda state: state, state)
         new = replace(
             new,

@@ -459,3 +459,22 @@ def test_an_implementation_that_does_not_exist_is_refused():
     with pytest.raises(NotImplementedError, match="'cudn'"):
         attention(x, x, x, implementation="cudn")
     np.testing.assert_array_equal(attention(x, x, x, implementation="reference"), attention(x, x, x))
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_gradients_of_the_rounded_softmax_are_those_of_the_exact_one(with_sinks):
+    """A 16-bit model keeps rounded weights for its backward pass; asking for the weights takes the exact path beside it."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, key, value = (jax.random.normal(k, (2, 6, 4, 8)).astype(jnp.bfloat16) for k in keys[:3])
+    sinks = jax.random.normal(keys[3], (4,)) if with_sinks else None
+
+    def loss(arrays, exact):
+        query, key, value, sinks = arrays
+        out = attention(query, key, value, mask=masks.causal(), sinks=sinks, return_weights=exact)
+        return jnp.sum(jnp.square((out[0] if exact else out).astype(jnp.float32)))
+
+    rounded, exact = (jax.grad(loss)((query, key, value, sinks), exact) for exact in (False, True))
+    for a, b in zip(jax.tree.leaves(rounded), jax.tree.leaves(exact), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        # bfloat16 has 8 bits: a few of its roundings against the largest entry
+        np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
