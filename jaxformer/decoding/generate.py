@@ -31,8 +31,8 @@ def generate(
     """Continues each prompt by at most `max_tokens` tokens, up to and without the first stop token.
 
     Prompts of different length are padded on the left, and each is continued exactly as it would be alone. Raises
-    ConfigError for an empty prompt, a token outside the vocabulary, and for more tokens than a learned position table
-    has rows.
+    ConfigError for an empty prompt, a token outside the vocabulary, more tokens than a learned position table has rows,
+    and for prompts of different length under a mask on absolute positions (`prefix`).
     """
     longest = _check(config, prompts, max_tokens)
     tokens = np.zeros((len(prompts), longest), np.int32)
