@@ -3,20 +3,29 @@
     mask = causal() & window(256) | prefix(16)
 
 A mask is a rule over absolute positions, `(q_positions, kv_positions) -> bool`, True where a query may attend. Nothing
-of size T x S exists until somebody asks for `.dense(T, S)`. Masks without arrays are hashable and may be static
-arguments of `jax.jit`; masks with arrays (`segments`, `lengths`, `prefix` by row) are pytrees and may be traced.
+of size T x S exists until somebody asks for `.dense(T, S)`; `.blocks(T, S, block)` tells a kernel where to look at all.
+Masks without arrays are hashable and may be static arguments of `jax.jit`; masks with arrays (`segments`, `lengths`,
+and `prefix`, `global_tokens`, `block_sparse` of arrays) are pytrees and may be traced.
 """
 
 import ast
-from collections.abc import Callable
+import operator
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
+
+from jaxformer import mask_blocks
+from jaxformer import mask_rules as rules
+
+EMPTY, PARTIAL, FULL = mask_blocks.EMPTY, mask_blocks.PARTIAL, mask_blocks.FULL
 
 Positions = Int[Array, "..."] | Int[np.ndarray, "..."]
 
@@ -37,7 +46,7 @@ class Mask:
 
     def __call__(self, q_positions: Positions, kv_positions: Positions) -> Bool[Array, "#B #N T S"]:
         """True where a query may see a key, at absolute positions `[T]`, `[S]` or by row `[B, T]`, `[B, S]`."""
-        return self._evaluate(_rank4(q_positions, -1), _rank4(kv_positions, -2))
+        return self._evaluate(_rank4(jnp.asarray(q_positions), -1), _rank4(jnp.asarray(kv_positions), -2))
 
     def _evaluate(self, q, kv):
         return self.rule(self, q, kv)
@@ -46,6 +55,27 @@ class Mask:
         """The same mask, its first query at absolute position `offset`; without, queries end where keys end."""
         return replace(self, offset=offset)
 
+    def sized(self, kv_length: int) -> "Mask":
+        """The same mask where `random_blocks` without a length has learned how many keys it draws from."""
+        if self.rule is rules.random_blocks and len(self.args) == 3:
+            return replace(self, args=(*self.args, kv_length))
+        return replace(self, parts=tuple(part.sized(kv_length) for part in self.parts)) if self.parts else self
+
+    @property
+    def name(self) -> str:
+        """The rule's name: "causal", "window", "and", "or", "not", "by_head", ..."""
+        return getattr(self.rule, "__name__", type(self.rule).__name__).strip("_")
+
+    @property
+    def static(self) -> bool:
+        """Whether the mask holds no arrays, so that it can be hashed and is known while tracing."""
+        known = self.offset is None or isinstance(self.offset, int | np.integer)
+        return known and not self.arrays and all(part.static for part in self.parts)
+
+    def conjuncts(self) -> tuple["Mask", ...]:
+        """The operands of a mask that is an `&` of several, each with the offset of the whole; else the mask alone."""
+        return tuple(replace(part, offset=self.offset) for part in self.parts) if self.rule is rules.and_ else (self,)
+
     def positions(self, q_length: int, kv_length: int) -> tuple[Array, Array]:
         """Absolute positions of the queries and keys: bottom-right aligned unless `at` said otherwise."""
         first = kv_length - q_length if self.offset is None else self.offset
@@ -53,36 +83,105 @@ class Mask:
 
     def dense(self, q_length: int, kv_length: int) -> Bool[Array, "#B #N T S"]:
         """The mask as an array `[B|1, N|1, T, S]`; for the reference, for small sizes, and to look at."""
-        mask = self(*self.positions(q_length, kv_length))
+        mask = self.sized(kv_length)(*self.positions(q_length, kv_length))
         return jnp.broadcast_to(mask, (*mask.shape[:2], q_length, kv_length))
 
+    def blocks(self, q_length: int, kv_length: int, block: int | tuple[int, int]) -> Int[np.ndarray, "rows columns"]:
+        """EMPTY, PARTIAL or FULL for each block of `block` (or `(rows, columns)`) pairs, int8 `[ceil(T/b), ceil(S/b)]`.
+
+        NumPy at trace time, without an array of all pairs. EMPTY and FULL are proven, for every row and head; PARTIAL is
+        exact for masks of one rule, and for combinations unless more pairs than `mask_blocks.BUDGET` would have to be
+        looked at one by one. Arrays, and a traced offset, make what depends on them PARTIAL.
+        """
+        rows, columns = (block, block) if isinstance(block, int | np.integer) else block
+        if min(rows, columns) < 1:
+            raise ValueError(f"blocks({q_length}, {kv_length}, {block}): a block has at least one query and one key")
+        return mask_blocks.blocks(self, q_length, kv_length, rows, columns)
+
+    def density(self, q_length: int, kv_length: int) -> float:
+        """Share of visible pairs, over rows and heads alike.
+
+        Exact for masks of one rule, and for those of q - kv alone, in O(T + S); for others exact as long as at most 2^26
+        pairs have to be looked at one by one, and beyond that an estimate from queries spread evenly over the blocks.
+        """
+        return mask_blocks.density(self, q_length, kv_length)
+
+    def plot(self, q_length: int, kv_length: int, path: Path | None = None, block: int | None = None) -> Any:
+        """A picture of the mask, returned as a matplotlib figure and written to `path`: a panel a head, at most four.
+
+        Arrays show their first row. `block` draws the grid of `.blocks` and tints what is not EMPTY.
+        """
+        from matplotlib.colors import ListedColormap
+        from matplotlib.figure import Figure
+
+        dense = np.asarray(self.dense(q_length, kv_length))
+        panels, grid = dense[0, :4].astype(int), ()
+        if block is not None:
+            classes = self.blocks(q_length, kv_length, block).repeat(block, 0).repeat(block, 1)
+            panels = np.where(panels == 1, 1, 2 * (classes[:q_length, :kv_length] != EMPTY))
+            grid = (("axhline", range(block, q_length, block)), ("axvline", range(block, kv_length, block)))
+        height = 0.9 + 3 * float(np.clip(q_length / kv_length, 0.3, 2))
+        figure = Figure(figsize=(0.6 + 3.4 * len(panels), height), dpi=150, layout="constrained")
+        for head, (axes, shown) in enumerate(
+            zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True)
+        ):
+            for line, places in grid:
+                for edge in places:
+                    getattr(axes, line)(edge - 0.5, color="#b9c3cc", linewidth=0.4)
+            colors = ListedColormap(["#ffffff", "#1f5d8c", "#f6e6c8"])
+            axes.imshow(shown, cmap=colors, vmin=0, vmax=2, interpolation_stage="rgba")
+            axes.set(xlabel="key", ylabel="query" if head == 0 else None)
+            axes.set_title(f"head {head}" if len(panels) > 1 else "", fontsize=8)
+        title = f"{self}: {dense.mean():.1%} visible"
+        figure.suptitle("\n".join(textwrap.wrap(title, 55 * len(panels))), fontsize=8)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path)
+        return figure
+
     def __and__(self, other: "Mask") -> "Mask":
-        return _combine(_and, self, other)
+        return _combine(rules.and_, self, other)
 
     def __or__(self, other: "Mask") -> "Mask":
-        return _combine(_or, self, other)
+        return _combine(rules.or_, self, other)
 
     def __invert__(self) -> "Mask":
-        return Mask(_not, parts=(self,), offset=self.offset)
+        return Mask(rules.not_, parts=(replace(self, offset=None),), offset=self.offset)
 
     def __repr__(self) -> str:
-        name = self.rule.__name__.strip("_")
+        if self.offset is not None:
+            text = str(replace(self, offset=None))
+            offset = self.offset if isinstance(self.offset, int | np.integer) else _shown(self.offset)
+            return (
+                f"({text}).at({offset})" if self.rule in _SYMBOLS or self.rule is rules.not_ else f"{text}.at({offset})"
+            )
         if self.rule in _SYMBOLS:
             operands = [
                 f"({part})" if part.rule in _SYMBOLS and part.rule is not self.rule else str(part)
                 for part in self.parts
             ]
             return _SYMBOLS[self.rule].join(operands)
-        if self.rule is _not:
+        if self.rule is rules.not_:
             return f"~({self.parts[0]})" if self.parts[0].rule in _SYMBOLS else f"~{self.parts[0]}"
-        arrays = [f"<{a.dtype}{list(a.shape)}>" for a in self.arrays if a is not None]
-        return f"{name}({', '.join([*map(str, self.args), *arrays])})"
+        args = (
+            [_shown(rules.layout_of(*self.args[1:])), self.args[0]]
+            if self.rule is rules.block_sparse and self.static
+            else self.args
+        )
+        shown = [*self.parts, *args, *(_shown(a) for a in self.arrays if a is not None)]
+        if getattr(self.rule, "__module__", None) != rules.__name__:  # a rule called causal need not be ours
+            return f"Mask({', '.join(map(str, [self.name, *shown]))})"
+        return f"{self.name}({', '.join(map(str, shown))})"
 
     __str__ = __repr__
 
     @staticmethod
     def __parse__(text: str) -> "Mask":
         return parse(text)
+
+
+def _shown(array) -> str:
+    return f"<{array.dtype}{list(array.shape)}>"
 
 
 def _rank4(positions, axis: int):
@@ -92,79 +191,131 @@ def _rank4(positions, axis: int):
     return positions[:, None, :, None] if axis == -1 else positions[:, None, None, :]
 
 
-def _combine(rule, left: Mask, right: Mask) -> Mask:
-    if not isinstance(right, Mask):
-        raise TypeError(
-            f"a mask combines with a mask, not with {type(right).__name__}; wrap your rule in masks.Mask(rule)"
-        )
-    if left.offset is not None and right.offset is not None and left.offset is not right.offset:
-        raise ValueError("two masks with different query offsets do not combine; call .at(offset) once, on the result")
-    offset = left.offset if left.offset is not None else right.offset
-    parts = [p for m in (left, right) for p in (m.parts if m.rule is rule else (m,))]
-    return Mask(rule, parts=tuple(parts), offset=offset)
+def _combine(rule, *masks: Mask) -> Mask:
+    offset = None
+    for mask in masks:
+        if not isinstance(mask, Mask):
+            raise TypeError(
+                f"a mask combines with a mask, not with {type(mask).__name__}; wrap your rule in masks.Mask(rule)"
+            )
+        offset = mask.offset if offset is None else offset
+        if mask.offset is not None and not _same(mask.offset, offset):
+            raise ValueError(
+                "two masks with different query offsets do not combine; call .at(offset) once, on the result"
+            )
+    parts = [part for mask in masks for part in (mask.parts if mask.rule is rule is not rules.by_head else (mask,))]
+    return Mask(rule, parts=tuple(replace(part, offset=None) for part in parts), offset=offset)
 
 
-def _and(mask, q, kv):
-    result = mask.parts[0]._evaluate(q, kv)
-    for part in mask.parts[1:]:
-        result = result & part._evaluate(q, kv)
-    return result
+def _same(a, b) -> bool:
+    return a is b or (isinstance(a, int | np.integer) and isinstance(b, int | np.integer) and a == b)
 
 
-def _or(mask, q, kv):
-    result = mask.parts[0]._evaluate(q, kv)
-    for part in mask.parts[1:]:
-        result = result | part._evaluate(q, kv)
-    return result
-
-
-def _not(mask, q, kv):
-    return ~mask.parts[0]._evaluate(q, kv)
-
-
-_SYMBOLS = {_and: " & ", _or: " | "}
+_SYMBOLS = {rules.and_: " & ", rules.or_: " | "}
 
 
 def full() -> Mask:
     """Every key is visible."""
-    return Mask(_full)
-
-
-def _full(mask, q, kv):
-    return (q == q) & (kv == kv)
+    return Mask(rules.full)
 
 
 def causal() -> Mask:
     """Keys up to and including the query's own position: j <= i."""
-    return Mask(_causal)
+    return Mask(rules.causal)
 
 
-def _causal(mask, q, kv):
-    return kv <= q
+def window(left: int, right: int = 0, dilation: int = 1) -> Mask:
+    """Keys from `left` positions before the query to `right` after it, itself included: i - left <= j <= i + right.
+
+    With a dilation d only every d-th: i - d m for 0 <= m <= left and i + d m for 1 <= m <= right (Beltagy et al. 2020).
+    """
+    if left < 0 or right < 0 or dilation < 1:
+        raise ValueError(
+            f"window({left}, {right}, {dilation}): both sides count keys and must be >= 0, the dilation must be >= 1"
+        )
+    return Mask(rules.window, (left, right) if dilation == 1 else (left, right, dilation))
 
 
-def window(left: int, right: int = 0) -> Mask:
-    """Keys from `left` positions before the query to `right` after it, itself included: i - left <= j <= i + right."""
-    if left < 0 or right < 0:
-        raise ValueError(f"window({left}, {right}): both sides count positions and must be >= 0")
-    return Mask(_window, (left, right))
+def strided(stride: int) -> Mask:
+    """Keys a multiple of `stride` away, before and after: (i - j) mod stride = 0."""
+    if stride < 1:
+        raise ValueError(f"strided({stride}): a stride is at least 1")
+    return Mask(rules.strided, (stride,))
 
 
-def _window(mask, q, kv):
-    left, right = mask.args
-    return (kv >= q - left) & (kv <= q + right)
+def chunked(size: int, before: int = 0, after: int = 0) -> Mask:
+    """Keys in the query's own chunk of `size` positions, in the `before` chunks before and the `after` ones after it."""
+    if size < 1 or before < 0 or after < 0:
+        raise ValueError(f"chunked({size}, {before}, {after}): size must be >= 1, the number of chunks on a side >= 0")
+    return Mask(rules.chunked, (size, before, after))
+
+
+def columns(stride: int, count: int) -> Mask:
+    """The last `count` keys of every `stride`, to all queries: j mod stride >= stride - count."""
+    if not 0 <= count <= stride or stride < 1:
+        raise ValueError(f"columns({stride}, {count}): count is between 0 and the stride, which is at least 1")
+    return Mask(rules.columns, (stride, count))
 
 
 def prefix(length: int | Int[Array, " B"]) -> Mask:
     """The first `length` keys are visible to all (prefix LM: `causal() | prefix(n)`); an array: one length a row."""
     if isinstance(length, int | np.integer):
-        return Mask(_prefix, (int(length),))
-    return Mask(_prefix, arrays=(length,))
+        return Mask(rules.prefix, (int(length),))
+    return Mask(rules.prefix, arrays=(length,))
 
 
-def _prefix(mask, q, kv):
-    length = mask.args[0] if mask.args else mask.arrays[0][:, None, None, None]
-    return (kv < length) & (q == q)
+def global_tokens(tokens: int | Sequence | Shaped[np.ndarray, "..."] | Shaped[Array, "..."]) -> Mask:
+    """Some tokens see all keys and all queries see them: j in g or i in g (Beltagy et al. 2020, section 3.1).
+
+    `tokens` is their number (the first ones), their positions (a sequence), or by row an array `[B, G]` of positions
+    (negative: none) or `[B, length]` of booleans, which may be traced.
+    """
+    if isinstance(tokens, Array) or np.ndim(tokens) > 1:
+        if np.ndim(tokens) != 2:
+            raise ValueError(f"global_tokens: arrays are by row, [B, G] or [B, length]; got {np.shape(tokens)}")
+        return Mask(rules.global_tokens, arrays=(jnp.asarray(tokens),))
+    static = np.unique(np.asarray(tokens, None if np.size(tokens) else int))
+    if static.dtype.kind not in "iu" or (static < 0).any():
+        raise ValueError(f"global_tokens({tokens}): expected a number or positions, integers >= 0")
+    return Mask(rules.global_tokens, (tuple(static.tolist()) if np.ndim(tokens) else int(static[0]),))
+
+
+def block_sparse(layout: Sequence | Shaped[np.ndarray, "..."] | Bool[Array, "..."], block: int) -> Mask:
+    """A mask that is constant on blocks of `block` positions: query block i sees key block j where `layout[i, j]`.
+
+    `layout` is `[nq, nk]`, or `[N, nq, nk]` with one a head; a NumPy array or a list is part of the (static, hashable)
+    mask, a JAX array may be traced. Positions outside the layout see nothing and are seen by nobody.
+    """
+    if np.ndim(layout) not in (2, 3) or block < 1:
+        raise ValueError(
+            f"block_sparse: a layout [nq, nk] or [N, nq, nk] and a block >= 1; got {np.shape(layout)} and {block}"
+        )
+    if isinstance(layout, Array):
+        return Mask(rules.block_sparse, (block,), arrays=((layout if layout.ndim == 3 else layout[None]).astype(bool),))
+    layout = np.asarray(layout, bool)
+    layout = layout if layout.ndim == 3 else layout[None]
+    return Mask(rules.block_sparse, (block, layout.shape, np.packbits(layout).tobytes()))
+
+
+def random_blocks(count: int, block: int, seed: int = 0, length: int | None = None) -> Mask:
+    """Each block of `block` queries sees `count` distinct random blocks of the ceil(length / block) ones of keys.
+
+    Zaheer et al. 2020, arXiv:2007.14062. `length` None is the number of keys at hand (`Mask.sized`). The draw of a query
+    block depends on the seed, its index and the number of key blocks, not on the number of queries; query blocks beyond
+    the last key block repeat the draws from the first on. With fewer than `count` key blocks all are seen.
+    """
+    if count < 1 or block < 1 or seed < 0 or (length is not None and length < 0):
+        raise ValueError(
+            f"random_blocks({count}, {block}, {seed}, {length}): count and block must be >= 1, seed and length >= 0"
+        )
+    return Mask(rules.random_blocks, (count, block, seed) if length is None else (count, block, seed, length))
+
+
+def by_head(*masks: Mask) -> Mask:
+    """Head n sees what mask n shows: `[B|1, N, T, S]`."""
+    if not masks:
+        raise ValueError("by_head: give one mask a head")
+    return _combine(rules.by_head, *masks)
 
 
 def segments(q: Int[Array, "B T"], kv: Int[Array, "B S"] | None = None) -> Mask:
@@ -172,48 +323,52 @@ def segments(q: Int[Array, "B T"], kv: Int[Array, "B S"] | None = None) -> Mask:
 
     With two arrays (cross-attention) both sides count from 0, whatever their lengths.
     """
-    return Mask(_segments, arrays=(q, q if kv is None else kv), offset=None if kv is None else 0)
-
-
-def _segments(mask, q, kv):
-    q_ids, kv_ids = _lookup(mask.arrays[0], q), _lookup(mask.arrays[1], kv)
-    return (q_ids == kv_ids) & (kv_ids != 0)
-
-
-def _lookup(ids, positions):
-    """ids [B, length] at positions [B|1, 1, a, b] -> [B, 1, a, b]; positions beyond the array count as padding."""
-    flat = positions.reshape(positions.shape[0], -1)
-    flat = jnp.broadcast_to(flat, (ids.shape[0], flat.shape[1]))
-    flat = jnp.where(flat < 0, ids.shape[1], flat)  # a negative index would count from the end
-    found = jnp.take_along_axis(ids, flat, axis=1, mode="fill", fill_value=0)
-    return found.reshape(ids.shape[0], *positions.shape[1:])
+    return Mask(rules.segments, arrays=(q, q if kv is None else kv), offset=None if kv is None else 0)
 
 
 def lengths(q: Int[Array, " B"] | None = None, kv: Int[Array, " B"] | None = None) -> Mask:
     """Right-padded rows: queries before `q[b]` see keys before `kv[b]`; None leaves that side alone."""
     if q is None and kv is None:
         raise ValueError("lengths(q, kv): give the lengths of at least one side")
-    return Mask(_lengths, arrays=(q, kv), offset=None if q is None else 0)
+    return Mask(rules.lengths, arrays=(q, kv), offset=None if q is None else 0)
 
 
-def _lengths(mask, q, kv):
-    q_length, kv_length = mask.arrays
-    visible = _full(mask, q, kv)
-    if q_length is not None:
-        visible = visible & (q < q_length[:, None, None, None])
-    if kv_length is not None:
-        visible = visible & (kv < kv_length[:, None, None, None])
-    return visible
+def longformer(window: int, globals: int | Sequence | Shaped[np.ndarray, "..."] | Shaped[Array, "..."]) -> Mask:
+    """A sliding window of `window` keys in total, half of them on each side, and global tokens: arXiv:2004.05150."""
+    return Mask(rules.window, (window // 2, window // 2)) | global_tokens(globals)
+
+
+def bigbird(block: int, window: int = 3, globals: int = 2, random: int = 3, seed: int = 0) -> Mask:
+    """`window` neighbouring blocks, the first `globals` blocks global, `random` random ones: Zaheer et al. 2020, ITC.
+
+    A set: a key block that comes up twice counts once, where the published implementation counts it twice.
+    """
+    near = chunked(block, window // 2, window // 2)
+    return near | global_tokens(globals * block) | random_blocks(random, block, seed)
+
+
+def sparse_transformer_strided(stride: int) -> Mask:
+    """The last `stride` keys, itself included, and every `stride`-th before: Child et al. 2019, arXiv:1904.10509, 4.3."""
+    return window(stride - 1) | causal() & strided(stride)
+
+
+def sparse_transformer_fixed(stride: int, columns: int) -> Mask:
+    """The own block of `stride` keys and the last `columns` of every block before it: Child et al. 2019, section 4.3."""
+    return causal() & (chunked(stride) | Mask(rules.columns, (stride, columns)))
 
 
 def shift_invariant(mask: Mask) -> bool:
     """Whether a mask is known to depend on the distance of positions alone, so that padding in front changes nothing."""
-    if mask.rule in (_and, _or, _not):
-        return all(map(shift_invariant, mask.parts))
-    return mask.rule in (_full, _causal, _window)
+    return mask_blocks.made_of(mask, mask_blocks.OF_DISTANCE)
 
 
-_BUILDERS = {f.__name__: f for f in (full, causal, window, prefix)}
+_BUILDERS = {
+    f.__name__: f
+    for f in (
+        *(full, causal, window, strided, prefix, chunked, columns, global_tokens, random_blocks),
+        *(longformer, bigbird, sparse_transformer_strided, sparse_transformer_fixed),
+    )
+}
 
 
 def parse(text: str) -> Mask:
@@ -227,10 +382,15 @@ def parse(text: str) -> Mask:
                 return build(left) | build(right)
             case ast.UnaryOp(ast.Invert(), operand):
                 return ~build(operand)
+            case ast.Call(ast.Attribute(mask, "at"), [offset], []):
+                return build(mask).at(operator.index(ast.literal_eval(offset)))
+            case ast.Call(ast.Name("by_head"), heads, []):
+                return by_head(*map(build, heads))
             case ast.Call(ast.Name(name), arguments, keywords) if name in _BUILDERS:
                 named = {str(k.arg): ast.literal_eval(k.value) for k in keywords}
                 return _BUILDERS[name](*map(ast.literal_eval, arguments), **named)
-        raise ValueError(f"mask {text!r}: expected {', '.join(f'{b}()' for b in _BUILDERS)} combined with & | ~")
+        known = ", ".join(f"{b}()" for b in (*_BUILDERS, "by_head"))
+        raise ValueError(f"mask {text!r}: expected {known} combined with & | ~")
 
     try:
         return build(ast.parse(text.strip(), mode="eval").body)

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "jaxformer"
 FLOORS = {
-    0: ["masks", "params", "config"],
+    0: ["mask_rules", "mask_blocks", "masks", "params", "config"],
     1: ["ops", "kernels", "parallel"],
     2: ["models"],
     3: ["decoding", "interop", "data"],
