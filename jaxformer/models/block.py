@@ -27,7 +27,9 @@ class Context:
     """What a mixer may know beside its input: visible keys, where tokens stand, dropout, what came before.
 
     `state` is the mixer's own (for attention: the cached keys and values `[B, S, K, H]`), None outside decoding;
-    `start` is the number of tokens that are in it already.
+    `start` is the number of tokens that are in it already. `layer` counts from 0. `shared` are parameters that all layers
+    have in common, `constants` what the mixer drew for this layer, `inputs` what the caller of `apply` passed for mixers,
+    `memo` what the layer below handed on.
     """
 
     mask: Mask
@@ -35,19 +37,42 @@ class Context:
     dropout_key: Any = None
     state: Tree = None
     start: Any = 0
+    layer: Any = 0
+    shared: Tree = None
+    constants: Tree = None
+    inputs: Tree = None
+    memo: Tree = None
     return_weights: bool = struct.field(pytree_node=False, default=False)
+
+
+class Mixed(NamedTuple):
+    """What a mixer returns: its output `[B, T, D]`, its new state, its weights if asked for, a memo for the next layer."""
+
+    out: Any
+    state: Tree = None
+    weights: Any = None
+    memo: Tree = None
+
+
+def _nothing(*_) -> None:
+    return None
 
 
 class Mixer(NamedTuple):
     """A way for positions to exchange information: its parameters, its function, and its state for decoding.
 
-    spec: tree of `Spec`; apply: (params, x [B, T, D], Context) -> (out [B, T, D], state, weights or None);
-    state: (batch, length, dtype) -> tree of zeros. `ModelConfig.mixer` is any function `config -> Mixer`.
+    spec: tree of `Spec`; apply: (params, x [B, T, D], Context) -> Mixed; state: (batch, length, dtype) -> tree of zeros.
+    `ModelConfig.mixer` is any function `config -> Mixer`. What few mixers need: `shared`, a spec of parameters that all
+    layers have in common; `constants`, T -> arrays `[L, ...]` that are drawn, not trained; `memo`, x -> what the first
+    layer finds in `Context.memo`: a tree of the shapes that every layer hands on.
     """
 
     spec: Tree
     apply: Callable
     state: Callable
+    shared: Tree = None
+    constants: Callable = _nothing
+    memo: Callable = _nothing
 
 
 def linear_spec(config: ModelConfig, shape, axes, contracts, std: float) -> Tree:
@@ -64,32 +89,43 @@ def residual_std(config: ModelConfig) -> float:
     return config.init_std / math.sqrt(2 * config.num_layers)
 
 
-def attention(config: ModelConfig) -> Mixer:
-    """Multi-head attention with the config's heads, mask, rotary positions, softcap and dropout. The default mixer."""
+def attention(
+    config: ModelConfig,
+    *,
+    extra: Tree = None,
+    prepare: Callable | None = None,
+    attend: Callable | None = None,
+    finish: Callable | None = None,
+    memo: Callable = _nothing,
+) -> Mixer:
+    """Multi-head attention with the config's heads, mask, rotary positions, softcap and dropout. The default mixer.
+
+    A variant (`models.variants`) hands in what it does differently, with `extra` parameters of its own:
+    prepare(params, query, key, value, context) -> the three, before they are turned;
+    attend(params, context, query, key, value, **options of ops.attention) -> out `[B, T, N, H]`;
+    finish(params, x, out) -> out, before the projection back.
+    """
     D, N, K, H = config.d_model, config.num_heads, config.kv_heads, config.head_size
     spec = {
         "query": linear_spec(config, (D, N, H), ("embed", "heads", "head"), ("embed",), config.init_std),
         "key": linear_spec(config, (D, K, H), ("embed", "kv_heads", "head"), ("embed",), config.init_std),
         "value": linear_spec(config, (D, K, H), ("embed", "kv_heads", "head"), ("embed",), config.init_std),
         "out": linear_spec(config, (N, H, D), ("heads", "head", "embed"), ("heads", "head"), residual_std(config)),
+        **(extra or {}),
     }
 
-    def apply(params, x: Float[Array, "B T D"], context: Context):
-        query, key, value = (_linear("btd,dnh->btnh", x, params[name]) for name in ("query", "key", "value"))
+    def apply(params, x: Float[Array, "B T D"], context: Context) -> Mixed:
+        query, key, value = (linear("btd,dnh->btnh", x, params[name]) for name in ("query", "key", "value"))
+        if memo is not _nothing:
+            first = {"value": jnp.where(context.layer == 0, value, context.memo["value"])}
+            context = replace(context, memo=first)
+        if prepare is not None:
+            query, key, value = prepare(params, query, key, value, context)
         if isinstance(config.positions, Rope):
             query = rope(query, context.positions, config.positions)
             key = rope(key, context.positions, config.positions)
-        state = context.state
-        if state is not None:
-            state = {
-                "key": _write(state["key"], key, context.start),
-                "value": _write(state["value"], value, context.start),
-            }
-            key, value = state["key"].astype(x.dtype), state["value"].astype(x.dtype)
-        out = ops.attention(
-            query,
-            key,
-            value,
+        key, value, state = extended(context, key, value)
+        options = dict(
             mask=context.mask,
             softcap=config.attention_softcap,
             dropout_rate=config.attention_dropout_rate,
@@ -97,22 +133,36 @@ def attention(config: ModelConfig) -> Mixer:
             return_weights=context.return_weights,
             implementation=config.attention_implementation,
         )
+        if attend is None:
+            out = ops.attention(query, key, value, **options)
+        else:
+            out = attend(params, context, query, key, value, **options)
         out, weights = out if context.return_weights else (out, None)
-        return _linear("btnh,nhd->btd", out, params["out"]), state, weights
+        if finish is not None:
+            out = finish(params, x, out)
+        return Mixed(linear("btnh,nhd->btd", out, params["out"]), state, weights, context.memo)
 
     def state(batch: int, length: int, dtype):
         return {name: jnp.zeros((batch, length, K, H), dtype) for name in ("key", "value")}
 
-    return Mixer(spec, apply, state)
+    return Mixer(spec, apply, state, memo=memo)
 
 
-def _linear(spec, x, params):
+def extended(context: Context, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]):
+    """(all keys, all values, new state): those of the cache with these written behind them, or just these without one."""
+    if context.state is None:
+        return key, value, None
+    state = {
+        name: lax.dynamic_update_slice_in_dim(context.state[name], new.astype(context.state[name].dtype), context.start, 1)
+        for name, new in (("key", key), ("value", value))
+    }
+    return state["key"].astype(key.dtype), state["value"].astype(value.dtype), state
+
+
+def linear(spec: str, x: Float[Array, "..."], params: Tree) -> Float[Array, "..."]:
+    """The product with a kernel of `linear_spec`, and its bias if it has one."""
     y = ops.einsum(spec, x, params["kernel"])
     return add_bias(y, params["bias"]) if "bias" in params else y
-
-
-def _write(buffer, new, start):
-    return lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis=1)
 
 
 def norm_spec(config: ModelConfig) -> Tree:
@@ -162,7 +212,7 @@ def spec(config: ModelConfig, mixer: Mixer) -> Tree:
 
 
 def block(config: ModelConfig, mixer: Mixer, params, x: Float[Array, "B T D"], context: Context):
-    """One layer: (x, mixer state, attention weights or None).
+    """One layer: (x, what the mixer returned beside it).
 
     pre:      x + f(norm(x))          (GPT-2, LLaMA)
     post:     norm(x + f(x))          (2017, BERT)
@@ -183,6 +233,6 @@ def block(config: ModelConfig, mixer: Mixer, params, x: Float[Array, "B T D"], c
 
     first, second = drop_keys or (None, None)
     mix = lambda y: mixer.apply(params["attention"], y, replace(context, dropout_key=mix_key))
-    x, state, weights = residual(x, "attention", mix, first)
+    x, *beside = residual(x, "attention", mix, first)
     (x,) = residual(x, "feedforward", lambda y: (feedforward(config, params["feedforward"], y),), second)
-    return x, state, weights
+    return x, Mixed(None, *beside)

@@ -1,5 +1,6 @@
 """Embed, layers under one scan, unembed. `functools.partial(apply, config)` is an ordinary f(params, tokens)."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,11 +39,13 @@ def mixer(config: ModelConfig) -> Mixer:
 
 def spec(config: ModelConfig) -> Tree:
     """Every parameter of the model, declared once."""
-    D, V = config.d_model, config.vocab_size
+    D, V, mix = config.d_model, config.vocab_size, mixer(config)
     tree = {
         "embedding": {"tokens": Spec((V, D), ("vocab", "embed"), normal(config.init_std))},
-        "layers": params.stack(blocks.spec(config, mixer(config)), config.num_layers),
+        "layers": params.stack(blocks.spec(config, mix), config.num_layers),
     }
+    if mix.shared:
+        tree["shared"] = mix.shared
     if isinstance(config.positions, Learned):
         shape = (config.context_length, D)
         tree["embedding"]["positions"] = Spec(shape, ("length", "embed"), normal(config.init_std))
@@ -69,16 +72,19 @@ def apply(
     dropout_key: Array | None = None,
     dtype=None,
     return_attention: bool = False,
+    constants: Tree = None,
+    inputs: Tree = None,
 ) -> Output:
     """Logits `[B, T, V]` and final hidden states of tokens; activations in `dtype`, the parameters' by default.
 
     `segment_ids` (0 = padding) separate packed or padded sequences; positions restart with each unless given. `cache`
     (of `jaxformer.decoding`) holds what came before: the tokens continue it, and the output has the cache that includes
     them. Dropout acts only where `dropout_key` is given. `return_attention` adds every attention map, `[L, B, N, T,
-    S]`.
+    S]`. `constants` (leaves `[L, ...]`) replace what the mixer draws by itself, `inputs` are what it reads of a batch
+    (Longformer: `{"global_tokens": flags [B, T]}`).
     """
     hidden, cache, weights = encode(
-        config, params, tokens, positions, segment_ids, cache, dropout_key, dtype, return_attention
+        config, params, tokens, positions, segment_ids, cache, dropout_key, dtype, return_attention, constants, inputs
     )
     logits = ops.einsum("btd,vd->btv", hidden, head(config, params), dtype=jnp.promote_types(hidden.dtype, jnp.float32))
     if config.logit_softcap is not None:
@@ -101,8 +107,14 @@ def encode(
     dropout_key=None,
     dtype=None,
     return_attention=False,
+    constants=None,
+    inputs=None,
+    layers=None,
 ):
-    """`apply` without the logits: (hidden `[B, T, D]` after the final norm, cache or None, attention maps or None)."""
+    """`apply` without the logits: (hidden `[B, T, D]` after the final norm, cache or None, attention maps or None).
+
+    `layers` goes before `stack`: a function of the same arguments.
+    """
     T = tokens.shape[1]
     if (
         isinstance(config.positions, Learned)
@@ -129,9 +141,12 @@ def encode(
     layer_masks = tuple(m if visible is None else m & visible for m in config.masks)
     if cache is not None:
         layer_masks = tuple(m.at(start) for m in layer_masks)
-    context = Context(masks.full(), positions, keys[1], start=start, return_weights=return_attention)
+    context = Context(
+        masks.full(), positions, keys[1], start=start, shared=params.get("shared"), inputs=inputs,
+        return_weights=return_attention,
+    )  # fmt: skip
     state = None if cache is None else cache.layers
-    x, state, weights = stack(config, params["layers"], x, context, layer_masks, state)
+    x, state, weights = (layers or stack)(config, params["layers"], x, context, layer_masks, state, constants)
     if config.norm_placement != "post":
         x = blocks.norm(config, params["final_norm"], x)
     return x, None if cache is None else replace(cache, layers=state), weights
@@ -149,43 +164,50 @@ def embed(config: ModelConfig, params: Tree, tokens, positions, dtype=None) -> F
     return x.astype(dtype)
 
 
-def stack(config: ModelConfig, params: Tree, x, context: Context, layer_masks, state: Tree):
-    """All layers: a scan over whole periods of the mask pattern, then the layers that are left over.
+def stack(config: ModelConfig, params: Tree, x, context: Context, layer_masks, state: Tree, constants: Tree = None):
+    """All layers: a scan over whole periods of the pattern of masks and positions, then the layers that are left over.
 
     Parameters are stacked `[L, ...]` whatever the pattern. `unroll=L` or JAX_DISABLE_JIT=1 give the same values.
     """
-    mix = mixer(config)
-    period = len(layer_masks)
+    turns = config.positions if isinstance(config.positions, tuple) else (config.positions,)
+    period = math.lcm(len(layer_masks), len(turns))
+    mixers = [mixer(replace(config, positions=positions)) for positions in turns]
+    constants = mixers[0].constants(x.shape[1]) if constants is None else constants
 
-    def layer(mask, x, inputs):
-        index, layer_params, layer_state = inputs
+    def layer(mask, mix, carry, inputs):
+        x, memo = carry
+        index, layer_params, layer_state, layer_constants = inputs
         key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, index)
-        layer_context = replace(context, mask=mask, dropout_key=key, state=layer_state)
-        x, layer_state, weights = blocks.block(config, mix, layer_params, x, layer_context)
-        return x, (layer_state, weights)
+        layer_context = replace(
+            context, mask=mask, dropout_key=key, state=layer_state, layer=index, constants=layer_constants, memo=memo
+        )
+        x, mixed = blocks.block(config, mix, layer_params, x, layer_context)
+        return (x, mixed.memo), (mixed.state, mixed.weights)
 
-    layers = [remat(config, partial(layer, mask)) for mask in layer_masks]
+    layers = [
+        remat(config, partial(layer, layer_masks[i % len(layer_masks)], mixers[i % len(turns)])) for i in range(period)
+    ]
 
-    def run(x, inputs, count):
+    def run(carry, inputs, count):
         outputs = []
         for i, one in enumerate(unstack(inputs, count)):
-            x, out = layers[i % period](x, one)
+            carry, out = layers[i % period](carry, one)
             outputs.append(out)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
     L = config.num_layers
-    inputs = (jnp.arange(L), params, state)
+    inputs, carry = (jnp.arange(L), params, state, constants), (x, mixers[0].memo(x))
     if config.unroll >= L:
-        x, outputs = run(x, inputs, L)
+        (x, _), outputs = run(carry, inputs, L)
         return x, *outputs
     whole = L - L % period
     periods = jax.tree.map(lambda a: a[:whole].reshape(whole // period, period, *a.shape[1:]), inputs)
-    x, outputs = jax.lax.scan(partial(run, count=period), x, periods, unroll=max(1, config.unroll // period))
+    carry, outputs = jax.lax.scan(partial(run, count=period), carry, periods, unroll=max(1, config.unroll // period))
     outputs = jax.tree.map(lambda a: a.reshape(whole, *a.shape[2:]), outputs)
     if whole < L:
-        x, rest = run(x, jax.tree.map(lambda a: a[whole:], inputs), L - whole)
+        carry, rest = run(carry, jax.tree.map(lambda a: a[whole:], inputs), L - whole)
         outputs = jax.tree.map(lambda *parts: jnp.concatenate(parts), outputs, rest)
-    return x, *outputs
+    return carry[0], *outputs
 
 
 def unstack(tree: Tree, length: int) -> list[Tree]:

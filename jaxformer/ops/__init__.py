@@ -1,13 +1,41 @@
 """Pure functions on arrays, each usable alone: take one out into your own code."""
 
-from jaxformer.ops.attention import attention, dropout
+from jaxformer.ops.attention import attention
 from jaxformer.ops.contraction import einsum
+from jaxformer.ops.dropout import dropout
 from jaxformer.ops.feedforward import glu, mlp
+from jaxformer.ops.linear_attention import (
+    LinearState,
+    efficient_attention,
+    elu_plus_one,
+    favor_attention,
+    favor_features,
+    favor_relu_features,
+    linear_attention,
+    linear_attention_state,
+    linear_attention_step,
+    orthogonal_projection,
+    redraw,
+    relu_plus_epsilon,
+)  # fmt: skip
 from jaxformer.ops.losses import cross_entropy, projected_cross_entropy
+from jaxformer.ops.low_rank import linformer_attention
+from jaxformer.ops.lsh import lsh_attention, random_rotations
 from jaxformer.ops.norms import layer_norm, rms_norm
-from jaxformer.ops.positions import rope, sinusoidal
+from jaxformer.ops.positions import alibi, rope, shaw, sinusoidal, t5
+from jaxformer.ops.sparse import (
+    bigbird_attention,
+    bigbird_layout,
+    bigbird_layout_seeded,
+    bigbird_layout_zero,
+    longformer_attention,
+)  # fmt: skip
 
 __all__ = [
-    "attention", "cross_entropy", "dropout", "einsum", "glu", "layer_norm", "mlp", "projected_cross_entropy", "rms_norm",
-    "rope", "sinusoidal",
+    "LinearState", "alibi", "attention", "bigbird_attention", "bigbird_layout", "bigbird_layout_seeded",
+    "bigbird_layout_zero", "cross_entropy", "dropout", "efficient_attention", "einsum", "elu_plus_one", "favor_attention",
+    "favor_features", "favor_relu_features", "glu", "layer_norm", "linear_attention", "linear_attention_state",
+    "linear_attention_step", "linformer_attention", "longformer_attention", "lsh_attention", "mlp",
+    "orthogonal_projection", "projected_cross_entropy", "random_rotations", "redraw", "relu_plus_epsilon", "rms_norm",
+    "rope", "shaw", "sinusoidal", "t5",
 ]  # fmt: skip

@@ -1,6 +1,8 @@
 """Exact scaled dot-product attention: one signature, and the reference that every kernel is held against."""
 
-from functools import partial
+import logging
+from collections.abc import Callable
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,10 @@ from jaxtyping import Float
 
 from jaxformer.masks import Mask, full
 from jaxformer.ops.contraction import einsum
+from jaxformer.ops.dropout import kept, rescaled, seed
+from jaxformer.ops.positions import Bias
+
+IMPLEMENTATIONS = ("reference", "blockwise", "splash", "cudnn")
 
 
 def attention(
@@ -17,7 +23,7 @@ def attention(
     value: Float[Array, "B S K Hv"],
     *,
     mask: Mask | None = None,
-    bias: Float[Array, "#B #N #T #S"] | None = None,
+    bias: Float[Array, "#B #N #T #S"] | Bias | Callable | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
@@ -30,28 +36,77 @@ def attention(
 
     N query heads share K key/value heads, K dividing N: query head n reads key head n // (N / K) (Ainslie et al. 2023).
     `mask` is a value of `jaxformer.masks` (default: all keys visible); queries are aligned with the last keys unless it
-    says `.at(offset)`. `scale` is 1/sqrt(H) by default. `softcap` c maps a score s to c tanh(s / c) (Gemma 2). `sinks`
-    adds one logit a head to the denominator alone. Dropout falls on the weights; `return_weights` adds the weights
-    before dropout. The softmax is float32 (float64 for float64 inputs). A query that sees no key yields zeros and
-    passes no gradient.
+    says `.at(offset)`. `bias` is an array, a value of `ops.positions` (`alibi`, `t5`, `shaw`), or a function of absolute
+    positions, `(q_positions [T], kv_positions [S]) -> [N, T, S]`. `scale` is 1/sqrt(H) by default. `softcap` c maps a
+    score s to c tanh(s / c) (Gemma 2). `sinks` adds one logit a head to the denominator alone. Dropout falls on the
+    weights; `return_weights` adds the weights before dropout. The softmax is float32 (float64 for float64 inputs). A
+    query that sees no key yields zeros and passes no gradient.
 
-    Raises ValueError for shapes that do not fit, NotImplementedError for an implementation that does not exist.
+    `implementation`: "reference" (the definition, an array [B, N, T, S]), "blockwise" (no such array; any platform),
+    "splash" (TPU), "cudnn" (GPU); None takes what the platform has, and logs which. All give the same values and drop
+    the same weights, or raise NotImplementedError that names what they lack. ValueError for shapes that do not fit.
     """
-    _check(query, key, value, bias, sinks, dropout_rate, dropout_key)
-    if implementation not in (None, "reference"):
-        raise NotImplementedError(f"attention(implementation={implementation!r}): there is 'reference' (or None)")
-    mask = full() if mask is None else mask
+    _check(query, key, value, bias, sinks, dropout_rate)
+    mask = (full() if mask is None else mask).sized(key.shape[1])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    # nobody sees the weights of a 16-bit model: they may be 16 bits too
-    weigh = softmax if return_weights or value.dtype.itemsize >= 4 else partial(_rounded_softmax, value.dtype)
-    out, weights = reference(query, key, value, mask, bias, scale, softcap, sinks, dropout_rate, dropout_key, weigh)
-    return (out, weights) if return_weights else out
+    options = dict(
+        mask=mask, bias=bias, softcap=softcap, sinks=sinks, dropout_rate=dropout_rate, dropout_key=dropout_key
+    )  # fmt: skip
+    if return_weights and implementation not in (None, "reference"):
+        raise NotImplementedError(f"{implementation}: keeps no weights to return; implementation='reference' does")
+    name = "reference" if return_weights else implementation or _choose(query, key, value, options)
+    match name:
+        case "reference":
+            # nobody sees the weights of a 16-bit model: they may be 16 bits too
+            rounded = not return_weights and value.dtype.itemsize < 4
+            weigh = partial(_rounded_softmax, value.dtype) if rounded else softmax
+            out, weights = reference(query, key, value, scale=scale, weigh=weigh, **options)
+            return (out, weights) if return_weights else out
+        case "blockwise":
+            from jaxformer.kernels import blockwise
+
+            return blockwise.attention(query, key, value, scale=scale, **options)[0]
+        case "splash" | "cudnn":
+            if reason := _kernel(name).refuses(query, key, value, **options):
+                raise NotImplementedError(f"{name}: no {reason}; implementation='blockwise' has it")
+            return _kernel(name).attention(query, key, value, scale=scale, **options)
+    raise NotImplementedError(f"attention(implementation={name!r}): there are {', '.join(IMPLEMENTATIONS)}")
 
 
-def reference(query, key, value, mask, bias, scale, softcap, sinks, dropout_rate, dropout_key, weigh):
+def _kernel(name: str):
+    from jaxformer.kernels import cudnn, splash
+
+    return {"splash": splash, "cudnn": cudnn}[name]
+
+
+# Up to here the whole score array is faster than visiting its blocks, measured on XLA:CPU (experiments/bench/attention.py).
+_SMALL = 512 * 512
+
+
+def _choose(query, key, value, options) -> str:
+    """The fastest implementation that this process's platform has for a call."""
+    platform = jax.default_backend()
+    kernel = {"tpu": "splash", "gpu": "cudnn"}.get(platform)
+    if kernel is not None:
+        reason = _kernel(kernel).refuses(query, key, value, **options)
+        if reason is None:
+            return _said(platform, kernel, "")
+        return _said(platform, "blockwise", f"; {kernel} has no {reason}")
+    small = query.shape[1] * key.shape[1] <= _SMALL
+    return _said(platform, "reference" if small else "blockwise", " (short)" if small else " (long)")
+
+
+@cache
+def _said(platform: str, name: str, why: str) -> str:
+    logging.getLogger("jaxformer").info("attention on %s: %s%s", platform, name, why)
+    return name
+
+
+def reference(query, key, value, *, mask, bias, scale, softcap, sinks, dropout_rate, dropout_key, weigh):
     """The definition, with the whole `[B, N, T, S]` score array. Returns the output and the weights before dropout."""
     B, T, N, H = query.shape
     S, K = key.shape[1:3]
+    positions = mask.positions(T, S)
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
     if N == K:  # the grouped products with groups of one, which XLA:CPU runs slower by a tenth
         scores = einsum("btnh,bsnh->bnts", query, key, dtype=accumulate) * scale
@@ -59,12 +114,19 @@ def reference(query, key, value, mask, bias, scale, softcap, sinks, dropout_rate
         grouped = query.reshape(B, T, K, N // K, H)
         scores = einsum("btkgh,bskh->bkgts", grouped, key, dtype=accumulate).reshape(B, N, T, S) * scale
     if bias is not None:
-        scores = scores + bias.astype(accumulate)
+        if isinstance(bias, Bias):
+            bias = bias.block(S - T if mask.offset is None else mask.offset, T, 0, S)
+        elif callable(bias):
+            bias = bias(*positions)
+        scores = scores + (bias if bias.ndim == 4 else bias[None]).astype(accumulate)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(mask(*mask.positions(T, S)), scores, -jnp.inf)
+    scores = jnp.where(mask(*positions), scores, -jnp.inf)
     weights = weigh(scores, sinks)
-    dropped = dropout(weights, dropout_rate, dropout_key).astype(value.dtype)
+    dropped = weights
+    if dropout_rate and dropout_key is not None:
+        dropped = rescaled(weights, kept(seed(dropout_key), dropout_rate, (B, N), *positions), dropout_rate)
+    dropped = dropped.astype(value.dtype)
     if N == K:
         return einsum("bnts,bsnh->btnh", dropped, value), weights
     out = einsum("bkgts,bskh->btkgh", dropped.reshape(B, K, N // K, T, S), value)
@@ -108,26 +170,19 @@ def _rounded_backward(dtype, residuals, g):
 _rounded_softmax.defvjp(_rounded_forward, _rounded_backward)
 
 
-def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Array, "..."]:
-    """Keeps each entry with probability 1 - rate, divided by it; the identity without a key. Srivastava et al. 2014."""
-    if key is None or rate == 0.0:
-        return x
-    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # a bfloat16 1 - rate would bias every entry the same way
-    return jnp.where(keep, wide / (1.0 - rate), 0).astype(x.dtype)
-
-
-def _check(query, key, value, bias, sinks, dropout_rate, dropout_key):
+def _check(query, key, value, bias, sinks, dropout_rate):
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not (query.ndim == key.ndim == value.ndim == 4):
         raise ValueError(f"attention takes [B, T, N, H], [B, S, K, H], [B, S, K, H]; got {shapes}")
     if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
         raise ValueError(f"attention: B, S, K of key and value, B and H of query and key must agree; got {shapes}")
-    N, K = query.shape[2], key.shape[2]
+    (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
     if N % K:
         raise ValueError(f"attention: {K} key/value heads do not divide {N} query heads")
-    if bias is not None and bias.ndim != 4:
-        raise ValueError(f"attention: bias must broadcast as [B, N, T, S] with four axes; got {bias.shape}")
+    if hasattr(bias, "shape") and (
+        bias.ndim != 4 or any(a not in (1, b) for a, b in zip(bias.shape, (B, N, T, S), strict=True))
+    ):
+        raise ValueError(f"attention: bias must broadcast as [B, N, T, S] = {(B, N, T, S)}; got {bias.shape}")
     if sinks is not None and sinks.shape != (N,):
         raise ValueError(f"attention: one sink a query head, shape ({N},); got {sinks.shape}")
     if dropout_rate and not 0 <= dropout_rate < 1:

@@ -1,13 +1,17 @@
 """Positional encodings as functions of integer positions. Angles are float32 or better, never bfloat16."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import Array
 from jaxtyping import Float, Int
+
+from jaxformer.ops.contraction import einsum
 
 Layout = Literal["interleaved", "half"]
 
@@ -157,6 +161,111 @@ def rope_frequencies(head_width: int, config: Rope) -> tuple[np.ndarray, float]:
             interpolate = np.clip((np.arange(rotated // 2) - first) / max(last - first, 1e-3), 0, 1)
             return plain * (1 - interpolate) + plain / factor * interpolate, 0.1 * math.log(factor) + 1.0
     raise ValueError(f"rope: unknown scaling {config.scaling!r}; expected Linear, NTK, Llama3, YaRN or None")
+
+
+@struct.dataclass
+class Bias:
+    """A score bias as a value: a rule of positions, evaluated only where it is needed, differentiable in its arrays.
+
+    `rule(bias, q_positions [T], kv_positions [S]) -> [B or 1, N, T, S]`; or, where `by_distance`, `rule(bias, distances
+    [R]) -> [N, R]` of the distances key - query. `arrays` are what it was made of (floating point); `rows`, each `[B, T,
+    ...]`, have a line for every query, and the rule gets those of its queries alone.
+    """
+
+    rule: Callable = struct.field(pytree_node=False)
+    args: tuple = struct.field(pytree_node=False, default=())
+    by_distance: bool = struct.field(pytree_node=False, default=False)
+    arrays: tuple = ()
+    rows: tuple = ()
+
+    def block(self, q_start, q_length: int, kv_start, kv_length: int) -> Float[Array, "#B N T S"]:
+        """The bias of `q_length` queries from absolute position `q_start` on and of keys likewise."""
+        if self.by_distance:
+            distances = kv_start - q_start + jnp.arange(1 - q_length, kv_length)
+            return _toeplitz(self.rule(self, distances), q_length)[None]
+        bias = self.rule(self, q_start + jnp.arange(q_length), kv_start + jnp.arange(kv_length))
+        return bias if bias.ndim == 4 else bias[None]
+
+
+def _toeplitz(diagonals: Float[Array, "N R"], rows: int) -> Float[Array, "N T S"]:
+    """out[n, i, j] = diagonals[n, j - i + rows - 1] for R = rows + S - 1, without a gather.
+
+    Copies of the diagonals laid end to end, with one zero after each, and read in lines one shorter: every line begins
+    one entry earlier in its copy than the line before.
+    """
+    N, R = diagonals.shape
+    copies = jnp.broadcast_to(jnp.pad(diagonals, ((0, 0), (0, 1)))[:, None], (N, rows, R + 1)).reshape(N, -1)
+    return copies[:, rows - 1 : -1].reshape(N, rows, R)[:, :, : R - rows + 1]
+
+
+def alibi(num_heads: int) -> Bias:
+    """-m_n |i - j|, linear in the distance, with a slope for each head. Press et al. 2022, arXiv:2108.12409, section 3.
+
+    For a power of two, m_n = 2^(-8 n / N), n = 1 ... N; otherwise the slopes of the power below, then every second of
+    the power above (the authors' code).
+    """
+    if num_heads < 1:
+        raise ValueError(f"alibi: one slope a head, for at least one head; got {num_heads}")
+    below = 1 << (num_heads.bit_length() - 1)
+    slopes = [2 ** (-8 * n / below) for n in range(1, below + 1)]
+    slopes += [2 ** (-4 * n / below) for n in range(1, 2 * (num_heads - below), 2)]
+    return Bias(_alibi, (tuple(slopes),), by_distance=True)
+
+
+def _alibi(bias, distances):
+    wide = jnp.promote_types(jnp.float32, jnp.zeros(0).dtype)
+    return -jnp.asarray(bias.args[0], wide)[:, None] * jnp.abs(distances).astype(wide)[None]
+
+
+def t5(table: Float[Array, "R N"], bidirectional: bool, max_distance: int = 128) -> Bias:
+    """table[bucket(j - i), n]: near distances have a bucket each, far ones share it by logarithm. Raffel et al. 2020.
+
+    arXiv:1910.10683, section 2.1. Of R buckets, half are for keys after the query where `bidirectional`; otherwise those
+    keys share bucket 0. Differentiable in the table.
+    """
+    return Bias(_t5, (bidirectional, max_distance), by_distance=True, arrays=(table,))
+
+
+def _t5(bias, distances):
+    (table,) = bias.arrays
+    return table[t5_bucket(distances, *bias.args, table.shape[0])].T
+
+
+def t5_bucket(distances: Int[Array, "..."], bidirectional: bool, max_distance: int, buckets: int) -> Int[Array, "..."]:
+    """Bucket of each distance key - query. The logarithm is taken on the host, once a boundary, so that devices agree."""
+    half = buckets // 2 if bidirectional else buckets
+    exact = half // 2
+    if not 0 < exact < max_distance:
+        raise ValueError(f"t5: {buckets} buckets have {exact} exact distances, which must be in (0, {max_distance})")
+    far = np.arange(exact, max_distance + 1)
+    logs = np.log(far.astype(np.float32) / np.float32(exact)) / np.float32(math.log(max_distance / exact))
+    of_far = np.minimum(exact + (logs * np.float32(half - exact)).astype(np.int64), half - 1)
+    firsts = far[np.searchsorted(of_far, np.arange(exact + 1, half))]  # the least distance of each far bucket
+    length = jnp.abs(distances) if bidirectional else jnp.maximum(-distances, 0)
+    bucket = jnp.minimum(length, exact)
+    for first in firsts.tolist():
+        bucket = bucket + (length >= first)
+    return bucket + jnp.where(distances > 0, half, 0) if bidirectional else bucket
+
+
+def shaw(query: Float[Array, "B T N H"], table: Float[Array, "R H"], scale: float | None = None) -> Bias:
+    """scale q_i . a[clip(j - i, -k, k) + k] for a table of R = 2 k + 1 relative keys. Shaw et al. 2018, arXiv:1803.02155.
+
+    Equation 5: q_i (k_j + a_ij) / sqrt(H), as the keys' own score plus this bias. The product with the table is made once
+    a query. `scale` is 1/sqrt(H) by default and must be the one that `attention` is given.
+    """
+    if table.shape[0] % 2 != 1 or table.shape[1] != query.shape[-1]:
+        raise ValueError(f"shaw: a table [2 k + 1, H] of relative keys; got {table.shape} for queries {query.shape}")
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    scores = einsum("btnh,rh->btnr", query, table, dtype=wide) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return Bias(_shaw, rows=(scores,))
+
+
+def _shaw(bias, q_positions, kv_positions):
+    (scores,) = bias.rows
+    k = scores.shape[-1] // 2
+    distances = jnp.clip(kv_positions[None, :] - q_positions[:, None], -k, k) + k
+    return jnp.take_along_axis(scores.transpose(0, 2, 1, 3), distances[None, None], axis=-1)
 
 
 def within_segments(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:

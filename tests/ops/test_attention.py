@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxformer import masks
-from jaxformer.ops.attention import attention, dropout
+from jaxformer.ops.attention import attention
+from jaxformer.ops.dropout import dropout
 
 # float64 sums of at most a few hundred terms of order one: 1e-12 leaves three digits for the order of summation.
 FLOAT64 = dict(rtol=1e-12, atol=1e-12)

@@ -1,0 +1,133 @@
+"""Reversible residual layers: a stack that keeps its last activations alone. Gomez et al. 2017, arXiv:1707.04585."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxformer import ops
+from jaxformer.config import ConfigError
+from jaxformer.models import block, transformer
+from jaxformer.models.config import ModelConfig
+
+Tree = Any
+
+
+def reversible_layers(config: ModelConfig, params: Tree, x, context: block.Context, layer_masks, state, constants=None):
+    """`transformer.stack` with reversible residuals, as in Reformer: Kitaev et al. 2020, arXiv:2001.04451, section 3.
+
+    The mixer is f and the feed-forward g, each of its normalised stream; both streams start as x, and their mean is what
+    comes out. The parameters are those of the config. For pre-norm layers of one kind: raises ConfigError for other norm
+    placements and for patterns of masks or positions, NotImplementedError for decoding and attention maps.
+    """
+    for name, other in (
+        (f"norm_placement={config.norm_placement!r}", config.norm_placement != "pre"),
+        (f"masks={config.masks}", len(layer_masks) > 1),
+        (f"positions={config.positions}", isinstance(config.positions, tuple)),
+    ):
+        if other:
+            raise ConfigError(f"model.{name}: reversible layers are pre-norm and all of one kind")
+    mixer = transformer.mixer(config)
+    if state is not None or context.return_weights or mixer.memo(x) is not None:
+        raise NotImplementedError("reversible layers: no cache, attention maps or memo; transformer.stack has them")
+    context, dtype, L = replace(context, mask=layer_masks[0]), x.dtype, config.num_layers
+    constants = mixer.constants(x.shape[1]) if constants is None else constants
+
+    def sublayer(name, apply, key_index, parts, x, context):
+        layer, index, constants = parts
+        keys = (None,) * 3
+        if context.dropout_key is not None:
+            keys = jax.random.split(jax.random.fold_in(context.dropout_key, index), 3)
+        context = replace(context, layer=index, constants=constants, dropout_key=keys[0])
+        y = block.norm(config, layer[f"{name}_norm"], x.astype(dtype))
+        return ops.dropout(apply(layer[name], y, context), config.dropout_rate, keys[key_index])
+
+    f = partial(sublayer, "attention", lambda *args: mixer.apply(*args).out, 1)
+    g = partial(sublayer, "feedforward", lambda params, y, _: block.feedforward(config, params, y), 2)
+    stream = x.astype(jnp.promote_types(dtype, jnp.float32))
+    y1, y2 = reversible_stack(f, g, (params, jnp.arange(L), constants), stream, stream, context)
+    return ((y1 + y2) / 2).astype(dtype), None, None
+
+
+reversible_encode = partial(transformer.encode, layers=reversible_layers)
+
+
+def reversible_stack(
+    f: Callable, g: Callable, params: Tree, x1: Float[Array, "..."], x2: Float[Array, "..."], *extra: Tree
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """y1 = x1 + f(layer, x2, *extra), y2 = x2 + g(layer, y1, *extra), layer after layer. Reformer: f attends, g feeds forward.
+
+    `params` is a tree of arrays stacked along a leading axis of layers, `layer` one slice of it. Its floating-point
+    leaves get gradients; others (dropout keys, a layer's number) are data. `extra` is the same for all layers: masks,
+    positions, rotations. f and g learn everything through these arguments and answer the same when they are asked again.
+
+    The backward pass recomputes x2 = y2 - g(y1) and x1 = y1 - f(x2) instead of having kept them: activations take the
+    memory of one layer, at any depth, for one more forward pass of time. What comes back is rounded once a layer, so
+    keep the two streams in float32; f and g may answer in 16 bits. Where f hashes (`ops.lsh`), a token that lies within
+    that rounding of a bucket's edge may be recomputed into the other bucket; with rotations drawn anew each step that
+    is noise in a few tokens' gradients.
+    """
+    floats, others = _parted(jax.tree.map(jnp.asarray, (params, extra)))
+    return _stack(f, g, floats, others, x1, x2)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _stack(f, g, floats, others, x1, x2):
+    extra = _whole(floats[1], others[1])
+
+    def step(streams, parts):
+        x1, x2 = streams
+        layer = _whole(*parts)
+        x1 = x1 + f(layer, x2, *extra).astype(x1.dtype)
+        return (x1, x2 + g(layer, x1, *extra).astype(x2.dtype)), None
+
+    return jax.lax.scan(step, (x1, x2), (floats[0], others[0]))[0]
+
+
+def _stack_forward(f, g, floats, others, x1, x2):
+    streams = _stack(f, g, floats, others, x1, x2)
+    return streams, (floats, others, streams)
+
+
+def _stack_backward(f, g, residuals, cotangents):
+    (params, extra), others, streams = residuals
+    add = partial(jax.tree.map, jnp.add)
+
+    def undo(function, parts, x, y, dx, dy):
+        """From y + function(x) back to y; the gradients of parameters and extra, and dx with its share of dy."""
+        layer, rest = parts
+        call = lambda layer, x, extra: function(_whole(layer, rest), x, *_whole(extra, others[1]))
+        out, pullback = jax.vjp(call, layer, x, extra)
+        d_layer, more, d_extra = pullback(dy.astype(out.dtype))
+        return y - out.astype(y.dtype), dx + more, d_layer, d_extra
+
+    def step(carry, parts):
+        (y1, y2), (d1, d2), d_extra = carry
+        x2, d1, from_g, extra_g = undo(g, parts, y1, y2, d1, d2)
+        x1, d2, from_f, extra_f = undo(f, parts, x2, y1, d2, d1)
+        return ((x1, x2), (d1, d2), add(d_extra, add(extra_f, extra_g))), add(from_f, from_g)
+
+    start = (streams, cotangents, jax.tree.map(jnp.zeros_like, extra))
+    (_, (d1, d2), d_extra), d_params = jax.lax.scan(step, start, (params, others[0]), reverse=True)
+    return (d_params, d_extra), None, d1, d2
+
+
+_stack.defvjp(_stack_forward, _stack_backward)
+
+
+def _parted(tree):
+    """The tree twice: with its floating-point leaves, and with the others; None where the leaf is in the other one."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    return (
+        jax.tree.map(lambda x: x if is_float(x) else None, tree),
+        jax.tree.map(lambda x: None if is_float(x) else x, tree),
+    )
+
+
+def _whole(floats, others):
+    return jax.tree.map(lambda a, b: b if a is None else a, floats, others, is_leaf=lambda x: x is None)
