@@ -7,7 +7,7 @@ WHAT ?= train
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train evaluate generate show test test-all lint format bench clean
+.PHONY: help train evaluate generate show test test-all parity lint format bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -31,6 +31,9 @@ test: .venv/ready-dev  ## the test suite (some minutes on two cores)
 test-all: .venv/ready-dev  ## also the slow tests and those that kill, corrupt and fill things
 	@$(BIN)/python -m pytest -n 2 -m 'not parity and not gpu and not tpu' $(ARGS)
 
+parity: .venv-parity/ready  ## other people's packages run live against tests/fixtures (installs torch for CPU, transformers and others)
+	@.venv-parity/bin/python -m pytest -m parity $(ARGS)
+
 lint: .venv/ready-dev  ## style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -44,7 +47,7 @@ bench: .venv/ready     ## our speed beside a named peer's: WHAT=train (installs 
 	@$(BIN)/python -m experiments.bench.$(WHAT) $(ARGS)
 
 clean:           ## removes .venv and caches; runs/ stays
-	rm -rf .venv .venv-bench .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-bench .venv-parity .pytest_cache .hypothesis .ruff_cache
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxformer needs Python 3.11 or newer; set PYTHON=")'
@@ -59,4 +62,12 @@ clean:           ## removes .venv and caches; runs/ stays
 
 .venv/ready-dev: .venv/ready
 	@$(BIN)/pip install -q -e . --group dev
+	@touch $@
+
+.venv-parity/ready: pyproject.toml
+	@echo 'setting up .venv-parity (once, some minutes)'
+	@$(PYTHON) -m venv .venv-parity
+	@.venv-parity/bin/pip install -q --upgrade 'pip>=25.1'
+	@.venv-parity/bin/pip install -q torch==2.13.0
+	@.venv-parity/bin/pip install -q -e . --group dev --group parity
 	@touch $@

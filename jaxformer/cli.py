@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[0] not in commands:
             raise ConfigError(f"{argv[0]}: no such command; expected one of {', '.join(commands)}")
         return commands[argv[0]](argv[1:])
-    except ConfigError as error:
+    except (ConfigError, NotImplementedError) as error:  # a mixer refuses what it cannot do by name
         print(f"jaxformer: {error}", file=sys.stderr)
         return 2
 

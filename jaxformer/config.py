@@ -1,11 +1,11 @@
 """Configs are frozen dataclasses. Here is what they need besides: load, override, help, JSON, diff, fingerprint.
 
 A field is an int, float, str, bool, Literal, tuple, another config, a union of those or None, a function (in text:
-`module:function`), or a value of a class with a static `__parse__(text)` whose `str` is that text, such as a mask.
+`module:function`), or a value of a class with a static `__parse__(text)` whose `str` is that text, such as a mask. A
+function may also be a config that can be called; `module:Class` is then one with its defaults.
 Nothing here imports JAX, so a mistake is answered at once. Whatever a user can get wrong raises `ConfigError`.
 """
 
-import collections.abc
 import contextlib
 import dataclasses
 import difflib
@@ -20,7 +20,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -117,7 +117,11 @@ def _is_union(hint: Any) -> bool:
 
 
 def _is_function(hint: Any) -> bool:
-    return collections.abc.Callable in (hint, get_origin(hint))
+    return Callable in (hint, get_origin(hint))
+
+
+def _may_be_function(hint: Any) -> bool:
+    return any(map(_is_function, get_args(hint) if _is_union(hint) else (hint,)))
 
 
 def _is_text(hint: Any) -> bool:
@@ -147,26 +151,48 @@ def _from_text(text: Any, hint: Any) -> Any:
             return hint.__parse__(text)
         except ValueError as error:
             raise ConfigError(error) from error
+    value = _named(text)
+    if not _is_config_class(value):
+        return value
+    missing = [name for name, default in _defaults(value).items() if default is MISSING]
+    if missing:
+        raise ConfigError(f"{text} has no default for {', '.join(missing)}; choose it in the experiment file")
+    return value()
+
+
+def _named(text: str) -> Any:
+    """The function `module:function`, or the class of configs that can be called. Raises ConfigError."""
     module, _, name = text.partition(":")
     if not (module and name):
         raise ConfigError(f"expected module:function, got {text!r}")
     try:
-        value = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        value: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except Exception as error:  # importing a module may raise anything
         raise ConfigError(f"{text}: {type(error).__name__}: {error}") from error
-    if not callable(value):
+    cls: type = value if _is_config_class(value) else type(value)
+    if not any("__call__" in vars(base) for base in cls.__mro__):
         raise ConfigError(f"{text} is not a function")
     return value
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """The default of each field of a config class, MISSING where it has none."""
+    return {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in dataclasses.fields(cls)
+        if field.init
+    }
 
 
 def _to_text(value: Any, hint: Any) -> str:
     """Raises ConfigError for what could not be read back: a lambda, a local function, a partial, a mask of arrays."""
     text, advice = str(value), ""
     if _is_function(hint):
-        text = f"{getattr(value, '__module__', None)}:{getattr(value, '__qualname__', None)}"
-        advice = "; define it with def at the top level of a module"
+        named = type(value) if _is_config(value) else value
+        text = f"{getattr(named, '__module__', None)}:{getattr(named, '__qualname__', None)}"
+        advice = "; define it with class or def at the top level of a module"
     try:
-        _from_text(text, hint)
+        _named(text) if _is_function(hint) else _from_text(text, hint)
     except ConfigError as error:
         raise ConfigError(f"{value} has no text form that can be read back ({error}){advice}") from error
     return text
@@ -182,9 +208,10 @@ def override(config: Config, args: Sequence[str]) -> Config:
     that the experiment file chose. Raises ConfigError for an unknown option, a value of the wrong type, and whatever a
     config's `__post_init__` refuses.
     """
-    known = {"--" + name.replace("_", "-"): (name, value, hint) for name, value, hint in _walk(config)}
+    option_of = lambda name: "--" + name.replace("_", "-")
+    known = {option_of(name): (name, value, hint) for name, value, hint in _walk(config)}
     changes = {}
-    for option, tokens, values in _split(args):
+    for option, tokens, values in sorted(_split(args), key=lambda split: split[0].count(".")):  # the outer ones first
         positive = re.sub(r"(^--|\.)no-(?=[^.]*$)", r"\1", option)
         if option not in known and not values and known.get(positive, (None,))[-1] is bool:
             option, values = positive, ["False"]
@@ -192,9 +219,13 @@ def override(config: Config, args: Sequence[str]) -> Config:
             fields = [option for option, (_, value, _) in known.items() if not _is_config(value)]
             raise ConfigError(f"{tokens[0].partition('=')[0]}: no such option{_nearest(option, fields)}")
         name, value, hint = known[option]
-        if _is_config(value) or any(map(_is_config_class, get_args(hint))):
+        if (_is_config(value) and not _may_be_function(hint)) or any(map(_is_config_class, get_args(hint))):
             raise ConfigError(f"{option}: chosen in the experiment file; edit it there")
-        changes[name] = (_parse(values, hint, " ".join(tokens)), " ".join(tokens))
+        value = _parse(values, hint, " ".join(tokens))
+        changes[name] = (value, " ".join(tokens))
+        if _may_be_function(hint):  # its own fields may be set too, further in
+            known = {o: known[o] for o in known if not o.startswith(f"{option}.")}
+            known |= {option_of(at): (at, *rest) for at, *rest in _walk(value, f"{name}.")}
     return _rebuild(config, changes)
 
 
@@ -231,7 +262,7 @@ def _parse(values: list[str], hint: Any, shown: str) -> Any:
 
 def _rebuild(value: Any, changes: dict[str, tuple[Any, str]], path: str = "") -> Any:
     if path in changes:
-        return changes[path][0]
+        value = changes[path][0]
     inside = path and path + "."
     below = [shown for name, (_, shown) in changes.items() if name.startswith(inside)]
     if not below:
@@ -250,9 +281,26 @@ def help_text(config: Any, prog: str = "python -m jaxformer train EXPERIMENT") -
     import tyro
 
     text, flags = io.StringIO(), (tyro.conf.AvoidSubcommands,)
+    config = _narrowed(config)
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         tyro.cli(type(config), default=config, args=["--help"], prog=prog, config=flags, registry=_tyro_registry([]))
     return text.getvalue()
+
+
+def _narrowed(config: Any) -> Any:
+    """The config in a subclass that names the class of each function which is a config, so that tyro lists its fields."""
+    values, narrow = {name: value for name, value, _ in _children(config)}, {}
+    for name, value, hint in _children(config):
+        if _is_config(value):
+            values[name] = _narrowed(value)
+            if _may_be_function(hint) or type(values[name]) is not type(value):
+                narrow[name] = values[name]
+    if not narrow:
+        return config
+    cls = type(config)
+    names = {"__annotations__": {name: type(value) for name, value in narrow.items()}, "__doc__": cls.__doc__, **narrow}
+    subclass: Any = type(cls.__name__, (cls,), names)
+    return dataclasses.dataclass(frozen=cls.__dataclass_params__.frozen)(subclass)(**values)
 
 
 def _tyro_registry(problems: list[ConfigError]):
@@ -350,10 +398,12 @@ def _converter():
     # cattrs has tagged unions of its own, but not with None or a number among the members.
     def structure_union(data: Any, union: Any):
         classes = {member.__name__: member for member in get_args(union) if _is_config_class(member)}
-        if isinstance(data, dict) and classes:
+        if isinstance(data, dict) and (classes or _may_be_function(union)):
             rest = dict(data)
             if (name := rest.pop("type", None)) in classes:
                 return converter.structure(rest, classes[name])
+            if _may_be_function(union):
+                return structure_text(data, Callable)
             raise ConfigError(f"no class {name!r} among {', '.join(classes)}{_nearest(str(name), classes)}")
         if data is None and types.NoneType in get_args(union):
             return None
@@ -365,21 +415,34 @@ def _converter():
 
     def unstructure_union(value: Any, union: Any):
         members = get_args(union)
-        if _is_config(value):
+        if _is_config(value) and (type(value) in members or not _may_be_function(union)):
             return {"type": type(value).__name__, **converter.unstructure(value)}
         if type(value) is int and float in members and int not in members:
             return float(value)
         if callable(value) and any(map(_is_function, members)):
-            return _to_text(value, collections.abc.Callable)
+            return unstructure_text(value, Callable)
         return converter.unstructure(value)
+
+    def structure_text(data: Any, hint: Any):
+        if not (_is_function(hint) and isinstance(data, dict) and isinstance(data.get("type"), str)):
+            return _from_text(data, hint)
+        rest = dict(data)
+        cls = _named(rest.pop("type"))
+        if not _is_config_class(cls):
+            raise ConfigError(f"{data['type']} is a function, which has no fields")
+        return converter.structure(rest, cls)
+
+    def unstructure_text(value: Any, hint: Any):
+        text = _to_text(value, hint)
+        return {"type": text, **converter.unstructure(value)} if _is_config(value) else text
 
     for scalar in (int, float, str, bool):
         converter.register_structure_hook(scalar, structure_scalar)
     converter.register_unstructure_hook(float, float)
     converter.register_structure_hook_func(_is_union, structure_union)
-    converter.register_structure_hook_func(_is_text, _from_text)
+    converter.register_structure_hook_func(_is_text, structure_text)
     converter.register_unstructure_hook_factory(_is_union, lambda union: lambda value: unstructure_union(value, union))
-    converter.register_unstructure_hook_factory(_is_text, lambda hint: lambda value: _to_text(value, hint))
+    converter.register_unstructure_hook_factory(_is_text, lambda hint: lambda value: unstructure_text(value, hint))
     return converter
 
 
@@ -410,14 +473,7 @@ def _difference(config: Any, default: Any) -> dict[str, Any]:
     """JSON of what `config` does not share with `default`, or with its class's defaults if that is of another class."""
     same = type(default) is type(config)
     out: dict[str, Any] = {} if same else {"type": type(config).__name__}
-    usual = (
-        vars(default)
-        if same
-        else {
-            field.name: field.default if field.default_factory is MISSING else field.default_factory()
-            for field in dataclasses.fields(config)
-        }
-    )
+    usual = vars(default) if same else _defaults(type(config))
 
     def plain(value: Any, hint: Any) -> Any:
         if isinstance(value, tuple) and any(map(_is_config, value)):
@@ -426,6 +482,8 @@ def _difference(config: Any, default: Any) -> dict[str, Any]:
 
     for name, value, hint in _children(config):
         part = _difference(value, usual[name]) if _is_config(value) else plain(value, hint)
+        if _is_config(value) and "type" in part and _may_be_function(hint):
+            part["type"] = _to_text(value, Callable)  # two modules may have a class of one name
         if part if _is_config(value) else usual[name] is MISSING or part != plain(usual[name], hint):
             out[name] = part
     return out

@@ -39,6 +39,27 @@ def second_mixer(x):
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """A function that is a config."""
+
+    factor: float = 2.0
+    inner: Callable | None = None
+
+    def __call__(self, x):
+        return self.factor * x
+
+
+@dataclass(frozen=True)
+class Shifted:
+    by: int
+    word: str
+    twice: bool = False
+
+    def __call__(self, x):
+        return x + self.by
+
+
+@dataclass(frozen=True)
 class Adam:
     learning_rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -105,7 +126,8 @@ word = st.builds(Word, st.text("ab ", max_size=3))
 adam = st.builds(Adam, number, st.tuples(number, number))
 lion = st.builds(Lion, number, number)
 rope = st.builds(Rope, number, st.none() | st.builds(Linear, number) | adam)
-mixer = st.sampled_from([first_mixer, second_mixer])
+function = st.sampled_from([first_mixer, second_mixer])
+mixer = function | st.builds(Scaled, number, st.none() | function) | st.builds(Shifted, st.integers(), st.text())
 models = st.builds(
     lambda heads, times, **rest: Model(heads * times, heads, **rest),
     st.integers(1, 8),
@@ -170,6 +192,37 @@ def test_json_form():
     assert type(C.to_dict(Experiment("x", optimizer=Adam(1)))["optimizer"]["learning_rate"]) is float
 
 
+def test_functions_that_are_configs():
+    """In JSON with the name of their class and their fields, wherever a function may stand."""
+    model = Model(8, mixer=Scaled(3.0, Shifted(1, "a")), other_mixer=Scaled())
+    plain = C.to_dict(Experiment("x", model))["model"]
+    shifted = {"type": f"{__name__}:Shifted", "by": 1, "word": "a", "twice": False}
+    assert plain["mixer"] == {"type": f"{__name__}:Scaled", "factor": 3.0, "inner": shifted}
+    assert plain["other_mixer"] == {"type": f"{__name__}:Scaled", "factor": 2.0, "inner": None}
+    by_name = C.from_dict(
+        Model, {"width": 8, "mixer": f"{__name__}:Scaled", "other_mixer": {"type": f"{__name__}:Scaled"}}
+    )
+    assert by_name == Model(8, mixer=Scaled(), other_mixer=Scaled())
+
+
+def test_fingerprints_of_functions_that_are_configs():
+    twin = make_dataclass("Scaled", [("factor", float, 2.0)], frozen=True, namespace={"__call__": first_mixer})
+    twin.__module__, twin.__qualname__ = __name__, "Scaled2"
+    globals()["Scaled2"] = twin
+    mixers = [first_mixer, Scaled(), Scaled(3.0), Scaled(inner=Scaled()), Scaled(inner=first_mixer), twin()]
+    prints = [C.fingerprint(Model(8, mixer=f)) for f in mixers]
+    assert len(set(prints)) == len(prints)
+    assert C.fingerprint(Model(8)) == prints[0]
+    assert C.diff(Model(8, mixer=Scaled()), Model(8, mixer=Scaled(3.0))) == {"mixer.factor": (2.0, 3.0)}
+    assert C.diff(Model(8), Model(8, other_mixer=Scaled(3.0))) == {
+        "other_mixer": (None, "Scaled"),
+        "other_mixer.factor": (None, 3.0),
+    }
+    default = make_dataclass("Outer", [("mixer", Callable, Scaled())], frozen=True)
+    empty = make_dataclass("Outer", [], frozen=True)
+    assert C.fingerprint(default()) == C.fingerprint(empty()) != C.fingerprint(default(Scaled(3.0)))
+
+
 def test_absent_fields_take_their_defaults():
     assert C.from_dict(Experiment, {"name": "base"}) == BASE
 
@@ -205,6 +258,34 @@ def test_absent_fields_take_their_defaults():
             "model.mixer: nowhere:f: ModuleNotFoundError: No module named 'nowhere'",
         ),
         ({"model": {"width": 9}}, "model: heads=4 does not divide width=9"),
+        (
+            {"model": {"width": 8, "mixer": {"type": f"{__name__}:Scaled", "facter": 1.0}}},
+            "model.mixer: no such key 'facter'; did you mean factor?",
+        ),
+        (
+            {"model": {"width": 8, "other_mixer": {"type": f"{__name__}:Scaled", "factor": "x"}}},
+            "model.other_mixer.factor: expected float, got 'x'",
+        ),
+        (
+            {"model": {"width": 8, "other_mixer": {"type": f"{__name__}:Shifted", "by": 1}}},
+            "model.other_mixer.word: missing; expected str",
+        ),
+        (
+            {"model": {"width": 8, "mixer": {"type": f"{__name__}:first_mixer"}}},
+            f"model.mixer: {__name__}:first_mixer is a function, which has no fields",
+        ),
+        (
+            {"model": {"width": 8, "mixer": f"{__name__}:Shifted"}},
+            f"model.mixer: {__name__}:Shifted has no default for by, word; choose it in the experiment file",
+        ),
+        (
+            {"model": {"width": 8, "mixer": {"type": f"{__name__}:Adam"}}},
+            f"model.mixer: {__name__}:Adam is not a function",
+        ),
+        (
+            {"model": {"width": 8, "mixer": {"factor": 1.0}}},
+            "model.mixer: expected module:function, got {'factor': 1.0}",
+        ),
     ],
 )
 def test_json_mistakes(change, expected):
@@ -219,6 +300,9 @@ def test_not_json():
 def test_functions_without_a_name_are_refused():
     assert "def at the top level" in message(C.dumps, Experiment("x", Model(8, mixer=lambda x: x)))
     assert "def at the top level" in message(C.dumps, Experiment("x", Model(8, other_mixer=lambda x: x)))
+    local = make_dataclass("Local", [("factor", float, 2.0)], namespace={"__call__": first_mixer})
+    for function in (local(), Scaled(inner=local())):
+        assert "top level" in message(C.dumps, Experiment("x", Model(8, other_mixer=function)))
 
 
 def test_diff():
@@ -308,6 +392,19 @@ def test_fingerprint_form():
         ([f"--model.other-mixer={__name__}:second_mixer"], "model.other_mixer", second_mixer),
         ([f"--model.other-mixer={__name__}:second_mixer", "--model.other-mixer=None"], "model.other_mixer", None),
         (["--model.mixer=math:sqrt"], "model.mixer", __import__("math").sqrt),
+        ([f"--model.mixer={__name__}:Scaled"], "model.mixer", Scaled()),
+        ([f"--model.other-mixer={__name__}:Scaled"], "model.other_mixer", Scaled()),
+        ([f"--model.mixer={__name__}:Scaled", "--model.mixer.factor=3"], "model.mixer", Scaled(3.0)),
+        (["--model.mixer.factor=3", f"--model.mixer={__name__}:Scaled"], "model.mixer", Scaled(3.0)),
+        (
+            [
+                "--model.other-mixer.inner.factor=3",
+                f"--model.other-mixer={__name__}:Scaled",
+                f"--model.other-mixer.inner={__name__}:Scaled",
+            ],
+            "model.other_mixer",
+            Scaled(inner=Scaled(3.0)),
+        ),
         (["--model.mask=<x y>"], "model.mask", Word("x y")),
         (["--model.masks", "<x y>", "<>"], "model.masks", (Word("x y"), Word(""))),
         (["--model.width=10", "--model.heads=5"], "model.heads", 5),  # neither alone would be valid
@@ -322,6 +419,15 @@ def test_override(args, path, expected):
 
 
 def test_override_reaches_the_chosen_member_and_nothing_else():
+    chosen = Experiment("x", Model(8, mixer=Shifted(1, "a"), other_mixer=Scaled(3.0)))
+    assert C.override(chosen, ["--model.mixer.by=2"]).model.mixer == Shifted(2, "a")
+    assert C.override(chosen, ["--model.mixer.twice"]).model == dataclasses.replace(
+        chosen.model, mixer=Shifted(1, "a", True)
+    )
+    assert C.override(chosen, [f"--model.mixer={__name__}:first_mixer"]).model.mixer is first_mixer
+    assert C.override(chosen, ["--model.other-mixer=None"]).model.other_mixer is None
+    both = ["--model.mixer.by=2", f"--model.mixer={__name__}:Scaled"]  # of the class that is chosen, in any order
+    assert message(C.override, chosen, both).startswith("--model.mixer.by: no such option")
     assert C.override(FULL, ["--optimizer.weight-decay=0.2"]).optimizer == Lion(weight_decay=0.2)
     assert C.override(FULL, ["--model.rope.scaling.factor=3"]).model.rope == Rope(scaling=Linear(3.0))
     assert C.override(FULL, []) is FULL
@@ -356,6 +462,13 @@ def test_override_reaches_the_chosen_member_and_nothing_else():
         (["--model.masks", "<a>", "x"], "--model.masks <a> x: word 'x': expected <letters>"),
         (["--model.mixer=sqrt"], "--model.mixer=sqrt: expected module:function, got 'sqrt'"),
         (["--model.mixer=math:pi"], "--model.mixer=math:pi: math:pi is not a function"),
+        (
+            [f"--model.mixer={__name__}:Shifted"],
+            f"--model.mixer={__name__}:Shifted: {__name__}:Shifted has no default for by, word; "
+            "choose it in the experiment file",
+        ),
+        ([f"--model.mixer={__name__}:Adam"], f"--model.mixer={__name__}:Adam: {__name__}:Adam is not a function"),
+        ([f"--model.mixer={__name__}:Scaled", "--model.mixer.factor=x"], "--model.mixer.factor=x: expected float"),
         (["--model.heads=3"], "--model.heads=3: heads=3 does not divide width=64"),
         (["--model.rope.theta=1"], "--model.rope.theta: no such option; did you mean --model.rope?"),
         (["--model.rope=Rope"], "--model.rope: chosen in the experiment file; edit it there"),
@@ -379,6 +492,21 @@ def test_help_lists_every_option():
         assert f"--{name} " in text
     assert "--optimizer.weight-decay" in text and "--optimizer.betas" not in text
     assert "<b>" in text and "second_mixer" in text
+
+
+def test_help_lists_the_fields_of_functions_that_are_configs():
+    model = Model(8, mixer=Scaled(3.0, Shifted(1, "a")), other_mixer=Scaled())
+    text = C.help_text(Experiment("x", model, mixture=(Adam(),)))
+    for name in (
+        "mixer.factor",
+        "mixer.inner.by",
+        "mixer.inner.word",
+        "other-mixer.factor",
+        "other-mixer.inner",
+        "heads",
+    ):
+        assert f"--model.{name} " in text
+    assert "--optimizer.learning-rate " in text and "Scaled" not in text.split("options")[0]
 
 
 # Experiment files

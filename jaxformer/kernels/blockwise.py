@@ -91,8 +91,8 @@ def _choose_block(mask: Mask, T: int, S: int, heads: int) -> tuple[int, int]:
     return best[1:]
 
 
-_choose_static = lru_cache(maxsize=256)(_choose_block)
-_VISIT = 8_000.0  # a visit's fixed price, in pairs of one head: measured on XLA:CPU
+_choose_static: Any = lru_cache(maxsize=256)(_choose_block)
+_VISIT = 2_500.0  # a visit's fixed price, in pairs of one head: measured on XLA:CPU
 
 
 def _any_of(blocks, count: int, axis: int):

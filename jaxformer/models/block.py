@@ -134,7 +134,7 @@ def attention(
             implementation=config.attention_implementation,
         )
         if attend is None:
-            out = ops.attention(query, key, value, **options)
+            out: Any = ops.attention(query, key, value, **options)
         else:
             out = attend(params, context, query, key, value, **options)
         out, weights = out if context.return_weights else (out, None)
@@ -153,7 +153,9 @@ def extended(context: Context, key: Float[Array, "B T K H"], value: Float[Array,
     if context.state is None:
         return key, value, None
     state = {
-        name: lax.dynamic_update_slice_in_dim(context.state[name], new.astype(context.state[name].dtype), context.start, 1)
+        name: lax.dynamic_update_slice_in_dim(
+            context.state[name], new.astype(context.state[name].dtype), context.start, 1
+        )
         for name, new in (("key", key), ("value", value))
     }
     return state["key"].astype(key.dtype), state["value"].astype(value.dtype), state

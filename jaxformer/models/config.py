@@ -41,7 +41,9 @@ class ModelConfig:
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     norm_eps: float = 1e-5
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    positions: Learned | Sinusoidal | Rope | tuple[Rope | None, ...] | None = Learned()  # a tuple: one a layer, repeated
+    positions: Learned | Sinusoidal | Rope | tuple[Rope | None, ...] | None = (
+        Learned()
+    )  # a tuple: one a layer, repeated
     masks: tuple[Mask, ...] = (causal(),)  # one a layer, repeated over the depth: (causal(), causal() & window(255))
     mixer: Callable | None = None  # None: models.block.attention; one of models.mixers or models.variants; or your own
     use_bias: bool = True

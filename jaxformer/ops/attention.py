@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ def attention(
     _check(query, key, value, bias, sinks, dropout_rate)
     mask = (full() if mask is None else mask).sized(key.shape[1])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    options = dict(
+    options: dict[str, Any] = dict(
         mask=mask, bias=bias, softcap=softcap, sinks=sinks, dropout_rate=dropout_rate, dropout_key=dropout_key
     )  # fmt: skip
     if return_weights and implementation not in (None, "reference"):

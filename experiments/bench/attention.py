@@ -1,0 +1,202 @@
+"""What attention costs as sequences grow: every variant beside the dense reference, forward and backward, in one process.
+
+The efficiency table of Long Range Arena (Tay et al. 2020, arXiv:2011.04006, table 2) for this machine: milliseconds and
+mebibytes of temporary memory (the compiler's account) a call, one row, 4 heads of 64, float32, from 512 to 32,768 tokens.
+First the ratios that the library stands for, with 8 heads. Programs to be compared run alternately; figures are medians.
+Command: make bench WHAT=attention          (20 minutes on 2 cores; writes runs/bench/attention.json and .png)
+         make bench WHAT=attention ARGS="--longest 4096"
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import random
+
+from jaxformer import masks, ops
+from jaxformer.training.loop import keep_memory
+
+HEADS, WIDTH, FEATURES, RANK = 4, 64, 128, 128
+DENSE_UP_TO = 8192  # its scores alone are 1 GiB there, and it keeps several such arrays
+causal = masks.causal()
+
+
+def exact(mask: masks.Mask, implementation: str = "blockwise") -> Callable:
+    return partial(ops.attention, mask=mask, implementation=implementation)
+
+
+def performer(query, key, value):
+    projection = ops.orthogonal_projection(random.key(0), FEATURES, WIDTH)
+    return ops.favor_attention(query, key, value, projection, mask=causal, stabiliser=0.0)
+
+
+def linformer(query, key, value):
+    project = random.normal(random.key(0), (key.shape[1], RANK)) / RANK**0.5
+    return ops.linformer_attention(query, key, value, project)
+
+
+def longformer(query, key, value):
+    return ops.longformer_attention(query, key, value, query, key, value, window=512, global_tokens=16)
+
+
+def bigbird(query, key, value):
+    layout = ops.bigbird_layout(random.key(0), query.shape[1], 64, 3, HEADS)
+    return ops.bigbird_attention(query, key, value, layout, block=64)
+
+
+def reformer(query, key, value):
+    buckets = 2 ** int(np.log2(2 * query.shape[1] / 64))
+    rotations = ops.random_rotations(random.key(0), HEADS, WIDTH, 2, buckets)
+    return ops.lsh_attention(query, value, rotations, chunk=64, mask=causal)
+
+
+# name: (function of query, key, value; how its cost should grow)
+VARIANTS: dict[str, tuple[Callable, str]] = {
+    "dense": (exact(causal, "reference"), "n^2"),
+    "blockwise, causal": (exact(causal), "n^2 / 2"),
+    "window(256)": (exact(masks.window(256)), "n"),
+    "longformer": (longformer, "n"),
+    "bigbird": (bigbird, "n"),
+    "sparse, strided": (exact(masks.sparse_transformer_strided(128)), "n^2 / 128 keys, all blocks"),
+    "sparse, fixed": (exact(masks.sparse_transformer_fixed(128, 8)), "n^2 / 16 keys, all blocks"),
+    "linear": (partial(ops.linear_attention, mask=causal), "n"),
+    "performer": (performer, "n"),
+    "linformer": (linformer, "n"),
+    "reformer": (reformer, "n log n"),
+}
+
+
+class Program:
+    """A variant's forward and backward pass at one length, compiled; calling it runs it and notes the milliseconds."""
+
+    def __init__(self, function: Callable, length: int, heads: int = HEADS):
+        def both(query, key, value, g):
+            out, pullback = jax.vjp(function, query, key, value)
+            return out, pullback(g)
+
+        keys = random.split(random.key(0), 4)
+        self.arrays = [random.normal(key, (1, length, heads, WIDTH)) for key in keys]
+        self.compiled = jax.jit(both).lower(*self.arrays).compile()
+        analysis: Any = self.compiled.memory_analysis()
+        self.memory: int = analysis.temp_size_in_bytes
+        self.times: list[float] = []
+        jax.block_until_ready(self.compiled(*self.arrays))
+
+    def __call__(self) -> None:
+        began = time.perf_counter()
+        jax.block_until_ready(self.compiled(*self.arrays))
+        self.times.append(1e3 * (time.perf_counter() - began))
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+
+def compare(one: Program, other: Program, rounds: int) -> float:
+    """median time of one / median time of other, run alternately."""
+    for _ in range(rounds):
+        one()
+        other()
+    return one.median / other.median
+
+
+def shown(program: Program) -> str:
+    return f"{program.median:.1f} ms (median of {len(program.times)}, from {min(program.times):.1f})"
+
+
+def ratios(rounds: int) -> dict[str, Any]:
+    """The issue's claims, each with both raw figures."""
+    heads = 2 * HEADS
+    dense, blockwise = Program(exact(causal, "reference"), 4096, heads), Program(exact(causal), 4096, heads)
+    against_dense = compare(blockwise, dense, rounds)
+    print(f"causal, n = 4,096: blockwise {shown(blockwise)} / dense {shown(dense)} = {against_dense:.2f}", flush=True)
+    n, mask = 16_384, masks.window(256)
+    window, full = Program(exact(mask), n, heads), Program(exact(masks.full()), n, heads)
+    share, density = compare(window, full, max(3, rounds // 2)), mask.density(n, n)
+    print(
+        f"window(256), n = 16,384: {shown(window)} / all keys {shown(full)} = {share:.4f} = {share / density:.2f} x its "
+        f"density {density:.4f}"
+    )
+    for name, program in {"all keys": full, "window(256)": window}.items():
+        print(f"memory at n = 16,384, {name}: {program.memory / 2**20:.1f} MiB = "
+              f"{program.memory / (4 * heads * n * n):.2%} of the scores", flush=True)  # fmt: skip
+    return dict(
+        blockwise_to_dense=against_dense, window_to_density=share / density, memory=full.memory / (4 * heads * n * n)
+    )  # fmt: skip
+
+
+def table(longest: int, budget: float) -> dict[str, dict[int, tuple[float, int]]]:
+    """{variant: {length: (milliseconds, bytes)}}, printed as it grows; each figure's runs take some `budget` seconds."""
+    results: dict[str, dict[int, tuple[float, int]]] = {name: {} for name in VARIANTS}
+    length = 512
+    while length <= longest:
+        for name, (function, _) in VARIANTS.items():
+            if name == "dense" and length > DENSE_UP_TO:
+                continue
+            program, began = Program(function, length), time.perf_counter()
+            while len(program.times) < 3 or (time.perf_counter() - began < budget and len(program.times) < 30):
+                program()
+                if program.times[-1] > 1e4:
+                    break
+            results[name][length] = program.median, program.memory
+            ratio = f"{results['dense'][length][0] / program.median:6.2f} x dense" if length in results["dense"] else ""
+            print(
+                f"{length:6,}  {name:18} {program.median:10.1f} ms {program.memory / 2**20:9.1f} MiB  {ratio}",
+                flush=True,
+            )
+        length *= 2
+    print("\ntime(2n) / time(n)")
+    for name, row in results.items():
+        lengths = sorted(row)[1:]
+        growth = "  ".join(f"{n:,}: {row[n][0] / row[n // 2][0]:.2f}" for n in lengths)
+        print(f"  {name:18} grows as {VARIANTS[name][1]:28} {growth}")
+    return results
+
+
+def plot(results: dict[str, dict[int, tuple[float, int]]], path: Path) -> None:
+    """Time and memory against length, both axes logarithmic."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
+    for axes, index, unit in zip(figure.subplots(1, 2), (0, 1), ("milliseconds", "MiB"), strict=True):
+        for i, (name, row) in enumerate(results.items()):
+            lengths = sorted(row)
+            values = [row[n][index] / (2**20 if index else 1) for n in lengths]
+            axes.plot(lengths, values, marker="o", markersize=3, linewidth=1.2, color=f"C{i % 10}", label=name,
+                      linestyle="--" if i >= 10 else "-")  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set(xlabel="tokens", ylabel=unit, title="forward + backward" if index == 0 else "temporary memory")
+        axes.grid(alpha=0.25)
+    figure.axes[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--longest", type=int, default=32_768, help="0 leaves the table out")
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds a figure of the table")
+    options = parser.parse_args()
+    keep_memory()
+    device = jax.devices()[0]
+    print(f"jax {jax.__version__}, {device.device_kind}, {HEADS} heads x {WIDTH}, float32, forward + backward")
+    summary = ratios(options.rounds)
+    results = table(options.longest, options.budget) if options.longest else {}
+    folder = Path("runs/bench")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "attention.json").write_text(json.dumps({"ratios": summary, "table": results}, indent=2))
+    if results:
+        plot(results, folder / "attention.png")
+        print(f"{folder}/attention.json, {folder}/attention.png")
+
+
+if __name__ == "__main__":
+    main()

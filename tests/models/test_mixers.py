@@ -1,0 +1,418 @@
+"""Every named system as a model's mixer: the properties of a stack, and dense attention where a system contains it."""
+
+from dataclasses import fields, replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxformer import config as C
+from jaxformer import decoding, masks, models, ops, params
+from jaxformer.config import ConfigError
+from jaxformer.decoding import Sampling
+from jaxformer.models import ModelConfig, block, mixers, reversible, transformer
+from jaxformer.models.block import Context, Mixed, Mixer
+from jaxformer.ops.positions import Rope
+from jaxformer.params import Spec
+
+V, T, L = 13, 16, 2
+CAUSAL = (masks.causal(),)
+BASE = ModelConfig(
+    vocab_size=V, num_layers=L, d_model=8, num_heads=2, context_length=T, masks=(masks.full(),), init_std=0.5,
+    tie_embeddings=False,
+)  # fmt: skip
+SYSTEMS = {
+    "longformer": replace(BASE, mixer=mixers.Longformer(4, 2), num_kv_heads=1, positions=Rope()),
+    "bigbird": replace(BASE, mixer=mixers.BigBird(2, 1, "random")),
+    "linear": replace(BASE, mixer=mixers.Linear(chunk=4), masks=CAUSAL, positions=Rope(), num_kv_heads=1),
+    "efficient": replace(BASE, mixer=mixers.Efficient(chunk=4), masks=CAUSAL),
+    "efficient_full": replace(BASE, mixer=mixers.Efficient()),
+    "performer": replace(BASE, mixer=mixers.Performer(12, chunk=4), masks=CAUSAL, num_kv_heads=1),
+    "performer_full": replace(BASE, mixer=mixers.Performer(12, "relu")),
+    "linformer": replace(BASE, mixer=mixers.Linformer(5, "none"), num_kv_heads=1),
+    "linformer_layerwise": replace(BASE, mixer=mixers.Linformer(5, "layerwise"), positions=Rope()),
+    "reformer": replace(BASE, mixer=mixers.Reformer(4), masks=CAUSAL, positions=Rope()),
+    "reformer_full": replace(BASE, mixer=mixers.Reformer(4, buckets=(2, 4), chunks_after=1)),
+}
+# A softmax over keys does not feel what is added to all of them, unless positions turn it.
+DEAD = {"bigbird": ("attention/key/bias",), "efficient_full": ("attention/key/bias",)}
+
+# Compiling takes most of the time of this file, so without the backend's optimisations.
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+TOKENS = jax.random.randint(jax.random.key(1), (2, T), 0, V)
+ONES = jnp.ones((2, T), jnp.int32)
+
+
+@cache
+def parameters(config):
+    """Random values for every parameter, from NumPy: those that start at zero or one would hide mistakes."""
+    rng = np.random.default_rng(0)
+    draw = lambda leaf: jnp.asarray(rng.normal(scale=0.5, size=leaf.shape).astype(np.float32))
+    return jax.tree.map(draw, params.abstract(models.spec(config)))
+
+
+@partial(jit, static_argnums=0)
+def run(config, p, tokens=TOKENS, segment_ids=ONES, **options):
+    return models.apply(config, p, tokens, segment_ids=segment_ids, **options).logits
+
+
+def close(a, b, tolerance=1e-5):
+    # float32 sums in another order, a few layers deep, from numbers of order one
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+# what differs by layer is parameters alone, constants, or nothing but what layers share
+@pytest.mark.parametrize("name", ["longformer", "bigbird", "performer", "linformer_layerwise", "reformer"])
+def test_unrolled_equals_scanned(name):
+    config = SYSTEMS[name]
+    close(run(replace(config, unroll=L), parameters(config)), run(config, parameters(config)))
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_gradients_and_16_bits(name):
+    """Of one layer's mixer: every parameter has a gradient, and bfloat16 input gives nearly what float32 does."""
+    config = SYSTEMS[name]
+    p = {"attention": jax.tree.map(lambda a: a[0], parameters(config)["layers"]["attention"])}
+    p |= {"shared": parameters(config).get("shared")}
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, T, 8)), jnp.float32)
+    mixer = transformer.mixer(config)
+    constants = jax.tree.map(lambda a: a[0], mixer.constants(T))
+
+    def loss(p, x):
+        context = Context(config.masks[0], jnp.arange(T)[None], constants=constants, shared=p["shared"])
+        out = mixer.apply(p["attention"], x, context).out
+        return jnp.sum(jnp.sin(out)), out
+
+    gradients, exact = jit(jax.grad(loss, has_aux=True))(p, x)
+    rough = jit(loss)(p, x.astype(jnp.bfloat16))[1]
+    assert rough.dtype == jnp.bfloat16
+    # 8 bits of mantissa, but for tokens of Reformer's that hash to another bucket
+    errors = jnp.linalg.norm(rough - exact, axis=-1) / jnp.linalg.norm(exact, axis=-1)
+    assert jnp.quantile(errors, 0.8) < 0.05, errors
+    for path, leaf in params.paths({k: v for k, v in gradients.items() if v is not None}).items():
+        assert jnp.isfinite(leaf).all(), path
+        # what is zero but for rounding is below 1e-5, everything else well above
+        assert (jnp.abs(leaf).max() < 1e-4) == (path in DEAD.get(name, ())), (path, jnp.abs(leaf).max())
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_padding_is_not_seen(name):
+    """What stands in it does not matter; and where positions enter by distance or from the left, neither does it itself."""
+    config, real = SYSTEMS[name], 11
+    p, junk = parameters(config), (TOKENS + 1) % V
+    right = jnp.concatenate([ONES[:, :real], ONES[:, real:] * 0], axis=1)
+    behind = [run(config, p, jnp.where(right == 1, TOKENS, x), right)[:, :real] for x in (TOKENS, junk)]
+    np.testing.assert_array_equal(*behind)
+    left, shifted = jnp.roll(right, T - real, axis=1), jnp.roll(TOKENS, T - real, axis=1)
+    before = [run(config, p, jnp.where(left == 1, shifted, x), left)[:, T - real :] for x in (TOKENS, junk)]
+    np.testing.assert_array_equal(*before)
+    if name.startswith(("linear", "efficient", "performer")):
+        close(before[0], behind[0])
+    if name in ("longformer", "linformer_layerwise", "efficient_full", "performer_full"):
+        close(behind[0], run(config, p, TOKENS[:, :real], ONES[:, :real]))
+
+
+@pytest.mark.parametrize("name", [n for n in SYSTEMS if SYSTEMS[n].masks == CAUSAL and n != "reformer"])
+def test_causal(name):
+    config, k = SYSTEMS[name], 9
+    logits, other = (run(config, parameters(config), TOKENS.at[:, k:].add(n) % V) for n in (0, 1))
+    close(other[:, :k], logits[:, :k])
+    assert jnp.abs(other[:, k:] - logits[:, k:]).max() > 1e-3
+
+
+def test_a_causal_reformer_takes_nothing_from_later_tokens():
+    """They decide who else is in a chunk, so other tokens there change what comes before; but no gradient reaches them."""
+    config, k = replace(SYSTEMS["reformer"], positions=models.Learned()), 9
+    early = jit(jax.grad(lambda p: jnp.sum(jnp.sin(models.apply(config, p, TOKENS).logits[:, :k]))))
+    rows = early(parameters(config))["embedding"]["positions"]
+    assert jnp.all(rows[k:] == 0) and jnp.all(jnp.any(rows[:k] != 0, axis=1))
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("name", ["linear", "performer"])
+def test_cached_pieces_equal_the_forward_pass(name):
+    config = SYSTEMS[name]
+    whole = run(config, parameters(config))
+    step = jit(partial(models.apply, config))
+    cache = decoding.init_cache(config, 2, T + 3, jnp.bfloat16)
+    assert all(leaf.dtype == jnp.float32 for leaf in cache.layers.values())  # sums never have fewer bits
+    start = 0
+    for length in (6, 1, 1, 6, 1, 1):
+        out = step(parameters(config), TOKENS[:, start : start + length], cache=cache)
+        close(out.logits, whole[:, start : start + length])
+        cache, start = out.cache, start + length
+
+
+@pytest.mark.parametrize("name", ["linear", "performer"])
+def test_greedy_generation_equals_forward_passes_for_ragged_prompts(name):
+    config = SYSTEMS[name]
+    prompts, new = [[1, 2, 3, 4, 5], [7], [4] * 8], 8
+    outs = decoding.generate(config, parameters(config), prompts, new, how=Sampling(temperature=0.0))
+    rows = [prompt + out for prompt, out in zip(prompts, outs, strict=True)]
+    tokens, ids = (jnp.array([r + [0] * (T - len(r)) for r in x]) for x in (rows, [[1] * len(r) for r in rows]))
+    likeliest = jnp.argmax(run(config, parameters(config), tokens, ids), axis=-1)
+    for prompt, out, best in zip(prompts, outs, likeliest, strict=True):
+        assert best[len(prompt) - 1 : len(prompt) - 1 + new].tolist() == out
+
+
+def test_decoding_refuses_what_sums_cannot_keep():
+    config = SYSTEMS["linear"]
+    step = jit(models.apply, static_argnums=0)
+    packed = jnp.array([[1, 1, 2, 2], [0, 1, 1, 1]])
+    cache = decoding.init_cache(config, 2, 8)
+    logits = step(config, parameters(config), TOKENS[:, :4], segment_ids=packed, cache=cache).logits
+    assert jnp.isnan(logits[0]).all() and jnp.isfinite(logits[1]).all()
+    with pytest.raises(NotImplementedError, match=r"Linear decodes under causal\(\) alone"):
+        step(replace(config, masks=(masks.full(),)), parameters(config), TOKENS[:, :4], cache=cache)
+    for name in set(SYSTEMS) - {"linear", "performer", "performer_full"}:
+        with pytest.raises(NotImplementedError, match=rf"{type(SYSTEMS[name].mixer).__name__} cannot decode"):
+            decoding.init_cache(SYSTEMS[name], 2, 8)
+
+
+# Dense attention, where a system contains it
+
+
+def dense(config, p, mask=masks.full()):
+    attention = {name: p["layers"]["attention"][name] for name in ("query", "key", "value", "out")}
+    p = {name: p[name] for name in p if name != "shared"} | {"layers": p["layers"] | {"attention": attention}}
+    return run(replace(config, mixer=None, masks=(mask,)), p)
+
+
+def with_attention(p, **changes):
+    return p | {"layers": p["layers"] | {"attention": p["layers"]["attention"] | changes}}
+
+
+def test_bigbird_of_few_blocks_sees_everything():
+    config = replace(BASE, mixer=mixers.BigBird(4, 0, "zero"))
+    close(run(config, parameters(config)), dense(config, parameters(config)))
+
+
+@pytest.mark.parametrize("window, count", [(2 * T, 0), (4, 2)])
+def test_longformer_with_equal_projections_is_its_mask(window, count):
+    config = replace(BASE, mixer=mixers.Longformer(window, count))
+    p = parameters(config)
+    p = with_attention(p, **{f"global_{name}": p["layers"]["attention"][name] for name in ("query", "key", "value")})
+    expected = dense(config, p, masks.longformer(window, count))
+    close(run(config, p), expected)
+    if count:  # the same tokens as flags of a batch, traced
+        flagged = replace(config, mixer=mixers.Longformer(window, max_globals=3))
+        flags = jnp.broadcast_to(jnp.arange(T) < count, (2, T))
+        close(run(flagged, p, inputs={"global_tokens": flags}), expected)
+
+
+def test_linformer_of_full_rank_is_attention():
+    config = replace(BASE, mixer=mixers.Linformer(T, "headwise"))
+    p = parameters(config)
+    identity = jnp.broadcast_to(jnp.eye(T), (L, T, T))
+    close(run(config, with_attention(p, key_projection=identity, value_projection=identity)), dense(config, p))
+
+
+def test_linformer_shares_what_it_says():
+    shapes = {}
+    for sharing in ("headwise", "key_value", "layerwise", "none"):
+        paths = params.paths(models.spec(replace(BASE, mixer=mixers.Linformer(5, sharing))))
+        shapes[sharing] = sorted(
+            (path.split("/")[0], leaf.shape) for path, leaf in paths.items() if "projection" in path
+        )
+    assert shapes == {
+        "headwise": [("layers", (L, T, 5))] * 2,
+        "key_value": [("layers", (L, T, 5))],
+        "layerwise": [("shared", (T, 5))],
+        "none": [("layers", (L, 2, T, 5))] * 2,
+    }
+
+
+def test_reformer_of_one_chunk_is_attention_to_unit_keys():
+    """All tokens in one chunk: softmax over queries as keys of length one, a token itself only where there is no other."""
+    config = replace(BASE, num_layers=1, mixer=mixers.Reformer(T, rounds=1), masks=CAUSAL)
+    p = jax.tree.map(lambda a: a[0], parameters(config)["layers"]["attention"])
+    x = jax.random.normal(jax.random.key(3), (2, T, 8))
+
+    @jit
+    def both(p, x):
+        mixer = transformer.mixer(config)
+        constants = jax.tree.map(lambda a: a[0], mixer.constants(T))
+        out = mixer.apply(p, x, Context(masks.causal(), jnp.arange(T)[None], constants=constants)).out
+        query, value = (block.linear("btd,dnh->btnh", x, p[name]) for name in ("query", "value"))
+        # eps, 1e-6 of a mean square, is 4e-6 of the sum of four squares
+        key = query / jnp.sqrt(jnp.sum(jnp.square(query), axis=-1, keepdims=True) + 4e-6)
+        bias = jnp.where(jnp.eye(T, dtype=bool), -1e5, 0.0)[None, None]
+        expected = ops.attention(query, key, value, mask=masks.causal(), bias=bias, scale=1.0)
+        return out, block.linear("btnh,nhd->btd", expected, p["out"])
+
+    close(*both(p, x))
+
+
+# Data that is drawn, and what is refused
+
+
+@pytest.mark.parametrize("name", ["bigbird", "performer", "reformer_full"])
+def test_constants_are_drawn_by_layer_and_can_be_replaced(name):
+    config = SYSTEMS[name]
+    drawn = transformer.mixer(config).constants(T)
+    assert all(leaf.shape[0] == L and jnp.any(leaf[0] != leaf[1]) for leaf in jax.tree.leaves(drawn))
+    close(run(config, parameters(config), constants=drawn), run(config, parameters(config)))
+    swapped = jax.tree.map(lambda leaf: leaf[::-1], drawn)
+    assert jnp.abs(run(config, parameters(config), constants=swapped) - run(config, parameters(config))).max() > 1e-3
+    other = transformer.mixer(replace(config, mixer=replace(config.mixer, seed=1))).constants(T)
+    assert any(jnp.any(a != b) for a, b in zip(jax.tree.leaves(drawn), jax.tree.leaves(other), strict=True))
+
+
+def test_bigbird_layouts():
+    config = replace(BASE, mixer=mixers.BigBird(1, 1, "seeded"))
+    layouts = transformer.mixer(config).constants(T)
+    for layer in range(L):
+        np.testing.assert_array_equal(layouts[layer], ops.bigbird_layout_seeded(T, 1, 1, 2, layer, max_length=T))
+    zero = transformer.mixer(replace(BASE, mixer=mixers.BigBird(2, 3, "zero"))).constants(T)
+    assert zero.shape == (L, 2, 6, 3) and not zero.any()
+
+
+def test_reformer_hashes_anew_with_a_dropout_key():
+    config = SYSTEMS["reformer"]
+    for redraw in (True, False):
+        chosen = replace(config, mixer=mixers.Reformer(4, redraw=redraw))
+        a, b = (run(chosen, parameters(config), dropout_key=jax.random.key(s, impl="unsafe_rbg")) for s in (0, 1))
+        assert (jnp.abs(a - b).max() > 1e-3) == redraw
+
+
+@pytest.mark.parametrize(
+    "name, changes, said",
+    [
+        ("reformer", dict(attention_softcap=5.0), "attention_softcap=5.0: Reformer"),
+        ("linear", dict(attention_dropout_rate=0.1), "attention_dropout_rate=0.1: Linear"),
+        ("efficient", dict(attention_dropout_rate=0.1), "attention_dropout_rate=0.1: Efficient"),
+        ("performer", dict(attention_dropout_rate=0.1), "attention_dropout_rate=0.1: Performer"),
+        ("reformer", dict(num_kv_heads=1), "num_kv_heads=1: Reformer"),
+    ],
+)
+def test_settings_that_a_system_lacks(name, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        models.spec(replace(SYSTEMS[name], **changes))
+
+
+@pytest.mark.parametrize("name", ["longformer", "bigbird", "linformer", "linear", "efficient", "performer"])
+def test_masks_and_maps_that_a_system_lacks(name):
+    config = replace(SYSTEMS[name], masks=(masks.causal() & masks.window(3),))
+    with pytest.raises(NotImplementedError, match=f"(?i){type(config.mixer).__name__}"):
+        jax.eval_shape(partial(models.apply, config), parameters(SYSTEMS[name]), TOKENS)
+    with pytest.raises(NotImplementedError, match=f"{type(config.mixer).__name__} keeps no attention maps"):
+        jax.eval_shape(partial(models.apply, SYSTEMS[name], return_attention=True), parameters(SYSTEMS[name]), TOKENS)
+
+
+# As data
+
+
+@pytest.mark.parametrize(
+    "cls", [c for c in vars(mixers).values() if isinstance(c, type) and c.__module__ == mixers.__name__]
+)
+def test_one_option_selects_a_system_and_json_keeps_it(cls):
+    config = C.override(BASE, [f"--mixer={mixers.__name__}:{cls.__name__}"])
+    assert config.mixer == cls() and hash(config) == hash(replace(config))
+    assert C.loads(ModelConfig, C.dumps(config)) == config
+    first = fields(cls)[0].name
+    assert f"--mixer.{first.replace('_', '-')} " in C.help_text(config)
+    if cls is mixers.Longformer:
+        config = C.override(config, ["--mixer.window=4", "--mixer.global-tokens", "1", "5"])
+        assert config.mixer == mixers.Longformer(4, (1, 5)) and C.loads(ModelConfig, C.dumps(config)) == config
+
+
+def test_local_and_sparse_transformers_are_masks():
+    texts = [
+        "causal() & window(3)",
+        "sparse_transformer_strided(4)",
+        "sparse_transformer_fixed(4, 2)",
+        "chunked(4) & causal()",
+    ]
+    config = C.override(BASE, ["--masks", *texts, "--num-layers=4"])
+    assert C.loads(ModelConfig, C.dumps(config)) == config
+    maps = jit(partial(models.apply, config, return_attention=True))(parameters(config), TOKENS).attention
+    for text, weights in zip(texts, maps, strict=True):
+        shown = jnp.broadcast_to(masks.parse(text).dense(T, T), weights.shape)
+        np.testing.assert_array_equal(weights > 0, shown, text)
+
+
+# Training
+
+
+def test_a_linformer_learns_to_reverse():
+    config = replace(BASE, num_layers=1, d_model=32, mixer=mixers.Linformer(T))
+    optimizer = optax.adam(1e-2)
+
+    def loss(p, tokens):
+        logits = models.apply(config, p, tokens).logits
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, ::-1]).mean()
+
+    @jit
+    def train(p, batches):
+        def step(carry, tokens):
+            p, state = carry
+            value, gradients = jax.value_and_grad(loss)(p, tokens)
+            updates, state = optimizer.update(gradients, state)
+            return (optax.apply_updates(p, updates), state), value
+
+        return jax.lax.scan(step, (p, optimizer.init(p)), batches)[1]
+
+    batches = jnp.asarray(np.random.default_rng(0).integers(0, V, (150, 32, T)))
+    losses = train(jax.tree.map(lambda a: a / 5, parameters(config)), batches)
+    assert losses[0] > 0.9 * np.log(V) and losses[-10:].mean() < 0.5 * np.log(V), losses[::10]
+
+
+def mixer_with_everything(config):
+    """A small mixer with parameters, what layers share, constants, its layer's number, its mask and dropout."""
+    matrix = Spec((8, 8), ("embed", "embed_out"), jax.nn.initializers.normal(), ("embed",))
+
+    def apply(p, x, context):
+        total = jnp.cumsum(ops.einsum("btd,de->bte", x, p["kernel"]), axis=1) * context.constants
+        out = jnp.tanh(ops.einsum("btd,de->bte", total, context.shared["kernel"])) + context.layer
+        seen = context.mask.dense(T, T)[0, 0].sum(1)[None, :, None]
+        return Mixed(ops.dropout(out, 0.3, context.dropout_key) * seen)
+
+    return Mixer({"kernel": matrix}, apply, lambda *_: {}, {"kernel": matrix}, lambda T: 1.0 + jnp.arange(L))
+
+
+def test_reversible_layers_have_the_gradients_of_plain_ones(monkeypatch):
+    """In the parameters that all layers share, too; dropout falls where it fell when layers are recomputed."""
+    key = jax.random.key(4, impl="unsafe_rbg")  # whose bits compile fast
+
+    def plain(f, g, params, x1, x2, *extra):
+        for i in range(L):
+            layer = jax.tree.map(lambda a, i=i: a[i], params)
+            x1 = x1 + f(layer, x2, *extra)
+            x2 = x2 + g(layer, x1, *extra)
+        return x1, x2
+
+    with jax.enable_x64(True):
+        config = replace(BASE, mixer=mixer_with_everything, masks=CAUSAL, dropout_rate=0.2)
+        p = jax.tree.map(lambda a: a.astype(jnp.float64), parameters(config))
+
+        def gradient(p):
+            def loss(p):
+                hidden, _, _ = reversible.reversible_encode(config, p, TOKENS, dropout_key=key)
+                return jnp.sum(jnp.sin(hidden)), hidden
+
+            return jit(jax.grad(loss, has_aux=True))(p)
+
+        ours = gradient(p)
+        monkeypatch.setattr(reversible, "reversible_stack", plain)
+        # float64, streams that come back through four subtractions
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), ours, gradient(p))
+
+
+def test_reversible_layers_take_a_reformer_and_refuse_by_name():
+    config = SYSTEMS["reformer"]
+    encode = partial(reversible.reversible_encode, config, dropout_key=jax.random.key(0))
+    assert jax.eval_shape(encode, parameters(config), TOKENS)[0].shape == (2, T, 8)
+    for changes, said in (
+        (dict(norm_placement="post"), "norm_placement='post'"),
+        (dict(masks=(masks.causal(), masks.full())), "masks="),
+        (dict(positions=(Rope(), None)), "positions="),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            reversible.reversible_encode(replace(config, **changes), parameters(config), TOKENS)
+    with pytest.raises(NotImplementedError, match="attention maps"):
+        reversible.reversible_encode(config, parameters(config), TOKENS, return_attention=True)
