@@ -84,9 +84,17 @@ def _axes(spec: str) -> tuple[str, str, str]:
 def _dot(spec, a, b):
     """The product with float32 sums. The operand that owns the result's first free axis goes first.
 
-    XLA:CPU has no kernel for some products that are written the other way round ("Unsupported element type for DotThunk").
+    XLA:CPU has no kernel for some products that are written the other way round ("Unsupported element type for DotThunk"),
+    nor for a batch axis between two free ones: there the result is made batch first, and turned afterwards.
     """
     a_axes, b_axes, out = _axes(spec)
+    batch = "".join(axis for axis in out if axis in a_axes and axis in b_axes)
+    for axes in (a_axes, b_axes):
+        free = [axis for axis in axes if axis in out and axis not in batch]
+        if len(free) > 1 and batch and not out.startswith(batch) and "".join(free) not in out:
+            order = batch + "".join(axis for axis in out if axis not in batch)
+            y = _settled(_dot(f"{a_axes},{b_axes}->{order}", a, b))
+            return jnp.transpose(y, [order.index(axis) for axis in out])
     free = [axis for axis in out if not (axis in a_axes and axis in b_axes)]
     if free and free[0] in b_axes:
         a_axes, b_axes, a, b = b_axes, a_axes, b, a

@@ -136,7 +136,7 @@ def assert_equal(reference, kernel, tolerance):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, **tolerance), reference, kernel)
 
 
-@settings(deadline=None, max_examples=20, derandomize=True, phases=DRAW)
+@settings(deadline=None, max_examples=12, derandomize=True, phases=DRAW)
 @given(st.data())
 def test_equals_the_reference_in_float64(data):
     with jax.enable_x64(True):
@@ -151,7 +151,7 @@ def test_equals_the_reference_in_float64_at_length(data):
         assert_equal(*both(*draw_case(data.draw, jnp.float64)), FLOAT64)
 
 
-@settings(deadline=None, max_examples=6, derandomize=True, phases=DRAW)
+@settings(deadline=None, max_examples=4, derandomize=True, phases=DRAW)
 @given(st.data())
 def test_equals_the_reference_in_float32(data):
     assert_equal(*both(*draw_case(data.draw, jnp.float32)), FLOAT32)
@@ -166,7 +166,7 @@ def test_every_mask_at_a_size_of_many_blocks(name):
     assert_equal(*both(arrays, {}, None, fixed, (8, 16)), FLOAT32)
 
 
-@settings(deadline=None, max_examples=5, derandomize=True, phases=DRAW)
+@settings(deadline=None, max_examples=3, derandomize=True, phases=DRAW)
 @given(st.data())
 def test_bfloat16_is_within_its_rounding_of_a_float64_truth(data):
     """The kernel's error is at most twice the reference's own, plus the rounding of its output, 2^-9 of |out| <= 3.

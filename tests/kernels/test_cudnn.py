@@ -49,7 +49,12 @@ def arrays(T, S, N=4, K=2, H=8, dtype=jnp.float32, B=3, seed=0):
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize(("mask", "T", "S", "keywords"), PLANNED, ids=str)
+def named(value) -> str:
+    """A test's name that is the same in every process: sets of words have no order."""
+    return "+".join(sorted(value)) if isinstance(value, set) else str(value)
+
+
+@pytest.mark.parametrize(("mask", "T", "S", "keywords"), PLANNED, ids=named)
 def test_the_plan_is_the_mask(mask, T, S, keywords):
     """Value and all gradients, also of queries that see nothing; run by XLA, which computes what cuDNN is asked for."""
     query, key, value, g = arrays(T, S)
@@ -133,7 +138,7 @@ def test_refusals_look_at_shapes_alone():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("mask", "T", "S", "keywords"), PLANNED, ids=str)
+@pytest.mark.parametrize(("mask", "T", "S", "keywords"), PLANNED, ids=named)
 def test_on_a_gpu(mask, T, S, keywords):
     """The real kernel in bfloat16 against float32 arithmetic on the same numbers, at widths a GPU is used with."""
     if jax.default_backend() != "gpu":
