@@ -42,9 +42,8 @@ def blocks(mask, q_length: int, kv_length: int, rows: int, columns: int) -> np.n
 
 def first_query(mask, q_length: int, kv_length: int) -> int | None:
     """The position of the first query; None where only an array knows it."""
-    if mask.offset is None:
-        return kv_length - q_length
-    return int(mask.offset) if isinstance(mask.offset, int | np.integer) else None
+    first = mask.first(q_length, kv_length)
+    return int(first) if isinstance(first, int | np.integer) else None
 
 
 def density(mask, q_length: int, kv_length: int) -> float:

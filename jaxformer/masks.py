@@ -76,10 +76,13 @@ class Mask:
         """The operands of a mask that is an `&` of several, each with the offset of the whole; else the mask alone."""
         return tuple(replace(part, offset=self.offset) for part in self.parts) if self.rule is rules.and_ else (self,)
 
+    def first(self, q_length: int, kv_length: int) -> Any:
+        """Absolute position of the first query: a number, or an array where `at` was given one."""
+        return kv_length - q_length if self.offset is None else self.offset
+
     def positions(self, q_length: int, kv_length: int) -> tuple[Array, Array]:
         """Absolute positions of the queries and keys: bottom-right aligned unless `at` said otherwise."""
-        first = kv_length - q_length if self.offset is None else self.offset
-        return first + jnp.arange(q_length), jnp.arange(kv_length)
+        return self.first(q_length, kv_length) + jnp.arange(q_length), jnp.arange(kv_length)
 
     def dense(self, q_length: int, kv_length: int) -> Bool[Array, "#B #N T S"]:
         """The mask as an array `[B|1, N|1, T, S]`; for the reference, for small sizes, and to look at."""

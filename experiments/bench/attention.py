@@ -3,7 +3,7 @@
 The efficiency table of Long Range Arena (Tay et al. 2020, arXiv:2011.04006, table 2) for this machine: milliseconds and
 mebibytes of temporary memory (the compiler's account) a call, one row, 4 heads of 64, float32, from 512 to 32,768 tokens.
 First the ratios that the library stands for, with 8 heads. Programs to be compared run alternately; figures are medians.
-Command: make bench WHAT=attention          (20 minutes on 2 cores; writes runs/bench/attention.json and .png)
+Command: make bench WHAT=attention          (10 minutes on 2 cores; writes runs/bench/attention.json and .png)
          make bench WHAT=attention ARGS="--longest 4096"
 """
 

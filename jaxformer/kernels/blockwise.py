@@ -71,12 +71,15 @@ class _Call:
         return -(-self.S // self.bk)
 
 
+def _remembered(f):
+    """f(mask, ...), answered once for each static mask: forward, backward and every layer ask again."""
+    cached: Any = lru_cache(maxsize=256)(f)
+    return lambda mask, *rest: (cached if mask.static else f)(mask, *rest)
+
+
+@_remembered
 def choose_block(mask: Mask, T: int, S: int, heads: int) -> tuple[int, int]:
     """The (queries, keys) a block for which visited pairs plus a fixed price a visit are cheapest."""
-    return (_choose_static if mask.static else _choose_block)(mask, T, S, heads)
-
-
-def _choose_block(mask: Mask, T: int, S: int, heads: int) -> tuple[int, int]:
     if T * S == 0:
         return 1, 1
     bq, bk = (min(n, 64 << (n // 32_768).bit_length()) for n in (T, S))  # the finest: at most some 500 a side
@@ -91,7 +94,6 @@ def _choose_block(mask: Mask, T: int, S: int, heads: int) -> tuple[int, int]:
     return best[1:]
 
 
-_choose_static: Any = lru_cache(maxsize=256)(_choose_block)
 _VISIT = 2_500.0  # a visit's fixed price, in pairs of one head: measured on XLA:CPU
 
 
@@ -173,7 +175,7 @@ def _bias_block(call: _Call, mask: Mask, bias, whole, rows, i, j):
     """Block (i, j) of the bias, `[B or 1, N or 1, bq or 1, bk or 1]`."""
     if isinstance(bias, Bias):
         bias = replace(bias, arrays=whole, rows=rows)
-        return bias.block(_first(call, mask) + i * call.bq, call.bq, j * call.bk, call.bk)
+        return bias.block(mask.first(call.T, call.S) + i * call.bq, call.bq, j * call.bk, call.bk)
     return lax.dynamic_slice(whole.array, *whole.at(call, i, j))
 
 
@@ -187,7 +189,8 @@ class _Visits(NamedTuple):
     columns: np.ndarray
 
 
-def _visits(call: _Call, mask: Mask) -> dict[int, _Visits]:
+@_remembered
+def _visits(mask: Mask, call: _Call) -> dict[int, _Visits]:
     kinds = mask.blocks(call.T, call.S, (call.bq, call.bk))
     if call.S % call.bk:  # the last keys of the last block are padding
         kinds[:, -1] = np.minimum(kinds[:, -1], PARTIAL)
@@ -239,11 +242,7 @@ def _grouped(x, scores):
 
 
 def _positions(call: _Call, mask: Mask, i, j):
-    return _first(call, mask) + i * call.bq + jnp.arange(call.bq), j * call.bk + jnp.arange(call.bk)
-
-
-def _first(call: _Call, mask: Mask):
-    return call.S - call.T if mask.offset is None else mask.offset
+    return mask.first(call.T, call.S) + i * call.bq + jnp.arange(call.bq), j * call.bk + jnp.arange(call.bk)
 
 
 def _dropped(call: _Call, mask: Mask, drop_seed, x, i, j):
@@ -262,7 +261,7 @@ def _attend(call, query, key, value, mask, bias, sinks, drop_seed):
 def _forward(call, query, key, value, mask, bias, sinks, drop_seed):
     (B, _, N, _), (K, Hv) = query.shape, value.shape[2:]
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    keys, values, visits = _keys(call, key), _keys(call, value), _visits(call, mask)
+    keys, values, visits = _keys(call, key), _keys(call, value), _visits(mask, call)
     whole, bias_rows = _bias_parts(call, bias)
 
     def row(_, inputs):
@@ -298,7 +297,7 @@ def _backward(call, residuals, gradients):
     query, key, value, mask, bias, sinks, drop_seed, out, lse = residuals
     (d_out, d_lse), K = gradients, key.shape[2]
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    keys, values, visits = _keys(call, key), _keys(call, value), _visits(call, mask)
+    keys, values, visits = _keys(call, key), _keys(call, value), _visits(mask, call)
     whole, bias_rows = _bias_parts(call, bias)
 
     def row(sums, inputs):

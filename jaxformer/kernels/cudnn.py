@@ -78,7 +78,7 @@ def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
     limits = [part.arrays for part in mask.conjuncts() if part.name == "lengths"]
     if isinstance(planned, str) or not limits:
         return planned
-    offset = S - T if mask.offset is None else mask.offset
+    offset = mask.first(T, S)
     q_length, kv_length = jnp.full(1, T), jnp.full(1, S)
     for q, kv in limits:
         q_length = q_length if q is None else jnp.minimum(q_length, q - offset)
@@ -95,7 +95,7 @@ def _static_plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
         return "mask at an offset that is an array"
     if T == 0 or S == 0:
         return "empty queries or keys"
-    offset = S - T if mask.offset is None else int(mask.offset)
+    offset = int(mask.first(T, S))
     ends = band(*(part for part in mask.conjuncts() if part.name != "lengths"))
     if ends is None:
         return f"mask {mask}"

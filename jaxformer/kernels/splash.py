@@ -106,7 +106,7 @@ def block_size(length: int, head_width: int) -> int:
 
 def _split(mask: Mask, T: int, S: int) -> tuple[Mask, list[Mask]]:
     """The static part, its first query's position written out, and the conjuncts that hold arrays."""
-    first = S - T if mask.offset is None else int(mask.offset)
+    first = int(mask.first(T, S))
     parts = mask.sized(S).conjuncts()
     static = [part for part in parts if part.static] or [full()]
     return reduce(and_, static).at(first), [part for part in parts if not part.static]

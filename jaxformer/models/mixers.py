@@ -22,7 +22,7 @@ from jaxformer.config import ConfigError
 from jaxformer.models import block
 from jaxformer.models.block import Context, Mixed, Mixer, linear
 from jaxformer.models.config import ModelConfig
-from jaxformer.ops.linear_attention import FeatureMap, visibility
+from jaxformer.ops.linear_attention import FeatureMap, packed, visibility
 from jaxformer.ops.positions import Rope, rope
 from jaxformer.params import Spec
 
@@ -288,8 +288,7 @@ def _recurrent(
         state = ops.LinearState(**{name: sums.astype(wide) for name, sums in context.state.items()})
         state, out = ops.linear_attention_step(state, query, key, value, feature_map=(of_query, masked), **options)
         # sums of two segments cannot be parted: a row that has both, which cannot be refused when ids are traced, is NaN
-        several = jnp.max(ids, axis=1) > jnp.min(jnp.where(ids == 0, jnp.iinfo(ids.dtype).max, ids), axis=1)
-        out = jnp.where(several[:, None, None, None], jnp.nan, out)
+        out = jnp.where(packed(ids)[:, None, None, None], jnp.nan, out)
         return out, {name: getattr(state, name).astype(sums.dtype) for name, sums in context.state.items()}
 
     def state(batch: int, length: int, dtype) -> Tree:

@@ -34,8 +34,7 @@ def kept(
     """Which attention weights survive: a hash of (seed, row, head, query position, key position), for `rows` = (B, N).
 
     Any block of the weights can be asked for alone, and a kernel that never holds all of them drops what the reference
-    drops. The hash is the four-dimensional generator of Jarzynski & Olano 2020 (JCGT 9(3), section 4), which passes
-    BigCrush and costs a fifth of threefry.
+    drops. The hash is pcg4d of Jarzynski & Olano 2020 (JCGT 9(3)), some thirty integer operations an entry.
     """
     B, N = rows
     x = q_positions.astype(jnp.uint32)[None, None, :, None] + seed[0]

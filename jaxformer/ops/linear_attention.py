@@ -243,7 +243,7 @@ class View(NamedTuple):
 def visibility(mask: Mask | None, T: int, S: int, who: str) -> View:
     """Reads `full() / causal() & lengths(...) & segments(ids)`; NotImplementedError in the name of `who` for the rest."""
     mask = full() if mask is None else mask
-    first = S - T if mask.offset is None else mask.offset
+    first = mask.first(T, S)
     q, kv = first + jnp.arange(T), jnp.arange(S)
     causal, queries, keys, ids = False, None, None, None
     for part in mask.conjuncts():
@@ -378,6 +378,12 @@ def _runs(ids):
     last = jax.lax.cummax(jnp.where(ids != 0, at, 0), axis=1)  # the last token that was not padding
     ids = jnp.take_along_axis(ids, last, axis=1)
     return jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1)
+
+
+def packed(ids: Int[Array, "B L"]) -> Bool[Array, " B"]:
+    """Whether a row of ids has several segments that are not padding, 0."""
+    smallest = jnp.min(jnp.where(ids == 0, jnp.iinfo(ids.dtype).max, ids), axis=1)
+    return jnp.max(ids, axis=1) > smallest
 
 
 def _hide(x, shown):

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from jaxformer.masks import Mask
 from jaxformer.ops.attention import attention
 from jaxformer.ops.contraction import einsum
-from jaxformer.ops.linear_attention import visibility
+from jaxformer.ops.linear_attention import packed, visibility
 
 
 def linformer_attention(
@@ -53,7 +53,7 @@ def linformer_attention(
     out: Any = attention(query, key, value, scale=scale, dropout_rate=dropout_rate, dropout_key=dropout_key)
     if view.queries is not None:
         out = jnp.where(view.queries[:, :, None, None], out, 0)
-    return out if view.ids is None else jnp.where(_packed(view.ids)[:, None, None, None], jnp.nan, out)
+    return out if view.ids is None else jnp.where(packed(view.ids)[:, None, None, None], jnp.nan, out)
 
 
 def _reduce(x, projection, shown):
@@ -72,9 +72,3 @@ def _reduce(x, projection, shown):
         reduced = jnp.moveaxis(einsum("bskh,ksr->kbhr", x, projection[:, :S]), (0, -1), (2, 1))
     # XLA:CPU would fold the transposition into attention's 16-bit products, and then has no kernel for them
     return jax.lax.optimization_barrier(reduced)
-
-
-def _packed(ids):
-    """Whether a row of ids has several segments that are not padding, 0."""
-    smallest = jnp.min(jnp.where(ids == 0, jnp.iinfo(ids.dtype).max, ids), axis=1)
-    return jnp.max(ids, axis=1) > smallest
