@@ -11,6 +11,7 @@ The fingerprints say that what was loaded is what the training step had made. Be
     STEP.abandoned    lay after the step that a run went back to (`restore(step=...)`) and then saved from
 """
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -108,6 +109,7 @@ class Manager(AbstractContextManager):
             if self._writes:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._make_room(step)
+                self._check_room(size)
             with _context():
                 # pyrefly: ignore[bad-argument-type]  (orbax's own annotations do not resolve)
                 response = ocp.save_async(self.folder / str(step), data, custom_metadata=sealed)
@@ -181,6 +183,15 @@ class Manager(AbstractContextManager):
             self.log(f"{self.folder}: step {later} lies after step {step}, which is now saved; renamed to {name}")
         if (self.folder / str(step)).exists():
             _rename(self.folder / str(step), "replaced")
+
+    def _check_room(self, size: int) -> None:
+        """A disk that is too small is better found here: orbax, told so by one of its writes, leaves the others behind.
+
+        They then fail with nobody to tell, each with a traceback on stderr. With several processes one must not stop
+        where the others go on.
+        """
+        if jax.process_count() == 1 and shutil.disk_usage(self.folder).free < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _tidy(self) -> None:
         """Ends or undoes what a killed or failed save or deletion began. Only while no save is running."""

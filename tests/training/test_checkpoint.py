@@ -575,6 +575,21 @@ def test_a_full_disk(small_disk, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.fault
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's other writes, see _check_room
+def test_a_disk_that_fills_up_during_a_save(small_disk, monkeypatch):
+    room = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: room)
+    with open_manager(small_disk / "checkpoints") as manager:
+        manager.save(1, make(1), wait=True)
+        with pytest.raises(CheckpointError, match="No space left"):
+            manager.save(2, make(2, width=512), wait=True)
+        assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["1"]
+        assert_same(manager.restore(abstract(make(1)))[1], make(1))
+        manager.save(3, make(3), wait=True)
+    time.sleep(1)  # until the last of those writes has failed, in this test and not in the next
+
+
 def test_a_folder_that_cannot_be_used(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="no checkpoints can be kept there"):
