@@ -7,7 +7,19 @@ import importlib
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("analysis", "config", "data", "decoding", "evaluation", "masks", "models", "ops", "params", "training")
+_SUBMODULES = (
+    "analysis",
+    "config",
+    "data",
+    "decoding",
+    "evaluation",
+    "interop",
+    "masks",
+    "models",
+    "ops",
+    "params",
+    "training",
+)
 
 
 def __getattr__(name: str):

@@ -1,7 +1,6 @@
 """Floating-point operations of a model, and what the chip could have done."""
 
-from jaxformer import params
-from jaxformer.models import transformer
+from jaxformer import models, params
 from jaxformer.models.config import ModelConfig
 
 # Dense bfloat16 peak, FLOP/s a device, from the makers' data sheets as of 2026-11. Unknown devices have no MFU.
@@ -23,7 +22,7 @@ def training_flops(config: ModelConfig, length: int) -> int:
     2 FLOPs a multiply-add, backward twice the forward, nothing for recomputation, no discount for causal masks: the
     convention of Chowdhery et al. 2022, appendix B ("model FLOPs"), under which MFU figures are usually quoted.
     """
-    leaves = params.paths(transformer.spec(config))
+    leaves = params.paths(models.spec(config))
     multiplied = sum(params.count(leaf) for leaf in leaves.values() if leaf.contracts)
     if config.tie_embeddings:
         multiplied += config.vocab_size * config.d_model
@@ -37,7 +36,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 def table(config: ModelConfig) -> str:
     """Parameters by module, with shapes and axes, and the FLOPs of a token."""
-    leaves = params.paths(transformer.spec(config))
+    leaves = params.paths(models.spec(config))
     width = max(map(len, leaves))
     rows = [
         f"{path:<{width}}  {params.count(leaf):>15,}  "

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from jaxformer.models import transformer
-from jaxformer.models.config import ModelConfig
+from jaxformer.models.config import EncoderDecoder, ModelConfig
 
 
 @struct.dataclass
@@ -22,6 +22,7 @@ class Cache:
     layers: Any
     segment_ids: Any
     length: Any
+    source: Any = None  # of an encoder-decoder: what its layers read of the encoder
 
     def extend(self, segment_ids: Int[Array, "B T"]) -> "Cache":
         """The cache with T more slots in use; the layers write their part themselves."""
@@ -29,8 +30,9 @@ class Cache:
         return replace(self, segment_ids=ids, length=self.length + segment_ids.shape[1])
 
 
-def init_cache(config: ModelConfig, batch: int, length: int, dtype=jnp.float32) -> Cache:
+def init_cache(config: ModelConfig | EncoderDecoder, batch: int, length: int, dtype=jnp.float32) -> Cache:
     """An empty cache of `length` slots a row, keys and values in `dtype`."""
+    config = config.decoder if isinstance(config, EncoderDecoder) else config
     state = transformer.mixer(config).state(batch, length, dtype)
     layers = {name: jnp.zeros((config.num_layers, *leaf.shape), leaf.dtype) for name, leaf in state.items()}
     return Cache(layers, jnp.zeros((batch, length), jnp.int32), jnp.zeros((), jnp.int32))

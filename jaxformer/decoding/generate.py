@@ -9,20 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxformer import models
 from jaxformer.config import ConfigError
 from jaxformer.decoding.cache import init_cache
 from jaxformer.decoding.sampling import Sampling, sample
 from jaxformer.masks import shift_invariant
-from jaxformer.models import transformer
-from jaxformer.models.config import Learned, ModelConfig
+from jaxformer.models.config import EncoderDecoder, Learned, ModelConfig
 
 
 def generate(
-    config: ModelConfig,
+    config: ModelConfig | EncoderDecoder,
     params: Any,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     *,
+    sources: Sequence[Sequence[int]] | None = None,
     how: Sampling = Sampling(),
     key: Array | None = None,
     stop_tokens: Sequence[int] = (),
@@ -30,18 +31,18 @@ def generate(
 ) -> list[list[int]]:
     """Continues each prompt by at most `max_tokens` tokens, up to and without the first stop token.
 
+    Of an encoder-decoder, `sources` are the encoder's tokens and a prompt is how the target begins (T5: [0]).
     Prompts of different length are padded on the left, and each is continued exactly as it would be alone. Raises
     ConfigError for an empty prompt, a token outside the vocabulary, more tokens than a learned position table has rows,
     and for prompts of different length under a mask on absolute positions (`prefix`).
     """
-    longest = _check(config, prompts, max_tokens)
-    tokens = np.zeros((len(prompts), longest), np.int32)
-    segment_ids = np.zeros_like(tokens)
-    for row, prompt in enumerate(prompts):
-        tokens[row, longest - len(prompt) :] = prompt
-        segment_ids[row, longest - len(prompt) :] = 1
+    _check(config, prompts, max_tokens, sources)
+    tokens, segment_ids = _padded(prompts, left=True)
+    source = {}
+    if sources is not None:
+        source = dict(zip(("source", "source_segment_ids"), _padded(sources, left=False), strict=True))
     key = jax.random.key(0) if key is None else key
-    dtype = params["embedding"]["tokens"].dtype if dtype is None else dtype
+    dtype = jax.tree.leaves(params)[0].dtype if dtype is None else dtype
     out = _generate(
         config,
         how,
@@ -49,13 +50,32 @@ def generate(
         tuple(stop_tokens),
         jnp.dtype(dtype),
         params,
-        *jax.device_put((tokens, segment_ids)),
+        *jax.device_put((tokens, segment_ids, source)),
         key,
     )
     return [_until(row, stop_tokens) for row in np.asarray(out).tolist()]
 
 
-def _check(config, prompts, max_tokens) -> int:
+def _padded(rows, left: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, segment ids: 1 for tokens, 0 for padding) of rows of different length."""
+    longest = max(map(len, rows))
+    tokens, segment_ids = np.zeros((2, len(rows), longest), np.int32)
+    for i, row in enumerate(rows):
+        place = slice(longest - len(row), None) if left else slice(len(row))
+        tokens[i, place], segment_ids[i, place] = row, 1
+    return tokens, segment_ids
+
+
+def _check(config, prompts, max_tokens, sources) -> None:
+    pair = isinstance(config, EncoderDecoder)
+    if pair != (sources is not None):
+        raise ConfigError(
+            f"generate: {'an encoder-decoder needs' if pair else 'only an encoder-decoder has'} `sources`"
+        )
+    if pair:
+        if len(sources) != len(prompts) or not all(len(s) for s in sources):
+            raise ConfigError(f"generate: {len(prompts)} prompts need as many sources, none of them empty")
+        config = config.decoder
     if not prompts or not all(len(p) for p in prompts):
         raise ConfigError("generate: a prompt is empty; give at least one token (a start token, a newline)")
     for prompt in prompts:
@@ -74,11 +94,10 @@ def _check(config, prompts, max_tokens) -> int:
         raise ConfigError(
             f"generate: {longest} prompt + {max_tokens} new tokens exceed the {config.context_length} learned positions"
         )
-    return longest
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _generate(config, how, max_tokens, stop_tokens, dtype, params, tokens, segment_ids, key):
+def _generate(config, how, max_tokens, stop_tokens, dtype, params, tokens, segment_ids, source, key):
     B, T = tokens.shape
     row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(B))
     stops = jnp.array(stop_tokens, jnp.int32)
@@ -96,13 +115,13 @@ def _generate(config, how, max_tokens, stop_tokens, dtype, params, tokens, segme
 
     def advance(carry):
         step, token, out, done, cache = carry
-        output = transformer.apply(config, params, token[:, None], cache=cache, dtype=dtype)
+        output = models.apply(config, params, token[:, None], cache=cache, dtype=dtype)
         token = pick(output.logits[:, -1], step)
         out, done = emit(out, done, token, step)
         return step + 1, token, out, done, output.cache
 
     cache = init_cache(config, B, T + max_tokens, dtype)
-    output = transformer.apply(config, params, tokens, segment_ids=segment_ids, cache=cache, dtype=dtype)
+    output = models.apply(config, params, tokens, segment_ids=segment_ids, cache=cache, dtype=dtype, **source)
     token = pick(output.logits[:, -1], 0)
     out, done = emit(jnp.zeros((B, max_tokens), jnp.int32), jnp.zeros(B, bool), token, 0)
     return jax.lax.while_loop(going_on, advance, (jnp.ones((), jnp.int32), token, out, done, output.cache))[2]

@@ -8,18 +8,28 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax, random
-from jax.nn.initializers import normal, ones, zeros
+from jax.nn.initializers import normal, zeros
 from jaxtyping import Float
 
 from jaxformer import ops
 from jaxformer.masks import Mask
-from jaxformer.models.config import ModelConfig
+from jaxformer.models.config import Alibi, ModelConfig, Relative
+from jaxformer.models.embedding import norm, norm_spec
 from jaxformer.ops.contraction import add_bias
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
-from jaxformer.ops.positions import Rope, rope
+from jaxformer.ops.positions import Bias, Rope, alibi, rope, t5
 from jaxformer.params import Spec
 
 Tree = Any
+
+
+@struct.dataclass
+class Source:
+    """An encoder's output `[B, S, D]`, which of it each query sees, and, in decoding, every layer's keys and values of it."""
+
+    hidden: Any
+    mask: Mask
+    heads: Any = None  # {"key", "value"}, each [L, B, S, K, H]; within a layer [B, S, K, H]
 
 
 @struct.dataclass
@@ -29,7 +39,8 @@ class Context:
     `state` is the mixer's own (for attention: the cached keys and values `[B, S, K, H]`), None outside decoding;
     `start` is the number of tokens that are in it already. `layer` counts from 0. `shared` are parameters that all layers
     have in common, `constants` what the mixer drew for this layer, `inputs` what the caller of `apply` passed for mixers,
-    `memo` what the layer below handed on.
+    `memo` what the layer below handed on. `real` says which tokens are not padding, `source` what a decoder's layers read
+    of the encoder.
     """
 
     mask: Mask
@@ -42,6 +53,8 @@ class Context:
     constants: Tree = None
     inputs: Tree = None
     memo: Tree = None
+    real: Any = None  # [B, T] or None, where all are
+    source: "Source | None" = None
     return_weights: bool = struct.field(pytree_node=False, default=False)
 
 
@@ -52,6 +65,24 @@ class Mixed(NamedTuple):
     state: Tree = None
     weights: Any = None
     memo: Tree = None
+
+
+class Fed(NamedTuple):
+    """What a feed-forward returns: its output, an auxiliary loss (weighted already), figures for whoever asks."""
+
+    out: Any
+    loss: Any = None
+    stats: Tree = None
+
+
+class FeedForward(NamedTuple):
+    """A feed-forward of your own: `ModelConfig.feedforward` may be any function `config -> FeedForward`.
+
+    spec: tree of `Spec`; apply: (params, x [B, T, D], Context) -> Fed.
+    """
+
+    spec: Tree
+    apply: Callable
 
 
 def _nothing(*_) -> None:
@@ -75,10 +106,10 @@ class Mixer(NamedTuple):
     memo: Callable = _nothing
 
 
-def linear_spec(config: ModelConfig, shape, axes, contracts, std: float) -> Tree:
-    """A kernel and, where the config has biases, a bias over the axes that the kernel does not contract."""
+def linear_spec(config: ModelConfig, name: str, shape, axes, contracts, std: float) -> Tree:
+    """A kernel and, where the config gives that name one, a bias over the axes that the kernel does not contract."""
     out = {"kernel": Spec(shape, axes, normal(std), contracts)}
-    if config.use_bias:
+    if config.has_bias(name):
         kept = [(size, axis) for size, axis in zip(shape, axes, strict=True) if axis not in contracts]
         out["bias"] = Spec(tuple(s for s, _ in kept), tuple(a for _, a in kept), zeros)
     return out
@@ -105,14 +136,8 @@ def attention(
     attend(params, context, query, key, value, **options of ops.attention) -> out `[B, T, N, H]`;
     finish(params, x, out) -> out, before the projection back.
     """
-    D, N, K, H = config.d_model, config.num_heads, config.kv_heads, config.head_size
-    spec = {
-        "query": linear_spec(config, (D, N, H), ("embed", "heads", "head"), ("embed",), config.init_std),
-        "key": linear_spec(config, (D, K, H), ("embed", "kv_heads", "head"), ("embed",), config.init_std),
-        "value": linear_spec(config, (D, K, H), ("embed", "kv_heads", "head"), ("embed",), config.init_std),
-        "out": linear_spec(config, (N, H, D), ("heads", "head", "embed"), ("heads", "head"), residual_std(config)),
-        **(extra or {}),
-    }
+    K, H = config.kv_heads, config.head_size
+    spec = attention_spec(config) | (extra or {})
 
     def apply(params, x: Float[Array, "B T D"], context: Context) -> Mixed:
         query, key, value = (linear("btd,dnh->btnh", x, params[name]) for name in ("query", "key", "value"))
@@ -127,12 +152,15 @@ def attention(
         key, value, state = extended(context, key, value)
         options = dict(
             mask=context.mask,
+            scale=config.attention_scale,
             softcap=config.attention_softcap,
             dropout_rate=config.attention_dropout_rate,
             dropout_key=context.dropout_key,
             return_weights=context.return_weights,
             implementation=config.attention_implementation,
         )
+        if bias := score_bias(config, context.shared):
+            options["bias"] = bias
         if attend is None:
             out: Any = ops.attention(query, key, value, **options)
         else:
@@ -145,7 +173,63 @@ def attention(
     def state(batch: int, length: int, dtype):
         return {name: jnp.zeros((batch, length, K, H), dtype) for name in ("key", "value")}
 
-    return Mixer(spec, apply, state, memo=memo)
+    return Mixer(spec, apply, state, relative_spec(config), memo=memo)
+
+
+def attention_spec(config: ModelConfig, source_width: int | None = None) -> Tree:
+    """Parameters of `attention`; keys and values read a source of another width, if given."""
+    D, N, K, H = config.d_model, config.num_heads, config.kv_heads, config.head_size
+    S, std = source_width or D, config.init_std
+    return {
+        "query": linear_spec(config, "query", (D, N, H), ("embed", "heads", "head"), ("embed",), std),
+        "key": linear_spec(config, "key", (S, K, H), ("embed", "kv_heads", "head"), ("embed",), std),
+        "value": linear_spec(config, "value", (S, K, H), ("embed", "kv_heads", "head"), ("embed",), std),
+        "out": linear_spec(
+            config, "out", (N, H, D), ("heads", "head", "embed"), ("heads", "head"), residual_std(config)
+        ),
+    }
+
+
+def relative_spec(config: ModelConfig) -> Tree:
+    """The table of `Relative` positions, which all layers share."""
+    if not isinstance(config.positions, Relative):
+        return None
+    shape = config.positions.buckets, config.num_heads
+    return {"relative": Spec(shape, (None, "heads"), normal(config.init_std))}
+
+
+def score_bias(config: ModelConfig, shared: Tree) -> Bias | None:
+    """What the config's positions add to the scores of self-attention."""
+    match config.positions:
+        case Alibi():
+            return alibi(config.num_heads)
+        case Relative(_, max_distance, bidirectional):
+            return t5(shared["relative"], bidirectional, max_distance)
+    return None
+
+
+def cross_attention(
+    config: ModelConfig, params: Tree, x: Float[Array, "B T D"], context: Context
+) -> Float[Array, "B T D"]:
+    """Attention from a decoder's tokens to an encoder's output, without positions. Vaswani et al. 2017, section 3.2.3."""
+    source: Any = context.source
+    heads = source_heads(params, source.hidden) if source.heads is None else source.heads
+    out = ops.attention(
+        linear("btd,dnh->btnh", x, params["query"]),
+        **{name: head.astype(x.dtype) for name, head in heads.items()},
+        mask=source.mask,
+        scale=config.attention_scale,
+        softcap=config.attention_softcap,
+        dropout_rate=config.attention_dropout_rate,
+        dropout_key=context.dropout_key,
+        implementation=config.attention_implementation,
+    )
+    return linear("btnh,nhd->btd", out, params["out"])
+
+
+def source_heads(params: Tree, hidden: Float[Array, "B S D"]) -> Tree:
+    """Keys and values `[B, S, K, H]` of an encoder's output."""
+    return {name: linear("btd,dnh->btnh", hidden, params[name]) for name in ("key", "value")}
 
 
 def extended(context: Context, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]):
@@ -167,27 +251,14 @@ def linear(spec: str, x: Float[Array, "..."], params: Tree) -> Float[Array, "...
     return add_bias(y, params["bias"]) if "bias" in params else y
 
 
-def norm_spec(config: ModelConfig) -> Tree:
-    out = {"scale": Spec((config.d_model,), ("embed",), ones)}
-    if config.norm == "layer_norm" and config.use_bias:
-        out["bias"] = Spec((config.d_model,), ("embed",), zeros)
-    return out
-
-
-def norm(config: ModelConfig, params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    if config.norm == "layer_norm":
-        return ops.layer_norm(x, params["scale"], params.get("bias"), config.norm_eps)
-    return ops.rms_norm(x, params["scale"], config.norm_eps)
-
-
 def feedforward_spec(config: ModelConfig) -> Tree:
     D, F = config.d_model, config.ff_width
     spec = {
-        "up": linear_spec(config, (D, F), ("embed", "mlp"), ("embed",), config.init_std),
-        "down": linear_spec(config, (F, D), ("mlp", "embed"), ("mlp",), residual_std(config)),
+        "up": linear_spec(config, "up", (D, F), ("embed", "mlp"), ("embed",), config.init_std),
+        "down": linear_spec(config, "down", (F, D), ("mlp", "embed"), ("mlp",), residual_std(config)),
     }
     if config.feedforward in GATES:
-        spec["gate"] = linear_spec(config, (D, F), ("embed", "mlp"), ("embed",), config.init_std)
+        spec["gate"] = linear_spec(config, "gate", (D, F), ("embed", "mlp"), ("embed",), config.init_std)
     return spec
 
 
@@ -200,41 +271,71 @@ def feedforward(config: ModelConfig, params, x: Float[Array, "B T D"]) -> Float[
     return ops.glu(x, gate["kernel"], up["kernel"], down["kernel"], activation, gate_bias=gate.get("bias"), **biases)
 
 
-def spec(config: ModelConfig, mixer: Mixer) -> Tree:
-    """Parameters of one layer."""
-    out = {
-        "attention_norm": norm_spec(config),
-        "attention": mixer.spec,
-        "feedforward_norm": norm_spec(config),
-        "feedforward": feedforward_spec(config),
-    }
-    if config.norm_placement == "sandwich":
-        out |= {"attention_out_norm": norm_spec(config), "feedforward_out_norm": norm_spec(config)}
-    return out
+def feed(config: ModelConfig) -> FeedForward:
+    """The config's feed-forward."""
+    if callable(config.feedforward):
+        return config.feedforward(config)
+    return FeedForward(feedforward_spec(config), lambda params, x, context: Fed(feedforward(config, params, x)))
+
+
+def spec(config: ModelConfig, mixer: Mixer, source_width: int | None = None) -> Tree:
+    """Parameters of one layer; with `source_width`, the width of an encoder, of a layer that attends to it."""
+    tree = {"attention": mixer.spec, "feedforward": feed(config).spec}
+    if source_width is not None:
+        tree["cross_attention"] = attention_spec(config, source_width)
+    for name in list(tree):
+        tree[f"{name}_norm"] = norm_spec(config)
+        if config.norm_placement == "sandwich":
+            tree[f"{name}_out_norm"] = norm_spec(config)
+    return tree
+
+
+class Beside(NamedTuple):
+    """What a layer returns beside x."""
+
+    state: Tree
+    weights: Any
+    memo: Tree
+    loss: Any
+    stats: Tree
 
 
 def block(config: ModelConfig, mixer: Mixer, params, x: Float[Array, "B T D"], context: Context):
-    """One layer: (x, what the mixer returned beside it).
+    """One layer: (x, `Beside`).
 
-    pre:      x + f(norm(x))          (GPT-2, LLaMA)
+    pre:      x + f(norm(x))          (GPT-2, LLaMA, T5, ViT)
     post:     norm(x + f(x))          (2017, BERT)
     sandwich: x + norm(f(norm(x)))    (Gemma 2)
-    for f the mixer, then the feed-forward, each with dropout on its output.
+    for f the mixer, then attention to a source if there is one, then the feed-forward; each with dropout on its output.
     """
-    mix_key = drop_keys = None
+    keys = dict.fromkeys(("mix", "attention", "feedforward", "cross", "cross_attention"))
     if context.dropout_key is not None:
-        mix_key, *drop_keys = random.split(context.dropout_key, 3)
+        keys = dict(zip(keys, random.split(context.dropout_key, 3), strict=False))
+        keys |= dict(
+            zip(("cross", "cross_attention"), random.split(random.fold_in(context.dropout_key, 3)), strict=True)
+        )
 
-    def residual(x, name, f, drop_key):
-        y, *rest = f(x if config.norm_placement == "post" else norm(config, params[f"{name}_norm"], x))
-        y = ops.dropout(y, config.dropout_rate, drop_key)
+    def residual(x, name, f):
+        y, rest = f(x if config.norm_placement == "post" else norm(config, params[f"{name}_norm"], x))
+        y = ops.dropout(y, config.dropout_rate, keys[name])
         if config.norm_placement == "sandwich":
             y = norm(config, params[f"{name}_out_norm"], y)
         x = x + y
-        return (norm(config, params[f"{name}_norm"], x) if config.norm_placement == "post" else x), *rest
+        return (norm(config, params[f"{name}_norm"], x) if config.norm_placement == "post" else x), rest
 
-    first, second = drop_keys or (None, None)
-    mix = lambda y: mixer.apply(params["attention"], y, replace(context, dropout_key=mix_key))
-    x, *beside = residual(x, "attention", mix, first)
-    (x,) = residual(x, "feedforward", lambda y: (feedforward(config, params["feedforward"], y),), second)
-    return x, Mixed(None, *beside)
+    def mix(y):
+        out, *rest = mixer.apply(params["attention"], y, replace(context, dropout_key=keys["mix"]))
+        return out, Mixed(None, *rest)
+
+    def read(y):
+        return cross_attention(config, params["cross_attention"], y, replace(context, dropout_key=keys["cross"])), None
+
+    def widen(y):
+        fed = feed(config).apply(params["feedforward"], y, context)
+        return fed.out, fed
+
+    x, mixed = residual(x, "attention", mix)
+    if context.source is not None:
+        x, _ = residual(x, "cross_attention", read)
+    x, fed = residual(x, "feedforward", widen)
+    return x, Beside(mixed.state, mixed.weights, mixed.memo, fed.loss, fed.stats)

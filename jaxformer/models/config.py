@@ -1,5 +1,7 @@
 """What a model is, as data."""
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +14,9 @@ from jaxformer.ops.positions import Rope
 
 @dataclass(frozen=True)
 class Learned:
-    """A trained row for each of `context_length` positions."""
+    """A trained row for each of `context_length` positions, behind `offset` rows that no token reads (RoBERTa, BART: 2)."""
+
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,97 @@ class Sinusoidal:
 
 
 @dataclass(frozen=True)
+class Alibi:
+    """Scores fall with the distance, at a slope for each head (`ops.alibi`)."""
+
+
+@dataclass(frozen=True)
+class Relative:
+    """A trained bias on scores by head and bucket of distance, one table for all layers: T5 (`ops.t5`)."""
+
+    buckets: int = 32
+    max_distance: int = 128
+    bidirectional: bool = True
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """A row a token, times `scale`; with `token_types` a row for each kind of segment (BERT), with `norm` a norm behind."""
+
+    scale: float = 1.0
+    norm: bool = False
+    token_types: int = 0
+
+
+@dataclass(frozen=True)
+class Patches:
+    """A linear map of each patch of an image `[B, height, width, channels]`: ViT, Dosovitskiy et al. 2020, arXiv:2010.11929.
+
+    Patches go row by row; before them stands, with `class_token`, a trained row.
+    """
+
+    image: tuple[int, int] = (224, 224)  # height and width in pixels
+    patch: tuple[int, int] = (16, 16)
+    channels: int = 3
+    class_token: bool = True
+
+    def __post_init__(self):
+        for size, part in zip(self.image, self.patch, strict=True):
+            if part < 1 or size % part:
+                raise ConfigError(f"embedding.patch={self.patch} does not divide embedding.image={self.image}")
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Patches down and across."""
+        return self.image[0] // self.patch[0], self.image[1] // self.patch[1]
+
+    @property
+    def length(self) -> int:
+        """Positions of one image."""
+        return math.prod(self.grid) + self.class_token
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A logit for each token of the vocabulary at each position, by the embedding's rows or by its own (`tie_embeddings`).
+
+    `transform`: an activation; then a linear map, that and a norm come first (BERT's masked language model).
+    """
+
+    transform: str | None = None
+    bias: bool = False
+    scale: float = 1.0  # of the hidden states: D^-0.5 in T5 v1.0
+    name: str = "language_model"
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Classes of a whole sequence: a linear map of one of its positions or their mean.
+
+    `pooler`: an activation, behind a linear map of its own (BERT: tanh). `classes=None` gives what is pooled. `last` is
+    the last token that is not padding.
+    """
+
+    classes: int | None
+    pool: Literal["first", "mean", "last"] = "first"
+    pooler: str | None = "tanh"
+    bias: bool = True
+    name: str = "classification"
+
+
+@dataclass(frozen=True)
+class TokenClassification:
+    """Classes of each position. Two of them are the logits of a span's begin and end (question answering)."""
+
+    classes: int
+    name: str = "token_classification"
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A transformer stack. Widths follow the shape alphabet: D d_model, N heads, K kv_heads, H head_width, F d_ff."""
 
-    vocab_size: int  # V
+    vocab_size: int  # V; 0 where no tokens go in or come out (images)
     num_layers: int  # L
     d_model: int  # D
     num_heads: int  # N
@@ -35,22 +126,24 @@ class ModelConfig:
     num_kv_heads: int | None = None  # K; None: as many as heads
     head_width: int | None = None  # H; None: D / N
     d_ff: int | None = None  # F; None: 4 D
-    feedforward: str = (
-        "gelu_tanh"  # an activation (relu gelu gelu_tanh silu relu2) or a gate (glu swiglu geglu reglu ...)
-    )
+    # an activation (relu gelu gelu_tanh silu relu2), a gate (glu swiglu geglu reglu ...), models.Mixture, or your own
+    feedforward: str | Callable = "gelu_tanh"
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     norm_eps: float = 1e-5
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    positions: Learned | Sinusoidal | Rope | tuple[Rope | None, ...] | None = (
-        Learned()
-    )  # a tuple: one a layer, repeated
+    # a tuple: one a layer, repeated
+    positions: Learned | Sinusoidal | Rope | Alibi | Relative | tuple[Rope | None, ...] | None = Learned()
     masks: tuple[Mask, ...] = (causal(),)  # one a layer, repeated over the depth: (causal(), causal() & window(255))
     mixer: Callable | None = None  # None: models.block.attention; one of models.mixers or models.variants; or your own
-    use_bias: bool = True
+    # True, False, or which have one: a regular expression over query key value out up gate down norm patches
+    use_bias: bool | str = True
+    embedding: Embedding | Patches = Embedding()
+    # what reads the hidden states: these, or `config -> models.heads.Head` of your own; () for a bare stack
+    heads: tuple[LanguageModel | Classification | TokenClassification | Callable, ...] = (LanguageModel(),)
     tie_embeddings: bool = True
-    embedding_scale: float = 1.0
     dropout_rate: float = 0.0  # after the embedding and after each sub-layer
     attention_dropout_rate: float = 0.0
+    attention_scale: float | None = None  # None: 1 / sqrt(H)
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     init_std: float = 0.02  # projections back into the residual stream start at init_std / sqrt(2 L)
@@ -59,8 +152,9 @@ class ModelConfig:
     unroll: int = 1  # layers laid out a scan step; num_layers lays out all of them
 
     def __post_init__(self):
+        tokens = isinstance(self.embedding, Embedding)
         for name in ("vocab_size", "num_layers", "d_model", "num_heads", "context_length", "unroll"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) < (1 if tokens or name != "vocab_size" else 0):
                 raise ConfigError(f"model.{name}={getattr(self, name)}: must be at least 1")
         for name in ("num_kv_heads", "head_width", "d_ff"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
@@ -74,10 +168,21 @@ class ModelConfig:
             raise ConfigError(
                 f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}"
             )
-        if self.feedforward not in (*ACTIVATIONS, *GATES):
+        if not callable(self.feedforward) and self.feedforward not in (*ACTIVATIONS, *GATES):
             raise ConfigError(
                 f"model.feedforward={self.feedforward!r}: expected one of {', '.join((*ACTIVATIONS, *GATES))}"
             )
+        patches = self.embedding if isinstance(self.embedding, Patches) else None
+        if patches and isinstance(self.positions, Learned) and patches.length != self.context_length:
+            raise ConfigError(
+                f"model.context_length={self.context_length}: images of {patches.image} in patches of {patches.patch} "
+                f"make {patches.length} positions"
+            )
+        if isinstance(self.use_bias, str):
+            try:
+                re.compile(self.use_bias)
+            except re.error as error:
+                raise ConfigError(f"model.use_bias={self.use_bias!r}: no regular expression ({error})") from None
         if not self.masks:
             raise ConfigError("model.masks is empty; give one mask for all layers or a pattern that repeats")
         for name in ("dropout_rate", "attention_dropout_rate"):
@@ -95,3 +200,26 @@ class ModelConfig:
     @property
     def ff_width(self) -> int:
         return self.d_ff or 4 * self.d_model
+
+    def has_bias(self, name: str) -> bool:
+        """Whether the linear map or norm of that name has a bias."""
+        return bool(re.fullmatch(self.use_bias, name)) if isinstance(self.use_bias, str) else self.use_bias
+
+
+@dataclass(frozen=True)
+class EncoderDecoder:
+    """Two stacks: the decoder's layers also attend to what the encoder made of the source."""
+
+    encoder: ModelConfig
+    decoder: ModelConfig
+    share_embeddings: bool = True  # one token table for both
+
+    def __post_init__(self):
+        if self.encoder.heads:
+            raise ConfigError("encoder.heads: the encoder of a pair has none; give heads=()")
+        widths = (self.encoder.vocab_size, self.encoder.d_model), (self.decoder.vocab_size, self.decoder.d_model)
+        if self.share_embeddings and widths[0] != widths[1]:
+            raise ConfigError(
+                f"share_embeddings: encoder and decoder have tables of different (vocab_size, d_model), {widths[0]} and "
+                f"{widths[1]}; make them equal or set it to False"
+            )

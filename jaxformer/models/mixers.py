@@ -21,7 +21,7 @@ from jaxformer import ops
 from jaxformer.config import ConfigError
 from jaxformer.models import block
 from jaxformer.models.block import Context, Mixed, Mixer, linear
-from jaxformer.models.config import ModelConfig
+from jaxformer.models.config import Alibi, ModelConfig, Relative
 from jaxformer.ops.linear_attention import FeatureMap, packed, visibility
 from jaxformer.ops.positions import Rope, rope
 from jaxformer.params import Spec
@@ -243,8 +243,13 @@ class Reformer:
 
 def _mixer(name: str, config: ModelConfig, spec: Tree, mix: Callable, **rest: Any) -> Mixer:
     """The frame of all: project x, turn queries and keys, `mix(params, context, **heads)`, project back."""
-    if config.attention_softcap is not None:
-        raise ConfigError(f"model.attention_softcap={config.attention_softcap}: {name} has no softcap")
+    for field, other in (
+        ("attention_softcap", config.attention_softcap is not None),
+        ("attention_scale", config.attention_scale is not None),
+        ("positions", isinstance(config.positions, (Alibi, Relative))),
+    ):
+        if other:
+            raise ConfigError(f"model.{field}={getattr(config, field)}: {name} has none; models.block.attention does")
 
     def apply(params, x, context: Context) -> Mixed:
         if context.return_weights:

@@ -32,7 +32,7 @@ def reversible_layers(config: ModelConfig, params: Tree, x, context: block.Conte
     ):
         if other:
             raise ConfigError(f"model.{name}: reversible layers are pre-norm and all of one kind")
-    mixer = transformer.mixer(config)
+    mixer, feed = transformer.mixer(config), block.feed(config)
     if state is not None or context.return_weights or mixer.memo(x) is not None:
         raise NotImplementedError("reversible layers: no cache, attention maps or memo; transformer.stack has them")
     context, dtype, L = replace(context, mask=layer_masks[0]), x.dtype, config.num_layers
@@ -48,10 +48,10 @@ def reversible_layers(config: ModelConfig, params: Tree, x, context: block.Conte
         return ops.dropout(apply(layer[name], y, context), config.dropout_rate, keys[key_index])
 
     f = partial(sublayer, "attention", lambda *args: mixer.apply(*args).out, 1)
-    g = partial(sublayer, "feedforward", lambda params, y, _: block.feedforward(config, params, y), 2)
+    g = partial(sublayer, "feedforward", lambda *args: feed.apply(*args).out, 2)
     stream = x.astype(jnp.promote_types(dtype, jnp.float32))
     y1, y2 = reversible_stack(f, g, (params, jnp.arange(L), constants), stream, stream, context)
-    return ((y1 + y2) / 2).astype(dtype), None, None
+    return ((y1 + y2) / 2).astype(dtype), block.Beside(None, None, None, None, None)
 
 
 reversible_encode = partial(transformer.encode, layers=reversible_layers)

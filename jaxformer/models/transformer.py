@@ -9,16 +9,15 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
-from jax.nn.initializers import normal
 from jaxtyping import Float, Int
 
 from jaxformer import masks, ops, params
 from jaxformer.config import ConfigError
 from jaxformer.models import block as blocks
+from jaxformer.models import embedding, heads
 from jaxformer.models.block import Context, Mixer
-from jaxformer.models.config import Learned, ModelConfig, Sinusoidal
-from jaxformer.ops.positions import learned, sinusoidal, within_segments
-from jaxformer.params import Spec
+from jaxformer.models.config import Learned, ModelConfig
+from jaxformer.ops.positions import within_segments
 
 Tree = Any
 
@@ -27,32 +26,34 @@ Tree = Any
 class Output:
     """What `apply` returns. Under jit, what you do not use is not computed."""
 
-    logits: Any  # [B, T, V], float32 or better
+    logits: Any  # of the first head: [B, T, V] of a language model, float32 or better; None without heads
     hidden: Any  # [B, T, D], after the final norm
     cache: Any = None
     attention: Any = None  # [L, B, N, T, S]
+    heads: Any = None  # every head's output by name
+    loss: Any = None  # mean over the layers of what their feed-forwards ask for, weighted (routing losses)
+    stats: Any = None  # what feed-forwards report of themselves, [L, ...]
+    source: Any = None  # of an encoder-decoder: the encoder's hidden states [B, S, D]
 
 
 def mixer(config: ModelConfig) -> Mixer:
     return (config.mixer or blocks.attention)(config)
 
 
-def spec(config: ModelConfig) -> Tree:
-    """Every parameter of the model, declared once."""
-    D, V, mix = config.d_model, config.vocab_size, mixer(config)
+def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
+    """Every parameter of the model, declared once; of a decoder, too, of an encoder `source_width` wide."""
+    mix = mixer(config)
     tree = {
-        "embedding": {"tokens": Spec((V, D), ("vocab", "embed"), normal(config.init_std))},
-        "layers": params.stack(blocks.spec(config, mix), config.num_layers),
+        "embedding": embedding.spec(config),
+        "layers": params.stack(blocks.spec(config, mix, source_width), config.num_layers),
+        "heads": heads.spec(config),
     }
+    if not tree["heads"]:
+        del tree["heads"]
     if mix.shared:
         tree["shared"] = mix.shared
-    if isinstance(config.positions, Learned):
-        shape = (config.context_length, D)
-        tree["embedding"]["positions"] = Spec(shape, ("length", "embed"), normal(config.init_std))
     if config.norm_placement != "post":
-        tree["final_norm"] = blocks.norm_spec(config)
-    if not config.tie_embeddings:
-        tree["head"] = {"kernel": Spec((V, D), ("vocab", "embed"), normal(config.init_std), ("embed",))}
+        tree["final_norm"] = embedding.norm_spec(config)
     return tree
 
 
@@ -64,10 +65,11 @@ def init(config: ModelConfig, key: Array, dtype=jnp.float32) -> Tree:
 def apply(
     config: ModelConfig,
     params: Tree,
-    tokens: Int[Array, "B T"],
+    tokens: Int[Array, "B T"] | Float[Array, "B height width C"],
     *,
     positions: Int[Array, "#B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    token_types: Int[Array, "B T"] | None = None,
     cache: Any = None,
     dropout_key: Array | None = None,
     dtype=None,
@@ -75,7 +77,7 @@ def apply(
     constants: Tree = None,
     inputs: Tree = None,
 ) -> Output:
-    """Logits `[B, T, V]` and final hidden states of tokens; activations in `dtype`, the parameters' by default.
+    """Logits and final hidden states of tokens, or of images; activations in `dtype`, the parameters' by default.
 
     `segment_ids` (0 = padding) separate packed or padded sequences; positions restart with each unless given. `cache`
     (of `jaxformer.decoding`) holds what came before: the tokens continue it, and the output has the cache that includes
@@ -83,39 +85,42 @@ def apply(
     S]`. `constants` (leaves `[L, ...]`) replace what the mixer draws by itself, `inputs` are what it reads of a batch
     (Longformer: `{"global_tokens": flags [B, T]}`).
     """
-    hidden, cache, weights = encode(
-        config, params, tokens, positions, segment_ids, cache, dropout_key, dtype, return_attention, constants, inputs
-    )
-    logits = ops.einsum("btd,vd->btv", hidden, head(config, params), dtype=jnp.promote_types(hidden.dtype, jnp.float32))
-    if config.logit_softcap is not None:
-        logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
-    return Output(logits, hidden, cache, weights)
+    output = encode(
+        config, params, tokens, positions=positions, segment_ids=segment_ids, token_types=token_types, cache=cache,
+        dropout_key=dropout_key, dtype=dtype, return_attention=return_attention, constants=constants, inputs=inputs,
+    )  # fmt: skip
+    return read(config, params, output, None if segment_ids is None else segment_ids != 0)
 
 
-def head(config: ModelConfig, params: Tree) -> Float[Array, "V D"]:
-    """The matrix from hidden states to logits: the embedding's own where they are tied."""
-    return params["embedding"]["tokens"] if config.tie_embeddings else params["head"]["kernel"]
+def read(config: ModelConfig, params: Tree, output: Output, real=None) -> Output:
+    """The output of `encode`, with what the config's heads make of its hidden states."""
+    found = {}
+    for head in config.heads:
+        name = heads.name(config, head)
+        own = params.get("heads", {}).get(name, {})
+        found[name] = heads.apply(config, head, own, output.hidden, real, params["embedding"].get("tokens"))
+    return replace(output, logits=next(iter(found.values()), None), heads=found)
 
 
 def encode(
-    config,
-    params,
+    config: ModelConfig,
+    params: Tree,
     tokens,
+    *,
     positions=None,
     segment_ids=None,
+    token_types=None,
     cache=None,
     dropout_key=None,
     dtype=None,
     return_attention=False,
     constants=None,
     inputs=None,
+    source: blocks.Source | None = None,
     layers=None,
-):
-    """`apply` without the logits: (hidden `[B, T, D]` after the final norm, cache or None, attention maps or None).
-
-    `layers` goes before `stack`: a function of the same arguments.
-    """
-    T = tokens.shape[1]
+) -> Output:
+    """`apply` without the heads. `source` is what a decoder's layers attend to; `layers` goes before `stack`."""
+    T = embedding.length(config, tokens)
     if (
         isinstance(config.positions, Learned)
         and positions is None
@@ -125,6 +130,7 @@ def encode(
         raise ConfigError(f"{T} tokens do not fit the {config.context_length} learned positions (model.context_length)")
     start = 0
     visible = None
+    real = None if segment_ids is None else segment_ids != 0
     if cache is not None:
         start = cache.length
         cache = cache.extend(jnp.ones_like(tokens) if segment_ids is None else segment_ids)
@@ -136,36 +142,27 @@ def encode(
         if cache is not None:
             positions = jax.lax.dynamic_slice_in_dim(positions, start, T, axis=1)
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    x = embed(config, params["embedding"], tokens, positions, dtype)
+    x = embedding.embed(config, params["embedding"], tokens, positions, token_types, dtype)
     x = ops.dropout(x, config.dropout_rate, keys[0])
     layer_masks = tuple(m if visible is None else m & visible for m in config.masks)
     if cache is not None:
         layer_masks = tuple(m.at(start) for m in layer_masks)
     context = Context(
-        masks.full(), positions, keys[1], start=start, shared=params.get("shared"), inputs=inputs,
-        return_weights=return_attention,
+        masks.full(), positions, keys[1], start=start, shared=params.get("shared"), inputs=inputs, real=real,
+        source=source, return_weights=return_attention,
     )  # fmt: skip
     state = None if cache is None else cache.layers
-    x, state, weights = (layers or stack)(config, params["layers"], x, context, layer_masks, state, constants)
+    x, beside = (layers or stack)(config, params["layers"], x, context, layer_masks, state, constants)
     if config.norm_placement != "post":
-        x = blocks.norm(config, params["final_norm"], x)
-    return x, None if cache is None else replace(cache, layers=state), weights
-
-
-def embed(config: ModelConfig, params: Tree, tokens, positions, dtype=None) -> Float[Array, "B T D"]:
-    """Token rows times the embedding scale, plus absolute positions where the config has them."""
-    table = params["tokens"]
-    dtype = dtype or table.dtype
-    x = jnp.take(table, tokens, axis=0) * config.embedding_scale
-    if isinstance(config.positions, Learned):
-        x = x + learned(positions, params["positions"])
-    elif isinstance(config.positions, Sinusoidal):
-        x = x + sinusoidal(positions, config.d_model, config.positions.layout, config.positions.spacing).astype(x.dtype)
-    return x.astype(dtype)
+        x = embedding.norm(config, params["final_norm"], x)
+    return Output(
+        None, x, None if cache is None else replace(cache, layers=beside.state), beside.weights,
+        loss=None if beside.loss is None else jnp.mean(beside.loss), stats=beside.stats,
+    )  # fmt: skip
 
 
 def stack(config: ModelConfig, params: Tree, x, context: Context, layer_masks, state: Tree, constants: Tree = None):
-    """All layers: a scan over whole periods of the pattern of masks and positions, then the layers that are left over.
+    """(x, `Beside` of all layers `[L, ...]`): a scan over whole periods of the pattern of masks and positions, then the rest.
 
     Parameters are stacked `[L, ...]` whatever the pattern. `unroll=L` or JAX_DISABLE_JIT=1 give the same values.
     """
@@ -173,16 +170,18 @@ def stack(config: ModelConfig, params: Tree, x, context: Context, layer_masks, s
     period = math.lcm(len(layer_masks), len(turns))
     mixers = [mixer(replace(config, positions=positions)) for positions in turns]
     constants = mixers[0].constants(x.shape[1]) if constants is None else constants
+    source = context.source
 
     def layer(mask, mix, carry, inputs):
         x, memo = carry
-        index, layer_params, layer_state, layer_constants = inputs
+        index, layer_params, layer_state, layer_constants, layer_source = inputs
         key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, index)
         layer_context = replace(
-            context, mask=mask, dropout_key=key, state=layer_state, layer=index, constants=layer_constants, memo=memo
-        )
-        x, mixed = blocks.block(config, mix, layer_params, x, layer_context)
-        return (x, mixed.memo), (mixed.state, mixed.weights)
+            context, mask=mask, dropout_key=key, state=layer_state, layer=index, constants=layer_constants, memo=memo,
+            source=None if source is None else replace(source, heads=layer_source),
+        )  # fmt: skip
+        x, beside = blocks.block(config, mix, layer_params, x, layer_context)
+        return (x, beside.memo), beside._replace(memo=None)
 
     layers = [
         remat(config, partial(layer, layer_masks[i % len(layer_masks)], mixers[i % len(turns)])) for i in range(period)
@@ -196,10 +195,11 @@ def stack(config: ModelConfig, params: Tree, x, context: Context, layer_masks, s
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
     L = config.num_layers
-    inputs, carry = (jnp.arange(L), params, state, constants), (x, mixers[0].memo(x))
+    inputs = jnp.arange(L), params, state, constants, None if source is None else source.heads
+    carry = x, mixers[0].memo(x)
     if config.unroll >= L:
         (x, _), outputs = run(carry, inputs, L)
-        return x, *outputs
+        return x, outputs
     whole = L - L % period
     periods = jax.tree.map(lambda a: a[:whole].reshape(whole // period, period, *a.shape[1:]), inputs)
     carry, outputs = jax.lax.scan(partial(run, count=period), carry, periods, unroll=max(1, config.unroll // period))
@@ -207,7 +207,7 @@ def stack(config: ModelConfig, params: Tree, x, context: Context, layer_masks, s
     if whole < L:
         carry, rest = run(carry, jax.tree.map(lambda a: a[whole:], inputs), L - whole)
         outputs = jax.tree.map(lambda *parts: jnp.concatenate(parts), outputs, rest)
-    return carry[0], *outputs
+    return carry[0], outputs
 
 
 def unstack(tree: Tree, length: int) -> list[Tree]:

@@ -67,14 +67,14 @@ def gated(config: ModelConfig) -> Mixer:
     Qiu et al. 2025, arXiv:2505.06708, the elementwise gate after the values are weighed (G1).
     """
     shape = config.d_model, config.num_heads, config.head_size
-    extra = {"gate": linear_spec(config, shape, ("embed", "heads", "head"), ("embed",), config.init_std)}
+    extra = {"gate": linear_spec(config, "gate", shape, ("embed", "heads", "head"), ("embed",), config.init_std)}
     return attention(config, extra=extra, finish=gate)
 
 
 def gated_by_head(config: ModelConfig) -> Mixer:
     """One gate a head: sigmoid(x W) for W `[D, N]`. Bondarenko et al. 2023, arXiv:2306.12929; Qiu et al. 2025."""
     shape = config.d_model, config.num_heads
-    extra = {"gate": linear_spec(config, shape, ("embed", "heads"), ("embed",), config.init_std)}
+    extra = {"gate": linear_spec(config, "gate", shape, ("embed", "heads"), ("embed",), config.init_std)}
     return attention(config, extra=extra, finish=gate)
 
 
@@ -163,10 +163,17 @@ def _reference_only(config: ModelConfig, what: str):
         )
 
 
-def _weighed(weigh, query, key, value, *, mask, return_weights, implementation, **options):
-    scale = query.shape[-1] ** -0.5
+def _weighed(weigh, query, key, value, *, mask, return_weights, implementation, scale, **options):
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     out, weights = reference(
-        query, key, value, mask=mask.sized(key.shape[1]), bias=None, scale=scale, sinks=None, weigh=weigh, **options
+        query,
+        key,
+        value,
+        mask=mask.sized(key.shape[1]),
+        scale=scale,
+        sinks=None,
+        weigh=weigh,
+        **{"bias": None} | options,
     )
     return (out, weights) if return_weights else out
 

@@ -38,6 +38,7 @@ ACTIVATIONS: dict[str, Callable] = {
     "silu": jax.nn.silu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
     "identity": lambda x: x,
 }
 

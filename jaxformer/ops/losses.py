@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxformer.ops.contraction import einsum
+from jaxformer.ops.contraction import add_bias, einsum
 
 
 class LossSums(NamedTuple):
@@ -55,23 +55,24 @@ def projected_cross_entropy(
     labels: Int[Array, "B T"],
     weights: Float[Array, "B T"] | None = None,
     *,
+    bias: Float[Array, " V"] | None = None,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk: int | None = None,
 ) -> LossSums:
-    """`cross_entropy(hidden @ head^T, ...)` without the logits of the whole batch: only `chunk` positions of T at a time.
+    """`cross_entropy(hidden @ head^T + bias, ...)` with the logits of `chunk` positions of T at a time, not of all.
 
     The gradients of hidden and head are formed chunk by chunk while the logits are there, so nothing is computed twice.
-    By default a chunk's float32 logits take at most 64 MiB
-    (or one position's). Weights get no gradient. `softcap` c maps a logit l to c tanh(l / c).
+    By default a chunk's float32 logits take at most 64 MiB (or one position's). Weights get no gradient. `softcap` c
+    maps a logit l to c tanh(l / c).
     """
     B, T, _ = hidden.shape
     V = head.shape[0]
     weights = jnp.ones((B, T), jnp.float32) if weights is None else weights
     chunk = min(T, chunk or max(1, 2**24 // (B * V)))
     options = (chunk, softcap, label_smoothing, z_loss)
-    return LossSums(*_projected(options, hidden, head, labels, weights))
+    return LossSums(*_projected(options, hidden, (head, bias), labels, weights))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -94,20 +95,21 @@ def _projected_forward(options, hidden, head, labels, weights):
         )
         d_hidden, d_part = pullback(jnp.ones_like(loss))
         sums = jax.tree.map(jnp.add, sums, LossSums(loss, *others))
-        return (sums, d_head + d_part.astype(d_head.dtype)), d_hidden
+        return (sums, jax.tree.map(lambda d, part: d + part.astype(d.dtype), d_head, d_part)), d_hidden
 
     parts = _chunks(options[0], hidden, labels, weights)
-    start = (_zeros(hidden), jnp.zeros(head.shape, jnp.promote_types(head.dtype, jnp.float32)))
+    start = _zeros(hidden), jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)), head)
     (sums, d_head), d_hidden = jax.lax.scan(step, start, parts)
     B, T, D = hidden.shape
     d_hidden = d_hidden.swapaxes(0, 1).reshape(B, -1, D)[:, :T]
-    return tuple(sums), (d_hidden, d_head.astype(head.dtype))
+    return tuple(sums), (d_hidden, jax.tree.map(lambda d, w: d.astype(w.dtype), d_head, head))
 
 
 def _projected_backward(options, residuals, cotangents):
     d_hidden, d_head = residuals
     d_loss = cotangents[0]  # float32: 1 / tokens in bfloat16 would scale every gradient below by the same error
-    return ((d_hidden * d_loss).astype(d_hidden.dtype), (d_head * d_loss).astype(d_head.dtype), None, None)
+    d_hidden, d_head = jax.tree.map(lambda d: (d * d_loss).astype(d.dtype), (d_hidden, d_head))
+    return d_hidden, d_head, None, None
 
 
 _projected.defvjp(_projected_forward, _projected_backward)
@@ -115,7 +117,9 @@ _projected.defvjp(_projected_forward, _projected_backward)
 
 def _chunk_loss(options, head, hidden, labels, weights) -> LossSums:
     _, softcap, label_smoothing, z_loss = options
-    logits = einsum("btd,vd->btv", hidden, head, dtype=jnp.promote_types(hidden.dtype, jnp.float32))
+    kernel, bias = head
+    logits = einsum("btd,vd->btv", hidden, kernel, dtype=jnp.promote_types(hidden.dtype, jnp.float32))
+    logits = logits if bias is None else add_bias(logits, bias)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     return cross_entropy(logits, labels, weights, label_smoothing, z_loss)

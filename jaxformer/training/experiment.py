@@ -1,6 +1,7 @@
 """What a run is, as data. An experiment file ends in `experiment = Experiment(...)`; nothing here computes anything."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -156,6 +157,7 @@ class Experiment:
     data: Text | Stdlib | Reverse | Copy | Sort | Recall
     optimizer: Adam | AdamW | Adafactor | Lion | Muon = AdamW()
     schedule: Noam | Cosine | Linear | WSD | Constant = Cosine()
+    frozen: str | None = None  # a regular expression: parameters whose path it matches somewhere do not train
     objective: Callable = token_cross_entropy
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -194,6 +196,11 @@ class Experiment:
         for name, (value, limit) in least.items():
             if not value >= limit:
                 raise ConfigError(f"{name}={value}: must be at least {limit}")
+        if self.frozen is not None:
+            try:
+                re.compile(self.frozen)
+            except re.error as error:
+                raise ConfigError(f"frozen={self.frozen!r}: no regular expression ({error})") from None
         if not 0 <= self.label_smoothing < 1:
             raise ConfigError(f"label_smoothing={self.label_smoothing}: must be in [0, 1)")
         if self.batch_size % self.accumulation:

@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 
+from jaxformer import models
 from jaxformer import params as parameters
 from jaxformer.analysis import cost, figures
 from jaxformer.config import ConfigError, to_dict
 from jaxformer.data import batching
 from jaxformer.decoding import generate
 from jaxformer.evaluation.perplexity import perplexity
-from jaxformer.models import transformer
 from jaxformer.models.config import Learned
 from jaxformer.training import checkpoint, optimizer
 from jaxformer.training.experiment import Experiment, Muon
@@ -155,7 +155,7 @@ def check_data(folder: RunFolder, metadata: dict, dataset) -> None:
 
 
 def introduce(experiment: Experiment, dataset, start: int, console: Console) -> None:
-    spec = transformer.spec(experiment.model)
+    spec = models.spec(experiment.model)
     console.say(
         f"{experiment.name}: {parameters.count(spec):,} parameters, {jax.devices()[0].device_kind}, {experiment.precision}"
     )

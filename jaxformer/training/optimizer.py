@@ -5,6 +5,7 @@ is logged is the rate that was used, also after steps that were skipped.
 """
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import optax
 from optax import contrib
 
 from jaxformer import params
+from jaxformer.config import ConfigError
 from jaxformer.training.experiment import (
     WSD,
     Adafactor,
@@ -30,8 +32,23 @@ from jaxformer.training.experiment import (
 Tree = Any
 
 
-def build(config: Adam | AdamW | Adafactor | Lion | Muon, spec: Tree) -> optax.GradientTransformation:
-    """The optax transformation of a config, for parameters declared by `spec`, at learning rate 1."""
+def build(
+    config: Adam | AdamW | Adafactor | Lion | Muon, spec: Tree, frozen: str | None = None
+) -> optax.GradientTransformation:
+    """The optax transformation of a config, for parameters declared by `spec`, at learning rate 1.
+
+    Where the regular expression `frozen` matches a path, updates are zero, and there is no state. Raises ConfigError
+    where it matches no parameter, or all of them.
+    """
+    if frozen is not None:
+        stays = params.mask(spec, frozen)
+        if len(set(jax.tree.leaves(stays))) == 1:
+            count, example = "every" if jax.tree.leaves(stays)[0] else "no", next(iter(params.paths(spec)))
+            raise ConfigError(
+                f"frozen={frozen!r} matches {count} parameter; match some of their paths, such as {example}"
+            )
+        labels = jax.tree.map(lambda stays: "frozen" if stays else "trained", stays)
+        return optax.partition({"frozen": optax.set_to_zero(), "trained": build(config, spec)}, labels)
     match config:
         case Adam(b1=b1, b2=b2, eps=eps):
             return optax.chain(optax.scale_by_adam(b1, b2, eps), optax.scale(-1))
@@ -86,11 +103,22 @@ def muon_dimensions(leaf: params.Spec) -> contrib.MuonDimensionNumbers | None:
     return contrib.MuonDimensionNumbers(inputs, outputs)
 
 
-def routes(config: Adam | AdamW | Adafactor | Lion | Muon, spec: Tree) -> dict[str, str]:
+def freeze(parameters: Tree, frozen: str | None) -> Tree:
+    """The parameters, those whose path matches without a gradient: it is not computed, and is in no norm to clip."""
+    if frozen is None:
+        return parameters
+    return jax.tree.map(
+        lambda leaf, stays: jax.lax.stop_gradient(leaf) if stays else leaf, parameters, params.mask(parameters, frozen)
+    )
+
+
+def routes(config: Adam | AdamW | Adafactor | Lion | Muon, spec: Tree, frozen: str | None = None) -> dict[str, str]:
     """For every parameter path, in words, what the optimizer does with it."""
     decayed = params.paths(_decayed(config, spec)) if getattr(config, "weight_decay", 0) else {}
 
     def route(path, leaf):
+        if frozen is not None and re.search(frozen, path):
+            return "frozen"
         name = type(config).__name__
         if isinstance(config, Muon) and muon_dimensions(leaf) is None:
             name = "AdamW"

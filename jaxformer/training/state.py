@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.models import transformer
+from jaxformer import models
 from jaxformer.training import optimizer
 from jaxformer.training.experiment import Experiment
 
@@ -36,14 +36,14 @@ class TrainState:
 
 def init_state(experiment: Experiment) -> TrainState:
     """The state before the first step. A pure function of the experiment; run it under jit or `jax.eval_shape`."""
-    parameters = transformer.init(experiment.model, jax.random.key(experiment.seed))
+    parameters = models.init(experiment.model, jax.random.key(experiment.seed))
     scale = None
     if experiment.precision == "float16":
         scale = LossScale(jnp.float32(2.0**15), jnp.zeros((), jnp.int32))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=parameters,
-        opt_state=optimizer.build(experiment.optimizer, transformer.spec(experiment.model)).init(parameters),
+        opt_state=optimizer.build(experiment.optimizer, models.spec(experiment.model)).init(parameters),
         ema=None if experiment.ema_decay is None else jax.tree.map(jnp.array, parameters),
         loss_scale=scale,
         skipped=jnp.zeros((), jnp.int32),

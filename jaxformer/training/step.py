@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from jaxformer.models import transformer
+from jaxformer import models
 from jaxformer.ops.losses import LossSums
 from jaxformer.training import optimizer
 from jaxformer.training.experiment import Experiment
@@ -24,7 +24,7 @@ def make_train_step(experiment: Experiment) -> Callable[[TrainState, Batch], tup
     A step whose loss or gradient is not finite changes no parameter and no optimizer state; it counts in `skipped`.
     Metrics: loss (nats a token), accuracy, tokens, grad_norm (before clipping), learning_rate (the one used), skipped.
     """
-    update = optimizer.build(experiment.optimizer, transformer.spec(experiment.model)).update
+    update = optimizer.build(experiment.optimizer, models.spec(experiment.model)).update
     rate_of = optimizer.schedule(experiment)
     has_dropout = experiment.model.dropout_rate > 0 or experiment.model.attention_dropout_rate > 0
 

@@ -14,7 +14,7 @@ import pytest
 
 from jaxformer import masks, models, params
 from jaxformer.config import ConfigError
-from jaxformer.models import ModelConfig, Sinusoidal, presets
+from jaxformer.models import Embedding, ModelConfig, Sinusoidal, presets
 from jaxformer.models.block import Mixer
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec
@@ -57,7 +57,7 @@ FAMILIES = {
     ),
     "post_norm": replace(GPT, norm_placement="post", positions=Sinusoidal(), feedforward="relu"),
     "sandwich": replace(
-        GPT, norm_placement="sandwich", attention_softcap=5.0, logit_softcap=7.0, embedding_scale=24**0.5
+        GPT, norm_placement="sandwich", attention_softcap=5.0, logit_softcap=7.0, embedding=Embedding(scale=24**0.5)
     ),
     "wide_heads": replace(
         GPT, head_width=10, d_ff=17, positions=Rope(fraction=0.4, layout="interleaved"), num_kv_heads=3

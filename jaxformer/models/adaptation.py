@@ -1,0 +1,229 @@
+"""A trained model made into another: low-rank updates, new vocabularies, longer contexts, parts of other checkpoints.
+
+All functions here are pure; what trains is chosen by what is differentiated (`merge`) or by `Experiment.frozen`.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.nn.initializers import normal, zeros
+
+from jaxformer import models, params
+from jaxformer.config import ConfigError
+from jaxformer.models.config import EncoderDecoder, Learned, ModelConfig, Patches
+from jaxformer.ops.positions import Rope
+from jaxformer.params import Spec
+
+Tree = Any
+
+
+def lora(spec: Tree, pattern: str, rank: int) -> dict[str, dict[str, Spec]]:
+    """Two factors, `{path: {"a", "b"}}`, for every matrix whose path the regular expression matches somewhere.
+
+    W + scale a b, Hu et al. 2021, arXiv:2106.09685, section 4.1; start them with `params.init(lora(...), key)`, train them
+    with `apply(config, merge(weights, factors, scale), tokens)`. A kernel of inputs [D] and outputs [N, H] has a [D, rank]
+    and b [rank, N, H]; layers and experts have their own. What the input side has starts random, of variance 1 / inputs,
+    the other at zero: the model starts as it was. Raises ConfigError where nothing matches.
+    """
+    if rank < 1:
+        raise ConfigError(f"lora: rank={rank}: must be at least 1")
+    chosen = {path: leaf for path, leaf in params.paths(spec).items() if leaf.contracts and re.search(pattern, path)}
+    if not chosen:
+        matrices = [path for path, leaf in params.paths(spec).items() if leaf.contracts]
+        raise ConfigError(f"lora: no matrix matches {pattern!r}; there are {', '.join(matrices)}")
+    return {path: _factors(leaf, rank) for path, leaf in chosen.items()}
+
+
+def _factors(leaf: Spec, rank: int) -> dict[str, Spec]:
+    summed = [i for i, axis in enumerate(leaf.axes) if axis in leaf.contracts]
+    start, stop = summed[0], summed[-1] + 1
+    if stop == len(leaf.axes):  # outputs before inputs, as in a table of tokens: [vocab, embed]
+        batch, middle = int(leaf.axes[0] == "layers"), start
+    else:  # what stands before the inputs chooses the matrix
+        batch, middle = start, stop
+    into = normal(math.prod(leaf.shape[start:stop]) ** -0.5), leaf.contracts
+    out = zeros, ("rank",)
+    first, second = (into, out) if middle == stop else (out, into)
+    return {
+        "a": Spec((*leaf.shape[:middle], rank), (*leaf.axes[:middle], "rank"), *first),
+        "b": Spec(
+            (*leaf.shape[:batch], rank, *leaf.shape[middle:]),
+            (*leaf.axes[:batch], "rank", *leaf.axes[middle:]),
+            *second,
+        ),
+    }
+
+
+def merge(weights: Tree, factors: Mapping[str, Mapping[str, Array]], scale: float) -> Tree:
+    """weights + scale a b, in the weights' shapes and dtypes; `scale` is alpha / rank. Raises ConfigError for other shapes.
+
+    Summed in float32, at full precision on every device. Gradients reach both; differentiate the factors alone.
+    """
+
+    def merged(path: str, kernel):
+        if path not in factors:
+            return kernel
+        a, b = factors[path]["a"], factors[path]["b"]
+        batch = a.ndim + b.ndim - 2 - kernel.ndim
+        if a.shape[:-1] + b.shape[batch + 1 :] != kernel.shape or a.shape[-1] != b.shape[batch]:
+            raise ConfigError(f"lora: factors {a.shape} and {b.shape} do not make {path} {kernel.shape}")
+        lead, rank = a.shape[:batch], a.shape[-1]
+        wide = jnp.promote_types(kernel.dtype, jnp.float32)
+        a, b = a.reshape(*lead, -1, rank).astype(wide), b.reshape(*lead, rank, -1).astype(wide)
+        update = jnp.matmul(a, b, precision="highest").reshape(kernel.shape)
+        return (kernel + scale * update).astype(kernel.dtype)
+
+    if unknown := sorted(set(factors) - set(params.paths(weights))):
+        raise ConfigError(f"lora: the weights have no {', '.join(unknown)}")
+    return _by_path(merged, weights)
+
+
+def unmerge(weights: Tree, factors: Mapping[str, Mapping[str, Array]], scale: float) -> Tree:
+    """The weights before `merge`, to rounding."""
+    return merge(weights, factors, -scale)
+
+
+class Report(NamedTuple):
+    """Paths: what `transfer` took over, what the source lacked, what the target had no place for, what had another shape."""
+
+    taken: list[str]
+    missing: list[str]
+    unused: list[str]
+    misshapen: list[str]
+
+
+def transfer(
+    target: Tree, source: Tree, *, rename: Mapping[str, str] | None = None, allow: str | None = None
+) -> tuple[Tree, Report]:
+    """(the target's tree with the source's leaves of the same path and shape, what was done): a partial restore.
+
+    The rest keep the target's values: `transfer(models.init(config, key), trained, allow="^heads/")` puts a trained stack
+    under a new head. `rename` maps regular expressions to replacements (`re.sub`, in order) of the source's paths:
+    `{"^": "encoder/"}`. Dtypes are the target's. Raises ConfigError if a leaf is missing, unused or of another shape,
+    unless `allow`, a regular expression, matches its path (that of an unused leaf as renamed).
+    """
+    found = {}
+    for path, leaf in params.paths(source).items():
+        name = path
+        for pattern, replacement in (rename or {}).items():
+            name = re.sub(pattern, replacement, name)
+        if name in found:
+            raise ConfigError(f"transfer: rename gives {path} and another leaf the path {name}; make them differ")
+        found[name] = leaf
+    wanted = params.paths(target)
+    both = [path for path in wanted if path in found]
+    report = Report(
+        taken=[path for path in both if wanted[path].shape == found[path].shape],
+        missing=[path for path in wanted if path not in found],
+        unused=[path for path in found if path not in wanted],
+        misshapen=[path for path in both if wanted[path].shape != found[path].shape],
+    )
+    problems = []
+    for kind in ("missing", "unused", "misshapen"):
+        names = [path for path in getattr(report, kind) if allow is None or not re.search(allow, path)]
+        if names and kind == "misshapen":
+            names = [f"{path} {found[path].shape} for {wanted[path].shape}" for path in names]
+        if names:
+            problems.append(
+                f"{kind}: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            )
+    if problems:
+        raise ConfigError(f"transfer: {'; '.join(problems)}; rename them, or allow them by a regular expression")
+    taken = set(report.taken)
+    take = lambda path, leaf: jnp.asarray(found[path], leaf.dtype) if path in taken else leaf
+    return _by_path(take, target), report
+
+
+def resize_vocabulary(
+    config: ModelConfig | EncoderDecoder, weights: Tree, vocab_size: int, key: Array, noise: float = 0.01
+) -> tuple[Any, Tree]:
+    """(config, parameters) of another vocabulary: rows cut off at the end, or new ones, which are the mean of the old.
+
+    A mean row bounds how far the old tokens' probabilities move: Hewitt 2021, "Initializing new word embeddings for
+    pretrained language models". `noise` times the old rows' standard deviation tells new rows apart. Tables, output
+    layers and their biases change alike: every leaf with an axis `vocab`. Of a pair both halves change; where they share no
+    table, one may be given by itself: `resize_vocabulary(pair.encoder, weights["encoder"], ...)`.
+    """
+    if isinstance(config, EncoderDecoder):
+        halves = {name: replace(getattr(config, name), vocab_size=vocab_size) for name in ("encoder", "decoder")}
+        new: Any = replace(config, **halves)
+    else:
+        new = replace(config, vocab_size=vocab_size)
+    specs = params.paths(models.spec(config))
+
+    def resized(path: str, leaf):
+        axes = specs[path].axes if path in specs else ()  # a decoder by itself does not know of cross-attention
+        if "vocab" not in axes:
+            return leaf
+        axis = axes.index("vocab")
+        old = leaf.shape[axis]
+        if vocab_size <= old:
+            return jax.lax.slice_in_dim(leaf, 0, vocab_size, axis=axis)
+        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        mean, spread = (f(wide, axis=axis, keepdims=True) for f in (jnp.mean, jnp.std))
+        shape = leaf.shape[:axis] + (vocab_size - old,) + leaf.shape[axis + 1 :]
+        rows = Spec(shape, axes, lambda k, s, d: mean + noise * spread * jax.random.normal(k, s, d))
+        drawn = params.init({path: rows}, key, wide.dtype)[path]  # a key for each path
+        return jnp.concatenate([leaf, drawn.astype(leaf.dtype)], axis=axis)
+
+    return new, _by_path(resized, weights)
+
+
+def extend_positions(
+    config: ModelConfig,
+    weights: Tree,
+    context_length: int,
+    how: Literal["repeat", "interpolate", "new"] = "repeat",
+    key: Array | None = None,
+) -> tuple[ModelConfig, Tree]:
+    """(config, parameters) of another context length, for `Learned` positions; rows of the offset stay.
+
+    repeat: row i is the old i mod old length (Longformer: Beltagy et al. 2020, section 5); interpolate: a straight line
+    between the two nearest old rows, the first and the last as they were; new: the old rows, then initial ones of `key`.
+    A shorter length keeps the first rows, but for interpolate. The halves of a pair are given one at a time. Raises
+    ConfigError for other positions, and where the length shapes other parameters too (Linformer's).
+    """
+    if isinstance(config.embedding, Patches):
+        raise ConfigError("extend_positions: the positions of patches are a grid; use models.vision.resize")
+    if not isinstance(config.positions, Learned):
+        kind = f"{type(config.positions).__name__} positions have" if config.positions else "no positions have"
+        scaling = " and model.positions=Rope(scaling=...)" if isinstance(config.positions, Rope) else ""
+        raise ConfigError(f"extend_positions: {kind} no table to extend; set model.context_length{scaling}")
+    new = replace(config, context_length=context_length)
+    before, after = (params.paths(models.spec(c)) for c in (config, new))
+    name = "embedding/positions"
+    if others := [path for path in after if path != name and after[path].shape != before[path].shape]:
+        raise ConfigError(f"extend_positions: the shape of {', '.join(others)} depends on the context length too")
+    table, offset = weights["embedding"]["positions"], config.positions.offset
+    first, old = table[:offset], table[offset:]
+    match how:
+        case "repeat":
+            rows = old[np.arange(context_length) % len(old)]
+        case "interpolate":
+            at = np.linspace(0, len(old) - 1, context_length)
+            below = np.minimum(at.astype(int), max(len(old) - 2, 0))
+            above = np.minimum(below + 1, len(old) - 1)
+            share = jnp.asarray(at - below, jnp.promote_types(table.dtype, jnp.float32))[:, None]
+            rows = (old[below] * (1 - share) + old[above] * share).astype(table.dtype)
+        case "new":
+            if key is None:
+                raise ConfigError("extend_positions: how='new' draws rows; give a key")
+            drawn = params.init({"embedding": {"positions": after[name]}}, key, table.dtype)["embedding"]["positions"]
+            rows = jnp.concatenate([old, drawn[len(table) :]])[:context_length]
+        case _:
+            raise ConfigError(f"extend_positions: how={how!r}: expected repeat, interpolate or new")
+    embedding = weights["embedding"] | {"positions": jnp.concatenate([first, rows])}
+    return new, weights | {"embedding": embedding}
+
+
+def _by_path(f: Callable[[str, Any], Any], tree: Tree) -> Tree:
+    """`tree` with f(path, leaf) for each leaf, path as in `params.paths`."""
+    named = lambda path, leaf: f(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+    return jax.tree_util.tree_map_with_path(named, tree)

@@ -1,0 +1,103 @@
+"""From tokens or images to the first hidden states."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.nn.initializers import normal, ones, zeros
+from jaxtyping import Float
+
+from jaxformer import ops
+from jaxformer.config import ConfigError
+from jaxformer.models.config import Embedding, Learned, ModelConfig, Patches, Sinusoidal
+from jaxformer.ops.contraction import add_bias
+from jaxformer.ops.positions import learned, sinusoidal
+from jaxformer.params import Spec
+
+Tree = Any
+
+
+def spec(config: ModelConfig) -> Tree:
+    """Parameters of the embedding."""
+    D, how = config.d_model, config.embedding
+    row = lambda *shape, first: Spec((*shape, D), (first, "embed")[-len(shape) - 1 :], normal(config.init_std))
+    if isinstance(how, Patches):
+        shape, pixels = (how.channels, *how.patch, D), ("channel", "line", "column")
+        kernel = Spec(shape, (*pixels, "embed"), normal(math.prod(shape[:3]) ** -0.5), pixels)
+        tree: Tree = {"patches": {"kernel": kernel}}
+        if config.has_bias("patches"):
+            tree["patches"]["bias"] = Spec((D,), ("embed",), zeros)
+        if how.class_token:
+            tree["class_token"] = row(first=None)
+    else:
+        tree = {"tokens": row(config.vocab_size, first="vocab")}
+        if how.token_types:
+            tree["token_types"] = row(how.token_types, first=None)
+    if isinstance(config.positions, Learned):
+        tree["positions"] = row(config.context_length + config.positions.offset, first="length")
+    if isinstance(how, Embedding) and how.norm:
+        tree["norm"] = norm_spec(config)
+    return tree
+
+
+def length(config: ModelConfig, inputs: Array) -> int:
+    """Positions that tokens `[B, T]` or images `[B, height, width, C]` take."""
+    if not isinstance(config.embedding, Patches):
+        return inputs.shape[1]
+    expected = (*config.embedding.image, config.embedding.channels)
+    if inputs.shape[1:] != expected:
+        raise ConfigError(
+            f"images {inputs.shape[1:]} where model.embedding expects {expected}; resize them, or the model's position "
+            "table by models.vision.resize"
+        )
+    return config.embedding.length
+
+
+def embed(config: ModelConfig, params: Tree, inputs, positions, token_types=None, dtype=None) -> Float[Array, "B T D"]:
+    """Tokens' rows times the scale or images' patches, plus token types and absolute positions; then the norm, if any."""
+    how = config.embedding
+    if isinstance(how, Patches):
+        kernel = params["patches"]["kernel"]
+        dtype = dtype or kernel.dtype
+        x = patches(inputs.astype(dtype), how.patch)
+        x = ops.einsum("btp,pd->btd", x, kernel.reshape(-1, config.d_model))
+        if "bias" in params["patches"]:
+            x = add_bias(x, params["patches"]["bias"])
+        if how.class_token:
+            first = jnp.broadcast_to(params["class_token"].astype(x.dtype)[None, None], (len(x), 1, config.d_model))
+            x = jnp.concatenate([first, x], axis=1)
+    else:
+        dtype = dtype or params["tokens"].dtype
+        x = jnp.take(params["tokens"], inputs, axis=0) * how.scale
+        if how.token_types:
+            types = jnp.zeros_like(inputs) if token_types is None else token_types
+            x = x + jnp.take(params["token_types"], types, axis=0)
+    if isinstance(config.positions, Learned):
+        x = x + learned(positions + config.positions.offset, params["positions"])
+    elif isinstance(config.positions, Sinusoidal):
+        x = x + sinusoidal(positions, config.d_model, config.positions.layout, config.positions.spacing).astype(x.dtype)
+    if "norm" in params:
+        x = norm(config, params["norm"], x)
+    return x.astype(dtype)
+
+
+def patches(images: Float[Array, "B height width C"], patch: tuple[int, int]) -> Float[Array, "B T P"]:
+    """Each patch as a row (channel, then line, then column), patches row by row."""
+    B, height, width, C = images.shape
+    down, across = height // patch[0], width // patch[1]
+    cut = images.reshape(B, down, patch[0], across, patch[1], C)
+    return cut.transpose(0, 1, 3, 5, 2, 4).reshape(B, down * across, -1)
+
+
+def norm_spec(config: ModelConfig) -> Tree:
+    out = {"scale": Spec((config.d_model,), ("embed",), ones)}
+    if config.norm == "layer_norm" and config.has_bias("norm"):
+        out["bias"] = Spec((config.d_model,), ("embed",), zeros)
+    return out
+
+
+def norm(config: ModelConfig, params: Tree, x: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
+    if config.norm == "layer_norm":
+        return ops.layer_norm(x, params["scale"], params.get("bias"), config.norm_eps)
+    return ops.rms_norm(x, params["scale"], config.norm_eps)

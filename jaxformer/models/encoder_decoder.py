@@ -1,0 +1,96 @@
+"""Two stacks of the same block: the decoder's layers also attend to the encoder's output. Vaswani et al. 2017."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Int
+
+from jaxformer import masks, params
+from jaxformer.config import ConfigError
+from jaxformer.models import block, transformer
+from jaxformer.models.config import EncoderDecoder
+from jaxformer.models.transformer import Output
+
+Tree = Any
+
+
+def spec(config: EncoderDecoder) -> Tree:
+    """Every parameter of both stacks, `{"encoder": ..., "decoder": ...}`; a shared token table is the decoder's."""
+    tree = {"encoder": transformer.spec(config.encoder)}
+    tree["decoder"] = transformer.spec(config.decoder, config.encoder.d_model)
+    if config.share_embeddings:
+        del tree["encoder"]["embedding"]["tokens"]
+    if not tree["encoder"]["embedding"]:
+        del tree["encoder"]["embedding"]
+    return tree
+
+
+def init(config: EncoderDecoder, key: Array, dtype=jnp.float32) -> Tree:
+    """Initial parameters."""
+    return params.init(spec(config), key, dtype)
+
+
+def apply(
+    config: EncoderDecoder,
+    params: Tree,
+    tokens: Int[Array, "B T"],
+    *,
+    source: Int[Array, "B S"] | None = None,
+    source_segment_ids: Int[Array, "B S"] | None = None,
+    positions: Int[Array, "#B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    cache: Any = None,
+    dropout_key: Array | None = None,
+    dtype=None,
+    return_attention: bool = False,
+) -> Output:
+    """Logits `[B, T, V]` of target tokens given source tokens; `.source` are the encoder's hidden states.
+
+    Queries see the source tokens of their own segment (all that are not padding, where only the source has segments).
+    With a `cache` the source is given once, with the first tokens: the cache keeps what the layers read of it.
+    """
+    keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+    options: dict[str, Any] = dict(dtype=dtype, return_attention=return_attention)
+    if source is not None:
+        encoded = encode(config, params, source, source_segment_ids, keys[0], dtype)
+        if cache is not None:
+            cross = params["decoder"]["layers"]["cross_attention"]
+            heads = jax.vmap(block.source_heads, in_axes=(0, None))(cross, encoded)
+            ids = jnp.ones(source.shape, jnp.int32) if source_segment_ids is None else source_segment_ids
+            cache = replace(cache, source=dict(hidden=encoded, heads=heads, segment_ids=ids))
+        known: Any = dict(hidden=encoded, heads=None, segment_ids=source_segment_ids)
+    if cache is not None:
+        known = cache.source
+    elif source is None:
+        raise ConfigError("an encoder-decoder needs `source` tokens, or a cache that began with them")
+    if known is None:
+        raise ConfigError("the cache knows no source yet: give `source` with the first tokens")
+    read = block.Source(known["hidden"], _visible(tokens, segment_ids, known["segment_ids"]), known["heads"])
+    output = transformer.encode(
+        config.decoder, params["decoder"], tokens, positions=positions, segment_ids=segment_ids, cache=cache,
+        dropout_key=keys[1], source=read, **options,
+    )  # fmt: skip
+    real = None if segment_ids is None else segment_ids != 0
+    return replace(transformer.read(config.decoder, params["decoder"], output, real), source=known["hidden"])
+
+
+def encode(config: EncoderDecoder, params: Tree, source, segment_ids=None, dropout_key=None, dtype=None) -> Array:
+    """The encoder's hidden states `[B, S, D]`."""
+    own = params["encoder"]
+    if config.share_embeddings:
+        table = {"tokens": params["decoder"]["embedding"]["tokens"]}
+        own = {**own, "embedding": own.get("embedding", {}) | table}
+    return transformer.encode(
+        config.encoder, own, source, segment_ids=segment_ids, dropout_key=dropout_key, dtype=dtype
+    ).hidden
+
+
+def _visible(tokens, segment_ids, source_segment_ids) -> masks.Mask:
+    if source_segment_ids is None:
+        return masks.full()
+    if segment_ids is None:
+        return masks.segments(jnp.ones_like(tokens), (source_segment_ids != 0).astype(jnp.int32))
+    return masks.segments(segment_ids, source_segment_ids)

@@ -1,0 +1,128 @@
+"""What reads the last hidden states: logits of tokens, classes of sequences, of positions, of images."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.nn.initializers import normal, zeros
+from jaxtyping import Bool, Float
+
+from jaxformer import ops
+from jaxformer.models.config import Classification, LanguageModel, ModelConfig, TokenClassification
+from jaxformer.models.embedding import norm, norm_spec
+from jaxformer.ops.contraction import add_bias
+from jaxformer.ops.feedforward import ACTIVATIONS
+from jaxformer.params import Spec
+
+Tree = Any
+
+
+class Head(NamedTuple):
+    """A head of your own: `ModelConfig.heads` may hold any function `config -> Head`.
+
+    spec: tree of `Spec`; apply: (params, hidden [B, T, D], real [B, T] or None) -> array.
+    """
+
+    name: str
+    spec: Tree
+    apply: Callable
+
+
+def name(config: ModelConfig, head) -> str:
+    """What its parameters and its output are filed under."""
+    return head(config).name if callable(head) else head.name
+
+
+def spec(config: ModelConfig) -> Tree:
+    """Parameters of all heads that have some: `{name: tree}`."""
+    trees = {name(config, head): _spec(config, head) for head in config.heads}
+    return {key: tree for key, tree in trees.items() if tree}
+
+
+def _spec(config: ModelConfig, head) -> Tree:
+    D, V = config.d_model, config.vocab_size
+    classes = lambda n, bias: _linear_spec((D, n), ("embed", "class"), config.init_std, bias)
+    match head:
+        case LanguageModel():
+            tree: Tree = {}
+            if head.transform:
+                bias = Spec((D,), ("embed",), zeros)
+                kernel = Spec((D, D), ("embed", None), normal(config.init_std), ("embed",))
+                tree["transform"] = {"kernel": kernel, "bias": bias, "norm": norm_spec(config)}
+            if not config.tie_embeddings:  # [V, D] like the embedding: one product for both
+                tree["kernel"] = Spec((V, D), ("vocab", "embed"), normal(config.init_std), ("embed",))
+            return tree | ({"bias": Spec((V,), ("vocab",), zeros)} if head.bias else {})
+        case Classification():
+            tree = {}
+            if head.pooler:
+                tree["pooler"] = _linear_spec((D, D), ("embed", None), config.init_std, True)
+            return tree | ({} if head.classes is None else classes(head.classes, head.bias))
+        case TokenClassification():
+            return classes(head.classes, True)
+    return head(config).spec
+
+
+def apply(config: ModelConfig, head, params: Tree, hidden: Float[Array, "B T D"], real, tokens_table) -> Array:
+    """The head's output: `[B, T, V]` logits, `[B, classes]` of sequences, `[B, T, classes]` of positions; float32 or better.
+
+    `params` are the head's own, `tokens_table` the embedding `[V, D]`, `real` flags `[B, T]` what is not padding.
+    """
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    match head:
+        case LanguageModel():
+            hidden, kernel, bias = unembedding(config, head, params, hidden, tokens_table)
+            logits = ops.einsum("btd,vd->btv", hidden, kernel, dtype=wide)
+            logits = logits if bias is None else add_bias(logits, bias)
+            cap = config.logit_softcap
+            return logits if cap is None else cap * jnp.tanh(logits / cap)
+        case Classification():
+            pooled = pool(hidden, head.pool, real)
+            if head.pooler:
+                pooled = ACTIVATIONS[head.pooler](_linear(pooled, params["pooler"], hidden.dtype))
+            return pooled.astype(wide) if head.classes is None else _linear(pooled, params, wide)
+        case TokenClassification():
+            return _linear(hidden, params, wide)
+    return head(config).apply(params, hidden, real)
+
+
+def unembedding(config: ModelConfig, head: LanguageModel, params: Tree, hidden: Float[Array, "B T D"], tokens_table):
+    """(hidden, kernel `[V, D]`, bias `[V]` or None): the logits are hidden kernel^T + bias, before the softcap.
+
+    For losses that never hold the logits of a whole batch (`ops.projected_cross_entropy`).
+    """
+    if head.transform:
+        hidden = ACTIVATIONS[head.transform](_linear(hidden, params["transform"], hidden.dtype))
+        hidden = norm(config, params["transform"]["norm"], hidden)
+    if head.scale != 1.0:
+        hidden = hidden * head.scale
+    return hidden, tokens_table if config.tie_embeddings else params["kernel"], params.get("bias")
+
+
+def pool(hidden: Float[Array, "B T D"], how: str, real: Bool[Array, "B T"] | None = None) -> Float[Array, "B D"]:
+    """The first or the last position that is not padding, or the mean of them."""
+    flags = jnp.ones(hidden.shape[:2], bool) if real is None else real
+    match how:
+        case "mean":
+            weights = flags / jnp.maximum(flags.sum(axis=1, keepdims=True), 1)
+            return ops.einsum("btd,bt->bd", hidden, weights)
+        case "first":
+            at = jnp.argmax(flags, axis=1)
+        case _:
+            at = flags.shape[1] - 1 - jnp.argmax(flags[:, ::-1], axis=1)
+    return jnp.take_along_axis(hidden, at[:, None, None], axis=1)[:, 0]
+
+
+def language_model(config: ModelConfig) -> LanguageModel | None:
+    """The config's language model head, if it has one."""
+    return next((head for head in config.heads if isinstance(head, LanguageModel)), None)
+
+
+def _linear_spec(shape, axes, std: float, bias: bool) -> Tree:
+    kernel = {"kernel": Spec(shape, axes, normal(std), axes[:1])}
+    return kernel | ({"bias": Spec(shape[1:], axes[1:], zeros)} if bias else {})
+
+
+def _linear(x, params: Tree, dtype):
+    y = ops.einsum("bd,dc->bc" if x.ndim == 2 else "btd,dc->btc", x, params["kernel"], dtype=dtype)
+    return add_bias(y, params["bias"]) if "bias" in params else y

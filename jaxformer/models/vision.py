@@ -1,0 +1,52 @@
+"""Vision transformers at another resolution than they were trained at."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.config import ConfigError
+from jaxformer.models.config import Learned, ModelConfig, Patches
+
+Tree = Any
+
+
+def resize(config: ModelConfig, weights: Tree, image: tuple[int, int]) -> tuple[ModelConfig, Tree]:
+    """(config, parameters) for images of another height and width: learned positions are interpolated over the grid.
+
+    Bicubic, as torch.nn.functional.interpolate(mode="bicubic", align_corners=False) and so Hugging Face's
+    `interpolate_pos_encoding`; Dosovitskiy et al. 2020, arXiv:2010.11929, section 3.2. The class token's row stays. Raises
+    ConfigError for models of tokens.
+    """
+    if not isinstance(config.embedding, Patches):
+        raise ConfigError("vision.resize: model.embedding is no models.Patches; for tokens see models.adaptation")
+    patches = replace(config.embedding, image=image)
+    new = replace(config, embedding=patches, context_length=patches.length)
+    if not isinstance(config.positions, Learned):
+        return new, weights
+    table, (height, width) = weights["embedding"]["positions"], config.embedding.grid
+    before = len(table) - height * width  # the offset's rows and the class token's
+    wide = jnp.promote_types(table.dtype, jnp.float32)
+    down, across = (jnp.asarray(bicubic(*sizes), wide) for sizes in zip((height, width), patches.grid, strict=True))
+    grid = table[before:].reshape(height, width, -1).astype(wide)
+    grid = jnp.einsum("yh,xw,hwd->yxd", down, across, grid, precision="highest")
+    positions = jnp.concatenate([table[:before], grid.reshape(-1, grid.shape[-1]).astype(table.dtype)])
+    return new, weights | {"embedding": weights["embedding"] | {"positions": positions}}
+
+
+def bicubic(old: int, new: int) -> np.ndarray:
+    """The weights `[new, old]` of cubic convolution with a = -3/4, edges repeated: Keys 1981, eq. 4 (where a = -1/2).
+
+    Sample i stands at (i + 1/2) old / new - 1/2. Nothing is smoothed before shrinking (torch's antialias=False).
+    `jax.image.resize` has a = -1/2 and leaves out what lies beyond the edges.
+    """
+    a, at = -0.75, (np.arange(new) + 0.5) * old / new - 0.5
+    matrix = np.zeros((new, old))
+    for tap in (-1, 0, 1, 2):
+        source = np.floor(at).astype(int) + tap
+        x = np.abs(at - source)
+        near = (a + 2) * x**3 - (a + 3) * x**2 + 1
+        far = a * (x**3 - 5 * x**2 + 8 * x - 4)
+        np.add.at(matrix, (np.arange(new), np.clip(source, 0, old - 1)), np.where(x <= 1, near, far))
+    return matrix

@@ -1,0 +1,242 @@
+"""Routed experts: each token goes to the few feed-forward layers that a router picks for it.
+
+Shazeer et al. 2017, arXiv:1701.06538; GShard, Lepikhin et al. 2020, arXiv:2006.16668; Switch, Fedus et al. 2021,
+arXiv:2101.03961; ST-MoE, Zoph et al. 2022, arXiv:2202.08906; Mixtral, Jiang et al. 2024, arXiv:2401.04088.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from jaxformer.config import ConfigError
+from jaxformer.ops.contraction import einsum
+
+
+class Routing(NamedTuple):
+    """For each token: its experts, best first, what each is weighted with `[.., top_k]`, the softmax over all `[.., E]`."""
+
+    weights: Array
+    experts: Array
+    probabilities: Array
+
+
+class RoutingStatistics(NamedTuple):
+    """Of the real tokens: choices a token that fell on each expert (sums to top_k), mean probability of each, `[E]`;
+    the share of choices that found no room; the router's z-loss."""
+
+    fraction: Array
+    probability: Array
+    dropped: Array
+    z: Array
+
+
+def route(logits: Float[Array, "*batch E"], top_k: int, normalise: bool = True) -> Routing:
+    """The top_k largest of softmax(logits), in float32 or better; `normalise` makes their weights sum to one.
+
+    With it this is Mixtral (section 2.1: the same as a softmax over the top_k logits), without it Switch (eq. 2). Of
+    equals the first expert wins. Raises ConfigError for a top_k that E experts cannot give.
+    """
+    E = logits.shape[-1]
+    if not 1 <= top_k <= E:
+        raise ConfigError(f"top_k={top_k}: expected 1 to {E}, the number of experts")
+    probabilities = jax.nn.softmax(_wide(logits), axis=-1)
+    weights, experts = lax.top_k(probabilities, top_k)
+    if normalise:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return Routing(weights, experts, probabilities)
+
+
+def balance_loss(fraction: Float[Array, " E"], probability: Float[Array, " E"]) -> Float[Array, ""]:
+    """E sum_e fraction_e probability_e: top_k where all experts get alike, up to E where they do not. Switch, eq. 4-6."""
+    return fraction.shape[0] * jnp.sum(fraction * probability)
+
+
+def router_z_loss(logits: Float[Array, "*batch E"], real: Bool[Array, "*batch"] | None = None) -> Float[Array, ""]:
+    """The mean over tokens of logsumexp(logits)^2, which keeps logits small. ST-MoE, eq. 5."""
+    real = jnp.ones(logits.shape[:-1], bool) if real is None else real
+    return _mean(jnp.square(jax.nn.logsumexp(_wide(logits), axis=-1)), real)
+
+
+def mixture(
+    x: Float[Array, "B T D"],
+    router: Float[Array, "D E"],
+    gate: Float[Array, "E D F"] | None,
+    up: Float[Array, "E D F"],
+    down: Float[Array, "E F D"],
+    activation: Callable,
+    *,
+    top_k: int,
+    normalise: bool = True,
+    capacity: float | None = None,
+    real: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T D"], RoutingStatistics]:
+    """sum_k w_k expert_{e_k}(x), where w and e are `route`d by x router, and what became of the choices.
+
+    An expert is activation(x up) down, or (activation(x gate) * (x up)) down. The router works in float32 or better
+    (Switch, section 2.4). Tokens with real=False go to no expert: their output is zero, and they count in nothing.
+
+    Without a capacity no choice is dropped (`mixture_reference` is the same, written plainly). With one, an expert takes
+    ceil(capacity top_k B T / E) choices and drops the rest: first choices before second ones (GShard, section 2.2), and
+    among these the first in the batch. What a token gets then hangs on the tokens of the whole batch, later ones included.
+
+    Raises ConfigError for a top_k that E experts cannot give, and for a capacity that is not above zero.
+    """
+    B, T, D = x.shape
+    E = router.shape[1]
+    real = jnp.ones((B, T), bool) if real is None else real
+    logits = _router(x, router)
+    routing = route(logits, top_k, normalise)
+    choices = (
+        jnp.where(real[:, :, None], routing.experts, E).reshape(B * T, top_k).T
+    )  # slot by slot: all first choices stand before the second ones
+    sizes = jnp.sum(choices.reshape(-1, 1) == jnp.arange(E)[None], axis=0)
+
+    if capacity is None:
+        rows = _block_rows(choices.size, E)
+        blocks = -(-sizes // rows)  # of each expert, the last one partly empty
+        ends = jnp.cumsum(blocks)
+        count = min((choices.size + E * (rows - 1)) // rows, choices.size)  # the most that there can be
+        owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), E - 1)
+        product = lambda x, w: _grouped("bd,df->bf", x, w, owners, ends[-1])
+        places = _places(choices, sizes, (ends - blocks) * rows, choices.size, count * rows)
+    else:
+        if capacity <= 0:
+            raise ConfigError(f"capacity={capacity}: expected a factor above 0, or None for room without bound")
+        # a token takes no expert twice; the small number is for products like 1.1 x 10, which are not 11 in floating point
+        rows, count = min(math.ceil(capacity * top_k * B * T / E - 1e-9), B * T), E
+        product = partial(einsum, "ebd,edf->ebf")
+        places = _places(choices, sizes, jnp.arange(E) * rows, rows, count * rows)
+
+    tokens = x.reshape(B * T, D).at[places.tokens].get(mode="fill", fill_value=0)
+    y = _experts(product, tokens.reshape(count, rows, D), gate, up, down, activation)
+    y = y.reshape(count * rows, D).at[places.rows].get(mode="fill", fill_value=0)  # [top_k, B T, D]
+    weights = routing.weights.reshape(B * T, top_k).T
+    out = jnp.sum(_wide(y) * weights[:, :, None].astype(_wide(y).dtype), axis=0).astype(x.dtype).reshape(B, T, D)
+
+    asked, placed = jnp.sum(sizes), jnp.sum(places.rows < count * rows)
+    statistics = RoutingStatistics(
+        fraction=sizes.astype(logits.dtype) * top_k / jnp.maximum(asked, 1),
+        probability=_mean(routing.probabilities, real),
+        dropped=(asked - placed).astype(logits.dtype) / jnp.maximum(asked, 1),
+        z=router_z_loss(logits, real),
+    )
+    return out, statistics
+
+
+def mixture_reference(
+    x: Float[Array, "B T D"],
+    router: Float[Array, "D E"],
+    gate: Float[Array, "E D F"] | None,
+    up: Float[Array, "E D F"],
+    down: Float[Array, "E F D"],
+    activation: Callable,
+    *,
+    top_k: int,
+    normalise: bool = True,
+    real: Bool[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """The output of `mixture` without a capacity, with every expert at work on every token. The oracle."""
+    E = router.shape[1]
+    routing = route(_router(x, router), top_k, normalise)
+    weights = jnp.sum(jax.nn.one_hot(routing.experts, E, dtype=_wide(x).dtype) * routing.weights[..., None], axis=2)
+    if real is not None:
+        weights = jnp.where(real[:, :, None], weights, 0)
+    everyone = jnp.broadcast_to(x[None], (E, *x.shape))
+    y = _experts(partial(einsum, "ebtd,edf->ebtf"), everyone, gate, up, down, activation)
+    return jnp.sum(_wide(y) * jnp.moveaxis(weights, 2, 0)[..., None], axis=0).astype(x.dtype)
+
+
+def _wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _router(x, router):
+    return einsum("btd,de->bte", _wide(x), router)
+
+
+def _mean(x, real):
+    """The mean over the real tokens; x has the axes of `real`, and perhaps others behind them."""
+    chosen = real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim))
+    return jnp.sum(jnp.where(chosen, x, 0), axis=tuple(range(real.ndim))) / jnp.maximum(jnp.sum(real), 1)
+
+
+def _experts(product, x, gate, up, down, activation):
+    hidden = product(x, up)
+    hidden = activation(hidden) if gate is None else activation(product(x, gate)) * hidden
+    return product(hidden, down)
+
+
+class _Places(NamedTuple):
+    """The table of rows that experts work on, both ways round."""
+
+    tokens: Array  # [rows], the token that stands in each row; past the last one where none does
+    rows: Array  # [top_k, tokens], the row in which each choice stands; past the last one where it has none
+
+
+def _places(choices: Int[Array, "top_k N"], sizes: Int[Array, " E"], first: Int[Array, " E"], room: int, rows: int):
+    """Each expert's choices in a run of rows from `first[expert]` on, in their order, as many as there is room for."""
+    E, (_, N) = sizes.shape[0], choices.shape
+    order = jnp.argsort(choices.reshape(-1))  # stable
+    expert = choices.reshape(-1)[order]
+    known = jnp.minimum(expert, E - 1)
+    rank = jnp.arange(order.size) - (jnp.cumsum(sizes) - sizes)[known]
+    row = jnp.where((expert < E) & (rank < room), first[known] + rank, rows)
+    tokens = jnp.full(rows, N, order.dtype).at[row].set(order % N, mode="drop")
+    return _Places(tokens, jnp.zeros_like(row).at[order].set(row, unique_indices=True).reshape(choices.shape))
+
+
+def _block_rows(choices: int, E: int) -> int:
+    """Rows of one block: a quarter of an expert's even share. An expert's last block is half empty, a loss of an eighth."""
+    return min(max(-(-choices // (4 * E) // 8) * 8, 8), 512)
+
+
+# A loop over blocks, each of one expert, instead of `lax.ragged_dot`: that multiplies, on CPU (jax 0.10), every row by
+# every expert, and is as slow as doing so. Blocks that nobody fills are not visited, nor the weights of idle experts read.
+# The gradient is our own because autodiff would add a zero array of all experts for each block.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(spec, x, w, owners, used):
+    """x[i] w[owners[i]] for the first `used` blocks i of x, zeros for the rest. Reverse mode, first order."""
+    return _each_block(spec, x, w.astype(x.dtype), owners, used)
+
+
+def _grouped_forward(spec, x, w, owners, used):
+    return _grouped(spec, x, w, owners, used), (x, w, owners, used)
+
+
+def _grouped_backward(spec, residuals, g):
+    x, w, owners, used = residuals
+    inputs, out = spec.split("->")
+    of_x, of_w = inputs.split(",")
+    g = g.astype(x.dtype)
+
+    def add(i, dw):
+        part = einsum(f"{of_x},{out}->{of_w}", _at(x, i), _at(g, i), dtype=dw.dtype)
+        return _put(dw, _at(dw, owners[i]) + part, owners[i])
+
+    dx = _each_block(f"{out},{of_w}->{of_x}", g, w.astype(x.dtype), owners, used)
+    dw = lax.fori_loop(0, used, add, jnp.zeros(w.shape, jnp.promote_types(x.dtype, jnp.float32)))
+    return dx, dw.astype(w.dtype), None, None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _each_block(spec, x, w, owners, used):
+    product = lambda i: einsum(spec, _at(x, i), _at(w, owners[i]))
+    shape = jax.eval_shape(product, 0).shape
+    out = jnp.zeros((x.shape[0], *shape), x.dtype)
+    return lax.fori_loop(0, used, lambda i, out: _put(out, product(i), i), out)
+
+
+def _at(x, i):
+    return lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+
+def _put(x, part, i):  # x.at[i].set is a scatter, which XLA:CPU does in float32
+    return lax.dynamic_update_index_in_dim(x, part, i, 0)
