@@ -1,7 +1,10 @@
 """What a user types: good commands do their job, bad ones get one line, exit code 2, and leave nothing behind."""
 
+import contextlib
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,12 +36,33 @@ experiment = Experiment(
 """
 
 
+def furnish(folder):
+    (folder / "experiments").mkdir()
+    (folder / "experiments" / "tiny.py").write_text(EXPERIMENT)
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     """A folder with an experiment and its text, as the current one."""
-    (tmp_path / "experiments").mkdir()
-    (tmp_path / "experiments" / "tiny.py").write_text(EXPERIMENT)
-    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    return furnish(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory):
+    """A folder in which the experiment was trained, and what that printed."""
+    folder, said = furnish(tmp_path_factory.mktemp("trained")), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(said):
+        assert cli.main(["train", "tiny"]) == 0
+    return folder, said.getvalue()
+
+
+@pytest.fixture
+def trained(training, tmp_path, monkeypatch):
+    """A copy of it, as the current folder."""
+    shutil.copytree(training[0], tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -49,10 +73,9 @@ def run(capsys, *argv):
     return code, captured.out, captured.err
 
 
-def test_train_evaluate_generate_show_and_train_again(workplace, capsys):
-    code, out, _ = run(capsys, "train", "tiny")
-    assert code == 0 and "validation loss" in out and "sample:" in out
-    (folder,) = (workplace / "runs").glob("tiny-*")
+def test_train_evaluate_generate_show_and_train_again(training, trained, capsys):
+    assert "validation loss" in training[1] and "sample:" in training[1]
+    (folder,) = (trained / "runs").glob("tiny-*")
     for name in ("config.json", "environment.json", "metrics.jsonl", "tokenizer.json", "result.json"):
         assert (folder / name).stat().st_size > 0
     assert (folder / "figures" / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -121,9 +144,8 @@ def test_other_bad_inputs_get_one_line(workplace, capsys):
         assert code == 2 and said in err and err.count("\n") == 1, argv
 
 
-def test_positions_beyond_the_learned_table_get_one_line(workplace, capsys):
-    assert run(capsys, "train", "tiny", "--steps=1")[0] == 0
-    (folder,) = (workplace / "runs").glob("tiny-*")
+def test_positions_beyond_the_learned_table_get_one_line(trained, capsys):
+    (folder,) = (trained / "runs").glob("tiny-*")
     code, _, err = run(capsys, "generate", str(folder), "--prompt", "x" * 17)
     assert code == 2 and "learned positions" in err and err.count("\n") == 1
 
@@ -135,9 +157,8 @@ def test_an_unwritable_run_folder_gets_one_line(workplace, capsys):
     assert (workplace / "taken").read_text() == "a file where a folder should go"
 
 
-def test_changed_data_is_refused_on_resume(workplace, capsys):
-    assert run(capsys, "train", "tiny")[0] == 0
-    (workplace / "text.txt").write_text(TEXT.replace("fox", "cat"))
+def test_changed_data_is_refused_on_resume(trained, capsys):
+    (trained / "text.txt").write_text(TEXT.replace("fox", "cat"))
     code, _, err = run(capsys, "train", "tiny")
     assert code == 2 and "data changed" in err and err.count("\n") == 1
 
@@ -219,7 +240,6 @@ def test_sigterm_saves_and_the_next_start_goes_on(workplace):
 def test_killed_five_times_ends_bit_identical(workplace, tmp_path_factory):
     """kill -9 at random moments; then every logged number and every parameter equals an undisturbed run's, to the bit."""
     import random
-    import shutil
     import time
 
     options = ["--steps=400", "--log-every=1", "--eval-every=100", "--checkpoints.every=20", "--model.dropout-rate=0.1"]

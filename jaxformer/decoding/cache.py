@@ -33,6 +33,9 @@ class Cache:
 def init_cache(config: ModelConfig | EncoderDecoder, batch: int, length: int, dtype=jnp.float32) -> Cache:
     """An empty cache of `length` slots a row, keys and values in `dtype`."""
     config = config.decoder if isinstance(config, EncoderDecoder) else config
-    state = transformer.mixer(config).state(batch, length, dtype)
+    slots = transformer.mixers(config)
+    if not transformer.alike(slots):
+        raise NotImplementedError("layers of different kinds cannot decode; mixers of one kind can")
+    state = slots[0].state(batch, length, dtype)
     layers = {name: jnp.zeros((config.num_layers, *leaf.shape), leaf.dtype) for name, leaf in state.items()}
     return Cache(layers, jnp.zeros((batch, length), jnp.int32), jnp.zeros((), jnp.int32))

@@ -6,15 +6,17 @@ path and their name, `{}` standing for a layer (then an expert). What a config c
 back what it wrote and compares.
 """
 
+import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from jaxformer.config import ConfigError
-from jaxformer.masks import Mask, causal, full, window
+from jaxformer.masks import Mask, causal, chunked, full, window
 from jaxformer.models import mixers, variants
 from jaxformer.models.config import (
+    Axial,
     Classification,
     Embedding,
     EncoderDecoder,
@@ -27,11 +29,12 @@ from jaxformer.models.config import (
     TokenClassification,
 )
 from jaxformer.models.mixture import Mixture
+from jaxformer.models.reversible import Reversible
 from jaxformer.ops.feedforward import GATES
 from jaxformer.ops.positions import NTK, Linear, Llama3, Rope, YaRN
 
 Json = dict[str, Any]
-Kind = Literal["linear", "conv1d", "patches", "norm", "leaf", "leaf1", "leaf2"]
+Kind = Literal["linear", "conv1d", "patches", "norm", "leaf", "leaf1", "leaf2", "lines", "columns", "unread"]
 
 
 class Rule(NamedTuple):
@@ -40,6 +43,7 @@ class Rule(NamedTuple):
     ours: str | tuple[str, ...]
     theirs: str
     kind: Kind
+    layers: tuple[tuple[int, int], ...] | None = None  # (ours, theirs) where they are not counted alike
 
 
 class Family(NamedTuple):
@@ -730,6 +734,87 @@ def vit_rules(config: ModelConfig) -> list[Rule]:
     ]
 
 
+# Reformer
+
+
+def read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
+    V, D, H, N, F = need(
+        c, "vocab_size", "hidden_size", "attention_head_size", "num_attention_heads", "feed_forward_size"
+    )
+    only(c, is_decoder=True, axial_pos_embds=True, tie_word_embeddings=False, lsh_num_chunks_after=0)
+    only(c, local_num_chunks_after=0)
+    if architecture(c) not in ("ReformerModelWithLMHead", "ReformerModel", ""):
+        raise ConfigError(
+            f"config.json: architecture {architecture(c)!r}; expected ReformerModelWithLMHead or ReformerModel"
+        )
+    kinds, shape, widths = need(c, "attn_layers", "axial_pos_shape", "axial_pos_embds_dim")
+    buckets = c.get("num_buckets")
+    lsh = mixers.Reformer(
+        chunk=c.get("lsh_attn_chunk_length", 64), rounds=c.get("num_hashes", 1),
+        buckets=tuple(buckets) if isinstance(buckets, list) else buckets,
+        chunks_before=c.get("lsh_num_chunks_before", 1), seed=c.get("hash_seed") or 0,
+    )  # fmt: skip
+    local = causal() & chunked(c.get("local_attn_chunk_length", 64), c.get("local_num_chunks_before", 1))
+    pattern = shortest_pattern(kinds)
+    return ModelConfig(
+        vocab_size=V, num_layers=len(kinds), d_model=D, num_heads=N, head_width=H, d_ff=F, context_length=math.prod(shape),
+        feedforward=activation({"hidden_act": "relu"} | c, "hidden_act"), norm_eps=c.get("layer_norm_eps", 1e-12),
+        positions=Axial(tuple(shape), tuple(widths)), masks=tuple(local if kind == "local" else causal() for kind in pattern),
+        mixer=tuple(None if kind == "local" else lsh for kind in pattern), stack=Reversible(streams=2),
+        use_bias="up|down|norm", heads=() if architecture(c) == "ReformerModel" else (LanguageModel(bias=True),),
+        tie_embeddings=False, dropout_rate=c.get("hidden_dropout_prob", 0.05), init_std=c.get("initializer_range", 0.02),
+    )  # fmt: skip
+
+
+def write_reformer(config: ModelConfig) -> Json:
+    pattern = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
+    kinds = ["lsh" if pattern[i % len(pattern)] else "local" for i in range(config.num_layers)]
+    lsh: Any = next(filter(None, pattern), mixers.Reformer())
+    local = next((mask for mask, kind in zip(config.masks, kinds, strict=False) if kind == "local"), None)
+    found = re.fullmatch(r"causal\(\) & chunked\((\d+), (\d+)(?:, 0)?\)", str(local))
+    chunk, before = map(int, found.groups()) if found else (64, 1)
+    positions: Any = config.positions
+    return {
+        "architectures": ["ReformerModelWithLMHead" if config.heads else "ReformerModel"], "model_type": "reformer",
+        "is_decoder": True, "vocab_size": config.vocab_size, "hidden_size": config.d_model,
+        "attention_head_size": config.head_size, "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers, "feed_forward_size": config.ff_width, "attn_layers": kinds,
+        "hidden_act": NAME.get(config.feedforward), "layer_norm_eps": config.norm_eps, "axial_pos_embds": True,
+        "axial_pos_shape": list(positions.shape), "axial_pos_embds_dim": list(positions.widths),
+        "max_position_embeddings": config.context_length, "lsh_attn_chunk_length": lsh.chunk, "num_hashes": lsh.rounds,
+        "num_buckets": list(lsh.buckets) if isinstance(lsh.buckets, tuple) else lsh.buckets,
+        "lsh_num_chunks_before": lsh.chunks_before, "lsh_num_chunks_after": lsh.chunks_after, "hash_seed": lsh.seed or None,
+        "local_attn_chunk_length": chunk, "local_num_chunks_before": before, "local_num_chunks_after": 0,
+        "hidden_dropout_prob": config.dropout_rate, "initializer_range": config.init_std, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def reformer_rules(config: ModelConfig) -> list[Rule]:
+    e, layer = "reformer.embeddings.", "reformer.encoder.layers.{}."
+    own, feed = layer + "attention.self_attention.", layer + "feed_forward."
+    pattern = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
+    local = [i for i in range(config.num_layers) if pattern[i % len(pattern)] is None]
+    same = tuple((i, i) for i in local)
+    hashed = tuple((i, i) for i in range(config.num_layers) if i not in local)
+    return [
+        Rule("embedding/tokens", e + "word_embeddings.weight", "leaf"),
+        Rule("embedding/positions/lines", e + "position_embeddings.weights.0", "lines"),
+        Rule("embedding/positions/columns", e + "position_embeddings.weights.1", "columns"),
+        Rule("layers/attention_norm", layer + "attention.layer_norm", "norm"),
+        Rule("layers/attention/query", own + "query", "linear", same),
+        Rule("layers/attention/query", own + "query_key", "linear", hashed),
+        Rule("layers/attention/key", own + "key", "linear", tuple(enumerate(local))),
+        Rule("layers/attention/value", own + "value", "linear"),
+        Rule("layers/attention/out", layer + "attention.output.dense", "linear"),
+        Rule("layers/feedforward_norm", feed + "layer_norm", "norm"),
+        Rule("layers/feedforward/up", feed + "dense.dense", "linear"),
+        Rule("layers/feedforward/down", feed + "output.dense", "linear"),
+        Rule("final_norm", "reformer.encoder.layer_norm", "norm"),
+        Rule("heads/language_model/kernel", "lm_head.decoder.weight", "leaf"),
+        Rule("heads/language_model/bias", "lm_head.bias", "unread"),
+    ]
+
+
 TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
@@ -762,4 +847,5 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "vit": Family(read_vit, write_vit, vit_rules, "vit."),
+    "reformer": Family(read_reformer, write_reformer, reformer_rules, "reformer."),
 }  # fmt: skip

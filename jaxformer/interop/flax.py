@@ -227,8 +227,10 @@ def _guest(
 
     T = config.embedding.length if isinstance(config.embedding, Patches) else config.context_length
 
+    mask = next((mask for mask in config.masks if mask.name == "full"), config.masks[0])  # one that this layer may see
+
     def example():  # what parameters may depend on: the config's length (as a map over positions does) and width
-        return jnp.zeros((1, T, config.d_model)), Context(config.masks[0], jnp.arange(T)[None])
+        return jnp.zeros((1, T, config.d_model)), Context(mask, jnp.arange(T)[None])
 
     known = _linen_guest if isinstance(guest.module, linen.Module) else _nnx_guest
     spec, run = known(where, guest.module, guest.call, example)
@@ -328,9 +330,8 @@ def _nnx_guest(where: str, make: Callable, call: Callable, example: Callable) ->
 
 def _leaf(draw: Callable, i: int, shape: tuple[int, ...], names=None) -> Spec:
     """The i-th parameter of those that draw(key) makes."""
-    return Spec(
-        shape, (None,) * len(shape) if names is None else tuple(names), lambda key, _, dtype: draw(key)[i].astype(dtype)
-    )
+    axes = (None,) * len(shape) if names is None else tuple(names)
+    return Spec(shape, axes, lambda key, shape, dtype: draw(key)[i].astype(dtype))
 
 
 def _stateful(where: str, module, beside: list[str]) -> str:

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxformer import models
 from jaxformer.config import ConfigError
 from jaxformer.interop import safetensors
-from jaxformer.interop.families import FAMILIES, Family, Kind
+from jaxformer.interop.families import FAMILIES, Family, Kind, Rule
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec, paths
@@ -86,6 +86,8 @@ def load(
             for part, piece in zip(tensor.parts, tensor.ours(array), strict=True):
                 piece = np.ascontiguousarray(piece).astype(dtype or _floating(file.folder, name, piece), copy=False)
                 _lay_down(params, part, piece, leaves[part.path].shape, shardings[part.path])
+    for path, stack in list(params.items()):
+        params[path] = jax.device_put(stack, shardings[path])  # what was put together on the host
     for path in missing:
         params[path] = _drawn(path, leaves[path], key, dtype or jnp.float32, shardings[path])
     return config, unflatten_dict({path: params[path] for path in leaves}, sep="/")
@@ -161,11 +163,13 @@ class Tensor:
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
-    transpose: Literal["no", "matrix", "patches"]
+    transpose: Literal["no", "matrix", "patches", "unread"]
 
     def ours(self, array: np.ndarray) -> list[np.ndarray]:
         widths = [math.prod(part.shape) * self.shape[-1] // max(math.prod(self.shape), 1) for part in self.parts]
         pieces = np.split(array, np.cumsum(widths)[:-1], axis=-1) if len(widths) > 1 else [array]
+        if self.transpose == "unread":  # a parameter that their model has and never uses
+            return [np.zeros_like(array)]
         if self.transpose == "patches":
             return [np.moveaxis(array, 0, -1)]
         if self.transpose == "matrix":
@@ -191,6 +195,9 @@ LEAVES: dict[Kind, dict[str, str]] = {
     "leaf": {"": ""},
     "leaf1": {"": ""},
     "leaf2": {"": ""},
+    "lines": {"": ""},
+    "columns": {"": ""},
+    "unread": {"": ""},
 }
 
 
@@ -203,17 +210,16 @@ def _plan(family: Family, config: Config) -> dict[str, Tensor]:
         for ours, theirs in LEAVES[rule.kind].items():
             names = [f"{module}/{ours}".rstrip("/") for module in modules]
             if names[0] in leaves:
-                plan |= _tensors(
-                    names, [leaves[name] for name in names], f"{rule.theirs}.{theirs}".rstrip("."), rule.kind
-                )
+                there = rule._replace(theirs=f"{rule.theirs}.{theirs}".rstrip("."))
+                plan |= _tensors(there, names, [leaves[name] for name in names])
     lost = leaves.keys() - {part.path for tensor in plan.values() for part in tensor.parts}
     if lost:
         raise ConfigError(f"this family has no place for {_some(sorted(lost))}")
     return plan
 
 
-def _tensors(names: list[str], specs: list[Spec], theirs: str, kind: Kind) -> dict[str, Tensor]:
-    lead = theirs.count("{}")
+def _tensors(rule: Rule, names: list[str], specs: list[Spec]) -> dict[str, Tensor]:
+    lead, kind = rule.theirs.count("{}"), rule.kind
     rests = [spec.shape[lead:] for spec in specs]
     matrix = names[0].endswith("kernel") and kind in ("linear", "conv1d")
     shapes = [(math.prod(rest),) if kind in ("linear", "conv1d", "norm") else rest for rest in rests]
@@ -228,13 +234,16 @@ def _tensors(names: list[str], specs: list[Spec], theirs: str, kind: Kind) -> di
         shape, transpose = shape[::-1], "matrix"
     elif kind == "patches" and len(shape) > 1:
         shape, transpose = (shape[-1], *shape[:-1]), "patches"
-    shape = (1,) * {"leaf1": 1, "leaf2": 2}.get(kind, 0) + shape
-    return {
-        theirs.format(*index): Tensor(
-            shape, tuple(Part(name, index, rest) for name, rest in zip(names, rests, strict=True)), transpose
-        )
-        for index in np.ndindex(*specs[0].shape[:lead])
-    }
+    shape = {
+        "leaf1": (1, *shape), "leaf2": (1, 1, *shape), "lines": (shape[0], 1, shape[-1]), "columns": (1, *shape),
+    }.get(kind, shape)  # fmt: skip
+    transpose = "unread" if kind == "unread" else transpose
+    tensors = {}
+    for index in np.ndindex(*specs[0].shape[:lead]) if rule.layers is None else rule.layers:
+        ours, theirs = (index, index) if rule.layers is None else ((index[0],), (index[1],))
+        parts = tuple(Part(name, ours, rest) for name, rest in zip(names, rests, strict=True))
+        tensors[rule.theirs.format(*theirs)] = Tensor(shape, parts, transpose)
+    return tensors
 
 
 # Reading
@@ -337,20 +346,26 @@ def _shardings(sharding: Any, leaves: dict[str, Spec]) -> dict[str, Any]:
     return paths(sharding)
 
 
+SMALL = 1 << 24  # bytes of a stack that may be put together on the host: no program is compiled for it
+
+
 def _lay_down(params: dict, part: Part, piece: np.ndarray, shape: tuple[int, ...], sharding) -> None:
     """Puts a piece where it is to stay: on its own, or into the stack of all layers, whose memory is used again."""
-    if not part.index:
+    lead, size = len(part.index), math.prod(shape) * piece.itemsize
+    if not lead:
         params[part.path] = jax.device_put(piece, sharding)
-        return
-    if part.path not in params:
-        params[part.path] = jax.jit(partial(jnp.zeros, shape, piece.dtype), out_shardings=sharding)()
-    lead = len(part.index)
-    of_piece = sharding
-    if isinstance(sharding, NamedSharding):
-        of_piece = NamedSharding(sharding.mesh, PartitionSpec(*(None,) * lead, *sharding.spec[lead:]))
-    start = np.array(part.index + (0,) * piece.ndim, np.int32)
-    piece = jax.device_put(piece[(None,) * lead], of_piece)
-    params[part.path] = _writer(sharding)(params[part.path], piece, start)
+    elif size <= SMALL:
+        stack = params.setdefault(part.path, np.empty(shape, piece.dtype))
+        stack[part.index] = piece
+    else:
+        if part.path not in params:
+            params[part.path] = jax.jit(partial(jnp.zeros, shape, piece.dtype), out_shardings=sharding)()
+        of_piece = sharding
+        if isinstance(sharding, NamedSharding):
+            of_piece = NamedSharding(sharding.mesh, PartitionSpec(*(None,) * lead, *sharding.spec[lead:]))
+        start = np.array(part.index + (0,) * piece.ndim, np.int32)
+        piece = jax.device_put(piece[(None,) * lead], of_piece)
+        params[part.path] = _writer(sharding)(params[part.path], piece, start)
 
 
 @cache

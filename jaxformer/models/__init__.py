@@ -12,6 +12,7 @@ from jax import Array
 from jaxformer.models import encoder_decoder, transformer
 from jaxformer.models.config import (
     Alibi,
+    Axial,
     Classification,
     Embedding,
     EncoderDecoder,
@@ -27,7 +28,7 @@ from jaxformer.models.presets import PRESETS
 from jaxformer.models.transformer import Output, encode
 
 __all__ = [
-    "PRESETS", "Alibi", "Classification", "Embedding", "EncoderDecoder", "LanguageModel", "Learned", "ModelConfig", "Output",
+    "PRESETS", "Alibi", "Axial", "Classification", "Embedding", "EncoderDecoder", "LanguageModel", "Learned", "ModelConfig", "Output",
     "Patches", "Relative", "Sinusoidal", "TokenClassification", "apply", "encode", "init", "spec",
 ]  # fmt: skip
 

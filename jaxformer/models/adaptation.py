@@ -17,7 +17,7 @@ from jax.nn.initializers import normal, zeros
 
 from jaxformer import models, params
 from jaxformer.config import ConfigError
-from jaxformer.models.config import EncoderDecoder, Learned, ModelConfig, Patches
+from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig, Patches
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec
 
@@ -61,7 +61,7 @@ def _factors(leaf: Spec, rank: int) -> dict[str, Spec]:
     }
 
 
-def merge(weights: Tree, factors: Mapping[str, Mapping[str, Array]], scale: float) -> Tree:
+def merge(weights: Tree, factors: Tree, scale: float | Array) -> Tree:
     """weights + scale a b, in the weights' shapes and dtypes; `scale` is alpha / rank. Raises ConfigError for other shapes.
 
     Summed in float32, at full precision on every device. Gradients reach both; differentiate the factors alone.
@@ -85,7 +85,7 @@ def merge(weights: Tree, factors: Mapping[str, Mapping[str, Array]], scale: floa
     return _by_path(merged, weights)
 
 
-def unmerge(weights: Tree, factors: Mapping[str, Mapping[str, Array]], scale: float) -> Tree:
+def unmerge(weights: Tree, factors: Tree, scale: float | Array) -> Tree:
     """The weights before `merge`, to rounding."""
     return merge(weights, factors, -scale)
 
@@ -168,7 +168,7 @@ def resize_vocabulary(
             return jax.lax.slice_in_dim(leaf, 0, vocab_size, axis=axis)
         wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
         mean, spread = (f(wide, axis=axis, keepdims=True) for f in (jnp.mean, jnp.std))
-        shape = leaf.shape[:axis] + (vocab_size - old,) + leaf.shape[axis + 1 :]
+        shape = (*leaf.shape[:axis], vocab_size - old, *leaf.shape[axis + 1 :])
         rows = Spec(shape, axes, lambda k, s, d: mean + noise * spread * jax.random.normal(k, s, d))
         drawn = params.init({path: rows}, key, wide.dtype)[path]  # a key for each path
         return jnp.concatenate([leaf, drawn.astype(leaf.dtype)], axis=axis)
@@ -192,6 +192,10 @@ def extend_positions(
     """
     if isinstance(config.embedding, Patches):
         raise ConfigError("extend_positions: the positions of patches are a grid; use models.vision.resize")
+    if isinstance(config.positions, Axial):
+        raise ConfigError(
+            "extend_positions: Axial positions fill a grid of their own; set its shape and train them anew"
+        )
     if not isinstance(config.positions, Learned):
         kind = f"{type(config.positions).__name__} positions have" if config.positions else "no positions have"
         scaling = " and model.positions=Rope(scaling=...)" if isinstance(config.positions, Rope) else ""

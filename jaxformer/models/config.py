@@ -28,6 +28,17 @@ class Sinusoidal:
 
 
 @dataclass(frozen=True)
+class Axial:
+    """Two small trained tables, of lines and of columns of a `shape` that positions fill: Reformer, for long contexts.
+
+    `widths` are the features that each table gives. Kitaev et al. 2020, arXiv:2001.04451, appendix; Ho et al. 2019.
+    """
+
+    shape: tuple[int, int]
+    widths: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Alibi:
     """Scores fall with the distance, at a slope for each head (`ops.alibi`)."""
 
@@ -132,9 +143,11 @@ class ModelConfig:
     norm_eps: float = 1e-5
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     # a tuple: one a layer, repeated
-    positions: Learned | Sinusoidal | Rope | Alibi | Relative | tuple[Rope | None, ...] | None = Learned()
+    positions: Learned | Sinusoidal | Axial | Rope | Alibi | Relative | tuple[Rope | None, ...] | None = Learned()
     masks: tuple[Mask, ...] = (causal(),)  # one a layer, repeated over the depth: (causal(), causal() & window(255))
-    mixer: Callable | None = None  # None: models.block.attention; one of models.mixers or models.variants; or your own
+    # None: models.block.attention; one of models.mixers or models.variants; or your own; a tuple: one a layer, repeated
+    mixer: Callable | tuple[Callable | None, ...] | None = None
+    stack: Callable | None = None  # None: models.transformer.stack; models.reversible.Reversible; or your own
     # True, False, or which have one: a regular expression over query key value out up gate down norm patches
     use_bias: bool | str = True
     embedding: Embedding | Patches = Embedding()
@@ -172,6 +185,13 @@ class ModelConfig:
             raise ConfigError(
                 f"model.feedforward={self.feedforward!r}: expected one of {', '.join((*ACTIVATIONS, *GATES))}"
             )
+        if isinstance(self.positions, Axial):
+            rows, width = math.prod(self.positions.shape), sum(self.positions.widths)
+            if (rows, width) != (self.context_length, self.d_model):
+                raise ConfigError(
+                    f"model.positions={self.positions}: makes {rows} positions of width {width}, not context_length="
+                    f"{self.context_length} of d_model={self.d_model}"
+                )
         patches = self.embedding if isinstance(self.embedding, Patches) else None
         if patches and isinstance(self.positions, Learned) and patches.length != self.context_length:
             raise ConfigError(
@@ -200,6 +220,11 @@ class ModelConfig:
     @property
     def ff_width(self) -> int:
         return self.d_ff or 4 * self.d_model
+
+    @property
+    def hidden_width(self) -> int:
+        """Of what the heads read: D, or 2 D of a reversible stack that gives both streams."""
+        return self.d_model * getattr(self.stack, "streams", 1)
 
     def has_bias(self, name: str) -> bool:
         """Whether the linear map or norm of that name has a bias."""

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from jaxformer import ops
 from jaxformer.config import ConfigError
-from jaxformer.models.config import Embedding, Learned, ModelConfig, Patches, Sinusoidal
+from jaxformer.models.config import Axial, Embedding, Learned, ModelConfig, Patches, Sinusoidal
 from jaxformer.ops.contraction import add_bias
 from jaxformer.ops.positions import learned, sinusoidal
 from jaxformer.params import Spec
@@ -36,6 +36,10 @@ def spec(config: ModelConfig) -> Tree:
             tree["token_types"] = row(how.token_types, first=None)
     if isinstance(config.positions, Learned):
         tree["positions"] = row(config.context_length + config.positions.offset, first="length")
+    if isinstance(config.positions, Axial):
+        (lines, columns), (a, b) = config.positions.shape, config.positions.widths
+        table = lambda n, width: Spec((n, width), ("length", None), normal(config.init_std))
+        tree["positions"] = {"lines": table(lines, a), "columns": table(columns, b)}
     if isinstance(how, Embedding) and how.norm:
         tree["norm"] = norm_spec(config)
     return tree
@@ -75,6 +79,10 @@ def embed(config: ModelConfig, params: Tree, inputs, positions, token_types=None
             x = x + jnp.take(params["token_types"], types, axis=0)
     if isinstance(config.positions, Learned):
         x = x + learned(positions + config.positions.offset, params["positions"])
+    elif isinstance(config.positions, Axial):
+        line, column = jnp.divmod(positions, config.positions.shape[1])
+        tables = params["positions"]
+        x = x + jnp.concatenate([learned(line, tables["lines"]), learned(column, tables["columns"])], axis=-1)
     elif isinstance(config.positions, Sinusoidal):
         x = x + sinusoidal(positions, config.d_model, config.positions.layout, config.positions.spacing).astype(x.dtype)
     if "norm" in params:
@@ -90,10 +98,11 @@ def patches(images: Float[Array, "B height width C"], patch: tuple[int, int]) ->
     return cut.transpose(0, 1, 3, 5, 2, 4).reshape(B, down * across, -1)
 
 
-def norm_spec(config: ModelConfig) -> Tree:
-    out = {"scale": Spec((config.d_model,), ("embed",), ones)}
+def norm_spec(config: ModelConfig, width: int | None = None) -> Tree:
+    shape = (width or config.d_model,)
+    out = {"scale": Spec(shape, ("embed",), ones)}
     if config.norm == "layer_norm" and config.has_bias("norm"):
-        out["bias"] = Spec((config.d_model,), ("embed",), zeros)
+        out["bias"] = Spec(shape, ("embed",), zeros)
     return out
 
 

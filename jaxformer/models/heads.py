@@ -41,7 +41,7 @@ def spec(config: ModelConfig) -> Tree:
 
 
 def _spec(config: ModelConfig, head) -> Tree:
-    D, V = config.d_model, config.vocab_size
+    D, V = config.hidden_width, config.vocab_size
     classes = lambda n, bias: _linear_spec((D, n), ("embed", "class"), config.init_std, bias)
     match head:
         case LanguageModel():
@@ -49,7 +49,7 @@ def _spec(config: ModelConfig, head) -> Tree:
             if head.transform:
                 bias = Spec((D,), ("embed",), zeros)
                 kernel = Spec((D, D), ("embed", None), normal(config.init_std), ("embed",))
-                tree["transform"] = {"kernel": kernel, "bias": bias, "norm": norm_spec(config)}
+                tree["transform"] = {"kernel": kernel, "bias": bias, "norm": norm_spec(config, D)}
             if not config.tie_embeddings:  # [V, D] like the embedding: one product for both
                 tree["kernel"] = Spec((V, D), ("vocab", "embed"), normal(config.init_std), ("embed",))
             return tree | ({"bias": Spec((V,), ("vocab",), zeros)} if head.bias else {})

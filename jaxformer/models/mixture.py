@@ -3,15 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax import Array
 from jax.nn.initializers import normal
 from jaxtyping import Float
 
+from jaxformer import ops
 from jaxformer.config import ConfigError
 from jaxformer.models.block import Context, Fed, FeedForward, residual_std
 from jaxformer.models.config import ModelConfig
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
-from jaxformer.ops.mixture import mixture
+from jaxformer.ops.mixture import balance_loss, mixture
 from jaxformer.params import Spec
 
 Tree = Any

@@ -1,7 +1,8 @@
 """Reversible residual layers: a stack that keeps its last activations alone. Gomez et al. 2017, arXiv:1707.04585."""
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,53 +19,65 @@ from jaxformer.models.config import ModelConfig
 Tree = Any
 
 
-def reversible_layers(config: ModelConfig, params: Tree, x, context: block.Context, layer_masks, state, constants=None):
+@dataclass(frozen=True)
+class Reversible:
     """`transformer.stack` with reversible residuals, as in Reformer: Kitaev et al. 2020, arXiv:2001.04451, section 3.
 
-    The mixer is f and the feed-forward g, each of its normalised stream; both streams start as x, and their mean is what
-    comes out. The parameters are those of the config. For pre-norm layers of one kind: raises ConfigError for other norm
-    placements and for patterns of masks or positions, NotImplementedError for decoding and attention maps.
+    The mixer is f and the feed-forward g, each of its normalised stream; both streams start as x. What comes out is their
+    mean or, of two `streams`, both side by side (the published models). Raises ConfigError for other norms than pre-norm,
+    NotImplementedError for decoding, attention maps and a source.
     """
-    for name, other in (
-        (f"norm_placement={config.norm_placement!r}", config.norm_placement != "pre"),
-        (f"masks={config.masks}", len(layer_masks) > 1),
-        (f"positions={config.positions}", isinstance(config.positions, tuple)),
-    ):
-        if other:
-            raise ConfigError(f"model.{name}: reversible layers are pre-norm and all of one kind")
-    mixer, feed = transformer.mixer(config), block.feed(config)
-    if state is not None or context.return_weights or mixer.memo(x) is not None:
-        raise NotImplementedError("reversible layers: no cache, attention maps or memo; transformer.stack has them")
-    context, dtype, L = replace(context, mask=layer_masks[0]), x.dtype, config.num_layers
-    constants = mixer.constants(x.shape[1]) if constants is None else constants
 
-    def sublayer(name, apply, key_index, parts, x, context):
+    streams: int = 1
+
+    def __call__(
+        self, config: ModelConfig, params: Tree, x, context: block.Context, layer_masks, state, constants=None
+    ):
+        return _reversible(self.streams, config, params, x, context, layer_masks, state, constants)
+
+
+def _reversible(streams, config: ModelConfig, params: Tree, x, context: block.Context, layer_masks, state, constants):
+    if config.norm_placement != "pre":
+        raise ConfigError(f"model.norm_placement={config.norm_placement!r}: reversible layers are pre-norm")
+    slots, feed = transformer.mixers(config), block.feed(config)
+    if state is not None or context.return_weights or context.source or slots[0].memo(x) is not None:
+        raise NotImplementedError("reversible layers: no cache, maps, source or memo; transformer.stack has them")
+    period = math.lcm(len(layer_masks), len(slots))
+    slots *= period // len(slots)
+    dtype, index = x.dtype, jnp.arange(config.num_layers)
+    rows = transformer.per_slot(config, slots, params, index, constants, x.shape[1])
+
+    def sublayer(name, i, apply, key_index, parts, x, context, masks):
         layer, index, constants = parts
         keys = (None,) * 3
         if context.dropout_key is not None:
             keys = jax.random.split(jax.random.fold_in(context.dropout_key, index), 3)
-        context = replace(context, layer=index, constants=constants, dropout_key=keys[0])
+        context = replace(context, mask=masks[i % len(masks)], layer=index, constants=constants, dropout_key=keys[0])
         y = block.norm(config, layer[f"{name}_norm"], x.astype(dtype))
-        return ops.dropout(apply(layer[name], y, context), config.dropout_rate, keys[key_index])
+        return ops.dropout(apply(layer[name], y, context).out, config.dropout_rate, keys[key_index])
 
-    f = partial(sublayer, "attention", lambda *args: mixer.apply(*args).out, 1)
-    g = partial(sublayer, "feedforward", lambda *args: feed.apply(*args).out, 2)
+    f = tuple(partial(sublayer, "attention", i, slot.apply, 1) for i, slot in enumerate(slots))
+    g = (partial(sublayer, "feedforward", 0, feed.apply, 2),) * period
     stream = x.astype(jnp.promote_types(dtype, jnp.float32))
-    y1, y2 = reversible_stack(f, g, (params, jnp.arange(L), constants), stream, stream, context)
-    return ((y1 + y2) / 2).astype(dtype), block.Beside(None, None, None, None, None)
-
-
-reversible_encode = partial(transformer.encode, layers=reversible_layers)
+    y1, y2 = reversible_stack(f, g, tuple(rows), stream, stream, context, layer_masks)
+    out = (y1 + y2) / 2 if streams == 1 else jnp.concatenate([y1, y2], axis=-1)
+    return out.astype(dtype), block.Beside(None, None, None, None, None)
 
 
 def reversible_stack(
-    f: Callable, g: Callable, params: Tree, x1: Float[Array, "..."], x2: Float[Array, "..."], *extra: Tree
+    f: Callable | tuple,
+    g: Callable | tuple,
+    params: Tree,
+    x1: Float[Array, "..."],
+    x2: Float[Array, "..."],
+    *extra: Tree,
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """y1 = x1 + f(layer, x2, *extra), y2 = x2 + g(layer, y1, *extra), layer after layer. Reformer: f attends, g feeds forward.
 
     `params` is a tree of arrays stacked along a leading axis of layers, `layer` one slice of it. Its floating-point
     leaves get gradients; others (dropout keys, a layer's number) are data. `extra` is the same for all layers: masks,
     positions, rotations. f and g learn everything through these arguments and answer the same when they are asked again.
+    Where f and g are tuples, layers of different kinds take turns, and `params` is a tuple too, of each kind's layers.
 
     The backward pass recomputes x2 = y2 - g(y1) and x1 = y1 - f(x2) instead of having kept them: activations take the
     memory of one layer, at any depth, for one more forward pass of time. What comes back is rounded once a layer, so
@@ -72,29 +85,32 @@ def reversible_stack(
     that rounding of a bucket's edge may be recomputed into the other bucket; with rotations drawn anew each step that
     is noise in a few tokens' gradients.
     """
+    if not isinstance(f, tuple):
+        f, g, params = (f,), (g,), (params,)
     floats, others = _parted(jax.tree.map(jnp.asarray, (params, extra)))
-    return _stack(f, g, floats, others, x1, x2)
+    return _stack(tuple(zip(f, g, strict=True)), floats, others, x1, x2)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _stack(f, g, floats, others, x1, x2):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _stack(pairs, floats, others, x1, x2):
     extra = _whole(floats[1], others[1])
 
     def step(streams, parts):
         x1, x2 = streams
-        layer = _whole(*parts)
-        x1 = x1 + f(layer, x2, *extra).astype(x1.dtype)
-        return (x1, x2 + g(layer, x1, *extra).astype(x2.dtype)), None
+        for (f, g), layer in zip(pairs, _whole(*parts), strict=True):
+            x1 = x1 + f(layer, x2, *extra).astype(x1.dtype)
+            x2 = x2 + g(layer, x1, *extra).astype(x2.dtype)
+        return (x1, x2), None
 
     return jax.lax.scan(step, (x1, x2), (floats[0], others[0]))[0]
 
 
-def _stack_forward(f, g, floats, others, x1, x2):
-    streams = _stack(f, g, floats, others, x1, x2)
+def _stack_forward(pairs, floats, others, x1, x2):
+    streams = _stack(pairs, floats, others, x1, x2)
     return streams, (floats, others, streams)
 
 
-def _stack_backward(f, g, residuals, cotangents):
+def _stack_backward(pairs, residuals, cotangents):
     (params, extra), others, streams = residuals
     add = partial(jax.tree.map, jnp.add)
 
@@ -108,9 +124,13 @@ def _stack_backward(f, g, residuals, cotangents):
 
     def step(carry, parts):
         (y1, y2), (d1, d2), d_extra = carry
-        x2, d1, from_g, extra_g = undo(g, parts, y1, y2, d1, d2)
-        x1, d2, from_f, extra_f = undo(f, parts, x2, y1, d2, d1)
-        return ((x1, x2), (d1, d2), add(d_extra, add(extra_f, extra_g))), add(from_f, from_g)
+        d_layers = []
+        for (f, g), *layer in reversed(list(zip(pairs, *parts, strict=True))):
+            y2, d1, from_g, extra_g = undo(g, layer, y1, y2, d1, d2)
+            y1, d2, from_f, extra_f = undo(f, layer, y2, y1, d2, d1)
+            d_extra = add(d_extra, add(extra_f, extra_g))
+            d_layers.append(add(from_f, from_g))
+        return ((y1, y2), (d1, d2), d_extra), tuple(reversed(d_layers))
 
     start = (streams, cotangents, jax.tree.map(jnp.zeros_like, extra))
     (_, (d1, d2), d_extra), d_params = jax.lax.scan(step, start, (params, others[0]), reverse=True)

@@ -1,5 +1,6 @@
 """Embed, layers under one scan, unembed. `functools.partial(apply, config)` is an ordinary f(params, tokens)."""
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from flax.traverse_util import unflatten_dict
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -18,6 +20,7 @@ from jaxformer.models import embedding, heads
 from jaxformer.models.block import Context, Mixer
 from jaxformer.models.config import Learned, ModelConfig
 from jaxformer.ops.positions import within_segments
+from jaxformer.params import paths
 
 Tree = Any
 
@@ -36,25 +39,50 @@ class Output:
     source: Any = None  # of an encoder-decoder: the encoder's hidden states [B, S, D]
 
 
-def mixer(config: ModelConfig) -> Mixer:
-    return (config.mixer or blocks.attention)(config)
+def mixers(config: ModelConfig) -> tuple[Mixer, ...]:
+    """The mixers of the first layers, after which the pattern of mixers and positions repeats."""
+    kinds = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
+    turns = config.positions if isinstance(config.positions, tuple) else (config.positions,)
+    return tuple(
+        (kinds[i % len(kinds)] or blocks.attention)(replace(config, positions=turns[i % len(turns)]))
+        for i in range(math.lcm(len(kinds), len(turns)))
+    )
+
+
+def alike(slots: tuple[Mixer, ...]) -> bool:
+    """Whether all have parameters of the same names and shapes, so that layers are one stack."""
+    shapes = [{path: leaf.shape for path, leaf in paths(slot.spec).items()} for slot in slots]
+    return all(shape == shapes[0] for shape in shapes)
 
 
 def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     """Every parameter of the model, declared once; of a decoder, too, of an encoder `source_width` wide."""
-    mix = mixer(config)
+    slots = mixers(config)
     tree = {
         "embedding": embedding.spec(config),
-        "layers": params.stack(blocks.spec(config, mix, source_width), config.num_layers),
+        "layers": _layers_spec(config, slots, source_width),
         "heads": heads.spec(config),
     }
     if not tree["heads"]:
         del tree["heads"]
-    if mix.shared:
-        tree["shared"] = mix.shared
+    if slots[0].shared:
+        tree["shared"] = slots[0].shared
     if config.norm_placement != "post":
-        tree["final_norm"] = embedding.norm_spec(config)
+        tree["final_norm"] = embedding.norm_spec(config, config.hidden_width)
     return tree
+
+
+def _layers_spec(config: ModelConfig, slots: tuple[Mixer, ...], source_width: int | None) -> Tree:
+    """Every leaf `[layers that have it, ...]`: `[L, ...]` unless mixers of different kinds take turns."""
+    trees = [paths(blocks.spec(config, slot, source_width)) for slot in slots]
+    leaves: dict[str, Any] = {}
+    for path, leaf in itertools.chain.from_iterable(tree.items() for tree in trees):
+        if leaves.setdefault(path, leaf).shape != leaf.shape:
+            raise ConfigError(
+                f"model.mixer: {path} has shape {leaf.shape} in one layer, {leaves[path].shape} in another"
+            )
+    count = {path: sum(path in trees[i % len(trees)] for i in range(config.num_layers)) for path in leaves}
+    return unflatten_dict({path: params.stack(leaf, count[path]) for path, leaf in leaves.items()}, sep="/")
 
 
 def init(config: ModelConfig, key: Array, dtype=jnp.float32) -> Tree:
@@ -117,9 +145,8 @@ def encode(
     constants=None,
     inputs=None,
     source: blocks.Source | None = None,
-    layers=None,
 ) -> Output:
-    """`apply` without the heads. `source` is what a decoder's layers attend to; `layers` goes before `stack`."""
+    """`apply` without the heads. `source` is what a decoder's layers attend to."""
     T = embedding.length(config, tokens)
     if (
         isinstance(config.positions, Learned)
@@ -152,7 +179,7 @@ def encode(
         source=source, return_weights=return_attention,
     )  # fmt: skip
     state = None if cache is None else cache.layers
-    x, beside = (layers or stack)(config, params["layers"], x, context, layer_masks, state, constants)
+    x, beside = (config.stack or stack)(config, params["layers"], x, context, layer_masks, state, constants)
     if config.norm_placement != "post":
         x = embedding.norm(config, params["final_norm"], x)
     return Output(
@@ -162,14 +189,13 @@ def encode(
 
 
 def stack(config: ModelConfig, params: Tree, x, context: Context, layer_masks, state: Tree, constants: Tree = None):
-    """(x, `Beside` of all layers `[L, ...]`): a scan over whole periods of the pattern of masks and positions, then the rest.
+    """(x, `Beside` of all layers `[L, ...]`): a scan over whole periods of the pattern of masks and mixers, then the rest.
 
-    Parameters are stacked `[L, ...]` whatever the pattern. `unroll=L` or JAX_DISABLE_JIT=1 give the same values.
+    `unroll=L` or JAX_DISABLE_JIT=1 give the same values.
     """
-    turns = config.positions if isinstance(config.positions, tuple) else (config.positions,)
-    period = math.lcm(len(layer_masks), len(turns))
-    mixers = [mixer(replace(config, positions=positions)) for positions in turns]
-    constants = mixers[0].constants(x.shape[1]) if constants is None else constants
+    slots, L = mixers(config), config.num_layers
+    period = math.lcm(len(layer_masks), len(slots))
+    slots *= period // len(slots)
     source = context.source
 
     def layer(mask, mix, carry, inputs):
@@ -183,20 +209,23 @@ def stack(config: ModelConfig, params: Tree, x, context: Context, layer_masks, s
         x, beside = blocks.block(config, mix, layer_params, x, layer_context)
         return (x, beside.memo), beside._replace(memo=None)
 
-    layers = [
-        remat(config, partial(layer, layer_masks[i % len(layer_masks)], mixers[i % len(turns)])) for i in range(period)
-    ]
+    layers = [remat(config, partial(layer, layer_masks[i % len(layer_masks)], slots[i])) for i in range(period)]
 
     def run(carry, inputs, count):
         outputs = []
-        for i, one in enumerate(unstack(inputs, count)):
+        for i, one in enumerate(unstack(inputs, count) if isinstance(inputs[0], Array) else inputs):
             carry, out = layers[i % period](carry, one)
             outputs.append(out)
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
-    L = config.num_layers
-    inputs = jnp.arange(L), params, state, constants, None if source is None else source.heads
-    carry = x, mixers[0].memo(x)
+    carry, heads = (x, slots[0].memo(x)), None if source is None else source.heads
+    if not alike(slots):
+        rows = per_slot(config, slots, params, (jnp.arange(L), state, heads), constants, x.shape[1])
+        inputs = tuple((index, own, *rest[:1], drawn, *rest[1:]) for own, (index, *rest), drawn in rows)
+        carry, outputs = jax.lax.scan(partial(run, count=period), carry, inputs)
+        return carry[0], jax.tree.map(lambda a: a.reshape(L, *a.shape[2:]), outputs)
+    constants = slots[0].constants(x.shape[1]) if constants is None else constants
+    inputs = jnp.arange(L), params, state, constants, heads
     if config.unroll >= L:
         (x, _), outputs = run(carry, inputs, L)
         return x, outputs
@@ -208,6 +237,24 @@ def stack(config: ModelConfig, params: Tree, x, context: Context, layer_masks, s
         carry, rest = run(carry, jax.tree.map(lambda a: a[whole:], inputs), L - whole)
         outputs = jax.tree.map(lambda *parts: jnp.concatenate(parts), outputs, rest)
     return carry[0], outputs
+
+
+def per_slot(config: ModelConfig, slots: tuple[Mixer, ...], params: Tree, others: Tree, constants: Tree, length: int):
+    """For each slot of a pattern of different mixers, (parameters, others, constants) of its layers `[L / slots, ...]`."""
+    L, period = config.num_layers, len(slots)
+    if L % period:
+        raise ConfigError(f"model.num_layers={L} is no multiple of the pattern of {period} different layers")
+    has = [paths(blocks.spec(config, slot)).keys() for slot in slots]
+    leaves, rows = paths(params), []
+    for i, slot in enumerate(slots):
+        own = {}
+        for path in has[i]:
+            owners = [j for j in range(period) if path in has[j]]
+            own[path] = leaves[path][owners.index(i) :: len(owners)]
+        drawn = slot.constants(length)
+        drawn = drawn if constants is None or drawn is None else constants
+        rows.append((unflatten_dict(own, sep="/"), *jax.tree.map(lambda a, i=i: a[i::period], (others, drawn))))
+    return rows
 
 
 def unstack(tree: Tree, length: int) -> list[Tree]:

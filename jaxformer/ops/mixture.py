@@ -92,9 +92,8 @@ def mixture(
     real = jnp.ones((B, T), bool) if real is None else real
     logits = _router(x, router)
     routing = route(logits, top_k, normalise)
-    choices = (
-        jnp.where(real[:, :, None], routing.experts, E).reshape(B * T, top_k).T
-    )  # slot by slot: all first choices stand before the second ones
+    # slot by slot: all first choices stand before the second ones
+    choices = jnp.where(real[:, :, None], routing.experts, E).reshape(B * T, top_k).T
     sizes = jnp.sum(choices.reshape(-1, 1) == jnp.arange(E)[None], axis=0)
 
     if capacity is None:
@@ -103,7 +102,7 @@ def mixture(
         ends = jnp.cumsum(blocks)
         count = min((choices.size + E * (rows - 1)) // rows, choices.size)  # the most that there can be
         owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), E - 1)
-        product = lambda x, w: _grouped("bd,df->bf", x, w, owners, ends[-1])
+        product = lambda x, w: _grouped(x, w, owners, ends[-1])
         places = _places(choices, sizes, (ends - blocks) * rows, choices.size, count * rows)
     else:
         if capacity <= 0:
@@ -192,34 +191,31 @@ def _places(choices: Int[Array, "top_k N"], sizes: Int[Array, " E"], first: Int[
 
 
 def _block_rows(choices: int, E: int) -> int:
-    """Rows of one block: a quarter of an expert's even share. An expert's last block is half empty, a loss of an eighth."""
-    return min(max(-(-choices // (4 * E) // 8) * 8, 8), 512)
+    """Rows of one block: a quarter of an expert's even share, in eights. Its last block is half empty: an eighth is lost."""
+    return min(8 * -(-choices // (32 * E)), 512)
 
 
 # A loop over blocks, each of one expert, instead of `lax.ragged_dot`: that multiplies, on CPU (jax 0.10), every row by
 # every expert, and is as slow as doing so. Blocks that nobody fills are not visited, nor the weights of idle experts read.
 # The gradient is our own because autodiff would add a zero array of all experts for each block.
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(spec, x, w, owners, used):
+@jax.custom_vjp
+def _grouped(x: Float[Array, "n b D"], w: Float[Array, "E D F"], owners: Int[Array, " n"], used: Int[Array, ""]):
     """x[i] w[owners[i]] for the first `used` blocks i of x, zeros for the rest. Reverse mode, first order."""
-    return _each_block(spec, x, w.astype(x.dtype), owners, used)
+    return _each_block("bd,df->bf", x, w.astype(x.dtype), owners, used)
 
 
-def _grouped_forward(spec, x, w, owners, used):
-    return _grouped(spec, x, w, owners, used), (x, w, owners, used)
+def _grouped_forward(x, w, owners, used):
+    return _grouped(x, w, owners, used), (x, w, owners, used)
 
 
-def _grouped_backward(spec, residuals, g):
+def _grouped_backward(residuals, g):
     x, w, owners, used = residuals
-    inputs, out = spec.split("->")
-    of_x, of_w = inputs.split(",")
-    g = g.astype(x.dtype)
 
     def add(i, dw):
-        part = einsum(f"{of_x},{out}->{of_w}", _at(x, i), _at(g, i), dtype=dw.dtype)
+        part = einsum("bd,bf->df", _at(x, i), _at(g, i), dtype=dw.dtype)
         return _put(dw, _at(dw, owners[i]) + part, owners[i])
 
-    dx = _each_block(f"{out},{of_w}->{of_x}", g, w.astype(x.dtype), owners, used)
+    dx = _each_block("bf,df->bd", g, w.astype(x.dtype), owners, used)
     dw = lax.fori_loop(0, used, add, jnp.zeros(w.shape, jnp.promote_types(x.dtype, jnp.float32)))
     return dx, dw.astype(w.dtype), None, None
 
@@ -229,8 +225,7 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 def _each_block(spec, x, w, owners, used):
     product = lambda i: einsum(spec, _at(x, i), _at(w, owners[i]))
-    shape = jax.eval_shape(product, 0).shape
-    out = jnp.zeros((x.shape[0], *shape), x.dtype)
+    out = jnp.zeros((x.shape[0], *jax.eval_shape(product, 0).shape), x.dtype)
     return lax.fori_loop(0, used, lambda i, out: _put(out, product(i), i), out)
 
 

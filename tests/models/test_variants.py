@@ -139,7 +139,7 @@ def layer_out(config, ours, x, layer=0, memo=None, mask=masks.causal()):
     @jit
     def run(ours, x, memo):
         context = Context(mask, jnp.arange(x.shape[1])[None], layer=layer, memo=memo)
-        mixed = models.transformer.mixer(config).apply(ours, x, context)
+        mixed = models.transformer.mixers(config)[0].apply(ours, x, context)
         return mixed.out, mixed.memo
 
     return run(jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), ours), jnp.asarray(x, jnp.float64), memo)
@@ -450,7 +450,7 @@ def test_bfloat16_and_attention_maps_in_shape(name):
 def mixed(config, p, x, mask):
     @jit
     def run(p, x):
-        return models.transformer.mixer(config).apply(p, x, Context(mask, jnp.arange(x.shape[1])[None])).out
+        return models.transformer.mixers(config)[0].apply(p, x, Context(mask, jnp.arange(x.shape[1])[None])).out
 
     return run(*jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (p, x)))
 

@@ -113,6 +113,45 @@ def test_routes_name_every_leaf():
     assert routes["layers/attention/query/bias"] == routes["final_norm/scale"] == "AdamW"
 
 
+@pytest.mark.parametrize(
+    "config", [AdamW(), Adafactor(weight_decay=0.1), Muon(weight_decay=0.1)], ids=lambda config: type(config).__name__
+)
+def test_what_is_frozen_gets_no_update_and_no_state_and_the_rest_trains_as_ever(config):
+    frozen = "embedding|attention"
+    mask = params.paths(params.mask(SPEC, frozen))
+    parameters = models.init(CONFIG, jax.random.key(0))
+    updates, sizes = [], []
+    for transform in (optimizer.build(config, SPEC), optimizer.build(config, SPEC, frozen)):
+        state = transform.init(parameters)
+        updates.append(params.paths(jax.jit(transform.update)(parameters, state, parameters)[0]))
+        sizes.append(
+            {jax.tree_util.keystr(path): leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+        )
+    for path, stays in mask.items():
+        # float32: the same sums, compiled together with others
+        np.testing.assert_allclose(updates[1][path], 0 if stays else updates[0][path], rtol=1e-5, atol=1e-6)
+    assert not [path for path in sizes[1] if "attention" in path or "embedding" in path]
+    assert sum(sizes[1].values()) < 0.7 * sum(sizes[0].values())
+    routes = optimizer.routes(config, SPEC, frozen)
+    assert {path for path, route in routes.items() if route == "frozen"} == {path for path in mask if mask[path]}
+
+
+def test_frozen_parameters_have_no_gradient():
+    parameters = models.init(CONFIG, jax.random.key(0))
+    square = lambda tree: optax.tree.norm(optimizer.freeze(tree, "kernel"), squared=True)
+    gradient = params.paths(jax.grad(square)(parameters))
+    for path, leaf in params.paths(parameters).items():
+        np.testing.assert_array_equal(gradient[path], 0 * leaf if "kernel" in path else 2 * leaf)
+
+
+def test_freezing_everything_or_nothing_is_a_mistake():
+    for frozen, count in (("", "every"), ("no_such_layer", "no")):
+        with pytest.raises(ConfigError, match=f"matches {count} parameter; .* such as embedding/"):
+            optimizer.build(AdamW(), SPEC, frozen)
+    with pytest.raises(ConfigError, match=r"frozen='\(': no regular expression"):
+        replace(EXPERIMENT, frozen="(")
+
+
 @pytest.mark.parametrize("config", [Adam(), AdamW(), Adafactor(), Lion(), Muon()])
 def test_every_optimizer_descends(config):
     """On a quadratic around zero, with a small rate."""

@@ -1,0 +1,118 @@
+"""Position tables at other resolutions, against torch and Hugging Face's ViT (tests/witnesses/position_resize.py)."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import masks, models, params
+from jaxformer.config import ConfigError
+from jaxformer.models import Classification, Learned, ModelConfig, Patches, Sinusoidal, vision
+from tests import witnesses
+from tests.witnesses.position_resize import EPS, GRIDS, IMAGES, PATCH, D, F, N
+
+KEPT = witnesses.load("position_resize")
+VIT = ModelConfig(
+    vocab_size=0, num_layers=1, d_model=D, num_heads=N, d_ff=F, context_length=17, feedforward="gelu", norm_eps=EPS,
+    masks=(masks.full(),), embedding=Patches(image=(8, 8), patch=(PATCH, PATCH)), heads=(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_the_weights_are_torchs(name):
+    """Both in float64: torch computes its cubic weights in the same precision, in another order."""
+    (height, width), (new_height, new_width) = GRIDS[name]
+    down, across = vision.bicubic(height, new_height), vision.bicubic(width, new_width)
+    resized = np.einsum("yh,xw,hwd->yxd", down, across, KEPT[f"table/{name}"])
+    np.testing.assert_allclose(resized, KEPT[f"resized/{name}"], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("old,new", [(1, 5), (4, 4), (4, 9), (7, 3), (14, 24)])
+def test_weights_keep_constants_and_mirror_images(old, new):
+    matrix = vision.bicubic(old, new)
+    np.testing.assert_allclose(matrix.sum(axis=1), 1, atol=1e-12)
+    np.testing.assert_allclose(matrix, matrix[::-1, ::-1], atol=1e-12)
+    if old == new:
+        np.testing.assert_array_equal(matrix, np.eye(old))
+
+
+def converted():
+    """Hugging Face's ViT of one layer, as our parameters."""
+    weight = lambda name: KEPT[f"weights/{name}"]
+    norm = lambda name: {"scale": weight(f"{name}.weight"), "bias": weight(f"{name}.bias")}
+    linear = lambda name: {"kernel": weight(f"{name}.weight").T, "bias": weight(f"{name}.bias")}
+    first = "embeddings.patch_embeddings.projection"
+    layer = {"attention_norm": norm("layers.0.layernorm_before"), "feedforward_norm": norm("layers.0.layernorm_after")}
+    layer["attention"] = {
+        name: linear(f"layers.0.attention.{name[0]}_proj") for name in ("query", "key", "value", "out")
+    }
+    layer["feedforward"] = {"up": linear("layers.0.mlp.fc1"), "down": linear("layers.0.mlp.fc2")}
+    tree = {
+        "embedding": {
+            "patches": {"kernel": weight(f"{first}.weight").transpose(1, 2, 3, 0), "bias": weight(f"{first}.bias")},
+            "class_token": weight("embeddings.cls_token")[0, 0],
+            "positions": weight("embeddings.position_embeddings")[0],
+        },
+        "layers": jax.tree.map(lambda a: a[None], layer),
+        "final_norm": norm("layernorm"),
+    }
+    return jax.tree.map(lambda leaf, array: jnp.asarray(array).reshape(leaf.shape), models.spec(VIT), tree)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_resized_models_are_hugging_faces(name):
+    """`interpolate_pos_encoding=True`, for grids larger, not square, and not square with as many patches."""
+    config, weights = vision.resize(VIT, converted(), IMAGES[name])
+    assert config.context_length == config.embedding.length
+    assert jax.tree.map(jnp.shape, weights) == jax.tree.map(lambda leaf: leaf.shape, models.spec(config))
+    output = models.apply(config, weights, jnp.asarray(KEPT[f"image/{name}"].transpose(0, 2, 3, 1)))
+    # ours in float32, theirs in float64; through two layer norms
+    np.testing.assert_allclose(output.hidden, KEPT[f"hidden/{name}"], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("class_token,offset", [(True, 0), (False, 2), (True, 3)])
+def test_only_the_grid_changes(class_token, offset):
+    """Rows of the offset and the class token stay, as do all other parameters; a round trip ends at the same config."""
+    embedding = replace(VIT.embedding, class_token=class_token)
+    config = replace(
+        VIT, embedding=embedding, context_length=embedding.length, positions=Learned(offset), heads=(Classification(3),)
+    )
+    weights = models.init(config, jax.random.key(0))
+    same, unchanged = vision.resize(config, weights, (8, 8))
+    assert same == config
+    np.testing.assert_array_equal(unchanged["embedding"]["positions"], weights["embedding"]["positions"])
+    larger, wide = vision.resize(config, weights, (12, 20))
+    before, after = params.paths(weights), params.paths(wide)
+    first = offset + class_token
+    for path in before:
+        if path == "embedding/positions":
+            np.testing.assert_array_equal(before[path][:first], after[path][:first])
+            assert after[path].shape == (first + 6 * 10, D)
+        else:
+            np.testing.assert_array_equal(before[path], after[path])
+    assert vision.resize(larger, wide, (8, 8))[0] == config
+    assert models.apply(larger, wide, jnp.ones((2, 12, 20, 3))).logits.shape == (2, 3)
+
+
+def test_low_precision_tables_are_interpolated_in_float32():
+    weights = models.init(VIT, jax.random.key(0))
+    halved = params.cast(weights, jnp.bfloat16)
+    _, resized = vision.resize(VIT, halved, (14, 14))
+    _, expected = vision.resize(VIT, params.cast(halved, jnp.float32), (14, 14))
+    assert resized["embedding"]["positions"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+        resized["embedding"]["positions"], expected["embedding"]["positions"].astype(jnp.bfloat16)
+    )
+
+
+def test_what_has_no_table_only_changes_its_config_and_what_has_no_patches_is_refused():
+    config = replace(VIT, positions=Sinusoidal())
+    weights = models.init(config, jax.random.key(0))
+    larger, same = vision.resize(config, weights, (16, 16))
+    assert same is weights and larger.embedding.image == (16, 16) and larger.context_length == 65
+    with pytest.raises(ConfigError, match="is no models"):
+        vision.resize(ModelConfig(11, 1, 8, 2, 16), weights, (16, 16))
+    with pytest.raises(ConfigError, match="does not divide"):
+        vision.resize(VIT, weights, (15, 16))
