@@ -752,7 +752,7 @@ def read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
     lsh = mixers.Reformer(
         chunk=c.get("lsh_attn_chunk_length", 64), rounds=c.get("num_hashes", 1),
         buckets=tuple(buckets) if isinstance(buckets, list) else buckets,
-        chunks_before=c.get("lsh_num_chunks_before", 1), seed=c.get("hash_seed") or 0,
+        chunks_before=c.get("lsh_num_chunks_before", 1), seed=c.get("hash_seed") or 0, duplicates=True,
     )  # fmt: skip
     local = causal() & chunked(c.get("local_attn_chunk_length", 64), c.get("local_num_chunks_before", 1))
     pattern = shortest_pattern(kinds)

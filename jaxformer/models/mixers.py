@@ -201,7 +201,7 @@ class Reformer:
 
     `buckets` None is 2^floor(log2(2 T / chunk)). The rotations of a layer are drawn from `seed`, and where there is a
     dropout key (in training) from that, unless `redraw` is False; `apply(..., constants=rotations)` goes before the seed's.
-    For reversible residuals see `models.reversible.reversible_layers`.
+    For reversible residuals see `models.reversible.Reversible`.
     """
 
     chunk: int = 64
@@ -211,6 +211,7 @@ class Reformer:
     chunks_after: int = 0
     seed: int = 0
     redraw: bool = True
+    duplicates: bool = False  # a key met in several rounds counts each time, as in Hugging Face's model
 
     def __call__(self, config: ModelConfig) -> Mixer:
         N, H = config.num_heads, config.head_size
@@ -234,6 +235,7 @@ class Reformer:
                 chunk=self.chunk,
                 chunks_before=self.chunks_before,
                 chunks_after=self.chunks_after,
+                duplicates=self.duplicates,
                 **_options(config, context),
             )
 
