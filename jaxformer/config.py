@@ -419,6 +419,9 @@ def _converter():
             return {"type": type(value).__name__, **converter.unstructure(value)}
         if type(value) is int and float in members and int not in members:
             return float(value)
+        if isinstance(value, tuple):
+            whole = [member for member in members if get_origin(member) is tuple]
+            return converter.unstructure(value, unstructure_as=whole[0])
         if callable(value) and any(map(_is_function, members)):
             return unstructure_text(value, Callable)
         return converter.unstructure(value)

@@ -1,7 +1,10 @@
 """Floating-point operations of a model, and what the chip could have done."""
 
+import math
+
 from jaxformer import models, params
-from jaxformer.models.config import ModelConfig
+from jaxformer.models.config import EncoderDecoder, ModelConfig, Patches
+from jaxformer.models.mixture import Mixture
 
 # Dense bfloat16 peak, FLOP/s a device, from the makers' data sheets as of 2026-11. Unknown devices have no MFU.
 PEAK_FLOPS = {
@@ -16,17 +19,41 @@ PEAK_FLOPS = {
 }
 
 
-def training_flops(config: ModelConfig, length: int) -> int:
+def training_flops(config: ModelConfig | EncoderDecoder, length: int) -> int:
     """FLOPs a token of one training step: 6 for each weight in a product, 12 L N H T for full T x T attention.
 
     2 FLOPs a multiply-add, backward twice the forward, nothing for recomputation, no discount for causal masks: the
-    convention of Chowdhery et al. 2022, appendix B ("model FLOPs"), under which MFU figures are usually quoted.
+    convention of Chowdhery et al. 2022, appendix B ("model FLOPs"), under which MFU figures are usually quoted. Of routed
+    experts those that a token goes to. Of an encoder-decoder: for a target token, with a source token beside it.
     """
-    leaves = params.paths(models.spec(config))
-    multiplied = sum(params.count(leaf) for leaf in leaves.values() if leaf.contracts)
-    if config.tie_embeddings:
-        multiplied += config.vocab_size * config.d_model
-    return 6 * multiplied + 12 * config.num_layers * config.num_heads * config.head_size * length
+    multiplied = sum(weight * share for weight, share in _products(config).values())
+    if isinstance(config, EncoderDecoder):
+        stacks = [config.encoder, config.decoder, config.decoder]  # the decoder attends twice
+    else:
+        stacks = [config]
+    attended = sum(stack.num_layers * stack.num_heads * stack.head_size for stack in stacks)
+    return 6 * round(multiplied) + 12 * attended * length
+
+
+def _products(config: ModelConfig | EncoderDecoder) -> dict[str, tuple[int, float]]:
+    """(size, share of it that a token meets) of every matrix that activations are multiplied with."""
+    found = {}
+    for path, leaf in params.paths(models.spec(config)).items():
+        stack = config if isinstance(config, ModelConfig) else getattr(config, path.split("/")[0])
+        share = 1.0
+        if isinstance(stack.feedforward, Mixture) and "expert" in leaf.axes and "router" not in path:
+            share = stack.feedforward.top_k / stack.feedforward.experts
+        if isinstance(stack.embedding, Patches) and "heads/" in path:
+            share = 1 / stack.embedding.length  # one position of all is classified
+        if leaf.contracts:
+            found[path] = params.count(leaf), share
+        elif path.endswith("embedding/tokens") and stack.tie_embeddings and _has_logits(stack):
+            found[path] = params.count(leaf), 1.0
+    return found
+
+
+def _has_logits(stack: ModelConfig) -> bool:
+    return any(getattr(head, "name", None) == "language_model" for head in stack.heads)
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -34,18 +61,22 @@ def peak_flops(device_kind: str) -> float | None:
     return PEAK_FLOPS.get(device_kind)
 
 
-def table(config: ModelConfig) -> str:
-    """Parameters by module, with shapes and axes, and the FLOPs of a token."""
-    leaves = params.paths(models.spec(config))
+def table(config: ModelConfig | EncoderDecoder) -> str:
+    """Modules with their parameters and FLOPs a token forward, each leaf with its shape and axes; then the totals."""
+    leaves, products = params.paths(models.spec(config)), _products(config)
+    last = config.decoder if isinstance(config, EncoderDecoder) else config
     width = max(map(len, leaves))
-    rows = [
-        f"{path:<{width}}  {params.count(leaf):>15,}  "
-        + " ".join(f"{axis}={size}" for axis, size in zip(leaf.axes, leaf.shape, strict=True))
-        for path, leaf in leaves.items()
-    ]
+    rows = [f"{'parameter':<{width}}  {'numbers':>15}  {'FLOPs a token':>13}  shape"]
+    for path, leaf in leaves.items():
+        weight, share = products.get(path, (0, 0.0))
+        shape = " ".join(f"{axis or '-'}={size}" for axis, size in zip(leaf.axes, leaf.shape, strict=True))
+        flops = f"{2 * weight * share:.3g}" if weight else "-"
+        rows.append(f"{path:<{width}}  {math.prod(leaf.shape):>15,}  {flops:>13}  {shape}")
     total = sum(params.count(leaf) for leaf in leaves.values())
-    flops = training_flops(config, config.context_length)
+    length = last.context_length
+    forward, trained = training_flops(config, length) / 3, training_flops(config, length)
     rows.append(
-        f"{'total':<{width}}  {total:>15,}  {flops:.3g} FLOPs a trained token at context {config.context_length}"
+        f"{'total':<{width}}  {total:>15,}  {forward:>13.3g}  with attention over {length} positions; "
+        f"{trained:.3g} FLOPs a trained token"
     )
     return "\n".join(rows)

@@ -50,9 +50,11 @@ def _linen_class():
 
         @linen.compact
         def __call__(self, tokens, **options):
+            scope: Any = self.scope
+
             def draw(key, name, tree):
                 # Linen's key for a parameter has counted those before it; ours knows the path, which is enough
-                key = self.scope.rngs["params"].as_jax_rng() if self.has_rng("params") else key
+                key = scope.rngs["params"].as_jax_rng() if self.has_rng("params") else key
                 values = params.init({name: tree}, key, self.param_dtype)[name]
                 box = lambda value, leaf: linen.LogicallyPartitioned(value, leaf.axes)
                 return jax.tree.map(box, values, tree) if self.partitioned else values
@@ -60,8 +62,8 @@ def _linen_class():
             tree = {name: self.param(name, draw, name, part) for name, part in models.spec(self.config).items()}
             if "dropout_key" not in options and self.has_rng("dropout"):
                 counted = self.make_rng("dropout")
-                first = self.scope.rng_counters["dropout"] == 1
-                options["dropout_key"] = self.scope.rngs["dropout"].as_jax_rng() if first else counted
+                first = scope.rng_counters["dropout"] == 1
+                options["dropout_key"] = scope.rngs["dropout"].as_jax_rng() if first else counted
             return models.apply(self.config, tree, tokens, **options)
 
     return Transformer
@@ -149,7 +151,9 @@ class FlaxFeedForward:
     module's own initialiser has it, with a key of its own. `call(module, x, context) -> out` says how the layer is called:
     a Linen layer with dropout wants `deterministic=context.dropout_key is None`; an NNX module is in train mode just where
     there is a dropout key, and draws from that. The output comes back in x's dtype; what the layer computes in is its
-    own `dtype`. Raises ConfigError for state beside parameters (batch norm), and for another output shape.
+    own `dtype`. An experiment file names a function, `def mlp(config): return FlaxFeedForward(...)(config)`, since a config
+    that holds a Flax module has no text form. Raises ConfigError for state beside parameters (batch norm), and for another
+    output shape.
     """
 
     module: Callable
@@ -158,7 +162,7 @@ class FlaxFeedForward:
     def __call__(self, config: ModelConfig) -> FeedForward:
         def fed(run):
             def apply(params, x, context: Context) -> Fed:
-                if context.dropout_key is not None:  # the layer's key; the block has split it for what is around us
+                if context.dropout_key is not None:  # the layer's own, of which the block has taken the first few keys
                     context = replace(context, dropout_key=random.fold_in(context.dropout_key, 0xF1A8))
                 return Fed(run(params, x, context))
 

@@ -94,11 +94,18 @@ def load(
 
 
 def save(
-    folder: str | Path, config: Config, params: Tree, *, model_type: str | None = None, shard_bytes: int = 5_000_000_000
+    folder: str | Path,
+    config: Config,
+    params: Tree,
+    *,
+    model_type: str | None = None,
+    extra: dict | None = None,
+    shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Writes config.json and safetensors (in shards of at most `shard_bytes`) that transformers opens as it does its own.
 
-    `model_type` is the first that can say all of the config. Raises ConfigError where none can, or the given one cannot,
+    `model_type` is the first that can say all of the config; `extra` goes into config.json besides (token ids:
+    `{"eos_token_id": 2}`, none by default). Raises ConfigError where none can, or the given one cannot,
     and where `folder` exists and is not empty.
     """
     kind, json = _as_family(config, model_type)
@@ -118,7 +125,11 @@ def save(
         )
         tensors.append((name, tensor.shape, dtype, fetch))
     dtypes = {str(dtype) for _, _, dtype, _ in tensors}
-    safetensors.save_checkpoint(folder, json | {"dtype": min(dtypes)}, tensors, shard_bytes)
+    safetensors.save_checkpoint(folder, TOKENS | json | {"dtype": min(dtypes)} | (extra or {}), tensors, shard_bytes)
+
+
+# what transformers would assume, and find outside a small vocabulary
+TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"))
 
 
 def rope_layout(config: ModelConfig, params: Tree, layout: Literal["half", "interleaved"]) -> tuple[ModelConfig, Tree]:

@@ -24,12 +24,13 @@ from jaxformer.models.config import (
     Sinusoidal,
     TokenClassification,
 )
+from jaxformer.models.mixture import Mixture
 from jaxformer.models.presets import PRESETS
 from jaxformer.models.transformer import Output, encode
 
 __all__ = [
-    "PRESETS", "Alibi", "Axial", "Classification", "Embedding", "EncoderDecoder", "LanguageModel", "Learned", "ModelConfig", "Output",
-    "Patches", "Relative", "Sinusoidal", "TokenClassification", "apply", "encode", "init", "spec",
+    "PRESETS", "Alibi", "Axial", "Classification", "Embedding", "EncoderDecoder", "LanguageModel", "Learned", "Mixture",
+    "ModelConfig", "Output", "Patches", "Relative", "Sinusoidal", "TokenClassification", "apply", "encode", "init", "spec",
 ]  # fmt: skip
 
 

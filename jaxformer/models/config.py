@@ -138,7 +138,7 @@ class ModelConfig:
     head_width: int | None = None  # H; None: D / N
     d_ff: int | None = None  # F; None: 4 D
     # an activation (relu gelu gelu_tanh silu relu2), a gate (glu swiglu geglu reglu ...), models.Mixture, or your own
-    feedforward: str | Callable = "gelu_tanh"
+    feedforward: Callable | str = "gelu_tanh"
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     norm_eps: float = 1e-5
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"

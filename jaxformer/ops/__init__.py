@@ -21,6 +21,7 @@ from jaxformer.ops.linear_attention import (
 from jaxformer.ops.losses import cross_entropy, projected_cross_entropy
 from jaxformer.ops.low_rank import linformer_attention
 from jaxformer.ops.lsh import lsh_attention, random_rotations
+from jaxformer.ops.mixture import balance_loss, mixture, route, router_z_loss
 from jaxformer.ops.norms import layer_norm, rms_norm
 from jaxformer.ops.positions import alibi, rope, shaw, sinusoidal, t5
 from jaxformer.ops.sparse import (
@@ -32,10 +33,10 @@ from jaxformer.ops.sparse import (
 )  # fmt: skip
 
 __all__ = [
-    "LinearState", "alibi", "attention", "bigbird_attention", "bigbird_layout", "bigbird_layout_seeded",
+    "LinearState", "alibi", "attention", "balance_loss", "bigbird_attention", "bigbird_layout", "bigbird_layout_seeded",
     "bigbird_layout_zero", "cross_entropy", "dropout", "efficient_attention", "einsum", "elu_plus_one", "favor_attention",
     "favor_features", "favor_relu_features", "glu", "layer_norm", "linear_attention", "linear_attention_state",
-    "linear_attention_step", "linformer_attention", "longformer_attention", "lsh_attention", "mlp",
+    "linear_attention_step", "linformer_attention", "longformer_attention", "lsh_attention", "mixture", "mlp",
     "orthogonal_projection", "projected_cross_entropy", "random_rotations", "redraw", "relu_plus_epsilon", "rms_norm",
-    "rope", "shaw", "sinusoidal", "t5",
+    "rope", "route", "router_z_loss", "shaw", "sinusoidal", "t5",
 ]  # fmt: skip

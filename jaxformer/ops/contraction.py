@@ -39,7 +39,9 @@ def _backward(spec, dtype, w_dtype, residuals, g):
     x, w = residuals
     x_axes, w_axes, out = _axes(spec)
     g = g.astype(x.dtype)
-    dx = _dot(f"{out},{w_axes}->{x_axes}", g, w)
+    batch = "".join(axis for axis in out if axis in x_axes and axis in w_axes)
+    # g may come straight from a product that was made batch first: folded together, the two have no kernel on CPU either
+    dx = _dot(f"{out},{w_axes}->{x_axes}", g if out.startswith(batch) else _settled(g), w)
     dw = _gradient(f"{x_axes},{out}->{w_axes}", x, g)
     return dx.astype(x.dtype), dw.astype(w_dtype)
 

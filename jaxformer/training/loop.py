@@ -160,8 +160,8 @@ def introduce(experiment: Experiment, dataset, start: int, console: Console) -> 
         f"{experiment.name}: {parameters.count(spec):,} parameters, {jax.devices()[0].device_kind}, {experiment.precision}"
     )
     console.say(f"data: {dataset.description}")
-    if isinstance(experiment.optimizer, Muon):
-        for path, route in optimizer.routes(experiment.optimizer, spec).items():
+    if isinstance(experiment.optimizer, Muon) or experiment.frozen is not None:
+        for path, route in optimizer.routes(experiment.optimizer, spec, experiment.frozen).items():
             console.say(f"  {path}: {route}")
     if start:
         console.say(f"resuming after step {start}")

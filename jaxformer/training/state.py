@@ -43,7 +43,9 @@ def init_state(experiment: Experiment) -> TrainState:
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=parameters,
-        opt_state=optimizer.build(experiment.optimizer, models.spec(experiment.model)).init(parameters),
+        opt_state=optimizer.build(experiment.optimizer, models.spec(experiment.model), experiment.frozen).init(
+            parameters
+        ),
         ema=None if experiment.ema_decay is None else jax.tree.map(jnp.array, parameters),
         loss_scale=scale,
         skipped=jnp.zeros((), jnp.int32),

@@ -24,7 +24,7 @@ def make_train_step(experiment: Experiment) -> Callable[[TrainState, Batch], tup
     A step whose loss or gradient is not finite changes no parameter and no optimizer state; it counts in `skipped`.
     Metrics: loss (nats a token), accuracy, tokens, grad_norm (before clipping), learning_rate (the one used), skipped.
     """
-    update = optimizer.build(experiment.optimizer, models.spec(experiment.model)).update
+    update = optimizer.build(experiment.optimizer, models.spec(experiment.model), experiment.frozen).update
     rate_of = optimizer.schedule(experiment)
     has_dropout = experiment.model.dropout_rate > 0 or experiment.model.attention_dropout_rate > 0
 
@@ -80,7 +80,7 @@ def accumulate(experiment: Experiment, params: Any, batch: Batch, key: Array | N
     """
 
     def loss(params, batch, key):
-        sums = experiment.objective(experiment, params, batch, key)
+        sums = experiment.objective(experiment, optimizer.freeze(params, experiment.frozen), batch, key)
         return sums.loss * scale, sums
 
     gradient = jax.grad(loss, has_aux=True)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import cache, partial
 
@@ -14,31 +13,10 @@ import pytest
 
 from jaxformer import masks, models, params
 from jaxformer.config import ConfigError
-from jaxformer.models import Embedding, ModelConfig, Sinusoidal, presets
+from jaxformer.models import Embedding, ModelConfig, Sinusoidal
 from jaxformer.models.block import Mixer
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec
-
-# Published counts: Hugging Face's implementations on the meta device, tied tensors counted once.
-COUNTS = {
-    "gpt2_small": 124_439_808,
-    "gpt2_medium": 354_823_168,
-    "gpt2_large": 774_030_080,
-    "gpt2_xl": 1_557_611_200,
-    "gpt3_125m": 125_226_240,
-    "gpt3_350m": 355_871_744,
-    "gpt3_760m": 760_300_032,
-    "gpt3_1b3": 1_315_723_264,
-    "gpt3_2b7": 2_651_553_280,
-    "gpt3_6b7": 6_658_404_352,
-    "gpt3_13b": 12_853_386_240,
-    "gpt3_175b": 174_604_259_328,
-    "llama_7b": 6_738_415_616,
-    "llama_13b": 13_015_864_320,
-    "llama_33b": 32_528_943_616,
-    "llama_65b": 65_285_660_672,
-    "llama2_70b": 68_976_648_192,
-}
 
 V, T = 23, 9
 GPT = ModelConfig(vocab_size=V, num_layers=3, d_model=24, num_heads=3, context_length=16, init_std=0.3)
@@ -98,20 +76,6 @@ def loss_and_gradient(config, parameters, tokens, dtype=jnp.float32, maps=True):
         return jnp.mean(jnp.square(out.logits)), (out.logits, out.attention)
 
     return jax.value_and_grad(loss, has_aux=True)(parameters)
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_published_parameter_counts(name):
-    assert params.count(models.spec(models.PRESETS[name])) == COUNTS[name]
-
-
-def test_every_preset_is_counted_and_the_largest_takes_no_second():
-    assert set(COUNTS) == set(models.PRESETS)
-    began = time.monotonic()
-    abstract = params.abstract(models.spec(presets.gpt3_175b))
-    assert params.count(abstract) == COUNTS["gpt3_175b"]
-    # the promise is "no allocation"; 700 GB of float32 could not hide here
-    assert time.monotonic() - began < 10 and all(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(abstract))
 
 
 @families

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer import params
 from jaxformer.data.tasks import Copy
 from jaxformer.models import ModelConfig
 from jaxformer.training.experiment import AdamW, Constant, Experiment
@@ -152,3 +153,17 @@ def test_the_state_is_donated():
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     memory = step.lower(state, make_batch()).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= size
+
+
+def test_what_is_frozen_stays_and_is_in_no_norm():
+    """With `frozen` the rest trains as it would by itself: the gradient's norm is over what trains alone."""
+    experiment = replace(EXPERIMENT, frozen="embedding|attention", clip_norm=0.1)
+    before, (state, metrics) = initial(experiment).params, run(experiment, steps=2)
+    stays = params.mask(before, experiment.frozen)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), before, state.params)
+    assert jax.tree.all(jax.tree.map(lambda stays, moved: stays != moved, stays, moved))
+    whole = jax.jit(partial(accumulate, replace(experiment, frozen=None)))
+    _, gradient = whole(before, make_batch(), None, 1.0)
+    weight = make_batch()["weights"].sum()
+    rest = [g / weight for path, g in params.paths(gradient).items() if not params.paths(stays)[path]]
+    assert metrics[0]["grad_norm"] == pytest.approx(float(np.linalg.norm(flat(rest))), rel=1e-4)  # float32 sums
