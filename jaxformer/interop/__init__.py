@@ -4,6 +4,6 @@ import importlib
 
 
 def __getattr__(name: str):
-    if name in ("families", "flax", "huggingface", "safetensors"):
+    if name in ("flax", "huggingface", "safetensors"):
         return importlib.import_module(f"jaxformer.interop.{name}")
     raise AttributeError(f"module 'jaxformer.interop' has no attribute {name!r}")

@@ -4,7 +4,7 @@
     huggingface.save("out/", config, params)                    # transformers opens it
 
 Tensors are read one at a time, checked, and laid down where they are to stay, so the host never holds the model twice.
-Whose weight is whose stands in `interop.families`; files themselves in `interop.safetensors`.
+Whose weight is whose stands in `interop.encoders`, `decoders` and `pairs`; files themselves in `interop.safetensors`.
 """
 
 import hashlib
@@ -24,14 +24,16 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxformer import models
 from jaxformer.config import ConfigError
-from jaxformer.interop import safetensors
-from jaxformer.interop.families import FAMILIES, Family, Kind, Rule
+from jaxformer.interop import decoders, encoders, pairs, safetensors
+from jaxformer.interop.tables import Family, Kind, Rule
 from jaxformer.models.config import EncoderDecoder, ModelConfig
+from jaxformer.models.mixers import BigBird, Longformer
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec, paths
 
 Config = ModelConfig | EncoderDecoder
 Tree = Any
+FAMILIES: dict[str, Family] = decoders.FAMILIES | encoders.FAMILIES | pairs.FAMILIES
 
 
 def load(
@@ -405,14 +407,13 @@ def _as_family(config: Config, wanted: str | None) -> tuple[str, dict]:
             raise ConfigError(f"model_type={kind!r}: expected one of {', '.join(FAMILIES)}")
         try:
             family, json = FAMILIES[kind], FAMILIES[kind].write(config)
-            again = family.read(json, ())
-            plan = _plan(family, config)
+            again = family.read(json, _plan(family, config))
             again = _with_stack(again, tie_embeddings=_tied(config)) if kind == "t5" else again
         except (ConfigError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             reasons[kind] = str(error)
             continue
         lost = _lost(config, again)
-        if not lost and plan:
+        if not lost:
             return kind, json
         reasons[kind] = f"cannot say {_some(lost)}"
     if wanted is None:
@@ -445,12 +446,19 @@ def _lost(config: Config, again: Config) -> list[str]:
 def _resolved(config: ModelConfig) -> ModelConfig:
     """Defaults that mean the same number written out; biases as the set of what has one."""
     biases = [path for path in paths(models.spec(config)) if path.endswith("/bias")]
+    mixer = config.mixer  # what a call decides, not a file: who is global, which random blocks
+    if isinstance(mixer, Longformer):
+        mixer = Longformer(mixer.window)
+    elif isinstance(mixer, BigBird):
+        mixer = BigBird(mixer.block, mixer.random)
     return replace(
         config,
         num_kv_heads=config.kv_heads,
         head_width=config.head_size,
         d_ff=config.ff_width,
         use_bias=" ".join(biases),
+        tie_embeddings=config.tie_embeddings or not config.heads,
+        mixer=mixer,
     )
 
 

@@ -324,14 +324,15 @@ def block(config: ModelConfig, mixer: Mixer, params, x: Float[Array, "B T D"], c
         return (norm(config, params[f"{name}_norm"], x) if config.norm_placement == "post" else x), rest
 
     def mix(y):
-        out, *rest = mixer.apply(params["attention"], y, replace(context, dropout_key=keys["mix"]))
+        out, *rest = mixer.apply(params.get("attention", {}), y, replace(context, dropout_key=keys["mix"]))
         return out, Mixed(None, *rest)
 
     def read(y):
         return cross_attention(config, params["cross_attention"], y, replace(context, dropout_key=keys["cross"])), None
 
     def widen(y):
-        fed = feed(config).apply(params["feedforward"], y, context)
+        key = None if context.dropout_key is None else random.fold_in(context.dropout_key, 4)
+        fed = feed(config).apply(params.get("feedforward", {}), y, replace(context, dropout_key=key))
         return fed.out, fed
 
     x, mixed = residual(x, "attention", mix)

@@ -54,7 +54,7 @@ def _reversible(streams, config: ModelConfig, params: Tree, x, context: block.Co
             keys = jax.random.split(jax.random.fold_in(context.dropout_key, index), 3)
         context = replace(context, mask=masks[i % len(masks)], layer=index, constants=constants, dropout_key=keys[0])
         y = block.norm(config, layer[f"{name}_norm"], x.astype(dtype))
-        return ops.dropout(apply(layer[name], y, context).out, config.dropout_rate, keys[key_index])
+        return ops.dropout(apply(layer.get(name, {}), y, context).out, config.dropout_rate, keys[key_index])
 
     f = tuple(partial(sublayer, "attention", i, slot.apply, 1) for i, slot in enumerate(slots))
     g = (partial(sublayer, "feedforward", 0, feed.apply, 2),) * period
