@@ -216,6 +216,8 @@ def _write_llama(kind: str):
                 "max_window_layers": config.num_layers,
             }
             c["layer_types"] = ["sliding_attention" if one else "full_attention" for one in windows]
+        if config.head_width is None:
+            del c["head_dim"]
         if kind == "qwen3":
             c["head_dim"] = config.head_size
         if isinstance(moe := config.feedforward, Mixture):

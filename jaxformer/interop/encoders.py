@@ -174,7 +174,7 @@ def _write_vit(config: ModelConfig) -> Json:
             "architectures": ["ViTForImageClassification" if head and head.classes else "ViTModel"], "model_type": "vit",
             "image_size": single(patches.image), "patch_size": single(patches.patch), "num_channels": patches.channels,
             "qkv_bias": config.has_bias("query"), "pooler_output_size": config.d_model,
-            "pooler_act": ACTIVATION_NAME.get(head.pooler if head else None, "tanh"),
+            "pooler_act": ACTIVATION_NAME.get(head.pooler if head else "", "tanh"),
         }
         | written_labels(head)
     )  # fmt: skip

@@ -324,7 +324,7 @@ def _with_tie(file, family: Family, config: Config) -> Config:
 
     Where the file has none although config.json unties it, a T5 is tied (v5 writes it so); others miss a tensor.
     """
-    stack = config.decoder if isinstance(config, EncoderDecoder) else config
+    stack = _last(config)
     head = next(
         (rule.theirs for rule in family.rules(config) if str(rule.ours).endswith("language_model/kernel")), None
     )
@@ -408,7 +408,7 @@ def _as_family(config: Config, wanted: str | None) -> tuple[str, dict]:
         try:
             family, json = FAMILIES[kind], FAMILIES[kind].write(config)
             again = family.read(json, _plan(family, config))
-            again = _with_stack(again, tie_embeddings=_tied(config)) if kind == "t5" else again
+            again = _with_stack(again, tie_embeddings=_last(config).tie_embeddings) if kind == "t5" else again
         except (ConfigError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             reasons[kind] = str(error)
             continue
@@ -421,26 +421,31 @@ def _as_family(config: Config, wanted: str | None) -> tuple[str, dict]:
     raise ConfigError(f"model_type={wanted!r}: {reasons[wanted]}")
 
 
-def _tied(config: Config) -> bool:
-    return (config.decoder if isinstance(config, EncoderDecoder) else config).tie_embeddings
-
-
 HOW = ("remat", "unroll", "attention_implementation", "init_std", "dropout_rate", "attention_dropout_rate")
 
 
 def _lost(config: Config, again: Config) -> list[str]:
     """What differs between two configs and is not a matter of how they are run or trained."""
-    if type(config) is not type(again):
+    one, two = _stacks(config), _stacks(again)
+    if one.keys() != two.keys():
         return [type(config).__name__]
-    if isinstance(config, EncoderDecoder) and isinstance(again, EncoderDecoder):
-        pairs = [("encoder.", config.encoder, again.encoder), ("decoder.", config.decoder, again.decoder)]
-        lost = [] if config.share_embeddings == again.share_embeddings else ["share_embeddings"]
-    else:
-        pairs, lost = [("", config, again)], []
-    for prefix, one, two in pairs:
-        one, two = (_resolved(stack) for stack in (one, two))
-        lost += [prefix + name for name in vars(one) if name not in HOW and getattr(one, name) != getattr(two, name)]
+    lost = ["share_embeddings"] * (getattr(config, "share_embeddings", 0) != getattr(again, "share_embeddings", 0))
+    for prefix in one:
+        mine, theirs = _resolved(one[prefix]), _resolved(two[prefix])
+        names = (name for name in vars(mine) if name not in HOW and getattr(mine, name) != getattr(theirs, name))
+        lost += [prefix + name for name in names]
     return lost
+
+
+def _stacks(config: Config) -> dict[str, ModelConfig]:
+    if isinstance(config, ModelConfig):
+        return {"": config}
+    return {"encoder.": config.encoder, "decoder.": config.decoder}
+
+
+def _last(config: Config) -> ModelConfig:
+    """The stack that has the heads."""
+    return config if isinstance(config, ModelConfig) else config.decoder
 
 
 def _resolved(config: ModelConfig) -> ModelConfig:

@@ -48,9 +48,8 @@ def _read_t5(c: Json, names: Collection[str]) -> EncoderDecoder:
         Relative(buckets, distance, bidirectional=False),
         c.get("num_decoder_layers") or encoder.num_layers,
     )
-    return EncoderDecoder(
-        encoder, replace(encoder, num_layers=layers, positions=backwards, masks=(causal(),), heads=heads)
-    )
+    decoder = replace(encoder, num_layers=layers, positions=backwards, masks=(causal(),), heads=heads)
+    return EncoderDecoder(replace(encoder, tie_embeddings=True), decoder)  # the decoder's alone has a meaning
 
 
 def _write_t5(config: EncoderDecoder) -> Json:
@@ -121,7 +120,9 @@ def _read_marian(c: Json, names: Collection[str]) -> EncoderDecoder:
     def stack(name: str, **rest: Any) -> ModelConfig:
         fields = read_fields(c, _side(name))
         scale = fields["d_model"] ** 0.5 if c.get("scale_embedding") else 1.0
-        how = dict(norm_placement="post", positions=Sinusoidal(layout="half"), embedding=Embedding(scale))
+        how: dict[str, Any] = dict(
+            norm_placement="post", positions=Sinusoidal(layout="half"), embedding=Embedding(scale)
+        )
         return ModelConfig(**fields | how | rest)
 
     heads = lm_heads(c, "MarianMTModel", "MarianModel", bias=True)

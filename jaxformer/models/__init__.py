@@ -34,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _page(config: ModelConfig | EncoderDecoder):
+def _page(config: ModelConfig | EncoderDecoder) -> Any:
     return encoder_decoder if isinstance(config, EncoderDecoder) else transformer
 
 

@@ -224,7 +224,7 @@ def cross_attention(
         dropout_key=context.dropout_key,
         implementation=config.attention_implementation,
     )
-    return linear("btnh,nhd->btd", out, params["out"])
+    return linear("btnh,nhd->btd", out, params["out"])  # pyrefly: ignore[bad-argument-type]  (no weights asked for)
 
 
 def source_heads(params: Tree, hidden: Float[Array, "B S D"]) -> Tree:
@@ -264,10 +264,10 @@ def feedforward_spec(config: ModelConfig) -> Tree:
 
 def feedforward(config: ModelConfig, params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     up, down, gate = params["up"], params["down"], params.get("gate")
-    biases = dict(up_bias=up.get("bias"), down_bias=down.get("bias"))
+    biases, name = dict(up_bias=up.get("bias"), down_bias=down.get("bias")), str(config.feedforward)
     if gate is None:
-        return ops.mlp(x, up["kernel"], down["kernel"], ACTIVATIONS[config.feedforward], **biases)
-    activation = ACTIVATIONS[GATES[config.feedforward]]
+        return ops.mlp(x, up["kernel"], down["kernel"], ACTIVATIONS[name], **biases)
+    activation = ACTIVATIONS[GATES[name]]
     return ops.glu(x, gate["kernel"], up["kernel"], down["kernel"], activation, gate_bias=gate.get("bias"), **biases)
 
 

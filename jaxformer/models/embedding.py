@@ -21,21 +21,22 @@ Tree = Any
 def spec(config: ModelConfig) -> Tree:
     """Parameters of the embedding."""
     D, how = config.d_model, config.embedding
-    row = lambda *shape, first: Spec((*shape, D), (first, "embed")[-len(shape) - 1 :], normal(config.init_std))
+    row = lambda axis, *shape: Spec((*shape, D), (axis, "embed")[-len(shape) - 1 :], normal(config.init_std))
+    tree: Tree = {}
     if isinstance(how, Patches):
         shape, pixels = (how.channels, *how.patch, D), ("channel", "line", "column")
         kernel = Spec(shape, (*pixels, "embed"), normal(math.prod(shape[:3]) ** -0.5), pixels)
-        tree: Tree = {"patches": {"kernel": kernel}}
+        tree["patches"] = {"kernel": kernel}
         if config.has_bias("patches"):
             tree["patches"]["bias"] = Spec((D,), ("embed",), zeros)
         if how.class_token:
-            tree["class_token"] = row(first=None)
+            tree["class_token"] = row(None)
     else:
-        tree = {"tokens": row(config.vocab_size, first="vocab")}
+        tree["tokens"] = row("vocab", config.vocab_size)
         if how.token_types:
-            tree["token_types"] = row(how.token_types, first=None)
+            tree["token_types"] = row(None, how.token_types)
     if isinstance(config.positions, Learned):
-        tree["positions"] = row(config.context_length + config.positions.offset, first="length")
+        tree["positions"] = row("length", config.context_length + config.positions.offset)
     if isinstance(config.positions, Axial):
         (lines, columns), (a, b) = config.positions.shape, config.positions.widths
         table = lambda n, width: Spec((n, width), ("length", None), normal(config.init_std))

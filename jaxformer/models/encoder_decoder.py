@@ -54,6 +54,7 @@ def apply(
     """
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     options: dict[str, Any] = dict(dtype=dtype, return_attention=return_attention)
+    known: Any = None if cache is None else cache.source
     if source is not None:
         encoded = encode(config, params, source, source_segment_ids, keys[0], dtype)
         if cache is not None:
@@ -61,13 +62,11 @@ def apply(
             heads = jax.vmap(block.source_heads, in_axes=(0, None))(cross, encoded)
             ids = jnp.ones(source.shape, jnp.int32) if source_segment_ids is None else source_segment_ids
             cache = replace(cache, source=dict(hidden=encoded, heads=heads, segment_ids=ids))
-        known: Any = dict(hidden=encoded, heads=None, segment_ids=source_segment_ids)
-    if cache is not None:
-        known = cache.source
-    elif source is None:
-        raise ConfigError("an encoder-decoder needs `source` tokens, or a cache that began with them")
+            known = cache.source
+        else:
+            known = dict(hidden=encoded, heads=None, segment_ids=source_segment_ids)
     if known is None:
-        raise ConfigError("the cache knows no source yet: give `source` with the first tokens")
+        raise ConfigError("an encoder-decoder needs `source` tokens, or a cache that began with them")
     read = block.Source(known["hidden"], _visible(tokens, segment_ids, known["segment_ids"]), known["heads"])
     output = transformer.encode(
         config.decoder, params["decoder"], tokens, positions=positions, segment_ids=segment_ids, cache=cache,

@@ -85,10 +85,12 @@ def reversible_stack(
     that rounding of a bucket's edge may be recomputed into the other bucket; with rotations drawn anew each step that
     is noise in a few tokens' gradients.
     """
-    if not isinstance(f, tuple):
-        f, g, params = (f,), (g,), (params,)
+    if isinstance(f, tuple) and isinstance(g, tuple):
+        pairs = tuple(zip(f, g, strict=True))
+    else:
+        pairs, params = ((f, g),), (params,)
     floats, others = _parted(jax.tree.map(jnp.asarray, (params, extra)))
-    return _stack(tuple(zip(f, g, strict=True)), floats, others, x1, x2)
+    return _stack(pairs, floats, others, x1, x2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

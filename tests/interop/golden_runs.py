@@ -1,9 +1,14 @@
 """The golden models of tests/golden, run by us: what they were called with, in our words, and what they answered."""
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import models
+from jaxformer.interop import huggingface, safetensors
 from tests import golden
 
 # their output's name -> our head's, and how ours looks in theirs
@@ -34,9 +39,10 @@ def call(config, kept: dict[str, np.ndarray], dtype) -> tuple:
     return (given["input_ids"],), {name: value for name, value in options.items() if value is not None}
 
 
-def answers(config, params, kept: dict[str, np.ndarray], dtype=jnp.float32) -> dict:
-    """Our outputs under their names."""
+def answers(config, params, kept: dict[str, np.ndarray], dtype=jnp.float32, **changed) -> dict:
+    """Our outputs under their names; `changed` options go before those of the witness."""
     arguments, options = call(config, kept, dtype)
+    options = {name: value for name, value in (options | changed).items() if value is not None}
     output = models.apply(config, params, *arguments, **options)
     found = {"last_hidden_state": output.hidden, "encoder_last_hidden_state": output.source}
     for theirs, ours in HEADS.items():
@@ -65,4 +71,39 @@ def real(kept: dict[str, np.ndarray], name: str) -> np.ndarray:
     return (mask > 0).reshape(mask.shape + (1,) * (len(shape) - 2))
 
 
-__all__ = ["answers", "call", "golden", "loss", "real"]
+def misses(found: dict, kept: dict[str, np.ndarray]) -> dict[str, float]:
+    """How far each output lies from theirs where it counts; infinitely far if it is NaN."""
+    far = {}
+    for name, value in found.items():
+        difference = np.where(real(kept, name), np.abs(np.asarray(value) - kept[f"outputs/{name}"]), 0)
+        far[name] = float(np.nan_to_num(difference, nan=np.inf).max())
+    return far
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    """What a folder's weights are, by name."""
+    file = safetensors.open_checkpoint(folder)
+    return {name: file.read(name) for name in file.names}
+
+
+def write(folder: Path, config: dict, arrays: dict[str, np.ndarray]) -> Path:
+    """A checkpoint of these tensors."""
+    entries = [(name, array.shape, array.dtype, lambda array=array: array) for name, array in arrays.items()]
+    safetensors.save_checkpoint(folder, config, entries)
+    return folder
+
+
+def altered(folder: Path, name: str, change: Callable[[dict], dict] | None = None, **config) -> Path:
+    """The golden checkpoint `name` with other tensors and settings; a setting of `...` is left out."""
+    arrays = tensors(golden.folder(name))
+    settings = {key: value for key, value in (golden.config(name) | config).items() if value is not ...}
+    return write(folder / f"{name}-altered", settings, arrays if change is None else change(arrays))
+
+
+def gradients(folder: Path, name: str, **options):
+    """Their gradients as a tree of ours: a checkpoint like any other."""
+    kept = folder / f"{name}-gradients"
+    kept.mkdir()
+    shutil.copy(golden.folder(name) / "config.json", kept)
+    shutil.copy(golden.folder(name) / "gradients.safetensors", kept / "model.safetensors")
+    return huggingface.load(kept, **options)[1]
