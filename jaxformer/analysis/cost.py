@@ -4,6 +4,7 @@ import math
 
 from jaxformer import models, params
 from jaxformer.models.config import EncoderDecoder, ModelConfig, Patches
+from jaxformer.models.heads import language_model
 from jaxformer.models.mixture import Mixture
 
 # Dense bfloat16 peak, FLOP/s a device, from the makers' data sheets as of 2026-11. Unknown devices have no MFU.
@@ -47,13 +48,9 @@ def _products(config: ModelConfig | EncoderDecoder) -> dict[str, tuple[int, floa
             share = 1 / stack.embedding.length  # one position of all is classified
         if leaf.contracts:
             found[path] = params.count(leaf), share
-        elif path.endswith("embedding/tokens") and stack.tie_embeddings and _has_logits(stack):
+        elif path.endswith("embedding/tokens") and stack.tie_embeddings and language_model(stack):
             found[path] = params.count(leaf), 1.0
     return found
-
-
-def _has_logits(stack: ModelConfig) -> bool:
-    return any(getattr(head, "name", None) == "language_model" for head in stack.heads)
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -33,9 +33,8 @@ class Cache:
 def init_cache(config: ModelConfig | EncoderDecoder, batch: int, length: int, dtype=jnp.float32) -> Cache:
     """An empty cache of `length` slots a row, keys and values in `dtype`."""
     config = config.decoder if isinstance(config, EncoderDecoder) else config
-    slots = transformer.mixers(config)
-    if not transformer.alike(slots):
+    if not transformer.alike(config):
         raise NotImplementedError("layers of different kinds cannot decode; mixers of one kind can")
-    state = slots[0].state(batch, length, dtype)
+    state = transformer.mixers(config)[0].state(batch, length, dtype)
     layers = {name: jnp.zeros((config.num_layers, *leaf.shape), leaf.dtype) for name, leaf in state.items()}
     return Cache(layers, jnp.zeros((batch, length), jnp.int32), jnp.zeros((), jnp.int32))

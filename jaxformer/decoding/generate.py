@@ -1,5 +1,6 @@
 """Prompts in, continuations out."""
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from jaxformer.config import ConfigError
 from jaxformer.decoding.cache import init_cache
 from jaxformer.decoding.sampling import Sampling, sample
 from jaxformer.masks import shift_invariant
-from jaxformer.models.config import EncoderDecoder, Learned, ModelConfig
+from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig
 
 
 def generate(
@@ -75,13 +76,10 @@ def _check(config, prompts, max_tokens, sources) -> None:
     if pair:
         if len(sources) != len(prompts) or not all(len(s) for s in sources):
             raise ConfigError(f"generate: {len(prompts)} prompts need as many sources, none of them empty")
+        _check_tokens("source", sources, config.encoder, max(map(len, sources), default=0))
         config = config.decoder
     if not prompts or not all(len(p) for p in prompts):
         raise ConfigError("generate: a prompt is empty; give at least one token (a start token, a newline)")
-    for prompt in prompts:
-        for token in prompt:
-            if not 0 <= token < config.vocab_size:
-                raise ConfigError(f"generate: prompt token {token} is outside the vocabulary of {config.vocab_size}")
     if max_tokens < 1:
         raise ConfigError(f"generate: max_tokens={max_tokens}: must be at least 1")
     if len(set(map(len, prompts))) > 1 and not all(map(shift_invariant, config.masks)):
@@ -89,10 +87,17 @@ def _check(config, prompts, max_tokens, sources) -> None:
             "generate: prompts of different length do not go with a mask on absolute positions (prefix, your own); "
             "give prompts of one length"
         )
-    longest = max(map(len, prompts))
-    if isinstance(config.positions, Learned) and longest + max_tokens > config.context_length:
+    _check_tokens("prompt", prompts, config, max(map(len, prompts)), max_tokens)
+
+
+def _check_tokens(name: str, rows, config: ModelConfig, longest: int, more: int = 0) -> None:
+    for token in itertools.chain.from_iterable(rows):
+        if not 0 <= token < config.vocab_size:
+            raise ConfigError(f"generate: {name} token {token} is outside the vocabulary of {config.vocab_size}")
+    if isinstance(config.positions, Learned | Axial) and longest + more > config.context_length:
+        new = f" + {more} new" if more else ""
         raise ConfigError(
-            f"generate: {longest} prompt + {max_tokens} new tokens exceed the {config.context_length} learned positions"
+            f"generate: {longest} {name}{new} tokens exceed the {config.context_length} learned positions"
         )
 
 

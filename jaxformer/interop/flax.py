@@ -7,7 +7,7 @@ Nobody who needs no Flax layers waits for them (Linen takes a second to import, 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -161,12 +161,7 @@ class FlaxFeedForward:
 
     def __call__(self, config: ModelConfig) -> FeedForward:
         def fed(run):
-            def apply(params, x, context: Context) -> Fed:
-                if context.dropout_key is not None:  # the layer's own, of which the block has taken the first few keys
-                    context = replace(context, dropout_key=random.fold_in(context.dropout_key, 0xF1A8))
-                return Fed(run(params, x, context))
-
-            return apply
+            return lambda params, x, context: Fed(run(params, x, context))
 
         return FeedForward(*_guest("model.feedforward", self, config, fed))
 

@@ -159,7 +159,7 @@ def attention(
             return_weights=context.return_weights,
             implementation=config.attention_implementation,
         )
-        if bias := score_bias(config, context.shared):
+        if (bias := score_bias(config, context.shared)) is not None:
             options["bias"] = bias
         if attend is None:
             out: Any = ops.attention(query, key, value, **options)
@@ -198,14 +198,14 @@ def relative_spec(config: ModelConfig) -> Tree:
     return {"relative": Spec(shape, (None, "heads"), normal(config.init_std))}
 
 
-def score_bias(config: ModelConfig, shared: Tree) -> Bias | None:
+def score_bias(config: ModelConfig, shared: Tree) -> Bias | Callable | None:
     """What the config's positions add to the scores of self-attention."""
     match config.positions:
         case Alibi():
             return alibi(config.num_heads)
         case Relative(_, max_distance, bidirectional):
             return t5(shared["relative"], bidirectional, max_distance)
-    return None
+    return config.positions(config) if callable(config.positions) else None
 
 
 def cross_attention(

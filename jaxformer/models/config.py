@@ -142,8 +142,10 @@ class ModelConfig:
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     norm_eps: float = 1e-5
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    # a tuple: one a layer, repeated
-    positions: Learned | Sinusoidal | Axial | Rope | Alibi | Relative | tuple[Rope | None, ...] | None = Learned()
+    # a tuple: one a layer, repeated; a function of yours: config -> what `bias` of ops.attention may be
+    positions: Learned | Sinusoidal | Axial | Rope | Alibi | Relative | tuple[Rope | None, ...] | Callable | None = (
+        Learned()
+    )
     masks: tuple[Mask, ...] = (causal(),)  # one a layer, repeated over the depth: (causal(), causal() & window(255))
     # None: models.block.attention; one of models.mixers or models.variants; or your own; a tuple: one a layer, repeated
     mixer: Callable | tuple[Callable | None, ...] | None = None

@@ -9,6 +9,7 @@ from jax.nn.initializers import normal, zeros
 from jaxtyping import Bool, Float
 
 from jaxformer import ops
+from jaxformer.config import ConfigError
 from jaxformer.models.config import Classification, LanguageModel, ModelConfig, TokenClassification
 from jaxformer.models.embedding import norm, norm_spec
 from jaxformer.ops.contraction import add_bias
@@ -36,7 +37,13 @@ def name(config: ModelConfig, head) -> str:
 
 def spec(config: ModelConfig) -> Tree:
     """Parameters of all heads that have some: `{name: tree}`."""
-    trees = {name(config, head): _spec(config, head) for head in config.heads}
+    names = [name(config, head) for head in config.heads]
+    for one in set(names):
+        if names.count(one) > 1:
+            raise ConfigError(
+                f"model.heads: {names.count(one)} of them are called {one!r}; give each a name of its own"
+            )
+    trees = dict(zip(names, (_spec(config, head) for head in config.heads), strict=True))
     return {key: tree for key, tree in trees.items() if tree}
 
 

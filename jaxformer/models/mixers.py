@@ -248,7 +248,7 @@ def _mixer(name: str, config: ModelConfig, spec: Tree, mix: Callable, **rest: An
     for field, other in (
         ("attention_softcap", config.attention_softcap is not None),
         ("attention_scale", config.attention_scale is not None),
-        ("positions", isinstance(config.positions, (Alibi, Relative))),
+        ("positions", isinstance(config.positions, (Alibi, Relative)) or callable(config.positions)),
     ):
         if other:
             raise ConfigError(f"model.{field}={getattr(config, field)}: {name} has none; models.block.attention does")

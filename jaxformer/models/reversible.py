@@ -25,7 +25,7 @@ class Reversible:
 
     The mixer is f and the feed-forward g, each of its normalised stream; both streams start as x. What comes out is their
     mean or, of two `streams`, both side by side (the published models). Raises ConfigError for other norms than pre-norm,
-    NotImplementedError for decoding, attention maps and a source.
+    NotImplementedError for decoding, attention maps, a source and auxiliary losses.
     """
 
     streams: int = 1
@@ -54,7 +54,10 @@ def _reversible(streams, config: ModelConfig, params: Tree, x, context: block.Co
             keys = jax.random.split(jax.random.fold_in(context.dropout_key, index), 3)
         context = replace(context, mask=masks[i % len(masks)], layer=index, constants=constants, dropout_key=keys[0])
         y = block.norm(config, layer[f"{name}_norm"], x.astype(dtype))
-        return ops.dropout(apply(layer.get(name, {}), y, context).out, config.dropout_rate, keys[key_index])
+        done = apply(layer.get(name, {}), y, context)
+        if getattr(done, "loss", None) is not None:
+            raise NotImplementedError("reversible layers: no auxiliary loss of experts; set its weights to 0")
+        return ops.dropout(done.out, config.dropout_rate, keys[key_index])
 
     f = tuple(partial(sublayer, "attention", i, slot.apply, 1) for i, slot in enumerate(slots))
     g = (partial(sublayer, "feedforward", 0, feed.apply, 2),) * period

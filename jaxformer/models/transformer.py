@@ -18,7 +18,7 @@ from jaxformer.config import ConfigError
 from jaxformer.models import block as blocks
 from jaxformer.models import embedding, heads
 from jaxformer.models.block import Context, Mixer
-from jaxformer.models.config import Learned, ModelConfig
+from jaxformer.models.config import Axial, Learned, ModelConfig
 from jaxformer.ops.positions import within_segments
 from jaxformer.params import paths
 
@@ -49,10 +49,9 @@ def mixers(config: ModelConfig) -> tuple[Mixer, ...]:
     )
 
 
-def alike(slots: tuple[Mixer, ...]) -> bool:
-    """Whether all have parameters of the same names and shapes, so that layers are one stack."""
-    shapes = [{path: leaf.shape for path, leaf in paths(slot.spec).items()} for slot in slots]
-    return all(shape == shapes[0] for shape in shapes)
+def alike(config: ModelConfig) -> bool:
+    """Whether all layers have the same mixer, so that they are one stack: of parameters, drawn constants, state."""
+    return not isinstance(config.mixer, tuple) or all(mixer == config.mixer[0] for mixer in config.mixer)
 
 
 def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
@@ -149,7 +148,7 @@ def encode(
     """`apply` without the heads. `source` is what a decoder's layers attend to."""
     T = embedding.length(config, tokens)
     if (
-        isinstance(config.positions, Learned)
+        isinstance(config.positions, Learned | Axial)
         and positions is None
         and segment_ids is None
         and config.context_length < T
@@ -219,7 +218,7 @@ def stack(config: ModelConfig, params: Tree, x, context: Context, layer_masks, s
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
     carry, heads = (x, slots[0].memo(x)), None if source is None else source.heads
-    if not alike(slots):
+    if not alike(config):
         rows = per_slot(config, slots, params, (jnp.arange(L), state, heads), constants, x.shape[1])
         inputs = tuple((index, own, *rest[:1], drawn, *rest[1:]) for own, (index, *rest), drawn in rows)
         carry, outputs = jax.lax.scan(partial(run, count=period), carry, inputs)
@@ -244,7 +243,8 @@ def per_slot(config: ModelConfig, slots: tuple[Mixer, ...], params: Tree, others
     L, period = config.num_layers, len(slots)
     if L % period:
         raise ConfigError(f"model.num_layers={L} is no multiple of the pattern of {period} different layers")
-    has = [paths(blocks.spec(config, slot)).keys() for slot in slots]
+    source_width = config.d_model if "cross_attention" in params else None  # any: names alone are asked for
+    has = [paths(blocks.spec(config, slot, source_width)).keys() for slot in slots]
     leaves, rows = paths(params), []
     for i, slot in enumerate(slots):
         own = {}

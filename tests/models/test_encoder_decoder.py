@@ -216,7 +216,7 @@ def test_what_cannot_be_is_refused_in_a_line():
     target, other = jnp.asarray(target), replace(config.encoder, d_model=20)
     for build, said in (
         (lambda: models.apply(config, parameters, target), "needs `source`"),
-        (lambda: models.apply(config, parameters, target, cache=decoding.init_cache(config, B, 9)), "no source yet"),
+        (lambda: models.apply(config, parameters, target, cache=decoding.init_cache(config, B, 9)), "a cache that began with them"),
         (lambda: replace(config, encoder=config.decoder), r"encoder.heads.*heads=\(\)"),
         (lambda: replace(config, encoder=other), r"\(19, 20\).*\(19, 16\)"),
         (lambda: replace(config, encoder=replace(config.encoder, vocab_size=20)), "make them equal"),

@@ -1,0 +1,651 @@
+"""Hugging Face checkpoints as ours and back: the golden models of tests/golden, dialects of their files, and refusals."""
+
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxformer import models
+from jaxformer.config import ConfigError
+from jaxformer.decoding import Sampling, generate
+from jaxformer.interop import huggingface
+from jaxformer.models import Classification, LanguageModel, ModelConfig
+from jaxformer.ops.positions import NTK, Linear, Llama3, Rope, YaRN
+from jaxformer.params import paths
+from tests import golden
+from tests.interop import golden_runs as runs
+
+# one of each family
+FAMILIES = [
+    "bert_pretraining", "bigbird_mlm", "gpt2", "gpt_neo", "llama_gqa", "longformer_mlm", "marian", "mistral", "mixtral",
+    "qwen2", "reformer", "roberta_mlm", "t5", "vit",
+]  # fmt: skip
+# Hugging Face computes norms, rotations, softmax or a few of them in float32 even of a float64 model
+SINGLE = ("llama", "mistral", "mixtral", "qwen2", "t5", "gpt_neo", "longformer", "marian", "vit")
+# a parameter that their model has and never reads: their gradient is what the fixture drew for it
+UNREAD = {"reformer": "heads/language_model/bias"}
+
+
+def load(name, **options):
+    return huggingface.load(golden.folder(name), **options)
+
+
+def assert_same(ours, other):
+    """Equal to the bit, in names, dtypes and numbers."""
+    ours, other = paths(ours), paths(other)
+    assert list(ours) == list(other)
+    for path, leaf in ours.items():
+        assert leaf.dtype == other[path].dtype, path
+        np.testing.assert_array_equal(leaf, other[path], err_msg=path)
+
+
+def refused(folder, **options) -> str:
+    """The one line with which it is refused."""
+    with pytest.raises(ConfigError) as caught:
+        huggingface.load(folder, **options)
+    message = str(caught.value)
+    assert "\n" not in message and str(folder) in message
+    return message
+
+
+# The golden models
+
+
+def check_golden(name, folder, dtype, tolerance):
+    kept = golden.witness(name)
+    config, params = load(name, dtype=dtype)
+    want = paths(runs.gradients(folder, name, dtype=dtype))
+    learn = jax.jit(jax.value_and_grad(lambda params: runs.loss(config, params, kept, dtype), has_aux=True))
+    (loss, found), grads = learn(params)
+    assert set(found) == {key.removeprefix("outputs/") for key in kept if key.startswith("outputs/")}
+    far = runs.misses(found, kept)
+    assert max(far.values()) < tolerance, far
+    np.testing.assert_allclose(loss, kept["loss"], rtol=0, atol=tolerance)
+    unread = UNREAD.get(name)
+    grads = {path: leaf for path, leaf in paths(grads).items() if path != unread}
+    scale = max(1.0, max(float(jnp.abs(want[path]).max()) for path in grads))
+    far = {path: float(jnp.abs(leaf - want[path]).max()) for path, leaf in grads.items()}
+    assert far.keys() == want.keys() - {unread}
+    assert not [path for path, distance in far.items() if not distance < tolerance * scale], far
+
+
+@pytest.mark.parametrize("name", golden.NAMES)
+def test_outputs_and_gradients_are_theirs(name, tmp_path):
+    check_golden(name, tmp_path, jnp.float32, 2e-5)  # models.md, section 1: what float32 can be held to
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", golden.NAMES)
+def test_in_float64_they_are_theirs_to_rounding(name, tmp_path):
+    with jax.enable_x64(True):
+        check_golden(name, tmp_path, jnp.float64, 2e-5 if name.startswith(SINGLE) else 1e-9)
+
+
+GENERATE = ["gpt2", "llama_gqa", "mixtral", "t5"]
+GENERATE_TOO = ["marian", "mistral", "qwen2", "t5_v11"]
+
+
+@pytest.mark.parametrize("name", [*GENERATE, *(pytest.param(name, marks=pytest.mark.slow) for name in GENERATE_TOO)])
+def test_greedy_tokens_are_theirs(name):
+    """64 tokens after prompts of different length, none of them near a tie (tests/golden/write.py)."""
+    kept = golden.witness(name)
+    config, params = load(name)
+    prompts = [row[mask > 0].tolist() for row, mask in zip(kept["prompt"], kept["prompt_mask"], strict=True)]
+    assert len(set(map(len, prompts))) > 1
+    sources = {}
+    if isinstance(config, models.EncoderDecoder):
+        sources, prompts = {"sources": prompts}, [[golden.config(name)["decoder_start_token_id"]]] * len(prompts)
+    tokens = generate(config, params, prompts, 64, how=Sampling(temperature=0), **sources)
+    assert tokens == kept["generated"].tolist()
+
+
+# There and back
+
+
+@pytest.mark.parametrize("name", golden.NAMES)
+def test_saved_it_is_the_same_file_and_model(name, tmp_path):
+    config, params = load(name)
+    huggingface.save(tmp_path / "saved", config, params)
+    theirs, ours = runs.tensors(golden.folder(name)), runs.tensors(tmp_path / "saved")
+    assert theirs.keys() == ours.keys()
+    for key, array in theirs.items():
+        assert array.dtype == ours[key].dtype
+        np.testing.assert_array_equal(ours[key], 0 * array if key == "lm_head.bias" == UNREAD_NAME.get(name) else array)
+    settings = json.loads((tmp_path / "saved" / "config.json").read_text())
+    kept = golden.config(name)
+    assert settings["architectures"] == kept["architectures"] and settings["dtype"] == "float32"
+    differ = {key for key in settings.keys() & kept.keys() if settings[key] != kept[key]}
+    assert not differ - SAID_OTHERWISE, {key: (settings[key], kept[key]) for key in differ}
+    again, same = huggingface.load(tmp_path / "saved")
+    assert again == config
+    assert_same(same, params)
+
+
+UNREAD_NAME = {"reformer": "lm_head.bias"}
+# keys with which two config.json say the same: no default written out, one head's tie, tokens that no model reads
+SAID_OTHERWISE = {
+    "n_inner", "head_dim", "attention_types", "tie_word_embeddings", "max_window_layers", "pad_token_id", "eos_token_id",
+    "rope_parameters", "embd_pdrop", "scale_decoder_outputs",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_saved_in_shards(name, tmp_path):
+    config, params = load(name)
+    huggingface.save(tmp_path / "saved", config, params, shard_bytes=3000)
+    assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 3
+    again, same = huggingface.load(tmp_path / "saved")
+    assert again == config
+    assert_same(same, params)
+
+
+def test_one_model_in_the_words_of_several_families(tmp_path):
+    config, params = load("llama_mha")
+    for kind in ("llama", "mistral"):
+        huggingface.save(tmp_path / kind, config, params, model_type=kind)
+        assert json.loads((tmp_path / kind / "config.json").read_text())["model_type"] == kind
+        again, same = huggingface.load(tmp_path / kind)
+        assert again == config
+        assert_same(same, params)
+
+
+def test_what_no_family_says_is_not_written(tmp_path):
+    config, params = load("llama_mha")
+
+    def refusal(config, params=params, **options):
+        with pytest.raises(ConfigError) as caught:
+            huggingface.save(tmp_path / "none", config, params, **options)
+        assert not (tmp_path / "none").exists() and "\n" not in str(caught.value)
+        return str(caught.value)
+
+    sandwich = replace(config, norm_placement="sandwich")
+    assert "no family" in refusal(sandwich)
+    assert "norm_placement" in refusal(sandwich, model_type="llama") or "no place" in refusal(
+        sandwich, model_type="llama"
+    )
+    assert "attention_softcap" in refusal(replace(config, attention_softcap=30.0), model_type="llama")
+    assert "positions" in refusal(replace(config, positions=Rope(100.0, layout="interleaved")), model_type="llama")
+    assert "positions" in refusal(replace(config, positions=Rope(100.0, fraction=1 / 3)), model_type="llama")
+    assert "expected one of" in refusal(config, model_type="gemma")
+    assert refusal(config, model_type="gpt2") and refusal(config, model_type="t5") and refusal(config, model_type="vit")
+    assert "parameters are not those" in refusal(replace(config, d_ff=24))
+    assert "final_norm/scale missing" in refusal(config, {k: v for k, v in params.items() if k != "final_norm"})
+    assert "extra unknown" in refusal(config, params | {"extra": jnp.zeros(3)})
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_rope_layouts_are_one_model(layout):
+    config, params = load("llama_gqa")
+    kept = golden.witness("llama_gqa")
+    other, moved = huggingface.rope_layout(config, params, layout)
+    assert other.positions.layout == layout
+    if layout == "interleaved":
+        assert not np.array_equal(
+            paths(moved)["layers/attention/key/kernel"], paths(params)["layers/attention/key/kernel"]
+        )
+        found = jax.jit(partial(runs.answers, other, kept=kept))(moved)
+        assert max(runs.misses(found, kept).values()) < 1e-5
+        with pytest.raises(ConfigError, match="only Rope"):
+            huggingface.rope_layout(replace(config, positions=None), params, layout)
+    back, same = huggingface.rope_layout(other, moved, "half")
+    assert back == config
+    assert_same(same, params)
+
+
+def test_rope_layout_of_a_part_of_the_head():
+    """Of six features the first four turn: (0, 2), (1, 3) become (0, 1), (2, 3); biases and per-head norms move along."""
+    config, params = load("llama_gqa")
+    config = replace(config, positions=Rope(fraction=4 / 6))
+    _, moved = huggingface.rope_layout(config, params, "interleaved")
+    before, after = paths(params), paths(moved)
+    for name in before:
+        order = [0, 2, 1, 3, 4, 5] if "/query/" in name or "/key/" in name else slice(None)
+        np.testing.assert_array_equal(after[name], before[name][..., order])
+
+
+# Dialects: what other versions wrote of the same model
+
+
+def renamed(*pairs):
+    def change(arrays):
+        for old, new in pairs:
+            arrays = {name.replace(old, new): array for name, array in arrays.items()}
+        return arrays
+
+    return change
+
+
+def added(extra):
+    return lambda arrays: arrays | extra(arrays)
+
+
+LLAMA3 = dict(type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+OLD_LLAMA = dict(rope_parameters=..., rope_theta=500.0, rope_scaling=LLAMA3, dtype=..., torch_dtype="float16")
+causal_mask = lambda arrays: {
+    f"transformer.h.{i}.attn.{name}": array
+    for i in range(2)
+    for name, array in (("bias", np.tri(96, dtype=bool)[None, None]), ("masked_bias", np.full((), -1e4, np.float32)))
+}
+DIALECTS = {
+    "LLaMA before version 5": ("llama_gqa", None, OLD_LLAMA),
+    "LLaMA, rope_type": ("llama_gqa", None, OLD_LLAMA | dict(rope_scaling=LLAMA3 | {"rope_type": "llama3", "type": ...})),
+    "LLaMA's first files": ("llama_mha", None, dict(rope_parameters=..., rope_theta=100.0, num_key_value_heads=..., head_dim=...)),
+    "LLaMA's frequencies": ("llama_mha", added(lambda a: {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(3)}), {}),
+    "LLaMA without prefix": ("llama_mha", renamed(("model.", "")), {}),
+    "LLaMA tied twice": ("llama_gqa", added(lambda a: {"lm_head.weight": a["model.embed_tokens.weight"]}), {}),
+    "LLaMA tied to its head": ("llama_gqa", renamed(("model.embed_tokens.weight", "lm_head.weight")), {}),
+    "BERT from TensorFlow": ("bert_pretraining", renamed(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")), {}),
+    "BERT without prefix": ("bert_mlm", renamed(("bert.", "")), {}),
+    "BERT's positions": ("bert_mlm", added(lambda a: {"bert.embeddings.position_ids": np.arange(16)[None]}), {}),
+    "BERT's decoder": (
+        "bert_mlm",
+        added(lambda a: {"cls.predictions.decoder.weight": a["bert.embeddings.word_embeddings.weight"],
+                         "cls.predictions.decoder.bias": a["cls.predictions.bias"]}),
+        {},
+    ),
+    "BERT's bias under its other name": ("bert_mlm", renamed(("predictions.bias", "predictions.decoder.bias")), {}),
+    "RoBERTa's decoder": (
+        "roberta_mlm",
+        added(lambda a: {"lm_head.decoder.weight": a["roberta.embeddings.word_embeddings.weight"],
+                         "lm_head.decoder.bias": a["lm_head.bias"]}),
+        {},
+    ),
+    "GPT-2 as published": ("gpt2", lambda a: renamed(("transformer.", ""))(a | causal_mask(a)), {}),
+    "GPT-2 with masks": ("gpt2", added(causal_mask), {}),
+    "GPT-2 tied twice": ("gpt2", added(lambda a: {"lm_head.weight": a["transformer.wte.weight"]}), {}),
+    "T5 tied three times": (
+        "t5", added(lambda a: dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"), a["shared.weight"])), {},
+    ),
+    "T5's first files": (
+        "t5", added(lambda a: {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": np.ones((8, 3))}),
+        dict(scale_decoder_outputs=..., feed_forward_proj=..., num_decoder_layers=...),
+    ),
+    "T5 v1.1 before version 5": ("t5_v11", None, dict(scale_decoder_outputs=..., tie_word_embeddings=False)),
+    "Marian's tables": (
+        "marian",
+        added(lambda a: {"model.encoder.embed_positions.weight": np.ones((96, 12)), "model.encoder.embed_tokens.weight": a["model.shared.weight"],
+                         "lm_head.weight": a["model.shared.weight"]}),
+        {},
+    ),
+    "ViT's labels": ("vit", None, dict(id2label=..., label2id=..., num_labels=5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_dialects_are_the_same_model(dialect, tmp_path):
+    name, change, settings = DIALECTS[dialect]
+    settings = {
+        key: {k: v for k, v in value.items() if v is not ...} if isinstance(value, dict) else value
+        for key, value in settings.items()
+    }
+    config, params = load(name)
+    if dialect == "LLaMA's first files":
+        config = replace(config, num_kv_heads=None, head_width=None)
+    if dialect.startswith("T5 v1.1"):  # whose files say that it is tied
+        config = replace(config, decoder=replace(config.decoder, tie_embeddings=False))
+    again, same = huggingface.load(runs.altered(tmp_path, name, change, **settings))
+    assert again == config
+    assert_same(same, params)
+
+
+def test_a_head_of_its_own_goes_before_what_the_config_says(tmp_path):
+    """T5 v1.1 in files of transformers 5 is such a case; and one that says nothing wrong is left alone."""
+    head = np.random.default_rng(0).normal(size=(37, 15)).astype(np.float32)
+    config, params = huggingface.load(runs.altered(tmp_path, "gpt2", added(lambda a: {"lm_head.weight": head})))
+    assert config == replace(load("gpt2")[0], tie_embeddings=False)
+    np.testing.assert_array_equal(params["heads"]["language_model"]["kernel"], head)
+    assert not load("t5_v11")[0].decoder.tie_embeddings and golden.config("t5_v11")["tie_word_embeddings"]
+    assert "lm_head.weight" in refused(runs.altered(tmp_path, "gpt2_untied", without("lm_head")))
+
+
+def without(*ends):
+    return lambda arrays: {
+        name: array for name, array in arrays.items() if not any(name.endswith(end) or end in name for end in ends)
+    }
+
+
+@pytest.mark.parametrize(
+    "said,meant",
+    [
+        (dict(rope_parameters=None), Rope(10_000.0)),
+        (dict(rope_parameters=None, rope_theta=5e5), Rope(5e5)),
+        (dict(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), Rope(5e5)),
+        (dict(rope_parameters=..., rope_theta=100, rope_scaling=None), Rope(100.0)),
+        (dict(rope_parameters=..., rope_scaling={"type": "linear", "factor": 4}), Rope(scaling=Linear(4.0))),
+        (dict(rope_parameters=..., rope_scaling={"rope_type": "dynamic", "factor": 2.0}), Rope(scaling=NTK(2.0, 128, 128))),
+        (dict(rope_parameters=..., rope_theta=5e5, rope_scaling=LLAMA3), Rope(5e5, scaling=Llama3(4.0, 64, 1.0, 4.0))),
+        (
+            dict(rope_parameters={"rope_theta": 9.0, "rope_type": "yarn", "factor": 2.0, "truncate": False}),
+            Rope(9.0, scaling=YaRN(2.0, 128, 32.0, 1.0, False)),
+        ),
+    ],
+)  # fmt: skip
+def test_rotations_in_both_dialects(said, meant, tmp_path):
+    config, _ = huggingface.load(runs.altered(tmp_path, "llama_mha", **said))
+    assert config == replace(load("llama_mha")[0], positions=meant)
+    said_by_us = huggingface.FAMILIES["llama"].write(config)
+    assert huggingface.FAMILIES["llama"].read(said_by_us, ()) == config
+
+
+def test_absent_settings_are_their_defaults(tmp_path):
+    """Those of transformers' classes, some of which only one family has."""
+    read = lambda kind, name, *absent, **rest: huggingface.FAMILIES[kind].read(
+        {k: v for k, v in (golden.config(name) | rest).items() if k not in absent}, ()
+    )
+    assert read("bert", "bert_mlm", "layer_norm_eps", "hidden_act").norm_eps == 1e-12
+    assert read("big_bird", "bigbird_mlm", "hidden_act").feedforward == "gelu_tanh"
+    assert str(read("mistral", "mistral", "sliding_window").masks[0]) == "causal() & window(4095)"
+    mixtral = read("mixtral", "mixtral", "rope_parameters", "rms_norm_eps")
+    assert mixtral.positions.theta == 1e6 and mixtral.norm_eps == 1e-5
+    qwen = read("qwen2", "qwen2", "layer_types", "max_window_layers", use_sliding_window=True, sliding_window=4)
+    assert list(map(str, qwen.masks)) == ["causal()"]  # the first 28 layers see everything
+    with pytest.raises(ConfigError, match="is_decoder"):  # a Reformer is none by default
+        read("reformer", "reformer", "is_decoder")
+
+
+# Numbers, places and heads
+
+
+def as_bfloat16(arrays):
+    return {name: array.astype(ml_dtypes.bfloat16) for name, array in arrays.items()}
+
+
+def test_dtype_is_the_files_unless_said(tmp_path):
+    _, params = load("llama_gqa")
+    half = runs.altered(tmp_path, "llama_gqa", as_bfloat16)
+    config, kept = huggingface.load(half)
+    assert_same(kept, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
+    wide = huggingface.load(half, dtype=jnp.float32)[1]
+    assert_same(wide, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params))
+    huggingface.save(tmp_path / "again", config, kept)
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert_same(huggingface.load(tmp_path / "again")[1], kept)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_no_layer_is_rounded_to_the_dtype_of_another(first, tmp_path):
+    """Files hold some layers wider than others; a stack of layers has one dtype."""
+    half = lambda a: {n: x.astype(ml_dtypes.bfloat16) if f"h.{first}." in n else x for n, x in a.items()}
+    _, mixed = huggingface.load(runs.altered(tmp_path, "gpt2", half))
+    _, params = load("gpt2")
+    for path, leaf in paths(mixed).items():
+        want = paths(params)[path]
+        if path.startswith("layers/"):
+            want = want.at[first].set(want[first].astype(jnp.bfloat16).astype(jnp.float32))
+        np.testing.assert_array_equal(leaf, want)
+        assert leaf.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("small", [huggingface.SMALL, 0])
+def test_weights_are_laid_down_where_they_are_to_stay(small, monkeypatch):
+    """Stacks put together on the host, and on the devices as large ones are (tensors in one piece and layer by layer)."""
+    monkeypatch.setattr(huggingface, "SMALL", small)
+    config, params = load("mixtral")
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    spec = {"up": (None, None, "model"), "out": (None, None, None, "model"), "tokens": (None, "model")}
+    places = {}
+    for path, leaf in paths(models.spec(config)).items():
+        axes = next((axes for name, axes in spec.items() if f"/{name}" in path), ())
+        places[path] = NamedSharding(mesh, PartitionSpec(*axes[: len(leaf.shape)]))
+    tree = jax.tree_util.tree_unflatten(jax.tree.structure(params), [places[path] for path in in_tree_order(params)])
+    _, spread = load("mixtral", sharding=tree)
+    assert_same(spread, params)
+    for path, leaf in paths(spread).items():
+        assert leaf.sharding.is_equivalent_to(places[path], leaf.ndim), path
+    assert not paths(spread)["embedding/tokens"].is_fully_replicated
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    _, copied = load("mixtral", sharding=everywhere, dtype=jnp.bfloat16)
+    assert all(leaf.sharding == everywhere and leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(copied))
+    with pytest.raises(ConfigError, match="final_norm/scale"):
+        load("mixtral", sharding={key: value for key, value in tree.items() if key != "final_norm"})
+
+
+def in_tree_order(tree):
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+
+
+def test_other_heads(tmp_path):
+    config, params = load("bert_pretraining")
+    for name, unexpected in (("bert_pretraining", r"^cls\.|pooler"), ("llama_mha", "lm_head"), ("llama_gqa", None)):
+        bare, body = load(name, heads=(), allow_unexpected=unexpected)
+        assert bare == replace(load(name)[0], heads=())
+        assert_same(body, {key: value for key, value in load(name)[1].items() if key != "heads"})
+    assert "lm_head.weight" in refused(golden.folder("llama_mha"), heads=())
+    assert "cls.predictions.bias" in refused(golden.folder("bert_pretraining"), heads=())
+
+    task = dict(heads=(Classification(3),), allow_unexpected=r"^cls\.", allow_missing=r"^heads/classification/(k|b)")
+    new, drawn = load("bert_pretraining", key=jax.random.key(0), **task)
+    assert new == replace(config, heads=(Classification(3),))
+    assert_same({k: v for k, v in drawn.items() if k != "heads"}, {k: v for k, v in params.items() if k != "heads"})
+    head, pooled = drawn["heads"]["classification"], params["heads"]["next_sentence"]
+    assert_same(head["pooler"], pooled["pooler"])  # which the file has
+    assert head["kernel"].shape == (18, 3) and 0.01 < jnp.std(head["kernel"]) < 0.03
+    other = load("bert_pretraining", key=jax.random.key(1), **task)[1]["heads"]["classification"]
+    assert not np.array_equal(other["kernel"], head["kernel"])
+    assert "give `key`" in refused_options("bert_pretraining", **task)
+    assert "classifier.weight" in refused_options("bert_pretraining", **task | {"allow_missing": None})
+
+
+def test_a_head_that_the_family_has_no_name_for():
+    """GPT-2's files know no classes; theirs is drawn."""
+    new = dict(heads=(Classification(3, pool="last", pooler=None), LanguageModel()), key=jax.random.key(0))
+    config, params = load("gpt2", allow_missing="^heads/classification", **new)
+    assert params["heads"]["classification"]["kernel"].shape == (15, 3)
+    assert_same({k: v for k, v in params.items() if k != "heads"}, load("gpt2")[1])
+    assert "heads/classification/kernel" in refused_options("gpt2", **new)
+
+
+def refused_options(name, **options) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(name, **options)
+    return str(caught.value)
+
+
+# Refusals
+
+
+def test_all_that_does_not_fit_is_in_one_report(tmp_path):
+    def damage(arrays):
+        arrays = without("h.1.attn.c_attn.bias", "ln_f.bias")(arrays)
+        arrays["transformer.wpe.weight"] = arrays["transformer.wpe.weight"][:-1]
+        return arrays | {"transformer.h.2.ln_1.weight": np.ones(15, np.float32)}
+
+    said = refused(runs.altered(tmp_path, "gpt2", damage))
+    assert "2 missing: transformer.h.1.attn.c_attn.bias (our layers/attention/" in said
+    assert "transformer.ln_f.bias (our final_norm/bias)" in said
+    assert "1 unexpected: transformer.h.2.ln_1.weight" in said
+    assert "1 of another shape: transformer.wpe.weight (95, 15), not (96, 15)" in said
+    some = runs.altered(tmp_path / "some", "gpt2", damage)
+    allowed = dict(allow_missing="norm/bias|(query|key|value)/bias", allow_unexpected=r"h\.2\.", key=jax.random.key(0))
+    assert "missing" not in (said := refused(some, **allowed)) and "wpe" in said and "unexpected:" not in said
+
+
+@pytest.mark.parametrize("name", ["bert_mlm", "roberta_mlm", "qwen2", "marian", "vit", "longformer_mlm"])
+def test_a_dropped_key_bias_is_missing(name, tmp_path):
+    """Nothing in the outputs shows it: softmax does not see what it adds."""
+    biases = [n for n in runs.tensors(golden.folder(name)) if "key.bias" in n or "k_proj.bias" in n]
+    assert len(biases) >= 2
+    said = refused(runs.altered(tmp_path, name, without(biases[0])))
+    assert "1 missing" in said and biases[0] in said
+
+
+UNSUPPORTED = [
+    ("gpt2", dict(scale_attn_by_inverse_layer_idx=True)),
+    ("gpt2", dict(scale_attn_weights=False)),
+    ("gpt2", dict(add_cross_attention=True)),
+    ("gpt2", dict(activation_function="quick_gelu")),
+    ("gpt2", dict(architectures=["GPT2DoubleHeadsModel"])),
+    ("gpt2", dict(model_type="gemma")),
+    ("bert_mlm", dict(position_embedding_type="relative_key")),
+    ("bert_mlm", dict(is_decoder=True)),
+    ("bert_mlm", dict(hidden_act="quick_gelu")),
+    ("bert_mlm", dict(architectures=["BertLMHeadModel"])),
+    ("bigbird_mlm", dict(use_bias=False)),
+    ("bigbird_mlm", dict(attention_type="other")),
+    ("longformer_mlm", dict(attention_window=[4, 6])),
+    ("llama_mha", dict(hidden_act="quick_gelu")),
+    ("llama_mha", dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4, factor=2.0))),
+    ("llama_mha", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5))),
+    ("llama_yarn", dict(rope_parameters=golden.config("llama_yarn")["rope_parameters"] | {"attention_factor": 2.0})),
+    ("llama_yarn", dict(rope_parameters=golden.config("llama_yarn")["rope_parameters"] | {"mscale": 0.7})),
+    ("mixtral", dict(router_jitter_noise=0.1)),
+    ("gpt_neo", dict(attention_layers=["global", "else", "global", "local"])),
+    ("gpt_neo", dict(attention_layers=["global", "local"])),
+    ("qwen2", dict(use_sliding_window=True, sliding_window=4, layer_types=["chunked_attention"] * 2)),
+    ("reformer", dict(attn_layers=["local", "lsh", "full"])),
+    ("reformer", dict(axial_pos_embds=False)),
+    ("reformer", dict(is_decoder=False)),
+    ("reformer", dict(local_num_chunks_after=1)),
+    ("marian", dict(normalize_before=True)),
+    ("marian", dict(add_final_layer_norm=True)),
+    ("t5", dict(feed_forward_proj="gated-quick_gelu")),
+    ("vit", dict(pooler_output_size=7)),
+    ("vit", dict(patch_size=5)),
+]
+
+
+@pytest.mark.parametrize("name,settings", UNSUPPORTED, ids=lambda part: part if isinstance(part, str) else str(part)[:60])
+def test_what_would_change_the_numbers_is_refused_by_name(name, settings, tmp_path):
+    said = refused(runs.altered(tmp_path, name, **settings))
+    key, value = list(settings.items())[-1]
+    value = next(reversed(value.values())) if isinstance(value, dict) else value
+    named = [key, *(["patch", "architecture"] if key in ("patch_size", "architectures") else [])]
+    assert any(word in said for word in (*named, "longrope", "partial_rotary_factor", "attention_factor", "mscale")), said
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_damaged_numbers_are_found(bad, tmp_path):
+    def damage(arrays):
+        arrays["transformer.h.1.mlp.c_fc.weight"][3, 4] = bad
+        return arrays
+
+    with pytest.raises(ConfigError, match=r"h\.1\.mlp\.c_fc\.weight.*1 of 900 values are NaN or infinite"):
+        huggingface.load(runs.altered(tmp_path, "gpt2", damage))
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+def test_quantised_numbers_are_refused(dtype, tmp_path):
+    """Whole numbers are no weights, whatever dtype is asked for."""
+    quantised = lambda a: {n: x.astype(np.int8) if n.endswith("c_fc.weight") else x for n, x in a.items()}
+    with pytest.raises(ConfigError, match=r"h\.0\.mlp\.c_fc\.weight holds int8.*quantised"):
+        huggingface.load(runs.altered(tmp_path, "gpt2", quantised), dtype=dtype)
+
+
+# `null` is a value of its own where a setting is optional; the golden model means what a missing setting means, or else
+OPTIONAL = {
+    "n_inner", "head_dim", "num_key_value_heads", "sliding_window", "hash_seed", "num_buckets", "decoder_vocab_size",
+    "num_decoder_layers", "pad_token_id", "rope_parameters", "layer_types", "intermediate_size", "attention_layers",
+    "id2label", "architectures",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_garbage_in_a_setting_is_refused_or_changes_nothing(name, tmp_path):
+    """Each setting in turn is something else; nothing but ConfigError comes of it, and no other model."""
+    config, params = load(name)
+    settings = golden.config(name)
+    folder = runs.altered(tmp_path, name)
+    accepted = 0
+    for key, junk in itertools.product(settings, (None, "x", -1, [], {}, 10**9, 2.5, float("nan"))):
+        (folder / "config.json").write_text(json.dumps(settings | {key: junk}))
+        try:
+            again, same = huggingface.load(folder)
+        except ConfigError as error:
+            assert "\n" not in str(error)
+            continue
+        accepted += 1
+        if again != config:
+            number = isinstance(junk, int | float) and junk > 0 and number_means_something(key)
+            assert (junk is None and key in OPTIONAL) or number, f"{key}={junk!r}: {again}"
+        else:
+            assert_same(same, params)
+    assert accepted > 20  # bos_token_id and what else no model reads
+
+
+def number_means_something(key: str) -> bool:
+    """Any number above zero (or whole one) is another model, which may well be meant."""
+    return any(word in key for word in ("eps", "init", "chunk", "window", "hash", "distance", "block", "pad_token_id")) or (
+        key in ("max_position_embeddings", "n_positions", "num_experts_per_tok", "router_aux_loss_coef", "num_buckets")
+    )
+
+
+# Memory
+
+
+PEAK = """
+import os, sys, resource
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, jax.numpy as jnp
+from jaxformer import models
+from jaxformer.interop import huggingface
+from jaxformer.models import ModelConfig
+from jaxformer.ops.positions import Rope
+
+config = ModelConfig(
+    vocab_size=16_000, num_layers=8, d_model=1024, num_heads=16, context_length=512, d_ff=4096, feedforward="swiglu",
+    norm="rms_norm", positions=Rope(), use_bias=False, tie_embeddings=False,
+)
+leaves = jax.tree.leaves(models.spec(config))
+if sys.argv[1] == "write":
+    zeros = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, jnp.float32), models.spec(config))
+    huggingface.save(sys.argv[2], config, zeros)
+else:
+    jax.block_until_ready(jnp.zeros(3) + 1)
+    status = lambda key: next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(key)) * 1024
+    before = status("VmRSS")
+    _, params = huggingface.load(sys.argv[2])
+    jax.block_until_ready(params)
+    peak = status("VmHWM") - before
+    tensors = [leaf.nbytes // (8 if leaf.ndim > 2 or leaf.shape[0] == 8 else 1) for leaf in jax.tree.leaves(params)]
+    print(peak, sum(leaf.nbytes for leaf in jax.tree.leaves(params)), max(tensors))
+"""
+
+
+@pytest.mark.slow
+def test_the_host_never_holds_the_model_twice(tmp_path):
+    """Peak of resident memory while loading some 670 MB: the parameters and, at most, the tensor that is being read."""
+
+    def run(what):
+        command = [sys.executable, "-c", PEAK, what, str(tmp_path / "model")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("write")
+    peak, whole, largest = map(int, run("read").split())
+    print(f"peak {peak / 1e6:.0f} MB for {whole / 1e6:.0f} MB of parameters, the largest tensor {largest / 1e6:.0f} MB")
+    assert whole > 6e8
+    assert peak < whole + 1.2 * largest + 150e6  # the compiler's own
+
+
+# Mistakes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", golden.NAMES)
+def test_mistakes_are_seen(name):
+    """Each of a list of seeded mistakes changes outputs by more than the tolerance here, or is refused (see there)."""
+    mutations = pytest.importorskip("tests.golden.mutations")
+    outcomes = mutations.outcomes(name)
+    assert len(outcomes) >= 10
+    assert not [outcome for outcome in outcomes if outcome.caught is None]
+
+
+def test_configs_are_those_of_the_models():
+    """A few, written out."""
+    assert load("gpt2_untied")[0] == ModelConfig(
+        vocab_size=37, num_layers=2, d_model=15, num_heads=3, context_length=96, d_ff=20, feedforward="relu",
+        norm_eps=0.01, dropout_rate=0.1, attention_dropout_rate=0.1, tie_embeddings=False,
+    )  # fmt: skip

@@ -1,0 +1,188 @@
+"""Layers of different kinds in one stack, and reversible ones, against loops over layers in Python."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import decoding, masks, models, params
+from jaxformer.config import ConfigError
+from jaxformer.models import Axial, EncoderDecoder, LanguageModel, Mixture, ModelConfig
+from jaxformer.models.block import Context, attention, block, feed
+from jaxformer.models.embedding import embed, norm
+from jaxformer.models.mixers import Linear, Performer, Reformer
+from jaxformer.models.reversible import Reversible
+from jaxformer.ops.positions import Rope
+
+V, T, L = 17, 8, 4
+HASH = Reformer(chunk=4, rounds=2, buckets=4)
+BASE = ModelConfig(
+    vocab_size=V, num_layers=L, d_model=12, num_heads=2, context_length=T, d_ff=16, norm_eps=1e-3, use_bias=False
+)
+PATTERNS = {
+    "reformer": replace(BASE, mixer=(None, HASH), masks=(masks.causal(), masks.causal() & masks.window(2))),
+    # the same parameters in both kinds, and constants in the second alone
+    "performer": replace(BASE, mixer=(None, Performer(features=8))),
+    "three": replace(BASE, num_layers=6, mixer=(Linear(), HASH, None), masks=(masks.causal(), masks.causal())),
+}
+
+
+def tokens():
+    return jnp.asarray(np.random.default_rng(2).integers(0, V, (2, T)), jnp.int32)
+
+
+def random(config, dtype=jnp.float32):
+    """Parameters of the size of their spec's."""
+    rng = np.random.default_rng(0)
+    draw = lambda path, leaf: (path[-1].key == "scale") + 0.3 * rng.normal(size=leaf.shape)
+    return jax.tree_util.tree_map_with_path(lambda *leaf: jnp.asarray(draw(*leaf), dtype), models.spec(config))
+
+
+def kinds(config):
+    """Of each layer its kind, and its number among those of the kind that have a key of their own."""
+    pattern = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
+    return [pattern[i % len(pattern)] for i in range(config.num_layers)]
+
+
+def by_layer(config, parameters):
+    """Of each layer the mixer, its parameters chosen by hand, its mask and the constants that it drew."""
+    every = kinds(config)
+    for i, kind in enumerate(every):
+        mine = jax.tree.map(lambda leaf, i=i: leaf[i], {**parameters["layers"], "attention": {}})
+        shelf = parameters["layers"]["attention"]
+        mine["attention"] = {name: {"kernel": shelf[name]["kernel"][i]} for name in ("query", "value", "out")}
+        if not isinstance(kind, Reformer):  # which has no keys: queries are their own
+            mine["attention"]["key"] = {"kernel": shelf["key"]["kernel"][sum(k != HASH for k in every[:i])]}
+        mixer = (kind or attention)(replace(config, positions=None))
+        drawn = mixer.constants(T)
+        constants = None if drawn is None else drawn[i]
+        yield mixer, mine, config.masks[i % len(config.masks)], constants
+
+
+def context_of(i, mask, constants):
+    return Context(mask, jnp.arange(T)[None], layer=i, constants=constants)
+
+
+@partial(jax.jit, static_argnums=0)
+def looped(config, parameters, tokens):
+    x = embed(config, parameters["embedding"], tokens, jnp.arange(T)[None])
+    for i, (mixer, mine, mask, constants) in enumerate(by_layer(config, parameters)):
+        x, _ = block(config, mixer, mine, x, context_of(i, mask, constants))
+    return norm(config, parameters["final_norm"], x)
+
+
+apply = jax.jit(models.apply, static_argnums=0)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_scanned_layers_of_different_kinds_equal_a_loop(name):
+    config = PATTERNS[name]
+    parameters = random(config)
+    expected = looped(config, parameters, tokens())
+    # float32, the same products in the same order but for fusion
+    np.testing.assert_allclose(apply(config, parameters, tokens()).hidden, expected, rtol=1e-4, atol=2e-5)
+    swapped = replace(config, mixer=config.mixer[::-1])
+    same = models.spec(swapped) == models.spec(config)
+    if name == "performer":  # as many parameters of each kind: only the order tells
+        assert same and np.abs(apply(swapped, parameters, tokens()).hidden - expected).max() > 1e-2
+
+
+def test_leaves_have_a_row_for_each_layer_that_has_them():
+    rows = lambda config: {path: leaf.shape[0] for path, leaf in params.paths(models.spec(config)["layers"]).items()}
+    for name, keys in (("reformer", 2), ("three", 4)):
+        config = PATTERNS[name]
+        found = rows(config)
+        assert found.pop("attention/key/kernel") == keys
+        assert set(found.values()) == {config.num_layers}
+    # layers of one kind are no special case, whatever else takes turns
+    assert set(rows(replace(BASE, mixer=(None, None), positions=(Rope(), None))).values()) == {L}
+
+
+def test_the_pattern_must_fit_into_the_depth():
+    for config, period in (
+        (replace(PATTERNS["reformer"], num_layers=5), 2),
+        (replace(PATTERNS["performer"], num_layers=5), 2),
+        (replace(PATTERNS["reformer"], masks=(masks.causal(),) * 3), 6),
+    ):
+        said = f"num_layers={config.num_layers} is no multiple of the pattern of {period}"
+        with pytest.raises(ConfigError, match=said):
+            jax.eval_shape(partial(models.apply, config), params.abstract(models.spec(config)), tokens())
+
+
+def test_layers_of_different_kinds_do_not_decode():
+    """Not even those that could by themselves, and have parameters of the same shapes."""
+    with pytest.raises(NotImplementedError, match="different kinds"):
+        decoding.init_cache(replace(BASE, mixer=(None, Linear())), 1, 8)
+    cache = decoding.init_cache(replace(BASE, mixer=(Linear(), Linear())), 1, 8)
+    assert {leaf.shape[0] for leaf in cache.layers.values()} == {L}
+
+
+def test_a_decoder_of_different_kinds_reads_its_source():
+    """Masked attention in layers 0 and 2 by hand, as a stack of attention whose other layers' weights are the same."""
+    stack = replace(BASE, num_layers=2)
+    pair = EncoderDecoder(replace(stack, masks=(masks.full(),), heads=()), replace(stack, mixer=(None, Linear())))
+    parameters = random(pair)
+    out = apply(pair, parameters, tokens(), source=tokens()[:, ::-1]).hidden
+    same = replace(pair, decoder=replace(stack, mixer=(attention, Linear())))
+    np.testing.assert_array_equal(out, apply(same, parameters, tokens(), source=tokens()[:, ::-1]).hidden)
+    other = apply(pair, parameters, tokens(), source=tokens()).hidden
+    assert np.abs(out - other).max(axis=-1).min() > 1e-4
+
+
+def streams(config, parameters, tokens):
+    """Two streams, layer after layer: x1 + f(norm(x2)), x2 + g(norm(x1))."""
+    x1 = x2 = embed(config, parameters["embedding"], tokens, jnp.arange(T)[None])
+    for i, (mixer, mine, mask, constants) in enumerate(by_layer(config, parameters)):
+        context = context_of(i, mask, constants)
+        x1 = x1 + mixer.apply(mine["attention"], norm(config, mine["attention_norm"], x2), context).out
+        x2 = x2 + feed(config).apply(mine["feedforward"], norm(config, mine["feedforward_norm"], x1), context).out
+    both = (x1 + x2) / 2 if config.stack.streams == 1 else jnp.concatenate([x1, x2], axis=-1)
+    return norm(config, parameters["final_norm"], both)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(
+            PATTERNS["reformer"], stack=Reversible(streams=2), tie_embeddings=False, positions=Axial((2, 4), (5, 7))
+        ),
+        replace(BASE, stack=Reversible(), mixer=(Linear(), None), masks=(masks.causal(),)),
+    ],
+)
+def test_reversible_layers_equal_two_streams_and_their_gradients_autodiff(config):
+    """In float64: what comes back from below has lost a few roundings of 1e-16."""
+    with jax.enable_x64(True):
+        parameters, inputs = random(config, jnp.float64), tokens()
+
+        def value_and_gradient(hidden):
+            loss = lambda p: jnp.sum(jnp.sin(hidden(p)))
+            return jax.jit(jax.value_and_grad(loss))({k: v for k, v in parameters.items() if k != "heads"})
+
+        ours = value_and_gradient(lambda p: models.encode(config, p, inputs).hidden)
+        expected = value_and_gradient(lambda p: streams(config, p, inputs))
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), ours, expected)
+        assert expected[0].dtype == jnp.float64
+
+
+def test_what_reversible_layers_cannot_do_they_say():
+    config = replace(BASE, stack=Reversible())
+    shapes = params.abstract(models.spec(config))
+    run = lambda config, **options: jax.eval_shape(
+        partial(models.apply, config, **options), params.abstract(models.spec(config)), tokens()
+    )
+    assert run(config).hidden.shape == (2, T, 12)
+    with pytest.raises(ConfigError, match="pre-norm"):
+        run(replace(config, norm_placement="sandwich"))
+    with pytest.raises(NotImplementedError, match="maps"):
+        run(config, return_attention=True)
+    with pytest.raises(NotImplementedError, match="cache"):
+        jax.eval_shape(lambda p: models.apply(config, p, tokens(), cache=decoding.init_cache(config, 2, T)), shapes)
+    run(replace(config, feedforward=Mixture(4, 2)))
+    with pytest.raises(NotImplementedError, match="auxiliary loss"):
+        run(replace(config, feedforward=Mixture(4, 2, balance_loss=0.1)))
+    both = replace(config, stack=Reversible(streams=2), heads=(LanguageModel(),))
+    with pytest.raises(ConfigError, match="tie_embeddings"):
+        models.spec(both)
