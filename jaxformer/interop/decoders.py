@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxformer.config import ConfigError
+from jaxformer.interop.tables import NAME as ACTIVATION_NAME
 from jaxformer.interop.tables import (
     REQUIRED,
     Family,
@@ -24,6 +25,7 @@ from jaxformer.models import mixers, variants
 from jaxformer.models.config import Axial, ModelConfig
 from jaxformer.models.mixture import Mixture
 from jaxformer.models.reversible import Reversible
+from jaxformer.ops.feedforward import GATES
 from jaxformer.ops.positions import NTK, Linear, Llama3, Rope, YaRN
 
 GPT2 = {
@@ -221,8 +223,11 @@ def _write_llama(kind: str):
         if kind == "qwen3":
             c["head_dim"] = config.head_size
         if isinstance(moe := config.feedforward, Mixture):
-            c |= {"num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k, "hidden_act": "silu"}
-            c["router_aux_loss_coef"] = moe.balance_loss
+            c |= {"num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k}
+            c |= {
+                "router_aux_loss_coef": moe.balance_loss,
+                "hidden_act": ACTIVATION_NAME.get(GATES.get(moe.activation, "")),
+            }
         return c
 
     return write

@@ -59,12 +59,14 @@ def encoder(name: str, model_type: str, base: str, roberta: bool = False) -> Fam
         fields = read_fields(c, FIELDS)
         offset = (c.get("pad_token_id") or 0) + 1 if roberta else 0
         kind = architecture(c, *(name + suffix for suffix in HEADS)).removeprefix(name)
-        heads = HEADS[kind](fields["feedforward"], labels(c))
+        heads = HEADS[kind]("gelu" if roberta else fields["feedforward"], labels(c))  # RoBERTa's head has its own
+        if name == "BigBird" and kind == "ForSequenceClassification":
+            heads = (Classification(labels(c), pooler=fields["feedforward"]),)
         if kind == "Model" and names and not any("pooler." in n for n in names):
             heads = ()
-        unread = name == "BigBird" and kind in ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
-        if unread and any("pooler." in n for n in names):
-            heads = (*heads, POOLED)
+        pooled = ("Model", "ForPreTraining", "ForNextSentencePrediction")
+        if name == "BigBird" and kind not in pooled and any("pooler." in n for n in names):
+            heads = (*heads, POOLED)  # which nothing reads
         scale = c["hidden_size"] ** 0.5 if c.get("rescale_embeddings") else 1.0
         return ModelConfig(
             **fields | {"context_length": fields["context_length"] - offset},

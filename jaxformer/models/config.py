@@ -200,6 +200,12 @@ class ModelConfig:
                 f"model.context_length={self.context_length}: images of {patches.image} in patches of {patches.patch} "
                 f"make {patches.length} positions"
             )
+        table = 0 if patches else self.d_model
+        if self.tie_embeddings and self.hidden_width != table and any(isinstance(h, LanguageModel) for h in self.heads):
+            raise ConfigError(
+                f"model.heads: a LanguageModel with tie_embeddings=True reads {self.hidden_width} features by the "
+                f"embedding's rows, which have {table or 'none: they are patches'}; set it to False, or give other heads"
+            )
         if isinstance(self.use_bias, str):
             try:
                 re.compile(self.use_bias)

@@ -64,8 +64,8 @@ def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     }
     if not tree["heads"]:
         del tree["heads"]
-    if slots[0].shared:
-        tree["shared"] = slots[0].shared
+    if shared := {name: leaf for slot in slots for name, leaf in (slot.shared or {}).items()}:
+        tree["shared"] = shared
     if config.norm_placement != "post":
         tree["final_norm"] = embedding.norm_spec(config, config.hidden_width)
     return tree

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import decoding, masks, models
+from jaxformer import decoding, masks, models, params
 from jaxformer.config import ConfigError
 from jaxformer.decoding import Sampling, sampling
-from jaxformer.models import ModelConfig, Sinusoidal
+from jaxformer.models import EncoderDecoder, LanguageModel, Learned, ModelConfig, Relative, Sinusoidal
 from jaxformer.ops.positions import Rope
 
 V = 19
@@ -101,6 +101,55 @@ def test_rope_runs_past_its_context_and_learned_positions_refuse():
     for prompts in ([], [[]], [[1], []], [[V]], [[-1]]):
         with pytest.raises(ConfigError, match="prompt"):
             decoding.generate(config, parameters, prompts, 2)
+
+
+STACK = replace(
+    GPT, num_layers=2, d_model=16, norm="rms_norm", use_bias=False, init_std=0.7, positions=Relative(8, 16), heads=(),
+    masks=(masks.full(),), tie_embeddings=False,
+)  # fmt: skip
+DECODER = replace(
+    STACK, positions=Relative(8, 16, bidirectional=False), heads=(LanguageModel(),), masks=(masks.causal(),)
+)
+PAIRS = {
+    "t5": EncoderDecoder(STACK, DECODER),
+    "learned": EncoderDecoder(
+        replace(STACK, num_layers=1, positions=Learned(offset=2), context_length=7, vocab_size=11),
+        replace(DECODER, num_layers=1, positions=Learned(offset=2), context_length=12),
+        share_embeddings=False,
+    ),
+}
+SOURCES, STARTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [3, 1, 4, 1]], [[0], [0, 5, 7], [0]]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_greedy_generation_of_a_pair_equals_repeated_forward_passes(name):
+    """Sources and prompts of different length, together; each row is what a model that sees it alone finds likeliest."""
+    config = PAIRS[name]
+    parameters = jax.jit(models.init, static_argnums=0)(config, jax.random.key(3))
+    outs = decoding.generate(config, parameters, STARTS, 8, sources=SOURCES, how=Sampling(temperature=0.0))
+    for source, prompt, out in list(zip(SOURCES, STARTS, outs, strict=True))[:2]:
+        logits = apply(config, parameters, jnp.array([prompt + out]), source=jnp.array([source])).logits[0]
+        assert jnp.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist() == out
+    assert outs[0] != outs[2]  # two sources, one prompt
+
+
+def test_pairs_need_sources_that_fit():
+    config = PAIRS["learned"]
+    shapes = params.abstract(models.spec(config))
+    for prompts, sources, said in (
+        ([[0]], None, "an encoder-decoder needs `sources`"),
+        ([[0], [0]], [[1]], "2 prompts need as many sources"),
+        ([[0]], [[]], "none of them empty"),
+        ([[0]], [[1, 11]], "source token 11 is outside the vocabulary of 11"),
+        ([[0]], [[-1]], "source token -1"),
+        ([[0]], [[1] * 8], "8 source tokens exceed the 7 learned positions"),
+        ([[0] * 5], [[1]], r"5 prompt \+ 8 new tokens exceed the 12 learned positions"),
+        ([], [], "a prompt is empty"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            decoding.generate(config, shapes, prompts, 8, sources=sources)
+    with pytest.raises(ConfigError, match="only an encoder-decoder has `sources`"):
+        decoding.generate(GPT, shapes, [[0]], 8, sources=[[1]])
 
 
 def probabilities(logits):

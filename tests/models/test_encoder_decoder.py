@@ -169,16 +169,20 @@ def test_unrolled_layers_and_no_jit_at_all_give_the_same():
 
 def test_dropout_acts_in_both_stacks_and_follows_its_key():
     config, parameters, source, target = make("vaswani")
-    run = lambda config, key: np.asarray(apply(config, parameters, target, source=source, dropout_key=key).logits)
     dropping = lambda stack: replace(stack, dropout_rate=0.3, attention_dropout_rate=0.3)
     both = EncoderDecoder(dropping(config.encoder), dropping(config.decoder))
-    close(run(both, None), alone("vaswani"))
-    one = run(both, jax.random.key(1))
-    np.testing.assert_array_equal(one, run(both, jax.random.key(1)))
-    assert np.abs(one - run(both, jax.random.key(2))).max() > 1e-2
-    encoder_alone = run(replace(both, decoder=config.decoder), jax.random.key(1))
-    assert np.abs(encoder_alone - alone("vaswani")).max() > 1e-2
-    assert np.abs(encoder_alone - one).max() > 1e-2
+    run = lambda p, key: apply(both, p, target, source=source, dropout_key=jax.random.key(key))
+    one, again, other = (run(parameters, key) for key in (1, 1, 2))
+    np.testing.assert_array_equal(one.logits, again.logits)
+    assert np.abs(one.logits - other.logits).max() > 1e-2
+    plain = apply(config, parameters, target, source=source)
+    assert np.abs(one.source - plain.source).max() > 1e-2
+    # a decoder that does not listen: what differs is its own
+    layers = parameters["decoder"]["layers"]
+    deaf = layers | {"cross_attention": jax.tree.map(jnp.zeros_like, layers["cross_attention"])}
+    deaf = parameters | {"decoder": parameters["decoder"] | {"layers": deaf}}
+    plain = apply(config, deaf, target, source=source)
+    assert np.abs(run(deaf, 1).logits - plain.logits).max() > 1e-2
 
 
 def test_bfloat16_activations_and_attention_maps_of_the_decoder_itself():
@@ -216,7 +220,10 @@ def test_what_cannot_be_is_refused_in_a_line():
     target, other = jnp.asarray(target), replace(config.encoder, d_model=20)
     for build, said in (
         (lambda: models.apply(config, parameters, target), "needs `source`"),
-        (lambda: models.apply(config, parameters, target, cache=decoding.init_cache(config, B, 9)), "a cache that began with them"),
+        (
+            lambda: models.apply(config, parameters, target, cache=decoding.init_cache(config, B, 9)),
+            "a cache that began with them",
+        ),
         (lambda: replace(config, encoder=config.decoder), r"encoder.heads.*heads=\(\)"),
         (lambda: replace(config, encoder=other), r"\(19, 20\).*\(19, 16\)"),
         (lambda: replace(config, encoder=replace(config.encoder, vocab_size=20)), "make them equal"),

@@ -181,6 +181,40 @@ def test_the_chunked_form_is_the_plain_one(chunk):
         assert {x.dtype for x in jax.tree.leaves(ours)} == {jnp.dtype("float64")}
 
 
+@pytest.mark.parametrize("chunk", [3, None])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_chunked_form_with_a_bias_of_the_vocabulary(chunk, softcap):
+    """Logits hidden head^T + bias, before the softcap; its gradient with the others. In float64, where sums agree to 1e-12."""
+    hidden, head, labels, weights = random(10)
+    bias = np.random.default_rng(11).normal(size=11) * 2
+    with jax.enable_x64(True):
+        labels, weights = jnp.asarray(labels), jnp.asarray(weights)
+
+        def chunked(h, w, b):
+            sums = projected_cross_entropy(h, w, labels, weights, bias=b, softcap=softcap, z_loss=1e-2, chunk=chunk)
+            return sums.loss, sums
+
+        def whole(h, w, b):
+            logits = jnp.einsum("btd,vd->btv", h, w) + b[None, None]
+            if softcap is not None:
+                logits = softcap * jnp.tanh(logits / softcap)
+            sums = cross_entropy(logits, labels, weights, z_loss=1e-2)
+            return sums.loss, sums
+
+        args = tuple(map(jnp.asarray, (hidden, head, bias)))
+        ours, theirs = (jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(*args) for f in (chunked, whole))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), ours, theirs)
+        assert np.abs(ours[1][2]).max() > 0.1
+
+
+def test_a_bias_with_narrow_hidden_states_gets_a_float32_gradient():
+    """2 x 600 tokens: summed in bfloat16, a gradient of their number would stop at some 256."""
+    hidden, head = jnp.zeros((2, 600, 4), jnp.bfloat16), jnp.ones((3, 4))
+    loss = lambda b: projected_cross_entropy(hidden, head, jnp.zeros((2, 600), int), bias=b, chunk=600).loss
+    gradient = jax.jit(jax.grad(loss))(jnp.zeros(3))
+    np.testing.assert_allclose(gradient, [-800, 400, 400], rtol=1e-4)  # 1200 (1/3 - 1), 1200 / 3
+
+
 def test_the_chunked_form_without_a_gradient_and_without_weights():
     hidden, head, labels, _ = random(7)
     hidden, head = floats(hidden, head)
