@@ -12,6 +12,8 @@ from jaxformer.interop.tables import (
     Family,
     Json,
     Rule,
+    check_kinds,
+    layer_kinds,
     lm_heads,
     modules,
     only,
@@ -77,7 +79,10 @@ GPT_NEO = {
 
 
 def _read_gpt_neo(c: Json, names: Collection[str]) -> ModelConfig:
-    kinds = c.get("attention_layers") or [kind for group, times in c["attention_types"] for kind in group * times]
+    L = c["num_layers"]
+    types = c.get("attention_types") or []
+    kinds = c.get("attention_layers") or [kind for group, times in types for kind in group * min(times, L)]
+    layer_kinds("attention_layers", kinds, L, "global", "local")
     local = causal() & window(c.get("window_size", 256) - 1)
     masks = shortest_pattern([causal() if kind == "global" else local for kind in kinds])
     heads = lm_heads(c, "GPTNeoForCausalLM", "GPTNeoModel")
@@ -112,9 +117,12 @@ def left_window(mask: Mask) -> int | None:
 
 def read_rope(c: Json) -> Rope:
     """Both dialects: `rope_parameters`, or `rope_theta` with `rope_scaling`, whose kind is `type` or `rope_type`."""
-    rope = c.get("rope_parameters") or {"rope_theta": c.get("rope_theta", 10_000.0)} | (c.get("rope_scaling") or {})
-    theta = float(rope.get("rope_theta", c.get("rope_theta", 10_000.0)))
-    fraction = float(rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0)))
+    base = c.get("rope_theta", 1e6 if c["model_type"] == "mixtral" else 1e4)
+    rope = c.get("rope_parameters") or {"rope_theta": base} | (c.get("rope_scaling") or {})
+    for part in (c, rope):
+        only(part, partial_rotary_factor=1.0)  # which these classes do not heed
+    check_kinds(rope | {"model_type": c["model_type"]}, 0)
+    theta = float(rope.get("rope_theta", base))
     length: Any = c.get("max_position_embeddings")
     original = rope.get("original_max_position_embeddings") or length
     match rope.get("rope_type", rope.get("type", "default")):
@@ -133,13 +141,11 @@ def read_rope(c: Json) -> Rope:
             scaling = YaRN(float(rope["factor"]), original, fast, slow, rope.get("truncate", True))
         case kind:
             raise ConfigError(f"config.json: RoPE scaling {kind!r}; expected default, linear, dynamic, llama3 or yarn")
-    return Rope(theta, fraction, "half", scaling)
+    return Rope(theta, 1.0, "half", scaling)
 
 
 def write_rope(rope: Rope) -> Json:
     out: Json = {"rope_theta": rope.theta, "rope_type": "default"}
-    if rope.fraction != 1:
-        out["partial_rotary_factor"] = rope.fraction
     match rope.scaling:
         case Linear(factor):
             out |= {"rope_type": "linear", "factor": factor}
@@ -166,7 +172,8 @@ LLAMA = {
 
 
 def _read_llama(c: Json, names: Collection[str]) -> ModelConfig:
-    kind, fields = c["model_type"], read_fields(c, LLAMA, gated=True)
+    kind = c["model_type"]
+    fields = read_fields(c, LLAMA | ({"rms_norm_eps": ("norm_eps", 1e-5)} if kind == "mixtral" else {}), gated=True)
     if fields["feedforward"] is None:
         raise ConfigError(f"config.json: hidden_act={c['hidden_act']!r} is no gate's activation here")
     if kind == "mixtral":
@@ -187,14 +194,16 @@ def _read_llama(c: Json, names: Collection[str]) -> ModelConfig:
 
 
 def _llama_masks(c: Json) -> tuple[Mask, ...]:
-    kind, width, L = c["model_type"], c.get("sliding_window"), c["num_hidden_layers"]
+    kind, L = c["model_type"], c["num_hidden_layers"]
+    width = c.get("sliding_window", None if kind in ("llama", "mixtral") else 4096)
     if not width or kind == "llama" or (kind in ("qwen2", "qwen3") and not c.get("use_sliding_window")):
         return (causal(),)
     local = causal() & window(width - 1)
     if kind in ("mistral", "mixtral"):
         return (local,)
-    first = c.get("max_window_layers", L)
+    first = c.get("max_window_layers", 28)
     kinds = c.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(L)]
+    layer_kinds("layer_types", kinds, L, "full_attention", "sliding_attention")
     return shortest_pattern([local if one == "sliding_attention" else causal() for one in kinds])
 
 
@@ -266,12 +275,19 @@ LSH = {  # theirs: ours, default
 
 
 def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
-    only(c, is_decoder=True, axial_pos_embds=True, tie_word_embeddings=False, local_num_chunks_after=0)
+    only({"is_decoder": False} | c, is_decoder=True)
+    only(c, axial_pos_embds=True, tie_word_embeddings=False, local_num_chunks_after=0)
     fields, how = read_fields(c, REFORMER), read_fields(c, LSH)
+    for number in b if isinstance(b := how["buckets"], list) else [b] if b is not None else []:
+        if type(number) is not int or number < 2 or number % 2:
+            raise ConfigError(f"config.json: num_buckets={b!r}: expected an even number, or a list of them")
     how |= {"buckets": tuple(b) if isinstance(b := how["buckets"], list) else b, "seed": how["seed"] or 0}
     lsh = mixers.Reformer(**how, duplicates=True)
     local = causal() & chunked(c.get("local_attn_chunk_length", 64), c.get("local_num_chunks_before", 1))
-    kinds, shape, widths = c["attn_layers"], tuple(c["axial_pos_shape"]), tuple(c["axial_pos_embds_dim"])
+    kinds = layer_kinds(
+        "attn_layers", c["attn_layers"], c.get("num_hidden_layers", len(c["attn_layers"])), "local", "lsh"
+    )
+    shape, widths = tuple(c["axial_pos_shape"]), tuple(c["axial_pos_embds_dim"])
     pattern = shortest_pattern(kinds)
     return ModelConfig(
         **fields, num_layers=len(kinds), context_length=math.prod(shape), positions=Axial(shape, widths),

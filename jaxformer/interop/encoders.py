@@ -56,7 +56,8 @@ def encoder(name: str, model_type: str, base: str, roberta: bool = False) -> Fam
 
     def read(c: Json, names: Collection[str]) -> ModelConfig:
         only(c, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False, use_bias=True)
-        fields = read_fields(c, FIELDS)
+        act = {"hidden_act": ("feedforward", "gelu_new" if name == "BigBird" else "gelu")}
+        fields = read_fields(c, FIELDS | act)
         offset = (c.get("pad_token_id") or 0) + 1 if roberta else 0
         kind = architecture(c, *(name + suffix for suffix in HEADS)).removeprefix(name)
         heads = HEADS[kind]("gelu" if roberta else fields["feedforward"], labels(c))  # RoBERTa's head has its own
@@ -112,7 +113,8 @@ def _mixer(name: str, c: Json):
         if len(set(windows)) > 1:
             raise ConfigError(f"config.json: attention_window={windows} differs between layers, which is not supported")
         return mixers.Longformer(windows[0], global_tokens=0)
-    if name == "BigBird" and c.get("attention_type", "block_sparse") == "block_sparse":
+    if name == "BigBird" and c.get("attention_type", "block_sparse") != "original_full":
+        only(c, attention_type="block_sparse")
         return mixers.BigBird(c.get("block_size", 64), c.get("num_random_blocks", 3), layout="zero")
     return None
 

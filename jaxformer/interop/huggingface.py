@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxformer import models
 from jaxformer.config import ConfigError
 from jaxformer.interop import decoders, encoders, pairs, safetensors
-from jaxformer.interop.tables import Family, Kind, Rule
+from jaxformer.interop.tables import Family, Part, Tensor, check_kinds, plan
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 from jaxformer.models.mixers import BigBird, Longformer
 from jaxformer.ops.positions import Rope
@@ -57,13 +57,14 @@ def load(
     """
     file = safetensors.open_checkpoint(path, revision)
     kind = file.config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(
             f"{file.folder}/config.json: model_type {kind!r} (architectures {file.config.get('architectures')}) is not "
             f"known here; expected one of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
     try:
+        check_kinds(file.config, len(file.names))
         config = family.read(file.config, file.names)
     except ConfigError as error:
         raise ConfigError(f"{file.folder}: {error}") from None
@@ -74,20 +75,20 @@ def load(
     config = _with_tie(file, family, config)
     if heads is not None:
         config = _with_stack(config, heads=heads)
-    plan = _plan(family, config)
-    source, spare = _sources(file, family, plan)
+    tensors = plan(family, config, allow_missing)
+    source, spare = _sources(file, family, tensors)
     leaves = paths(models.spec(config))
     ignored = "|".join(filter(None, (family.ignored, allow_unexpected)))
-    missing = _check(file, plan, source, spare, leaves, allow_missing, ignored)
+    missing = _check(file, tensors, source, spare, leaves, allow_missing, ignored)
     shardings = _shardings(sharding, leaves)
+    dtypes = _dtypes(file, tensors, source, dtype)
     params: dict[str, Any] = {}
-    for name, tensor in plan.items():
+    for name, tensor in tensors.items():
         if name in source:
             array = file.read(source[name])
             safetensors.check_finite(source[name], array)
             for part, piece in zip(tensor.parts, tensor.ours(array), strict=True):
-                piece = np.ascontiguousarray(piece).astype(dtype or _floating(file.folder, name, piece), copy=False)
-                _lay_down(params, part, piece, leaves[part.path].shape, shardings[part.path])
+                _lay_down(params, part, piece, dtypes[part.path], leaves[part.path].shape, shardings[part.path])
     for path, stack in list(params.items()):
         params[path] = jax.device_put(stack, shardings[path])  # what was put together on the host
     for path in missing:
@@ -120,7 +121,7 @@ def save(
     if wrong:
         raise ConfigError(f"{folder}: the parameters are not those of the config: {_some(wrong)}")
     tensors = []
-    for name, tensor in _plan(FAMILIES[kind], config).items():
+    for name, tensor in plan(FAMILIES[kind], config).items():
         dtype = np.dtype(arrays[tensor.parts[0].path].dtype)
         fetch = partial(
             lambda tensor: tensor.theirs([np.asarray(arrays[p.path][p.index]) for p in tensor.parts]), tensor
@@ -158,107 +159,6 @@ def rope_layout(config: ModelConfig, params: Tree, layout: Literal["half", "inte
     return config, jax.tree_util.tree_map_with_path(turned, params)
 
 
-# The correspondence of leaves
-
-
-@dataclass(frozen=True)
-class Part:
-    """A slice of one of our leaves: `leaf[index]`, of `shape`."""
-
-    path: str
-    index: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of theirs, and the parts of ours that it holds, side by side along its last axis where there are several."""
-
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    transpose: Literal["no", "matrix", "patches", "unread"]
-
-    def ours(self, array: np.ndarray) -> list[np.ndarray]:
-        widths = [math.prod(part.shape) * self.shape[-1] // max(math.prod(self.shape), 1) for part in self.parts]
-        pieces = np.split(array, np.cumsum(widths)[:-1], axis=-1) if len(widths) > 1 else [array]
-        if self.transpose == "unread":  # a parameter that their model has and never uses
-            return [np.zeros_like(array)]
-        if self.transpose == "patches":
-            return [np.moveaxis(array, 0, -1)]
-        if self.transpose == "matrix":
-            pieces = [piece.T for piece in pieces]
-        return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
-
-    def theirs(self, pieces: list[np.ndarray]) -> np.ndarray:
-        if self.transpose == "patches":
-            return np.moveaxis(pieces[0], -1, 0)
-        if self.transpose == "matrix":
-            return pieces[0].reshape(self.shape[::-1]).T
-        if len(pieces) == 1:
-            return pieces[0].reshape(self.shape)
-        return np.concatenate([piece.reshape(*self.shape[:-1], -1) for piece in pieces], axis=-1)
-
-
-# our leaf -> their name's end
-LEAVES: dict[Kind, dict[str, str]] = {
-    "linear": {"kernel": "weight", "bias": "bias"},
-    "conv1d": {"kernel": "weight", "bias": "bias"},
-    "patches": {"kernel": "weight", "bias": "bias"},
-    "norm": {"scale": "weight", "bias": "bias"},
-    "leaf": {"": ""},
-    "leaf1": {"": ""},
-    "leaf2": {"": ""},
-    "lines": {"": ""},
-    "columns": {"": ""},
-    "unread": {"": ""},
-}
-
-
-def _plan(family: Family, config: Config) -> dict[str, Tensor]:
-    """Every tensor that a file of this config has, by name. Covers every leaf of ours, or the tables are wrong."""
-    leaves = paths(models.spec(config))
-    plan = {}
-    for rule in family.rules(config):
-        modules = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
-        for ours, theirs in LEAVES[rule.kind].items():
-            names = [f"{module}/{ours}".rstrip("/") for module in modules]
-            if names[0] in leaves:
-                there = rule._replace(theirs=f"{rule.theirs}.{theirs}".rstrip("."))
-                plan |= _tensors(there, names, [leaves[name] for name in names])
-    lost = leaves.keys() - {part.path for tensor in plan.values() for part in tensor.parts}
-    if lost:
-        raise ConfigError(f"this family has no place for {_some(sorted(lost))}")
-    return plan
-
-
-def _tensors(rule: Rule, names: list[str], specs: list[Spec]) -> dict[str, Tensor]:
-    lead, kind = rule.theirs.count("{}"), rule.kind
-    rests = [spec.shape[lead:] for spec in specs]
-    matrix = names[0].endswith("kernel") and kind in ("linear", "conv1d")
-    shapes = [(math.prod(rest),) if kind in ("linear", "conv1d", "norm") else rest for rest in rests]
-    if matrix:
-        shapes = []
-        for spec, rest in zip(specs, rests, strict=True):
-            inside = math.prod(n for n, axis in zip(rest, spec.axes[lead:], strict=True) if axis in spec.contracts)
-            shapes.append((inside, math.prod(rest) // inside))
-    shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-    transpose = "no"
-    if kind == "linear" and matrix:
-        shape, transpose = shape[::-1], "matrix"
-    elif kind == "patches" and len(shape) > 1:
-        shape, transpose = (shape[-1], *shape[:-1]), "patches"
-    shape = {
-        "leaf1": (1, *shape), "leaf2": (1, 1, *shape), "lines": (shape[0], 1, shape[-1]), "columns": (1, *shape),
-    }.get(kind, shape)  # fmt: skip
-    transpose = "unread" if kind == "unread" else transpose
-    tensors = {}
-    for index in np.ndindex(*specs[0].shape[:lead]) if rule.layers is None else rule.layers:
-        ours, theirs = (index, index) if rule.layers is None else ((index[0],), (index[1],))
-        parts = tuple(Part(name, ours, rest) for name, rest in zip(names, rests, strict=True))
-        tensors[rule.theirs.format(*theirs)] = Tensor(shape, parts, transpose)
-    return tensors
-
-
 # Reading
 
 
@@ -283,9 +183,8 @@ def _sources(file, family: Family, plan: dict[str, Tensor]) -> tuple[dict[str, s
             continue
         second = source.pop(alias)
         if source.setdefault(first, second) != second:
-            spare.add(second)
-            if _digest(file, second) != _digest(file, source[first]):
-                raise ConfigError(f"{file.folder}: {second} and {source[first]} should be one tied tensor, but differ")
+            if _digest(file, second) == _digest(file, source[first]):  # or else it is none that we expect
+                spare.add(second)
     return source, spare
 
 
@@ -310,7 +209,8 @@ def _check(file, plan, source, spare: set[str], leaves: dict[str, Spec], allow_m
             f"{file.folder}: the weights are not those of its config.json: {'; '.join(report)}; see allow_missing, "
             "allow_unexpected and heads of interop.huggingface.load"
         )
-    return [path for path in leaves if path in lacking]
+    placed = {part.path for tensor in plan.values() for part in tensor.parts}
+    return [path for path in leaves if path in lacking or path not in placed]
 
 
 def _with_stack(config: Config, **changes) -> Config:
@@ -343,12 +243,18 @@ def _digest(file, name: str) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(file.read(name)).view(np.uint8).data).digest()
 
 
-def _floating(folder, name: str, array: np.ndarray):
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ConfigError(
-            f"{folder}: {name} holds {array.dtype}, not floating-point numbers; quantised files are not read"
-        )
-    return jax.dtypes.canonicalize_dtype(array.dtype)
+def _dtypes(file, plan: dict[str, Tensor], source: dict[str, str], dtype) -> dict[str, Any]:
+    """The dtype of each leaf: the one asked for, or the widest of the tensors that it is put together from."""
+    dtypes: dict[str, Any] = {}
+    for name in plan.keys() & source.keys():
+        own = jnp.dtype(file.names[source[name]][1])
+        if not jnp.issubdtype(own, jnp.floating):
+            raise ConfigError(
+                f"{file.folder}: {source[name]} holds {own}, not floating-point numbers; quantised files are not read"
+            )
+        for part in plan[name].parts:
+            dtypes[part.path] = dtype or jnp.promote_types(own, dtypes.get(part.path, own))
+    return {path: jax.dtypes.canonicalize_dtype(one) for path, one in dtypes.items()}
 
 
 def _shardings(sharding: Any, leaves: dict[str, Spec]) -> dict[str, Any]:
@@ -356,29 +262,31 @@ def _shardings(sharding: Any, leaves: dict[str, Spec]) -> dict[str, Any]:
         sharding = SingleDeviceSharding(jax.local_devices()[0])
     if isinstance(sharding, jax.sharding.Sharding):
         return dict.fromkeys(leaves, sharding)
-    return paths(sharding)
+    places = paths(sharding)
+    if lacking := [path for path in leaves if path not in places]:
+        raise ConfigError(f"sharding: none for {_some(lacking)}; give one for each parameter, or one for all")
+    return places
 
 
-SMALL = 1 << 24  # bytes of a stack that may be put together on the host: no program is compiled for it
+SLAB = 1 << 24  # bytes that are copied at once; a stack of no more is put together on the host, and compiles nothing
 
 
-def _lay_down(params: dict, part: Part, piece: np.ndarray, shape: tuple[int, ...], sharding) -> None:
-    """Puts a piece where it is to stay: on its own, or into the stack of all layers, whose memory is used again."""
-    lead, size = len(part.index), math.prod(shape) * piece.itemsize
-    if not lead:
-        params[part.path] = jax.device_put(piece, sharding)
-    elif size <= SMALL:
-        stack = params.setdefault(part.path, np.empty(shape, piece.dtype))
-        stack[part.index] = piece
-    else:
-        if part.path not in params:
-            params[part.path] = jax.jit(partial(jnp.zeros, shape, piece.dtype), out_shardings=sharding)()
-        of_piece = sharding
-        if isinstance(sharding, NamedSharding):
-            of_piece = NamedSharding(sharding.mesh, PartitionSpec(*(None,) * lead, *sharding.spec[lead:]))
-        start = np.array(part.index + (0,) * piece.ndim, np.int32)
-        piece = jax.device_put(piece[(None,) * lead], of_piece)
-        params[part.path] = _writer(sharding)(params[part.path], piece, start)
+def _lay_down(params: dict, part: Part, piece: np.ndarray, dtype, shape: tuple[int, ...], sharding) -> None:
+    """Puts a piece, or a slab of it at a time, where it is to stay: into our whole leaf of `shape`, on its devices."""
+    size = math.prod(shape) * dtype.itemsize
+    if size <= SLAB:
+        params.setdefault(part.path, np.empty(shape, dtype))[part.index] = piece
+        return
+    if part.path not in params:
+        params[part.path] = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
+    lead, of_slab = len(part.index), sharding
+    if isinstance(sharding, NamedSharding):  # rows of a slab need not divide among devices
+        of_slab = NamedSharding(sharding.mesh, PartitionSpec(*(None,) * (lead + 1), *sharding.spec[lead + 1 :]))
+    rows = max(1, SLAB * len(piece) // max(piece.nbytes, 1))
+    for begin in range(0, len(piece), rows):
+        slab = np.ascontiguousarray(piece[begin : begin + rows], dtype)[(None,) * lead]
+        start = np.array((*part.index, begin, *(0,) * (piece.ndim - 1)), np.int32)
+        params[part.path] = _writer(sharding)(params[part.path], jax.device_put(slab, of_slab), start)
 
 
 @cache
@@ -407,7 +315,7 @@ def _as_family(config: Config, wanted: str | None) -> tuple[str, dict]:
             raise ConfigError(f"model_type={kind!r}: expected one of {', '.join(FAMILIES)}")
         try:
             family, json = FAMILIES[kind], FAMILIES[kind].write(config)
-            again = family.read(json, _plan(family, config))
+            again = family.read(json, plan(family, config))
             again = _with_stack(again, tie_embeddings=_last(config).tie_embeddings) if kind == "t5" else again
         except (ConfigError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             reasons[kind] = str(error)

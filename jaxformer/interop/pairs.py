@@ -134,7 +134,11 @@ def _read_marian(c: Json, names: Collection[str]) -> EncoderDecoder:
 
 
 def _write_marian(config: EncoderDecoder) -> Json:
-    encoder, decoder, last = config.encoder, config.decoder, config.decoder.vocab_size - 1
+    encoder, decoder, last = (
+        config.encoder,
+        config.decoder,
+        min(config.encoder.vocab_size, config.decoder.vocab_size) - 1,
+    )
     return write_fields(encoder, _side("encoder")) | write_fields(decoder, _side("decoder")) | {
         "architectures": ["MarianMTModel" if decoder.heads else "MarianModel"], "model_type": "marian",
         "is_encoder_decoder": True, "vocab_size": encoder.vocab_size, "decoder_vocab_size": decoder.vocab_size,

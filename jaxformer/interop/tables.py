@@ -1,11 +1,19 @@
 """What a Hugging Face family is, and the words that all families use to say whose weight is whose."""
 
+import math
+import re
+import reprlib
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
+from jaxformer import models
 from jaxformer.config import ConfigError
 from jaxformer.models.config import LanguageModel, ModelConfig
 from jaxformer.ops.feedforward import GATES
+from jaxformer.params import Spec, paths
 
 Json = dict[str, Any]
 REQUIRED: Any = ...
@@ -81,6 +89,61 @@ def activation(c: Json, key: str, name: Any) -> str:
     return ACTIVATION[name]
 
 
+# The keys that we read, by what they hold; `null` only where it stands for a default.
+LAYERS = {"num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"}
+LAYERS |= {"num_local_experts"}
+SIZES = {
+    "vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings", "n_positions",
+    "n_embd", "n_head", "n_inner", "num_heads", "window_size", "num_key_value_heads", "head_dim",
+    "num_experts_per_tok", "sliding_window", "d_model", "d_kv", "d_ff", "num_labels",
+    "relative_attention_num_buckets", "relative_attention_max_distance", "encoder_attention_heads",
+    "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "decoder_vocab_size", "num_channels",
+    "attention_head_size", "feed_forward_size", "block_size", "lsh_attn_chunk_length", "local_attn_chunk_length",
+    "num_hashes", "original_max_position_embeddings",
+}  # fmt: skip
+COUNTS = {
+    "type_vocab_size", "num_random_blocks", "lsh_num_chunks_before", "lsh_num_chunks_after",
+    "local_num_chunks_before", "hash_seed", "local_num_chunks_after", "max_window_layers",
+}  # fmt: skip
+NUMBERS = {
+    "layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", "initializer_range", "init_std", "rope_theta", "factor",
+    "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "router_aux_loss_coef",
+}  # fmt: skip
+FLAGS = {
+    "tie_word_embeddings", "rescale_embeddings", "attention_bias", "mlp_bias", "use_sliding_window",
+    "share_encoder_decoder_embeddings", "scale_embedding", "scale_decoder_outputs", "qkv_bias", "truncate",
+}  # fmt: skip
+OPTIONAL = {
+    "n_inner", "head_dim", "num_key_value_heads", "sliding_window", "hash_seed", "decoder_vocab_size",
+    "num_decoder_layers", "original_max_position_embeddings",
+}  # fmt: skip
+
+
+def check_kinds(c: Json, tensors: int) -> None:
+    """Refuses what no number, size or flag can be, and more layers than a file of so many `tensors` can have."""
+    whole = lambda least, most: lambda value: type(value) is int and least <= value <= most
+    number = lambda value: type(value) in (int, float) and 0 <= value < math.inf
+    for keys, fits, expected in (
+        (LAYERS, whole(1, tensors), f"a whole number from 1 to {tensors}, that of the file's tensors"),
+        (SIZES, whole(1, 2**40), "a whole number above 0"),
+        (COUNTS, whole(0, 2**40), "a whole number, 0 or more"),
+        (NUMBERS, number, "a number, 0 or more"),
+        (FLAGS, lambda value: type(value) is bool, "true or false"),
+    ):
+        for key in sorted(keys & c.keys()):
+            if not fits(c[key]) and not (
+                c[key] is None and (key in OPTIONAL or (c["model_type"] == "gpt_neo" and key == "intermediate_size"))
+            ):
+                raise ConfigError(f"config.json: {key}={reprlib.repr(c[key])}: expected {expected}")
+
+
+def layer_kinds(key: str, kinds: Any, layers: int, *known: str) -> list[str]:
+    """A list of one of the `known` kinds a layer. Raises ConfigError."""
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise ConfigError(f"config.json: {key}={reprlib.repr(kinds)}: expected {layers} of {', '.join(known)}")
+    return kinds
+
+
 def only(c: Json, **allowed: Any) -> None:
     """Refuses settings that would change the numbers."""
     for key, value in allowed.items():
@@ -127,3 +190,104 @@ def repeated(pattern: Any, config: ModelConfig) -> list:
 def modules(ours: str, theirs: str, names: dict[str, str], kind: Kind = "linear") -> list[Rule]:
     """A rule for each of `names`, {our module: their module}."""
     return [Rule(ours + one, theirs + two, kind) for one, two in names.items()]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of one of our leaves: `leaf[index]`, of `shape`."""
+
+    path: str
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of theirs, and the parts of ours that it holds, side by side along its last axis where there are several."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    transpose: Literal["no", "matrix", "patches", "unread"]
+
+    def ours(self, array: np.ndarray) -> list[np.ndarray]:
+        widths = [math.prod(part.shape) * self.shape[-1] // max(math.prod(self.shape), 1) for part in self.parts]
+        pieces = np.split(array, np.cumsum(widths)[:-1], axis=-1) if len(widths) > 1 else [array]
+        if self.transpose == "unread":  # a parameter that their model has and never uses
+            return [np.zeros_like(array)]
+        if self.transpose == "patches":
+            return [np.moveaxis(array, 0, -1)]
+        if self.transpose == "matrix":
+            pieces = [piece.T for piece in pieces]
+        return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
+
+    def theirs(self, pieces: list[np.ndarray]) -> np.ndarray:
+        if self.transpose == "patches":
+            return np.moveaxis(pieces[0], -1, 0)
+        if self.transpose == "matrix":
+            return pieces[0].reshape(self.shape[::-1]).T
+        if len(pieces) == 1:
+            return pieces[0].reshape(self.shape)
+        return np.concatenate([piece.reshape(*self.shape[:-1], -1) for piece in pieces], axis=-1)
+
+
+# our leaf -> their name's end
+LEAVES: dict[Kind, dict[str, str]] = {
+    "linear": {"kernel": "weight", "bias": "bias"},
+    "conv1d": {"kernel": "weight", "bias": "bias"},
+    "patches": {"kernel": "weight", "bias": "bias"},
+    "norm": {"scale": "weight", "bias": "bias"},
+    "leaf": {"": ""},
+    "leaf1": {"": ""},
+    "leaf2": {"": ""},
+    "lines": {"": ""},
+    "columns": {"": ""},
+    "unread": {"": ""},
+}
+
+
+def plan(family: Family, config: Any, elsewhere: str | None = None) -> dict[str, Tensor]:
+    """Every tensor that a file of this config has, by name.
+
+    Raises ConfigError for a leaf of ours that has no place in the family's files and does not match `elsewhere`.
+    """
+    leaves = paths(models.spec(config))
+    found: dict[str, Tensor] = {}
+    for rule in family.rules(config):
+        modules = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
+        for ours, theirs in LEAVES[rule.kind].items():
+            names = [f"{module}/{ours}".rstrip("/") for module in modules]
+            if names[0] in leaves:
+                there = rule._replace(theirs=f"{rule.theirs}.{theirs}".rstrip("."))
+                found |= _tensors(there, names, [leaves[name] for name in names])
+    lost = leaves.keys() - {part.path for tensor in found.values() for part in tensor.parts}
+    if lost := [path for path in sorted(lost) if elsewhere is None or not re.search(elsewhere, path)]:
+        raise ConfigError(f"this family has no place for {', '.join(lost[:4])}")
+    return found
+
+
+def _tensors(rule: Rule, names: list[str], specs: list[Spec]) -> dict[str, Tensor]:
+    lead, kind = rule.theirs.count("{}"), rule.kind
+    rests = [spec.shape[lead:] for spec in specs]
+    matrix = names[0].endswith("kernel") and kind in ("linear", "conv1d")
+    shapes = [(math.prod(rest),) if kind in ("linear", "conv1d", "norm") else rest for rest in rests]
+    if matrix:
+        shapes = []
+        for spec, rest in zip(specs, rests, strict=True):
+            inside = math.prod(n for n, axis in zip(rest, spec.axes[lead:], strict=True) if axis in spec.contracts)
+            shapes.append((inside, math.prod(rest) // inside))
+    shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+    transpose = "no"
+    if kind == "linear" and matrix:
+        shape, transpose = shape[::-1], "matrix"
+    elif kind == "patches" and len(shape) > 1:
+        shape, transpose = (shape[-1], *shape[:-1]), "patches"
+    shape = {
+        "leaf1": (1, *shape), "leaf2": (1, 1, *shape), "lines": (shape[0], 1, shape[-1]), "columns": (1, *shape),
+    }.get(kind, shape)  # fmt: skip
+    transpose = "unread" if kind == "unread" else transpose
+    tensors = {}
+    for index in np.ndindex(*specs[0].shape[:lead]) if rule.layers is None else rule.layers:
+        ours, theirs = (index, index) if rule.layers is None else ((index[0],), (index[1],))
+        parts = tuple(Part(name, ours, rest) for name, rest in zip(names, rests, strict=True))
+        tensors[rule.theirs.format(*theirs)] = Tensor(shape, parts, transpose)
+    return tensors

@@ -24,9 +24,9 @@ HEADS = {
 
 def call(config, kept: dict[str, np.ndarray], dtype) -> tuple:
     """(tokens or images, options of `models.apply`)."""
-    given = {name.removeprefix("inputs/"): value for name, value in kept.items() if name.startswith("inputs/")}
+    given = {name.removeprefix("inputs/"): jnp.asarray(x) for name, x in kept.items() if name.startswith("inputs/")}
     if "pixel_values" in given:
-        return (jnp.asarray(given["pixel_values"].transpose(0, 2, 3, 1), dtype),), {}
+        return (given["pixel_values"].transpose(0, 2, 3, 1).astype(dtype),), {}
     mask = given.get("attention_mask")
     if "decoder_input_ids" in given:
         options = {"source": given["input_ids"], "source_segment_ids": mask}
@@ -35,7 +35,7 @@ def call(config, kept: dict[str, np.ndarray], dtype) -> tuple:
     if "global_attention_mask" in given:
         options["inputs"] = {"global_tokens": given["global_attention_mask"] > 0}
     if "rotations" in kept:
-        options["constants"] = np.broadcast_to(kept["rotations"], (config.num_layers, *kept["rotations"].shape))
+        options["constants"] = jnp.broadcast_to(kept["rotations"][None], (config.num_layers, *kept["rotations"].shape))
     return (given["input_ids"],), {name: value for name, value in options.items() if value is not None}
 
 
