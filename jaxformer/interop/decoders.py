@@ -121,7 +121,7 @@ def read_rope(c: Json) -> Rope:
     rope = c.get("rope_parameters") or {"rope_theta": base} | (c.get("rope_scaling") or {})
     for part in (c, rope):
         only(part, partial_rotary_factor=1.0)  # which these classes do not heed
-    check_kinds(rope | {"model_type": c["model_type"]}, 0)
+    check_kinds(rope, 0)
     theta = float(rope.get("rope_theta", base))
     length: Any = c.get("max_position_embeddings")
     original = rope.get("original_max_position_embeddings") or length

@@ -89,6 +89,7 @@ def load(
             safetensors.check_finite(source[name], array)
             for part, piece in zip(tensor.parts, tensor.ours(array), strict=True):
                 _lay_down(params, part, piece, dtypes[part.path], leaves[part.path].shape, shardings[part.path])
+            del array, piece  # before the next one is read
     for path, stack in list(params.items()):
         params[path] = jax.device_put(stack, shardings[path])  # what was put together on the host
     for path in missing:
@@ -182,9 +183,9 @@ def _sources(file, family: Family, plan: dict[str, Tensor]) -> tuple[dict[str, s
         if alias in plan or first not in plan or alias not in source:
             continue
         second = source.pop(alias)
-        if source.setdefault(first, second) != second:
-            if _digest(file, second) == _digest(file, source[first]):  # or else it is none that we expect
-                spare.add(second)
+        kept = source.setdefault(first, second)
+        if kept != second and _digest(file, second) == _digest(file, kept):  # or else it is none that we expect
+            spare.add(second)
     return source, spare
 
 
@@ -286,7 +287,8 @@ def _lay_down(params: dict, part: Part, piece: np.ndarray, dtype, shape: tuple[i
     for begin in range(0, len(piece), rows):
         slab = np.ascontiguousarray(piece[begin : begin + rows], dtype)[(None,) * lead]
         start = np.array((*part.index, begin, *(0,) * (piece.ndim - 1)), np.int32)
-        params[part.path] = _writer(sharding)(params[part.path], jax.device_put(slab, of_slab), start)
+        leaf = _writer(sharding)(params[part.path], jax.device_put(slab, of_slab), start)
+        params[part.path] = jax.block_until_ready(leaf)  # slabs that wait are memory too
 
 
 @cache

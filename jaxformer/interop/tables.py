@@ -114,7 +114,7 @@ FLAGS = {
     "share_encoder_decoder_embeddings", "scale_embedding", "scale_decoder_outputs", "qkv_bias", "truncate",
 }  # fmt: skip
 OPTIONAL = {
-    "n_inner", "head_dim", "num_key_value_heads", "sliding_window", "hash_seed", "decoder_vocab_size",
+    "n_inner", "intermediate_size", "head_dim", "num_key_value_heads", "sliding_window", "hash_seed", "decoder_vocab_size",
     "num_decoder_layers", "original_max_position_embeddings",
 }  # fmt: skip
 
@@ -131,9 +131,7 @@ def check_kinds(c: Json, tensors: int) -> None:
         (FLAGS, lambda value: type(value) is bool, "true or false"),
     ):
         for key in sorted(keys & c.keys()):
-            if not fits(c[key]) and not (
-                c[key] is None and (key in OPTIONAL or (c["model_type"] == "gpt_neo" and key == "intermediate_size"))
-            ):
+            if not fits(c[key]) and not (c[key] is None and key in OPTIONAL):
                 raise ConfigError(f"config.json: {key}={reprlib.repr(c[key])}: expected {expected}")
 
 

