@@ -298,7 +298,9 @@ def _narrowed(config: Any) -> Any:
     if not narrow:
         return config
     cls = type(config)
-    names = {"__annotations__": {name: type(value) for name, value in narrow.items()}, "__doc__": cls.__doc__, **narrow}
+    has_default = [name for name in narrow if _defaults(cls)[name] is not MISSING]
+    names = {"__annotations__": {name: type(value) for name, value in narrow.items()}, "__doc__": cls.__doc__}
+    names |= {name: narrow[name] for name in has_default}
     subclass: Any = type(cls.__name__, (cls,), names)
     return dataclasses.dataclass(frozen=cls.__dataclass_params__.frozen)(subclass)(**values)
 

@@ -118,6 +118,9 @@ def left_window(mask: Mask) -> int | None:
 def read_rope(c: Json) -> Rope:
     """Both dialects: `rope_parameters`, or `rope_theta` with `rope_scaling`, whose kind is `type` or `rope_type`."""
     base = c.get("rope_theta", 1e6 if c["model_type"] == "mixtral" else 1e4)
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(c.get(key), dict | None):
+            raise ConfigError(f"config.json: {key}={c[key]!r}: expected an object")
     rope = c.get("rope_parameters") or {"rope_theta": base} | (c.get("rope_scaling") or {})
     for part in (c, rope):
         only(part, partial_rotary_factor=1.0)  # which these classes do not heed
@@ -278,8 +281,9 @@ def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
     only({"is_decoder": False} | c, is_decoder=True)
     only(c, axial_pos_embds=True, tie_word_embeddings=False, local_num_chunks_after=0)
     fields, how = read_fields(c, REFORMER), read_fields(c, LSH)
-    for number in b if isinstance(b := how["buckets"], list) else [b] if b is not None else []:
-        if type(number) is not int or number < 2 or number % 2:
+    if (b := how["buckets"]) is not None:
+        numbers = b if isinstance(b, list) else [b]
+        if not numbers or any(type(number) is not int or number < 2 or number % 2 for number in numbers):
             raise ConfigError(f"config.json: num_buckets={b!r}: expected an even number, or a list of them")
     how |= {"buckets": tuple(b) if isinstance(b := how["buckets"], list) else b, "seed": how["seed"] or 0}
     lsh = mixers.Reformer(**how, duplicates=True)

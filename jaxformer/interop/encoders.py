@@ -58,7 +58,10 @@ def encoder(name: str, model_type: str, base: str, roberta: bool = False) -> Fam
         only(c, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False, use_bias=True)
         act = {"hidden_act": ("feedforward", "gelu_new" if name == "BigBird" else "gelu")}
         fields = read_fields(c, FIELDS | act)
-        offset = (c.get("pad_token_id") or 0) + 1 if roberta else 0
+        pad = c.get("pad_token_id", 1)
+        if roberta and (type(pad) is not int or pad < 0):
+            raise ConfigError(f"config.json: pad_token_id={pad!r}: expected a token, behind which positions begin")
+        offset = pad + 1 if roberta else 0
         kind = architecture(c, *(name + suffix for suffix in HEADS)).removeprefix(name)
         heads = HEADS[kind]("gelu" if roberta else fields["feedforward"], labels(c))  # RoBERTa's head has its own
         if name == "BigBird" and kind == "ForSequenceClassification":
@@ -110,6 +113,8 @@ def encoder(name: str, model_type: str, base: str, roberta: bool = False) -> Fam
 def _mixer(name: str, c: Json):
     if name == "Longformer":
         windows = c["attention_window"] if isinstance(c["attention_window"], list) else [c["attention_window"]]
+        if not windows or any(type(width) is not int or width < 2 or width % 2 for width in windows):
+            raise ConfigError(f"config.json: attention_window={windows}: expected an even number, one for each layer")
         if len(set(windows)) > 1:
             raise ConfigError(f"config.json: attention_window={windows} differs between layers, which is not supported")
         return mixers.Longformer(windows[0], global_tokens=0)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxformer import models
 from jaxformer.config import ConfigError
@@ -194,10 +194,11 @@ def _check(file, plan, source, spare: set[str], leaves: dict[str, Spec], allow_m
     used = spare.union(source.values())
     unexpected = [name for name in file.names if name not in used and not re.search(ignored, name)]
     lacking = {part.path: name for name, tensor in plan.items() if name not in source for part in tensor.parts}
+    begun = {part.path for name in source.keys() & plan.keys() for part in plan[name].parts}  # in some layer at least
     missing = [
         f"{name} (our {path})"
         for path, name in lacking.items()
-        if allow_missing is None or not re.search(allow_missing, path)
+        if allow_missing is None or path in begun or not re.search(allow_missing, path)
     ]
     shapes = [
         f"{source[name]} {tuple(file.names[source[name]][0])}, not {tensor.shape}"
@@ -278,6 +279,8 @@ def _lay_down(params: dict, part: Part, piece: np.ndarray, dtype, shape: tuple[i
     if size <= SLAB:
         params.setdefault(part.path, np.empty(shape, dtype))[part.index] = piece
         return
+    if isinstance(sharding, NamedSharding):  # on a mesh of explicit axes JAX would not write a slab into an array
+        sharding = NamedSharding(Mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec)
     if part.path not in params:
         params[part.path] = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
     lead, of_slab = len(part.index), sharding

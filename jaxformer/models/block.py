@@ -18,6 +18,7 @@ from jaxformer.models.embedding import norm, norm_spec
 from jaxformer.ops.contraction import add_bias
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.ops.positions import Bias, Rope, alibi, rope, t5
+from jaxformer.parallel.sharding import constrain, gather
 from jaxformer.params import Spec
 
 Tree = Any
@@ -140,7 +141,10 @@ def attention(
     spec = attention_spec(config) | (extra or {})
 
     def apply(params, x: Float[Array, "B T D"], context: Context) -> Mixed:
-        query, key, value = (linear("btd,dnh->btnh", x, params[name]) for name in ("query", "key", "value"))
+        query, key, value = (
+            constrain(linear("btd,dnh->btnh", x, params[name]), "batch", "length", heads, None)
+            for name, heads in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads"))
+        )
         if memo is not _nothing:
             first = {"value": jnp.where(context.layer == 0, value, context.memo["value"])}
             context = replace(context, memo=first)
@@ -308,6 +312,8 @@ def block(config: ModelConfig, mixer: Mixer, params, x: Float[Array, "B T D"], c
     sandwich: x + norm(f(norm(x)))    (Gemma 2)
     for f the mixer, then attention to a source if there is one, then the feed-forward; each with dropout on its output.
     """
+    source_width = None if context.source is None else context.source.hidden.shape[-1]
+    params = gather(params, lambda: spec(config, mixer, source_width))
     keys = dict.fromkeys(("mix", "attention", "feedforward", "cross", "cross_attention"))
     if context.dropout_key is not None:
         keys = dict(zip(keys, random.split(context.dropout_key, 3), strict=False))
@@ -320,7 +326,7 @@ def block(config: ModelConfig, mixer: Mixer, params, x: Float[Array, "B T D"], c
         y = ops.dropout(y, config.dropout_rate, keys[name])
         if config.norm_placement == "sandwich":
             y = norm(config, params[f"{name}_out_norm"], y)
-        x = x + y
+        x = constrain(x + y, "batch", "length", None)
         return (norm(config, params[f"{name}_norm"], x) if config.norm_placement == "post" else x), rest
 
     def mix(y):

@@ -13,6 +13,7 @@ from jaxformer.config import ConfigError
 from jaxformer.models.config import Axial, Embedding, Learned, ModelConfig, Patches, Sinusoidal
 from jaxformer.ops.contraction import add_bias
 from jaxformer.ops.positions import learned, sinusoidal
+from jaxformer.parallel.sharding import constrain
 from jaxformer.params import Spec
 
 Tree = Any
@@ -74,7 +75,7 @@ def embed(config: ModelConfig, params: Tree, inputs, positions, token_types=None
             x = jnp.concatenate([first, x], axis=1)
     else:
         dtype = dtype or params["tokens"].dtype
-        x = jnp.take(params["tokens"], inputs, axis=0) * how.scale
+        x = jnp.take(constrain(params["tokens"], "vocab", None), inputs, axis=0) * how.scale
         if how.token_types:
             types = jnp.zeros_like(inputs) if token_types is None else token_types
             x = x + jnp.take(params["token_types"], types, axis=0)
@@ -88,7 +89,7 @@ def embed(config: ModelConfig, params: Tree, inputs, positions, token_types=None
         x = x + sinusoidal(positions, config.d_model, config.positions.layout, config.positions.spacing).astype(x.dtype)
     if "norm" in params:
         x = norm(config, params["norm"], x)
-    return x.astype(dtype)
+    return constrain(x.astype(dtype), "batch", "length", None)
 
 
 def patches(images: Float[Array, "B height width C"], patch: tuple[int, int]) -> Float[Array, "B T P"]:

@@ -14,6 +14,7 @@ from jaxformer.models.config import Classification, LanguageModel, ModelConfig, 
 from jaxformer.models.embedding import norm, norm_spec
 from jaxformer.ops.contraction import add_bias
 from jaxformer.ops.feedforward import ACTIVATIONS
+from jaxformer.parallel.sharding import constrain
 from jaxformer.params import Spec
 
 Tree = Any
@@ -80,7 +81,7 @@ def apply(config: ModelConfig, head, params: Tree, hidden: Float[Array, "B T D"]
         case LanguageModel():
             hidden, kernel, bias = unembedding(config, head, params, hidden, tokens_table)
             logits = ops.einsum("btd,vd->btv", hidden, kernel, dtype=wide)
-            logits = logits if bias is None else add_bias(logits, bias)
+            logits = constrain(logits if bias is None else add_bias(logits, bias), "batch", "length", "vocab")
             cap = config.logit_softcap
             return logits if cap is None else cap * jnp.tanh(logits / cap)
         case Classification():

@@ -106,7 +106,7 @@ def hf_params(w, config):
             "feedforward": {name: matrix(name) for name in ("up", "gate", "down")},
         },
         "final_norm": {"scale": w["model.norm.weight"]},
-        "head": {"kernel": w["lm_head.weight"]},
+        "heads": {"language_model": {"kernel": w["lm_head.weight"]}},
     }
 
 

@@ -22,6 +22,7 @@ DEFINITIONS = {
     "silu": lambda x: x * sigmoid(x),
     "relu2": lambda x: max(x, 0.0) ** 2,
     "sigmoid": sigmoid,
+    "tanh": np.tanh,
     "identity": lambda x: x,
 }
 X = np.concatenate([np.linspace(-6, 6, 241), [-50.0, -20.0, 20.0, 50.0, 0.0]])

@@ -1,0 +1,69 @@
+"""Devices as a grid with named axes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType
+
+from jaxformer.config import ConfigError
+
+AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many devices each kind of parallelism has; their product is the number of devices. One axis may be -1: the rest.
+
+    data: copies of the model, each with its share of the batch. fsdp: the batch, and the parameters with it (Rajbhandari et
+    al. 2020, ZeRO-3). tensor: heads and inner widths (Shoeybi et al. 2019). context: the length of a sequence. expert:
+    routed experts. stage: layers. `slices` of a pod that only the slow network joins are dealt out along `data`.
+    """
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    stage: int = 1
+    slices: int = 1
+    explicit: bool = False  # JAX's Explicit axes (shardings are types) instead of Auto ones (the compiler's choice)
+
+    def __post_init__(self):
+        sizes = [getattr(self, axis) for axis in AXES]
+        if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes) or self.slices < 1:
+            raise ConfigError(f"mesh={self}: axes are at least 1, and one of them may be -1 for the devices left over")
+
+    def shape(self, devices: int) -> dict[str, int]:
+        """The size of each axis on so many devices. Raises ConfigError where they do not come out even."""
+        sizes = {axis: getattr(self, axis) for axis in AXES}
+        rest = math.prod(size for size in sizes.values() if size != -1)
+        open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
+        if devices % rest or (open_axis is None and devices != rest):
+            fixed = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "1"
+            raise ConfigError(f"mesh: {fixed} = {rest} devices do not make up {devices}; let the product divide it")
+        if open_axis is not None:
+            sizes[open_axis] = devices // rest
+        if sizes["data"] % self.slices:
+            raise ConfigError(f"mesh.slices={self.slices} does not divide mesh.data={sizes['data']}")
+        return sizes
+
+
+def make_mesh(config: Mesh = Mesh(), devices: Sequence | None = None) -> jax.sharding.Mesh:
+    """The devices (all by default) as a mesh with the axes `AXES`, neighbours on the chip's network where that has a shape."""
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = config.shape(len(devices))
+    shape = tuple(sizes.values())
+    if config.slices > 1:
+        within = (sizes["data"] // config.slices, *shape[1:])
+        across = (config.slices, *(1,) * (len(shape) - 1))
+        grid = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+    elif devices[0].platform == "tpu":
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    else:
+        grid = np.array(devices).reshape(shape)
+    kind = AxisType.Explicit if config.explicit else AxisType.Auto
+    return jax.sharding.Mesh(grid, AXES, axis_types=(kind,) * len(AXES))
