@@ -1,13 +1,15 @@
-"""python -m jaxformer {train,evaluate,generate,show}: the only place that reads argv.
+"""python -m jaxformer {train,evaluate,generate,show,plan}: the only place that reads argv.
 
     train EXPERIMENT [--runs DIR] [--key.path=value ...]      trains, or resumes, experiments/EXPERIMENT.py
     evaluate RUN [--step N]                                   scores a run's checkpoint on its validation split
     generate RUN --prompt TEXT [--tokens N] [--temperature X] [--top-k K] [--top-p P] [--min-p P] [--seed S] [--step N]
     show EXPERIMENT|PRESET [--key.path=value ...]             the final config, parameters and cost; nothing is computed
+    plan EXPERIMENT|PRESET --topology NAME [--fast] [--json] [--key.path=value ...]
+                                                              the train step compiled for TPUs that are not here
 
 EXPERIMENT is a name in experiments/ or a path to a .py file; RUN a folder in runs/, or an experiment's name for its
 run. `train EXPERIMENT --help` lists every option of that experiment. Exit codes: 0 done, 2 a mistake in what was asked
-(one line says which), 3 the numbers went bad, 130/143 stopped by a signal with everything saved.
+(one line says which), 3 the numbers went bad or the plan does not fit, 130/143 stopped by a signal with everything saved.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from jaxformer.config import ConfigError
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train, "evaluate": evaluate, "generate": generate, "show": show}
+    commands = {"train": train, "evaluate": evaluate, "generate": generate, "show": show, "plan": plan}
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("jaxformer").setLevel(logging.INFO)
     try:
@@ -122,6 +124,29 @@ def show(argv: list[str]) -> int:
 
         print(f"run folder: {run_folder(shown, Path('runs')).path}")
     return 0
+
+
+def plan(argv: list[str]) -> int:
+    argv, topology = _take(argv, "--topology", "")
+    flags = {flag for flag in argv if flag in ("--fast", "--json")}
+    name, arguments = _name([word for word in argv if word not in flags], "plan EXPERIMENT|PRESET --topology v5e:2x2")
+    if not topology:
+        raise ConfigError("plan: give --topology, such as v5e:2x2 or v5p:8x8x8")
+
+    from jaxformer.analysis import plan as planning
+
+    planning.prepare()
+
+    import json
+
+    from jaxformer.models import PRESETS
+
+    experiment = planning.of_preset(name, PRESETS[name]) if name in PRESETS else config.load(name)
+    experiment = config.override(experiment, arguments)
+    devices = planning.topology(topology, experiment.mesh.slices)
+    made = planning.plan(experiment, topology, devices, fast="--fast" in flags)
+    print(json.dumps(planning.as_json(made)) if "--json" in flags else planning.table(made))
+    return 0 if made.fits else 3
 
 
 class _Parser(argparse.ArgumentParser):

@@ -487,7 +487,7 @@ def _difference(config: Any, default: Any) -> dict[str, Any]:
 
     for name, value, hint in _children(config):
         part = _difference(value, usual[name]) if _is_config(value) else plain(value, hint)
-        if _is_config(value) and "type" in part and _may_be_function(hint):
+        if _is_config(value) and "type" in part and _may_be_function(hint) and type(value) not in get_args(hint):
             part["type"] = _to_text(value, Callable)  # two modules may have a class of one name
         if part if _is_config(value) else usual[name] is MISSING or part != plain(usual[name], hint):
             out[name] = part

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.ops.losses import LossSums
+from jaxformer.parallel import settled
 
 
 def perplexity(evaluate: Callable[[Any, dict], LossSums], params: Any, batches: Iterable[dict]) -> dict[str, float]:
@@ -18,7 +19,7 @@ def perplexity(evaluate: Callable[[Any, dict], LossSums], params: Any, batches: 
     """
     sums = None
     for batch in batches:
-        part = evaluate(params, jax.device_put(batch))
+        part = settled(evaluate(params, jax.device_put(batch)))
         sums = part if sums is None else jax.tree.map(jnp.add, sums, part)
     if sums is None or float(sums.weight) == 0:
         raise ValueError("perplexity: no token to score; is the validation split empty?")

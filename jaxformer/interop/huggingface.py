@@ -248,7 +248,7 @@ def _digest(file, name: str) -> bytes:
 def _dtypes(file, plan: dict[str, Tensor], source: dict[str, str], dtype) -> dict[str, Any]:
     """The dtype of each leaf: the one asked for, or the widest of the tensors that it is put together from."""
     dtypes: dict[str, Any] = {}
-    for name in plan.keys() & source.keys():
+    for name in (name for name in plan if name in source):
         own = jnp.dtype(file.names[source[name]][1])
         if not jnp.issubdtype(own, jnp.floating):
             raise ConfigError(

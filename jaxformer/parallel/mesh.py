@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -52,6 +53,22 @@ class Mesh:
         return sizes
 
 
+def run_mesh(config: Mesh, batch_size: int) -> jax.sharding.Mesh | None:
+    """The mesh of a run on this machine's devices, on the first of them where it has fewer; None for one device.
+
+    Raises ConfigError where the devices or the batch do not go into it.
+    """
+    sizes = [getattr(config, axis) for axis in AXES]
+    devices = jax.devices()
+    if -1 not in sizes and math.prod(sizes) <= len(devices):
+        devices = devices[: math.prod(sizes)]
+    shape = config.shape(len(devices))
+    rows = shape["data"] * shape["fsdp"] * shape["expert"]
+    if batch_size % rows:
+        raise ConfigError(f"batch_size={batch_size} does not divide among {rows} devices (mesh.data x fsdp x expert)")
+    return None if len(devices) == 1 else make_mesh(config, devices)
+
+
 def make_mesh(config: Mesh = Mesh(), devices: Sequence | None = None) -> jax.sharding.Mesh:
     """The devices (all by default) as a mesh with the axes `AXES`, neighbours on the chip's network where that has a shape."""
     devices = jax.devices() if devices is None else list(devices)
@@ -67,3 +84,14 @@ def make_mesh(config: Mesh = Mesh(), devices: Sequence | None = None) -> jax.sha
         grid = np.array(devices).reshape(shape)
     kind = AxisType.Explicit if config.explicit else AxisType.Auto
     return jax.sharding.Mesh(grid, AXES, axis_types=(kind,) * len(AXES))
+
+
+def settled(tree: Any) -> Any:
+    """The arrays of a tree, waited for where several devices are simulated on CPU.
+
+    Simulated devices share the machine's few threads: two programs that both exchange data, in flight at once, can wait for
+    each other for ever, and XLA then ends the process.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    simulated = any(len(array.devices()) > 1 and next(iter(array.devices())).platform == "cpu" for array in arrays)
+    return jax.block_until_ready(tree) if simulated else tree

@@ -77,6 +77,19 @@ def shardings(spec: Tree, mesh: jax.sharding.Mesh, rules: Rules = PARAMETERS) ->
     )
 
 
+def rows(mesh: jax.sharding.Mesh, batch: dict[str, Any]) -> dict[str, NamedSharding]:
+    """Where a batch `[B, T]` lies: examples over data, fsdp and expert, positions over context; whole where it is uneven."""
+
+    def place(leaf):
+        entries = []
+        for size, name in zip(leaf.shape, ("batch", "length", None, None), strict=False):
+            over = ACTIVATIONS.get(name or "", ())
+            entries.append(over if size % math.prod(mesh.shape[axis] for axis in over) == 0 and over else None)
+        return NamedSharding(mesh, P(*entries))
+
+    return {key: place(leaf) for key, leaf in batch.items()}
+
+
 def constrain(x: Array, *names: str | None) -> Array:
     """x, laid out by the rules of activations on the mesh of `jax.set_mesh`; unchanged without one.
 
@@ -132,7 +145,9 @@ def describe(spec: Tree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, it
     rows.append(("total", "", "", f"{total:,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=False)) + "  " + row[3].rjust(widths[3])
+        "  ".join(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=False))
+        + "  "
+        + row[3].rjust(widths[3])
         for row in rows
     )
 

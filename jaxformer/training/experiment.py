@@ -11,6 +11,7 @@ from jaxformer.data.sources import Stdlib, Text
 from jaxformer.data.tasks import Copy, Recall, Reverse, Sort
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.models.config import ModelConfig
+from jaxformer.parallel.mesh import Mesh
 from jaxformer.training.objectives import token_cross_entropy
 
 NOT_DECAYED = r"(bias|scale)$"
@@ -157,6 +158,7 @@ class Experiment:
     data: Text | Stdlib | Reverse | Copy | Sort | Recall
     optimizer: Adam | AdamW | Adafactor | Lion | Muon = AdamW()
     schedule: Noam | Cosine | Linear | WSD | Constant = Cosine()
+    mesh: Mesh = Mesh(data=1)  # noqa: RUF009 (frozen); one device. Where a run computes, not what: no part of its name
     frozen: str | None = None  # a regular expression: parameters whose path it matches somewhere do not train
     objective: Callable = token_cross_entropy
     label_smoothing: float = 0.0

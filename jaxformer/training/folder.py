@@ -8,11 +8,12 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxformer import config
 from jaxformer.config import ConfigError
+from jaxformer.parallel.mesh import Mesh
 from jaxformer.training.experiment import Experiment
 
 
@@ -30,8 +31,12 @@ class RunFolder:
 
 
 def run_folder(experiment: Experiment, runs: Path) -> RunFolder:
-    """Where this experiment lives: its name and the fingerprint of its config, so that a changed config is another run."""
-    return RunFolder(runs / f"{experiment.name}-{config.fingerprint(experiment)}")
+    """Where this experiment lives: its name and the fingerprint of its config, so that a changed config is another run.
+
+    On another mesh it is the same run, which goes on there.
+    """
+    anywhere = replace(experiment, mesh=Mesh(data=1))
+    return RunFolder(runs / f"{experiment.name}-{config.fingerprint(anywhere)}")
 
 
 def open_run(folder: RunFolder) -> Experiment:

@@ -1,5 +1,6 @@
 """The run: from an experiment to a trained model, through kills, bad data and bad numbers."""
 
+import contextlib
 import json
 import logging
 import math
@@ -13,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxformer import models
+from jaxformer import models, parallel
 from jaxformer import params as parameters
 from jaxformer.analysis import cost, figures
 from jaxformer.config import ConfigError, to_dict
@@ -25,7 +26,7 @@ from jaxformer.training import checkpoint, optimizer
 from jaxformer.training.experiment import Experiment, Muon
 from jaxformer.training.folder import RunFolder, claim, describe, run_folder, write_atomically
 from jaxformer.training.metrics import Console, Record, close_all, open_loggers, write_all
-from jaxformer.training.state import TrainState, init_state
+from jaxformer.training.state import TrainState, init_state, state_shardings
 from jaxformer.training.step import make_evaluate, make_train_step
 
 log = logging.getLogger("jaxformer")
@@ -61,18 +62,24 @@ def train(experiment: Experiment, runs: Path = Path("runs")) -> Result:
     SIGTERM.
     """
     folder = run_folder(experiment, runs)
+    mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size)
+    if mesh is not None:
+        state_shardings(experiment, mesh)  # refuses what does not divide
     dataset = open_data(experiment)  # before anything is written: most mistakes show here
     if dataset.tokenizer is not None:
         prompt_of(experiment, dataset.tokenizer)
     with claim(folder):
         use_compilation_cache(runs)
         keep_memory()
-        with checkpoint.open_manager(
-            folder.checkpoints,
-            keep_latest=experiment.checkpoints.keep_latest,
-            keep_best=experiment.checkpoints.keep_best,
-        ) as manager:
-            return _run(experiment, folder, dataset, manager)
+        with (
+            checkpoint.open_manager(
+                folder.checkpoints,
+                keep_latest=experiment.checkpoints.keep_latest,
+                keep_best=experiment.checkpoints.keep_best,
+            ) as manager,
+            contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh),
+        ):
+            return _run(experiment, folder, dataset, manager, mesh)
 
 
 def open_data(experiment: Experiment):
@@ -109,9 +116,9 @@ def keep_memory() -> None:
         mallopt(-4, 0)  # M_MMAP_MAX
 
 
-def _run(experiment: Experiment, folder: RunFolder, dataset, manager) -> Result:
+def _run(experiment: Experiment, folder: RunFolder, dataset, manager, mesh) -> Result:
     record = Record(folder.metrics)
-    state, start = restore(experiment, folder, dataset, manager, record)
+    state, start = restore(experiment, folder, dataset, manager, record, mesh)
     for change in describe(folder, experiment, dataset.digest):
         log.warning("config differs from the one this run began with: %s", change)
     if dataset.tokenizer is not None:
@@ -120,10 +127,13 @@ def _run(experiment: Experiment, folder: RunFolder, dataset, manager) -> Result:
     loggers = open_loggers(experiment.loggers, folder.path, folder.path.name, to_dict(experiment))
     try:
         introduce(experiment, dataset, start, console)
-        evaluate = evaluator(experiment, dataset)
+        if mesh is not None:
+            shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+            console.say(f"mesh: {shape} of {mesh.size} devices")
+        evaluate = evaluator(experiment, dataset, mesh)
         if start < experiment.steps:
             write = partial(write_all, record, loggers)
-            state, scores = loop(experiment, dataset, manager, state, start, evaluate, write, console)
+            state, scores = loop(experiment, dataset, manager, state, start, evaluate, write, console, mesh)
         else:
             console.say(f"this run is finished: {experiment.steps} steps are done in {folder.path}")
             scores = evaluate(best_params(state))
@@ -134,12 +144,18 @@ def _run(experiment: Experiment, folder: RunFolder, dataset, manager) -> Result:
         close_all(loggers)
 
 
-def restore(experiment: Experiment, folder, dataset, manager, record: Record) -> tuple[TrainState, int]:
-    """The newest good state, or the first one; the record goes back to the same step."""
-    restored = manager.restore(jax.eval_shape(partial(init_state, experiment)))
+def restore(experiment: Experiment, folder, dataset, manager, record: Record, mesh) -> tuple[TrainState, int]:
+    """The newest good state, or the first one, on the mesh; the record goes back to the same step."""
+    abstract, places = jax.eval_shape(partial(init_state, experiment)), None
+    if mesh is not None:
+        places = state_shardings(experiment, mesh)
+        abstract = jax.tree.map(
+            lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), abstract, places
+        )
+    restored = manager.restore(abstract)
     if restored is None:
         record.rewind(0)
-        return jax.jit(partial(init_state, experiment))(), 0
+        return jax.jit(partial(init_state, experiment), out_shardings=places)(), 0
     step, state, metadata = restored
     check_data(folder, metadata, dataset)
     record.rewind(step)
@@ -167,14 +183,19 @@ def introduce(experiment: Experiment, dataset, start: int, console: Console) -> 
         console.say(f"resuming after step {start}")
 
 
-def evaluator(experiment: Experiment, dataset) -> Callable[[Any], dict[str, float]]:
+def on_devices(mesh, batch: dict[str, Any]) -> dict[str, jax.Array]:
+    """A batch on the device, or on the devices of a mesh."""
+    return jax.device_put(batch, None if mesh is None else parallel.rows(mesh, batch))
+
+
+def evaluator(experiment: Experiment, dataset, mesh=None) -> Callable[[Any], dict[str, float]]:
     """Scores parameters on the validation split, without label smoothing or auxiliary losses."""
     plain = replace(experiment, label_smoothing=0.0, z_loss=0.0)
     evaluate = jax.jit(make_evaluate(plain))
     batches = batching.validation_batches(dataset.validation, experiment.batch_size)
     count = len(batches) if experiment.eval_batches is None else min(experiment.eval_batches, len(batches))
 
-    return lambda params: perplexity(evaluate, params, (batches[i] for i in range(count)))
+    return lambda params: perplexity(evaluate, params, (on_devices(mesh, batches[i]) for i in range(count)))
 
 
 def score(experiment: Experiment, dataset, params: Any) -> dict[str, float]:
@@ -193,18 +214,21 @@ def load_params(folder: RunFolder, experiment: Experiment, step: int | None = No
     return checkpoint.restore_params(folder.checkpoints, abstract.params, step, part=part)
 
 
-def loop(experiment, dataset, manager, state, start, evaluate, write, console) -> tuple[TrainState, dict[str, float]]:
+def loop(
+    experiment, dataset, manager, state, start, evaluate, write, console, mesh
+) -> tuple[TrainState, dict[str, float]]:
     """Steps `start` to the end: the last state and its scores.
 
     Metrics of a step are fetched after the next one is on its way, so the device never waits.
     """
     scores: dict[str, float] = {}
-    step_function = jax.jit(make_train_step(experiment), donate_argnums=0)
+    places = None if mesh is None else (jax.tree.map(lambda leaf: leaf.sharding, state), None)
+    step_function = jax.jit(make_train_step(experiment), donate_argnums=0, out_shardings=places)
     source = batching.batches(dataset.train, experiment.batch_size, experiment.seed)
     report = Reporter(experiment, write, console)
     with (
         Signals() as signals,
-        batching.prefetch(source.__getitem__, start, experiment.steps, put=jax.device_put) as batches,
+        batching.prefetch(source.__getitem__, start, experiment.steps, put=partial(on_devices, mesh)) as batches,
     ):
         for step, batch in enumerate(batches, start):
             with jax.transfer_guard("disallow"):  # whatever a step needs is on the device already
@@ -239,7 +263,7 @@ class Reporter:
         self._waiting: tuple[int, dict] | None = None
         self._flops = cost.training_flops(experiment.model, experiment.model.context_length)
         peak = cost.peak_flops(jax.devices()[0].device_kind)
-        self._peak = None if peak is None else peak * jax.device_count()
+        self._peak = None if peak is None else peak * math.prod(jax.sharding.get_abstract_mesh().shape.values())
         self.restart_clock()
 
     def restart_clock(self) -> None:

@@ -1,12 +1,15 @@
 """What a run carries from step to step."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxformer import models
+from jaxformer import models, parallel
+from jaxformer.params import paths
 from jaxformer.training import optimizer
 from jaxformer.training.experiment import Experiment
 
@@ -50,3 +53,17 @@ def init_state(experiment: Experiment) -> TrainState:
         loss_scale=scale,
         skipped=jnp.zeros((), jnp.int32),
     )
+
+
+def state_shardings(experiment: Experiment, mesh: jax.sharding.Mesh) -> TrainState:
+    """Where each leaf of the state lies: what belongs to a parameter with it, the rest on every device."""
+    places = paths(parallel.shardings(models.spec(experiment.model), mesh))
+    shapes = {path: leaf.shape for path, leaf in paths(models.spec(experiment.model)).items()}
+
+    def place(path, leaf):
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        tails = ("/".join(names[i:]) for i in range(len(names)))
+        own = next((tail for tail in tails if shapes.get(tail) == leaf.shape), None)  # Adafactor's sums are smaller
+        return NamedSharding(mesh, PartitionSpec()) if own is None else places[own]
+
+    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(partial(init_state, experiment)))

@@ -70,8 +70,9 @@ OTHER = {
 
 def of_config(config: ModelConfig, heads: tuple) -> Iterator[tuple[str, ModelConfig]]:
     """Every mistake that applies to the stack and to those `heads` of it that the witness knows."""
-    yield "eps of 1e-5", replace(config, norm_eps=1e-5)
-    yield "eps 1 % off", replace(config, norm_eps=config.norm_eps * 1.01)
+    yield "another eps", replace(config, norm_eps=1e-5 if config.norm_eps > 1e-3 else 1e-12)
+    if config.norm_eps > 1e-3:  # Marian's, which its config.json does not hold, is too small for it
+        yield "eps 1 % off", replace(config, norm_eps=config.norm_eps * 1.01)
     if isinstance(config.feedforward, str):
         yield "another activation", replace(config, feedforward=OTHER[config.feedforward])
     yield (
@@ -318,7 +319,7 @@ def of_rules(rules: list) -> Iterator[tuple[str, Callable]]:
 
             def swapped(rule, one=one, two=two):
                 for old, new in ((one, two), (two, one)):
-                    if rule.theirs.endswith(old) and not rule.theirs.endswith("_" + old):
+                    if rule.theirs.endswith(old):
                         return rule._replace(theirs=rule.theirs.removesuffix(old) + new)
                 return rule
 
@@ -426,6 +427,8 @@ def outcomes(name: str) -> list[Outcome]:
         leaves = {path.removeprefix(prefix): leaf for path, leaf in paths(params).items() if path.startswith(prefix)}
         for mistake, change in of_parameters(stack, leaves):
             moved = {prefix + path: leaf for path, leaf in change(leaves).items()}
+            if all(np.array_equal(leaf, paths(params)[path]) for path, leaf in moved.items()):
+                continue  # a bias that is zero anyway
             wrong = unflatten_dict(paths(params) | moved, sep="/")
             # only a key bias and a head that nothing reads may hide; whatever else does is a hole in the fixture
             hides = "key bias" in mistake or ("heads/pooled" in mistake and "outputs/pooler_output" not in kept)
@@ -435,7 +438,9 @@ def outcomes(name: str) -> list[Outcome]:
     for mistake, answer in of_ties(config, params, kept):
         record(mistake, answer)
     family = huggingface.FAMILIES[golden.config(name)["model_type"]]
-    for mistake, change in of_rules(family.rules(config)):
+    for mistake, change in of_rules(rules := family.rules(config)):
+        if list(map(change, rules)) == rules and "left out" not in mistake:
+            continue
 
         def answer(change=change):
             rules = lambda config: list(map(change, family.rules(config)))
@@ -466,7 +471,7 @@ def outcomes(name: str) -> list[Outcome]:
 def of_ties(config, params, kept) -> Iterator[tuple[str, Callable]]:
     """The head's own matrix not read, or one drawn although it is the embedding's."""
     stack = config.decoder if isinstance(config, EncoderDecoder) else config
-    if not any(isinstance(head, LanguageModel) for head in stack.heads):
+    if not any(isinstance(head, LanguageModel) for head in stack.heads) or stack.hidden_width != stack.d_model:
         return
     prefix = "decoder/" if isinstance(config, EncoderDecoder) else ""
     table = paths(params)[prefix + "embedding/tokens"]
@@ -476,8 +481,7 @@ def of_ties(config, params, kept) -> Iterator[tuple[str, Callable]]:
     path = f"{prefix}heads/language_model/kernel"
     if path in leaves:
         leaves[path] = drawn
-    if stack.hidden_width == stack.d_model:
-        yield "tie ignored", lambda: runs.answers(other, unflatten_dict(leaves, sep="/"), kept)
+    yield "tie ignored", lambda: runs.answers(other, unflatten_dict(leaves, sep="/"), kept)
 
 
 def differs(folder: Path, config, params) -> bool:

@@ -1,0 +1,78 @@
+"""One run, whatever it runs on: the same losses on one device and on eight, and from one mesh on to another."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxformer.config import ConfigError
+from jaxformer.data.tasks import Reverse
+from jaxformer.models import ModelConfig
+from jaxformer.parallel import Mesh
+from jaxformer.training import loop
+from jaxformer.training.experiment import Checkpoints, Experiment
+from jaxformer.training.folder import run_folder
+
+TINY = Experiment(
+    name="tiny",
+    model=ModelConfig(vocab_size=24, num_layers=2, d_model=16, num_heads=2, context_length=16, dropout_rate=0.1),
+    data=Reverse(),
+    steps=6,
+    batch_size=8,
+    log_every=1,
+    eval_every=3,
+    checkpoints=Checkpoints(every=3, keep_latest=3),
+)
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return np.array([line["loss"] for line in lines if "loss" in line])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    runs = tmp_path_factory.mktemp("alone")
+    return losses(loop.train(TINY, runs).folder)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(fsdp=4, tensor=2)], ids=["data=8", "fsdp=4 tensor=2"])
+def test_a_mesh_trains_as_one_device_does(mesh, alone, tmp_path):
+    found = losses(loop.train(replace(TINY, mesh=mesh), tmp_path).folder)
+    # float32 sums in another order, amplified over a few steps of Adam
+    np.testing.assert_allclose(found, alone, rtol=2e-4)
+
+
+def test_a_run_goes_on_on_another_mesh(alone, tmp_path, monkeypatch):
+    class Stopped(Exception):
+        pass
+
+    def stop(self, step, metrics):
+        if step == 4:  # after the checkpoint of step 3
+            raise Stopped
+        later(self, step, metrics)
+
+    later = loop.Reporter.later
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Reporter, "later", stop)
+        with pytest.raises(Stopped):
+            loop.train(replace(TINY, mesh=Mesh(fsdp=8)), tmp_path)
+    resumed = replace(TINY, mesh=Mesh(data=2, tensor=2))
+    assert run_folder(resumed, tmp_path).path == run_folder(TINY, tmp_path).path
+    result = loop.train(resumed, tmp_path)
+    np.testing.assert_allclose(losses(result.folder), alone, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (dict(mesh=Mesh(data=16)), "do not make up 8"),
+        (dict(mesh=Mesh(), batch_size=4), "batch_size=4 does not divide among 8 devices"),
+        (dict(mesh=Mesh(data=1, tensor=8)), "heads=2 does not divide"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(changes, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        loop.train(replace(TINY, **changes), tmp_path)
+    assert not list(tmp_path.iterdir())
