@@ -95,12 +95,12 @@ def _bytes(line: str, kind: str) -> float:
         math.prod(int(n) for n in shape.split(",") if n) * WIDTHS.get(dtype, _width(dtype))
         for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", result)
     ]
-    return (max(arrays) if "-start(" in line else sum(arrays)) if arrays else 0
+    return float(max(arrays) if "-start(" in line else sum(arrays)) if arrays else 0.0
 
 
 def _width(dtype: str) -> float:
     digits = re.search(r"\d+", dtype)
-    return int(digits[0]) / 8 if digits else 0
+    return int(digits[0]) / 8 if digits else 0.0
 
 
 def _axes(line: str, mesh) -> tuple[str, ...]:

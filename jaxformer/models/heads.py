@@ -104,7 +104,8 @@ def unembedding(config: ModelConfig, head: LanguageModel, params: Tree, hidden: 
         hidden = norm(config, params["transform"]["norm"], hidden)
     if head.scale != 1.0:
         hidden = hidden * head.scale
-    return hidden, tokens_table if config.tie_embeddings else params["kernel"], params.get("bias")
+    kernel = tokens_table if config.tie_embeddings else params["kernel"]
+    return hidden, constrain(kernel, "vocab", None), params.get("bias")
 
 
 def pool(hidden: Float[Array, "B T D"], how: str, real: Bool[Array, "B T"] | None = None) -> Float[Array, "B D"]:

@@ -9,6 +9,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxformer.ops.contraction import add_bias, einsum
+from jaxformer.parallel.sharding import parts
 
 
 class LossSums(NamedTuple):
@@ -64,13 +65,14 @@ def projected_cross_entropy(
     """`cross_entropy(hidden @ head^T + bias, ...)` with the logits of `chunk` positions of T at a time, not of all.
 
     The gradients of hidden and head are formed chunk by chunk while the logits are there, so nothing is computed twice.
-    By default a chunk's float32 logits take at most 64 MiB (or one position's). Weights get no gradient. `softcap` c
-    maps a logit l to c tanh(l / c).
+    By default a chunk's float32 logits take at most 64 MiB of a device (or one position's). Weights get no gradient.
+    `softcap` c maps a logit l to c tanh(l / c).
     """
     B, T, _ = hidden.shape
     V = head.shape[0]
     weights = jnp.ones((B, T), jnp.float32) if weights is None else weights
-    chunk = min(T, chunk or max(1, 2**24 // (B * V)))
+    held = max(1, B // parts("batch")) * max(1, V // parts("vocab"))  # logits of one position, on one device
+    chunk = min(T, chunk or max(1, 2**24 // held))
     options = (chunk, softcap, label_smoothing, z_loss)
     return LossSums(*_projected(options, hidden, (head, bias), labels, weights))
 

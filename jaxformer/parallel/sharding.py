@@ -90,6 +90,12 @@ def rows(mesh: jax.sharding.Mesh, batch: dict[str, Any]) -> dict[str, NamedShard
     return {key: place(leaf) for key, leaf in batch.items()}
 
 
+def parts(name: str) -> int:
+    """Among how many devices the mesh of `jax.set_mesh` splits an activation's axis of that name; 1 without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in ACTIVATIONS.get(name, ()))
+
+
 def constrain(x: Array, *names: str | None) -> Array:
     """x, laid out by the rules of activations on the mesh of `jax.set_mesh`; unchanged without one.
 

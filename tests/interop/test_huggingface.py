@@ -75,7 +75,8 @@ def check_golden(name, folder, dtype, tolerance):
     scale = max(1.0, max(float(jnp.abs(want[path]).max()) for path in grads))
     far = {path: float(jnp.abs(leaf - want[path]).max()) for path, leaf in grads.items()}
     assert far.keys() == want.keys() - {unread}
-    assert not [path for path, distance in far.items() if not distance < tolerance * scale], far
+    rounded = max(tolerance, 2e-7) * scale  # theirs are kept in float32
+    assert not [path for path, distance in far.items() if not distance < rounded], far
 
 
 @pytest.mark.parametrize("name", golden.NAMES)
@@ -566,7 +567,7 @@ OPTIONAL = {
 }  # fmt: skip
 
 
-JUNK = [(None, "x", -1, [], 10**7), pytest.param(({}, 2.5, float("nan"), True, [[]]), marks=pytest.mark.slow)]
+JUNK = [(None, "x", -1, [], 10**7), pytest.param(({}, 2.5, float("nan"), [[]]), marks=pytest.mark.slow)]
 
 
 QUICK = ("bert_pretraining", "gpt2", "llama_gqa", "longformer_mlm")
