@@ -352,7 +352,7 @@ def sweep(mask, share):
 
 @pytest.mark.parametrize("mask", CASES, ids=str)
 def test_blocks_equal_brute_force(mask):
-    sweep(mask, 0.02)
+    sweep(mask, 0.01)
 
 
 @pytest.mark.slow

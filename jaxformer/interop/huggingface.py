@@ -93,7 +93,9 @@ def load(
     for path, stack in list(params.items()):
         params[path] = jax.device_put(stack, shardings[path])  # what was put together on the host
     for path in missing:
-        params[path] = _drawn(path, leaves[path], key, dtype or jnp.float32, shardings[path])
+        params[path] = _drawn(
+            path, leaves[path], key, dtype or next(iter(dtypes.values()), jnp.float32), shardings[path]
+        )
     return config, unflatten_dict({path: params[path] for path in leaves}, sep="/")
 
 

@@ -58,7 +58,7 @@ def test_cached_pieces_equal_the_forward_pass(name, pieces):
     assert int(cache.length) == start
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "gpt3" else ()) for n in FAMILIES])
 def test_greedy_generation_equals_repeated_forward_passes_for_ragged_prompts(name):
     config, parameters = make(name)
     prompts = [[1, 2, 3, 4, 5], [7, 8, 9], [4] * 8] if name == "prefix" else [[1, 2, 3, 4, 5], [7], [4] * 8]
@@ -121,7 +121,7 @@ PAIRS = {
 SOURCES, STARTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [3, 1, 4, 1]], [[0], [0, 5, 7], [0]]
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "t5" else pytest.mark.slow) for n in PAIRS])
 def test_greedy_generation_of_a_pair_equals_repeated_forward_passes(name):
     """Sources and prompts of different length, together; each row is what a model that sees it alone finds likeliest."""
     config = PAIRS[name]

@@ -275,6 +275,7 @@ def test_under_every_transformation(implementation):
             np.testing.assert_allclose(ours, theirs, **FLOAT32, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_without_jit(implementation):
     arrays = random_arrays(B=1, T=5, S=5)

@@ -204,7 +204,7 @@ def test_other_shapes_are_reported_and_dtypes_are_the_targets():
 KINDS = {"tied": GPT, "untied": UNTIED, "shared": PAIR, "separate": replace(PAIR, share_embeddings=False)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if k == "separate" else ()) for k in KINDS])
 def test_a_larger_vocabulary_leaves_old_tokens_as_they_were(kind):
     """Their logits stay; a new token's logit is the mean of the old ones, so that nothing much moves."""
     config, options = KINDS[kind], {"source": TOKENS} if isinstance(KINDS[kind], EncoderDecoder) else {}

@@ -159,6 +159,7 @@ def test_gradients_reach_every_parameter_of_every_layer(name):
             assert np.isfinite(row).all() and np.abs(row).max() > 1e-6, f"{path} of layer {i}"
 
 
+@pytest.mark.slow  # the stacks are those of test_transformer, where it is quick
 def test_unrolled_layers_and_no_jit_at_all_give_the_same():
     config, parameters, source, target = make("t5")
     unrolled = replace(config, encoder=replace(config.encoder, unroll=9), decoder=replace(config.decoder, unroll=9))

@@ -78,7 +78,7 @@ def looped(config, parameters, tokens, source=None):
 apply = jax.jit(models.apply, static_argnums=0)
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "three" else ()) for n in PATTERNS])
 def test_scanned_layers_of_different_kinds_equal_a_loop(name):
     config = PATTERNS[name]
     parameters = random(config)
@@ -154,7 +154,9 @@ def streams(config, parameters, tokens):
         replace(
             PATTERNS["reformer"], stack=Reversible(streams=2), tie_embeddings=False, positions=Axial((2, 4), (5, 7))
         ),
-        replace(BASE, stack=Reversible(), mixer=(Linear(), None), masks=(masks.causal(),)),
+        pytest.param(
+            replace(BASE, stack=Reversible(), mixer=(Linear(), None), masks=(masks.causal(),)), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_reversible_layers_equal_two_streams_and_their_gradients_autodiff(config):

@@ -70,7 +70,14 @@ def close(a, b, tolerance=1e-5):
 
 
 # what differs by layer is parameters alone, constants, or nothing but what layers share
-@pytest.mark.parametrize("name", ["longformer", "bigbird", "performer", "linformer_layerwise", "reformer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linformer_layerwise",
+        "reformer",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("longformer", "bigbird", "performer")),
+    ],
+)
 def test_unrolled_equals_scanned(name):
     config = SYSTEMS[name]
     close(run(replace(config, unroll=L), parameters(config)), run(config, parameters(config)))

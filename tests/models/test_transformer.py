@@ -119,7 +119,11 @@ def test_padding_on_either_side_and_packing_change_nothing(name):
     close(packed[:, 4:], logits)
 
 
-@families
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("gpt2", "gpt3", "llama") else pytest.mark.slow) for n in FAMILIES],
+    scope="module",
+)
 def test_scanned_equals_unrolled_equals_remat(name):
     """In logits, loss gradient and attention maps."""
     config, parameters, tokens = make(name)

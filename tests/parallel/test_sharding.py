@@ -25,7 +25,6 @@ MESHES = {
     "fsdp": Mesh(fsdp=8),
     "tensor": Mesh(tensor=2),
     "context": Mesh(context=2),
-    "fsdp, tensor": Mesh(fsdp=4, tensor=2),
     "data, fsdp, tensor": Mesh(data=2, fsdp=2, tensor=2),
     "data, context, tensor": Mesh(context=2, tensor=2),
 }
@@ -38,9 +37,9 @@ def loss(config, weights, tokens):
     return sums.loss / sums.weight
 
 
-@pytest.fixture(scope="module", params=["decoder", "pair"])
+@pytest.fixture(scope="module", params=[GPT, pytest.param(PAIR, marks=pytest.mark.slow)], ids=["decoder", "pair"])
 def model(request):
-    config = {"decoder": GPT, "pair": PAIR}[request.param]
+    config = request.param
     weights = jax.jit(partial(models.init, config))(jax.random.key(0))
     return config, weights, jax.jit(jax.value_and_grad(partial(loss, config)))(weights, TOKENS)
 

@@ -18,11 +18,11 @@ TINY = Experiment(
     name="tiny",
     model=ModelConfig(vocab_size=24, num_layers=2, d_model=16, num_heads=2, context_length=16, dropout_rate=0.1),
     data=Reverse(),
-    steps=6,
+    steps=4,
     batch_size=8,
     log_every=1,
-    eval_every=3,
-    checkpoints=Checkpoints(every=3, keep_latest=3),
+    eval_every=2,
+    checkpoints=Checkpoints(every=2, keep_latest=3),
 )
 
 
@@ -37,6 +37,7 @@ def alone(tmp_path_factory):
     return losses(loop.train(TINY, runs).folder)
 
 
+@pytest.mark.slow  # what goes on on another mesh, below, shows as much
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(fsdp=4, tensor=2)], ids=["data=8", "fsdp=4 tensor=2"])
 def test_a_mesh_trains_as_one_device_does(mesh, alone, tmp_path):
     found = losses(loop.train(replace(TINY, mesh=mesh), tmp_path).folder)
@@ -44,12 +45,13 @@ def test_a_mesh_trains_as_one_device_does(mesh, alone, tmp_path):
     np.testing.assert_allclose(found, alone, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(alone, tmp_path, monkeypatch):
     class Stopped(Exception):
         pass
 
     def stop(self, step, metrics):
-        if step == 4:  # after the checkpoint of step 3
+        if step == 3:  # after the checkpoint of step 2
             raise Stopped
         later(self, step, metrics)
 
