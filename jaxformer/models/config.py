@@ -211,6 +211,12 @@ class ModelConfig:
                 re.compile(self.use_bias)
             except re.error as error:
                 raise ConfigError(f"model.use_bias={self.use_bias!r}: no regular expression ({error})") from None
+        for head in self.heads:
+            for field in ("transform", "pooler"):
+                if (name := getattr(head, field, None)) is not None and name not in ACTIVATIONS:
+                    raise ConfigError(
+                        f"model.heads: {field}={name!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
+                    )
         if not self.masks:
             raise ConfigError("model.masks is empty; give one mask for all layers or a pattern that repeats")
         for name in ("dropout_rate", "attention_dropout_rate"):

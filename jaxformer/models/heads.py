@@ -117,8 +117,10 @@ def pool(hidden: Float[Array, "B T D"], how: str, real: Bool[Array, "B T"] | Non
             return ops.einsum("btd,bt->bd", hidden, weights)
         case "first":
             at = jnp.argmax(flags, axis=1)
-        case _:
+        case "last":
             at = flags.shape[1] - 1 - jnp.argmax(flags[:, ::-1], axis=1)
+        case _:
+            raise ConfigError(f"pool={how!r}: expected first, last or mean")
     return jnp.take_along_axis(hidden, at[:, None, None], axis=1)[:, 0]
 
 

@@ -49,10 +49,12 @@ def _reversible(streams, config: ModelConfig, params: Tree, x, context: block.Co
 
     def sublayer(name, i, apply, key_index, parts, x, context, masks):
         layer, index, constants = parts
-        keys = (None,) * 3
+        keys, own = (None,) * 3, None
         if context.dropout_key is not None:
-            keys = jax.random.split(jax.random.fold_in(context.dropout_key, index), 3)
-        context = replace(context, mask=masks[i % len(masks)], layer=index, constants=constants, dropout_key=keys[0])
+            key = jax.random.fold_in(context.dropout_key, index)
+            keys = jax.random.split(key, 3)
+            own = keys[0] if name == "attention" else jax.random.fold_in(key, 4)  # as in `block.block`
+        context = replace(context, mask=masks[i % len(masks)], layer=index, constants=constants, dropout_key=own)
         y = block.norm(config, layer[f"{name}_norm"], x.astype(dtype))
         done = apply(layer.get(name, {}), y, context)
         if getattr(done, "loss", None) is not None:

@@ -232,3 +232,14 @@ def test_what_cannot_be_is_refused():
     without = experiment(replace(CONFIG, heads=(Classification(2),)))
     with pytest.raises(ConfigError, match="needs a LanguageModel"):
         jax.eval_shape(partial(token_cross_entropy, without), random(CONFIG), jax.tree.map(jnp.asarray, batch()))
+
+
+@pytest.mark.parametrize("head", [Classification(2, pooler="tahn"), LanguageModel(transform="gelo")])
+def test_misspelt_activations_are_refused_with_the_config(head):
+    with pytest.raises(ConfigError, match="expected one of"):
+        ModelConfig(vocab_size=5, num_layers=1, d_model=4, num_heads=1, context_length=4, heads=(head,))
+
+
+def test_pooling_knows_its_three_ways():
+    with pytest.raises(ConfigError, match="pool='median'"):
+        heads.pool(jnp.ones((1, 2, 3)), "median")
