@@ -30,7 +30,9 @@ from jaxformer.config import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-TEXT_LIMIT = 100_000_000  # bytes of JSON that we parse; the format's own limit for a header
+TEXT_LIMIT = (
+    32_000_000  # bytes of JSON that we parse: some 200,000 tensors a file. The format allows 100 MB, which cost 1.4 GB
+)
 SLAB = 1 << 22  # bytes that are copied at once
 
 _TYPES = {
@@ -260,7 +262,9 @@ def _header(path: Path) -> dict[str, _Place]:
         if first == b"version ":
             raise ConfigError(f"{path}: a Git LFS pointer instead of the weights; run `git lfs pull` in its folder")
         if length > TEXT_LIMIT:
-            raise ConfigError(f"{path}: its header is to have {length:,} bytes; no safetensors file, or damaged")
+            raise ConfigError(
+                f"{path}: its header is to have {length:,} bytes, more than {TEXT_LIMIT:,}; no safetensors file, or damaged"
+            )
         if len(first) < 8 or 8 + length > size:
             raise ConfigError(f"{path}: cut short, has {size:,} bytes and a header of {8 + length:,}; {_AGAIN}")
         tensors = _parse(stream.read(length), path, _unique)
