@@ -163,7 +163,7 @@ HEADERS = {  # file's bytes, what the answer says
     "truncated data": (raw({"a": tensor()}, EIGHT)[:-1], "cut short"),
     "header of 10 GB": (raw({}, length=10**10), "10,000,000,000"),
     "header of 2^64": (raw({}, length=2**64 - 1), "damaged"),
-    "header of 99 MB": (raw({}, length=31_000_000), "cut short"),
+    "header of 31 MB": (raw({}, length=31_000_000), "cut short"),
     "git lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
     "header no json": (raw(b"import os  "), "JSON"),
     "header no utf-8": (raw(b'{"\xff": 1}'), "JSON"),
@@ -538,7 +538,7 @@ for name in checkpoint.names:
     assert grown(read, tmp_path / "model") < 64e6 + 3 * weights.SLAB
 
 
-@pytest.mark.parametrize("case", ["header of 10 GB", "header of 2^64", "header of 99 MB", "config of 1 TB", "shape"])
+@pytest.mark.parametrize("case", ["header of 10 GB", "header of 2^64", "header of 31 MB", "config of 1 TB", "shape"])
 def test_a_lie_about_a_size_costs_no_memory(tmp_path, case):
     (tmp_path / "config.json").write_text("{}")
     lie = raw({"a": tensor(shape=[10**10], end=4 * 10**10)}) if case == "shape" else raw({})
