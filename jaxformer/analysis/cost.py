@@ -1,22 +1,40 @@
 """Floating-point operations of a model, and what the chip could have done."""
 
 import math
+from typing import NamedTuple
 
 from jaxformer import models, params
 from jaxformer.models.config import EncoderDecoder, ModelConfig, Patches
 from jaxformer.models.heads import language_model
 from jaxformer.models.mixture import Mixture
 
-# Dense bfloat16 peak, FLOP/s a device, from the makers' data sheets as of 2026-11. Unknown devices have no MFU.
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
+GIB = 2**30
+
+
+class Chip(NamedTuple):
+    """One device as JAX sees it: dense bfloat16 peak (FLOP/s), memory for programs (bytes), memory and network (bytes/s).
+
+    The network is all links of a device, both directions.
+    """
+
+    peak: float
+    memory: float
+    bandwidth: float
+    network: float
+
+
+# The makers' pages and data sheets, 2026-11: v5e and v5p looked up (cloud.google.com/tpu/docs), the others as remembered.
+# What a device lacks here has no MFU and no plan.
+CHIPS = {
+    "TPU v4": Chip(275e12, 30.75 * GIB, 1228e9, 300e9),
+    "TPU v5 lite": Chip(197e12, 15.75 * GIB, 819e9, 400e9),
+    "TPU v5": Chip(459e12, 95.0 * GIB, 2765e9, 1200e9),
+    "TPU v6 lite": Chip(918e12, 31.25 * GIB, 1640e9, 800e9),
+    "TPU7x": Chip(1153e12, 94.75 * GIB, 3690e9, 600e9),  # two devices a chip
+    "NVIDIA A100-SXM4-40GB": Chip(312e12, 39.0 * GIB, 1555e9, 600e9),
+    "NVIDIA A100-SXM4-80GB": Chip(312e12, 79.0 * GIB, 2039e9, 600e9),
+    "NVIDIA H100 80GB HBM3": Chip(989e12, 79.0 * GIB, 3350e9, 900e9),
+    "NVIDIA H200": Chip(989e12, 139.0 * GIB, 4800e9, 900e9),
 }
 
 
@@ -55,7 +73,7 @@ def _products(config: ModelConfig | EncoderDecoder) -> dict[str, tuple[int, floa
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak of one device in FLOP/s (bfloat16), or None where we do not know it."""
-    return PEAK_FLOPS.get(device_kind)
+    return CHIPS[device_kind].peak if device_kind in CHIPS else None
 
 
 def table(config: ModelConfig | EncoderDecoder) -> str:

@@ -17,30 +17,11 @@ FAST: Any = {"exec_time_optimization_effort": -1.0}
 
 
 @dataclass(frozen=True)
-class Chip:
-    """One device as JAX sees it: bfloat16 peak (FLOP/s), memory a program may use (bytes), memory and network in bytes/s.
-
-    The maker's pages (cloud.google.com/tpu/docs) as of 2026-11; network is all links of a chip, both directions.
-    """
-
-    peak: float
-    memory: float
-    bandwidth: float
-    network: float
-
-
-CHIPS = {
-    "TPU v4": Chip(275e12, 30.75 * GIB, 1228e9, 300e9),
-    "TPU v5 lite": Chip(197e12, 15.75 * GIB, 819e9, 200e9 * 2),
-    "TPU v5": Chip(459e12, 95.0 * GIB, 2765e9, 1200e9),
-    "TPU v6 lite": Chip(918e12, 31.25 * GIB, 1640e9, 800e9),
-    "TPU7x": Chip(1153e12, 94.75 * GIB, 3690e9, 600e9),  # two devices a chip
-}
-
-
-@dataclass(frozen=True)
 class Plan:
-    """What a step costs a device. Bytes and counts are the compiler's; `seconds` are a roofline, an estimate."""
+    """What a step costs a device. Bytes and counts are the compiler's; `seconds` are a roofline, an estimate.
+
+    Of memory it takes arguments and temporaries to move three times, of the network an all-reduce twice its bytes.
+    """
 
     topology: str
     chip: str
@@ -138,7 +119,7 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         step = jax.jit(make_train_step(experiment), donate_argnums=0, out_shardings=(places, None))
         lowered = step.lower(state, batch)
-    chip = CHIPS[devices[0].device_kind]
+    chip = cost.CHIPS[devices[0].device_kind]
     flops = float(cost.training_flops(experiment.model, T) * B * T)
     peak, compiled, notes = 0, None, []
     try:

@@ -151,10 +151,10 @@ def _rules(base: str, roberta: bool, pooler: str, lm: str, deep_classifier: bool
     ]
 
 
-VIT_FIELDS = {theirs: FIELDS[theirs] for theirs in FIELDS if theirs not in ("vocab_size", "max_position_embeddings")}
-del VIT_FIELDS["tie_word_embeddings"]
-VIT_FIELDS |= {"hidden_dropout_prob": ("dropout_rate", 0.0)}
-VIT_FIELDS |= {"attention_probs_dropout_prob": ("attention_dropout_rate", 0.0)}
+NO_IMAGE = ("vocab_size", "max_position_embeddings", "tie_word_embeddings")
+VIT_FIELDS = {theirs: field for theirs, field in FIELDS.items() if theirs not in NO_IMAGE} | {
+    "hidden_dropout_prob": ("dropout_rate", 0.0), "attention_probs_dropout_prob": ("attention_dropout_rate", 0.0),
+}  # fmt: skip
 
 
 def _read_vit(c: Json, names: Collection[str]) -> ModelConfig:

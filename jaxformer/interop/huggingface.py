@@ -33,6 +33,8 @@ from jaxformer.params import Spec, paths
 
 Config = ModelConfig | EncoderDecoder
 Tree = Any
+# what transformers would assume, and find outside a small vocabulary
+TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"))
 FAMILIES: dict[str, Family] = decoders.FAMILIES | encoders.FAMILIES | pairs.FAMILIES
 
 
@@ -134,14 +136,11 @@ def save(
     safetensors.save_checkpoint(folder, TOKENS | json | {"dtype": min(dtypes)} | (extra or {}), tensors, shard_bytes)
 
 
-# what transformers would assume, and find outside a small vocabulary
-TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"))
-
-
 def rope_layout(config: ModelConfig, params: Tree, layout: Literal["half", "interleaved"]) -> tuple[ModelConfig, Tree]:
     """The same model with queries and keys in the other order of features: Hugging Face's `half`, Meta's `interleaved`.
 
-    Pairs (i, i + r/2) and (2i, 2i + 1) of the r features that turn; scores do not change.
+    Pairs (i, i + r/2) and (2i, 2i + 1) of the r features that turn; scores do not change. Raises ConfigError for models
+    without Rope. Su et al. 2021, arXiv:2104.09864, eq. 34.
     """
     turning = config.positions
     if not isinstance(turning, Rope):
@@ -171,18 +170,18 @@ def _canonical(family: Family, name: str, known) -> str | None:
     return next((spelled for spelled in (modern, family.prefix + modern) if spelled in known), None)
 
 
-def _sources(file, family: Family, plan: dict[str, Tensor]) -> tuple[dict[str, str], set[str]]:
-    """(name in the plan -> name in the file, names that say a tied tensor a second time)."""
+def _sources(file, family: Family, tensors: dict[str, Tensor]) -> tuple[dict[str, str], set[str]]:
+    """(name in the tables -> name in the file, names that say a tied tensor a second time)."""
     source: dict[str, str] = {}
     for name in file.names:
-        spelled = _canonical(family, name, plan.keys() | family.aliases.keys())
+        spelled = _canonical(family, name, tensors.keys() | family.aliases.keys())
         if spelled in source:
             raise ConfigError(f"{file.folder}: {source[spelled]} and {name} are the same tensor; remove one")
         if spelled is not None:
             source[spelled] = name
     spare = set()
     for alias, first in family.aliases.items():
-        if alias in plan or first not in plan or alias not in source:
+        if alias in tensors or first not in tensors or alias not in source:
             continue
         second = source.pop(alias)
         kept = source.setdefault(first, second)
@@ -191,12 +190,14 @@ def _sources(file, family: Family, plan: dict[str, Tensor]) -> tuple[dict[str, s
     return source, spare
 
 
-def _check(file, plan, source, spare: set[str], leaves: dict[str, Spec], allow_missing, ignored: str) -> list[str]:
+def _check(file, tensors, source, spare: set[str], leaves: dict[str, Spec], allow_missing, ignored: str) -> list[str]:
     """Raises the report of what does not fit; returns our paths that are missing and may be."""
     used = spare.union(source.values())
     unexpected = [name for name in file.names if name not in used and not re.search(ignored, name)]
-    lacking = {part.path: name for name, tensor in plan.items() if name not in source for part in tensor.parts}
-    begun = {part.path for name in source.keys() & plan.keys() for part in plan[name].parts}  # in some layer at least
+    lacking = {part.path: name for name, tensor in tensors.items() if name not in source for part in tensor.parts}
+    begun = {
+        part.path for name in source.keys() & tensors.keys() for part in tensors[name].parts
+    }  # in some layer at least
     missing = [
         f"{name} (our {path})"
         for path, name in lacking.items()
@@ -204,7 +205,7 @@ def _check(file, plan, source, spare: set[str], leaves: dict[str, Spec], allow_m
     ]
     shapes = [
         f"{source[name]} {tuple(file.names[source[name]][0])}, not {tensor.shape}"
-        for name, tensor in plan.items()
+        for name, tensor in tensors.items()
         if name in source and tuple(file.names[source[name]][0]) != tensor.shape
     ]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
@@ -213,7 +214,7 @@ def _check(file, plan, source, spare: set[str], leaves: dict[str, Spec], allow_m
             f"{file.folder}: the weights are not those of its config.json: {'; '.join(report)}; see allow_missing, "
             "allow_unexpected and heads of interop.huggingface.load"
         )
-    placed = {part.path for tensor in plan.values() for part in tensor.parts}
+    placed = {part.path for tensor in tensors.values() for part in tensor.parts}
     return [path for path in leaves if path in lacking or path not in placed]
 
 
@@ -247,16 +248,16 @@ def _digest(file, name: str) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(file.read(name)).view(np.uint8).data).digest()
 
 
-def _dtypes(file, plan: dict[str, Tensor], source: dict[str, str], dtype) -> dict[str, Any]:
+def _dtypes(file, tensors: dict[str, Tensor], source: dict[str, str], dtype) -> dict[str, Any]:
     """The dtype of each leaf: the one asked for, or the widest of the tensors that it is put together from."""
     dtypes: dict[str, Any] = {}
-    for name in (name for name in plan if name in source):
+    for name in (name for name in tensors if name in source):
         own = jnp.dtype(file.names[source[name]][1])
         if not jnp.issubdtype(own, jnp.floating):
             raise ConfigError(
                 f"{file.folder}: {source[name]} holds {own}, not floating-point numbers; quantised files are not read"
             )
-        for part in plan[name].parts:
+        for part in tensors[name].parts:
             dtypes[part.path] = dtype or jnp.promote_types(own, dtypes.get(part.path, own))
     return {path: jax.dtypes.canonicalize_dtype(one) for path, one in dtypes.items()}
 

@@ -101,6 +101,7 @@ def patches(images: Float[Array, "B height width C"], patch: tuple[int, int]) ->
 
 
 def norm_spec(config: ModelConfig, width: int | None = None) -> Tree:
+    """Scale and, for a layer norm that the config gives one, bias `[width]` (D by default)."""
     shape = (width or config.d_model,)
     out = {"scale": Spec(shape, ("embed",), ones)}
     if config.norm == "layer_norm" and config.has_bias("norm"):
@@ -109,6 +110,7 @@ def norm_spec(config: ModelConfig, width: int | None = None) -> Tree:
 
 
 def norm(config: ModelConfig, params: Tree, x: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
+    """The config's norm, `ops.layer_norm` or `ops.rms_norm`, over the last axis."""
     if config.norm == "layer_norm":
         return ops.layer_norm(x, params["scale"], params.get("bias"), config.norm_eps)
     return ops.rms_norm(x, params["scale"], config.norm_eps)

@@ -217,14 +217,14 @@ def stack(config: ModelConfig, params: Tree, x, context: Context, layer_masks, s
             outputs.append(out)
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
-    carry, heads = (x, slots[0].memo(x)), None if source is None else source.heads
+    carry, read_heads = (x, slots[0].memo(x)), None if source is None else source.heads
     if not alike(config):
-        rows = per_slot(config, slots, params, (jnp.arange(L), state, heads), constants, x.shape[1])
+        rows = per_slot(config, slots, params, (jnp.arange(L), state, read_heads), constants, x.shape[1])
         inputs = tuple((index, own, *rest[:1], drawn, *rest[1:]) for own, (index, *rest), drawn in rows)
         carry, outputs = jax.lax.scan(partial(run, count=period), carry, inputs, unroll=max(1, config.unroll // period))
         return carry[0], jax.tree.map(lambda a: a.reshape(L, *a.shape[2:]), outputs)
     constants = slots[0].constants(x.shape[1]) if constants is None else constants
-    inputs = jnp.arange(L), params, state, constants, heads
+    inputs = jnp.arange(L), params, state, constants, read_heads
     if config.unroll >= L:
         (x, _), outputs = run(carry, inputs, L)
         return x, outputs

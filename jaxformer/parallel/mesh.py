@@ -58,14 +58,17 @@ def run_mesh(config: Mesh, batch_size: int) -> jax.sharding.Mesh | None:
 
     Raises ConfigError where the devices or the batch do not go into it.
     """
+    for name in ("expert", "stage", "slices", "explicit"):
+        if (value := getattr(config, name)) != getattr(Mesh(), name):
+            raise ConfigError(f"mesh.{name}={value}: no run has it yet; there are data, fsdp, tensor and context")
     sizes = [getattr(config, axis) for axis in AXES]
     devices = jax.devices()
     if -1 not in sizes and math.prod(sizes) <= len(devices):
         devices = devices[: math.prod(sizes)]
     shape = config.shape(len(devices))
-    rows = shape["data"] * shape["fsdp"] * shape["expert"]
+    rows = shape["data"] * shape["fsdp"]
     if batch_size % rows:
-        raise ConfigError(f"batch_size={batch_size} does not divide among {rows} devices (mesh.data x fsdp x expert)")
+        raise ConfigError(f"batch_size={batch_size} does not divide among {rows} devices (mesh.data x fsdp)")
     return None if len(devices) == 1 else make_mesh(config, devices)
 
 

@@ -41,10 +41,13 @@ def partition(spec: Tree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, r
     Raises ConfigError for a dimension that does not divide among its devices, with the nearest sizes that do, and for a
     leaf two of whose axes would be split over the same devices.
     """
-    named = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _leaf(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, mesh, rules), spec
-    )
-    return named
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _leaf(name(path), leaf, mesh, rules), spec)
+
+
+def _entry(over: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """Mesh axes as a PartitionSpec has them."""
+    return over[0] if len(over) == 1 else over or None
 
 
 def _leaf(path: str, leaf: Spec, mesh, rules: Rules) -> P:
@@ -66,7 +69,7 @@ def _leaf(path: str, leaf: Spec, mesh, rules: Rules) -> P:
                 f"{path}: {axis}={size} does not divide among {' x '.join(f'mesh.{n}={mesh.shape[n]}' for n in over)}; "
                 f"sizes that do: {near}; or a mesh axis that divides {size}"
             )
-        entries.append(over[0] if len(over) == 1 else over or None)
+        entries.append(_entry(over))
     return P(*entries)
 
 
@@ -81,11 +84,10 @@ def rows(mesh: jax.sharding.Mesh, batch: dict[str, Any]) -> dict[str, NamedShard
     """Where a batch `[B, T]` lies: examples over data, fsdp and expert, positions over context; whole where it is uneven."""
 
     def place(leaf):
-        entries = []
-        for size, name in zip(leaf.shape, ("batch", "length", None, None), strict=False):
-            over = ACTIVATIONS.get(name or "", ())
-            entries.append(over if size % math.prod(mesh.shape[axis] for axis in over) == 0 and over else None)
-        return NamedSharding(mesh, P(*entries))
+        axes = [ACTIVATIONS[name] for name in ("batch", "length")[: leaf.ndim]]
+        pairs = list(zip(leaf.shape, axes, strict=False))  # what comes after B and T is whole
+        fit = [size % math.prod(mesh.shape[axis] for axis in over) == 0 for size, over in pairs]
+        return NamedSharding(mesh, P(*(_entry(over) if even else None for over, even in zip(axes, fit, strict=True))))
 
     return {key: place(leaf) for key, leaf in batch.items()}
 
@@ -113,7 +115,7 @@ def constrain(x: Array, *names: str | None) -> Array:
         )
         if size % math.prod(mesh.shape[axis] for axis in over):
             over = ()  # a batch of one, a length that is not split
-        entries.append(over[0] if len(over) == 1 else over or None)
+        entries.append(_entry(over))
     if _explicit(mesh):
         return jax.sharding.reshard(x, P(*entries))
     return jax.lax.with_sharding_constraint(x, P(*entries))

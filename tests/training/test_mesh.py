@@ -72,6 +72,8 @@ def test_a_run_goes_on_on_another_mesh(alone, tmp_path, monkeypatch):
         (dict(mesh=Mesh(data=16)), "do not make up 8"),
         (dict(mesh=Mesh(), batch_size=4), "batch_size=4 does not divide among 8 devices"),
         (dict(mesh=Mesh(data=1, tensor=8)), "heads=2 does not divide"),
+        (dict(mesh=Mesh(stage=2)), "mesh.stage=2: no run has it yet"),
+        (dict(mesh=Mesh(explicit=True)), "mesh.explicit=True: no run has it yet"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(changes, said, tmp_path):
