@@ -7,7 +7,7 @@ WHAT ?= train
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train evaluate generate show test test-all parity lint format bench clean
+.PHONY: help train evaluate generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-all parity lint format bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -25,11 +25,27 @@ generate: .venv/ready  ## continue a text: EXP=quickstart ARGS="--prompt 'def ma
 show: .venv/ready      ## the final config of an experiment or preset, its parameters and cost
 	@$(BIN)/python -m jaxformer show $(EXP) $(ARGS)
 
+# launching: what is given on the command line becomes options; DRY=1 prints what would run
+given = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z a-z)='$($(name))'))
+launch = @$(BIN)/python -m experiments.launch.$(1) $(EXP) $(if $(DRY),--dry) $(call given,$(2)) $(3) -- $(ARGS)
+
+pod-train: .venv/ready   ## train on a TPU VM or pod: EXP=gpt2_small TPU=my-pod ZONE=us-east5-a TOPOLOGY=v5e:4x4 BUCKET=b [SPOT=1] [DRY=1]
+	$(call launch,tpu_vm,TPU ZONE PROJECT TOPOLOGY BUCKET RUNS RETRIES,$(if $(SPOT),--spot))
+
+slurm-train: .venv/ready ## submit a Slurm job: EXP=gpt2_small NODES=4 GPUS=8 RUNS=/shared/runs [PARTITION=] [TIME=] [DRY=1]
+	$(call launch,slurm,NODES GPUS CPUS TIME PARTITION ACCOUNT RUNS RETRIES)
+
+gke-train: .venv/ready   ## submit a GKE JobSet: EXP=gpt2_small TOPOLOGY=v5e:4x4 IMAGE=... BUCKET=b [SLICES=2] [DRY=1]
+	$(call launch,gke,TOPOLOGY SLICES IMAGE BUCKET CLAIM ACCOUNT RETRIES,$(if $(SPOT),--spot))
+
+sky-train: .venv/ready   ## submit a SkyPilot managed job: EXP=gpt2_small TOPOLOGY=v5e:4x4 BUCKET=gs://b, or GPUS=H100:8 NODES=4 [DRY=1]
+	$(call launch,skypilot,TOPOLOGY NODES BUCKET RETRIES,$(if $(GPUS),--accelerators='$(GPUS)'))
+
 test: .venv/ready-dev  ## the test suite (some minutes on two cores)
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-all: .venv/ready-dev  ## also the slow tests and those that kill, corrupt and fill things
-	@$(BIN)/python -m pytest -n 2 -m 'not parity and not gpu and not tpu' $(ARGS)
+	@$(BIN)/python -m pytest -n 2 -m 'not parity and not gpu and not tpu and not aot' $(ARGS)
 
 parity: .venv-parity/ready  ## other people's packages run live against tests/fixtures (installs torch for CPU, transformers and others)
 	@.venv-parity/bin/python -m pytest -m parity $(ARGS)

@@ -71,7 +71,7 @@ def embed(config: ModelConfig, params: Tree, inputs, positions, token_types=None
         if "bias" in params["patches"]:
             x = add_bias(x, params["patches"]["bias"])
         if how.class_token:
-            first = jnp.broadcast_to(params["class_token"].astype(x.dtype)[None, None], (len(x), 1, config.d_model))
+            first = jnp.broadcast_to(params["class_token"].astype(x.dtype)[None, None], (x.shape[0], 1, config.d_model))
             x = jnp.concatenate([first, x], axis=1)
     else:
         dtype = dtype or params["tokens"].dtype

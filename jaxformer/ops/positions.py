@@ -8,7 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxformer.ops.contraction import einsum
@@ -275,7 +275,7 @@ def within_segments(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
         [jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
     )
     first = jnp.where(starts, index, 0)
-    return index - jnp.maximum.accumulate(first, axis=1)
+    return index - lax.cummax(first, axis=1)
 
 
 def _row3(vector):

@@ -1,0 +1,158 @@
+"""An exported forward pass: the same numbers in a process that cannot import this package."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+pytest.importorskip("flatbuffers")  # what jax.export writes with
+
+from jaxformer import masks, models, params
+from jaxformer.config import ConfigError
+from jaxformer.interop import export
+from jaxformer.models import Classification, EncoderDecoder, ModelConfig, Patches, mixers
+from jaxformer.ops.positions import Rope
+
+GPT = ModelConfig(vocab_size=13, num_layers=2, d_model=8, num_heads=2, context_length=12, d_ff=12, init_std=0.3)
+LLAMA = replace(GPT, positions=Rope(), num_kv_heads=1, masks=(masks.causal() & masks.window(3), masks.causal()))
+BERT = replace(GPT, masks=(masks.full(),))
+PAIR = EncoderDecoder(replace(BERT, heads=()), replace(GPT, context_length=9))
+VIT = replace(
+    GPT, vocab_size=0, context_length=5, embedding=Patches((4, 4), (2, 2), 3), masks=(masks.full(),),
+    heads=(Classification(3, pooler=None),),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def open_sizes():
+    """An open batch or length is a symbol, which no annotation `int` takes."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def drawn(config, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 0.3, a.shape), dtype), params.abstract(models.spec(config)))
+
+
+def tokens(*shape):
+    return np.random.default_rng(1).integers(0, 13, shape).astype(np.int32)
+
+
+def close(a, b):
+    """Float32 sums of some ten terms in another order: XLA fuses the exported program by itself."""
+    np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-5, atol=1e-5)
+
+
+ELSEWHERE = """
+import sys
+sys.modules["jaxformer"] = None  # an import of it fails
+import json, pathlib, jax, jax.export, numpy as np, safetensors.numpy
+folder = pathlib.Path(sys.argv[1])
+forward = jax.export.deserialize(bytearray((folder / "forward.stablehlo").read_bytes()))
+weights = safetensors.numpy.load_file(folder / "model.safetensors")
+about = json.loads((folder / "config.json").read_text())
+results = {}
+for batch, length in ((2, 7), (5, 12)):
+    tokens = np.random.default_rng(1).integers(0, 13, (batch, length)).astype(np.int32)
+    results[f"logits{batch}"] = forward.call(weights, tokens)
+    scalar = lambda weights: (forward.call(weights, tokens) ** 2).sum()
+    results[f"grad{batch}"] = jax.grad(scalar)(weights)["embedding/tokens"]
+assert about["arguments"]["tokens"] == {"shape": ["b", "t"], "dtype": "int32"}, about
+np.savez(folder / "results.npz", **results)
+"""
+
+
+@pytest.mark.slow
+def test_another_process_without_this_package_has_the_same_logits_and_gradients(tmp_path):
+    weights = drawn(LLAMA)
+    export.save(tmp_path / "gpt", LLAMA, weights, vjp_order=1)
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE, tmp_path / "gpt"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = np.load(tmp_path / "gpt" / "results.npz")
+    for batch, length in ((2, 7), (5, 12)):
+        read = jnp.asarray(tokens(batch, length))
+        close(results[f"logits{batch}"], models.apply(LLAMA, weights, read).logits)
+        gradient = jax.grad(lambda w, read: (models.apply(LLAMA, w, read).logits ** 2).sum())(weights, read)
+        close(results[f"grad{batch}"], gradient["embedding"]["tokens"])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_load_gives_a_function_of_tokens(tmp_path, dtype):
+    weights = drawn(GPT, dtype)
+    export.save(tmp_path / "gpt", GPT, weights)
+    forward = export.load(tmp_path / "gpt")
+    for shape in ((1, 1), (3, 5), (2, 12)):
+        np.testing.assert_allclose(  # bfloat16 has 8 bits: fused otherwise, a rounding more or less
+            np.asarray(forward(tokens(*shape)), np.float32),
+            np.asarray(models.apply(GPT, weights, jnp.asarray(tokens(*shape))).logits, np.float32),
+            rtol=1e-5 if dtype == jnp.float32 else 0.05, atol=1e-5 if dtype == jnp.float32 else 0.05,
+        )  # fmt: skip
+    for wrong in (
+        (tokens(1, 13),),
+        (tokens(0, 3),),
+        (tokens(3),),
+        (tokens(1, 3).astype(np.int64),),
+        (tokens(1, 3),) * 2,
+    ):
+        with pytest.raises(ValueError, match=r"expected (int32\['b', 't'\] t up to 12|tokens)"):
+            forward(*wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["pair", "vit", "bert", "headless", "long", "performer"])
+def test_every_kind_of_model(tmp_path, case):
+    config, given, options = {
+        "pair": (PAIR, (tokens(3, 4), tokens(3, 6)), {}),
+        "vit": (VIT, (np.random.default_rng(2).normal(size=(3, 4, 4, 3)).astype(np.float32),), {"batch": 3}),
+        "bert": (BERT, (tokens(3, 6), np.repeat([[1, 1, 1, 2, 2, 0]], 3, 0).astype(np.int32)),
+                 {"inputs": ("segment_ids",), "length": 6}),
+        "headless": (replace(GPT, heads=()), (tokens(3, 4),), {}),
+        "long": (replace(GPT, context_length=600), (tokens(2, 600),), {"length": 600, "batch": 2}),
+        "performer": (replace(GPT, mixer=mixers.Performer(features=8)), (tokens(2, 8),), {"length": 8}),
+    }[case]  # fmt: skip
+    weights = drawn(config)
+    export.save(tmp_path / "model", config, weights, **options)
+    names = {"pair": ("source",), "bert": ("segment_ids",)}.get(case, ())
+    rest = dict(zip(names, map(jnp.asarray, given[1:]), strict=True))
+    output = models.apply(config, weights, jnp.asarray(given[0]), **rest)
+    close(export.load(tmp_path / "model")(*given), output.hidden if output.logits is None else output.logits)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["platforms"] == ["cpu", "tpu", "cuda"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"length": 13}, "context_length=12"),
+        ({"batch": 0}, "batch=0"),
+        ({"inputs": ("mask",)}, "segment_ids"),
+        ({"platforms": ("gpu",)}, "cuda"),
+        ({"vjp_order": -1}, "vjp_order=-1"),
+    ],
+)
+def test_mistakes_are_answered_at_the_door(tmp_path, options, says):
+    with pytest.raises(ConfigError, match=says):
+        export.save(tmp_path / "gpt", GPT, drawn(GPT), **options)
+    assert not (tmp_path / "gpt").exists()
+
+
+def test_what_does_not_belong_together_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="not those of the config: embedding/tokens"):
+        export.save(tmp_path / "gpt", replace(GPT, vocab_size=14), drawn(GPT))
+    with pytest.raises(ConfigError, match=r"no forward\.stablehlo"):
+        export.save(tmp_path / "gpt", GPT, drawn(GPT), batch=1, length=2)
+        (tmp_path / "gpt" / "forward.stablehlo").unlink()
+        export.load(tmp_path / "gpt")
+    export.save(tmp_path / "tpu", GPT, drawn(GPT), batch=1, length=2, platforms=("tpu",))
+    with pytest.raises(ConfigError, match="exported for tpu"):
+        export.load(tmp_path / "tpu")
+    (tmp_path / "tpu" / "forward.stablehlo").write_bytes(b"nothing of the kind")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        export.load(tmp_path / "tpu")
