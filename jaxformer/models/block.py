@@ -313,7 +313,7 @@ def block(config: ModelConfig, mixer: Mixer, params, x: Float[Array, "B T D"], c
     for f the mixer, then attention to a source if there is one, then the feed-forward; each with dropout on its output.
     """
     source_width = None if context.source is None else context.source.hidden.shape[-1]
-    params = gather(params, lambda: spec(config, mixer, source_width))
+    params = gather(params, lambda: spec(config, mixer, source_width), x.dtype)
     keys = dict.fromkeys(("mix", "attention", "feedforward", "cross", "cross_attention"))
     if context.dropout_key is not None:
         keys = dict(zip(keys, random.split(context.dropout_key, 3), strict=False))

@@ -105,7 +105,7 @@ def unembedding(config: ModelConfig, head: LanguageModel, params: Tree, hidden: 
     if head.scale != 1.0:
         hidden = hidden * head.scale
     kernel = tokens_table if config.tie_embeddings else params["kernel"]
-    return hidden, constrain(kernel, "vocab", None), params.get("bias")
+    return hidden, kernel, params.get("bias")
 
 
 def pool(hidden: Float[Array, "B T D"], how: str, real: Bool[Array, "B T"] | None = None) -> Float[Array, "B D"]:

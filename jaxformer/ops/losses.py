@@ -1,15 +1,17 @@
 """Losses as sums: callers divide once, by the weight of the whole batch, however the batch was cut up."""
 
+import math
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from jaxformer.ops.contraction import add_bias, einsum
-from jaxformer.parallel.sharding import parts
+from jaxformer.parallel.sharding import automatic, constrain, gathered, lay_out, over
 
 
 class LossSums(NamedTuple):
@@ -66,45 +68,49 @@ def projected_cross_entropy(
 
     The gradients of hidden and head are formed chunk by chunk while the logits are there, so nothing is computed twice.
     By default a chunk's float32 logits take at most 64 MiB of a device (or one position's). Weights get no gradient.
-    `softcap` c maps a logit l to c tanh(l / c).
+    `softcap` c maps a logit l to c tanh(l / c). On a mesh each device has the logits of its own tokens and its own part of
+    the vocabulary; gradients of the head are summed over devices once, after the last chunk.
     """
-    B, T, _ = hidden.shape
-    V = head.shape[0]
-    weights = jnp.ones((B, T), jnp.float32) if weights is None else weights
-    held = max(1, B // parts("batch")) * max(1, V // parts("vocab"))  # logits of one position, on one device
-    chunk = min(T, chunk or max(1, 2**24 // held))
+    weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
     options = (chunk, softcap, label_smoothing, z_loss)
-    return LossSums(*_projected(options, hidden, (head, bias), labels, weights))
+    return LossSums(*automatic(partial(_projected, options), lambda _: P())(hidden, (head, bias), labels, weights))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _projected(options, hidden, head, labels, weights):
-    def step(sums, part):
-        return jax.tree.map(jnp.add, sums, _chunk_loss(options, head, *part)), None
+    def body(hidden, head, labels, weights):
+        def step(sums, part):
+            return jax.tree.map(jnp.add, sums, _chunk_loss(options, head, *part)), None
 
-    sums, _ = jax.lax.scan(step, _zeros(hidden), _chunks(options[0], hidden, labels, weights))
-    return tuple(sums)
+        sums, _ = jax.lax.scan(step, _zeros(hidden), _chunks(_chunk(options[0], hidden, head), hidden, labels, weights))
+        return (tuple(sums),)
+
+    return _on_each_device(body, hidden, head, labels, weights)[0]
 
 
 def _projected_forward(options, hidden, head, labels, weights):
     """Losses and, at the same pass, their gradients: the cotangent of a sum is one number, so it can multiply later."""
 
-    def step(carry, part):
-        sums, d_head = carry
-        part_hidden, *rest = part
-        loss, pullback, others = jax.vjp(
-            lambda h, w: _loss_first(_chunk_loss(options, w, h, *rest)), part_hidden, head, has_aux=True
-        )
-        d_hidden, d_part = pullback(jnp.ones_like(loss))
-        sums = jax.tree.map(jnp.add, sums, LossSums(loss, *others))
-        return (sums, jax.tree.map(lambda d, part: d + part.astype(d.dtype), d_head, d_part)), d_hidden
+    def body(hidden, head, labels, weights):
+        def step(carry, part):
+            sums, d_head = carry
+            part_hidden, *rest = part
+            loss, pullback, others = jax.vjp(
+                lambda h, w: _loss_first(_chunk_loss(options, w, h, *rest)), part_hidden, head, has_aux=True
+            )
+            d_hidden, d_part = pullback(jnp.ones_like(loss))
+            sums = jax.tree.map(jnp.add, sums, LossSums(loss, *others))
+            return (sums, jax.tree.map(lambda d, part: d + part.astype(d.dtype), d_head, d_part)), d_hidden
 
-    parts = _chunks(options[0], hidden, labels, weights)
-    start = _zeros(hidden), jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)), head)
-    (sums, d_head), d_hidden = jax.lax.scan(step, start, parts)
-    B, T, D = hidden.shape
-    d_hidden = d_hidden.swapaxes(0, 1).reshape(B, -1, D)[:, :T]
-    return tuple(sums), (d_hidden, jax.tree.map(lambda d, w: d.astype(w.dtype), d_head, head))
+        parts = _chunks(_chunk(options[0], hidden, head), hidden, labels, weights)
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)), head)
+        (sums, d_head), d_hidden = jax.lax.scan(step, (_zeros(hidden), zeros), parts)
+        B, T, D = hidden.shape
+        d_hidden = d_hidden.swapaxes(0, 1).reshape(B, -1, D)[:, :T]
+        return tuple(sums), (d_hidden, d_head)
+
+    sums, (d_hidden, d_head) = _on_each_device(body, hidden, head, labels, weights)
+    return sums, (d_hidden, jax.tree.map(lambda d, w: d.astype(w.dtype), d_head, head))
 
 
 def _projected_backward(options, residuals, cotangents):
@@ -117,11 +123,47 @@ def _projected_backward(options, residuals, cotangents):
 _projected.defvjp(_projected_forward, _projected_backward)
 
 
+def _on_each_device(body, hidden, head, labels, weights):
+    """`body` of each device's tokens, with the head whole but for its vocabulary; its sums, and the sum of what it says of
+    the head, over all devices.
+
+    Left to the compiler, the gradient of the head would be summed over devices once a chunk.
+    """
+    rows, columns = over("batch", hidden.shape[0]), over("length", hidden.shape[1])
+    if not rows + columns:
+        return body(hidden, head, labels, weights)
+    vocabulary, tokens = over("vocab", head[0].shape[0]), P(rows or None, columns or None)
+    parts, whole = P(vocabulary or None, "fsdp" if "fsdp" in rows else None), P(vocabulary or None)
+    kernel = gathered(hidden.dtype, whole, parts, head[0])
+
+    def local(*operands):
+        sums, *gradients = body(*operands)
+        sums = jax.lax.psum(sums, rows + columns)
+        return (sums, *((d_hidden, jax.tree.map(lambda d: d[None], d_head)) for d_hidden, d_head in gradients))
+
+    shapes = jax.eval_shape(body, hidden, head, labels, weights)
+    mapped = jax.shard_map(
+        local, in_specs=(tokens, P(), tokens, tokens), out_specs=(P(), *((tokens, P(rows + columns)) for _ in shapes[1:])),
+        axis_names={*rows, *columns}, check_vma=False,
+    )  # fmt: skip
+    sums, *gradients = mapped(hidden, (kernel, head[1]), labels, weights)
+    total = lambda d: lay_out(jnp.sum(d, axis=0), parts if d.ndim == 3 else P(vocabulary or None))
+    return (sums, *((d_hidden, jax.tree.map(total, d_head)) for d_hidden, d_head in gradients))
+
+
+def _chunk(chunk: int | None, hidden, head) -> int:
+    """Positions a chunk: as asked, or as many as keep a device's float32 logits at 64 MiB."""
+    (B, T, _), V = hidden.shape, head[0].shape[0]
+    split = over("vocab", V)
+    held = B * V // math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in split) if split else B * V
+    return min(T, chunk or max(1, 2**24 // held))
+
+
 def _chunk_loss(options, head, hidden, labels, weights) -> LossSums:
     _, softcap, label_smoothing, z_loss = options
     kernel, bias = head
     logits = einsum("btd,vd->btv", hidden, kernel, dtype=jnp.promote_types(hidden.dtype, jnp.float32))
-    logits = logits if bias is None else add_bias(logits, bias)
+    logits = constrain(logits if bias is None else add_bias(logits, bias), "batch", "length", "vocab")
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     return cross_entropy(logits, labels, weights, label_smoothing, z_loss)

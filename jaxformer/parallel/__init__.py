@@ -1,9 +1,23 @@
 """One mesh for every kind of parallelism, and one table that says what is split over which of its axes."""
 
-from jaxformer.parallel.mesh import AXES, Mesh, make_mesh, run_mesh, settled
-from jaxformer.parallel.sharding import constrain, describe, gather, partition, parts, rows, shardings
+from jaxformer.parallel.mesh import AXES, Mesh, check_batch, make_mesh, run_mesh, settled
+from jaxformer.parallel.sharding import (
+    PARAMETERS,
+    Rules,
+    activations,
+    automatic,
+    constrain,
+    describe,
+    gather,
+    lay,
+    over,
+    partition,
+    rows,
+    shardings,
+    split,
+)
 
 __all__ = [
-    "AXES", "Mesh", "constrain", "describe", "gather", "make_mesh", "partition", "parts", "rows", "run_mesh", "settled",
-    "shardings",
+    "AXES", "PARAMETERS", "Mesh", "Rules", "activations", "automatic", "check_batch", "constrain", "describe", "gather",
+    "lay", "make_mesh", "over", "partition", "rows", "run_mesh", "settled", "shardings", "split",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,7 +21,8 @@ class Mesh:
 
     data: copies of the model, each with its share of the batch. fsdp: the batch, and the parameters with it (Rajbhandari et
     al. 2020, ZeRO-3). tensor: heads and inner widths (Shoeybi et al. 2019). context: the length of a sequence. expert:
-    routed experts. stage: layers. `slices` of a pod that only the slow network joins are dealt out along `data`.
+    routed experts, and the batch. stage: layers, each micro-batch `repeats` times around (Narayanan et al. 2021). `slices`
+    of a pod that only the slow network joins are dealt out along `data`.
     """
 
     data: int = -1
@@ -31,10 +32,23 @@ class Mesh:
     expert: int = 1
     stage: int = 1
     slices: int = 1
+    microbatches: int | None = None  # of a pipeline; None: as many as stages
+    repeats: int = 1
+    zero1: bool = False  # optimizer state split over `data` as well (Rajbhandari et al. 2020, ZeRO-1)
+    offload: bool = False  # optimizer state in the hosts' memory between steps
     explicit: bool = False  # JAX's Explicit axes (shardings are types) instead of Auto ones (the compiler's choice)
+    backend: Literal["jit", "pmap"] = "jit"  # pmap: the older way, for `data` alone
 
     def __post_init__(self):
         sizes = [getattr(self, axis) for axis in AXES]
+        if self.repeats < 1 or (self.microbatches is not None and self.microbatches < 1):
+            raise ConfigError(f"mesh.microbatches={self.microbatches}, mesh.repeats={self.repeats}: must be at least 1")
+        others = [name for name in ("slices", "zero1", "offload", "explicit") if getattr(self, name) not in (1, False)]
+        others += [axis for axis in AXES[1:] if getattr(self, axis) != 1]
+        if self.backend == "pmap" and others:
+            raise ConfigError(
+                f"mesh.backend=pmap copies the model to every device: no mesh.{others[0]}; use backend=jit"
+            )
         if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes) or self.slices < 1:
             raise ConfigError(f"mesh={self}: axes are at least 1, and one of them may be -1 for the devices left over")
 
@@ -54,22 +68,28 @@ class Mesh:
 
 
 def run_mesh(config: Mesh, batch_size: int) -> jax.sharding.Mesh | None:
-    """The mesh of a run on this machine's devices, on the first of them where it has fewer; None for one device.
+    """The mesh of a run on all devices, on the first of them where it has fewer; None for one device.
 
-    Raises ConfigError where the devices or the batch do not go into it.
+    `batch_size` is that of one gradient. Raises ConfigError where the devices or the batch do not go into it.
     """
-    for name in ("expert", "stage", "slices", "explicit"):
-        if (value := getattr(config, name)) != getattr(Mesh(), name):
-            raise ConfigError(f"mesh.{name}={value}: no run has it yet; there are data, fsdp, tensor and context")
     sizes = [getattr(config, axis) for axis in AXES]
     devices = jax.devices()
     if -1 not in sizes and math.prod(sizes) <= len(devices):
         devices = devices[: math.prod(sizes)]
     shape = config.shape(len(devices))
-    rows = shape["data"] * shape["fsdp"]
-    if batch_size % rows:
-        raise ConfigError(f"batch_size={batch_size} does not divide among {rows} devices (mesh.data x fsdp)")
+    check_batch(config, shape, batch_size)
     return None if len(devices) == 1 else make_mesh(config, devices)
+
+
+def check_batch(config: Mesh, shape: dict[str, int], batch_size: int) -> None:
+    """Raises ConfigError where the examples of one gradient do not divide among devices and micro-batches."""
+    rows = shape["data"] * shape["fsdp"] * shape["expert"]
+    micro = (config.microbatches or shape["stage"]) if shape["stage"] > 1 else 1
+    if batch_size % (rows * micro):
+        parts = f"{rows} devices (mesh.data x fsdp x expert)" + (f" in {micro} micro-batches" if micro > 1 else "")
+        below = batch_size // (rows * micro) * rows * micro
+        near = f"{below} or {below + rows * micro}" if below else str(rows * micro)
+        raise ConfigError(f"batch_size={batch_size} does not divide among {parts}; sizes that do: {near}")
 
 
 def make_mesh(config: Mesh = Mesh(), devices: Sequence | None = None) -> jax.sharding.Mesh:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ PARAMETERS: Rules = {
     "layers": ("stage",),
 }
 ACTIVATIONS: Rules = {
-    "batch": ("data", "fsdp", "expert"),
+    "batch": ("data", "fsdp", "expert", "stage"),
     "length": ("context",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -53,7 +54,7 @@ def _entry(over: tuple[str, ...]) -> str | tuple[str, ...] | None:
 def _leaf(path: str, leaf: Spec, mesh, rules: Rules) -> P:
     entries, used = [], {}
     for size, axis in zip(leaf.shape, leaf.axes, strict=True):
-        over = tuple(name for name in rules.get(axis or "", ()) if mesh.shape[name] > 1)
+        over = tuple(name for name in rules.get(axis or "", ()) if mesh.shape.get(name, 1) > 1)
         for name in over:
             if name in used:
                 raise ConfigError(
@@ -81,21 +82,35 @@ def shardings(spec: Tree, mesh: jax.sharding.Mesh, rules: Rules = PARAMETERS) ->
 
 
 def rows(mesh: jax.sharding.Mesh, batch: dict[str, Any]) -> dict[str, NamedSharding]:
-    """Where a batch `[B, T]` lies: examples over data, fsdp and expert, positions over context; whole where it is uneven."""
+    """Where a batch `[B, T, ...]` lies: examples over the axes of `batch`, positions over context, what comes after whole."""
 
     def place(leaf):
-        axes = [ACTIVATIONS[name] for name in ("batch", "length")[: leaf.ndim]]
-        pairs = list(zip(leaf.shape, axes, strict=False))  # what comes after B and T is whole
-        fit = [size % math.prod(mesh.shape[axis] for axis in over) == 0 for size, over in pairs]
-        return NamedSharding(mesh, P(*(_entry(over) if even else None for over, even in zip(axes, fit, strict=True))))
+        named = zip(leaf.shape, ("batch", "length"), strict=False)
+        return NamedSharding(mesh, P(*(_entry(over(name, size, mesh)) for size, name in named)))
 
     return {key: place(leaf) for key, leaf in batch.items()}
 
 
-def parts(name: str) -> int:
-    """Among how many devices the mesh of `jax.set_mesh` splits an activation's axis of that name; 1 without one."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in ACTIVATIONS.get(name, ()))
+def over(
+    name: str | None, size: int, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
+) -> tuple[str, ...]:
+    """The mesh axes that split an activation's axis of that name and size: the first of its rule, as long as they divide it.
+
+    On the mesh of `jax.set_mesh` by default; () without one. Axes that `jax.shard_map` has made manual are left out.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if mesh.empty:
+        return ()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    split, found = 1, []
+    for axis in ACTIVATIONS.get(name or "", ()):
+        if mesh.shape.get(axis, 1) == 1 or kinds[axis] == AxisType.Manual:  # a mesh may be somebody else's
+            continue
+        split *= mesh.shape[axis]
+        if size % split:
+            break
+        found.append(axis)
+    return tuple(found)
 
 
 def constrain(x: Array, *names: str | None) -> Array:
@@ -104,40 +119,98 @@ def constrain(x: Array, *names: str | None) -> Array:
     `names` are the logical axes of x. Under Explicit axes a reshard, under Auto ones a constraint for the compiler; mesh
     axes that `jax.shard_map` has made manual are left alone.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or math.prod(mesh.shape.values()) == 1:
+    if not split():
         return x
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    entries = []
-    for size, name in zip(x.shape, names, strict=True):
-        over = tuple(
-            axis for axis in ACTIVATIONS.get(name or "", ()) if kinds[axis] != AxisType.Manual and mesh.shape[axis] > 1
-        )
-        if size % math.prod(mesh.shape[axis] for axis in over):
-            over = ()  # a batch of one, a length that is not split
-        entries.append(_entry(over))
-    if _explicit(mesh):
-        return jax.sharding.reshard(x, P(*entries))
-    return jax.lax.with_sharding_constraint(x, P(*entries))
+    return lay_out(x, P(*(_entry(over(name, size)) for size, name in zip(x.shape, names, strict=True))))
 
 
-def gather(params: Tree, spec: Callable[[], Tree]) -> Tree:
+def split() -> bool:
+    """Whether there is a mesh (`jax.set_mesh`) with an axis of several devices that `jax.shard_map` has not made manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = () if mesh.empty else zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return any(size > 1 and kind != AxisType.Manual for size, kind in axes)
+
+
+def gather(params: Tree, spec: Callable[[], Tree], dtype) -> Tree:
     """Parameters of a layer as its products want them: whole over `fsdp`, split over `tensor` and `expert` as they were.
 
-    One all-gather a weight and pass under FSDP, and by its transpose one reduce-scatter of the gradient. `spec()` declares
-    the same tree. Identity without a mesh (`jax.set_mesh`).
+    One all-gather a weight and pass under FSDP, of matrices in `dtype`, to which products round them anyway; and one
+    reduce-scatter of the gradient, in its own precision. `spec()` declares the same tree. Identity without a mesh
+    (`jax.set_mesh`).
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.shape["fsdp"] == 1:
+    if mesh.empty or mesh.shape.get("fsdp", 1) == 1:
         return params
-    rules = {name: axes for name, axes in PARAMETERS.items() if name not in ("embed", "layers")}
-    whole = partition(spec(), mesh, rules)
-    place = jax.sharding.reshard if _explicit(mesh) else jax.lax.with_sharding_constraint
-    return jax.tree.map(lambda leaf, one: place(leaf, one), params, whole)
+    declared = spec()
+    whole = partition(declared, mesh, {name: axes for name, axes in PARAMETERS.items() if name != "embed"})
+
+    def one(path, leaf, spec, whole, parts):
+        routes = "router" in jax.tree_util.keystr(path)  # a router works in float32, whatever the rest does
+        return gathered(dtype if spec.contracts and not routes else leaf.dtype, whole, parts, leaf)
+
+    return jax.tree_util.tree_map_with_path(one, params, declared, whole, partition(declared, mesh))
 
 
-def _explicit(mesh) -> bool:
-    return AxisType.Explicit in mesh.axis_types
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def gathered(dtype, whole: P, parts: P, leaf: Array) -> Array:
+    """One parameter, laid out as `whole` in `dtype`, and back in its own; its gradient laid out as `parts`, as it was."""
+    # Said to be split before and after the cast, or the compiler would gather it earlier: in its own precision, and outside
+    # of the layer, where the backward pass would keep it from.
+    narrow = lay_out(lay_out(leaf, parts).astype(dtype), parts)
+    return lay_out(narrow, whole).astype(leaf.dtype)
+
+
+def _gathered_forward(dtype, whole, parts, leaf):
+    return gathered(dtype, whole, parts, leaf), None
+
+
+def _gathered_backward(dtype, whole, parts, _, g):
+    return (lay_out(g, parts),)
+
+
+gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def lay(tree: Tree, spec: Tree, rules: Rules) -> Tree:
+    """Arrays with the axes that `spec` declares, laid out by the rules; unchanged without a mesh (`jax.set_mesh`)."""
+    return jax.tree.map(lay_out, tree, partition(spec, jax.sharding.get_abstract_mesh(), rules)) if split() else tree
+
+
+def lay_out(x: Array, where: P) -> Array:
+    """x, split so: under Explicit axes a reshard, under Auto ones a constraint for the compiler."""
+    place = jax.sharding.reshard if _explicit() else jax.lax.with_sharding_constraint
+    return place(x, where)
+
+
+def _explicit() -> bool:
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def automatic(f: Callable, places: Callable[[Tree], Tree]) -> Callable:
+    """f; under Explicit axes with its inside left to the compiler and its results typed by `places(shapes of them)`.
+
+    Explicit axes make a sharding part of an array's type, and JAX refuses whatever does not determine its result's: a
+    product summed over a split axis, a look-up in a split table. What a whole model returns is known, so the types are
+    kept at its door (`jax.sharding.auto_axes`).
+    """
+
+    def run(*args):
+        if not split() or not _explicit():
+            return f(*args)
+        shapes = jax.eval_shape(jax.sharding.auto_axes(f, out_sharding=P()), *args)
+        return jax.sharding.auto_axes(f, out_sharding=places(shapes))(*args)
+
+    return run
+
+
+def activations(names: Callable[[str, Any], tuple[str | None, ...]]) -> Callable[[Tree], Tree]:
+    """For `automatic`: a tree of arrays whose first logical axes are `names(path, leaf)`, as the rules split them."""
+
+    def place(path, leaf):
+        axes = names(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        return P(*(_entry(over(name, size)) for size, name in zip(leaf.shape, axes, strict=False)))
+
+    return partial(jax.tree_util.tree_map_with_path, place)
 
 
 def describe(spec: Tree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, itemsize: int = 4) -> str:

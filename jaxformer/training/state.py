@@ -55,15 +55,39 @@ def init_state(experiment: Experiment) -> TrainState:
     )
 
 
-def state_shardings(experiment: Experiment, mesh: jax.sharding.Mesh) -> TrainState:
-    """Where each leaf of the state lies: what belongs to a parameter with it, the rest on every device."""
-    places = paths(parallel.shardings(models.spec(experiment.model), mesh))
-    shapes = {path: leaf.shape for path, leaf in paths(models.spec(experiment.model)).items()}
+def state_places(experiment: Experiment, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> TrainState:
+    """How each leaf of the state is split: what belongs to a parameter as the parameter is, the rest not.
+
+    What the optimizer keeps is split over `data`, too, where the mesh's config asks for ZeRO-1.
+    """
+    spec = models.spec(experiment.model)
+    shapes = {path: leaf.shape for path, leaf in paths(spec).items()}
+    own, optimizers = (
+        paths(parallel.partition(spec, mesh, rules)) for rules in (parallel.PARAMETERS, rules_of(experiment))
+    )
 
     def place(path, leaf):
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         tails = ("/".join(names[i:]) for i in range(len(names)))
-        own = next((tail for tail in tails if shapes.get(tail) == leaf.shape), None)  # Adafactor's sums are smaller
-        return NamedSharding(mesh, PartitionSpec()) if own is None else places[own]
+        owner = next((tail for tail in tails if shapes.get(tail) == leaf.shape), None)  # Adafactor's sums are smaller
+        return PartitionSpec() if owner is None else (optimizers if names[0] == "opt_state" else own)[owner]
 
     return jax.tree_util.tree_map_with_path(place, jax.eval_shape(partial(init_state, experiment)))
+
+
+def rules_of(experiment: Experiment) -> parallel.Rules:
+    """The rules by which gradients and optimizer state are split."""
+    zero1 = {"embed": (*parallel.PARAMETERS["embed"], "data")} if experiment.mesh.zero1 else {}
+    return parallel.PARAMETERS | zero1
+
+
+def state_shardings(experiment: Experiment, mesh: jax.sharding.Mesh) -> TrainState:
+    """`state_places` on devices; what the optimizer keeps of each parameter in host memory where the config asks for it."""
+    host = {"memory_kind": "pinned_host"} if experiment.mesh.offload else {}
+
+    def place(path, entry):
+        kind = host if path[0].name == "opt_state" and entry != PartitionSpec() else {}
+        return NamedSharding(mesh, entry, **kind)
+
+    is_leaf = lambda x: isinstance(x, PartitionSpec)
+    return jax.tree_util.tree_map_with_path(place, state_places(experiment, mesh), is_leaf=is_leaf)

@@ -8,23 +8,30 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
-from jaxformer import models
+from jaxformer import models, parallel
 from jaxformer.ops.losses import LossSums
 from jaxformer.training import optimizer
 from jaxformer.training.experiment import Experiment
-from jaxformer.training.state import GROWTH_INTERVAL, LossScale, TrainState
+from jaxformer.training.state import GROWTH_INTERVAL, LossScale, TrainState, rules_of, state_places
 
 Batch = dict[str, Array]
 
 
-def make_train_step(experiment: Experiment) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
+def make_train_step(
+    experiment: Experiment, axis_name: str | None = None
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
     """`(state, batch) -> (state, metrics)`, to be jitted with the state donated.
+
+    Under `jax.set_mesh` it is the step of all devices. With `axis_name` it is one copy's step under `jax.pmap`, which sums
+    over that axis.
 
     A step whose loss or gradient is not finite changes no parameter and no optimizer state; it counts in `skipped`.
     Metrics: loss (nats a token), accuracy, tokens, grad_norm (before clipping), learning_rate (the one used), skipped.
     """
-    update = optimizer.build(experiment.optimizer, models.spec(experiment.model), experiment.frozen).update
+    spec = models.spec(experiment.model)
+    update = optimizer.build(experiment.optimizer, spec, experiment.frozen).update
     rate_of = optimizer.schedule(experiment)
     has_dropout = experiment.model.dropout_rate > 0 or experiment.model.attention_dropout_rate > 0
 
@@ -32,8 +39,14 @@ def make_train_step(experiment: Experiment) -> Callable[[TrainState, Batch], tup
         key = None
         if has_dropout:
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(experiment.seed), 1), state.step)
+            key = key if axis_name is None else jax.random.fold_in(key, jax.lax.axis_index(axis_name))
         scale = 1.0 if state.loss_scale is None else state.loss_scale.value
         sums, gradients = accumulate(experiment, state.params, batch, key, scale)
+        if axis_name is not None:
+            sums, gradients = jax.lax.psum((sums, gradients), axis_name)
+        gradients = parallel.lay(gradients, spec, rules_of(experiment))
+        if experiment.mesh.offload and parallel.split():
+            state = replace(state, opt_state=jax.device_put(state.opt_state, jax.memory.Space.Device))
         total = jnp.maximum(sums.weight, 1e-9)
         gradients = jax.tree.map(lambda g: g / (total * scale), gradients)
         norm = optax.tree.norm(gradients)
@@ -70,7 +83,11 @@ def make_train_step(experiment: Experiment) -> Callable[[TrainState, Batch], tup
             metrics["loss_scale"] = new.loss_scale.value
         return new, metrics
 
-    return train_step
+    places = lambda shapes: (
+        state_places(experiment, jax.sharding.get_abstract_mesh()),
+        jax.tree.map(lambda _: P(), shapes[1]),
+    )
+    return parallel.automatic(train_step, places)
 
 
 def accumulate(experiment: Experiment, params: Any, batch: Batch, key: Array | None, scale) -> tuple[LossSums, Any]:
@@ -95,7 +112,8 @@ def accumulate(experiment: Experiment, params: Any, batch: Batch, key: Array | N
         gradients, sums = gradient(params, micro_batch, micro_key)
         return jax.tree.map(jnp.add, carry, (sums, gradients)), None
 
-    micro_batches = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
+    # examples by turns, so that each device's part of the batch stays on it
+    micro_batches = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
     start = jax.tree.map(
         lambda a: jnp.zeros(a.shape, a.dtype),
         jax.eval_shape(lambda: gradient(params, jax.tree.map(lambda x: x[0], micro_batches), key)[::-1]),
