@@ -25,6 +25,12 @@ generate: .venv/ready  ## continue a text: EXP=quickstart ARGS="--prompt 'def ma
 show: .venv/ready      ## the final config of an experiment or preset, its parameters and cost
 	@$(BIN)/python -m jaxformer show $(EXP) $(ARGS)
 
+TOPOLOGY ?= v5e:2x2
+SEARCH ?=
+GPU := $(filter a100:% h100:% h200:% b200:%,$(TOPOLOGY))
+plan: .venv-plan/ready$(if $(GPU),-gpu)  ## a step compiled for a pod that is not here: EXP=llama_7b TOPOLOGY=v5e:16x16 [SEARCH=1]
+	@.venv-plan/bin/python -m jaxformer plan $(EXP) --topology $(TOPOLOGY) $(if $(SEARCH),--search) $(ARGS)
+
 # launching: what is given on the command line becomes options; DRY=1 prints what would run
 given = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z a-z)='$($(name))'))
 launch = @$(BIN)/python -m experiments.launch.$(1) $(EXP) $(if $(DRY),--dry) $(call given,$(2)) $(3) -- $(ARGS)
@@ -40,6 +46,10 @@ gke-train: .venv/ready   ## submit a GKE JobSet: EXP=gpt2_small TOPOLOGY=v5e:4x4
 
 sky-train: .venv/ready   ## submit a SkyPilot managed job: EXP=gpt2_small TOPOLOGY=v5e:4x4 BUCKET=gs://b, or GPUS=H100:8 NODES=4 [DRY=1]
 	$(call launch,skypilot,TOPOLOGY NODES BUCKET RETRIES,$(if $(GPUS),--accelerators='$(GPUS)'))
+
+N ?= 2
+pod-sim: .venv/ready     ## N real processes of one run on this machine: N=4 EXP=quickstart ARGS="--steps=20"
+	@$(BIN)/python -m experiments.launch.pod_sim $(N) $(EXP) $(ARGS)
 
 test: .venv/ready-dev  ## the test suite (some minutes on two cores)
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
@@ -63,7 +73,7 @@ bench: .venv/ready     ## our speed beside a named peer's: WHAT=train (installs 
 	@$(BIN)/python -m experiments.bench.$(WHAT) $(ARGS)
 
 clean:           ## removes .venv and caches; runs/ stays
-	rm -rf .venv .venv-bench .venv-parity .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-bench .venv-parity .venv-plan .pytest_cache .hypothesis .ruff_cache
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxformer needs Python 3.11 or newer; set PYTHON=")'
@@ -86,4 +96,15 @@ clean:           ## removes .venv and caches; runs/ stays
 	@.venv-parity/bin/pip install -q --upgrade 'pip>=25.1'
 	@.venv-parity/bin/pip install -q torch==2.13.0
 	@.venv-parity/bin/pip install -q -e . --group dev --group parity
+	@touch $@
+
+.venv-plan/ready: pyproject.toml
+	@echo 'setting up .venv-plan with the TPU compiler (once, some minutes, 1.5 GB)'
+	@$(PYTHON) -m venv .venv-plan
+	@.venv-plan/bin/pip install -q --upgrade 'pip>=25.1'
+	@.venv-plan/bin/pip install -q -e '.[tpu]' 'jax==0.10.2'
+	@touch $@
+
+.venv-plan/ready-gpu: .venv-plan/ready
+	@.venv-plan/bin/pip install -q -e '.[plan-gpu]'
 	@touch $@

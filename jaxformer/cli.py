@@ -4,16 +4,22 @@
     evaluate RUN [--step N]                                   scores a run's checkpoint on its validation split
     generate RUN --prompt TEXT [--tokens N] [--temperature X] [--top-k K] [--top-p P] [--min-p P] [--seed S] [--step N]
     show EXPERIMENT|PRESET [--key.path=value ...]             the final config, parameters and cost; nothing is computed
-    plan EXPERIMENT|PRESET --topology NAME [--fast] [--json] [--key.path=value ...]
-                                                              the train step compiled for TPUs that are not here
+    show EXPERIMENT|PRESET --sharding [--devices N] [--mesh.fsdp=N ...]
+                                                              how each parameter is split, and its bytes on a device
+    plan EXPERIMENT|PRESET --topology NAME [--search] [--fast] [--json] [--key.path=value ...]
+                                                              the train step compiled for TPUs or GPUs that are not here
 
 EXPERIMENT is a name in experiments/ or a path to a .py file; RUN a folder in runs/, or an experiment's name for its
-run. `train EXPERIMENT --help` lists every option of that experiment. Exit codes: 0 done, 2 a mistake in what was asked
-(one line says which), 3 the numbers went bad or the plan does not fit, 130/143 stopped by a signal with everything saved.
+run. `train EXPERIMENT --help` lists every option of that experiment. Several processes train as one on TPU pods, GKE, Slurm
+and MPI, or where JAXFORMER_COORDINATOR=HOST:PORT, JAXFORMER_PROCESSES=COUNT and JAXFORMER_PROCESS=INDEX say so.
+Exit codes: 0 done, 2 a mistake in what was asked (one line says which), 3 the numbers went bad or the plan does not fit,
+4 another process died or never came, 5 a step did not end (JAXFORMER_STEP_LIMIT seconds), 130/143 stopped by a signal with
+everything saved.
 """
 
 import argparse
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(argv: list[str]) -> int:
     argv, runs = _take(argv, "--runs", "runs")
+    if "://" in runs:
+        raise ConfigError(f"--runs={runs}: a run's folder is a path; mount the bucket (gcsfuse) and give its path")
     name, arguments = _name(argv, "train EXPERIMENT")
     experiment = config.load(name)
     if "--help" in arguments or "-h" in arguments:
@@ -48,17 +56,25 @@ def train(argv: list[str]) -> int:
         return 0
     experiment = config.override(experiment, arguments)
 
+    from jaxformer.parallel import multihost
     from jaxformer.training import loop
+    from jaxformer.training.metrics import NonFinite
+    from jaxformer.training.signals import Interrupted
+
+    def body() -> int:
+        try:
+            loop.train(experiment, Path(runs))
+        except (NonFinite, Interrupted) as error:
+            print(f"jaxformer: {error}", file=sys.stderr)
+            return 3 if isinstance(error, NonFinite) else error.exit_code
+        return 0
 
     try:
-        loop.train(experiment, Path(runs))
-    except loop.NonFinite as error:
+        multihost.initialize()
+    except multihost.Lost as error:
         print(f"jaxformer: {error}", file=sys.stderr)
-        return 3
-    except loop.Interrupted as error:
-        print(f"jaxformer: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+        return multihost.LOST
+    return multihost.together(body)
 
 
 def evaluate(argv: list[str]) -> int:
@@ -108,6 +124,8 @@ def generate(argv: list[str]) -> int:
 
 
 def show(argv: list[str]) -> int:
+    if "--sharding" in argv:
+        return _show_sharding([word for word in argv if word != "--sharding"])
     name, arguments = _name(argv, "show EXPERIMENT|PRESET")
 
     from jaxformer.analysis import cost
@@ -126,27 +144,60 @@ def show(argv: list[str]) -> int:
     return 0
 
 
+def _show_sharding(argv: list[str]) -> int:
+    argv, count = _take(argv, "--devices", "")
+    name, arguments = _name(argv, "show EXPERIMENT|PRESET --sharding [--devices N]")
+
+    import jax
+
+    from jaxformer import models, parallel
+
+    experiment = config.override(_planned(name), arguments)
+    fixed = [size for axis in parallel.AXES if (size := getattr(experiment.mesh, axis)) != -1]
+    if not count.isdigit() and (count or len(fixed) < len(parallel.AXES)):
+        raise ConfigError(
+            f"show --sharding: a mesh axis is -1, the devices left over; give --devices N (now {count!r})"
+        )
+    sizes = experiment.mesh.shape(int(count) if count else math.prod(fixed))
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    print(parallel.describe(models.spec(experiment.model), mesh))
+    return 0
+
+
 def plan(argv: list[str]) -> int:
-    argv, topology = _take(argv, "--topology", "")
-    flags = {flag for flag in argv if flag in ("--fast", "--json")}
+    argv, where = _take(argv, "--topology", "")
+    flags = {flag for flag in argv if flag in ("--fast", "--json", "--search")}
     name, arguments = _name([word for word in argv if word not in flags], "plan EXPERIMENT|PRESET --topology v5e:2x2")
-    if not topology:
-        raise ConfigError("plan: give --topology, such as v5e:2x2 or v5p:8x8x8")
+    if not where:
+        raise ConfigError("plan: give --topology, such as v5e:2x2, v5p:8x8x8 or h200:1x4x8")
 
-    from jaxformer.analysis import plan as planning
+    from jaxformer.analysis import topology
 
-    planning.prepare()
+    topology.prepare()
 
     import json
 
-    from jaxformer.models import PRESETS
+    from jaxformer.analysis import plan as planning
+    from jaxformer.analysis import search
 
-    experiment = planning.of_preset(name, PRESETS[name]) if name in PRESETS else config.load(name)
-    experiment = config.override(experiment, arguments)
-    devices = planning.topology(topology, experiment.mesh.slices)
-    made = planning.plan(experiment, topology, devices, fast="--fast" in flags)
+    experiment = config.override(_planned(name), arguments)
+    devices = topology.devices(where, experiment.mesh.slices)
+    if "--search" in flags:
+        found = search.search(experiment, where, devices)
+        made = [planning.as_json(one) | {"options": search.options(other, experiment)} for other, one in found]
+        print(json.dumps(made) if "--json" in flags else search.table(found, experiment, name, where))
+        return 0 if found and found[0][1].fits else 3
+    made = planning.plan(experiment, where, devices, fast="--fast" in flags)
     print(json.dumps(planning.as_json(made)) if "--json" in flags else planning.table(made))
     return 0 if made.fits else 3
+
+
+def _planned(name: str):
+    """An experiment, or the one that pretrains a preset."""
+    from jaxformer.analysis import plan as planning
+    from jaxformer.models import PRESETS
+
+    return planning.of_preset(name, PRESETS[name]) if name in PRESETS else config.load(name)
 
 
 class _Parser(argparse.ArgumentParser):

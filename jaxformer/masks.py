@@ -14,8 +14,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -75,6 +76,12 @@ class Mask:
     def conjuncts(self) -> tuple["Mask", ...]:
         """The operands of a mask that is an `&` of several, each with the offset of the whole; else the mask alone."""
         return tuple(replace(part, offset=self.offset) for part in self.parts) if self.rule is rules.and_ else (self,)
+
+    def split(self) -> tuple[list, "Split"]:
+        """The arrays of the mask, and all else of it, which can be hashed: `Mask.split` undone is `Split.join`."""
+        leaves, tree = jax.tree.flatten(self)
+        fixed = tuple(leaf if isinstance(leaf, int | np.integer) else None for leaf in leaves)
+        return [leaf for leaf, own in zip(leaves, fixed, strict=True) if own is None], Split(tree, fixed)
 
     def first(self, q_length: int, kv_length: int) -> Any:
         """Absolute position of the first query: a number, or an array where `at` was given one."""
@@ -181,6 +188,18 @@ class Mask:
     @staticmethod
     def __parse__(text: str) -> "Mask":
         return parse(text)
+
+
+class Split(NamedTuple):
+    """A mask without its arrays."""
+
+    tree: Any
+    fixed: tuple
+
+    def join(self, arrays: Sequence) -> Mask:
+        """The mask with these arrays."""
+        each = iter(arrays)
+        return self.tree.unflatten([next(each) if own is None else own for own in self.fixed])
 
 
 def _shown(array) -> str:

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from jaxformer import models, params
+from jaxformer.config import ConfigError
 from jaxformer.models.config import EncoderDecoder, ModelConfig, Patches
 from jaxformer.models.heads import language_model
 from jaxformer.models.mixture import Mixture
@@ -12,29 +13,43 @@ GIB = 2**30
 
 
 class Chip(NamedTuple):
-    """One device as JAX sees it: dense bfloat16 peak (FLOP/s), memory for programs (bytes), memory and network (bytes/s).
+    """One device as JAX sees it: dense bfloat16 peak (FLOP/s), memory for programs (bytes), speeds in bytes/s.
 
-    The network is all links of a device, both directions.
+    network: all its links to its neighbours, both directions together. outside: its share of what joins hosts (GPUs) or
+    slices of a pod (TPUs), one direction. links: neighbours; 0 where a switch joins the devices of a host.
     """
 
     peak: float
     memory: float
     bandwidth: float
     network: float
+    outside: float
+    links: int
+    source: str
 
 
-# The makers' pages and data sheets, 2026-11: v5e and v5p looked up (cloud.google.com/tpu/docs), the others as remembered.
-# What a device lacks here has no MFU and no plan.
+_GOOGLE = "docs.cloud.google.com/tpu/docs/"
+_XLA = "openxla/xla gpu/target_config/specs"
+# What a device lacks here has no MFU and no plan. Memory is what a program may use: of TPUs by the compiler's own messages.
 CHIPS = {
-    "TPU v4": Chip(275e12, 30.75 * GIB, 1228e9, 300e9),
-    "TPU v5 lite": Chip(197e12, 15.75 * GIB, 819e9, 400e9),
-    "TPU v5": Chip(459e12, 95.0 * GIB, 2765e9, 1200e9),
-    "TPU v6 lite": Chip(918e12, 31.25 * GIB, 1640e9, 800e9),
-    "TPU7x": Chip(1153e12, 94.75 * GIB, 3690e9, 600e9),  # two devices a chip
-    "NVIDIA A100-SXM4-40GB": Chip(312e12, 39.0 * GIB, 1555e9, 600e9),
-    "NVIDIA A100-SXM4-80GB": Chip(312e12, 79.0 * GIB, 2039e9, 600e9),
-    "NVIDIA H100 80GB HBM3": Chip(989e12, 79.0 * GIB, 3350e9, 900e9),
-    "NVIDIA H200": Chip(989e12, 139.0 * GIB, 4800e9, 900e9),
+    "TPU v4": Chip(
+        275e12, 30.75 * GIB, 1200e9, 600e9, 6.25e9, 6, f"{_GOOGLE}v4, 2026-11; network and outside from memory"
+    ),
+    "TPU v5 lite": Chip(197e12, 15.75 * GIB, 819e9, 400e9, 3.125e9, 4, f"{_GOOGLE}v5e, 2026-11"),
+    "TPU v5": Chip(459e12, 95.0 * GIB, 2765e9, 1200e9, 6.25e9, 6, f"{_GOOGLE}tpu7x, 2026-11"),
+    "TPU v6 lite": Chip(918e12, 31.25 * GIB, 1638e9, 800e9, 12.5e9, 4, f"{_GOOGLE}v6e and tpu7x, 2026-11"),
+    "TPU7x": Chip(1153e12, 94.75 * GIB, 3690e9, 600e9, 6.25e9, 6, f"{_GOOGLE}tpu7x, 2026-11; two devices a chip"),
+    "NVIDIA A100-SXM4-40GB": Chip(312e12, 39.0 * GIB, 1555e9, 600e9, 25e9, 0, "from memory"),
+    "NVIDIA A100-SXM4-80GB": Chip(312e12, 79.0 * GIB, 2039e9, 600e9, 25e9, 0, f"{_XLA}; peak and networks from memory"),
+    "NVIDIA H100 80GB HBM3": Chip(
+        989e12, 79.0 * GIB, 3352e9, 900e9, 50e9, 0, f"{_XLA}; peak, networks by mlcommons systems and vendors, 2026-11"
+    ),
+    "NVIDIA H200": Chip(
+        989e12, 139.0 * GIB, 4800e9, 900e9, 50e9, 0, f"{_XLA}; network mlcommons/inference_results_v4.1, 2026-11"
+    ),
+    "NVIDIA B200": Chip(
+        2250e12, 177.0 * GIB, 7672e9, 1800e9, 50e9, 0, f"{_XLA}; glennklockwood.com/garden/processors/B200, 2026-11"
+    ),
 }
 
 
@@ -69,6 +84,20 @@ def _products(config: ModelConfig | EncoderDecoder) -> dict[str, tuple[int, floa
         elif path.endswith("embedding/tokens") and stack.tie_embeddings and language_model(stack):
             found[path] = params.count(leaf), 1.0
     return found
+
+
+def utilization(
+    config: ModelConfig | EncoderDecoder, length: int, tokens_per_second: float, devices: int, device_kind: str
+) -> dict[str, float]:
+    """Model FLOPs over the devices' peak (MFU), in both conventions: with `training_flops`, and with 6 N a token alone.
+
+    Neither counts recomputation; hardware utilization takes `flops.count` of the step. ConfigError for unknown devices.
+    """
+    peak = peak_flops(device_kind)
+    if peak is None:
+        raise ConfigError(f"{device_kind}: its peak is not known; there are {', '.join(CHIPS)}")
+    share = lambda flops: flops * tokens_per_second / (devices * peak)
+    return {"6N+12LNHT": share(training_flops(config, length)), "6N": share(training_flops(config, 0))}
 
 
 def peak_flops(device_kind: str) -> float | None:

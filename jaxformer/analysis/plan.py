@@ -1,181 +1,311 @@
-"""A pod run before the pod is rented: the real train step, compiled for a TPU topology on a machine without one.
+"""A pod run before the pod is rented: the real train step, compiled for devices that are not here.
 
-`plan` needs the libtpu that `jax[tpu]` pins; `prepare` must run before JAX is imported.
+TPUs need the libtpu that `jax[tpu]` pins, GPUs the CUDA plugin; `topology.prepare` must run before JAX is imported.
 """
 
-import os
+import math
+import resource
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from jaxformer.analysis import topology
 from jaxformer.config import ConfigError
 
 GIB = 2**30
 FAST: Any = {"exec_time_optimization_effort": -1.0}
+# libtpu 0.0.42 ends the process over these on TPU7x (offload_collective_strategies.cc: "Check failed: std::abs(inc)")
+_OFFLOAD = ("all_gather", "all_reduce", "reduce_scatter")
+TPU7X: Any = {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": False for kind in _OFFLOAD}
+
+
+class Change(NamedTuple):
+    """Options that save memory, what they save of a device's (bytes; measured by a compile), and whether it fits then."""
+
+    options: str
+    saved: int
+    fits: bool
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step costs a device. Bytes and counts are the compiler's; `seconds` are a roofline, an estimate.
-
-    Of memory it takes arguments and temporaries to move three times, of the network an all-reduce twice its bytes.
-    """
+    """What a step costs a device. Bytes and collectives are the compiler's, `flops` counted; `seconds` are an estimate."""
 
     topology: str
     chip: str
     devices: int
     mesh: dict[str, int]
     parameters: int
-    flops: float  # of a step, all devices
+    tokens: int  # of a step
+    flops: float  # products of a step on all devices, as it runs: recomputed, and without what masks hide
+    model_flops: float  # counted too: of the step with full attention and nothing computed twice
+    closed_form: float  # 6 N + 12 L N H T a token
     argument_bytes: int
     temporary_bytes: int
+    host_bytes: int  # of a device's arrays, in its host's memory
     peak_bytes: int
     capacity_bytes: int
     fits: bool
     donated: bool  # the new state lies where the old one was
+    moved_bytes: float  # through a device's memory
     collectives: list[dict]
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # compute, memory, and of the network by mesh axes
+    step_seconds: float
+    tokens_per_second: float
+    mfu: dict[str, float]  # at that speed
     compile_seconds: float
+    planner_bytes: int  # of host memory that planning took at most
     notes: list[str]
-
-
-def prepare() -> None:
-    """The environment under which libtpu compiles for chips that are not there. Before JAX is imported."""
-    for name, value in {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }.items():
-        os.environ.setdefault(name, value)
+    largest: list[dict] = field(default_factory=list)
+    changes: list[dict] = field(default_factory=list)
 
 
 def of_preset(name: str, model: Any) -> Any:
-    """An experiment that pretrains a preset as such runs are made: bfloat16, layers recomputed, one example a device."""
-    from dataclasses import replace
-
+    """An experiment that pretrains a preset as such runs are made: bfloat16, layers recomputed, 256 sequences a step."""
     from jaxformer.data.sources import Stdlib
     from jaxformer.models.config import ModelConfig
+    from jaxformer.models.heads import language_model
     from jaxformer.parallel import Mesh
     from jaxformer.training.experiment import Experiment
 
-    if not isinstance(model, ModelConfig):
-        raise ConfigError(f"{name}: only decoders are planned so far")
+    if not isinstance(model, ModelConfig) or language_model(model) is None:
+        raise ConfigError(f"{name}: plans train language models, one stack with a LanguageModel head; this is none")
     model = replace(model, remat="full", dropout_rate=0.0, attention_dropout_rate=0.0)
     return Experiment(name, model, Stdlib(), batch_size=256, precision="bfloat16", mesh=Mesh(data=1, fsdp=-1))
 
 
-def topology(name: str, slices: int = 1) -> list:
-    """The devices of a TPU topology such as `v5e:2x2` or `v5p:8x8x8`. ConfigError for a name that libtpu does not know."""
-    from jax.experimental import topologies
+class Traced(NamedTuple):
+    """A train step before it is compiled."""
 
-    options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
-    if name.startswith("v4"):
-        options["chip_config_name"] = "megacore"
-    try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
-    except Exception as error:
-        words = str(error).splitlines()[0][:200]
-        if "libtpu" in words.lower() or "platform" in words.lower():
-            raise ConfigError(
-                f"no TPU compiler here ({words}); make plan installs it, or pip install 'jax[tpu]'"
-            ) from None
-        raise ConfigError(
-            f"--topology={name}: {words}; expected a name such as v5e:4x4, v5p:8x8x8, v4:8x16x16, v6e:16x16, tpu7x:4x4x8"
-        ) from None
+    experiment: Any
+    mesh: Any
+    stage: Any  # jax.stages.Traced
+    argument_bytes: int  # of a device, by hand: padding, where the compiler has any, is not in here
 
 
-def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
-    """Compiles the experiment's train step for the devices of a topology. Nothing of the model is allocated.
-
-    `fast` compiles with less effort: seconds instead of a minute, and memory that is off by up to a fifth. Raises
-    ConfigError where the mesh does not fit the devices or the model.
-    """
+def trace(experiment: Any, devices: list) -> Traced:
+    """The experiment's train step for a mesh of those devices. ConfigError where they, the batch or the model do not fit it."""
     import jax
     import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
 
-    from jaxformer import models, parallel, params
-    from jaxformer.analysis import cost, hlo
+    from jaxformer import parallel
     from jaxformer.training.state import init_state, state_shardings
     from jaxformer.training.step import make_train_step
 
+    experiment = attending(experiment, devices[0].platform)
     mesh = parallel.make_mesh(experiment.mesh, devices)
+    B, T = experiment.batch_size, experiment.model.context_length
+    rows = math.prod(mesh.shape[axis] for axis in parallel.sharding.ACTIVATIONS["batch"])
+    if B % (rows * experiment.accumulation):
+        parts = f"{rows} devices ({' x '.join(parallel.sharding.ACTIVATIONS['batch'])})"
+        more = f" and {experiment.accumulation} micro-batches" if experiment.accumulation > 1 else ""
+        raise ConfigError(f"batch_size={B} does not divide among {parts}{more}")
     places = state_shardings(experiment, mesh)
     placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     state = jax.tree.map(placed, jax.eval_shape(partial(init_state, experiment)), places)
-    B, T = experiment.batch_size, experiment.model.context_length
-    rows = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
-    if B % rows:
-        raise ConfigError(f"batch_size={B} does not divide among {rows} devices (data x fsdp x expert)")
-    place = NamedSharding(mesh, PartitionSpec(("data", "fsdp", "expert"), "context"))
     kinds = {"tokens": jnp.int32, "labels": jnp.int32, "weights": jnp.float32}
-    batch = {key: jax.ShapeDtypeStruct((B, T), kind, sharding=place) for key, kind in kinds.items()}
-
-    began = time.monotonic()
+    batch = {key: jax.ShapeDtypeStruct((B, T), kind) for key, kind in kinds.items()}
+    batch = jax.tree.map(placed, batch, parallel.rows(mesh, batch))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         step = jax.jit(make_train_step(experiment), donate_argnums=0, out_shardings=(places, None))
-        lowered = step.lower(state, batch)
+        traced = step.trace(state, batch)
+    shard = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return Traced(experiment, mesh, traced, sum(map(shard, jax.tree.leaves((state, batch)))))
+
+
+def attending(experiment: Any, platform: str) -> Any:
+    """With the attention that the platform would choose where the experiment leaves the choice: this process is on a CPU."""
+    from jaxformer.models.config import Alibi, Relative
+
+    model = experiment.model
+    if model.attention_implementation is not None or experiment.mesh.context != 1:
+        return experiment
+    biased = isinstance(model.positions, Alibi | Relative) or callable(model.positions)
+    plain = not model.attention_dropout_rate and not biased
+    name = "splash" if platform == "tpu" and plain and experiment.precision != "float16" else "blockwise"
+    return replace(experiment, model=replace(model, attention_implementation=name))
+
+
+def plan(experiment: Any, name: str, devices: list, fast: bool = False, explain: bool = True) -> Plan:
+    """Compiles the experiment's train step for the devices of a topology. Nothing of the model is allocated.
+
+    `fast` compiles with less effort: seconds instead of a minute, and memory that is off by up to a fifth. Where the step
+    does not fit, `explain` compiles it and a few changes of it again, to name what is large and what would help.
+    ConfigError where the mesh does not fit the devices or the model.
+    """
+    import jax
+
+    from jaxformer import models, params
+    from jaxformer.analysis import cost, flops, hlo, roofline
+
+    began = time.monotonic()
+    traced = trace(experiment, devices)
+    experiment, mesh, model = traced.experiment, traced.mesh, traced.experiment.model
+    counted = flops.of_jaxpr(traced.stage.jaxpr)
+    if {
+        flops.ROWS,
+        flops.ONCE,
+    } & counted.notes:  # routed tokens: how many a device gets the data say, how many there are not
+        counted = _alone(experiment)
     chip = cost.CHIPS[devices[0].device_kind]
-    flops = float(cost.training_flops(experiment.model, T) * B * T)
-    peak, compiled, notes = 0, None, []
-    try:
-        compiled = lowered.compile(compiler_options=FAST if fast else None)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        notes.append(str(error).splitlines()[0][:300])
-    memory: Any = compiled.memory_analysis() if compiled else None
-    found = hlo.collectives(compiled.as_text() or "", mesh) if compiled else []
-    if memory:
-        peak = memory.peak_memory_in_bytes
-    if compiled and mesh.shape["fsdp"] > 1 and not any(one.kind == "reduce-scatter" for one in found):
-        notes.append(
-            "no reduce-scatter: gradients are summed whole on every device, twice the traffic; try another fsdp"
-        )
-    sent = sum(one.bytes * (2 if one.kind == "all-reduce" else 1) for one in found)
-    moved = 3 * (memory.argument_size_in_bytes + memory.temp_size_in_bytes) if memory else 0
+    notes = sorted(counted.notes)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = traced.stage.lower()
+    compiled, log = _compile(lowered, devices, fast)
+    peak, memory = _peak(compiled, log)
+    text = (compiled.as_text() or "") if compiled else ""
+    found = hlo.collectives(text, mesh) if text else []
+    moved = hlo.traffic(text) if text else 0.0
+    tokens = experiment.batch_size * model.context_length
+    notes += _notes(found, log, params.count(models.spec(model)), mesh)
+    once, closed = _model_flops(experiment), float(cost.training_flops(model, model.context_length) * tokens)
+    if abs(once / closed - 1) > 0.01:
+        notes.append(f"the closed form has {closed:.4g} model FLOPs, {closed / once - 1:+.1%} of what is counted")
     seconds = {
-        "compute": flops / len(devices) / chip.peak,
-        "memory": moved / chip.bandwidth,
-        "network": sent / chip.network,
-    }
-    return Plan(
-        name, devices[0].device_kind, len(devices), {k: v for k, v in mesh.shape.items() if v > 1},
-        params.count(models.spec(experiment.model)), flops, memory.argument_size_in_bytes if memory else 0,
-        memory.temp_size_in_bytes if memory else 0, peak, int(chip.memory), bool(memory) and peak <= chip.memory,
-        bool(memory) and memory.alias_size_in_bytes >= 0.99 * memory.output_size_in_bytes,
-        [one._asdict() for one in found], seconds, time.monotonic() - began, notes,
+        "compute": counted.matmul / len(devices) / chip.peak, "memory": moved / chip.bandwidth,
+        **roofline.network(found, mesh, chip),
+    }  # fmt: skip
+    time_of_step = roofline.step(seconds)
+    fits = compiled is not None and peak <= chip.memory
+    size = lambda field: getattr(memory, field) if memory else 0
+    made = Plan(
+        topology=name, chip=devices[0].device_kind, devices=len(devices),
+        mesh={k: v for k, v in mesh.shape.items() if v > 1}, parameters=params.count(models.spec(model)), tokens=tokens,
+        flops=counted.matmul, model_flops=once, closed_form=closed,
+        argument_bytes=size("argument_size_in_bytes") or traced.argument_bytes,
+        temporary_bytes=size("temp_size_in_bytes") or max(0, peak - traced.argument_bytes),
+        host_bytes=size("host_argument_size_in_bytes") + size("host_temp_size_in_bytes"), peak_bytes=peak,
+        capacity_bytes=int(chip.memory), fits=fits,
+        donated=size("alias_size_in_bytes") >= 0.99 * size("output_size_in_bytes") > 0, moved_bytes=moved,
+        collectives=[one._asdict() for one in found], seconds=seconds, step_seconds=time_of_step,
+        tokens_per_second=tokens / time_of_step,
+        mfu=cost.utilization(model, model.context_length, tokens / time_of_step, len(devices), devices[0].device_kind),
+        compile_seconds=time.monotonic() - began, planner_bytes=0, notes=notes,
     )  # fmt: skip
+    if explain and not fits:
+        from jaxformer.analysis import search
+
+        made = replace(
+            made, largest=_largest(lowered, devices), changes=search.changes(experiment, name, devices, made, fast)
+        )
+    return replace(made, planner_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def _compile(lowered: Any, devices: list, fast: bool, **options: Any) -> tuple[Any, topology.Log]:
+    """(the program, or None where the compiler says that it does not fit; what it said)."""
+    import jax
+
+    tpu = devices[0].platform == "tpu"
+    with topology.listening(stderr=not tpu) as log:
+        try:
+            options |= (FAST if fast and tpu else {}) | (TPU7X if devices[0].device_kind == "TPU7x" else {})
+            return lowered.compile(compiler_options=options or None), log
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            failure = str(error)
+    log.text += failure
+    if "vmem" in failure and "hbm" not in failure.lower():
+        raise ConfigError(f"a kernel does not fit the chip's fast memory: {failure.splitlines()[0][:300]}")
+    return None, log
+
+
+def _peak(compiled: Any, log: topology.Log) -> tuple[int, Any]:
+    """A device's peak in bytes, also of a program that did not fit."""
+    import re
+
+    if compiled is not None:
+        memory = compiled.memory_analysis()
+        return memory.peak_memory_in_bytes, memory
+    said = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\)", log.text)
+    number, unit = [one for one in said.groups() if one] if said else ("0", "G")
+    return int(float(number) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[unit]), None
+
+
+def _notes(found: list, log: topology.Log, parameters: int, mesh: Any) -> list[str]:
+    notes = []
+    whole = sum(one.bytes for one in found if one.kind == "all-reduce" and "fsdp" in one.axes)
+    kept = 2 * parameters // math.prod(mesh.shape[axis] for axis in ("tensor", "expert", "stage"))
+    if mesh.shape["fsdp"] > 1 and found and whole > kept / 10:
+        scatters = any(one.kind in ("reduce-scatter", "collective-permute") and "fsdp" in one.axes for one in found)
+        notes.append(
+            f"{'little' if scatters else 'no'} reduce-scatter over fsdp: {whole / 2**20:,.0f} MiB of gradients are summed "
+            "whole on every device, at twice the traffic; try a smaller fsdp, with the rest in data or tensor"
+        )
+    if log.resharded:
+        notes.append(
+            f"{log.resharded} arrays are made whole on every device to be split otherwise (the partitioner's log)"
+        )
+    return notes
+
+
+def _model_flops(experiment: Any) -> float:
+    """FLOPs of the step with full attention, whole, nothing computed twice: what the closed form is about."""
+    plain = replace(experiment.model, remat="none", attention_implementation="reference")
+    return _alone(replace(experiment, model=plain, accumulation=1)).matmul
+
+
+def _alone(experiment: Any) -> Any:
+    """What the step computes on one device, as large as it would have to be."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxformer.analysis import flops
+    from jaxformer.training.state import init_state
+    from jaxformer.training.step import make_train_step
+
+    alone = replace(experiment, mesh=type(experiment.mesh)(data=1))
+    shape = experiment.batch_size, experiment.model.context_length
+    batch = {key: jax.ShapeDtypeStruct(shape, jnp.int32) for key in ("tokens", "labels")}
+    batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return flops.count(make_train_step(alone), jax.eval_shape(partial(init_state, alone)), batch)
+
+
+def _largest(lowered: Any, devices: list) -> list[dict]:
+    from jaxformer.analysis import hlo
+
+    with tempfile.TemporaryDirectory() as folder:
+        _compile(lowered, devices, True, xla_dump_to=folder, xla_dump_hlo_as_text=True)
+        read = lambda end: "".join(path.read_text(errors="replace") for path in Path(folder).glob(f"*{end}"))
+        report, text = read("after_optimizations-memory-usage-report.txt"), read("after_optimizations.txt")
+    return [one._asdict() for one in hlo.largest(report, text)]
 
 
 def table(plan: Plan) -> str:
     """The plan in words."""
     gib = lambda size: f"{size / GIB:.2f} GiB"
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "data=1"
+    room = abs(plan.capacity_bytes - plan.peak_bytes)
+    host = f", {gib(plan.host_bytes)} on the host" if plan.host_bytes else ""
     rows = [
         f"{plan.topology}: {plan.devices} x {plan.chip}, {mesh}",
         f"parameters         {plan.parameters:,}",
-        f"FLOPs a step       {plan.flops:.4g}",
-        f"memory a device    {gib(plan.argument_bytes)} arguments, {gib(plan.temporary_bytes)} temporaries, "
+        f"FLOPs a step       {plan.flops:.4g} counted, recomputation with it; {plan.model_flops:.4g} of the model alone",
+        f"memory a device    {gib(plan.argument_bytes)} arguments, {gib(plan.temporary_bytes)} temporaries{host}, "
         f"{gib(plan.peak_bytes)} peak of {gib(plan.capacity_bytes)}: "
-        + (f"fits, {gib(plan.capacity_bytes - plan.peak_bytes)} free" if plan.fits else "DOES NOT FIT"),
-        f"state in place     {'yes' if plan.donated else 'no'}",
+        + (f"fits, {gib(room)} free" if plan.fits else f"DOES NOT FIT, {gib(room)} too much"),
+        f"state in place     {'yes' if plan.donated else 'no'}" if plan.donated or plan.fits else "",
     ]
     for one in plan.collectives:
         over = "*".join(one["axes"]) or "-"
         rows.append(f"{one['kind']:<18} {one['count']:>5} a step over {over}, {one['bytes'] / 2**20:,.1f} MiB a device")
-    slowest: Callable = lambda name: plan.seconds[name]
-    rows.append(
-        "roofline, an estimate: "
-        + ", ".join(f"{name} {1e3 * plan.seconds[name]:.1f} ms" for name in plan.seconds)
-        + f"; bound by {max(plan.seconds, key=slowest)}"
-    )
+    if plan.collectives or plan.fits:
+        parts = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in plan.seconds.items())
+        rows += [
+            f"roofline, an estimate: {parts}; most is {max(plan.seconds, key=plan.seconds.__getitem__)}",
+            f"at best            {plan.tokens_per_second:,.0f} tokens/s, MFU "
+            + ", ".join(f"{value:.0%} ({name})" for name, value in plan.mfu.items()),
+        ]
+    rows += [f"large              {gib(one['bytes'])}  {one['shape']}  {one['name']}" for one in plan.largest]
+    for one in plan.changes:
+        end = "fits then" if one["fits"] else "does not fit yet"
+        rows.append(f"would help         {one['options']}: {gib(one['saved'])} less, {end}")
     rows += [f"note: {note}" for note in plan.notes]
-    return "\n".join([*rows, f"compiled in {plan.compile_seconds:.0f} s"])
+    made = f"planned in {plan.compile_seconds:.0f} s, with {gib(plan.planner_bytes)} of this machine's memory"
+    return "\n".join([*filter(None, rows), made])
 
 
 def as_json(plan: Plan) -> dict:

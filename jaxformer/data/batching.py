@@ -32,22 +32,21 @@ def open_dataset(config: Any, context_length: int) -> sources.Dataset:
     raise ConfigError(f"data: {type(config).__name__} is none of {known} and has no open(context_length)")
 
 
-def batches(split: Any, batch_size: int, seed: int, host: int = 0, hosts: int = 1) -> Any:
-    """A grain.MapDataset: [step] -> this host's rows of the global batch [B, T], a pure function of (seed, step).
+def batches(split: Any, batch_size: int, seed: int, own: np.ndarray | None = None) -> Any:
+    """A grain.MapDataset: [step] -> rows `own` (None: all) of the global batch [B, T], a pure function of (seed, step).
 
-    Rows step*B + host*B/hosts onwards of an endless order, a new permutation each epoch; together the hosts hold the
-    same batch however many they are. Raises ConfigError when the hosts do not divide the batch.
+    The global batch is elements step*B onwards of an endless order, a new permutation each epoch. Only its own rows are read
+    or made here, and the batch is the same however many processes share it.
     """
-    if batch_size < 1 or batch_size % hosts:
-        raise ConfigError(f"batch_size: {batch_size} rows cannot be shared equally by {hosts} host(s)")
-    if not 0 <= host < hosts:
-        raise ConfigError(f"host {host} of {hosts}: hosts are numbered from 0")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size: {batch_size} is not positive")
     if seed < 0:
         raise ConfigError(f"seed: {seed} is negative")
     if len(split) == 0:
         raise ConfigError("data: there is nothing to train on, the split is empty")
     # indices are batched rather than examples: one vectorised gather instead of B small ones
-    return _order(len(split), seed).batch(batch_size // hosts)[host::hosts].map(functools.partial(gather, split))
+    mine = slice(None) if own is None else own
+    return _order(len(split), seed).batch(batch_size).map(lambda indices: gather(split, indices[mine]))
 
 
 def _order(n: int, seed: int) -> Any:
@@ -68,18 +67,19 @@ def _order(n: int, seed: int) -> Any:
 
 
 class ValidationBatches:
-    """The split in order, once: `len` batches of [B, T]; the last is filled up with rows of weight 0."""
+    """The split in order, once: `len` batches of [B, T]; the last is filled up with rows of weight 0. `own` as in `batches`."""
 
-    def __init__(self, split: Any, batch_size: int):
+    def __init__(self, split: Any, batch_size: int, own: np.ndarray | None = None):
         if batch_size < 1:
             raise ConfigError(f"batch_size: {batch_size} is not positive")
         self.split, self.batch_size = split, batch_size
+        self.own = np.arange(batch_size) if own is None else own
 
     def __len__(self) -> int:
         return -(-len(self.split) // self.batch_size)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        indices = range(len(self))[index] * self.batch_size + np.arange(self.batch_size)
+        indices = range(len(self))[index] * self.batch_size + self.own
         batch = gather(self.split, np.minimum(indices, len(self.split) - 1))
         real = (indices < len(self.split)).astype(np.float32)
         return batch | {"weights": batch["weights"] * real[:, None]}

@@ -19,7 +19,10 @@ def perplexity(evaluate: Callable[[Any, dict], LossSums], params: Any, batches: 
     """
     sums = None
     for batch in batches:
-        part = settled(evaluate(params, jax.device_put(batch)))
+        there = all(
+            isinstance(leaf, jax.Array) for leaf in batch.values()
+        )  # other processes' devices take no device_put
+        part = settled(evaluate(params, batch if there else jax.device_put(batch)))
         sums = part if sums is None else jax.tree.map(jnp.add, sums, part)
     if sums is None or float(sums.weight) == 0:
         raise ValueError("perplexity: no token to score; is the validation split empty?")

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
+from jaxformer.kernels.share import share, size
 from jaxformer.kernels.splash import band
 from jaxformer.masks import Mask
 
@@ -27,16 +29,31 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """softmax(mask(query key^T * scale + bias)) value by cuDNN's fused kernel, in bfloat16 or float16.
 
-    Masks: `full`, and with as many queries as keys `causal` and `window(l)`; each also `& lengths(q, kv)`.
+    Masks: `full`, and with as many queries as keys `causal` and `window(l)`; each also `& lengths(q, kv)`. On the mesh of
+    `jax.set_mesh` each device has its share of the batch and the heads.
 
     Raises NotImplementedError for what `refuses` names.
     """
     options = dict(mask=mask, bias=bias, softcap=softcap, sinks=sinks, dropout_rate=dropout_rate)
     if reason := refuses(query, key, value, dropout_key=dropout_key, **options):
         raise NotImplementedError(f"cudnn: no {reason}; implementation='blockwise' has it")
-    planned = plan(mask, query.shape[1], key.shape[1])
+    (B, T), (S, K) = query.shape[:2], key.shape[1:3]
+    planned, split = plan(mask, T, S), share(B, T, K)
     assert not isinstance(planned, str)  # or it would have been refused
-    return run(query, key, value, bias=bias, scale=scale, planned=planned, implementation="cudnn")
+    if split.length is not None:
+        raise NotImplementedError(
+            f"cudnn: no queries split over mesh.context={size(split.length)}; implementation='ring'"
+        )
+    lengths = {k: jnp.broadcast_to(v, B) for k, v in planned.items() if k.endswith("seq_lengths")}
+    of_bias = None
+    if bias is not None:
+        of_bias = P(*(over if n > 1 else None for n, over in zip(bias.shape, (split.batch, split.heads), strict=False)))
+
+    def here(query, key, value, bias, lengths):
+        return run(query, key, value, bias=bias, scale=scale, planned=planned | lengths, implementation="cudnn")
+
+    in_specs = *[split.places] * 3, of_bias, P(split.batch)
+    return split.run(here, in_specs, split.places, query, key, value, bias, lengths)
 
 
 def refuses(query, key, value, *, mask, bias, softcap, sinks, dropout_rate, dropout_key) -> str | None:
@@ -138,5 +155,8 @@ def run(
 
 
 def _widest() -> int:
-    """Head width of the first GPU of this process: cuDNN has 256 from Hopper (compute capability 9) on, 128 before."""
+    """Head width of the mesh's GPUs, or of this process's: cuDNN has 256 from Hopper (compute capability 9) on, 128 before."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform != jax.default_backend():  # a GPU that is not here
+        return 256 if any(name in device.device_kind for name in ("H100", "H200", "GH200", "B200", "B300")) else 128
     return 256 if float(getattr(jax.local_devices()[0], "compute_capability", 0)) >= 9 else 128

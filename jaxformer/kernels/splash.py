@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
+from jaxformer.kernels.share import Share, share, size
 from jaxformer.masks import EMPTY, FULL, PARTIAL, Mask, full
 
 # A sink that weighs nothing: exp(-1e38 - s) is 0 beside any score s. With it, a query that sees no key divides 0 by 1
@@ -40,7 +42,8 @@ def attention(
     Static masks decide at trace time which blocks are visited; `segments` and `lengths` joined to them by `&` become
     segment ids. Lengths are padded to whole blocks. `interpret` runs the kernel as ordinary JAX (slowly, anywhere);
     None: on every platform but a TPU, decided when the program is lowered, so that a CPU can compile for a TPU.
-    16-bit queries are scaled before they are rounded again. Differentiable once.
+    16-bit queries are scaled before they are rounded again. Differentiable once. On the mesh of `jax.set_mesh` each device
+    has its share of the batch, the heads and, over `context`, the queries, whose keys and values are gathered there.
 
     Raises NotImplementedError for what `refuses` names.
     """
@@ -48,8 +51,8 @@ def attention(
     if reason := refuses(query, key, value, dropout_key=dropout_key, **options):
         raise NotImplementedError(f"splash: no {reason}; implementation='blockwise' has it")
     (B, T, N, H), S = query.shape, key.shape[1]
-    width = max(H, value.shape[-1])
-    block = block_size(T, width), block_size(S, width)
+    width, split = max(H, value.shape[-1]), share(B, T, key.shape[2])
+    block = _query_block(T, width, size(split.length)), block_size(S, width)
     static, dynamic = _split(mask, T, S)
     tables = _tables(static, N, T, S, block)
     if not any(table.blocks.any() for table in tables):
@@ -61,12 +64,15 @@ def attention(
         for x, b in ((scaled, block[0]), (key, block[1]), (value, block[1]))
     )
     sinks = jnp.full((B, N), NO_SINK) if sinks is None else _by_row(B, sinks)
-    arrays = (*(x.swapaxes(1, 2) for x in padded), sinks, ids)
-    run = partial(_run, tables, block, softcap)
+    kernel, places = _kernel(tables, block, softcap, split)
     if interpret is not None:
-        out = run(interpret, *arrays)
+        run = partial(_run, interpret)
     else:
-        out = jax.lax.platform_dependent(*arrays, tpu=partial(run, False), default=partial(run, True))
+        run = partial(jax.lax.platform_dependent, tpu=partial(_run, False), default=partial(_run, True))
+    by_head, whole = P(split.batch, split.heads, split.length), P(split.batch, split.heads)
+    in_specs = places, by_head, whole, whole, whole, (P(split.batch, split.length), P(split.batch))
+    arrays = kernel, *(x.swapaxes(1, 2) for x in padded), sinks, ids
+    out = split.run(run, in_specs if ids is not None else (*in_specs[:-1], None), by_head, *arrays)
     return out.swapaxes(1, 2)[:, :T]
 
 
@@ -102,6 +108,19 @@ def block_size(length: int, head_width: int) -> int:
     most = 512 if head_width <= 256 else 256
     count = max(1, -(-length // most))
     return -(-max(1, length) // (count * 128)) * 128
+
+
+def _query_block(T: int, head_width: int, parts: int) -> int:
+    """The rows of a block where queries are split among so many devices, none of which pads its own."""
+    if parts == 1:
+        return block_size(T, head_width)
+    fit = [b for b in (512, 384, 256, 128) if T // parts % b == 0 and b <= block_size(b, head_width)]
+    if not fit:
+        raise NotImplementedError(
+            f"splash: no {T // parts} queries a device, {T} on mesh.context={parts} (multiples of 128); "
+            "implementation='ring' has them"
+        )
+    return fit[0]
 
 
 def _split(mask: Mask, T: int, S: int) -> tuple[Mask, list[Mask]]:
@@ -165,7 +184,8 @@ def _ids_at(ids, positions: np.ndarray) -> Array:
     return jnp.where(inside[None], ids[:, np.where(inside, positions, 0)].astype(jnp.int32), 0)
 
 
-def _run(tables, block: tuple[int, int], softcap, interpret: bool, query, key, value, sinks, ids) -> Any:
+def _kernel(tables, block: tuple[int, int], softcap, split: Share) -> tuple[Any, Any]:
+    """The kernel, a tree of tables, and over which axes they are split."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import MultiHeadMask
 
@@ -175,10 +195,25 @@ def _run(tables, block: tuple[int, int], softcap, interpret: bool, query, key, v
         MultiHeadMask(tables),
         block_sizes=sizes,
         attn_logits_soft_cap=softcap,
-        head_shards=1,
-        q_seq_shards=1,
-        interpret=interpret,
+        head_shards=size(split.heads),
+        q_seq_shards=size(split.length),
+        residual_checkpoint_name="attention",
     )
+    if not split.free:
+        return kernel, None
+    mesh = jax.sharding.get_abstract_mesh()
+    mesh = jax.sharding.AbstractMesh(
+        mesh.axis_sizes, mesh.axis_names
+    )  # its shape alone: in a pipeline some axes are manual
+    place = jax.sharding.NamedSharding(mesh, P(split.heads, split.length))
+    return kernel, kernel.manual_sharding_spec(place)
+
+
+def _run(interpret: bool, kernel, query, key, value, sinks, ids) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    tables, options = kernel.tree_flatten()
+    kernel = kernels.SplashAttentionKernel(*tables, **options | {"interpret": interpret})
     each = lambda q, k, v, s, ids: kernel(q, k, v, None if ids is None else kernels.SegmentIds(*ids), s)
     return jax.vmap(each)(query, key, value, sinks, ids)
 

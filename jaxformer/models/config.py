@@ -163,7 +163,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     init_std: float = 0.02  # projections back into the residual stream start at init_std / sqrt(2 L)
     attention_implementation: str | None = None
-    remat: Literal["none", "dots", "full"] = "none"  # what the backward pass keeps: all, products, the layer's input
+    remat: Literal["none", "dots", "attention", "full"] = "none"  # what is kept of a layer: `transformer.remat`
     unroll: int = 1  # layers laid out a scan step; num_layers lays out all of them
 
     def __post_init__(self):

@@ -20,6 +20,7 @@ from jaxformer.models import embedding, heads
 from jaxformer.models.block import Context, Mixer
 from jaxformer.models.config import Axial, Learned, ModelConfig
 from jaxformer.ops.positions import within_segments
+from jaxformer.parallel.sharding import activations, automatic
 from jaxformer.params import paths
 
 Tree = Any
@@ -112,11 +113,28 @@ def apply(
     S]`. `constants` (leaves `[L, ...]`) replace what the mixer draws by itself, `inputs` are what it reads of a batch
     (Longformer: `{"global_tokens": flags [B, T]}`).
     """
-    output = encode(
-        config, params, tokens, positions=positions, segment_ids=segment_ids, token_types=token_types, cache=cache,
-        dropout_key=dropout_key, dtype=dtype, return_attention=return_attention, constants=constants, inputs=inputs,
+
+    def whole(params, tokens, given):
+        output = encode(config, params, tokens, dtype=dtype, return_attention=return_attention, **given)
+        return read(config, params, output, None if segment_ids is None else segment_ids != 0)
+
+    given: dict[str, Any] = dict(
+        positions=positions, segment_ids=segment_ids, token_types=token_types, cache=cache, dropout_key=dropout_key,
+        constants=constants, inputs=inputs,
     )  # fmt: skip
-    return read(config, params, output, None if segment_ids is None else segment_ids != 0)
+    return automatic(whole, activations(output_axes))(params, tokens, given)
+
+
+def output_axes(path: str, leaf) -> tuple[str | None, ...]:
+    """The logical axes of a leaf of `Output`, for `parallel.automatic`."""
+    match path.split("/")[0]:
+        case "logits" | "heads":
+            return ("batch", "length", "vocab") if leaf.ndim == 3 else ("batch",)
+        case "hidden" | "source":
+            return "batch", "length"
+        case "cache" | "attention" if leaf.ndim > 2:
+            return None, "batch"
+    return ()
 
 
 def read(config: ModelConfig, params: Tree, output: Output, real=None) -> Output:
@@ -146,6 +164,18 @@ def encode(
     source: blocks.Source | None = None,
 ) -> Output:
     """`apply` without the heads. `source` is what a decoder's layers attend to."""
+    given = dict(
+        positions=positions, segment_ids=segment_ids, token_types=token_types, cache=cache, dropout_key=dropout_key,
+        constants=constants, inputs=inputs, source=source,
+    )  # fmt: skip
+    body = lambda params, tokens, given: _encode(config, params, tokens, dtype, return_attention, **given)
+    return automatic(body, activations(output_axes))(params, tokens, given)
+
+
+def _encode(
+    config: ModelConfig, params: Tree, tokens, dtype, return_attention, *,
+    positions, segment_ids, token_types, cache, dropout_key, constants, inputs, source,
+) -> Output:  # fmt: skip
     T = embedding.length(config, tokens)
     if (
         isinstance(config.positions, Learned | Axial)
@@ -187,53 +217,64 @@ def encode(
     )  # fmt: skip
 
 
-def stack(config: ModelConfig, params: Tree, x, context: Context, layer_masks, state: Tree, constants: Tree = None):
+def stack(
+    config: ModelConfig, params: Tree, x, context: Context, layer_masks, state: Tree, constants: Tree = None,
+    pick=lambda row: row,
+):  # fmt: skip
     """(x, `Beside` of all layers `[L, ...]`): a scan over whole periods of the pattern of masks and mixers, then the rest.
 
-    `unroll=L` or JAX_DISABLE_JIT=1 give the same values.
+    `unroll=L` or JAX_DISABLE_JIT=1 give the same values. `context.layer` is the number of the first layer; `pick` makes of
+    a layer's row of `params` and `constants` what it reads.
     """
     slots, L = mixers(config), config.num_layers
     period = math.lcm(len(layer_masks), len(slots))
     slots *= period // len(slots)
     source = context.source
 
-    def layer(mask, mix, carry, inputs):
+    def layer(i, take, carry, inputs):
         x, memo = carry
-        index, layer_params, layer_state, layer_constants, layer_source = inputs
+        index, layer_params, layer_state, layer_constants, layer_source = take(inputs)
+        layer_params, layer_constants = pick((layer_params, layer_constants))
         key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, index)
         layer_context = replace(
-            context, mask=mask, dropout_key=key, state=layer_state, layer=index, constants=layer_constants, memo=memo,
-            source=None if source is None else replace(source, heads=layer_source),
+            context, mask=layer_masks[i % len(layer_masks)], dropout_key=key, state=layer_state, layer=index,
+            constants=layer_constants, memo=memo, source=None if source is None else replace(source, heads=layer_source),
         )  # fmt: skip
-        x, beside = blocks.block(config, mix, layer_params, x, layer_context)
+        x, beside = blocks.block(config, slots[i], layer_params, x, layer_context)
         return (x, beside.memo), beside._replace(memo=None)
 
-    layers = [remat(config, partial(layer, layer_masks[i % len(layer_masks)], slots[i])) for i in range(period)]
-
-    def run(carry, inputs, count):
+    def run(layers, carry, rows):
         outputs = []
-        for i, one in enumerate(unstack(inputs, count) if isinstance(inputs[0], Array) else inputs):
-            carry, out = layers[i % period](carry, one)
+        for one, row in zip(layers, rows, strict=False):
+            carry, out = one(carry, row)
             outputs.append(out)
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
+    layers = [remat(config, partial(layer, i, lambda row: row)) for i in range(period)]
+    scan = partial(jax.lax.scan, unroll=max(1, config.unroll // period))
     carry, read_heads = (x, slots[0].memo(x)), None if source is None else source.heads
+    numbers = context.layer + jnp.arange(L)
     if not alike(config):
-        rows = per_slot(config, slots, params, (jnp.arange(L), state, read_heads), constants, x.shape[1])
+        rows = per_slot(config, slots, params, (numbers, state, read_heads), constants, x.shape[1])
         inputs = tuple((index, own, *rest[:1], drawn, *rest[1:]) for own, (index, *rest), drawn in rows)
-        carry, outputs = jax.lax.scan(partial(run, count=period), carry, inputs, unroll=max(1, config.unroll // period))
+        carry, outputs = scan(partial(run, layers), carry, inputs)
         return carry[0], jax.tree.map(lambda a: a.reshape(L, *a.shape[2:]), outputs)
     constants = slots[0].constants(x.shape[1]) if constants is None else constants
-    inputs = jnp.arange(L), params, state, constants, read_heads
+    inputs = numbers, params, state, constants, read_heads
     if config.unroll >= L:
-        (x, _), outputs = run(carry, inputs, L)
+        (x, _), outputs = run(layers * L, carry, unstack(inputs, L))
         return x, outputs
+    if period == 1:
+        carry, outputs = scan(layers[0], carry, inputs)
+        return carry[0], outputs
     whole = L - L % period
     periods = jax.tree.map(lambda a: a[:whole].reshape(whole // period, period, *a.shape[1:]), inputs)
-    carry, outputs = jax.lax.scan(partial(run, count=period), carry, periods, unroll=max(1, config.unroll // period))
+    # taken apart within what is recomputed: the loop then keeps no copy of the weights for the backward pass
+    taking = [remat(config, partial(layer, i, lambda rows, i=i: unstack(rows, period)[i])) for i in range(period)]
+    carry, outputs = scan(lambda carry, rows: run(taking, carry, [rows] * period), carry, periods)
     outputs = jax.tree.map(lambda a: a.reshape(whole, *a.shape[2:]), outputs)
     if whole < L:
-        carry, rest = run(carry, jax.tree.map(lambda a: a[whole:], inputs), L - whole)
+        carry, rest = run(layers, carry, unstack(jax.tree.map(lambda a: a[whole:], inputs), L - whole))
         outputs = jax.tree.map(lambda *parts: jnp.concatenate(parts), outputs, rest)
     return carry[0], outputs
 
@@ -265,11 +306,28 @@ def unstack(tree: Tree, length: int) -> list[Tree]:
 
 
 def remat(config: ModelConfig, f):
-    """f, keeping for the backward pass everything ("none"), products with weights ("dots") or only its inputs ("full")."""
+    """f, keeping for the backward pass everything ("none"), products with weights ("dots"), only its inputs ("full"), or
+    beside them what attention without an n x n array gave ("attention"), which costs most to compute again.
+
+    Weights that were gathered over devices are never kept: they are gathered again.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    checkpoint = partial(
+        jax.checkpoint, f, prevent_cse=config.unroll >= config.num_layers
+    )  # a loop keeps the passes apart
     match config.remat:
         case "none":
-            return f
+            gathers = not mesh.empty and mesh.shape.get("fsdp", 1) > 1
+            return checkpoint(policy=_but_weights) if gathers else f
         case "dots":
-            return jax.checkpoint(f, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, prevent_cse=False)
+            return checkpoint(policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        case "attention":  # as the kernels name it
+            return checkpoint(policy=jax.checkpoint_policies.save_only_these_names("attention"))
         case "full":
-            return jax.checkpoint(f, prevent_cse=False)
+            return checkpoint()
+
+
+def _but_weights(primitive, *_, call_jaxpr=None, **__) -> bool:
+    """Everything but what was laid out or cast anew: gathered weights are just that, and activations cost nothing so."""
+    names = [primitive.name] if call_jaxpr is None else [equation.primitive.name for equation in call_jaxpr.eqns]
+    return not all(name in ("sharding_constraint", "convert_element_type", "all_gather") for name in names)

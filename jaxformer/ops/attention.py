@@ -1,5 +1,6 @@
 """Exact scaled dot-product attention: one signature, and the reference that every kernel is held against."""
 
+import importlib.util
 import logging
 from collections.abc import Callable
 from functools import cache, partial
@@ -14,8 +15,9 @@ from jaxformer.masks import Mask, full
 from jaxformer.ops.contraction import einsum
 from jaxformer.ops.dropout import kept, rescaled, seed
 from jaxformer.ops.positions import Bias
+from jaxformer.parallel.sharding import constrain
 
-IMPLEMENTATIONS = ("reference", "blockwise", "splash", "cudnn")
+IMPLEMENTATIONS = ("reference", "blockwise", "splash", "cudnn", "ring")
 
 
 def attention(
@@ -44,8 +46,11 @@ def attention(
     query that sees no key yields zeros and passes no gradient.
 
     `implementation`: "reference" (the definition, an array [B, N, T, S]), "blockwise" (no such array; any platform),
-    "splash" (TPU), "cudnn" (GPU); None takes what the platform has, and logs which. All give the same values and drop
-    the same weights, or raise NotImplementedError that names what they lack. ValueError for shapes that do not fit.
+    "splash" (TPU), "cudnn" (GPU), "ring" (a sequence split over `context`); None takes what the platform has, and logs
+    which. All give the same values and drop the same weights, or raise NotImplementedError that names what they lack.
+    On a mesh (`jax.set_mesh`) with `context` > 1, None is "ring" or, for what `ring.refuses` (lengths that do not divide),
+    what one device would take; "reference", "blockwise" and "splash" gather keys and values on each device. ValueError
+    for shapes that do not fit.
     """
     _check(query, key, value, bias, sinks, dropout_rate)
     mask = (full() if mask is None else mask).sized(key.shape[1])
@@ -58,24 +63,28 @@ def attention(
     name = "reference" if return_weights else implementation or _choose(query, key, value, options)
     match name:
         case "reference":
+            if _parts() > 1:
+                key, value = (constrain(x, "batch", None, "kv_heads", None) for x in (key, value))
             # nobody sees the weights of a 16-bit model: they may be 16 bits too
             rounded = not return_weights and value.dtype.itemsize < 4
             weigh = partial(_rounded_softmax, value.dtype) if rounded else softmax
             out, weights = reference(query, key, value, scale=scale, weigh=weigh, **options)
             return (out, weights) if return_weights else out
         case "blockwise":
-            from jaxformer.kernels import blockwise
-
-            return blockwise.attention(query, key, value, scale=scale, **options)[0]
-        case "splash" | "cudnn":
+            if _parts() > 1 and _kernel("ring").refuses(query, key, value, bias) is None:
+                return _kernel("ring").attention(query, key, value, scale=scale, gather=True, **options)
+            return _kernel(name).attention(query, key, value, scale=scale, **options)[0]
+        case "splash" | "cudnn" | "ring":
             return _kernel(name).attention(query, key, value, scale=scale, **options)
     raise NotImplementedError(f"attention(implementation={name!r}): there are {', '.join(IMPLEMENTATIONS)}")
 
 
 def _kernel(name: str):
-    from jaxformer.kernels import cudnn, splash
+    return importlib.import_module(f"jaxformer.kernels.{name}")
 
-    return {"splash": splash, "cudnn": cudnn}[name]
+
+def _parts() -> int:
+    return _kernel("ring").parts()
 
 
 # Up to here the score array is small, and the reference is differentiable to any order; at the end of it blockwise is ahead
@@ -84,16 +93,26 @@ _SMALL = 512 * 512
 
 
 def _choose(query, key, value, options) -> str:
-    """The fastest implementation that this process's platform has for a call."""
-    platform = jax.default_backend()
-    kernel = {"tpu": "splash", "gpu": "cudnn"}.get(platform)
+    """The fastest implementation for a call on the platform that it is for: the mesh's, which need not be here, or ours."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    parts = _parts()
+    if parts > 1 and _kernel("ring").refuses(query, key, value, options["bias"]) is None:
+        return _said(platform, "ring", f" of {parts}")
+    kernel = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(platform)
     if kernel is not None:
         reason = _kernel(kernel).refuses(query, key, value, **options)
-        if reason is None:
+        if reason is None and kernel == "cudnn" and platform != jax.default_backend() and not _cudnn_here():
+            reason = "cuDNN on this machine to compile for a GPU with: pip install 'jax[cuda13]'"
+        if reason is None and parts == 1:
             return _said(platform, kernel, "")
-        return _said(platform, "blockwise", f"; {kernel} has no {reason}")
+        return _said(platform, "blockwise", f"; {kernel} has no {reason or 'such call under mesh.context'}")
     small = query.shape[1] * key.shape[1] <= _SMALL
     return _said(platform, "reference" if small else "blockwise", " (short)" if small else " (long)")
+
+
+def _cudnn_here() -> bool:
+    return bool(importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn"))
 
 
 @cache

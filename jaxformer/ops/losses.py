@@ -156,7 +156,8 @@ def _chunk(chunk: int | None, hidden, head) -> int:
     (B, T, _), V = hidden.shape, head[0].shape[0]
     split = over("vocab", V)
     held = B * V // math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in split) if split else B * V
-    return min(T, chunk or max(1, 2**24 // held))
+    count = -(-T // min(T, chunk or max(1, 2**24 // held)))
+    return -(-T // count)  # as even as they come: the rest of the last one would be computed for nothing
 
 
 def _chunk_loss(options, head, hidden, labels, weights) -> LossSums:

@@ -12,10 +12,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from jaxformer.config import ConfigError
 from jaxformer.ops.contraction import einsum
+from jaxformer.parallel.sharding import PARAMETERS, over
 
 
 class Routing(NamedTuple):
@@ -60,7 +62,7 @@ def balance_loss(fraction: Float[Array, " E"], probability: Float[Array, " E"]) 
 def router_z_loss(logits: Float[Array, "*batch E"], real: Bool[Array, "*batch"] | None = None) -> Float[Array, ""]:
     """The mean over tokens of logsumexp(logits)^2, which keeps logits small. ST-MoE, eq. 5."""
     real = jnp.ones(logits.shape[:-1], bool) if real is None else real
-    return _mean(jnp.square(jax.nn.logsumexp(_wide(logits), axis=-1)), real)
+    return _mean(_squared(logits), real)
 
 
 def mixture(
@@ -85,47 +87,114 @@ def mixture(
     ceil(capacity top_k B T / E) choices and drops the rest: first choices before second ones (GShard, section 2.2), and
     among these the first in the batch. What a token gets then hangs on the tokens of the whole batch, later ones included.
 
+    On the mesh of `jax.set_mesh` each device routes its own tokens; the statistics are those of all. Experts that are
+    split over `expert` are reached so (n tokens and E/P experts a device, P devices along `expert`):
+      with a capacity, by two all-to-alls of E C D numbers, C = ceil(capacity top_k n / E): B T above is n. A device's tokens
+        are a group (GShard, section 3.2), and which choices are dropped hangs on how many devices there are;
+      without, by an all-gather of the P n tokens and a reduce-scatter of their sums, P n D numbers each, with memory for
+        P n min(top_k, E/P) rows of D and F, whatever the router does. Work is what the choices ask for.
+    Over `fsdp` weights are gathered here, over `tensor` outputs are summed, once, after a token's experts have been.
+
     Raises ConfigError for a top_k that E experts cannot give, and for a capacity that is not above zero.
     """
-    B, T, D = x.shape
-    E = router.shape[1]
-    real = jnp.ones((B, T), bool) if real is None else real
+    if capacity is not None and capacity <= 0:
+        raise ConfigError(f"capacity={capacity}: expected a factor above 0, or None for room without bound")
+    real = jnp.ones(x.shape[:2], bool) if real is None else real
+    split = _split(x, up)
+    run = partial(_mixture, split, activation, top_k, normalise, capacity)
+    if any(split):
+        into, back = P(split.experts, split.embed, split.mlp), P(split.experts, split.mlp, split.embed)
+        tokens = P(split.batch, split.length)
+        ins = tokens, P(), into, into, back, tokens
+        run = jax.shard_map(run, in_specs=ins, out_specs=(tokens, P()), axis_names=frozenset(sum(split, ())))
+    return run(x, router, gate, up, down, real)
+
+
+class _Split(NamedTuple):
+    """The mesh axes, longer than one, over which B, T, E, D (of weights) and F are split."""
+
+    batch: tuple[str, ...] = ()
+    length: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    embed: tuple[str, ...] = ()
+    mlp: tuple[str, ...] = ()
+
+
+def _split(x, up) -> _Split:
+    batch, length = over("batch", x.shape[0]), over("length", x.shape[1])
+    mesh = jax.sharding.get_abstract_mesh()
+    embed = tuple(name for name in PARAMETERS["embed"] if name in batch and up.shape[1] % mesh.shape[name] == 0)
+    return _Split(batch, length, over("expert", up.shape[0]), embed, over("mlp", up.shape[2]))
+
+
+def _mixture(split, activation, top_k, normalise, capacity, x, router, gate, up, down, real):
+    """`mixture` on one device: its tokens `[B, T, D]`, the weights of its E/P experts, with D and F as they are split."""
+    (B, T, D), E = x.shape, router.shape[1]
     logits = _router(x, router)
     routing = route(logits, top_k, normalise)
     # slot by slot: all first choices stand before the second ones
     choices = jnp.where(real[:, :, None], routing.experts, E).reshape(B * T, top_k).T
-    sizes = jnp.sum(choices.reshape(-1, 1) == jnp.arange(E)[None], axis=0)
+    # a token takes no expert twice; the small number is for products like 1.1 x 10, which are not 11 in floating point
+    room = None if capacity is None else min(math.ceil(capacity * top_k * B * T / E - 1e-9), B * T)
 
-    if capacity is None:
+    # said here and not left to where they meet: the transposes of these are sums, over what is smallest
+    spread = lambda a: _varying(a, {*split.batch, *split.length, *split.experts, *split.mlp})
+    whole = lambda w, axis: _gathered(split.embed, axis, x.dtype, spread(w)) if split.embed else spread(w)
+    experts = None if gate is None else whole(gate, 1), whole(up, 1), whole(down, 2)
+    tokens, weights = spread(x.reshape(B * T, D)), routing.weights.reshape(B * T, top_k).T
+    out = _through(split, E, room, tokens, choices, weights, experts, activation)
+
+    total = lambda a: lax.psum(a, split.batch + split.length)
+    sizes = _sizes(choices, E)
+    asked, dropped = total(jnp.sum(sizes)), total(jnp.sum(jnp.maximum(sizes - (B * T if room is None else room), 0)))
+    statistics = RoutingStatistics(
+        fraction=total(sizes).astype(logits.dtype) * top_k / jnp.maximum(asked, 1),
+        probability=_mean(routing.probabilities, real, total),
+        dropped=dropped.astype(logits.dtype) / jnp.maximum(asked, 1),
+        z=_mean(_squared(logits), real, total),
+    )
+    return out.reshape(B, T, D), statistics
+
+
+def _through(split, E, room, x, choices, weights, experts, activation):
+    """Tokens `[N, D]` through the experts `[top_k, N]` of their choice and back, weighted and summed."""
+    gate, up, down = experts
+    top_k, D, here = choices.shape[0], x.shape[1], up.shape[0]
+    ours = set(split.experts) <= set(split.batch)  # tokens are split over the axis of experts, too
+    send = room is not None and ours  # tokens to experts elsewhere; else experts fetch the tokens of all
+    if split.experts and not send:
+        if ours:
+            x = lax.all_gather(x, split.experts, axis=0, tiled=True)
+            choices, weights = (lax.all_gather(a, split.experts, axis=1, tiled=True) for a in (choices, weights))
+        choices = choices - lax.axis_index(split.experts) * here
+        choices = jnp.where((choices >= 0) & (choices < here), choices, here)
+    known = E if send else here
+    sizes = _sizes(choices, known)
+    if room is None:
         rows = _block_rows(choices.size, E)
         blocks = -(-sizes // rows)  # of each expert, the last one partly empty
         ends = jnp.cumsum(blocks)
-        count = min((choices.size + E * (rows - 1)) // rows, choices.size)  # the most that there can be
-        owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), E - 1)
-        product = lambda x, w: _grouped(x, w, owners, ends[-1])
+        most = choices.size // top_k * min(top_k, here)
+        count = min((most + here * (rows - 1)) // rows, most)  # the most that there can be
+        owners = jnp.minimum(jnp.sum(ends[None] <= jnp.arange(count)[:, None], axis=1), here - 1)
+        product = lambda x, w: _grouped(*_alike(x, w), owners, ends[-1])
         places = _places(choices, sizes, (ends - blocks) * rows, choices.size, count * rows)
     else:
-        if capacity <= 0:
-            raise ConfigError(f"capacity={capacity}: expected a factor above 0, or None for room without bound")
-        # a token takes no expert twice; the small number is for products like 1.1 x 10, which are not 11 in floating point
-        rows, count = min(math.ceil(capacity * top_k * B * T / E - 1e-9), B * T), E
-        product = partial(einsum, "ebd,edf->ebf")
-        places = _places(choices, sizes, jnp.arange(E) * rows, rows, count * rows)
+        rows, count = room, known
+        product = lambda x, w: einsum("ebd,edf->ebf", *_alike(x, w))
+        places = _places(choices, sizes, jnp.arange(count) * rows, rows, count * rows)
 
-    tokens = x.reshape(B * T, D).at[places.tokens].get(mode="fill", fill_value=0)
-    y = _experts(product, tokens.reshape(count, rows, D), gate, up, down, activation)
-    y = y.reshape(count * rows, D).at[places.rows].get(mode="fill", fill_value=0)  # [top_k, B T, D]
-    weights = routing.weights.reshape(B * T, top_k).T
-    out = jnp.sum(_wide(y) * weights[:, :, None].astype(_wide(y).dtype), axis=0).astype(x.dtype).reshape(B, T, D)
-
-    asked, placed = jnp.sum(sizes), jnp.sum(places.rows < count * rows)
-    statistics = RoutingStatistics(
-        fraction=sizes.astype(logits.dtype) * top_k / jnp.maximum(asked, 1),
-        probability=_mean(routing.probabilities, real),
-        dropped=(asked - placed).astype(logits.dtype) / jnp.maximum(asked, 1),
-        z=router_z_loss(logits, real),
-    )
-    return out, statistics
+    y = x.at[places.tokens].get(mode="fill", fill_value=0).reshape(count, rows, D)
+    if split.experts and send:
+        y = lax.all_to_all(y, split.experts, 0, 1, tiled=True)
+    y = _experts(product, y, gate, up, down, activation)
+    if split.experts and send:
+        y = lax.all_to_all(y, split.experts, 1, 0, tiled=True)
+    y = y.reshape(count * rows, D).at[places.rows].get(mode="fill", fill_value=0)  # [top_k, N, D]
+    out = jnp.sum(_wide(y) * weights[:, :, None].astype(_wide(y).dtype), axis=0).astype(x.dtype)
+    if split.experts and not send:
+        out = lax.psum_scatter(out, split.experts, tiled=True) if ours else lax.psum(out, split.experts)
+    return lax.psum(out, split.mlp)
 
 
 def mixture_reference(
@@ -159,10 +228,44 @@ def _router(x, router):
     return einsum("btd,de->bte", _wide(x), router)
 
 
-def _mean(x, real):
-    """The mean over the real tokens; x has the axes of `real`, and perhaps others behind them."""
+def _squared(logits):
+    return jnp.square(jax.nn.logsumexp(_wide(logits), axis=-1))
+
+
+def _mean(x, real, total=lambda a: a):
+    """The mean over the real tokens; x has the axes of `real`, and perhaps others behind them. `total` adds devices up."""
     chosen = real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim))
-    return jnp.sum(jnp.where(chosen, x, 0), axis=tuple(range(real.ndim))) / jnp.maximum(jnp.sum(real), 1)
+    sums = jnp.sum(jnp.where(chosen, x, 0), axis=tuple(range(real.ndim)))
+    return total(sums) / jnp.maximum(total(jnp.sum(real)), 1)
+
+
+def _sizes(choices, E):
+    return jnp.sum(choices.reshape(-1, 1) == jnp.arange(E)[None], axis=0)
+
+
+def _varying(x, axes):
+    """x, as an array that may differ along mesh axes of an enclosing `shard_map`; the transpose is a sum over them."""
+    return (
+        lax.pcast(x, tuple(axes), to="varying") if (axes := set(axes) - jax.typeof(x).manual_axis_type.varying) else x
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gathered(over, axis, dtype, w):
+    """The parts of w along mesh axes, rounded to `dtype` on the way; the gradient's are summed in its own precision."""
+    return lax.all_gather(w.astype(dtype), over, axis=axis, tiled=True).astype(w.dtype)
+
+
+_gathered.defvjp(
+    lambda over, axis, dtype, w: (_gathered(over, axis, dtype, w), None),
+    lambda over, axis, dtype, _, g: (lax.psum_scatter(g, over, scatter_dimension=axis, tiled=True),),
+)
+
+
+def _alike(*arrays):
+    """Arrays that may differ along the same mesh axes, as a custom VJP and the carry of a loop want them."""
+    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
+    return [_varying(a, axes) for a in arrays]
 
 
 def _experts(product, x, gate, up, down, activation):
@@ -216,7 +319,8 @@ def _grouped_backward(residuals, g):
         return _put(dw, _at(dw, owners[i]) + part, owners[i])
 
     dx = _each_block("bf,df->bd", g, w.astype(x.dtype), owners, used)
-    dw = lax.fori_loop(0, used, add, jnp.zeros(w.shape, jnp.promote_types(x.dtype, jnp.float32)))
+    zeros = jnp.zeros(w.shape, jnp.promote_types(x.dtype, jnp.float32))
+    dw = lax.fori_loop(0, used, add, _alike(zeros, x)[0])
     return dx, dw.astype(w.dtype), None, None
 
 
@@ -225,7 +329,7 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 def _each_block(spec, x, w, owners, used):
     product = lambda i: einsum(spec, _at(x, i), _at(w, owners[i]))
-    out = jnp.zeros((x.shape[0], *jax.eval_shape(product, 0).shape), x.dtype)
+    out, _ = _alike(jnp.zeros((x.shape[0], *jax.eval_shape(product, 0).shape), x.dtype), x)
     return lax.fori_loop(0, used, lambda i, out: _put(out, product(i), i), out)
 
 

@@ -43,7 +43,9 @@ class Mesh:
         sizes = [getattr(self, axis) for axis in AXES]
         if self.repeats < 1 or (self.microbatches is not None and self.microbatches < 1):
             raise ConfigError(f"mesh.microbatches={self.microbatches}, mesh.repeats={self.repeats}: must be at least 1")
-        others = [name for name in ("slices", "zero1", "offload", "explicit") if getattr(self, name) not in (1, False)]
+        others = [
+            name for name in ("slices", "zero1", "offload", "explicit") if getattr(self, name) != getattr(Mesh, name)
+        ]
         others += [axis for axis in AXES[1:] if getattr(self, axis) != 1]
         if self.backend == "pmap" and others:
             raise ConfigError(

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 Tree = Any
 AXIS = "data"
@@ -24,10 +26,11 @@ def first(tree: Tree) -> Tree:
 
 
 def cut(batch: Tree, devices: list) -> Tree:
-    """`[B, ...]` -> `[devices, B / devices, ...]`."""
-    return jax.tree.map(lambda leaf: leaf.reshape(len(devices), -1, *leaf.shape[1:]), batch)
+    """`[B, ...]` -> `[devices, B / devices, ...]`, a part on each."""
+    place = NamedSharding(jax.sharding.Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
+    return jax.device_put(jax.tree.map(lambda leaf: leaf.reshape(len(devices), -1, *leaf.shape[1:]), batch), place)
 
 
 def step(train_step: Callable, devices: list) -> Callable:
-    """`(state, batch) -> (state, metrics)` on leaves `[devices, ...]`, of a step that sums over the axis `AXIS` itself."""
-    return jax.pmap(train_step, axis_name=AXIS, devices=devices, donate_argnums=0)
+    """`(state, batch) -> (state, metrics)`, state and batch `[devices, ...]`, of a step that sums over `AXIS` itself."""
+    return jax.pmap(train_step, axis_name=AXIS, devices=devices, donate_argnums=0, out_axes=(0, None))

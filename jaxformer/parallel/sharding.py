@@ -135,8 +135,8 @@ def gather(params: Tree, spec: Callable[[], Tree], dtype) -> Tree:
     """Parameters of a layer as its products want them: whole over `fsdp`, split over `tensor` and `expert` as they were.
 
     One all-gather a weight and pass under FSDP, of matrices in `dtype`, to which products round them anyway; and one
-    reduce-scatter of the gradient, in its own precision. `spec()` declares the same tree. Identity without a mesh
-    (`jax.set_mesh`).
+    reduce-scatter of the gradient, in its own precision. `spec()` declares the same tree. Routed experts stay as they are:
+    `ops.mixture` gathers its own. Identity without a mesh (`jax.set_mesh`).
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape.get("fsdp", 1) == 1:
@@ -144,11 +144,12 @@ def gather(params: Tree, spec: Callable[[], Tree], dtype) -> Tree:
     declared = spec()
     whole = partition(declared, mesh, {name: axes for name, axes in PARAMETERS.items() if name != "embed"})
 
-    def one(path, leaf, spec, whole, parts):
-        routes = "router" in jax.tree_util.keystr(path)  # a router works in float32, whatever the rest does
-        return gathered(dtype if spec.contracts and not routes else leaf.dtype, whole, parts, leaf)
+    def one(leaf, spec, whole, parts):
+        if "expert" in spec.axes:
+            return leaf
+        return gathered(dtype if spec.contracts else leaf.dtype, whole, parts, leaf)
 
-    return jax.tree_util.tree_map_with_path(one, params, declared, whole, partition(declared, mesh))
+    return jax.tree.map(one, params, declared, whole, partition(declared, mesh))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -32,6 +32,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from jaxformer.config import ConfigError
+from jaxformer.parallel.multihost import everyone, first, is_first
 from jaxformer.training.fingerprint import file_digests, fingerprints, key_data
 
 Tree = Any
@@ -70,15 +71,21 @@ class Manager(AbstractContextManager):
         self._problem: str | None = None  # why the last save failed
         self._metrics: dict[int, float | None] = {}
         self._lock: int | None = None
-        self._writes = jax.process_index() == 0  # orbax has every process call it; the rest is for one to do
+        self._writes = is_first()  # orbax has every process call it; the rest is for one to do
+        if not self._writes:
+            self.log = lambda line: None
+        first(self._open)
+
+    def _open(self) -> None:
         try:
-            if self._writes:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._lock = _lock(self.folder)
-                self._tidy()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(self.folder)
+            self._tidy()
         except OSError as error:
             self.close()
-            raise ConfigError(f"{folder}: no checkpoints can be kept there ({error}); choose another folder") from None
+            raise ConfigError(
+                f"{self.folder}: no checkpoints can be kept there ({error}); choose another folder"
+            ) from None
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -106,10 +113,7 @@ class Manager(AbstractContextManager):
         data = {name: key_data(leaf) for name, leaf in leaves.items() if leaf.size}
         size = sum(leaf.nbytes for leaf in data.values())
         try:
-            if self._writes:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._make_room(step)
-                self._check_room(size)
+            first(lambda: self._make_room(step, size))
             with _context():
                 # pyrefly: ignore[bad-argument-type]  (orbax's own annotations do not resolve)
                 response = ocp.save_async(self.folder / str(step), data, custom_metadata=sealed)
@@ -120,8 +124,8 @@ class Manager(AbstractContextManager):
             self._saving.start()
         if wait:
             self.wait()
-            if self._problem:
-                raise CheckpointError(self._problem)
+            for problem in filter(None, everyone(self._problem)):
+                raise CheckpointError(problem)
 
     def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[int, Tree, dict] | None:
         """The newest good checkpoint, or that of `step`, as (step, state, metadata). None if there never was one.
@@ -132,7 +136,9 @@ class Manager(AbstractContextManager):
         checkpoint's leaves differ from `abstract_state` in name, shape or dtype.
         """
         self.wait()
-        return _newest_good(self.folder, abstract_state, "", step, self._put_aside)
+        return _newest_good(
+            self.folder, abstract_state, "", step, lambda bad, why: first(lambda: self._put_aside(bad, why))
+        )
 
     def wait(self) -> None:
         """Until no save is running."""
@@ -176,21 +182,17 @@ class Manager(AbstractContextManager):
             self._problem += f"; its remains could not be removed ({again})"
         self.log(f"{self._problem}; earlier checkpoints are kept")
 
-    def _make_room(self, step: int) -> None:
+    def _make_room(self, step: int, size: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._tidy()
         for later in (other for other in self.steps() if other > step):
             name = _rename(self.folder / str(later), "abandoned").name
             self.log(f"{self.folder}: step {later} lies after step {step}, which is now saved; renamed to {name}")
         if (self.folder / str(step)).exists():
             _rename(self.folder / str(step), "replaced")
-
-    def _check_room(self, size: int) -> None:
-        """A disk that is too small is better found here: orbax, told so by one of its writes, leaves the others behind.
-
-        They then fail with nobody to tell, each with a traceback on stderr. With several processes one must not stop
-        where the others go on.
-        """
-        if jax.process_count() == 1 and shutil.disk_usage(self.folder).free < size:
+        # A disk that is too small is better found here: orbax, told so by one of its writes, leaves the others behind.
+        # They then fail with nobody to tell, each with a traceback on stderr.
+        if shutil.disk_usage(self.folder).free < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _tidy(self) -> None:
@@ -222,8 +224,7 @@ class Manager(AbstractContextManager):
     def _put_aside(self, step: int, why: str) -> None:
         then = "trying an older one"
         try:
-            if self._writes:
-                then = f"renamed to {_rename(self.folder / str(step), 'corrupt').name}, {then}"
+            then = f"renamed to {_rename(self.folder / str(step), 'corrupt').name}, {then}"
         except OSError as error:
             then = f"it cannot be renamed ({error}), {then}"
         self.log(f"{self.folder}: step {step} is damaged: {why}; {then}")
@@ -258,7 +259,7 @@ def restore_params(
 
 
 def _newest_good(folder: Path, abstract: Tree, prefix: str, step: int | None, on_damage: Callable[[int, str], None]):
-    there = steps(folder)
+    there = first(lambda: steps(folder))
     if step is not None and step not in there:
         raise CheckpointError(f"{folder}: no checkpoint of step {step}; there are {_some(there)}")
     damage = []
@@ -270,7 +271,7 @@ def _newest_good(folder: Path, abstract: Tree, prefix: str, step: int | None, on
             on_damage(candidate, str(problem))
     if step is not None:
         raise CheckpointError(f"{folder}: damaged: {damage[0]}; other steps: {_some(steps(folder))}")
-    damage = damage or sorted(path.name for path in folder.glob("*.corrupt*"))
+    damage = damage or first(lambda: sorted(path.name for path in folder.glob("*.corrupt*")))
     if damage:
         raise CheckpointError(
             f"{folder}: every checkpoint is damaged: {_some(damage)}; to start over, delete the folder"
@@ -280,8 +281,7 @@ def _newest_good(folder: Path, abstract: Tree, prefix: str, step: int | None, on
 
 def _read(path: Path, abstract: Tree, prefix: str) -> tuple[Tree, dict]:
     """The checkpoint in `path`, onto an abstract tree. Raises _Damaged, or CheckpointError if it is whole but unfit."""
-    checked = _check_files(path)
-    manifest = _manifest(path)
+    checked, manifest = first(lambda: (_check_files(path), _manifest(path)))
     there = {name: leaf for name, leaf in manifest["leaves"].items() if name.startswith(prefix)}
     wanted = dict(_named(abstract, prefix))
     _compare(path, there, wanted)
@@ -293,10 +293,13 @@ def _read(path: Path, abstract: Tree, prefix: str) -> tuple[Tree, dict]:
         with _context():
             # pyrefly: ignore[bad-argument-type]
             data |= ocp.load(path, full) if full else {}
+        mine = None
     except Exception as error:
+        mine = _reason(error)
+    for problem in filter(None, everyone(mine)):
         if checked:
-            raise CheckpointError(f"{path}: its files are good, but it cannot be loaded: {_reason(error)}") from error
-        raise _Damaged(_reason(error)) from error
+            raise CheckpointError(f"{path}: its files are good, but it cannot be loaded: {problem}")
+        raise _Damaged(problem)
     # Damaged metadata can make orbax return abstract leaves, or none.
     bad = [name for name in on_disk if not isinstance(data.get(name), jax.Array)]
     if not bad:

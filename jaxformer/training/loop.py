@@ -4,8 +4,6 @@ import contextlib
 import json
 import logging
 import math
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,34 +14,23 @@ import jax
 
 from jaxformer import models, parallel
 from jaxformer import params as parameters
-from jaxformer.analysis import cost, figures
+from jaxformer.analysis import figures
 from jaxformer.config import ConfigError, to_dict
 from jaxformer.data import batching
 from jaxformer.decoding import generate
 from jaxformer.evaluation.perplexity import perplexity
 from jaxformer.models.config import Learned
+from jaxformer.parallel import multihost, pmap
 from jaxformer.training import checkpoint, optimizer
 from jaxformer.training.experiment import Experiment, Muon
 from jaxformer.training.folder import RunFolder, claim, describe, run_folder, write_atomically
-from jaxformer.training.metrics import Console, Record, close_all, open_loggers, write_all
+from jaxformer.training.metrics import Console, Record, Reporter, close_all, open_loggers, write_all
+from jaxformer.training.signals import Interrupted, Signals
 from jaxformer.training.state import TrainState, init_state, state_shardings
-from jaxformer.training.step import make_evaluate, make_train_step
+from jaxformer.training.step import make_evaluate, make_train_step, staged
 
 log = logging.getLogger("jaxformer")
-
-
-class NonFinite(RuntimeError):
-    """The loss or gradient stayed NaN or infinite; the parameters are those of the last finite step."""
-
-
-class Interrupted(RuntimeError):
-    """A signal ended the run after its state was saved."""
-
-    def __init__(self, signum: int, step: int):
-        super().__init__(
-            f"stopped by {signal.Signals(signum).name} after step {step}, saved; the same command goes on from there"
-        )
-        self.exit_code = 128 + signum
+LONG = 10.0  # a compilation, an evaluation or a save may take this many times as long as the watchdog grants a step
 
 
 @dataclass(frozen=True)
@@ -59,16 +46,27 @@ def train(experiment: Experiment, runs: Path = Path("runs")) -> Result:
 
     A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
     one that was not. Raises ConfigError for what the user can mend, NonFinite when the numbers stay bad, Interrupted on
-    SIGTERM.
+    SIGTERM. Several processes (`parallel.multihost`) call it alike; the first one prints and writes.
     """
     folder = run_folder(experiment, runs)
-    mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size)
+    mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
+    staged(experiment)  # refuses a stack that has no stages
     if mesh is not None:
         state_shardings(experiment, mesh)  # refuses what does not divide
+    if jax.process_count() > 1 and (
+        mesh is None or mesh.size < jax.device_count() or experiment.mesh.backend == "pmap"
+    ):
+        raise ConfigError(
+            f"mesh={experiment.mesh}: several processes need backend=jit and all of their {jax.device_count()} devices; "
+            "try --mesh.data=-1"
+        )
     dataset = open_data(experiment)  # before anything is written: most mistakes show here
     if dataset.tokenizer is not None:
         prompt_of(experiment, dataset.tokenizer)
-    with claim(folder):
+    if dataset.digest != multihost.first(lambda: dataset.digest):
+        raise ConfigError("the data here are not those of process 0; give every host the same files")
+    with contextlib.ExitStack() as claimed:
+        multihost.first(lambda: claimed.enter_context(claim(folder)))
         use_compilation_cache(runs)
         keep_memory()
         with (
@@ -77,7 +75,7 @@ def train(experiment: Experiment, runs: Path = Path("runs")) -> Result:
                 keep_latest=experiment.checkpoints.keep_latest,
                 keep_best=experiment.checkpoints.keep_best,
             ) as manager,
-            contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh),
+            contextlib.nullcontext() if mesh is None or experiment.mesh.backend == "pmap" else jax.set_mesh(mesh),
         ):
             return _run(experiment, folder, dataset, manager, mesh)
 
@@ -117,27 +115,34 @@ def keep_memory() -> None:
 
 
 def _run(experiment: Experiment, folder: RunFolder, dataset, manager, mesh) -> Result:
-    record = Record(folder.metrics)
+    first = multihost.is_first()
+    record = Record(folder.metrics if first else None)
     state, start = restore(experiment, folder, dataset, manager, record, mesh)
-    for change in describe(folder, experiment, dataset.digest):
+    for change in multihost.first(lambda: describe(folder, experiment, dataset.digest)):
         log.warning("config differs from the one this run began with: %s", change)
     if dataset.tokenizer is not None:
-        dataset.tokenizer.save(folder.tokenizer)
-    console = Console(experiment.steps, start)
-    loggers = open_loggers(experiment.loggers, folder.path, folder.path.name, to_dict(experiment))
+        multihost.first(lambda: dataset.tokenizer.save(folder.tokenizer))
+    console = Console(experiment.steps, start, heard=first)
+    names = experiment.loggers if first else ()
+    loggers = open_loggers(names, folder.path, folder.path.name, to_dict(experiment))
     try:
         introduce(experiment, dataset, start, console)
         if mesh is not None:
             shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-            console.say(f"mesh: {shape} of {mesh.size} devices")
-        evaluate = evaluator(experiment, dataset, mesh)
-        if start < experiment.steps:
-            write = partial(write_all, record, loggers)
-            state, scores = loop(experiment, dataset, manager, state, start, evaluate, write, console, mesh)
-        else:
-            console.say(f"this run is finished: {experiment.steps} steps are done in {folder.path}")
-            scores = evaluate(best_params(state))
-        return finish(experiment, folder, dataset, state, scores, record, console)
+            processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+            console.say(f"mesh: {shape} of {mesh.size} devices{processes}{idle(experiment.mesh, mesh)}")
+        evaluate = evaluator(experiment, dataset, None if experiment.mesh.backend == "pmap" else mesh)
+        with multihost.Watchdog(multihost.step_limit()) as watchdog:
+            if start < experiment.steps:
+                write = partial(write_all, record, loggers)
+                state, scores = loop(
+                    experiment, dataset, manager, state, start, evaluate, write, console, mesh, watchdog
+                )
+            else:
+                console.say(f"this run is finished: {experiment.steps} steps are done in {folder.path}")
+                scores = evaluate(best_params(state))
+            watchdog.beat(experiment.steps, patience=LONG)
+            return finish(experiment, folder, dataset, state, scores, record, console)
     finally:
         console.close()
         record.close()
@@ -147,7 +152,7 @@ def _run(experiment: Experiment, folder: RunFolder, dataset, manager, mesh) -> R
 def restore(experiment: Experiment, folder, dataset, manager, record: Record, mesh) -> tuple[TrainState, int]:
     """The newest good state, or the first one, on the mesh; the record goes back to the same step."""
     abstract, places = jax.eval_shape(partial(init_state, experiment)), None
-    if mesh is not None:
+    if mesh is not None and experiment.mesh.backend == "jit":
         places = state_shardings(experiment, mesh)
         abstract = jax.tree.map(
             lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), abstract, places
@@ -160,6 +165,13 @@ def restore(experiment: Experiment, folder, dataset, manager, record: Record, me
     check_data(folder, metadata, dataset)
     record.rewind(step)
     return state, step
+
+
+def idle(config: parallel.Mesh, mesh) -> str:
+    """The pipeline's bubble in words, where there is a pipeline."""
+    stages = mesh.shape["stage"]
+    share = parallel.bubble(stages, config.microbatches or stages, config.repeats)
+    return f"; the pipeline idles {share:.1%} of a step" if stages > 1 else ""
 
 
 def check_data(folder: RunFolder, metadata: dict, dataset) -> None:
@@ -183,8 +195,10 @@ def introduce(experiment: Experiment, dataset, start: int, console: Console) -> 
         console.say(f"resuming after step {start}")
 
 
-def on_devices(mesh, batch: dict[str, Any]) -> dict[str, jax.Array]:
-    """A batch on the device, or on the devices of a mesh."""
+def on_devices(mesh, own, size: int, batch: dict[str, Any]) -> dict[str, jax.Array]:
+    """A batch on the device, or on the devices of a mesh; `own` are the rows of `size` that this process has, None for all."""
+    if own is not None:
+        return multihost.global_batch(mesh, own, size, batch)
     return jax.device_put(batch, None if mesh is None else parallel.rows(mesh, batch))
 
 
@@ -192,10 +206,12 @@ def evaluator(experiment: Experiment, dataset, mesh=None) -> Callable[[Any], dic
     """Scores parameters on the validation split, without label smoothing or auxiliary losses."""
     plain = replace(experiment, label_smoothing=0.0, z_loss=0.0)
     evaluate = jax.jit(make_evaluate(plain))
-    batches = batching.validation_batches(dataset.validation, experiment.batch_size)
+    size = experiment.batch_size
+    own = multihost.own_rows(mesh, size)
+    batches = batching.validation_batches(dataset.validation, size, own)
     count = len(batches) if experiment.eval_batches is None else min(experiment.eval_batches, len(batches))
 
-    return lambda params: perplexity(evaluate, params, (on_devices(mesh, batches[i]) for i in range(count)))
+    return lambda params: perplexity(evaluate, params, (on_devices(mesh, own, size, batches[i]) for i in range(count)))
 
 
 def score(experiment: Experiment, dataset, params: Any) -> dict[str, float]:
@@ -215,22 +231,23 @@ def load_params(folder: RunFolder, experiment: Experiment, step: int | None = No
 
 
 def loop(
-    experiment, dataset, manager, state, start, evaluate, write, console, mesh
+    experiment, dataset, manager, state, start, evaluate, write, console, mesh, watchdog
 ) -> tuple[TrainState, dict[str, float]]:
     """Steps `start` to the end: the last state and its scores.
 
     Metrics of a step are fetched after the next one is on its way, so the device never waits.
     """
     scores: dict[str, float] = {}
-    places = None if mesh is None else (jax.tree.map(lambda leaf: leaf.sharding, state), None)
-    step_function = jax.jit(make_train_step(experiment), donate_argnums=0, out_shardings=places)
-    source = batching.batches(dataset.train, experiment.batch_size, experiment.seed)
-    report = Reporter(experiment, write, console)
+    own = multihost.own_rows(mesh, experiment.batch_size)
+    source = batching.batches(dataset.train, experiment.batch_size, experiment.seed, own)
+    state, step_function, put, whole = stepping(experiment, mesh, own, state)
+    report = Reporter(experiment, write, console, 1 if mesh is None else mesh.size)
     with (
         Signals() as signals,
-        batching.prefetch(source.__getitem__, start, experiment.steps, put=partial(on_devices, mesh)) as batches,
+        batching.prefetch(source.__getitem__, start, experiment.steps, put=put) as batches,
     ):
         for step, batch in enumerate(batches, start):
+            watchdog.beat(step, patience=LONG if step == start else 1.0)  # the first one compiles
             with jax.transfer_guard("disallow"):  # whatever a step needs is on the device already
                 state, metrics = step_function(state, batch)
             report.later(step, metrics)
@@ -239,100 +256,40 @@ def loop(
             validation = None
             if last or done % experiment.eval_every == 0:
                 report.now()
-                scores = evaluate(best_params(state))
+                watchdog.beat(step, patience=LONG)
+                scores = evaluate(best_params(whole(state)))
                 validation = scores["loss"]
                 write(done, {"validation_loss": validation, "validation_accuracy": scores["accuracy"]})
                 console.log(done, {"validation_loss": validation, "perplexity": scores["perplexity"]})
                 report.restart_clock()
-            stop = signals.received
+            stop = signals.after(done)
             if last or stop or done % experiment.checkpoints.every == 0:
                 report.now()
+                watchdog.beat(step, patience=LONG)
                 metadata = {"data_digest": dataset.digest, "config": to_dict(experiment)}
-                manager.save(done, state, metadata, validation, wait=last or bool(stop))
+                manager.save(done, whole(state), metadata, validation, wait=last or bool(stop))
                 report.restart_clock()
             if stop and not last:
                 raise Interrupted(stop, done)
-    return state, scores
+    return whole(state), scores
 
 
-class Reporter:
-    """Holds back each step's metrics until the next step was dispatched; checks them, logs every `log_every`-th."""
-
-    def __init__(self, experiment: Experiment, write, console: Console):
-        self._experiment, self._write, self._console = experiment, write, console
-        self._waiting: tuple[int, dict] | None = None
-        self._flops = cost.training_flops(experiment.model, experiment.model.context_length)
-        peak = cost.peak_flops(jax.devices()[0].device_kind)
-        self._peak = None if peak is None else peak * math.prod(jax.sharding.get_abstract_mesh().shape.values())
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """Time spent on evaluation and saving is nobody's tokens a second; the first step's compilation is not either."""
-        self._clock, self._tokens = None, 0.0
-
-    def later(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        self.now()
-        self._waiting = (step, metrics)
-
-    def now(self) -> None:
-        if self._waiting is None:
-            return
-        step, metrics = self._waiting
-        self._waiting = None
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if values["skipped"] >= self._experiment.max_skipped:
-            raise NonFinite(
-                f"loss or gradient not finite for {int(values['skipped'])} steps in a row, up to step {step} (loss "
-                f"{values['loss']}, gradient norm {values['grad_norm']}); lower --optimizer.learning-rate or look at the data"
-            )
-        speed = self._speed(values.pop("tokens"))
-        if step % self._experiment.log_every == 0 or step + 1 == self._experiment.steps:
-            self._write(step, values)
-            shown = {name: values[name] for name in ("loss", "accuracy", "learning_rate")} | speed
-            if values["skipped"]:
-                shown["skipped"] = values["skipped"]
-            self._console.log(step, shown)
-
-    def _speed(self, tokens: float) -> dict[str, float]:
-        now = time.monotonic()
-        if self._clock is None:
-            self._clock = now
-            return {}
-        self._tokens += tokens
-        rate = self._tokens / max(now - self._clock, 1e-9)
-        return {"tokens/s": float(round(rate))} | (
-            {} if self._peak is None else {"MFU": rate * self._flops / self._peak}
-        )
-
-
-class Signals:
-    """Remembers SIGTERM and SIGINT, so that a run ends between two steps; the second one ends it at once."""
-
-    def __init__(self):
-        self.received = 0
-
-    def __enter__(self) -> "Signals":
-        try:
-            self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)}
-        except ValueError:  # not the main thread: somebody else's program, somebody else's signals
-            self._before = {}
-        return self
-
-    def _handle(self, signum, frame) -> None:
-        self.received = signum
-        self._restore()
-
-    def _restore(self) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-    def __exit__(self, *exception) -> None:
-        self._restore()
+def stepping(experiment: Experiment, mesh, own, state: TrainState):
+    """(the state as the steps have it, the step, where a batch goes, what makes of such a state an ordinary one)."""
+    if experiment.mesh.backend == "pmap" and mesh is not None:
+        devices = mesh.devices.ravel().tolist()
+        step = pmap.step(make_train_step(experiment, pmap.AXIS), devices)
+        return pmap.replicate(state, devices), step, partial(pmap.cut, devices=devices), pmap.first
+    places = None if mesh is None else (jax.tree.map(lambda leaf: leaf.sharding, state), None)
+    step = jax.jit(make_train_step(experiment), donate_argnums=0, out_shardings=places)
+    return state, step, partial(on_devices, mesh, own, experiment.batch_size), lambda state: state
 
 
 def finish(experiment, folder, dataset, state, scores, record, console) -> Result:
     """Final scores, a sample and the loss curve."""
-    baseline = batching.unigram_entropy(dataset) if dataset.tokenizer is not None else None
+    baseline = None
+    if dataset.tokenizer is not None:
+        baseline = multihost.first(lambda: batching.unigram_entropy(dataset))
     console.say(
         f"validation loss {scores['loss']:.4f} nats a token, perplexity {scores['perplexity']:.3f}, "
         f"accuracy {scores['accuracy']:.2%}" + ("" if baseline is None else f" (unigram entropy {baseline:.4f})")
@@ -340,11 +297,14 @@ def finish(experiment, folder, dataset, state, scores, record, console) -> Resul
     text = None
     if dataset.tokenizer is not None:
         text = sample(experiment, dataset.tokenizer, best_params(state))
+    result = Result(folder.path, scores, baseline, text)
+    if not multihost.is_first():
+        return result
+    if text is not None:
         write_atomically(folder.samples / f"step-{experiment.steps}.txt", text)
         console.say(f"sample:\n{text}")
     title = f"{experiment.name}: {parameters.count(state.params):,} parameters"
     figures.loss_curve(record.lines, folder.loss_figure, title, baseline)
-    result = Result(folder.path, scores, baseline, text)
     write_atomically(folder.path / "result.json", json.dumps(asdict(result), default=str, indent=2))
     console.say(f"loss curve: {folder.loss_figure}")
     return result

@@ -9,6 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import jax
+
+from jaxformer.analysis import cost
+from jaxformer.training.experiment import Experiment
+
 log = logging.getLogger("jaxformer")
 
 
@@ -20,22 +25,29 @@ class Logger(Protocol):
 
 
 class Record:
-    """metrics.jsonl: one line a record, the truth about a run. A torn last line (a killed run) is dropped on opening."""
+    """metrics.jsonl: one line a record, the truth about a run. A torn last line (a killed run) is dropped on opening.
 
-    def __init__(self, path: Path):
+    Without a path nothing is kept: the record of any process but the first.
+    """
+
+    def __init__(self, path: Path | None):
         self.path = path
-        self.lines = _read(path)
+        self.lines = [] if path is None else _read(path)
         self._file = None
 
     def rewind(self, step: int) -> None:
         """Forgets what happened after `step` steps were done: those steps will be done, and logged, again."""
         self.lines = [r for r in self.lines if r["step"] < step or ("validation_loss" in r and r["step"] <= step)]
         self.close()
+        if self.path is None:
+            return
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
         os.replace(temporary, self.path)
 
     def write(self, step: int, values: dict[str, float]) -> None:
+        if self.path is None:
+            return
         line = {"step": step, **values}
         self.lines.append(line)
         if self._file is None:
@@ -97,7 +109,7 @@ class _TensorBoard:
     def __init__(self, folder: Path, run_name: str, config: dict):
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        self._writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=5)  # a killed run loses no more
 
     def write(self, step, values):
         for name, value in values.items():
@@ -123,12 +135,12 @@ class _Wandb:
 
 
 class Console:
-    """A progress bar on a terminal; one plain line for each log anywhere else."""
+    """A progress bar on a terminal; one plain line for each log anywhere else; nothing where it is not to be `heard`."""
 
-    def __init__(self, total: int, start: int):
-        self._total, self._bar = total, None
+    def __init__(self, total: int, start: int, heard: bool = True):
+        self._total, self._bar, self._heard = total, None, heard
         self._began, self._start = time.monotonic(), start
-        if sys.stdout.isatty():
+        if heard and sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = (
@@ -155,7 +167,7 @@ class Console:
     def say(self, text: str) -> None:
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
-        else:
+        elif self._heard:
             print(text, flush=True)
 
     def close(self) -> None:
@@ -168,3 +180,57 @@ def _format(value: float) -> str:
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"
     return f"{value:.2e}"
+
+
+class NonFinite(RuntimeError):
+    """The loss or gradient stayed NaN or infinite; the parameters are those of the last finite step."""
+
+
+class Reporter:
+    """Holds back each step's metrics until the next step was dispatched; checks them, logs every `log_every`-th."""
+
+    def __init__(self, experiment: Experiment, write, console: Console, devices: int = 1):
+        self._experiment, self._write, self._console = experiment, write, console
+        self._waiting: tuple[int, dict] | None = None
+        self._flops = cost.training_flops(experiment.model, experiment.model.context_length)
+        peak = cost.peak_flops(jax.devices()[0].device_kind)
+        self._peak = None if peak is None else peak * devices
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Time spent on evaluation and saving is nobody's tokens a second; the first step's compilation is not either."""
+        self._clock, self._tokens = None, 0.0
+
+    def later(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        self.now()
+        self._waiting = (step, metrics)
+
+    def now(self) -> None:
+        if self._waiting is None:
+            return
+        step, metrics = self._waiting
+        self._waiting = None
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if values["skipped"] >= self._experiment.max_skipped:
+            raise NonFinite(
+                f"loss or gradient not finite for {int(values['skipped'])} steps in a row, up to step {step} (loss "
+                f"{values['loss']}, gradient norm {values['grad_norm']}); lower --optimizer.learning-rate or look at the data"
+            )
+        speed = self._speed(values.pop("tokens"))
+        if step % self._experiment.log_every == 0 or step + 1 == self._experiment.steps:
+            self._write(step, values)
+            shown = {name: values[name] for name in ("loss", "accuracy", "learning_rate")} | speed
+            if values["skipped"]:
+                shown["skipped"] = values["skipped"]
+            self._console.log(step, shown)
+
+    def _speed(self, tokens: float) -> dict[str, float]:
+        now = time.monotonic()
+        if self._clock is None:
+            self._clock = now
+            return {}
+        self._tokens += tokens
+        rate = self._tokens / max(now - self._clock, 1e-9)
+        return {"tokens/s": float(round(rate))} | (
+            {} if self._peak is None else {"MFU": rate * self._flops / self._peak}
+        )

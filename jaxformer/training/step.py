@@ -11,6 +11,8 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxformer import models, parallel
+from jaxformer.config import ConfigError
+from jaxformer.models.pipelined import Pipeline
 from jaxformer.ops.losses import LossSums
 from jaxformer.training import optimizer
 from jaxformer.training.experiment import Experiment
@@ -30,6 +32,7 @@ def make_train_step(
     A step whose loss or gradient is not finite changes no parameter and no optimizer state; it counts in `skipped`.
     Metrics: loss (nats a token), accuracy, tokens, grad_norm (before clipping), learning_rate (the one used), skipped.
     """
+    experiment = staged(experiment)
     spec = models.spec(experiment.model)
     update = optimizer.build(experiment.optimizer, spec, experiment.frozen).update
     rate_of = optimizer.schedule(experiment)
@@ -45,7 +48,7 @@ def make_train_step(
         if axis_name is not None:
             sums, gradients = jax.lax.psum((sums, gradients), axis_name)
         gradients = parallel.lay(gradients, spec, rules_of(experiment))
-        if experiment.mesh.offload and parallel.split():
+        if experiment.mesh.offload:
             state = replace(state, opt_state=jax.device_put(state.opt_state, jax.memory.Space.Device))
         total = jnp.maximum(sums.weight, 1e-9)
         gradients = jax.tree.map(lambda g: g / (total * scale), gradients)
@@ -141,4 +144,15 @@ def rescale(scale: LossScale | None, ok: Array) -> LossScale | None:
 
 def make_evaluate(experiment: Experiment) -> Callable[[Any, Batch], LossSums]:
     """`(params, batch) -> LossSums` without dropout, to be jitted."""
+    experiment = staged(experiment)
     return lambda params, batch: experiment.objective(experiment, params, batch, None)
+
+
+def staged(experiment: Experiment) -> Experiment:
+    """The experiment, its layers as a pipeline where the mesh has stages. ConfigError for a model with a stack of its own."""
+    mesh, model = experiment.mesh, experiment.model
+    if mesh.stage == 1:
+        return experiment
+    if model.stack is not None:
+        raise ConfigError(f"mesh.stage={mesh.stage}: model.stack={model.stack} has no pipeline; leave one of them out")
+    return replace(experiment, model=replace(model, stack=Pipeline(mesh.microbatches, mesh.repeats)))

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxformer import masks
-from jaxformer.kernels import blockwise
+from jaxformer.kernels import blocks, blockwise
 from jaxformer.ops import positions
 from jaxformer.ops.attention import _said, attention
 
@@ -228,10 +228,10 @@ def test_a_query_that_sees_nothing_has_a_log_sum_exp_of_minus_infinity():
 
 @pytest.mark.parametrize("mask", ["causal", "window", "global", "sparse_fixed", "random", "not"])
 def test_visits_are_the_blocks_that_are_not_empty(mask):
-    call = blockwise._Call(41, 43, 4, 8, 1.0, None, 0.0)
+    call = blocks.Call(41, 43, 4, 8, 1.0, None, 0.0)
     mask = static_masks(41, 43)[mask].sized(43)
     kinds = mask.blocks(41, 43, (4, 8))
-    visited = sorted((i, int(j)) for starts, columns in blockwise._visits(mask, call).values()
+    visited = sorted((i, int(j)) for starts, columns in blocks.find_visits(mask, call).values()
                      for i in range(call.nq) for j in columns[starts[i] : starts[i + 1]])  # fmt: skip
     assert visited == sorted(zip(*map(np.ndarray.tolist, np.nonzero(kinds)), strict=True)) and (kinds == 0).any()
 

@@ -10,6 +10,7 @@ import pytest
 from jaxformer import masks
 from jaxformer.kernels import cudnn
 from jaxformer.ops.attention import attention
+from jaxformer.parallel import Mesh, make_mesh
 
 # float32 unit roundoff is 6e-8; the scores are sums of 8 products of order one, the gradients of a few dozen.
 FLOAT32 = dict(rtol=1e-5, atol=1e-5)
@@ -153,3 +154,26 @@ def test_on_a_gpu(mask, T, S, keywords):
         assert np.isfinite(a).all()
         # weights, their gradients and the result are rounded once each, by 2^-9 of themselves: 4 * 2^-8 in norm
         assert np.linalg.norm(a - b) <= 2.0**-6 * np.linalg.norm(b)
+
+
+def test_on_a_mesh_each_device_has_its_rows_and_heads(monkeypatch):
+    """By XLA in cuDNN's place, which would be given a part of the batch and of the heads: the same values and gradients."""
+    monkeypatch.setattr(cudnn, "refuses", lambda *args, **options: None)  # float32 here
+    run, shapes = cudnn.run, []
+    monkeypatch.setattr(
+        cudnn, "run", lambda q, *rest, **options: shapes.append(q.shape) or run(q, *rest, **options | {"implementation": "xla"})
+    )  # fmt: skip
+    query, key, value, g = arrays(8, 8, B=4)
+    mask = masks.causal() & masks.lengths(kv=jnp.array([3, 0, 7, 8]))
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=(1, 4, 8, 1)), jnp.float32)
+    call = lambda name: lambda q, k, v, b: attention(q, k, v, mask=mask, bias=b, implementation=name)
+    theirs = value_and_vjp(call("reference"), g, query, key, value, bias)
+    with jax.set_mesh(make_mesh(Mesh(data=2, fsdp=2, tensor=2))):
+        ours = value_and_vjp(call("cudnn"), g, query, key, value, bias)
+    assert set(shapes) == {(1, 8, 2, 8)}
+    jax.tree.map(partial(np.testing.assert_allclose, **FLOAT32), ours, theirs)
+    with (
+        jax.set_mesh(make_mesh(Mesh(context=8))),
+        pytest.raises(NotImplementedError, match="cudnn: no queries split over mesh"),
+    ):
+        call("cudnn")(query, key, value, None)

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import pytest
 
 from jaxformer import masks
 from jaxformer.kernels import splash
-from jaxformer.ops.attention import attention
+from jaxformer.ops.attention import _said, attention
+from jaxformer.parallel import AXES, Mesh, make_mesh
 
 # float32 unit roundoff is 6e-8; scores are sums of 8 products of order one, gradients of some hundred terms.
 FLOAT32 = dict(rtol=1e-5, atol=1e-5)
@@ -213,6 +215,50 @@ def test_refusals_name_what_is_missing():
         )
     with pytest.raises(ValueError, match="3 heads and queries of 2"):
         splash.attention(query, key, value, mask=masks.by_head(*[masks.full()] * 3), scale=1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", [Mesh(data=2, context=2, tensor=2), Mesh(data=2, fsdp=2, tensor=2)], ids=["context", "fsdp"]
+)
+@pytest.mark.parametrize("by_head", [False, True])
+def test_on_a_mesh_each_device_has_its_share(mesh, by_head):
+    """Batch, heads and, with keys gathered, queries split; inside a scan that recomputes. Equal to one device."""
+    rng = np.random.default_rng(0)
+    shapes = (4, 256, 4, 8), (4, 256, 2, 8), (4, 256, 2, 8), (4,)
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    mask = masks.causal() & masks.segments(documents(4, 256))
+    if by_head:
+        mask = masks.by_head(masks.causal(), masks.full(), masks.window(5), masks.causal())
+
+    def loss(implementation, query, key, value, sinks):
+        layer = lambda x, _: (x + attention(x, key, value, mask=mask, sinks=sinks, implementation=implementation), None)
+        return (jax.lax.scan(jax.checkpoint(layer), query, None, length=2)[0] ** 2).mean()
+
+    one = jax.jit(jax.grad(partial(loss, "reference"), range(4)))(*arrays)
+    with jax.set_mesh(make_mesh(mesh)):
+        many = jax.block_until_ready(jax.jit(jax.grad(partial(loss, "splash"), range(4)))(*arrays))
+        with (
+            pytest.raises(NotImplementedError, match="splash: no 3 queries a device")
+            if mesh.context > 1
+            else nullcontext()
+        ):
+            attention(*(x[:, :6] for x in arrays[:3]), implementation="splash")
+    for ours, theirs in zip(many, one, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_the_platform_is_the_mesh_s_which_need_not_be_here(caplog):
+    """What `plan` compiles: on a machine without a TPU, the program that a TPU would choose. What does not divide is said."""
+    device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    auto = (jax.sharding.AxisType.Auto,) * len(AXES)
+    mesh = jax.sharding.AbstractMesh((4, *[1] * (len(AXES) - 1)), AXES, auto, abstract_device=device)
+    _said.cache_clear()  # other tests have been told
+    with caplog.at_level("INFO", "jaxformer"), jax.sharding.use_abstract_mesh(mesh):
+        text = str(jax.make_jaxpr(attention)(*[jax.ShapeDtypeStruct((6, 128, 1, 8), jnp.float32)] * 3))
+    assert "splash_mha" in text and "shard_map" in text
+    whole = "attention: batch=6 does not divide among mesh.data=4; every device computes all of it"
+    assert caplog.messages == ["attention on tpu: splash", whole]
 
 
 AOT = """

@@ -15,6 +15,7 @@ from jaxformer.masks import full
 from jaxformer.models.block import Context
 from jaxformer.models.mixture import Mixture
 from jaxformer.ops.mixture import balance_loss, mixture, mixture_reference, route, router_z_loss
+from jaxformer.parallel import Mesh, make_mesh, settled
 from jaxformer.params import paths
 
 run = jax.jit(mixture, static_argnames=("activation", "top_k", "normalise", "capacity"))
@@ -147,6 +148,26 @@ def test_a_capacity_drops_the_choices_that_come_too_late(top_k, capacity):
             (np.asarray(out) == 0).all(-1), (expected == 0).all(-1)
         )
         np.testing.assert_allclose(statistics.dropped, len(dropped) / (top_k * int(real.sum())), rtol=1e-6)
+
+
+def test_on_a_mesh_a_device_drops_among_its_own_tokens():
+    """Groups: the tokens of each device by batch and length, each with ceil(0.6 top_k n / E) places an expert."""
+    args, real = problem(27, B=4, T=24, E=4, F=8), some(28, (4, 24))
+    options = dict(top_k=2, capacity=0.6)
+    with jax.set_mesh(make_mesh(Mesh(data=2, context=2, expert=2))):
+        out, statistics = settled(run(*args, jax.nn.silu, real=real, **options))
+    lost = 0
+    for r in range(4):
+        for columns in (slice(0, 12), slice(12, 24)):
+            group = slice(r, r + 1), columns
+            expected, dropped = by_token(args[0][group], *args[1:], real=real[group], **options)
+            lost += len(dropped)
+            np.testing.assert_allclose(out[group], expected, rtol=2e-5, atol=2e-4)  # sums of ten products of order ten
+    assert lost != len(by_token(*args, real=real, **options)[1])  # of one device
+    np.testing.assert_allclose(statistics.dropped, lost / (2 * int(real.sum())), rtol=1e-6)
+    alone = run(*args, jax.nn.silu, real=real, **options)[1]
+    for name in ("fraction", "probability", "z"):
+        np.testing.assert_allclose(getattr(statistics, name), getattr(alone, name), rtol=1e-5)
 
 
 def test_the_capacity_is_the_one_of_the_formula():

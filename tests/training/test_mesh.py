@@ -9,6 +9,7 @@ import pytest
 from jaxformer.config import ConfigError
 from jaxformer.data.tasks import Reverse
 from jaxformer.models import ModelConfig
+from jaxformer.models.reversible import Reversible
 from jaxformer.parallel import Mesh
 from jaxformer.training import loop
 from jaxformer.training.experiment import Checkpoints, Experiment
@@ -38,7 +39,11 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.slow  # what goes on on another mesh, below, shows as much
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(fsdp=4, tensor=2)], ids=["data=8", "fsdp=4 tensor=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [Mesh(), Mesh(fsdp=4, tensor=2), Mesh(zero1=True), Mesh(fsdp=4, offload=True), Mesh(tensor=2, explicit=True)],
+    ids=["data", "fsdp tensor", "zero1", "fsdp offload", "tensor explicit"],
+)
 def test_a_mesh_trains_as_one_device_does(mesh, alone, tmp_path):
     found = losses(loop.train(replace(TINY, mesh=mesh), tmp_path).folder)
     # float32 sums in another order, amplified over a few steps of Adam
@@ -72,8 +77,11 @@ def test_a_run_goes_on_on_another_mesh(alone, tmp_path, monkeypatch):
         (dict(mesh=Mesh(data=16)), "do not make up 8"),
         (dict(mesh=Mesh(), batch_size=4), "batch_size=4 does not divide among 8 devices"),
         (dict(mesh=Mesh(data=1, tensor=8)), "heads=2 does not divide"),
-        (dict(mesh=Mesh(stage=2)), "mesh.stage=2: no run has it yet"),
-        (dict(mesh=Mesh(explicit=True)), "mesh.explicit=True: no run has it yet"),
+        (
+            dict(mesh=Mesh(stage=2), batch_size=12),
+            "batch_size=12 does not divide among 4 devices .* in 2 micro-batches",
+        ),
+        (dict(mesh=Mesh(stage=2, data=1), model=replace(TINY.model, stack=Reversible())), "has no pipeline"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(changes, said, tmp_path):

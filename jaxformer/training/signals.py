@@ -1,0 +1,55 @@
+"""Being asked to stop: between two steps, on all processes after the same one."""
+
+import os
+import signal
+
+import jax
+
+from jaxformer.parallel import multihost
+
+
+class Interrupted(RuntimeError):
+    """A signal ended the run after its state was saved."""
+
+    def __init__(self, signum: int, step: int):
+        super().__init__(
+            f"stopped by {signal.Signals(signum).name} after step {step}, saved; the same command goes on from there"
+        )
+        self.exit_code = 128 + signum
+
+
+class Signals:
+    """Remembers SIGTERM and SIGINT, so that a run ends between two steps; the second one ends it at once.
+
+    With several processes SIGTERM is JAX's, whose preemption service tells the others; SIGINT becomes one.
+    """
+
+    def __init__(self):
+        self._received, self._several = 0, jax.process_count() > 1
+
+    def __enter__(self) -> "Signals":
+        ours = (signal.SIGINT,) if self._several else (signal.SIGTERM, signal.SIGINT)
+        try:
+            self._before = {s: signal.signal(s, self._handle) for s in ours}
+        except ValueError:  # not the main thread: somebody else's program, somebody else's signals
+            self._before = {}
+        return self
+
+    def after(self, step: int) -> int:
+        """The signal to stop on now that so many steps are done, 0 for none. To be asked after every step."""
+        if self._several:
+            return signal.SIGTERM if multihost.preempted(step) else 0
+        return self._received
+
+    def _handle(self, signum, frame) -> None:
+        self._received = signum
+        self._restore()
+        if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _restore(self) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def __exit__(self, *exception) -> None:
+        self._restore()

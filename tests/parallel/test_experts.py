@@ -1,0 +1,234 @@
+"""Experts split over devices: what one device gives, which collectives it takes, and a compile for a TPU."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxformer import models, ops
+from jaxformer.analysis import hlo
+from jaxformer.models import ModelConfig
+from jaxformer.models.mixture import Mixture
+from jaxformer.ops.mixture import mixture
+from jaxformer.parallel import Mesh, make_mesh, rows, settled, shardings
+
+E, D, F = 8, 16, 24
+rng = np.random.default_rng(0)
+normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+X, REAL = normal(8, 16, D), jnp.asarray(rng.random((8, 16)) < 0.8)
+WEIGHTS = normal(D, E), normal(E, D, F) / 4, normal(E, D, F) / 4, normal(E, F, D) / 4
+ROOM = 8.0  # a capacity that drops nothing: E / top_k would do on one device
+
+
+def slow(**axes):
+    return pytest.param(axes, marks=pytest.mark.slow)
+
+
+def near(many, one):
+    """Float32 sums in another order: 1e-5 of the largest."""
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(many), jax.tree.leaves(one), strict=True):
+        tolerance = dict(rtol=1e-5, atol=1e-5 * np.abs(b).max() + 1e-9)
+        np.testing.assert_allclose(a, b, **tolerance, err_msg=jax.tree_util.keystr(path))
+
+
+def everything(capacity, x, real, *weights):
+    """Output, statistics, and the gradients of something that depends on all of them."""
+
+    def f(x, *weights):
+        out, statistics = mixture(x, *weights, jax.nn.silu, top_k=2, capacity=capacity, real=real)
+        s = statistics
+        return jnp.sum(jnp.sin(out)) + 8 * jnp.sum(s.fraction * s.probability) + s.z, (out, statistics)
+
+    gradients, (out, statistics) = jax.grad(f, argnums=range(5), has_aux=True)(x, *weights)
+    return {"out": out, "statistics": statistics._asdict(), "gradients": dict(enumerate(gradients))}
+
+
+def on(axes, f, *args):
+    mesh = make_mesh(Mesh(**{"data": 1} | axes), jax.devices()[: int(np.prod(list(axes.values())))])
+    with jax.set_mesh(mesh):
+        return settled(jax.jit(f)(*args))
+
+
+@pytest.mark.parametrize("capacity", [None, ROOM])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        dict(fsdp=2, tensor=2, expert=2),
+        slow(expert=8),
+        slow(data=2, context=2, expert=2),
+        slow(data=2, expert=4),
+        slow(data=2, fsdp=2, context=2),
+        slow(data=2, tensor=4),
+        slow(expert=2, tensor=4),
+        slow(data=2, fsdp=2, expert=2),
+        slow(data=2, stage=2, expert=2),
+    ],
+    ids=str,
+)
+def test_a_mesh_gives_what_one_device_gives(axes, capacity):
+    near(
+        on(axes, partial(everything, capacity), X, REAL, *WEIGHTS),
+        jax.jit(partial(everything, None))(X, REAL, *WEIGHTS),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity", [None, ROOM])
+@pytest.mark.parametrize("B", [1, 2, 6])
+def test_a_batch_that_does_not_divide(B, capacity):
+    """Tokens split over fewer axes than there are, or over none: then each device does its experts' part for all."""
+    args = X[:B], REAL[:B], *WEIGHTS
+    near(on(dict(data=2, expert=4), partial(everything, capacity), *args), jax.jit(partial(everything, None))(*args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity", [None, ROOM])
+def test_within_a_shard_map_over_stages_a_scan_and_a_remat(capacity):
+    def stages(x, weights):
+        layer = jax.checkpoint(
+            lambda x, w: (x + 0.1 * mixture(x, *w, jax.nn.silu, top_k=2, capacity=capacity)[0], None)
+        )
+        stage = lambda x, weights: jax.lax.scan(layer, x[0], weights)[0][None]
+        if not jax.sharding.get_abstract_mesh().empty:
+            stage = jax.shard_map(
+                stage, in_specs=P("stage"), out_specs=P("stage"), axis_names={"stage"}, check_vma=False
+            )
+            return jnp.sum(jnp.sin(stage(x, weights)))
+        halves = [jax.tree.map(lambda a: jnp.split(a, 2)[i], (x, weights)) for i in (0, 1)]  # noqa: B023
+        return sum(jnp.sum(jnp.sin(stage(*half))) for half in halves)
+
+    f = jax.value_and_grad(stages, argnums=(0, 1))
+    args = jnp.stack([X, X[::-1]]), tuple(jnp.stack([w, -w, 0.5 * w, w]) for w in WEIGHTS)
+    near(on(dict(stage=2, expert=2, tensor=2), f, *args), jax.jit(f)(*args))
+
+
+def config(capacity=None, **changes):
+    options = dict(top_k=2, d_ff=32, balance_loss=0.01, router_z_loss=0.001, capacity=capacity, shared=16)
+    feedforward = Mixture(E, **options)
+    return ModelConfig(
+        vocab_size=64, num_layers=2, d_model=32, num_heads=4, context_length=16, init_std=0.2, use_bias=False,
+        attention_implementation="reference", feedforward=feedforward, **changes,
+    )  # fmt: skip
+
+
+def loss(config, weights, tokens):
+    output = models.apply(config, weights, tokens)
+    sums = ops.cross_entropy(output.logits[:, :-1], tokens[:, 1:])
+    return sums.loss / sums.weight + output.loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity, remat", [(None, "none"), (ROOM, "full")])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        dict(expert=8), dict(data=2, expert=4), dict(fsdp=4, expert=2), dict(fsdp=2, tensor=2, expert=2),
+        dict(data=2, context=2, expert=2), dict(data=2, fsdp=2, tensor=2), dict(data=8),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_model_on_a_mesh_is_the_model_on_one_device(axes, capacity, remat):
+    model = config(capacity, remat=remat)
+    weights = jax.jit(partial(models.init, model))(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (8, 16), 0, 64)
+    one, gradient = jax.jit(jax.value_and_grad(partial(loss, config())))(weights, tokens)
+    mesh = make_mesh(Mesh(**{"data": 1} | axes))
+    places = shardings(models.spec(model), mesh)
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.value_and_grad(partial(loss, model)), out_shardings=(None, places))
+        place = rows(mesh, {"tokens": tokens})["tokens"]
+        many, split = settled(step(jax.device_put(weights, places), jax.device_put(tokens, place)))
+    np.testing.assert_allclose(many, one, rtol=1e-5)
+    near(split, gradient)
+
+
+def sent(axes, capacity, f=None):
+    """What `mixture` sends between devices, its arguments placed as a model's are: {(kind, axes): (count, bytes)}."""
+    mesh = make_mesh(Mesh(**{"data": 1} | axes))
+    into, back, tokens = P("expert", "fsdp", "tensor"), P("expert", "tensor", "fsdp"), P(("data", "fsdp", "expert"))
+    specs = tokens, P("fsdp", "expert"), into, into, back
+    place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.NamedSharding(mesh, spec))
+    run = lambda *args: mixture(*args, jax.nn.silu, top_k=2, capacity=capacity)[0]
+    step = lambda *args: jax.grad(lambda *args: jnp.sum(jnp.sin(run(*args))), argnums=range(5))(*args)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        outs = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+        jitted = jax.jit(step, out_shardings=outs) if f == "gradient" else jax.jit(run)
+        text = jitted.lower(*map(place, (X, *WEIGHTS), specs)).compile().as_text()
+    return {(one.kind, one.axes): (one.count, one.bytes) for one in hlo.collectives(text, mesh)}
+
+
+def test_a_capacity_takes_two_all_to_alls():
+    """16 tokens a device, 2 choices of 8 experts: room for 4, so 8 x 4 x 16 floats each way. And the router is gathered."""
+    found = sent(dict(expert=8), 1.0)
+    assert found.pop(("all-to-all", ("expert",))) == (2, 2 * E * 4 * D * 4)
+    assert found.pop(("all-gather", ("expert",))) == (1, D * E * 4) and not found
+
+
+def test_without_one_tokens_are_gathered_and_sums_scattered():
+    """The all-gathers bring all tokens, their choices and weights, and the router; no expert leaves its device."""
+    found = sent(dict(expert=8), None)
+    assert found.pop(("all-gather", ("expert",))) == (4, X.nbytes + 2 * 8 * 16 * 2 * 4 + D * E * 4)
+    assert found.pop(("reduce-scatter", ("expert",))) == (1, X.nbytes // 8) and not found
+
+
+@pytest.mark.slow
+def test_fsdp_gathers_each_weight_once_and_scatters_its_gradient():
+    found = sent(dict(data=2, fsdp=2, expert=2), 1.0, "gradient")
+    whole = 3 * E * D * F * 4 // 2  # of a device's experts
+    assert found[("all-gather", ("fsdp",))] == (3, whole) and found[("reduce-scatter", ("fsdp",))] == (3, whole // 2)
+    assert found[("all-to-all", ("expert",))][0] == 4
+    tensor = sent(dict(tensor=2, expert=4), 1.0, "gradient")
+    assert tensor[("all-reduce", ("tensor",))][0] <= 3  # outputs, gradients of x, and of the weights of choices
+
+
+AOT = """
+import jax, jax.numpy as jnp
+from functools import partial
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.experimental.topologies import get_topology_desc
+from jaxformer import models, ops
+from jaxformer.analysis import hlo
+from jaxformer.models import ModelConfig
+from jaxformer.models.mixture import Mixture
+from jaxformer.parallel import Mesh, make_mesh, shardings
+
+mesh = make_mesh(Mesh(data=2, fsdp=2, expert=2), list(get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices))
+for capacity, kinds in (1.25, {"all-to-all"}), (None, {"all-gather", "reduce-scatter"}):
+    feedforward = Mixture(8, 2, d_ff=512, balance_loss=0.01, router_z_loss=0.001, capacity=capacity)
+    model = ModelConfig(256, 2, 256, 2, 256, attention_implementation="reference", remat="full", feedforward=feedforward)
+
+    def loss(weights, tokens):
+        output = models.apply(model, weights, tokens, dtype=jnp.bfloat16)
+        sums = ops.cross_entropy(output.logits[:, :-1], tokens[:, 1:])
+        return sums.loss / sums.weight + output.loss
+
+    places = shardings(models.spec(model), mesh)
+    shapes = jax.eval_shape(partial(models.init, model), jax.random.key(0))
+    weights = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places)
+    tokens = jax.ShapeDtypeStruct((16, 256), jnp.int32, sharding=NamedSharding(mesh, P(("data", "fsdp", "expert"))))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(jax.value_and_grad(loss), out_shardings=(None, places)).lower(weights, tokens)
+        text = lowered.compile(compiler_options={"exec_time_optimization_effort": -1.0}).as_text()
+    found = {(one.kind, one.axes): one.count for one in hlo.collectives(text, mesh)}
+    print(capacity, found)
+    assert {kind for kind, axes in found if axes == ("expert",)} >= kinds
+    assert found[("all-gather", ("fsdp",))] >= 12 and found[("reduce-scatter", ("fsdp",))] >= 6
+"""
+
+
+@pytest.mark.aot
+def test_compiles_for_a_tpu_that_is_not_here():
+    """Three matrices of experts, two layers, forward and recomputed: 12 all-gathers over fsdp, and 6 reduce-scatters."""
+    pytest.importorskip("libtpu", reason="needs libtpu: pip install 'jaxformer[tpu]'")
+    code = "from jaxformer.analysis.topology import prepare; prepare()" + AOT
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,491 @@
+"""Several real processes as one run: the same numbers as one, and one end for all, by name, however it comes."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.launch import pod_sim
+from jaxformer import config, parallel
+from jaxformer.config import ConfigError
+from jaxformer.parallel import multihost, peers
+from jaxformer.parallel.peers import Processes
+from jaxformer.training import checkpoint, loop
+from jaxformer.training.fingerprint import fingerprints
+from jaxformer.training.state import init_state
+
+TINY = """
+from jaxformer.data.sources import Text
+from jaxformer.models import ModelConfig
+from jaxformer.parallel import Mesh
+from jaxformer.training.experiment import Checkpoints, Experiment, Sample
+experiment = Experiment(
+    name="tiny",
+    model=ModelConfig(vocab_size=256, num_layers=1, d_model=16, num_heads=2, context_length=16, dropout_rate=0.1),
+    data=Text(path="text.txt"), steps=12, batch_size=8, log_every=1, eval_every=6, mesh=Mesh(),
+    checkpoints=Checkpoints(every=4, keep_latest=9), sample=Sample(prompt="the ", tokens=4),
+)
+"""
+ROOT = Path(__file__).parents[2]
+
+
+def furnish(folder):
+    (folder / "experiments").mkdir()
+    (folder / "experiments" / "tiny.py").write_text(TINY)
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    return folder
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return furnish(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The record of the same run in one process."""
+    folder = furnish(tmp_path_factory.mktemp("alone"))
+    here = os.getcwd()
+    os.chdir(folder)
+    try:
+        return record(loop.train(config.load("tiny")).folder)
+    finally:
+        os.chdir(here)
+
+
+def record(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same(found, expected):
+    """Every step once, with the same numbers."""
+    assert [line.keys() for line in found] == [line.keys() for line in expected]
+    for name in ("step", "loss", "grad_norm", "tokens", "validation_loss"):
+        mine, theirs = ([line[name] for line in lines if name in line] for lines in (found, expected))
+        # float32 sums in another order, amplified over a few steps of Adam
+        np.testing.assert_allclose(mine, theirs, rtol=2e-4, err_msg=name)
+
+
+class Pod:
+    """Processes of one run of the experiment `tiny`; whatever they do, none outlives the test."""
+
+    def __init__(self, count, *options, which=None, code=None, devices=None, **environment):
+        command = [sys.executable, *(["-c", code] if code else ["-m", "jaxformer", "train", "tiny", *options])]
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(devices or 8 // count),
+            "JAXFORMER_COORDINATOR": f"127.0.0.1:{pod_sim.free_port()}",
+            "JAXFORMER_PROCESSES": str(count),
+            "PYTHONUNBUFFERED": "1",
+            **environment,
+        }
+        self.files = {i: Path(f"out-{i}") for i in (range(count) if which is None else which)}
+        self.processes = {}
+        for i, file in self.files.items():
+            with file.open("w") as out:
+                mine = environment | {"JAXFORMER_PROCESS": str(i)}
+                self.processes[i] = subprocess.Popen(command, env=mine, stdout=out, stderr=subprocess.STDOUT)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    def said(self, i):
+        return self.files[i].read_text()
+
+    def wait_for(self, text, timeout=300):
+        """Until process 0 has said it."""
+        end = time.monotonic() + timeout
+        while text not in self.said(0):
+            assert time.monotonic() < end and self.processes[0].poll() is None, self.said(0)
+            time.sleep(0.05)
+
+    def codes(self, timeout=300):
+        """The exit codes of all, which have to end by themselves."""
+        end = time.monotonic() + timeout
+        codes = {}
+        for i, process in self.processes.items():
+            try:
+                codes[i] = process.wait(timeout=max(end - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                codes[i] = "still there"
+        return codes
+
+    def finish(self):
+        assert set(self.codes().values()) == {0}, {i: self.said(i)[-3000:] for i in self.files}
+
+
+def found(pattern, text):
+    match = re.search(pattern, text)
+    assert match, text
+    return match[1]
+
+
+def run_of(workplace):
+    (folder,) = (workplace / "runs").glob("tiny-*")
+    return folder
+
+
+# ---- the whole run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "mesh"), [(2, ["--mesh.fsdp=4", "--mesh.tensor=2"]), (4, [])], ids=["2", "4"])
+def test_processes_train_as_one_does(count, mesh, alone, workplace):
+    with Pod(count, *mesh) as pod:
+        pod.finish()
+        assert "sample:" in pod.said(0)
+        for i in range(1, count):  # what is left is the C++ runtime's
+            assert not [line for line in pod.said(i).splitlines() if not line.startswith("[Gloo]")]
+    folder = run_of(workplace)
+    assert_same(record(folder), alone)
+    assert (folder / "figures" / "loss.png").is_file() and (folder / "result.json").is_file()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("victim", [2, 0])
+def test_a_killed_process_ends_the_others_by_name_and_a_restart_goes_on(victim, alone, workplace):
+    with Pod(4) as pod:
+        pod.wait_for("step  6/12")
+        pod.processes[victim].kill()
+        codes = pod.codes(timeout=60)
+        assert codes.pop(victim) == -signal.SIGKILL
+        for i, code in codes.items():
+            # of process 0's death the runtime hears as well, and aborts; its own line says that the leader is gone
+            named = f"process {victim} (pid {pod.processes[victim].pid} on "
+            assert (code == 4 and named in pod.said(i)) or (victim == 0 and code == -signal.SIGABRT), pod.said(i)
+            assert "Traceback" not in pod.said(i)
+    with Pod(2, "--mesh.fsdp=2", "--mesh.data=4") as pod:  # on another number of hosts
+        pod.finish()
+        start = int(found(r"resuming after step (\d+)", pod.said(0)))
+        assert start >= 4
+    assert_same(record(run_of(workplace)), alone)
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_stops_all_at_one_step_and_nothing_is_done_again(alone, workplace):
+    with Pod(4) as pod:
+        pod.wait_for("step  1/12")
+        pod.processes[3].send_signal(signal.SIGTERM)
+        assert set(pod.codes().values()) == {143}, pod.said(0)
+        (stops,) = {found(r"stopped by SIGTERM after step (\d+)", pod.said(i)) for i in range(4)}
+    folder, stop = run_of(workplace), int(stops)
+    saved = max(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal())
+    before = (folder / "metrics.jsonl").read_text()
+    assert saved == stop < 12 and max(line["step"] for line in record(folder) if "loss" in line) == stop - 1
+    with Pod(2) as pod:
+        pod.finish()
+        assert f"resuming after step {stop}" in pod.said(0)
+    assert (folder / "metrics.jsonl").read_text().startswith(before)
+    assert_same(record(folder), alone)
+
+
+SLEEPS = """
+import sys, time
+import jax
+from jaxformer import cli
+from jaxformer.parallel import multihost
+later, beat = None, multihost.Watchdog.beat
+def sleep(self, step, patience=1):
+    if step == 5 and jax.process_index() == 1:
+        time.sleep(1000)
+    beat(self, step, patience)
+multihost.Watchdog.beat = sleep
+sys.exit(cli.main(["train", "tiny", "--steps=2000"]))
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("how", ["sleeps", "stopped"])
+def test_a_stuck_process_is_found_and_named(how, workplace):
+    """Heartbeats go on while a process sleeps, and gloo waits for it for ever."""
+    code = SLEEPS if how == "sleeps" else None
+    with Pod(2, "--steps=2000", code=code, JAXFORMER_STEP_LIMIT="8") as pod:
+        pod.wait_for("step    4/2000")
+        if how == "stopped":
+            pod.processes[1].send_signal(signal.SIGSTOP)
+        assert pod.processes[0].wait(timeout=120) == 5, pod.said(0)
+        assert "no step ended for 8 s" in pod.said(0) and "Thread 0x" in pod.said(0)  # the stacks
+        expected = "is behind" if how == "sleeps" else "does not answer"
+        assert re.search(rf"process 1 \(pid {pod.processes[1].pid} on \S+ at step \d+: {expected}", pod.said(0))
+        if how == "stopped":
+            pod.processes[1].send_signal(signal.SIGCONT)
+        assert pod.processes[1].wait(timeout=60) != 0
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_ends_all(workplace):
+    folder = config.load("tiny")
+    from jaxformer.training.folder import claim, run_folder
+
+    with claim(run_folder(folder, Path("runs"))), Pod(2) as pod:
+        assert pod.codes() == {0: 2, 1: 2}
+        for i in range(2):
+            assert f"another trainer holds this run (pid {os.getpid()}" in pod.said(i), pod.said(i)
+            assert "Traceback" not in pod.said(i)
+
+
+# ---- checkpoints
+
+CHECKPOINT = """
+import sys
+from functools import partial
+import jax
+from jaxformer import config, parallel
+from jaxformer.parallel import multihost
+from jaxformer.training import checkpoint
+from jaxformer.training.fingerprint import fingerprints
+from jaxformer.training.state import init_state, state_shardings
+multihost.initialize()
+experiment = config.load("tiny")
+mesh = parallel.run_mesh(parallel.Mesh({axes}), 8)
+places = state_shardings(experiment, mesh)
+def body():
+    with jax.set_mesh(mesh), checkpoint.open_manager("kept") as manager:
+        state = jax.jit(partial(init_state, experiment), out_shardings=places)()
+        if {save}:
+            manager.save(3, state, dict(x=1), wait=True)
+        else:
+            abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, places)
+            step, state, metadata = manager.restore(abstract)
+            assert step == 3 and metadata == dict(x=1)
+        spread = [not leaf.is_fully_addressable for leaf in jax.tree.leaves(state)]
+        print("prints", all(spread), *fingerprints(jax.tree.leaves(state)))
+    return 0
+sys.exit(multihost.together(body))
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_four_processes_is_restored_exactly_anywhere(workplace):
+    prints = lambda pod: {found("prints True (.*)", pod.said(i)) for i in pod.files}
+    with Pod(4, code=CHECKPOINT.format(save=True, axes="fsdp=4, tensor=2")) as pod:
+        pod.finish()
+        (saved,) = prints(pod)
+    with Pod(2, code=CHECKPOINT.format(save=False, axes="data=2, fsdp=4")) as pod:
+        pod.finish()
+        assert prints(pod) == {saved}
+    experiment = config.load("tiny")
+    abstract = jax.eval_shape(lambda: init_state(experiment))
+    with checkpoint.open_manager("kept") as manager:  # one process, one device
+        step, state, metadata = manager.restore(abstract)
+    assert (step, metadata) == (3, {"x": 1}) and " ".join(fingerprints(jax.tree.leaves(state))) == saved
+    first = jax.jit(lambda: init_state(experiment))()
+    for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(first), strict=True):
+        np.testing.assert_array_equal(leaf, expected)
+
+
+@pytest.mark.fault
+def test_processes_agree_on_which_checkpoint_is_damaged(workplace):
+    with Pod(2, code=CHECKPOINT.format(save=True, axes="data=8")) as pod:
+        pod.finish()
+    (workplace / "kept" / "3").rename(workplace / "kept" / "5")  # newest, and not what it says
+    with Pod(2, code=CHECKPOINT.format(save=False, axes="data=8")) as pod:
+        assert pod.codes() == {0: 2, 1: 2}
+        for i in range(2):
+            assert "every checkpoint is damaged: 5 (" in pod.said(i), pod.said(i)
+    assert (workplace / "kept" / "5.corrupt").is_dir()
+
+
+# ---- meeting
+
+
+def join(index, count, port, limit=10.0):
+    """Joins in a thread: (thread, what came of it)."""
+    came: dict[str, Any] = {}
+
+    def run():
+        try:
+            kind = peers.Hub if index == 0 else peers.Member
+            came["peers"] = kind(Processes(f"127.0.0.1:{port}", count, index), limit)
+        except Exception as error:
+            came["error"] = error
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, came
+
+
+def meet(*arguments, **options):
+    port = pod_sim.free_port()
+    joined = [join(index, count, port, **options) for index, count in arguments]
+    for thread, _ in joined:
+        thread.join(timeout=60)
+    return [came for _, came in joined]
+
+
+def test_who_never_came_is_named_to_all_who_did():
+    for one in meet((0, 4), (2, 4), limit=1.0):
+        assert isinstance(one["error"], peers.Lost)
+        assert re.match(r"processes 1, 3 never came within 1 s; here are process 0 .*, process 2", str(one["error"]))
+    (one,) = meet((1, 2), limit=1.0)
+    assert "process 0 never came within 1 s: nobody answers at 127.0.0.1:" in str(one["error"])
+
+
+@pytest.mark.parametrize("third", [(1, 3), (2, 4), (3, 3)])
+def test_numbers_that_do_not_fit_together_are_refused(third):
+    if third == (3, 3):
+        with pytest.raises(ConfigError, match="index from 0 to count - 1"):
+            Processes("host:1", 3, 3)
+        return
+    errors = [one["error"] for one in meet((0, 3), (1, 3), third, limit=20.0)]
+    assert all(isinstance(error, ConfigError) for error in errors)
+    assert "give each its own index and all one count" in str(errors[0])
+
+
+def test_a_process_that_died_before_the_others_came_may_come_again():
+    port = pod_sim.free_port()
+    hub, first = join(0, 3, port)
+    early = socket.socket()
+    while early.connect_ex(("127.0.0.1", port)):
+        time.sleep(0.05)
+    early.sendall(b'{"hello": 1, "count": 3, "name": "the first try"}\n')
+    time.sleep(0.2)
+    early.close()
+    joined = [join(index, 3, port) for index in (1, 2)]
+    for thread in (hub, *(thread for thread, _ in joined)):
+        thread.join(timeout=60)
+    assert "first try" not in first["peers"].name(1)
+    everybody = [first["peers"], *(one["peers"] for _, one in joined)]
+    threads = [threading.Thread(target=one.leave) for one in everybody]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+
+
+def test_processes_leave_together():
+    met = [one["peers"] for one in meet((0, 3), (1, 3), (2, 3))]
+    assert [one.name(2) for one in met] == [met[0].name(2)] * 3 and f"pid {os.getpid()}" in met[1].name(0)
+    left = []
+    threads = [threading.Thread(target=lambda one=one: (one.leave(), left.append(one))) for one in met]
+    for thread in threads[:2]:
+        thread.start()
+    time.sleep(0.2)
+    assert not left  # the third is still at work
+    threads[2].start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert set(map(id, left)) == set(map(id, met))
+
+
+@pytest.mark.slow
+def test_train_says_who_never_came(workplace):
+    with Pod(3, which=[0, 2], JAXFORMER_JOIN_LIMIT="3") as pod:
+        assert pod.codes() == {0: 4, 2: 4}
+        assert all("jaxformer: process 1 never came within 3 s" in pod.said(i) for i in (0, 2))
+
+
+SLURM = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[004-007]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "4",
+}  # fmt: skip
+OURS = {"JAXFORMER_COORDINATOR": "host:1234", "JAXFORMER_PROCESSES": "4", "JAXFORMER_PROCESS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (OURS, Processes("host:1234", 4, 1)),
+        (OURS | {"JAXFORMER_PROCESSES": "1", "JAXFORMER_PROCESS": "0"}, None),
+        (SLURM, Processes("node004:61447", 4, 2, (0,))),
+        (SLURM | OURS, Processes("host:1234", 4, 1)),
+        (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a notebook in a pod
+    ],
+)
+def test_processes_are_found_in_the_environment(environment, expected, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert multihost.find() == expected
+
+
+@pytest.mark.parametrize(
+    "change", [{"JAXFORMER_PROCESS": "one"}, {"JAXFORMER_PROCESS": "4"}, {"JAXFORMER_COORDINATOR": "host"}]
+)
+def test_bad_variables_get_one_line(change):
+    with pytest.raises(ConfigError):
+        multihost.find(OURS | change)
+    with pytest.raises(ConfigError, match="all three or none"):
+        multihost.find({"JAXFORMER_PROCESS": "1"})
+
+
+def test_a_limit_that_is_no_number_gets_one_line(monkeypatch):
+    monkeypatch.setenv("JAXFORMER_STEP_LIMIT", "soon")
+    with pytest.raises(ConfigError, match="JAXFORMER_STEP_LIMIT=soon"):
+        multihost.step_limit()
+
+
+# ---- one process
+
+
+def test_a_single_process_asks_nobody():
+    multihost.initialize()
+    assert multihost.is_first() and multihost.first(lambda: 3) == 3 and multihost.everyone(3) == [3]
+    assert multihost.together(lambda: 7) == 7 and multihost.step_limit() is None
+    assert multihost.own_rows(parallel.make_mesh(), 8) is None
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "context": 2}, {"data": 1, "tensor": 8}])
+def test_a_batch_is_put_together_from_rows(mesh):
+    mesh = parallel.make_mesh(parallel.Mesh(**mesh))
+    rng = np.random.default_rng(0)
+    batch = {"tokens": rng.integers(0, 9, (8, 6)), "images": rng.normal(size=(8, 4, 2)), "lengths": np.arange(8)}
+    batch = {name: leaf.astype(np.float32) for name, leaf in batch.items()}
+    out = multihost.global_batch(mesh, np.arange(8), 8, batch)
+    for name, place in parallel.rows(mesh, batch).items():
+        np.testing.assert_array_equal(out[name], batch[name])
+        assert out[name].sharding == place
+
+
+WATCHED = """
+import time
+from jaxformer.parallel.multihost import Watchdog
+with Watchdog(1.0) as watchdog:
+    for step in range(4):
+        watchdog.beat(step)
+        time.sleep(0.5)
+    watchdog.beat(4, patience=10)
+    time.sleep(3)
+    print("patient", flush=True)
+    watchdog.beat(5)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.slow
+def test_the_watchdog_of_one_process():
+    done = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 5 and done.stdout == "patient\n"
+    assert "jaxformer: no step ended for 1 s, at step 5\n" in done.stderr and "Thread 0x" in done.stderr
+
+
+@pytest.mark.slow
+def test_pod_sim(workplace):
+    command = [sys.executable, "-m", "experiments.launch.pod_sim", "2", "tiny", "--devices", "1", "--steps=2000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("[p0] step    3/2000"):
+            break
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=300)
+    assert process.returncode == 143 and "pod-sim: p0 143, p1 143" in rest

@@ -1,0 +1,100 @@
+"""One training step, however it is spread out: the state after it is that of one device."""
+
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxformer import parallel, params
+from jaxformer.config import ConfigError
+from jaxformer.data.tasks import Reverse
+from jaxformer.models import ModelConfig
+from jaxformer.parallel import Mesh, make_mesh, pmap, settled
+from jaxformer.training.experiment import Experiment
+from jaxformer.training.state import init_state, state_shardings
+from jaxformer.training.step import make_train_step
+
+TINY = Experiment(
+    name="tiny",
+    model=ModelConfig(vocab_size=24, num_layers=2, d_model=16, num_heads=2, context_length=16),
+    data=Reverse(),
+    batch_size=16,
+)
+TOKENS = jax.random.randint(jax.random.key(1), (16, 16), 0, 24)
+WEIGHTS = (TOKENS % 5 > 0).astype(jnp.float32)  # uneven over examples, so that means of means would show
+BATCH = {"tokens": TOKENS, "labels": jnp.roll(TOKENS, -1, 1), "weights": WEIGHTS}
+
+
+@lru_cache
+def on_one_device():
+    state = jax.jit(partial(init_state, TINY))()
+    return jax.device_get(state), jax.device_get(jax.jit(make_train_step(TINY))(state, BATCH))
+
+
+def on_a_mesh(experiment):
+    mesh = make_mesh(experiment.mesh)
+    places = state_shardings(experiment, mesh)
+    with jax.set_mesh(mesh):
+        state = settled(jax.jit(partial(init_state, experiment), out_shardings=places)())
+        step = jax.jit(make_train_step(experiment), donate_argnums=0, out_shardings=(places, None))
+        return settled(step(state, jax.device_put(BATCH, parallel.rows(mesh, BATCH))))
+
+
+def assert_same(found):
+    state, metrics = on_one_device()[1]
+    # float32 sums in another order; Adam divides the gradient by its own size, which for the smallest ones is mostly noise
+    np.testing.assert_allclose(found[1]["loss"], metrics["loss"], rtol=1e-6)
+    np.testing.assert_allclose(found[1]["grad_norm"], metrics["grad_norm"], rtol=1e-5)
+    for path, leaf in params.paths(state.params).items():
+        np.testing.assert_allclose(params.paths(found[0].params)[path], leaf, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    "mesh, accumulation",
+    [
+        pytest.param(Mesh(fsdp=2, zero1=True), 2, id="zero1, accumulated"),
+        pytest.param(Mesh(fsdp=2, tensor=2, explicit=True), 2, id="explicit, accumulated"),
+        pytest.param(Mesh(stage=2, fsdp=2), 2, id="stages, accumulated", marks=pytest.mark.slow),
+        pytest.param(Mesh(context=2, tensor=2), 4, id="context, accumulated", marks=pytest.mark.slow),
+        pytest.param(Mesh(stage=2, repeats=1, microbatches=4), 1, id="four micro-batches", marks=pytest.mark.slow),
+        pytest.param(Mesh(fsdp=4, offload=True), 1, id="offload"),
+        pytest.param(Mesh(zero1=True, offload=True, explicit=True), 1, id="everything", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_steps_as_one_device_does(mesh, accumulation):
+    assert_same(on_a_mesh(replace(TINY, mesh=mesh, accumulation=accumulation)))
+
+
+def test_pmap_steps_as_one_device_does():
+    devices = jax.devices()
+    step = pmap.step(make_train_step(replace(TINY, mesh=Mesh(backend="pmap")), pmap.AXIS), devices)
+    state, metrics = settled(step(pmap.replicate(on_one_device()[0], devices), pmap.cut(BATCH, devices)))
+    assert_same((pmap.first(state), metrics))
+    for leaf in jax.tree.leaves(state.params):  # the copies stay equal
+        np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
+
+
+def test_zero1_splits_what_the_optimizer_keeps_and_nothing_else():
+    mesh = make_mesh(Mesh(fsdp=2, zero1=True))
+    places = state_shardings(replace(TINY, mesh=Mesh(fsdp=2, zero1=True)), mesh)
+    assert places.params["layers"]["attention"]["query"]["kernel"].spec == P(None, "fsdp", None, None)
+    (adam, *_) = places.opt_state
+    assert adam.mu["layers"]["attention"]["query"]["kernel"].spec == P(None, ("fsdp", "data"), None, None)
+    assert adam.count.spec == P()
+
+
+def test_offload_leaves_what_the_optimizer_keeps_in_host_memory():
+    state, _ = on_a_mesh(replace(TINY, mesh=Mesh(fsdp=4, offload=True)))
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state[0].mu)}
+    assert kinds == {"pinned_host"}
+    assert "pinned_host" not in {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)}
+
+
+@pytest.mark.parametrize("other", [dict(fsdp=2), dict(zero1=True), dict(explicit=True), dict(stage=2)])
+def test_pmap_copies_and_can_no_more(other):
+    with pytest.raises(ConfigError, match=f"backend=pmap copies .* no mesh.{next(iter(other))}"):
+        Mesh(backend="pmap", **other)
