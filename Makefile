@@ -25,11 +25,9 @@ generate: .venv/ready  ## continue a text: EXP=quickstart ARGS="--prompt 'def ma
 show: .venv/ready      ## the final config of an experiment or preset, its parameters and cost
 	@$(BIN)/python -m jaxformer show $(EXP) $(ARGS)
 
-TOPOLOGY ?= v5e:2x2
-SEARCH ?=
 GPU := $(filter a100:% h100:% h200:% b200:%,$(TOPOLOGY))
 plan: .venv-plan/ready$(if $(GPU),-gpu)  ## a step compiled for a pod that is not here: EXP=llama_7b TOPOLOGY=v5e:16x16 [SEARCH=1]
-	@.venv-plan/bin/python -m jaxformer plan $(EXP) --topology $(TOPOLOGY) $(if $(SEARCH),--search) $(ARGS)
+	@.venv-plan/bin/python -m jaxformer plan $(EXP) --topology $(or $(TOPOLOGY),v5e:2x2) $(if $(SEARCH),--search) $(ARGS)
 
 # launching: what is given on the command line becomes options; DRY=1 prints what would run
 given = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z a-z)='$($(name))'))

@@ -17,6 +17,9 @@ _STILL = re.compile(  # what moves nothing by itself
     "parameter|tuple|get-tuple-element|bitcast|constant|while|conditional|call|after-all|partition-id|replica-id|iota|"
     "opt-barrier|add-dependency|.*-done"
 )
+_NAMED = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}"
+)
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}")
 
@@ -247,16 +250,24 @@ def _axes(line: str, mesh) -> tuple[str, ...]:
 
 def _group(line: str) -> list[int]:
     """The group of the first device, in any of HLO's three spellings."""
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", line):
+    if named := _NAMED.search(line):
         sizes = dict(re.findall(r"'([\w.]+)'=(\d+)", named[1]))
-        ids = np.arange(math.prod(map(int, sizes.values()))).reshape([int(n) for n in sizes.values()])
-        along = re.findall(r"'([\w.]+)'", named[2])
+        ids = _iota(named[2] or str(math.prod(map(int, sizes.values()))), named[3])
+        ids = ids.reshape([int(n) for n in sizes.values()])
+        along = re.findall(r"'([\w.]+)'", named[4])
         return ids[tuple(slice(None) if axis in along else 0 for axis in sizes)].ravel().tolist()
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        dims = [int(n) for n in iota[3].split(",")]
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        ids = ids.transpose([int(n) for n in iota[4].split(",")]) if iota[4] else ids
-        return ids.reshape(int(iota[1]), int(iota[2]))[0].tolist()
-    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line):
+        return _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))[0].tolist()
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
+        both = [[int(one), int(other)] for one, other in re.findall(r"(\d+),(\d+)", pairs[1])]
+        return next((pair for pair in both if pair[0] != pair[1]), [])
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return [int(n) for n in listed[1].split(",")]
     return []
+
+
+def _iota(dims: str, turned: str | None) -> np.ndarray:
+    """0, 1, 2, ... in an array of the dimensions, its axes in another order."""
+    sizes = [int(n) for n in dims.split(",")]
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    return ids.transpose([int(n) for n in turned.split(",")]) if turned else ids

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from jaxformer.masks import Mask, full
 from jaxformer.ops.contraction import einsum
 from jaxformer.ops.dropout import kept, rescaled, seed
 from jaxformer.ops.positions import Bias
-from jaxformer.parallel.sharding import constrain
+from jaxformer.parallel.sharding import automatic, constrain
 
 IMPLEMENTATIONS = ("reference", "blockwise", "splash", "cudnn", "ring")
 
@@ -53,7 +54,26 @@ def attention(
     for shapes that do not fit.
     """
     _check(query, key, value, bias, sinks, dropout_rate)
-    mask = (full() if mask is None else mask).sized(key.shape[1])
+    arrays, known = (full() if mask is None else mask).sized(key.shape[1]).split()
+    options: dict[str, Any] = dict(
+        scale=scale, softcap=softcap, dropout_rate=dropout_rate, return_weights=return_weights, implementation=implementation
+    )  # fmt: skip
+    given: dict[str, Any] = dict(sinks=sinks, dropout_key=dropout_key)
+    (options if callable(bias) and not isinstance(bias, Bias) else given)["bias"] = bias
+
+    def attend(query, key, value, arrays, given):
+        return _attention(query, key, value, mask=known.join(arrays), **options, **given)
+
+    def places(_):
+        rows, length, heads, _ = jax.typeof(query).sharding.spec
+        return (P(rows, length, heads), P(rows, heads, length)) if return_weights else P(rows, length, heads)
+
+    return automatic(attend, places)(query, key, value, arrays, given)
+
+
+def _attention(
+    query, key, value, *, mask, bias, sinks, dropout_key, scale, softcap, dropout_rate, return_weights, implementation
+):
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     options: dict[str, Any] = dict(
         mask=mask, bias=bias, softcap=softcap, sinks=sinks, dropout_rate=dropout_rate, dropout_key=dropout_key

@@ -5,7 +5,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
+
+from jaxformer.parallel.sharding import automatic
 
 
 def einsum(spec: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype=None) -> Float[Array, "..."]:
@@ -17,12 +20,27 @@ def einsum(spec: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype=None
 
     Low-precision products carry a custom VJP, because autodiff would multiply a float32 cotangent by a bfloat16 operand
     and leave the fast path (and on CPU, fall off it by 5x). At float32 and above this is `jnp.einsum`, differentiable
-    to any order.
+    to any order. Under Explicit axes the result's axes are split as the operands' are, and sums over split ones are whole.
     """
     dtype = dtype or x.dtype
     if x.dtype.itemsize >= 4:
-        return jnp.einsum(spec, x, w.astype(x.dtype)).astype(dtype)
-    return _low_precision(spec, dtype, w.dtype, x, w)
+        product = lambda x, w: jnp.einsum(spec, x, w.astype(x.dtype)).astype(dtype)
+    else:
+        product = partial(_low_precision, spec, dtype, w.dtype)
+    return automatic(product, lambda _: _kept(spec, x, w))(x, w)
+
+
+def _kept(spec: str, x: Array, w: Array) -> P:
+    """How the result's axes are split: as x's are, or w's, each mesh axis once."""
+    x_axes, w_axes, out = _axes(spec)
+    entries = dict(zip(w_axes, jax.typeof(w).sharding.spec, strict=True))
+    entries |= {axis: entry for axis, entry in zip(x_axes, jax.typeof(x).sharding.spec, strict=True) if entry}
+    used, kept = set(), []
+    for entry in map(entries.get, out):
+        over = {entry} if isinstance(entry, str) else set(entry or ())
+        kept.append(None if over & used else entry)
+        used |= over
+    return P(*kept)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

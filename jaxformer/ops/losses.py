@@ -35,8 +35,15 @@ def cross_entropy(
     z (log sum exp logits)^2 (Chowdhery et al. 2022, section 5). A label outside 0..V-1 is legal where its weight is 0, and
     makes the loss NaN elsewhere; what a token of weight 0 predicts does not matter, be it NaN.
     """
+    weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
+    options = label_smoothing, z_loss
+    return automatic(partial(_cross_entropy, options), lambda _: LossSums(P(), P(), P()))(logits, labels, weights)
+
+
+def _cross_entropy(options, logits, labels, weights) -> LossSums:
+    label_smoothing, z_loss = options
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    weights = jnp.ones(labels.shape, logits.dtype) if weights is None else weights.astype(logits.dtype)
+    weights = weights.astype(logits.dtype)
     V = logits.shape[-1]
     log_total = jax.nn.logsumexp(logits, axis=-1)
     legal = (labels >= 0) & (labels < V)

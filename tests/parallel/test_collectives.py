@@ -1,0 +1,132 @@
+"""What each kind of parallelism sends in a forward and a backward pass, to the call: a sharding that is lost shows here."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxformer import masks, models, parallel, params
+from jaxformer.analysis.hlo import collectives
+from jaxformer.models import ModelConfig, Sinusoidal, heads, transformer
+from jaxformer.models.pipelined import Pipeline
+from jaxformer.ops import projected_cross_entropy
+from jaxformer.parallel import Mesh, make_mesh, shardings
+
+L = 4
+CONFIG = ModelConfig(
+    64, L, 32, 4, 16, feedforward="swiglu", norm="rms_norm", positions=Sinusoidal(), use_bias=False, tie_embeddings=False
+)  # fmt: skip
+NUMBERS = params.count(models.spec(CONFIG))
+KERNELS, NORMS = 7, 2  # of a layer
+
+
+def loss(config, weights, tokens):
+    head = heads.language_model(config)
+    hidden = transformer.encode(config, weights, tokens).hidden
+    hidden, kernel, bias = heads.unembedding(config, head, weights["heads"][head.name], hidden, None)
+    sums = projected_cross_entropy(hidden, kernel, tokens, bias=bias)
+    return sums.loss / sums.weight
+
+
+def sent(config, **axes):
+    """{(kind, axes): (count, bytes)} of the loss and its gradient."""
+    mesh = make_mesh(Mesh(**{"data": 1} | axes), jax.devices()[: math.prod(axes.values())])
+    places = shardings(models.spec(config), mesh)
+    abstract = params.abstract(models.spec(config))
+    weights = jax.tree.map(lambda a, p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p), abstract, places)
+    tokens = jax.ShapeDtypeStruct((16, 16), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((16, 16), jnp.int32, sharding=parallel.rows(mesh, {"tokens": tokens})["tokens"])
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.value_and_grad(partial(loss, config)), out_shardings=(None, places))
+        found = collectives(step.lower(weights, tokens).compile().as_text(), mesh)
+    return {(one.kind, one.axes): (one.count, one.bytes) for one in found}
+
+
+def test_data_sums_every_gradient_once():
+    assert sent(CONFIG, data=4) == {("all-reduce", ("data",)): (6, 4 * NUMBERS + 8)}  # and two sums of the loss
+
+
+@pytest.mark.parametrize(
+    "remat, again", [("none", KERNELS), pytest.param("full", KERNELS + NORMS, marks=pytest.mark.slow)]
+)
+def test_fsdp_gathers_each_weight_once_a_pass_and_sums_each_gradient_once(remat, again):
+    """On CPU a sum that is split afterwards stays an all-reduce; for TPUs see below."""
+    found = sent(replace(CONFIG, remat=remat), fsdp=4)
+    outside = 2 + 2  # embedding and head; the last norm's scale, which both passes need
+    assert found.pop(("all-gather", ("fsdp",)))[0] == L * (KERNELS + NORMS + again) + outside
+    assert found == {("all-reduce", ("fsdp",)): (6, 4 * NUMBERS + 8)}
+
+
+@pytest.mark.parametrize("remat, again", [("none", 0), pytest.param("full", 1, marks=pytest.mark.slow)])
+def test_tensor_sums_twice_a_block_and_pass(remat, again):
+    """After attention and after the feed-forward; in the backward pass of what goes into them. Nothing else, but for the
+    embedding, and the loss: a maximum, a sum, and the label's logit with the gradient of hidden. No logits travel."""
+    found = sent(replace(CONFIG, remat=remat), tensor=4)
+    assert {key: count for key, (count, _) in found.items()} == {
+        ("all-reduce", ("tensor",)): L * (2 + 2 + again) + 1 + 3
+    }
+
+
+def test_a_ring_of_four_turns_three_times():
+    """Keys and values as one; on the way back they turn again, their gradients with them, which go home at the end."""
+    found = sent(replace(CONFIG, masks=(masks.full(),)), context=4)
+    assert found.pop(("collective-permute", ("context",)))[0] == L * (3 + 3 + 3 + 1)
+    assert found == {("all-reduce", ("context",)): (6, 4 * NUMBERS + 8)}
+
+
+@pytest.mark.slow
+def test_stages_hand_on_once_a_tick():
+    found = sent(replace(CONFIG, stack=Pipeline()), stage=4)
+    ticks, entering = 4 + 3, 3
+    assert found.pop(("collective-permute", ("stage",)))[0] == 2 * (ticks + 2 * entering)
+    outside = 2 * 64 * 32 + 32  # embedding, head and last norm, of which every stage has a part of the batch
+    assert found == {("all-reduce", ("stage",)): (2, 4 * outside + 8)}
+
+
+COMPILED = """
+import json, sys
+from dataclasses import replace
+from jaxformer.analysis import topology
+topology.prepare()
+from jaxformer.analysis import plan
+from jaxformer.models import presets
+from jaxformer.parallel import Mesh
+model = replace(presets.llama_7b, num_layers=4, d_model=512, num_heads=4, d_ff=1024, vocab_size=1024, context_length=256)
+experiment = replace(plan.of_preset("small", model), batch_size=16)
+for axes in json.loads(sys.argv[1]):
+    sized = replace(experiment, mesh=Mesh(**{"data": 1} | axes))
+    made = plan.plan(sized, "v5e:2x4", topology.devices("v5e:2x4"), fast=True)
+    print(json.dumps([[one["kind"], one["axes"], one["bytes"]] for one in made.collectives]))
+"""
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs pip install 'jaxformer[tpu]'")
+def test_tpu_programs_scatter_what_they_sum():
+    """The real step, to the byte: every kernel's gradient is scattered as it is summed, weights travel in bfloat16."""
+    meshes = [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}]
+    run = subprocess.run([sys.executable, "-c", COMPILED, json.dumps(meshes)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    kernels, table = (
+        4 * (4 * 512**2 + 3 * 512 * 1024),
+        1024 * 512,
+    )  # numbers in products of layers; in embedding and head
+    little = 2**16  # norms, sums of the loss
+    for mesh, line in zip(meshes, run.stdout.splitlines(), strict=True):
+        found = {(kind, tuple(axes)): size for kind, axes, size in json.loads(line)}
+        parts = mesh["fsdp"] * mesh.get("tensor", 1)
+        summed = 4 * kernels / parts, 4 * (kernels + 2 * table) / parts
+        assert summed[0] <= found["reduce-scatter", ("fsdp",)] <= summed[1] + little
+        assert found.get(("all-reduce", ("fsdp",)), 0) < little
+        # bfloat16, twice; the head once; the embedding in float32, as its rows are added up
+        gathered = (2 * 2 * kernels + 2 * table + 4 * table) / mesh.get("tensor", 1)
+        assert gathered <= found["all-gather", ("fsdp",)] <= gathered + little
+        if "data" in mesh:
+            assert found["all-reduce", ("data",)] == found["reduce-scatter", ("fsdp",)]
