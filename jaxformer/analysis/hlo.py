@@ -36,16 +36,22 @@ class Collective(NamedTuple):
 def collectives(text: str, mesh) -> list[Collective]:
     """The collectives of a program (`compiled.as_text()`) on a mesh, loops multiplied out, largest first.
 
-    The TPU compiler writes a reduce-scatter as a fusion that calls an all-reduce; it counts as what it is. A loop whose
-    number of turns the compiler does not know counts once.
+    The TPU compiler writes a reduce-scatter as a fusion that calls an all-reduce; it counts as what it is. An exchange that
+    goes on beside other work is written into each fusion that it goes on beside, on one channel; it counts once. So does a
+    loop whose number of turns the compiler does not know.
     """
     bodies, entry = _computations(text)
     counts: dict[tuple, int] = Counter()
     sizes: dict[tuple, float] = defaultdict(float)
-    for line, times, _ in _visited(bodies, entry):
+    begun = set()
+    for line, times, (_, fused) in _visited(bodies, entry):
         scatter = _SCATTER.search(line)
         kind = "reduce-scatter" if scatter else _kind(line)
         if kind:
+            channel = re.search(r"channel_id=\d+", line)
+            if fused and channel and (kind, channel[0]) in begun:
+                continue
+            begun |= {(kind, channel[0])} if fused and channel else set()
             described = _inner(bodies, scatter[1]) if scatter else line
             if len(_group(described)) == 1:  # with nobody
                 continue

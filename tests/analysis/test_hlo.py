@@ -119,3 +119,14 @@ def test_the_largest_buffers_have_names():
     first, second = hlo.largest(report, text)
     assert first == hlo.Buffer(2**31, "f32[4,32,2048,2048]", "jvp()/btnh,bsnh->bnts")
     assert second == hlo.Buffer(688 * 2**20, "f32[32,11008,512]", "params/layers/up")
+
+
+def test_an_exchange_beside_other_work_counts_once():
+    """As the TPU compiler writes it: begun in one fusion, carried on in the next, done in the last, on one channel."""
+    gather = (
+        "  %g.{0} = bf16[1,64] all-gather(%p), channel_id=7, replica_groups={{{{0,1,2,3,4,5,6,7}}}}, dimensions={{1}}"
+    )
+    fusions = "\n".join(f"%f.{i} (p: bf16[1,8]) -> bf16[1,64] {{\n{gather.format(i)}\n}}\n" for i in range(3))
+    calls = "\n".join(f"  %c.{i} = bf16[1,64] fusion(%x), kind=kCustom, calls=%f.{i}" for i in range(3))
+    text = f"{fusions}\nENTRY %main (x: bf16[1,8]) -> bf16[1,64] {{\n{calls}\n}}\n"
+    assert collectives(text, make_mesh(Mesh())) == [Collective("all-gather", ("data",), 1, 128)]
