@@ -48,8 +48,6 @@ def make_train_step(
         if axis_name is not None:
             sums, gradients = jax.lax.psum((sums, gradients), axis_name)
         gradients = parallel.lay(gradients, spec, rules_of(experiment))
-        if experiment.mesh.offload:
-            state = replace(state, opt_state=jax.device_put(state.opt_state, jax.memory.Space.Device))
         total = jnp.maximum(sums.weight, 1e-9)
         gradients = jax.tree.map(lambda g: g / (total * scale), gradients)
         norm = optax.tree.norm(gradients)
@@ -59,12 +57,16 @@ def make_train_step(
             gradients = jax.tree.map(lambda g: g * shrink, gradients)
         rate = rate_of(state.step)
 
+        # host memory holds what belongs to a parameter (`state_shardings`): a count has no axes
+        moved = lambda tree, where: jax.tree.map(lambda a: jax.device_put(a, where) if a.ndim else a, tree)
+        moved = moved if experiment.mesh.offload else (lambda tree, where: tree)
+
         def apply(state):
-            updates, opt_state = update(gradients, state.opt_state, state.params)
+            here = moved(state.opt_state, jax.memory.Space.Device)
+            updates, opt_state = update(gradients, here, state.params)
             params = jax.tree.map(lambda p, u: p + (rate * u).astype(p.dtype), state.params, updates)
-            return replace(
-                state, params=params, opt_state=opt_state, ema=average(experiment.ema_decay, state.ema, params)
-            )
+            ema = average(experiment.ema_decay, state.ema, params)
+            return replace(state, params=params, opt_state=moved(opt_state, jax.memory.Space.Host), ema=ema)
 
         # a select instead would need the old state beside the new one, and so a copy of what was donated
         new = jax.lax.cond(ok, apply, lambda state: state, state)
