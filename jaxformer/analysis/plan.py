@@ -221,7 +221,9 @@ def _peak(compiled: Any, log: topology.Log) -> tuple[int, Any]:
         memory = compiled.memory_analysis()
         new = memory.output_size_in_bytes - memory.alias_size_in_bytes
         held = memory.argument_size_in_bytes + memory.temp_size_in_bytes + new
-        return min(held, memory.peak_memory_in_bytes), memory  # the compiler's peak counts what lies in host memory, too
+        return min(
+            held, memory.peak_memory_in_bytes
+        ), memory  # the compiler's peak counts what lies in host memory, too
     said = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\)", log.text)
     number, unit = [one for one in said.groups() if one] if said else ("0", "G")
     return int(float(number) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[unit]), None

@@ -116,7 +116,8 @@ def apply(
 
     def whole(params, tokens, given):
         output = encode(config, params, tokens, dtype=dtype, return_attention=return_attention, **given)
-        return read(config, params, output, None if segment_ids is None else segment_ids != 0)
+        real = None if given["segment_ids"] is None else given["segment_ids"] != 0
+        return read(config, params, output, real)
 
     given: dict[str, Any] = dict(
         positions=positions, segment_ids=segment_ids, token_types=token_types, cache=cache, dropout_key=dropout_key,

@@ -37,7 +37,7 @@ def cross_entropy(
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
     options = label_smoothing, z_loss
-    return automatic(partial(_cross_entropy, options), lambda _: LossSums(P(), P(), P()))(logits, labels, weights)
+    return automatic(partial(_cross_entropy, options), lambda _: P())(logits, labels, weights)
 
 
 def _cross_entropy(options, logits, labels, weights) -> LossSums:
