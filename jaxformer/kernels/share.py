@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxformer.parallel.sharding import ACTIVATIONS
+from jaxformer.parallel.sharding import ACTIVATIONS, over
 
 
 class Share(NamedTuple):
@@ -34,26 +34,27 @@ class Share(NamedTuple):
 
 
 def share(B: int, T: int, heads: int) -> Share:
-    """How the mesh of `jax.set_mesh` splits a call. What does not divide stays whole, is done by every device, and is said."""
+    """How the mesh of `jax.set_mesh` splits a call. An axis that does not divide is done by each of its devices, and said."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     free = frozenset(axis for axis, kind in kinds.items() if kind != AxisType.Manual)
     if mesh.empty or mesh.size == 1 or not free:
         return Share()
 
-    def over(name: str, size: int):
-        axes = tuple(axis for axis in ACTIVATIONS[name] if axis in free and mesh.shape[axis] > 1)
-        if size % math.prod(mesh.shape[axis] for axis in axes):
-            return _whole(name, size, " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes))
-        return axes or None
+    def entry(name: str, size: int):
+        split = over(name, size)
+        for axis in ACTIVATIONS[name]:
+            if axis in free and mesh.shape[axis] > 1 and axis not in split:
+                _whole(name, size, f"mesh.{axis}={mesh.shape[axis]}")
+        return split or None
 
-    return Share(over("batch", B), over("length", T), over("heads", heads), free)
+    return Share(entry("batch", B), entry("length", T), entry("heads", heads), free)
 
 
 @cache
-def _whole(name: str, size: int, axes: str) -> None:
+def _whole(name: str, size: int, axis: str) -> None:
     logging.getLogger("jaxformer").warning(
-        "attention: %s=%d does not divide among %s; every device computes all of it", name, size, axes
+        "attention: %s=%d does not divide among %s; every device computes all of it", name, size, axis
     )
 
 
