@@ -7,7 +7,7 @@ WHAT ?= train
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train evaluate generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-all parity lint format bench clean
+.PHONY: help train evaluate generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-all aot parity lint format bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -55,6 +55,9 @@ test: .venv/ready-dev  ## the test suite (some minutes on two cores)
 test-all: .venv/ready-dev  ## also the slow tests and those that kill, corrupt and fill things
 	@$(BIN)/python -m pytest -n 2 -m 'not parity and not gpu and not tpu and not aot' $(ARGS)
 
+aot: .venv-plan/ready-dev  ## the tests that compile for TPUs that are not here (installs the TPU compiler)
+	@JAX_PLATFORMS=cpu .venv-plan/bin/python -m pytest -m aot $(ARGS)
+
 parity: .venv-parity/ready  ## other people's packages run live against tests/fixtures (installs torch for CPU, transformers and others)
 	@.venv-parity/bin/python -m pytest -m parity $(ARGS)
 
@@ -101,6 +104,10 @@ clean:           ## removes .venv and caches; runs/ stays
 	@$(PYTHON) -m venv .venv-plan
 	@.venv-plan/bin/pip install -q --upgrade 'pip>=25.1'
 	@.venv-plan/bin/pip install -q -e '.[tpu]' 'jax==0.10.2'
+	@touch $@
+
+.venv-plan/ready-dev: .venv-plan/ready
+	@.venv-plan/bin/pip install -q -e . --group dev
 	@touch $@
 
 .venv-plan/ready-gpu: .venv-plan/ready

@@ -301,7 +301,7 @@ for kind in (AxisType.Auto, AxisType.Explicit):  # sharded: batch and heads, by 
 """
 
 
-@pytest.mark.slow
+@pytest.mark.aot
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jaxformer[tpu]'")
 def test_compiles_for_tpus_that_are_not_here():
     """Forward and backward for four generations, with no `interpret`: the platform is decided when the program is lowered."""
