@@ -48,19 +48,25 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     stream, scores = tokens * D * width, 0.0
     if model.attention_implementation == "reference":
         scores = tokens * model.context_length * N / split * (12 + width)
-    kept = {"full": stream, "dots": inner + 2 * stream, "none": 1.5 * inner + 4 * stream + scores}[model.remat]
+    kept = {
+        "full": stream,
+        "attention": stream + tokens * width * N * H / split,
+        "dots": inner + 2 * stream,
+        "none": 1.5 * inner + 4 * stream + scores,
+    }[model.remat]
     layer = (whole - _table(model)) / model.num_layers / split / shape["expert"]
     working = layer * (1 + 2 * width / 4) + 2 * inner + 4 * stream + scores + 2 * _table(model) / split
     peak = state + grads + L * kept + working + 3 * 2**26
 
-    again = {"full": 4 / 3, "dots": 1.03, "none": 1.0}[model.remat]
     total = cost.training_flops(model, model.context_length) * experiment.batch_size * model.context_length
+    attended = 12 * model.num_layers * N * H * experiment.batch_size * model.context_length**2
+    again = {"full": 4 / 3, "attention": (4 - attended / total) / 3, "dots": 1.03, "none": 1.0}[model.remat]
     link = chip.network / chip.links if chip.links else chip.network / 2
     far = link if chip.links or devices <= 8 else chip.outside * 8
     passes = experiment.accumulation
     gathered = (2 * width + 4) * whole / 4 / split / shape["expert"] * passes if shape["fsdp"] > 1 else 0
     summed = 2 * local if shape["data"] > 1 else 0
-    reduced = (6 if model.remat == "full" else 4) * 2 * L * stream * passes * (split - 1) / split
+    reduced = (6 if model.remat in ("full", "attention") else 4) * 2 * L * stream * passes * (split - 1) / split
     blocking = total * again / devices / chip.peak + reduced / link
     return Estimate(peak, max(blocking, (gathered + summed) / far))
 
@@ -188,7 +194,7 @@ def candidates(experiment: Any, devices: int) -> Iterator[Any]:
         if tensor * expert * data * fsdp != rest or tensor > 16 or data % mesh.slices:
             continue
         sizes = replace(mesh, data=data, fsdp=fsdp, tensor=tensor, expert=expert, **fixed)
-        for micro, remat in itertools.product(MICRO_BATCHES, ("none", "dots", "full")):
+        for micro, remat in itertools.product(MICRO_BATCHES, ("none", "dots", "attention", "full")):
             yield replace(
                 experiment, mesh=sizes, model=replace(model, remat=remat), accumulation=1,
                 batch_size=micro * data * fsdp * expert * fixed["stage"],
