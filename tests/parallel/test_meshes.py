@@ -44,10 +44,11 @@ MODELS = {"decoder": DECODER, "encoder": ENCODER, "pair": PAIR, "vit": VIT, "exp
 ALONE = {"data": 8, "fsdp": 8, "tensor": 4, "context": 4, "expert": 8, "stage": 4}
 MESHES = [{axis: size} for axis, size in ALONE.items()]
 MESHES += [dict.fromkeys(axes, 2) for count in (2, 3) for axes in itertools.combinations(AXES, count)]
-QUICK = {  # one of each kind is in every run of the tests
+QUICK = {  # some of each kind are in every run of the tests; a pipeline is in test_pipeline.py
+    ("decoder", "fsdp8", "auto"),
+    ("decoder", "tensor4", "explicit"),
     ("decoder", "fsdp2 tensor2 context2", "auto"),
     ("experts", "fsdp2 tensor2 expert2", "explicit"),
-    ("pair", "data2 stage2", "auto"),
 }
 
 
