@@ -32,7 +32,7 @@ class Pipeline:
         self, config: ModelConfig, params: Tree, x, context: block.Context, layer_masks, state, constants=None
     ):
         mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or mesh.shape["stage"] == 1:
+        if mesh.empty or mesh.shape.get("stage", 1) == 1:
             return transformer.stack(config, params, x, context, layer_masks, state, constants)
         slots, stages = transformer.mixers(config), mesh.shape["stage"]
         if state is not None or context.return_weights or slots[0].memo(x) is not None:

@@ -1,13 +1,15 @@
 """Single functions under Explicit axes: values and gradients of one device, results split as their arguments are."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxformer import masks, ops
+from jaxformer import masks, models, ops
 from jaxformer.ops.positions import Rope
 from jaxformer.parallel import Mesh, make_mesh, settled
 
@@ -70,3 +72,17 @@ def test_a_function_alone_is_valid_under_explicit_axes(name):
     for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, np.abs(b).max()))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_a_mesh_may_be_somebody_elses(kind):
+    """Whose axes have other names: nothing is laid out for it, and nothing breaks on it."""
+    config = models.ModelConfig(32, 2, 16, 2, 16, feedforward=models.Mixture(4))
+    weights = models.init(config, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (8, 16), 0, 32)
+    one = jax.device_get(jax.jit(partial(models.apply, config))(weights, tokens).logits)
+    mesh = jax.make_mesh((8,), ("mine",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        split = jax.device_put(tokens, NamedSharding(mesh, P("mine")))
+        many = settled(jax.jit(partial(models.apply, config))(jax.device_put(weights, NamedSharding(mesh, P())), split))
+    np.testing.assert_allclose(many.logits, one, rtol=1e-5, atol=1e-5)  # float32 sums in another order
