@@ -266,7 +266,7 @@ def _group(line: str) -> list[int]:
         return _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))[0].tolist()
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
         both = [[int(one), int(other)] for one, other in re.findall(r"(\d+),(\d+)", pairs[1])]
-        return next((pair for pair in both if pair[0] != pair[1]), [])
+        return next((pair for pair in both if pair[0] != pair[1]), [0])  # each to itself
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return [int(n) for n in listed[1].split(",")]
     return []

@@ -4,7 +4,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -126,7 +126,10 @@ def differs(one: Any, other: Any, name: str) -> bool:
 
 
 def changes(experiment: Any, name: str, devices: list, made: Any, fast: bool, tries: int = 5) -> list[dict]:
-    """The three changes of one thing that save most of a device's memory: by closed form first, then compiled."""
+    """The three changes of one thing that save most of a device's memory: by closed form first, then compiled.
+
+    Where none of them is enough, the best two together are the first of the three.
+    """
     from jaxformer.analysis import cost
 
     chip = cost.CHIPS[devices[0].device_kind]
@@ -138,21 +141,36 @@ def changes(experiment: Any, name: str, devices: list, made: Any, fast: bool, tr
         except ConfigError:  # that one does not divide
             continue
     expected.sort(key=lambda one: one[0])
-    found = []
     base = made.peak_bytes
     if devices[0].platform == "tpu" and not fast:  # fast compiles are compared with a fast one
         base = planning.plan(sized, name, devices, fast=True, explain=False).peak_bytes or base
-    for number, (_, other) in enumerate(expected[:tries], 1):
+
+    def measured(other) -> tuple[planning.Change, Any] | None:
         words = options(other, sized)
-        _progress(f"{number} of {min(tries, len(expected))}: {words}")
+        _progress(words)
         try:
             tried = planning.plan(other, name, devices, fast=True, explain=False)
         except Exception as error:  # whatever speaks against it: this one is no help, the others may be
             _progress(f"   {str(error).splitlines()[0][:200]}")
-            continue
-        found.append(planning.Change(words, base - tried.peak_bytes, tried.fits))
-    found.sort(key=lambda one: -one.saved)
-    return [one._asdict() for one in found[:3] if one.saved > base / 100]
+            return None
+        return planning.Change(words, base - tried.peak_bytes, tried.fits), other
+
+    found = [one for _, other in expected[:tries] if (one := measured(other)) and one[0].saved > base / 100]
+    found.sort(key=lambda one: -one[0].saved)
+    if len(found) > 1 and not any(change.fits for change, _ in found):
+        if (together := measured(_both(sized, found[0][1], found[1][1]))) is not None:
+            found = [together, *found]
+    return [change._asdict() for change, _ in found[:3]]
+
+
+def _both(base: Any, one: Any, other: Any) -> Any:
+    """The base with what either of two variants of it changes; the first one's where both change the same."""
+    changed = {}
+    for name in vars(base):
+        a, b, start = getattr(one, name), getattr(other, name), getattr(base, name)
+        both = is_dataclass(start) and a != start and b != start
+        changed[name] = _both(start, a, b) if both else b if a == start else a
+    return replace(base, **changed)
 
 
 def _changes(base: Any, platform: str) -> Iterator[Any]:

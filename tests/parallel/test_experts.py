@@ -182,7 +182,9 @@ def test_without_one_tokens_are_gathered_and_sums_scattered():
 def test_fsdp_gathers_each_weight_once_and_scatters_its_gradient():
     found = sent(dict(data=2, fsdp=2, expert=2), 1.0, "gradient")
     whole = 3 * E * D * F * 4 // 2  # of a device's experts
-    assert found[("all-gather", ("fsdp",))] == (3, whole) and found[("reduce-scatter", ("fsdp",))] == (3, whole // 2)
+    router = D * E * 4
+    assert found[("all-gather", ("fsdp",))] == (4, whole + router)
+    assert found[("reduce-scatter", ("fsdp",))] == (3, whole // 2)
     assert found[("all-to-all", ("expert",))][0] == 4
     tensor = sent(dict(tensor=2, expert=4), 1.0, "gradient")
     assert tensor[("all-reduce", ("tensor",))][0] <= 3  # outputs, gradients of x, and of the weights of choices
