@@ -157,9 +157,9 @@ def changes(experiment: Any, name: str, devices: list, made: Any, fast: bool, tr
 
     found = [one for _, other in expected[:tries] if (one := measured(other)) and one[0].saved > base / 100]
     found.sort(key=lambda one: -one[0].saved)
-    if len(found) > 1 and not any(change.fits for change, _ in found):
-        if (together := measured(_both(sized, found[0][1], found[1][1]))) is not None:
-            found = [together, *found]
+    alone = len(found) < 2 or any(change.fits for change, _ in found)
+    if not alone and (together := measured(_both(sized, found[0][1], found[1][1]))):
+        found = [together, *found]
     return [change._asdict() for change, _ in found[:3]]
 
 
