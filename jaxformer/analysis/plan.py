@@ -138,7 +138,7 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False, explain:
     """
     import jax
 
-    from jaxformer import models, params
+    from jaxformer import models, parallel, params
     from jaxformer.analysis import cost, flops, hlo, roofline
 
     began = time.monotonic()
@@ -162,6 +162,11 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False, explain:
     tokens = experiment.batch_size * model.context_length
     notes += _notes(found, log, params.count(models.spec(model)), mesh)
     once, closed = _model_flops(experiment), float(cost.training_flops(model, model.context_length) * tokens)
+    if (stages := mesh.shape["stage"]) > 1:
+        share = parallel.bubble(stages, experiment.mesh.microbatches or stages, experiment.mesh.repeats)
+        notes.append(
+            f"stages idle {share:.1%} of a step, on work that is counted and thrown away; more micro-batches, less"
+        )
     if abs(once / closed - 1) > 0.01:
         notes.append(f"the closed form has {closed:.4g} model FLOPs, {closed / once - 1:+.1%} of what is counted")
     seconds = {
