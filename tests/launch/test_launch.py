@@ -266,5 +266,6 @@ def test_what_the_page_says_to_type_works(capsys):
         made = subprocess.run(["make", "-n", *shlex.split(line)], cwd=ROOT, capture_output=True, text=True)
         assert made.returncode == 0, f"make {line}: {made.stderr}"
         if "DRY=1" in line:
-            code, out, err = run(made.stdout.splitlines()[-1].partition("experiments.launch.")[2], capsys)
+            printed = next(one for one in made.stdout.splitlines() if "experiments.launch." in one)
+            code, out, err = run(printed.partition("experiments.launch.")[2], capsys)
             assert code == 0 and out, f"make {line}: {err}"
