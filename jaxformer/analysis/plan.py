@@ -98,11 +98,7 @@ def trace(experiment: Any, devices: list) -> Traced:
     experiment = attending(experiment, devices[0].platform)
     mesh = parallel.make_mesh(experiment.mesh, devices)
     B, T = experiment.batch_size, experiment.model.context_length
-    rows = math.prod(mesh.shape[axis] for axis in parallel.sharding.ACTIVATIONS["batch"])
-    if B % (rows * experiment.accumulation):
-        parts = f"{rows} devices ({' x '.join(parallel.sharding.ACTIVATIONS['batch'])})"
-        more = f" and {experiment.accumulation} micro-batches" if experiment.accumulation > 1 else ""
-        raise ConfigError(f"batch_size={B} does not divide among {parts}{more}")
+    parallel.check_batch(experiment.mesh, dict(mesh.shape), B // experiment.accumulation)
     places = state_shardings(experiment, mesh)
     placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     state = jax.tree.map(placed, jax.eval_shape(partial(init_state, experiment)), places)
@@ -145,10 +141,10 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False, explain:
     traced = trace(experiment, devices)
     experiment, mesh, model = traced.experiment, traced.mesh, traced.experiment.model
     counted = flops.of_jaxpr(traced.stage.jaxpr)
-    if {
+    if counted.notes & {
         flops.ROWS,
         flops.ONCE,
-    } & counted.notes:  # routed tokens: how many a device gets the data say, how many there are not
+    }:  # of routed tokens the data say how many a device gets, not how many there are
         counted = _alone(experiment)
     chip = cost.CHIPS[devices[0].device_kind]
     notes = sorted(counted.notes)

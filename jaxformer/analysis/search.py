@@ -36,8 +36,8 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     rows = math.prod(shape[axis] for axis in ROWS)
     local, whole = _local(model, tuple(shape.items())), _local(model, (("fsdp", shape["fsdp"]),)) * shape["fsdp"]
     width = 4 if experiment.precision == "float32" else 2
-    state = local * (1 + _moments(experiment) / (shape["data"] if getattr(mesh, "zero1", False) else 1))
-    if getattr(mesh, "offload", False):
+    state = local * (1 + _moments(experiment) / (shape["data"] if mesh.zero1 else 1))
+    if mesh.offload:
         state = 2 * local
     grads = local * (1 if experiment.accumulation == 1 else 2)
 
@@ -194,9 +194,9 @@ def _changes(base: Any, platform: str) -> Iterator[Any]:
             passes = base.accumulation * (2 if take == "tensor" else 1)  # as many sequences a pass and device as before
             if passes * micro <= base.batch_size:
                 yield replace(base, mesh=replace(mesh, **sizes), accumulation=passes)
-    if hasattr(mesh, "zero1") and not mesh.zero1 and mesh.data > 1:
+    if not mesh.zero1 and mesh.data > 1:
         yield replace(base, mesh=replace(mesh, zero1=True))
-    if hasattr(mesh, "offload") and not mesh.offload and platform == "tpu":
+    if not mesh.offload and platform == "tpu":
         yield replace(base, mesh=replace(mesh, offload=True))
 
 

@@ -84,13 +84,15 @@ def run_mesh(config: Mesh, batch_size: int) -> jax.sharding.Mesh | None:
 
 
 def check_batch(config: Mesh, shape: dict[str, int], batch_size: int) -> None:
-    """Raises ConfigError where the examples of one gradient do not divide among devices and micro-batches."""
-    rows = shape["data"] * shape["fsdp"] * shape["expert"]
-    micro = (config.microbatches or shape["stage"]) if shape["stage"] > 1 else 1
-    if batch_size % (rows * micro):
-        parts = f"{rows} devices (mesh.data x fsdp x expert)" + (f" in {micro} micro-batches" if micro > 1 else "")
-        below = batch_size // (rows * micro) * rows * micro
-        near = f"{below} or {below + rows * micro}" if below else str(rows * micro)
+    """Raises ConfigError where the examples of one gradient do not divide among devices, and stages and micro-batches."""
+    rows, stages = shape["data"] * shape["fsdp"] * shape["expert"], shape["stage"]
+    micro = (config.microbatches or stages) if stages > 1 else 1
+    step = rows * math.lcm(micro, stages)
+    if batch_size % step:
+        parts = f"{rows} devices (mesh.data x fsdp x expert)"
+        parts += f" in {micro} micro-batches and {stages} stages" if stages > 1 else ""
+        below = batch_size // step * step
+        near = f"{below} or {below + step}" if below else str(step)
         raise ConfigError(f"batch_size={batch_size} does not divide among {parts}; sizes that do: {near}")
 
 
