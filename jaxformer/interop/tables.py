@@ -33,13 +33,26 @@ class Rule(NamedTuple):
     layers: tuple[tuple[int, int], ...] | None = None  # (ours, theirs) where they are not counted alike
 
 
+class Conventions(NamedTuple):
+    """How transformers calls a checkpoint, where that decides numbers: `Checkpoint.apply` does the same.
+
+    positions: what a row's positions count if the call gives none: all its slots, padding too, or (RoBERTa, Longformer) the
+    tokens that are not the pad id, whose own position is -1. global_tokens: which tokens of a Longformer are global if the
+    call does not say: none, the first, or those of the question. choices: tokens come as [B, choices, T].
+    """
+
+    positions: Literal["slots", "not_pad"] = "slots"
+    global_tokens: Literal["none", "first", "question"] = "none"
+    choices: bool = False
+
+
 class Family(NamedTuple):
     """One `model_type`.
 
     read(c, names): config.json (and the names in the file) -> our config; ConfigError where a setting changes numbers in a
     way that we do not compute. write(config): the other way; `huggingface.save` reads back what it wrote and compares.
     prefix: what the files of base models leave out. ignored: buffers, a regular expression. aliases: a tied tensor's
-    second name -> its first.
+    second name -> its first. conventions(c): how transformers calls it.
     """
 
     read: Callable[[Json, Collection[str]], Any]
@@ -48,6 +61,7 @@ class Family(NamedTuple):
     prefix: str = ""
     ignored: str = r"position_ids$|\.rotary_emb\.inv_freq$"
     aliases: dict[str, str] = {}  # noqa: RUF012 (never written to)
+    conventions: Callable[[Json], Conventions] = lambda c: Conventions()
 
 
 ACTIVATION = {
