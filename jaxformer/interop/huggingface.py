@@ -1,7 +1,9 @@
-"""Other people's weights: a Hugging Face checkpoint as (config, params), and back.
+"""Other people's weights: a Hugging Face checkpoint as a value, and back.
 
-    config, params = huggingface.load("path/to/checkpoint")     # or a hub name, "gpt2"
-    huggingface.save("out/", config, params)                    # transformers opens it
+    checkpoint = huggingface.load("path/to/checkpoint")         # or a hub name, "gpt2"
+    models.apply(checkpoint.config, checkpoint.params, tokens)
+    checkpoint.apply(input_ids=tokens, attention_mask=mask)     # as transformers calls it, to compare
+    huggingface.save("out/", checkpoint)                        # transformers opens it
 
 Tensors are read one at a time, checked, and laid down where they are to stay, so the host never holds the model twice.
 Whose weight is whose stands in `interop.encoders`, `decoders` and `pairs`; files themselves in `interop.safetensors`.
@@ -25,16 +27,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxformer import models
 from jaxformer.config import ConfigError
 from jaxformer.interop import decoders, encoders, pairs, safetensors
-from jaxformer.interop.tables import Family, Part, Tensor, check_kinds, plan
+from jaxformer.interop.checkpoint import (
+    Checkpoint,
+    Tokens,
+    read_labels,
+    read_tokens,
+    write_labels,
+    write_tokens,
+)
+from jaxformer.interop.tables import Conventions, Family, Part, Tensor, check_kinds, plan
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 from jaxformer.models.mixers import BigBird, Longformer
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec, paths
 
+__all__ = ["Checkpoint", "Conventions", "Tokens", "load", "rope_layout", "save"]
+
 Config = ModelConfig | EncoderDecoder
 Tree = Any
 # what transformers would assume, and find outside a small vocabulary
-TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"))
+NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"))
 FAMILIES: dict[str, Family] = decoders.FAMILIES | encoders.FAMILIES | pairs.FAMILIES
 
 
@@ -48,8 +60,8 @@ def load(
     allow_missing: str | None = None,
     key: jax.Array | None = None,
     revision: str | None = None,
-) -> tuple[Config, Tree]:
-    """A checkpoint's config and parameters, from a folder or from the hub.
+) -> Checkpoint:
+    """A checkpoint's config and parameters, with its special tokens and conventions, from a folder or from the hub.
 
     `dtype` of the parameters is the file's own by default. `sharding` is one for all or a tree of them. `heads` go
     before those of the file's architecture: `heads=()` for the stack alone, `heads=(Classification(3),)` for a new task.
@@ -68,6 +80,8 @@ def load(
     try:
         check_kinds(file.config, len(file.names))
         config = family.read(file.config, file.names)
+        tokens, labels = read_tokens(file.generation, file.config), read_labels(file.config)
+        conventions = family.conventions(file.config)
     except ConfigError as error:
         raise ConfigError(f"{file.folder}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as error:
@@ -98,26 +112,24 @@ def load(
         params[path] = _drawn(
             path, leaves[path], key, dtype or next(iter(dtypes.values()), jnp.float32), shardings[path]
         )
-    return config, unflatten_dict({path: params[path] for path in leaves}, sep="/")
+    params = unflatten_dict({path: params[path] for path in leaves}, sep="/")
+    labels = labels if _classes(config) == len(labels) else ()  # else they are of a head that is not loaded
+    return Checkpoint(config, params, tokens, conventions, labels)
 
 
 def save(
-    folder: str | Path,
-    config: Config,
-    params: Tree,
-    *,
-    model_type: str | None = None,
-    extra: dict | None = None,
-    shard_bytes: int = 5_000_000_000,
+    folder: str | Path, checkpoint: Checkpoint, *, model_type: str | None = None, shard_bytes: int = 5_000_000_000
 ) -> None:
     """Writes config.json and safetensors (in shards of at most `shard_bytes`) that transformers opens as it does its own.
 
-    `model_type` is the first that can say all of the config; `extra` goes into config.json besides (token ids:
-    `{"eos_token_id": 2}`, none by default). Raises ConfigError where none can, or the given one cannot,
-    and where `folder` exists and is not empty.
+    Of a model of your own, `checkpoint` is `Checkpoint(config, params, Tokens(eos=(2,)))`. `model_type` is by default
+    the first that can say all of the config. Raises ConfigError where none can, or the given one cannot, where tokens or
+    labels are missing or do not fit, and where `folder` exists and is not empty.
     """
+    config = checkpoint.config
     kind, json = _as_family(config, model_type)
-    leaves, arrays = paths(models.spec(config)), paths(params)
+    json = _with_tokens(folder, checkpoint, json)
+    leaves, arrays = paths(models.spec(config)), paths(checkpoint.params)
     wrong = [
         f"{path} {getattr(arrays.get(path), 'shape', 'missing')}, not {leaf.shape}"
         for path, leaf in leaves.items()
@@ -133,7 +145,7 @@ def save(
         )
         tensors.append((name, tensor.shape, dtype, fetch))
     dtypes = {str(dtype) for _, _, dtype, _ in tensors}
-    safetensors.save_checkpoint(folder, TOKENS | json | {"dtype": min(dtypes)} | (extra or {}), tensors, shard_bytes)
+    safetensors.save_checkpoint(folder, json | {"dtype": min(dtypes)}, tensors, shard_bytes)
 
 
 def rope_layout(config: ModelConfig, params: Tree, layout: Literal["half", "interleaved"]) -> tuple[ModelConfig, Tree]:
@@ -313,6 +325,31 @@ def _drawn(path: str, leaf: Spec, key, dtype, sharding):
 
 
 # Writing
+
+
+def _with_tokens(folder: str | Path, checkpoint: Checkpoint, json: dict) -> dict:
+    """config.json with the checkpoint's tokens and labels."""
+    tokens, labels = checkpoint.tokens, checkpoint.labels
+    if isinstance(checkpoint.config, EncoderDecoder) and (tokens.start is None or tokens.pad is None or not tokens.eos):
+        raise ConfigError(
+            f"{folder}: transformers generates with the tokens of an encoder-decoder; save a Checkpoint(config, params, "
+            f"Tokens(start=..., eos=(...,), pad=...)); got {tokens}"
+        )
+    pad = json.get("pad_token_id")  # where it is a part of the config: positions begin behind it
+    if pad is not None and tokens.pad not in (None, pad):
+        raise ConfigError(f"{folder}: tokens.pad={tokens.pad}, where model.positions make it {pad}")
+    if labels:
+        if len(labels) != _classes(checkpoint.config):
+            raise ConfigError(
+                f"{folder}: {len(labels)} labels for {_classes(checkpoint.config)} classes of model.heads"
+            )
+        json = json | write_labels(labels)
+    return NO_TOKENS | json | write_tokens(tokens)
+
+
+def _classes(config: Config) -> int:
+    """How many classes the heads tell apart; 0 without such a head."""
+    return next((classes for head in _last(config).heads if (classes := getattr(head, "classes", None))), 0)
 
 
 def _as_family(config: Config, wanted: str | None) -> tuple[str, dict]:

@@ -1,4 +1,4 @@
-"""Encoder-decoders: T5, and Marian, which is the Transformer of 2017."""
+"""T5, as an encoder-decoder or its encoder alone, and Marian, which is the Transformer of 2017."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -11,6 +11,7 @@ from jaxformer.interop.tables import (
     Json,
     Rule,
     activation,
+    architecture,
     lm_heads,
     modules,
     only,
@@ -19,7 +20,7 @@ from jaxformer.interop.tables import (
 )
 from jaxformer.interop.tables import NAME as ACTIVATION_NAME
 from jaxformer.masks import causal, full
-from jaxformer.models.config import Embedding, EncoderDecoder, ModelConfig, Relative, Sinusoidal
+from jaxformer.models.config import Embedding, EncoderDecoder, LanguageModel, ModelConfig, Relative, Sinusoidal
 from jaxformer.ops.feedforward import GATES
 
 T5 = {
@@ -30,65 +31,81 @@ T5 = {
 }  # fmt: skip
 
 
-def _read_t5(c: Json, names: Collection[str]) -> EncoderDecoder:
+def _read_t5(c: Json, names: Collection[str]) -> EncoderDecoder | ModelConfig:
     fields = read_fields(c, T5)
     named = c.get("feed_forward_proj", "relu")
     act = named.removeprefix("gated-")
     act = "gelu_new" if named == "gated-gelu" else act  # which has always meant the tanh form
-    act = activation(c, "feed_forward_proj", act)
+    named_act, act = act, activation(c, "feed_forward_proj", act)
+    only(c, dense_act_fn=named_act, is_gated_act=named.startswith("gated-"), is_decoder=False)
+    kind = architecture(c, "T5ForConditionalGeneration", "T5Model", "T5EncoderModel")
     scaled = c.get("scale_decoder_outputs", c.get("tie_word_embeddings", True))
-    heads = lm_heads(c, "T5ForConditionalGeneration", "T5Model", scale=fields["d_model"] ** -0.5 if scaled else 1.0)
+    heads = (LanguageModel(scale=fields["d_model"] ** -0.5 if scaled else 1.0),) * (
+        kind == "T5ForConditionalGeneration"
+    )
     buckets, distance = c.get("relative_attention_num_buckets", 32), c.get("relative_attention_max_distance", 128)
     encoder = ModelConfig(
-        **fields, feedforward=GATE[act] if named.startswith("gated-") else act, norm="rms_norm",
+        **fields | {"tie_embeddings": True}, feedforward=GATE[act] if named.startswith("gated-") else act, norm="rms_norm",
         positions=Relative(buckets, distance), masks=(full(),), use_bias=False, attention_scale=1.0, heads=(),
         attention_dropout_rate=fields["dropout_rate"],
     )  # fmt: skip
-    backwards, layers = (
-        Relative(buckets, distance, bidirectional=False),
-        c.get("num_decoder_layers") or encoder.num_layers,
-    )
-    decoder = replace(encoder, num_layers=layers, positions=backwards, masks=(causal(),), heads=heads)
-    return EncoderDecoder(replace(encoder, tie_embeddings=True), decoder)  # the decoder's alone has a meaning
+    if kind == "T5EncoderModel":
+        return encoder
+    decoder = replace(
+        encoder, num_layers=c.get("num_decoder_layers") or encoder.num_layers, masks=(causal(),), heads=heads,
+        positions=Relative(buckets, distance, bidirectional=False), tie_embeddings=fields["tie_embeddings"],
+    )  # fmt: skip
+    return EncoderDecoder(encoder, decoder)
 
 
-def _write_t5(config: EncoderDecoder) -> Json:
-    encoder, decoder, positions = config.encoder, config.decoder, config.encoder.positions
-    gated = encoder.feedforward in GATES
+def _write_t5(config: EncoderDecoder | ModelConfig) -> Json:
+    encoder = config if isinstance(config, ModelConfig) else config.encoder
+    positions, gated = encoder.positions, encoder.feedforward in GATES
     name = ACTIVATION_NAME[GATES[encoder.feedforward] if gated else encoder.feedforward]  # pyrefly: ignore[bad-index]
-    heads: Any = decoder.heads
-    return write_fields(encoder, T5) | {
-        "architectures": ["T5ForConditionalGeneration" if heads else "T5Model"], "model_type": "t5",
-        "is_encoder_decoder": True, "num_decoder_layers": decoder.num_layers, "d_kv": encoder.head_size,
+    c = write_fields(encoder, T5) | {
+        "architectures": ["T5EncoderModel"], "model_type": "t5", "is_encoder_decoder": False, "d_kv": encoder.head_size,
         "feed_forward_proj": "gated-" * gated + ("gelu" if gated and name == "gelu_new" else name),
         "relative_attention_num_buckets": getattr(positions, "buckets", 0),
         "relative_attention_max_distance": getattr(positions, "max_distance", 0),
-        "tie_word_embeddings": decoder.tie_embeddings, "scale_decoder_outputs": bool(heads) and heads[0].scale != 1.0,
-        "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    if isinstance(config, ModelConfig):
+        return c
+    heads: Any = config.decoder.heads
+    return c | {
+        "architectures": ["T5ForConditionalGeneration" if heads else "T5Model"], "is_encoder_decoder": True,
+        "num_decoder_layers": config.decoder.num_layers, "tie_word_embeddings": config.decoder.tie_embeddings,
+        "scale_decoder_outputs": bool(heads) and heads[0].scale != 1.0,
     }  # fmt: skip
 
 
-def _t5_rules(config: EncoderDecoder) -> list[Rule]:
-    rules = [
+def _t5_rules(config: EncoderDecoder | ModelConfig) -> list[Rule]:
+    if isinstance(config, ModelConfig):
+        return [Rule("embedding/tokens", "shared.weight", "leaf"), *_t5_stack("", "encoder", config)]
+    return [
         Rule("decoder/embedding/tokens", "shared.weight", "leaf"),
         Rule("decoder/heads/language_model/kernel", "lm_head.weight", "leaf"),
+        *_t5_stack("encoder/", "encoder", config.encoder),
+        *_t5_stack("decoder/", "decoder", config.decoder),
     ]
-    for stack, subs in (
-        ("encoder", {"attention": "SelfAttention", "feedforward": "DenseReluDense"}),
-        (
-            "decoder",
-            {"attention": "SelfAttention", "cross_attention": "EncDecAttention", "feedforward": "DenseReluDense"},
+
+
+def _t5_stack(ours: str, theirs: str, config: ModelConfig) -> list[Rule]:
+    """The rules of one stack: `ours` before our names, `theirs` before theirs."""
+    parts = {"attention": "SelfAttention", "cross_attention": "EncDecAttention", "feedforward": "DenseReluDense"}
+    if theirs == "encoder":
+        del parts["cross_attention"]
+    up = "wi_1" if config.feedforward in GATES else "wi"
+    names = {"query": "q", "key": "k", "value": "v", "out": "o", "gate": "wi_0", "up": up, "down": "wo"}
+    rules = [
+        Rule(
+            f"{ours}shared/relative", f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "leaf"
         ),
-    ):
-        up = "wi_1" if getattr(config, stack).feedforward in GATES else "wi"
-        names = {"query": "q", "key": "k", "value": "v", "out": "o", "gate": "wi_0", "up": up, "down": "wo"}
-        for number, (ours, theirs) in enumerate(subs.items()):
-            layer = f"{stack}.block.{{}}.layer.{number}."
-            rules += [Rule(f"{stack}/layers/{ours}_norm", layer + "layer_norm", "norm")]
-            rules += modules(f"{stack}/layers/{ours}/", f"{layer}{theirs}.", names)
-        table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        rules += [Rule(f"{stack}/shared/relative", table, "leaf")]
-        rules += [Rule(f"{stack}/final_norm", f"{stack}.final_layer_norm", "norm")]
+        Rule(f"{ours}final_norm", f"{theirs}.final_layer_norm", "norm"),
+    ]
+    for number, (part, module) in enumerate(parts.items()):
+        layer = f"{theirs}.block.{{}}.layer.{number}."
+        rules += [Rule(f"{ours}layers/{part}_norm", layer + "layer_norm", "norm")]
+        rules += modules(f"{ours}layers/{part}/", f"{layer}{module}.", names)
     return rules
 
 
@@ -134,17 +151,13 @@ def _read_marian(c: Json, names: Collection[str]) -> EncoderDecoder:
 
 
 def _write_marian(config: EncoderDecoder) -> Json:
-    encoder, decoder, last = (
-        config.encoder,
-        config.decoder,
-        min(config.encoder.vocab_size, config.decoder.vocab_size) - 1,
-    )
+    encoder, decoder = config.encoder, config.decoder
     return write_fields(encoder, _side("encoder")) | write_fields(decoder, _side("decoder")) | {
         "architectures": ["MarianMTModel" if decoder.heads else "MarianModel"], "model_type": "marian",
         "is_encoder_decoder": True, "vocab_size": encoder.vocab_size, "decoder_vocab_size": decoder.vocab_size,
         "scale_embedding": getattr(decoder.embedding, "scale", 1.0) != 1.0,
         "share_encoder_decoder_embeddings": config.share_embeddings,
-        "pad_token_id": last, "decoder_start_token_id": last, "eos_token_id": 0, "forced_eos_token_id": 0,
+        "forced_eos_token_id": None,  # theirs is 0 otherwise
     }  # fmt: skip
 
 

@@ -70,11 +70,13 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A folder whose headers were found good: its config.json and, by name, each tensor's (shape, NumPy dtype name)."""
+class Files:
+    """A folder whose headers were found good: its config.json, its generation_config.json (empty where there is none) and,
+    by name, each tensor's (shape, NumPy dtype name)."""
 
     folder: Path
     config: dict[str, Any] = field(repr=False)
+    generation: dict[str, Any] = field(repr=False)
     names: dict[str, tuple[tuple[int, ...], str]] = field(repr=False)
     _places: dict[str, _Place] = field(repr=False)
 
@@ -98,7 +100,7 @@ class Checkpoint:
         return array
 
 
-def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Files:
     """A local folder, or the name of a repository on the Hugging Face hub (`org/name`, at a branch, tag or commit).
 
     Reads config.json and the headers of model.safetensors, or of the shards that model.safetensors.index.json names;
@@ -119,9 +121,11 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Ch
     if "config.json" not in there:
         raise ConfigError(f"{folder}: no config.json, which says what model it is; there are {_some(there)}")
     config = _parse(_text(folder / "config.json"), folder / "config.json", dict)
+    generation = folder / "generation_config.json"
+    generation = _parse(_text(generation), generation, dict) if generation.name in there else {}
     places = _places(folder, there)
     names = {name: (place.shape, str(place.dtype.name)) for name, place in places.items()}
-    return Checkpoint(folder, config, names, places)
+    return Files(folder, config, generation, names, places)
 
 
 def check_finite(name: str, array: np.ndarray) -> None:

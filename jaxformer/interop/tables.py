@@ -33,7 +33,8 @@ class Rule(NamedTuple):
     layers: tuple[tuple[int, int], ...] | None = None  # (ours, theirs) where they are not counted alike
 
 
-class Conventions(NamedTuple):
+@dataclass(frozen=True)
+class Conventions:
     """How transformers calls a checkpoint, where that decides numbers: `Checkpoint.apply` does the same.
 
     positions: what a row's positions count if the call gives none: all its slots, padding too, or (RoBERTa, Longformer) the

@@ -27,19 +27,20 @@ def sinusoidal(
 
     Three tables are in use and do not mix. `spacing`: e_i = 2i / width (paper, Marian) or i / (width/2 - 1)
     (tensor2tensor, fairseq, Whisper). `layout`: sine at even and cosine at odd features (paper), or all sines, then all
-    cosines (`half`: Marian, tensor2tensor). Raises ValueError for an odd width.
+    cosines (`half`: Marian, tensor2tensor). An odd width has one sine more than cosines (paper spacing alone). Raises
+    ValueError for other words, and for an odd width in tensor2tensor's spacing.
     """
-    if width % 2:
-        raise ValueError(f"sinusoidal: width must be even to pair sines with cosines; got {width}")
+    if width % 2 and spacing == "tensor2tensor":
+        raise ValueError(f"sinusoidal: tensor2tensor pairs each sine with a cosine, in an even width; got {width}")
     if layout not in ("interleaved", "half") or spacing not in ("paper", "tensor2tensor"):
         raise ValueError(f"sinusoidal: no layout {layout!r} with spacing {spacing!r}; see the docstring")
-    i = np.arange(width // 2)
+    i = np.arange(-(-width // 2))
     exponent = 2 * i / width if spacing == "paper" else i / max(width // 2 - 1, 1)
     angles = positions[..., None].astype(jnp.float32) * _row3(base**-exponent)
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     if layout == "half":
-        return jnp.concatenate([sin, cos], axis=-1)
-    return jnp.stack([sin, cos], axis=-1).reshape(*positions.shape, width)
+        return jnp.concatenate([sin, cos[..., : width // 2]], axis=-1)
+    return jnp.stack([sin, cos], axis=-1).reshape(*positions.shape, -1)[..., :width]
 
 
 def learned(positions: Int[Array, "B T"], table: Float[Array, "P D"]) -> Float[Array, "B T D"]:

@@ -397,7 +397,8 @@ def outcomes(name: str) -> list[Outcome]:
     """Every mistake that applies to a golden model, and what became of it."""
     kept = golden.witness(name)
     folder = golden.folder(name)
-    config, params = huggingface.load(folder)
+    checkpoint = huggingface.load(folder)
+    config, params = checkpoint.config, checkpoint.params
     run = jax.jit(lambda params: runs.answers(config, params, kept))
     right = max(runs.misses(run(params), kept).values())
     assert right < TOLERANCE, f"{name} is {right:.1e} off without any mistake"
@@ -447,7 +448,7 @@ def outcomes(name: str) -> list[Outcome]:
             kind = golden.config(name)["model_type"]
             huggingface.FAMILIES[kind] = family._replace(rules=rules)
             try:
-                return run(huggingface.load(folder)[1])
+                return run(huggingface.load(folder).params)
             finally:
                 huggingface.FAMILIES[kind] = family
 
@@ -460,7 +461,7 @@ def outcomes(name: str) -> list[Outcome]:
                 bare = lambda c, names: replace(family.read(c, names), use_bias="value|out|up|down|norm|patches")
                 huggingface.FAMILIES[kind] = family._replace(read=bare)
                 try:
-                    return run(huggingface.load(folder)[1])
+                    return run(huggingface.load(folder).params)
                 finally:
                     huggingface.FAMILIES[kind] = family
 
@@ -487,7 +488,7 @@ def of_ties(config, params, kept) -> Iterator[tuple[str, Callable]]:
 def differs(folder: Path, config, params) -> bool:
     """Whether the file that `save` writes is another than the one it was loaded from."""
     with tempfile.TemporaryDirectory() as beside:
-        huggingface.save(Path(beside) / "saved", config, params)
+        huggingface.save(Path(beside) / "saved", checkpoint)
         ours, theirs = runs.tensors(Path(beside) / "saved"), runs.tensors(folder)
     return any(not np.array_equal(ours[key], array) for key, array in theirs.items())
 

@@ -106,4 +106,4 @@ def gradients(folder: Path, name: str, **options):
     kept.mkdir()
     shutil.copy(golden.folder(name) / "config.json", kept)
     shutil.copy(golden.folder(name) / "gradients.safetensors", kept / "model.safetensors")
-    return huggingface.load(kept, **options)[1]
+    return huggingface.load(kept, **options).params

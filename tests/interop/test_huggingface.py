@@ -18,6 +18,7 @@ from jaxformer import models
 from jaxformer.config import ConfigError
 from jaxformer.decoding import Sampling, generate
 from jaxformer.interop import huggingface
+from jaxformer.interop.huggingface import Checkpoint, Tokens
 from jaxformer.models import Classification, LanguageModel, ModelConfig
 from jaxformer.ops.positions import NTK, Linear, Llama3, Rope, YaRN
 from jaxformer.params import paths
@@ -35,8 +36,19 @@ SINGLE = ("llama", "mistral", "mixtral", "qwen2", "t5", "gpt_neo", "longformer",
 UNREAD = {"reformer": "heads/language_model/bias"}
 
 
+def read(folder, **options):
+    """(config, params) of a folder."""
+    checkpoint = huggingface.load(folder, **options)
+    return checkpoint.config, checkpoint.params
+
+
 def load(name, **options):
-    return huggingface.load(golden.folder(name), **options)
+    return read(golden.folder(name), **options)
+
+
+def save(folder, config, params, **options):
+    tokens = Tokens(start=0, eos=(1,), pad=0) if isinstance(config, models.EncoderDecoder) else Tokens()
+    huggingface.save(folder, Checkpoint(config, params, tokens), **options)
 
 
 def assert_same(ours, other):
@@ -119,7 +131,7 @@ def test_greedy_tokens_are_theirs(name):
 @pytest.mark.parametrize("name", golden.NAMES)
 def test_saved_it_is_the_same_file_and_model(name, tmp_path):
     config, params = load(name)
-    huggingface.save(tmp_path / "saved", config, params)
+    save(tmp_path / "saved", config, params)
     theirs, ours = runs.tensors(golden.folder(name)), runs.tensors(tmp_path / "saved")
     if name == "vit_pooled":  # base models' files leave the prefix out, and are read with and without it
         theirs = {f"vit.{key}": array for key, array in theirs.items()}
@@ -132,7 +144,7 @@ def test_saved_it_is_the_same_file_and_model(name, tmp_path):
     assert settings["architectures"] == kept["architectures"] and settings["dtype"] == "float32"
     differ = {key for key in settings.keys() & kept.keys() if settings[key] != kept[key] and "token_id" not in key}
     assert not differ - SAID_OTHERWISE, {key: (settings[key], kept[key]) for key in differ}
-    again, same = huggingface.load(tmp_path / "saved")
+    again, same = read(tmp_path / "saved")
     assert again == config
     assert_same(same, params)
 
@@ -145,9 +157,9 @@ SAID_OTHERWISE = {"attention_types", "tie_word_embeddings", "max_window_layers",
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_saved_in_shards(name, tmp_path):
     config, params = load(name)
-    huggingface.save(tmp_path / "saved", config, params, shard_bytes=3000)
+    save(tmp_path / "saved", config, params, shard_bytes=3000)
     assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 3
-    again, same = huggingface.load(tmp_path / "saved")
+    again, same = read(tmp_path / "saved")
     assert again == config
     assert_same(same, params)
 
@@ -155,9 +167,9 @@ def test_saved_in_shards(name, tmp_path):
 def test_one_model_in_the_words_of_several_families(tmp_path):
     config, params = load("llama_mha")
     for kind in ("llama", "mistral"):
-        huggingface.save(tmp_path / kind, config, params, model_type=kind)
+        save(tmp_path / kind, config, params, model_type=kind)
         assert json.loads((tmp_path / kind / "config.json").read_text())["model_type"] == kind
-        again, same = huggingface.load(tmp_path / kind)
+        again, same = read(tmp_path / kind)
         assert again == config
         assert_same(same, params)
 
@@ -167,7 +179,7 @@ def test_what_no_family_says_is_not_written(tmp_path):
 
     def refusal(config, params=params, **options):
         with pytest.raises(ConfigError) as caught:
-            huggingface.save(tmp_path / "none", config, params, **options)
+            save(tmp_path / "none", config, params, **options)
         assert not (tmp_path / "none").exists() and "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -304,7 +316,7 @@ def test_dialects_are_the_same_model(dialect, tmp_path):
         config = replace(config, num_kv_heads=None, head_width=None)
     if dialect.startswith("T5 v1.1"):  # whose files say that it is tied
         config = replace(config, decoder=replace(config.decoder, tie_embeddings=False))
-    again, same = huggingface.load(runs.altered(tmp_path, name, change, **settings))
+    again, same = read(runs.altered(tmp_path, name, change, **settings))
     assert again == config
     assert_same(same, params)
 
@@ -312,7 +324,7 @@ def test_dialects_are_the_same_model(dialect, tmp_path):
 def test_a_head_of_its_own_goes_before_what_the_config_says(tmp_path):
     """T5 v1.1 in files of transformers 5 is such a case; and one that says nothing wrong is left alone."""
     head = np.random.default_rng(0).normal(size=(37, 15)).astype(np.float32)
-    config, params = huggingface.load(runs.altered(tmp_path, "gpt2", added(lambda a: {"lm_head.weight": head})))
+    config, params = read(runs.altered(tmp_path, "gpt2", added(lambda a: {"lm_head.weight": head})))
     assert config == replace(load("gpt2")[0], tie_embeddings=False)
     np.testing.assert_array_equal(params["heads"]["language_model"]["kernel"], head)
     assert not load("t5_v11")[0].decoder.tie_embeddings and golden.config("t5_v11")["tie_word_embeddings"]
@@ -342,7 +354,7 @@ def without(*ends):
     ],
 )  # fmt: skip
 def test_rotations_in_both_dialects(said, meant, tmp_path):
-    config, _ = huggingface.load(runs.altered(tmp_path, "llama_mha", **said))
+    config, _ = read(runs.altered(tmp_path, "llama_mha", **said))
     assert config == replace(load("llama_mha")[0], positions=meant)
     said_by_us = huggingface.FAMILIES["llama"].write(config)
     assert huggingface.FAMILIES["llama"].read(said_by_us, ()) == config
@@ -374,20 +386,20 @@ def as_bfloat16(arrays):
 def test_dtype_is_the_files_unless_said(tmp_path):
     _, params = load("llama_gqa")
     half = runs.altered(tmp_path, "llama_gqa", as_bfloat16)
-    config, kept = huggingface.load(half)
+    config, kept = read(half)
     assert_same(kept, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
-    wide = huggingface.load(half, dtype=jnp.float32)[1]
+    wide = read(half, dtype=jnp.float32)[1]
     assert_same(wide, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params))
-    huggingface.save(tmp_path / "again", config, kept)
+    save(tmp_path / "again", config, kept)
     assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert_same(huggingface.load(tmp_path / "again")[1], kept)
+    assert_same(read(tmp_path / "again")[1], kept)
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_no_layer_is_rounded_to_the_dtype_of_another(first, tmp_path):
     """Files hold some layers wider than others; a stack of layers has one dtype."""
     half = lambda a: {n: x.astype(ml_dtypes.bfloat16) if f"h.{first}." in n else x for n, x in a.items()}
-    _, mixed = huggingface.load(runs.altered(tmp_path, "gpt2", half))
+    _, mixed = read(runs.altered(tmp_path, "gpt2", half))
     _, params = load("gpt2")
     for path, leaf in paths(mixed).items():
         want = paths(params)[path]
@@ -552,7 +564,7 @@ def test_damaged_numbers_are_found(bad, tmp_path):
         return arrays
 
     with pytest.raises(ConfigError, match=r"h\.1\.mlp\.c_fc\.weight.*1 of 900 values are NaN or infinite"):
-        huggingface.load(runs.altered(tmp_path, "gpt2", damage))
+        read(runs.altered(tmp_path, "gpt2", damage))
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
@@ -560,7 +572,7 @@ def test_quantised_numbers_are_refused(dtype, tmp_path):
     """Whole numbers are no weights, whatever dtype is asked for."""
     quantised = lambda a: {n: x.astype(np.int8) if n.endswith("c_fc.weight") else x for n, x in a.items()}
     with pytest.raises(ConfigError, match=r"h\.0\.mlp\.c_fc\.weight holds int8.*quantised"):
-        huggingface.load(runs.altered(tmp_path, "gpt2", quantised), dtype=dtype)
+        read(runs.altered(tmp_path, "gpt2", quantised), dtype=dtype)
 
 
 # `null` is a value of its own where a setting is optional; the golden model means what a missing setting means, or else
@@ -589,7 +601,7 @@ def test_garbage_in_a_setting_is_refused_or_changes_nothing(name, values, tmp_pa
     for key, junk in itertools.product(settings, values):
         (folder / "config.json").write_text(json.dumps(settings | {key: junk}))
         with pytest.raises(ConfigError) as caught:  # all is checked before a number is read, the sharding last
-            huggingface.load(folder, sharding={})
+            read(folder, sharding={})
         assert "\n" not in str(caught.value)
         if "sharding: none for" in str(caught.value):
             accepted += 1
@@ -618,6 +630,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, jax.numpy as jnp
 from jaxformer import models
 from jaxformer.interop import huggingface
+from jaxformer.interop.huggingface import Checkpoint, Tokens
 from jaxformer.models import ModelConfig
 from jaxformer.ops.positions import Rope
 
@@ -628,12 +641,12 @@ config = ModelConfig(
 leaves = jax.tree.leaves(models.spec(config))
 if sys.argv[1] == "write":
     zeros = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, jnp.float32), models.spec(config))
-    huggingface.save(sys.argv[2], config, zeros)
+    huggingface.save(sys.argv[2], huggingface.Checkpoint(config, zeros))
 else:
     jax.block_until_ready(jnp.zeros(3) + 1)
     status = lambda key: next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(key)) * 1024
     before = status("VmRSS")
-    _, params = huggingface.load(sys.argv[2])
+    params = huggingface.load(sys.argv[2]).params
     jax.block_until_ready(params)
     peak = status("VmHWM") - before
     tensors = [leaf.nbytes // (8 if leaf.ndim > 2 or leaf.shape[0] == 8 else 1) for leaf in jax.tree.leaves(params)]

@@ -160,7 +160,7 @@ def test_drawn_configurations_agree(family, seed, tmp_path):
     redraw(model, seed)
     model.save_pretrained(tmp_path / "theirs")
     ours = huggingface.load(tmp_path / "theirs")
-    huggingface.save(tmp_path / "ours", *ours)
+    huggingface.save(tmp_path / "ours", ours)
     back = kind.from_pretrained(tmp_path / "ours", **EXACT).eval()
 
     rng, config = np.random.default_rng(seed), model.config
@@ -187,7 +187,7 @@ def test_drawn_configurations_agree(family, seed, tmp_path):
             call["decoder_input_ids"], arguments = target, (target,)
             given, real = {"source": tokens, "source_segment_ids": real}, None
     arguments, given = jax.tree.map(jnp.asarray, (arguments, given))
-    output = models.apply(*ours, *arguments, **given)
+    output = models.apply(ours.config, ours.params, *arguments, **given)
     with torch.no_grad():
         theirs, again = (m(**{key: torch.from_numpy(x) for key, x in call.items()}) for m in (model, back))
     expected = theirs.logits if "logits" in theirs else theirs.last_hidden_state

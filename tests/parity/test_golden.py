@@ -52,7 +52,7 @@ def test_float32_answers_as_the_witness_does(name):
 def test_saved_by_us_opens_in_transformers(name, tmp_path):
     from jaxformer.interop import huggingface
 
-    huggingface.save(tmp_path / "ours", *huggingface.load(golden.folder(name)))
+    huggingface.save(tmp_path / "ours", huggingface.load(golden.folder(name)))
     answered, warned = _answers(golden.folder(name), name, True)
     ours, warned_of_ours = _answers(tmp_path / "ours", name, True)
     assert set(warned_of_ours) <= set(warned)  # of every T5 with its own head transformers warns, its own files too

@@ -1,0 +1,172 @@
+"""`Checkpoint`: tokens, labels and conventions of a Hugging Face checkpoint, read, kept and written; T5's encoder alone."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import models
+from jaxformer.config import ConfigError
+from jaxformer.interop import huggingface
+from jaxformer.interop.huggingface import Checkpoint, Conventions, Tokens
+from jaxformer.models import Classification, EncoderDecoder, ModelConfig, TokenClassification
+from tests import golden
+
+TINY: dict = dict(vocab_size=19, num_layers=1, d_model=8, num_heads=2, context_length=12)
+
+
+def settings(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", golden.NAMES)
+def test_a_call_in_their_words_gives_their_outputs(name):
+    """Tolerance: what float32 can be held to (models.md, section 1)."""
+    kept = golden.witness(name)
+    checkpoint = huggingface.load(golden.folder(name))
+    arguments = {key.removeprefix("inputs/"): array for key, array in kept.items() if key.startswith("inputs/")}
+    output = checkpoint.apply(**arguments)
+    wanted = {key.removeprefix("outputs/"): array for key, array in kept.items() if key.startswith("outputs/")}
+    logits = {"prediction_logits", "logits"} & wanted.keys()
+    found, want = (output.logits, wanted[logits.pop()]) if logits else (output.hidden, wanted["last_hidden_state"])
+    mask = arguments.get("decoder_attention_mask" if "decoder_input_ids" in arguments else "attention_mask")
+    far = np.abs(np.asarray(found, np.float64) - want)
+    if mask is not None and far.shape[:2] == mask.shape:
+        far = far * (mask > 0)[:, :, None]
+    assert far.max() < 2e-5
+
+
+@pytest.mark.parametrize("name", ["t5", "marian", "llama_gqa", "gpt2"])
+def test_tokens_are_kept(name, tmp_path):
+    """Those of generation_config.json come before those of config.json, as in transformers."""
+    checkpoint = huggingface.load(golden.folder(name))
+    tokens = Tokens(start=3, bos=4, eos=(5, 6), pad=7, sep=8, forced_eos=9)
+    huggingface.save(tmp_path / "one", replace(checkpoint, tokens=tokens))
+    assert huggingface.load(tmp_path / "one").tokens == tokens
+    (tmp_path / "one" / "generation_config.json").write_text('{"eos_token_id": 11, "pad_token_id": null}')
+    again = huggingface.load(tmp_path / "one")
+    assert again.tokens == replace(tokens, eos=(11,))
+    huggingface.save(tmp_path / "two", again)
+    assert settings(tmp_path / "two")["eos_token_id"] == 11
+    assert huggingface.load(tmp_path / "two").tokens == again.tokens
+
+
+@pytest.mark.parametrize("key,value", [("eos_token_id", "two"), ("pad_token_id", [1, 2]), ("bos_token_id", True)])
+def test_what_is_no_token_is_refused(key, value, tmp_path):
+    huggingface.save(tmp_path / "one", huggingface.load(golden.folder("gpt2")))
+    (tmp_path / "one" / "config.json").write_text(json.dumps(settings(tmp_path / "one") | {key: value}))
+    with pytest.raises(ConfigError, match=key):
+        huggingface.load(tmp_path / "one")
+
+
+@pytest.mark.parametrize("name", ["t5", "marian"])
+def test_an_encoder_decoder_is_not_saved_without_its_tokens(name, tmp_path):
+    checkpoint = huggingface.load(golden.folder(name))
+    with pytest.raises(ConfigError, match="tokens of an encoder-decoder"):
+        huggingface.save(tmp_path / "one", replace(checkpoint, tokens=Tokens(start=0)))
+    assert not (tmp_path / "one").exists()
+
+
+def test_a_pad_token_that_positions_contradict_is_refused(tmp_path):
+    checkpoint = huggingface.load(golden.folder("roberta_mlm"))
+    with pytest.raises(ConfigError, match=r"tokens\.pad=5"):
+        huggingface.save(tmp_path / "one", replace(checkpoint, tokens=Tokens(pad=5)))
+
+
+def test_labels_are_kept(tmp_path):
+    config = replace(huggingface.load(golden.folder("bert_mlm")).config, heads=(TokenClassification(3),))
+    params = models.init(config, jax.random.key(0))
+    huggingface.save(tmp_path / "one", Checkpoint(config, params, labels=("place", "person", "else")))
+    assert settings(tmp_path / "one")["id2label"] == {"0": "place", "1": "person", "2": "else"}
+    again = huggingface.load(tmp_path / "one")
+    assert again.labels == ("place", "person", "else")
+    with pytest.raises(ConfigError, match="2 labels for 3 classes"):
+        huggingface.save(tmp_path / "two", replace(again, labels=("a", "b")))
+    bare = huggingface.load(tmp_path / "one", heads=(), allow_unexpected="classifier")
+    assert bare.labels == ()
+
+
+def test_a_t5_encoder_alone(tmp_path):
+    """It reads the encoder's tensors of a pair, and its own file."""
+    pair = huggingface.load(golden.folder("t5"))
+    assert isinstance(pair.config, EncoderDecoder)
+    own = pair.params["encoder"] | {"embedding": {"tokens": pair.params["decoder"]["embedding"]["tokens"]}}
+    encoder = Checkpoint(pair.config.encoder, own)
+    huggingface.save(tmp_path / "one", encoder)
+    assert settings(tmp_path / "one")["architectures"] == ["T5EncoderModel"]
+    again = huggingface.load(tmp_path / "one")
+    assert again.config == encoder.config
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again.params, encoder.params))
+    tokens = jnp.arange(10).reshape(2, 5)
+    hidden = models.encoder_decoder.encode(pair.config, pair.params, tokens)
+    np.testing.assert_array_equal(again.apply(input_ids=tokens).hidden, hidden)
+
+
+def roberta(**conventions) -> Checkpoint:
+    checkpoint = huggingface.load(golden.folder("roberta_mlm"))
+    return replace(checkpoint, conventions=Conventions(**conventions))
+
+
+def test_roberta_counts_tokens_that_are_not_the_pad_id():
+    """Whatever the attention mask says: a pad id inside a row keeps the position of no token, -1."""
+    checkpoint = roberta(positions="not_pad")
+    pad = checkpoint.tokens.pad
+    tokens = jnp.array([[5, pad, 6, 7], [pad, 8, 9, 5]])
+    mask = jnp.ones((2, 4), jnp.int32)
+    positions = jnp.array([[0, -1, 1, 2], [-1, 0, 1, 2]])
+    want = models.apply(checkpoint.config, checkpoint.params, tokens, segment_ids=mask, positions=positions).logits
+    assert np.isfinite(want).all()
+    np.testing.assert_array_equal(checkpoint.apply(input_ids=tokens, attention_mask=mask).logits, want)
+    shifted = checkpoint.apply(input_ids=tokens, attention_mask=mask, position_ids=positions + pad + 1).logits
+    np.testing.assert_array_equal(shifted, want)
+
+
+def test_slots_count_padding_too():
+    checkpoint = huggingface.load(golden.folder("gpt2"))
+    tokens = jnp.array([[0, 0, 5, 6, 7]])
+    mask = jnp.array([[0, 0, 1, 1, 1]])
+    found = checkpoint.apply(input_ids=tokens, attention_mask=mask).logits[:, 2:]
+    places = jnp.arange(2, 5)[None]
+    want = models.apply(checkpoint.config, checkpoint.params, tokens[:, 2:], positions=places).logits
+    np.testing.assert_allclose(found, want, atol=2e-6)  # float32 sums of 5 terms, 2 of them 0
+
+
+@pytest.mark.parametrize(
+    "name,arguments,words",
+    [
+        ("gpt2", dict(input_ids=np.ones((1, 3), int), past_key_values=np.ones(1)), "takes no past_key_values"),
+        ("gpt2", dict(attention_mask=np.ones((1, 3), int)), "needs input_ids"),
+        ("gpt2", dict(input_ids=np.ones((1, 3), int), attention_mask=np.ones((1, 1, 3, 3))), "attention_mask"),
+        ("gpt2", dict(input_ids=np.ones((1, 3), int), token_type_ids=np.ones((1, 3), int)), "token_type_ids"),
+        ("gpt2", dict(input_ids=np.ones((1, 300), int)), "beyond"),
+        ("t5", dict(input_ids=np.ones((1, 3), int)), "needs decoder_input_ids"),
+        ("vit", dict(input_ids=np.ones((1, 3), int)), "needs pixel_values"),
+    ],
+)
+def test_arguments_that_a_model_does_not_have_are_refused(name, arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        huggingface.load(golden.folder(name)).apply(**arguments)
+
+
+def test_a_last_token_that_transformers_finds_elsewhere_is_refused():
+    config = ModelConfig(**TINY, heads=(Classification(2, pool="last", pooler=None, bias=False),))
+    checkpoint = Checkpoint(config, models.init(config, jax.random.key(0)), Tokens(pad=0))
+    tokens, mask = np.array([[5, 6, 0, 0]]), np.array([[1, 1, 0, 0]])
+    want = models.apply(config, checkpoint.params, jnp.asarray(tokens[:, :2])).logits
+    np.testing.assert_allclose(checkpoint.apply(input_ids=tokens, attention_mask=mask).logits, want, atol=1e-6)
+    with pytest.raises(ConfigError, match="pad id 0"):
+        checkpoint.apply(input_ids=tokens)
+    with pytest.raises(ConfigError, match="pad id None"):
+        replace(checkpoint, tokens=Tokens()).apply(input_ids=tokens, attention_mask=mask)
+
+
+def test_multiple_choice_comes_as_choices():
+    config = ModelConfig(**TINY, heads=(Classification(1),))
+    params = models.init(config, jax.random.key(0))
+    tokens = np.arange(24).reshape(2, 3, 4) % 19
+    found = Checkpoint(config, params, conventions=Conventions(choices=True)).apply(input_ids=tokens).logits
+    want = models.apply(config, params, jnp.asarray(tokens.reshape(6, 4))).logits.reshape(2, 3)
+    np.testing.assert_array_equal(found, want)
