@@ -106,12 +106,12 @@ class LanguageModel:
 class Classification:
     """Classes of a whole sequence: a linear map of one of its positions or their mean.
 
-    `pooler`: an activation, behind a linear map of its own (BERT: tanh). `classes=None` gives what is pooled. `last` is
-    the last token that is not padding.
+    `pooler`: an activation, behind a linear map of its own (BERT: tanh). `classes=None` gives what is pooled. `first` and
+    `last` are tokens that are not padding, `position_0` is the row's first slot, even a padded one (BERT's code).
     """
 
     classes: int | None
-    pool: Literal["first", "mean", "last"] = "first"
+    pool: Literal["first", "mean", "last", "position_0"] = "first"
     pooler: str | None = "tanh"
     bias: bool = True
     name: str = "classification"

@@ -109,18 +109,20 @@ def unembedding(config: ModelConfig, head: LanguageModel, params: Tree, hidden: 
 
 
 def pool(hidden: Float[Array, "B T D"], how: str, real: Bool[Array, "B T"] | None = None) -> Float[Array, "B D"]:
-    """The first or the last position that is not padding, or the mean of them."""
+    """The first or the last position that is not padding, the mean of those, or slot 0, padding or not (`position_0`)."""
     flags = jnp.ones(hidden.shape[:2], bool) if real is None else real
     match how:
         case "mean":
             weights = flags / jnp.maximum(flags.sum(axis=1, keepdims=True), 1)
             return ops.einsum("btd,bt->bd", hidden, weights)
+        case "position_0":
+            return hidden[:, 0]
         case "first":
             at = jnp.argmax(flags, axis=1)
         case "last":
             at = flags.shape[1] - 1 - jnp.argmax(flags[:, ::-1], axis=1)
         case _:
-            raise ConfigError(f"pool={how!r}: expected first, last or mean")
+            raise ConfigError(f"pool={how!r}: expected first, last, mean or position_0")
     return jnp.take_along_axis(hidden, at[:, None, None], axis=1)[:, 0]
 
 

@@ -64,6 +64,7 @@ def test_pooling_skips_padding_on_either_side(how):
         parts = [x[i][kept] for i, kept in enumerate(rows)]
         expected = [{"first": part[0], "mean": part.mean(0), "last": part[-1]}[how] for part in parts]
         np.testing.assert_allclose(heads.pool(jnp.asarray(x), how, jnp.asarray(real)), expected, **ROUNDING)
+        np.testing.assert_array_equal(heads.pool(jnp.asarray(x), "position_0", jnp.asarray(real)), x[:, 0])
     everything = {"first": x[:, 0], "mean": x.mean(1), "last": x[:, -1]}[how]
     np.testing.assert_allclose(heads.pool(jnp.asarray(x), how), everything, **ROUNDING)
 
@@ -240,6 +241,6 @@ def test_misspelt_activations_are_refused_with_the_config(head):
         ModelConfig(vocab_size=5, num_layers=1, d_model=4, num_heads=1, context_length=4, heads=(head,))
 
 
-def test_pooling_knows_its_three_ways():
+def test_pooling_knows_its_ways():
     with pytest.raises(ConfigError, match="pool='median'"):
         heads.pool(jnp.ones((1, 2, 3)), "median")
