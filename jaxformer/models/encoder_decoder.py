@@ -40,6 +40,7 @@ def apply(
     *,
     source: Int[Array, "B S"] | None = None,
     source_segment_ids: Int[Array, "B S"] | None = None,
+    source_positions: Int[Array, "#B S"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     cache: Any = None,
@@ -50,13 +51,14 @@ def apply(
     """Logits `[B, T, V]` of target tokens given source tokens; `.source` are the encoder's hidden states.
 
     Queries see the source tokens of their own segment (all that are not padding, where only the source has segments).
+    `source_positions` replace the encoder's positions, which restart with each segment (0 = padding) of its own.
     With a `cache` the source is given once, with the first tokens: the cache keeps what the layers read of it.
     """
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     options: dict[str, Any] = dict(dtype=dtype, return_attention=return_attention)
     known: Any = None if cache is None else cache.source
     if source is not None:
-        encoded = encode(config, params, source, source_segment_ids, keys[0], dtype)
+        encoded = encode(config, params, source, source_segment_ids, keys[0], dtype, source_positions)
         if cache is not None:
             cross = params["decoder"]["layers"]["cross_attention"]
             heads = jax.vmap(block.source_heads, in_axes=(0, None))(cross, encoded)
@@ -76,14 +78,16 @@ def apply(
     return replace(transformer.read(config.decoder, params["decoder"], output, real), source=known["hidden"])
 
 
-def encode(config: EncoderDecoder, params: Tree, source, segment_ids=None, dropout_key=None, dtype=None) -> Array:
+def encode(
+    config: EncoderDecoder, params: Tree, source, segment_ids=None, dropout_key=None, dtype=None, positions=None
+) -> Array:
     """The encoder's hidden states `[B, S, D]`."""
     own = params["encoder"]
     if config.share_embeddings:
         table = {"tokens": params["decoder"]["embedding"]["tokens"]}
         own = {**own, "embedding": own.get("embedding", {}) | table}
     return transformer.encode(
-        config.encoder, own, source, segment_ids=segment_ids, dropout_key=dropout_key, dtype=dtype
+        config.encoder, own, source, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key, dtype=dtype
     ).hidden
 
 

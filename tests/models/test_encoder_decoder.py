@@ -107,6 +107,23 @@ def test_padding_on_either_side_of_source_and_target_changes_nothing(name):
         close(left[:, 2:], alone(name))
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_positions_of_the_source_are_the_encoders(cached):
+    """Those of a row alone give its logits; those that count padding (Marian) give others, as with a table moved by them."""
+    config, parameters, source, target = make("unequal")
+    wide, ids = beside(junk(3), source), np.array([[0] * 3 + [1] * S] * B, np.int32)
+    cache = lambda: decoding.init_cache(config, B, T) if cached else None
+    run = lambda p, **options: apply(config, p, target, cache=cache(), **options).logits
+    place = lambda start: np.maximum(np.arange(-3, S), 0)[None].astype(np.int32) + start
+    close(run(parameters, source=wide, source_segment_ids=ids, source_positions=place(0)), alone("unequal"))
+    table = parameters["encoder"]["embedding"]["positions"]
+    embedding = parameters["encoder"]["embedding"] | {"positions": jnp.roll(table, -3, axis=0)}
+    moved = parameters | {"encoder": parameters["encoder"] | {"embedding": embedding}}
+    counted = run(parameters, source=wide, source_segment_ids=ids, source_positions=place(3))
+    close(counted, run(moved, source=source))
+    assert np.abs(counted - alone("unequal")).max() > 1e-3
+
+
 def test_where_only_the_source_has_segments_the_target_sees_all_that_is_no_padding():
     config, parameters, source, target = make("t5")
     ids = np.array([[0, 1, 1, 1, 1, 1, 1, 0]] * B, np.int32)
