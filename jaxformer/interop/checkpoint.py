@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxformer import models
 from jaxformer.config import ConfigError
@@ -88,22 +89,28 @@ class Checkpoint:
         transformers (`Conventions`). Outputs at slots of padding differ. Raises ConfigError for an argument that the
         model does not have, and where the two would read the class of a row from different slots.
         """
+        tokens, options = self.translate(**arguments)
+        output = models.apply(self.config, self.params, tokens, **options)
+        if self.conventions.choices:
+            output = replace(output, logits=output.logits.reshape(np.shape(next(iter(arguments.values())))[:2]))
+        return output
+
+    def translate(self, **arguments: Any) -> tuple[Array, dict[str, Any]]:
+        """The same arguments as tokens (or images) and options of `models.apply`; rows of choices one behind the other."""
         arrays = {name: np.asarray(value) for name, value in arguments.items() if value is not None}
-        translate = _call_text
-        if isinstance(self.config, EncoderDecoder):
-            translate = _call_pair
-        elif isinstance(self.config.embedding, Patches):
-            translate = _call_image
-        choices = next(iter(arrays.values())).shape[:2] if self.conventions.choices and arrays else None
-        if choices is not None:
+        if self.conventions.choices:
             arrays = {name: array.reshape(-1, *array.shape[2:]) for name, array in arrays.items()}
-        tokens, options = translate(self, arrays)
+        if isinstance(self.config, EncoderDecoder):
+            tokens, options = _call_pair(self, arrays)
+        elif isinstance(self.config.embedding, Patches):
+            tokens, options = _call_image(arrays)
+        else:
+            tokens, options = _call_text(self, arrays)
         if arrays:
             raise ConfigError(f"Checkpoint.apply: this model takes no {', '.join(sorted(arrays))}")
-        options = {name: value for name, value in options.items() if value is not None}
-        tokens, options = jax.tree.map(jnp.asarray, (tokens, options))
-        output = models.apply(self.config, self.params, tokens, **options)
-        return output if choices is None else replace(output, logits=output.logits.reshape(choices))
+        return jax.tree.map(
+            jnp.asarray, (tokens, {name: value for name, value in options.items() if value is not None})
+        )
 
 
 # Each takes what it knows out of the arguments, and returns the tokens and the options of `models.apply`.
@@ -137,7 +144,7 @@ def _call_pair(checkpoint: Checkpoint, arrays: Arrays) -> tuple[np.ndarray, dict
     )  # fmt: skip
 
 
-def _call_image(checkpoint: Checkpoint, arrays: Arrays) -> tuple[np.ndarray, dict]:
+def _call_image(arrays: Arrays) -> tuple[np.ndarray, dict]:
     return _required(arrays, "pixel_values").transpose(0, 2, 3, 1), {}
 
 

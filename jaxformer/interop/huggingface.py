@@ -46,7 +46,7 @@ __all__ = ["Checkpoint", "Conventions", "Tokens", "load", "rope_layout", "save"]
 Config = ModelConfig | EncoderDecoder
 Tree = Any
 # what transformers would assume, and find outside a small vocabulary
-NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"))
+NO_TOKENS = dict.fromkeys(f"{name}_token_id" for name in ("bos", "eos", "pad", "sep"))
 FAMILIES: dict[str, Family] = decoders.FAMILIES | encoders.FAMILIES | pairs.FAMILIES
 
 
@@ -330,10 +330,9 @@ def _drawn(path: str, leaf: Spec, key, dtype, sharding):
 def _with_tokens(folder: str | Path, checkpoint: Checkpoint, json: dict) -> dict:
     """config.json with the checkpoint's tokens and labels."""
     tokens, labels = checkpoint.tokens, checkpoint.labels
-    if isinstance(checkpoint.config, EncoderDecoder) and (tokens.start is None or tokens.pad is None or not tokens.eos):
+    if json["model_type"] == "marian" and tokens.start is None:
         raise ConfigError(
-            f"{folder}: transformers generates with the tokens of an encoder-decoder; save a Checkpoint(config, params, "
-            f"Tokens(start=..., eos=(...,), pad=...)); got {tokens}"
+            f"{folder}: a Marian needs the token that its targets begin with: Tokens(start=...); got {tokens}"
         )
     pad = json.get("pad_token_id")  # where it is a part of the config: positions begin behind it
     if pad is not None and tokens.pad not in (None, pad):

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from jaxformer.config import ConfigError
 from jaxformer.interop.tables import (
     GATE,
     REQUIRED,
@@ -44,6 +45,11 @@ def _read_t5(c: Json, names: Collection[str]) -> EncoderDecoder | ModelConfig:
         kind == "T5ForConditionalGeneration"
     )
     buckets, distance = c.get("relative_attention_num_buckets", 32), c.get("relative_attention_max_distance", 128)
+    if not 2 <= buckets // 2 < distance:  # the decoder's buckets of one distance each end before the greatest distance
+        raise ConfigError(
+            f"config.json: relative_attention_max_distance={distance}: expected more than {buckets // 2}, "
+            f"half of relative_attention_num_buckets={buckets}, which must be at least 4"
+        )
     encoder = ModelConfig(
         **fields | {"tie_embeddings": True}, feedforward=GATE[act] if named.startswith("gated-") else act, norm="rms_norm",
         positions=Relative(buckets, distance), masks=(full(),), use_bias=False, attention_scale=1.0, heads=(),
@@ -130,9 +136,12 @@ def _read_marian(c: Json, names: Collection[str]) -> EncoderDecoder:
         add_final_layer_norm=False,
         static_position_embeddings=True,
     )
-    shared = c.get("share_encoder_decoder_embeddings", True)
+    # version 5 of transformers unties the two sides' tables with the head
+    untied = not c.get("tie_word_embeddings", True) and any(n.endswith("decoder.embed_tokens.weight") for n in names)
+    shared = c.get("share_encoder_decoder_embeddings", True) and not untied
     source = read_fields(c, {"vocab_size": ("vocab_size", REQUIRED)})["vocab_size"]
-    target = source if shared else c.get("decoder_vocab_size") or source
+    one_size = c.get("share_encoder_decoder_embeddings", True)
+    target = source if one_size else c.get("decoder_vocab_size") or source
 
     def stack(name: str, **rest: Any) -> ModelConfig:
         fields = read_fields(c, _side(name))
@@ -196,5 +205,12 @@ FAMILIES = {
         r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias",
         T5_ALIASES,
     ),
-    "marian": Family(_read_marian, _write_marian, _marian_rules, "model.", r"embed_positions\.weight$", MARIAN_ALIASES),
+    "marian": Family(
+        _read_marian,
+        _write_marian,
+        _marian_rules,
+        "model.",
+        r"embed_positions\.weight$|(^|\.)shared\.weight$",
+        MARIAN_ALIASES,
+    ),
 }
