@@ -39,7 +39,7 @@ NAMES = {name: ("decoder_start" if name == "start" else name) + "_token_id" for 
 
 def read_tokens(*settings: Json) -> Tokens:
     """Each token from the first of these files (generation_config.json, config.json) that names it. A negative id is none."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, key in NAMES.items():
         ids = next((c[key] for c in settings if c.get(key) is not None), None)
         ids = tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)

@@ -36,11 +36,27 @@ def sinusoidal(
         raise ValueError(f"sinusoidal: no layout {layout!r} with spacing {spacing!r}; see the docstring")
     i = np.arange(-(-width // 2))
     exponent = 2 * i / width if spacing == "paper" else i / max(width // 2 - 1, 1)
-    angles = positions[..., None].astype(jnp.float32) * _row3(base**-exponent)
+    angles = _angles(positions, base**-exponent)
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     if layout == "half":
         return jnp.concatenate([sin, cos[..., : width // 2]], axis=-1)
     return jnp.stack([sin, cos], axis=-1).reshape(*positions.shape, -1)[..., :width]
+
+
+def _angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Array, "B T F"]:
+    """positions x frequencies without whole turns, in radians, to float32's last digit at any position.
+
+    A float32 product is off by 3e-5 at position 1000, 2e-3 at 100,000. Here whole turns are lost where 32-bit numbers wrap:
+    a turn is 2^32 units, and a frequency a whole number of units a position and a rest below one.
+    """
+    if jnp.zeros(0).dtype == jnp.float64:
+        return positions[..., None].astype(jnp.float64) * _row3(frequencies)
+    units = frequencies / (2 * math.pi) % 1 * 2.0**32
+    whole = jnp.asarray(np.floor(units).astype(np.uint32))[None, None]
+    rests = positions[..., None].astype(jnp.float32) * _row3(units % 1)
+    carried = jnp.floor(rests)
+    count = positions[..., None].astype(jnp.uint32) * whole + carried.astype(jnp.int32).astype(jnp.uint32)
+    return (count.astype(jnp.int32).astype(jnp.float32) + (rests - carried)) * (2 * math.pi / 2**32)
 
 
 def learned(positions: Int[Array, "B T"], table: Float[Array, "P D"]) -> Float[Array, "B T D"]:

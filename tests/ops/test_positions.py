@@ -45,15 +45,22 @@ def table(positions, width, layout, spacing, base=10_000.0):
 @pytest.mark.parametrize("spacing", ["paper", "tensor2tensor"])
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 def test_sinusoids_by_definition(layout, spacing):
-    positions = np.array([[0, 1, 2, 511], [7, 8, 1000, 2047]])
+    positions = np.array([[0, 1, 2, 511], [-7, 1000, 131_071, 10_000_000]])
     ours = sinusoidal(jnp.asarray(positions), 16, layout, spacing)
     assert ours.dtype == jnp.float32
-    for row, p in zip(ours, positions, strict=True):
-        np.testing.assert_allclose(row, table(p, 16, layout, spacing), rtol=0, atol=angle_error(2047))
+    for row, p in zip(ours, positions, strict=True):  # angles up to pi, sines and cosines are rounded once each
+        np.testing.assert_allclose(row, table(p, 16, layout, spacing), rtol=0, atol=4e-7)
     other_base = sinusoidal(jnp.asarray(positions[:1]), 6, layout, spacing, base=100.0)[0]
-    np.testing.assert_allclose(
-        other_base, table(positions[0], 6, layout, spacing, 100.0), rtol=0, atol=angle_error(511)
-    )
+    np.testing.assert_allclose(other_base, table(positions[0], 6, layout, spacing, 100.0), rtol=0, atol=4e-7)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_an_odd_width_has_one_sine_more(layout):
+    """As Marian's table: sines of exponents 0, 2, 4 of 5, cosines of 0, 2."""
+    angle = lambda e: 7 / 10_000 ** (e / 5)
+    sines, cosines = [math.sin(angle(e)) for e in (0, 2, 4)], [math.cos(angle(e)) for e in (0, 2)]
+    want = [*sines, *cosines] if layout == "half" else [sines[0], cosines[0], sines[1], cosines[1], sines[2]]
+    np.testing.assert_allclose(sinusoidal(jnp.array([[7]]), 5, layout)[0, 0], want, atol=4e-7)
 
 
 def test_the_three_published_tables():
@@ -300,7 +307,7 @@ def test_positions_broadcast_over_the_batch():
 
 def test_errors():
     with pytest.raises(ValueError, match="even"):
-        inspect.unwrap(sinusoidal)(jnp.array([[0]]), 5)
+        inspect.unwrap(sinusoidal)(jnp.array([[0]]), 5, spacing="tensor2tensor")
     for width, fraction in ((6, 0.5), (8, 0.1), (5, 1.0)):
         with pytest.raises(ValueError, match="even"):
             rope(jnp.ones((1, 1, 1, width)), jnp.array([[0]]), Rope(fraction=fraction))
