@@ -105,8 +105,9 @@ class _Table:
 
     def at(self, call: Call, i, j):
         """Where block (i, j) begins, and its shape."""
-        sizes = [size if n > 1 else 1 for n, size in zip(self.array.shape[2:], (call.bq, call.bk), strict=True)]
-        first = (i * call.bq if sizes[0] > 1 else 0, j * call.bk if sizes[1] > 1 else 0)
+        # what is broadcast is known by the array's length: a block may have length 1 as well
+        axes = zip(self.array.shape[2:], (i, j), (call.bq, call.bk), strict=True)
+        first, sizes = zip(*((n * size, size) if length > 1 else (0, 1) for length, n, size in axes), strict=True)
         at = tuple(jnp.asarray(index, jnp.int32) for index in (0, 0, *first))
         return at, (*self.array.shape[:2], *sizes)
 

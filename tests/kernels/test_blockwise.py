@@ -166,6 +166,15 @@ def test_every_mask_at_a_size_of_many_blocks(name):
     assert_equal(*both(arrays, {}, None, fixed, (8, 16)), FLOAT32)
 
 
+@pytest.mark.parametrize("block", [(1, 1), (1, 3), (3, 1)])
+@pytest.mark.parametrize("shape", [(2, 4, 5, 4), (1, 4, 5, 1), (2, 1, 1, 4)])
+def test_a_bias_array_in_blocks_of_one(block, shape):
+    """A block of one query or key is not an axis that is broadcast."""
+    normal = lambda *shape: jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+    arrays = normal(2, 5, 4, 3), normal(2, 4, 2, 3), normal(2, 4, 2, 2)
+    assert_equal(*both(arrays, {"bias": normal(*shape)}, "array", dict(mask=masks.causal()), block), FLOAT32)
+
+
 @settings(deadline=None, max_examples=3, derandomize=True, phases=DRAW)
 @given(st.data())
 def test_bfloat16_is_within_its_rounding_of_a_float64_truth(data):

@@ -24,7 +24,7 @@ from jaxformer.parallel import Mesh, make_mesh
 B, T, N, K, H, HV = 2, 32, 4, 2, 6, 4
 FLOAT32 = 1e-5  # of the largest entry; unit roundoff is 6e-8, and sums are of up to 32 terms, twice through a product
 LAYOUT = P(("data", "fsdp", "expert"), "context", "tensor")
-FOUR = Mesh(data=2, context=4)
+TWO, FOUR = Mesh(data=2, context=2, tensor=2), Mesh(data=2, context=4)
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
@@ -127,6 +127,18 @@ def test_queries_and_keys_of_other_lengths(lengths, mask):
     arrays = tuple(x[:, :n] for x, n in zip(ARRAYS, (lengths[0], lengths[1], lengths[1]), strict=True))
     many, _ = outcome(MASKS[mask], "ring", arrays=arrays, mesh=make_mesh(FOUR))
     assert_equal(many, outcome(MASKS[mask], "reference", arrays=arrays)[0])
+
+
+@pytest.mark.parametrize(("length", "mesh", "whole"), [(4, TWO, (0, 1)), (16, Mesh(context=8), (0, 1)), (4, TWO, (2,))])
+def test_a_bias_array_in_blocks_of_one(length, mesh, whole):
+    """Chunks of one position make blocks of one, which are not to be taken for an axis that is broadcast."""
+    bias = normal(*(1 if axis in whole else n for axis, n in enumerate((B, N, length, length))), seed=6)
+    case = bias, lambda table, q: dict(bias=table)
+    arrays = tuple(x[:, :length] for x in ARRAYS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LEARNED, "short", case)
+        many, _ = outcome(CAUSAL, "ring", "short", arrays, make_mesh(mesh))
+        assert_equal(many, outcome(CAUSAL, "reference", "short", arrays)[0])
 
 
 @pytest.mark.slow
