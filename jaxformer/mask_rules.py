@@ -79,7 +79,7 @@ def _marked(mask, positions):
     if mask.args and isinstance(mask.args[0], int):
         return (positions >= 0) & (positions < mask.args[0])
     if mask.arrays and mask.arrays[0].dtype == bool:
-        return _lookup(mask.arrays[0], positions)
+        return lookup(mask.arrays[0], positions)
     xp = numpy_of(positions)
     tokens = mask.arrays[0] if mask.arrays else xp.asarray(mask.args, xp.int32)
     tokens = tokens[:, None, None, None, :]
@@ -134,12 +134,12 @@ def _draw(count, seed, n):
 
 
 def segments(mask, q, kv):
-    q_ids, kv_ids = _lookup(mask.arrays[0], q), _lookup(mask.arrays[1], kv)
+    q_ids, kv_ids = lookup(mask.arrays[0], q), lookup(mask.arrays[1], kv)
     return (q_ids == kv_ids) & (kv_ids != 0)
 
 
-def _lookup(ids, positions):
-    """ids [B, length] at positions [B|1, 1, a, b] -> [B, 1, a, b]; positions beyond the array count as padding."""
+def lookup(ids, positions):
+    """ids [B, length] at positions [B|1, ...] -> [B, ...]; positions beyond the array count as padding, 0."""
     flat = positions.reshape(positions.shape[0], -1)
     flat = jnp.broadcast_to(flat, (ids.shape[0], flat.shape[1]))
     flat = jnp.where(flat < 0, ids.shape[1], flat)  # a negative index would count from the end
@@ -155,6 +155,21 @@ def lengths(mask, q, kv):
     if kv_length is not None:
         visible = visible & (kv < kv_length[:, None, None, None])
     return visible
+
+
+def segment_ids(parts, q, kv):
+    """Ids [B|1, T], [B|1, S] of the positions [T], [S] under `lengths` and one `segments`: 0 sees nothing, nobody sees 0."""
+    sides = []
+    for side, positions in enumerate((q, kv)):
+        ids = jnp.ones((1, len(positions)), jnp.int32)
+        for part in parts:
+            array = part.arrays[side]
+            if part.rule is segments:
+                ids = jnp.where(ids == 0, 0, lookup(array, positions[None]))
+            elif array is not None:
+                ids = jnp.where(positions[None] < array[:, None], ids, 0)
+        sides.append(ids)
+    return tuple(sides)
 
 
 def numpy_of(positions):

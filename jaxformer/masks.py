@@ -64,7 +64,7 @@ class Mask:
 
     @property
     def name(self) -> str:
-        """The rule's name: "causal", "window", "and", "or", "not", "by_head", ..."""
+        """The rule's name, to print. A user's rule may have the name of one of ours: to know a rule, compare `rule`."""
         return getattr(self.rule, "__name__", type(self.rule).__name__).strip("_")
 
     @property
@@ -179,7 +179,9 @@ class Mask:
             else self.args
         )
         shown = [*self.parts, *args, *(_shown(a) for a in self.arrays if a is not None)]
-        if getattr(self.rule, "__module__", None) != rules.__name__:  # a rule called causal need not be ours
+        if (
+            getattr(rules, getattr(self.rule, "__name__", ""), None) is not self.rule
+        ):  # a rule called causal need not be ours
             return f"Mask({', '.join(map(str, [self.name, *shown]))})"
         return f"{self.name}({', '.join(map(str, shown))})"
 
@@ -227,6 +229,17 @@ def _combine(rule, *masks: Mask) -> Mask:
             )
     parts = [part for mask in masks for part in (mask.parts if mask.rule is rule is not rules.by_head else (mask,))]
     return Mask(rule, parts=tuple(replace(part, offset=None) for part in parts), offset=offset)
+
+
+def as_mask(mask: Any, who: str) -> Mask:
+    """`mask`, for None `full()`. Raises ValueError in the name of `who` for anything else, such as an array of booleans."""
+    if mask is not None and not isinstance(mask, Mask):
+        raise ValueError(
+            f"{who}: a mask is a value of jaxformer.masks, not {_shown(mask) if hasattr(mask, 'dtype') else repr(mask)}; "
+            "for padding wrap an array as masks.segments(ids) or masks.lengths(kv=lengths), for a pattern [T, S] as "
+            "masks.block_sparse(pattern, 1), or give bias=jnp.where(pattern, 0, -jnp.inf)"
+        )
+    return full() if mask is None else mask
 
 
 def _same(a, b) -> bool:

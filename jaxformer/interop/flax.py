@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, random
 
+from jaxformer import mask_rules as rules
 from jaxformer import models, params
 from jaxformer.config import ConfigError
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
@@ -198,7 +199,7 @@ class FlaxMixer:
                     raise NotImplementedError(
                         "FlaxMixer keeps no attention maps; models.block.attention (mixer=None) does"
                     )
-                if self.call is plain and context.mask.name != "full":
+                if self.call is plain and context.mask.rule is not rules.full:
                     raise ConfigError(
                         f"model.mixer: {_name(self.module)} is called as module(x), which does not see the mask "
                         f"{context.mask}; give FlaxMixer a `call` that does (or is right without it), or set "
@@ -226,7 +227,9 @@ def _guest(
 
     T = config.embedding.length if isinstance(config.embedding, Patches) else config.context_length
 
-    mask = next((mask for mask in config.masks if mask.name == "full"), config.masks[0])  # one that this layer may see
+    mask = next(
+        (mask for mask in config.masks if mask.rule is rules.full), config.masks[0]
+    )  # one that this layer may see
 
     def example():  # what parameters may depend on: the config's length (as a map over positions does) and width
         return jnp.zeros((1, T, config.d_model)), Context(mask, jnp.arange(T)[None])

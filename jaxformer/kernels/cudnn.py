@@ -9,6 +9,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
+from jaxformer import mask_rules as rules
 from jaxformer.kernels.share import share, size
 from jaxformer.kernels.splash import band
 from jaxformer.masks import Mask
@@ -92,7 +93,7 @@ def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
     cut to what the arrays hold: `query_seq_lengths` to the queries that see a key, `key_value_seq_lengths` to 1 or more.
     """
     planned = _static_plan(mask, T, S)
-    limits = [part.arrays for part in mask.conjuncts() if part.name == "lengths"]
+    limits = [part.arrays for part in mask.conjuncts() if part.rule is rules.lengths]
     if isinstance(planned, str) or not limits:
         return planned
     offset = mask.first(T, S)
@@ -113,7 +114,7 @@ def _static_plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
     if T == 0 or S == 0:
         return "empty queries or keys"
     offset = int(mask.first(T, S))
-    ends = band(*(part for part in mask.conjuncts() if part.name != "lengths"))
+    ends = band(*(part for part in mask.conjuncts() if part.rule is not rules.lengths))
     if ends is None:
         return f"mask {mask}"
     left, right = ends

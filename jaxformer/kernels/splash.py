@@ -12,6 +12,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
+from jaxformer import mask_rules as rules
 from jaxformer.kernels.share import Share, share, size
 from jaxformer.masks import EMPTY, FULL, PARTIAL, Mask, full
 
@@ -90,9 +91,9 @@ def refuses(query, key, value, *, mask, bias, softcap, sinks, dropout_rate, drop
         return "mask at an offset that is an array"
     dynamic = [part for part in mask.conjuncts() if not part.static]
     for part in dynamic:
-        if part.name not in ("segments", "lengths"):
+        if part.rule not in (rules.segments, rules.lengths):
             return f"mask {part} (with arrays: segments and lengths alone, joined by &)"
-    if sum(part.name == "segments" for part in dynamic) > 1:
+    if sum(part.rule is rules.segments for part in dynamic) > 1:
         return "second mask of segments"
     for part in mask.sized(key.shape[1]).conjuncts():
         if part.static and (isinstance(pair := _visible(part, *PAIR), jax.core.Tracer) or len(pair) > 1):
@@ -154,34 +155,21 @@ def _heads(mask: Mask) -> int:
 
 def _for_head(mask: Mask, head: int) -> Mask:
     """`by_head` replaced by its part for one head."""
-    if mask.name == "by_head" and all(_heads(part) == 1 for part in mask.parts):
+    if mask.rule is rules.by_head and all(_heads(part) == 1 for part in mask.parts):
         return replace(_for_head(mask.parts[head], head), offset=mask.offset)
+    if mask.rule not in (rules.and_, rules.or_, rules.not_):
+        return mask  # what a rule of somebody else's makes of its parts' heads is its own affair
     parts = tuple(_for_head(part, head) for part in mask.parts)
-    return replace(reduce(and_, parts), offset=mask.offset) if mask.name == "and" else replace(mask, parts=parts)
+    return replace(reduce(and_, parts), offset=mask.offset) if mask.rule is rules.and_ else replace(mask, parts=parts)
 
 
 def _segment_ids(dynamic: list[Mask], q_positions: np.ndarray, B: int, S: int, block) -> tuple[Array, Array]:
     """Ids `[B, T]`, `[B, S]`, padded: a query sees the keys whose id is its own. Queries that see nothing have id 0."""
-    q_positions, kv_positions = q_positions[None], np.arange(S)[None]
-    q_ids, kv_ids = jnp.ones(q_positions.shape, jnp.int32), jnp.ones(kv_positions.shape, jnp.int32)
-    for part in dynamic:
-        q_new, kv_new = part.arrays
-        if part.name == "segments":
-            q_ids = jnp.where(q_ids == 0, 0, _ids_at(q_new, q_positions[0]))
-            kv_ids = jnp.where(kv_ids == 0, 0, _ids_at(kv_new, kv_positions[0]))
-        else:
-            q_ids = q_ids if q_new is None else jnp.where(q_positions < q_new[:, None], q_ids, 0)
-            kv_ids = kv_ids if kv_new is None else jnp.where(kv_positions < kv_new[:, None], kv_ids, 0)
     q_ids, kv_ids = (
-        jnp.pad(jnp.broadcast_to(ids, (B, ids.shape[1])), ((0, 0), (0, -ids.shape[1] % size)))
-        for ids, size in zip((q_ids, kv_ids), block, strict=True)
+        jnp.pad(jnp.broadcast_to(ids, (B, ids.shape[1])).astype(jnp.int32), ((0, 0), (0, -ids.shape[1] % size)))
+        for ids, size in zip(rules.segment_ids(dynamic, q_positions, np.arange(S)), block, strict=True)
     )
     return q_ids, jnp.where(kv_ids == 0, HIDDEN, kv_ids)
-
-
-def _ids_at(ids, positions: np.ndarray) -> Array:
-    inside = (positions >= 0) & (positions < ids.shape[1])
-    return jnp.where(inside[None], ids[:, np.where(inside, positions, 0)].astype(jnp.int32), 0)
 
 
 def _kernel(tables, block: tuple[int, int], softcap, split: Share) -> tuple[Any, Any]:
@@ -245,15 +233,15 @@ def band(*conjuncts: Mask) -> tuple[int | None, int | None] | None:
     """(l, r) if `full`, `causal` and `window`s show keys i - l to i + r together, None for no end; None for other masks."""
     lefts, rights = [], []
     for part in conjuncts:
-        if part.name == "causal":
+        if part.rule is rules.causal:
             rights.append(0)
-        elif part.name == "window":
+        elif part.rule is rules.window:
             left, right, *dilation = part.args
             if any(d != 1 for d in dilation):
                 return None
             lefts.append(left)
             rights.append(right)
-        elif part.name != "full":
+        elif part.rule is not rules.full:
             return None
     return min(lefts, default=None), min(rights, default=None)
 

@@ -217,8 +217,12 @@ class ModelConfig:
                     raise ConfigError(
                         f"model.heads: {field}={name!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
                     )
-        if not self.masks:
-            raise ConfigError("model.masks is empty; give one mask for all layers or a pattern that repeats")
+        if not (isinstance(self.masks, tuple) and self.masks and all(isinstance(m, Mask) for m in self.masks)):
+            shown = " ".join(repr(self.masks).split())  # an array takes many lines
+            raise ConfigError(
+                f"model.masks={shown}: expected a tuple of values of jaxformer.masks: (causal(),), or a pattern that "
+                "repeats over the layers"
+            )
         for name in ("dropout_rate", "attention_dropout_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"model.{name}={getattr(self, name)}: must be in [0, 1)")

@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from jaxformer.masks import Mask, full
+from jaxformer.masks import Mask, as_mask
 from jaxformer.ops.contraction import einsum
 from jaxformer.ops.dropout import kept, rescaled, seed
 from jaxformer.ops.positions import Bias
@@ -54,7 +54,7 @@ def attention(
     for shapes that do not fit.
     """
     _check(query, key, value, bias, sinks, dropout_rate)
-    arrays, known = (full() if mask is None else mask).sized(key.shape[1]).split()
+    arrays, known = as_mask(mask, "attention").sized(key.shape[1]).split()
     options: dict[str, Any] = dict(
         scale=scale, softcap=softcap, dropout_rate=dropout_rate, return_weights=return_weights, implementation=implementation
     )  # fmt: skip

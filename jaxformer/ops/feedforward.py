@@ -62,7 +62,7 @@ def mlp(
     down_bias: Float[Array, " D"] | None = None,
 ) -> Float[Array, "B T D"]:
     """activation(x up + b_up) down + b_down. Vaswani et al. 2017, arXiv:1706.03762, eq. 2."""
-    hidden = activation(_add(einsum("btd,df->btf", x, up), up_bias))
+    hidden = _function("mlp", activation)(_add(einsum("btd,df->btf", x, up), up_bias))
     return _add(einsum("btf,fd->btd", hidden, down), down_bias)
 
 
@@ -77,8 +77,17 @@ def glu(
     down_bias: Float[Array, " D"] | None = None,
 ) -> Float[Array, "B T D"]:
     """(activation(x gate + b_gate) * (x up + b_up)) down + b_down. Shazeer 2020, arXiv:2002.05202, eq. 6."""
-    hidden = activation(_add(einsum("btd,df->btf", x, gate), gate_bias)) * _add(einsum("btd,df->btf", x, up), up_bias)
+    gated = _function("glu", activation)(_add(einsum("btd,df->btf", x, gate), gate_bias))
+    hidden = gated * _add(einsum("btd,df->btf", x, up), up_bias)
     return _add(einsum("btf,fd->btd", hidden, down), down_bias)
+
+
+def _function(who: str, activation):
+    if not callable(activation):
+        raise ValueError(
+            f"{who}: activation is a function, not {activation!r}; ops.feedforward.ACTIVATIONS has them by name"
+        )
+    return activation
 
 
 def _add(x, bias):

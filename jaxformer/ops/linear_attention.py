@@ -17,7 +17,8 @@ from flax import struct
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jaxformer.masks import Mask, full
+from jaxformer import mask_rules as rules
+from jaxformer.masks import Mask, as_mask
 from jaxformer.ops.contraction import einsum
 
 FeatureMap = Callable[[Array], Array]  # [B, T, N, H] -> [B, T, N, M], token by token or along the sequence
@@ -240,22 +241,22 @@ class View(NamedTuple):
     ids: Int[Array, "#B L"] | None  # segments by absolute position
 
 
-def visibility(mask: Mask | None, T: int, S: int, who: str) -> View:
+def visibility(mask: Any, T: int, S: int, who: str) -> View:
     """Reads `full() / causal() & lengths(...) & segments(ids)`; NotImplementedError in the name of `who` for the rest."""
-    mask = full() if mask is None else mask
+    mask = as_mask(mask, who)
     first = mask.first(T, S)
     q, kv = first + jnp.arange(T), jnp.arange(S)
     causal, queries, keys, ids = False, None, None, None
     for part in mask.conjuncts():
-        if part.name == "causal":
+        if part.rule is rules.causal:
             causal = True
-        elif part.name == "lengths":
+        elif part.rule is rules.lengths:
             before = lambda at, end: None if end is None else at[None] < end[:, None]
             queries, keys = _both(queries, before(q, part.arrays[0])), _both(keys, before(kv, part.arrays[1]))
-        elif part.name == "segments" and ids is None and (part.offset is None or part.arrays[0] is part.arrays[1]):
+        elif part.rule is rules.segments and ids is None and (part.offset is None or part.arrays[0] is part.arrays[1]):
             ids = part.arrays[0]
             queries, keys = _both(queries, _at(ids, q) != 0), _both(keys, _at(ids, kv) != 0)
-        elif part.name != "full":
+        elif part.rule is not rules.full:
             raise NotImplementedError(
                 f"{who}: sums of keys cannot keep {part}, part of the mask {mask}; they keep full(), causal(), "
                 "lengths(...) and one segments(ids). attention(implementation='blockwise') takes any mask"
@@ -368,8 +369,7 @@ def _softmax_over_keys(key, view):
 
 def _at(ids, positions):
     """ids `[B, L]` at positions `[n]`; positions beyond the array are padding, 0."""
-    positions = jnp.where(positions < 0, ids.shape[1], positions)  # a negative index would count from the end
-    return jnp.take(ids, positions, axis=1, mode="fill", fill_value=0)
+    return rules.lookup(ids, positions[None])
 
 
 def _runs(ids):
@@ -392,7 +392,10 @@ def _hide(x, shown):
 
 
 def _pair(feature_map):
-    return feature_map if isinstance(feature_map, tuple) else (feature_map, feature_map)
+    maps = feature_map if isinstance(feature_map, tuple) else (feature_map, feature_map)
+    if len(maps) != 2 or not all(map(callable, maps)):
+        raise ValueError(f"linear attention: feature_map is a function, or a pair of them; got {feature_map!r}")
+    return maps
 
 
 def _place(x, start, length):

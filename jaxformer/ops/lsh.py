@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxformer.masks import Mask, full
+from jaxformer import mask_rules as rules
+from jaxformer.masks import Mask, as_mask
 from jaxformer.ops.attention import softmax
 from jaxformer.ops.contraction import einsum
 from jaxformer.ops.dropout import dropout
@@ -79,7 +80,7 @@ def lsh_attention(
     """
     _check(query_key, value, rotations, chunk, chunks_before, chunks_after)
     B, T, N, _ = query_key.shape
-    mask = full() if mask is None else mask.sized(T)
+    mask = as_mask(mask, "lsh_attention").sized(T)
     labels = _labels(jax.lax.stop_gradient(query_key), rotations, _real(mask, T), -T % chunk)
     rounds, length = labels.shape[2:]
     order = jnp.argsort(labels, axis=-1, stable=True)  # order[s]: the token at place s; place[t]: where token t went
@@ -129,7 +130,7 @@ def _real(mask: Mask, T: int):
     """[B or 1, T]: tokens that their own row's `segments` and `lengths` let see themselves."""
     real = jnp.ones((1, T), bool)
     for part in mask.conjuncts():
-        if part.name in ("segments", "lengths"):
+        if part.rule in (rules.segments, rules.lengths):
             seen = jax.vmap(lambda t, part=part: part(t[None], t[None]))(jnp.arange(T))
             real = real & seen[:, :, 0, 0, 0].T
     return real

@@ -9,7 +9,8 @@ import numpy as np
 from jax import Array, random
 from jaxtyping import Bool, Float, Int
 
-from jaxformer.masks import Mask, full, prefix, segments
+from jaxformer import mask_rules as rules
+from jaxformer.masks import Mask, as_mask, prefix, segments
 from jaxformer.masks import window as band
 from jaxformer.ops.attention import attention, softmax
 from jaxformer.ops.contraction import einsum
@@ -257,18 +258,18 @@ def _old_candidates(row, block, blocks):
     return np.concatenate([np.arange(1, row - 1), np.arange(row + 2, last + 1)])
 
 
-def _segment_ids(name, mask: Mask | None, B, T):
+def _segment_ids(name, mask, B, T):
     """The mask as ids [B, T] of queries and of keys, 0 for padding. Raises NotImplementedError if it is more than that."""
-    q_ids = kv_ids = jnp.ones((B, T), jnp.int32)
-    for part in (full() if mask is None else mask).conjuncts():
-        if part.name == "segments":
-            q_ids, kv_ids = (ids * here for ids, here in zip(part.arrays, (q_ids, kv_ids), strict=True))
-        elif part.name == "lengths":
-            real = [1 if n is None else jnp.arange(T)[None] < n[:, None] for n in part.arrays]
-            q_ids, kv_ids = q_ids * real[0], kv_ids * real[1]
-        elif part.name != "full":
-            raise NotImplementedError(f"{name}(mask={part}): segments and lengths only; attention() takes any mask")
-    return q_ids, kv_ids
+    mask = as_mask(mask, name)
+    parts = [part for part in mask.conjuncts() if part.rule is not rules.full]
+    others = [part for part in parts if part.rule not in (rules.segments, rules.lengths)]
+    others += [part for part in parts if part.rule is rules.segments][1:]  # ids of two do not make one
+    if others or not (mask.offset is None or (isinstance(mask.offset, int) and mask.offset == 0)):
+        raise NotImplementedError(
+            f"{name}(mask={mask}): lengths and one segments only, no {others[0] if others else 'offset'}; attention() "
+            "takes any mask"
+        )
+    return tuple(jnp.broadcast_to(ids, (B, T)) for ids in rules.segment_ids(parts, *[jnp.arange(T)] * 2))
 
 
 def _check_self_attention(name, query, key, value):

@@ -421,6 +421,12 @@ def test_guests_inside_flax_modules(name):
 
 # refusals
 
+
+def full(mask, q, kv):
+    """A user's rule, which has the name of one of ours."""
+    return (q + kv) % 2 == 0
+
+
 NORM = lambda rngs: nnx.BatchNorm(D, rngs=rngs)
 REFUSED: dict[str, tuple] = {
     "linen state": (dict(feedforward=FlaxFeedForward(linen.BatchNorm(False))), "BatchNorm keeps batch_stats beside"),
@@ -429,6 +435,7 @@ REFUSED: dict[str, tuple] = {
     "no module": (dict(mixer=FlaxMixer(lambda rngs: 3)), "expected a linen.Module or a function"),
     "width": (dict(feedforward=FlaxFeedForward(linen.Dense(3))), r"Dense makes \(1, 8, 3\) of x \(1, 8, 8\)"),
     "mask unseen": (dict(mixer=FlaxMixer(linen.Dense(D))), "does not see the mask causal()"),
+    "named full": (dict(mixer=FlaxMixer(linen.Dense(D)), masks=(masks.Mask(full),)), r"not see the mask Mask\(full\)"),
     "rope": (dict(mixer=FlaxMixer(linen.Dense(D)), positions=Rope()), "model.positions=.*build it into the layer"),
     "softcap": (dict(mixer=FlaxMixer(linen.Dense(D)), attention_softcap=3.0), "model.attention_softcap=3.0"),
 }

@@ -221,7 +221,7 @@ def test_a_users_mixer_replaces_attention():
         (dict(num_heads=5), "num_heads=5 does not divide"),
         (dict(num_kv_heads=2), "num_kv_heads=2 does not divide"),
         (dict(feedforward="gelo"), "gelo"),
-        (dict(masks=()), "masks is empty"),
+        (dict(masks=()), r"masks=\(\): expected a tuple of values"),
         (dict(num_layers=0), "num_layers=0"),
         (dict(dropout_rate=1.0), "dropout_rate"),
     ],
@@ -229,6 +229,17 @@ def test_a_users_mixer_replaces_attention():
 def test_bad_configs_are_refused_in_a_line(changes, said):
     with pytest.raises(ConfigError, match=said) as caught:
         replace(GPT, **changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong", [masks.causal(), (np.ones((3, 3), bool),), ("causal",)], ids=["bare", "array", "text"]
+)
+def test_masks_that_are_none_are_refused_in_a_line(wrong):
+    config = replace(GPT)
+    object.__setattr__(config, "masks", wrong)  # the suite's own annotation checks stand before the constructor
+    with pytest.raises(ConfigError, match=r"model\.masks=.*: expected a tuple of values") as caught:
+        ModelConfig.__post_init__(config)
     assert "\n" not in str(caught.value)
 
 

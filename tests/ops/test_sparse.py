@@ -240,6 +240,8 @@ def test_hugging_face_layouts():
 
 x = jnp.ones((2, 12, 2, 4))
 LAYOUT = np.zeros((2, 1, 2), np.int32)
+ids = jnp.arange(24).reshape(2, 12) // 5
+IDS = masks.segments(ids)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +254,14 @@ LAYOUT = np.zeros((2, 1, 2), np.int32)
         (lambda f, g: f(x, x, x, x, x, x, window=2, global_tokens=FLAGS), ValueError, r"flags \[2, 12\]"),
         (lambda f, g: f(x, x, x, x, x, x, window=2, mask=masks.causal()), NotImplementedError, r"causal\(\)"),
         (lambda f, g: g(x, x, x, LAYOUT, block=4, mask=masks.window(3)), NotImplementedError, "window"),
+        (
+            lambda f, g: f(x, x, x, x, x, x, window=2, mask=IDS & masks.segments(ids[:, ::-1])),
+            NotImplementedError,
+            "one",
+        ),
+        (lambda f, g: g(x, x, x, LAYOUT, block=4, mask=IDS & IDS), NotImplementedError, "one segments"),
+        (lambda f, g: f(x, x, x, x, x, x, window=2, mask=IDS.at(3)), NotImplementedError, "no offset"),
+        (lambda f, g: g(x, x, x, LAYOUT, block=4, mask=masks.full().at(jnp.asarray(0))), NotImplementedError, "offset"),
         (lambda f, g: g(x, x, x, LAYOUT, block=3), ValueError, r"layout is \[2, 2, r\]"),
         (lambda f, g: g(x, x[:1], x[:1], LAYOUT, block=4), ValueError, "must agree"),
     ],
