@@ -114,7 +114,7 @@ def begin_row(q, sinks, K: int, Hv: int):
     """The state of queries q `[B, bq, N, H]` that have seen nothing yet."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     none = jnp.zeros_like(grouped_rows(q, K)[..., 0], wide)  # of q, for it is sharded as q is
-    top = none - jnp.inf if sinks is None else none + sinks.astype(wide).reshape(1, K, -1, 1)
+    top = none - jnp.inf if sinks is None else none + _sinks(sinks, wide).reshape(1, K, -1, 1)
     return top, none + (sinks is not None), jnp.broadcast_to(none[..., None], (*none.shape, Hv))
 
 
@@ -218,8 +218,13 @@ def end_row(dq, q):
 def sink_gradient(sinks, lse, delta):
     """Of one row of blocks, `[K, G]`."""
     K, G = lse.shape[1:3]
-    on_sink = jnp.exp(sinks.astype(lse.dtype).reshape(1, K, G, 1) - lse)
+    on_sink = jnp.exp(_sinks(sinks, lse.dtype).reshape(1, K, G, 1) - jnp.where(lse == -jnp.inf, 0, lse))
     return -jnp.sum(on_sink * grouped_rows(delta, K), axis=(0, 3))
+
+
+def _sinks(sinks, dtype):
+    """Sinks below infinity: one of them takes all, and inf - inf would be NaN."""
+    return jnp.minimum(sinks.astype(dtype), jnp.finfo(dtype).max)
 
 
 def _backward(call, residuals, gradients):

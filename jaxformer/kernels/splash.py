@@ -209,7 +209,7 @@ def _run(interpret: bool, kernel, query, key, value, sinks, ids) -> Any:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _by_row(B: int, sinks):
     """The sinks [N] as float32 [B, N]. The kernel's gradient for them has the type of its values: summed in float32 here."""
-    return jnp.broadcast_to(jnp.maximum(sinks.astype(jnp.float32), NO_SINK), (B, sinks.shape[0]))
+    return jnp.broadcast_to(jnp.clip(sinks.astype(jnp.float32), NO_SINK, -NO_SINK), (B, sinks.shape[0]))
 
 
 _by_row.defvjp(

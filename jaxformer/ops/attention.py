@@ -176,7 +176,8 @@ def softmax(scores: Float[Array, "B N T S"], sinks: Float[Array, " N"] | None = 
     """exp(s_j) / (sum_j exp(s_j) + exp(sink)): rows of -inf give zeros instead of NaN."""
     top = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)  # which is also the answer for no keys at all
     if sinks is not None:
-        sinks = sinks.astype(scores.dtype)[None, :, None, None]
+        ends = jnp.finfo(scores.dtype)  # an infinite sink takes nothing or all: as the largest numbers do, without NaN
+        sinks = jnp.clip(sinks.astype(scores.dtype), ends.min, ends.max)[None, :, None, None]
         top = jnp.maximum(top, sinks)
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
     exponentials = jnp.exp(scores - top)

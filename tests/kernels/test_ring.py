@@ -141,6 +141,19 @@ def test_a_bias_array_in_blocks_of_one(length, mesh, whole):
         assert_equal(many, outcome(CAUSAL, "reference", "short", arrays)[0])
 
 
+def test_infinite_sinks():
+    """They take nothing or all, also of queries that see no key (the mask leaves row 1 none)."""
+    mask, sinks = masks.lengths(kv=jnp.array([20, 0])), jnp.array([-np.inf, np.inf, 0.3, -np.inf])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LEARNED, "infinite", (sinks, lambda sinks, q: dict(sinks=sinks)))
+        many, one = (
+            outcome(mask, "ring", "infinite", mesh=make_mesh(FOUR))[0],
+            outcome(mask, "reference", "infinite")[0],
+        )
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(one))
+    assert_equal(many, one)
+
+
 @pytest.mark.slow
 def test_bfloat16_is_as_near_to_the_truth_as_one_device():
     arrays = tuple(x.astype(jnp.bfloat16) for x in ARRAYS)

@@ -154,11 +154,13 @@ def test_bfloat16_with_sinks():
         assert np.linalg.norm(ours - theirs) <= 2.0**-6 * np.linalg.norm(theirs)
 
 
-def test_sinks_of_minus_infinity_are_no_sinks():
-    query = jnp.ones((1, 4, 1, 8))
-    call = jax.jit(partial(splash.attention, mask=masks.causal(), scale=1.0))
-    out = call(query, query, query, sinks=jnp.full(1, -jnp.inf))
-    np.testing.assert_allclose(out, 1.0, rtol=1e-6)  # the average of equal values, in float32
+def test_infinite_sinks_take_nothing_or_all():
+    query, sinks = jnp.ones((1, 4, 2, 8)), jnp.array([-jnp.inf, jnp.inf])
+    f = lambda q, k, v, sinks: splash.attention(q, k, v, mask=masks.causal().at(-1), scale=1.0, sinks=sinks)
+    out, gradients = value_and_vjp(f, jnp.ones_like(query), query, query, query, sinks)
+    np.testing.assert_allclose(out[:, 1:, 0], 1.0, rtol=1e-6)  # the average of equal values, in float32
+    assert not out[:, 0].any() and not out[:, :, 1].any()
+    assert all(np.isfinite(x).all() for x in gradients) and not gradients[3].any()
 
 
 def test_nothing_to_see_is_zero_without_a_kernel():

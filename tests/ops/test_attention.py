@@ -213,6 +213,38 @@ def test_a_query_that_sees_nothing_yields_zeros_and_passes_no_gradient(sinks, dt
     assert all((x[1] == 0).all() for x in (d_query, d_key, d_value, d_bias)) and (d_bias[0, :, 2] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_an_infinite_sink_is_a_very_large_one(implementation, dtype):
+    """It takes nothing or all, also of queries that see no key; values and gradients are those of a finite one."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    arrays = normal(2, 5, 4, 3), normal(2, 6, 2, 3), normal(2, 6, 2, 3), normal(2, 4, 5, 6)
+    mask = masks.causal() & masks.lengths(kv=jnp.array([4, 0]))
+    sinks = jnp.array([-np.inf, np.inf, 0.3, np.inf], dtype)
+
+    def f(query, key, value, bias, sinks):
+        return attention(query, key, value, mask=mask, bias=bias, sinks=sinks, implementation=implementation)
+
+    g = normal(2, 5, 4, 3)
+    # at 1e4 every other weight underflows to 0, so nothing is rounded in another way
+    infinite, large = (value_and_vjp(f, g, *arrays, each) for each in (sinks, jnp.clip(sinks, -1e4, 1e4)))
+    jax.tree.map(np.testing.assert_array_equal, infinite, large)
+    assert all(np.isfinite(np.float32(leaf)).all() for leaf in jax.tree.leaves(infinite))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize(("T", "S"), [(3, 0), (0, 3), (0, 0)])
+def test_no_queries_or_no_keys_pass_no_gradient(T, S, implementation):
+    arrays = [jnp.ones(shape) for shape in ((1, T, 2, 3), (1, S, 1, 3), (1, S, 1, 2), (1, 2, T, S))]
+
+    def f(query, key, value, bias, sinks):
+        return attention(query, key, value, bias=bias, sinks=sinks, implementation=implementation)
+
+    for leaf in jax.tree.leaves(value_and_vjp(f, jnp.ones((1, T, 2, 2)), *arrays, jnp.array([0.5, -np.inf]))):
+        np.testing.assert_array_equal(leaf, 0)
+
+
 def test_a_large_sink_takes_all():
     """A sink far above the scores: weights underflow to zero, and nothing overflows on the way there or back."""
     arrays = random_case(0)[0]
