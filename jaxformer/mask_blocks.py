@@ -155,9 +155,9 @@ def _count_keys(mask, q, kv):
 
 
 def _count_global(mask, q, kv):
-    tokens = np.arange(mask.args[0]) if isinstance(mask.args[0], int) else np.array(mask.args[0], int)
-    marked_q, marked_kv = (np.diff(np.searchsorted(tokens, edges)) for edges in (q, kv))
-    return by_union(marked_q, marked_kv, q, kv)
+    (tokens,) = mask.args
+    before = lambda edges: np.clip(edges, 0, tokens) if isinstance(tokens, int) else np.searchsorted(tokens, edges)
+    return by_union(np.diff(before(q)), np.diff(before(kv)), q, kv)
 
 
 def _now(mask, q, kv):
@@ -197,6 +197,7 @@ def by_interval(low: np.ndarray, high: np.ndarray, q: Edges, kv: Edges) -> Count
     rows = (q - q[0])[:, None]
 
     def below(bound):
+        bound = np.clip(bound, kv[0], kv[-1])  # far away, a sum of bounds would wrap around
         # sum over the rows so far of min(bound, edge): rows before the cut are below the edge, later ones count as it
         cut = np.minimum(rows, np.searchsorted(bound, kv)[None])
         return np.append(0, np.cumsum(bound))[cut] + kv[None] * (rows - cut)

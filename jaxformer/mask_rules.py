@@ -47,7 +47,7 @@ def causal(mask, q, kv):
 
 def window(mask, q, kv):
     left, right, dilation = (*mask.args, 1)[:3]
-    near = (kv >= q - left * dilation) & (kv <= q + right * dilation)
+    near = (kv >= shifted(q, -left * dilation)) & (kv <= shifted(q, right * dilation))
     return near if dilation == 1 else near & (kv % dilation == q % dilation)
 
 
@@ -58,7 +58,7 @@ def strided(mask, q, kv):
 def chunked(mask, q, kv):
     size, before, after = mask.args
     q, kv = q // size, kv // size
-    return kv == q if before == after == 0 else (kv >= q - before) & (kv <= q + after)
+    return kv == q if before == after == 0 else (kv >= shifted(q, -before)) & (kv <= shifted(q, after))
 
 
 def columns(mask, q, kv):
@@ -170,6 +170,13 @@ def segment_ids(parts, q, kv):
                 ids = jnp.where(positions[None] < array[:, None], ids, 0)
         sides.append(ids)
     return tuple(sides)
+
+
+def shifted(positions, by):
+    """positions + by, held at the ends of their integer type, where a sum would wrap around."""
+    xp, ends = numpy_of(positions), np.iinfo(positions.dtype)
+    by = max(-ends.max, min(by, ends.max))
+    return by + (xp.minimum(positions, ends.max - by) if by > 0 else xp.maximum(positions, ends.min - by))
 
 
 def numpy_of(positions):

@@ -28,6 +28,8 @@ from jaxformer import mask_rules as rules
 
 EMPTY, PARTIAL, FULL = mask_blocks.EMPTY, mask_blocks.PARTIAL, mask_blocks.FULL
 
+FAR = 1 << 30  # positions lie between -FAR and FAR, so that the difference of two fits 32 bits
+
 Positions = Int[Array, "..."] | Int[np.ndarray, "..."]
 
 
@@ -47,13 +49,18 @@ class Mask:
 
     def __call__(self, q_positions: Positions, kv_positions: Positions) -> Bool[Array, "#B #N T S"]:
         """True where a query may see a key, at absolute positions `[T]`, `[S]` or by row `[B, T]`, `[B, S]`."""
-        return self._evaluate(_rank4(jnp.asarray(q_positions), -1), _rank4(jnp.asarray(kv_positions), -2))
+        return self._evaluate(_rank4(q_positions, -1), _rank4(kv_positions, -2))
 
     def _evaluate(self, q, kv):
         return self.rule(self, q, kv)
 
     def at(self, offset: int | Int[Array, ""]) -> "Mask":
         """The same mask, its first query at absolute position `offset`; without, queries end where keys end."""
+        static = isinstance(offset, int | np.integer)
+        if not static and (np.shape(offset) or not jnp.issubdtype(jnp.result_type(offset), jnp.integer)):
+            raise ValueError(f"{self}.at({offset}): an offset is one integer, for all rows")
+        if static and not -FAR <= offset <= FAR:
+            raise ValueError(f"{self}.at({offset}): positions lie between -2^30 and 2^30")
         return replace(self, offset=offset)
 
     def sized(self, kv_length: int) -> "Mask":
@@ -209,6 +216,8 @@ def _shown(array) -> str:
 
 
 def _rank4(positions, axis: int):
+    positions = jnp.asarray(positions)
+    positions = positions.astype(jnp.promote_types(positions.dtype, jnp.int32))  # sums of 8 bits would wrap around
     if positions.ndim == 1:
         positions = positions[None]
     # [B, length] -> [B, 1, length, 1] for queries (axis -1), [B, 1, 1, length] for keys (axis -2)
@@ -249,6 +258,14 @@ def _same(a, b) -> bool:
 _SYMBOLS = {rules.and_: " & ", rules.or_: " | "}
 
 
+def _integers(builder: str, **numbers) -> tuple:
+    """The numbers, each `(value, least)`, as `int`s. Raises ValueError unless they are integers from `least` to 2^31 - 1."""
+    for name, (value, least) in numbers.items():
+        if not isinstance(value, int | np.integer) or not least <= value < 2**31:
+            raise ValueError(f"{builder}: {name} is an integer from {least} to {2**31 - 1}; got {value!r}")
+    return tuple(int(value) for value, _ in numbers.values())
+
+
 def full() -> Mask:
     """Every key is visible."""
     return Mask(rules.full)
@@ -264,38 +281,29 @@ def window(left: int, right: int = 0, dilation: int = 1) -> Mask:
 
     With a dilation d only every d-th: i - d m for 0 <= m <= left and i + d m for 1 <= m <= right (Beltagy et al. 2020).
     """
-    if left < 0 or right < 0 or dilation < 1:
-        raise ValueError(
-            f"window({left}, {right}, {dilation}): both sides count keys and must be >= 0, the dilation must be >= 1"
-        )
+    left, right, dilation = _integers("window", left=(left, 0), right=(right, 0), dilation=(dilation, 1))
     return Mask(rules.window, (left, right) if dilation == 1 else (left, right, dilation))
 
 
 def strided(stride: int) -> Mask:
     """Keys a multiple of `stride` away, before and after: (i - j) mod stride = 0."""
-    if stride < 1:
-        raise ValueError(f"strided({stride}): a stride is at least 1")
-    return Mask(rules.strided, (stride,))
+    return Mask(rules.strided, _integers("strided", stride=(stride, 1)))
 
 
 def chunked(size: int, before: int = 0, after: int = 0) -> Mask:
     """Keys in the query's own chunk of `size` positions, in the `before` chunks before and the `after` ones after it."""
-    if size < 1 or before < 0 or after < 0:
-        raise ValueError(f"chunked({size}, {before}, {after}): size must be >= 1, the number of chunks on a side >= 0")
-    return Mask(rules.chunked, (size, before, after))
+    return Mask(rules.chunked, _integers("chunked", size=(size, 1), before=(before, 0), after=(after, 0)))
 
 
 def columns(stride: int, count: int) -> Mask:
     """The last `count` keys of every `stride`, to all queries: j mod stride >= stride - count."""
-    if not 0 <= count <= stride or stride < 1:
-        raise ValueError(f"columns({stride}, {count}): count is between 0 and the stride, which is at least 1")
-    return Mask(rules.columns, (stride, count))
+    return Mask(rules.columns, _integers("columns", stride=(stride, max(1, count)), count=(count, 0)))
 
 
 def prefix(length: int | Int[Array, " B"]) -> Mask:
     """The first `length` keys are visible to all (prefix LM: `causal() | prefix(n)`); an array: one length a row."""
     if isinstance(length, int | np.integer):
-        return Mask(rules.prefix, (int(length),))
+        return Mask(rules.prefix, _integers("prefix", length=(length, -FAR)))
     return Mask(rules.prefix, arrays=(length,))
 
 
@@ -310,8 +318,8 @@ def global_tokens(tokens: int | Sequence | Shaped[np.ndarray, "..."] | Shaped[Ar
             raise ValueError(f"global_tokens: arrays are by row, [B, G] or [B, length]; got {np.shape(tokens)}")
         return Mask(rules.global_tokens, arrays=(jnp.asarray(tokens),))
     static = np.unique(np.asarray(tokens, None if np.size(tokens) else int))
-    if static.dtype.kind not in "iu" or (static < 0).any():
-        raise ValueError(f"global_tokens({tokens}): expected a number or positions, integers >= 0")
+    if static.dtype.kind not in "iu" or (static < 0).any() or (static >= 2**31).any():
+        raise ValueError(f"global_tokens({tokens}): expected a number or positions, integers from 0 to {2**31 - 1}")
     return Mask(rules.global_tokens, (tuple(static.tolist()) if np.ndim(tokens) else int(static[0]),))
 
 
@@ -321,10 +329,9 @@ def block_sparse(layout: Sequence | Shaped[np.ndarray, "..."] | Bool[Array, "...
     `layout` is `[nq, nk]`, or `[N, nq, nk]` with one a head; a NumPy array or a list is part of the (static, hashable)
     mask, a JAX array may be traced. Positions outside the layout see nothing and are seen by nobody.
     """
-    if np.ndim(layout) not in (2, 3) or block < 1:
-        raise ValueError(
-            f"block_sparse: a layout [nq, nk] or [N, nq, nk] and a block >= 1; got {np.shape(layout)} and {block}"
-        )
+    (block,) = _integers("block_sparse", block=(block, 1))
+    if np.ndim(layout) not in (2, 3):
+        raise ValueError(f"block_sparse: a layout is [nq, nk] or [N, nq, nk]; got {np.shape(layout)}")
     if isinstance(layout, Array):
         return Mask(rules.block_sparse, (block,), arrays=((layout if layout.ndim == 3 else layout[None]).astype(bool),))
     layout = np.asarray(layout, bool)
@@ -339,11 +346,10 @@ def random_blocks(count: int, block: int, seed: int = 0, length: int | None = No
     block depends on the seed, its index and the number of key blocks, not on the number of queries; query blocks beyond
     the last key block repeat the draws from the first on. With fewer than `count` key blocks all are seen.
     """
-    if count < 1 or block < 1 or seed < 0 or (length is not None and length < 0):
-        raise ValueError(
-            f"random_blocks({count}, {block}, {seed}, {length}): count and block must be >= 1, seed and length >= 0"
-        )
-    return Mask(rules.random_blocks, (count, block, seed) if length is None else (count, block, seed, length))
+    count, block, number = _integers("random_blocks", count=(count, 1), block=(block, 1), length=(length or 0, 0))
+    if seed < 0:
+        raise ValueError(f"random_blocks: a seed is >= 0; got {seed}")
+    return Mask(rules.random_blocks, (count, block, seed) if length is None else (count, block, seed, number))
 
 
 def by_head(*masks: Mask) -> Mask:
@@ -368,9 +374,12 @@ def lengths(q: Int[Array, " B"] | None = None, kv: Int[Array, " B"] | None = Non
     return Mask(rules.lengths, arrays=(q, kv), offset=None if q is None else 0)
 
 
+_window, _columns = window, columns  # for those whose parameters have these names
+
+
 def longformer(window: int, globals: int | Sequence | Shaped[np.ndarray, "..."] | Shaped[Array, "..."]) -> Mask:
     """A sliding window of `window` keys in total, half of them on each side, and global tokens: arXiv:2004.05150."""
-    return Mask(rules.window, (window // 2, window // 2)) | global_tokens(globals)
+    return _window(window // 2, window // 2) | global_tokens(globals)
 
 
 def bigbird(block: int, window: int = 3, globals: int = 2, random: int = 3, seed: int = 0) -> Mask:
@@ -389,7 +398,7 @@ def sparse_transformer_strided(stride: int) -> Mask:
 
 def sparse_transformer_fixed(stride: int, columns: int) -> Mask:
     """The own block of `stride` keys and the last `columns` of every block before it: Child et al. 2019, section 4.3."""
-    return causal() & (chunked(stride) | Mask(rules.columns, (stride, columns)))
+    return causal() & (chunked(stride) | _columns(stride, columns))
 
 
 def shift_invariant(mask: Mask) -> bool:

@@ -1,5 +1,7 @@
 """Masks against their definitions, written as loops."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,6 +166,21 @@ def test_other_text_is_refused(text):
         lambda: masks.strided(0),
         lambda: masks.chunked(0),
         lambda: masks.columns(3, 4),
+        lambda: masks.window(2**31),
+        lambda: inspect.unwrap(masks.window)(1, 2.5),
+        lambda: masks.chunked(1, 2**31),
+        lambda: masks.strided(2**40),
+        lambda: masks.prefix(2**31),
+        lambda: masks.global_tokens(2**31),
+        lambda: masks.global_tokens((1, 2**31)),
+        lambda: masks.longformer(-4, 1),
+        lambda: masks.sparse_transformer_fixed(3, 4),
+        lambda: masks.random_blocks(1, 2, 0, 2**31),
+        lambda: masks.random_blocks(1, 2, -1),
+        lambda: masks.causal().at(2**30 + 1),
+        lambda: masks.causal().at(-(2**31)),
+        lambda: inspect.unwrap(masks.Mask.at)(masks.causal(), jnp.array([3, 5])),
+        lambda: inspect.unwrap(masks.Mask.at)(masks.causal(), 1.5),
         lambda: masks.global_tokens(-1),
         lambda: masks.global_tokens([3, -1]),
         lambda: masks.global_tokens(jnp.arange(3)),
@@ -175,6 +192,53 @@ def test_other_text_is_refused(text):
 def test_arguments_are_checked_at_the_door(build):
     with pytest.raises(ValueError):
         build()
+
+
+HUGE = 2**31 - 1
+extreme = st.sampled_from([0, 1, 3, 40, 2**16, 2**30, HUGE - 1, HUGE])
+positive = extreme.filter(bool)
+EXTREMES = st.one_of(
+    *(st.builds(masks.window, extreme, extreme, positive), st.builds(masks.strided, positive)),
+    *(st.builds(masks.chunked, positive, extreme, extreme), st.builds(masks.prefix, extreme)),
+    *(st.builds(masks.columns, st.just(HUGE), extreme), st.builds(masks.global_tokens, extreme)),
+    *(st.builds(lambda token: masks.global_tokens((2, token)), extreme), st.just(masks.causal())),
+    st.builds(lambda block: masks.block_sparse(np.eye(2, dtype=bool), block), positive),
+    st.builds(lambda count, block: masks.random_blocks(count, block, 0, 40), positive, positive),
+)
+
+
+def by_differences(mask, i, j):
+    """The definition with Python's integers, which have no end."""
+    match mask.name:
+        case "window":
+            left, right, dilation = (*mask.args, 1)[:3]
+            return (i - j) % dilation == 0 and -right * dilation <= i - j <= left * dilation
+        case "columns":
+            return j % mask.args[0] >= mask.args[0] - mask.args[1]
+        case "global_tokens" if isinstance(mask.args[0], int):
+            return 0 <= i < mask.args[0] or 0 <= j < mask.args[0]
+    return visible(mask, i, j)
+
+
+@settings(deadline=None, max_examples=60)
+@given(EXTREMES, st.sampled_from([0, -3, 2, 30, 2**30, -(2**30)]))
+def test_arguments_near_the_end_of_the_integers(mask, first):
+    truth = np.array([[by_differences(mask, i, j) for j in range(7)] for i in range(first, first + 5)])
+    rows = first + np.arange(5)
+    # as the rules get them: from dense, from blocks, and while a block is looked at
+    with jax.disable_jit():
+        np.testing.assert_array_equal(mask.at(first).dense(5, 7)[0, 0], truth)
+    for dtype in (np.int32, np.int64):
+        q, kv = rows.astype(dtype)[None, None, :, None], np.arange(7, dtype=dtype)[None, None, None]
+        np.testing.assert_array_equal(mask._evaluate(q, kv)[0, 0], truth)
+    np.testing.assert_array_equal(mask.at(first).blocks(5, 7, (2, 3)), brute_of(truth[None], 2, 3))
+    assert mask.at(first).density(5, 7) == pytest.approx(truth.mean(), abs=1e-12)
+
+
+def test_small_integers_as_positions_do_not_wrap():
+    for dtype in (np.int8, np.int16):
+        shown = masks.window(100, 60)(np.array([3, 100], dtype), np.array([0, 120], dtype))
+        np.testing.assert_array_equal(shown[0, 0], [[True, False], [True, True]])
 
 
 def test_segments_separate_and_padding_is_seen_by_nobody():

@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from jaxformer import mask_rules as rules
 from jaxformer.kernels.share import Share, share, size
-from jaxformer.masks import EMPTY, FULL, PARTIAL, Mask, full
+from jaxformer.masks import EMPTY, FAR, FULL, PARTIAL, Mask, full
 
 # A sink that weighs nothing: exp(-1e38 - s) is 0 beside any score s. With it, a query that sees no key divides 0 by 1
 # where the kernel would divide by the number of hidden keys (they score -2.4e38, far below it) or by 0.
@@ -239,8 +239,8 @@ def band(*conjuncts: Mask) -> tuple[int | None, int | None] | None:
             left, right, *dilation = part.args
             if any(d != 1 for d in dilation):
                 return None
-            lefts.append(left)
-            rights.append(right)
+            lefts.append(min(left, FAR))  # kernels add these to positions, in 32 bits
+            rights.append(min(right, FAR))
         elif part.rule is not rules.full:
             return None
     return min(lefts, default=None), min(rights, default=None)

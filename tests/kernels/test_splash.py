@@ -148,6 +148,19 @@ def test_any_combination(T, S, heads, rules, ids, lengths, sinks, softcap):
     assert_equal(mask, T, S, N=heads[0], K=heads[1], sinks=sinks, softcap=softcap)
 
 
+@pytest.mark.parametrize(("left", "right"), [(3, 2**31 - 1), (2**31 - 1, 3), (2**31 - 1, 0)])
+def test_a_band_without_end_does_not_overflow(left, right):
+    """The kernel adds the ends of a band to positions in 32 bits."""
+    rows, columns = jnp.arange(128, dtype=jnp.int32)[:, None], jnp.arange(128, dtype=jnp.int32)[None]
+    for offset in (1, 5, -5):
+        (table,) = splash._tables(masks.window(left, right).at(offset), 1, 128, 128, (128, 128))
+        distance = np.arange(offset, offset + 128)[:, None] - np.arange(128)[None]
+        truth = (-right <= distance) & (distance <= left)
+        computed = hasattr(table, "mask_function")
+        shown = table.mask_function(rows, columns) if computed else table[slice(0, 128), slice(0, 128)]
+        np.testing.assert_array_equal(shown, truth)
+
+
 def test_bfloat16_with_sinks():
     """Query, weights, products and result are each rounded, by 2^-9 of themselves; the sinks' gradient sums many such."""
     for ours, theirs in zip(*both(masks.causal(), 40, 40, sinks=True, dtype=jnp.bfloat16), strict=True):
