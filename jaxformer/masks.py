@@ -342,9 +342,10 @@ def block_sparse(layout: Sequence | Shaped[np.ndarray, "..."] | Bool[Array, "...
 def random_blocks(count: int, block: int, seed: int = 0, length: int | None = None) -> Mask:
     """Each block of `block` queries sees `count` distinct random blocks of the ceil(length / block) ones of keys.
 
-    Zaheer et al. 2020, arXiv:2007.14062. `length` None is the number of keys at hand (`Mask.sized`). The draw of a query
-    block depends on the seed, its index and the number of key blocks, not on the number of queries; query blocks beyond
-    the last key block repeat the draws from the first on. With fewer than `count` key blocks all are seen.
+    Zaheer et al. 2020, arXiv:2007.14062. `length` None is, in a model, its config's `context_length`, whatever the length
+    of a batch or a cache; in `ops.attention` alone, the number of keys at hand (`Mask.sized`). The draw of a query block
+    depends on the seed, its index and the number of key blocks, not on the number of queries; query blocks beyond the last
+    key block repeat the draws from the first on. With fewer than `count` key blocks all are seen.
     """
     count, block, number = _integers("random_blocks", count=(count, 1), block=(block, 1), length=(length or 0, 0))
     if seed < 0:

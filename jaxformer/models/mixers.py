@@ -199,8 +199,9 @@ class Linformer:
 class Reformer:
     """Queries that are their own keys meet in hash buckets: Kitaev et al. 2020, arXiv:2001.04451. Any mask of one head.
 
-    `buckets` None is 2^floor(log2(2 T / chunk)). The rotations of a layer are drawn from `seed`, and where there is a
-    dropout key (in training) from that, unless `redraw` is False; `apply(..., constants=rotations)` goes before the seed's.
+    `buckets` None is 2^floor(log2(2 context_length / chunk)), whatever the length of a batch. The rotations of a layer are
+    drawn from `seed`, and where there is a dropout key (in training) from that, unless `redraw` is False; `apply(...,
+    constants=rotations)` goes before the seed's.
     For reversible residuals see `models.reversible.Reversible`.
     """
 
@@ -220,14 +221,13 @@ class Reformer:
         attention = block.attention(config).spec
         spec = {"query": attention["query"], "value": attention["value"], "out": attention["out"]}
 
-        def draw(T: int, key: Array):
-            buckets = self.buckets or 2 ** max(1, int(math.log2(max(2 * T / self.chunk, 1))))
-            return ops.random_rotations(key, N, H, self.rounds, buckets)
+        buckets = self.buckets or 2 ** max(1, int(math.log2(max(2 * config.context_length / self.chunk, 1))))
+        draw = partial(ops.random_rotations, heads=N, head_size=H, rounds=self.rounds, buckets=buckets)
 
         def mix(params, context, query, value):
             rotations = context.constants
             if self.redraw and context.dropout_key is not None:
-                rotations = draw(query.shape[1], random.fold_in(context.dropout_key, 1))
+                rotations = draw(random.fold_in(context.dropout_key, 1))
             return ops.lsh_attention(
                 query,
                 value,
@@ -239,7 +239,7 @@ class Reformer:
                 **_options(config, context),
             )
 
-        constants = lambda T: _by_layer(self.seed, config.num_layers, partial(draw, T))
+        constants = lambda T: _by_layer(self.seed, config.num_layers, draw)
         return _mixer("Reformer", config, spec, mix, constants=constants)
 
 

@@ -201,7 +201,9 @@ def _encode(
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     x = embedding.embed(config, params["embedding"], tokens, positions, token_types, dtype)
     x = ops.dropout(x, config.dropout_rate, keys[0])
-    layer_masks = tuple(m if visible is None else m & visible for m in config.masks)
+    # what a mask draws depends on the config alone, not on a batch's padding or a cache's empty slots
+    layer_masks = tuple(m.sized(config.context_length) for m in config.masks)
+    layer_masks = tuple(m if visible is None else m & visible for m in layer_masks)
     if cache is not None:
         layer_masks = tuple(m.at(start) for m in layer_masks)
     context = Context(

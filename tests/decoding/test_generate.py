@@ -71,6 +71,21 @@ def test_greedy_generation_equals_repeated_forward_passes_for_ragged_prompts(nam
         assert jnp.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist() == out
 
 
+@pytest.mark.parametrize("slots", [9, 12, 40])
+def test_random_masks_do_not_depend_on_the_slots_of_a_cache(slots):
+    drawn = (
+        masks.causal() & (masks.random_blocks(1, 2, seed=5) | masks.window(0)),
+        masks.causal() & masks.bigbird(2, 1, 0),
+    )
+    config = replace(GPT, masks=drawn)
+    parameters, tokens = models.init(config, jax.random.key(3)), jax.random.randint(jax.random.key(0), (2, 9), 0, V)
+    whole, cache = apply(config, parameters, tokens).logits, decoding.init_cache(config, 2, slots)
+    for i in range(9):
+        out = apply(config, parameters, tokens[:, i : i + 1], cache=cache)
+        np.testing.assert_allclose(out.logits, whole[:, i : i + 1], rtol=1e-5, atol=1e-5)  # as above
+        cache = out.cache
+
+
 def test_sampling_a_row_does_not_depend_on_its_neighbours_below():
     config, parameters = make("llama")
     alone = decoding.generate(config, parameters, [[1, 2, 3]], 8, key=jax.random.key(5))

@@ -290,6 +290,12 @@ def test_bigbird_layouts():
     assert zero.shape == (L, 2, 6, 3) and not zero.any()
 
 
+@pytest.mark.parametrize("name", ["performer", "reformer"])
+def test_what_is_drawn_does_not_depend_on_the_length_of_a_batch(name):
+    constants = transformer.mixers(SYSTEMS[name])[0].constants
+    np.testing.assert_array_equal(constants(T), constants(2 * T))
+
+
 def test_reformer_hashes_anew_with_a_dropout_key():
     config = SYSTEMS["reformer"]
     for redraw in (True, False):
