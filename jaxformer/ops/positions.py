@@ -74,15 +74,28 @@ class Linear:
 
 @dataclass(frozen=True)
 class NTK:
-    """NTK-aware base: base * a^(r / (r - 2)) for r rotated features.
+    """NTK-aware base: base * a^(r / (r - 2)) for r rotated features. Peng et al. 2023, arXiv:2309.00071, section 3.1.
 
-    a = factor, or, where the sequence length to serve is given, the "dynamic" a = factor * length / original_length -
-    (factor - 1), applied beyond `original_length` only. Peng et al. 2023, arXiv:2309.00071, section 3.1.
+    a = factor; or, with an `original_length`, the "dynamic" a = factor * n / original_length - (factor - 1), where n is the
+    largest position of the call + 1, at least `original_length`. As in transformers, n is that of the longest row of the
+    batch, and keys in a cache stay as their own call turned them.
     """
 
     factor: float
     original_length: int | None = None
-    length: int | None = None
+
+
+@dataclass(frozen=True)
+class LongRoPE:
+    """Each frequency divided by a number of its own: `short`, or `long` in calls with positions beyond `original_length`.
+
+    cos and sin are multiplied by `attention_factor`. Ding et al. 2024, arXiv:2402.13753; calls as for `NTK`.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_length: int
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -97,9 +110,10 @@ class Llama3:
 
 @dataclass(frozen=True)
 class YaRN:
-    """Interpolates slow dimensions, extrapolates fast ones, and sharpens attention by 0.1 ln(factor) + 1.
+    """Interpolates slow dimensions, extrapolates fast ones, and multiplies cos and sin by `attention_factor`.
 
-    Peng et al. 2023, arXiv:2309.00071, eq. 17-22. `truncate` rounds the ramp's ends outwards to whole dimensions.
+    Peng et al. 2023, arXiv:2309.00071, eq. 17-22. `truncate` rounds the ramp's ends outwards to whole dimensions. The
+    `attention_factor` None is 0.1 ln(factor) + 1, and 1 for a factor below 1.
     """
 
     factor: float
@@ -107,6 +121,7 @@ class YaRN:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    attention_factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +131,7 @@ class Rope:
     theta: float = 10_000.0
     fraction: float = 1.0
     layout: Layout = "half"
-    scaling: Linear | NTK | Llama3 | YaRN | None = None
+    scaling: Linear | NTK | Llama3 | YaRN | LongRoPE | None = None
 
 
 def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope = Rope()) -> Float[Array, "B T N H"]:
@@ -126,7 +141,7 @@ def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope
     Meta's LLaMA, GPT-J); r = fraction * H features turn, the rest pass. The product of a turned query and a turned key
     depends on their distance alone. Raises ValueError where r is odd.
     """
-    inverse, sharpen = rope_frequencies(x.shape[-1], config)
+    inverse, sharpen = rope_frequencies(x.shape[-1], config, positions)
     rotated = 2 * len(inverse)
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
     angles = (positions[..., None].astype(accumulate) * _row3(inverse).astype(accumulate))[:, :, None, :]
@@ -141,8 +156,14 @@ def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope
     return jnp.concatenate([turned.astype(x.dtype), passing], axis=-1) if passing.shape[-1] else turned.astype(x.dtype)
 
 
-def rope_frequencies(head_width: int, config: Rope) -> tuple[np.ndarray, float]:
-    """Radians a position for each of r/2 pairs, and the factor on cos and sin (1 but for YaRN). Computed on the host."""
+def rope_frequencies(
+    head_width: int, config: Rope, positions: Int[Array, "#B T"] | None = None
+) -> tuple[np.ndarray | Array, float]:
+    """Radians a position for each of r/2 pairs, and the factor on cos and sin (1 but for YaRN and LongRoPE).
+
+    Computed on the host in float64; for a dynamic NTK and LongRoPE from the `positions` of the call, None for positions
+    within the original length. Raises ValueError for an odd r and for factors that do not fit it.
+    """
     rotated = int(head_width * config.fraction)
     if config.layout not in ("interleaved", "half"):
         raise ValueError(f"rope: no layout {config.layout!r}; expected 'half' or 'interleaved'")
@@ -157,27 +178,51 @@ def rope_frequencies(head_width: int, config: Rope) -> tuple[np.ndarray, float]:
             return plain, 1.0
         case Linear(factor):
             return plain / factor, 1.0
-        case NTK(factor, original, length):
-            grow = factor
-            if length is not None and original is not None:
-                grow = factor * max(length, original) / original - (factor - 1)
-            return (config.theta * grow ** (rotated / (rotated - 2))) ** -exponent, 1.0
+        case NTK(factor, original):
+            if rotated < 4:
+                raise ValueError(f"rope: NTK needs at least 4 features that turn, for r / (r - 2); got {rotated}")
+            if original is not None and positions is None:
+                return plain, 1.0
+            if original is not None:
+                factor = factor * jnp.maximum(_length(positions) / original, 1) - (factor - 1)
+            return plain * factor ** (-exponent * rotated / (rotated - 2)), 1.0
+        case LongRoPE(short, long, original, attention_factor):
+            if {len(short), len(long)} != {rotated // 2}:
+                raise ValueError(f"rope: LongRoPE needs {rotated // 2} factors; got {len(short)} short, {len(long)} long")
+            near, far = plain / np.array(short), plain / np.array(long)
+            return near if positions is None else jnp.where(_length(positions) > original, far, near), attention_factor
         case Llama3(factor, original, low, high):
             turns = original * plain / (2 * math.pi)  # full turns within the original context
-            keep = np.clip((turns - low) / (high - low), 0, 1)
+            keep = np.clip((turns - low) / (high - low), 0, 1) if high > low else turns >= low
             return plain * (keep + (1 - keep) / factor), 1.0
-        case YaRN(factor, original, fast, slow, truncate):
-            # the (fractional) pair that makes `turns` full turns within the original context
-            def pair(turns):
-                return rotated * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+        case YaRN():
+            return _yarn(plain, config.theta, config.scaling)
+    raise ValueError(f"rope: unknown scaling {config.scaling!r}; expected Linear, NTK, Llama3, YaRN, LongRoPE or None")
 
-            first, last = pair(fast), pair(slow)
-            if truncate:
-                first, last = math.floor(first), math.ceil(last)
-            first, last = max(first, 0), min(last, rotated - 1)
-            interpolate = np.clip((np.arange(rotated // 2) - first) / max(last - first, 1e-3), 0, 1)
-            return plain * (1 - interpolate) + plain / factor * interpolate, 0.1 * math.log(factor) + 1.0
-    raise ValueError(f"rope: unknown scaling {config.scaling!r}; expected Linear, NTK, Llama3, YaRN or None")
+
+def _length(positions):
+    """The largest position + 1, in float32 or better."""
+    return (jnp.max(positions) + 1).astype(jnp.promote_types(jnp.float32, jnp.zeros(0).dtype))
+
+
+def _yarn(plain: np.ndarray, theta: float, scaling: YaRN) -> tuple[np.ndarray, float]:
+    rotated, factor = 2 * len(plain), scaling.factor
+
+    # the (fractional) pair that makes `turns` full turns within the original context
+    def pair(turns):
+        return rotated * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotated - 1)
+    # below 0 where the original context is shorter than one slow turn: then nothing is interpolated
+    span = last - first or 1e-3
+    interpolate = np.clip((np.arange(rotated // 2) - first) / span, 0, 1)
+    sharpen = scaling.attention_factor
+    if sharpen is None:
+        sharpen = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return plain * (1 - interpolate) + plain / factor * interpolate, sharpen
 
 
 @struct.dataclass

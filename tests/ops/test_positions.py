@@ -15,6 +15,7 @@ from jaxformer.ops.positions import (
     NTK,
     Linear,
     Llama3,
+    LongRoPE,
     Rope,
     YaRN,
     learned,
@@ -209,6 +210,10 @@ THETA, OLD = 10_000.0, 128
 PLAIN = [THETA ** (-2 * i / 32) for i in range(16)]
 
 
+SHORT = tuple(np.linspace(1.0, 3.0, 16).tolist())
+LONG = tuple(np.linspace(2.0, 9.0, 16).tolist())
+
+
 def yarn(factor, original, fast=32.0, slow=1.0, truncate=True):
     """Peng et al. 2023, section 3.2, pair by pair: ramp over the pair index, ends where a pair turns fast or slow times."""
     ends = [32 / 2 * math.log(original / (2 * math.pi * turns)) / math.log(THETA) for turns in (fast, slow)]
@@ -226,10 +231,10 @@ def llama3(factor, original, low=1.0, high=4.0):
     out = []
     for frequency in PLAIN:
         wavelength = 2 * math.pi / frequency
-        if wavelength < original / high:
-            out.append(frequency)
-        elif wavelength > original / low:
+        if wavelength > original / low:
             out.append(frequency / factor)
+        elif wavelength < original / high or high < low:
+            out.append(frequency)
         else:
             smooth = (original / wavelength - low) / (high - low)
             out.append((1 - smooth) * frequency / factor + smooth * frequency)
@@ -244,14 +249,18 @@ SCALINGS = [
     (None, PLAIN, 1.0),
     (Linear(4.0), [f / 4.0 for f in PLAIN], 1.0),
     (NTK(4.0), rebased(THETA * 4.0 ** (32 / 30)), 1.0),
-    (NTK(4.0, OLD, 1000), rebased(THETA * (4.0 * 1000 / OLD - 3.0) ** (32 / 30)), 1.0),
-    (NTK(4.0, OLD, 100), PLAIN, 1.0),  # dynamic: nothing changes within the original length
-    (NTK(4.0, OLD, OLD), PLAIN, 1.0),
+    (NTK(4.0, OLD), PLAIN, 1.0),  # dynamic: nothing changes within the original length
     (Llama3(8.0, OLD), llama3(8.0, OLD), 1.0),
     (Llama3(32.0, 8192, 0.5, 8.0), llama3(32.0, 8192, 0.5, 8.0), 1.0),
     (YaRN(4.0, OLD), yarn(4.0, OLD), 0.1 * math.log(4.0) + 1),
     (YaRN(16.0, 4096), yarn(16.0, 4096), 0.1 * math.log(16.0) + 1),
     (YaRN(4.0, 4096, 64.0, 2.0, truncate=False), yarn(4.0, 4096, 64.0, 2.0, False), 0.1 * math.log(4.0) + 1),
+    (YaRN(4.0, 3), PLAIN, 0.1 * math.log(4.0) + 1),  # not one slow turn fits: the ramp runs backwards, as in transformers
+    (YaRN(0.5, OLD, attention_factor=0.7), yarn(0.5, OLD), 0.7),
+    (YaRN(0.5, OLD), yarn(0.5, OLD), 1.0),
+    (Llama3(8.0, OLD, 4.0, 4.0), llama3(8.0, OLD, 4.0, 4.0), 1.0),
+    (Llama3(8.0, OLD, 4.0, 1.0), llama3(8.0, OLD, 4.0, 1.0), 1.0),
+    (LongRoPE((2.0,) * 16, SHORT, OLD, 1.3), [f / 2 for f in PLAIN], 1.3),
 ]
 
 
@@ -262,6 +271,26 @@ def test_scaling_formulas(scaling, expected, sharpen):
     assert factor == pytest.approx(sharpen, rel=1e-15)
     partial, _ = rope_frequencies(64, Rope(theta=THETA, fraction=0.5, scaling=scaling))
     np.testing.assert_array_equal(partial, inverse)  # exponents count rotated features, not the head
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("length", [3, OLD, OLD + 1, 1000])
+def test_scalings_that_read_the_positions_of_the_call(length, fraction):
+    """transformers: a = factor n / L - (factor - 1) of a dynamic base, or the long factors, where n = max(position) + 1 > L."""
+    growth = 4.0 * max(length, OLD) / OLD - 3.0
+    factors = LONG if length > OLD else SHORT
+    positions, width = jnp.array([[0, 1, 2], [2, 5, length - 1]]), int(32 / fraction)
+    find = jax.jit(lambda p, s: rope_frequencies(width, Rope(THETA, fraction, scaling=s), p)[0], static_argnums=1)
+    for scaling, expected in (
+        (NTK(4.0, OLD), rebased(THETA * growth ** (32 / 30))),
+        (LongRoPE(SHORT, LONG, OLD, 1.2), [f / by for f, by in zip(PLAIN, factors, strict=True)]),
+    ):
+        np.testing.assert_allclose(find(positions, scaling), expected, rtol=1e-6)  # one power in float32
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 1, width)), jnp.float32)
+        ours = turn(x, positions, Rope(THETA, fraction, scaling=scaling))
+        sharpen = getattr(scaling, "attention_factor", 1.0)
+        wanted = rotated(x, np.asarray(positions), expected, "half", sharpen)
+        np.testing.assert_allclose(ours, wanted, rtol=0, atol=10 * angle_error(1000))
 
 
 def test_yarn_sharpens_the_scores():
@@ -311,5 +340,9 @@ def test_errors():
     for width, fraction in ((6, 0.5), (8, 0.1), (5, 1.0)):
         with pytest.raises(ValueError, match="even"):
             rope(jnp.ones((1, 1, 1, width)), jnp.array([[0]]), Rope(fraction=fraction))
+    with pytest.raises(ValueError, match="16 factors; got 16 short, 3 long"):
+        rope_frequencies(32, Rope(scaling=LongRoPE(SHORT, (1.0,) * 3, OLD)))
+    with pytest.raises(ValueError, match="at least 4"):
+        rope_frequencies(2, Rope(scaling=NTK(2.0)))
     with pytest.raises(ValueError, match="scaling"):
         inspect.unwrap(rope_frequencies)(8, SimpleNamespace(theta=1e4, fraction=1.0, layout="half", scaling="linear"))
