@@ -100,7 +100,7 @@ def load(
     dtypes = _dtypes(file, tensors, source, dtype)
     params: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        if name in source:
+        if name in source and tensor.parts:
             array = file.read(source[name])
             safetensors.check_finite(source[name], array)
             for part, piece in zip(tensor.parts, tensor.ours(array), strict=True):
@@ -139,7 +139,7 @@ def save(
         raise ConfigError(f"{folder}: the parameters are not those of the config: {_some(wrong)}")
     tensors = []
     for name, tensor in plan(FAMILIES[kind], config).items():
-        dtype = np.dtype(arrays[tensor.parts[0].path].dtype)
+        dtype = np.dtype(arrays[tensor.parts[0].path].dtype) if tensor.parts else np.dtype(np.float32)
         fetch = partial(
             lambda tensor: tensor.theirs([np.asarray(arrays[p.path][p.index]) for p in tensor.parts]), tensor
         )

@@ -20,7 +20,7 @@ REQUIRED: Any = ...
 
 # How the leaves and axes of a module of ours and of theirs correspond. linear: [out, in] of torch; conv1d: [in, out] of GPT-2;
 # patches: a convolution; norm; leaf: one tensor as it is, leaf1 and leaf2 with that many axes of length 1 before it, lines
-# and columns with one behind and before the first; unread: a parameter that their model has and never uses.
+# and columns with one behind and before the first; unread: a number for each row of our leaf that their model never uses.
 Kind = Literal["linear", "conv1d", "patches", "norm", "leaf", "leaf1", "leaf2", "lines", "columns", "unread"]
 
 
@@ -67,7 +67,10 @@ class Family(NamedTuple):
 
 ACTIVATION = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
-    "silu": "silu", "swish": "silu", "tanh": "tanh", "sigmoid": "sigmoid",
+    "silu": "silu", "swish": "silu", "tanh": "tanh", "sigmoid": "sigmoid", "gelu_python": "gelu", "gelu_10": "gelu_10",
+    "gelu_python_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh", "quick_gelu": "quick_gelu", "relu2": "relu2",
+    "relu6": "relu6", "leaky_relu": "leaky_relu", "hardswish": "hardswish", "mish": "mish", "laplace": "laplace",
+    "linear": "identity",
 }  # fmt: skip
 NAME = {ours: theirs for theirs, ours in reversed(ACTIVATION.items())}
 GATE = {activation: gate for gate, activation in GATES.items()}
@@ -122,11 +125,13 @@ COUNTS = {
 }  # fmt: skip
 NUMBERS = {
     "layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", "initializer_range", "init_std", "rope_theta", "factor",
-    "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "router_aux_loss_coef",
+    "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "router_aux_loss_coef", "attention_factor", "mscale",
+    "mscale_all_dim", "partial_rotary_factor",
 }  # fmt: skip
 FLAGS = {
     "tie_word_embeddings", "rescale_embeddings", "attention_bias", "mlp_bias", "use_sliding_window",
     "share_encoder_decoder_embeddings", "scale_embedding", "scale_decoder_outputs", "qkv_bias", "truncate",
+    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "is_decoder", "axial_pos_embds",
 }  # fmt: skip
 OPTIONAL = {
     "n_inner", "intermediate_size", "head_dim", "num_key_value_heads", "sliding_window", "hash_seed", "decoder_vocab_size",
@@ -226,7 +231,7 @@ class Tensor:
         widths = [math.prod(part.shape) * self.shape[-1] // max(math.prod(self.shape), 1) for part in self.parts]
         pieces = np.split(array, np.cumsum(widths)[:-1], axis=-1) if len(widths) > 1 else [array]
         if self.transpose == "unread":  # a parameter that their model has and never uses
-            return [np.zeros_like(array)]
+            return []
         if self.transpose == "patches":
             return [np.moveaxis(array, 0, -1)]
         if self.transpose == "matrix":
@@ -234,6 +239,8 @@ class Tensor:
         return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
 
     def theirs(self, pieces: list[np.ndarray]) -> np.ndarray:
+        if self.transpose == "unread":
+            return np.zeros(self.shape, np.float32)
         if self.transpose == "patches":
             return np.moveaxis(pieces[0], -1, 0)
         if self.transpose == "matrix":
@@ -280,6 +287,8 @@ def plan(family: Family, config: Any, elsewhere: str | None = None) -> dict[str,
 
 def _tensors(rule: Rule, names: list[str], specs: list[Spec]) -> dict[str, Tensor]:
     lead, kind = rule.theirs.count("{}"), rule.kind
+    if kind == "unread":
+        return {rule.theirs: Tensor(specs[0].shape[:1], (), "unread")}
     rests = [spec.shape[lead:] for spec in specs]
     matrix = names[0].endswith("kernel") and kind in ("linear", "conv1d")
     shapes = [(math.prod(rest),) if kind in ("linear", "conv1d", "norm") else rest for rest in rests]
@@ -297,7 +306,6 @@ def _tensors(rule: Rule, names: list[str], specs: list[Spec]) -> dict[str, Tenso
     shape = {
         "leaf1": (1, *shape), "leaf2": (1, 1, *shape), "lines": (shape[0], 1, shape[-1]), "columns": (1, *shape),
     }.get(kind, shape)  # fmt: skip
-    transpose = "unread" if kind == "unread" else transpose
     tensors = {}
     for index in np.ndindex(*specs[0].shape[:lead]) if rule.layers is None else rule.layers:
         ours, theirs = (index, index) if rule.layers is None else ((index[0],), (index[1],))

@@ -63,8 +63,9 @@ def _spec(config: ModelConfig, head) -> Tree:
             return tree | ({"bias": Spec((V,), ("vocab",), zeros)} if head.bias else {})
         case Classification():
             tree = {}
-            if head.pooler:
-                tree["pooler"] = _linear_spec((D, D), ("embed", None), config.init_std, True)
+            if head.pooler:  # to d_model, of two streams too
+                tree["pooler"] = _linear_spec((D, config.d_model), ("embed", None), config.init_std, True)
+                D = config.d_model
             return tree | ({} if head.classes is None else classes(head.classes, head.bias))
         case TokenClassification():
             return classes(head.classes, True)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 from jax.nn.initializers import normal
 
@@ -23,7 +24,7 @@ from jaxformer.models import block
 from jaxformer.models.block import Context, Mixed, Mixer, linear
 from jaxformer.models.config import Alibi, ModelConfig, Relative
 from jaxformer.ops.linear_attention import FeatureMap, packed, visibility
-from jaxformer.ops.positions import Rope, rope
+from jaxformer.ops.positions import Bias, Rope, rope
 from jaxformer.params import Spec
 
 Tree = Any
@@ -213,6 +214,7 @@ class Reformer:
     seed: int = 0
     redraw: bool = True
     duplicates: bool = False  # a key met in several rounds counts each time, as in Hugging Face's model
+    multiple: int | None = None  # padding fills the length up to a multiple of this; None: of chunk
 
     def __call__(self, config: ModelConfig) -> Mixer:
         N, H = config.num_heads, config.head_size
@@ -236,11 +238,55 @@ class Reformer:
                 chunks_before=self.chunks_before,
                 chunks_after=self.chunks_after,
                 duplicates=self.duplicates,
+                multiple=self.multiple,
                 **_options(config, context),
             )
 
         constants = lambda T: _by_layer(self.seed, config.num_layers, draw)
         return _mixer("Reformer", config, spec, mix, constants=constants)
+
+
+@dataclass(frozen=True)
+class LocalChunks:
+    """Softmax attention to a query's own chunk, to `before` chunks before and `after` chunks after it, in a circle.
+
+    These are the local layers of Reformer in transformers: padding fills the length up to a multiple of `multiple`, the
+    first chunk's neighbour is the last one, and a chunk that a short circle meets twice counts twice. Masks: any. For a
+    causal stack with `before` up to 1, the mask `causal() & chunked(chunk, before)` is the same and faster.
+    """
+
+    chunk: int = 64
+    before: int = 1
+    after: int = 0
+    multiple: int = 1
+
+    def __call__(self, config: ModelConfig) -> Mixer:
+        def attend(params, context, query, key, value, **options):
+            return ops.attention(
+                query, key, value, **options | {"bias": Bias(_log_meetings, self._meetings(key.shape[1]))}
+            )
+
+        def no_state(*_):
+            raise NotImplementedError("LocalChunks cannot decode: the circle of chunks is another for each length")
+
+        return block.attention(config, attend=attend)._replace(state=no_state)
+
+    def _meetings(self, T: int) -> tuple:
+        """(chunk, how often a query of each chunk meets a key of each)."""
+        chunks = -(-(T + -T % self.multiple) // self.chunk)
+        places = np.arange(chunks)
+        counts = np.zeros((chunks, chunks), int)
+        for shift in range(-self.before, self.after + 1):
+            shift = shift if abs(shift) <= chunks else 0  # as their slices have it
+            counts[places, (places + shift) % chunks] += 1
+        return self.chunk, tuple(map(tuple, counts.tolist()))
+
+
+def _log_meetings(bias: Bias, q_positions, kv_positions) -> Array:
+    """Score bias log(meetings), and so low a number where there is none that its weight is 0."""
+    chunk, counts = bias.args
+    table = jnp.asarray(np.log(np.maximum(counts, 1e-30)) + np.where(np.array(counts) == 0, -1e9, 0), jnp.float32)
+    return table[q_positions[:, None] // chunk, kv_positions[None, :] // chunk][None]
 
 
 def _mixer(name: str, config: ModelConfig, spec: Tree, mix: Callable, **rest: Any) -> Mixer:

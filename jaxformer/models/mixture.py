@@ -56,8 +56,10 @@ class Mixture:
             refuse("capacity", "must be above 0, or None")
         if self.shared_gate and not self.shared:
             refuse("shared_gate", "there is no shared expert; set shared to its width")
-        if self.normalise and self.top_k == 1 < self.experts:
-            refuse("normalise", "a lone weight is always 1 and teaches the router nothing; set it to False for top_k=1")
+        if self.normalise and self.top_k == 1 < self.experts and not self.balance_loss:
+            refuse(
+                "normalise", "a lone weight is 1 and teaches nothing; set it to False for top_k=1, or a balance_loss"
+            )
 
     def __call__(self, config: ModelConfig) -> FeedForward:
         D, E, F = config.d_model, self.experts, self.d_ff or config.ff_width

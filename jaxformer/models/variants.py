@@ -213,6 +213,16 @@ def temperature(config: ModelConfig, floor_scale: int = 8192, attn_scale: float 
     return attention(config, prepare=prepare)
 
 
+def inverse_depth_scale(config: ModelConfig) -> Mixer:
+    """Scores divided by the layer's number, counted from 1: `scale_attn_by_inverse_layer_idx` of Hugging Face's GPT-2."""
+
+    def prepare(params, query, key, value, context):
+        wide = jnp.promote_types(query.dtype, jnp.float32)
+        return (query / (jnp.asarray(context.layer, wide) + 1)).astype(query.dtype), key, value
+
+    return attention(config, prepare=prepare)
+
+
 def memory_key_values(config: ModelConfig, count: int = 16) -> Mixer:
     """`count` learned keys and values a head that every query sees, whatever its mask. Sukhbaatar et al. 2019, 1907.01470.
 

@@ -40,6 +40,14 @@ ACTIVATIONS: dict[str, Callable] = {
     "sigmoid": jax.nn.sigmoid,
     "tanh": jnp.tanh,
     "identity": lambda x: x,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "gelu_10": lambda x: jnp.clip(gelu(x), -10, 10),
+    "relu6": jax.nn.relu6,
+    "leaky_relu": jax.nn.leaky_relu,
+    "hardswish": jax.nn.hard_swish,
+    "mish": jax.nn.mish,
+    # Ma et al. 2022, arXiv:2209.10655, eq. 16
+    "laplace": lambda x: 0.5 * (1 + jax.lax.erf((x - 0.707107) / (0.282095 * math.sqrt(2)))),
 }
 
 # Shazeer 2020, arXiv:2002.05202: the family by its published names, each the activation of its gate.
@@ -51,6 +59,7 @@ GATES: dict[str, str] = {
     "reglu": "relu",
     "bilinear": "identity",
 }
+GATES |= {f"{name}_glu": name for name in ACTIVATIONS if name not in GATES.values()}  # which have no published name
 
 
 def mlp(

@@ -62,33 +62,40 @@ def lsh_attention(
     eps: float = 1e-6,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
+    multiple: int | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """softmax(scale x_i . x_j / |x_j|) value over those keys j that some round of hashing puts near the query i.
 
     Each round sorts the tokens by (bucket, position) and cuts them into chunks; a query sees its own chunk and
     `chunks_before` and `chunks_after` it. The rounds stand in one circle, as in trax: the first chunk of a round looks
     back at the last of the round before. Rounds are merged by the softmax of their log-sum-exp. A token sees itself
-    only where it sees nothing else. Time and memory grow with rounds * T * chunk; any T will do.
+    only where it sees nothing else. Time and memory grow with rounds * T * chunk; any T will do: padding fills it up to a
+    multiple of `multiple`, which chunks divide (None: of `chunk`).
 
-    A key met in several rounds counts once (appendix A), or with `duplicates` as often as it is met (trax, Hugging
-    Face). `within_buckets` hides what shares a chunk but no bucket. `scale` is 1 in trax and Hugging Face, H^-0.5 in
-    lucidrains' package; `eps` is added to a key's mean square. Rotations are data, from `random_rotations`: one set
-    for all heads or one a head. Tokens that are padding to `segments` or `lengths` share a bucket behind all others,
-    so that they come between no two real tokens. A query that sees no key yields zeros.
+    A key met in several rounds, or twice in a short circle, counts once (appendix A), or with `duplicates` as often as it
+    is met (trax, Hugging Face). `within_buckets` hides what shares a chunk but no bucket. `scale` is 1 in trax and
+    Hugging Face, H^-0.5 in lucidrains' package; `eps` is added to a key's mean square. Rotations are data, from
+    `random_rotations`: one set for all heads or one a head. Tokens that are padding to `segments` or `lengths` share a
+    bucket behind all others, so that they come between no two real tokens. A query that sees no key yields zeros.
 
     Raises ValueError for shapes that do not fit, NotImplementedError for a mask that differs by head or has an offset.
     """
-    _check(query_key, value, rotations, chunk, chunks_before, chunks_after)
+    _check(query_key, value, rotations, chunk, chunks_before, chunks_after, multiple or chunk)
     B, T, N, _ = query_key.shape
     mask = as_mask(mask, "lsh_attention").sized(T)
-    labels = _labels(jax.lax.stop_gradient(query_key), rotations, _real(mask, T), -T % chunk)
+    labels = _labels(jax.lax.stop_gradient(query_key), rotations, _real(mask, T), -T % (multiple or chunk))
     rounds, length = labels.shape[2:]
     order = jnp.argsort(labels, axis=-1, stable=True)  # order[s]: the token at place s; place[t]: where token t went
     place = jnp.argsort(order, axis=-1)
     total = rounds * length // chunk
     before = min(chunks_before, total - 1)
     after = min(chunks_after, total - 1 - before)  # a circle of few chunks shows each of them once
-    cut, look = partial(_cut, order, chunk), partial(_look, before, after)
+    shifts = range(before, -after - 1, -1)
+    if (
+        duplicates
+    ):  # or as often as the slices of Hugging Face's model do, which show the chunk itself beyond a full turn
+        shifts = [shift if abs(shift) <= total else 0 for shift in range(chunks_before, -chunks_after - 1, -1)]
+    cut, look = partial(_cut, order, chunk), partial(_look, shifts)
 
     query, keys = cut(query_key.swapaxes(1, 2)), look(cut(_unit(query_key, eps).swapaxes(1, 2)))
     values = look(cut(value.swapaxes(1, 2)))
@@ -149,9 +156,9 @@ def _cut(order, chunk, x):
     return jnp.take_along_axis(x, index, axis=2, mode="fill", fill_value=0).reshape(B, N, -1, chunk, *x.shape[3:])
 
 
-def _look(before, after, x):
-    """[B, N, chunks, chunk, ...] -> [B, N, chunks, (before + 1 + after) chunk, ...], in a circle."""
-    return jnp.concatenate([jnp.roll(x, shift, axis=2) for shift in range(before, -after - 1, -1)], axis=3)
+def _look(shifts, x):
+    """[B, N, chunks, chunk, ...] -> [B, N, chunks, shifts * chunk, ...], in a circle."""
+    return jnp.concatenate([jnp.roll(x, shift, axis=2) for shift in shifts], axis=3)
 
 
 def _visible(mask, q, kv, T):
@@ -191,7 +198,7 @@ def _softmax(scores):
     return exponentials / total, jnp.where(some, top + jnp.log(total), -jnp.inf)[..., 0]
 
 
-def _check(query_key, value, rotations, chunk, before, after):
+def _check(query_key, value, rotations, chunk, before, after, multiple):
     (_, _, N, H), factors = query_key.shape, _factors(rotations)
     shapes = f"query_key {query_key.shape}, value {value.shape}, rotations {[R.shape for R in factors]}"
     if query_key.shape[:3] != value.shape[:3]:
@@ -200,5 +207,8 @@ def _check(query_key, value, rotations, chunk, before, after):
         raise ValueError(f"lsh_attention: rotations are [{N} or 1, {H}, rounds, buckets / 2]; got {shapes}")
     if len({R.shape[2] for R in factors}) != 1:
         raise ValueError(f"lsh_attention: factors of the rotations have one number of rounds; got {shapes}")
-    if chunk < 1 or before < 0 or after < 0:
-        raise ValueError(f"lsh_attention: chunk >= 1, chunks_before and chunks_after >= 0; got {chunk, before, after}")
+    if chunk < 1 or before < 0 or after < 0 or multiple % chunk:
+        raise ValueError(
+            "lsh_attention: chunk >= 1, chunks_before and chunks_after >= 0, multiple a multiple of chunk; got "
+            f"{chunk, before, after, multiple}"
+        )

@@ -188,7 +188,9 @@ def rope_frequencies(
             return plain * factor ** (-exponent * rotated / (rotated - 2)), 1.0
         case LongRoPE(short, long, original, attention_factor):
             if {len(short), len(long)} != {rotated // 2}:
-                raise ValueError(f"rope: LongRoPE needs {rotated // 2} factors; got {len(short)} short, {len(long)} long")
+                raise ValueError(
+                    f"rope: LongRoPE needs {rotated // 2} factors; got {len(short)} short, {len(long)} long"
+                )
             near, far = plain / np.array(short), plain / np.array(long)
             return near if positions is None else jnp.where(_length(positions) > original, far, near), attention_factor
         case Llama3(factor, original, low, high):

@@ -255,7 +255,11 @@ SCALINGS = [
     (YaRN(4.0, OLD), yarn(4.0, OLD), 0.1 * math.log(4.0) + 1),
     (YaRN(16.0, 4096), yarn(16.0, 4096), 0.1 * math.log(16.0) + 1),
     (YaRN(4.0, 4096, 64.0, 2.0, truncate=False), yarn(4.0, 4096, 64.0, 2.0, False), 0.1 * math.log(4.0) + 1),
-    (YaRN(4.0, 3), PLAIN, 0.1 * math.log(4.0) + 1),  # not one slow turn fits: the ramp runs backwards, as in transformers
+    (
+        YaRN(4.0, 3),
+        PLAIN,
+        0.1 * math.log(4.0) + 1,
+    ),  # not one slow turn fits: the ramp runs backwards, as in transformers
     (YaRN(0.5, OLD, attention_factor=0.7), yarn(0.5, OLD), 0.7),
     (YaRN(0.5, OLD), yarn(0.5, OLD), 1.0),
     (Llama3(8.0, OLD, 4.0, 4.0), llama3(8.0, OLD, 4.0, 4.0), 1.0),
