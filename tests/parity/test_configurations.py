@@ -117,7 +117,8 @@ def draw_reformer(r):
         hidden_act=r.choice(ALL_ACTIVATIONS), is_decoder=decoder, axial_pos_embds=r.random() < 0.5, axial_pos_shape=[6, 8],
         axial_pos_embds_dim=[6, 10], max_position_embeddings=48, lsh_attn_chunk_length=r.choice([3, 4, 6]),
         local_attn_chunk_length=r.choice([3, 4, 8]), lsh_num_chunks_after=after,
-        lsh_num_chunks_before=r.choice([0, 1, 1, 2, 5]), local_num_chunks_before=r.choice([0, 1, 1, 2, 5]), local_num_chunks_after=after, hash_seed=r.randint(1, 9),
+        lsh_num_chunks_before=r.choice([0, 1, 1, 2, 5]), local_num_chunks_before=r.choice([0, 1, 1, 2, 5]),
+        local_num_chunks_after=after, hash_seed=r.randint(1, 9),
         num_buckets=r.choice([None, 6, [4, 2]]), num_hashes=r.choice([1, 2, 3]), **labels,
     )  # fmt: skip
 
