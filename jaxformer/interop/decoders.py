@@ -52,8 +52,14 @@ def _read_heads(c: Json, name: str, language_model: str = "ForCausalLM") -> tupl
 def _write_heads(config: ModelConfig, name: str, language_model: str = "ForCausalLM") -> Json:
     head = config.heads[0] if config.heads else None
     kinds = _kinds(language_model, getattr(head, "classes", None) or 0)
-    kind = next((kind for kind, heads in kinds.items() if heads == config.heads), "?")
-    return {"architectures": [name + kind]} | written_labels(head)
+    return {"architectures": [_class_with_heads(config, name, kinds)]} | written_labels(head)
+
+
+def _class_with_heads(config: ModelConfig, name: str, kinds: dict[str, tuple]) -> str:
+    for kind, heads in kinds.items():
+        if heads == config.heads:
+            return name + kind
+    raise ConfigError(f"model.heads={config.heads}: expected those of a class {name}... of transformers: {kinds}")
 
 
 GPT2 = {
@@ -401,13 +407,13 @@ def _write_reformer(config: ModelConfig) -> Json:
         local = next((mixers.LocalChunks(*n) for n in sizes if causal() & chunked(*n) in masks), mixers.LocalChunks())
     decoder = causal() in masks[0].conjuncts()
     head: Any = config.heads[0] if config.heads else None
-    kinds = [kind for kind, make in REFORMER_HEADS.items() if make(getattr(head, "classes", 0)) == config.heads]
-    kind = "ForMaskedLM" if "ForMaskedLM" in kinds and not decoder else (kinds or ["?"])[0]
+    kinds = {kind: make(getattr(head, "classes", 0)) for kind, make in REFORMER_HEADS.items()}
+    del kinds["ForMaskedLM" if decoder else "ModelWithLMHead"]
     axial = {"axial_pos_embds": False}
     if isinstance(positions, Axial):
         axial = {"axial_pos_shape": list(positions.shape), "axial_pos_embds_dim": list(positions.widths)}
     return write_fields(config, REFORMER) | write_fields(lsh, LSH) | axial | written_labels(head) | {
-        "architectures": ["Reformer" + kind], "model_type": "reformer", "is_decoder": decoder,
+        "architectures": [_class_with_heads(config, "Reformer", kinds)], "model_type": "reformer", "is_decoder": decoder,
         "num_hidden_layers": config.num_layers, "attention_head_size": config.head_size,
         "attn_layers": ["lsh" if one else "local" for one in hashed], "max_position_embeddings": config.context_length,
         "num_buckets": list(lsh.buckets) if isinstance(lsh.buckets, tuple) else lsh.buckets,
@@ -425,7 +431,9 @@ def _reformer_rules(config: ModelConfig) -> list[Rule]:
     hashed = tuple((i, i) for i in range(config.num_layers) if i not in local)
     # transformers 5 never adds its output bias. `load(heads=(LanguageModel(bias=True),))` does, for models trained with it
     heads = [head for head in config.heads if isinstance(head, LanguageModel)]
-    biases = ("heads/language_model/bias", "leaf") if heads and heads[0].bias else ("embedding/tokens", "unread")
+    bias = Rule("embedding/tokens", "lm_head.bias", "unread")
+    if heads and heads[0].bias:
+        bias = Rule("heads/language_model/bias", "lm_head.bias", "leaf")
     return [
         Rule("embedding/tokens", e + "word_embeddings.weight", "leaf"),
         Rule("embedding/positions", e + "position_embeddings.embedding.weight", "leaf"),
@@ -441,7 +449,7 @@ def _reformer_rules(config: ModelConfig) -> list[Rule]:
         *modules("layers/feedforward/", feed, {"up": "dense.dense", "down": "output.dense"}),
         Rule("final_norm", "reformer.encoder.layer_norm", "norm"),
         Rule("heads/language_model/kernel", "lm_head.decoder.weight", "leaf"),
-        *(Rule(ours, "lm_head.bias", kind) for ours, kind in [biases] * len(heads)),
+        *([bias] if heads else []),
         *modules("heads/", "", {"classification/pooler": "classifier.dense", "classification": "classifier.out_proj"}),
         Rule("heads/span", "qa_outputs", "linear"),
     ]

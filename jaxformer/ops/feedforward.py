@@ -30,6 +30,12 @@ def _gelu_jvp(primals, tangents):
     return value, slope * tangents[0]
 
 
+def laplace(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """(1 + erf((x - mu) / (sigma sqrt 2))) / 2, near relu(x)^2 and bounded. Ma et al. 2022, arXiv:2209.10655, eq. 16."""
+    y = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) - 0.707107) / (0.282095 * math.sqrt(2))
+    return (0.5 * (1 + jax.lax.erf(y))).astype(x.dtype)
+
+
 # jax.nn.gelu approximates by default; here the approximation is always said by name.
 ACTIVATIONS: dict[str, Callable] = {
     "relu": jax.nn.relu,
@@ -46,8 +52,7 @@ ACTIVATIONS: dict[str, Callable] = {
     "leaky_relu": jax.nn.leaky_relu,
     "hardswish": jax.nn.hard_swish,
     "mish": jax.nn.mish,
-    # Ma et al. 2022, arXiv:2209.10655, eq. 16
-    "laplace": lambda x: 0.5 * (1 + jax.lax.erf((x - 0.707107) / (0.282095 * math.sqrt(2)))),
+    "laplace": laplace,
 }
 
 # Shazeer 2020, arXiv:2002.05202: the family by its published names, each the activation of its gate.

@@ -265,6 +265,35 @@ def test_reformer_of_one_chunk_is_attention_to_unit_keys():
     close(*both(p, x))
 
 
+@pytest.mark.parametrize(
+    ("length", "before", "after", "multiple"),
+    [(16, 1, 0, 4), (15, 1, 1, 4), (7, 3, 0, 4), (7, 3, 2, 8), (3, 1, 1, 12), (9, 0, 2, 12)],
+)
+def test_local_chunks_are_a_circle(length, before, after, multiple):
+    """A query meets a key once for each turned copy of the chunks that brings it; a shift beyond a full turn is none."""
+    chunk, rng = 4, np.random.default_rng(length)
+    config = replace(BASE, positions=None, use_bias=False, mixer=mixers.LocalChunks(chunk, before, after, multiple))
+    mixer = config.mixer(config)
+    p = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), params.abstract(mixer.spec))
+    x = jnp.asarray(rng.normal(size=(1, length, 8)), jnp.float32)
+    ours = jit(lambda p, x: mixer.apply(p, x, Context(masks.causal(), jnp.arange(length)[None])).out)(p, x)
+
+    query, key, value = (np.einsum("td,dnh->nth", x[0], p[name]["kernel"]) for name in ("query", "key", "value"))
+    chunks = -(-length // multiple) * multiple // chunk
+    counts = np.zeros((length, length))
+    for shift in range(-before, after + 1):
+        brought = np.roll(np.arange(chunks), -shift) if abs(shift) <= chunks else np.arange(chunks)
+        counts += brought[np.arange(length) // chunk][:, None] == np.arange(length)[None] // chunk
+    weights = np.exp(query @ key.swapaxes(1, 2) / 2) * counts * np.tri(length)
+    out = weights / weights.sum(-1, keepdims=True) @ value
+    close(ours[0], np.einsum("nth,nhd->td", out, p["out"]["kernel"]), 1e-4)  # exp of scores of some tens
+    if (before, after) == (1, 0):  # the mask that says the same
+        masked = block.attention(config).apply(
+            p, x, Context(masks.causal() & masks.chunked(chunk, 1), jnp.arange(length)[None])
+        )
+        close(ours, masked.out, 1e-4)
+
+
 # Data that is drawn, and what is refused
 
 

@@ -342,8 +342,13 @@ MIXERS = {
     "value_residual": variants.value_residual,
     "temperature": partial(variants.temperature, floor_scale=2, attn_scale=0.5),
     "memory_key_values": partial(variants.memory_key_values, count=COUNT),
+    "inverse_depth_scale": variants.inverse_depth_scale,
 }
-DEEP = ("differential", "value_residual")  # layers that know their number; of the others one is as good as two
+DEEP = (
+    "differential",
+    "value_residual",
+    "inverse_depth_scale",
+)  # layers that know their number; of the others one is as good as two
 CONFIGS = {name: replace(MODEL, mixer=mixer, num_layers=1 + (name in DEEP)) for name, mixer in MIXERS.items()}
 TOKENS = np.random.default_rng(0).integers(0, V, (2, T)).astype(np.int32)
 
@@ -494,6 +499,17 @@ def test_talking_heads_start_as_attention():
     p, mix = drawn(spec), spec["before_softmax"]
     p |= dict.fromkeys(("before_softmax", "after_softmax"), mix.init(jax.random.key(0), mix.shape, jnp.float32))
     close(mixed(config, p, x, masks.causal()), mixed(replace(config, mixer=None), p, x, masks.causal()))
+
+
+def test_inverse_depth_scale_is_smaller_queries():
+    """Layer l with a query matrix 1 / (l + 1) as large."""
+    config, p = made("inverse_depth_scale")
+    query = p["layers"]["attention"]["query"]["kernel"]
+    smaller = query / (1 + jnp.arange(len(query))).reshape(-1, 1, 1, 1)
+    plain = p | {"layers": p["layers"] | {"attention": p["layers"]["attention"] | {"query": {"kernel": smaller}}}}
+    ours = logits_of(config, p, TOKENS, np.ones_like(TOKENS))
+    close(ours, logits_of(replace(config, mixer=None), plain, TOKENS, np.ones_like(TOKENS)))
+    assert np.abs(ours - logits_of(replace(config, mixer=None), p, TOKENS, np.ones_like(TOKENS))).max() > 1e-3
 
 
 def test_what_is_refused():

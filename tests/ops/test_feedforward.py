@@ -25,7 +25,15 @@ DEFINITIONS = {
     "sigmoid": sigmoid,
     "tanh": np.tanh,
     "identity": lambda x: x,
+    "quick_gelu": lambda x: x * sigmoid(1.702 * x),
+    "gelu_10": lambda x: min(max(x * 0.5 * math.erfc(-x / math.sqrt(2)), -10.0), 10.0),
+    "relu6": lambda x: min(max(x, 0.0), 6.0),
+    "leaky_relu": lambda x: x if x > 0 else 0.01 * x,
+    "hardswish": lambda x: x * min(max(x + 3, 0.0), 6.0) / 6,
+    "mish": lambda x: x * math.tanh(math.log1p(math.exp(-abs(x))) + max(x, 0.0)),
+    "laplace": lambda x: 0.5 * math.erfc(-(x - 0.707107) / (0.282095 * math.sqrt(2))),
 }
+KINKS = {"relu6": [6.0], "hardswish": [-3.0, 3.0], "gelu_10": [10.0]}
 X = np.concatenate([np.linspace(-6, 6, 241), [-50.0, -20.0, 20.0, 50.0, 0.0]])
 
 
@@ -47,7 +55,8 @@ def test_activations(name):
         ours, slope = jax.jit(jax.vmap(jax.value_and_grad(ACTIVATIONS[name])))(jnp.asarray(X))
         # tails of 1 + erf cancel in float64 as well: absolute error of a few 1e-16 times x
         np.testing.assert_allclose(ours, apply(name, X), rtol=1e-13, atol=1e-14)
-        smooth = np.abs(X) > 1e-3  # away from the kink of ReLU
+        kinks = np.array([0.0, *KINKS.get(name, [])])  # of ReLU and its kin
+        smooth = np.abs(X[:, None] - kinks).min(axis=1) > 1e-3
         h = 1e-6  # central differences: h^2 and 1e-16 |f| / h are below 1e-8
         difference = (apply(name, X + h) - apply(name, X - h)) / (2 * h)
         np.testing.assert_allclose(slope[smooth], difference[smooth], rtol=1e-7, atol=1e-8)
@@ -120,6 +129,7 @@ def test_published_names():
     """Shazeer 2020, table 1."""
     named = dict(glu="sigmoid", swiglu="silu", geglu="gelu", reglu="relu", bilinear="identity")
     assert named.items() <= GATES.items()
+    assert GATES["quick_gelu_glu"] == "quick_gelu" and set(GATES.values()) == set(ACTIVATIONS)
 
 
 def test_bfloat16_activations_with_float32_parameters():

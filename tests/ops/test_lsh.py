@@ -18,14 +18,17 @@ from tests.witnesses import load
 FLOAT64 = dict(rtol=1e-10, atol=1e-10)
 
 
-def definition(query_key, value, rotations, chunk, visible, before, after, scale, duplicates, within, count=None):
+def definition(
+    query_key, value, rotations, chunk, visible, before, after, scale, duplicates, within, count=None, multiple=None
+):
     """One query at a time. `visible` is [B, T, T]; a token that cannot see itself is padding, and hashes last.
 
     A pair that met m times, n of them in the same round for both, counts `count(m, n)`: m with duplicates, else 1.
     """
     count = count or (lambda m, n: m if duplicates else 1)
     B, T, N = query_key.shape[:3]
-    rounds, per_round = rotations.shape[2], -(-T // chunk)
+    multiple = multiple or chunk
+    rounds, per_round = rotations.shape[2], -(-T // multiple) * multiple // chunk
     total = rounds * per_round
     out = np.zeros_like(value)
     for b in range(B):
@@ -43,7 +46,8 @@ def definition(query_key, value, rotations, chunk, visible, before, after, scale
             for i in range(T):
                 met_at = {}
                 for r in range(rounds):
-                    window = {(where[r][i] + d) % total for d in range(-before, after + 1)}
+                    window = [(where[r][i] + d * (abs(d) <= total)) % total for d in range(-before, after + 1)]
+                    window = window if duplicates else {(where[r][i] + d) % total for d in range(-before, after + 1)}
                     for met, j in [pair for c in window for pair in circle[c]]:
                         same = met == r and bucket[met, j] == bucket[r, i]
                         if visible[b, i, j] and (same or not within):
@@ -88,6 +92,22 @@ def test_equals_its_definition(seed):
         ours = jax.jit(f)(query_key, value, rotations)
         sizes = (chunk, visible, before, after, options["scale"], options["duplicates"], options["within_buckets"])
         expected = definition(*map(np.asarray, (query_key, value, rotations)), *sizes)
+    np.testing.assert_allclose(ours, expected, **FLOAT64)
+
+
+@pytest.mark.parametrize(
+    ("T", "before", "after", "multiple"), [(5, 1, 1, 4), (7, 3, 0, 4), (4, 2, 2, 4), (6, 1, 0, 12)]
+)
+def test_short_circles_and_longer_padding(T, before, after, multiple):
+    """As in Hugging Face's model: a chunk met twice counts twice, beyond a full turn it is the own one; padding is chunks."""
+    options = dict(before=before, after=after, scale=1.0, duplicates=True, within=False)
+    i = np.arange(T)
+    with jax.enable_x64(True):
+        inputs = case(T, T, rounds=1 + T % 2)
+        shape = dict(chunk=4, chunks_before=before, chunks_after=after, multiple=multiple)
+        ours = lsh_attention(*inputs, **shape, mask=masks.causal(), duplicates=True, eps=0.0)
+        visible = np.broadcast_to(i[None] <= i[:, None], (2, T, T))
+        expected = definition(*map(np.asarray, inputs), 4, visible, **options, multiple=multiple)
     np.testing.assert_allclose(ours, expected, **FLOAT64)
 
 

@@ -12,6 +12,7 @@ import pytest
 from jaxformer import models
 from jaxformer.config import ConfigError
 from jaxformer.masks import full
+from jaxformer.models import block
 from jaxformer.models.block import Context
 from jaxformer.models.mixture import Mixture
 from jaxformer.ops.mixture import balance_loss, mixture, mixture_reference, route, router_z_loss
@@ -359,6 +360,20 @@ def test_the_layer_is_routed_experts_and_a_shared_one():
     assert stats["dropped"] == 0 and sorted(stats) == ["dropped", "fraction", "probability"]
     silent = replace(choose, balance_loss=0.0, router_z_loss=0.0)(CONFIG)
     assert jax.eval_shape(silent.apply, params, x, Context(mask=full(), positions=None)).loss is None
+
+
+def test_one_expert_a_token_counts_whole():
+    """Of weights that sum to one a lone weight is 1 (Mixtral): the router chooses, and learns by the balance loss alone."""
+    config = replace(CONFIG, feedforward=Mixture(experts=3, top_k=1, balance_loss=0.1), use_bias=False)
+    params = models.init(config, jax.random.key(1))
+    x, feed = random(3, (1, 5, config.d_model))[0], config.feedforward(config)
+    layer = jax.tree.map(lambda leaf: leaf[0], params["layers"]["feedforward"])
+    ours = feed.apply(layer, x, Context(mask=full(), positions=None)).out
+    one = replace(config, feedforward="swiglu")
+    for t, expert in enumerate(jnp.argmax(x[0] @ layer["router"]["kernel"], axis=-1).tolist()):
+        matrices = {name: {"kernel": layer[name]["kernel"][expert]} for name in ("gate", "up", "down")}
+        expected = block.feedforward(one, matrices, x[:, t : t + 1])
+        np.testing.assert_allclose(ours[:, t : t + 1], expected, rtol=2e-5, atol=1e-6)  # float32 sums
 
 
 def test_a_model_of_one_expert_is_the_dense_model():
