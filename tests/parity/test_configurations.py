@@ -272,3 +272,104 @@ def rotations(config):
     parts = np.split(drawn, np.cumsum(sizes)[:-1] // 2, axis=-1)
     parts = tuple(np.broadcast_to(part, (config.num_hidden_layers, *part.shape)) for part in parts)
     return parts if isinstance(config.num_buckets, list) else parts[0]
+
+
+LENGTH_SCALINGS = {
+    "dynamic": dict(rope_type="dynamic", factor=2.0, rope_theta=50.0),
+    "longrope": dict(
+        rope_type="longrope", rope_theta=50.0, original_max_position_embeddings=8, short_factor=[1.0, 1.5, 2.0],
+        long_factor=[2.0, 3.0, 5.0], factor=4.0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")  # theirs
+@pytest.mark.parametrize("kind", LENGTH_SCALINGS)
+def test_rotations_that_read_the_length_with_a_cache(kind, tmp_path):
+    """Token by token across the original length of 8: keys of earlier calls stay as their own call turned them."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from jaxformer import decoding, models
+    from jaxformer.interop import huggingface
+    from tests.golden.write import EXACT, redraw
+
+    sizes = dict(vocab_size=31, hidden_size=18, intermediate_size=15, num_hidden_layers=2, num_attention_heads=3)
+    config = LlamaConfig(**sizes, max_position_embeddings=8, rope_parameters=LENGTH_SCALINGS[kind], **EXACT)
+    model = LlamaForCausalLM(config).eval()
+    redraw(model, 0)
+    model.save_pretrained(tmp_path)
+    ours, params = huggingface.load(tmp_path)
+    tokens = np.random.default_rng(0).integers(0, 31, (2, 14))
+    past, cache = None, decoding.init_cache(ours, 2, 16)
+    step = jax.jit(lambda params, tokens, cache: models.apply(ours, params, tokens, cache=cache))
+    for start, end in [(0, 5), *((i, i + 1) for i in range(5, 14))]:
+        with torch.no_grad():
+            theirs = model(torch.from_numpy(tokens[:, start:end]), past_key_values=past, use_cache=True)
+        found = step(params, jnp.asarray(tokens[:, start:end]), cache)
+        past, cache = theirs.past_key_values, found.cache
+        np.testing.assert_allclose(found.logits, theirs.logits.numpy(), rtol=0, atol=2e-5)
+
+
+# Of the fields that each config class declares, those that change no number of a forward pass in evaluation
+IRRELEVANT = {
+    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp"),
+    *("classifier_dropout", "embd_pdrop", "embed_dropout", "summary_first_dropout", "reorder_and_upcast_attn"),
+    *(
+        "summary_type",
+        "summary_use_proj",
+        "summary_activation",
+        "summary_proj_to_labels",
+    ),  # of GPT2DoubleHeadsModel, refused
+    *("output_router_logits", "router_jitter_noise", "axial_norm_std", "chunk_size_lm_head"),
+    *("lsh_attention_probs_dropout_prob", "local_attention_probs_dropout_prob"),
+}
+CLASSES = ["GPT2", "GPTNeo", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Reformer"]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_field_is_read_or_changes_nothing(name):
+    import transformers
+
+    from jaxformer.interop import huggingface
+
+    class Recorded(dict):
+        def __getitem__(self, key):
+            asked.add(key)
+            return super().__getitem__(key)
+
+        def get(self, key, default=None):
+            asked.add(key)
+            return super().get(key, default)
+
+    asked, kind = set(), getattr(transformers, f"{name}Config")
+    config = kind(**{"attn_layers": ["lsh", "local"]} if name == "Reformer" else {})
+    for changed in (
+        {},
+        {"axial_pos_embds": False},
+        {"use_sliding_window": True, "is_decoder": True, "layer_types": None},
+    ):
+        architecture = {"architectures": [f"{name}Model"]}
+        huggingface.FAMILIES[config.model_type].read(Recorded(config.to_dict() | architecture | changed), ())
+    declared = {field for one in kind.__mro__ if one.__name__ == f"{name}Config" for field in one.__annotations__}
+    declared -= {"model_type", "keys_to_ignore_at_inference", "attribute_map", "default_theta"}
+    declared = {field for field in declared if not field.startswith(("base_model_", "_"))}
+    assert declared and not declared - asked - IRRELEVANT
+
+
+@pytest.mark.parity
+def test_every_activation_without_parameters_is_computed():
+    import torch
+    from transformers.activations import ACT2FN
+
+    from jaxformer.interop.tables import ACTIVATION
+    from jaxformer.ops.feedforward import ACTIVATIONS as OURS
+
+    assert ACT2FN.keys() - ACTIVATION.keys() == {"prelu", "xielu", "sqrtsoftplus"}  # trained; a router's
+    x = np.linspace(-12, 12, 241, dtype=np.float32)
+    for name, ours in ACTIVATION.items():
+        expected = ACT2FN[name](torch.from_numpy(x)).numpy()
+        # float32 erf and tanh to a few 1e-7, times x; of a square, of x^2
+        np.testing.assert_allclose(OURS[ours](jnp.asarray(x)), expected, rtol=1e-6, atol=5e-6, err_msg=name)
