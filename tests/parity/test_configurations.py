@@ -349,7 +349,7 @@ def test_every_field_is_read_or_changes_nothing(name):
     for changed in (
         {},
         {"axial_pos_embds": False},
-        {"use_sliding_window": True, "is_decoder": True, "layer_types": None},
+        {"use_sliding_window": True, "sliding_window": 4, "layer_types": None},
     ):
         architecture = {"architectures": [f"{name}Model"]}
         huggingface.FAMILIES[config.model_type].read(Recorded(config.to_dict() | architecture | changed), ())
