@@ -334,9 +334,13 @@ def _with_tokens(folder: str | Path, checkpoint: Checkpoint, json: dict) -> dict
         raise ConfigError(
             f"{folder}: a Marian needs the token that its targets begin with: Tokens(start=...); got {tokens}"
         )
-    pad = json.get("pad_token_id")  # where it is a part of the config: positions begin behind it
-    if pad is not None and tokens.pad not in (None, pad):
-        raise ConfigError(f"{folder}: tokens.pad={tokens.pad}, where model.positions make it {pad}")
+    offset = getattr(
+        _last(checkpoint.config).positions, "offset", 0
+    )  # their positions begin behind the pad token's number
+    if offset and tokens.pad not in (None, offset - 1):
+        raise ConfigError(
+            f"{folder}: tokens.pad={tokens.pad}, where the offset of model.positions makes it {offset - 1}"
+        )
     if labels:
         if len(labels) != _classes(checkpoint.config):
             raise ConfigError(

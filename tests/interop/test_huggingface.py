@@ -607,7 +607,7 @@ COMPUTED = [  # settings that leave the tensors as they are, and what becomes of
     "name,settings,meant", COMPUTED, ids=lambda part: part if isinstance(part, str) else str(part)[:60]
 )
 def test_what_changes_the_numbers_is_computed_and_saved(name, settings, meant, tmp_path):
-    config, params = huggingface.load(runs.altered(tmp_path, name, **settings))
+    config, params = read(runs.altered(tmp_path, name, **settings))
     expected, meant = load(name)[0], dict(meant)
     if "scaling" in meant:
         meant["positions"] = replace(expected.positions, scaling=meant.pop("scaling"))
@@ -617,8 +617,8 @@ def test_what_changes_the_numbers_is_computed_and_saved(name, settings, meant, t
     if "local" in meant:
         meant["mixer"] = (meant.pop("local"), *expected.mixer[1:])
     assert config == replace(expected, **meant)
-    huggingface.save(tmp_path / "saved", config, params)
-    again, same = huggingface.load(tmp_path / "saved")
+    save(tmp_path / "saved", config, params)
+    again, same = read(tmp_path / "saved")
     assert again == config
     assert_same(same, params)
 
@@ -633,27 +633,27 @@ def test_heads_of_decoders(tmp_path):
     for i, (there, head) in enumerate(tasks.items()):
         config = replace(load("llama_mha")[0], heads=(head,))
         params = models.init(config, jax.random.key(i))
-        huggingface.save(tmp_path / str(i), config, params)
+        save(tmp_path / str(i), config, params)
         assert there in runs.tensors(tmp_path / str(i))
-        again, same = huggingface.load(tmp_path / str(i))
+        again, same = read(tmp_path / str(i))
         assert again == config
         assert_same(same, params)
     config = replace(load("reformer")[0], heads=(Classification(3),))
     params = models.init(config, jax.random.key(0))
-    huggingface.save(tmp_path / "reformer", config, params)
+    save(tmp_path / "reformer", config, params)
     assert runs.tensors(tmp_path / "reformer")["classifier.dense.weight"].shape == (16, 32)  # of two streams
-    assert huggingface.load(tmp_path / "reformer")[0] == config
+    assert read(tmp_path / "reformer")[0] == config
 
 
 def test_an_output_bias_that_transformers_never_adds(tmp_path):
     """A Reformer has none unless asked; one that is trained with it is not written, since it would be lost."""
     trained = golden.folder("reformer")
     assert not load("reformer")[0].heads[0].bias
-    config, params = huggingface.load(trained, heads=(LanguageModel(bias=True),))
+    config, params = read(trained, heads=(LanguageModel(bias=True),))
     np.testing.assert_array_equal(params["heads"]["language_model"]["bias"], runs.tensors(trained)["lm_head.bias"])
     with pytest.raises(ConfigError, match="heads"):
-        huggingface.save(tmp_path / "saved", config, params, model_type="reformer")
-    huggingface.save(tmp_path / "saved", *load("reformer"))
+        save(tmp_path / "saved", config, params, model_type="reformer")
+    save(tmp_path / "saved", *load("reformer"))
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["pad_token_id"] == 0  # theirs pads with it
 
 
