@@ -139,12 +139,13 @@ def segments(mask, q, kv):
 
 
 def lookup(ids, positions):
-    """ids [B, length] at positions [B|1, ...] -> [B, ...]; positions beyond the array count as padding, 0."""
+    """ids [B|1, length] at positions [B|1, ...] -> [B|1, ...]; positions beyond the array count as padding, 0."""
     flat = positions.reshape(positions.shape[0], -1)
-    flat = jnp.broadcast_to(flat, (ids.shape[0], flat.shape[1]))
     flat = jnp.where(flat < 0, ids.shape[1], flat)  # a negative index would count from the end
+    (rows,) = np.broadcast_shapes(ids.shape[:1], flat.shape[:1])
+    ids, flat = (jnp.broadcast_to(x, (rows, x.shape[1])) for x in (ids, flat))
     found = jnp.take_along_axis(ids, flat, axis=1, mode="fill", fill_value=0)
-    return found.reshape(ids.shape[0], *positions.shape[1:])
+    return found.reshape(rows, *positions.shape[1:])
 
 
 def lengths(mask, q, kv):
