@@ -51,8 +51,8 @@ def linear_attention(
     maps that look along the sequence. Sums are float32 (float64 for float64 inputs). A query that sees no key yields zeros.
 
     `mask` is `full()` or `causal()`, with or without `lengths` and `segments`; segments are contiguous runs of one id,
-    padding (id 0) between them aside. With `causal` or `segments` the sums are carried along, `chunk` tokens at a time:
-    memory is linear in T, in the backward pass too.
+    padding (id 0) between them aside; a row where an id comes again behind another one is NaN. With `causal` or `segments`
+    the sums are carried along, `chunk` tokens at a time: memory is linear in T, in the backward pass too.
 
     Raises NotImplementedError for other masks, ValueError for shapes that do not fit.
     """
@@ -205,7 +205,7 @@ def linear_attention_state(
     features = _hide(_pair(feature_map)[1](_hide(key, view.keys)), view.keys)
     if view.ids is not None and S:
         runs = _runs(_at(view.ids, jnp.arange(S)))
-        features = _hide(features, runs == runs[:, -1:])
+        features = _but_nan(_hide(features, runs == runs[:, -1:]), _recurs(view.ids))
     return _sum_keys(features, _hide(value, view.keys))
 
 
@@ -274,7 +274,8 @@ def weighted_sums(
     """sum_j (q_i . k_j) v_j and sum_j (q_i . k_j) over the keys j that query i sees, for features of query and key."""
     query, key, value = _hide(query, view.queries), _hide(key, view.keys), _hide(value, view.keys)
     if view.causal or view.ids is not None:
-        return _by_chunks(query, key, value, view, chunk)[:2]
+        numerator, denominator, _ = _by_chunks(query, key, value, view, chunk)
+        return numerator if view.ids is None else _but_nan(numerator, _recurs(view.ids)), denominator
     (B, T, N, M), K = query.shape, key.shape[2]
     numerator, denominator = _look(query.reshape(B, T, K, N // K, M), _sum_keys(key, value))
     return numerator.reshape(B, T, N, value.shape[-1]), denominator.reshape(B, T, N)
@@ -374,10 +375,26 @@ def _at(ids, positions):
 
 def _runs(ids):
     """The number of a token's segment in its row, counted from the left. Padding does not end a segment."""
+    ids = _without_padding(ids)
+    return jnp.cumsum(ids != jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1), axis=1)
+
+
+def _without_padding(ids):
+    """Padding has the id of the last token before it."""
     at = jnp.arange(ids.shape[1])[None]
-    last = jax.lax.cummax(jnp.where(ids != 0, at, 0), axis=1)  # the last token that was not padding
-    ids = jnp.take_along_axis(ids, last, axis=1)
-    return jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0, axis=1)
+    return jnp.take_along_axis(ids, jax.lax.cummax(jnp.where(ids != 0, at, 0), axis=1), axis=1)
+
+
+def _recurs(ids):
+    """[B]: whether an id of a row comes again behind another one: sums have forgotten its keys by then."""
+    changes = lambda ids: jnp.sum(ids[:, 1:] != ids[:, :-1], axis=1)
+    ids = _without_padding(ids)
+    return changes(ids) > changes(jnp.sort(ids, axis=1))
+
+
+def _but_nan(x, rows):
+    """x, NaN in these rows of the batch, which cannot be refused when ids are traced."""
+    return jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
 
 
 def packed(ids: Int[Array, "B L"]) -> Bool[Array, " B"]:

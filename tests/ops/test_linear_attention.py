@@ -184,6 +184,20 @@ def test_packed_sequences_do_not_meet_and_padding_does_not_matter(f, causal):
         np.testing.assert_allclose(out[:1, ids[0] == document], alone, **FLOAT32)
 
 
+@pytest.mark.parametrize("rule", [masks.full(), masks.causal()], ids=str)
+def test_a_row_whose_ids_come_again_is_nan(rule):
+    """The sums forget a segment when the next begins; rows in runs of ids, whatever their order, are as the mask says."""
+    ids = jnp.array([[1, 1, 2, 0, 1, 1], [3, 3, 0, 3, 1, 1], [0, 0, 2, 1, 1, 0], [1, 0, 2, 2, 3, 1]])
+    x, mask = jax.random.normal(jax.random.key(0), (4, 6, 2, 3)), rule & masks.segments(ids)
+    weights = jnp.einsum("btnm,bsnm->bnts", elu_plus_one(x), elu_plus_one(x)) * mask.dense(6, 6)
+    expected = jnp.einsum("bnts,bsnm->btnm", weights / (weights.sum(-1, keepdims=True) + 1e-6), x)
+    out = linear_attention(x, x, x, mask=mask, chunk=2)
+    np.testing.assert_allclose(out[1:3], expected[1:3], **FLOAT32)
+    for f in (linear_attention, efficient_attention):
+        assert np.isnan(f(x, x, x, mask=mask)[jnp.array([0, 3])]).all()
+    assert np.isnan(linear_attention_state(x, x, mask=mask).products[jnp.array([0, 3])]).all()
+
+
 def test_query_lengths_and_offsets():
     """lengths(q=...) empties its queries; an offset moves them along the keys, to either side."""
     arrays, _, _ = case(4, True, False, False, 6, 9, dtype=np.float32)
