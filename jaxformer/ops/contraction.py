@@ -11,22 +11,24 @@ from jaxtyping import Float
 from jaxformer.parallel.sharding import automatic
 
 
-def einsum(spec: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype=None) -> Float[Array, "..."]:
+def einsum(
+    spec: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype=None, *, operand_dtype=None
+) -> Float[Array, "..."]:
     """Product of x and w over the shared axes of `spec`, in x's precision, summed in float32; result in `dtype` (x's own).
 
-    w is cast to x's dtype on the way in, and its gradient comes back in w's: a bfloat16 activation times a float32
-    parameter is a bfloat16 product with a float32 gradient. `spec` names every axis (no ellipsis), each in at least two
-    of the three.
+    x and w are cast to `operand_dtype` (x's own) on the way in, and each gradient comes back in the dtype of its operand: a
+    bfloat16 activation times a float32 parameter is a bfloat16 product with a float32 gradient. `spec` names every axis (no
+    ellipsis), each in at least two of the three.
 
     Low-precision products carry a custom VJP, because autodiff would multiply a float32 cotangent by a bfloat16 operand
     and leave the fast path (and on CPU, fall off it by 5x). At float32 and above this is `jnp.einsum`, differentiable
     to any order. Under Explicit axes the result's axes are split as the operands' are, and sums over split ones are whole.
     """
-    dtype = dtype or x.dtype
-    if x.dtype.itemsize >= 4:
-        product = lambda x, w: jnp.einsum(spec, x, w.astype(x.dtype)).astype(dtype)
+    dtype, narrow = dtype or x.dtype, jnp.dtype(operand_dtype or x.dtype)
+    if narrow.itemsize >= 4:
+        product = lambda x, w: jnp.einsum(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
     else:
-        product = partial(_low_precision, spec, dtype, w.dtype)
+        product = partial(_low_precision, spec, narrow, dtype, (x.dtype, w.dtype))
     return automatic(product, lambda _: _kept(spec, x, w))(x, w)
 
 
@@ -43,17 +45,17 @@ def _kept(spec: str, x: Array, w: Array) -> P:
     return P(*kept)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _low_precision(spec, dtype, w_dtype, x, w):
-    return _dot(spec, x, w.astype(x.dtype)).astype(dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _low_precision(spec, narrow, dtype, dtypes, x, w):
+    return _dot(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
 
 
-def _forward(spec, dtype, w_dtype, x, w):
-    w = w.astype(x.dtype)
+def _forward(spec, narrow, dtype, dtypes, x, w):
+    x, w = x.astype(narrow), w.astype(narrow)
     return _dot(spec, x, w).astype(dtype), (x, w)
 
 
-def _backward(spec, dtype, w_dtype, residuals, g):
+def _backward(spec, narrow, dtype, dtypes, residuals, g):
     x, w = residuals
     x_axes, w_axes, out = _axes(spec)
     g = g.astype(x.dtype)
@@ -61,7 +63,7 @@ def _backward(spec, dtype, w_dtype, residuals, g):
     # g may come straight from a product that was made batch first: folded together, the two have no kernel on CPU either
     dx = _dot(f"{out},{w_axes}->{x_axes}", g if out.startswith(batch) else _settled(g), w)
     dw = _gradient(f"{x_axes},{out}->{w_axes}", x, g)
-    return dx.astype(x.dtype), dw.astype(w_dtype)
+    return dx.astype(dtypes[0]), dw.astype(dtypes[1])
 
 
 _low_precision.defvjp(_forward, _backward)

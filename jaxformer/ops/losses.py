@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 
 from jaxformer.ops.contraction import add_bias, einsum
 from jaxformer.parallel.sharding import automatic, constrain, gathered, lay_out, over
@@ -23,9 +23,9 @@ class LossSums(NamedTuple):
 
 
 def cross_entropy(
-    logits: Float[Array, "B T V"],
-    labels: Int[Array, "B T"],
-    weights: Float[Array, "B T"] | None = None,
+    logits: Float[Array, "*batch V"],
+    labels: Integer[Array, "*batch"],
+    weights: Float[Array, "*batch"] | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> LossSums:
@@ -33,17 +33,23 @@ def cross_entropy(
 
     Label smoothing e puts 1 - e on the label and e / V on every class (Szegedy et al. 2016, section 7). `z_loss` adds
     z (log sum exp logits)^2 (Chowdhery et al. 2022, section 5). A label outside 0..V-1 is legal where its weight is 0, and
-    makes the loss NaN elsewhere; what a token of weight 0 predicts does not matter, be it NaN.
+    makes the loss NaN elsewhere. The logits of a token of weight 0 do not matter, be they NaN: their gradient is 0. A token
+    is correct where its label is the argmax of its logits, of equal ones the first, as `jnp.argmax` has it.
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
-    options = label_smoothing, z_loss
-    return automatic(partial(_cross_entropy, options), lambda _: P())(logits, labels, weights)
+
+    def run(logits, labels, weights):
+        logits = jnp.where(weights[..., None] == 0, 0, logits)  # 0 * NaN is NaN: select before anything is multiplied
+        return _cross_entropy((label_smoothing, z_loss), logits, labels, weights)
+
+    return automatic(run, lambda _: P())(logits, labels, weights)
 
 
 def _cross_entropy(options, logits, labels, weights) -> LossSums:
     label_smoothing, z_loss = options
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     weights = weights.astype(logits.dtype)
+    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # uint8 does not hold every V
     V = logits.shape[-1]
     log_total = jax.nn.logsumexp(logits, axis=-1)
     legal = (labels >= 0) & (labels < V)
@@ -54,15 +60,24 @@ def _cross_entropy(options, logits, labels, weights) -> LossSums:
         losses = (1 - label_smoothing) * losses + label_smoothing * (log_total - jnp.mean(logits, axis=-1))
     if z_loss:
         losses = losses + z_loss * jnp.square(log_total)
-    correct = picked >= jnp.max(logits, axis=-1)
+    correct = _is_argmax(logits, labels, picked)
     losses = jnp.where(weights == 0, 0, losses * weights)
     return LossSums(jnp.sum(losses), jnp.sum(weights), jnp.sum(correct * weights))
+
+
+def _is_argmax(logits, labels, picked):
+    """jnp.argmax(logits, axis=-1) == labels, where `picked` are the logits of the labels; false where one is NaN.
+
+    One reduction to bits. On CPU `jnp.argmax` adds twice its time to a loss, and the least index of the maxima its memory.
+    """
+    picked, places = picked[..., None], jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+    return jnp.all((logits < picked) | ((logits == picked) & (places >= labels[..., None])), axis=-1)
 
 
 def projected_cross_entropy(
     hidden: Float[Array, "B T D"],
     head: Float[Array, "V D"],
-    labels: Int[Array, "B T"],
+    labels: Integer[Array, "B T"],
     weights: Float[Array, "B T"] | None = None,
     *,
     bias: Float[Array, " V"] | None = None,
@@ -87,7 +102,8 @@ def projected_cross_entropy(
 def _projected(options, hidden, head, labels, weights):
     def body(hidden, head, labels, weights):
         def step(sums, part):
-            return jax.tree.map(jnp.add, sums, _chunk_loss(options, head, *part)), None
+            logits = _logits(hidden.dtype, part[0], head)
+            return jax.tree.map(jnp.add, sums, _chunk_loss(options, logits, *part[1:])), None
 
         sums, _ = jax.lax.scan(step, _zeros(hidden), _chunks(_chunk(options[0], hidden, head), hidden, labels, weights))
         return (tuple(sums),)
@@ -96,16 +112,23 @@ def _projected(options, hidden, head, labels, weights):
 
 
 def _projected_forward(options, hidden, head, labels, weights):
-    """Losses and, at the same pass, their gradients: the cotangent of a sum is one number, so it can multiply later."""
+    """Losses and, at the same pass, their gradients: the cotangent of a sum is one number, so it can multiply later.
+
+    Until then float16 could not hold them: the cotangent may be a loss scale. Parts of float16 operands stay float32.
+    """
 
     def body(hidden, head, labels, weights):
+        wide = partial(jax.tree.map, lambda a: a.astype(jnp.float32) if a.dtype == jnp.float16 else a)
+        dtype, head = hidden.dtype, wide(head)
+
         def step(carry, part):
             sums, d_head = carry
             part_hidden, *rest = part
-            loss, pullback, others = jax.vjp(
-                lambda h, w: _loss_first(_chunk_loss(options, w, h, *rest)), part_hidden, head, has_aux=True
+            logits, pullback = jax.vjp(partial(_logits, dtype), wide(part_hidden), head)
+            loss, to_logits, others = jax.vjp(
+                lambda logits: _loss_first(_chunk_loss(options, logits, *rest)), logits, has_aux=True
             )
-            d_hidden, d_part = pullback(jnp.ones_like(loss))
+            d_hidden, d_part = _in_range_of(dtype, pullback)(*to_logits(jnp.ones_like(loss)))
             sums = jax.tree.map(jnp.add, sums, LossSums(loss, *others))
             return (sums, jax.tree.map(lambda d, part: d + part.astype(d.dtype), d_head, d_part)), d_hidden
 
@@ -116,14 +139,29 @@ def _projected_forward(options, hidden, head, labels, weights):
         d_hidden = d_hidden.swapaxes(0, 1).reshape(B, -1, D)[:, :T]
         return tuple(sums), (d_hidden, d_head)
 
-    sums, (d_hidden, d_head) = _on_each_device(body, hidden, head, labels, weights)
-    return sums, (d_hidden, jax.tree.map(lambda d, w: d.astype(w.dtype), d_head, head))
+    sums, gradients = _on_each_device(body, hidden, head, labels, weights)
+    return sums, (gradients, jax.tree.map(lambda a: jnp.zeros(0, a.dtype), (hidden, head)))
+
+
+def _in_range_of(dtype, pullback):
+    """The pullback of products whose cotangent is rounded to `dtype`, without underflow in float16: at vocabulary 50,000
+    most of p - target is below its smallest number. Scaled by a power of two before, the gradients divided by it after.
+    """
+    if dtype != jnp.float16:
+        return pullback
+
+    def scaled(g):
+        _, exponent = jnp.frexp(jnp.max(jnp.abs(g)))
+        factor = jnp.ldexp(jnp.ones((), g.dtype), jnp.minimum(15 - exponent, 100))  # the largest is below 2^15, finite
+        return jax.tree.map(lambda d: d / factor, pullback(g * factor))
+
+    return scaled
 
 
 def _projected_backward(options, residuals, cotangents):
-    d_hidden, d_head = residuals
+    gradients, operands = residuals
     d_loss = cotangents[0]  # float32: 1 / tokens in bfloat16 would scale every gradient below by the same error
-    d_hidden, d_head = jax.tree.map(lambda d: (d * d_loss).astype(d.dtype), (d_hidden, d_head))
+    d_hidden, d_head = jax.tree.map(lambda d, a: (d * d_loss).astype(a.dtype), gradients, operands)
     return d_hidden, d_head, None, None
 
 
@@ -167,14 +205,19 @@ def _chunk(chunk: int | None, hidden, head) -> int:
     return -(-T // count)  # as even as they come: the rest of the last one would be computed for nothing
 
 
-def _chunk_loss(options, head, hidden, labels, weights) -> LossSums:
-    _, softcap, label_smoothing, z_loss = options
+def _logits(dtype, hidden, head):
+    """hidden head^T + bias in float32 or better, of operands that are rounded to `dtype`."""
     kernel, bias = head
-    logits = einsum("btd,vd->btv", hidden, kernel, dtype=jnp.promote_types(hidden.dtype, jnp.float32))
-    logits = constrain(logits if bias is None else add_bias(logits, bias), "batch", "length", "vocab")
+    wide = jnp.promote_types(dtype, jnp.float32)
+    logits = einsum("btd,vd->btv", hidden, kernel, dtype=wide, operand_dtype=dtype)
+    return constrain(logits if bias is None else add_bias(logits, bias), "batch", "length", "vocab")
+
+
+def _chunk_loss(options, logits, labels, weights) -> LossSums:
+    _, softcap, *rest = options
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    return cross_entropy(logits, labels, weights, label_smoothing, z_loss)
+    return _cross_entropy(rest, logits, labels, weights)
 
 
 def _loss_first(sums: LossSums):
@@ -187,7 +230,11 @@ def _zeros(hidden) -> LossSums:
 
 
 def _chunks(chunk, hidden, labels, weights):
-    """[B, T, ...] -> [ceil(T / chunk), B, chunk, ...]: cut along T, so a batch sharded over B stays where it is."""
+    """[B, T, ...] -> [ceil(T / chunk), B, chunk, ...]: cut along T, so a batch sharded over B stays where it is.
+
+    Hidden states of weight 0 become 0: the gradient of the head is a product with them, and 0 * NaN is NaN.
+    """
+    hidden = jnp.where(weights[..., None] == 0, 0, hidden)
 
     def cut(x):
         pad = -x.shape[1] % chunk

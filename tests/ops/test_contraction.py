@@ -101,6 +101,19 @@ def test_operands_and_cotangents_that_do_not_fit_are_rounded_once(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_wide_operands_of_a_narrow_product_have_wide_gradients(dtype):
+    """The product of operands rounded to `operand_dtype`; nothing is rounded to 16 bits after the sums."""
+    spec = "btd,vd->btv"
+    x, w, g = (a.astype(dtype).astype(jnp.float32) for a in operands(spec, 5))
+    product = lambda x, w: einsum(spec, x, w, operand_dtype=dtype)
+    out, pullback = jax.jit(lambda x, w: jax.vjp(product, x, w))(x, w)
+    exact, magnitude = truth(spec, x, w, g)
+    for ours, theirs, size in zip((out, *jax.jit(lambda g: pullback(g))(g)), exact, magnitude, strict=True):
+        assert ours.dtype == jnp.float32
+        assert (np.abs(np.float64(ours) - theirs) <= SUMS * size).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sums_are_float32(dtype):
     """4096 terms (1 + 2^-7)^2 make 4160.25 exactly; a bfloat16 sum of ones would stop at 256, a rounded product at 4160."""
     n, one = 4096, 1 + 2.0**-7
