@@ -67,7 +67,10 @@ def _order(n: int, seed: int) -> Any:
 
 
 class ValidationBatches:
-    """The split in order, once: `len` batches of [B, T]; the last is filled up with rows of weight 0. `own` as in `batches`."""
+    """The split in order, once: `len` batches [B, ...]; the last is filled up with rows of weight 0. `own` as in `batches`.
+
+    Weights are [B, ...], of tokens or of whole examples. Raises ConfigError where examples have none.
+    """
 
     def __init__(self, split: Any, batch_size: int, own: np.ndarray | None = None):
         if batch_size < 1:
@@ -81,8 +84,11 @@ class ValidationBatches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         indices = range(len(self))[index] * self.batch_size + self.own
         batch = gather(self.split, np.minimum(indices, len(self.split) - 1))
-        real = (indices < len(self.split)).astype(np.float32)
-        return batch | {"weights": batch["weights"] * real[:, None]}
+        if "weights" not in batch:
+            raise ConfigError(f"data: validation examples have no weights, only {', '.join(batch)}; add weights of 1")
+        weights = np.asarray(batch["weights"])
+        real = (indices < len(self.split)).reshape(-1, *(1,) * (weights.ndim - 1))
+        return batch | {"weights": np.where(real, weights, 0).astype(np.float32)}
 
 
 validation_batches = ValidationBatches

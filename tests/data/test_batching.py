@@ -102,6 +102,25 @@ def test_validation_covers_the_split_once_in_order(count, length, batch_size):
     assert rows[-1]["weights"].dtype == np.float32
 
 
+@given(count=st.integers(1, 30), batch_size=st.integers(1, 9), shape=st.sampled_from([(), (3,), (2, 3)]))
+@settings(max_examples=50, deadline=None)
+def test_validation_fills_up_weights_of_any_rank(count, batch_size, shape):
+    """Images have one weight an example: [B], which times [B, 1] was [B, B]."""
+    rng = np.random.default_rng(count)
+    weights = rng.uniform(0.5, 1, (count, *shape)).astype(np.float32)
+    split = [{"image": np.full((2, 2, 3), i), "labels": np.int32(i), "weights": weights[i]} for i in range(count)]
+    rows = list(validation_batches(split, batch_size))
+    assert all(row["weights"].shape == (batch_size, *shape) for row in rows)
+    found = np.concatenate([row["weights"] for row in rows])
+    np.testing.assert_array_equal(found[:count], weights)
+    assert not found[count:].any() and found.dtype == np.float32
+
+
+def test_validation_examples_without_weights_are_refused():
+    with pytest.raises(ConfigError, match="have no weights, only image, labels; add weights of 1"):
+        validation_batches([{"image": np.zeros(2), "labels": np.int32(0)}] * 3, 2)[0]
+
+
 def test_unigram_entropy_is_the_formula():
     rng = np.random.default_rng(0)
     train, validation = rng.integers(0, 5, 4000), rng.integers(0, 3, 700)
