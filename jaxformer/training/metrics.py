@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -187,7 +188,10 @@ class NonFinite(RuntimeError):
 
 
 class Reporter:
-    """Holds back each step's metrics until the next step was dispatched; checks them, logs every `log_every`-th."""
+    """Holds back each step's metrics until the next step was dispatched; checks them, logs every `log_every`-th.
+
+    A step that changed nothing is reported at once, with its number and why.
+    """
 
     def __init__(self, experiment: Experiment, write, console: Console, devices: int = 1):
         self._experiment, self._write, self._console = experiment, write, console
@@ -216,10 +220,20 @@ class Reporter:
                 f"loss or gradient not finite for {int(values['skipped'])} steps in a row, up to step {step} (loss "
                 f"{values['loss']}, gradient norm {values['grad_norm']}); lower --optimizer.learning-rate or look at the data"
             )
-        speed = self._speed(values.pop("tokens"))
+        empty = values["tokens"] <= 0 and math.isfinite(values["grad_norm"])
+        if empty:  # it has no mean loss: the record says how many tokens there were instead
+            self._console.say(f"step {step} changed nothing: the weights of its batch sum to {values['tokens']:g}")
+            values = {name: value for name, value in values.items() if math.isfinite(value)}
+        elif values["skipped"]:
+            scale = f"; the loss scale is now {values['loss_scale']:g}" if "loss_scale" in values else ""
+            self._console.say(
+                f"step {step} changed nothing: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}{scale}"
+            )
+        tokens = values["tokens"] if empty else values.pop("tokens")
+        speed = self._speed(tokens)
         if step % self._experiment.log_every == 0 or step + 1 == self._experiment.steps:
             self._write(step, values)
-            shown = {name: values[name] for name in ("loss", "accuracy", "learning_rate")} | speed
+            shown = {name: values[name] for name in ("loss", "accuracy", "learning_rate") if name in values} | speed
             if values["skipped"]:
                 shown["skipped"] = values["skipped"]
             self._console.log(step, shown)

@@ -29,7 +29,9 @@ def make_train_step(
     Under `jax.set_mesh` it is the step of all devices. With `axis_name` it is one copy's step under `jax.pmap`, which sums
     over that axis.
 
-    A step whose loss or gradient is not finite changes no parameter and no optimizer state; it counts in `skipped`.
+    A step whose loss or gradient is not finite changes no parameter and no optimizer state; it counts in `skipped`. A step
+    whose weights sum to 0 (or less) has no mean to descend: it changes nothing but `step`, not even `skipped`, and has the
+    metrics tokens 0, loss and accuracy NaN.
     Metrics: loss (nats a token), accuracy, tokens, grad_norm (before clipping), learning_rate (the one used), skipped.
     """
     experiment = staged(experiment)
@@ -48,10 +50,11 @@ def make_train_step(
         if axis_name is not None:
             sums, gradients = jax.lax.psum((sums, gradients), axis_name)
         gradients = parallel.lay(gradients, spec, rules_of(experiment))
-        total = jnp.maximum(sums.weight, 1e-9)
+        total = jnp.where(sums.weight > 0, sums.weight, 1)
         gradients = jax.tree.map(lambda g: g / (total * scale), gradients)
         norm = optax.tree.norm(gradients)
-        ok = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+        finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+        empty = finite & (sums.weight <= 0)
         if experiment.clip_norm is not None:
             shrink = jnp.minimum(1.0, experiment.clip_norm / norm)
             gradients = jax.tree.map(lambda g: g * shrink, gradients)
@@ -69,16 +72,14 @@ def make_train_step(
             return replace(state, params=params, opt_state=moved(opt_state, jax.memory.Space.Host), ema=ema)
 
         # a select instead would need the old state beside the new one, and so a copy of what was donated
-        new = jax.lax.cond(ok, apply, lambda state: state, state)
-        new = replace(
-            new,
-            step=state.step + 1,
-            loss_scale=rescale(state.loss_scale, ok),
-            skipped=jnp.where(ok, 0, state.skipped + 1),
-        )
+        new = jax.lax.cond(finite & ~empty, apply, lambda state: state, state)
+        counters = rescale(state.loss_scale, finite), jnp.where(finite, 0, state.skipped + 1)
+        before = state.loss_scale, state.skipped
+        loss_scale, skipped = jax.tree.map(lambda new, old: jnp.where(empty, old, new), counters, before)
+        new = replace(new, step=state.step + 1, loss_scale=loss_scale, skipped=skipped)
         metrics = {
-            "loss": sums.loss / total,
-            "accuracy": sums.correct / total,
+            "loss": jnp.where(empty, jnp.nan, sums.loss / total),
+            "accuracy": jnp.where(empty, jnp.nan, sums.correct / total),
             "tokens": sums.weight,
             "grad_norm": norm,
             "learning_rate": jnp.asarray(rate, jnp.float32),

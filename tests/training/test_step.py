@@ -100,6 +100,28 @@ def test_a_step_with_bad_numbers_changes_nothing_but_its_counters(where):
     assert int(step(after, make_batch())[0].skipped) == 0
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_batch_without_weight_changes_nothing_but_the_step(accumulation):
+    """Weight decay, moments and averages wait, and it is no bad step either: `skipped` neither grows nor starts again."""
+    step = step_of(replace(AVERAGED, accumulation=accumulation))
+    state, _ = step(initial(AVERAGED), make_batch())
+    empty = make_batch(1) | {"weights": np.zeros((8, 8), np.float32)}
+    for skipped in (0, 3):
+        before = replace(state, skipped=jnp.int32(skipped))
+        after, metrics = step(before, empty)
+        jax.tree.map(np.testing.assert_array_equal, after, replace(before, step=before.step + 1))
+        assert float(metrics["tokens"]) == float(metrics["grad_norm"]) == 0 and int(metrics["skipped"]) == skipped
+        assert np.isnan(metrics["loss"]) and np.isnan(metrics["accuracy"])  # 0 / 0, and no perfect model
+
+
+def test_a_label_outside_of_the_vocabulary_is_a_bad_step():
+    state, batch = initial(AVERAGED), make_batch()
+    batch["labels"] = np.where(np.arange(8) == 3, 99999, batch["labels"])
+    after, metrics = step_of(AVERAGED)(state, batch)
+    assert np.isnan(metrics["loss"]) and int(after.skipped) == 1
+    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+
+
 def test_clipping_bounds_the_update_and_reports_the_norm_before():
     batch = make_batch()
     _, (free,) = run(replace(EXPERIMENT, clip_norm=None), 1)

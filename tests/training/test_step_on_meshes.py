@@ -48,6 +48,7 @@ def assert_same(found):
     state, metrics = on_one_device()[1]
     # float32 sums in another order; Adam divides the gradient by its own size, which for the smallest ones is mostly noise
     np.testing.assert_allclose(found[1]["loss"], metrics["loss"], rtol=1e-6)
+    np.testing.assert_allclose(found[1]["accuracy"], metrics["accuracy"], rtol=1e-6)
     np.testing.assert_allclose(found[1]["grad_norm"], metrics["grad_norm"], rtol=1e-5)
     for path, leaf in params.paths(state.params).items():
         np.testing.assert_allclose(params.paths(found[0].params)[path], leaf, atol=1e-5, err_msg=path)
