@@ -46,7 +46,7 @@ sky-train: .venv/ready   ## submit a SkyPilot managed job: EXP=gpt2_small TOPOLO
 	$(call launch,skypilot,TOPOLOGY NODES BUCKET RETRIES,$(if $(GPUS),--accelerators='$(GPUS)'))
 
 N ?= 2
-pod-sim: .venv/ready     ## N real processes of one run on this machine: N=4 EXP=quickstart ARGS="--steps=20"
+pod-sim: .venv/ready     ## N real processes of one run on this machine: N=4 EXP=quickstart ARGS="--steps=60"
 	@$(BIN)/python -m experiments.launch.pod_sim $(N) $(EXP) $(ARGS)
 
 test: .venv/ready-dev  ## the test suite (some minutes on two cores)

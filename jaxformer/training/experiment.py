@@ -52,7 +52,8 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Factored second moments, updates relative to the parameter's scale. Shazeer & Stern 2018, arXiv:1804.04235."""
+    """Factored second moments, updates relative to the parameter's scale, layer by layer. Shazeer & Stern 2018,
+    arXiv:1804.04235; matrices with a side below 128 are not factored, as in optax."""
 
     learning_rate: float = 1e-2
     decay_rate: float = 0.8
@@ -117,11 +118,16 @@ class Linear:
 
 @dataclass(frozen=True)
 class WSD:
-    """Warm-up, a stable plateau, and a linear decay over the last `decay` share of the run. Hu et al. 2024."""
+    """Warm-up, a stable plateau, and a linear decay over the last `decay` share of the run, to `final` times the peak at
+    the last step. Hu et al. 2024."""
 
     warmup: int = 0
     decay: float = 0.2
     final: float = 0.0
+
+    def decay_steps(self, steps: int) -> int:
+        """How many of a run's last steps are below the peak."""
+        return max(round(steps * self.decay), 1)
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,22 @@ class Constant:
     """Linear warm-up, then the peak."""
 
     warmup: int = 0
+
+
+def _check_schedule(schedule, steps: int) -> None:
+    for name in ("final", "decay"):
+        if not 0 <= getattr(schedule, name, 0.0) <= 1:
+            raise ConfigError(f"schedule.{name}={getattr(schedule, name)}: must be in [0, 1]")
+    if isinstance(schedule, Noam):  # has no end, and warms up for as long as it likes
+        return
+    warmup = f"schedule.warmup={schedule.warmup}"
+    if schedule.warmup >= steps:
+        raise ConfigError(f"{warmup}: must be below steps={steps}; lower --schedule.warmup or raise --steps")
+    if isinstance(schedule, WSD) and schedule.warmup and schedule.warmup + schedule.decay_steps(steps) > steps:
+        raise ConfigError(
+            f"{warmup}: overlaps the last {schedule.decay_steps(steps)} of steps={steps}, which decay; lower it or "
+            f"schedule.decay={schedule.decay}"
+        )
 
 
 @dataclass(frozen=True)
@@ -198,6 +220,7 @@ class Experiment:
         for name, (value, limit) in least.items():
             if not value >= limit:
                 raise ConfigError(f"{name}={value}: must be at least {limit}")
+        _check_schedule(self.schedule, self.steps)
         if self.frozen is not None:
             try:
                 re.compile(self.frozen)

@@ -6,6 +6,7 @@ is logged is the rate that was used, also after steps that were skipped.
 
 import math
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,10 +21,8 @@ from jaxformer.training.experiment import (
     Adafactor,
     Adam,
     AdamW,
-    Constant,
     Cosine,
     Experiment,
-    Linear,
     Lion,
     Muon,
     Noam,
@@ -57,29 +56,26 @@ def build(
         case Lion(b1=b1, b2=b2):
             return optax.chain(optax.scale_by_lion(b1, b2), _decay(config, spec), optax.scale(-1))
         case Adafactor():
-            return optax.adafactor(
-                learning_rate=None,
-                decay_rate=config.decay_rate,
-                clipping_threshold=config.clipping_threshold,
-                weight_decay_rate=config.weight_decay or None,
-                weight_decay_mask=_decayed(config, spec),
+            one = optax.chain(
+                optax.scale_by_factored_rms(decay_rate=config.decay_rate),
+                optax.clip_by_block_rms(config.clipping_threshold),
+                optax.scale_by_param_block_rms(),
             )
+            return optax.chain(for_each_layer(one, spec), _decay(config, spec), optax.scale(-1))
         case Muon():
-            share = config.adam_learning_rate / config.learning_rate
-            by_adam = jax.tree.map(lambda leaf, d: d and muon_dimensions(leaf) is None, spec, _decayed(config, spec))
             muon = contrib.muon(
                 learning_rate=1.0,
                 ns_steps=config.newton_schulz_steps,
                 beta=config.momentum,
                 weight_decay=config.weight_decay,
                 weight_decay_mask=_decayed(config, spec),
-                adam_b1=config.b1,
-                adam_b2=config.b2,
-                adam_learning_rate=share,
-                muon_weight_dimension_numbers=jax.tree.map(muon_dimensions, spec),
+                muon_weight_dimension_numbers=partial(_dimensions, spec),
             )
-            # optax's Muon decays everything that it hands to Adam, norms and biases too; so that part's decay is ours
-            return optax.chain(muon, optax.add_decayed_weights(-config.weight_decay * share, by_adam))
+            # optax's Muon has Nesterov momentum for what it would hand to Adam, and decays all of it: it gets matrices alone
+            adamw = AdamW(b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, not_decayed=config.not_decayed)
+            others = optax.chain(build(adamw, spec), optax.scale(config.adam_learning_rate / config.learning_rate))
+            labels = jax.tree.map(lambda leaf: "AdamW" if muon_dimensions(leaf) is None else "Muon", spec)
+            return optax.partition({"Muon": muon, "AdamW": others}, labels)
     raise TypeError(f"optimizer: expected Adam, AdamW, Adafactor, Lion or Muon; got {type(config).__name__}")
 
 
@@ -99,8 +95,38 @@ def muon_dimensions(leaf: params.Spec) -> contrib.MuonDimensionNumbers | None:
     if not leaf.contracts or "vocab" in leaf.axes:
         return None
     inputs = tuple(i for i, axis in enumerate(leaf.axes) if axis in leaf.contracts)
-    outputs = tuple(i for i, axis in enumerate(leaf.axes) if axis not in (*leaf.contracts, "layers"))
+    outputs = tuple(i for i in range(len(stacked(leaf)), len(leaf.axes)) if i not in inputs)
     return contrib.MuonDimensionNumbers(inputs, outputs)
+
+
+def _dimensions(spec: Tree, updates: Tree) -> Tree:
+    """`muon_dimensions` of the leaves that `updates` has: optax puts an empty node where another optimizer works."""
+    here = lambda leaf, update: muon_dimensions(leaf) if jax.tree.leaves(update) else update
+    return jax.tree.map(here, spec, updates)
+
+
+def stacked(leaf: params.Spec) -> tuple[int, ...]:
+    """The sizes of a parameter's first axes along which parameters are stacked: layers, and in them experts."""
+    count = next((i for i, axis in enumerate(leaf.axes) if axis not in ("layers", "expert")), len(leaf.axes))
+    return leaf.shape[:count]
+
+
+def for_each_layer(transform: optax.GradientTransformation, spec: Tree) -> optax.GradientTransformation:
+    """`transform` of every layer's (and expert's) parameters by themselves, as if they were separate leaves.
+
+    For what takes a norm or a mean of a leaf, or its shape: a stacked leaf `[L, ...]` is L parameters. Leaves that are
+    stacked alike go through one `jax.vmap`; what the transformation counts, it counts once a layer.
+    """
+
+    def mapped(sizes):
+        init, update = transform.init, transform.update
+        for size in reversed(sizes):  # named, because all of them may be frozen
+            init, update = jax.vmap(init, axis_size=size), jax.vmap(update, axis_size=size)
+        return optax.GradientTransformation(init, update)
+
+    name = lambda leaf: "x".join(map(str, stacked(leaf))) or "single"
+    groups = {name(leaf): mapped(stacked(leaf)) for leaf in jax.tree.leaves(spec)}
+    return optax.partition(groups, jax.tree.map(name, spec))
 
 
 def freeze(parameters: Tree, frozen: str | None) -> Tree:
@@ -128,8 +154,13 @@ def routes(config: Adam | AdamW | Adafactor | Lion | Muon, spec: Tree, frozen: s
 
 
 def schedule(experiment: Experiment) -> optax.Schedule:
-    """Learning rate of a 0-based step. Warm-up step s of w has the share (s + 1) / w, so no step has rate 0."""
-    config, peak, steps = experiment.schedule, experiment.optimizer.learning_rate, experiment.steps
+    """Learning rate of a 0-based step.
+
+    Warm-up step s of w has the share (s + 1) / w of the peak, so no step has rate 0 and step w - 1 has the peak (step 0
+    without a warm-up). The decay begins with the next step, and the last one, number steps - 1, has `final` times the
+    peak. A run of a single step has the peak.
+    """
+    config, peak, last = experiment.schedule, experiment.optimizer.learning_rate, experiment.steps - 1
     if isinstance(config, Noam):
         factor = peak / math.sqrt(experiment.model.d_model)
 
@@ -138,19 +169,14 @@ def schedule(experiment: Experiment) -> optax.Schedule:
             return factor * jnp.minimum(count**-0.5, count * max(config.warmup, 1) ** -1.5)
 
         return noam
-    rest = max(steps - config.warmup, 1)
-    match config:
-        case Cosine():
-            body = optax.cosine_decay_schedule(peak, rest, alpha=config.final)
-        case Linear():
-            body = optax.linear_schedule(peak, peak * config.final, rest)
-        case WSD():
-            decay = max(round(steps * config.decay), 1)
-            stable = max(rest - decay, 0)
-            body = optax.linear_schedule(peak, peak * config.final, decay, transition_begin=stable)
-        case Constant():
-            body = optax.constant_schedule(peak)
-    if config.warmup == 0:
-        return body
-    warmup = optax.linear_schedule(peak / config.warmup, peak, max(config.warmup - 1, 1))
-    return optax.join_schedules([warmup, body], [config.warmup])
+    warmup, final = max(config.warmup, 1), getattr(config, "final", 1.0)
+    start = max(last - config.decay_steps(experiment.steps), 0) if isinstance(config, WSD) else warmup - 1
+
+    def rate(step):
+        step = jnp.asarray(step, jnp.float32)
+        done = jnp.clip((step - start) / max(last - start, 1), 0, 1)
+        if isinstance(config, Cosine):
+            done = (1 - jnp.cos(jnp.pi * done)) / 2
+        return peak * jnp.minimum((step + 1) / warmup, 1) * (done * final + (1 - done))
+
+    return rate

@@ -1,6 +1,7 @@
 """Optimizers and schedules against their published definitions."""
 
 import math
+import re
 from dataclasses import replace
 
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxformer import models, params
 from jaxformer.config import ConfigError
@@ -71,6 +74,91 @@ def test_adafactor_steps_are_relative_to_the_parameters():
     rms = lambda x: float(jnp.sqrt(jnp.mean(jnp.square(x))))
     assert rms(updates[kernel]) == pytest.approx(rms(parameters[kernel]), rel=0.1)
     assert (jnp.sign(updates[kernel]) == -jnp.sign(gradients[kernel])).mean() > 0.99
+
+
+def apart(tree):
+    """The same parameters, each layer's (and expert's) in a leaf of its own."""
+    leaves = {}
+    for path, spec in params.paths(STACKED).items():
+        sizes = optimizer.stacked(spec)
+        for index in np.ndindex(sizes):
+            leaves["/".join([path, *map(str, index)])] = params.paths(tree)[path][index]
+    return leaves
+
+
+ZEROS = jax.nn.initializers.zeros
+STACKED = {
+    "kernel": params.Spec((2, 130, 140), ("layers", "embed", "mlp"), ZEROS, ("embed",)),  # large enough to be factored
+    "scale": params.Spec((130, 128), ("layers", "embed"), ZEROS),  # 130 vectors: no matrix
+    "router": params.Spec((2, 6, 4), ("layers", "embed", "expert"), ZEROS, ("embed",)),  # experts are its outputs
+    "experts": params.Spec((2, 4, 6, 5), ("layers", "expert", "embed", "mlp"), ZEROS, ("embed",)),
+    "tokens": params.Spec((150, 130), ("vocab", "embed"), ZEROS),
+    "bias": params.Spec((7,), ("embed",), ZEROS),
+}
+
+
+def random_trees(count, seed=0):
+    """Trees of `STACKED` whose layers differ in size, as gradients and parameters do."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(spec):
+        size = np.exp(
+            rng.normal(size=(*optimizer.stacked(spec), *(1,) * (len(spec.shape) - len(optimizer.stacked(spec)))))
+        )
+        return jnp.asarray(rng.normal(size=spec.shape) * size, jnp.float32)
+
+    return [jax.tree.map(leaf, STACKED) for _ in range(count)]
+
+
+def steps_of(transform, parameters, gradients):
+    """The parameters after a step of 0.1 with each gradient."""
+    state = transform.init(parameters)
+
+    @jax.jit
+    def step(parameters, state, gradient):
+        updates, state = transform.update(gradient, state, parameters)
+        return jax.tree.map(lambda p, u: p + 0.1 * u, parameters, updates), state
+
+    for gradient in gradients:
+        parameters, state = step(parameters, state, gradient)
+    return parameters
+
+
+def test_adafactor_of_stacked_layers_is_optax_on_each_of_them():
+    """The norms, means and factors of the paper are those of one layer's matrix, however parameters are stored."""
+    start, *gradients = random_trees(9)
+    ours = apart(steps_of(optimizer.build(Adafactor(), STACKED), start, gradients))
+    some = lambda tree: {path: leaf for path, leaf in apart(tree).items() if not path[-2:].isdigit()}
+    theirs = steps_of(optax.adafactor(), some(start), map(some, gradients))  # nine of the 130 vectors are enough
+    for path, leaf in theirs.items():
+        # eight steps of 10 % of float32 numbers, each of which passes two means
+        np.testing.assert_allclose(ours[path], leaf, rtol=1e-5, atol=1e-6, err_msg=path)
+
+
+def test_adafactor_where_a_whole_stack_is_frozen():
+    start, gradient = random_trees(2)
+    transform = optimizer.build(Adafactor(), STACKED, "experts|kernel|router")
+    updates, _ = jax.jit(transform.update)(gradient, transform.init(start), start)
+    assert not any(np.asarray(updates[name]).any() for name in ("experts", "kernel", "router"))
+    assert all(np.asarray(updates[name]).all() for name in ("scale", "tokens", "bias"))
+
+
+def test_muon_is_optax_muon_on_matrices_and_optax_adamw_elsewhere():
+    """Plain AdamW: optax's own Muon gives Nesterov momentum to what it hands to Adam, and decays all of it."""
+    config = Muon(weight_decay=0.1, not_decayed="bias|scale")
+    start, *gradients = random_trees(9)
+    ours = apart(steps_of(optimizer.build(config, STACKED), start, gradients))
+    by_muon = {path for path in ours if path.split("/")[0] in ("kernel", "router", "experts")}
+    few = lambda tree, paths: {path: leaf for path, leaf in apart(tree).items() if path in paths}
+    muon = optax.contrib.muon(1.0, beta=config.momentum, weight_decay=0.1)
+    share = config.adam_learning_rate / config.learning_rate
+    decayed = {path: path.startswith("tokens") for path in ours if path not in by_muon}
+    adamw = optax.adamw(share, b1=config.b1, b2=config.b2, weight_decay=0.1, mask=decayed)
+    for transform, paths in ((muon, by_muon), (adamw, set(decayed))):
+        theirs = steps_of(transform, few(start, paths), [few(gradient, paths) for gradient in gradients])
+        for path, leaf in theirs.items():
+            # five Newton-Schulz steps in float32, compiled in a batch of layers and alone; steps are of size 0.1
+            np.testing.assert_allclose(ours[path], leaf, rtol=1e-5, atol=1e-4, err_msg=path)
 
 
 def as_matrices(path, update):
@@ -172,23 +260,72 @@ def test_every_optimizer_descends(config):
 
 def rates(schedule, steps=100, **changes):
     f = optimizer.schedule(replace(EXPERIMENT, schedule=schedule, steps=steps, **changes))
-    return np.array([float(f(jnp.int32(step))) for step in range(steps)])
+    return np.asarray(f(np.arange(steps)))
 
 
-def test_schedules():
-    peak = EXPERIMENT.optimizer.learning_rate
-    for schedule in (Cosine(warmup=10), Linear(warmup=10), WSD(warmup=10), Constant(warmup=10)):
-        np.testing.assert_allclose(rates(schedule)[:10], peak * np.arange(1, 11) / 10, rtol=1e-5)
-        assert (rates(schedule) > 0).all()  # the first update does something
-        assert rates(type(schedule)())[0] == pytest.approx(peak)
-    steps = np.arange(90)
-    np.testing.assert_allclose(
-        rates(Cosine(warmup=10, final=0.1))[10:], peak * (0.1 + 0.45 * (1 + np.cos(np.pi * steps / 90))), rtol=1e-5
-    )
-    np.testing.assert_allclose(rates(Linear(warmup=10, final=0.5))[10:], peak * (1 - 0.5 * steps / 90), rtol=1e-5)
-    wsd = rates(WSD(warmup=10, decay=0.3, final=0.0))
-    np.testing.assert_allclose(wsd[10:71], peak, rtol=1e-6)
-    np.testing.assert_allclose(wsd[70:], peak * (1 - np.arange(30) / 30), rtol=1e-5)
+RUNS = st.integers(1, 300).flatmap(lambda steps: st.tuples(st.just(steps), st.integers(0, steps - 1)))
+SHARES = st.floats(0, 1, width=32)
+
+
+@settings(deadline=None, max_examples=30)
+@given(RUNS, st.sampled_from([Cosine, Linear, WSD, Constant]), SHARES, SHARES)
+def test_schedules_keep_their_word_at_both_ends(run, kind, final, decay):
+    """Warm-up in equal parts up to the peak, which is reached; never up again; the last step has `final` of the peak."""
+    steps, warmup = run
+    peak, top = EXPERIMENT.optimizer.learning_rate, max(warmup, 1) - 1
+    options = {"final": final} if kind in (Cosine, Linear) else {}
+    if kind is WSD:
+        length = WSD(decay=decay).decay_steps(steps)
+        if warmup and warmup + length > steps:
+            with pytest.raises(
+                ConfigError, match=f"schedule.warmup={warmup}: overlaps the last {length} of steps={steps}"
+            ):
+                replace(EXPERIMENT, steps=steps, schedule=WSD(warmup, decay, final))
+            return
+        options = {"final": final, "decay": decay}
+    found = rates(kind(warmup=warmup, **options), steps) / peak
+    float32 = dict(rtol=1e-5, atol=1e-6)  # some roundings of numbers up to one
+    np.testing.assert_allclose(found[: top + 1], np.arange(1, top + 2) / max(warmup, 1), **float32)
+    assert found.max() <= 1 + 1e-6 and (np.diff(found[top:]) <= 1e-6).all()
+    assert (found[:-1] > 0).all() or final < 1e-6 or kind is Cosine
+    if steps > 1:
+        np.testing.assert_allclose(found[-1], 1.0 if kind is Constant else final, **float32)
+    done = (np.arange(steps) - top)[top:] / max(steps - 1 - top, 1)
+    if kind is Linear:
+        np.testing.assert_allclose(found[top:], 1 + (final - 1) * done, **float32)
+    if kind is Cosine:
+        np.testing.assert_allclose(found[top:], final + (1 - final) * (1 + np.cos(np.pi * done)) / 2, **float32)
+    if kind is WSD and top < steps - 1 - length:
+        np.testing.assert_allclose(found[top : steps - length], 1, **float32)
+        np.testing.assert_allclose(np.diff(found[steps - 1 - length :]), (final - 1) / length, **float32)
+
+
+def test_schedules_agree_with_optax_where_it_counts_alike():
+    """Optax's decay over steps - 1 intervals has its end at the last step."""
+    for ours, theirs in (
+        (Cosine(final=0.1), optax.cosine_decay_schedule(1.0, 99, alpha=0.1)),
+        (Linear(final=0.2), optax.linear_schedule(1.0, 0.2, 99)),
+        (WSD(decay=0.3, final=0.2), optax.linear_schedule(1.0, 0.2, 30, transition_begin=69)),
+    ):
+        found = rates(ours) / EXPERIMENT.optimizer.learning_rate
+        np.testing.assert_allclose(found, jax.vmap(theirs)(jnp.arange(100)), rtol=1e-5, atol=1e-6)  # float32 cosines
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (Cosine(warmup=20), "schedule.warmup=20: must be below steps=20; lower --schedule.warmup or raise --steps"),
+        (Constant(warmup=21), "schedule.warmup=21: must be below steps=20"),
+        (WSD(warmup=11, decay=0.5), "schedule.warmup=11: overlaps the last 10 of steps=20"),
+        (WSD(decay=1.5), "schedule.decay=1.5: must be in"),
+        (Linear(final=-0.1), "schedule.final=-0.1: must be in"),
+        (Cosine(final=2.0), "schedule.final=2.0: must be in"),
+    ],
+)
+def test_impossible_schedules_are_refused(schedule, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        replace(EXPERIMENT, schedule=schedule)
+    replace(EXPERIMENT, schedule=Noam(4000))  # the paper's, for runs of any length
 
 
 def test_noam_peaks_where_the_paper_says():
