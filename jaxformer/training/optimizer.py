@@ -6,6 +6,7 @@ is logged is the rate that was used, also after steps that were skipped.
 
 import math
 import re
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -125,7 +126,9 @@ def for_each_layer(transform: optax.GradientTransformation, spec: Tree) -> optax
         return optax.GradientTransformation(init, update)
 
     name = lambda leaf: "x".join(map(str, stacked(leaf))) or "single"
-    groups = {name(leaf): mapped(stacked(leaf)) for leaf in jax.tree.leaves(spec)}
+    groups: dict[Hashable, optax.GradientTransformation] = {
+        name(leaf): mapped(stacked(leaf)) for leaf in jax.tree.leaves(spec)
+    }
     return optax.partition(groups, jax.tree.map(name, spec))
 
 

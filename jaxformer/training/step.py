@@ -60,9 +60,12 @@ def make_train_step(
             gradients = jax.tree.map(lambda g: g * shrink, gradients)
         rate = rate_of(state.step)
 
-        # host memory holds what belongs to a parameter (`state_shardings`): a count has no axes
-        moved = lambda tree, where: jax.tree.map(lambda a: jax.device_put(a, where) if a.ndim else a, tree)
-        moved = moved if experiment.mesh.offload else (lambda tree, where: tree)
+        def moved(opt_state, memory):
+            """What `state_shardings` keeps in host memory: what is split as a parameter is."""
+            if not experiment.mesh.offload:
+                return opt_state
+            places = state_places(experiment, jax.sharding.get_abstract_mesh()).opt_state
+            return jax.tree.map(lambda a, p: a if p == P() else jax.device_put(a, memory), opt_state, places)
 
         def apply(state):
             here = moved(state.opt_state, jax.memory.Space.Device)

@@ -14,7 +14,7 @@ from jaxformer.config import ConfigError
 from jaxformer.data.tasks import Reverse
 from jaxformer.models import ModelConfig
 from jaxformer.parallel import Mesh, make_mesh, pmap, settled
-from jaxformer.training.experiment import Experiment
+from jaxformer.training.experiment import Adafactor, Experiment, Muon
 from jaxformer.training.state import init_state, state_shardings
 from jaxformer.training.step import make_train_step
 
@@ -93,6 +93,15 @@ def test_offload_leaves_what_the_optimizer_keeps_in_host_memory():
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state[0].mu)}
     assert kinds == {"pinned_host"}
     assert "pinned_host" not in {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)}
+
+
+@pytest.mark.parametrize("kind", [Adafactor, Muon])
+def test_offload_moves_only_what_is_split(kind):
+    """Adafactor counts once a layer, and its sums are smaller than parameters; Muon keeps three coefficients: all stay."""
+    state, metrics = on_a_mesh(replace(TINY, optimizer=kind(), mesh=Mesh(fsdp=4, offload=True)))
+    np.testing.assert_allclose(metrics["loss"], on_one_device()[1][1]["loss"], rtol=1e-6)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state)}
+    assert kinds == {"pinned_host", "device"}
 
 
 @pytest.mark.parametrize("other", [dict(fsdp=2), dict(zero1=True), dict(explicit=True), dict(stage=2)])
