@@ -96,7 +96,7 @@ def muon_dimensions(leaf: params.Spec) -> contrib.MuonDimensionNumbers | None:
     if not leaf.contracts or "vocab" in leaf.axes:
         return None
     inputs = tuple(i for i, axis in enumerate(leaf.axes) if axis in leaf.contracts)
-    outputs = tuple(i for i in range(len(stacked(leaf)), len(leaf.axes)) if i not in inputs)
+    outputs = tuple(i for i in range(len(stack_sizes(leaf)), len(leaf.axes)) if i not in inputs)
     return contrib.MuonDimensionNumbers(inputs, outputs)
 
 
@@ -106,7 +106,7 @@ def _dimensions(spec: Tree, updates: Tree) -> Tree:
     return jax.tree.map(here, spec, updates)
 
 
-def stacked(leaf: params.Spec) -> tuple[int, ...]:
+def stack_sizes(leaf: params.Spec) -> tuple[int, ...]:
     """The sizes of a parameter's first axes along which parameters are stacked: layers, and in them experts."""
     count = next((i for i, axis in enumerate(leaf.axes) if axis not in ("layers", "expert")), len(leaf.axes))
     return leaf.shape[:count]
@@ -119,15 +119,15 @@ def for_each_layer(transform: optax.GradientTransformation, spec: Tree) -> optax
     stacked alike go through one `jax.vmap`; what the transformation counts, it counts once a layer.
     """
 
-    def mapped(sizes):
+    def on_stack(sizes):
         init, update = transform.init, transform.update
         for size in reversed(sizes):  # named, because all of them may be frozen
             init, update = jax.vmap(init, axis_size=size), jax.vmap(update, axis_size=size)
         return optax.GradientTransformation(init, update)
 
-    name = lambda leaf: "x".join(map(str, stacked(leaf))) or "single"
+    name = lambda leaf: "x".join(map(str, stack_sizes(leaf))) or "single"
     groups: dict[Hashable, optax.GradientTransformation] = {
-        name(leaf): mapped(stacked(leaf)) for leaf in jax.tree.leaves(spec)
+        name(leaf): on_stack(stack_sizes(leaf)) for leaf in jax.tree.leaves(spec)
     }
     return optax.partition(groups, jax.tree.map(name, spec))
 

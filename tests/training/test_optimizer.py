@@ -80,7 +80,7 @@ def apart(tree):
     """The same parameters, each layer's (and expert's) in a leaf of its own."""
     leaves = {}
     for path, spec in params.paths(STACKED).items():
-        sizes = optimizer.stacked(spec)
+        sizes = optimizer.stack_sizes(spec)
         for index in np.ndindex(sizes):
             leaves["/".join([path, *map(str, index)])] = params.paths(tree)[path][index]
     return leaves
@@ -103,7 +103,9 @@ def random_trees(count, seed=0):
 
     def leaf(spec):
         size = np.exp(
-            rng.normal(size=(*optimizer.stacked(spec), *(1,) * (len(spec.shape) - len(optimizer.stacked(spec)))))
+            rng.normal(
+                size=(*optimizer.stack_sizes(spec), *(1,) * (len(spec.shape) - len(optimizer.stack_sizes(spec))))
+            )
         )
         return jnp.asarray(rng.normal(size=spec.shape) * size, jnp.float32)
 
