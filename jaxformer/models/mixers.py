@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 from jax.nn.initializers import normal
+from jaxtyping import Float
 
 from jaxformer import ops
 from jaxformer.config import ConfigError
@@ -34,12 +35,14 @@ Tree = Any
 class Longformer:
     """Sliding window, and global tokens with projections of their own: Beltagy et al. 2020, arXiv:2004.05150. Masks: full().
 
-    `window` is the total width, even. `global_tokens` is their number (the first ones) or their positions; the flags
-    `[B, T]` of `apply(..., inputs={"global_tokens": flags})` go before it, at most `max_globals` a row where traced.
+    `window` is the total width, even. `global_tokens` is their number (the first ones), their positions, or None where
+    each call gives them: the flags `[B, T]` of `apply(..., inputs={"global_tokens": flags})`, which go before the
+    config's, at most `max_globals` a row where traced. Padding yields zeros. A call without flags raises ValueError
+    under None.
     """
 
     window: int = 512
-    global_tokens: int | tuple[int, ...] = 1
+    global_tokens: int | tuple[int, ...] | None = 1
     max_globals: int | None = None
 
     def __call__(self, config: ModelConfig) -> Mixer:
@@ -48,14 +51,21 @@ class Longformer:
 
         def mix(params, context, **heads):
             flags = (context.inputs or {}).get("global_tokens")
-            return ops.longformer_attention(
+            tokens = self.global_tokens if flags is None else flags
+            if tokens is None:
+                raise ValueError(
+                    'Longformer(global_tokens=None): which tokens are global differs by row; give inputs={"global_tokens": '
+                    "flags [B, T]} (of a question, its tokens), or set global_tokens"
+                )
+            out = ops.longformer_attention(
                 **heads,
                 window=self.window,
-                global_tokens=self.global_tokens if flags is None else flags,
+                global_tokens=tokens,
                 max_globals=self.max_globals,
                 **_options(config, context),
                 implementation=config.attention_implementation,
             )
+            return _real(context, out)
 
         return _mixer("Longformer", config, spec, mix)
 
@@ -66,18 +76,23 @@ class BigBird:
 
     `layout` says which random blocks a layer sees: "seeded" as in the published checkpoints (T a multiple of the block,
     more than 2 random + 5 blocks), "zero" as in Hugging Face's model outside training, "random" drawn from `seed` (any T
-    of at least random + 5 blocks). `apply(..., constants=layout [L, N, blocks - 2, random])` goes before it.
+    of at least random + 5 blocks). `apply(..., constants=layout [L, N, blocks - 2, random])` goes before it. Up to
+    `dense_length` tokens there is no layout, and all attend to all: Hugging Face's model does so up to (5 + 2 random)
+    block. Elsewhere padding yields zeros.
     """
 
     block: int = 64
     random: int = 3
     layout: Literal["seeded", "zero", "random"] = "seeded"
     seed: int = 0
+    dense_length: int = 0
 
     def __call__(self, config: ModelConfig) -> Mixer:
         L, N = config.num_layers, config.num_heads
 
-        def constants(T: int) -> Array:
+        def constants(T: int) -> Array | None:
+            if self.dense_length >= T:
+                return None
             plan = (T, self.block, self.random, N)
             match self.layout:
                 case "seeded":
@@ -92,15 +107,11 @@ class BigBird:
             raise ConfigError(f"BigBird(layout={self.layout!r}): expected seeded, zero or random")
 
         def mix(params, context, query, key, value):
-            return ops.bigbird_attention(
-                query,
-                key,
-                value,
-                context.constants,
-                block=self.block,
-                **_options(config, context),
-                implementation=config.attention_implementation,
-            )
+            options = _options(config, context) | {"implementation": config.attention_implementation}
+            if context.constants is None:
+                return ops.attention(query, key, value, **options)
+            out = ops.bigbird_attention(query, key, value, context.constants, block=self.block, **options)
+            return _real(context, out)
 
         return _mixer("BigBird", config, block.attention(config).spec, mix, constants=constants)
 
@@ -354,6 +365,11 @@ def _recurrent(
 
 def _options(config: ModelConfig, context: Context) -> dict[str, Any]:
     return dict(mask=context.mask, dropout_rate=config.attention_dropout_rate, dropout_key=context.dropout_key)
+
+
+def _real(context: Context, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Zeros where a token is padding, also if the mask lets padding see something (heads that pool `position_0`)."""
+    return out if context.real is None else jnp.where(context.real[:, :, None, None], out, 0)
 
 
 def _no_weights(name: str, config: ModelConfig) -> None:

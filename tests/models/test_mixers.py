@@ -467,3 +467,50 @@ def test_reversible_layers_take_a_reformer_and_refuse_by_name():
         transformer.encode(replace(config, norm_placement="post"), parameters(config), TOKENS)
     with pytest.raises(NotImplementedError, match="maps"):
         transformer.encode(config, parameters(config), TOKENS, return_attention=True)
+
+
+def test_bigbird_is_dense_where_it_is_short():
+    """Up to `dense_length`; beyond it, and by default, the layout's blocks."""
+    dense, p = replace(BASE, mixer=None), parameters(BASE)
+    for length, bird in (
+        (T, mixers.BigBird(2, 1, "zero", dense_length=T)),
+        (T - 1, mixers.BigBird(2, 1, "zero", dense_length=T)),
+    ):
+        ids = ONES[:, :length].copy()
+        ids[1, :3] = 0
+        close(
+            run(replace(BASE, mixer=bird), p, TOKENS[:, :length], ids)[ids > 0],
+            run(dense, p, TOKENS[:, :length], ids)[ids > 0],
+        )
+    sparse = run(replace(BASE, mixer=mixers.BigBird(2, 1, "zero")), p)
+    close(run(replace(BASE, mixer=mixers.BigBird(2, 1, "zero", dense_length=T - 1)), p), sparse)
+    assert np.abs(sparse - run(dense, p)).max() > 0.1
+
+
+def test_longformers_of_other_windows_take_turns():
+    """Without global tokens they are bands of two widths."""
+    longformer = replace(BASE, mixer=tuple(mixers.Longformer(window, 0) for window in (2, 6)))
+    bands = replace(BASE, masks=tuple(masks.window(half, half) for half in (1, 3)))
+    p = parameters(longformer)
+    attention = {name: leaf for name, leaf in p["layers"]["attention"].items() if not name.startswith("global_")}
+    close(run(longformer, p), run(bands, p | {"layers": p["layers"] | {"attention": attention}}))
+
+
+def test_longformer_asks_for_its_global_tokens():
+    config = replace(BASE, mixer=mixers.Longformer(4, None))
+    p, flags = parameters(config), np.arange(T)[None] < np.array([[2], [2]])
+    with pytest.raises(ValueError, match="global_tokens"):
+        models.apply(config, p, TOKENS)
+    found = models.apply(config, p, TOKENS, inputs={"global_tokens": flags}).logits
+    close(found, run(replace(BASE, mixer=mixers.Longformer(4, 2)), p))
+
+
+@pytest.mark.parametrize("mixer", [mixers.Longformer(4, 1), mixers.BigBird(2, 1, "zero")])
+def test_a_padded_slot_of_sparse_attention_sees_nothing(mixer):
+    """Also where a head pools it (`position_0`), and padding of dense attention sees the row: so are theirs."""
+    config = replace(BASE, mixer=mixer, heads=(models.Classification(3, pool="position_0"),))
+    p, ids = parameters(config), ONES.copy()
+    ids[:, :2] = 0
+    others = TOKENS.at[:, 2:].add(1) % V
+    np.testing.assert_array_equal(run(config, p, TOKENS, ids), run(config, p, others, ids))
+    assert np.abs(run(config, p) - run(config, p, others)).max() > 1e-3
