@@ -106,8 +106,9 @@ class LanguageModel:
 class Classification:
     """Classes of a whole sequence: a linear map of one of its positions or their mean.
 
-    `pooler`: an activation, behind a linear map of its own (BERT: tanh). `classes=None` gives what is pooled. `first` and
-    `last` are tokens that are not padding, `position_0` is the row's first slot, even a padded one (BERT's code).
+    `pooler`: an activation, behind a linear map of its own (BERT: tanh), `pooler_width` wide. `classes=None` gives what is
+    pooled. `first` and `last` are tokens that are not padding, `position_0` is the row's first slot, even a padded one
+    (BERT's code), which then sees the row's tokens.
     """
 
     classes: int | None
@@ -115,6 +116,7 @@ class Classification:
     pooler: str | None = "tanh"
     bias: bool = True
     name: str = "classification"
+    pooler_width: int | None = None  # None: as wide as what it reads
 
 
 @dataclass(frozen=True)

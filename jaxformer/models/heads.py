@@ -50,7 +50,7 @@ def spec(config: ModelConfig) -> Tree:
 
 def _spec(config: ModelConfig, head) -> Tree:
     D, V = config.hidden_width, config.vocab_size
-    classes = lambda n, bias: _linear_spec((D, n), ("embed", "class"), config.init_std, bias)
+    classes = lambda width, n, bias: _linear_spec((width, n), ("embed", "class"), config.init_std, bias)
     match head:
         case LanguageModel():
             tree: Tree = {}
@@ -63,12 +63,12 @@ def _spec(config: ModelConfig, head) -> Tree:
             return tree | ({"bias": Spec((V,), ("vocab",), zeros)} if head.bias else {})
         case Classification():
             tree = {}
-            if head.pooler:  # to d_model, of two streams too
-                tree["pooler"] = _linear_spec((D, config.d_model), ("embed", None), config.init_std, True)
-                D = config.d_model
-            return tree | ({} if head.classes is None else classes(head.classes, head.bias))
+            P = head.pooler_width or config.d_model  # also of two streams
+            if head.pooler:
+                tree["pooler"] = _linear_spec((D, P), ("embed", None), config.init_std, True)
+            return tree | ({} if head.classes is None else classes(P if head.pooler else D, head.classes, head.bias))
         case TokenClassification():
-            return classes(head.classes, True)
+            return classes(D, head.classes, True)
     return head(config).spec
 
 

@@ -119,8 +119,8 @@ qwen2_05b = replace(
 # Encoders
 
 MASKED_LM = LanguageModel("gelu", bias=True)
-NEXT_SENTENCE = Classification(2, name="next_sentence")
-POOLED = Classification(None, name="pooled")
+NEXT_SENTENCE = Classification(2, pool="position_0", name="next_sentence")
+POOLED = Classification(None, pool="position_0", name="pooled")
 
 
 def bert(num_layers: int, d_model: int, num_heads: int, **changes) -> ModelConfig:

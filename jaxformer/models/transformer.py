@@ -193,7 +193,7 @@ def _encode(
         cache = cache.extend(jnp.ones_like(tokens) if segment_ids is None else segment_ids)
         segment_ids = cache.segment_ids
     if segment_ids is not None:
-        visible = masks.segments(segment_ids)
+        visible = _same_segment(config, segment_ids)
     if positions is None:
         positions = jnp.arange(T)[None] if segment_ids is None else within_segments(segment_ids)
         if cache is not None:
@@ -218,6 +218,18 @@ def _encode(
         None, x, None if cache is None else replace(cache, layers=beside.state), beside.weights,
         loss=None if beside.loss is None else jnp.mean(beside.loss), stats=beside.stats,
     )  # fmt: skip
+
+
+def _same_segment(config: ModelConfig, segment_ids: Int[Array, "B T"]) -> masks.Mask:
+    """Tokens see their own segment, and nobody sees padding.
+
+    Padding sees nothing, unless a head pools `position_0`, which may be padding: then it sees the last segment of its
+    row, as in BERT's code, which masks keys only.
+    """
+    if all(getattr(head, "pool", None) != "position_0" for head in config.heads):
+        return masks.segments(segment_ids)
+    seen = jnp.where(segment_ids == 0, segment_ids.max(axis=1, keepdims=True), segment_ids)
+    return replace(masks.segments(seen, segment_ids), offset=None)  # both are of one sequence
 
 
 def stack(

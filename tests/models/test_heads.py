@@ -244,3 +244,19 @@ def test_misspelt_activations_are_refused_with_the_config(head):
 def test_pooling_knows_its_ways():
     with pytest.raises(ConfigError, match="pool='median'"):
         heads.pool(jnp.ones((1, 2, 3)), "median")
+
+
+@pytest.mark.parametrize("pool", ["first", "position_0"])
+def test_a_padded_slot_0_sees_the_rows_tokens(pool):
+    """BERT's code hides padding as keys only: as if the first slots were real, but no key. Nothing else changes."""
+    head = Classification(3, pool=pool)
+    config = replace(CONFIG, num_layers=2, heads=(head,))
+    p, text, pads = random(config), jnp.asarray(tokens()), 2
+    real = jnp.ones((B, T), jnp.int32).at[:, :pads].set(0)
+    positions = jnp.arange(T)[None]
+    found = models.apply(config, p, text, segment_ids=real, positions=positions)
+    hiding = replace(config, masks=(~masks.prefix(pads),))
+    keys_only = models.apply(hiding, p, text, positions=positions)
+    np.testing.assert_allclose(found.hidden[:, pads:], keys_only.hidden[:, pads:], **ROUNDING)
+    same = np.allclose(found.logits, keys_only.logits, **ROUNDING)
+    assert same == (pool == "position_0")
