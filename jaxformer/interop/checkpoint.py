@@ -189,16 +189,15 @@ def _global_tokens(checkpoint: Checkpoint, tokens: np.ndarray, arrays: Arrays) -
     if flags is not None:
         return flags > 0
     match checkpoint.conventions.global_tokens:
-        case "first":
-            return np.broadcast_to(place == 0, tokens.shape)
-        case "question":
+        case "question" | "choice" as part:
             separators = tokens == checkpoint.tokens.sep
             if (separators.sum(axis=1) != 3).any():
                 raise ConfigError(
                     "Checkpoint.apply: a row of question and text has three separators "
                     f"({checkpoint.tokens.sep}); these have {separators.sum(axis=1).tolist()}; give global_attention_mask"
                 )
-            return place < separators.argmax(axis=1)[:, None]
+            first = separators.argmax(axis=1)[:, None]
+            return place < first if part == "question" else place > first + 1
     return None
 
 

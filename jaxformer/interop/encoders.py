@@ -1,12 +1,16 @@
 """BERT and its relatives: RoBERTa, Longformer, BigBird. And ViT, an encoder of images."""
 
-from collections.abc import Collection
-from typing import Any
+import re
+import reprlib
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from jaxformer.config import ConfigError
 from jaxformer.interop.tables import NAME as ACTIVATION_NAME
 from jaxformer.interop.tables import (
     REQUIRED,
+    Conventions,
     Family,
     Json,
     Rule,
@@ -16,10 +20,12 @@ from jaxformer.interop.tables import (
     modules,
     only,
     read_fields,
+    repeated,
+    shortest_pattern,
     write_fields,
     written_labels,
 )
-from jaxformer.masks import full
+from jaxformer.masks import causal, full
 from jaxformer.models import mixers
 from jaxformer.models.config import (
     Classification,
@@ -31,7 +37,9 @@ from jaxformer.models.config import (
     TokenClassification,
 )
 
-POOLED = Classification(None, name="pooled")
+# BERT's code pools slot 0, padding or not
+POOLED = Classification(None, pool="position_0", name="pooled")
+NEXT_SENTENCE = Classification(2, pool="position_0", name="next_sentence")
 FIELDS = {
     "vocab_size": ("vocab_size", REQUIRED), "num_hidden_layers": ("num_layers", REQUIRED),
     "hidden_size": ("d_model", REQUIRED), "num_attention_heads": ("num_heads", REQUIRED),
@@ -40,96 +48,175 @@ FIELDS = {
     "hidden_dropout_prob": ("dropout_rate", 0.1), "attention_probs_dropout_prob": ("attention_dropout_rate", 0.1),
     "initializer_range": ("init_std", 0.02), "tie_word_embeddings": ("tie_embeddings", True),
 }  # fmt: skip
-HEADS = {  # what the class's name ends in -> heads, given the activation and the number of labels
-    "Model": lambda act, n: (POOLED,),
-    "ForPreTraining": lambda act, n: (LanguageModel(act, bias=True), Classification(2, name="next_sentence")),
-    "ForMaskedLM": lambda act, n: (LanguageModel(act, bias=True),),
-    "ForNextSentencePrediction": lambda act, n: (Classification(2, name="next_sentence"),),
-    "ForSequenceClassification": lambda act, n: (Classification(n),),
-    "ForTokenClassification": lambda act, n: (TokenClassification(n),),
-    "ForQuestionAnswering": lambda act, n: (TokenClassification(2, name="span"),),
+HEADS = {  # what the class's name ends in -> heads, given the activations of language model and classifier, and labels
+    "Model": lambda act, pooler, n: (POOLED,),
+    "ForPreTraining": lambda act, pooler, n: (LanguageModel(act, bias=True), NEXT_SENTENCE),
+    "ForMaskedLM": lambda act, pooler, n: (LanguageModel(act, bias=True),),
+    "LMHeadModel": lambda act, pooler, n: (LanguageModel(act, bias=True),),
+    "ForCausalLM": lambda act, pooler, n: (LanguageModel(act, bias=True),),
+    "ForNextSentencePrediction": lambda act, pooler, n: (NEXT_SENTENCE,),
+    "ForSequenceClassification": lambda act, pooler, n: (Classification(n, pool="position_0", pooler=pooler),),
+    "ForMultipleChoice": lambda act, pooler, n: (Classification(1, pool="position_0", name="multiple_choice"),),
+    "ForTokenClassification": lambda act, pooler, n: (TokenClassification(n),),
+    "ForQuestionAnswering": lambda act, pooler, n: (TokenClassification(2, name="span"),),
 }
+POOLERS = ("Model", "ForPreTraining", "ForNextSentencePrediction", "ForMultipleChoice")  # whose heads read the pooler
+TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification")
 
 
-def encoder(name: str, model_type: str, base: str, roberta: bool = False) -> Family:
-    """The family of classes called `name`...; RoBERTa and Longformer count positions from 2, and their heads differ."""
+class Encoder(NamedTuple):
+    """BERT or a relative of it: where its names, heads and calls are its own."""
 
-    def read(c: Json, names: Collection[str]) -> ModelConfig:
-        only(c, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False, use_bias=True)
-        act = {"hidden_act": ("feedforward", "gelu_new" if name == "BigBird" else "gelu")}
-        fields = read_fields(c, FIELDS | act)
-        pad = c.get("pad_token_id", 1)
-        if roberta and (type(pad) is not int or pad < 0):
-            raise ConfigError(f"config.json: pad_token_id={pad!r}: expected a token, behind which positions begin")
-        offset = pad + 1 if roberta else 0
-        kind = architecture(c, *(name + suffix for suffix in HEADS)).removeprefix(name)
-        heads = HEADS[kind]("gelu" if roberta else fields["feedforward"], labels(c))  # RoBERTa's head has its own
-        if name == "BigBird" and kind == "ForSequenceClassification":
-            heads = (Classification(labels(c), pooler=fields["feedforward"]),)
-        if kind == "Model" and names and not any("pooler." in n for n in names):
-            heads = ()
-        pooled = ("Model", "ForPreTraining", "ForNextSentencePrediction")
-        if name == "BigBird" and kind not in pooled and any("pooler." in n for n in names):
-            heads = (*heads, POOLED)  # which nothing reads
-        scale = c["hidden_size"] ** 0.5 if c.get("rescale_embeddings") else 1.0
-        return ModelConfig(
-            **fields | {"context_length": fields["context_length"] - offset},
-            norm_placement="post",
-            positions=Learned(offset),
-            masks=(full(),),
-            embedding=Embedding(scale, norm=True, token_types=c.get("type_vocab_size", 2)),
-            heads=heads,
-            mixer=_mixer(name, c),
-        )
+    name: str  # its classes begin with it
+    base: str  # and the tensors of its base model
+    kinds: tuple[str, ...]  # its classes, of `HEADS`
+    lm_head: str = "cls.predictions."
+    transform: tuple[str, str] = ("transform.dense", "transform.LayerNorm")  # of the language model's head
+    pooler: str = ".pooler.dense"
+    classifier: tuple[str, str] = ("classifier.dense", "classifier.out_proj")
+    act: str = "gelu"  # what hidden_act is by default
+    lm_act: str | None = None  # of the language model's head; None: hidden_act
+    classifier_act: str | None = "tanh"  # None: hidden_act
+    positions: Literal["slots", "not_pad"] = "slots"
+    only: Json = {}  # noqa: RUF012 (never written to)
+    read_mixer: Callable[[Json, str], Any] = lambda c, kind: None
+    write_mixer: Callable[[ModelConfig], Json] = lambda config: {}
 
-    def write(config: ModelConfig) -> Json:
-        names = [getattr(head, "name", "") for head in config.heads if head != POOLED]
-        kinds = {tuple(h.name for h in make("gelu", 2) if h != POOLED): kind for kind, make in HEADS.items()}
-        offset = getattr(config.positions, "offset", 0)
-        c = write_fields(config, FIELDS) | {
-            "architectures": [name + kinds.get(tuple(names), "?")],
-            "model_type": model_type,
+
+def encoder(family: Encoder, model_type: str) -> Family:
+    lm, e = family.lm_head, f"{family.base}.embeddings."
+    aliases = {lm + "decoder.weight": e + "word_embeddings.weight"}
+    aliases |= {lm + "decoder.bias": lm + "bias", lm + "bias": lm + "decoder.bias"}
+    return Family(
+        partial(_read, family),
+        lambda config: _write(family, config) | {"model_type": model_type},
+        partial(_rules, family),
+        prefix=family.base + ".",
+        ignored=Family._field_defaults["ignored"] + rf"|^{re.escape(lm)}bias$",  # untied, their head reads decoder.bias
+        aliases=aliases,
+        conventions=partial(_conventions, family),
+    )
+
+
+def _kind(family: Encoder, c: Json) -> str:
+    return architecture(c, *(family.name + kind for kind in family.kinds)).removeprefix(family.name)
+
+
+def _conventions(family: Encoder, c: Json) -> Conventions:
+    kind = _kind(family, c)
+    tokens: Any = {None: "none"} | ({} if family.name != "Longformer" else LONGFORMER_CALLS)
+    return Conventions(family.positions, tokens.get(kind, "none"), kind == "ForMultipleChoice")
+
+
+def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
+    only(c, position_embedding_type="absolute", add_cross_attention=False, **family.only)
+    fields = read_fields(c, FIELDS | {"hidden_act": ("feedforward", family.act)})
+    kind, act = _kind(family, c), fields["feedforward"]
+    mixer, decoder = family.read_mixer(c, kind), c.get("is_decoder", False)
+    heads = HEADS[kind](family.lm_act or act, family.classifier_act or act, labels(c))
+    pooler = any("pooler." in name for name in names)
+    if kind == "Model" and names and not pooler:
+        heads = ()
+    pooled = any(isinstance(head, Classification) for head in heads)
+    if decoder and (
+        pooled or mixer is not None
+    ):  # causal, a padded slot 0 sees nothing; what theirs gives is no number
+        what = f"the heads of {family.name + kind}" if pooled else f"attention_type={c.get('attention_type')!r}"
+        raise ConfigError(f"config.json: is_decoder=True is not supported with {what}; only a language model's head is")
+    if kind not in POOLERS and pooler and family.name == "BigBird":
+        heads = (*heads, POOLED)  # which nothing reads
+    return ModelConfig(
+        **fields | {"context_length": fields["context_length"] - _offset(family, c)},
+        norm_placement="post",
+        positions=Learned(_offset(family, c)),
+        masks=(causal() if decoder else full(),),
+        use_bias=True if c.get("use_bias", True) else NO_QKV,
+        embedding=Embedding(
+            c["hidden_size"] ** 0.5 if c.get("rescale_embeddings") else 1.0,
+            norm=True,
+            token_types=c.get("type_vocab_size", 2),
+        ),
+        heads=heads,
+        mixer=mixer,
+    )
+
+
+def _offset(family: Encoder, c: Json) -> int:
+    """Rows of the position table before the first token's; the last of them is that of the pad token."""
+    if family.positions == "slots":
+        return 0
+    pad = c.get("pad_token_id", 1)
+    if type(pad) is not int or pad < 0:
+        raise ConfigError(f"config.json: pad_token_id={pad!r}: expected a token, behind which positions begin")
+    return pad + 1
+
+
+def _write(family: Encoder, config: ModelConfig) -> Json:
+    names = [getattr(head, "name", "") for head in config.heads if head != POOLED]
+    decoder = config.masks == (causal(),)
+    kinds = [kind for kind in family.kinds if [h.name for h in HEADS[kind]("gelu", "tanh", 2) if h != POOLED] == names]
+    kinds.sort(key=lambda kind: (kind in ("LMHeadModel", "ForCausalLM")) != decoder)
+    offset = getattr(config.positions, "offset", 0)
+    classes = [head for head in config.heads if getattr(head, "name", "").endswith("classification")]
+    return (
+        write_fields(config, FIELDS)
+        | {
+            "architectures": [family.name + (kinds[0] if kinds else "?")],
             "max_position_embeddings": config.context_length + offset,
             "type_vocab_size": getattr(config.embedding, "token_types", 0),
-            "pad_token_id": max(offset - 1, 0),
         }
-        if isinstance(config.mixer, mixers.Longformer):
-            c["attention_window"] = [config.mixer.window] * config.num_layers
-        if name == "BigBird":
-            c["rescale_embeddings"] = getattr(config.embedding, "scale", 1.0) != 1.0
-            c["attention_type"] = "block_sparse" if config.mixer else "original_full"
-            if isinstance(config.mixer, mixers.BigBird):
-                c |= {"block_size": config.mixer.block, "num_random_blocks": config.mixer.random}
-        classes = [head for head in config.heads if getattr(head, "name", "").endswith("classification")]
-        return c | written_labels(classes[0] if classes else None)
-
-    pooler = f"{base}.pooler" + ("" if name == "BigBird" else ".dense")
-    lm = "lm_head." if roberta else "cls.predictions."
-    aliases = {lm + "decoder.weight": f"{base}.embeddings.word_embeddings.weight", lm + "decoder.bias": lm + "bias"}
-    rules = _rules(base, roberta, pooler, lm, deep_classifier=roberta or name == "BigBird")
-    return Family(read, write, lambda config: rules, prefix=base + ".", aliases=aliases)
+        | ({"pad_token_id": offset - 1} if offset else {})
+        | ({"is_decoder": True} if decoder else {})
+        | family.write_mixer(config)
+        | written_labels(classes[0] if classes else None)
+    )
 
 
-def _mixer(name: str, c: Json):
-    if name == "Longformer":
-        windows = c["attention_window"] if isinstance(c["attention_window"], list) else [c["attention_window"]]
-        if not windows or any(type(width) is not int or width < 2 or width % 2 for width in windows):
-            raise ConfigError(f"config.json: attention_window={windows}: expected an even number, one for each layer")
-        if len(set(windows)) > 1:
-            raise ConfigError(f"config.json: attention_window={windows} differs between layers, which is not supported")
-        return mixers.Longformer(windows[0], global_tokens=0)
-    if name == "BigBird" and c.get("attention_type", "block_sparse") != "original_full":
-        only(c, attention_type="block_sparse")
-        return mixers.BigBird(c.get("block_size", 64), c.get("num_random_blocks", 3), layout="zero")
-    return None
+# Which tokens of a Longformer are global where a call gives none (`Conventions`); of the other classes none is.
+LONGFORMER_CALLS = {"ForQuestionAnswering": "question", "ForMultipleChoice": "choice"}
 
 
-def _rules(base: str, roberta: bool, pooler: str, lm: str, deep_classifier: bool) -> list[Rule]:
-    layer, e = f"{base}.encoder.layer.{{}}.", f"{base}.embeddings."
+def _read_longformer(c: Json, kind: str):
+    windows, layers = c.get("attention_window", 512), c["num_hidden_layers"]
+    windows = windows if isinstance(windows, list) else [windows] * layers
+    if len(windows) != layers or any(type(width) is not int or width < 2 or width % 2 for width in windows):
+        raise ConfigError(
+            f"config.json: attention_window={reprlib.repr(windows)}: expected an even number, one for each layer"
+        )
+    tokens = None if kind in LONGFORMER_CALLS else int(kind == "ForSequenceClassification")
+    pattern = tuple(mixers.Longformer(width, tokens) for width in shortest_pattern(windows))
+    return pattern if len(pattern) > 1 else pattern[0]
+
+
+def _write_longformer(config: ModelConfig) -> Json:
+    return {"attention_window": [mixer.window for mixer in repeated(config.mixer, config)]}
+
+
+def _read_bigbird(c: Json, kind: str):
+    if c.get("attention_type", "block_sparse") == "original_full":
+        return None
+    only(c, attention_type="block_sparse")
+    block, random = c.get("block_size", 64), c.get("num_random_blocks", 3)
+    return mixers.BigBird(block, random, layout="zero", dense_length=(5 + 2 * random) * block)
+
+
+def _write_bigbird(config: ModelConfig) -> Json:
+    c = {
+        "rescale_embeddings": getattr(config.embedding, "scale", 1.0) != 1.0,
+        "attention_type": "block_sparse" if config.mixer else "original_full",
+        "use_bias": config.has_bias("query"),
+    }
+    mixer = config.mixer
+    return c | (
+        {"block_size": mixer.block, "num_random_blocks": mixer.random} if isinstance(mixer, mixers.BigBird) else {}
+    )
+
+
+def _rules(family: Encoder, config: ModelConfig) -> list[Rule]:
+    layer, e, lm = f"{family.base}.encoder.layer.{{}}.", f"{family.base}.embeddings.", family.lm_head
     heads = {name: name for name in ("query", "key", "value")}
-    transform, norm = ("", "layer_norm") if roberta else ("transform.", "LayerNorm")
-    sequence, classes = ("classifier.dense", "classifier.out_proj") if deep_classifier else (pooler, "classifier")
     tables = {"tokens": "word", "positions": "position", "token_types": "token_type"}
+    pooler, classifier = family.base + family.pooler, family.classifier
     return [
         *(Rule(f"embedding/{ours}", f"{e}{theirs}_embeddings.weight", "leaf") for ours, theirs in tables.items()),
         Rule("embedding/norm", e + "LayerNorm", "norm"),
@@ -139,18 +226,19 @@ def _rules(base: str, roberta: bool, pooler: str, lm: str, deep_classifier: bool
         Rule("layers/attention_norm", layer + "attention.output.LayerNorm", "norm"),
         *modules("layers/feedforward/", layer, {"up": "intermediate.dense", "down": "output.dense"}),
         Rule("layers/feedforward_norm", layer + "output.LayerNorm", "norm"),
-        *modules("heads/", "", {"token_classification": "classifier", "span": "qa_outputs", "classification": classes}),
-        *modules(
-            "heads/", "", {"pooled/pooler": pooler, "next_sentence/pooler": pooler, "classification/pooler": sequence}
-        ),
-        Rule("heads/next_sentence", "cls.seq_relationship", "linear"),
-        Rule("heads/language_model/transform", f"{lm}{transform}dense", "linear"),
-        Rule("heads/language_model/transform/norm", f"{lm}{transform}{norm}", "norm"),
-        Rule("heads/language_model/bias", lm + "bias", "leaf"),
+        *(Rule(f"heads/{name}/pooler", pooler, "linear") for name in ("pooled", "next_sentence", "multiple_choice")),
+        Rule("heads/classification/pooler", classifier[0], "linear"),
+        Rule("heads/classification", classifier[1], "linear"),
+        *modules("heads/", "", {"token_classification": "classifier", "multiple_choice": "classifier"}),
+        *modules("heads/", "", {"span": "qa_outputs", "next_sentence": "cls.seq_relationship"}),
+        Rule("heads/language_model/transform", lm + family.transform[0], "linear"),
+        Rule("heads/language_model/transform/norm", lm + family.transform[1], "norm"),
+        Rule("heads/language_model/bias", lm + ("bias" if config.tie_embeddings else "decoder.bias"), "leaf"),
         Rule("heads/language_model/kernel", lm + "decoder.weight", "leaf"),
     ]
 
 
+NO_QKV = "out|up|down|norm|patches"  # what has a bias where queries, keys and values have none
 NO_IMAGE = ("vocab_size", "max_position_embeddings", "tie_word_embeddings")
 VIT_FIELDS = {theirs: field for theirs, field in FIELDS.items() if theirs not in NO_IMAGE} | {
     "hidden_dropout_prob": ("dropout_rate", 0.0), "attention_probs_dropout_prob": ("attention_dropout_rate", 0.0),
@@ -161,15 +249,16 @@ def _read_vit(c: Json, names: Collection[str]) -> ModelConfig:
     pair = lambda value: tuple(value) if isinstance(value, list) else (value, value)
     patches = Patches(pair(c.get("image_size", 224)), pair(c.get("patch_size", 16)), c.get("num_channels", 3))
     fields = read_fields(c, VIT_FIELDS)
-    only(c, pooler_output_size=fields["d_model"])
     heads = ()
     if architecture(c, "ViTModel", "ViTForImageClassification") == "ViTForImageClassification":
         heads = (Classification(labels(c), pooler=None),)
     elif not names or any("pooler." in name for name in names):
-        heads = (Classification(None, pooler=activation(c, "pooler_act", c.get("pooler_act", "tanh")), name="pooled"),)
+        act, width = activation(c, "pooler_act", c.get("pooler_act", "tanh")), c.get("pooler_output_size")
+        width = None if width in (None, fields["d_model"]) else width
+        heads = (Classification(None, pooler=act, name="pooled", pooler_width=width),)
     return ModelConfig(
         vocab_size=0, context_length=patches.length, masks=(full(),), embedding=patches, heads=heads,
-        use_bias=True if c.get("qkv_bias", True) else "out|up|down|norm|patches", **fields,
+        use_bias=True if c.get("qkv_bias", True) else NO_QKV, **fields,
     )  # fmt: skip
 
 
@@ -182,7 +271,7 @@ def _write_vit(config: ModelConfig) -> Json:
         | {
             "architectures": ["ViTForImageClassification" if head and head.classes else "ViTModel"], "model_type": "vit",
             "image_size": single(patches.image), "patch_size": single(patches.patch), "num_channels": patches.channels,
-            "qkv_bias": config.has_bias("query"), "pooler_output_size": config.d_model,
+            "qkv_bias": config.has_bias("query"), "pooler_output_size": (head and head.pooler_width) or config.d_model,
             "pooler_act": ACTIVATION_NAME.get(head.pooler if head else "", "tanh"),
         }
         | written_labels(head)
@@ -206,10 +295,28 @@ def _vit_rules(config: ModelConfig) -> list[Rule]:
     ]
 
 
+ROBERTA = Encoder(
+    "Roberta", "roberta", ("Model", *TASKS, "ForCausalLM", "ForQuestionAnswering"),
+    lm_head="lm_head.", transform=("dense", "layer_norm"), lm_act="gelu", positions="not_pad",
+)  # fmt: skip
+LONGFORMER = ROBERTA._replace(
+    name="Longformer", base="longformer", kinds=("Model", *TASKS, "ForQuestionAnswering"), only={"is_decoder": False},
+    read_mixer=_read_longformer, write_mixer=_write_longformer,
+)  # fmt: skip
+BERT = Encoder(
+    "Bert", "bert",
+    ("Model", *TASKS, "ForPreTraining", "LMHeadModel", "ForNextSentencePrediction", "ForQuestionAnswering"),
+    classifier=("bert.pooler.dense", "classifier"),
+)  # fmt: skip
+BIGBIRD = Encoder(  # without BigBirdForQuestionAnswering, whose head reads the tokens, too
+    "BigBird", "bert", ("Model", *TASKS, "ForPreTraining", "ForCausalLM"), pooler=".pooler", act="gelu_new",
+    classifier_act=None, read_mixer=_read_bigbird, write_mixer=_write_bigbird,
+)  # fmt: skip
+
 FAMILIES = {
-    "bert": encoder("Bert", "bert", "bert"),
-    "roberta": encoder("Roberta", "roberta", "roberta", roberta=True),
-    "longformer": encoder("Longformer", "longformer", "longformer", roberta=True),
-    "big_bird": encoder("BigBird", "big_bird", "bert"),
+    "bert": encoder(BERT, "bert"),
+    "roberta": encoder(ROBERTA, "roberta"),
+    "longformer": encoder(LONGFORMER, "longformer"),
+    "big_bird": encoder(BIGBIRD, "big_bird"),
     "vit": Family(_read_vit, _write_vit, _vit_rules, "vit."),
 }

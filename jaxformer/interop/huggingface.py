@@ -35,7 +35,7 @@ from jaxformer.interop.checkpoint import (
     write_labels,
     write_tokens,
 )
-from jaxformer.interop.tables import Conventions, Family, Part, Tensor, check_kinds, plan
+from jaxformer.interop.tables import Conventions, Family, Part, Tensor, check_kinds, plan, shortest_pattern
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 from jaxformer.models.mixers import BigBird, Longformer
 from jaxformer.ops.positions import Rope
@@ -407,11 +407,7 @@ def _last(config: Config) -> ModelConfig:
 def _resolved(config: ModelConfig) -> ModelConfig:
     """Defaults that mean the same number written out; biases as the set of what has one."""
     biases = [path for path in paths(models.spec(config)) if path.endswith("/bias")]
-    mixer = config.mixer  # what a call decides, not a file: who is global, which random blocks
-    if isinstance(mixer, Longformer):
-        mixer = Longformer(mixer.window)
-    elif isinstance(mixer, BigBird):
-        mixer = BigBird(mixer.block, mixer.random)
+    mixers = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
     return replace(
         config,
         num_kv_heads=config.kv_heads,
@@ -419,8 +415,18 @@ def _resolved(config: ModelConfig) -> ModelConfig:
         d_ff=config.ff_width,
         use_bias=" ".join(biases),
         tie_embeddings=config.tie_embeddings or not config.heads,
-        mixer=mixer,
+        mixer=shortest_pattern([_of_file(mixer) for mixer in mixers]),
     )
+
+
+def _of_file(mixer):
+    """Without what a call decides and no file: which tokens are global, which blocks random."""
+    match mixer:
+        case Longformer():
+            return Longformer(mixer.window)
+        case BigBird():
+            return BigBird(mixer.block, mixer.random)
+    return mixer
 
 
 def _some(names: list[str]) -> str:

@@ -39,11 +39,12 @@ class Conventions:
 
     positions: what a row's positions count if the call gives none: all its slots, padding too, or (RoBERTa, Longformer) the
     tokens that are not the pad id, whose own position is -1. global_tokens: which tokens of a Longformer are global if the
-    call does not say: none, the first, or those of the question. choices: tokens come as [B, choices, T].
+    call does not say: those of its config ("none"), those before the first separator ("question"), those more than one
+    behind it ("choice"). choices: tokens come as [B, choices, T].
     """
 
     positions: Literal["slots", "not_pad"] = "slots"
-    global_tokens: Literal["none", "first", "question"] = "none"
+    global_tokens: Literal["none", "question", "choice"] = "none"
     choices: bool = False
 
 
@@ -117,7 +118,7 @@ SIZES = {
     "relative_attention_num_buckets", "relative_attention_max_distance", "encoder_attention_heads",
     "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "decoder_vocab_size", "num_channels",
     "attention_head_size", "feed_forward_size", "block_size", "lsh_attn_chunk_length", "local_attn_chunk_length",
-    "num_hashes", "original_max_position_embeddings",
+    "num_hashes", "original_max_position_embeddings", "pooler_output_size", "encoder_stride",
 }  # fmt: skip
 COUNTS = {
     "type_vocab_size", "num_random_blocks", "lsh_num_chunks_before", "lsh_num_chunks_after",
@@ -130,12 +131,12 @@ NUMBERS = {
 }  # fmt: skip
 FLAGS = {
     "tie_word_embeddings", "rescale_embeddings", "attention_bias", "mlp_bias", "use_sliding_window",
-    "share_encoder_decoder_embeddings", "scale_embedding", "scale_decoder_outputs", "qkv_bias", "truncate",
+    "share_encoder_decoder_embeddings", "scale_embedding", "scale_decoder_outputs", "qkv_bias", "truncate", "use_bias",
     "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "is_decoder", "axial_pos_embds",
 }  # fmt: skip
 OPTIONAL = {
     "n_inner", "intermediate_size", "head_dim", "num_key_value_heads", "sliding_window", "hash_seed", "decoder_vocab_size",
-    "num_decoder_layers", "original_max_position_embeddings",
+    "num_decoder_layers", "original_max_position_embeddings", "pooler_output_size",
 }  # fmt: skip
 
 

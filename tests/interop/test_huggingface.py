@@ -447,7 +447,7 @@ def test_other_heads(tmp_path):
         assert bare == replace(load(name)[0], heads=())
         assert_same(body, {key: value for key, value in load(name)[1].items() if key != "heads"})
     assert "lm_head.weight" in refused(golden.folder("llama_mha"), heads=())
-    assert "cls.predictions.bias" in refused(golden.folder("bert_pretraining"), heads=())
+    assert "cls.predictions.transform" in refused(golden.folder("bert_pretraining"), heads=())
 
     task = dict(heads=(Classification(3),), allow_unexpected=r"^cls\.", allow_missing=r"^heads/classification/(k|b)")
     new, drawn = load("bert_pretraining", key=jax.random.key(0), **task)
@@ -516,12 +516,13 @@ UNSUPPORTED = [
     ("gpt2", dict(architectures=["GPT2DoubleHeadsModel"])),
     ("gpt2", dict(model_type="gemma")),
     ("bert_mlm", dict(position_embedding_type="relative_key")),
-    ("bert_mlm", dict(is_decoder=True)),
+    ("bert_pretraining", dict(is_decoder=True)),
     ("bert_mlm", dict(hidden_act="prelu")),
-    ("bert_mlm", dict(architectures=["BertLMHeadModel"])),
-    ("bigbird_mlm", dict(use_bias=False)),
+    ("bert_mlm", dict(add_cross_attention=True)),
+    ("bigbird_mlm", dict(is_decoder=True)),
+    ("bigbird_mlm", dict(architectures=["BigBirdForQuestionAnswering"])),
     ("bigbird_mlm", dict(attention_type="other")),
-    ("longformer_mlm", dict(attention_window=[4, 6])),
+    ("longformer_mlm", dict(attention_window=[4, 6, 4])),
     ("llama_mha", dict(hidden_act="xielu")),
     ("llama_mha", dict(head_dim=5)),
     ("llama_mha", dict(rope_parameters=dict(rope_theta=1e4, rope_type="proportional"))),
@@ -542,7 +543,7 @@ UNSUPPORTED = [
     ("marian", dict(normalize_before=True)),
     ("marian", dict(add_final_layer_norm=True)),
     ("t5", dict(feed_forward_proj="gated-xielu")),
-    ("vit", dict(pooler_output_size=7)),
+    ("vit_pooled", dict(pooler_act="prelu")),
     ("vit", dict(patch_size=5)),
 ]
 

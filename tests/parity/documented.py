@@ -165,7 +165,11 @@ def classes(family: str) -> list[str]:
     for name in sorted(dir(transformers)):
         if name.startswith(FAMILIES[family]) and not name.endswith(("PreTrainedModel", "Config", "Tokenizer")):
             kind = getattr(transformers, name)
-            if isinstance(kind, type) and issubclass(kind, torch.nn.Module) and kind.config_class.model_type == family:
+            if (
+                isinstance(kind, type)
+                and issubclass(kind, transformers.PreTrainedModel)
+                and kind.config_class.model_type == family
+            ):
                 found.append(name)
     return found
 

@@ -1,0 +1,143 @@
+"""BERT and its relatives, and ViT: their classes, their heads of their own matrix, and how transformers calls them."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import models
+from jaxformer.config import ConfigError
+from jaxformer.interop import encoders, huggingface
+from jaxformer.interop.tables import Conventions, plan
+from jaxformer.params import paths
+from tests import golden
+from tests.interop import golden_runs as runs
+
+SIZES = dict(
+    vocab_size=11, hidden_size=6, num_hidden_layers=2, num_attention_heads=2, intermediate_size=5, pad_token_id=1,
+    max_position_embeddings=9, id2label={"0": "a", "1": "b", "2": "c"}, attention_window=[2, 4], block_size=2,
+    num_random_blocks=1,
+)  # fmt: skip
+KINDS = [
+    (model_type, family.name + kind)
+    for model_type, family in (
+        ("bert", encoders.BERT), ("roberta", encoders.ROBERTA), ("longformer", encoders.LONGFORMER),
+        ("big_bird", encoders.BIGBIRD),
+    )
+    for kind in family.kinds
+]  # fmt: skip
+
+
+def read(model_type, kind, **settings):
+    return huggingface.FAMILIES[model_type].read(SIZES | settings | {"architectures": [kind]}, ())
+
+
+@pytest.mark.parametrize("model_type,kind", KINDS)
+def test_every_class_is_read_and_written(model_type, kind):
+    family = huggingface.FAMILIES[model_type]
+    config = read(
+        model_type, kind, is_decoder=kind.endswith(("LMHeadModel", "ForCausalLM")), attention_type="original_full"
+    )
+    written = family.write(config)
+    assert written["architectures"] == [kind]
+    assert family.read(written, plan(family, config)) == config
+    assert all(getattr(head, "pool", "position_0") == "position_0" for head in config.heads)  # as in BERT's code
+    assert str(config.masks[0]) == ("causal()" if written.get("is_decoder") else "full()")
+
+
+@pytest.mark.parametrize("model_type,kind", KINDS)
+def test_how_transformers_calls_each_class(model_type, kind):
+    positions = "not_pad" if model_type in ("roberta", "longformer") else "slots"
+    globals_ = {"LongformerForQuestionAnswering": "question", "LongformerForMultipleChoice": "choice"}.get(kind, "none")
+    wanted = Conventions(positions, globals_, kind.endswith("MultipleChoice"))
+    assert huggingface.FAMILIES[model_type].conventions({"architectures": [kind]}) == wanted
+    if model_type == "longformer":
+        tokens = {"LongformerForSequenceClassification": 1, "none": 0}.get(kind, 0) if globals_ == "none" else None
+        mixers = read(model_type, kind).mixer
+        assert [(mixer.window, mixer.global_tokens) for mixer in mixers] == [(2, tokens), (4, tokens)]
+
+
+@pytest.mark.parametrize("name,head", [("bert_mlm", "cls.predictions."), ("roberta_mlm", "lm_head.")])
+@pytest.mark.parametrize("names", [("bias",), ("decoder.bias",), ("bias", "decoder.bias")])
+def test_a_head_of_its_own_matrix_has_the_decoders_bias(name, head, names, tmp_path):
+    """transformers 5 writes both biases and reads the decoder's; version 4 had one under either name."""
+    rng = np.random.default_rng(0)
+    kernel, biases = rng.normal(size=(37, 18)).astype(np.float32), rng.normal(size=(2, 37)).astype(np.float32)
+
+    def change(arrays):
+        del arrays[head + "bias"]
+        return arrays | {head + "decoder.weight": kernel} | {head + n: b for n, b in zip(names, biases, strict=False)}
+
+    folder = runs.altered(tmp_path, name, change, tie_word_embeddings=False)
+    checkpoint = huggingface.load(folder)
+    found = checkpoint.params["heads"]["language_model"]
+    assert not checkpoint.config.tie_embeddings
+    np.testing.assert_array_equal(found["kernel"], kernel)
+    np.testing.assert_array_equal(found["bias"], biases[len(names) - 1])
+    huggingface.save(tmp_path / "saved", checkpoint)
+    np.testing.assert_array_equal(runs.tensors(tmp_path / "saved")[head + "decoder.bias"], found["bias"])
+    again = huggingface.load(tmp_path / "saved")
+    assert again.config == checkpoint.config
+    assert all(np.array_equal(leaf, paths(again.params)[path]) for path, leaf in paths(checkpoint.params).items())
+
+
+def test_queries_keys_and_values_without_biases():
+    assert not any(
+        "query/bias" in path for path in paths(models.spec(read("big_bird", "BigBirdModel", use_bias=False)))
+    )
+    assert huggingface.FAMILIES["big_bird"].write(read("big_bird", "BigBirdModel", use_bias=False))["use_bias"] is False
+
+
+REFUSED = [
+    ("big_bird", "BigBirdForQuestionAnswering", {}, "architecture"),
+    ("big_bird", "BigBirdForCausalLM", dict(is_decoder=True), "is_decoder"),  # block_sparse is never causal
+    ("bert", "BertModel", dict(is_decoder=True), "is_decoder"),
+    ("bert", "BertLMHeadModel", dict(add_cross_attention=True, is_decoder=True), "add_cross_attention"),
+    ("roberta", "RobertaForNextSentencePrediction", {}, "architecture"),
+    ("roberta", "RobertaModel", dict(pad_token_id=None), "pad_token_id"),
+    ("longformer", "LongformerModel", dict(attention_window=[2, 4, 6]), "attention_window"),
+    ("longformer", "LongformerModel", dict(attention_window=3), "attention_window"),
+    ("longformer", "LongformerModel", dict(is_decoder=True), "is_decoder"),
+]
+
+
+@pytest.mark.parametrize("model_type,kind,settings,word", REFUSED)
+def test_what_is_not_computed_is_refused_by_name(model_type, kind, settings, word):
+    with pytest.raises(ConfigError, match=word):
+        read(model_type, kind, **settings)
+
+
+def test_a_pad_id_reads_the_pad_tokens_row():
+    """Position -1 is the row before the first position's, the one that transformers gives the pad id."""
+    checkpoint = huggingface.load(golden.folder("roberta_mlm"))
+    pad, table = checkpoint.tokens.pad, checkpoint.params["embedding"]["positions"]
+    tokens = jnp.array([[5, pad, 6]])
+    before = checkpoint.apply(input_ids=tokens).hidden
+    moved = checkpoint.params["embedding"] | {"positions": table.at[pad].multiply(-1)}
+    other = models.apply(
+        checkpoint.config, checkpoint.params | {"embedding": moved}, tokens, positions=jnp.array([[0, -1, 1]])
+    )
+    assert float(jnp.abs(other.hidden - before).max()) > 0.1
+    same = checkpoint.params["embedding"] | {"positions": table.at[pad + 3 :].multiply(-1).at[:pad].multiply(-1)}
+    other = models.apply(
+        checkpoint.config, checkpoint.params | {"embedding": same}, tokens, positions=jnp.array([[0, -1, 1]])
+    )
+    np.testing.assert_array_equal(other.hidden, before)
+
+
+def test_a_pooler_of_another_width(tmp_path):
+    change = lambda a: {name: array[:7] if "pooler" in name else array for name, array in a.items()}
+    checkpoint = huggingface.load(runs.altered(tmp_path, "vit_pooled", change, pooler_output_size=7))
+    images = np.random.default_rng(0).normal(
+        size=(2, *checkpoint.config.embedding.image, checkpoint.config.embedding.channels)
+    )
+    whole = huggingface.load(golden.folder("vit_pooled"))
+    wide, narrow = (models.apply(c.config, c.params, jnp.float32(images)).heads["pooled"] for c in (whole, checkpoint))
+    np.testing.assert_allclose(narrow, wide[:, :7], atol=1e-6)  # the same sums, perhaps in another order
+    huggingface.save(tmp_path / "saved", checkpoint)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["pooler_output_size"] == 7
+    assert huggingface.load(tmp_path / "saved").config == checkpoint.config
+    assert (
+        huggingface.load(runs.altered(tmp_path / "null", "vit_pooled", pooler_output_size=None)).config == whole.config
+    )
