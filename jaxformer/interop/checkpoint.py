@@ -145,7 +145,9 @@ def _call_pair(checkpoint: Checkpoint, arrays: Arrays) -> tuple[np.ndarray, dict
 
 
 def _call_image(arrays: Arrays) -> tuple[np.ndarray, dict]:
-    return _required(arrays, "pixel_values").transpose(0, 2, 3, 1), {}
+    masked = arrays.pop("bool_masked_pos", None)
+    inputs = None if masked is None else {"masked": masked.astype(bool)}
+    return _required(arrays, "pixel_values").transpose(0, 2, 3, 1), {"inputs": inputs}
 
 
 def _required(arrays: Arrays, name: str) -> np.ndarray:

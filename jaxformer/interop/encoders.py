@@ -3,6 +3,7 @@
 import re
 import reprlib
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +37,7 @@ from jaxformer.models.config import (
     Patches,
     TokenClassification,
 )
+from jaxformer.models.vision import Reconstruction
 
 # BERT's code pools slot 0, padding or not
 POOLED = Classification(None, pool="position_0", name="pooled")
@@ -250,8 +252,15 @@ def _read_vit(c: Json, names: Collection[str]) -> ModelConfig:
     patches = Patches(pair(c.get("image_size", 224)), pair(c.get("patch_size", 16)), c.get("num_channels", 3))
     fields = read_fields(c, VIT_FIELDS)
     heads = ()
-    if architecture(c, "ViTModel", "ViTForImageClassification") == "ViTForImageClassification":
+    kind = architecture(c, "ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling")
+    if kind == "ViTForImageClassification":
         heads = (Classification(labels(c), pooler=None),)
+    elif kind == "ViTForMaskedImageModeling":
+        patches, heads = replace(patches, mask_token=True), (Reconstruction(c.get("encoder_stride", 16)),)
+        if patches.grid[0] != patches.grid[1]:  # theirs puts the patches of any grid into a square
+            raise ConfigError(
+                f"config.json: image_size={c.get('image_size')}: {kind} is supported for square grids alone"
+            )
     elif not names or any("pooler." in name for name in names):
         act, width = activation(c, "pooler_act", c.get("pooler_act", "tanh")), c.get("pooler_output_size")
         width = None if width in (None, fields["d_model"]) else width
@@ -265,14 +274,17 @@ def _read_vit(c: Json, names: Collection[str]) -> ModelConfig:
 def _write_vit(config: ModelConfig) -> Json:
     patches: Any = config.embedding
     head: Any = config.heads[0] if config.heads else None
+    kind = "ViTForImageClassification" if getattr(head, "classes", None) else "ViTModel"
+    if isinstance(head, Reconstruction):
+        kind = "ViTForMaskedImageModeling"
     single = lambda pair: pair[0] if len(set(pair)) == 1 else list(pair)
     return (
         write_fields(config, VIT_FIELDS)
         | {
-            "architectures": ["ViTForImageClassification" if head and head.classes else "ViTModel"], "model_type": "vit",
+            "architectures": [kind], "model_type": "vit", "encoder_stride": getattr(head, "stride", 16),
             "image_size": single(patches.image), "patch_size": single(patches.patch), "num_channels": patches.channels,
-            "qkv_bias": config.has_bias("query"), "pooler_output_size": (head and head.pooler_width) or config.d_model,
-            "pooler_act": ACTIVATION_NAME.get(head.pooler if head else "", "tanh"),
+            "qkv_bias": config.has_bias("query"), "pooler_output_size": getattr(head, "pooler_width", None) or config.d_model,
+            "pooler_act": ACTIVATION_NAME.get(getattr(head, "pooler", ""), "tanh"),
         }
         | written_labels(head)
     )  # fmt: skip
@@ -284,6 +296,8 @@ def _vit_rules(config: ModelConfig) -> list[Rule]:
     return [
         Rule("embedding/patches", e + "patch_embeddings.projection", "patches"),
         Rule("embedding/class_token", e + "cls_token", "leaf2"),
+        Rule("embedding/mask_token", e + "mask_token", "leaf2"),
+        Rule("heads/reconstruction", "decoder.0", "patches"),
         Rule("embedding/positions", e + "position_embeddings", "leaf1"),
         Rule("layers/attention_norm", layer + "layernorm_before", "norm"),
         *modules("layers/attention/", layer + "attention.attention.", {n: n for n in ("query", "key", "value")}),

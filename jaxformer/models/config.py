@@ -65,13 +65,15 @@ class Embedding:
 class Patches:
     """A linear map of each patch of an image `[B, height, width, channels]`: ViT, Dosovitskiy et al. 2020, arXiv:2010.11929.
 
-    Patches go row by row; before them stands, with `class_token`, a trained row.
+    Patches go row by row; before them stands, with `class_token`, a trained row. With `mask_token` another one stands for
+    the patches that a call hides: the flags `[B, patches]` of `apply(..., inputs={"masked": flags})`.
     """
 
     image: tuple[int, int] = (224, 224)  # height and width in pixels
     patch: tuple[int, int] = (16, 16)
     channels: int = 3
     class_token: bool = True
+    mask_token: bool = False
 
     def __post_init__(self):
         for size, part in zip(self.image, self.patch, strict=True):

@@ -32,6 +32,8 @@ def spec(config: ModelConfig) -> Tree:
             tree["patches"]["bias"] = Spec((D,), ("embed",), zeros)
         if how.class_token:
             tree["class_token"] = row(None)
+        if how.mask_token:
+            tree["mask_token"] = row(None)
     else:
         tree["tokens"] = row("vocab", config.vocab_size)
         if how.token_types:
@@ -60,8 +62,13 @@ def length(config: ModelConfig, inputs: Array) -> int:
     return config.embedding.length
 
 
-def embed(config: ModelConfig, params: Tree, inputs, positions, token_types=None, dtype=None) -> Float[Array, "B T D"]:
-    """Tokens' rows times the scale or images' patches, plus token types and absolute positions; then the norm, if any."""
+def embed(
+    config: ModelConfig, params: Tree, inputs, positions, token_types=None, dtype=None, masked=None
+) -> Float[Array, "B T D"]:
+    """Tokens' rows times the scale or images' patches, plus token types and absolute positions; then the norm, if any.
+
+    `masked` flags `[B, patches]` of an image stand for the mask token. Raises ConfigError where the model has none.
+    """
     how = config.embedding
     if isinstance(how, Patches):
         kernel = params["patches"]["kernel"]
@@ -70,6 +77,10 @@ def embed(config: ModelConfig, params: Tree, inputs, positions, token_types=None
         x = ops.einsum("btp,pd->btd", x, kernel.reshape(-1, config.d_model))
         if "bias" in params["patches"]:
             x = add_bias(x, params["patches"]["bias"])
+        if masked is not None:
+            if not how.mask_token:
+                raise ConfigError("inputs: masked patches, but model.embedding has no mask token; set mask_token=True")
+            x = jnp.where(masked[..., None], params["mask_token"].astype(x.dtype)[None, None], x)
         if how.class_token:
             first = jnp.broadcast_to(params["class_token"].astype(x.dtype)[None, None], (x.shape[0], 1, config.d_model))
             x = jnp.concatenate([first, x], axis=1)

@@ -111,7 +111,7 @@ def apply(
     (of `jaxformer.decoding`) holds what came before: the tokens continue it, and the output has the cache that includes
     them. Dropout acts only where `dropout_key` is given. `return_attention` adds every attention map, `[L, B, N, T,
     S]`. `constants` (leaves `[L, ...]`) replace what the mixer draws by itself, `inputs` are what it reads of a batch
-    (Longformer: `{"global_tokens": flags [B, T]}`).
+    (Longformer: `{"global_tokens": flags [B, T]}`) or the embedding (`Patches`: `{"masked": flags [B, patches]}`).
     """
 
     def whole(params, tokens, given):
@@ -199,7 +199,8 @@ def _encode(
         if cache is not None:
             positions = jax.lax.dynamic_slice_in_dim(positions, start, T, axis=1)
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    x = embedding.embed(config, params["embedding"], tokens, positions, token_types, dtype)
+    masked = inputs.get("masked") if isinstance(inputs, dict) else None
+    x = embedding.embed(config, params["embedding"], tokens, positions, token_types, dtype, masked)
     x = ops.dropout(x, config.dropout_rate, keys[0])
     # what a mask draws depends on the config alone, not on a batch's padding or a cache's empty slots
     layer_masks = tuple(m.sized(config.context_length) for m in config.masks)

@@ -1,15 +1,51 @@
-"""Vision transformers at another resolution than they were trained at."""
+"""Vision transformers at another resolution than they were trained at, and images as their output."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import normal, zeros
 
+from jaxformer import ops
 from jaxformer.config import ConfigError
 from jaxformer.models.config import Learned, ModelConfig, Patches
+from jaxformer.models.heads import Head
+from jaxformer.ops.contraction import add_bias
+from jaxformer.params import Spec
 
 Tree = Any
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """A head: the image `[B, height, width, channels]`, each patch a linear map of its hidden state to stride^2 pixels.
+
+    With `Patches(mask_token=True)` it is SimMIM, Xie et al. 2021, arXiv:2111.09886, section 3.3. Raises ConfigError for
+    models of tokens.
+    """
+
+    stride: int = 16
+    name: str = "reconstruction"
+
+    def __call__(self, config: ModelConfig) -> Head:
+        patches, D = config.embedding, config.hidden_width
+        if not isinstance(patches, Patches):
+            raise ConfigError(f"model.heads: {self} gives an image; model.embedding is no models.Patches")
+        pixels = patches.channels * self.stride**2
+        spec = {  # a convolution of width 1, as Hugging Face's
+            "kernel": Spec((D, 1, 1, pixels), ("embed", None, None, None), normal(config.init_std), ("embed",)),
+            "bias": Spec((pixels,), (None,), zeros),
+        }
+
+        def apply(params, hidden, real):
+            wide = jnp.promote_types(hidden.dtype, jnp.float32)
+            x = hidden[:, patches.class_token :]
+            x = add_bias(ops.einsum("btd,dp->btp", x, params["kernel"][:, 0, 0], dtype=wide), params["bias"])
+            x = x.reshape(-1, *patches.grid, patches.channels, self.stride, self.stride).transpose(0, 1, 4, 2, 5, 3)
+            return x.reshape(-1, *(side * self.stride for side in patches.grid), patches.channels)
+
+        return Head(self.name, spec, apply)
 
 
 def resize(config: ModelConfig, weights: Tree, image: tuple[int, int]) -> tuple[ModelConfig, Tree]:

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -141,3 +142,26 @@ def test_a_pooler_of_another_width(tmp_path):
     assert (
         huggingface.load(runs.altered(tmp_path / "null", "vit_pooled", pooler_output_size=None)).config == whole.config
     )
+
+
+def test_masked_images_are_read_and_written(tmp_path):
+    """With their mask token and decoder; a call hides patches as theirs does."""
+    vit = dict(
+        hidden_size=6, num_hidden_layers=1, num_attention_heads=2, intermediate_size=5, image_size=6, patch_size=[3, 2],
+        num_channels=2, encoder_stride=2, architectures=["ViTForMaskedImageModeling"],
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="image_size=6"):
+        huggingface.FAMILIES["vit"].read(vit, ())
+    config = huggingface.FAMILIES["vit"].read(vit | {"patch_size": 3}, ())
+    params = models.init(config, jax.random.key(0))
+    huggingface.save(tmp_path / "saved", huggingface.Checkpoint(config, params))
+    shapes = {name: array.shape for name, array in runs.tensors(tmp_path / "saved").items()}
+    assert shapes["vit.embeddings.mask_token"] == (1, 1, 6) and shapes["decoder.0.weight"] == (8, 6, 1, 1)
+    again = huggingface.load(tmp_path / "saved")
+    assert again.config == config
+    images, masked = np.ones((2, 2, 6, 6), np.float32), np.eye(2, 4)
+    found = again.apply(pixel_values=images, bool_masked_pos=masked).heads["reconstruction"]
+    options = {"inputs": {"masked": jnp.asarray(masked) > 0}}
+    want = models.apply(config, params, jnp.asarray(images.transpose(0, 2, 3, 1)), **options).heads["reconstruction"]
+    assert found.shape == (2, 4, 4, 2)
+    np.testing.assert_array_equal(found, want)

@@ -116,3 +116,32 @@ def test_what_has_no_table_only_changes_its_config_and_what_has_no_patches_is_re
         vision.resize(ModelConfig(11, 1, 8, 2, 16), weights, (16, 16))
     with pytest.raises(ConfigError, match="does not divide"):
         vision.resize(VIT, weights, (15, 16))
+
+
+def test_a_reconstruction_puts_each_patch_where_it_was():
+    """Pixel (c, y, x) of a patch is feature (c, y, x) of its linear map; a hidden patch leaves no trace of its pixels."""
+    patches = Patches(image=(4, 6), patch=(2, 2), channels=3, mask_token=True)
+    config = replace(VIT, embedding=patches, context_length=7, heads=(vision.Reconstruction(2),))
+    weights = models.init(config, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    draw = lambda leaf: jnp.float32(rng.normal(size=leaf.shape))
+    weights["heads"] = jax.tree.map(draw, weights["heads"])
+    weights["embedding"]["mask_token"] = draw(weights["embedding"]["mask_token"])
+    images, hide = rng.normal(size=(2, 4, 6, 3)).astype(np.float32), rng.random((2, 6)) < 0.5
+    hide[:, 0] = True
+    output = models.apply(config, weights, jnp.asarray(images), inputs={"masked": jnp.asarray(hide)})
+    head = weights["heads"]["reconstruction"]
+    features = np.asarray(output.hidden)[:, 1:] @ np.asarray(head["kernel"]).reshape(D, 12) + np.asarray(head["bias"])
+    features = features.reshape(2, 2, 3, 3, 2, 2)
+    expected = np.zeros((2, 4, 6, 3), np.float32)
+    for down, across, c, y, x in np.ndindex(features.shape[1:]):
+        expected[:, 2 * down + y, 2 * across + x, c] = features[:, down, across, c, y, x]
+    np.testing.assert_allclose(output.heads["reconstruction"], expected, rtol=1e-5, atol=1e-5)  # float32 sums
+    images[:, :2, :2] += 1.0  # of the first patch, which is hidden
+    other = models.apply(config, weights, jnp.asarray(images), inputs={"masked": jnp.asarray(hide)})
+    np.testing.assert_array_equal(other.hidden, output.hidden)
+    with pytest.raises(ConfigError, match="no mask token"):
+        bare = replace(config, embedding=replace(patches, mask_token=False))
+        models.apply(bare, weights, jnp.asarray(images), inputs={"masked": jnp.asarray(hide)})
+    with pytest.raises(ConfigError, match="gives an image"):
+        models.spec(ModelConfig(11, 1, 8, 2, 16, heads=(vision.Reconstruction(2),)))

@@ -227,7 +227,10 @@ def arguments(family: str, name: str, config, r) -> tuple[dict, np.ndarray | Non
     rng = np.random.default_rng(r.randrange(2**32))
     if family == "vit":
         size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
-        return dict(pixel_values=rng.normal(size=(2, config.num_channels, *size)).astype(np.float32)), None
+        call = dict(pixel_values=rng.normal(size=(2, config.num_channels, *size)).astype(np.float32))
+        if name == "ViTForMaskedImageModeling" and config.encoder_stride == config.patch_size:
+            call["bool_masked_pos"] = rng.random((2, size[0] * size[1] // config.patch_size**2)) < 0.5
+        return call, None
     T = r.choice([5, 11, 18])
     if family == "big_bird":
         T = r.choice([11, 24, 40, 59])
@@ -267,7 +270,7 @@ OUTPUTS = {
     "seq_relationship_logits": lambda output: output.heads["next_sentence"],
     "start_logits": lambda output: output.heads["span"][..., 0],
     "end_logits": lambda output: output.heads["span"][..., 1],
-    "reconstruction": lambda output: output.heads["reconstruction"],
+    "reconstruction": lambda output: output.heads["reconstruction"].transpose(0, 3, 1, 2),
 }
 
 
