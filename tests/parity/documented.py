@@ -305,7 +305,7 @@ def compare(drawn: Drawn) -> tuple[str, str]:
             error = np.where(hide, 0, np.abs(ours - theirs)).max()
             if not error <= TOLERANCE * scale:
                 return "wrong", f"{name}: off by {error:.1e}"
-        huggingface.save(folder / "ours", checkpoint)
+        huggingface.save(folder / "ours", checkpoint, model_type=drawn.model.config.model_type)
         exact = {k: v for k, v in EXACT.items() if drawn.model.config.model_type != "reformer"}
         again = run(drawn.kind.from_pretrained(folder / "ours", **exact).eval(), drawn.call)
         for name, theirs in drawn.outputs.items():  # an activation may be saved under the other of its names
