@@ -1,5 +1,6 @@
 """From logits to a token. Each filter is a function of its own: it sets what it removes to -inf."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -20,8 +21,8 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature={self.temperature}: must be 0 (greedy) or more")
+        if not (self.temperature == 0 or 1e-6 <= self.temperature < math.inf):  # logits / 1e-40 are inf, tokens noise
+            raise ConfigError(f"temperature={self.temperature}: must be 0 (greedy), or finite and at least 1e-6")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k={self.top_k}: must be at least 1")
         for name in ("top_p", "min_p"):
@@ -37,17 +38,26 @@ def top_k(logits: Float[Array, "B V"], k: int) -> Float[Array, "B V"]:
 
 
 def top_p(logits: Float[Array, "B V"], p: float) -> Float[Array, "B V"]:
-    """Keeps the fewest likeliest tokens whose probability reaches p. Holtzman et al. 2019, arXiv:1904.09751."""
-    ordered = -jnp.sort(-logits, axis=-1)
-    probabilities = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # mass above each: the first token always stays
-    least = jnp.min(jnp.where(before < p, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits >= least, logits, -jnp.inf)
+    """Keeps the fewest likeliest tokens whose probability reaches p, at least one. Holtzman et al. 2019, arXiv:1904.09751.
+
+    Of equally likely tokens the first go before the others. What is removed is summed, from the least likely token on: a
+    float32 sum from the likeliest on reaches 1 long before the end of a vocabulary, so that p = 1 would remove the rest.
+    """
+    order = jnp.argsort(logits, axis=-1, descending=True)
+    probabilities = jnp.take_along_axis(_probabilities(logits), order, axis=-1)
+    tails = jax.lax.cumsum(probabilities, axis=1, reverse=True)  # of each token and all that are less likely
+    count = jnp.maximum(jnp.sum(tails > 1 - p, axis=-1, keepdims=True), 1)
+    return jnp.where(jnp.argsort(order, axis=-1) < count, logits, -jnp.inf)
 
 
 def min_p(logits: Float[Array, "B V"], p: float) -> Float[Array, "B V"]:
     """Keeps tokens at least p times as likely as the likeliest. Nguyen et al. 2024, arXiv:2407.01082."""
-    return jnp.where(logits >= jnp.max(logits, axis=-1, keepdims=True) + jnp.log(p), logits, -jnp.inf)
+    probabilities = _probabilities(logits)
+    return jnp.where(probabilities >= p * jnp.max(probabilities, axis=-1, keepdims=True), logits, -jnp.inf)
+
+
+def _probabilities(logits):
+    return jax.nn.softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), axis=-1)
 
 
 def sample(logits: Float[Array, "B V"], keys: Array, how: Sampling) -> Int[Array, " B"]:

@@ -197,7 +197,15 @@ def test_frequencies_follow_the_filtered_distribution():
 
 
 @pytest.mark.parametrize(
-    "bad", [dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0), dict(min_p=1.5), dict(temperature=float("nan"))]
+    "bad",
+    [
+        dict(temperature=-1.0),
+        dict(top_k=0),
+        dict(top_p=0.0),
+        dict(min_p=1.5),
+        dict(temperature=float("nan")),
+        dict(temperature=1e-40),
+    ],
 )
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ConfigError):
