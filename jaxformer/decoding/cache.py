@@ -8,6 +8,7 @@ from flax import struct
 from jax import Array, lax
 from jaxtyping import Int
 
+from jaxformer.config import ConfigError
 from jaxformer.models import transformer
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 
@@ -16,7 +17,7 @@ from jaxformer.models.config import EncoderDecoder, ModelConfig
 class Cache:
     """Mixer state of all layers `[L, ...]`; `segment_ids` `[B, S]`, 0 in empty and padded slots; `length`, slots in use.
 
-    Writing past S slots is the caller's error and cannot be seen under jit: the last slots would be overwritten.
+    Past S slots the last ones are overwritten, which cannot be refused under jit: hidden states are NaN from then on.
     """
 
     layers: Any
@@ -26,8 +27,11 @@ class Cache:
 
     def extend(self, segment_ids: Int[Array, "B T"]) -> "Cache":
         """The cache with T more slots in use; the layers write their part themselves."""
+        T, S = segment_ids.shape[1], self.segment_ids.shape[1]
+        if T > S:
+            raise ConfigError(f"apply: {T} tokens do not fit a cache of {S} slots; give init_cache a greater length")
         ids = lax.dynamic_update_slice_in_dim(self.segment_ids, segment_ids.astype(jnp.int32), self.length, axis=1)
-        return replace(self, segment_ids=ids, length=self.length + segment_ids.shape[1])
+        return replace(self, segment_ids=ids, length=self.length + T)
 
 
 def init_cache(config: ModelConfig | EncoderDecoder, batch: int, length: int, dtype=jnp.float32) -> Cache:

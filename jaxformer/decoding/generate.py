@@ -14,7 +14,6 @@ from jaxformer import models
 from jaxformer.config import ConfigError
 from jaxformer.decoding.cache import init_cache
 from jaxformer.decoding.sampling import Sampling, sample
-from jaxformer.masks import shift_invariant
 from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig
 
 
@@ -34,8 +33,7 @@ def generate(
 
     Of an encoder-decoder, `sources` are the encoder's tokens and a prompt is how the target begins (T5: [0]).
     Prompts of different length are padded on the left, and each is continued exactly as it would be alone. Raises
-    ConfigError for an empty prompt, a token outside the vocabulary, more tokens than a learned position table has rows,
-    and for prompts of different length under a mask on absolute positions (`prefix`).
+    ConfigError for an empty prompt, a token outside the vocabulary, and more tokens than a learned position table has rows.
     """
     _check(config, prompts, max_tokens, sources)
     tokens, segment_ids = _padded(prompts, left=True)
@@ -82,11 +80,6 @@ def _check(config, prompts, max_tokens, sources) -> None:
         raise ConfigError("generate: a prompt is empty; give at least one token (a start token, a newline)")
     if max_tokens < 1:
         raise ConfigError(f"generate: max_tokens={max_tokens}: must be at least 1")
-    if len(set(map(len, prompts))) > 1 and not all(map(shift_invariant, config.masks)):
-        raise ConfigError(
-            "generate: prompts of different length do not go with a mask on absolute positions (prefix, your own); "
-            "give prompts of one length"
-        )
     _check_tokens("prompt", prompts, config, max(map(len, prompts)), max_tokens)
 
 

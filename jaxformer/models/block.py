@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax, random
@@ -12,6 +13,7 @@ from jax.nn.initializers import normal, zeros
 from jaxtyping import Float
 
 from jaxformer import ops
+from jaxformer.config import ConfigError
 from jaxformer.masks import Mask
 from jaxformer.models.config import Alibi, ModelConfig, Relative
 from jaxformer.models.embedding import norm, norm_spec
@@ -46,6 +48,10 @@ class Context:
 
     mask: Mask
     positions: Any  # [B or 1, T]
+    slot_positions: Any = None  # [B or 1, S]: positions of all keys' tokens; None: each is its slot
+    explicit: bool = struct.field(
+        pytree_node=False, default=False
+    )  # positions are the caller's, not counted from slots
     dropout_key: Any = None
     state: Tree = None
     start: Any = 0
@@ -164,7 +170,7 @@ def attention(
             implementation=config.attention_implementation,
         )
         if (bias := score_bias(config, context.shared)) is not None:
-            options["bias"] = bias
+            options["bias"] = bias_at_positions(bias, context)
         if attend is None:
             out: Any = ops.attention(query, key, value, **options)
         else:
@@ -202,7 +208,7 @@ def relative_spec(config: ModelConfig) -> Tree:
     return {"relative": Spec(shape, (None, "heads"), normal(config.init_std))}
 
 
-def score_bias(config: ModelConfig, shared: Tree) -> Bias | Callable | None:
+def score_bias(config: ModelConfig, shared: Tree) -> Bias | Callable | Array | None:
     """What the config's positions add to the scores of self-attention."""
     match config.positions:
         case Alibi():
@@ -210,6 +216,37 @@ def score_bias(config: ModelConfig, shared: Tree) -> Bias | Callable | None:
         case Relative(_, max_distance, bidirectional):
             return t5(shared["relative"], bidirectional, max_distance)
     return config.positions(config) if callable(config.positions) else None
+
+
+def bias_at_positions(bias, context: Context) -> Bias | Callable | Array:
+    """The bias at the tokens' own positions, row by row, where these are not the slots (padding, packed rows, a cache).
+
+    Tokens of a segment are as far apart as their slots, so a bias of distance stays as it is unless the caller gave the
+    positions. Raises ConfigError for what depends on slots: an array, a bias by row, and for positions given with a cache.
+    """
+    of_distance = isinstance(bias, Bias) and bias.by_distance
+    positions = context.slot_positions
+    if not context.explicit and (positions is None or of_distance):
+        return bias
+    if positions is None:
+        raise ConfigError(
+            "apply(positions=...) with a cache: a score bias needs the cached tokens' positions too; omit it"
+        )
+    if not (callable(bias) or isinstance(bias, Bias)) or getattr(bias, "rows", ()):
+        raise ConfigError(
+            "model.positions: a bias by slots does not fit segment_ids, positions or a cache; return a function of "
+            "(q_positions [T], kv_positions [S])"
+        )
+
+    def of_row(q, kv):
+        if isinstance(bias, Bias) and bias.by_distance:
+            return bias.rule(bias, (kv[None] - q[:, None]).reshape(-1)).reshape(-1, len(q), len(kv))
+        scores = bias.rule(bias, q, kv) if isinstance(bias, Bias) else bias(q, kv)
+        if scores.ndim == 4 and len(scores) > 1:
+            raise ConfigError(f"model.positions: a bias {scores.shape} by row; return [N, T, S], the same for all rows")
+        return scores.reshape(scores.shape[-3:])
+
+    return lambda q, kv: jax.vmap(lambda row: of_row(row[q], row[kv]))(positions)
 
 
 def cross_attention(

@@ -48,9 +48,8 @@ class Pipeline:
             )
         few = replace(config, num_layers=config.num_layers // parts)
         shared = dict(shared=context.shared, dropout_key=context.dropout_key)
-        extras = dict(
-            positions=context.positions, inputs=context.inputs, real=context.real, source=context.source
-        ), layer_masks  # fmt: skip
+        names = "positions", "slot_positions", "inputs", "real", "source"  # what has rows
+        extras = {name: getattr(context, name) for name in names}, layer_masks
 
         def stage(layers, pick, x, extras, shared, part, microbatch):
             own, masks = extras

@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -15,6 +15,8 @@ from jaxtyping import Float, Int
 
 from jaxformer import masks, ops, params
 from jaxformer.config import ConfigError
+from jaxformer.mask_rules import lookup
+from jaxformer.masks import Mask
 from jaxformer.models import block as blocks
 from jaxformer.models import embedding, heads
 from jaxformer.models.block import Context, Mixer
@@ -186,42 +188,47 @@ def _encode(
     ):
         raise ConfigError(f"{T} tokens do not fit the {config.context_length} learned positions (model.context_length)")
     start = 0
-    visible = None
     real = None if segment_ids is None else segment_ids != 0
     if cache is not None:
         start = cache.length
         cache = cache.extend(jnp.ones_like(tokens) if segment_ids is None else segment_ids)
         segment_ids = cache.segment_ids
+    explicit = positions is not None
+    places = None if segment_ids is None else within_segments(segment_ids)  # of all slots
+    # what a mask draws depends on the config alone, not on a batch's padding or a cache's empty slots
+    layer_masks = tuple(m.sized(config.context_length) for m in config.masks)
     if segment_ids is not None:
-        visible = _same_segment(config, segment_ids)
-    if positions is None:
-        positions = jnp.arange(T)[None] if segment_ids is None else within_segments(segment_ids)
-        if cache is not None:
-            positions = jax.lax.dynamic_slice_in_dim(positions, start, T, axis=1)
+        visible = same_segment(config, segment_ids)
+        layer_masks = tuple(at_positions(m, places) & visible for m in layer_masks)
+    if explicit:
+        places = positions if cache is None else None
+    elif places is None:
+        positions = jnp.arange(T)[None]
+    else:
+        positions = places if cache is None else jax.lax.dynamic_slice_in_dim(places, start, T, axis=1)
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     masked = inputs.get("masked") if isinstance(inputs, dict) else None
     x = embedding.embed(config, params["embedding"], tokens, positions, token_types, dtype, masked)
     x = ops.dropout(x, config.dropout_rate, keys[0])
-    # what a mask draws depends on the config alone, not on a batch's padding or a cache's empty slots
-    layer_masks = tuple(m.sized(config.context_length) for m in config.masks)
-    layer_masks = tuple(m if visible is None else m & visible for m in layer_masks)
     if cache is not None:
         layer_masks = tuple(m.at(start) for m in layer_masks)
     context = Context(
-        masks.full(), positions, keys[1], start=start, shared=params.get("shared"), inputs=inputs, real=real,
-        source=source, return_weights=return_attention,
+        masks.full(), positions, places, explicit, keys[1], start=start, shared=params.get("shared"), inputs=inputs,
+        real=real, source=source, return_weights=return_attention,
     )  # fmt: skip
     state = None if cache is None else cache.layers
     x, beside = (config.stack or stack)(config, params["layers"], x, context, layer_masks, state, constants)
     if config.norm_placement != "post":
         x = embedding.norm(config, params["final_norm"], x)
+    if cache is not None:
+        x = jnp.where(cache.length > cache.segment_ids.shape[1], jnp.nan, x)
     return Output(
         None, x, None if cache is None else replace(cache, layers=beside.state), beside.weights,
         loss=None if beside.loss is None else jnp.mean(beside.loss), stats=beside.stats,
     )  # fmt: skip
 
 
-def _same_segment(config: ModelConfig, segment_ids: Int[Array, "B T"]) -> masks.Mask:
+def same_segment(config: ModelConfig, segment_ids: Int[Array, "B T"]) -> Mask:
     """Tokens see their own segment, and nobody sees padding.
 
     Padding sees nothing, unless a head pools `position_0`, which may be padding: then it sees the last segment of its
@@ -231,6 +238,20 @@ def _same_segment(config: ModelConfig, segment_ids: Int[Array, "B T"]) -> masks.
         return masks.segments(segment_ids)
     seen = jnp.where(segment_ids == 0, segment_ids.max(axis=1, keepdims=True), segment_ids)
     return replace(masks.segments(seen, segment_ids), offset=None)  # both are of one sequence
+
+
+def at_positions(mask: Mask, positions: Int[Array, "B S"]) -> Mask:
+    """The mask of tokens at these positions of their segments: a prefix or a chunk is the segment's own."""
+    parts = (
+        part if masks.shift_invariant(part) else Mask(_at_positions, arrays=(positions,), parts=(part,))
+        for part in mask.conjuncts()
+    )
+    return reduce(Mask.__and__, parts)
+
+
+def _at_positions(mask, q, kv):
+    (positions,), (part,) = mask.arrays, mask.parts
+    return part._evaluate(lookup(positions, q), lookup(positions, kv))
 
 
 def stack(

@@ -29,6 +29,7 @@ from jaxformer.masks import Mask
 from jaxformer.models.block import Context, Mixer, Tree, attention, linear, linear_spec
 from jaxformer.models.config import ModelConfig
 from jaxformer.ops.attention import reference, softmax
+from jaxformer.ops.positions import Bias
 from jaxformer.params import Spec
 
 
@@ -226,18 +227,20 @@ def inverse_depth_scale(config: ModelConfig) -> Mixer:
 def memory_key_values(config: ModelConfig, count: int = 16) -> Mixer:
     """`count` learned keys and values a head that every query sees, whatever its mask. Sukhbaatar et al. 2019, 1907.01470.
 
-    They are not rotated, stand before all others (returned weights are `[B, N, T, count + S]`) and are not cached.
+    They have no position (no rotation, no score bias), stand before all others (returned weights are `[B, N, T, count +
+    S]`) and are not cached.
     """
     shape = count, config.kv_heads, config.head_size
     leaf = Spec(shape, (None, "kv_heads", "head"), normal(config.init_std))
 
-    def attend(params, context, query, key, value, *, mask, **options):
-        mask = _beside_memory(mask, count, query.shape[1], key.shape[1])
+    def attend(params, context, query, key, value, *, mask, bias=None, **options):
+        keys = key.shape[1]
+        mask = _beside_memory(mask, count, query.shape[1], keys)
         key, value = (
             jnp.concatenate([jnp.broadcast_to(new.astype(old.dtype)[None], (len(old), *shape)), old], axis=1)
             for new, old in ((params["memory"]["key"], key), (params["memory"]["value"], value))
         )
-        return ops.attention(query, key, value, mask=mask, **options)
+        return ops.attention(query, key, value, mask=mask, bias=_bias_beside_memory(bias, count, keys), **options)
 
     return attention(config, extra={"memory": {"key": leaf, "value": leaf}}, attend=attend)
 
@@ -253,3 +256,20 @@ def _beside_memory(mask: Mask, count: int, T: int, S: int) -> Mask:
 def _moved(mask, q, kv):
     (count,), (part,) = mask.args, mask.parts
     return part._evaluate(q - count, kv - count)
+
+
+def _bias_beside_memory(bias, count: int, keys: int):
+    """The score bias for `count` keys that get none and those behind them, at their own positions."""
+    if bias is None:
+        return None
+    if not (callable(bias) or isinstance(bias, Bias)):
+        return jnp.pad(jnp.broadcast_to(bias, (*bias.shape[:3], keys)), [(0, 0)] * 3 + [(count, 0)])
+
+    def beside(q, kv):
+        if isinstance(bias, Bias):  # both are ranges of positions
+            scores = bias.block(q[0] - count, len(q), kv[0] - count, len(kv))
+        else:
+            scores = bias(q - count, kv - count)
+        return jnp.where((kv < count).reshape((1,) * (scores.ndim - 1) + (-1,)), 0, scores)
+
+    return beside
