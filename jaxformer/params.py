@@ -3,7 +3,7 @@
 import math
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +68,35 @@ def count(spec: Tree) -> int:
 def paths(tree: Tree) -> dict[str, Any]:
     """The tree as `{'layers/attention/query/kernel': leaf}`."""
     return flatten_dict(tree, sep="/")
+
+
+def mismatch(spec: Tree, tree: Tree, unused: str = "$^", path: str = "") -> str | None:
+    """The first leaf that only one of the two has, or that has another shape there, in one line; None where all agree.
+
+    The tree may hold more where the regular expression `unused` matches somewhere in a path. What has no shape, in the
+    place of a leaf, agrees: a quantised weight or a user's own object.
+    """
+    if isinstance(spec, Spec):
+        shape = getattr(tree, "shape", spec.shape)
+        return None if shape == spec.shape else f"{path} has shape {shape}; expected {spec.shape}"
+    if not isinstance(spec, Mapping) or not isinstance(tree, Mapping):
+        return None
+    for name in sorted({**spec, **tree}):
+        where = f"{path}/{name}" if path else name
+        if name in spec:
+            found = mismatch(spec[name], tree[name], unused, where) if name in tree else _missing(spec[name], where)
+        else:
+            found = None if re.search(unused, where) else f"{where} is no parameter of this config"
+        if found:
+            return found
+    return None
+
+
+def _missing(spec: Tree, path: str) -> str | None:
+    leaves = (
+        [(path, spec)] if isinstance(spec, Spec) else [(f"{path}/{name}", leaf) for name, leaf in paths(spec).items()]
+    )
+    return f"{leaves[0][0]} {leaves[0][1].shape} is missing" if leaves else None
 
 
 def mask(tree: Tree, pattern: str) -> Tree:

@@ -27,9 +27,9 @@ class Cache:
 
     def extend(self, segment_ids: Int[Array, "B T"]) -> "Cache":
         """The cache with T more slots in use; the layers write their part themselves."""
-        T, S = segment_ids.shape[1], self.segment_ids.shape[1]
-        if T > S:
-            raise ConfigError(f"apply: {T} tokens do not fit a cache of {S} slots; give init_cache a greater length")
+        (B, T), (rows, S) = segment_ids.shape, self.segment_ids.shape
+        if rows != B or T > S:
+            raise ConfigError(f"apply: {B} rows of {T} tokens do not fit a cache of {rows} rows of {S} slots")
         ids = lax.dynamic_update_slice_in_dim(self.segment_ids, segment_ids.astype(jnp.int32), self.length, axis=1)
         return replace(self, segment_ids=ids, length=self.length + T)
 

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxformer.config import ConfigError
 from jaxformer.masks import Mask, causal
@@ -227,6 +227,14 @@ class ModelConfig:
                 f"model.masks={shown}: expected a tuple of values of jaxformer.masks: (causal(),), or a pattern that "
                 "repeats over the layers"
             )
+        for mask in self.masks:
+            if not mask.static or mask.offset is not None:
+                raise ConfigError(
+                    f"model.masks: {mask} holds arrays or an offset; give masks of numbers, and rows by apply(segment_ids=...)"
+                )
+        for name in ("norm", "norm_placement", "remat"):
+            if getattr(self, name) not in (choices := get_args(type(self).__annotations__[name])):
+                raise ConfigError(f"model.{name}={getattr(self, name)!r}: expected one of {', '.join(choices)}")
         for name in ("dropout_rate", "attention_dropout_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"model.{name}={getattr(self, name)}: must be in [0, 1)")

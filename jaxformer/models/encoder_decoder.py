@@ -19,13 +19,12 @@ Tree = Any
 
 def spec(config: EncoderDecoder) -> Tree:
     """Every parameter of both stacks, `{"encoder": ..., "decoder": ...}`; a shared token table is the decoder's."""
-    tree = {"encoder": transformer.spec(config.encoder)}
-    tree["decoder"] = transformer.spec(config.decoder, config.encoder.d_model)
+    encoder = dict(transformer.declared_spec(config.encoder))
     if config.share_embeddings:
-        del tree["encoder"]["embedding"]["tokens"]
-    if not tree["encoder"]["embedding"]:
-        del tree["encoder"]["embedding"]
-    return tree
+        encoder["embedding"] = {name: leaf for name, leaf in encoder["embedding"].items() if name != "tokens"}
+    if not encoder["embedding"]:
+        del encoder["embedding"]
+    return {"encoder": encoder, "decoder": transformer.declared_spec(config.decoder, config.encoder.d_model)}
 
 
 def init(config: EncoderDecoder, key: Array, dtype=jnp.float32) -> Tree:
@@ -54,6 +53,9 @@ def apply(
     `source_positions` replace the encoder's positions, which restart with each segment (0 = padding) of its own.
     With a `cache` the source is given once, with the first tokens: the cache keeps what the layers read of it.
     """
+    transformer.check_params(spec(config), params)
+    if source is not None and len(source) != len(tokens):
+        raise ConfigError(f"apply: source {list(source.shape)} and tokens {list(tokens.shape)}: as many rows of both")
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     options: dict[str, Any] = dict(dtype=dtype, return_attention=return_attention)
     known: Any = None if cache is None else cache.source

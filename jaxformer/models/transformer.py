@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxformer.masks import Mask
 from jaxformer.models import block as blocks
 from jaxformer.models import embedding, heads
 from jaxformer.models.block import Context, Mixer
-from jaxformer.models.config import Axial, Learned, ModelConfig
+from jaxformer.models.config import Axial, Learned, ModelConfig, Patches
 from jaxformer.ops.positions import within_segments
 from jaxformer.parallel.sharding import activations, automatic
 from jaxformer.params import paths
@@ -72,6 +72,40 @@ def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     if config.norm_placement != "post":
         tree["final_norm"] = embedding.norm_spec(config, config.hidden_width)
     return tree
+
+
+def check_params(declared: Tree, tree: Tree) -> None:
+    """ConfigError that names the first parameter that is missing, unknown or of another shape; other heads may be there."""
+    if found := params.mismatch(declared, tree, r"(^|/)heads(/|$)"):
+        raise ConfigError(f"apply: parameter {found}; models.init makes those of the config")
+
+
+def declared_spec(config: ModelConfig, source_width: int | None = None) -> Tree:
+    """`spec`, made once for each config that can be hashed."""
+    try:
+        return _declared_spec(config, source_width)
+    except TypeError:
+        return spec(config, source_width)
+
+
+_declared_spec = lru_cache(maxsize=256)(lambda config, source_width: spec(config, source_width))
+
+
+def check_inputs(config: ModelConfig, tokens, **inputs) -> None:
+    """ConfigError for tokens that are no `[B, T]` integers, and for positions, segment ids or token types that do not fit."""
+    images = isinstance(config.embedding, Patches)
+    if not images and (tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer)):
+        raise ConfigError(f"apply: tokens {tokens.dtype}{list(tokens.shape)}: expected integers [B, T]")
+    B, T = tokens.shape[0], embedding.length(config, tokens)
+    for name, array in inputs.items():
+        if array is None:
+            continue
+        shapes = [(B, T), (1, T)] if name == "positions" else [(B, T)]
+        if array.shape not in shapes or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ConfigError(
+                f"apply: {name} {array.dtype}{list(array.shape)}: expected integers "
+                f"{' or '.join(str(list(shape)) for shape in shapes)}"
+            )
 
 
 def _layers_spec(config: ModelConfig, slots: tuple[Mixer, ...], source_width: int | None) -> Tree:
@@ -142,6 +176,7 @@ def output_axes(path: str, leaf) -> tuple[str | None, ...]:
 
 def read(config: ModelConfig, params: Tree, output: Output, real=None) -> Output:
     """The output of `encode`, with what the config's heads make of its hidden states."""
+    check_params({"heads": declared_spec(config).get("heads", {})}, {"heads": params.get("heads", {})})
     found = {}
     for head in config.heads:
         name = heads.name(config, head)
@@ -179,6 +214,9 @@ def _encode(
     config: ModelConfig, params: Tree, tokens, dtype, return_attention, *,
     positions, segment_ids, token_types, cache, dropout_key, constants, inputs, source,
 ) -> Output:  # fmt: skip
+    check_inputs(config, tokens, positions=positions, segment_ids=segment_ids, token_types=token_types)
+    declared = declared_spec(config, None if source is None else source.hidden.shape[-1])
+    check_params({name: part for name, part in declared.items() if name != "heads"}, params)
     T = embedding.length(config, tokens)
     if (
         isinstance(config.positions, Learned | Axial)

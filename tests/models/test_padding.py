@@ -187,7 +187,7 @@ def test_what_depends_on_slots_is_refused():
         config = replace(MODEL, positions=POSITIONS[name])
         with pytest.raises(ConfigError, match="the cached tokens' positions"):
             run(config, row, positions=jnp.arange(2 * T)[None], cache=decoding.init_cache(config, 1, 12))
-    with pytest.raises(ConfigError, match="10 tokens do not fit a cache of 9 slots"):
+    with pytest.raises(ConfigError, match="1 rows of 10 tokens do not fit a cache of 1 rows of 9 slots"):
         run(MODEL, row, cache=decoding.init_cache(MODEL, 1, 9))
     config = replace(MODEL, masks=(causal() & masks.random_blocks(1, 2),))
     with pytest.raises(ConfigError, match="give random_blocks a length"):

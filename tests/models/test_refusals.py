@@ -1,0 +1,173 @@
+"""What does not fit a model is refused before anything is computed, in one line that names it."""
+
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import unwrap
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax.traverse_util import unflatten_dict
+
+from jaxformer import decoding, masks, models, params
+from jaxformer.config import ConfigError
+from jaxformer.models import (
+    Classification,
+    Embedding,
+    EncoderDecoder,
+    LanguageModel,
+    Mixture,
+    ModelConfig,
+    Patches,
+    Relative,
+    encoder_decoder,
+    mixers,
+    variants,
+)
+from jaxformer.models.block import attention
+
+MODEL = ModelConfig(vocab_size=7, num_layers=2, d_model=8, num_heads=2, context_length=6)
+ENCODER = replace(MODEL, heads=(), masks=(masks.full(),))
+CONFIGS = {
+    "gpt2": MODEL,
+    "bert": replace(
+        MODEL, embedding=Embedding(norm=True, token_types=2), masks=(masks.full(),), norm_placement="post",
+        heads=(LanguageModel("gelu", bias=True), Classification(3)),
+    ),
+    "t5": replace(MODEL, positions=Relative(4, 6, False), feedforward="swiglu", use_bias=False, norm="rms_norm"),
+    "experts": replace(MODEL, feedforward=Mixture(3, 2)),
+    "turns": replace(MODEL, mixer=(None, variants.qk_norm, mixers.Linear()), num_layers=3),
+    "images": ModelConfig(
+        0, 1, 8, 2, 5, embedding=Patches((4, 4), (2, 2)), heads=(Classification(2),), tie_embeddings=False,
+        masks=(masks.full(),),
+    ),
+    "pair": EncoderDecoder(ENCODER, MODEL),
+    "two tables": EncoderDecoder(replace(ENCODER, d_model=6), MODEL, share_embeddings=False),
+}  # fmt: skip
+IDS = jax.ShapeDtypeStruct((2, 5), jnp.int32)
+
+
+def traced(config, tree, tokens=IDS, **options):
+    if isinstance(config, EncoderDecoder):
+        options = {"source": IDS} | options
+    elif isinstance(config.embedding, Patches):
+        tokens = jax.ShapeDtypeStruct((2, 4, 4, 3), jnp.float32)
+    arrays = {name: value for name, value in options.items() if value is not None}
+    return jax.eval_shape(lambda p, t, o: models.apply(config, p, t, **o), tree, tokens, arrays)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_leaf_that_does_not_fit_is_named(name):
+    config = CONFIGS[name]
+    tree = params.abstract(models.spec(config))
+    traced(config, tree)
+    leaves = params.paths(tree)
+    for path, leaf in leaves.items():
+        others = [(*leaf.shape[:i], size + 1, *leaf.shape[i + 1 :]) for i, size in enumerate(leaf.shape)]
+        for shape in (*others, leaf.shape[1:], (*leaf.shape, 1)):
+            misfit = unflatten_dict(leaves | {path: jax.ShapeDtypeStruct(shape, leaf.dtype)}, sep="/")
+            with pytest.raises(ConfigError) as refusal:
+                traced(config, misfit)
+            assert str(refusal.value).startswith(f"apply: parameter {path} has shape {shape}; expected {leaf.shape};")
+        fewer = unflatten_dict({p: leaf for p, leaf in leaves.items() if p != path}, sep="/")
+        with pytest.raises(ConfigError, match=f"apply: parameter {path} .* is missing"):
+            traced(config, fewer)
+    for path in {path.rsplit("/", 1)[0] for path in leaves if "heads" not in path}:
+        more = unflatten_dict(leaves | {f"{path}/other": leaf}, sep="/")
+        with pytest.raises(ConfigError, match=f"apply: parameter {path}/other is no parameter of this config"):
+            traced(config, more)
+
+
+def test_what_may_be_there_or_wrapped():
+    """Heads of another use of the same stack; leaves that have no shape, as a quantised weight of a user's may have none."""
+    config = CONFIGS["bert"]
+    tree = params.abstract(models.spec(config))
+    for heads in ((), config.heads[:1], config.heads[1:]):
+        assert traced(replace(config, heads=heads), tree).hidden.shape == (2, 5, 8)
+    without = {name: part for name, part in tree.items() if name != "heads"}
+    assert jax.eval_shape(partial(models.encode, config), without, IDS).hidden.shape == (2, 5, 8)
+    assert params.mismatch({"a": models.spec(MODEL)}, {"a": models.spec(MODEL) | {"layers": object()}}) is None
+    with pytest.raises(ConfigError, match="parameter decoder is no parameter of this config"):
+        traced(MODEL, params.abstract(models.spec(CONFIGS["pair"])))
+    with pytest.raises(ConfigError, match=r"parameter decoder/embedding/tokens .* is missing"):
+        traced(CONFIGS["pair"], params.abstract(models.spec(MODEL)))
+
+
+def changed(**fields):
+    """MODEL as somebody makes it whose types nobody checks, as this suite does."""
+    config = copy(MODEL)
+    for name, value in fields.items():
+        object.__setattr__(config, name, value)
+    config.__post_init__()
+    return config
+
+
+@dataclass
+class Unhashable:
+    def __call__(self, config):
+        return attention(config)
+
+
+def test_a_config_that_cannot_be_hashed_is_checked_too():
+    config = replace(MODEL, mixer=Unhashable())
+    tree = params.abstract(models.spec(config))
+    assert traced(config, tree).logits.shape == (2, 5, 7)
+    with pytest.raises(ConfigError, match="embedding/tokens has shape"):
+        traced(replace(config, vocab_size=8), tree)
+
+
+def ints(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "message"),
+    [
+        (ints(5), {}, r"tokens int32\[5\]: expected integers \[B, T\]"),
+        (ints(2, 5, 1), {}, "tokens"),
+        (jax.ShapeDtypeStruct((2, 5), jnp.float32), {}, r"tokens float32\[2, 5\]"),
+        (IDS, dict(positions=ints(5)), r"positions int32\[5\]: expected integers \[2, 5\] or \[1, 5\]"),
+        (IDS, dict(positions=ints(2, 4)), "positions"),
+        (IDS, dict(segment_ids=ints(1, 5)), r"segment_ids int32\[1, 5\]: expected integers \[2, 5\]"),
+        (IDS, dict(segment_ids=ints(2, 6)), "segment_ids"),
+        (IDS, dict(segment_ids=jax.ShapeDtypeStruct((2, 5), jnp.float32)), "segment_ids float32"),
+        (IDS, dict(token_types=ints(2, 1)), "token_types"),
+    ],
+)
+def test_inputs_of_other_shapes_and_types(tokens, options, message):
+    config = CONFIGS["bert"]
+    run = lambda tree, tokens, options: models.encode(config, tree, tokens, **options)
+    with pytest.raises(ConfigError, match=f"apply: {message}"):
+        jax.eval_shape(run, params.abstract(models.spec(config)), tokens, options)
+
+
+def test_rows_of_a_source_and_of_a_cache():
+    config = CONFIGS["pair"]
+    tree = params.abstract(models.spec(config))
+    run = lambda tree, tokens, source: unwrap(encoder_decoder.apply)(config, tree, tokens, source=source)
+    with pytest.raises(ConfigError, match=r"source \[3, 5\] and tokens \[2, 5\]: as many rows"):
+        jax.eval_shape(run, tree, IDS, ints(3, 5))
+    cache = jax.eval_shape(lambda: decoding.init_cache(MODEL, 3, 5))
+    with pytest.raises(ConfigError, match="2 rows of 5 tokens do not fit a cache of 3 rows of 5 slots"):
+        traced(MODEL, params.abstract(models.spec(MODEL)), cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(masks=masks.causal()), r"model.masks=causal\(\): expected a tuple of masks"),
+        (dict(masks=("causal",)), "expected a tuple of masks"),
+        (dict(masks=()), "expected a tuple of masks"),
+        (dict(masks=(masks.prefix(jnp.ones(2, jnp.int32)),)), r"model.masks: prefix\(.*\) holds arrays or an offset"),
+        (dict(masks=(masks.causal() & masks.segments(jnp.ones((2, 5), jnp.int32)),)), "holds arrays"),
+        (dict(masks=(masks.causal().at(3),)), "holds arrays or an offset"),
+        (dict(norm="layernorm"), "model.norm='layernorm': expected one of layer_norm, rms_norm"),
+        (dict(norm_placement="Post"), "model.norm_placement='Post': expected one of pre, post, sandwich"),
+        (dict(remat="all"), "model.remat='all': expected one of none, dots, attention, full"),
+        (dict(feedforward="gelu2"), "model.feedforward='gelu2': expected one of relu"),
+    ],
+)
+def test_choices_that_there_are_not(change, message):
+    with pytest.raises(ConfigError, match=message):
+        changed(**change)
