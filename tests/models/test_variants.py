@@ -11,7 +11,7 @@ import pytest
 
 from jaxformer import decoding, masks, models, params
 from jaxformer.config import ConfigError
-from jaxformer.models import ModelConfig, variants
+from jaxformer.models import Alibi, ModelConfig, variants
 from jaxformer.models.block import Context, attention
 from jaxformer.ops.positions import Rope
 from tests.witnesses import load, variants_hf, variants_x
@@ -185,7 +185,7 @@ def x_extra(name, w):
         case "talking_heads":  # the first of the two is added to the scores
             before, after = (w[f"attend.{when}_softmax_talking_heads.weight"][:, :, 0, 0].T for when in ("pre", "post"))
             return {"before_softmax": np.eye(variants_x.N) + before, "after_softmax": after}
-        case "memory" | "memory_window":
+        case "memory" | "memory_window" | "memory_alibi":
             return {"memory": {kind: w[f"mem_{kind[0]}"].transpose(1, 0, 2) for kind in ("key", "value")}}
         case "residual_first":
             return {"value_mix": np.full(2, np.nan)}
@@ -202,6 +202,7 @@ X_LAYERS: dict[str, Any] = {
     "talking_heads": (variants.talking_heads, X),
     "memory": (partial(variants.memory_key_values, count=variants_x.COUNT), X),
     "memory_window": (partial(variants.memory_key_values, count=variants_x.COUNT), X),
+    "memory_alibi": (lambda config: variants.memory_key_values(replace(config, positions=Alibi()), variants_x.COUNT), X),
 }
 
 

@@ -16,12 +16,13 @@ KINDS = {
     "memory_window": dict(num_mem_kv=COUNT, max_attend_past=2),
     "residual_first": dict(),
     "residual_second": dict(learned_value_residual_mix=True),
+    "memory_alibi": dict(num_mem_kv=COUNT),
 }
 
 
 def witness() -> dict[str, np.ndarray]:
     import torch
-    from x_transformers.x_transformers import Attention
+    from x_transformers.x_transformers import AlibiPositionalBias, Attention
 
     from tests.witnesses._redraw import redraw
 
@@ -34,8 +35,10 @@ def witness() -> dict[str, np.ndarray]:
             weights["to_value_residual_mix.0.weight"][:] = 0
             weights["to_value_residual_mix.0.bias"][:] = -0.8
             layer.load_state_dict({k: torch.from_numpy(v) for k, v in weights.items()}, strict=False)
-        residual = first if name == "residual_second" else None
-        out, beside = layer(torch.from_numpy(x).double(), value_residual=residual, return_intermediates=True)
+        options = {"value_residual": first} if name == "residual_second" else {}
+        if name == "memory_alibi":
+            options["rel_pos"] = AlibiPositionalBias(heads=N, total_heads=N)
+        out, beside = layer(torch.from_numpy(x).double(), return_intermediates=True, **options)
         first = beside.values
         arrays[f"{name}/out"] = out.detach().numpy()
         arrays |= {f"{name}/weights/{k}": v for k, v in weights.items()}
