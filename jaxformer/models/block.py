@@ -49,9 +49,8 @@ class Context:
     mask: Mask
     positions: Any  # [B or 1, T]
     slot_positions: Any = None  # [B or 1, S]: positions of all keys' tokens; None: each is its slot
-    explicit: bool = struct.field(
-        pytree_node=False, default=False
-    )  # positions are the caller's, not counted from slots
+    # whether tokens of a segment may be nearer to each other than their slots, or farther
+    gaps: bool = struct.field(pytree_node=False, default=False)
     dropout_key: Any = None
     state: Tree = None
     start: Any = 0
@@ -221,12 +220,12 @@ def score_bias(config: ModelConfig, shared: Tree) -> Bias | Callable | Array | N
 def bias_at_positions(bias, context: Context) -> Bias | Callable | Array:
     """The bias at the tokens' own positions, row by row, where these are not the slots (padding, packed rows, a cache).
 
-    Tokens of a segment are as far apart as their slots, so a bias of distance stays as it is unless the caller gave the
-    positions. Raises ConfigError for what depends on slots: an array, a bias by row, and for positions given with a cache.
+    Without `gaps`, tokens of a segment are as far apart as their slots, and a bias of distance stays as it is. Raises
+    ConfigError for what depends on slots: an array, a bias by row, and for positions given with a cache.
     """
     of_distance = isinstance(bias, Bias) and bias.by_distance
     positions = context.slot_positions
-    if not context.explicit and (positions is None or of_distance):
+    if not context.gaps and (positions is None or of_distance):
         return bias
     if positions is None:
         raise ConfigError(

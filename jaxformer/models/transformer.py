@@ -233,11 +233,12 @@ def _encode(
         segment_ids = cache.segment_ids
     explicit = positions is not None
     places = None if segment_ids is None else within_segments(segment_ids)  # of all slots
+    gaps = explicit or cache is not None
     # what a mask draws depends on the config alone, not on a batch's padding or a cache's empty slots
     layer_masks = tuple(m.sized(config.context_length) for m in config.masks)
     if segment_ids is not None:
         visible = same_segment(config, segment_ids)
-        layer_masks = tuple(at_positions(m, places) & visible for m in layer_masks)
+        layer_masks = tuple(at_positions(m, places, cache is not None) & visible for m in layer_masks)
     if explicit:
         places = positions if cache is None else None
     elif places is None:
@@ -251,7 +252,7 @@ def _encode(
     if cache is not None:
         layer_masks = tuple(m.at(start) for m in layer_masks)
     context = Context(
-        masks.full(), positions, places, explicit, keys[1], start=start, shared=params.get("shared"), inputs=inputs,
+        masks.full(), positions, places, gaps, keys[1], start=start, shared=params.get("shared"), inputs=inputs,
         real=real, source=source, return_weights=return_attention,
     )  # fmt: skip
     state = None if cache is None else cache.layers
@@ -278,10 +279,16 @@ def same_segment(config: ModelConfig, segment_ids: Int[Array, "B T"]) -> Mask:
     return replace(masks.segments(seen, segment_ids), offset=None)  # both are of one sequence
 
 
-def at_positions(mask: Mask, positions: Int[Array, "B S"]) -> Mask:
-    """The mask of tokens at these positions of their segments: a prefix or a chunk is the segment's own."""
+def at_positions(mask: Mask, positions: Int[Array, "B S"], gaps: bool) -> Mask:
+    """The mask of tokens at these positions of their segments: a prefix or a chunk is the segment's own.
+
+    A rule of distance counts slots, which is the same, but where `gaps` of padding may lie within a segment.
+    """
+    of_order = masks.causal(), masks.full()
     parts = (
-        part if masks.shift_invariant(part) else Mask(_at_positions, arrays=(positions,), parts=(part,))
+        part
+        if part in of_order or (masks.shift_invariant(part) and not gaps)
+        else Mask(_at_positions, arrays=(positions,), parts=(part,))
         for part in mask.conjuncts()
     )
     return reduce(Mask.__and__, parts)

@@ -333,13 +333,16 @@ def _shaw(bias, q_positions, kv_positions):
 
 
 def within_segments(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Position of each token in its own segment (a run of equal ids): packed rows restart, left padding is skipped."""
-    index = jnp.arange(segment_ids.shape[1])[None, :]
-    starts = jnp.concatenate(
-        [jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
-    )
-    first = jnp.where(starts, index, 0)
-    return index - lax.cummax(first, axis=1)
+    """Position of each token in its own segment, a run of equal ids: packed rows restart.
+
+    Padding (0) is not counted and ends no segment: the next turn of a conversation may be padded in front.
+    """
+    slots, real = jnp.arange(segment_ids.shape[1])[None, :], segment_ids != 0
+    index = jnp.cumsum(real, axis=1, dtype=slots.dtype) - 1
+    last = jnp.pad(lax.cummax(jnp.where(real, slots, -1), axis=1), [(0, 0), (1, 0)], constant_values=-1)[:, :-1]
+    before = jnp.where(last < 0, 0, jnp.take_along_axis(segment_ids, jnp.maximum(last, 0), axis=1))
+    first = lax.cummax(jnp.where(real & (segment_ids != before), index, 0), axis=1)
+    return jnp.maximum(index - first, 0)
 
 
 def _row3(vector):

@@ -12,7 +12,7 @@ import pytest
 from jaxformer import decoding, masks, models
 from jaxformer.config import ConfigError
 from jaxformer.masks import Mask, causal
-from jaxformer.models import Alibi, Axial, Learned, ModelConfig, Relative, Sinusoidal, variants
+from jaxformer.models import Alibi, Axial, Learned, ModelConfig, Relative, Sinusoidal, mixers, variants
 from jaxformer.ops.positions import NTK, Bias, Linear, Llama3, Rope, YaRN
 
 V, T = 11, 5  # the vocabulary, the length of a sequence
@@ -90,7 +90,7 @@ def ids(*counts):
 
 
 def joined(*pairs):
-    return np.stack([np.concatenate(pair) for pair in pairs])
+    return np.stack([np.concatenate(pair).astype(np.int32) for pair in pairs])
 
 
 def check_rows_alone(config):
@@ -155,6 +155,28 @@ def test_the_callers_positions_are_the_tokens(name):
     two = jnp.asarray(np.concatenate([there, there[:, order]]))
     found = run(config, np.stack([ONE, ONE[order]]), positions=two).logits
     close(found, np.concatenate([logits, logits[:, order]]))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(positions=Learned()), dict(positions=Rope()), *(dict(positions=POSITIONS[name]) for name in BIASES),
+        *(dict(masks=(MASKS[name],)) for name in ("window", "chunked")), dict(mixer=mixers.Linear()),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_second_turn_that_is_padded(case):
+    """The next tokens of two rows, of different number: in a cache, padding may lie within a segment."""
+    config = replace(MODEL, **case)
+    one, other = np.asarray(run(config, np.stack([ONE, OTHER])).logits)
+    cache = run(config, np.stack([ONE, OTHER])[:, :1], cache=decoding.init_cache(config, 2, 9)).cache
+    turn = joined((JUNK[:2], ONE[1:3]), (OTHER[1:5], ()))
+    out = run(config, turn, segment_ids=jnp.array([[0, 0, 1, 1], [1] * 4]), cache=cache)
+    close(out.logits[0, 2:], one[1:3])
+    close(out.logits[1], other[1:])
+    for k in (3, 4):
+        out = run(config, np.full((2, 1), ONE[k]), cache=out.cache)
+        close(out.logits[0, 0], one[k])
 
 
 @pytest.mark.parametrize(("name", "mixer"), [("places", "attention"), ("relative", "memory")])

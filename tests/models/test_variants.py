@@ -202,7 +202,10 @@ X_LAYERS: dict[str, Any] = {
     "talking_heads": (variants.talking_heads, X),
     "memory": (partial(variants.memory_key_values, count=variants_x.COUNT), X),
     "memory_window": (partial(variants.memory_key_values, count=variants_x.COUNT), X),
-    "memory_alibi": (lambda config: variants.memory_key_values(replace(config, positions=Alibi()), variants_x.COUNT), X),
+    "memory_alibi": (
+        lambda config: variants.memory_key_values(replace(config, positions=Alibi()), variants_x.COUNT),
+        X,
+    ),
 }
 
 
