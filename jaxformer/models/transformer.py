@@ -143,11 +143,15 @@ def apply(
 ) -> Output:
     """Logits and final hidden states of tokens, or of images; activations in `dtype`, the parameters' by default.
 
-    `segment_ids` (0 = padding) separate packed or padded sequences; positions restart with each unless given. `cache`
+    `segment_ids` (0 = padding) separate packed or padded sequences; positions restart with each unless given, and masks
+    and score biases count each sequence's own tokens: a row's logits are those of its sequence alone. `positions` move
+    embeddings, rotations and biases, not masks. Within a segment, padding is not counted; without a cache, masks and
+    biases of distance count its slots. `cache`
     (of `jaxformer.decoding`) holds what came before: the tokens continue it, and the output has the cache that includes
     them. Dropout acts only where `dropout_key` is given. `return_attention` adds every attention map, `[L, B, N, T,
     S]`. `constants` (leaves `[L, ...]`) replace what the mixer draws by itself, `inputs` are what it reads of a batch
-    (Longformer: `{"global_tokens": flags [B, T]}`) or the embedding (`Patches`: `{"masked": flags [B, patches]}`).
+    (Longformer: `{"global_tokens": flags [B, T]}`) or the embedding (`Patches`: `{"masked": flags [B, patches]}`). Raises
+    ConfigError for parameters and inputs that do not fit the config.
     """
 
     def whole(params, tokens, given):
@@ -337,6 +341,8 @@ def stack(
     carry, read_heads = (x, slots[0].memo(x)), None if source is None else source.heads
     numbers = context.layer + jnp.arange(L)
     if not alike(config):
+        if any(slot.memo(x) is not None for slot in slots):
+            raise ConfigError("model.mixer: a mixer that hands a memo to the next layer is the mixer of all layers")
         rows = per_slot(config, slots, params, (numbers, state, read_heads), constants, x.shape[1])
         inputs = tuple((index, own, *rest[:1], drawn, *rest[1:]) for own, (index, *rest), drawn in rows)
         carry, outputs = scan(partial(run, layers), carry, inputs)

@@ -157,17 +157,17 @@ def test_the_callers_positions_are_the_tokens(name):
     close(found, np.concatenate([logits, logits[:, order]]))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        dict(positions=Learned()), dict(positions=Rope()), *(dict(positions=POSITIONS[name]) for name in BIASES),
-        *(dict(masks=(MASKS[name],)) for name in ("window", "chunked")), dict(mixer=mixers.Linear()),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_second_turn_that_is_padded(case):
+TURNS = {
+    "learned": dict(positions=Learned()), "rope": dict(positions=Rope()), "linear": dict(mixer=mixers.Linear()),
+    **{name: dict(positions=POSITIONS[name]) for name in ("alibi", "relative", "places")},
+    **{name: dict(masks=(MASKS[name],)) for name in ("window", "chunked")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_second_turn_that_is_padded(name):
     """The next tokens of two rows, of different number: in a cache, padding may lie within a segment."""
-    config = replace(MODEL, **case)
+    config = replace(MODEL, **TURNS[name])
     one, other = np.asarray(run(config, np.stack([ONE, OTHER])).logits)
     cache = run(config, np.stack([ONE, OTHER])[:, :1], cache=decoding.init_cache(config, 2, 9)).cache
     turn = joined((JUNK[:2], ONE[1:3]), (OTHER[1:5], ()))

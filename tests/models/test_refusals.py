@@ -117,6 +117,12 @@ def test_a_config_that_cannot_be_hashed_is_checked_too():
         traced(replace(config, vocab_size=8), tree)
 
 
+def test_a_memo_needs_layers_that_hand_it_on():
+    config = replace(MODEL, mixer=(variants.value_residual, variants.qk_norm))
+    with pytest.raises(ConfigError, match="hands a memo to the next layer"):
+        traced(config, params.abstract(models.spec(config)))
+
+
 def ints(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
