@@ -236,12 +236,12 @@ def _encode(
         cache = cache.extend(jnp.ones_like(tokens) if segment_ids is None else segment_ids)
         segment_ids = cache.segment_ids
     explicit = positions is not None
-    places = None if segment_ids is None else within_segments(segment_ids)  # of all slots
+    places = None  # positions of all slots
     gaps = explicit or cache is not None
     # what a mask draws depends on the config alone, not on a batch's padding or a cache's empty slots
     layer_masks = tuple(m.sized(config.context_length) for m in config.masks)
     if segment_ids is not None:
-        visible = same_segment(config, segment_ids)
+        places, visible = within_segments(segment_ids), same_segment(config, segment_ids)
         layer_masks = tuple(at_positions(m, places, cache is not None) & visible for m in layer_masks)
     if explicit:
         places = positions if cache is None else None
