@@ -186,9 +186,8 @@ class Mask:
             else self.args
         )
         shown = [*self.parts, *args, *(_shown(a) for a in self.arrays if a is not None)]
-        if (
-            getattr(rules, getattr(self.rule, "__name__", ""), None) is not self.rule
-        ):  # a rule called causal need not be ours
+        ours = getattr(rules, getattr(self.rule, "__name__", ""), None)
+        if self.rule is not ours:  # a rule called causal need not be ours
             return f"Mask({', '.join(map(str, [self.name, *shown]))})"
         return f"{self.name}({', '.join(map(str, shown))})"
 
