@@ -1,6 +1,7 @@
 """Prompts in, continuations out."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from jaxformer.config import ConfigError
 from jaxformer.decoding.cache import init_cache
 from jaxformer.decoding.sampling import Sampling, sample
 from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig
+from jaxformer.ops.positions import NTK, LongRoPE, Rope
 
 
 def generate(
@@ -80,7 +82,20 @@ def _check(config, prompts, max_tokens, sources) -> None:
         raise ConfigError("generate: a prompt is empty; give at least one token (a start token, a newline)")
     if max_tokens < 1:
         raise ConfigError(f"generate: max_tokens={max_tokens}: must be at least 1")
-    _check_tokens("prompt", prompts, config, max(map(len, prompts)), max_tokens)
+    longest = max(map(len, prompts))
+    ragged, positions = len(set(map(len, prompts))) > 1, config.positions
+    for rope in positions if isinstance(positions, tuple) else (positions,):
+        scaling = rope.scaling if isinstance(rope, Rope) else None
+        if (
+            ragged
+            and isinstance(scaling, NTK | LongRoPE)
+            and longest + max_tokens > (scaling.original_length or math.inf)
+        ):
+            raise ConfigError(
+                f"generate: {scaling} turns all rows by the longest one, beyond its original length; give prompts of one "
+                "length, or one prompt at a time"
+            )
+    _check_tokens("prompt", prompts, config, longest, max_tokens)
 
 
 def _check_tokens(name: str, rows, config: ModelConfig, longest: int, more: int = 0) -> None:

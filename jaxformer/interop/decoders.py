@@ -385,7 +385,7 @@ REFORMER_HEADS = {  # what the class's name ends in -> heads, given the number o
     "ModelWithLMHead": lambda n: (LanguageModel(),),
     "ForMaskedLM": lambda n: (LanguageModel(),),
     "Model": lambda n: (),
-    "ForSequenceClassification": lambda n: (Classification(n),),
+    "ForSequenceClassification": lambda n: (Classification(n, pool="position_0"),),
     "ForQuestionAnswering": lambda n: (TokenClassification(2, name="span"),),
 }
 

@@ -86,10 +86,12 @@ def embed(
             x = jnp.concatenate([first, x], axis=1)
     else:
         dtype = dtype or params["tokens"].dtype
-        x = jnp.take(constrain(params["tokens"], "vocab", None), inputs, axis=0) * how.scale
+        x = (
+            learned(inputs, constrain(params["tokens"], "vocab", None)) * how.scale
+        )  # NaN beyond the table, on both ends
         if how.token_types:
             types = jnp.zeros_like(inputs) if token_types is None else token_types
-            x = x + jnp.take(params["token_types"], types, axis=0)
+            x = x + learned(types, params["token_types"])
     if isinstance(config.positions, Learned):
         x = x + learned(positions + config.positions.offset, params["positions"])
     elif isinstance(config.positions, Axial):

@@ -11,7 +11,7 @@ from jaxformer import decoding, masks, models, params
 from jaxformer.config import ConfigError
 from jaxformer.decoding import Sampling, sampling
 from jaxformer.models import EncoderDecoder, LanguageModel, Learned, ModelConfig, Relative, Sinusoidal
-from jaxformer.ops.positions import Rope
+from jaxformer.ops.positions import NTK, LongRoPE, Rope
 
 V = 19
 GPT = ModelConfig(vocab_size=V, num_layers=3, d_model=24, num_heads=4, context_length=24, init_std=0.4)
@@ -68,6 +68,17 @@ def test_greedy_generation_equals_repeated_forward_passes_for_ragged_prompts(nam
         # causal, so one forward pass over the result shows what was likeliest at every step
         logits = apply(config, parameters, jnp.array([prompt + out])).logits[0]
         assert jnp.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist() == out
+
+
+@pytest.mark.parametrize("scaling", [NTK(4.0, 8), LongRoPE((1.0,) * 3, (2.0,) * 3, 8)])
+def test_ragged_prompts_are_not_turned_by_the_longest_row(scaling):
+    """A row beside a longer one would have other logits than alone."""
+    config = replace(GPT, positions=Rope(scaling=scaling))
+    params = models.init(config, jax.random.key(0))
+    with pytest.raises(ConfigError, match="by the longest one"):
+        decoding.generate(config, params, [[1, 2], [3]], 7)
+    assert len(decoding.generate(config, params, [[1, 2], [3]], 6)) == 2  # within the original length
+    assert len(decoding.generate(config, params, [[1, 2], [3, 4]], 7)) == 2
 
 
 @pytest.mark.parametrize("slots", [9, 12, 40])

@@ -605,7 +605,7 @@ COMPUTED = [  # settings that leave the tensors as they are, and what becomes of
 
 
 @pytest.mark.parametrize(
-    "name,settings,meant", COMPUTED, ids=lambda part: part if isinstance(part, str) else str(part)[:60]
+    "name,settings,meant", COMPUTED, ids=lambda part: part if isinstance(part, str) else ",".join(part) or "nothing"
 )
 def test_what_changes_the_numbers_is_computed_and_saved(name, settings, meant, tmp_path):
     config, params = read(runs.altered(tmp_path, name, **settings))

@@ -48,7 +48,7 @@ def distances(config):
 POSITIONS = {
     "learned": Learned(), "offset": Learned(2), "sinusoidal": Sinusoidal(), "axial": Axial((2, 8), (6, 10)),
     "rope": Rope(), "partial": Rope(fraction=0.5, layout="interleaved"), "linear": Rope(scaling=Linear(2.0)),
-    "ntk": Rope(scaling=NTK(4.0)), "dynamic": Rope(scaling=NTK(4.0, 4, 12)), "llama3": Rope(scaling=Llama3(8.0, 4)),
+    "ntk": Rope(scaling=NTK(4.0)), "llama3": Rope(scaling=Llama3(8.0, 4)),
     "yarn": Rope(scaling=YaRN(8.0, 4)), "alibi": Alibi(), "relative": Relative(4, 6, False), "none": None,
     "turns": (Rope(), None), "steps": steps, "places": places, "rule": rule, "distances": distances,
 }  # fmt: skip
