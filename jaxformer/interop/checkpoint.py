@@ -73,13 +73,17 @@ def write_labels(labels: tuple[str, ...]) -> Json:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model and its parameters, its special tokens, the way its library calls it, and the names of its classes."""
+    """A model and its parameters, its special tokens, the way its library calls it, and the names of its classes.
+
+    `model_type` is the family of files that `save` writes; None: the first that can say all of the config.
+    """
 
     config: ModelConfig | EncoderDecoder
     params: Any
     tokens: Tokens = Tokens()
     conventions: Conventions = field(default_factory=Conventions)
     labels: tuple[str, ...] = ()
+    model_type: str | None = None
 
     def apply(self, **arguments: Any) -> Output:
         """The model's output for the arguments of transformers' `forward`, by their names: arrays of NumPy, torch or JAX.

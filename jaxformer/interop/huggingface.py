@@ -114,20 +114,18 @@ def load(
         )
     params = unflatten_dict({path: params[path] for path in leaves}, sep="/")
     labels = labels if _classes(config) == len(labels) else ()  # else they are of a head that is not loaded
-    return Checkpoint(config, params, tokens, conventions, labels)
+    return Checkpoint(config, params, tokens, conventions, labels, kind)
 
 
-def save(
-    folder: str | Path, checkpoint: Checkpoint, *, model_type: str | None = None, shard_bytes: int = 5_000_000_000
-) -> None:
+def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 5_000_000_000) -> None:
     """Writes config.json and safetensors (in shards of at most `shard_bytes`) that transformers opens as it does its own.
 
-    Of a model of your own, `checkpoint` is `Checkpoint(config, params, Tokens(eos=(2,)))`. `model_type` is by default
-    the first that can say all of the config. Raises ConfigError where none can, or the given one cannot, where tokens or
-    labels are missing or do not fit, and where `folder` exists and is not empty.
+    Of a model of your own, `checkpoint` is `Checkpoint(config, params, Tokens(eos=(2,)))`. Raises ConfigError where no
+    family of files, or not the checkpoint's, can say all of the config, where tokens or labels are missing or do not fit,
+    and where `folder` exists and is not empty.
     """
     config = checkpoint.config
-    kind, json = _as_family(config, model_type)
+    kind, json = _as_family(config, checkpoint.model_type)
     json = _with_tokens(folder, checkpoint, json)
     leaves, arrays = paths(models.spec(config)), paths(checkpoint.params)
     wrong = [

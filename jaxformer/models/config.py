@@ -233,7 +233,7 @@ class ModelConfig:
                     f"model.masks: {mask} holds arrays or an offset; give masks of numbers, and rows by apply(segment_ids=...)"
                 )
         for name in ("norm", "norm_placement", "remat"):
-            if getattr(self, name) not in (choices := get_args(type(self).__annotations__[name])):
+            if getattr(self, name) not in (choices := get_args(ModelConfig.__annotations__[name])):
                 raise ConfigError(f"model.{name}={getattr(self, name)!r}: expected one of {', '.join(choices)}")
         for name in ("dropout_rate", "attention_dropout_rate"):
             if not 0 <= getattr(self, name) < 1:

@@ -47,9 +47,9 @@ def load(name, **options):
     return read(golden.folder(name), **options)
 
 
-def save(folder, config, params, **options):
+def save(folder, config, params, model_type=None, **options):
     tokens = Tokens(start=0, eos=(1,), pad=0) if isinstance(config, models.EncoderDecoder) else Tokens()
-    huggingface.save(folder, Checkpoint(config, params, tokens), **options)
+    huggingface.save(folder, Checkpoint(config, params, tokens, model_type=model_type), **options)
 
 
 def assert_same(ours, other):
@@ -639,7 +639,7 @@ def test_heads_of_decoders(tmp_path):
         again, same = read(tmp_path / str(i))
         assert again == config
         assert_same(same, params)
-    config = replace(load("reformer")[0], heads=(Classification(3),))
+    config = replace(load("reformer")[0], heads=(Classification(3, pool="position_0"),))
     params = models.init(config, jax.random.key(0))
     save(tmp_path / "reformer", config, params)
     assert runs.tensors(tmp_path / "reformer")["classifier.dense.weight"].shape == (16, 32)  # of two streams

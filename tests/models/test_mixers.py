@@ -464,7 +464,8 @@ def test_reversible_layers_take_a_reformer_and_refuse_by_name():
     encode = partial(transformer.encode, config, dropout_key=jax.random.key(0))
     assert jax.eval_shape(encode, parameters(config), TOKENS).hidden.shape == (2, T, 8)
     with pytest.raises(ConfigError, match="norm_placement='post'"):
-        transformer.encode(replace(config, norm_placement="post"), parameters(config), TOKENS)
+        post = replace(config, norm_placement="post")
+        transformer.encode(post, parameters(post), TOKENS)
     with pytest.raises(NotImplementedError, match="maps"):
         transformer.encode(config, parameters(config), TOKENS, return_attention=True)
 

@@ -162,9 +162,9 @@ def test_rows_of_a_source_and_of_a_cache():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(masks=masks.causal()), r"model.masks=causal\(\): expected a tuple of masks"),
-        (dict(masks=("causal",)), "expected a tuple of masks"),
-        (dict(masks=()), "expected a tuple of masks"),
+        (dict(masks=masks.causal()), r"model.masks=causal\(\): expected a tuple of values"),
+        (dict(masks=("causal",)), "expected a tuple of values"),
+        (dict(masks=()), "expected a tuple of values"),
         (dict(masks=(masks.prefix(jnp.ones(2, jnp.int32)),)), r"model.masks: prefix\(.*\) holds arrays or an offset"),
         (dict(masks=(masks.causal() & masks.segments(jnp.ones((2, 5), jnp.int32)),)), "holds arrays"),
         (dict(masks=(masks.causal().at(3),)), "holds arrays or an offset"),

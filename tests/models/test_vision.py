@@ -142,6 +142,7 @@ def test_a_reconstruction_puts_each_patch_where_it_was():
     np.testing.assert_array_equal(other.hidden, output.hidden)
     with pytest.raises(ConfigError, match="no mask token"):
         bare = replace(config, embedding=replace(patches, mask_token=False))
+        del weights["embedding"]["mask_token"]
         models.apply(bare, weights, jnp.asarray(images), inputs={"masked": jnp.asarray(hide)})
     with pytest.raises(ConfigError, match="gives an image"):
         models.spec(ModelConfig(11, 1, 8, 2, 16, heads=(vision.Reconstruction(2),)))
