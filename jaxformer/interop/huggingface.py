@@ -70,51 +70,13 @@ def load(
     ConfigError, in one report, before anything is read.
     """
     file = safetensors.open_checkpoint(path, revision)
-    kind = file.config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(
-            f"{file.folder}/config.json: model_type {kind!r} (architectures {file.config.get('architectures')}) is not "
-            f"known here; expected one of {', '.join(FAMILIES)}"
-        )
-    family = FAMILIES[kind]
-    try:
-        check_kinds(file.config, len(file.names))
-        config = family.read(file.config, file.names)
-        tokens, labels = read_tokens(file.generation, file.config), read_labels(file.config)
-        conventions = family.conventions(file.config)
-    except ConfigError as error:
-        raise ConfigError(f"{file.folder}: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"{file.folder}/config.json: cannot be understood ({type(error).__name__}: {error})"
-        ) from error
-    config = _with_tie(file, family, config)
+    kind, read = _read_settings(file)
+    config = _with_tie(file, FAMILIES[kind], read.config)
     if heads is not None:
         config = _with_stack(config, heads=heads)
-    tensors = plan(family, config, allow_missing)
-    source, spare = _sources(file, family, tensors)
-    leaves = paths(models.spec(config))
-    ignored = "|".join(filter(None, (family.ignored, allow_unexpected)))
-    missing = _check(file, tensors, source, spare, leaves, allow_missing, ignored)
-    shardings = _shardings(sharding, leaves)
-    dtypes = _dtypes(file, tensors, source, dtype)
-    params: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        if name in source and tensor.parts:
-            array = file.read(source[name])
-            safetensors.check_finite(source[name], array)
-            for part, piece in zip(tensor.parts, tensor.ours(array), strict=True):
-                _lay_down(params, part, piece, dtypes[part.path], leaves[part.path].shape, shardings[part.path])
-            del array, piece  # before the next one is read
-    for path, stack in list(params.items()):
-        params[path] = jax.device_put(stack, shardings[path])  # what was put together on the host
-    for path in missing:
-        params[path] = _drawn(
-            path, leaves[path], key, dtype or next(iter(dtypes.values()), jnp.float32), shardings[path]
-        )
-    params = unflatten_dict({path: params[path] for path in leaves}, sep="/")
-    labels = labels if _classes(config) == len(labels) else ()  # else they are of a head that is not loaded
-    return Checkpoint(config, params, tokens, conventions, labels, kind)
+    params = _read_weights(file, FAMILIES[kind], config, dtype, sharding, allow_unexpected, allow_missing, key)
+    labels = read.labels if _classes(config) == len(read.labels) else ()  # else they are of a head that is not loaded
+    return replace(read, config=config, params=params, labels=labels)
 
 
 def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 5_000_000_000) -> None:
@@ -172,6 +134,55 @@ def rope_layout(config: ModelConfig, params: Tree, layout: Literal["half", "inte
 
 
 # Reading
+
+
+def _read_settings(file: safetensors.Files) -> tuple[str, Checkpoint]:
+    """The model type of a folder, and what its config.json and generation_config.json say, without parameters."""
+    kind = file.config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError(
+            f"{file.folder}/config.json: model_type {kind!r} (architectures {file.config.get('architectures')}) is not "
+            f"known here; expected one of {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[kind]
+    try:
+        check_kinds(file.config, len(file.names))
+        config, tokens = family.read(file.config, file.names), read_tokens(file.generation, file.config)
+        return kind, Checkpoint(
+            config, None, tokens, family.conventions(file.config), read_labels(file.config), model_type=kind
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{file.folder}: {error}") from None
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"{file.folder}/config.json: cannot be understood ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _read_weights(file, family: Family, config: Config, dtype, sharding, allow_unexpected, allow_missing, key) -> Tree:
+    """The parameters of the config, tensor by tensor; `load` says what the options mean."""
+    tensors = plan(family, config, allow_missing)
+    source, spare = _sources(file, family, tensors)
+    leaves = paths(models.spec(config))
+    ignored = "|".join(filter(None, (family.ignored, allow_unexpected)))
+    missing = _check(file, tensors, source, spare, leaves, allow_missing, ignored)
+    shardings = _shardings(sharding, leaves)
+    dtypes = _dtypes(file, tensors, source, dtype)
+    params: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if name in source and tensor.parts:
+            array = file.read(source[name])
+            safetensors.check_finite(source[name], array)
+            for part, piece in zip(tensor.parts, tensor.ours(array), strict=True):
+                _lay_down(params, part, piece, dtypes[part.path], leaves[part.path].shape, shardings[part.path])
+            del array, piece  # before the next one is read
+    for path, stack in list(params.items()):
+        params[path] = jax.device_put(stack, shardings[path])  # what was put together on the host
+    for path in missing:
+        params[path] = _drawn(
+            path, leaves[path], key, dtype or next(iter(dtypes.values()), jnp.float32), shardings[path]
+        )
+    return unflatten_dict({path: params[path] for path in leaves}, sep="/")
 
 
 def _canonical(family: Family, name: str, known) -> str | None:

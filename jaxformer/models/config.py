@@ -210,34 +210,8 @@ class ModelConfig:
                 f"model.heads: a LanguageModel with tie_embeddings=True reads {self.hidden_width} features by the "
                 f"embedding's rows, which have {table or 'none: they are patches'}; set it to False, or give other heads"
             )
-        if isinstance(self.use_bias, str):
-            try:
-                re.compile(self.use_bias)
-            except re.error as error:
-                raise ConfigError(f"model.use_bias={self.use_bias!r}: no regular expression ({error})") from None
-        for head in self.heads:
-            for field in ("transform", "pooler"):
-                if (name := getattr(head, field, None)) is not None and name not in ACTIVATIONS:
-                    raise ConfigError(
-                        f"model.heads: {field}={name!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
-                    )
-        if not (isinstance(self.masks, tuple) and self.masks and all(isinstance(m, Mask) for m in self.masks)):
-            shown = " ".join(repr(self.masks).split())  # an array takes many lines
-            raise ConfigError(
-                f"model.masks={shown}: expected a tuple of values of jaxformer.masks: (causal(),), or a pattern that "
-                "repeats over the layers"
-            )
-        for mask in self.masks:
-            if not mask.static or mask.offset is not None:
-                raise ConfigError(
-                    f"model.masks: {mask} holds arrays or an offset; give masks of numbers, and rows by apply(segment_ids=...)"
-                )
-        for name in ("norm", "norm_placement", "remat"):
-            if getattr(self, name) not in (choices := get_args(ModelConfig.__annotations__[name])):
-                raise ConfigError(f"model.{name}={getattr(self, name)!r}: expected one of {', '.join(choices)}")
-        for name in ("dropout_rate", "attention_dropout_rate"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"model.{name}={getattr(self, name)}: must be in [0, 1)")
+        _check_words(self)
+        _check_masks(self.masks)
 
     @property
     def kv_heads(self) -> int:
@@ -259,6 +233,39 @@ class ModelConfig:
     def has_bias(self, name: str) -> bool:
         """Whether the linear map or norm of that name has a bias."""
         return bool(re.fullmatch(self.use_bias, name)) if isinstance(self.use_bias, str) else self.use_bias
+
+
+def _check_words(config: ModelConfig) -> None:
+    """ConfigError for a field that holds none of the words, expressions or rates that it may."""
+    if isinstance(config.use_bias, str):
+        try:
+            re.compile(config.use_bias)
+        except re.error as error:
+            raise ConfigError(f"model.use_bias={config.use_bias!r}: no regular expression ({error})") from None
+    for head in config.heads:
+        for field in ("transform", "pooler"):
+            if (name := getattr(head, field, None)) is not None and name not in ACTIVATIONS:
+                raise ConfigError(f"model.heads: {field}={name!r}: expected one of {', '.join(ACTIVATIONS)}, or None")
+    for name in ("norm", "norm_placement", "remat"):
+        if getattr(config, name) not in (choices := get_args(ModelConfig.__annotations__[name])):
+            raise ConfigError(f"model.{name}={getattr(config, name)!r}: expected one of {', '.join(choices)}")
+    for name in ("dropout_rate", "attention_dropout_rate"):
+        if not 0 <= getattr(config, name) < 1:
+            raise ConfigError(f"model.{name}={getattr(config, name)}: must be in [0, 1)")
+
+
+def _check_masks(patterns) -> None:
+    if not (isinstance(patterns, tuple) and patterns and all(isinstance(m, Mask) for m in patterns)):
+        shown = " ".join(repr(patterns).split())  # an array takes many lines
+        raise ConfigError(
+            f"model.masks={shown}: expected a tuple of values of jaxformer.masks: (causal(),), or a pattern that "
+            "repeats over the layers"
+        )
+    for mask in patterns:
+        if not mask.static or mask.offset is not None:
+            raise ConfigError(
+                f"model.masks: {mask} holds arrays or an offset; give masks of numbers, and rows by apply(segment_ids=...)"
+            )
 
 
 @dataclass(frozen=True)

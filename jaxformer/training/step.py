@@ -60,21 +60,15 @@ def make_train_step(
             gradients = jax.tree.map(lambda g: g * shrink, gradients)
         rate = rate_of(state.step)
 
-        def moved(opt_state, memory):
-            """What `state_shardings` keeps in host memory: what is split as a parameter is."""
-            if not experiment.mesh.offload:
-                return opt_state
-            places = state_places(experiment, jax.sharding.get_abstract_mesh()).opt_state
-            return jax.tree.map(lambda a, p: a if p == P() else jax.device_put(a, memory), opt_state, places)
-
         def apply(state):
-            here = moved(state.opt_state, jax.memory.Space.Device)
+            here = in_memory(experiment, state.opt_state, jax.memory.Space.Device)
             updates, opt_state = update(gradients, here, state.params)
             params = jax.tree.map(lambda p, u: p + (rate * u).astype(p.dtype), state.params, updates)
             ema = average(experiment.ema_decay, state.ema, params)
-            return replace(state, params=params, opt_state=moved(opt_state, jax.memory.Space.Host), ema=ema)
+            opt_state = in_memory(experiment, opt_state, jax.memory.Space.Host)
+            return replace(state, params=params, opt_state=opt_state, ema=ema)
 
-        # a select instead would need the old state beside the new one, and so a copy of what was donated
+        # jnp.where would keep both states alive and copy the donated one
         new = jax.lax.cond(finite & ~empty, apply, lambda state: state, state)
         counters = rescale(state.loss_scale, finite), jnp.where(finite, 0, state.skipped + 1)
         before = state.loss_scale, state.skipped
@@ -97,6 +91,14 @@ def make_train_step(
         jax.tree.map(lambda _: P(), shapes[1]),
     )
     return parallel.automatic(train_step, places)
+
+
+def in_memory(experiment: Experiment, opt_state: Any, memory) -> Any:
+    """The optimizer's state, with `mesh.offload` in this memory: all that is split as a parameter is."""
+    if not experiment.mesh.offload:
+        return opt_state
+    places = state_places(experiment, jax.sharding.get_abstract_mesh()).opt_state
+    return jax.tree.map(lambda a, place: a if place == P() else jax.device_put(a, memory), opt_state, places)
 
 
 def accumulate(experiment: Experiment, params: Any, batch: Batch, key: Array | None, scale) -> tuple[LossSums, Any]:
