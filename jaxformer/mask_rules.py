@@ -31,7 +31,7 @@ def not_(mask, q, kv):
 def by_head(mask, q, kv):
     xp = numpy_of(q)
     parts = [part._evaluate(q, kv) for part in mask.parts]
-    shape = np.broadcast_shapes(q.shape, kv.shape, *(part.shape for part in parts))
+    shape = jnp.broadcast_shapes(q.shape, kv.shape, *(part.shape for part in parts))
     if shape[1] != 1:
         raise ValueError(f"by_head takes masks of one head each; one of {mask} has {shape[1]}")
     return xp.concatenate([xp.broadcast_to(part, shape) for part in parts], axis=1)
@@ -142,7 +142,7 @@ def lookup(ids, positions):
     """ids [B|1, length] at positions [B|1, ...] -> [B|1, ...]; positions beyond the array count as padding, 0."""
     flat = positions.reshape(positions.shape[0], -1)
     flat = jnp.where(flat < 0, ids.shape[1], flat)  # a negative index would count from the end
-    (rows,) = np.broadcast_shapes(ids.shape[:1], flat.shape[:1])
+    (rows,) = jnp.broadcast_shapes(ids.shape[:1], flat.shape[:1])  # export has symbols for sizes
     ids, flat = (jnp.broadcast_to(x, (rows, x.shape[1])) for x in (ids, flat))
     found = jnp.take_along_axis(ids, flat, axis=1, mode="fill", fill_value=0)
     return found.reshape(rows, *positions.shape[1:])

@@ -394,6 +394,8 @@ def _read_reformer_heads(c: Json) -> tuple:
     kind = architecture(c, *("Reformer" + kind for kind in REFORMER_HEADS)).removeprefix("Reformer")
     if kind in ("ModelWithLMHead", "ForMaskedLM"):
         only({"is_decoder": False} | c, is_decoder=kind == "ModelWithLMHead")
+    if kind == "ForSequenceClassification":
+        only(c, is_decoder=False)  # causal, a padded slot 0 sees nothing; what theirs gives is no number
     return REFORMER_HEADS[kind](labels(c))
 
 

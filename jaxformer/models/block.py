@@ -239,9 +239,9 @@ def bias_at_positions(bias, context: Context) -> Bias | Callable | Array:
 
     def of_row(q, kv):
         if isinstance(bias, Bias) and bias.by_distance:
-            return bias.rule(bias, (kv[None] - q[:, None]).reshape(-1)).reshape(-1, len(q), len(kv))
+            return bias.rule(bias, (kv[None] - q[:, None]).reshape(-1)).reshape(-1, q.shape[0], kv.shape[0])
         scores = bias.rule(bias, q, kv) if isinstance(bias, Bias) else bias(q, kv)
-        if scores.ndim == 4 and len(scores) > 1:
+        if scores.ndim == 4 and scores.shape[0] > 1:
             raise ConfigError(f"model.positions: a bias {scores.shape} by row; return [N, T, S], the same for all rows")
         return scores.reshape(scores.shape[-3:])
 

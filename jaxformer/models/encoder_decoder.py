@@ -54,7 +54,7 @@ def apply(
     With a `cache` the source is given once, with the first tokens: the cache keeps what the layers read of it.
     """
     transformer.check_params(spec(config), params)
-    if source is not None and len(source) != len(tokens):
+    if source is not None and source.shape[0] != tokens.shape[0]:
         raise ConfigError(f"apply: source {list(source.shape)} and tokens {list(tokens.shape)}: as many rows of both")
     keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
     options: dict[str, Any] = dict(dtype=dtype, return_attention=return_attention)

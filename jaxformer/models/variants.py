@@ -267,7 +267,7 @@ def _bias_beside_memory(bias, count: int, keys: int):
 
     def beside(q, kv):
         if isinstance(bias, Bias):  # both are ranges of positions
-            scores = bias.block(q[0] - count, len(q), kv[0] - count, len(kv))
+            scores = bias.block(q[0] - count, q.shape[0], kv[0] - count, kv.shape[0])
         else:
             scores = bias(q - count, kv - count)
         return jnp.where((kv < count).reshape((1,) * (scores.ndim - 1) + (-1,)), 0, scores)

@@ -488,6 +488,7 @@ def of_ties(config, params, kept) -> Iterator[tuple[str, Callable]]:
 def differs(folder: Path, config, params) -> bool:
     """Whether the file that `save` writes is another than the one it was loaded from."""
     with tempfile.TemporaryDirectory() as beside:
+        checkpoint = replace(huggingface.load(folder), config=config, params=params, model_type=None)
         huggingface.save(Path(beside) / "saved", checkpoint)
         ours, theirs = runs.tensors(Path(beside) / "saved"), runs.tensors(folder)
     return any(not np.array_equal(ours[key], array) for key, array in theirs.items())
