@@ -639,7 +639,9 @@ def test_heads_of_decoders(tmp_path):
         again, same = read(tmp_path / str(i))
         assert again == config
         assert_same(same, params)
-    config = replace(load("reformer")[0], heads=(Classification(3, pool="position_0"),))
+    config = load("reformer")[0]
+    hashed = replace(config.mixer[1], multiple=None)
+    config = replace(config, heads=(Classification(3, pool="position_0"),), masks=(full(),), mixer=(hashed,))
     params = models.init(config, jax.random.key(0))
     save(tmp_path / "reformer", config, params)
     assert runs.tensors(tmp_path / "reformer")["classifier.dense.weight"].shape == (16, 32)  # of two streams

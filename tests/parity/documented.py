@@ -2,7 +2,7 @@
 
 Each drawn model is computed here as there, or refused by a line that names one of its settings; there is no third kind.
 
-    python -m tests.parity.documented 30        # 40 of each family: a table of what was computed and what refused
+    python -m tests.parity.documented 30        # 30 of each family: a table of what was computed and what refused
 """
 
 import os
