@@ -155,7 +155,18 @@ def _is_rule(value) -> bool:
     return inspect.isfunction(value) and list(inspect.signature(value).parameters) == ["mask", "q", "kv"]
 
 
-@pytest.mark.parametrize("name", OURS)
+QUICK = (
+    "full",
+    "causal",
+    "window",
+    "segments",
+    "lengths",
+    "by_head",
+    "and_",
+)  # what kernels have code of their own for
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OURS])
 def test_a_users_rule_is_not_taken_for_ours_of_its_name(name):
     mask, other = users(OURS[name], name), users(OURS[name], "something_else")
     with jax.disable_jit():  # nothing to compile: the operations are the same for every mask
