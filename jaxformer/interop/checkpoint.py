@@ -126,11 +126,7 @@ def _call_text(checkpoint: Checkpoint, arrays: Arrays) -> tuple[np.ndarray, dict
     mask = _flags(arrays, "attention_mask", tokens)
     _check_last(checkpoint, tokens, mask)
     positions = _positions(checkpoint, config, tokens, arrays.pop("position_ids", None))
-    types = (
-        arrays.pop("token_type_ids")
-        if getattr(config.embedding, "token_types", 0) and "token_type_ids" in arrays
-        else None
-    )
+    types = arrays.pop("token_type_ids", None) if getattr(config.embedding, "token_types", 0) else None
     flags = _global_tokens(checkpoint, tokens, arrays)
     return tokens, dict(
         segment_ids=mask, positions=positions, token_types=types, inputs=None if flags is None else {"global_tokens": flags}

@@ -80,7 +80,8 @@ class Encoder(NamedTuple):
     lm_act: str | None = None  # of the language model's head; None: hidden_act
     classifier_act: str | None = "tanh"  # None: hidden_act
     positions: Literal["slots", "not_pad"] = "slots"
-    only: Json = {}  # noqa: RUF012 (never written to)
+    global_tokens: dict[str, Any] = {}  # noqa: RUF012 (never written to): a class -> what `Conventions` calls its rule
+    only: Json = {}  # noqa: RUF012
     read_mixer: Callable[[Json, str], Any] = lambda c, kind: None
     write_mixer: Callable[[ModelConfig], Json] = lambda config: {}
 
@@ -106,8 +107,7 @@ def _kind(family: Encoder, c: Json) -> str:
 
 def _conventions(family: Encoder, c: Json) -> Conventions:
     kind = _kind(family, c)
-    tokens: Any = {None: "none"} | ({} if family.name != "Longformer" else LONGFORMER_CALLS)
-    return Conventions(family.positions, tokens.get(kind, "none"), kind == "ForMultipleChoice")
+    return Conventions(family.positions, family.global_tokens.get(kind, "none"), kind == "ForMultipleChoice")
 
 
 def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
@@ -120,9 +120,8 @@ def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
     if kind == "Model" and names and not pooler:
         heads = ()
     pooled = any(isinstance(head, Classification) for head in heads)
-    if decoder and (
-        pooled or mixer is not None
-    ):  # causal, a padded slot 0 sees nothing; what theirs gives is no number
+    # in a causal model a padded slot 0 sees nothing: what theirs gives is no number
+    if decoder and (pooled or mixer is not None):
         what = f"the heads of {family.name + kind}" if pooled else f"attention_type={c.get('attention_type')!r}"
         raise ConfigError(f"config.json: is_decoder=True is not supported with {what}; only a language model's head is")
     if kind not in POOLERS and pooler and family.name == "BigBird":
@@ -315,7 +314,7 @@ ROBERTA = Encoder(
 )  # fmt: skip
 LONGFORMER = ROBERTA._replace(
     name="Longformer", base="longformer", kinds=("Model", *TASKS, "ForQuestionAnswering"), only={"is_decoder": False},
-    read_mixer=_read_longformer, write_mixer=_write_longformer,
+    global_tokens=LONGFORMER_CALLS, read_mixer=_read_longformer, write_mixer=_write_longformer,
 )  # fmt: skip
 BERT = Encoder(
     "Bert", "bert",

@@ -343,9 +343,7 @@ def _with_tokens(folder: str | Path, checkpoint: Checkpoint, json: dict) -> dict
         raise ConfigError(
             f"{folder}: a Marian needs the token that its targets begin with: Tokens(start=...); got {tokens}"
         )
-    offset = getattr(
-        _last(checkpoint.config).positions, "offset", 0
-    )  # their positions begin behind the pad token's number
+    offset = getattr(_last(checkpoint.config).positions, "offset", 0)  # theirs begin behind the pad token's number
     if offset and tokens.pad not in (None, offset - 1):
         raise ConfigError(
             f"{folder}: tokens.pad={tokens.pad}, where the offset of model.positions makes it {offset - 1}"

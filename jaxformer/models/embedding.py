@@ -86,9 +86,8 @@ def embed(
             x = jnp.concatenate([first, x], axis=1)
     else:
         dtype = dtype or params["tokens"].dtype
-        x = (
-            learned(inputs, constrain(params["tokens"], "vocab", None)) * how.scale
-        )  # NaN beyond the table, on both ends
+        # NaN beyond the table, on both ends
+        x = learned(inputs, constrain(params["tokens"], "vocab", None)) * how.scale
         if how.token_types:
             types = jnp.zeros_like(inputs) if token_types is None else token_types
             x = x + learned(types, params["token_types"])
