@@ -31,7 +31,8 @@ def test_rotations_that_read_the_length_with_a_cache(kind, tmp_path):
     model = LlamaForCausalLM(config).eval()
     redraw(model, 0)
     model.save_pretrained(tmp_path)
-    ours, params = huggingface.load(tmp_path)
+    checkpoint = huggingface.load(tmp_path)
+    ours, params = checkpoint.config, checkpoint.params
     tokens = np.random.default_rng(0).integers(0, 31, (2, 14))
     past, cache = None, decoding.init_cache(ours, 2, 16)
     step = jax.jit(lambda params, tokens, cache: models.apply(ours, params, tokens, cache=cache))
