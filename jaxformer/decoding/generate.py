@@ -35,7 +35,8 @@ def generate(
 
     Of an encoder-decoder, `sources` are the encoder's tokens and a prompt is how the target begins (T5: [0]).
     Prompts of different length are padded on the left, and each is continued exactly as it would be alone. Raises
-    ConfigError for an empty prompt, a token outside the vocabulary, and more tokens than a learned position table has rows.
+    ConfigError for an empty prompt, a token outside the vocabulary, more tokens than a learned position table has rows, and
+    for prompts of different length beyond the original length of a dynamic NTK or LongRoPE.
     """
     _check(config, prompts, max_tokens, sources)
     tokens, segment_ids = _padded(prompts, left=True)

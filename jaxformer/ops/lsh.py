@@ -91,9 +91,8 @@ def lsh_attention(
     before = min(chunks_before, total - 1)
     after = min(chunks_after, total - 1 - before)  # a circle of few chunks shows each of them once
     shifts = range(before, -after - 1, -1)
-    if (
-        duplicates
-    ):  # or as often as the slices of Hugging Face's model do, which show the chunk itself beyond a full turn
+    if duplicates:
+        # Hugging Face's slices meet a chunk as often as they go round, and beyond a full turn the chunk itself
         shifts = [shift if abs(shift) <= total else 0 for shift in range(chunks_before, -chunks_after - 1, -1)]
     cut, look = partial(_cut, order, chunk), partial(_look, shifts)
 
