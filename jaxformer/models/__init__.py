@@ -4,11 +4,13 @@ One block serves encoders, decoders (`models.transformer`, of a `ModelConfig`) a
 (`models.encoder_decoder`, of an `EncoderDecoder`); the functions here take either config.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
+from jaxformer import params
 from jaxformer.models import encoder_decoder, transformer
 from jaxformer.models.config import (
     Alibi,
@@ -26,28 +28,65 @@ from jaxformer.models.config import (
 )
 from jaxformer.models.mixture import Mixture
 from jaxformer.models.presets import PRESETS
-from jaxformer.models.transformer import Output, encode
+from jaxformer.models.transformer import Output
 
 __all__ = [
     "PRESETS", "Alibi", "Axial", "Classification", "Embedding", "EncoderDecoder", "LanguageModel", "Learned", "Mixture",
-    "ModelConfig", "Output", "Patches", "Relative", "Sinusoidal", "TokenClassification", "apply", "encode", "init", "spec",
+    "ModelConfig", "Output", "Patches", "Relative", "Sinusoidal", "TokenClassification", "apply", "encode",
+    "evaluation", "init", "is_config", "last_stack", "spec",
 ]  # fmt: skip
 
 
-def _page(config: ModelConfig | EncoderDecoder) -> Any:
-    return encoder_decoder if isinstance(config, EncoderDecoder) else transformer
+def spec(model: Any) -> Any:
+    """Every parameter of the model, declared once: a tree of `params.Spec`. A model of your own has a method `spec()`."""
+    return _functions(model).spec(model) if is_config(model) else model.spec()
 
 
-def spec(config: ModelConfig | EncoderDecoder) -> Any:
-    """Every parameter of the model, declared once: a tree of `params.Spec`."""
-    return _page(config).spec(config)
-
-
-def init(config: ModelConfig | EncoderDecoder, key: Array, dtype=jnp.float32) -> Any:
+def init(model: Any, key: Array, dtype=jnp.float32) -> Any:
     """Initial parameters."""
-    return _page(config).init(config, key, dtype)
+    return params.init(spec(model), key, dtype)
 
 
-def apply(config: ModelConfig | EncoderDecoder, params: Any, tokens: Array, **options) -> Output:
-    """Logits and hidden states: `transformer.apply`, or `encoder_decoder.apply` with `source=` tokens; options are theirs."""
-    return _page(config).apply(config, params, tokens, **options)
+def apply(model: Any, params: Any, tokens: Array, **options) -> Output:
+    """Logits and hidden states: `transformer.apply`, or `encoder_decoder.apply` with `source=` tokens; options are theirs.
+
+    Of a model of your own: what its method `apply(params, tokens, ...)` returns.
+    """
+    return (
+        _functions(model).apply(model, params, tokens, **options)
+        if is_config(model)
+        else model.apply(params, tokens, **options)
+    )
+
+
+def encode(model: Any, params: Any, tokens: Array, **options) -> Output:
+    """`apply` without the heads: `.hidden` are the states after the final norm."""
+    return _functions(model).encode(model, params, tokens, **options)
+
+
+def is_config(model: Any) -> bool:
+    """Whether a model is one of this library's, and not an object of the user's."""
+    return isinstance(model, ModelConfig | EncoderDecoder)
+
+
+def last_stack(model: ModelConfig | EncoderDecoder) -> ModelConfig:
+    """The stack that heads read: the model itself, or the decoder of a pair."""
+    return model.decoder if isinstance(model, EncoderDecoder) else model
+
+
+def evaluation(model: Any) -> Any:
+    """The model as it is scored: without dropout, and with the random features that decoding has.
+
+    Of a model of your own: what its method `evaluation()` returns, or the model itself.
+    """
+    if isinstance(model, EncoderDecoder):
+        return replace(model, encoder=evaluation(model.encoder), decoder=evaluation(model.decoder))
+    if not isinstance(model, ModelConfig):
+        return model.evaluation() if hasattr(model, "evaluation") else model
+    fixed = lambda mixer: replace(mixer, redraw=False) if hasattr(mixer, "redraw") else mixer
+    mixer = tuple(map(fixed, model.mixer)) if isinstance(model.mixer, tuple) else fixed(model.mixer)
+    return replace(model, dropout_rate=0.0, attention_dropout_rate=0.0, mixer=mixer)
+
+
+def _functions(config: ModelConfig | EncoderDecoder) -> Any:
+    return encoder_decoder if isinstance(config, EncoderDecoder) else transformer

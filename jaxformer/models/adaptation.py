@@ -6,7 +6,7 @@ All functions here are pure; what trains is chosen by what is differentiated (`m
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -39,6 +39,32 @@ def lora(spec: Tree, pattern: str, rank: int) -> dict[str, dict[str, Spec]]:
         matrices = [path for path, leaf in params.paths(spec).items() if leaf.contracts]
         raise ConfigError(f"lora: no matrix matches {pattern!r}; there are {', '.join(matrices)}")
     return {path: _factors(leaf, rank) for path, leaf in chosen.items()}
+
+
+class Adapted(NamedTuple):
+    """What trains instead of a model's parameters: its declaration, and how the parameters are made from it.
+
+    spec: a tree with the model's own spec at `weights`; merge: (tree) -> the model's parameters; frozen: a regular
+    expression over the paths of what does not train.
+    """
+
+    spec: Tree
+    merge: Callable[[Tree], Tree]
+    frozen: str | None
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank factors beside frozen weights, `Experiment(adaptation=Lora())`: W + (alpha / rank) a b. See `lora`."""
+
+    pattern: str = "(query|value)/kernel$"  # regular expression: matrices whose path it matches somewhere
+    rank: int = 8  # width of the factors
+    alpha: float = 16.0  # the update is scaled by alpha / rank
+
+    def __call__(self, spec: Tree) -> Adapted:
+        tree = {"weights": spec, "factors": lora(spec, self.pattern, self.rank)}
+        make = lambda tree: merge(tree["weights"], tree["factors"], self.alpha / self.rank)
+        return Adapted(tree, make, "^weights/")
 
 
 def _factors(leaf: Spec, rank: int) -> dict[str, Spec]:

@@ -53,6 +53,31 @@ def apply(
     `source_positions` replace the encoder's positions, which restart with each segment (0 = padding) of its own.
     With a `cache` the source is given once, with the first tokens: the cache keeps what the layers read of it.
     """
+    options = dict(
+        source=source, source_segment_ids=source_segment_ids, source_positions=source_positions, positions=positions,
+        segment_ids=segment_ids, cache=cache, dropout_key=dropout_key, dtype=dtype, return_attention=return_attention,
+    )  # fmt: skip
+    output = encode(config, params, tokens, **options)
+    real = None if segment_ids is None else segment_ids != 0
+    return transformer.read(config.decoder, params["decoder"], output, real)
+
+
+def encode(
+    config: EncoderDecoder,
+    params: Tree,
+    tokens,
+    *,
+    source=None,
+    source_segment_ids=None,
+    source_positions=None,
+    positions=None,
+    segment_ids=None,
+    cache=None,
+    dropout_key=None,
+    dtype=None,
+    return_attention=False,
+) -> Output:
+    """`apply` without the heads."""
     transformer.check_params(spec(config), params)
     if source is not None and source.shape[0] != tokens.shape[0]:
         raise ConfigError(f"apply: source {list(source.shape)} and tokens {list(tokens.shape)}: as many rows of both")
@@ -60,7 +85,7 @@ def apply(
     options: dict[str, Any] = dict(dtype=dtype, return_attention=return_attention)
     known: Any = None if cache is None else cache.source
     if source is not None:
-        encoded = encode(config, params, source, source_segment_ids, keys[0], dtype, source_positions)
+        encoded = encode_source(config, params, source, source_segment_ids, keys[0], dtype, source_positions)
         if cache is not None:
             cross = params["decoder"]["layers"]["cross_attention"]
             heads = jax.vmap(block.source_heads, in_axes=(0, None))(cross, encoded)
@@ -76,11 +101,10 @@ def apply(
         config.decoder, params["decoder"], tokens, positions=positions, segment_ids=segment_ids, cache=cache,
         dropout_key=keys[1], source=read, **options,
     )  # fmt: skip
-    real = None if segment_ids is None else segment_ids != 0
-    return replace(transformer.read(config.decoder, params["decoder"], output, real), source=known["hidden"])
+    return replace(output, source=known["hidden"])
 
 
-def encode(
+def encode_source(
     config: EncoderDecoder, params: Tree, source, segment_ids=None, dropout_key=None, dtype=None, positions=None
 ) -> Array:
     """The encoder's hidden states `[B, S, D]`."""

@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,14 @@ from jaxformer.parallel.sharding import automatic, constrain, gathered, lay_out,
 
 
 class LossSums(NamedTuple):
+    """What an objective returns: sums over a batch, and metrics as `{name: (sum, weight)}`; nothing is divided yet."""
+
+    loss: Any  # what is descended, in nats
+    weight: Any  # in tokens or examples
+    metrics: dict[str, tuple[Any, Any]] = {}  # noqa: RUF012 (never changed)
+
+
+class TokenSums(NamedTuple):
     """Weighted sums over tokens, float32: loss in nats, weight in tokens, correct predictions in tokens."""
 
     loss: Float[Array, ""]
@@ -28,7 +36,7 @@ def cross_entropy(
     weights: Float[Array, "*batch"] | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-) -> LossSums:
+) -> TokenSums:
     """Sum of weight * (-log softmax(logits)[label]), in float32 whatever the logits are, with the sum of weights.
 
     Label smoothing e puts 1 - e on the label and e / V on every class (Szegedy et al. 2016, section 7). `z_loss` adds
@@ -45,7 +53,7 @@ def cross_entropy(
     return automatic(run, lambda _: P())(logits, labels, weights)
 
 
-def _cross_entropy(options, logits, labels, weights) -> LossSums:
+def _cross_entropy(options, logits, labels, weights) -> TokenSums:
     label_smoothing, z_loss = options
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     weights = weights.astype(logits.dtype)
@@ -62,7 +70,7 @@ def _cross_entropy(options, logits, labels, weights) -> LossSums:
         losses = losses + z_loss * jnp.square(log_total)
     correct = _is_argmax(logits, labels, picked)
     losses = jnp.where(weights == 0, 0, losses * weights)
-    return LossSums(jnp.sum(losses), jnp.sum(weights), jnp.sum(correct * weights))
+    return TokenSums(jnp.sum(losses), jnp.sum(weights), jnp.sum(correct * weights))
 
 
 def _is_argmax(logits, labels, picked):
@@ -85,7 +93,7 @@ def projected_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk: int | None = None,
-) -> LossSums:
+) -> TokenSums:
     """`cross_entropy(hidden @ head^T + bias, ...)` with the logits of `chunk` positions of T at a time, not of all.
 
     The gradients of hidden and head are formed chunk by chunk while the logits are there, so nothing is computed twice.
@@ -95,7 +103,7 @@ def projected_cross_entropy(
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
     options = (chunk, softcap, label_smoothing, z_loss)
-    return LossSums(*automatic(partial(_projected, options), lambda _: P())(hidden, (head, bias), labels, weights))
+    return TokenSums(*automatic(partial(_projected, options), lambda _: P())(hidden, (head, bias), labels, weights))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -129,7 +137,7 @@ def _projected_forward(options, hidden, head, labels, weights):
                 lambda logits: _loss_first(_chunk_loss(options, logits, *rest)), logits, has_aux=True
             )
             d_hidden, d_part = _in_range_of(dtype, pullback)(*to_logits(jnp.ones_like(loss)))
-            sums = jax.tree.map(jnp.add, sums, LossSums(loss, *others))
+            sums = jax.tree.map(jnp.add, sums, TokenSums(loss, *others))
             return (sums, jax.tree.map(lambda d, part: d + part.astype(d.dtype), d_head, d_part)), d_hidden
 
         parts = _chunks(_chunk(options[0], hidden, head), hidden, labels, weights)
@@ -213,20 +221,20 @@ def _logits(dtype, hidden, head):
     return constrain(logits if bias is None else add_bias(logits, bias), "batch", "length", "vocab")
 
 
-def _chunk_loss(options, logits, labels, weights) -> LossSums:
+def _chunk_loss(options, logits, labels, weights) -> TokenSums:
     _, softcap, *rest = options
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     return _cross_entropy(rest, logits, labels, weights)
 
 
-def _loss_first(sums: LossSums):
+def _loss_first(sums: TokenSums):
     return sums.loss, (sums.weight, sums.correct)
 
 
-def _zeros(hidden) -> LossSums:
+def _zeros(hidden) -> TokenSums:
     zero = jnp.zeros((), jnp.promote_types(hidden.dtype, jnp.float32))
-    return LossSums(zero, zero, zero)
+    return TokenSums(zero, zero, zero)
 
 
 def _chunks(chunk, hidden, labels, weights):

@@ -1,55 +1,91 @@
-"""What a model is trained to do: (experiment, params, batch, dropout key) -> LossSums."""
+"""What a model is trained to do: `objective(model, params, batch, key, dtype) -> LossSums`.
 
-from typing import TYPE_CHECKING, Any
+Any function of that form is an objective. `key` is always given, and is a function of (seed, step): for dropout, for
+random masks. An objective that is scored by another one has a method `evaluation()` that returns it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxformer.config import ConfigError
-from jaxformer.models import heads, transformer
-from jaxformer.ops.losses import LossSums, projected_cross_entropy
+from jaxformer import models
+from jaxformer.errors import ConfigError
+from jaxformer.models import heads
+from jaxformer.ops.losses import LossSums, TokenSums, cross_entropy, projected_cross_entropy
 
-if TYPE_CHECKING:
-    from jaxformer.training.experiment import Experiment
+Batch = dict[str, Array]
+# the fields of a batch that are arguments of `models.apply`
+INPUTS = ("positions", "segment_ids", "token_types", "inputs", "source", "source_segment_ids", "source_positions")
 
 
-def token_cross_entropy(
-    experiment: "Experiment", params: Any, batch: dict[str, Array], dropout_key: Array | None = None
-) -> LossSums:
+@dataclass(frozen=True)
+class TokenCrossEntropy:
     """Cross entropy of `labels` given `tokens`, summed with `weights`, all `[B, T]`.
 
-    The data say what a label is: for text the next token (language modelling), for aligned tasks the answer at that
-    place. `segment_ids` and `positions` are passed on where a batch has them.
+    The data say what a label is: for text the next token, for aligned tasks the answer at that place. Other fields of a
+    batch go to the model by name: `segment_ids`, `positions`; `source` and `source_segment_ids` for an encoder-decoder.
     """
-    config = experiment.model
-    output = transformer.encode(
-        config,
-        params,
-        batch["tokens"],
-        positions=batch.get("positions"),
-        segment_ids=batch.get("segment_ids"),
-        token_types=batch.get("token_types"),
-        dropout_key=dropout_key,
-        dtype=jnp.dtype(experiment.precision),
-    )
-    head = heads.language_model(config)
-    if head is None:
-        raise ConfigError(f"model.heads={config.heads}: this objective needs a LanguageModel among them")
-    own, tokens_table = params.get("heads", {}).get(head.name, {}), params["embedding"].get("tokens")
-    hidden, kernel, bias = heads.unembedding(config, head, own, output.hidden, tokens_table)
-    sums = projected_cross_entropy(
-        hidden,
-        kernel,
-        batch["labels"],
-        batch["weights"],
-        bias=bias,
-        softcap=config.logit_softcap,
-        label_smoothing=experiment.label_smoothing,
-        z_loss=experiment.z_loss,
-    )
-    if output.loss is None:
-        return sums
-    # what routed experts ask for steers the gradient; the loss that is reported stays the cross entropy
-    steer = (output.loss - jax.lax.stop_gradient(output.loss)) * sums.weight
-    return sums._replace(loss=sums.loss + steer.astype(sums.loss.dtype))
+
+    label_smoothing: float = 0.0  # share of the target spread over all classes; not in what is scored
+    z_loss: float = 0.0  # weight of (log sum exp of the logits)^2; not in what is scored
+
+    def __post_init__(self):
+        if not 0 <= self.label_smoothing < 1:
+            raise ConfigError(f"objective.label_smoothing={self.label_smoothing}: must be in [0, 1)")
+        if not self.z_loss >= 0:
+            raise ConfigError(f"objective.z_loss={self.z_loss}: must be at least 0")
+
+    def evaluation(self) -> "TokenCrossEntropy":
+        return TokenCrossEntropy()
+
+    def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
+        inputs = {name: batch[name] for name in INPUTS if name in batch}
+        options = dict(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
+        labels, weights = batch["labels"], batch["weights"]
+        if not models.is_config(model):
+            output = models.apply(model, params, batch["tokens"], dropout_key=key, dtype=dtype, **inputs)
+            return with_reports(cross_entropy(output.logits, labels, weights, **options), output)
+        output = models.encode(model, params, batch["tokens"], dropout_key=key, dtype=dtype, **inputs)
+        config, tree = models.last_stack(model), params if isinstance(model, models.ModelConfig) else params["decoder"]
+        head = heads.language_model(config)
+        if head is None:
+            raise ConfigError(f"model.heads={config.heads}: this objective needs a LanguageModel among them")
+        head_params, table = tree.get("heads", {}).get(head.name, {}), tree["embedding"].get("tokens")
+        hidden, kernel, bias = heads.unembedding(config, head, head_params, output.hidden, table)
+        sums = projected_cross_entropy(
+            hidden, kernel, labels, weights, bias=bias, softcap=config.logit_softcap, **options
+        )
+        return with_reports(sums, output)
+
+
+@dataclass(frozen=True)
+class ClassCrossEntropy:
+    """Cross entropy of `labels` `[B]` given `images` or `tokens`, summed with `weights` `[B]`; the first head classifies."""
+
+    label_smoothing: float = 0.0  # share of the target spread over all classes; not in what is scored
+
+    def evaluation(self) -> "ClassCrossEntropy":
+        return ClassCrossEntropy()
+
+    def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
+        inputs = {name: batch[name] for name in INPUTS if name in batch}
+        x = batch["images"] if "images" in batch else batch["tokens"]
+        output = models.apply(model, params, x, dropout_key=key, dtype=dtype, **inputs)
+        if output.logits is None or output.logits.ndim != 2:
+            raise ConfigError("ClassCrossEntropy needs logits [B, classes]; give the model a Classification head first")
+        sums = cross_entropy(output.logits, batch["labels"], batch["weights"], label_smoothing=self.label_smoothing)
+        return with_reports(sums, output)
+
+
+def with_reports(sums: TokenSums, output: models.Output) -> LossSums:
+    """The sums with what the model reports of itself: a loss that changes the gradient alone, and its figures by layer."""
+    loss = sums.loss
+    if output.loss is not None:
+        # the routing loss changes the gradient but not the reported loss
+        loss = loss + ((output.loss - jax.lax.stop_gradient(output.loss)) * sums.weight).astype(loss.dtype)
+    figures = {name: value for name, value in (output.stats or {}).items() if value.ndim == 1}  # one a layer
+    means = {name: (jnp.mean(value).astype(loss.dtype) * sums.weight, sums.weight) for name, value in figures.items()}
+    return LossSums(loss, sums.weight, {"accuracy": (sums.correct, sums.weight), **means})

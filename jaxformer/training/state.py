@@ -1,4 +1,4 @@
-"""What a run carries from step to step."""
+"""What a run carries from step to step, and where each part of it lies."""
 
 from functools import partial
 from typing import Any
@@ -6,12 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxformer import models, parallel
-from jaxformer.params import paths
-from jaxformer.training import optimizer
-from jaxformer.training.experiment import Experiment
+from jaxformer import parallel, params
+from jaxformer.training.recipe import Recipe
+
+Tree = Any
+GROWTH_INTERVAL = 2000
 
 
 @struct.dataclass
@@ -22,72 +24,90 @@ class LossScale:
     good_steps: Any
 
 
-GROWTH_INTERVAL = 2000
-
-
 @struct.dataclass
 class TrainState:
     """Randomness is not in here: every draw is a function of the experiment's seed and `step`."""
 
     step: Any  # batches consumed
-    params: Any
+    params: Any  # what trains, with what is frozen beside it
     opt_state: Any
     ema: Any = None  # averaged parameters
     loss_scale: Any = None  # LossScale, for float16
     skipped: Any = 0  # non-finite steps in a row, up to now
 
+    @property
+    def best(self) -> Any:
+        """What is scored and sampled from: the averaged parameters where there are any."""
+        return self.params if self.ema is None else self.ema
 
-def init_state(experiment: Experiment) -> TrainState:
-    """The state before the first step. A pure function of the experiment; run it under jit or `jax.eval_shape`."""
-    parameters = models.init(experiment.model, jax.random.key(experiment.seed))
+
+def init_state(recipe: Recipe, trained: Tree = None) -> TrainState:
+    """The state before the first step, random parameters by default; run it under jit or `jax.eval_shape`."""
+    if trained is None:
+        trained = params.init(recipe.spec, jax.random.key(recipe.seed))
     scale = None
-    if experiment.precision == "float16":
+    if recipe.precision == "float16":
         scale = LossScale(jnp.float32(2.0**15), jnp.zeros((), jnp.int32))
     return TrainState(
         step=jnp.zeros((), jnp.int32),
-        params=parameters,
-        opt_state=optimizer.build(experiment.optimizer, models.spec(experiment.model), experiment.frozen).init(
-            parameters
-        ),
-        ema=None if experiment.ema_decay is None else jax.tree.map(jnp.array, parameters),
+        params=trained,
+        opt_state=recipe.optimizer.init(trained),
+        ema=None if recipe.ema_decay is None else jax.tree.map(jnp.array, trained),
         loss_scale=scale,
         skipped=jnp.zeros((), jnp.int32),
     )
 
 
-def state_places(experiment: Experiment, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> TrainState:
+def first_state(recipe: Recipe, shardings: TrainState | None = None) -> TrainState:
+    """The state before the first step on the devices, from `recipe.initial` where there is one."""
+    if recipe.initial is None:
+        return jax.jit(partial(init_state, recipe), out_shardings=shardings)()
+    trained = recipe.initial(jax.random.key(recipe.seed))
+    if shardings is not None:
+        trained = jax.tree.map(_place, trained, shardings.params)
+    return jax.jit(partial(init_state, recipe), out_shardings=shardings)(trained)
+
+
+def _place(leaf: Array, sharding: NamedSharding) -> Array:
+    """An array that every process has, on the devices of a mesh."""
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+
+def partition_specs(recipe: Recipe, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> TrainState:
     """How each leaf of the state is split: what belongs to a parameter as the parameter is, the rest not.
 
     What the optimizer keeps is split over `data`, too, where the mesh's config asks for ZeRO-1.
     """
-    spec = models.spec(experiment.model)
-    shapes = {path: leaf.shape for path, leaf in paths(spec).items()}
-    own, optimizers = (
-        paths(parallel.partition(spec, mesh, rules)) for rules in (parallel.PARAMETERS, rules_of(experiment))
+    shapes = {path: leaf.shape for path, leaf in params.paths(recipe.spec).items()}
+    by_parameter, by_gradient = (
+        params.paths(parallel.partition(recipe.spec, mesh, rules))
+        for rules in (parallel.PARAMETERS, gradient_rules(recipe.mesh))
     )
 
-    def place(path, leaf):
+    def split(path, leaf):
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         tails = ("/".join(names[i:]) for i in range(len(names)))
-        owner = next((tail for tail in tails if shapes.get(tail) == leaf.shape), None)  # Adafactor's sums are smaller
-        return PartitionSpec() if owner is None else (optimizers if names[0] == "opt_state" else own)[owner]
+        parameter = next((tail for tail in tails if shapes.get(tail) == leaf.shape), None)  # Adafactor's sums are smaller
+        if parameter is None:
+            return PartitionSpec()
+        return (by_gradient if names[0] == "opt_state" else by_parameter)[parameter]
 
-    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(partial(init_state, experiment)))
+    return jax.tree_util.tree_map_with_path(split, jax.eval_shape(partial(init_state, recipe)))
 
 
-def rules_of(experiment: Experiment) -> parallel.Rules:
+def gradient_rules(mesh: parallel.Mesh) -> parallel.Rules:
     """The rules by which gradients and optimizer state are split."""
-    zero1 = {"embed": (*parallel.PARAMETERS["embed"], "data")} if experiment.mesh.zero1 else {}
+    zero1 = {"embed": (*parallel.PARAMETERS["embed"], "data")} if mesh.zero1 else {}
     return parallel.PARAMETERS | zero1
 
 
-def state_shardings(experiment: Experiment, mesh: jax.sharding.Mesh) -> TrainState:
-    """`state_places` on devices; what the optimizer keeps of each parameter in host memory where the config asks for it."""
-    host = {"memory_kind": "pinned_host"} if experiment.mesh.offload else {}
+def state_shardings(recipe: Recipe, mesh: jax.sharding.Mesh) -> TrainState:
+    """`partition_specs` on devices; what the optimizer keeps of each parameter in host memory where the config asks for it."""
+    host = {"memory_kind": "pinned_host"} if recipe.mesh.offload else {}
 
-    def place(path, entry):
-        kind = host if path[0].name == "opt_state" and entry != PartitionSpec() else {}
-        return NamedSharding(mesh, entry, **kind)
+    def place(path, spec):
+        kind = host if path[0].name == "opt_state" and spec != PartitionSpec() else {}
+        return NamedSharding(mesh, spec, **kind)
 
     is_leaf = lambda x: isinstance(x, PartitionSpec)
-    return jax.tree_util.tree_map_with_path(place, state_places(experiment, mesh), is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(place, partition_specs(recipe, mesh), is_leaf=is_leaf)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.ops import cross_entropy, projected_cross_entropy
-from jaxformer.ops.losses import LossSums
+from jaxformer.ops.losses import TokenSums
 
 # float32 sums of at most 100 losses of order one to ten
 FLOAT32 = dict(rtol=2e-6, atol=2e-5)
@@ -286,7 +286,7 @@ def test_the_chunked_form_without_a_gradient_and_without_weights():
     hidden, head = floats(hidden, head)
     labels = jnp.asarray(np.clip(labels, 0, 10))
     ours = jax.jit(lambda h, w: projected_cross_entropy(h, w, labels, chunk=2))(hidden, head)
-    assert isinstance(ours, LossSums)
+    assert isinstance(ours, TokenSums)
     logits = np.float64(hidden) @ np.float64(head).T
     np.testing.assert_allclose(ours, witness(logits, np.asarray(labels), np.ones((2, 7))), **FLOAT32)
 
@@ -304,7 +304,7 @@ def test_narrow_hidden_states_with_a_float32_head(dtype, roundoff):
     def run(hidden, head, factor):
         loss = lambda h, w: projected_cross_entropy(h, w, jnp.asarray(labels), chunk=5)
         sums, pullback = jax.vjp(loss, hidden, head)
-        return sums, *pullback(LossSums(factor, jnp.zeros(()), jnp.zeros(())))
+        return sums, *pullback(TokenSums(factor, jnp.zeros(()), jnp.zeros(())))
 
     sums, d_hidden, d_head = run(hidden, head, jnp.float32(1 / 235))
     assert sums.loss.dtype == d_head.dtype == jnp.float32 and d_hidden.dtype == dtype

@@ -1,0 +1,14 @@
+"""Configs are frozen dataclasses. Here is what they need besides: files, options, descriptions, fingerprints.
+
+Nothing here imports JAX, so a mistake is answered at once. Whatever a user can get wrong raises `ConfigError`.
+"""
+
+from jaxformer.config.describe import changes, describe, diff, execution, execution_fields, fingerprint, flat, is_config
+from jaxformer.config.files import Source, again, available, load, read
+from jaxformer.config.override import help_text, override
+from jaxformer.errors import ConfigError
+
+__all__ = [
+    "ConfigError", "Source", "again", "available", "changes", "describe", "diff", "execution", "execution_fields",
+    "fingerprint", "flat", "help_text", "is_config", "load", "override", "read",
+]  # fmt: skip

@@ -1,0 +1,165 @@
+"""Options of the command line: `--key.path=VALUE` sets a field of a config, however deep. And the list of them all."""
+
+import dataclasses
+import functools
+import inspect
+import io
+import re
+import shutil
+import textwrap
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from jaxformer.config import expressions
+from jaxformer.config.describe import fields, is_config
+from jaxformer.config.expressions import hints
+from jaxformer.errors import ConfigError, did_you_mean
+
+Config = TypeVar("Config")
+
+
+def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
+    """The config with options applied: `--model.d-model=64`, `--optimizer "Lion(weight_decay=0.1)"`, `--model.no-use-bias`.
+
+    Hyphen and underscore are one, and the last of equal options wins. `names` are what an expression may call: by the
+    first part of the option, `""` for every option. Raises ConfigError for an unknown option, a value of the wrong type,
+    and whatever a config's `__post_init__` refuses.
+    """
+    options = {_option(path): (path, value, hint) for path, value, hint in walk(config)}
+    set_to: dict[str, tuple[Any, str]] = {}
+    for option, words, values in sorted(_split(args), key=lambda split: split[0].count(".")):  # the outer ones first
+        positive = re.sub(r"(^--|\.)no-(?=[^.]*$)", r"\1", option)
+        if option not in options and not values and bool in expressions.members_of(options.get(positive, [None])[-1]):
+            option, values = positive, ["False"]
+        if option not in options:
+            raise ConfigError(f"{words[0].partition('=')[0]}: no such option{did_you_mean(option, _leaves(options))}")
+        path, _, hint = options[option]
+        shown = " ".join(words)
+        offered = names or {}
+        available = {**offered.get("", {}), **offered.get(path.split(".")[0], {})}
+        try:
+            value = expressions.read(values, hint, available)
+        except ConfigError as error:
+            raise ConfigError(f"{shown}: {error}") from None
+        set_to[path] = (value, shown)
+        # fields of the new value may be set too, those of the old one no longer
+        options = {name: entry for name, entry in options.items() if not name.startswith(f"{option}.")}
+        options |= {_option(below): (below, *rest) for below, *rest in walk(value, f"{path}.")}
+    return _rebuild(config, set_to)
+
+
+def _option(path: str) -> str:
+    return "--" + path.replace("_", "-")
+
+
+def _leaves(options: Mapping[str, tuple]) -> list[str]:
+    """The options that set one value: those that a mistyped option is compared with."""
+    return [option for option, (_, value, _) in options.items() if not fields(value)]
+
+
+def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted path, value, type) of every field of a config, and of the configs in it."""
+    types = hints(type(config)) if is_config(config) else {}
+    for name, value in fields(config).items():
+        yield prefix + name, value, types.get(name, Any)
+        if not hasattr(value, "__describe__"):
+            yield from walk(value, f"{prefix}{name}.")
+
+
+def _split(args: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
+    """(option with hyphens, the words as typed, the values) of every option."""
+    options = []
+    for word in args:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            options.append((name.replace("_", "-"), [word], [value] if equals else []))
+        elif options:
+            options[-1][1].append(word)
+            options[-1][2].append(word)
+        else:
+            raise ConfigError(f"{word}: expected an option; did you mean --{word.lstrip('-')}?")
+    return options
+
+
+def _rebuild(value: Any, set_to: Mapping[str, tuple[Any, str]], path: str = "") -> Any:
+    if path in set_to:
+        value = set_to[path][0]
+    inside = path and path + "."
+    below = [shown for name, (_, shown) in set_to.items() if name.startswith(inside)]
+    if not below:
+        return value
+    children = {name: _rebuild(child, set_to, inside + name) for name, child in fields(value).items()}
+    try:
+        if isinstance(value, functools.partial):
+            return functools.partial(value.func, *value.args, **children)
+        return dataclasses.replace(value, **children)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{' '.join(below)}: {error}") from error
+
+
+# The list of options
+
+
+def help_text(config: Any, usage: str) -> str:
+    """Every option with its type, its present value and one line of what it means."""
+    width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 140))
+    lines = [f"usage: {usage} [--option=value ...]", ""]
+    holders = {"": config}
+    for path, value, hint in walk(config):
+        holders[path] = value
+        parent, _, name = path.rpartition(".")
+        meaning = meanings(type(holders[parent])).get(name, "")
+        if fields(value) and not meaning:
+            meaning = first_line(type(value))
+        shown = "" if fields(value) else f" = {_shown(value)}"
+        lines.append(f"{_option(path)}  {_kind(value, hint)}{shown}")
+        lines += textwrap.wrap(meaning, width, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines) + "\n"
+
+
+def _kind(value: Any, hint: Any) -> str:
+    if fields(value):
+        return f"{type(value).__name__}(...)"
+    words = ["FUNCTION" if "function" in word else word for word in expressions.expected(hint).split(" or ")]
+    return "|".join(word.removeprefix("one of ").replace(", ", ",") for word in words).upper().replace("NONE", "None")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_shown, value)) + ("," if len(value) == 1 else "") + ")"
+    return getattr(value, "__name__", None) or (repr(value) if isinstance(value, str) else str(value))
+
+
+def first_line(cls: type) -> str:
+    """The first paragraph of a class's docstring, on one line."""
+    return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+
+
+@functools.cache
+def meanings(cls: type) -> dict[str, str]:
+    """What each field of a config class means: the comment behind it, or the comment lines above it."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        try:
+            source = textwrap.dedent(inspect.getsource(base))
+        except (OSError, TypeError):
+            continue
+        names, above, comments = set(vars(base).get("__annotations__", {})), [], {}
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+        starts = {token.start[0]: token.string for token in reversed(tokens) if token.string.strip()}
+        for token in tokens:
+            if token.type == tokenize.COMMENT:
+                comments[token.start[0]] = token.string.lstrip("# ").strip()
+        for line in range(1, tokens[-1].start[0] + 1):
+            first = starts.get(line, "")
+            if first.startswith("#"):
+                above.append(comments[line])
+            elif first in names:
+                found[first] = " ".join([*above, *filter(None, [comments.get(line)])]) or found.get(first, "")
+                above, names = [], names - {first}
+            elif first:
+                above = []
+    return {name: re.sub(r"^noqa\S*.*?(\)|$)", "", text).lstrip("; ") for name, text in found.items()}

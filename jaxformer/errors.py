@@ -1,0 +1,21 @@
+"""The one error that a user sees as a line instead of a traceback."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """The user's input is at fault. The message is one line: what, where, what was expected, what to do."""
+
+    def __init__(self, message: object):
+        super().__init__(" ".join(line.strip() for line in str(message).splitlines()))
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """'; did you mean NAME?' or nothing. A dotted name with the same last part is near, however far the rest."""
+    choices = list(choices)
+    last = lambda name: name.split(".")[-1].strip("-")
+    same_end = [name for name in choices if last(name) == last(word)]
+    cutoff = 0.0 if same_end else 0.75 if "." in word else 0.6  # dotted names are alike by their shared beginning
+    found = difflib.get_close_matches(word, same_end or choices, n=1, cutoff=cutoff)
+    return f"; did you mean {found[0]}?" if found else ""

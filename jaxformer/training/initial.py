@@ -1,0 +1,58 @@
+"""Where parameters start: `initial(spec, key) -> params`, any function of that form, or one of these.
+
+`Experiment.initial` may also be a text: the folder of a run, a Hugging Face folder, or a Hugging Face name.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax import Array
+
+from jaxformer import params
+from jaxformer.errors import ConfigError
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class FromRun:
+    """The parameters of a run's checkpoint, averaged ones where it has them."""
+
+    path: str  # the run's folder
+    step: int | None = None  # which checkpoint; None: the newest
+
+    def __call__(self, spec: Tree, key: Array) -> Tree:
+        from jaxformer.training.run import open_run
+
+        run = open_run(self.path, step=self.step)
+        return checked(run.params, spec, self.path)
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """The weights of a folder with config.json and safetensors, or of a name on the hub."""
+
+    name: str  # a folder, or a name such as openai-community/gpt2
+
+    def __call__(self, spec: Tree, key: Array) -> Tree:
+        from jaxformer.interop import huggingface
+
+        return checked(huggingface.load(self.name).params, spec, self.name)
+
+
+def from_text(text: str) -> FromRun | HuggingFace:
+    """The run or the Hugging Face weights that a text names."""
+    path = Path(text).expanduser()
+    if (path / "checkpoints").is_dir():
+        return FromRun(text)
+    if (path / "config.json").is_file() or not path.exists():
+        return HuggingFace(text)
+    raise ConfigError(f"initial={text}: neither a run's folder nor one with a Hugging Face config.json")
+
+
+def checked(tree: Tree, spec: Tree, name: str) -> Tree:
+    """The parameters, which have the paths and shapes of `spec`. Raises ConfigError where they do not."""
+    if found := params.mismatch(spec, tree):
+        raise ConfigError(f"initial={name}: parameter {found}; give the model the sizes and heads of those weights")
+    return tree

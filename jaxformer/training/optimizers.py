@@ -1,0 +1,238 @@
+"""Optimizers as configs: `optimizer(spec) -> optax.GradientTransformation`, or any function of yours that returns one.
+
+The optimizers here are built for a learning rate of one; the train step multiplies by the rate of the step. So the rate
+that is logged is the rate that was used, also after steps that were skipped. `learning_rate` is the peak of a schedule.
+A transformation of your own may carry its rate: the schedule is then a factor, whose peak is 1.
+"""
+
+import math
+import re
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+from optax import contrib
+
+from jaxformer import params
+from jaxformer.errors import ConfigError
+
+Tree = Any
+NOT_DECAYED = r"(bias|scale)$"
+
+
+def _check(optimizer) -> None:
+    for name in ("learning_rate", "adam_learning_rate"):
+        rate = getattr(optimizer, name, 1.0)
+        if not (math.isfinite(rate) and rate > 0):
+            raise ConfigError(f"optimizer.{name}={rate}: must be a positive finite number")
+    if getattr(optimizer, "weight_decay", 0.0) < 0:
+        raise ConfigError(f"optimizer.weight_decay={optimizer.weight_decay}: must be at least 0")
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Kingma & Ba 2014, with the constants of Vaswani et al. 2017, section 5.3."""
+
+    learning_rate: float = 1e-3  # peak of the schedule
+    b1: float = 0.9  # decay of the mean of gradients
+    b2: float = 0.98  # decay of the mean of their squares
+    eps: float = 1e-9  # added to the root of the mean square
+
+    __post_init__ = _check
+
+    def __call__(self, spec: Tree) -> optax.GradientTransformation:
+        return optax.chain(optax.scale_by_adam(self.b1, self.b2, self.eps), optax.scale(-1))
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay. Loshchilov & Hutter 2017, arXiv:1711.05101."""
+
+    learning_rate: float = 1e-3  # peak of the schedule
+    b1: float = 0.9  # decay of the mean of gradients
+    b2: float = 0.95  # decay of the mean of their squares
+    eps: float = 1e-8  # added to the root of the mean square
+    weight_decay: float = 0.1  # share of a parameter that a step of rate 1 takes away
+    not_decayed: str = NOT_DECAYED  # regular expression: parameters whose path it matches somewhere have no decay
+
+    __post_init__ = _check
+
+    def __call__(self, spec: Tree) -> optax.GradientTransformation:
+        adam = optax.scale_by_adam(self.b1, self.b2, self.eps)
+        return optax.chain(adam, weight_decay(self, spec), optax.scale(-1))
+
+
+@dataclass(frozen=True)
+class Adafactor:
+    """Factored second moments, updates relative to the parameter's scale, layer by layer. Shazeer & Stern 2018,
+    arXiv:1804.04235; matrices with a side below 128 are not factored, as in optax."""
+
+    learning_rate: float = 1e-2  # peak of the schedule
+    decay_rate: float = 0.8  # exponent of the second moment's decay
+    clipping_threshold: float = 1.0  # largest root mean square of an update
+    weight_decay: float = 0.0  # share of a parameter that a step of rate 1 takes away
+    not_decayed: str = NOT_DECAYED  # regular expression: parameters whose path it matches somewhere have no decay
+
+    __post_init__ = _check
+
+    def __call__(self, spec: Tree) -> optax.GradientTransformation:
+        layer = optax.chain(
+            optax.scale_by_factored_rms(decay_rate=self.decay_rate),
+            optax.clip_by_block_rms(self.clipping_threshold),
+            optax.scale_by_param_block_rms(),
+        )
+        return optax.chain(for_each_layer(layer, spec), weight_decay(self, spec), optax.scale(-1))
+
+
+@dataclass(frozen=True)
+class Lion:
+    """The sign of an interpolated momentum. Chen et al. 2023, arXiv:2302.06675."""
+
+    learning_rate: float = 1e-4  # peak of the schedule
+    b1: float = 0.9  # share of the momentum in the update
+    b2: float = 0.99  # decay of the momentum
+    weight_decay: float = 1.0  # share of a parameter that a step of rate 1 takes away
+    not_decayed: str = NOT_DECAYED  # regular expression: parameters whose path it matches somewhere have no decay
+
+    __post_init__ = _check
+
+    def __call__(self, spec: Tree) -> optax.GradientTransformation:
+        return optax.chain(optax.scale_by_lion(self.b1, self.b2), weight_decay(self, spec), optax.scale(-1))
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Orthogonalised momentum for each layer's matrices (Jordan et al. 2024); AdamW for embeddings, head, norms, biases."""
+
+    learning_rate: float = 2e-2  # peak of the schedule for matrices
+    momentum: float = 0.95  # decay of the momentum
+    newton_schulz_steps: int = 5  # iterations that make the update orthogonal
+    adam_learning_rate: float = 1e-3  # peak of the same schedule for the rest
+    b1: float = 0.9  # of AdamW: decay of the mean of gradients
+    b2: float = 0.95  # of AdamW: decay of the mean of their squares
+    weight_decay: float = 0.0  # share of a parameter that a step of rate 1 takes away
+    not_decayed: str = NOT_DECAYED  # regular expression: parameters whose path it matches somewhere have no decay
+
+    __post_init__ = _check
+
+    def __call__(self, spec: Tree) -> optax.GradientTransformation:
+        muon = contrib.muon(
+            learning_rate=1.0,
+            ns_steps=self.newton_schulz_steps,
+            beta=self.momentum,
+            weight_decay=self.weight_decay,
+            weight_decay_mask=decayed(self, spec),
+            muon_weight_dimension_numbers=partial(_dimensions, spec),
+        )
+        # optax's Muon has Nesterov momentum for what it would hand to Adam, and decays all of it: it gets matrices alone
+        adamw = AdamW(b1=self.b1, b2=self.b2, weight_decay=self.weight_decay, not_decayed=self.not_decayed)
+        others = optax.chain(adamw(spec), optax.scale(self.adam_learning_rate / self.learning_rate))
+        return optax.partition({"Muon": muon, "AdamW": others}, jax.tree.map(self.route, spec))
+
+    def route(self, leaf: params.Spec) -> str:
+        """Which of the two optimizers updates a parameter."""
+        return "AdamW" if muon_dimensions(leaf) is None else "Muon"
+
+
+def decayed(config: Any, spec: Tree) -> Tree:
+    """True where a parameter has weight decay."""
+    return jax.tree.map(lambda matches: not matches, params.mask(spec, config.not_decayed))
+
+
+def weight_decay(config: Any, spec: Tree) -> optax.GradientTransformation:
+    """optax's decay on what `config.not_decayed` does not match."""
+    return optax.add_decayed_weights(config.weight_decay, decayed(config, spec))
+
+
+def build(optimizer: Callable, spec: Tree, frozen: str | None = None) -> optax.GradientTransformation:
+    """The optimizer for parameters declared by `spec`; where the regular expression `frozen` matches a path, no update.
+
+    Frozen parameters have no state. Raises ConfigError where `frozen` matches no parameter, or all of them, and where the
+    optimizer makes no transformation.
+    """
+    made = optimizer(spec)
+    if not isinstance(made, optax.GradientTransformation):
+        raise ConfigError(
+            f"optimizer={optimizer}: gives {type(made).__name__}; expected (spec) -> optax.GradientTransformation"
+        )
+    if frozen is None:
+        return made
+    matches = params.mask(spec, frozen)
+    if len(set(jax.tree.leaves(matches))) == 1:
+        count, example = "every" if jax.tree.leaves(matches)[0] else "no", next(iter(params.paths(spec)))
+        raise ConfigError(f"frozen={frozen!r} matches {count} parameter; match some of their paths, such as {example}")
+    labels = jax.tree.map(lambda match: "frozen" if match else "trained", matches)
+    return optax.partition({"frozen": optax.set_to_zero(), "trained": made}, labels)
+
+
+def muon_dimensions(leaf: params.Spec) -> contrib.MuonDimensionNumbers | None:
+    """Which axes of a parameter are a matrix's inputs and outputs; None for what Adam takes.
+
+    Without this optax would hand every stacked `[L, D, F]` kernel to Adam in silence, since it only takes 2-d leaves.
+    """
+    if not leaf.contracts or "vocab" in leaf.axes:
+        return None
+    inputs = tuple(i for i, axis in enumerate(leaf.axes) if axis in leaf.contracts)
+    outputs = tuple(i for i in range(len(stack_sizes(leaf)), len(leaf.axes)) if i not in inputs)
+    return contrib.MuonDimensionNumbers(inputs, outputs)
+
+
+def _dimensions(spec: Tree, updates: Tree) -> Tree:
+    """`muon_dimensions` of the leaves that `updates` has: optax puts an empty node where another optimizer works."""
+    dimensions = lambda leaf, update: muon_dimensions(leaf) if jax.tree.leaves(update) else update
+    return jax.tree.map(dimensions, spec, updates)
+
+
+def stack_sizes(leaf: params.Spec) -> tuple[int, ...]:
+    """The sizes of a parameter's first axes along which parameters are stacked: layers, and in them experts."""
+    count = next((i for i, axis in enumerate(leaf.axes) if axis not in ("layers", "expert")), len(leaf.axes))
+    return leaf.shape[:count]
+
+
+def for_each_layer(transform: optax.GradientTransformation, spec: Tree) -> optax.GradientTransformation:
+    """`transform` of every layer's (and expert's) parameters by themselves, as if they were separate leaves.
+
+    For what takes a norm or a mean of a leaf, or its shape: a stacked leaf `[L, ...]` is L parameters. Leaves that are
+    stacked alike go through one `jax.vmap`; what the transformation counts, it counts once a layer.
+    """
+    name = lambda leaf: "x".join(map(str, stack_sizes(leaf))) or "single"
+    groups: dict[Hashable, optax.GradientTransformation] = {
+        name(leaf): _over_stack(transform, stack_sizes(leaf)) for leaf in jax.tree.leaves(spec)
+    }
+    return optax.partition(groups, jax.tree.map(name, spec))
+
+
+def _over_stack(transform: optax.GradientTransformation, sizes: tuple[int, ...]) -> optax.GradientTransformation:
+    init, update = transform.init, transform.update
+    for size in reversed(sizes):  # the sizes are given because all leaves of a group may be frozen
+        init, update = jax.vmap(init, axis_size=size), jax.vmap(update, axis_size=size)
+    return optax.GradientTransformation(init, update)
+
+
+def freeze(parameters: Tree, frozen: str | None) -> Tree:
+    """The parameters, those whose path matches without a gradient: it is not computed, and is in no norm to clip."""
+    if frozen is None:
+        return parameters
+    stop = lambda leaf, match: jax.lax.stop_gradient(leaf) if match else leaf
+    return jax.tree.map(stop, parameters, params.mask(parameters, frozen))
+
+
+def routes(optimizer: Any, spec: Tree, frozen: str | None = None) -> dict[str, str]:
+    """For every parameter path, in words, what the optimizer does with it."""
+    has_decay = params.paths(decayed(optimizer, spec)) if getattr(optimizer, "weight_decay", 0) else {}
+
+    def route(path, leaf):
+        if frozen is not None and re.search(frozen, path):
+            return "frozen"
+        name = optimizer.route(leaf) if hasattr(optimizer, "route") else name_of(optimizer)
+        return f"{name}{' + decay' if has_decay.get(path) else ''}"
+
+    return {path: route(path, leaf) for path, leaf in params.paths(spec).items()}
+
+
+def name_of(optimizer: Any) -> str:
+    """The optimizer's name, to print."""
+    return getattr(optimizer, "__name__", type(optimizer).__name__)

@@ -1,0 +1,122 @@
+"""Learning rate schedules as configs: `schedule(experiment) -> (step -> learning rate)`, steps counted from 0.
+
+A schedule of your own is a function of that form; one of optax is `lambda experiment: optax.cosine_decay_schedule(...)`.
+The peak is the optimizer's `learning_rate`, or 1 where it has none.
+
+Warm-up step s of w has the share (s + 1) / w of the peak, so no step has rate 0 and step w - 1 has the peak (step 0 without
+a warm-up). The decay begins with the next step, and the last one, number steps - 1, has `final` times the peak. A run of a
+single step has the peak.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxformer.errors import ConfigError
+
+Rate = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Noam:
+    """factor * d_model^-0.5 * min(s^-0.5, s * warmup^-1.5). Vaswani et al. 2017, eq. 3. Never ends."""
+
+    warmup: int = 4000  # steps until the peak
+    factor: float = 1.0  # of the whole; the optimizer's learning_rate is not used
+
+    def __call__(self, experiment: Any) -> Rate:
+        _check(self, experiment.steps, ends=False)
+        model = getattr(experiment.model, "decoder", experiment.model)
+        scale = self.factor / math.sqrt(model.d_model)
+
+        def rate(step):
+            count = jnp.asarray(step, jnp.float32) + 1
+            return scale * jnp.minimum(count**-0.5, count * max(self.warmup, 1) ** -1.5)
+
+        return rate
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Linear warm-up, then half a cosine down to `final` times the peak at the last step."""
+
+    warmup: int = 0  # steps until the peak
+    final: float = 0.1  # share of the peak at the last step
+
+    def __call__(self, experiment: Any) -> Rate:
+        _check(self, experiment.steps)
+        shape = lambda done: (1 - jnp.cos(jnp.pi * done)) / 2
+        return _decay(experiment, self.warmup, self.final, max(self.warmup, 1) - 1, shape)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear warm-up, then a straight line down to `final` times the peak at the last step."""
+
+    warmup: int = 0  # steps until the peak
+    final: float = 0.0  # share of the peak at the last step
+
+    def __call__(self, experiment: Any) -> Rate:
+        _check(self, experiment.steps)
+        return _decay(experiment, self.warmup, self.final, max(self.warmup, 1) - 1)
+
+
+@dataclass(frozen=True)
+class WSD:
+    """Warm-up, a stable plateau, and a linear decay at the end, to `final` times the peak. Hu et al. 2024."""
+
+    warmup: int = 0  # steps until the peak
+    decay: float = 0.2  # share of the run that decays
+    final: float = 0.0  # share of the peak at the last step
+
+    def decay_steps(self, steps: int) -> int:
+        """How many of a run's last steps are below the peak."""
+        return max(round(steps * self.decay), 1)
+
+    def __call__(self, experiment: Any) -> Rate:
+        steps = experiment.steps
+        _check(self, steps)
+        if self.warmup and self.warmup + self.decay_steps(steps) > steps:
+            raise ConfigError(
+                f"schedule.warmup={self.warmup}: overlaps the last {self.decay_steps(steps)} of steps={steps}, which decay; "
+                f"lower it or schedule.decay={self.decay}"
+            )
+        return _decay(experiment, self.warmup, self.final, max(steps - 1 - self.decay_steps(steps), 0))
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Linear warm-up, then the peak."""
+
+    warmup: int = 0  # steps until the peak
+
+    def __call__(self, experiment: Any) -> Rate:
+        _check(self, experiment.steps)
+        return _decay(experiment, self.warmup, 1.0, max(self.warmup, 1) - 1)
+
+
+def _decay(experiment: Any, warmup: int, final: float, start: int, shape: Callable = lambda done: done) -> Rate:
+    """Warm-up, the peak up to step `start`, then down to `final` times the peak; `shape` maps [0, 1] onto itself."""
+    peak, last = getattr(experiment.optimizer, "learning_rate", 1.0), experiment.steps - 1
+
+    def rate(step):
+        step = jnp.asarray(step, jnp.float32)
+        done = shape(jnp.clip((step - start) / max(last - start, 1), 0, 1))
+        return peak * jnp.minimum((step + 1) / max(warmup, 1), 1) * (done * final + (1 - done))
+
+    return rate
+
+
+def _check(schedule: Any, steps: int, ends: bool = True) -> None:
+    for name in ("final", "decay"):
+        if not 0 <= getattr(schedule, name, 0.0) <= 1:
+            raise ConfigError(f"schedule.{name}={getattr(schedule, name)}: must be in [0, 1]")
+    if schedule.warmup < 0:
+        raise ConfigError(f"schedule.warmup={schedule.warmup}: must be at least 0")
+    if ends and schedule.warmup >= steps:
+        raise ConfigError(
+            f"schedule.warmup={schedule.warmup}: must be below steps={steps}; lower --schedule.warmup or raise --steps"
+        )
