@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from jaxformer.data.sources import Text
 from jaxformer.models.presets import gpt2_small
-from jaxformer.training.experiment import AdamW, Checkpoints, Cosine, Experiment, Sample
+from jaxformer.training import AdamW, Checkpoints, Cosine, Experiment, Sample
 
 experiment = Experiment(
     name="gpt2_small",

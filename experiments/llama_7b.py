@@ -11,7 +11,7 @@ from dataclasses import replace
 from jaxformer.data.sources import Text
 from jaxformer.models.presets import llama_7b
 from jaxformer.parallel import Mesh
-from jaxformer.training.experiment import AdamW, Checkpoints, Cosine, Experiment
+from jaxformer.training import AdamW, Checkpoints, Cosine, Experiment
 
 experiment = Experiment(
     name="llama_7b",

@@ -9,7 +9,7 @@ from jaxformer.data.sources import Stdlib
 from jaxformer.masks import causal, window
 from jaxformer.models import ModelConfig
 from jaxformer.ops.positions import Rope
-from jaxformer.training.experiment import AdamW, Cosine, Experiment, Sample
+from jaxformer.training import AdamW, Cosine, Experiment, Sample
 
 experiment = Experiment(
     name="quickstart",

@@ -8,7 +8,7 @@ Command: make train EXP=reverse
 from jaxformer.data.tasks import Reverse
 from jaxformer.masks import full
 from jaxformer.models import ModelConfig, Sinusoidal
-from jaxformer.training.experiment import Adam, Constant, Experiment
+from jaxformer.training import Adam, Constant, Experiment
 
 experiment = Experiment(
     name="reverse",

@@ -8,7 +8,7 @@ Command: make train EXP=shakespeare_char ARGS="--data.path=tinyshakespeare.txt"
 
 from jaxformer.data.sources import Text
 from jaxformer.models import ModelConfig
-from jaxformer.training.experiment import AdamW, Cosine, Experiment, Sample
+from jaxformer.training import AdamW, Cosine, Experiment, Sample
 
 experiment = Experiment(
     name="shakespeare_char",

@@ -1,15 +1,18 @@
-"""python -m jaxformer {train,evaluate,generate,show,plan}: the only place that reads argv.
+"""python -m jaxformer COMMAND: the only place that reads argv.
 
     train EXPERIMENT [--runs DIR] [--key.path=value ...]      trains, or resumes, experiments/EXPERIMENT.py
     evaluate RUN [--step N]                                   scores a run's checkpoint on its validation split
     generate RUN --prompt TEXT [--tokens N] [--temperature X] [--top-k K] [--top-p P] [--min-p P] [--seed S] [--step N]
+    list                                                      every experiment and preset, with one line of what it is
+    runs [--runs DIR]                                         every run, with its step and its scores
+    compare RUN RUN                                           what differs between two runs, and their scores
     show EXPERIMENT|PRESET [--key.path=value ...]             the final config, parameters and cost; nothing is computed
     show EXPERIMENT|PRESET --sharding [--devices N] [--mesh.fsdp=N ...]
                                                               how each parameter is split, and its bytes on a device
     plan EXPERIMENT|PRESET --topology NAME [--search] [--fast] [--json] [--key.path=value ...]
                                                               the train step compiled for TPUs or GPUs that are not here
 
-EXPERIMENT is a name in experiments/ or a path to a .py file; RUN a folder in runs/, or an experiment's name for its
+EXPERIMENT is a name in experiments/ or a path to a .py file; RUN a folder in runs/, or an experiment's name for its newest
 run. `train EXPERIMENT --help` lists every option of that experiment. Several processes train as one on TPU pods, GKE, Slurm
 and MPI, or where JAXFORMER_COORDINATOR=HOST:PORT, JAXFORMER_PROCESSES=COUNT and JAXFORMER_PROCESS=INDEX say so.
 Exit codes: 0 done, 2 a mistake in what was asked (one line says which), 3 the numbers went bad or the plan does not fit,
@@ -18,31 +21,49 @@ everything saved.
 """
 
 import argparse
+import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxformer import config
-from jaxformer.config import ConfigError
+from jaxformer import __version__, config
+from jaxformer.errors import ConfigError, did_you_mean
+
+
+class _Handler(logging.StreamHandler):
+    """Writes to the stderr of the moment: a progress bar on the terminal stands in for it, and keeps its place."""
+
+    stream = property(lambda self: sys.stderr, lambda self, _: None)  # pyrefly: ignore[bad-override]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train, "evaluate": evaluate, "generate": generate, "show": show, "plan": plan}
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    commands = {
+        "train": train, "evaluate": evaluate, "generate": generate, "list": list_all, "runs": runs, "compare": compare,
+        "show": show, "plan": plan,
+    }  # fmt: skip
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[_Handler()])
     logging.getLogger("jaxformer").setLevel(logging.INFO)
     try:
         if not argv or argv[0] in ("-h", "--help"):
             print(__doc__)
             return 0
+        if argv[0] == "--version":
+            print(__version__)
+            return 0
         if argv[0] not in commands:
-            raise ConfigError(f"{argv[0]}: no such command; expected one of {', '.join(commands)}")
+            near = did_you_mean(argv[0], commands)
+            raise ConfigError(f"{argv[0]}: no such command{near}; expected one of {', '.join(commands)}")
         return commands[argv[0]](argv[1:])
     except (ConfigError, NotImplementedError) as error:  # a mixer refuses what it cannot do by name
         print(f"jaxformer: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read our output has enough
+        sys.stdout = open(os.devnull, "w")
+        return 0
 
 
 def train(argv: list[str]) -> int:
@@ -50,12 +71,11 @@ def train(argv: list[str]) -> int:
     if "://" in runs:
         raise ConfigError(f"--runs={runs}: a run's folder is a path; mount the bucket (gcsfuse) and give its path")
     name, arguments = _name(argv, "train EXPERIMENT")
-    experiment = config.load(name)
-    if "--help" in arguments or "-h" in arguments:
-        print(config.help_text(experiment, prog=f"python -m jaxformer train {name}"))
+    source, experiment = _experiment(name, arguments, f"python -m jaxformer train {name}")
+    if experiment is None:
         return 0
-    experiment = config.override(experiment, arguments)
 
+    from jaxformer.analysis import figures
     from jaxformer.parallel import multihost
     from jaxformer.training import loop
     from jaxformer.training.metrics import NonFinite
@@ -63,7 +83,7 @@ def train(argv: list[str]) -> int:
 
     def body() -> int:
         try:
-            loop.train(experiment, Path(runs))
+            loop.train(experiment, Path(runs), source, reports=[figures.loss_report])
         except (NonFinite, Interrupted) as error:
             print(f"jaxformer: {error}", file=sys.stderr)
             return 3 if isinstance(error, NonFinite) else error.exit_code
@@ -77,20 +97,30 @@ def train(argv: list[str]) -> int:
     return multihost.together(body)
 
 
+def _experiment(name: str, arguments: list[str], usage: str):
+    """(the source, the experiment with its options); None for the experiment where the options are asked for."""
+    from dataclasses import replace
+
+    source = config.read(name)
+    if "--help" in arguments or "-h" in arguments:
+        print(config.help_text(source.experiment, usage))
+        return source, None
+
+    from jaxformer.training.experiment import Experiment
+    from jaxformer.training.names import offered
+
+    if not isinstance(source.experiment, Experiment):
+        found = type(source.experiment).__name__
+        raise ConfigError(f"{source.path}: experiment is a {found}; expected jaxformer.training.experiment.Experiment")
+    return replace(source, overrides=tuple(arguments)), config.override(
+        source.experiment, arguments, offered(source.names)
+    )
+
+
 def evaluate(argv: list[str]) -> int:
-    parser = _parser("evaluate")
-    options = parser.parse_args(argv)
-    folder, experiment = _run(options)
-
-    import json
-
-    from jaxformer.training import loop
-
-    dataset = loop.open_data(experiment)
-    loop.use_compilation_cache(folder.path.parent)
-    step, params, metadata = loop.load_params(folder, experiment, options.step)
-    loop.check_data(folder, metadata, dataset)
-    print(json.dumps({"run": str(folder.path), "step": step, **loop.score(experiment, dataset, params)}))
+    options = _parser("evaluate").parse_args(argv)
+    run = _run(options)
+    print(json.dumps({"run": str(run.folder.path), **run.evaluate()}))
     return 0
 
 
@@ -104,22 +134,64 @@ def generate(argv: list[str]) -> int:
     parser.add_argument("--min-p", type=float)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    folder, experiment = _run(options)
+    run = _run(options)
 
-    from dataclasses import replace
-
-    from jaxformer.data import tokenizers
     from jaxformer.decoding import Sampling
-    from jaxformer.training import loop
 
-    how = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
-    if not folder.tokenizer.is_file():
-        raise ConfigError(f"{folder.path}: has no tokenizer; a generated task has no text to continue")
-    loop.use_compilation_cache(folder.path.parent)
-    _, params, _ = loop.load_params(folder, experiment, options.step)
-    request = replace(experiment.sample, prompt=options.prompt, tokens=options.tokens, how=how)
-    experiment = replace(experiment, sample=request, seed=options.seed)
-    print(loop.sample(experiment, tokenizers.load(folder.tokenizer), params))
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+    print(run.generate(options.prompt, seed=options.seed, tokens=options.tokens, sampling=sampling))
+    return 0
+
+
+def list_all(argv: list[str]) -> int:
+    import ast
+
+    from jaxformer.models import PRESETS
+
+    print("experiments")
+    for name, path in config.available().items():
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        print(f"  {name:<24} {' '.join(text.split(chr(10) * 2)[0].split())}")
+    print("presets")
+    for name, preset in PRESETS.items():
+        print(f"  {name:<24} {type(preset).__name__}")
+    return 0
+
+
+def runs(argv: list[str]) -> int:
+    argv, where = _take(argv, "--runs", "runs")
+
+    from jaxformer.training.run_folder import runs_of
+
+    for folder in runs_of(argv[0] if argv else None, Path(where)):
+        print(f"{folder.path}  {_scores(folder)}")
+    return 0
+
+
+def _scores(folder) -> str:
+    """How far a run is, and its last validation scores, in words."""
+    from jaxformer.training.metrics import read_records
+
+    records = read_records(folder.metrics)
+    steps = folder.description().get("steps")
+    done = max((record["step"] + ("loss" in record) for record in records), default=0)
+    last = next((record for record in reversed(records) if "validation_loss" in record), {})
+    scores = ", ".join(f"{name} {value:.4g}" for name, value in last.items() if name != "step")
+    return f"{done}/{steps} steps{', ' + scores if scores else ''}"
+
+
+def compare(argv: list[str]) -> int:
+    argv, where = _take(argv, "--runs", "runs")
+    if len(argv) != 2:
+        raise ConfigError("usage: python -m jaxformer compare RUN RUN")
+
+    from jaxformer.training import run_folder
+
+    folders = [_folder(name, where) for name in argv]
+    for folder in folders:
+        print(f"{folder.path}  {_scores(folder)}")
+    one, other = (folder.description() for folder in folders)
+    print("\n".join(run_folder.compare(one, other)) or "the same experiment")
     return 0
 
 
@@ -129,19 +201,39 @@ def show(argv: list[str]) -> int:
     name, arguments = _name(argv, "show EXPERIMENT|PRESET")
 
     from jaxformer.analysis import cost
-    from jaxformer.models import PRESETS
+    from jaxformer.models import PRESETS, is_config
     from jaxformer.training.experiment import Experiment
 
-    shown = PRESETS[name] if name in PRESETS else config.load(name)
-    shown = config.override(shown, arguments)
+    shown = _shown(name, arguments, lambda name: PRESETS[name])
+    if shown is None:
+        return 0
     model = shown.model if isinstance(shown, Experiment) else shown
-    print(config.dumps(shown))
-    print(cost.table(model))
+    print(json.dumps(config.describe(shown), indent=2))
+    if is_config(model):
+        print(cost.table(model))
     if isinstance(shown, Experiment):
-        from jaxformer.training.folder import run_folder
+        from jaxformer.training.run_folder import run_folder
 
         print(f"run folder: {run_folder(shown, Path('runs')).path}")
     return 0
+
+
+def _shown(name: str, arguments: list[str], preset):
+    """An experiment with its options, or what `preset` makes of a preset's name."""
+    from jaxformer.models import PRESETS
+    from jaxformer.training.names import MODEL, NAMES
+
+    usage = f"python -m jaxformer show {name}"
+    if name not in PRESETS:
+        if name not in config.available() and not name.endswith(".py"):
+            near = did_you_mean(name, [*config.available(), *PRESETS])
+            raise ConfigError(f"{name}: no experiment or preset of that name{near}; the command `list` shows all")
+        return _experiment(name, arguments, usage)[1]
+    made = preset(name)
+    if "--help" in arguments or "-h" in arguments:
+        print(config.help_text(made, usage))
+        return None
+    return config.override(made, arguments, {**NAMES, "": MODEL})
 
 
 def _show_sharding(argv: list[str]) -> int:
@@ -152,7 +244,7 @@ def _show_sharding(argv: list[str]) -> int:
 
     from jaxformer import models, parallel
 
-    experiment = config.override(_planned(name), arguments)
+    experiment = _shown(name, arguments, _pretraining)
     fixed = [size for axis in parallel.AXES if (size := getattr(experiment.mesh, axis)) != -1]
     if not count.isdigit() and (count or len(fixed) < len(parallel.AXES)):
         raise ConfigError(
@@ -175,12 +267,10 @@ def plan(argv: list[str]) -> int:
 
     topology.prepare()
 
-    import json
-
     from jaxformer.analysis import plan as planning
     from jaxformer.analysis import search
 
-    experiment = config.override(_planned(name), arguments)
+    experiment = _shown(name, arguments, _pretraining)
     devices = topology.devices(where, experiment.mesh.slices)
     if "--search" in flags:
         found = search.search(experiment, where, devices)
@@ -192,12 +282,12 @@ def plan(argv: list[str]) -> int:
     return 0 if made.fits else 3
 
 
-def _planned(name: str):
-    """An experiment, or the one that pretrains a preset."""
+def _pretraining(name: str):
+    """The experiment that pretrains a preset."""
     from jaxformer.analysis import plan as planning
     from jaxformer.models import PRESETS
 
-    return planning.of_preset(name, PRESETS[name]) if name in PRESETS else config.load(name)
+    return planning.of_preset(name, PRESETS[name])
 
 
 class _Parser(argparse.ArgumentParser):
@@ -214,17 +304,40 @@ def _parser(command: str) -> _Parser:
 
 
 def _run(options):
-    """The run folder and experiment that the command line names."""
-    from jaxformer.training.folder import RunFolder, open_run, run_folder
+    """The run that the command line names."""
+    from jaxformer.training import loop
+    from jaxformer.training.run import open_run
 
-    folder = RunFolder(Path(options.run))
-    if not folder.path.is_dir():
-        folder = run_folder(config.load(options.run), Path(options.runs))
-        if not folder.config.is_file():
-            raise ConfigError(
-                f"{options.run}: not trained yet, there is no {folder.path}; python -m jaxformer train {options.run}"
-            )
-    return folder, open_run(folder)
+    run = open_run(_folder(options.run, options.runs).path, options.step)
+    loop.use_compilation_cache(run.folder.path.parent)
+    return run
+
+
+def _folder(name: str, runs: str):
+    """A run's folder, by its path or its name; of an experiment's name the newest run, and what the others differ in."""
+    from jaxformer.training import run_folder
+
+    for path in (Path(name), Path(runs) / name):
+        if path.is_dir():
+            return run_folder.RunFolder(path)
+    if "/" in name and not name.endswith(".py"):
+        near = did_you_mean(
+            Path(name).name, [folder.path.name for folder in run_folder.runs_of(None, Path(name).parent)]
+        )
+        raise ConfigError(f"{name}: no run folder{near}; the command `runs` lists all")
+    found = run_folder.runs_of(config.load(name).name if name.endswith(".py") else name, Path(runs))
+    if not found:
+        known = {folder.description()["name"] for folder in run_folder.runs_of(None, Path(runs))}
+        if name in config.available() or name.endswith(".py"):
+            raise ConfigError(f"{name}: not trained yet, no run of it in {runs}/; python -m jaxformer train {name}")
+        raise ConfigError(
+            f"{name}: no run or experiment of that name{did_you_mean(name, [*known, *config.available()])}"
+        )
+    newest = found[-1]
+    for other in found[:-1]:
+        changes = "; ".join(run_folder.compare(other.description(), newest.description())) or "nothing"
+        print(f"{newest.path} is the newest run; {other.path} differs in {changes}", file=sys.stderr)
+    return newest
 
 
 def _name(argv: list[str], usage: str) -> tuple[str, list[str]]:

@@ -193,9 +193,14 @@ class Mask:
 
     __str__ = __repr__
 
-    @staticmethod
-    def __parse__(text: str) -> "Mask":
-        return parse(text)
+    def __describe__(self) -> Any:
+        """The mask's text, and what `jaxformer.config` shall describe besides: rules that are not ours, arrays."""
+        masks = _with_parts(self)
+        others = [(mask.rule, mask.args) for mask in masks if mask.rule.__module__ != rules.__name__]
+        hidden = [mask.args for mask in masks if mask.rule is rules.block_sparse] + [
+            mask.arrays for mask in masks if mask.arrays
+        ]
+        return {"mask": str(self), "rules": others, "hidden": hidden} if others or hidden else str(self)
 
 
 class Split(NamedTuple):
@@ -208,6 +213,10 @@ class Split(NamedTuple):
         """The mask with these arrays."""
         each = iter(arrays)
         return self.tree.unflatten([next(each) if own is None else own for own in self.fixed])
+
+
+def _with_parts(mask: Mask) -> list[Mask]:
+    return [mask, *(below for part in mask.parts for below in _with_parts(part))]
 
 
 def _shown(array) -> str:

@@ -26,7 +26,7 @@ TEXT = "the quick brown fox jumps over the lazy dog. " * 60
 EXPERIMENT = """
 from jaxformer.data.sources import Text
 from jaxformer.models import ModelConfig
-from jaxformer.training.experiment import Checkpoints, Experiment, Sample
+from jaxformer.training import Checkpoints, Experiment, Sample
 experiment = Experiment(
     name="tiny",
     model=ModelConfig(vocab_size=256, num_layers=1, d_model=16, num_heads=2, context_length=16),

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from jaxformer import models, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, ModelConfig, Patches
 from jaxformer.models.heads import language_model
 from jaxformer.models.mixture import Mixture

@@ -2,6 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+
+def loss_report(result: Any, records: Sequence[dict]) -> str:
+    """The loss curve of a run that has ended, in its folder; the line that says where."""
+    path = result.folder / "figures" / "loss.png"
+    loss_curve(records, path, f"{result.name}: {result.parameters:,} parameters", result.baseline)
+    return f"loss curve: {path}"
 
 
 def loss_curve(records: Sequence[dict], path: Path, title: str, baseline: float | None = None) -> None:

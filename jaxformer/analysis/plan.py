@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxformer.analysis import topology
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 
 GIB = 2**30
 FAST: Any = {"exec_time_optimization_effort": -1.0}
@@ -92,6 +92,7 @@ def trace(experiment: Any, devices: list) -> Traced:
     import jax.numpy as jnp
 
     from jaxformer import parallel
+    from jaxformer.training.recipe import build
     from jaxformer.training.state import init_state, state_shardings
     from jaxformer.training.step import make_train_step
 
@@ -99,14 +100,15 @@ def trace(experiment: Any, devices: list) -> Traced:
     mesh = parallel.make_mesh(experiment.mesh, devices)
     B, T = experiment.batch_size, experiment.model.context_length
     parallel.check_batch(experiment.mesh, dict(mesh.shape), B // experiment.accumulation)
-    places = state_shardings(experiment, mesh)
+    recipe = build(experiment)
+    places = state_shardings(recipe, mesh)
     placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-    state = jax.tree.map(placed, jax.eval_shape(partial(init_state, experiment)), places)
+    state = jax.tree.map(placed, jax.eval_shape(partial(init_state, recipe)), places)
     kinds = {"tokens": jnp.int32, "labels": jnp.int32, "weights": jnp.float32}
     batch = {key: jax.ShapeDtypeStruct((B, T), kind) for key, kind in kinds.items()}
     batch = jax.tree.map(placed, batch, parallel.rows(mesh, batch))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        step = jax.jit(make_train_step(experiment), donate_argnums=0, out_shardings=(places, None))
+        step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(places, None))
         traced = step.trace(state, batch)
     shard = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     return Traced(experiment, mesh, traced, sum(map(shard, jax.tree.leaves((state, batch)))))
@@ -259,6 +261,7 @@ def _alone(experiment: Any) -> Any:
     import jax.numpy as jnp
 
     from jaxformer.analysis import flops
+    from jaxformer.training.recipe import build
     from jaxformer.training.state import init_state
     from jaxformer.training.step import make_train_step
 
@@ -266,7 +269,8 @@ def _alone(experiment: Any) -> Any:
     shape = experiment.batch_size, experiment.model.context_length
     batch = {key: jax.ShapeDtypeStruct(shape, jnp.int32) for key in ("tokens", "labels")}
     batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return flops.count(make_train_step(alone), jax.eval_shape(partial(init_state, alone)), batch)
+    recipe = build(alone)
+    return flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)
 
 
 def _largest(lowered: Any, devices: list) -> list[dict]:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from jaxformer.analysis import plan as planning
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 
 ROWS = ("data", "fsdp", "expert", "stage")  # the axes that divide a batch
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # sequences a device and pass

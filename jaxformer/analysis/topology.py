@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 
 EXAMPLES = "v5e:4x4, v5p:8x8x8, v4:8x16x16, v6e:16x16, tpu7x:4x4x8, h200:16x8"
 

@@ -63,6 +63,8 @@ def _describe(value: Any, above: tuple[int, ...]) -> Any:
         return _code(value, inner)
     if hasattr(value, "__array__") and hasattr(value, "dtype"):
         return {"array": f"{value.dtype}{list(value.shape)}", "sha256": _sha256(_bytes(value))}
+    if isinstance(value, bytes):
+        return {"bytes": len(value), "sha256": _sha256(value)}
     if isinstance(value, Path):
         return str(value)
     if callable(value) and hasattr(value, "__qualname__"):  # a builtin
@@ -129,7 +131,7 @@ def _code(function: Any, inner) -> Any:
     described = {"code": _digest(function)} if _is_users(function) else {}
     if closure:
         described["closure"] = closure
-    if _is_users(function) and getattr(function, "__defaults__", None):
+    if described and getattr(function, "__defaults__", None):
         described["defaults"] = inner(function.__defaults__)
     return {"function": name_of(function), **described} if described else name_of(function)
 

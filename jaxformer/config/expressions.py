@@ -36,9 +36,8 @@ def evaluate(text: str, names: Names) -> Any:
         return _value(tree, names)
     except ConfigError:
         raise
-    except (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else error
-        raise ConfigError(f"{reason}") from error
+    except Exception as error:  # a call may raise anything
+        raise ConfigError(error.msg if isinstance(error, SyntaxError) else error) from error
 
 
 def _value(node: ast.expr, names: Names) -> Any:

@@ -22,8 +22,8 @@ Config = TypeVar("Config")
 def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
     """The config with options applied: `--model.d-model=64`, `--optimizer "Lion(weight_decay=0.1)"`, `--model.no-use-bias`.
 
-    Hyphen and underscore are one, and the last of equal options wins. `names` are what an expression may call: by the
-    first part of the option, `""` for every option. Raises ConfigError for an unknown option, a value of the wrong type,
+    Hyphen and underscore are one, and the last of equal options wins. `names` are what an expression may call: by
+    the first or last part of the option, `""` for every option. Raises ConfigError for an unknown option, a value of the wrong type,
     and whatever a config's `__post_init__` refuses.
     """
     options = {_option(path): (path, value, hint) for path, value, hint in walk(config)}
@@ -36,10 +36,8 @@ def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[st
             raise ConfigError(f"{words[0].partition('=')[0]}: no such option{did_you_mean(option, _leaves(options))}")
         path, _, hint = options[option]
         shown = " ".join(words)
-        offered = names or {}
-        available = {**offered.get("", {}), **offered.get(path.split(".")[0], {})}
         try:
-            value = expressions.read(values, hint, available)
+            value = expressions.read(values, hint, _available(path, names or {}))
         except ConfigError as error:
             raise ConfigError(f"{shown}: {error}") from None
         set_to[path] = (value, shown)
@@ -47,6 +45,12 @@ def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[st
         options = {name: entry for name, entry in options.items() if not name.startswith(f"{option}.")}
         options |= {_option(below): (below, *rest) for below, *rest in walk(value, f"{path}.")}
     return _rebuild(config, set_to)
+
+
+def _available(path: str, names: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The names that an expression for the field `path` may call."""
+    first, last = path.split(".")[0], path.split(".")[-1]
+    return {**names.get("", {}), **names.get(first, {}), **names.get(last, {})}
 
 
 def _option(path: str) -> str:

@@ -10,26 +10,29 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import ConfigError
-from jaxformer.data import sources, tasks
+from jaxformer.errors import ConfigError
+from jaxformer.data import sources
 
 
-def open_dataset(config: Any, context_length: int) -> sources.Dataset:
-    """The dataset that a config describes, read and checked; ConfigError, in one line, where it cannot be.
-
-    `config`: Text, Stdlib, a generated task, or any object whose `open(context_length)` returns a `sources.Dataset`.
-    """
-    if context_length < 1:
-        raise ConfigError(f"the context must be at least 1 token, not {context_length}")
-    match config:
-        case sources.Text() | sources.Stdlib():
-            return sources.open_text(config, context_length)
-        case tasks.Reverse() | tasks.Copy() | tasks.Sort() | tasks.Recall():
-            return tasks.open_task(config, context_length)
-    if callable(getattr(config, "open", None)):
-        return config.open(context_length)
-    known = "Text, Stdlib, Reverse, Copy, Sort, Recall"
-    raise ConfigError(f"data: {type(config).__name__} is none of {known} and has no open(context_length)")
+def open_dataset(data: Any, model: Any) -> sources.Dataset:
+    """`data.open(model)`, checked. Raises ConfigError, in one line, where it is no data set."""
+    dataset = data.open(model)
+    for name in ("train", "validation", "digest"):
+        if not hasattr(dataset, name):
+            raise ConfigError(
+                f"data: {type(data).__name__}.open returned no .{name}; return a jaxformer.data.sources.Dataset"
+            )
+    for name in ("train", "validation"):
+        split = getattr(dataset, name)
+        for method in ("__len__", "__getitem__"):
+            if not hasattr(type(split), method):
+                raise ConfigError(
+                    f"data: the {name} split {type(split).__name__} has no {method}; a split has len and [i] -> example; for an "
+                    "endless stream let len be what one epoch should be"
+                )
+    if not isinstance(dataset.digest, str):
+        raise ConfigError(f"data: digest={dataset.digest!r}: expected a text that identifies the data")
+    return dataset
 
 
 def batches(split: Any, batch_size: int, seed: int, own: np.ndarray | None = None) -> Any:
@@ -49,6 +52,9 @@ def batches(split: Any, batch_size: int, seed: int, own: np.ndarray | None = Non
     return _order(len(split), seed).batch(batch_size).map(lambda indices: gather(split, indices[mine]))
 
 
+LARGEST = 2**32 - 1  # grain's shuffle has indices of 32 bits
+
+
 def _order(n: int, seed: int) -> Any:
     """A grain.MapDataset of indices below n without end: each n of them a permutation, no two epochs the same one."""
     import grain  # 1 s, shared with orbax and jax: a missing file should be reported before that
@@ -56,6 +62,8 @@ def _order(n: int, seed: int) -> Any:
     if n > 1 << 16:
         # grain shuffles epoch e with seed + e, so that neighbouring seeds would share epochs: spread them out
         spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        if n > LARGEST:
+            raise ConfigError(f"data: a split of {n:,} examples; at most {LARGEST:,} can be shuffled, let len be fewer")
         return grain.MapDataset.range(n).shuffle(seed=spread).repeat()
 
     # grain's shuffle works on blocks of 2**16 at least and walks to an index below n: 0.5 ms an index where n is 50
@@ -107,8 +115,9 @@ def unigram_entropy(dataset: sources.Dataset) -> float:
 
     What a model that ignores its context can reach. Splits without `tokens` are counted over 4,096 examples at most.
     """
-    train, validation = (_label_counts(split, dataset.vocab_size) for split in (dataset.train, dataset.validation))
-    log_probability = np.log((train + 1) / (train.sum() + dataset.vocab_size))
+    size = dataset.vocab_size or 0
+    train, validation = (_label_counts(split, size) for split in (dataset.train, dataset.validation))
+    log_probability = np.log((train + 1) / (train.sum() + size))
     return float(-(validation @ log_probability) / validation.sum())
 
 

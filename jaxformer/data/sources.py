@@ -1,7 +1,8 @@
 """Text as next-token data: what a path names, or the source of Python's own library, which every machine has.
 
-A `Dataset` has two splits. A split is anything with `len` and `[i] -> {"tokens", "labels", "weights"}`; it may
-also offer `gather(indices)`, which makes a whole batch at once.
+A data set is any object with `open(model) -> Dataset`. A `Dataset` has two splits. A split is anything with `len` and
+`[i] -> {name: array}`; it may also offer `gather(indices)`, which makes a whole batch at once. The objective says which
+names it reads; `weights` are there always.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.data import tokenizers
 
 log = logging.getLogger(__name__)
@@ -30,21 +31,27 @@ class Text:
     """A text file, or a folder of text files read in the order of their paths."""
 
     path: str  # relative to the folder where the command runs
-    tokenizer: Literal["bytes", "characters", "bpe"] = "bytes"
+    tokenizer: Literal["bytes", "characters", "bpe"] = "bytes"  # what a token is
     vocab_size: int | None = None  # bpe only
     validation_fraction: float = 0.1  # the end of the text
     pattern: str = "**/*.txt"  # which files of a folder
     cache: str | None = None  # bpe tokens are kept here; default ~/.cache/jaxformer
+
+    def open(self, model: Any) -> "Dataset":
+        return open_text(self, context_length(model))
 
 
 @dataclass(frozen=True)
 class Stdlib:
     """The Python standard library's own source without its tests: about 12 MB, another text for each Python version."""
 
-    tokenizer: Literal["bytes", "characters", "bpe"] = "bytes"
+    tokenizer: Literal["bytes", "characters", "bpe"] = "bytes"  # what a token is
     vocab_size: int | None = None  # bpe only
     validation_fraction: float = 0.05  # the end of the text
     cache: str | None = None  # bpe tokens are kept here; default ~/.cache/jaxformer
+
+    def open(self, model: Any) -> "Dataset":
+        return open_text(self, context_length(model))
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +60,19 @@ class Dataset:
 
     train: Any
     validation: Any
-    vocab_size: int
-    digest: str  # sha256 (hex) over content, split and tokenizer: a run should not resume on another one
-    description: str  # one line
-    tokenizer: Any = None  # None for generated tasks
+    digest: str  # identifies content, split and tokenizer: a run does not resume on other data
+    description: str = ""  # one line
+    vocab_size: int | None = None  # None where there are no tokens
+    tokenizer: Any = None  # None where there is no text
     source_digest: str | None = None  # sha256 (hex) of the text alone; for one file, what sha256sum prints
+
+
+def context_length(model: Any) -> int:
+    """The tokens of one example: the model's context length, of a pair the decoder's. ConfigError for a model without one."""
+    length = getattr(getattr(model, "decoder", model), "context_length", None)
+    if not isinstance(length, int) or length < 1:
+        raise ConfigError(f"model.context_length={length}: must be at least 1; it is the length of an example of text")
+    return length
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,12 +6,12 @@ Example i of a split is a pure function of (config, split, i): no order of askin
 import functools
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from jaxformer.config import ConfigError
-from jaxformer.data.sources import Dataset
+from jaxformer.errors import ConfigError
+from jaxformer.data.sources import Dataset, context_length
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,19 @@ class _Rewrite:
     """Random ids x and an answer y, both of `length`.
 
     aligned: tokens = x, labels = y, T = length (for bidirectional models). causal: x, separator, y as next-token data
-    with weight 1 on y alone, T = 2 length; the separator is one more id, number `vocab_size`.
+    with weight 1 on y alone, T = 2 length. pair: source = x, tokens = separator and y but its last, labels = y, T = length
+    (for an encoder-decoder). The separator is one more id, number `vocab_size`.
     """
 
-    vocab_size: int = 16
-    length: int = 8
-    examples: int = 10_000
-    validation_examples: int = 256
-    form: Literal["aligned", "causal"] = "causal"
-    seed: int = 0
+    vocab_size: int = 16  # ids of x and y
+    length: int = 8  # of x, and of y
+    examples: int = 10_000  # of the training split
+    validation_examples: int = 256  # of the validation split
+    form: Literal["aligned", "causal", "pair"] = "causal"  # how an example is laid out
+    seed: int = 0  # of the examples
+
+    def open(self, model: Any) -> Dataset:
+        return open_task(self, context_length(model))
 
 
 @dataclass(frozen=True)
@@ -54,18 +58,21 @@ class Recall:
     upper half.
     """
 
-    vocab_size: int = 32
-    length: int = 8
-    examples: int = 10_000
-    validation_examples: int = 256
-    seed: int = 0
+    vocab_size: int = 32  # half of them keys, half values
+    length: int = 8  # pairs of an example
+    examples: int = 10_000  # of the training split
+    validation_examples: int = 256  # of the validation split
+    seed: int = 0  # of the examples
+
+    def open(self, model: Any) -> Dataset:
+        return open_task(self, context_length(model))
 
 
 Task = Reverse | Copy | Sort | Recall
 
 
 def example(config: Task, split: int, index: int) -> np.ndarray:
-    """Tokens, labels and weights of one example, int32 [3, T]. Split 0 trains, split 1 validates."""
+    """Tokens, labels and weights of one example, int32 [3, T]; a pair has its source, [4, T]. Split 0 trains, 1 validates."""
     rng = np.random.default_rng((config.seed, split, index))
     if isinstance(config, Recall):
         half = config.vocab_size // 2
@@ -79,6 +86,8 @@ def example(config: Task, split: int, index: int) -> np.ndarray:
     y = np.sort(x) if isinstance(config, Sort) else x[::-1] if isinstance(config, Reverse) else x
     if config.form == "aligned":
         return np.stack([x, y, np.ones_like(x)]).astype(np.int32)
+    if config.form == "pair":
+        return np.stack([np.concatenate([[config.vocab_size], y[:-1]]), y, np.ones_like(x), x]).astype(np.int32)
     whole = np.concatenate([x, [config.vocab_size], y])
     return np.stack([whole[:-1], whole[1:], np.arange(len(whole) - 1) >= config.length]).astype(np.int32)
 
@@ -100,10 +109,11 @@ class Examples:
     def gather(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Examples number `indices` as arrays [B, T]: tokens and labels int32, weights float32."""
         rows = np.stack([self._example(int(index)) for index in indices], axis=1)
-        return {"tokens": rows[0], "labels": rows[1], "weights": rows[2].astype(np.float32)}
+        batch = {"tokens": rows[0], "labels": rows[1], "weights": rows[2].astype(np.float32)}
+        return batch | {"source": rows[3]} if len(rows) == 4 else batch
 
 
-def open_task(config: Task, context_length: int) -> Dataset:
+def open_task(config: Task, limit: int) -> Dataset:
     """Raises ConfigError for impossible sizes, and when an example is longer than the context."""
     for name, least in {"vocab_size": 2, "length": 1, "examples": 1, "validation_examples": 1, "seed": 0}.items():
         if getattr(config, name) < least:
@@ -112,9 +122,9 @@ def open_task(config: Task, context_length: int) -> Dataset:
         raise ConfigError(f"data.vocab_size: {config.length} distinct keys need at least {2 * config.length}")
     train, validation = Examples(config, 0, config.examples), Examples(config, 1, config.validation_examples)
     length = len(train[0]["tokens"])
-    if length > context_length:
+    if length > limit:
         raise ConfigError(
-            f"data.length: an example of {config} is {length} tokens, longer than the context of {context_length}; "
+            f"data.length: an example of {config} is {length} tokens, longer than the context of {limit}; "
             f"lower data.length or raise the context to {length}"
         )
     # some examples are part of the digest: NumPy may change what a seed gives, and then the data is other data
@@ -122,7 +132,7 @@ def open_task(config: Task, context_length: int) -> Dataset:
     return Dataset(
         train=train,
         validation=validation,
-        vocab_size=config.vocab_size + (getattr(config, "form", None) == "causal"),
+        vocab_size=config.vocab_size + (getattr(config, "form", None) in ("causal", "pair")),
         digest=hashlib.sha256(repr(config).encode() + b"".join(content)).hexdigest(),
         description=f"{config}: {length} tokens an example",
     )

@@ -8,7 +8,7 @@ from flax import struct
 from jax import Array, lax
 from jaxtyping import Int
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import transformer
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 

@@ -6,32 +6,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel import settled
 
 
-def perplexity(evaluate: Callable[[Any, dict], LossSums], params: Any, batches: Iterable[dict]) -> dict[str, float]:
-    """exp of the mean cross entropy over every weighted token of `batches`.
+def perplexity(
+    score: Callable[[Any, dict, Any], LossSums], params: Any, batches: Iterable[dict[str, Any]]
+) -> dict[str, float]:
+    """exp of the mean loss over every weighted token of `batches`.
 
-    `evaluate(params, batch) -> LossSums` should be jitted; sums stay on the device until the last batch is in. Returns
-    loss (nats a token), perplexity, bits (a token), accuracy and tokens. Raises ValueError where no token has weight.
+    `score(params, batch, number of the batch) -> LossSums` should be jitted; sums stay on the device until the last batch
+    is in. Returns loss (nats a token), perplexity, bits (a token), what else is scored, and tokens. Raises ValueError
+    where no token has weight.
     """
     sums = None
-    for batch in batches:
-        there = all(
-            isinstance(leaf, jax.Array) for leaf in batch.values()
-        )  # other processes' devices take no device_put
-        part = settled(evaluate(params, batch if there else jax.device_put(batch)))
+    for number, batch in enumerate(batches):
+        # a batch on other processes' devices cannot be put
+        there = all(isinstance(leaf, jax.Array) for leaf in batch.values())
+        part = settled(score(params, batch if there else jax.device_put(batch), np.int32(number)))
         sums = part if sums is None else jax.tree.map(jnp.add, sums, part)
     if sums is None or float(sums.weight) == 0:
         raise ValueError("perplexity: no token to score; is the validation split empty?")
-    tokens = float(sums.weight)
-    loss = float(sums.loss) / tokens
-    return {
-        "loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)),
-        "bits": loss / math.log(2),
-        "accuracy": float(sums.correct) / tokens,
-        "tokens": tokens,
-    }
+    loss = float(sums.loss) / float(sums.weight)
+    metrics = {name: float(total) / max(float(weight), 1e-30) for name, (total, weight) in sums.metrics.items()}
+    scores = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits": loss / math.log(2)}
+    return scores | metrics | {"tokens": float(sums.weight)}

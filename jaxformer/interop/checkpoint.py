@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from jaxformer import models
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.interop.tables import Conventions, Json
 from jaxformer.models.config import Axial, Classification, EncoderDecoder, Learned, ModelConfig, Patches
 from jaxformer.models.mixers import Longformer

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.interop.tables import NAME as ACTIVATION_NAME
 from jaxformer.interop.tables import (
     REQUIRED,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.interop.tables import NAME as ACTIVATION_NAME
 from jaxformer.interop.tables import (
     REQUIRED,

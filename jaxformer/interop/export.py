@@ -22,7 +22,8 @@ from flax.traverse_util import unflatten_dict
 from jax import Array, export
 
 from jaxformer import models
-from jaxformer.config import ConfigError, to_dict
+from jaxformer.config import describe
+from jaxformer.errors import ConfigError
 from jaxformer.interop import safetensors
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.params import paths
@@ -72,7 +73,7 @@ def save(
         "vjp_order": vjp_order,
         "calling_convention_version": exported.calling_convention_version,
         "jax": jax.__version__,
-        "model": to_dict(config),
+        "model": describe(config),
     }
     tensors = [
         (name, leaf.shape, np.dtype(leaf.dtype), partial(np.asarray, leaf)) for name, leaf in sorted(leaves.items())

@@ -18,7 +18,7 @@ from jax import Array, random
 
 from jaxformer import mask_rules as rules
 from jaxformer import models, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.models.block import Context, Fed, FeedForward, Mixed, Mixer
 from jaxformer.models.config import Learned, Sinusoidal

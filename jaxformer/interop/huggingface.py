@@ -25,7 +25,7 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxformer import models
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.interop import decoders, encoders, pairs, safetensors
 from jaxformer.interop.checkpoint import (
     Checkpoint,

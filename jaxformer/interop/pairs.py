@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.interop.tables import (
     GATE,
     REQUIRED,

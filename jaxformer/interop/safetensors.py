@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeGuard
 import ml_dtypes
 import numpy as np
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")

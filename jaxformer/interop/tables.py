@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxformer import models
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models.config import LanguageModel, ModelConfig
 from jaxformer.ops.feedforward import GATES
 from jaxformer.params import Spec, paths

@@ -13,7 +13,7 @@ from jax.nn.initializers import normal, zeros
 from jaxtyping import Float
 
 from jaxformer import ops
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask
 from jaxformer.models.config import Alibi, ModelConfig, Relative
 from jaxformer.models.embedding import norm, norm_spec

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jaxformer.config import ConfigError
+from jaxformer.config import execution
+from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask, causal
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.ops.positions import Rope
@@ -166,9 +167,10 @@ class ModelConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     init_std: float = 0.02  # projections back into the residual stream start at init_std / sqrt(2 L)
-    attention_implementation: str | None = None
-    remat: Literal["none", "dots", "attention", "full"] = "none"  # what is kept of a layer: `transformer.remat`
-    unroll: int = 1  # layers laid out a scan step; num_layers lays out all of them
+    attention_implementation: str | None = execution(None)  # of ops.attention; None: the fastest that can
+    # what is kept of a layer for the backward pass: `transformer.remat`
+    remat: Literal["none", "dots", "attention", "full"] = execution("none")
+    unroll: int = execution(1)  # layers of one scan step; num_layers unrolls all of them
 
     def __post_init__(self):
         tokens = isinstance(self.embedding, Embedding)

@@ -9,7 +9,7 @@ from jax.nn.initializers import normal, ones, zeros
 from jaxtyping import Float
 
 from jaxformer import ops
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models.config import Axial, Embedding, Learned, ModelConfig, Patches, Sinusoidal
 from jaxformer.ops.contraction import add_bias
 from jaxformer.ops.positions import learned, sinusoidal

@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Int
 
 from jaxformer import masks, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import block, transformer
 from jaxformer.models.config import EncoderDecoder
 from jaxformer.models.transformer import Output

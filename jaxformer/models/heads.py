@@ -9,7 +9,7 @@ from jax.nn.initializers import normal, zeros
 from jaxtyping import Bool, Float
 
 from jaxformer import ops
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models.config import Classification, LanguageModel, ModelConfig, TokenClassification
 from jaxformer.models.embedding import norm, norm_spec
 from jaxformer.ops.contraction import add_bias

@@ -20,7 +20,7 @@ from jax.nn.initializers import normal
 from jaxtyping import Float
 
 from jaxformer import ops
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import block
 from jaxformer.models.block import Context, Mixed, Mixer, linear
 from jaxformer.models.config import Alibi, ModelConfig, Relative

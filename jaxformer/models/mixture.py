@@ -9,7 +9,7 @@ from jax.nn.initializers import normal
 from jaxtyping import Float
 
 from jaxformer import ops
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models.block import Context, Fed, FeedForward, residual_std
 from jaxformer.models.config import ModelConfig
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import block, transformer
 from jaxformer.models.config import ModelConfig
 from jaxformer.parallel.pipeline import pipeline

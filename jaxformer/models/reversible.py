@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxformer import ops
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import block, transformer
 from jaxformer.models.config import ModelConfig
 

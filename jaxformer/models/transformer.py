@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxformer import masks, ops, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.mask_rules import lookup
 from jaxformer.masks import Mask
 from jaxformer.models import block as blocks

@@ -24,7 +24,7 @@ from jax.nn.initializers import constant, normal, ones
 from jaxtyping import Float
 
 from jaxformer import masks, ops
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask
 from jaxformer.models.block import Context, Mixer, Tree, attention, linear, linear_spec
 from jaxformer.models.config import ModelConfig

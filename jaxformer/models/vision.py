@@ -8,7 +8,7 @@ import numpy as np
 from jax.nn.initializers import normal, zeros
 
 from jaxformer import ops
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models.config import Learned, ModelConfig, Patches
 from jaxformer.models.heads import Head
 from jaxformer.ops.contraction import add_bias

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.ops.contraction import einsum
 from jaxformer.parallel.sharding import PARAMETERS, over
 

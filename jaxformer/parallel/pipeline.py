@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.parallel.sharding import ACTIVATIONS
 
 Tree = Any

@@ -10,7 +10,7 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.params import Spec, paths
 
 Tree = Any

@@ -3,92 +3,150 @@
 import contextlib
 import json
 import logging
-import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxformer import models, parallel
+from jaxformer import config, models, parallel
 from jaxformer import params as parameters
-from jaxformer.analysis import figures
-from jaxformer.config import ConfigError, to_dict
+from jaxformer.analysis import cost
+from jaxformer.config import Source
 from jaxformer.data import batching
-from jaxformer.decoding import generate
-from jaxformer.evaluation.perplexity import perplexity
-from jaxformer.models.config import Learned
+from jaxformer.errors import ConfigError
 from jaxformer.parallel import multihost, pmap
-from jaxformer.training import checkpoint, optimizer
-from jaxformer.training.experiment import Experiment, Muon
-from jaxformer.training.folder import RunFolder, claim, describe, run_folder, write_atomically
+from jaxformer.training import checkpoint, optimizers, samples, scoring
+from jaxformer.training.experiment import Experiment
 from jaxformer.training.metrics import Console, Record, Reporter, close_all, open_loggers, write_all
+from jaxformer.training.recipe import Recipe, build
+from jaxformer.training.run import check_data
+from jaxformer.training.run_folder import RunFolder, claim, describe, introduce, run_folder, write_atomically
 from jaxformer.training.signals import Interrupted, Signals
-from jaxformer.training.state import TrainState, init_state, state_shardings
-from jaxformer.training.step import make_evaluate, make_train_step, staged
+from jaxformer.training.state import TrainState, first_state, init_state, state_shardings
+from jaxformer.training.step import make_train_step
 
 log = logging.getLogger("jaxformer")
 LONG = 10.0  # a compilation, an evaluation or a save may take this many times as long as the watchdog grants a step
 
 
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What the loop needs: an experiment, its data and its devices taken apart."""
+
+    name: str
+    steps: int
+    log_every: int
+    eval_every: int
+    save_every: int
+    max_skipped: int
+    metadata: dict[str, Any]  # of every checkpoint
+    batches: Callable[[int], dict[str, Any]]  # step -> this process's rows
+    put: Callable[[dict[str, Any]], Any]  # a batch, onto the devices
+    step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
+    spread: Callable[[TrainState], Any]  # the state as `step` takes it
+    gather: Callable[[Any], TrainState]  # back to an ordinary one
+    evaluate: Callable[[Any], dict[str, float]]
+    sample: Callable[[Any], str] | None  # params -> text
+    speed: dict[str, float | None]  # FLOPs of a token, peak FLOP/s of all devices
+
+
 @dataclass(frozen=True)
 class Result:
+    """How a run ended. `reports` of `train` read it."""
+
     folder: Path
+    name: str
+    parameters: int
     validation: dict[str, float]
     baseline: float | None  # unigram entropy of the validation text, nats a token
     sample: str | None
 
 
-def train(experiment: Experiment, runs: Path = Path("runs")) -> Result:
+Report = Callable[[Result, Sequence[dict]], str | None]
+
+
+def train(
+    experiment: Experiment, runs: Path = Path("runs"), source: Source | None = None, reports: Sequence[Report] = ()
+) -> Result:
     """Trains `experiment` in its folder under `runs`, from the newest good checkpoint if there is one.
 
     A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
-    one that was not. Raises ConfigError for what the user can mend, NonFinite when the numbers stay bad, Interrupted on
-    SIGTERM. Several processes (`parallel.multihost`) call it alike; the first one prints and writes.
+    one that was not. `source` is the experiment's file, which the folder keeps; `reports` are called at the end with the
+    result and the records, and return a line to print. Raises ConfigError for what the user can mend, NonFinite when the
+    numbers stay bad, Interrupted on SIGTERM. Several processes (`parallel.multihost`) call it alike; the first one prints
+    and writes.
     """
     folder = run_folder(experiment, runs)
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
-    staged(experiment)  # refuses a stack that has no stages
+    recipe = build(experiment)
     if mesh is not None:
-        state_shardings(experiment, mesh)  # refuses what does not divide
-    if jax.process_count() > 1 and (
-        mesh is None or mesh.size < jax.device_count() or experiment.mesh.backend == "pmap"
-    ):
-        raise ConfigError(
-            f"mesh={experiment.mesh}: several processes need backend=jit and all of their {jax.device_count()} devices; "
-            "try --mesh.data=-1"
-        )
+        state_shardings(recipe, mesh)  # refuses what does not divide
+    _check_processes(experiment.mesh, mesh)
     dataset = open_data(experiment)  # before anything is written: most mistakes show here
-    if dataset.tokenizer is not None:
-        prompt_of(experiment, dataset.tokenizer)
+    if can_sample(experiment, dataset):
+        samples.prompt_tokens(experiment.model, experiment.sample, dataset.tokenizer)
     if dataset.digest != multihost.first(lambda: dataset.digest):
         raise ConfigError("the data here are not those of process 0; give every host the same files")
-    with contextlib.ExitStack() as claimed:
-        multihost.first(lambda: claimed.enter_context(claim(folder)))
+    fresh, asked = not folder.config.is_file(), () if source is None else source.overrides
+    lines = multihost.first(lambda: introduce(experiment, folder, runs, asked) if fresh else [])
+    with contextlib.ExitStack() as stack:
+        multihost.first(lambda: stack.enter_context(claim(folder)))
         use_compilation_cache(runs)
         keep_memory()
-        with (
-            checkpoint.open_manager(
-                folder.checkpoints,
-                keep_latest=experiment.checkpoints.keep_latest,
-                keep_best=experiment.checkpoints.keep_best,
-            ) as manager,
-            contextlib.nullcontext() if mesh is None or experiment.mesh.backend == "pmap" else jax.set_mesh(mesh),
-        ):
-            return _run(experiment, folder, dataset, manager, mesh)
+        keep = dict(keep_latest=experiment.checkpoints.keep_latest, keep_best=experiment.checkpoints.keep_best)
+        manager = stack.enter_context(checkpoint.open_manager(folder.checkpoints, **keep))
+        if mesh is not None and experiment.mesh.backend == "jit":
+            stack.enter_context(jax.set_mesh(mesh))
+        record = Record(folder.metrics if multihost.is_first() else None)
+        state, start = restore(recipe, folder, dataset, manager, record, mesh)
+        free = config.execution_fields(experiment)
+        for change in multihost.first(lambda: describe(folder, experiment, source, dataset.digest)):
+            free_field = change.partition(":")[0] in free
+            log.warning("%s: %s", "changed since the last start" if free_field else "config differs", change)
+        if dataset.tokenizer is not None:
+            multihost.first(lambda: dataset.tokenizer.save(folder.tokenizer))
+        console = Console(experiment.steps, start, heard=multihost.is_first())
+        stack.callback(console.close)
+        stack.callback(record.close)
+        names = experiment.loggers if multihost.is_first() else ()
+        loggers = open_loggers(names, folder.path, folder.path.name, config.describe(experiment))
+        stack.callback(close_all, loggers)
+        for line in [*lines, *_facts(experiment, recipe, dataset, start, mesh)]:
+            console.say(line)
+        job = prepare(experiment, recipe, dataset, mesh)
+        return _run(
+            job, folder, dataset, manager, state, start, record, partial(write_all, record, loggers), console, reports
+        )
+
+
+def _check_processes(config: parallel.Mesh, mesh) -> None:
+    if jax.process_count() == 1:
+        return
+    if mesh is None or mesh.size < jax.device_count() or config.backend == "pmap":
+        raise ConfigError(
+            f"mesh={config}: several processes need backend=jit and all of their {jax.device_count()} devices; "
+            "try --mesh.data=-1"
+        )
 
 
 def open_data(experiment: Experiment):
     """The experiment's dataset, checked against its model."""
-    dataset = batching.open_dataset(experiment.data, experiment.model.context_length)
-    if dataset.vocab_size > experiment.model.vocab_size:
+    dataset = batching.open_dataset(experiment.data, experiment.model)
+    size = getattr(experiment.model, "vocab_size", None)
+    if size is not None and dataset.vocab_size is not None and dataset.vocab_size > size:
         raise ConfigError(
-            f"model.vocab_size={experiment.model.vocab_size} is too small: the data have {dataset.vocab_size} tokens; "
+            f"model.vocab_size={size} is too small: the data have {dataset.vocab_size} tokens; "
             f"set --model.vocab-size={dataset.vocab_size}"
         )
     return dataset
+
+
+def can_sample(experiment: Experiment, dataset) -> bool:
+    """Whether the run can end with a text that the model continues."""
+    return dataset.tokenizer is not None and samples.continues_text(experiment.model)
 
 
 def use_compilation_cache(runs: Path) -> None:
@@ -114,221 +172,167 @@ def keep_memory() -> None:
         mallopt(-4, 0)  # M_MMAP_MAX
 
 
-def _run(experiment: Experiment, folder: RunFolder, dataset, manager, mesh) -> Result:
-    first = multihost.is_first()
-    record = Record(folder.metrics if first else None)
-    state, start = restore(experiment, folder, dataset, manager, record, mesh)
-    for change in multihost.first(lambda: describe(folder, experiment, dataset.digest)):
-        log.warning("config differs from the one this run began with: %s", change)
-    if dataset.tokenizer is not None:
-        multihost.first(lambda: dataset.tokenizer.save(folder.tokenizer))
-    console = Console(experiment.steps, start, heard=first)
-    names = experiment.loggers if first else ()
-    loggers = open_loggers(names, folder.path, folder.path.name, to_dict(experiment))
-    try:
-        introduce(experiment, dataset, start, console)
-        if mesh is not None:
-            shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-            processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-            console.say(f"mesh: {shape} of {mesh.size} devices{processes}{idle(experiment.mesh, mesh)}")
-        evaluate = evaluator(experiment, dataset, None if experiment.mesh.backend == "pmap" else mesh)
-        with multihost.Watchdog(multihost.step_limit()) as watchdog:
-            if start < experiment.steps:
-                write = partial(write_all, record, loggers)
-                state, scores = loop(
-                    experiment, dataset, manager, state, start, evaluate, write, console, mesh, watchdog
-                )
-            else:
-                console.say(f"this run is finished: {experiment.steps} steps are done in {folder.path}")
-                scores = evaluate(best_params(state))
-            watchdog.beat(experiment.steps, patience=LONG)
-            return finish(experiment, folder, dataset, state, scores, record, console)
-    finally:
-        console.close()
-        record.close()
-        close_all(loggers)
-
-
-def restore(experiment: Experiment, folder, dataset, manager, record: Record, mesh) -> tuple[TrainState, int]:
+def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh) -> tuple[TrainState, int]:
     """The newest good state, or the first one, on the mesh; the record goes back to the same step."""
-    abstract, places = jax.eval_shape(partial(init_state, experiment)), None
-    if mesh is not None and experiment.mesh.backend == "jit":
-        places = state_shardings(experiment, mesh)
-        abstract = jax.tree.map(
-            lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), abstract, places
-        )
+    abstract, shardings = jax.eval_shape(partial(init_state, recipe)), None
+    if mesh is not None and recipe.mesh.backend == "jit":
+        shardings = state_shardings(recipe, mesh)
+        placed = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        abstract = jax.tree.map(placed, abstract, shardings)
     restored = manager.restore(abstract)
     if restored is None:
         record.rewind(0)
-        return jax.jit(partial(init_state, experiment), out_shardings=places)(), 0
+        return first_state(recipe, shardings), 0
     step, state, metadata = restored
     check_data(folder, metadata, dataset)
     record.rewind(step)
     return state, step
 
 
-def idle(config: parallel.Mesh, mesh) -> str:
+def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) -> list[str]:
+    """What is printed before the first step."""
+    count, device = parameters.count(recipe.spec), jax.devices()[0].device_kind
+    lines = [f"{experiment.name}: {count:,} parameters, {device}, {experiment.precision}"]
+    lines.append(f"data: {dataset.description}")
+    if hasattr(experiment.optimizer, "route") or experiment.frozen is not None or experiment.adaptation is not None:
+        routes = optimizers.routes(experiment.optimizer, recipe.spec, recipe.frozen)
+        lines += [f"  {path}: {route}" for path, route in routes.items()]
+    if mesh is not None:
+        shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+        processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        lines.append(f"mesh: {shape} of {mesh.size} devices{processes}{_idle(experiment.mesh, mesh)}")
+    return [*lines, f"resuming after step {start}"] if start else lines
+
+
+def _idle(config: parallel.Mesh, mesh) -> str:
     """The pipeline's bubble in words, where there is a pipeline."""
     stages = mesh.shape["stage"]
     share = parallel.bubble(stages, config.microbatches or stages, config.repeats)
     return f"; the pipeline idles {share:.1%} of a step" if stages > 1 else ""
 
 
-def check_data(folder: RunFolder, metadata: dict, dataset) -> None:
-    if metadata["data_digest"] != dataset.digest:
-        raise ConfigError(
-            f"{folder.path}: the data changed since this run began (digest {metadata['data_digest'][:12]}, now "
-            f"{dataset.digest[:12]}); restore the file, or start a new run with another --name"
-        )
-
-
-def introduce(experiment: Experiment, dataset, start: int, console: Console) -> None:
-    spec = models.spec(experiment.model)
-    console.say(
-        f"{experiment.name}: {parameters.count(spec):,} parameters, {jax.devices()[0].device_kind}, {experiment.precision}"
-    )
-    console.say(f"data: {dataset.description}")
-    if isinstance(experiment.optimizer, Muon) or experiment.frozen is not None:
-        for path, route in optimizer.routes(experiment.optimizer, spec, experiment.frozen).items():
-            console.say(f"  {path}: {route}")
-    if start:
-        console.say(f"resuming after step {start}")
-
-
-def on_devices(mesh, own, size: int, batch: dict[str, Any]) -> dict[str, jax.Array]:
-    """A batch on the device, or on the devices of a mesh; `own` are the rows of `size` that this process has, None for all."""
-    if own is not None:
-        return multihost.global_batch(mesh, own, size, batch)
-    return jax.device_put(batch, None if mesh is None else parallel.rows(mesh, batch))
-
-
-def evaluator(experiment: Experiment, dataset, mesh=None) -> Callable[[Any], dict[str, float]]:
-    """Scores parameters on the validation split, without label smoothing or auxiliary losses."""
-    plain = replace(experiment, label_smoothing=0.0, z_loss=0.0)
-    evaluate = jax.jit(make_evaluate(plain))
+def prepare(experiment: Experiment, recipe: Recipe, dataset, mesh) -> Job:
+    """What the loop needs of an experiment: below this function nobody sees the experiment."""
     size = experiment.batch_size
-    own = multihost.own_rows(mesh, size)
-    batches = batching.validation_batches(dataset.validation, size, own)
-    count = len(batches) if experiment.eval_batches is None else min(experiment.eval_batches, len(batches))
+    rows = multihost.own_rows(mesh, size)
+    pmapped = experiment.mesh.backend == "pmap" and mesh is not None
+    step, put = jax.jit(make_train_step(recipe), donate_argnums=0), partial(scoring.on_devices, mesh, rows, size)
+    spread = gather = lambda state: state
+    if pmapped:
+        devices = mesh.devices.ravel().tolist()
+        step, put = pmap.step(make_train_step(recipe, pmap.AXIS), devices), partial(pmap.cut, devices=devices)
+        spread, gather = partial(pmap.replicate, devices=devices), pmap.first
+    elif mesh is not None:
+        shardings = state_shardings(recipe, mesh), None
+        step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=shardings)
+    model, sample = experiment.model, None
+    if can_sample(experiment, dataset):
 
-    return lambda params: perplexity(evaluate, params, (on_devices(mesh, own, size, batches[i]) for i in range(count)))
+        def sample(trained: Any) -> str:
+            request, precision = experiment.sample, experiment.precision
+            params = recipe.weights(trained)
+            return samples.continue_text(model, params, request, dataset.tokenizer, experiment.seed, precision)
+
+    peak = cost.peak_flops(jax.devices()[0].device_kind)
+    return Job(
+        name=experiment.name,
+        steps=experiment.steps,
+        log_every=experiment.log_every,
+        eval_every=experiment.eval_every,
+        save_every=experiment.checkpoints.every,
+        max_skipped=experiment.max_skipped,
+        metadata={"data_digest": dataset.digest, "config": config.describe(experiment)},
+        batches=batching.batches(dataset.train, size, experiment.seed, rows).__getitem__,
+        put=put,
+        step=step,
+        spread=spread,
+        gather=gather,
+        evaluate=scoring.evaluator(recipe, dataset, size, experiment.eval_batches, None if pmapped else mesh),
+        sample=sample,
+        speed={
+            "flops": cost.training_flops(model, models.last_stack(model).context_length)
+            if models.is_config(model)
+            else None,
+            "peak": None if peak is None else peak * (1 if mesh is None else mesh.size),
+        },
+    )
 
 
-def score(experiment: Experiment, dataset, params: Any) -> dict[str, float]:
-    return evaluator(experiment, dataset)(params)
-
-
-def best_params(state: TrainState) -> Any:
-    """What is scored and sampled from: the averaged parameters where there are any."""
-    return state.params if state.ema is None else state.ema
-
-
-def load_params(folder: RunFolder, experiment: Experiment, step: int | None = None) -> tuple[int, Any, dict]:
-    """(step, parameters, metadata) of a run's checkpoint, the newest by default; averaged parameters where there are any."""
-    abstract = jax.eval_shape(partial(init_state, experiment))
-    part = "params" if abstract.ema is None else "ema"
-    return checkpoint.restore_params(folder.checkpoints, abstract.params, step, part=part)
+def _run(job: Job, folder, dataset, manager, state, start, record, write, console, reports) -> Result:
+    with multihost.Watchdog(multihost.step_limit()) as watchdog:
+        if start < job.steps:
+            state, scores = loop(job, manager, state, start, write, console, watchdog)
+        else:
+            console.say(f"this run is finished: {job.steps} steps are done in {folder.path}")
+            scores = job.evaluate(state.best)
+        watchdog.beat(job.steps, patience=LONG)
+        return finish(job, folder, dataset, state, scores, record, console, reports)
 
 
 def loop(
-    experiment, dataset, manager, state, start, evaluate, write, console, mesh, watchdog
+    job: Job, manager, state: TrainState, start: int, write: Callable, console: Console, watchdog
 ) -> tuple[TrainState, dict[str, float]]:
     """Steps `start` to the end: the last state and its scores.
 
     Metrics of a step are fetched after the next one is on its way, so the device never waits.
     """
     scores: dict[str, float] = {}
-    own = multihost.own_rows(mesh, experiment.batch_size)
-    source = batching.batches(dataset.train, experiment.batch_size, experiment.seed, own)
-    state, step_function, put, whole = stepping(experiment, mesh, own, state)
-    report = Reporter(experiment, write, console, 1 if mesh is None else mesh.size)
-    with (
-        Signals() as signals,
-        batching.prefetch(source.__getitem__, start, experiment.steps, put=put) as batches,
-    ):
+    state = job.spread(state)
+    options = dict(every=job.log_every, last=job.steps - 1, max_skipped=job.max_skipped)
+    report = Reporter(write, console, **options, **job.speed)
+    with Signals() as signals, batching.prefetch(job.batches, start, job.steps, put=job.put) as batches:
         for step, batch in enumerate(batches, start):
             watchdog.beat(step, patience=LONG if step == start else 1.0)  # the first one compiles
             with jax.transfer_guard("disallow"):  # whatever a step needs is on the device already
-                state, metrics = step_function(state, batch)
+                state, metrics = job.step(state, batch)
             report.later(step, metrics)
             done = step + 1
-            last = done == experiment.steps
+            last, stop = done == job.steps, signals.after(done)
+            evaluates, saves = last or done % job.eval_every == 0, last or stop or done % job.save_every == 0
+            if not (evaluates or saves):
+                continue
+            report.now()
+            watchdog.beat(step, patience=LONG)
             validation = None
-            if last or done % experiment.eval_every == 0:
-                report.now()
-                watchdog.beat(step, patience=LONG)
-                scores = evaluate(best_params(whole(state)))
+            if evaluates:
+                scores = job.evaluate(job.gather(state).best)
                 validation = scores["loss"]
-                write(done, {"validation_loss": validation, "validation_accuracy": scores["accuracy"]})
-                console.log(done, {"validation_loss": validation, "perplexity": scores["perplexity"]})
-                report.restart_clock()
-            stop = signals.after(done)
-            if last or stop or done % experiment.checkpoints.every == 0:
-                report.now()
-                watchdog.beat(step, patience=LONG)
-                metadata = {"data_digest": dataset.digest, "config": to_dict(experiment)}
-                manager.save(done, whole(state), metadata, validation, wait=last or bool(stop))
-                report.restart_clock()
+                write(done, {f"validation_{name}": scores[name] for name in scores if name not in UNRECORDED})
+                console.evaluation(done, {"validation_loss": validation, "perplexity": scores["perplexity"]})
+            if saves:
+                manager.save(done, job.gather(state), job.metadata, validation, wait=last or bool(stop))
+            report.restart_clock()
             if stop and not last:
                 raise Interrupted(stop, done)
-    return whole(state), scores
+    return job.gather(state), scores
 
 
-def stepping(experiment: Experiment, mesh, own, state: TrainState):
-    """(the state as the steps have it, the step, where a batch goes, what makes of such a state an ordinary one)."""
-    if experiment.mesh.backend == "pmap" and mesh is not None:
-        devices = mesh.devices.ravel().tolist()
-        step = pmap.step(make_train_step(experiment, pmap.AXIS), devices)
-        return pmap.replicate(state, devices), step, partial(pmap.cut, devices=devices), pmap.first
-    places = None if mesh is None else (jax.tree.map(lambda leaf: leaf.sharding, state), None)
-    step = jax.jit(make_train_step(experiment), donate_argnums=0, out_shardings=places)
-    return state, step, partial(on_devices, mesh, own, experiment.batch_size), lambda state: state
+UNRECORDED = ("perplexity", "bits", "tokens")  # they follow from the loss, or never change
 
 
-def finish(experiment, folder, dataset, state, scores, record, console) -> Result:
-    """Final scores, a sample and the loss curve."""
+def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console, reports: Sequence[Report]) -> Result:
+    """Final scores, a sample, and what `reports` make of the result."""
     baseline = None
     if dataset.tokenizer is not None:
         baseline = multihost.first(lambda: batching.unigram_entropy(dataset))
+    rest = {name: value for name, value in scores.items() if name not in ("loss", "accuracy", *UNRECORDED)}
+    accuracy = f", accuracy {scores['accuracy']:.2%}" if "accuracy" in scores else ""
+    others = "".join(f", {name} {value:.4g}" for name, value in rest.items())
     console.say(
-        f"validation loss {scores['loss']:.4f} nats a token, perplexity {scores['perplexity']:.3f}, "
-        f"accuracy {scores['accuracy']:.2%}" + ("" if baseline is None else f" (unigram entropy {baseline:.4f})")
+        f"validation loss {scores['loss']:.4f} nats a token, perplexity {scores['perplexity']:.3f}{accuracy}{others}"
+        + ("" if baseline is None else f" (unigram entropy {baseline:.4f})")
     )
-    text = None
-    if dataset.tokenizer is not None:
-        text = sample(experiment, dataset.tokenizer, best_params(state))
-    result = Result(folder.path, scores, baseline, text)
+    text = None if job.sample is None else job.sample(state.best)
+    result = Result(folder.path, job.name, parameters.count(state.params), scores, baseline, text)
     if not multihost.is_first():
         return result
     if text is not None:
-        write_atomically(folder.samples / f"step-{experiment.steps}.txt", text)
+        write_atomically(folder.samples / f"step-{job.steps}.txt", text)
         console.say(f"sample:\n{text}")
-    title = f"{experiment.name}: {parameters.count(state.params):,} parameters"
-    figures.loss_curve(record.lines, folder.loss_figure, title, baseline)
-    write_atomically(folder.path / "result.json", json.dumps(asdict(result), default=str, indent=2))
-    console.say(f"loss curve: {folder.loss_figure}")
+    for report in reports:
+        if line := report(result, record.lines):
+            console.say(line)
+    write_atomically(folder.result, json.dumps(asdict(result), default=str, indent=2))
+    generate = "" if text is None else f"; python -m jaxformer generate {folder.path} --prompt '...'"
+    console.say(f"next: python -m jaxformer evaluate {folder.path}{generate}")
     return result
-
-
-def prompt_of(experiment: Experiment, tokenizer) -> list[int]:
-    """The sample's prompt as tokens, checked before a step is spent. None starts from token 0."""
-    text, config = experiment.sample.prompt, experiment.model
-    prompt = [0] if text is None else tokenizer.encode(text)
-    if not prompt:
-        raise ConfigError("sample.prompt is empty; give at least one character, or None")
-    if isinstance(config.positions, Learned) and len(prompt) >= config.context_length:
-        raise ConfigError(
-            f"sample.prompt is {len(prompt)} tokens, which leaves no room in {config.context_length} learned positions"
-        )
-    return prompt
-
-
-def sample(experiment: Experiment, tokenizer, params: Any) -> str:
-    """The experiment's prompt and what the model makes of it."""
-    config, how = experiment.model, experiment.sample
-    prompt = prompt_of(experiment, tokenizer)
-    room = config.context_length - len(prompt) if isinstance(config.positions, Learned) else math.inf
-    tokens = int(min(how.tokens, room))
-    dtype = jax.numpy.dtype(experiment.precision)
-    (out,) = generate(config, params, [prompt], tokens, how=how.how, key=jax.random.key(experiment.seed), dtype=dtype)
-    return tokenizer.decode([*prompt, *out])

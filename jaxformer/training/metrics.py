@@ -6,14 +6,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import jax
-
-from jaxformer.analysis import cost
-from jaxformer.training.experiment import Experiment
 
 log = logging.getLogger("jaxformer")
 
@@ -33,7 +30,7 @@ class Record:
 
     def __init__(self, path: Path | None):
         self.path = path
-        self.lines = [] if path is None else _read(path)
+        self.lines = [] if path is None else read_records(path)
         self._file = None
 
     def rewind(self, step: int) -> None:
@@ -61,7 +58,8 @@ class Record:
             self._file = None
 
 
-def _read(path: Path) -> list[dict]:
+def read_records(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl, up to a torn one."""
     if not path.exists():
         return []
     lines = []
@@ -136,34 +134,44 @@ class _Wandb:
 
 
 class Console:
-    """A progress bar on a terminal; one plain line for each log anywhere else; nothing where it is not to be `heard`."""
+    """A progress bar on a terminal; one plain line for each log anywhere else; nothing unless `heard`."""
 
     def __init__(self, total: int, start: int, heard: bool = True):
         self._total, self._bar, self._heard = total, None, heard
-        self._began, self._start = time.monotonic(), start
+        self._first: tuple[float, int] | None = None  # when the first step was done, and which: not the compiler's time
         if heard and sys.stdout.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.fields[text]}"),
-                TimeRemainingColumn(),
+            self._bar = Progress(
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}")
             )
-            self._bar = Progress(*columns)
             self._task = self._bar.add_task("", total=total, completed=start, text="")
             self._bar.start()
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        text = " ".join(f"{name} {_format(value)}" for name, value in values.items())
-        if self._bar is not None and "loss" in values:
+    def step(self, step: int, values: dict[str, float]) -> None:
+        """The values of a training step."""
+        text = self._text(values) + self._left(step)
+        if self._bar is not None:
             self._bar.update(self._task, completed=step + 1, text=text)
-            return
-        done = step + 1 - self._start
-        if "loss" in values and done > 1:  # the first step's time is the compiler's
-            text += f" left {(time.monotonic() - self._began) / done * (self._total - step - 1):.0f}s"
-        self.say(f"step {step:>{len(str(self._total))}}/{self._total} {text}")
+        else:
+            self._line(step, text)
+
+    def evaluation(self, step: int, values: dict[str, float]) -> None:
+        """The scores after `step` steps."""
+        self._line(step - 1, self._text(values))
+
+    def _text(self, values: dict[str, float]) -> str:
+        return " ".join(f"{name} {_format(value)}" for name, value in values.items())
+
+    def _left(self, step: int) -> str:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now, step
+        began, first = self._first
+        return f" left {(now - began) / (step - first) * (self._total - step - 1):.0f}s" if step > first else ""
+
+    def _line(self, step: int, text: str) -> None:
+        self.say(f"step {step + 1:>{len(str(self._total))}}/{self._total} {text}")
 
     def say(self, text: str) -> None:
         if self._bar is not None:
@@ -187,23 +195,36 @@ class NonFinite(RuntimeError):
     """The loss or gradient stayed NaN or infinite; the parameters are those of the last finite step."""
 
 
-class Reporter:
-    """Holds back each step's metrics until the next step was dispatched; checks them, logs every `log_every`-th.
+QUIET = ("grad_norm", "tokens", "loss_scale", "learning_rate", "skipped")  # in the record, not on the progress line
 
-    A step that changed nothing is reported at once, with its number and why.
+
+class Reporter:
+    """Holds back each step's metrics until the next step was dispatched; checks them, logs every `every`-th and the last.
+
+    A step that changed nothing is reported at once, with its number and why. `flops` are those of a token, `peak` those of
+    all devices a second; None where they are not known.
     """
 
-    def __init__(self, experiment: Experiment, write, console: Console, devices: int = 1):
-        self._experiment, self._write, self._console = experiment, write, console
+    def __init__(
+        self,
+        write: Callable[[int, dict[str, float]], None],
+        console: Console,
+        *,
+        every: int,
+        last: int,
+        max_skipped: int,
+        flops: float | None = None,
+        peak: float | None = None,
+    ):
+        self._write, self._console = write, console
+        self._every, self._last, self._max_skipped = every, last, max_skipped
+        self._share = None if flops is None or peak is None else flops / peak
         self._waiting: tuple[int, dict] | None = None
-        self._flops = cost.training_flops(experiment.model, experiment.model.context_length)
-        peak = cost.peak_flops(jax.devices()[0].device_kind)
-        self._peak = None if peak is None else peak * devices
-        self.restart_clock()
+        self._clock, self._tokens = None, 0.0  # since when tokens are counted: not before the first step is compiled
 
     def restart_clock(self) -> None:
-        """Time spent on evaluation and saving is nobody's tokens a second; the first step's compilation is not either."""
-        self._clock, self._tokens = None, 0.0
+        """Time spent on evaluation and saving does not count in tokens a second."""
+        self._clock, self._tokens = time.monotonic(), 0.0
 
     def later(self, step: int, metrics: dict[str, jax.Array]) -> None:
         self.now()
@@ -215,7 +236,7 @@ class Reporter:
         step, metrics = self._waiting
         self._waiting = None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if values["skipped"] >= self._experiment.max_skipped:
+        if values["skipped"] >= self._max_skipped:
             raise NonFinite(
                 f"loss or gradient not finite for {int(values['skipped'])} steps in a row, up to step {step} (loss "
                 f"{values['loss']}, gradient norm {values['grad_norm']}); lower --optimizer.learning-rate or look at the data"
@@ -231,12 +252,15 @@ class Reporter:
             )
         tokens = values["tokens"] if empty else values.pop("tokens")
         speed = self._speed(tokens)
-        if step % self._experiment.log_every == 0 or step + 1 == self._experiment.steps:
+        if step % self._every == 0 or step == self._last:
             self._write(step, values)
-            shown = {name: values[name] for name in ("loss", "accuracy", "learning_rate") if name in values} | speed
-            if values["skipped"]:
-                shown["skipped"] = values["skipped"]
-            self._console.log(step, shown)
+            order = [
+                "loss",
+                *sorted(set(values) - {"loss", *QUIET}),
+                "learning_rate",
+                *(["skipped"] if values["skipped"] else []),
+            ]
+            self._console.step(step, {name: values[name] for name in order if name in values} | speed)
 
     def _speed(self, tokens: float) -> dict[str, float]:
         now = time.monotonic()
@@ -245,6 +269,4 @@ class Reporter:
             return {}
         self._tokens += tokens
         rate = self._tokens / max(now - self._clock, 1e-9)
-        return {"tokens/s": float(round(rate))} | (
-            {} if self._peak is None else {"MFU": rate * self._flops / self._peak}
-        )
+        return {"tokens/s": float(round(rate))} | ({} if self._share is None else {"MFU": rate * self._share})

@@ -37,6 +37,7 @@ class Recipe:
     accumulation: int
     clip_norm: float | None
     ema_decay: float | None
+    frozen: str | None
     mesh: Mesh
 
 
@@ -73,6 +74,7 @@ def build(experiment: Any) -> Recipe:
         accumulation=experiment.accumulation,
         clip_norm=experiment.clip_norm,
         ema_decay=experiment.ema_decay,
+        frozen=frozen,
         mesh=mesh,
     )
 
@@ -89,7 +91,9 @@ def pipelined(model: Any, mesh: Mesh) -> Any:
     if mesh.stage == 1:
         return model
     if not isinstance(model, models.ModelConfig):
-        raise ConfigError(f"mesh.stage={mesh.stage}: only a ModelConfig can be cut into stages, not {type(model).__name__}")
+        raise ConfigError(
+            f"mesh.stage={mesh.stage}: only a ModelConfig can be cut into stages, not {type(model).__name__}"
+        )
     if model.stack is not None:
         raise ConfigError(f"mesh.stage={mesh.stage}: model.stack={model.stack} has no pipeline; leave one of them out")
     return replace(model, stack=Pipeline(mesh.microbatches, mesh.repeats))

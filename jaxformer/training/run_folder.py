@@ -1,20 +1,29 @@
-"""A run's folder: runs/NAME-FINGERPRINT/ with its config, environment, lock and files."""
+"""A run's folder, runs/NAME-FINGERPRINT/: what the run is, and everything that it wrote.
 
+It keeps the experiment's file as it was (`experiment.py`), the options as typed (`source.json`) and a description
+(`config.json`), which is for people and tools: a run is opened again by running the copy, never from the description.
+"""
+
+import hashlib
 import json
+import logging
 import os
 import platform
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxformer import config
-from jaxformer.config import ConfigError
-from jaxformer.parallel.mesh import Mesh
+from jaxformer.config import Source
+from jaxformer.errors import ConfigError, did_you_mean
 from jaxformer.training.experiment import Experiment
+
+log = logging.getLogger("jaxformer")
 
 
 @dataclass(frozen=True)
@@ -22,30 +31,123 @@ class RunFolder:
     path: Path
 
     config = property(lambda self: self.path / "config.json")
+    experiment = property(lambda self: self.path / "experiment.py")
+    source = property(lambda self: self.path / "source.json")
     environment = property(lambda self: self.path / "environment.json")
     metrics = property(lambda self: self.path / "metrics.jsonl")
     checkpoints = property(lambda self: self.path / "checkpoints")
     samples = property(lambda self: self.path / "samples")
     loss_figure = property(lambda self: self.path / "figures" / "loss.png")
     tokenizer = property(lambda self: self.path / "tokenizer.json")
+    result = property(lambda self: self.path / "result.json")
+
+    def description(self) -> dict[str, Any]:
+        """What `config.json` says; empty where there is none."""
+        return json.loads(self.config.read_text()) if self.config.is_file() else {}
 
 
 def run_folder(experiment: Experiment, runs: Path) -> RunFolder:
-    """Where this experiment lives: its name and the fingerprint of its config, so that a changed config is another run.
-
-    On another mesh it is the same run, which goes on there.
-    """
-    anywhere = replace(experiment, mesh=Mesh(data=1))
-    return RunFolder(runs / f"{experiment.name}-{config.fingerprint(anywhere)}")
+    """Where this experiment lives: its name and the fingerprint of what decides its numbers."""
+    return RunFolder(runs / f"{experiment.name}-{config.fingerprint(experiment)}")
 
 
-def open_run(folder: RunFolder) -> Experiment:
-    """The experiment that a run folder holds. Raises ConfigError where there is none."""
+# Opening a run
+
+
+def open_experiment(folder: RunFolder) -> Experiment:
+    """The experiment of a run: the copy of its file, run again. Raises ConfigError where it is no longer the same."""
     if not folder.config.is_file():
+        others = [path.parent.name for path in folder.path.parent.glob("*/config.json")]
+        near = did_you_mean(folder.path.name, others)
+        raise ConfigError(f"{folder.path}: no run folder, it has no config.json{near}; the command `runs` lists all")
+    if not folder.experiment.is_file():
         raise ConfigError(
-            f"{folder.path}: no config.json there; expected a run folder, such as runs/quickstart-1a2b3c4d"
+            f"{folder.path}: has no copy of its experiment's file (it was trained from Python); open it from there"
         )
-    return config.loads(Experiment, folder.config.read_text())
+    from jaxformer.training.names import offered
+
+    facts = json.loads(folder.source.read_text())
+    source = config.again(folder.experiment, facts)
+    experiment = config.override(source.experiment, source.overrides, offered(source.names))
+    changed = [path for path, digest in facts["imports"].items() if _digest(Path(path)) != digest]
+    advice = f"; {', '.join(changed)} changed since this run began" if changed else "; is this library another version?"
+    if different := differences(folder.description(), experiment):
+        raise ConfigError(f"{folder.path}: no longer the experiment that it was: {'; '.join(different)}{advice}")
+    if changed:
+        log.warning("%s: %s changed since this run began", folder.path, ", ".join(changed))
+    return experiment
+
+
+def differences(description: dict, experiment: Experiment) -> list[str]:
+    """A line for each field that decides numbers and is not as described. A new field with its default is no difference."""
+    free, changes = config.execution_fields(experiment), config.flat(config.changes(experiment))
+    return [
+        f"{name}: {old} -> {new}"
+        for name, (old, new) in config.diff(description, config.describe(experiment)).items()
+        if name not in free and not (old is None and name not in config.flat(description) and name not in changes)
+    ]
+
+
+def _digest(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+# All runs
+
+
+def runs_of(name: str | None, runs: Path) -> list[RunFolder]:
+    """The runs of the experiment `name`, or all, the newest last."""
+    found = [RunFolder(path.parent) for path in runs.glob("*/config.json")]
+    found = [folder for folder in found if name is None or folder.description().get("name") == name]
+    return sorted(found, key=lambda folder: max(folder.config.stat().st_mtime, _time(folder.metrics)))
+
+
+def _time(path: Path) -> float:
+    return path.stat().st_mtime if path.is_file() else 0.0
+
+
+def compare(one: dict, other: dict, ignore: frozenset[str] | set[str] = frozenset()) -> list[str]:
+    """A line for each field in which two descriptions differ."""
+    return [f"{name}: {old} -> {new}" for name, (old, new) in config.diff(one, other).items() if name not in ignore]
+
+
+def introduce(experiment: Experiment, folder: RunFolder, runs: Path, asked: Sequence[str] = ()) -> list[str]:
+    """What a new run prints of the other runs of its experiment, the three newest.
+
+    A schedule's rates depend on the number of steps: a finished run is no beginning of a longer one. Raises ConfigError
+    where the options `asked` for more steps of a finished run.
+    """
+    lines, described = [], config.describe(experiment)
+    for other in runs_of(experiment.name, runs):
+        if other.path == folder.path:
+            continue
+        earlier = other.description()
+        different = compare(earlier, described, config.execution_fields(experiment))
+        longer = [line.partition(":")[0] for line in different] == ["steps"] and experiment.steps > earlier["steps"]
+        if longer and other.result.is_file() and any(word.startswith("--steps") for word in asked):
+            raise ConfigError(
+                f"{other.path} is this experiment, finished after {earlier['steps']} steps; its schedule ended there. To go on from "
+                f"its parameters: --initial={other.path} --name={experiment.name}_longer, with a schedule that warms up, or keep "
+                f"schedule=WSD(...) next time; to train {experiment.steps} steps from the beginning: another --name"
+            )
+        lines.append(f"a new run: {other.path} differs in {'; '.join(different) or 'nothing that is described'}")
+    return lines[-3:]
+
+
+# Writing
+
+
+def describe(folder: RunFolder, experiment: Experiment, source: Source | None, data_digest: str) -> list[str]:
+    """Writes what the run is; returns a line for each field that is not as it was at the last start."""
+    described = config.describe(experiment)
+    earlier = folder.description()
+    changed = compare(earlier, described) if earlier else []
+    if source is not None:
+        write_atomically(folder.experiment, source.text)
+        write_atomically(folder.source, json.dumps(source.facts(), indent=2))
+    write_atomically(folder.environment, json.dumps(environment(data_digest), indent=2))
+    write_atomically(folder.config, json.dumps(described, indent=2) + "\n")
+    return changed
 
 
 @contextmanager
@@ -76,17 +178,6 @@ def claim(folder: RunFolder) -> Iterator[None]:
         handle.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}")
         handle.flush()
         yield
-
-
-def describe(folder: RunFolder, experiment: Experiment, data_digest: str) -> list[str]:
-    """Writes config.json and environment.json; returns a line for each way in which an earlier config.json differs."""
-    changes = []
-    if folder.config.is_file():
-        earlier = config.loads(Experiment, folder.config.read_text())
-        changes = [f"{key}: {old} -> {new}" for key, (old, new) in config.diff(earlier, experiment).items()]
-    write_atomically(folder.config, config.dumps(experiment))
-    write_atomically(folder.environment, json.dumps(environment(data_digest), indent=2))
-    return changes
 
 
 def environment(data_digest: str) -> dict:

@@ -15,7 +15,7 @@ from jaxformer.kernels import blockwise
 from jaxformer.models import LanguageModel, ModelConfig, presets
 from jaxformer.ops import attention
 from jaxformer.parallel import Mesh, make_mesh
-from jaxformer.training.experiment import Experiment
+from jaxformer.training import Experiment
 from jaxformer.training.state import init_state
 from jaxformer.training.step import make_train_step
 

@@ -13,7 +13,7 @@ import pytest
 from jaxformer import cli
 from jaxformer.analysis import cost, plan, roofline, search, topology
 from jaxformer.analysis.hlo import Collective
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import presets
 from jaxformer.parallel import Mesh, make_mesh
 

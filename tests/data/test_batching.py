@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.data.batching import batches, open_dataset, prefetch, unigram_entropy, validation_batches
 from jaxformer.data.sources import Dataset, Windows
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.data import sources
 from jaxformer.data.batching import open_dataset
 from jaxformer.data.sources import Stdlib, Text, Windows

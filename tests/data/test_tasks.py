@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.data.batching import batches, open_dataset, unigram_entropy
 from jaxformer.data.tasks import Copy, Recall, Reverse, Sort
 

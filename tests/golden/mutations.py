@@ -24,7 +24,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from jaxformer import masks, models
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.interop import huggingface
 from jaxformer.masks import causal, full, window
 from jaxformer.models import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxformer import models
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.interop import encoders, huggingface
 from jaxformer.interop.tables import Conventions, plan
 from jaxformer.params import paths

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer import models
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.decoding import Sampling, generate
 from jaxformer.interop import huggingface
 from jaxformer.interop.decoders import left_window

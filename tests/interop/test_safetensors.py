@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.interop import safetensors as weights
 from jaxformer.interop.safetensors import DTYPES, check_finite, open_checkpoint, save_checkpoint
 

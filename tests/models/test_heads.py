@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from jaxformer import masks, models, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.data.tasks import Copy
 from jaxformer.models import Classification, LanguageModel, Mixture, ModelConfig, TokenClassification, heads
 from jaxformer.models.heads import Head
 from jaxformer.models.transformer import Output, read
 from jaxformer.ops import cross_entropy
 from jaxformer.params import Spec
-from jaxformer.training.experiment import Experiment
+from jaxformer.training import Experiment
 from jaxformer.training.objectives import token_cross_entropy
 
 B, T, V, D = 3, 5, 13, 8

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxformer import decoding, masks, models, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import Axial, EncoderDecoder, Mixture, ModelConfig
 from jaxformer.models.block import Context, Source, attention, block, feed
 from jaxformer.models.embedding import embed, norm

@@ -11,7 +11,7 @@ import pytest
 
 from jaxformer import config as C
 from jaxformer import decoding, masks, models, ops, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.decoding import Sampling
 from jaxformer.models import ModelConfig, block, mixers, reversible, transformer
 from jaxformer.models.block import Context, Mixed, Mixer

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxformer import decoding, masks, models
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask, causal
 from jaxformer.models import Alibi, Axial, Learned, ModelConfig, Relative, Sinusoidal, mixers, variants
 from jaxformer.ops.positions import NTK, Bias, Linear, Llama3, Rope, YaRN

@@ -11,7 +11,7 @@ import pytest
 from flax.traverse_util import unflatten_dict
 
 from jaxformer import decoding, masks, models, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import (
     Classification,
     Embedding,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxformer import decoding, masks, models, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import Alibi, ModelConfig, variants
 from jaxformer.models.block import Context, attention
 from jaxformer.ops.positions import Rope

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxformer import models
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.masks import full
 from jaxformer.models import block
 from jaxformer.models.block import Context

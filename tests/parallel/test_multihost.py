@@ -18,7 +18,7 @@ import pytest
 
 from experiments.launch import pod_sim
 from jaxformer import config, parallel
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.parallel import multihost, peers
 from jaxformer.parallel.peers import Processes
 from jaxformer.training import checkpoint, loop
@@ -29,7 +29,7 @@ TINY = """
 from jaxformer.data.sources import Text
 from jaxformer.models import ModelConfig
 from jaxformer.parallel import Mesh
-from jaxformer.training.experiment import Checkpoints, Experiment, Sample
+from jaxformer.training import Checkpoints, Experiment, Sample
 experiment = Experiment(
     name="tiny",
     model=ModelConfig(vocab_size=256, num_layers=1, d_model=16, num_heads=2, context_length=16, dropout_rate=0.1),

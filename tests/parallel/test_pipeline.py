@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxformer import masks, models, ops, params
 from jaxformer.analysis.hlo import collectives
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import EncoderDecoder, Mixture, ModelConfig, Relative
 from jaxformer.models.mixers import Linear
 from jaxformer.models.pipelined import Pipeline

@@ -8,7 +8,7 @@ import pytest
 EXPERIMENT = """
 from jaxformer.data.tasks import Reverse
 from jaxformer.models import ModelConfig
-from jaxformer.training.experiment import Experiment
+from jaxformer.training import Experiment
 experiment = Experiment(
     name="tiny", model=ModelConfig(vocab_size=17, num_layers=2, d_model=16, num_heads=2, context_length=16),
     data=Reverse(), steps=2, batch_size=4, eval_batches=1,

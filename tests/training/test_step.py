@@ -11,7 +11,7 @@ import pytest
 from jaxformer import params
 from jaxformer.data.tasks import Copy
 from jaxformer.models import ModelConfig
-from jaxformer.training.experiment import AdamW, Constant, Experiment
+from jaxformer.training import AdamW, Constant, Experiment
 from jaxformer.training.state import GROWTH_INTERVAL, LossScale, init_state
 from jaxformer.training.step import accumulate, make_train_step, rescale
 

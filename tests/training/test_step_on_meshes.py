@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxformer import parallel, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.data.tasks import Reverse
 from jaxformer.models import ModelConfig
 from jaxformer.parallel import Mesh, make_mesh, pmap, settled
-from jaxformer.training.experiment import Adafactor, Experiment, Muon
+from jaxformer.training import Adafactor, Experiment, Muon
 from jaxformer.training.state import init_state, state_shardings
 from jaxformer.training.step import make_train_step
 

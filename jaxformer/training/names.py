@@ -1,0 +1,62 @@
+"""What expressions of the command line may call, by the field that they set: the closed list of the library's own."""
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from jaxformer import masks, models
+from jaxformer.data import sources, tasks
+from jaxformer.decoding.sampling import Sampling
+from jaxformer.models import adaptation, mixers, reversible, variants, vision
+from jaxformer.ops import positions
+from jaxformer.parallel.mesh import Mesh
+from jaxformer.training import initial, objectives, optimizers, schedules
+from jaxformer.training.experiment import Checkpoints, Sample
+
+
+def _of(module: ModuleType, names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names.split()}
+
+
+MODEL = {
+    **_of(
+        masks,
+        "full causal window strided chunked columns prefix global_tokens random_blocks block_sparse by_head longformer bigbird "
+        "sparse_transformer_strided sparse_transformer_fixed",
+    ),
+    **_of(
+        models,
+        "ModelConfig EncoderDecoder Embedding Patches Learned Sinusoidal Axial Alibi Relative LanguageModel Classification "
+        "TokenClassification Mixture",
+    ),
+    **_of(positions, "Rope NTK Llama3 YaRN LongRoPE"),
+    **_of(mixers, "Efficient Performer Linformer Reformer Longformer BigBird LocalChunks"),
+    **_of(
+        variants,
+        "qk_norm qk_norm_full gated gated_by_head differential talking_heads sigmoid value_residual temperature "
+        "inverse_depth_scale memory_key_values",
+    ),
+    **_of(reversible, "Reversible"),
+    **_of(vision, "Reconstruction"),
+    **models.PRESETS,
+}
+NAMES: dict[str, Mapping[str, Any]] = {
+    "model": MODEL,
+    "positions": {"Linear": positions.Linear},
+    "scaling": {"Linear": positions.Linear},
+    "mixer": {"Linear": mixers.Linear},
+    "data": _of(sources, "Text Stdlib") | _of(tasks, "Reverse Copy Sort Recall"),
+    "optimizer": _of(optimizers, "Adam AdamW Adafactor Lion Muon"),
+    "schedule": _of(schedules, "Noam Cosine Linear WSD Constant"),
+    "objective": _of(objectives, "TokenCrossEntropy ClassCrossEntropy"),
+    "initial": _of(initial, "FromRun HuggingFace"),
+    "adaptation": _of(adaptation, "Lora"),
+    "mesh": {"Mesh": Mesh},
+    "checkpoints": {"Checkpoints": Checkpoints},
+    "sample": {"Sample": Sample, "Sampling": Sampling},
+}
+
+
+def offered(own: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """`NAMES`, with what an experiment file offers for every field."""
+    return {**NAMES, "": own}
