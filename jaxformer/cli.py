@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxformer: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # whoever read our output has enough
-        sys.stdout = open(os.devnull, "w")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 

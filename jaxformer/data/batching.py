@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.errors import ConfigError
 from jaxformer.data import sources
+from jaxformer.errors import ConfigError
 
 
 def open_dataset(data: Any, model: Any) -> sources.Dataset:
@@ -27,8 +27,8 @@ def open_dataset(data: Any, model: Any) -> sources.Dataset:
         for method in ("__len__", "__getitem__"):
             if not hasattr(type(split), method):
                 raise ConfigError(
-                    f"data: the {name} split {type(split).__name__} has no {method}; a split has len and [i] -> example; for an "
-                    "endless stream let len be what one epoch should be"
+                    f"data: the {name} split {type(split).__name__} has no {method}; a split has len and [i] -> example; of an "
+                    "endless stream let len be one epoch"
                 )
     if not isinstance(dataset.digest, str):
         raise ConfigError(f"data: digest={dataset.digest!r}: expected a text that identifies the data")

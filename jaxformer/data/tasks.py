@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxformer.errors import ConfigError
 from jaxformer.data.sources import Dataset, context_length
+from jaxformer.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from flax.traverse_util import unflatten_dict
 from jax import Array, export
 
 from jaxformer import models
-from jaxformer.config import describe
 from jaxformer.errors import ConfigError
 from jaxformer.interop import safetensors
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches

@@ -107,6 +107,6 @@ class Experiment:
             raise ConfigError(f"ema_decay={self.ema_decay}: must be in (0, 1), or None")
 
 
-def _at_least(name: str, value: float, least: float) -> None:
+def _at_least(name: str, value: int, least: int) -> None:
     if not value >= least:
         raise ConfigError(f"{name}={value}: must be at least {least}")

@@ -3,14 +3,19 @@
 `Experiment.initial` may also be a text: the folder of a run, a Hugging Face folder, or a Hugging Face name.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
 from jaxformer import params
 from jaxformer.errors import ConfigError
+from jaxformer.training.recipe import Recipe
+from jaxformer.training.run import open_run
 
 Tree = Any
 
@@ -23,8 +28,6 @@ class FromRun:
     step: int | None = None  # which checkpoint; None: the newest
 
     def __call__(self, spec: Tree, key: Array) -> Tree:
-        from jaxformer.training.run import open_run
-
         run = open_run(self.path, step=self.step)
         return checked(run.params, spec, self.path)
 
@@ -49,6 +52,20 @@ def from_text(text: str) -> FromRun | HuggingFace:
     if (path / "config.json").is_file() or not path.exists():
         return HuggingFace(text)
     raise ConfigError(f"initial={text}: neither a run's folder nor one with a Hugging Face config.json")
+
+
+def first_params(initial: Callable | str, model_spec: Tree, recipe: Recipe) -> Tree:
+    """What trains, from the model's parameters that `initial` gives; factors of an adaptation start as declared."""
+    key = jax.random.key(recipe.seed)
+    start = from_text(initial) if isinstance(initial, str) else initial
+    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), start(model_spec, key))
+    tree = checked(tree, model_spec, str(start))
+    if "weights" not in recipe.spec or "weights" in model_spec:
+        return tree
+    return {
+        "weights": tree,
+        **params.init({name: part for name, part in recipe.spec.items() if name != "weights"}, key),
+    }
 
 
 def checked(tree: Tree, spec: Tree, name: str) -> Tree:

@@ -20,6 +20,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.parallel import multihost, pmap
 from jaxformer.training import checkpoint, optimizers, samples, scoring
 from jaxformer.training.experiment import Experiment
+from jaxformer.training.initial import first_params
 from jaxformer.training.metrics import Console, Record, Reporter, close_all, open_loggers, write_all
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run import check_data
@@ -50,7 +51,8 @@ class Job:
     gather: Callable[[Any], TrainState]  # back to an ordinary one
     evaluate: Callable[[Any], dict[str, float]]
     sample: Callable[[Any], str] | None  # params -> text
-    speed: dict[str, float | None]  # FLOPs of a token, peak FLOP/s of all devices
+    flops: float | None  # of a token
+    peak: float | None  # FLOP/s of all devices
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ def train(
         if mesh is not None and experiment.mesh.backend == "jit":
             stack.enter_context(jax.set_mesh(mesh))
         record = Record(folder.metrics if multihost.is_first() else None)
-        state, start = restore(recipe, folder, dataset, manager, record, mesh)
+        begin = partial(_first_params, experiment, recipe)
+        state, start = restore(recipe, folder, dataset, manager, record, mesh, begin)
         free = config.execution_fields(experiment)
         for change in multihost.first(lambda: describe(folder, experiment, source, dataset.digest)):
             free_field = change.partition(":")[0] in free
@@ -172,8 +175,17 @@ def keep_memory() -> None:
         mallopt(-4, 0)  # M_MMAP_MAX
 
 
-def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh) -> tuple[TrainState, int]:
-    """The newest good state, or the first one, on the mesh; the record goes back to the same step."""
+def _first_params(experiment: Experiment, recipe: Recipe) -> Any:
+    """The parameters that the experiment starts from; None where they are random."""
+    if experiment.initial is None:
+        return None
+    return first_params(experiment.initial, models.spec(experiment.model), recipe)
+
+
+def restore(
+    recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh, begin: Callable[[], Any]
+) -> tuple[TrainState, int]:
+    """The newest good state, or that of the parameters `begin()`, on the mesh; the record goes back to the same step."""
     abstract, shardings = jax.eval_shape(partial(init_state, recipe)), None
     if mesh is not None and recipe.mesh.backend == "jit":
         shardings = state_shardings(recipe, mesh)
@@ -182,7 +194,7 @@ def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record,
     restored = manager.restore(abstract)
     if restored is None:
         record.rewind(0)
-        return first_state(recipe, shardings), 0
+        return first_state(recipe, shardings, begin()), 0
     step, state, metadata = restored
     check_data(folder, metadata, dataset)
     record.rewind(step)
@@ -249,13 +261,16 @@ def prepare(experiment: Experiment, recipe: Recipe, dataset, mesh) -> Job:
         gather=gather,
         evaluate=scoring.evaluator(recipe, dataset, size, experiment.eval_batches, None if pmapped else mesh),
         sample=sample,
-        speed={
-            "flops": cost.training_flops(model, models.last_stack(model).context_length)
-            if models.is_config(model)
-            else None,
-            "peak": None if peak is None else peak * (1 if mesh is None else mesh.size),
-        },
+        flops=_token_flops(model),
+        peak=None if peak is None else peak * (1 if mesh is None else mesh.size),
     )
+
+
+def _token_flops(model: Any) -> float | None:
+    """FLOPs of training on a token; None for a model of the user's own."""
+    if not models.is_config(model):
+        return None
+    return float(cost.training_flops(model, models.last_stack(model).context_length))
 
 
 def _run(job: Job, folder, dataset, manager, state, start, record, write, console, reports) -> Result:
@@ -279,7 +294,7 @@ def loop(
     scores: dict[str, float] = {}
     state = job.spread(state)
     options = dict(every=job.log_every, last=job.steps - 1, max_skipped=job.max_skipped)
-    report = Reporter(write, console, **options, **job.speed)
+    report = Reporter(write, console, flops=job.flops, peak=job.peak, **options)
     with Signals() as signals, batching.prefetch(job.batches, start, job.steps, put=job.put) as batches:
         for step, batch in enumerate(batches, start):
             watchdog.beat(step, patience=LONG if step == start else 1.0)  # the first one compiles

@@ -2,20 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from jaxformer import models, params
+from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.models.pipelined import Pipeline
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel.mesh import Mesh
-from jaxformer.training import initial, optimizers
+from jaxformer.training import optimizers
 
 Tree = Any
 Loss = Callable[[Tree, dict[str, Array], Array], LossSums]
@@ -23,13 +21,12 @@ Loss = Callable[[Tree, dict[str, Array], Array], LossSums]
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """What a step needs. `loss` and `score` are (trained, batch, key) -> LossSums; `trained` is the tree that `spec` declares."""
+    """What a step needs. `loss` and `score` are (trained, batch, key) -> LossSums, of the tree that `spec` declares."""
 
     spec: Tree  # of what trains, with what is frozen beside it
     loss: Loss
     score: Loss  # without dropout, label smoothing and auxiliary losses
     weights: Callable[[Tree], Tree]  # trained -> the model's parameters
-    initial: Callable[[Array], Tree] | None  # key -> trained, where it does not start at random
     optimizer: optax.GradientTransformation
     schedule: Callable[[Any], Any]  # step -> learning rate
     seed: int
@@ -44,13 +41,12 @@ class Recipe:
 def build(experiment: Any) -> Recipe:
     """The recipe of an experiment. Raises ConfigError where its parts do not fit each other."""
     model, mesh, dtype = pipelined(experiment.model, experiment.mesh), experiment.mesh, jnp.dtype(experiment.precision)
-    spec = model_spec = models.spec(model)
+    spec = models.spec(model)
     weights, frozen = lambda tree: tree, experiment.frozen
     if experiment.adaptation is not None:
-        adapted = experiment.adaptation(model_spec)
+        adapted = experiment.adaptation(spec)
         spec, weights = adapted.spec, adapted.merge
         frozen = "|".join(f"({pattern})" for pattern in (adapted.frozen, frozen) if pattern) or None
-    start = initial.from_text(experiment.initial) if isinstance(experiment.initial, str) else experiment.initial
 
     def loss(trained: Tree, batch: dict[str, Array], key: Array) -> LossSums:
         return checked(experiment.objective(model, weights(optimizers.freeze(trained, frozen)), batch, key, dtype))
@@ -66,7 +62,6 @@ def build(experiment: Any) -> Recipe:
         loss=loss,
         score=score,
         weights=weights,
-        initial=None if start is None else partial(_start, start, model_spec, spec),
         optimizer=optimizers.build(experiment.optimizer, spec, frozen),
         schedule=experiment.schedule(experiment),
         seed=experiment.seed,
@@ -97,12 +92,3 @@ def pipelined(model: Any, mesh: Mesh) -> Any:
     if model.stack is not None:
         raise ConfigError(f"mesh.stage={mesh.stage}: model.stack={model.stack} has no pipeline; leave one of them out")
     return replace(model, stack=Pipeline(mesh.microbatches, mesh.repeats))
-
-
-def _start(start: Callable, model_spec: Tree, spec: Tree, key: Array) -> Tree:
-    """The tree that trains, from what `start` makes of the model's own parameters."""
-    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), start(model_spec, key))
-    tree = initial.checked(tree, model_spec, str(start))
-    if spec is model_spec:
-        return tree
-    return {"weights": tree, **params.init({name: part for name, part in spec.items() if name != "weights"}, key)}

@@ -126,9 +126,9 @@ def introduce(experiment: Experiment, folder: RunFolder, runs: Path, asked: Sequ
         longer = [line.partition(":")[0] for line in different] == ["steps"] and experiment.steps > earlier["steps"]
         if longer and other.result.is_file() and any(word.startswith("--steps") for word in asked):
             raise ConfigError(
-                f"{other.path} is this experiment, finished after {earlier['steps']} steps; its schedule ended there. To go on from "
-                f"its parameters: --initial={other.path} --name={experiment.name}_longer, with a schedule that warms up, or keep "
-                f"schedule=WSD(...) next time; to train {experiment.steps} steps from the beginning: another --name"
+                f"{other.path} is this experiment, finished after {earlier['steps']} steps; its schedule ended there. To go on "
+                f"from its parameters: --initial={other.path} --name={experiment.name}_longer, with a schedule that warms up "
+                f"(a WSD schedule goes on best); to train {experiment.steps} steps from the beginning: another --name"
             )
         lines.append(f"a new run: {other.path} differs in {'; '.join(different) or 'nothing that is described'}")
     return lines[-3:]

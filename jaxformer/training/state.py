@@ -58,11 +58,10 @@ def init_state(recipe: Recipe, trained: Tree = None) -> TrainState:
     )
 
 
-def first_state(recipe: Recipe, shardings: TrainState | None = None) -> TrainState:
-    """The state before the first step on the devices, from `recipe.initial` where there is one."""
-    if recipe.initial is None:
+def first_state(recipe: Recipe, shardings: TrainState | None = None, trained: Tree = None) -> TrainState:
+    """The state before the first step on the devices, random or from the parameters `trained`."""
+    if trained is None:
         return jax.jit(partial(init_state, recipe), out_shardings=shardings)()
-    trained = recipe.initial(jax.random.key(recipe.seed))
     if shardings is not None:
         trained = jax.tree.map(_place, trained, shardings.params)
     return jax.jit(partial(init_state, recipe), out_shardings=shardings)(trained)

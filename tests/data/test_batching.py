@@ -1,18 +1,20 @@
 """Batches are a function of (seed, step) on any number of hosts; validation covers its split; prefetch never hangs."""
 
+import re
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer.errors import ConfigError
 from jaxformer.data.batching import batches, open_dataset, prefetch, unigram_entropy, validation_batches
 from jaxformer.data.sources import Dataset, Windows
+from jaxformer.errors import ConfigError
 
 LARGE = (1 << 16) + 37  # just beyond where batches change from a table to grain's own shuffle
 WINDOW_COUNTS = [1, 3, 50, 1000, LARGE]
@@ -143,14 +145,42 @@ def test_unigram_entropy_is_the_formula():
 
 def test_own_dataset_is_opened_and_others_are_refused():
     class Mine:
-        def open(self, context_length):
-            return Dataset([], [], context_length, "d", "mine")
+        def open(self, model):
+            return Dataset([], [], "d", vocab_size=model)
 
     assert open_dataset(Mine(), 12).vocab_size == 12
-    with pytest.raises(ConfigError, match="dict is none of Text"):
-        open_dataset({}, 12)
-    with pytest.raises(ConfigError, match="at least 1 token"):
-        open_dataset(Mine(), 0)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ({}, "returned no .train"),
+        (Dataset(iter([1]), [], "d"), "the train split list_iterator has no __len__; a split has len"),
+        (SimpleNamespace(train=[], validation=[], digest=3), "digest=3: expected a text"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(dataset, message):
+    class Mine:
+        def open(self, model):
+            return dataset
+
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        open_dataset(Mine(), None)
+
+
+class Endless:
+    """A split that says it never ends."""
+
+    def __len__(self):
+        return sys.maxsize
+
+    def __getitem__(self, index):
+        return {"tokens": np.full(3, index % 7)}
+
+
+def test_a_split_of_the_largest_length_is_refused_in_words():
+    with pytest.raises(ConfigError, match="9,223,372,036,854,775,807 examples; at most 4,294,967,295"):
+        batches(Endless(), 2, 0)
 
 
 # --- prefetch

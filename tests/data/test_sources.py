@@ -7,16 +7,22 @@ import subprocess
 import sys
 import sysconfig
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxformer.errors import ConfigError
-from jaxformer.data import sources
-from jaxformer.data.batching import open_dataset
+from jaxformer.data import batching, sources
 from jaxformer.data.sources import Stdlib, Text, Windows
+from jaxformer.errors import ConfigError
+
+
+def open_dataset(data, length):
+    """The data set as a model of this context length opens it."""
+    return batching.open_dataset(data, SimpleNamespace(context_length=length))
+
 
 SENTENCE = "the quick brown fox — jumps over the lazy dog\n"
 
@@ -149,8 +155,8 @@ def test_processes_may_race_for_the_cache(text, tmp_path):
     pytest.importorskip("tokenizers")
     config = replace(text, tokenizer="bpe", vocab_size=300, cache=str(tmp_path / "cache"))
     code = (
-        "from jaxformer.data.batching import open_dataset; from jaxformer.data.sources import Text;"
-        f"d = open_dataset({config!r}, 8); print(d.digest, int(d.train.tokens[:].sum()))"
+        "from types import SimpleNamespace; from jaxformer.data.sources import Text;"
+        f"d = {config!r}.open(SimpleNamespace(context_length=8)); print(d.digest, int(d.train.tokens[:].sum()))"
     )
     runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = {run.communicate(timeout=60)[0] for run in runs}

@@ -1,15 +1,23 @@
 """Generated examples: the answers are right, pure in (seed, index), and the two forms are what they say."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer.errors import ConfigError
-from jaxformer.data.batching import batches, open_dataset, unigram_entropy
+from jaxformer.data import batching
+from jaxformer.data.batching import batches, unigram_entropy
 from jaxformer.data.tasks import Copy, Recall, Reverse, Sort
+from jaxformer.errors import ConfigError
+
+
+def open_dataset(data, length):
+    """The data set as a model of this context length opens it."""
+    return batching.open_dataset(data, SimpleNamespace(context_length=length))
+
 
 ANSWERS = {Reverse: lambda x: x[::-1], Copy: lambda x: x, Sort: sorted}
 SIZES = {"vocab_size": st.integers(2, 40), "length": st.integers(1, 12), "seed": st.integers(0, 2**40)}
@@ -75,7 +83,7 @@ def test_a_batch_is_the_callers_own():
 
 
 def test_the_seeds_toy():
-    dataset = open_dataset(Reverse(vocab_size=8, length=4, examples=50, form="aligned"), context_length=4)
+    dataset = open_dataset(Reverse(vocab_size=8, length=4, examples=50, form="aligned"), 4)
     assert (len(dataset.train), dataset.vocab_size) == (50, 8)
     batch = batches(dataset.train, 50, seed=0)[0]
     np.testing.assert_array_equal(batch["labels"], batch["tokens"][:, ::-1])

@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer import models
-from jaxformer.errors import ConfigError
 from jaxformer.decoding import Sampling, generate
+from jaxformer.errors import ConfigError
 from jaxformer.interop import huggingface
 from jaxformer.interop.decoders import left_window
 from jaxformer.interop.huggingface import Checkpoint, Tokens

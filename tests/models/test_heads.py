@@ -10,14 +10,13 @@ import pytest
 
 from jaxformer import masks, models, params
 from jaxformer.errors import ConfigError
-from jaxformer.data.tasks import Copy
 from jaxformer.models import Classification, LanguageModel, Mixture, ModelConfig, TokenClassification, heads
 from jaxformer.models.heads import Head
 from jaxformer.models.transformer import Output, read
 from jaxformer.ops import cross_entropy
+from jaxformer.ops.losses import TokenSums
 from jaxformer.params import Spec
-from jaxformer.training import Experiment
-from jaxformer.training.objectives import token_cross_entropy
+from jaxformer.training import TokenCrossEntropy
 
 B, T, V, D = 3, 5, 13, 8
 CONFIG = ModelConfig(
@@ -137,8 +136,13 @@ def test_language_models_by_their_formula(name):
     np.testing.assert_allclose(read(config, parameters, Output(None, hidden())).logits, logits, **ROUNDING)
 
 
-def experiment(config, **changes):
-    return Experiment(name="heads", model=config, data=Copy(vocab_size=8, length=4), **changes)
+KEY = jax.random.key(0)  # of dropout, which these models have not
+
+
+def token_sums(config, p, data, **changes):
+    """The objective's sums as `cross_entropy` gives them."""
+    sums = TokenCrossEntropy(**changes)(config, p, data, KEY, jnp.float32)
+    return TokenSums(sums.loss, sums.weight, sums.metrics["accuracy"][0])
 
 
 def batch():
@@ -150,7 +154,7 @@ def both(config, **changes):
     """(sums, gradient) of the objective, and of `cross_entropy` of what `models.apply` gives."""
 
     def objective(p):
-        sums = token_cross_entropy(experiment(config, **changes), p, jax.tree.map(jnp.asarray, batch()))
+        sums = token_sums(config, p, jax.tree.map(jnp.asarray, batch()), **changes)
         return sums.loss, sums
 
     def explicit(p):
@@ -186,7 +190,7 @@ def test_losses_of_experts_steer_and_are_not_reported():
 
     @partial(jax.jit, static_argnums=0)
     def objective(config, p):
-        sums = lambda p: token_cross_entropy(experiment(config), p, data)
+        sums = lambda p: token_sums(config, p, data)
         return jax.grad(lambda p: (sums(p).loss, sums(p)), has_aux=True)(p)
 
     @jax.jit
@@ -230,9 +234,9 @@ def test_a_head_of_ones_own_and_none_at_all():
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"2 of them are called 'classification'; give each a name"):
         models.spec(replace(CONFIG, heads=(Classification(2), Classification(3))))
-    without = experiment(replace(CONFIG, heads=(Classification(2),)))
+    without = replace(CONFIG, heads=(Classification(2),))
     with pytest.raises(ConfigError, match="needs a LanguageModel"):
-        jax.eval_shape(partial(token_cross_entropy, without), random(CONFIG), jax.tree.map(jnp.asarray, batch()))
+        jax.eval_shape(partial(token_sums, without), random(CONFIG), jax.tree.map(jnp.asarray, batch()))
 
 
 @pytest.mark.parametrize("head", [Classification(2, pooler="tahn"), LanguageModel(transform="gelo")])

@@ -11,12 +11,13 @@ import pytest
 
 from jaxformer import config as C
 from jaxformer import decoding, masks, models, ops, params
-from jaxformer.errors import ConfigError
 from jaxformer.decoding import Sampling
+from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, block, mixers, reversible, transformer
 from jaxformer.models.block import Context, Mixed, Mixer
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec
+from jaxformer.training.names import MODEL, NAMES
 
 V, T, L = 13, 16, 2
 CAUSAL = (masks.causal(),)
@@ -359,19 +360,22 @@ def test_masks_and_maps_that_a_system_lacks(name):
 
 # As data
 
+OFFERED = {**NAMES, "": MODEL}
+
 
 @pytest.mark.parametrize(
     "cls", [c for c in vars(mixers).values() if isinstance(c, type) and c.__module__ == mixers.__name__]
 )
-def test_one_option_selects_a_system_and_json_keeps_it(cls):
-    config = C.override(BASE, [f"--mixer={mixers.__name__}:{cls.__name__}"])
+def test_one_option_selects_a_system_and_its_description_says_so(cls):
+    config = C.override(BASE, [f"--mixer={cls.__name__}"], OFFERED)
     assert config.mixer == cls() and hash(config) == hash(replace(config))
-    assert C.loads(ModelConfig, C.dumps(config)) == config
+    assert C.describe(config)["mixer"]["type"] == cls.__name__ and C.fingerprint(config) != C.fingerprint(BASE)
     first = fields(cls)[0].name
-    assert f"--mixer.{first.replace('_', '-')} " in C.help_text(config)
+    assert f"--mixer.{first.replace('_', '-')} " in C.help_text(config, "show")
     if cls is mixers.Longformer:
         config = C.override(config, ["--mixer.window=4", "--mixer.global-tokens", "1", "5"])
-        assert config.mixer == mixers.Longformer(4, (1, 5)) and C.loads(ModelConfig, C.dumps(config)) == config
+        assert config.mixer == mixers.Longformer(4, (1, 5))
+        assert C.override(BASE, ["--mixer", "Longformer(4, global_tokens=(1, 5))"], OFFERED) == config
 
 
 def test_local_and_sparse_transformers_are_masks():
@@ -381,8 +385,8 @@ def test_local_and_sparse_transformers_are_masks():
         "sparse_transformer_fixed(4, 2)",
         "chunked(4) & causal()",
     ]
-    config = C.override(BASE, ["--masks", *texts, "--num-layers=4"])
-    assert C.loads(ModelConfig, C.dumps(config)) == config
+    config = C.override(BASE, ["--masks", *texts, "--num-layers=4"], OFFERED)
+    assert C.describe(config)["masks"] == list(map(str, config.masks))
     maps = np.asarray(jit(partial(models.apply, config, return_attention=True))(parameters(config), TOKENS).attention)
     for text, weights in zip(texts, maps, strict=True):
         shown = np.broadcast_to(masks.parse(text).dense(T, T), weights.shape)

@@ -6,14 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxformer.errors import ConfigError
 from jaxformer.data.tasks import Reverse
+from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.models.reversible import Reversible
 from jaxformer.parallel import Mesh
-from jaxformer.training import loop
-from jaxformer.training import Checkpoints, Experiment
-from jaxformer.training.folder import run_folder
+from jaxformer.training import Checkpoints, Experiment, loop
+from jaxformer.training.run_folder import run_folder
 
 TINY = Experiment(
     name="tiny",

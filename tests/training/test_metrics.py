@@ -1,13 +1,9 @@
 """What a run says of its steps."""
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 import pytest
 
 from jaxformer.training.metrics import Console, NonFinite, Reporter
-
-from tests.training.test_step import EXPERIMENT  # isort: skip
 
 GOOD = {"loss": 1.0, "accuracy": 0.5, "tokens": 8.0, "grad_norm": 2.0, "learning_rate": 0.5, "skipped": 0}
 EMPTY = GOOD | {"loss": float("nan"), "accuracy": float("nan"), "tokens": 0.0, "grad_norm": 0.0}
@@ -21,13 +17,13 @@ class Listener(Console):
     def say(self, text):
         self.lines.append(text)
 
-    def log(self, step, values):
+    def step(self, step, values):
         self.logged.append((step, values))
 
 
-def report(steps, **changes):
+def report(steps, max_skipped=10):
     record, console = {}, Listener()
-    reporter = Reporter(replace(EXPERIMENT, log_every=2, **changes), record.__setitem__, console)
+    reporter = Reporter(record.__setitem__, console, every=2, last=19, max_skipped=max_skipped)
     for step, values in enumerate(steps):
         reporter.later(step, {name: jnp.asarray(value) for name, value in values.items()})
     reporter.now()

@@ -12,6 +12,7 @@ from jaxformer import params
 from jaxformer.data.tasks import Copy
 from jaxformer.models import ModelConfig
 from jaxformer.training import AdamW, Constant, Experiment
+from jaxformer.training.recipe import build
 from jaxformer.training.state import GROWTH_INTERVAL, LossScale, init_state
 from jaxformer.training.step import accumulate, make_train_step, rescale
 
@@ -24,6 +25,7 @@ EXPERIMENT = Experiment(
     steps=20,
     batch_size=8,
 )
+KEY = jax.random.key(0)  # of dropout, which this model has not
 AVERAGED = replace(EXPERIMENT, ema_decay=0.8)
 
 
@@ -41,12 +43,12 @@ def make_batch(seed=0, B=8):
 @cache
 def step_of(experiment):
     """Compiled once for all tests."""
-    return jax.jit(make_train_step(experiment))
+    return jax.jit(make_train_step(build(experiment)))
 
 
 @cache
 def initial(experiment):
-    return jax.jit(partial(init_state, experiment))()
+    return jax.jit(partial(init_state, build(experiment)))()
 
 
 def run(experiment, steps=3, batches=make_batch, loss_scale=None):
@@ -68,10 +70,11 @@ def test_accumulated_equals_whole_with_uneven_padding():
     params = initial(EXPERIMENT).params
     results = []
     for count in (1, 2, 4, 8):
-        f = jax.jit(partial(accumulate, replace(EXPERIMENT, accumulation=count)))
-        results.append(f(params, make_batch(), None, 1.0))
+        f = jax.jit(partial(accumulate, build(replace(EXPERIMENT, accumulation=count))))
+        results.append(f(params, make_batch(), KEY, 1.0))
     for sums, gradient in results[1:]:
-        np.testing.assert_allclose(sums, results[0][0], rtol=1e-6)  # float32 sums in another order
+        for ours, whole in zip(jax.tree.leaves(sums), jax.tree.leaves(results[0][0]), strict=True):
+            np.testing.assert_allclose(ours, whole, rtol=1e-6)  # float32 sums in another order
         np.testing.assert_allclose(flat(gradient), flat(results[0][1]), rtol=1e-4, atol=1e-5)
 
 
@@ -127,7 +130,7 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before():
     _, (free,) = run(replace(EXPERIMENT, clip_norm=None), 1)
     _, (clipped,) = run(replace(EXPERIMENT, clip_norm=1e-3), 1)
     assert clipped["grad_norm"] == pytest.approx(free["grad_norm"]) and free["grad_norm"] > 1e-2
-    gradient = jax.jit(partial(accumulate, EXPERIMENT))(initial(EXPERIMENT).params, batch, None, 1.0)[1]
+    gradient = jax.jit(partial(accumulate, build(EXPERIMENT)))(initial(EXPERIMENT).params, batch, KEY, 1.0)[1]
     mean = flat(gradient) / float(batch["weights"].sum())
     assert free["grad_norm"] == pytest.approx(np.linalg.norm(mean), rel=1e-4)
 
@@ -172,7 +175,7 @@ def test_dropout_is_a_function_of_seed_and_step():
 
 
 def test_the_state_is_donated():
-    step = jax.jit(make_train_step(EXPERIMENT), donate_argnums=0)
+    step = jax.jit(make_train_step(build(EXPERIMENT)), donate_argnums=0)
     state = initial(EXPERIMENT)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     memory = step.lower(state, make_batch()).compile().memory_analysis()
@@ -186,8 +189,8 @@ def test_what_is_frozen_stays_and_is_in_no_norm():
     stays = params.mask(before, experiment.frozen)
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), before, state.params)
     assert jax.tree.all(jax.tree.map(lambda stays, moved: stays != moved, stays, moved))
-    whole = jax.jit(partial(accumulate, replace(experiment, frozen=None)))
-    _, gradient = whole(before, make_batch(), None, 1.0)
+    whole = jax.jit(partial(accumulate, build(replace(experiment, frozen=None))))
+    _, gradient = whole(before, make_batch(), KEY, 1.0)
     weight = make_batch()["weights"].sum()
     rest = [g / weight for path, g in params.paths(gradient).items() if not params.paths(stays)[path]]
     assert metrics[0]["grad_norm"] == pytest.approx(float(np.linalg.norm(flat(rest))), rel=1e-4)  # float32 sums

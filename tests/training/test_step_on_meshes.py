@@ -10,11 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxformer import parallel, params
-from jaxformer.errors import ConfigError
 from jaxformer.data.tasks import Reverse
+from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.parallel import Mesh, make_mesh, pmap, settled
 from jaxformer.training import Adafactor, Experiment, Muon
+from jaxformer.training.recipe import build
 from jaxformer.training.state import init_state, state_shardings
 from jaxformer.training.step import make_train_step
 
@@ -31,16 +32,17 @@ BATCH = {"tokens": TOKENS, "labels": jnp.roll(TOKENS, -1, 1), "weights": WEIGHTS
 
 @lru_cache
 def on_one_device():
-    state = jax.jit(partial(init_state, TINY))()
-    return jax.device_get(state), jax.device_get(jax.jit(make_train_step(TINY))(state, BATCH))
+    state = jax.jit(partial(init_state, build(TINY)))()
+    return jax.device_get(state), jax.device_get(jax.jit(make_train_step(build(TINY)))(state, BATCH))
 
 
 def on_a_mesh(experiment):
     mesh = make_mesh(experiment.mesh)
-    places = state_shardings(experiment, mesh)
+    recipe = build(experiment)
+    places = state_shardings(recipe, mesh)
     with jax.set_mesh(mesh):
-        state = settled(jax.jit(partial(init_state, experiment), out_shardings=places)())
-        step = jax.jit(make_train_step(experiment), donate_argnums=0, out_shardings=(places, None))
+        state = settled(jax.jit(partial(init_state, recipe), out_shardings=places)())
+        step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(places, None))
         return settled(step(state, jax.device_put(BATCH, parallel.rows(mesh, BATCH))))
 
 
@@ -72,7 +74,7 @@ def test_a_mesh_steps_as_one_device_does(mesh, accumulation):
 
 def test_pmap_steps_as_one_device_does():
     devices = jax.devices()
-    step = pmap.step(make_train_step(replace(TINY, mesh=Mesh(backend="pmap")), pmap.AXIS), devices)
+    step = pmap.step(make_train_step(build(replace(TINY, mesh=Mesh(backend="pmap"))), pmap.AXIS), devices)
     state, metrics = settled(step(pmap.replicate(on_one_device()[0], devices), pmap.cut(BATCH, devices)))
     assert_same((pmap.first(state), metrics))
     for leaf in jax.tree.leaves(state.params):  # the copies stay equal
@@ -81,7 +83,7 @@ def test_pmap_steps_as_one_device_does():
 
 def test_zero1_splits_what_the_optimizer_keeps_and_nothing_else():
     mesh = make_mesh(Mesh(fsdp=2, zero1=True))
-    places = state_shardings(replace(TINY, mesh=Mesh(fsdp=2, zero1=True)), mesh)
+    places = state_shardings(build(replace(TINY, mesh=Mesh(fsdp=2, zero1=True))), mesh)
     assert places.params["layers"]["attention"]["query"]["kernel"].spec == P(None, "fsdp", None, None)
     (adam, *_) = places.opt_state
     assert adam.mu["layers"]["attention"]["query"]["kernel"].spec == P(None, ("fsdp", "data"), None, None)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from jaxformer import models, params
 from jaxformer.errors import ConfigError
-from jaxformer.training import optimizer
 from jaxformer.training import (
     WSD,
     Adafactor,
@@ -26,6 +25,7 @@ from jaxformer.training import (
     Lion,
     Muon,
     Noam,
+    optimizers,
 )
 
 from tests.training.test_step import EXPERIMENT  # isort: skip
@@ -40,7 +40,7 @@ def update(config, steps=1):
     parameters = models.init(CONFIG, jax.random.key(0))
     gradients = models.init(CONFIG, jax.random.key(1))
     gradients = jax.tree.map(lambda g: g + 0.01, gradients)
-    transform = optimizer.build(config, SPEC)
+    transform = optimizers.build(config, SPEC)
     state = transform.init(parameters)
     step = jax.jit(transform.update)
     for _ in range(steps):
@@ -80,7 +80,7 @@ def apart(tree):
     """The same parameters, each layer's (and expert's) in a leaf of its own."""
     leaves = {}
     for path, spec in params.paths(STACKED).items():
-        sizes = optimizer.stack_sizes(spec)
+        sizes = optimizers.stack_sizes(spec)
         for index in np.ndindex(sizes):
             leaves["/".join([path, *map(str, index)])] = params.paths(tree)[path][index]
     return leaves
@@ -104,7 +104,7 @@ def random_trees(count, seed=0):
     def leaf(spec):
         size = np.exp(
             rng.normal(
-                size=(*optimizer.stack_sizes(spec), *(1,) * (len(spec.shape) - len(optimizer.stack_sizes(spec))))
+                size=(*optimizers.stack_sizes(spec), *(1,) * (len(spec.shape) - len(optimizers.stack_sizes(spec))))
             )
         )
         return jnp.asarray(rng.normal(size=spec.shape) * size, jnp.float32)
@@ -129,7 +129,7 @@ def steps_of(transform, parameters, gradients):
 def test_adafactor_of_stacked_layers_is_optax_on_each_of_them():
     """The norms, means and factors of the paper are those of one layer's matrix, however parameters are stored."""
     start, *gradients = random_trees(9)
-    ours = apart(steps_of(optimizer.build(Adafactor(), STACKED), start, gradients))
+    ours = apart(steps_of(optimizers.build(Adafactor(), STACKED), start, gradients))
     some = lambda tree: {path: leaf for path, leaf in apart(tree).items() if not path[-2:].isdigit()}
     theirs = steps_of(optax.adafactor(), some(start), map(some, gradients))  # nine of the 130 vectors are enough
     for path, leaf in theirs.items():
@@ -139,7 +139,7 @@ def test_adafactor_of_stacked_layers_is_optax_on_each_of_them():
 
 def test_adafactor_where_a_whole_stack_is_frozen():
     start, gradient = random_trees(2)
-    transform = optimizer.build(Adafactor(), STACKED, "experts|kernel|router")
+    transform = optimizers.build(Adafactor(), STACKED, "experts|kernel|router")
     updates, _ = jax.jit(transform.update)(gradient, transform.init(start), start)
     assert not any(np.asarray(updates[name]).any() for name in ("experts", "kernel", "router"))
     assert all(np.asarray(updates[name]).all() for name in ("scale", "tokens", "bias"))
@@ -149,7 +149,7 @@ def test_muon_is_optax_muon_on_matrices_and_optax_adamw_elsewhere():
     """Plain AdamW: optax's own Muon gives Nesterov momentum to what it hands to Adam, and decays all of it."""
     config = Muon(weight_decay=0.1, not_decayed="bias|scale")
     start, *gradients = random_trees(9)
-    ours = apart(steps_of(optimizer.build(config, STACKED), start, gradients))
+    ours = apart(steps_of(optimizers.build(config, STACKED), start, gradients))
     by_muon = {path for path in ours if path.split("/")[0] in ("kernel", "router", "experts")}
     few = lambda tree, paths: {path: leaf for path, leaf in apart(tree).items() if path in paths}
     muon = optax.contrib.muon(1.0, beta=config.momentum, weight_decay=0.1)
@@ -173,7 +173,7 @@ def as_matrices(path, update):
 
 def test_muon_orthogonalises_every_layers_matrix_and_no_other_leaf():
     _, _, updates = update(Muon())
-    routes = optimizer.routes(Muon(), SPEC)
+    routes = optimizers.routes(Muon(), SPEC)
     muon = [path for path, route in routes.items() if route.startswith("Muon")]
     assert sorted(muon) == sorted(p for p in routes if p.startswith("layers/") and p.endswith("kernel"))
     for path in muon:
@@ -188,7 +188,7 @@ def test_muons_decay_spares_what_it_should():
     """With zero gradients an update is decay alone: on matrices by Muon's rate, on embeddings by Adam's, on the rest none."""
     config = Muon(weight_decay=0.1)
     parameters = jax.tree.map(lambda a: a + 1.0, models.init(CONFIG, jax.random.key(0)))
-    transform = optimizer.build(config, SPEC)
+    transform = optimizers.build(config, SPEC)
     zeros = jax.tree.map(jnp.zeros_like, parameters)
     updates, _ = transform.update(zeros, transform.init(parameters), parameters)
     for path, update in params.paths(updates).items():
@@ -197,8 +197,8 @@ def test_muons_decay_spares_what_it_should():
 
 
 def test_routes_name_every_leaf():
-    assert set(optimizer.routes(Muon(), SPEC)) == set(params.paths(SPEC))
-    routes = optimizer.routes(AdamW(), SPEC)
+    assert set(optimizers.routes(Muon(), SPEC)) == set(params.paths(SPEC))
+    routes = optimizers.routes(AdamW(), SPEC)
     assert routes["layers/attention/query/kernel"] == "AdamW + decay"
     assert routes["layers/attention/query/bias"] == routes["final_norm/scale"] == "AdamW"
 
@@ -211,7 +211,7 @@ def test_what_is_frozen_gets_no_update_and_no_state_and_the_rest_trains_as_ever(
     mask = params.paths(params.mask(SPEC, frozen))
     parameters = models.init(CONFIG, jax.random.key(0))
     updates, sizes = [], []
-    for transform in (optimizer.build(config, SPEC), optimizer.build(config, SPEC, frozen)):
+    for transform in (optimizers.build(config, SPEC), optimizers.build(config, SPEC, frozen)):
         state = transform.init(parameters)
         updates.append(params.paths(jax.jit(transform.update)(parameters, state, parameters)[0]))
         sizes.append(
@@ -222,13 +222,13 @@ def test_what_is_frozen_gets_no_update_and_no_state_and_the_rest_trains_as_ever(
         np.testing.assert_allclose(updates[1][path], 0 if stays else updates[0][path], rtol=1e-5, atol=1e-6)
     assert not [path for path in sizes[1] if "attention" in path or "embedding" in path]
     assert sum(sizes[1].values()) < 0.7 * sum(sizes[0].values())
-    routes = optimizer.routes(config, SPEC, frozen)
+    routes = optimizers.routes(config, SPEC, frozen)
     assert {path for path, route in routes.items() if route == "frozen"} == {path for path in mask if mask[path]}
 
 
 def test_frozen_parameters_have_no_gradient():
     parameters = models.init(CONFIG, jax.random.key(0))
-    square = lambda tree: optax.tree.norm(optimizer.freeze(tree, "kernel"), squared=True)
+    square = lambda tree: optax.tree.norm(optimizers.freeze(tree, "kernel"), squared=True)
     gradient = params.paths(jax.grad(square)(parameters))
     for path, leaf in params.paths(parameters).items():
         np.testing.assert_array_equal(gradient[path], 0 * leaf if "kernel" in path else 2 * leaf)
@@ -237,7 +237,7 @@ def test_frozen_parameters_have_no_gradient():
 def test_freezing_everything_or_nothing_is_a_mistake():
     for frozen, count in (("", "every"), ("no_such_layer", "no")):
         with pytest.raises(ConfigError, match=f"matches {count} parameter; .* such as embedding/"):
-            optimizer.build(AdamW(), SPEC, frozen)
+            optimizers.build(AdamW(), SPEC, frozen)
     with pytest.raises(ConfigError, match=r"frozen='\(': no regular expression"):
         replace(EXPERIMENT, frozen="(")
 
@@ -245,7 +245,7 @@ def test_freezing_everything_or_nothing_is_a_mistake():
 @pytest.mark.parametrize("config", [Adam(), AdamW(), Adafactor(), Lion(), Muon()])
 def test_every_optimizer_descends(config):
     """On a quadratic around zero, with a small rate."""
-    transform = optimizer.build(config, SPEC)
+    transform = optimizers.build(config, SPEC)
     parameters = models.init(CONFIG, jax.random.key(0))
     state = transform.init(parameters)
 
@@ -261,7 +261,7 @@ def test_every_optimizer_descends(config):
 
 
 def rates(schedule, steps=100, **changes):
-    f = optimizer.schedule(replace(EXPERIMENT, schedule=schedule, steps=steps, **changes))
+    f = schedule(replace(EXPERIMENT, schedule=schedule, steps=steps, **changes))
     return np.asarray(f(np.arange(steps)))
 
 
@@ -332,7 +332,7 @@ def test_impossible_schedules_are_refused(schedule, message):
 
 def test_noam_peaks_where_the_paper_says():
     model = replace(EXPERIMENT.model, d_model=512, num_heads=8)
-    noam = optimizer.schedule(replace(EXPERIMENT, model=model, optimizer=Adam(), schedule=Noam(4000), steps=10_000))
+    noam = Noam(4000)(replace(EXPERIMENT, model=model, steps=10_000))
     assert float(noam(3999)) == pytest.approx(6.99e-4, rel=1e-3)
     for step in (0, 10, 3000, 9000):
         s = step + 1
