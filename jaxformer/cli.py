@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxformer import config
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,8 +128,7 @@ def show(argv: list[str]) -> int:
         return _show_sharding([word for word in argv if word != "--sharding"])
     name, arguments = _name(argv, "show EXPERIMENT|PRESET")
 
-    from jaxformer.analysis import cost
-    from jaxformer.models import PRESETS
+    from jaxformer.models import PRESETS, cost
     from jaxformer.training.experiment import Experiment
 
     shown = PRESETS[name] if name in PRESETS else config.load(name)
@@ -171,14 +170,14 @@ def plan(argv: list[str]) -> int:
     if not where:
         raise ConfigError("plan: give --topology, such as v5e:2x2, v5p:8x8x8 or h200:1x4x8")
 
-    from jaxformer.analysis import topology
+    from jaxformer.planning import topology
 
     topology.prepare()
 
     import json
 
-    from jaxformer.analysis import plan as planning
-    from jaxformer.analysis import search
+    from jaxformer.planning import plan as planning
+    from jaxformer.planning import search
 
     experiment = config.override(_planned(name), arguments)
     devices = topology.devices(where, experiment.mesh.slices)
@@ -194,8 +193,8 @@ def plan(argv: list[str]) -> int:
 
 def _planned(name: str):
     """An experiment, or the one that pretrains a preset."""
-    from jaxformer.analysis import plan as planning
     from jaxformer.models import PRESETS
+    from jaxformer.planning import plan as planning
 
     return planning.of_preset(name, PRESETS[name]) if name in PRESETS else config.load(name)
 

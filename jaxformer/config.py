@@ -25,14 +25,9 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from jaxformer.errors import ConfigError
+
 Config = TypeVar("Config")
-
-
-class ConfigError(ValueError):
-    """The user's input is at fault. The message is one line: what, where, what was expected, what to do."""
-
-    def __init__(self, message: object):
-        super().__init__(" ".join(line.strip() for line in str(message).splitlines()))
 
 
 def load(name_or_path: str) -> Any:

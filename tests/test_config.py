@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxformer import config as C
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 
 
 @dataclass(frozen=True)

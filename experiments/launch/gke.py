@@ -12,7 +12,7 @@ import re
 import sys
 
 from experiments.launch import slices
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 
 BUCKET = """\
               - name: runs

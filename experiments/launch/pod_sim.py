@@ -16,7 +16,7 @@ import threading
 import time
 
 from jaxformer import config
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.parallel import Mesh
 
 PATIENCE = 60.0  # seconds

@@ -13,7 +13,7 @@ import shlex
 import sys
 
 from experiments.launch import slices
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 
 TASK = """\
 name: {name}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxformer import config
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # what v5e and v6e are sold as

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 
 from experiments.launch import slices
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 
 LASTS = 600.0  # seconds after which an attempt counts as one that worked: the count of failures starts anew
 GONE = ("PREEMPTED", "TERMINATED", "STOPPED", "SUSPENDED", "FAILED")  # a TPU in these states never comes back

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import ConfigError
 from jaxformer.data import sources, tasks
+from jaxformer.errors import ConfigError
 
 
 def open_dataset(config: Any, context_length: int) -> sources.Dataset:

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxformer.config import ConfigError
 from jaxformer.data import tokenizers
+from jaxformer.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

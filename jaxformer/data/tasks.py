@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from jaxformer.config import ConfigError
 from jaxformer.data.sources import Dataset
+from jaxformer.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import numpy as np
 from jax import Array
 
 from jaxformer import models
-from jaxformer.config import ConfigError
 from jaxformer.decoding.cache import init_cache
 from jaxformer.decoding.sampling import Sampling, sample
+from jaxformer.errors import ConfigError
 from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig
 from jaxformer.ops.positions import NTK, LongRoPE, Rope
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 
 
 @dataclass(frozen=True)

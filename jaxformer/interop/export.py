@@ -22,8 +22,9 @@ from flax.traverse_util import unflatten_dict
 from jax import Array, export
 
 from jaxformer import models
-from jaxformer.config import ConfigError, to_dict
-from jaxformer.interop import safetensors
+from jaxformer.config import to_dict
+from jaxformer.errors import ConfigError
+from jaxformer.interop.huggingface import safetensors
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.params import paths
 

@@ -16,7 +16,7 @@ from jax import Array
 from jax.nn.initializers import normal, zeros
 
 from jaxformer import models, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig, Patches
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec

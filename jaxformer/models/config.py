@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask, causal
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.ops.positions import Rope
@@ -151,9 +151,9 @@ class ModelConfig:
         Learned()
     )
     masks: tuple[Mask, ...] = (causal(),)  # one a layer, repeated over the depth: (causal(), causal() & window(255))
-    # None: models.block.attention; one of models.mixers or models.variants; or your own; a tuple: one a layer, repeated
+    # None: mixers.attention; one of models.mixers or mixers.variants; or your own; a tuple: one a layer, repeated
     mixer: Callable | tuple[Callable | None, ...] | None = None
-    stack: Callable | None = None  # None: models.transformer.stack; models.reversible.Reversible; or your own
+    stack: Callable | None = None  # None: stacks.scan.stack; stacks.reversible.Reversible; or your own
     # True, False, or which have one: a regular expression over query key value out up gate down norm patches
     use_bias: bool | str = True
     embedding: Embedding | Patches = Embedding()
@@ -167,7 +167,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     init_std: float = 0.02  # projections back into the residual stream start at init_std / sqrt(2 L)
     attention_implementation: str | None = None
-    remat: Literal["none", "dots", "attention", "full"] = "none"  # what is kept of a layer: `transformer.remat`
+    remat: Literal["none", "dots", "attention", "full"] = "none"  # what is kept of a layer: `stacks.scan.remat`
     unroll: int = 1  # layers laid out a scan step; num_layers lays out all of them
 
     def __post_init__(self):

@@ -9,9 +9,9 @@ from jax.nn.initializers import normal
 from jaxtyping import Float
 
 from jaxformer import ops
-from jaxformer.config import ConfigError
-from jaxformer.models.block import Context, Fed, FeedForward, residual_std
+from jaxformer.errors import ConfigError
 from jaxformer.models.config import ModelConfig
+from jaxformer.models.layer import Context, Fed, FeedForward, residual_std
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.ops.mixture import balance_loss, mixture
 from jaxformer.params import Spec

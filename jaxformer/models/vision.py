@@ -8,10 +8,10 @@ import numpy as np
 from jax.nn.initializers import normal, zeros
 
 from jaxformer import ops
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models.config import Learned, ModelConfig, Patches
 from jaxformer.models.heads import Head
-from jaxformer.ops.contraction import add_bias
+from jaxformer.ops.einsum import add_bias
 from jaxformer.params import Spec
 
 Tree = Any

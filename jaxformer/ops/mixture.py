@@ -15,9 +15,9 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from jaxformer.config import ConfigError
-from jaxformer.ops.contraction import einsum
-from jaxformer.parallel.sharding import PARAMETERS, over
+from jaxformer.errors import ConfigError
+from jaxformer.ops.einsum import einsum
+from jaxformer.sharding import PARAMETERS, over
 
 
 class Routing(NamedTuple):

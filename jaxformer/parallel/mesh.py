@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 
 AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 

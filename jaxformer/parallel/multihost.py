@@ -19,9 +19,9 @@ import numpy as np
 from jax._src import clusters, distributed  # the only way to a cluster's addresses and to the key-value store
 from jax.experimental import multihost_utils
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.parallel.peers import LOST, STUCK, Hub, Lost, Member, Processes, end
-from jaxformer.parallel.sharding import rows
+from jaxformer.sharding import rows
 
 GRACE = 3.0  # seconds that an unexpected error waits for news of a dead process, whose consequence it then is
 T = TypeVar("T")

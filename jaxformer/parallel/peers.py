@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 
 LOST, STUCK = 4, 5  # exit codes: a process died or never came; a step did not end
 

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.parallel.multihost import everyone, first, is_first
 from jaxformer.training.fingerprint import file_digests, fingerprints, key_data
 

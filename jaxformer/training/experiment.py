@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxformer.config import ConfigError
 from jaxformer.data.sources import Stdlib, Text
 from jaxformer.data.tasks import Copy, Recall, Reverse, Sort
 from jaxformer.decoding.sampling import Sampling
+from jaxformer.errors import ConfigError
 from jaxformer.models.config import ModelConfig
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.training.objectives import token_cross_entropy

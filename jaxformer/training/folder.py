@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxformer import config
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.training.experiment import Experiment
 

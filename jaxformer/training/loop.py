@@ -15,11 +15,13 @@ import jax
 from jaxformer import models, parallel
 from jaxformer import params as parameters
 from jaxformer.analysis import figures
-from jaxformer.config import ConfigError, to_dict
+from jaxformer.config import to_dict
 from jaxformer.data import batching
 from jaxformer.decoding import generate
+from jaxformer.errors import ConfigError
 from jaxformer.evaluation.perplexity import perplexity
 from jaxformer.models.config import Learned
+from jaxformer.models.stacks.pipeline import bubble
 from jaxformer.parallel import multihost, pmap
 from jaxformer.training import checkpoint, optimizer
 from jaxformer.training.experiment import Experiment, Muon
@@ -170,7 +172,7 @@ def restore(experiment: Experiment, folder, dataset, manager, record: Record, me
 def idle(config: parallel.Mesh, mesh) -> str:
     """The pipeline's bubble in words, where there is a pipeline."""
     stages = mesh.shape["stage"]
-    share = parallel.bubble(stages, config.microbatches or stages, config.repeats)
+    share = bubble(stages, config.microbatches or stages, config.repeats)
     return f"; the pipeline idles {share:.1%} of a step" if stages > 1 else ""
 
 

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import jax
 
-from jaxformer.analysis import cost
+from jaxformer.models import cost
 from jaxformer.training.experiment import Experiment
 
 log = logging.getLogger("jaxformer")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import heads, transformer
 from jaxformer.ops.losses import LossSums, projected_cross_entropy
 

@@ -16,7 +16,7 @@ import optax
 from optax import contrib
 
 from jaxformer import params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.training.experiment import (
     WSD,
     Adafactor,

@@ -11,8 +11,8 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxformer import models, parallel
-from jaxformer.config import ConfigError
-from jaxformer.models.pipelined import Pipeline
+from jaxformer.errors import ConfigError
+from jaxformer.models.stacks.pipeline import Pipeline
 from jaxformer.ops.losses import LossSums
 from jaxformer.training import optimizer
 from jaxformer.training.experiment import Experiment

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer.config import ConfigError
 from jaxformer.data.batching import batches, open_dataset, prefetch, unigram_entropy, validation_batches
 from jaxformer.data.sources import Dataset, Windows
+from jaxformer.errors import ConfigError
 
 LARGE = (1 << 16) + 37  # just beyond where batches change from a table to grain's own shuffle
 WINDOW_COUNTS = [1, 3, 50, 1000, LARGE]

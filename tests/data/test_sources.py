@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxformer.config import ConfigError
 from jaxformer.data import sources
 from jaxformer.data.batching import open_dataset
 from jaxformer.data.sources import Stdlib, Text, Windows
+from jaxformer.errors import ConfigError
 
 SENTENCE = "the quick brown fox — jumps over the lazy dog\n"
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer.config import ConfigError
 from jaxformer.data.batching import batches, open_dataset, unigram_entropy
 from jaxformer.data.tasks import Copy, Recall, Reverse, Sort
+from jaxformer.errors import ConfigError
 
 ANSWERS = {Reverse: lambda x: x[::-1], Copy: lambda x: x, Sort: sorted}
 SIZES = {"vocab_size": st.integers(2, 40), "length": st.integers(1, 12), "seed": st.integers(0, 2**40)}

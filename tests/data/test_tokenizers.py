@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer.config import ConfigError
 from jaxformer.data import tokenizers
+from jaxformer.errors import ConfigError
 
 TEXT = "the cat sat on the mat. the end\n" * 40 + "naïve ☃ 日本 \0 <|endoftext|>\n"
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxformer import decoding, masks, models, params
-from jaxformer.config import ConfigError
 from jaxformer.decoding import Sampling, sampling
+from jaxformer.errors import ConfigError
 from jaxformer.models import EncoderDecoder, LanguageModel, Learned, ModelConfig, Relative, Sinusoidal
 from jaxformer.ops.positions import NTK, LongRoPE, Rope
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import models
-from jaxformer.interop import huggingface, safetensors
+from jaxformer.interop import huggingface
+from jaxformer.interop.huggingface import safetensors
 from tests import golden
 
 # their output's name -> our head's, and how ours looks in theirs

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxformer import models
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.interop import huggingface
 from jaxformer.interop.huggingface import Checkpoint, Conventions, Tokens
 from jaxformer.models import Classification, EncoderDecoder, ModelConfig, TokenClassification

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("flatbuffers")  # what jax.export writes with
 
 from jaxformer import masks, models, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.interop import export
 from jaxformer.models import Classification, EncoderDecoder, ModelConfig, Patches, mixers
 from jaxformer.ops.positions import Rope

@@ -13,10 +13,10 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 from jaxformer import masks, models, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.interop.flax import FlaxFeedForward, FlaxMixer, as_linen, as_nnx, params_of
 from jaxformer.models import Classification, EncoderDecoder, ModelConfig, Patches, Relative
-from jaxformer.models.block import Context
+from jaxformer.models.layer import Context
 from jaxformer.ops.positions import Rope
 
 V, T, D, N = 13, 6, 8, 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxformer import masks, models, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import (
     Alibi,
     Axial,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxformer import decoding, masks, models, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import Embedding, EncoderDecoder, LanguageModel, ModelConfig, Relative, Sinusoidal
 
 V, B, S, T = 19, 2, 6, 5

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxformer import masks, models, params
-from jaxformer.config import ConfigError
 from jaxformer.data.tasks import Copy
+from jaxformer.errors import ConfigError
 from jaxformer.models import Classification, LanguageModel, Mixture, ModelConfig, TokenClassification, heads
 from jaxformer.models.heads import Head
 from jaxformer.models.transformer import Output, read

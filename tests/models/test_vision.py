@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxformer import masks, models, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import Classification, Learned, ModelConfig, Patches, Sinusoidal, vision
 from tests import witnesses
 from tests.witnesses.position_resize import EPS, GRIDS, IMAGES, PATCH, D, F, N

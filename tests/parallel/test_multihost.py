@@ -18,7 +18,7 @@ import pytest
 
 from experiments.launch import pod_sim
 from jaxformer import config, parallel
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.parallel import multihost, peers
 from jaxformer.parallel.peers import Processes
 from jaxformer.training import checkpoint, loop

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxformer import models, params
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.parallel import Mesh, constrain, describe, make_mesh, partition
 

@@ -26,7 +26,7 @@ import transformers
 from transformers.activations import ACT2FN
 
 from jaxformer import models
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.interop import huggingface
 from tests.golden.write import EXACT, redraw
 

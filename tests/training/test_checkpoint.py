@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxformer
-from jaxformer.config import ConfigError
+from jaxformer.errors import ConfigError
 from jaxformer.training import checkpoint
 from jaxformer.training.checkpoint import CheckpointError, open_manager, restore_params
 from jaxformer.training.fingerprint import fingerprints

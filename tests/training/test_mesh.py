@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxformer.config import ConfigError
 from jaxformer.data.tasks import Reverse
+from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
-from jaxformer.models.reversible import Reversible
+from jaxformer.models.stacks.reversible import Reversible
 from jaxformer.parallel import Mesh
 from jaxformer.training import loop
 from jaxformer.training.experiment import Checkpoints, Experiment

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxformer import parallel, params
-from jaxformer.config import ConfigError
 from jaxformer.data.tasks import Reverse
+from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.parallel import Mesh, make_mesh, pmap, settled
 from jaxformer.training.experiment import Adafactor, Experiment, Muon

@@ -1,0 +1,315 @@
+"""What a Hugging Face family is, and the words that all families use to say whose weight is whose."""
+
+import math
+import re
+import reprlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxformer import models
+from jaxformer.errors import ConfigError
+from jaxformer.models.config import LanguageModel, ModelConfig
+from jaxformer.ops.feedforward import GATES
+from jaxformer.params import Spec, paths
+
+Json = dict[str, Any]
+REQUIRED: Any = ...
+
+# How the leaves and axes of a module of ours and of theirs correspond. linear: [out, in] of torch; conv1d: [in, out] of GPT-2;
+# patches: a convolution; norm; leaf: one tensor as it is, leaf1 and leaf2 with that many axes of length 1 before it, lines
+# and columns with one behind and before the first; unread: a number for each row of our leaf that their model never uses.
+Kind = Literal["linear", "conv1d", "patches", "norm", "leaf", "leaf1", "leaf2", "lines", "columns", "unread"]
+
+
+class Rule(NamedTuple):
+    """Our module, or several that they fused, and theirs, in which `{}` stands for a layer (and a second one for an expert)."""
+
+    ours: str | tuple[str, ...]
+    theirs: str
+    kind: Kind
+    layers: tuple[tuple[int, int], ...] | None = None  # (ours, theirs) where they are not counted alike
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """How transformers calls a checkpoint, where that decides numbers: `Checkpoint.apply` does the same.
+
+    positions: what a row's positions count if the call gives none: all its slots, padding too, or (RoBERTa, Longformer) the
+    tokens that are not the pad id, whose own position is -1. global_tokens: which tokens of a Longformer are global if the
+    call does not say: those of its config ("none"), those before the first separator ("question"), those more than one
+    behind it ("choice"). choices: tokens come as [B, choices, T].
+    """
+
+    positions: Literal["slots", "not_pad"] = "slots"
+    global_tokens: Literal["none", "question", "choice"] = "none"
+    choices: bool = False
+
+
+class Family(NamedTuple):
+    """One `model_type`.
+
+    read(c, names): config.json (and the names in the file) -> our config; ConfigError where a setting changes numbers in a
+    way that we do not compute. write(config): the other way; `huggingface.save` reads back what it wrote and compares.
+    prefix: what the files of base models leave out. ignored: buffers, a regular expression. aliases: a tied tensor's
+    second name -> its first. conventions(c): how transformers calls it.
+    """
+
+    read: Callable[[Json, Collection[str]], Any]
+    write: Callable[[Any], Json]
+    rules: Callable[[Any], list[Rule]]
+    prefix: str = ""
+    ignored: str = r"position_ids$|\.rotary_emb\.inv_freq$"
+    aliases: dict[str, str] = {}  # noqa: RUF012 (never written to)
+    conventions: Callable[[Json], Conventions] = lambda c: Conventions()
+
+
+ACTIVATION = {
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
+    "silu": "silu", "swish": "silu", "tanh": "tanh", "sigmoid": "sigmoid", "gelu_python": "gelu", "gelu_10": "gelu_10",
+    "gelu_python_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh", "quick_gelu": "quick_gelu", "relu2": "relu2",
+    "relu6": "relu6", "leaky_relu": "leaky_relu", "hardswish": "hardswish", "mish": "mish", "laplace": "laplace",
+    "linear": "identity",
+}  # fmt: skip
+NAME = {ours: theirs for theirs, ours in reversed(ACTIVATION.items())}
+GATE = {activation: gate for gate, activation in GATES.items()}
+
+
+def read_fields(c: Json, table: dict[str, tuple[str, Any]], gated: bool = False) -> dict[str, Any]:
+    """Our fields of a table {theirs: (ours, default)}; an activation by our name, or as the gate that it makes."""
+    missing = [theirs for theirs, (_, default) in table.items() if default is REQUIRED and c.get(theirs) is None]
+    if missing:
+        raise ConfigError(f"config.json has no {', '.join(missing)}, which a {c.get('model_type')} model needs")
+    found = {ours: c.get(theirs, default) for theirs, (ours, default) in table.items()}
+    for theirs, (ours, _) in table.items():
+        if ours == "feedforward":
+            found[ours] = GATE.get(activation(c, theirs, found[ours])) if gated else activation(c, theirs, found[ours])
+    return found
+
+
+def write_fields(config: Any, table: dict[str, tuple[str, Any]]) -> Json:
+    """config.json's side of the same table."""
+    c = {theirs: getattr(config, ours) for theirs, (ours, _) in table.items()}
+    for theirs, (ours, default) in table.items():
+        if ours == "feedforward":
+            c[theirs] = NAME.get(GATES.get(c[theirs], c[theirs])) if isinstance(c[theirs], str) else None
+        elif ours == "d_ff" and default is REQUIRED:
+            c[theirs] = config.ff_width
+    return c
+
+
+def activation(c: Json, key: str, name: Any) -> str:
+    if name not in ACTIVATION:
+        raise ConfigError(
+            f"config.json: {key}={name!r} has no counterpart here; expected one of {', '.join(ACTIVATION)}"
+        )
+    return ACTIVATION[name]
+
+
+# The keys that we read, by what they hold; `null` only where it stands for a default.
+LAYERS = {"num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"}
+LAYERS |= {"num_local_experts"}
+SIZES = {
+    "vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings", "n_positions",
+    "n_embd", "n_head", "n_inner", "num_heads", "window_size", "num_key_value_heads", "head_dim",
+    "num_experts_per_tok", "sliding_window", "d_model", "d_kv", "d_ff", "num_labels",
+    "relative_attention_num_buckets", "relative_attention_max_distance", "encoder_attention_heads",
+    "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "decoder_vocab_size", "num_channels",
+    "attention_head_size", "feed_forward_size", "block_size", "lsh_attn_chunk_length", "local_attn_chunk_length",
+    "num_hashes", "original_max_position_embeddings", "pooler_output_size", "encoder_stride",
+}  # fmt: skip
+COUNTS = {
+    "type_vocab_size", "num_random_blocks", "lsh_num_chunks_before", "lsh_num_chunks_after",
+    "local_num_chunks_before", "hash_seed", "local_num_chunks_after", "max_window_layers",
+}  # fmt: skip
+NUMBERS = {
+    "layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", "initializer_range", "init_std", "rope_theta", "factor",
+    "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "router_aux_loss_coef", "attention_factor", "mscale",
+    "mscale_all_dim", "partial_rotary_factor",
+}  # fmt: skip
+FLAGS = {
+    "tie_word_embeddings", "rescale_embeddings", "attention_bias", "mlp_bias", "use_sliding_window",
+    "share_encoder_decoder_embeddings", "scale_embedding", "scale_decoder_outputs", "qkv_bias", "truncate", "use_bias",
+    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "is_decoder", "axial_pos_embds",
+}  # fmt: skip
+OPTIONAL = {
+    "n_inner", "intermediate_size", "head_dim", "num_key_value_heads", "sliding_window", "hash_seed", "decoder_vocab_size",
+    "num_decoder_layers", "original_max_position_embeddings", "pooler_output_size",
+}  # fmt: skip
+
+
+def check_kinds(c: Json, tensors: int) -> None:
+    """Refuses what no number, size or flag can be, and more layers than a file of so many `tensors` can have."""
+    whole = lambda least, most: lambda value: type(value) is int and least <= value <= most
+    number = lambda value: type(value) in (int, float) and 0 <= value < math.inf
+    for keys, fits, expected in (
+        (LAYERS, whole(1, tensors), f"a whole number from 1 to {tensors}, that of the file's tensors"),
+        (SIZES, whole(1, 2**40), "a whole number above 0"),
+        (COUNTS, whole(0, 2**40), "a whole number, 0 or more"),
+        (NUMBERS, number, "a number, 0 or more"),
+        (FLAGS, lambda value: type(value) is bool, "true or false"),
+    ):
+        for key in sorted(keys & c.keys()):
+            if not fits(c[key]) and not (c[key] is None and key in OPTIONAL):
+                raise ConfigError(f"config.json: {key}={reprlib.repr(c[key])}: expected {expected}")
+
+
+def layer_kinds(key: str, kinds: Any, layers: int, *known: str) -> list[str]:
+    """A list of one of the `known` kinds a layer. Raises ConfigError."""
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise ConfigError(f"config.json: {key}={reprlib.repr(kinds)}: expected {layers} of {', '.join(known)}")
+    return kinds
+
+
+def only(c: Json, **allowed: Any) -> None:
+    """Refuses settings that would change the numbers."""
+    for key, value in allowed.items():
+        if c.get(key, value) != value:
+            raise ConfigError(f"config.json: {key}={c[key]!r} is not supported here; only {value!r} is")
+
+
+def architecture(c: Json, *known: str) -> str:
+    """The class that wrote the file, one of the `known` ones, the first by default. Raises ConfigError."""
+    name = (c.get("architectures") or known)[0]
+    if name not in known:
+        raise ConfigError(f"config.json: architecture {name!r}; expected {' or '.join(known)}")
+    return name
+
+
+def lm_heads(c: Json, model: str, base: str, **options: Any) -> tuple[LanguageModel, ...]:
+    """The heads of an architecture: a language model's, or none for the base model."""
+    return (LanguageModel(**options),) if architecture(c, model, base) == model else ()
+
+
+def labels(c: Json) -> int:
+    return c.get("num_labels") or len(c.get("id2label") or {"0": 0, "1": 1})
+
+
+def written_labels(head: Any) -> Json:
+    """The classes of a head, in the words of config.json; nothing for one that only pools."""
+    names = [f"LABEL_{i}" for i in range(getattr(head, "classes", None) or 0)]
+    return {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}} if names else {}
+
+
+def shortest_pattern(items: list) -> tuple:
+    """The shortest prefix whose repetition is the list."""
+    return next(
+        tuple(items[:n]) for n in range(1, len(items) + 1) if all(x == items[i % n] for i, x in enumerate(items))
+    )
+
+
+def repeated(pattern: Any, config: ModelConfig) -> list:
+    """A pattern of layers, written out."""
+    pattern = pattern if isinstance(pattern, (tuple, list)) else (pattern,)
+    return [pattern[i % len(pattern)] for i in range(config.num_layers)]
+
+
+def modules(ours: str, theirs: str, names: dict[str, str], kind: Kind = "linear") -> list[Rule]:
+    """A rule for each of `names`, {our module: their module}."""
+    return [Rule(ours + one, theirs + two, kind) for one, two in names.items()]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of one of our leaves: `leaf[index]`, of `shape`."""
+
+    path: str
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of theirs, and the parts of ours that it holds, side by side along its last axis where there are several."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    transpose: Literal["no", "matrix", "patches", "unread"]
+
+    def ours(self, array: np.ndarray) -> list[np.ndarray]:
+        widths = [math.prod(part.shape) * self.shape[-1] // max(math.prod(self.shape), 1) for part in self.parts]
+        pieces = np.split(array, np.cumsum(widths)[:-1], axis=-1) if len(widths) > 1 else [array]
+        if self.transpose == "unread":  # a parameter that their model has and never uses
+            return []
+        if self.transpose == "patches":
+            return [np.moveaxis(array, 0, -1)]
+        if self.transpose == "matrix":
+            pieces = [piece.T for piece in pieces]
+        return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
+
+    def theirs(self, pieces: list[np.ndarray]) -> np.ndarray:
+        if self.transpose == "unread":
+            return np.zeros(self.shape, np.float32)
+        if self.transpose == "patches":
+            return np.moveaxis(pieces[0], -1, 0)
+        if self.transpose == "matrix":
+            return pieces[0].reshape(self.shape[::-1]).T
+        if len(pieces) == 1:
+            return pieces[0].reshape(self.shape)
+        return np.concatenate([piece.reshape(*self.shape[:-1], -1) for piece in pieces], axis=-1)
+
+
+# our leaf -> their name's end
+LEAVES: dict[Kind, dict[str, str]] = {
+    "linear": {"kernel": "weight", "bias": "bias"},
+    "conv1d": {"kernel": "weight", "bias": "bias"},
+    "patches": {"kernel": "weight", "bias": "bias"},
+    "norm": {"scale": "weight", "bias": "bias"},
+    "leaf": {"": ""},
+    "leaf1": {"": ""},
+    "leaf2": {"": ""},
+    "lines": {"": ""},
+    "columns": {"": ""},
+    "unread": {"": ""},
+}
+
+
+def plan(family: Family, config: Any, elsewhere: str | None = None) -> dict[str, Tensor]:
+    """Every tensor that a file of this config has, by name.
+
+    Raises ConfigError for a leaf of ours that has no place in the family's files and does not match `elsewhere`.
+    """
+    leaves = paths(models.spec(config))
+    found: dict[str, Tensor] = {}
+    for rule in family.rules(config):
+        modules = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
+        for ours, theirs in LEAVES[rule.kind].items():
+            names = [f"{module}/{ours}".rstrip("/") for module in modules]
+            if names[0] in leaves:
+                there = rule._replace(theirs=f"{rule.theirs}.{theirs}".rstrip("."))
+                found |= _tensors(there, names, [leaves[name] for name in names])
+    lost = leaves.keys() - {part.path for tensor in found.values() for part in tensor.parts}
+    if lost := [path for path in sorted(lost) if elsewhere is None or not re.search(elsewhere, path)]:
+        raise ConfigError(f"this family has no place for {', '.join(lost[:4])}")
+    return found
+
+
+def _tensors(rule: Rule, names: list[str], specs: list[Spec]) -> dict[str, Tensor]:
+    lead, kind = rule.theirs.count("{}"), rule.kind
+    if kind == "unread":
+        return {rule.theirs: Tensor(specs[0].shape[:1], (), "unread")}
+    rests = [spec.shape[lead:] for spec in specs]
+    matrix = names[0].endswith("kernel") and kind in ("linear", "conv1d")
+    shapes = [(math.prod(rest),) if kind in ("linear", "conv1d", "norm") else rest for rest in rests]
+    if matrix:
+        shapes = []
+        for spec, rest in zip(specs, rests, strict=True):
+            inside = math.prod(n for n, axis in zip(rest, spec.axes[lead:], strict=True) if axis in spec.contracts)
+            shapes.append((inside, math.prod(rest) // inside))
+    shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+    transpose = "no"
+    if kind == "linear" and matrix:
+        shape, transpose = shape[::-1], "matrix"
+    elif kind == "patches" and len(shape) > 1:
+        shape, transpose = (shape[-1], *shape[:-1]), "patches"
+    shape = {
+        "leaf1": (1, *shape), "leaf2": (1, 1, *shape), "lines": (shape[0], 1, shape[-1]), "columns": (1, *shape),
+    }.get(kind, shape)  # fmt: skip
+    tensors = {}
+    for index in np.ndindex(*specs[0].shape[:lead]) if rule.layers is None else rule.layers:
+        ours, theirs = (index, index) if rule.layers is None else ((index[0],), (index[1],))
+        parts = tuple(Part(name, ours, rest) for name, rest in zip(names, rests, strict=True))
+        tensors[rule.theirs.format(*theirs)] = Tensor(shape, parts, transpose)
+    return tensors
