@@ -1,4 +1,8 @@
-"""Exact scaled dot-product attention: one signature, and the reference that every kernel is held against."""
+"""Exact scaled dot-product attention: one signature, checked here, computed by the kernel that the platform has.
+
+The kernels `blockwise`, `ring`, `splash` and `cudnn` equal `reference` or refuse. `linear`, `low_rank`, `lsh` and `sparse`
+compute other functions, at less cost.
+"""
 
 import importlib.util
 import logging
