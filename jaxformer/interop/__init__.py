@@ -5,6 +5,6 @@ import importlib
 
 
 def __getattr__(name: str):
-    if name in ("export", "flax", "huggingface"):
+    if name in ("export", "flax", "huggingface", "safetensors"):
         return importlib.import_module(f"jaxformer.interop.{name}")
     raise AttributeError(f"module 'jaxformer.interop' has no attribute {name!r}")

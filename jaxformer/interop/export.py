@@ -24,7 +24,7 @@ from jax import Array, export
 from jaxformer import models
 from jaxformer.config import to_dict
 from jaxformer.errors import ConfigError
-from jaxformer.interop.huggingface import safetensors
+from jaxformer.interop import safetensors
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.params import paths
 

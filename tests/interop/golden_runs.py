@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import models
-from jaxformer.interop import huggingface
-from jaxformer.interop.huggingface import safetensors
+from jaxformer.interop import huggingface, safetensors
 from tests import golden
 
 # their output's name -> our head's, and how ours looks in theirs

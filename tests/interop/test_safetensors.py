@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.errors import ConfigError
-from jaxformer.interop.huggingface import safetensors as weights
-from jaxformer.interop.huggingface.safetensors import DTYPES, check_finite, open_checkpoint, save_checkpoint
+from jaxformer.interop import safetensors as weights
+from jaxformer.interop.safetensors import DTYPES, check_finite, open_checkpoint, save_checkpoint
 
 CONFIG = {"model_type": "gpt2", "n_layer": 2, "id2label": {"0": "no"}}
 
@@ -482,7 +482,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
 CHILD = """
 import sys, numpy as np, os, signal
-from jaxformer.interop.huggingface.safetensors import *
+from jaxformer.interop.safetensors import *
 def peak(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) << 10
 folder, before = sys.argv[1], peak()
 """

@@ -6,7 +6,7 @@
     huggingface.save("out/", checkpoint)                        # transformers opens it
 
 `folder` reads and writes a checkpoint. `encoders`, `decoders` and `pairs` say which weight of theirs is which of ours, in
-the terms of `tables`. `safetensors` reads and writes the files.
+the terms of `tables`. `interop.safetensors` reads and writes the files.
 """
 
 from jaxformer.interop.huggingface.checkpoint import Checkpoint, Tokens

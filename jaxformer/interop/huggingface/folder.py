@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
-from jaxformer.interop.huggingface import decoders, encoders, pairs, safetensors
+from jaxformer.interop import safetensors
+from jaxformer.interop.huggingface import decoders, encoders, pairs
 from jaxformer.interop.huggingface.checkpoint import (
     Checkpoint,
     read_labels,

@@ -86,7 +86,7 @@ def reversible_stack(
 
     The backward pass recomputes x2 = y2 - g(y1) and x1 = y1 - f(x2) instead of having kept them: activations take the
     memory of one layer, at any depth, for one more forward pass of time. What comes back is rounded once a layer, so
-    keep the two streams in float32; f and g may answer in 16 bits. Where f hashes (`ops.attention.lsh`), a token that lies within
+    keep the two streams in float32; f and g may answer in 16 bits. Where f hashes (`lsh_attention`), a token that lies within
     that rounding of a bucket's edge may be recomputed into the other bucket; with rotations drawn anew each step that
     is noise in a few tokens' gradients.
     """

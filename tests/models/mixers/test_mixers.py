@@ -13,7 +13,7 @@ from jaxformer import config as C
 from jaxformer import decoding, masks, models, ops, params
 from jaxformer.decoding import Sampling
 from jaxformer.errors import ConfigError
-from jaxformer.models import ModelConfig, mixers
+from jaxformer.models import ModelConfig, mixers, transformer
 from jaxformer.models.layer import Context, Mixed, Mixer, linear
 from jaxformer.models.stacks import reversible, scan
 from jaxformer.ops.positions import Rope
