@@ -12,12 +12,16 @@ _SUBMODULES = (
     "config",
     "data",
     "decoding",
+    "errors",
     "evaluation",
     "interop",
     "masks",
     "models",
     "ops",
+    "parallel",
     "params",
+    "planning",
+    "sharding",
     "training",
 )
 

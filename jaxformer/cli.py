@@ -200,8 +200,8 @@ def show(argv: list[str]) -> int:
         return _show_sharding([word for word in argv if word != "--sharding"])
     name, arguments = _name(argv, "show EXPERIMENT|PRESET")
 
-    from jaxformer.analysis import cost
-    from jaxformer.models import PRESETS, is_config
+    from jaxformer import models
+    from jaxformer.models import PRESETS, cost
     from jaxformer.training.experiment import Experiment
 
     shown = _shown(name, arguments, lambda name: PRESETS[name])
@@ -209,7 +209,7 @@ def show(argv: list[str]) -> int:
         return 0
     model = shown.model if isinstance(shown, Experiment) else shown
     print(json.dumps(config.describe(shown), indent=2))
-    if is_config(model):
+    if models.is_config(model):
         print(cost.table(model))
     if isinstance(shown, Experiment):
         from jaxformer.training.run_folder import run_folder
@@ -263,12 +263,14 @@ def plan(argv: list[str]) -> int:
     if not where:
         raise ConfigError("plan: give --topology, such as v5e:2x2, v5p:8x8x8 or h200:1x4x8")
 
-    from jaxformer.analysis import topology
+    from jaxformer.planning import topology
 
     topology.prepare()
 
-    from jaxformer.analysis import plan as planning
-    from jaxformer.analysis import search
+    import json
+
+    from jaxformer.planning import plan as planning
+    from jaxformer.planning import search
 
     experiment = _shown(name, arguments, _pretraining)
     devices = topology.devices(where, experiment.mesh.slices)
@@ -284,8 +286,8 @@ def plan(argv: list[str]) -> int:
 
 def _pretraining(name: str):
     """The experiment that pretrains a preset."""
-    from jaxformer.analysis import plan as planning
     from jaxformer.models import PRESETS
+    from jaxformer.planning import plan as planning
 
     return planning.of_preset(name, PRESETS[name])
 

@@ -1,1 +1,1 @@
-"""What a model costs and what its record looks like."""
+"""What a run's record looks like."""

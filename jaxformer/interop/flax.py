@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, random
 
-from jaxformer import mask_rules as rules
 from jaxformer import models, params
 from jaxformer.errors import ConfigError
+from jaxformer.masks import rules
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
-from jaxformer.models.block import Context, Fed, FeedForward, Mixed, Mixer
 from jaxformer.models.config import Learned, Sinusoidal
+from jaxformer.models.layer import Context, Fed, FeedForward, Mixed, Mixer
 from jaxformer.params import Spec
 
 Tree = Any
@@ -190,14 +190,14 @@ class FlaxMixer:
             if other:
                 raise ConfigError(
                     f"model.{field}={getattr(config, field)}: a FlaxMixer does not read it; build it into the layer, or "
-                    "use models.block.attention (mixer=None)"
+                    "use models.mixers.attention (mixer=None)"
                 )
 
         def mixed(run):
             def apply(params, x, context: Context) -> Mixed:
                 if context.return_weights:
                     raise NotImplementedError(
-                        "FlaxMixer keeps no attention maps; models.block.attention (mixer=None) does"
+                        "FlaxMixer keeps no attention maps; models.mixers.attention (mixer=None) does"
                     )
                 if self.call is plain and context.mask.rule is not rules.full:
                     raise ConfigError(
@@ -210,7 +210,7 @@ class FlaxMixer:
             return apply
 
         def no_state(*_):
-            raise NotImplementedError("FlaxMixer cannot decode; models.block.attention (mixer=None) can")
+            raise NotImplementedError("FlaxMixer cannot decode; models.mixers.attention (mixer=None) can")
 
         return Mixer(*_guest("model.mixer", self, config, mixed), no_state)
 

@@ -152,9 +152,9 @@ class ModelConfig:
         Learned()
     )
     masks: tuple[Mask, ...] = (causal(),)  # one a layer, repeated over the depth: (causal(), causal() & window(255))
-    # None: models.block.attention; one of models.mixers or models.variants; or your own; a tuple: one a layer, repeated
+    # None: mixers.attention; one of models.mixers or mixers.variants; or your own; a tuple: one a layer, repeated
     mixer: Callable | tuple[Callable | None, ...] | None = None
-    stack: Callable | None = None  # None: models.transformer.stack; models.reversible.Reversible; or your own
+    stack: Callable | None = None  # None: stacks.scan.stack; stacks.reversible.Reversible; or your own
     # True, False, or which have one: a regular expression over query key value out up gate down norm patches
     use_bias: bool | str = True
     embedding: Embedding | Patches = Embedding()

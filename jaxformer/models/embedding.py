@@ -11,10 +11,10 @@ from jaxtyping import Float
 from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Axial, Embedding, Learned, ModelConfig, Patches, Sinusoidal
-from jaxformer.ops.contraction import add_bias
+from jaxformer.ops.einsum import add_bias
 from jaxformer.ops.positions import learned, sinusoidal
-from jaxformer.parallel.sharding import constrain
 from jaxformer.params import Spec
+from jaxformer.sharding import constrain
 
 Tree = Any
 

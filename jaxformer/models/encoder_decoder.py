@@ -10,8 +10,10 @@ from jaxtyping import Int
 
 from jaxformer import masks, params
 from jaxformer.errors import ConfigError
-from jaxformer.models import block, transformer
+from jaxformer.models import transformer
 from jaxformer.models.config import EncoderDecoder
+from jaxformer.models.layer import Source
+from jaxformer.models.mixers.attention import source_heads
 from jaxformer.models.transformer import Output
 
 Tree = Any
@@ -88,7 +90,7 @@ def encode(
         encoded = encode_source(config, params, source, source_segment_ids, keys[0], dtype, source_positions)
         if cache is not None:
             cross = params["decoder"]["layers"]["cross_attention"]
-            heads = jax.vmap(block.source_heads, in_axes=(0, None))(cross, encoded)
+            heads = jax.vmap(source_heads, in_axes=(0, None))(cross, encoded)
             ids = jnp.ones(source.shape, jnp.int32) if source_segment_ids is None else source_segment_ids
             cache = replace(cache, source=dict(hidden=encoded, heads=heads, segment_ids=ids))
             known = cache.source
@@ -96,7 +98,7 @@ def encode(
             known = dict(hidden=encoded, heads=None, segment_ids=source_segment_ids)
     if known is None:
         raise ConfigError("an encoder-decoder needs `source` tokens, or a cache that began with them")
-    read = block.Source(known["hidden"], _visible(tokens, segment_ids, known["segment_ids"]), known["heads"])
+    read = Source(known["hidden"], _visible(tokens, segment_ids, known["segment_ids"]), known["heads"])
     output = transformer.encode(
         config.decoder, params["decoder"], tokens, positions=positions, segment_ids=segment_ids, cache=cache,
         dropout_key=keys[1], source=read, **options,

@@ -12,10 +12,10 @@ from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Classification, LanguageModel, ModelConfig, TokenClassification
 from jaxformer.models.embedding import norm, norm_spec
-from jaxformer.ops.contraction import add_bias
+from jaxformer.ops.einsum import add_bias
 from jaxformer.ops.feedforward import ACTIVATIONS
-from jaxformer.parallel.sharding import constrain
 from jaxformer.params import Spec
+from jaxformer.sharding import constrain
 
 Tree = Any
 

@@ -10,8 +10,8 @@ from jaxtyping import Float
 
 from jaxformer import ops
 from jaxformer.errors import ConfigError
-from jaxformer.models.block import Context, Fed, FeedForward, residual_std
 from jaxformer.models.config import ModelConfig
+from jaxformer.models.layer import Context, Fed, FeedForward, residual_std
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.ops.mixture import balance_loss, mixture
 from jaxformer.params import Spec

@@ -17,7 +17,7 @@ from jaxformer.models.config import (
 )
 from jaxformer.models.mixers import BigBird, Linformer, Longformer, Performer, Reformer
 from jaxformer.models.mixture import Mixture
-from jaxformer.models.reversible import Reversible
+from jaxformer.models.stacks.reversible import Reversible
 from jaxformer.ops.positions import Rope
 
 

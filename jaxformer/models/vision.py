@@ -11,7 +11,7 @@ from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Learned, ModelConfig, Patches
 from jaxformer.models.heads import Head
-from jaxformer.ops.contraction import add_bias
+from jaxformer.ops.einsum import add_bias
 from jaxformer.params import Spec
 
 Tree = Any

@@ -1,10 +1,7 @@
 """Pure functions on arrays, each usable alone: take one out into your own code."""
 
 from jaxformer.ops.attention import attention
-from jaxformer.ops.contraction import einsum
-from jaxformer.ops.dropout import dropout
-from jaxformer.ops.feedforward import glu, mlp
-from jaxformer.ops.linear_attention import (
+from jaxformer.ops.attention.linear import (
     LinearState,
     efficient_attention,
     elu_plus_one,
@@ -18,19 +15,22 @@ from jaxformer.ops.linear_attention import (
     redraw,
     relu_plus_epsilon,
 )  # fmt: skip
-from jaxformer.ops.losses import cross_entropy, projected_cross_entropy
-from jaxformer.ops.low_rank import linformer_attention
-from jaxformer.ops.lsh import lsh_attention, random_rotations
-from jaxformer.ops.mixture import balance_loss, mixture, route, router_z_loss
-from jaxformer.ops.norms import layer_norm, rms_norm
-from jaxformer.ops.positions import alibi, rope, shaw, sinusoidal, t5
-from jaxformer.ops.sparse import (
+from jaxformer.ops.attention.low_rank import linformer_attention
+from jaxformer.ops.attention.lsh import lsh_attention, random_rotations
+from jaxformer.ops.attention.sparse import (
     bigbird_attention,
     bigbird_layout,
     bigbird_layout_seeded,
     bigbird_layout_zero,
     longformer_attention,
 )  # fmt: skip
+from jaxformer.ops.dropout import dropout
+from jaxformer.ops.einsum import einsum
+from jaxformer.ops.feedforward import glu, mlp
+from jaxformer.ops.losses import cross_entropy, projected_cross_entropy
+from jaxformer.ops.mixture import balance_loss, mixture, route, router_z_loss
+from jaxformer.ops.norms import layer_norm, rms_norm
+from jaxformer.ops.positions import alibi, rope, shaw, sinusoidal, t5
 
 __all__ = [
     "LinearState", "alibi", "attention", "balance_loss", "bigbird_attention", "bigbird_layout", "bigbird_layout_seeded",

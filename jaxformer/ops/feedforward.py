@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxformer.ops.contraction import add_bias, einsum
+from jaxformer.ops.einsum import add_bias, einsum
 
 
 @jax.custom_jvp

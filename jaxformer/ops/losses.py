@@ -10,8 +10,8 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Integer
 
-from jaxformer.ops.contraction import add_bias, einsum
-from jaxformer.parallel.sharding import automatic, constrain, gathered, lay_out, over
+from jaxformer.ops.einsum import add_bias, einsum
+from jaxformer.sharding import automatic, constrain, gathered, lay_out, over
 
 
 class LossSums(NamedTuple):

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from jaxformer.errors import ConfigError
-from jaxformer.ops.contraction import einsum
-from jaxformer.parallel.sharding import PARAMETERS, over
+from jaxformer.ops.einsum import einsum
+from jaxformer.sharding import PARAMETERS, over
 
 
 class Routing(NamedTuple):

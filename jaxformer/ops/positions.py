@@ -11,7 +11,7 @@ from flax import struct
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jaxformer.ops.contraction import einsum
+from jaxformer.ops.einsum import einsum
 
 Layout = Literal["interleaved", "half"]
 

@@ -1,8 +1,7 @@
 """One mesh for every kind of parallelism, and one table that says what is split over which of its axes."""
 
 from jaxformer.parallel.mesh import AXES, Mesh, check_batch, make_mesh, run_mesh, settled
-from jaxformer.parallel.pipeline import bubble, pipeline
-from jaxformer.parallel.sharding import (
+from jaxformer.sharding import (
     PARAMETERS,
     Rules,
     activations,
@@ -19,6 +18,6 @@ from jaxformer.parallel.sharding import (
 )
 
 __all__ = [
-    "AXES", "PARAMETERS", "Mesh", "Rules", "activations", "automatic", "bubble", "check_batch", "constrain", "describe",
-    "gather", "lay", "make_mesh", "over", "partition", "pipeline", "rows", "run_mesh", "settled", "shardings", "split",
+    "AXES", "PARAMETERS", "Mesh", "Rules", "activations", "automatic", "check_batch", "constrain", "describe",
+    "gather", "lay", "make_mesh", "over", "partition", "rows", "run_mesh", "settled", "shardings", "split",
 ]  # fmt: skip

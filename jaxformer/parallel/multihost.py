@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.peers import LOST, STUCK, Hub, Lost, Member, Processes, end
-from jaxformer.parallel.sharding import rows
+from jaxformer.sharding import rows
 
 GRACE = 3.0  # seconds that an unexpected error waits for news of a dead process, whose consequence it then is
 T = TypeVar("T")

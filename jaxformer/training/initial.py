@@ -3,6 +3,7 @@
 `Experiment.initial` may also be a text: the folder of a run, a Hugging Face folder, or a Hugging Face name.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,8 @@ from jax import Array
 
 from jaxformer import params
 from jaxformer.errors import ConfigError
+from jaxformer.training import checkpoint
 from jaxformer.training.recipe import Recipe
-from jaxformer.training.run import open_run
 
 Tree = Any
 
@@ -28,8 +29,16 @@ class FromRun:
     step: int | None = None  # which checkpoint; None: the newest
 
     def __call__(self, spec: Tree, key: Array) -> Tree:
-        run = open_run(self.path, step=self.step)
-        return checked(run.params, spec, self.path)
+        folder, config = Path(self.path).expanduser(), Path(self.path).expanduser() / "config.json"
+        if not config.is_file():
+            raise ConfigError(f"initial={self.path}: no run folder, it has no config.json")
+        description = json.loads(config.read_text())
+        if description["adaptation"] is not None:
+            raise ConfigError(
+                f"initial={self.path}: it trained an adaptation; give a function with open_run(...).params"
+            )
+        part = "params" if description["ema_decay"] is None else "ema"
+        return checkpoint.restore_params(folder / "checkpoints", params.abstract(spec), self.step, part=part)[1]
 
 
 @dataclass(frozen=True)

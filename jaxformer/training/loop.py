@@ -13,10 +13,11 @@ import jax
 
 from jaxformer import config, models, parallel
 from jaxformer import params as parameters
-from jaxformer.analysis import cost
 from jaxformer.config import Source
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
+from jaxformer.models import cost
+from jaxformer.models.stacks.pipeline import bubble
 from jaxformer.parallel import multihost, pmap
 from jaxformer.training import checkpoint, optimizers, samples, scoring
 from jaxformer.training.experiment import Experiment
@@ -219,7 +220,7 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
 def _idle(config: parallel.Mesh, mesh) -> str:
     """The pipeline's bubble in words, where there is a pipeline."""
     stages = mesh.shape["stage"]
-    share = parallel.bubble(stages, config.microbatches or stages, config.repeats)
+    share = bubble(stages, config.microbatches or stages, config.repeats)
     return f"; the pipeline idles {share:.1%} of a step" if stages > 1 else ""
 
 

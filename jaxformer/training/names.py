@@ -7,7 +7,9 @@ from typing import Any
 from jaxformer import masks, models
 from jaxformer.data import sources, tasks
 from jaxformer.decoding.sampling import Sampling
-from jaxformer.models import adaptation, mixers, reversible, variants, vision
+from jaxformer.models import adaptation, mixers, vision
+from jaxformer.models.mixers import variants
+from jaxformer.models.stacks import reversible
 from jaxformer.ops import positions
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.training import initial, objectives, optimizers, schedules

@@ -10,7 +10,7 @@ from jax import Array
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
-from jaxformer.models.pipelined import Pipeline
+from jaxformer.models.stacks.pipeline import Pipeline
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.training import optimizers

@@ -117,7 +117,7 @@ def other_mask(mask: masks.Mask) -> masks.Mask:
 
 
 def widened(mask: masks.Mask, step: int) -> masks.Mask:
-    from jaxformer.interop.decoders import left_window
+    from jaxformer.interop.huggingface.decoders import left_window
 
     width = left_window(mask)
     return mask if width is None else causal() & window(width - 1 + step)

@@ -9,8 +9,9 @@ import pytest
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
-from jaxformer.interop import encoders, huggingface
-from jaxformer.interop.tables import Conventions, plan
+from jaxformer.interop import huggingface
+from jaxformer.interop.huggingface import encoders
+from jaxformer.interop.huggingface.tables import Conventions, plan
 from jaxformer.params import paths
 from tests import golden
 from tests.interop import golden_runs as runs

@@ -16,7 +16,7 @@ from jaxformer import masks, models, params
 from jaxformer.errors import ConfigError
 from jaxformer.interop.flax import FlaxFeedForward, FlaxMixer, as_linen, as_nnx, params_of
 from jaxformer.models import Classification, EncoderDecoder, ModelConfig, Patches, Relative
-from jaxformer.models.block import Context
+from jaxformer.models.layer import Context
 from jaxformer.ops.positions import Rope
 
 V, T, D, N = 13, 6, 8, 2

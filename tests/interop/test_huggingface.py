@@ -18,11 +18,11 @@ from jaxformer import models
 from jaxformer.decoding import Sampling, generate
 from jaxformer.errors import ConfigError
 from jaxformer.interop import huggingface
-from jaxformer.interop.decoders import left_window
 from jaxformer.interop.huggingface import Checkpoint, Tokens
+from jaxformer.interop.huggingface.decoders import left_window
 from jaxformer.masks import Mask, causal, chunked, full, window
-from jaxformer.models import Classification, LanguageModel, Mixture, ModelConfig, TokenClassification, variants
-from jaxformer.models.mixers import LocalChunks
+from jaxformer.models import Classification, LanguageModel, Mixture, ModelConfig, TokenClassification
+from jaxformer.models.mixers import LocalChunks, variants
 from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN
 from jaxformer.params import paths
 from tests import golden
@@ -409,10 +409,10 @@ def test_no_layer_is_rounded_to_the_dtype_of_another(first, tmp_path):
         assert leaf.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("slab", [huggingface.SLAB, 0])
+@pytest.mark.parametrize("slab", [huggingface.folder.SLAB, 0])
 def test_weights_are_laid_down_where_they_are_to_stay(slab, monkeypatch):
     """Stacks put together on the host, and on the devices as large ones are (tensors in one piece and layer by layer)."""
-    monkeypatch.setattr(huggingface, "SLAB", slab)
+    monkeypatch.setattr(huggingface.folder, "SLAB", slab)
     config, params = load("mixtral")
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     spec = {"up": (None, None, "model"), "out": (None, None, None, "model"), "tokens": (None, "model")}

@@ -20,7 +20,7 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
 from experiments.launch import slices, tpu_vm  # noqa: E402
-from jaxformer.config import ConfigError  # noqa: E402
+from jaxformer.errors import ConfigError  # noqa: E402
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.txt"))
 POD = "tpu_vm gpt2_small --tpu=my-pod --zone=us-east5-a"

@@ -22,9 +22,9 @@ from jaxformer.models import (
     Patches,
     Relative,
     Sinusoidal,
-    block,
     embedding,
 )
+from jaxformer.models.mixers.attention import attention, relative_spec
 from jaxformer.ops.positions import t5_bucket
 
 B, V, D, T = 2, 13, 8, 6
@@ -187,8 +187,8 @@ def explicit(positions, config):
             bias = jnp.moveaxis(table[t5_bucket(distances, positions.bidirectional, 6, 8)], -1, 0)
         return ops.attention(query, key, value, **options | dict(bias=bias[None], scale=0.7))
 
-    mixer = block.attention(replace(config, positions=None), attend=attend)
-    return mixer._replace(shared=block.relative_spec(replace(config, positions=positions)))
+    mixer = attention(replace(config, positions=None), attend=attend)
+    return mixer._replace(shared=relative_spec(replace(config, positions=positions)))
 
 
 @biases

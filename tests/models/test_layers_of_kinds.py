@@ -11,10 +11,11 @@ import pytest
 from jaxformer import decoding, masks, models, params
 from jaxformer.errors import ConfigError
 from jaxformer.models import Axial, EncoderDecoder, Mixture, ModelConfig
-from jaxformer.models.block import Context, Source, attention, block, feed
+from jaxformer.models.block import block, feed
 from jaxformer.models.embedding import embed, norm
-from jaxformer.models.mixers import Linear, Linformer, Performer, Reformer
-from jaxformer.models.reversible import Reversible
+from jaxformer.models.layer import Context, Source
+from jaxformer.models.mixers import Linear, Linformer, Performer, Reformer, attention
+from jaxformer.models.stacks.reversible import Reversible
 from jaxformer.ops.positions import Rope
 
 V, T, L = 17, 8, 4

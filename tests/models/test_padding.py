@@ -12,7 +12,8 @@ import pytest
 from jaxformer import decoding, masks, models
 from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask, causal
-from jaxformer.models import Alibi, Axial, Learned, ModelConfig, Relative, Sinusoidal, mixers, variants
+from jaxformer.models import Alibi, Axial, Learned, ModelConfig, Relative, Sinusoidal, mixers
+from jaxformer.models.mixers import variants
 from jaxformer.ops.positions import NTK, Bias, Linear, Llama3, Rope, YaRN
 
 V, T = 11, 5  # the vocabulary, the length of a sequence

@@ -23,9 +23,8 @@ from jaxformer.models import (
     Relative,
     encoder_decoder,
     mixers,
-    variants,
 )
-from jaxformer.models.block import attention
+from jaxformer.models.mixers import attention, variants
 
 MODEL = ModelConfig(vocab_size=7, num_layers=2, d_model=8, num_heads=2, context_length=6)
 ENCODER = replace(MODEL, heads=(), masks=(masks.full(),))

@@ -14,7 +14,7 @@ import pytest
 from jaxformer import masks, models, params
 from jaxformer.errors import ConfigError
 from jaxformer.models import Embedding, ModelConfig, Sinusoidal
-from jaxformer.models.block import Mixer
+from jaxformer.models.layer import Mixer
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec
 

@@ -13,7 +13,7 @@ from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.masks import full
 from jaxformer.models import block
-from jaxformer.models.block import Context
+from jaxformer.models.layer import Context
 from jaxformer.models.mixture import Mixture
 from jaxformer.ops.mixture import balance_loss, mixture, mixture_reference, route, router_z_loss
 from jaxformer.parallel import Mesh, make_mesh, settled

@@ -7,7 +7,7 @@ import pytest
 
 from jaxformer import masks
 from jaxformer.ops.attention import attention
-from jaxformer.ops.contraction import add_bias, einsum
+from jaxformer.ops.einsum import add_bias, einsum
 from jaxformer.ops.feedforward import ACTIVATIONS, mlp
 from jaxformer.ops.norms import layer_norm
 from tests.witnesses import gpt_neo, load, torch_transformer

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer import masks, models, parallel, params
-from jaxformer.analysis.hlo import collectives
 from jaxformer.models import ModelConfig, Sinusoidal, heads, transformer
-from jaxformer.models.pipelined import Pipeline
+from jaxformer.models.stacks.pipeline import Pipeline
 from jaxformer.ops import projected_cross_entropy
 from jaxformer.parallel import Mesh, make_mesh, shardings
+from jaxformer.planning.hlo import collectives
 
 L = 4
 CONFIG = ModelConfig(
@@ -93,9 +93,9 @@ def test_stages_hand_on_once_a_tick():
 COMPILED = """
 import json, sys
 from dataclasses import replace
-from jaxformer.analysis import topology
+from jaxformer.planning import topology
 topology.prepare()
-from jaxformer.analysis import plan
+from jaxformer.planning import plan
 from jaxformer.models import presets
 from jaxformer.parallel import Mesh
 model = replace(presets.llama_7b, num_layers=4, d_model=512, num_heads=4, d_ff=1024, vocab_size=1024, context_length=256)

@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxformer import models, ops
-from jaxformer.analysis import hlo
 from jaxformer.models import ModelConfig
 from jaxformer.models.mixture import Mixture
 from jaxformer.ops.mixture import mixture
 from jaxformer.parallel import Mesh, make_mesh, rows, settled, shardings
+from jaxformer.planning import hlo
 
 E, D, F = 8, 16, 24
 rng = np.random.default_rng(0)
@@ -196,7 +196,7 @@ from functools import partial
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jax.experimental.topologies import get_topology_desc
 from jaxformer import models, ops
-from jaxformer.analysis import hlo
+from jaxformer.planning import hlo
 from jaxformer.models import ModelConfig
 from jaxformer.models.mixture import Mixture
 from jaxformer.parallel import Mesh, make_mesh, shardings
@@ -229,7 +229,7 @@ for capacity, kinds in (1.25, {"all-to-all"}), (None, {"all-gather", "reduce-sca
 def test_compiles_for_a_tpu_that_is_not_here():
     """Three matrices of experts, two layers, forward and recomputed: 12 all-gathers over fsdp, and 6 reduce-scatters."""
     pytest.importorskip("libtpu", reason="needs libtpu: pip install 'jaxformer[tpu]'")
-    code = "from jaxformer.analysis.topology import prepare; prepare()" + AOT
+    code = "from jaxformer.planning.topology import prepare; prepare()" + AOT
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
     print(done.stdout)

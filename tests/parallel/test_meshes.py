@@ -21,7 +21,7 @@ from jaxformer.models import (
     Relative,
     Sinusoidal,
 )
-from jaxformer.models.pipelined import Pipeline
+from jaxformer.models.stacks.pipeline import Pipeline
 from jaxformer.parallel import AXES, Mesh, make_mesh, rows, settled, shardings
 
 B, T, V = 16, 16, 64

@@ -96,7 +96,7 @@ def test_every_activation_without_parameters_is_computed():
     import torch
     from transformers.activations import ACT2FN
 
-    from jaxformer.interop.tables import ACTIVATION
+    from jaxformer.interop.huggingface.tables import ACTIVATION
     from jaxformer.ops.feedforward import ACTIVATIONS as OURS
 
     assert ACT2FN.keys() - ACTIVATION.keys() == {"prelu", "xielu", "sqrtsoftplus"}  # trained; a router's

@@ -9,7 +9,7 @@ import pytest
 from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
-from jaxformer.models.reversible import Reversible
+from jaxformer.models.stacks.reversible import Reversible
 from jaxformer.parallel import Mesh
 from jaxformer.training import Checkpoints, Experiment, loop
 from jaxformer.training.run_folder import run_folder

@@ -1,0 +1,16 @@
+"""Other people's weights: a Hugging Face checkpoint as a value, and back.
+
+    checkpoint = huggingface.load("path/to/checkpoint")         # or a hub name, "gpt2"
+    models.apply(checkpoint.config, checkpoint.params, tokens)
+    checkpoint.apply(input_ids=tokens, attention_mask=mask)     # as transformers calls it, to compare
+    huggingface.save("out/", checkpoint)                        # transformers opens it
+
+`folder` reads and writes a checkpoint. `encoders`, `decoders` and `pairs` say which weight of theirs is which of ours, in
+the terms of `tables`. `interop.safetensors` reads and writes the files.
+"""
+
+from jaxformer.interop.huggingface.checkpoint import Checkpoint, Tokens
+from jaxformer.interop.huggingface.folder import FAMILIES, load, rope_layout, save
+from jaxformer.interop.huggingface.tables import Conventions
+
+__all__ = ["FAMILIES", "Checkpoint", "Conventions", "Tokens", "load", "rope_layout", "save"]

@@ -1,0 +1,218 @@
+"""A checkpoint of another library as a value: what `huggingface.load` returns and `huggingface.save` takes."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxformer import models
+from jaxformer.errors import ConfigError
+from jaxformer.interop.huggingface.tables import Conventions, Json
+from jaxformer.models.config import Axial, Classification, EncoderDecoder, Learned, ModelConfig, Patches
+from jaxformer.models.mixers import Longformer
+from jaxformer.models.transformer import Output
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The special tokens of a checkpoint, None where it names none.
+
+    `start` begins the target of an encoder-decoder; each of `eos` ends a text: `stop_tokens` of `decoding.generate`.
+    `forced_eos` is what transformers puts where a text reaches its greatest length.
+    """
+
+    start: int | None = None
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    pad: int | None = None
+    sep: int | None = None
+    forced_eos: int | None = None
+
+
+NAMES = {name: ("decoder_start" if name == "start" else name) + "_token_id" for name in Tokens.__dataclass_fields__}
+
+
+def read_tokens(*settings: Json) -> Tokens:
+    """Each token from the first of these files (generation_config.json, config.json) that names it. A negative id is none."""
+    found: dict[str, Any] = {}
+    for name, key in NAMES.items():
+        ids = next((c[key] for c in settings if c.get(key) is not None), None)
+        ids = tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+        if any(type(i) is not int for i in ids) or (len(ids) > 1 and name != "eos"):
+            raise ConfigError(f"config.json: {key}={ids!r}: expected a token, or null")
+        ids = tuple(i for i in ids if i >= 0)
+        found[name] = ids if name == "eos" else next(iter(ids), None)
+    return Tokens(**found)
+
+
+def write_tokens(tokens: Tokens) -> Json:
+    """config.json's entries of the tokens that there are."""
+    named = {NAMES[name]: value for name, value in vars(tokens).items() if value is not None and value != ()}
+    if len(tokens.eos) == 1:
+        named[NAMES["eos"]] = tokens.eos[0]
+    return named
+
+
+def read_labels(c: Json) -> tuple[str, ...]:
+    """The names of the classes, in their order."""
+    names = c.get("id2label") or {}
+    if sorted(names) != sorted(map(str, range(len(names)))):
+        raise ConfigError(f"config.json: id2label={names!r}: expected a name for each class from 0 on")
+    return tuple(str(names[str(i)]) for i in range(len(names)))
+
+
+def write_labels(labels: tuple[str, ...]) -> Json:
+    """config.json's entries of the names of the classes."""
+    return {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model and its parameters, its special tokens, the way its library calls it, and the names of its classes.
+
+    `model_type` is the family of files that `save` writes; None: the first that can say all of the config.
+    """
+
+    config: ModelConfig | EncoderDecoder
+    params: Any
+    tokens: Tokens = Tokens()
+    conventions: Conventions = field(default_factory=Conventions)
+    labels: tuple[str, ...] = ()
+    model_type: str | None = None
+
+    def apply(self, **arguments: Any) -> Output:
+        """The model's output for the arguments of transformers' `forward`, by their names: arrays of NumPy, torch or JAX.
+
+        `input_ids` or `pixel_values` `[B, C, height, width]`, and where the model has them `attention_mask token_type_ids
+        position_ids global_attention_mask decoder_input_ids decoder_attention_mask`. What is left out is as in
+        transformers (`Conventions`). Outputs at slots of padding differ. Raises ConfigError for an argument that the
+        model does not have, and where the two would read the class of a row from different slots.
+        """
+        tokens, options = self.translate(**arguments)
+        output = models.apply(self.config, self.params, tokens, **options)
+        if self.conventions.choices:
+            output = replace(output, logits=output.logits.reshape(np.shape(next(iter(arguments.values())))[:2]))
+        return output
+
+    def translate(self, **arguments: Any) -> tuple[Array, dict[str, Any]]:
+        """The same arguments as tokens (or images) and options of `models.apply`; rows of choices one behind the other."""
+        arrays = {name: np.asarray(value) for name, value in arguments.items() if value is not None}
+        if self.conventions.choices:
+            arrays = {name: array.reshape(-1, *array.shape[2:]) for name, array in arrays.items()}
+        if isinstance(self.config, EncoderDecoder):
+            tokens, options = _call_pair(self, arrays)
+        elif isinstance(self.config.embedding, Patches):
+            tokens, options = _call_image(arrays)
+        else:
+            tokens, options = _call_text(self, arrays)
+        if arrays:
+            raise ConfigError(f"Checkpoint.apply: this model takes no {', '.join(sorted(arrays))}")
+        return jax.tree.map(
+            jnp.asarray, (tokens, {name: value for name, value in options.items() if value is not None})
+        )
+
+
+# Each takes what it knows out of the arguments, and returns the tokens and the options of `models.apply`.
+
+
+def _call_text(checkpoint: Checkpoint, arrays: Arrays) -> tuple[np.ndarray, dict]:
+    config: Any = checkpoint.config
+    tokens = _required(arrays, "input_ids")
+    mask = _flags(arrays, "attention_mask", tokens)
+    _check_last(checkpoint, tokens, mask)
+    positions = _positions(checkpoint, config, tokens, arrays.pop("position_ids", None))
+    types = arrays.pop("token_type_ids", None) if getattr(config.embedding, "token_types", 0) else None
+    flags = _global_tokens(checkpoint, tokens, arrays)
+    return tokens, dict(
+        segment_ids=mask, positions=positions, token_types=types, inputs=None if flags is None else {"global_tokens": flags}
+    )  # fmt: skip
+
+
+def _call_pair(checkpoint: Checkpoint, arrays: Arrays) -> tuple[np.ndarray, dict]:
+    config: Any = checkpoint.config
+    source, target = _required(arrays, "input_ids"), _required(arrays, "decoder_input_ids")
+    return target, dict(
+        source=source, source_segment_ids=_flags(arrays, "attention_mask", source),
+        segment_ids=_flags(arrays, "decoder_attention_mask", target),
+        source_positions=_positions(checkpoint, config.encoder, source),
+        positions=_positions(checkpoint, config.decoder, target),
+    )  # fmt: skip
+
+
+def _call_image(arrays: Arrays) -> tuple[np.ndarray, dict]:
+    masked = arrays.pop("bool_masked_pos", None)
+    inputs = None if masked is None else {"masked": masked.astype(bool)}
+    return _required(arrays, "pixel_values").transpose(0, 2, 3, 1), {"inputs": inputs}
+
+
+def _required(arrays: Arrays, name: str) -> np.ndarray:
+    if name not in arrays:
+        raise ConfigError(f"Checkpoint.apply: this model needs {name}; got {', '.join(sorted(arrays)) or 'nothing'}")
+    return arrays.pop(name)
+
+
+def _flags(arrays: Arrays, name: str, tokens: np.ndarray) -> np.ndarray | None:
+    """1 where a token is real, 0 where it is padding."""
+    flags = arrays.pop(name, None)
+    if flags is not None and (flags.shape != tokens.shape or not np.isin(flags, (0, 1)).all()):
+        raise ConfigError(
+            f"Checkpoint.apply: {name} {flags.shape}: expected 0 and 1, of the tokens' shape {tokens.shape}"
+        )
+    return None if flags is None else flags.astype(np.int32)
+
+
+def _positions(checkpoint: Checkpoint, config: ModelConfig, tokens: np.ndarray, explicit=None) -> np.ndarray:
+    """Positions as ours count them, from 0; transformers' own begin behind the offset of the table."""
+    if explicit is not None:
+        positions = np.atleast_2d(explicit) - getattr(config.positions, "offset", 0)
+    elif checkpoint.conventions.positions == "not_pad":
+        real = tokens != checkpoint.tokens.pad
+        positions = np.where(real, real.cumsum(axis=1) - 1, -1)
+    else:
+        positions = np.arange(tokens.shape[1])[None]
+    if isinstance(config.positions, Learned | Axial) and positions.max(initial=0) >= config.context_length:
+        raise ConfigError(
+            f"Checkpoint.apply: position {positions.max()} is beyond the {config.context_length} learned ones; shorten the rows"
+        )
+    return positions.astype(np.int32)
+
+
+def _global_tokens(checkpoint: Checkpoint, tokens: np.ndarray, arrays: Arrays) -> np.ndarray | None:
+    """Which tokens of a Longformer are global, `[B, T]`; None for other models, and where the config says it."""
+    mixer: Any = getattr(checkpoint.config, "mixer", None)
+    if not any(isinstance(one, Longformer) for one in (mixer if isinstance(mixer, tuple) else (mixer,))):
+        return None
+    flags, place = _flags(arrays, "global_attention_mask", tokens), np.arange(tokens.shape[1])[None]
+    if flags is not None:
+        return flags > 0
+    match checkpoint.conventions.global_tokens:
+        case "question" | "choice" as part:
+            separators = tokens == checkpoint.tokens.sep
+            if (separators.sum(axis=1) != 3).any():
+                raise ConfigError(
+                    "Checkpoint.apply: a row of question and text has three separators "
+                    f"({checkpoint.tokens.sep}); these have {separators.sum(axis=1).tolist()}; give global_attention_mask"
+                )
+            first = separators.argmax(axis=1)[:, None]
+            return place < first if part == "question" else place > first + 1
+    return None
+
+
+def _check_last(checkpoint: Checkpoint, tokens: np.ndarray, mask: np.ndarray | None) -> None:
+    """Refuses rows whose last token is another one for transformers, which looks for the pad id, not at the mask."""
+    config: Any = checkpoint.config
+    if not any(isinstance(head, Classification) and head.pool == "last" for head in config.heads):
+        return
+    last = lambda flags: flags.shape[1] - 1 - flags[:, ::-1].argmax(axis=1)
+    theirs = last(tokens != (-1 if checkpoint.tokens.pad is None else checkpoint.tokens.pad))
+    ours = last(np.ones(tokens.shape, bool) if mask is None else mask > 0)
+    if (theirs != ours).any():
+        raise ConfigError(
+            f"Checkpoint.apply: transformers reads the class where the last token stands that is not the pad id "
+            f"{checkpoint.tokens.pad}, at {theirs.tolist()}; attention_mask ends rows at {ours.tolist()}; make them agree"
+        )

@@ -1,0 +1,335 @@
+"""BERT and its relatives: RoBERTa, Longformer, BigBird. And ViT, an encoder of images."""
+
+import re
+import reprlib
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from jaxformer.errors import ConfigError
+from jaxformer.interop.huggingface.tables import NAME as ACTIVATION_NAME
+from jaxformer.interop.huggingface.tables import (
+    REQUIRED,
+    Conventions,
+    Family,
+    Json,
+    Rule,
+    activation,
+    architecture,
+    labels,
+    modules,
+    only,
+    read_fields,
+    repeated,
+    shortest_pattern,
+    write_fields,
+    written_labels,
+)
+from jaxformer.masks import causal, full
+from jaxformer.models import mixers
+from jaxformer.models.config import (
+    Classification,
+    Embedding,
+    LanguageModel,
+    Learned,
+    ModelConfig,
+    Patches,
+    TokenClassification,
+)
+from jaxformer.models.vision import Reconstruction
+
+# BERT's code pools slot 0, padding or not
+POOLED = Classification(None, pool="position_0", name="pooled")
+NEXT_SENTENCE = Classification(2, pool="position_0", name="next_sentence")
+FIELDS = {
+    "vocab_size": ("vocab_size", REQUIRED), "num_hidden_layers": ("num_layers", REQUIRED),
+    "hidden_size": ("d_model", REQUIRED), "num_attention_heads": ("num_heads", REQUIRED),
+    "max_position_embeddings": ("context_length", REQUIRED), "intermediate_size": ("d_ff", REQUIRED),
+    "hidden_act": ("feedforward", "gelu"), "layer_norm_eps": ("norm_eps", 1e-12),
+    "hidden_dropout_prob": ("dropout_rate", 0.1), "attention_probs_dropout_prob": ("attention_dropout_rate", 0.1),
+    "initializer_range": ("init_std", 0.02), "tie_word_embeddings": ("tie_embeddings", True),
+}  # fmt: skip
+HEADS = {  # what the class's name ends in -> heads, given the activations of language model and classifier, and labels
+    "Model": lambda act, pooler, n: (POOLED,),
+    "ForPreTraining": lambda act, pooler, n: (LanguageModel(act, bias=True), NEXT_SENTENCE),
+    "ForMaskedLM": lambda act, pooler, n: (LanguageModel(act, bias=True),),
+    "LMHeadModel": lambda act, pooler, n: (LanguageModel(act, bias=True),),
+    "ForCausalLM": lambda act, pooler, n: (LanguageModel(act, bias=True),),
+    "ForNextSentencePrediction": lambda act, pooler, n: (NEXT_SENTENCE,),
+    "ForSequenceClassification": lambda act, pooler, n: (Classification(n, pool="position_0", pooler=pooler),),
+    "ForMultipleChoice": lambda act, pooler, n: (Classification(1, pool="position_0", name="multiple_choice"),),
+    "ForTokenClassification": lambda act, pooler, n: (TokenClassification(n),),
+    "ForQuestionAnswering": lambda act, pooler, n: (TokenClassification(2, name="span"),),
+}
+POOLERS = ("Model", "ForPreTraining", "ForNextSentencePrediction", "ForMultipleChoice")  # whose heads read the pooler
+TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification")
+
+
+class Encoder(NamedTuple):
+    """BERT or a relative of it: where its names, heads and calls are its own."""
+
+    name: str  # its classes begin with it
+    base: str  # and the tensors of its base model
+    kinds: tuple[str, ...]  # its classes, of `HEADS`
+    lm_head: str = "cls.predictions."
+    transform: tuple[str, str] = ("transform.dense", "transform.LayerNorm")  # of the language model's head
+    pooler: str = ".pooler.dense"
+    classifier: tuple[str, str] = ("classifier.dense", "classifier.out_proj")
+    act: str = "gelu"  # what hidden_act is by default
+    lm_act: str | None = None  # of the language model's head; None: hidden_act
+    classifier_act: str | None = "tanh"  # None: hidden_act
+    positions: Literal["slots", "not_pad"] = "slots"
+    global_tokens: dict[str, Any] = {}  # noqa: RUF012 (never written to): a class -> what `Conventions` calls its rule
+    only: Json = {}  # noqa: RUF012
+    read_mixer: Callable[[Json, str], Any] = lambda c, kind: None
+    write_mixer: Callable[[ModelConfig], Json] = lambda config: {}
+
+
+def encoder(family: Encoder, model_type: str) -> Family:
+    lm, e = family.lm_head, f"{family.base}.embeddings."
+    aliases = {lm + "decoder.weight": e + "word_embeddings.weight"}
+    aliases |= {lm + "decoder.bias": lm + "bias", lm + "bias": lm + "decoder.bias"}
+    return Family(
+        partial(_read, family),
+        lambda config: _write(family, config) | {"model_type": model_type},
+        partial(_rules, family),
+        prefix=family.base + ".",
+        ignored=Family._field_defaults["ignored"] + rf"|^{re.escape(lm)}bias$",  # untied, their head reads decoder.bias
+        aliases=aliases,
+        conventions=partial(_conventions, family),
+    )
+
+
+def _kind(family: Encoder, c: Json) -> str:
+    return architecture(c, *(family.name + kind for kind in family.kinds)).removeprefix(family.name)
+
+
+def _conventions(family: Encoder, c: Json) -> Conventions:
+    kind = _kind(family, c)
+    return Conventions(family.positions, family.global_tokens.get(kind, "none"), kind == "ForMultipleChoice")
+
+
+def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
+    only(c, position_embedding_type="absolute", add_cross_attention=False, **family.only)
+    fields = read_fields(c, FIELDS | {"hidden_act": ("feedforward", family.act)})
+    kind, act = _kind(family, c), fields["feedforward"]
+    mixer, decoder = family.read_mixer(c, kind), c.get("is_decoder", False)
+    heads = HEADS[kind](family.lm_act or act, family.classifier_act or act, labels(c))
+    pooler = any("pooler." in name for name in names)
+    if kind == "Model" and names and not pooler:
+        heads = ()
+    pooled = any(isinstance(head, Classification) for head in heads)
+    # in a causal model a padded slot 0 sees nothing: what theirs gives is no number
+    if decoder and (pooled or mixer is not None):
+        what = f"the heads of {family.name + kind}" if pooled else f"attention_type={c.get('attention_type')!r}"
+        raise ConfigError(f"config.json: is_decoder=True is not supported with {what}; only a language model's head is")
+    if kind not in POOLERS and pooler and family.name == "BigBird":
+        heads = (*heads, POOLED)  # which nothing reads
+    return ModelConfig(
+        **fields | {"context_length": fields["context_length"] - _offset(family, c)},
+        norm_placement="post",
+        positions=Learned(_offset(family, c)),
+        masks=(causal() if decoder else full(),),
+        use_bias=True if c.get("use_bias", True) else NO_QKV,
+        embedding=Embedding(
+            c["hidden_size"] ** 0.5 if c.get("rescale_embeddings") else 1.0,
+            norm=True,
+            token_types=c.get("type_vocab_size", 2),
+        ),
+        heads=heads,
+        mixer=mixer,
+    )
+
+
+def _offset(family: Encoder, c: Json) -> int:
+    """Rows of the position table before the first token's; the last of them is that of the pad token."""
+    if family.positions == "slots":
+        return 0
+    pad = c.get("pad_token_id", 1)
+    if type(pad) is not int or pad < 0:
+        raise ConfigError(f"config.json: pad_token_id={pad!r}: expected a token, behind which positions begin")
+    return pad + 1
+
+
+def _write(family: Encoder, config: ModelConfig) -> Json:
+    names = [getattr(head, "name", "") for head in config.heads if head != POOLED]
+    decoder = config.masks == (causal(),)
+    kinds = [kind for kind in family.kinds if [h.name for h in HEADS[kind]("gelu", "tanh", 2) if h != POOLED] == names]
+    kinds.sort(key=lambda kind: (kind in ("LMHeadModel", "ForCausalLM")) != decoder)
+    offset = getattr(config.positions, "offset", 0)
+    classes = [head for head in config.heads if getattr(head, "name", "").endswith("classification")]
+    return (
+        write_fields(config, FIELDS)
+        | {
+            "architectures": [family.name + (kinds[0] if kinds else "?")],
+            "max_position_embeddings": config.context_length + offset,
+            "type_vocab_size": getattr(config.embedding, "token_types", 0),
+        }
+        | ({"pad_token_id": offset - 1} if offset else {})
+        | ({"is_decoder": True} if decoder else {})
+        | family.write_mixer(config)
+        | written_labels(classes[0] if classes else None)
+    )
+
+
+# Which tokens of a Longformer are global where a call gives none (`Conventions`); of the other classes none is.
+LONGFORMER_CALLS = {"ForQuestionAnswering": "question", "ForMultipleChoice": "choice"}
+
+
+def _read_longformer(c: Json, kind: str):
+    windows, layers = c.get("attention_window", 512), c["num_hidden_layers"]
+    windows = windows if isinstance(windows, list) else [windows] * layers
+    if len(windows) != layers or any(type(width) is not int or width < 2 or width % 2 for width in windows):
+        raise ConfigError(
+            f"config.json: attention_window={reprlib.repr(windows)}: expected an even number, one for each layer"
+        )
+    tokens = None if kind in LONGFORMER_CALLS else int(kind == "ForSequenceClassification")
+    pattern = tuple(mixers.Longformer(width, tokens) for width in shortest_pattern(windows))
+    return pattern if len(pattern) > 1 else pattern[0]
+
+
+def _write_longformer(config: ModelConfig) -> Json:
+    return {"attention_window": [mixer.window for mixer in repeated(config.mixer, config)]}
+
+
+def _read_bigbird(c: Json, kind: str):
+    if c.get("attention_type", "block_sparse") == "original_full":
+        return None
+    only(c, attention_type="block_sparse")
+    block, random = c.get("block_size", 64), c.get("num_random_blocks", 3)
+    return mixers.BigBird(block, random, layout="zero", dense_length=(5 + 2 * random) * block)
+
+
+def _write_bigbird(config: ModelConfig) -> Json:
+    c = {
+        "rescale_embeddings": getattr(config.embedding, "scale", 1.0) != 1.0,
+        "attention_type": "block_sparse" if config.mixer else "original_full",
+        "use_bias": config.has_bias("query"),
+    }
+    mixer = config.mixer
+    return c | (
+        {"block_size": mixer.block, "num_random_blocks": mixer.random} if isinstance(mixer, mixers.BigBird) else {}
+    )
+
+
+def _rules(family: Encoder, config: ModelConfig) -> list[Rule]:
+    layer, e, lm = f"{family.base}.encoder.layer.{{}}.", f"{family.base}.embeddings.", family.lm_head
+    heads = {name: name for name in ("query", "key", "value")}
+    tables = {"tokens": "word", "positions": "position", "token_types": "token_type"}
+    pooler, classifier = family.base + family.pooler, family.classifier
+    return [
+        *(Rule(f"embedding/{ours}", f"{e}{theirs}_embeddings.weight", "leaf") for ours, theirs in tables.items()),
+        Rule("embedding/norm", e + "LayerNorm", "norm"),
+        *modules("layers/attention/", layer + "attention.self.", heads),
+        *modules("layers/attention/global_", layer + "attention.self.", {name: f"{name}_global" for name in heads}),
+        Rule("layers/attention/out", layer + "attention.output.dense", "linear"),
+        Rule("layers/attention_norm", layer + "attention.output.LayerNorm", "norm"),
+        *modules("layers/feedforward/", layer, {"up": "intermediate.dense", "down": "output.dense"}),
+        Rule("layers/feedforward_norm", layer + "output.LayerNorm", "norm"),
+        *(Rule(f"heads/{name}/pooler", pooler, "linear") for name in ("pooled", "next_sentence", "multiple_choice")),
+        Rule("heads/classification/pooler", classifier[0], "linear"),
+        Rule("heads/classification", classifier[1], "linear"),
+        *modules("heads/", "", {"token_classification": "classifier", "multiple_choice": "classifier"}),
+        *modules("heads/", "", {"span": "qa_outputs", "next_sentence": "cls.seq_relationship"}),
+        Rule("heads/language_model/transform", lm + family.transform[0], "linear"),
+        Rule("heads/language_model/transform/norm", lm + family.transform[1], "norm"),
+        Rule("heads/language_model/bias", lm + ("bias" if config.tie_embeddings else "decoder.bias"), "leaf"),
+        Rule("heads/language_model/kernel", lm + "decoder.weight", "leaf"),
+    ]
+
+
+NO_QKV = "out|up|down|norm|patches"  # what has a bias where queries, keys and values have none
+NO_IMAGE = ("vocab_size", "max_position_embeddings", "tie_word_embeddings")
+VIT_FIELDS = {theirs: field for theirs, field in FIELDS.items() if theirs not in NO_IMAGE} | {
+    "hidden_dropout_prob": ("dropout_rate", 0.0), "attention_probs_dropout_prob": ("attention_dropout_rate", 0.0),
+}  # fmt: skip
+
+
+def _read_vit(c: Json, names: Collection[str]) -> ModelConfig:
+    pair = lambda value: tuple(value) if isinstance(value, list) else (value, value)
+    patches = Patches(pair(c.get("image_size", 224)), pair(c.get("patch_size", 16)), c.get("num_channels", 3))
+    fields = read_fields(c, VIT_FIELDS)
+    heads = ()
+    kind = architecture(c, "ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling")
+    if kind == "ViTForImageClassification":
+        heads = (Classification(labels(c), pooler=None),)
+    elif kind == "ViTForMaskedImageModeling":
+        patches, heads = replace(patches, mask_token=True), (Reconstruction(c.get("encoder_stride", 16)),)
+        if patches.grid[0] != patches.grid[1]:  # theirs puts the patches of any grid into a square
+            raise ConfigError(
+                f"config.json: image_size={c.get('image_size')}: {kind} is supported for square grids alone"
+            )
+    elif not names or any("pooler." in name for name in names):
+        act, width = activation(c, "pooler_act", c.get("pooler_act", "tanh")), c.get("pooler_output_size")
+        width = None if width in (None, fields["d_model"]) else width
+        heads = (Classification(None, pooler=act, name="pooled", pooler_width=width),)
+    return ModelConfig(
+        vocab_size=0, context_length=patches.length, masks=(full(),), embedding=patches, heads=heads,
+        use_bias=True if c.get("qkv_bias", True) else NO_QKV, **fields,
+    )  # fmt: skip
+
+
+def _write_vit(config: ModelConfig) -> Json:
+    patches: Any = config.embedding
+    head: Any = config.heads[0] if config.heads else None
+    kind = "ViTForImageClassification" if getattr(head, "classes", None) else "ViTModel"
+    if isinstance(head, Reconstruction):
+        kind = "ViTForMaskedImageModeling"
+    single = lambda pair: pair[0] if len(set(pair)) == 1 else list(pair)
+    return (
+        write_fields(config, VIT_FIELDS)
+        | {
+            "architectures": [kind], "model_type": "vit", "encoder_stride": getattr(head, "stride", 16),
+            "image_size": single(patches.image), "patch_size": single(patches.patch), "num_channels": patches.channels,
+            "qkv_bias": config.has_bias("query"), "pooler_output_size": getattr(head, "pooler_width", None) or config.d_model,
+            "pooler_act": ACTIVATION_NAME.get(getattr(head, "pooler", ""), "tanh"),
+        }
+        | written_labels(head)
+    )  # fmt: skip
+
+
+def _vit_rules(config: ModelConfig) -> list[Rule]:
+    layer, e = "vit.encoder.layer.{}.", "vit.embeddings."
+    inner = {"up": "intermediate.dense", "down": "output.dense"}
+    return [
+        Rule("embedding/patches", e + "patch_embeddings.projection", "patches"),
+        Rule("embedding/class_token", e + "cls_token", "leaf2"),
+        Rule("embedding/mask_token", e + "mask_token", "leaf2"),
+        Rule("heads/reconstruction", "decoder.0", "patches"),
+        Rule("embedding/positions", e + "position_embeddings", "leaf1"),
+        Rule("layers/attention_norm", layer + "layernorm_before", "norm"),
+        *modules("layers/attention/", layer + "attention.attention.", {n: n for n in ("query", "key", "value")}),
+        Rule("layers/attention/out", layer + "attention.output.dense", "linear"),
+        Rule("layers/feedforward_norm", layer + "layernorm_after", "norm"),
+        *modules("layers/feedforward/", layer, inner),
+        Rule("final_norm", "vit.layernorm", "norm"),
+        *modules("heads/", "", {"pooled/pooler": "vit.pooler.dense", "classification": "classifier"}),
+    ]
+
+
+ROBERTA = Encoder(
+    "Roberta", "roberta", ("Model", *TASKS, "ForCausalLM", "ForQuestionAnswering"),
+    lm_head="lm_head.", transform=("dense", "layer_norm"), lm_act="gelu", positions="not_pad",
+)  # fmt: skip
+LONGFORMER = ROBERTA._replace(
+    name="Longformer", base="longformer", kinds=("Model", *TASKS, "ForQuestionAnswering"), only={"is_decoder": False},
+    global_tokens=LONGFORMER_CALLS, read_mixer=_read_longformer, write_mixer=_write_longformer,
+)  # fmt: skip
+BERT = Encoder(
+    "Bert", "bert",
+    ("Model", *TASKS, "ForPreTraining", "LMHeadModel", "ForNextSentencePrediction", "ForQuestionAnswering"),
+    classifier=("bert.pooler.dense", "classifier"),
+)  # fmt: skip
+BIGBIRD = Encoder(  # without BigBirdForQuestionAnswering, whose head reads the tokens, too
+    "BigBird", "bert", ("Model", *TASKS, "ForPreTraining", "ForCausalLM"), pooler=".pooler", act="gelu_new",
+    classifier_act=None, read_mixer=_read_bigbird, write_mixer=_write_bigbird,
+)  # fmt: skip
+
+FAMILIES = {
+    "bert": encoder(BERT, "bert"),
+    "roberta": encoder(ROBERTA, "roberta"),
+    "longformer": encoder(LONGFORMER, "longformer"),
+    "big_bird": encoder(BIGBIRD, "big_bird"),
+    "vit": Family(_read_vit, _write_vit, _vit_rules, "vit."),
+}

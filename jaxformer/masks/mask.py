@@ -1,0 +1,389 @@
+"""`Mask`, and the functions that build one."""
+
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+from jaxtyping import Bool, Int, Shaped
+
+from jaxformer.masks import blocks as block_counts
+from jaxformer.masks import rules, text
+
+EMPTY, PARTIAL, FULL = block_counts.EMPTY, block_counts.PARTIAL, block_counts.FULL
+
+FAR = 1 << 30  # positions lie between -FAR and FAR, so that the difference of two fits 32 bits
+
+Positions = Int[Array, "..."] | Int[np.ndarray, "..."]
+
+
+@struct.dataclass
+class Mask:
+    """A rule `rule(mask, q, kv) -> bool` with its static `args`, its `arrays` and the masks it is made of.
+
+    `rule` sees positions that broadcast against each other: q `[B|1, 1, T, 1]` and kv `[B|1, 1, 1, S]`. A rule of your
+    own is a function: `Mask(lambda mask, q, kv: (q + kv) % 2 == 0)`.
+    """
+
+    rule: Callable = struct.field(pytree_node=False)
+    args: tuple = struct.field(pytree_node=False, default=())
+    arrays: tuple = ()
+    parts: tuple["Mask", ...] = ()
+    offset: Any = None
+
+    def __call__(self, q_positions: Positions, kv_positions: Positions) -> Bool[Array, "#B #N T S"]:
+        """True where a query may see a key, at absolute positions `[T]`, `[S]` or by row `[B, T]`, `[B, S]`."""
+        return self._evaluate(_rank4(q_positions, -1), _rank4(kv_positions, -2))
+
+    def _evaluate(self, q, kv):
+        return self.rule(self, q, kv)
+
+    def at(self, offset: int | Int[Array, ""]) -> "Mask":
+        """The same mask, its first query at absolute position `offset`; without, queries end where keys end."""
+        static = isinstance(offset, int | np.integer)
+        if not static and (np.shape(offset) or not jnp.issubdtype(jnp.result_type(offset), jnp.integer)):
+            raise ValueError(f"{self}.at({offset}): an offset is one integer, for all rows")
+        if static and not -FAR <= offset <= FAR:
+            raise ValueError(f"{self}.at({offset}): positions lie between -2^30 and 2^30")
+        return replace(self, offset=offset)
+
+    def sized(self, kv_length: int) -> "Mask":
+        """The same mask where `random_blocks` without a length has learned how many keys it draws from."""
+        if self.rule is rules.random_blocks and len(self.args) == 3:
+            return replace(self, args=(*self.args, kv_length))
+        return replace(self, parts=tuple(part.sized(kv_length) for part in self.parts)) if self.parts else self
+
+    @property
+    def name(self) -> str:
+        """The rule's name, to print. A user's rule may have the name of one of ours: to know a rule, compare `rule`."""
+        return getattr(self.rule, "__name__", type(self.rule).__name__).strip("_")
+
+    @property
+    def static(self) -> bool:
+        """Whether the mask holds no arrays, so that it can be hashed and is known while tracing."""
+        known = self.offset is None or isinstance(self.offset, int | np.integer)
+        return known and not self.arrays and all(part.static for part in self.parts)
+
+    def conjuncts(self) -> tuple["Mask", ...]:
+        """The operands of a mask that is an `&` of several, each with the offset of the whole; else the mask alone."""
+        return tuple(replace(part, offset=self.offset) for part in self.parts) if self.rule is rules.and_ else (self,)
+
+    def split(self) -> tuple[list, "Split"]:
+        """The arrays of the mask, and all else of it, which can be hashed: `Mask.split` undone is `Split.join`."""
+        leaves, tree = jax.tree.flatten(self)
+        fixed = tuple(leaf if isinstance(leaf, int | np.integer) else None for leaf in leaves)
+        return [leaf for leaf, own in zip(leaves, fixed, strict=True) if own is None], Split(tree, fixed)
+
+    def first(self, q_length: int, kv_length: int) -> Any:
+        """Absolute position of the first query: a number, or an array where `at` was given one."""
+        return kv_length - q_length if self.offset is None else self.offset
+
+    def positions(self, q_length: int, kv_length: int) -> tuple[Array, Array]:
+        """Absolute positions of the queries and keys: bottom-right aligned unless `at` said otherwise."""
+        return self.first(q_length, kv_length) + jnp.arange(q_length), jnp.arange(kv_length)
+
+    def dense(self, q_length: int, kv_length: int) -> Bool[Array, "#B #N T S"]:
+        """The mask as an array `[B|1, N|1, T, S]`; for the reference, for small sizes, and to look at."""
+        mask = self.sized(kv_length)(*self.positions(q_length, kv_length))
+        return jnp.broadcast_to(mask, (*mask.shape[:2], q_length, kv_length))
+
+    def blocks(self, q_length: int, kv_length: int, block: int | tuple[int, int]) -> Int[np.ndarray, "rows columns"]:
+        """EMPTY, PARTIAL or FULL for each block of `block` (or `(rows, columns)`) pairs, int8 `[ceil(T/b), ceil(S/b)]`.
+
+        NumPy at trace time, without an array of all pairs. EMPTY and FULL are proven, for every row and head; PARTIAL is
+        exact for masks of one rule, and for combinations unless more pairs than `masks.blocks.BUDGET` would have to be
+        looked at one by one. Arrays, and a traced offset, make what depends on them PARTIAL.
+        """
+        rows, columns = (block, block) if isinstance(block, int | np.integer) else block
+        if min(rows, columns) < 1:
+            raise ValueError(f"blocks({q_length}, {kv_length}, {block}): a block has at least one query and one key")
+        return block_counts.blocks(self, q_length, kv_length, rows, columns)
+
+    def density(self, q_length: int, kv_length: int) -> float:
+        """Share of visible pairs, over rows and heads alike.
+
+        Exact for masks of one rule, and for those of q - kv alone, in O(T + S); for others exact as long as at most 2^26
+        pairs have to be looked at one by one, and beyond that an estimate from queries spread evenly over the blocks.
+        """
+        return block_counts.density(self, q_length, kv_length)
+
+    def plot(self, q_length: int, kv_length: int, path: Path | None = None, block: int | None = None) -> Any:
+        """A picture of the mask, returned as a matplotlib figure and written to `path`: a panel a head, at most four.
+
+        Arrays show their first row. `block` draws the grid of `.blocks` and tints what is not EMPTY.
+        """
+        from matplotlib.colors import ListedColormap
+        from matplotlib.figure import Figure
+
+        dense = np.asarray(self.dense(q_length, kv_length))
+        panels, grid = dense[0, :4].astype(int), ()
+        if block is not None:
+            classes = self.blocks(q_length, kv_length, block).repeat(block, 0).repeat(block, 1)
+            panels = np.where(panels == 1, 1, 2 * (classes[:q_length, :kv_length] != EMPTY))
+            grid = (("axhline", range(block, q_length, block)), ("axvline", range(block, kv_length, block)))
+        height = 0.9 + 3 * float(np.clip(q_length / kv_length, 0.3, 2))
+        figure = Figure(figsize=(0.6 + 3.4 * len(panels), height), dpi=150, layout="constrained")
+        for head, (axes, shown) in enumerate(
+            zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True)
+        ):
+            for line, places in grid:
+                for edge in places:
+                    getattr(axes, line)(edge - 0.5, color="#b9c3cc", linewidth=0.4)
+            colors = ListedColormap(["#ffffff", "#1f5d8c", "#f6e6c8"])
+            axes.imshow(shown, cmap=colors, vmin=0, vmax=2, interpolation_stage="rgba")
+            axes.set(xlabel="key", ylabel="query" if head == 0 else None)
+            axes.set_title(f"head {head}" if len(panels) > 1 else "", fontsize=8)
+        title = f"{self}: {dense.mean():.1%} visible"
+        figure.suptitle("\n".join(textwrap.wrap(title, 55 * len(panels))), fontsize=8)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path)
+        return figure
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return _combine(rules.and_, self, other)
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return _combine(rules.or_, self, other)
+
+    def __invert__(self) -> "Mask":
+        return Mask(rules.not_, parts=(replace(self, offset=None),), offset=self.offset)
+
+    def __repr__(self) -> str:
+        return text.write(self)
+
+    __str__ = __repr__
+
+    def __describe__(self) -> Any:
+        """The mask's text, and what `jaxformer.config` shall describe besides: rules that are not ours, arrays."""
+        masks = _with_parts(self)
+        others = [(mask.rule, mask.args) for mask in masks if mask.rule.__module__ != rules.__name__]
+        hidden = [mask.args for mask in masks if mask.rule is rules.block_sparse] + [
+            mask.arrays for mask in masks if mask.arrays
+        ]
+        return {"mask": str(self), "rules": others, "hidden": hidden} if others or hidden else str(self)
+
+
+class Split(NamedTuple):
+    """A mask without its arrays."""
+
+    tree: Any
+    fixed: tuple
+
+    def join(self, arrays: Sequence) -> Mask:
+        """The mask with these arrays."""
+        each = iter(arrays)
+        return self.tree.unflatten([next(each) if own is None else own for own in self.fixed])
+
+
+def _with_parts(mask: Mask) -> list[Mask]:
+    return [mask, *(below for part in mask.parts for below in _with_parts(part))]
+
+
+def _rank4(positions, axis: int):
+    positions = jnp.asarray(positions)
+    positions = positions.astype(jnp.promote_types(positions.dtype, jnp.int32))  # sums of 8 bits would wrap around
+    if positions.ndim == 1:
+        positions = positions[None]
+    # [B, length] -> [B, 1, length, 1] for queries (axis -1), [B, 1, 1, length] for keys (axis -2)
+    return positions[:, None, :, None] if axis == -1 else positions[:, None, None, :]
+
+
+def _combine(rule, *masks: Mask) -> Mask:
+    offset = None
+    for mask in masks:
+        if not isinstance(mask, Mask):
+            raise TypeError(
+                f"a mask combines with a mask, not with {type(mask).__name__}; wrap your rule in masks.Mask(rule)"
+            )
+        offset = mask.offset if offset is None else offset
+        if mask.offset is not None and not _same(mask.offset, offset):
+            raise ValueError(
+                "two masks with different query offsets do not combine; call .at(offset) once, on the result"
+            )
+    parts = [part for mask in masks for part in (mask.parts if mask.rule is rule is not rules.by_head else (mask,))]
+    return Mask(rule, parts=tuple(replace(part, offset=None) for part in parts), offset=offset)
+
+
+def as_mask(mask: Any, who: str) -> Mask:
+    """`mask`, for None `full()`. Raises ValueError in the name of `who` for anything else, such as an array of booleans."""
+    if mask is not None and not isinstance(mask, Mask):
+        raise ValueError(
+            f"{who}: a mask is a value of jaxformer.masks, not {text.short(mask) if hasattr(mask, 'dtype') else repr(mask)}; "
+            "for padding wrap an array as masks.segments(ids) or masks.lengths(kv=lengths), for a pattern [T, S] as "
+            "masks.block_sparse(pattern, 1), or give bias=jnp.where(pattern, 0, -jnp.inf)"
+        )
+    return full() if mask is None else mask
+
+
+def _same(a, b) -> bool:
+    return a is b or (isinstance(a, int | np.integer) and isinstance(b, int | np.integer) and a == b)
+
+
+def _integers(builder: str, **numbers) -> tuple:
+    """The numbers, each `(value, least)`, as `int`s. Raises ValueError unless they are integers from `least` to 2^31 - 1."""
+    for name, (value, least) in numbers.items():
+        if not isinstance(value, int | np.integer) or not least <= value < 2**31:
+            raise ValueError(f"{builder}: {name} is an integer from {least} to {2**31 - 1}; got {value!r}")
+    return tuple(int(value) for value, _ in numbers.values())
+
+
+def full() -> Mask:
+    """Every key is visible."""
+    return Mask(rules.full)
+
+
+def causal() -> Mask:
+    """Keys up to and including the query's own position: j <= i."""
+    return Mask(rules.causal)
+
+
+def window(left: int, right: int = 0, dilation: int = 1) -> Mask:
+    """Keys from `left` positions before the query to `right` after it, itself included: i - left <= j <= i + right.
+
+    With a dilation d only every d-th: i - d m for 0 <= m <= left and i + d m for 1 <= m <= right (Beltagy et al. 2020).
+    """
+    left, right, dilation = _integers("window", left=(left, 0), right=(right, 0), dilation=(dilation, 1))
+    return Mask(rules.window, (left, right) if dilation == 1 else (left, right, dilation))
+
+
+def strided(stride: int) -> Mask:
+    """Keys a multiple of `stride` away, before and after: (i - j) mod stride = 0."""
+    return Mask(rules.strided, _integers("strided", stride=(stride, 1)))
+
+
+def chunked(size: int, before: int = 0, after: int = 0) -> Mask:
+    """Keys in the query's own chunk of `size` positions, in the `before` chunks before and the `after` ones after it."""
+    return Mask(rules.chunked, _integers("chunked", size=(size, 1), before=(before, 0), after=(after, 0)))
+
+
+def columns(stride: int, count: int) -> Mask:
+    """The last `count` keys of every `stride`, to all queries: j mod stride >= stride - count."""
+    return Mask(rules.columns, _integers("columns", stride=(stride, max(1, count)), count=(count, 0)))
+
+
+def prefix(length: int | Int[Array, " B"]) -> Mask:
+    """The first `length` keys are visible to all (prefix LM: `causal() | prefix(n)`); an array: one length a row."""
+    if isinstance(length, int | np.integer):
+        return Mask(rules.prefix, _integers("prefix", length=(length, -FAR)))
+    return Mask(rules.prefix, arrays=(length,))
+
+
+def global_tokens(tokens: int | Sequence | Shaped[np.ndarray, "..."] | Shaped[Array, "..."]) -> Mask:
+    """Some tokens see all keys and all queries see them: j in g or i in g (Beltagy et al. 2020, section 3.1).
+
+    `tokens` is their number (the first ones), their positions (a sequence), or by row an array `[B, G]` of positions
+    (negative: none) or `[B, length]` of booleans, which may be traced.
+    """
+    if isinstance(tokens, Array) or np.ndim(tokens) > 1:
+        if np.ndim(tokens) != 2:
+            raise ValueError(f"global_tokens: arrays are by row, [B, G] or [B, length]; got {np.shape(tokens)}")
+        return Mask(rules.global_tokens, arrays=(jnp.asarray(tokens),))
+    static = np.unique(np.asarray(tokens, None if np.size(tokens) else int))
+    if static.dtype.kind not in "iu" or (static < 0).any() or (static >= 2**31).any():
+        raise ValueError(f"global_tokens({tokens}): expected a number or positions, integers from 0 to {2**31 - 1}")
+    return Mask(rules.global_tokens, (tuple(static.tolist()) if np.ndim(tokens) else int(static[0]),))
+
+
+def block_sparse(layout: Sequence | Shaped[np.ndarray, "..."] | Bool[Array, "..."], block: int) -> Mask:
+    """A mask that is constant on blocks of `block` positions: query block i sees key block j where `layout[i, j]`.
+
+    `layout` is `[nq, nk]`, or `[N, nq, nk]` with one a head; a NumPy array or a list is part of the (static, hashable)
+    mask, a JAX array may be traced. Positions outside the layout see nothing and are seen by nobody.
+    """
+    (block,) = _integers("block_sparse", block=(block, 1))
+    if np.ndim(layout) not in (2, 3):
+        raise ValueError(f"block_sparse: a layout is [nq, nk] or [N, nq, nk]; got {np.shape(layout)}")
+    if isinstance(layout, Array):
+        return Mask(rules.block_sparse, (block,), arrays=((layout if layout.ndim == 3 else layout[None]).astype(bool),))
+    layout = np.asarray(layout, bool)
+    layout = layout if layout.ndim == 3 else layout[None]
+    return Mask(rules.block_sparse, (block, layout.shape, np.packbits(layout).tobytes()))
+
+
+def random_blocks(count: int, block: int, seed: int = 0, length: int | None = None) -> Mask:
+    """Each block of `block` queries sees `count` distinct random blocks of the ceil(length / block) ones of keys.
+
+    Zaheer et al. 2020, arXiv:2007.14062. `length` None is, in a model, its config's `context_length`, whatever the length
+    of a batch or a cache; in `ops.attention` alone, the number of keys at hand (`Mask.sized`). The draw of a query block
+    depends on the seed, its index and the number of key blocks, not on the number of queries; query blocks beyond the last
+    key block repeat the draws from the first on. With fewer than `count` key blocks all are seen.
+    """
+    count, block, number = _integers("random_blocks", count=(count, 1), block=(block, 1), length=(length or 0, 0))
+    if seed < 0:
+        raise ValueError(f"random_blocks: a seed is >= 0; got {seed}")
+    return Mask(rules.random_blocks, (count, block, seed) if length is None else (count, block, seed, number))
+
+
+def by_head(*masks: Mask) -> Mask:
+    """Head n sees what mask n shows: `[B|1, N, T, S]`."""
+    if not masks:
+        raise ValueError("by_head: give one mask a head")
+    return _combine(rules.by_head, *masks)
+
+
+def segments(q: Int[Array, "B T"], kv: Int[Array, "B S"] | None = None) -> Mask:
+    """Queries see keys of their own segment; segment 0 is padding, seen by nobody. Ids are looked up by position.
+
+    With two arrays (cross-attention) both sides count from 0, whatever their lengths.
+    """
+    return Mask(rules.segments, arrays=(q, q if kv is None else kv), offset=None if kv is None else 0)
+
+
+def lengths(q: Int[Array, " B"] | None = None, kv: Int[Array, " B"] | None = None) -> Mask:
+    """Right-padded rows: queries before `q[b]` see keys before `kv[b]`; None leaves that side alone."""
+    if q is None and kv is None:
+        raise ValueError("lengths(q, kv): give the lengths of at least one side")
+    return Mask(rules.lengths, arrays=(q, kv), offset=None if q is None else 0)
+
+
+_window, _columns = window, columns  # for those whose parameters have these names
+
+
+def longformer(window: int, globals: int | Sequence | Shaped[np.ndarray, "..."] | Shaped[Array, "..."]) -> Mask:
+    """A sliding window of `window` keys in total, half of them on each side, and global tokens: arXiv:2004.05150."""
+    return _window(window // 2, window // 2) | global_tokens(globals)
+
+
+def bigbird(block: int, window: int = 3, globals: int = 2, random: int = 3, seed: int = 0) -> Mask:
+    """`window` neighbouring blocks, the first `globals` blocks global, `random` random ones: Zaheer et al. 2020, ITC.
+
+    A set: a key block that comes up twice counts once, where the published implementation counts it twice.
+    """
+    near = chunked(block, window // 2, window // 2)
+    return near | global_tokens(globals * block) | random_blocks(random, block, seed)
+
+
+def sparse_transformer_strided(stride: int) -> Mask:
+    """The last `stride` keys, itself included, and every `stride`-th before: Child et al. 2019, arXiv:1904.10509, 4.3."""
+    return window(stride - 1) | causal() & strided(stride)
+
+
+def sparse_transformer_fixed(stride: int, columns: int) -> Mask:
+    """The own block of `stride` keys and the last `columns` of every block before it: Child et al. 2019, section 4.3."""
+    return causal() & (chunked(stride) | _columns(stride, columns))
+
+
+def shift_invariant(mask: Mask) -> bool:
+    """Whether a mask is known to depend on the distance of positions alone, so that padding in front changes nothing."""
+    return block_counts.made_of(mask, block_counts.OF_DISTANCE)
+
+
+BUILDERS = {
+    f.__name__: f
+    for f in (
+        *(full, causal, window, strided, prefix, chunked, columns, global_tokens, random_blocks),
+        *(longformer, bigbird, sparse_transformer_strided, sparse_transformer_fixed, by_head),
+    )
+}
+
+
+def parse(string: str) -> Mask:
+    """The mask that `repr` wrote, e.g. `causal() & window(255, 0)`. Raises ValueError for all but builders and `& | ~`."""
+    return text.parse(string, BUILDERS)

@@ -1,0 +1,185 @@
+"""The rules of the masks that `masks.mask` builds: `rule(mask, q, kv)` is True where a query at q may see a key at kv.
+
+Positions broadcast against each other, q `[B|1, 1, T, 1]` and kv `[B|1, 1, 1, S]`, as NumPy arrays (while tracing, for
+`masks.blocks`) or JAX arrays (inside kernels): whatever is long work happens on one side, before the two meet.
+"""
+
+from functools import lru_cache
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def and_(mask, q, kv):
+    result = mask.parts[0]._evaluate(q, kv)
+    for part in mask.parts[1:]:
+        result = result & part._evaluate(q, kv)
+    return result
+
+
+def or_(mask, q, kv):
+    result = mask.parts[0]._evaluate(q, kv)
+    for part in mask.parts[1:]:
+        result = result | part._evaluate(q, kv)
+    return result
+
+
+def not_(mask, q, kv):
+    return ~mask.parts[0]._evaluate(q, kv)
+
+
+def by_head(mask, q, kv):
+    xp = numpy_of(q)
+    parts = [part._evaluate(q, kv) for part in mask.parts]
+    shape = jnp.broadcast_shapes(q.shape, kv.shape, *(part.shape for part in parts))
+    if shape[1] != 1:
+        raise ValueError(f"by_head takes masks of one head each; one of {mask} has {shape[1]}")
+    return xp.concatenate([xp.broadcast_to(part, shape) for part in parts], axis=1)
+
+
+def full(mask, q, kv):
+    return (q == q) & (kv == kv)
+
+
+def causal(mask, q, kv):
+    return kv <= q
+
+
+def window(mask, q, kv):
+    left, right, dilation = (*mask.args, 1)[:3]
+    near = (kv >= shifted(q, -left * dilation)) & (kv <= shifted(q, right * dilation))
+    return near if dilation == 1 else near & (kv % dilation == q % dilation)
+
+
+def strided(mask, q, kv):
+    return kv % mask.args[0] == q % mask.args[0]  # two short remainders instead of one of all pairs
+
+
+def chunked(mask, q, kv):
+    size, before, after = mask.args
+    q, kv = q // size, kv // size
+    return kv == q if before == after == 0 else (kv >= shifted(q, -before)) & (kv <= shifted(q, after))
+
+
+def columns(mask, q, kv):
+    stride, count = mask.args
+    return (kv % stride >= stride - count) & (q == q)
+
+
+def prefix(mask, q, kv):
+    length = mask.args[0] if mask.args else mask.arrays[0][:, None, None, None]
+    return (kv < length) & (q == q)
+
+
+def global_tokens(mask, q, kv):
+    return _marked(mask, q) | _marked(mask, kv)
+
+
+def _marked(mask, positions):
+    if mask.args and isinstance(mask.args[0], int):
+        return (positions >= 0) & (positions < mask.args[0])
+    if mask.arrays and mask.arrays[0].dtype == bool:
+        return lookup(mask.arrays[0], positions)
+    xp = numpy_of(positions)
+    tokens = mask.arrays[0] if mask.arrays else xp.asarray(mask.args, xp.int32)
+    tokens = tokens[:, None, None, None, :]
+    return ((positions[..., None] == tokens) & (tokens >= 0)).any(-1)
+
+
+def block_sparse(mask, q, kv):
+    xp, block = numpy_of(q), mask.args[0]
+    layout = mask.arrays[0] if mask.arrays else xp.asarray(layout_of(*mask.args[1:]))
+    heads, rows, cols = layout.shape
+    layout = xp.pad(layout, ((0, 0), (1, 1), (1, 1)))  # a border of False stands for everything beyond
+    head = xp.arange(heads).reshape(1, heads, 1, 1)
+    return layout[head, xp.clip(q // block, -1, rows) + 1, xp.clip(kv // block, -1, cols) + 1]
+
+
+@lru_cache(maxsize=64)
+def layout_of(shape, packed):
+    """The layout that the static arguments of `block_sparse` hold."""
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=int(np.prod(shape)))
+    return bits.astype(bool).reshape(shape)
+
+
+def random_blocks(mask, q, kv):
+    chosen, block = choice_of(mask), mask.args[1]
+    chosen = numpy_of(q).asarray(chosen)[q // block % len(chosen)]  # [B|1, 1, T, 1, count]
+    kv = kv // block
+    visible = kv == chosen[..., 0]
+    for c in range(1, chosen.shape[-1]):
+        visible = visible | (kv == chosen[..., c])
+    return visible
+
+
+def choice_of(mask):
+    if len(mask.args) == 3:
+        raise ValueError(f"{mask} does not know the number of keys; call mask.sized(S) first, or give it a length")
+    count, block, seed, length = mask.args
+    return _draw(count, seed, max(1, -(-length // block)))
+
+
+@lru_cache(maxsize=64)
+def _draw(count, seed, n):
+    """`count` distinct numbers below n in each of n rows: Floyd's sampling, from raw bits that NumPy promises to keep."""
+    count = min(count, n)
+    bits = np.random.PCG64(np.random.SeedSequence([seed, n])).random_raw((n, count))
+    chosen = np.full((n, count), -1, np.int32)
+    for step in range(count):
+        top = n - count + step
+        draw = (bits[:, step] % np.uint64(top + 1)).astype(np.int32)
+        taken = (chosen[:, :step] == draw[:, None]).any(1)
+        chosen[:, step] = np.where(taken, top, draw)
+    return chosen
+
+
+def segments(mask, q, kv):
+    q_ids, kv_ids = lookup(mask.arrays[0], q), lookup(mask.arrays[1], kv)
+    return (q_ids == kv_ids) & (kv_ids != 0)
+
+
+def lookup(ids, positions):
+    """ids [B|1, length] at positions [B|1, ...] -> [B|1, ...]; positions beyond the array count as padding, 0."""
+    flat = positions.reshape(positions.shape[0], -1)
+    flat = jnp.where(flat < 0, ids.shape[1], flat)  # a negative index would count from the end
+    (rows,) = jnp.broadcast_shapes(ids.shape[:1], flat.shape[:1])  # export has symbols for sizes
+    ids, flat = (jnp.broadcast_to(x, (rows, x.shape[1])) for x in (ids, flat))
+    found = jnp.take_along_axis(ids, flat, axis=1, mode="fill", fill_value=0)
+    return found.reshape(rows, *positions.shape[1:])
+
+
+def lengths(mask, q, kv):
+    q_length, kv_length = mask.arrays
+    visible = full(mask, q, kv)
+    if q_length is not None:
+        visible = visible & (q < q_length[:, None, None, None])
+    if kv_length is not None:
+        visible = visible & (kv < kv_length[:, None, None, None])
+    return visible
+
+
+def segment_ids(parts, q, kv):
+    """Ids [B|1, T], [B|1, S] of the positions [T], [S] under `lengths` and one `segments`: 0 sees nothing, nobody sees 0."""
+    sides = []
+    for side, positions in enumerate((q, kv)):
+        ids = jnp.ones((1, len(positions)), jnp.int32)
+        for part in parts:
+            array = part.arrays[side]
+            if part.rule is segments:
+                ids = jnp.where(ids == 0, 0, lookup(array, positions[None]))
+            elif array is not None:
+                ids = jnp.where(positions[None] < array[:, None], ids, 0)
+        sides.append(ids)
+    return tuple(sides)
+
+
+def shifted(positions, by):
+    """positions + by, held at the ends of their integer type, where a sum would wrap around."""
+    xp, ends = numpy_of(positions), np.iinfo(positions.dtype)
+    by = max(-ends.max, min(by, ends.max))
+    return by + (xp.minimum(positions, ends.max - by) if by > 0 else xp.maximum(positions, ends.min - by))
+
+
+def numpy_of(positions):
+    """NumPy for NumPy positions, which is how masks are evaluated while tracing; else jax.numpy."""
+    return np if isinstance(positions, np.ndarray) else jnp

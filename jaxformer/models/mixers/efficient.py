@@ -1,0 +1,387 @@
+"""Named systems as mixers: `ModelConfig(mixer=Performer(features=128), ...)`.
+
+Each is a frozen dataclass, so that a config can hold, print and override it, and a function `config -> Mixer`. What a
+system cannot do it refuses by name: softcaps and attention maps (no op here has them), dropout on weights that do not
+exist, masks (by the op), decoding of what is not causal. Local attention and the Sparse Transformer need no mixer: they
+are masks, `ModelConfig.masks`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+from jax.nn.initializers import normal
+from jaxtyping import Float
+
+from jaxformer import ops
+from jaxformer.errors import ConfigError
+from jaxformer.models.config import Alibi, ModelConfig, Relative
+from jaxformer.models.layer import Context, Mixed, Mixer, linear
+from jaxformer.models.mixers.attention import attention
+from jaxformer.ops.attention.linear import FeatureMap, packed, visibility
+from jaxformer.ops.positions import Bias, Rope, rope
+from jaxformer.params import Spec
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Longformer:
+    """Sliding window, and global tokens with projections of their own: Beltagy et al. 2020, arXiv:2004.05150. Masks: full().
+
+    `window` is the total width, even. `global_tokens` is their number (the first ones), their positions, or None where
+    each call gives them: the flags `[B, T]` of `apply(..., inputs={"global_tokens": flags})`, which go before the
+    config's, at most `max_globals` a row where traced. Padding yields zeros. A call without flags raises ValueError
+    under None.
+    """
+
+    window: int = 512
+    global_tokens: int | tuple[int, ...] | None = 1
+    max_globals: int | None = None
+
+    def __call__(self, config: ModelConfig) -> Mixer:
+        spec = attention(config).spec
+        spec |= {f"global_{name}": spec[name] for name in ("query", "key", "value")}
+
+        def mix(params, context, **heads):
+            flags = (context.inputs or {}).get("global_tokens")
+            tokens = self.global_tokens if flags is None else flags
+            if tokens is None:
+                raise ValueError(
+                    'Longformer(global_tokens=None): which tokens are global differs by row; give inputs={"global_tokens": '
+                    "flags [B, T]} (of a question, its tokens), or set global_tokens"
+                )
+            out = ops.longformer_attention(
+                **heads,
+                window=self.window,
+                global_tokens=tokens,
+                max_globals=self.max_globals,
+                **_options(config, context),
+                implementation=config.attention_implementation,
+            )
+            return _real(context, out)
+
+        return _mixer("Longformer", config, spec, mix)
+
+
+@dataclass(frozen=True)
+class BigBird:
+    """Global, neighbouring and random blocks: Zaheer et al. 2020, arXiv:2007.14062, ITC. Masks: full().
+
+    `layout` says which random blocks a layer sees: "seeded" as in the published checkpoints (T a multiple of the block,
+    more than 2 random + 5 blocks), "zero" as in Hugging Face's model outside training, "random" drawn from `seed` (any T
+    of at least random + 5 blocks). `apply(..., constants=layout [L, N, blocks - 2, random])` goes before it. Up to
+    `dense_length` tokens there is no layout, and all attend to all: Hugging Face's model does so up to (5 + 2 random)
+    block. Elsewhere padding yields zeros.
+    """
+
+    block: int = 64
+    random: int = 3
+    layout: Literal["seeded", "zero", "random"] = "seeded"
+    seed: int = 0
+    dense_length: int = 0
+
+    def __call__(self, config: ModelConfig) -> Mixer:
+        L, N = config.num_layers, config.num_heads
+
+        def constants(T: int) -> Array | None:
+            if self.dense_length >= T:
+                return None
+            plan = (T, self.block, self.random, N)
+            match self.layout:
+                case "seeded":
+                    draw = partial(ops.bigbird_layout_seeded, *plan, max_length=config.context_length)
+                    return jnp.stack([jnp.asarray(draw(layer)) for layer in range(L)])
+                case "zero":
+                    return jnp.broadcast_to(
+                        ops.bigbird_layout_zero(*plan)[None], (L, N, max(-(-T // self.block) - 2, 0), self.random)
+                    )
+                case "random":
+                    return _by_layer(self.seed, L, lambda key: ops.bigbird_layout(key, *plan))
+            raise ConfigError(f"BigBird(layout={self.layout!r}): expected seeded, zero or random")
+
+        def mix(params, context, query, key, value):
+            options = _options(config, context) | {"implementation": config.attention_implementation}
+            if context.constants is None:
+                return ops.attention(query, key, value, **options)
+            out = ops.bigbird_attention(query, key, value, context.constants, block=self.block, **options)
+            return _real(context, out)
+
+        return _mixer("BigBird", config, attention(config).spec, mix, constants=constants)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Attention in linear time: Katharopoulos et al. 2020, arXiv:2006.16236. Masks: full() or causal(), which decodes.
+
+    `feature_map` is applied to queries and keys, token by token.
+    """
+
+    feature_map: Callable = ops.elu_plus_one
+    eps: float = 1e-6
+    chunk: int = 128  # tokens that a causal layer takes at a time
+
+    def __call__(self, config: ModelConfig) -> Mixer:
+        maps = lambda context: (self.feature_map, self.feature_map)
+        return _recurrent("Linear", config, maps, self.eps, self.chunk)
+
+
+@dataclass(frozen=True)
+class Efficient:
+    """Softmax over features for queries, over the length for keys: Shen et al. 2021, arXiv:1812.01243.
+
+    Masks: full() or causal(); see `ops.efficient_attention` for the latter.
+    """
+
+    chunk: int = 128
+
+    def __call__(self, config: ModelConfig) -> Mixer:
+        _no_weights("Efficient", config)
+
+        def mix(params, context, query, key, value):
+            return ops.efficient_attention(query, key, value, mask=context.mask, chunk=self.chunk)
+
+        return _mixer("Efficient", config, attention(config).spec, mix)
+
+
+@dataclass(frozen=True)
+class Performer:
+    """FAVOR+: random features of the softmax or ReLU kernel, Choromanski et al. 2021, arXiv:2009.14794.
+
+    Masks: full() or causal(), which decodes. The directions `[L, features, H]` are drawn from `seed`; `apply(...,
+    constants=directions)` goes before them (`ops.redraw` gives the key of a training step). Keys have the stabiliser 0,
+    the same for a prefix and its continuation: exponents stay below |direction|^2 / 2, some H / 2.
+    """
+
+    features: int = 256
+    kernel: Literal["softmax", "relu"] = "softmax"
+    seed: int = 0
+    chunk: int = 128
+
+    def __call__(self, config: ModelConfig) -> Mixer:
+        H = config.head_size
+        draw = lambda key: ops.orthogonal_projection(key, self.features, H)
+
+        def maps(context):
+            if self.kernel == "relu":
+                return (partial(ops.favor_relu_features, projection=context.constants),) * 2
+            of_query = partial(ops.favor_features, projection=context.constants)
+            return of_query, partial(of_query, stabiliser=0.0)
+
+        mixer = _recurrent("Performer", config, maps, 0.0, self.chunk, self.features)
+        return mixer._replace(constants=lambda T: _by_layer(self.seed, config.num_layers, draw))
+
+
+@dataclass(frozen=True)
+class Linformer:
+    """Keys and values summed down to `rank` rows: Wang et al. 2020, arXiv:2006.04768. Masks: full().
+
+    E and F `[context_length, rank]` are trained. `sharing`: headwise, E and F of each layer for all its heads; key_value,
+    F = E; layerwise, one E = F for all layers; none, E and F of each head.
+    """
+
+    rank: int = 256
+    sharing: Literal["headwise", "key_value", "layerwise", "none"] = "headwise"
+
+    def __call__(self, config: ModelConfig) -> Mixer:
+        T, K = config.context_length, config.kv_heads
+        one = Spec((T, self.rank), ("length", None), normal(self.rank**-0.5), ("length",))
+        if self.sharing == "none":
+            one = Spec((K, T, self.rank), ("kv_heads", "length", None), normal(self.rank**-0.5), ("length",))
+        names = ("key_projection", "value_projection") if self.sharing in ("headwise", "none") else ("key_projection",)
+        projections = dict.fromkeys(names, one)
+        shared = projections if self.sharing == "layerwise" else None
+
+        def mix(params, context, query, key, value):
+            source = params if shared is None else context.shared
+            matrices = {name: source[name] for name in names}
+            return ops.linformer_attention(query, key, value, **matrices, **_options(config, context))
+
+        spec = attention(config).spec | ({} if shared else projections)
+        return _mixer("Linformer", config, spec, mix, shared=shared)
+
+
+@dataclass(frozen=True)
+class Reformer:
+    """Queries that are their own keys meet in hash buckets: Kitaev et al. 2020, arXiv:2001.04451. Any mask of one head.
+
+    `buckets` None is 2^floor(log2(2 context_length / chunk)), whatever the length of a batch. The rotations of a layer are
+    drawn from `seed`, and where there is a dropout key (in training) from that, unless `redraw` is False; `apply(...,
+    constants=rotations)` goes before the seed's.
+    For reversible residuals see `models.stacks.reversible.Reversible`.
+    """
+
+    chunk: int = 64
+    rounds: int = 2
+    buckets: int | tuple[int, ...] | None = None
+    chunks_before: int = 1
+    chunks_after: int = 0
+    seed: int = 0
+    redraw: bool = True
+    duplicates: bool = False  # a key met in several rounds counts each time, as in Hugging Face's model
+    multiple: int | None = None  # padding fills the length up to a multiple of this; None: of chunk
+
+    def __call__(self, config: ModelConfig) -> Mixer:
+        N, H = config.num_heads, config.head_size
+        if config.kv_heads != N:
+            raise ConfigError(f"model.num_kv_heads={config.kv_heads}: Reformer has a value head for each of {N} heads")
+        full = attention(config).spec
+        spec = {name: full[name] for name in ("query", "value", "out")}
+
+        buckets = self.buckets or 2 ** max(1, int(math.log2(max(2 * config.context_length / self.chunk, 1))))
+        draw = partial(ops.random_rotations, heads=N, head_size=H, rounds=self.rounds, buckets=buckets)
+
+        def mix(params, context, query, value):
+            rotations = context.constants
+            if self.redraw and context.dropout_key is not None:
+                rotations = draw(random.fold_in(context.dropout_key, 1))
+            return ops.lsh_attention(
+                query,
+                value,
+                rotations,
+                chunk=self.chunk,
+                chunks_before=self.chunks_before,
+                chunks_after=self.chunks_after,
+                duplicates=self.duplicates,
+                multiple=self.multiple,
+                **_options(config, context),
+            )
+
+        constants = lambda T: _by_layer(self.seed, config.num_layers, draw)
+        return _mixer("Reformer", config, spec, mix, constants=constants)
+
+
+@dataclass(frozen=True)
+class LocalChunks:
+    """Softmax attention to a query's own chunk, to `before` chunks before and `after` chunks after it, in a circle.
+
+    These are the local layers of Reformer in transformers: padding fills the length up to a multiple of `multiple`, the
+    first chunk's neighbour is the last one, and a chunk that a short circle meets twice counts twice. Masks: any. For a
+    causal stack with `before` up to 1, the mask `causal() & chunked(chunk, before)` is the same and faster.
+    """
+
+    chunk: int = 64
+    before: int = 1
+    after: int = 0
+    multiple: int = 1
+
+    def __call__(self, config: ModelConfig) -> Mixer:
+        def attend(params, context, query, key, value, **options):
+            return ops.attention(
+                query, key, value, **options | {"bias": Bias(_log_meetings, self._meetings(key.shape[1]))}
+            )
+
+        def no_state(*_):
+            raise NotImplementedError("LocalChunks cannot decode: the circle of chunks is another for each length")
+
+        return attention(config, attend=attend)._replace(state=no_state)
+
+    def _meetings(self, T: int) -> tuple:
+        """(chunk, how often a query of each chunk meets a key of each)."""
+        chunks = -(-(T + -T % self.multiple) // self.chunk)
+        places = np.arange(chunks)
+        counts = np.zeros((chunks, chunks), int)
+        for shift in range(-self.before, self.after + 1):
+            shift = shift if abs(shift) <= chunks else 0  # as their slices have it
+            counts[places, (places + shift) % chunks] += 1
+        return self.chunk, tuple(map(tuple, counts.tolist()))
+
+
+def _log_meetings(bias: Bias, q_positions, kv_positions) -> Array:
+    """Score bias log(meetings), and so low a number where there is none that its weight is 0."""
+    chunk, counts = bias.args
+    table = jnp.asarray(np.log(np.maximum(counts, 1e-30)) + np.where(np.array(counts) == 0, -1e9, 0), jnp.float32)
+    return table[q_positions[:, None] // chunk, kv_positions[None, :] // chunk][None]
+
+
+def _mixer(name: str, config: ModelConfig, spec: Tree, mix: Callable, **rest: Any) -> Mixer:
+    """The frame of all: project x, turn queries and keys, `mix(params, context, **heads)`, project back."""
+    for field, other in (
+        ("attention_softcap", config.attention_softcap is not None),
+        ("attention_scale", config.attention_scale is not None),
+        ("positions", isinstance(config.positions, (Alibi, Relative)) or callable(config.positions)),
+    ):
+        if other:
+            raise ConfigError(f"model.{field}={getattr(config, field)}: {name} has none; models.mixers.attention does")
+
+    def apply(params, x, context: Context) -> Mixed:
+        if context.return_weights:
+            raise NotImplementedError(f"{name} keeps no attention maps; models.mixers.attention (mixer=None) does")
+        heads = {}
+        for projection in (p for p in spec if p.endswith(("query", "key", "value"))):
+            heads[projection] = linear("btd,dnh->btnh", x, params[projection])
+            if isinstance(config.positions, Rope) and not projection.endswith("value"):
+                heads[projection] = rope(heads[projection], context.positions, config.positions)
+        out = mix(params, context, **heads)
+        out, state = out if isinstance(out, tuple) else (out, None)
+        return Mixed(linear("btnh,nhd->btd", out, params["out"]), state)
+
+    def no_state(*_):
+        raise NotImplementedError(
+            f"{name} cannot decode; models.mixers.attention (mixer=None), Linear and Performer can, under a causal mask"
+        )
+
+    return Mixer(spec, apply, **{"state": no_state} | rest)
+
+
+def _recurrent(
+    name: str, config: ModelConfig, maps: Callable, eps: float, chunk: int, features: int | None = None
+) -> Mixer:
+    """`linear_attention` with the feature maps `maps(context)`, of (query, key); decoding carries a `LinearState`."""
+    _no_weights(name, config)
+    K, H = config.kv_heads, config.head_size
+
+    def mix(params, context, query, key, value):
+        of_query, of_key = maps(context)
+        options = dict(eps=eps, chunk=chunk)
+        T = query.shape[1]
+        view = visibility(context.mask, T, T, name)  # also refuses other masks in this mixer's name
+        if context.state is None:
+            return ops.linear_attention(query, key, value, mask=context.mask, feature_map=(of_query, of_key), **options)
+        if not view.causal or view.queries is None or view.ids is None:
+            raise NotImplementedError(f"{name} decodes under causal() alone, not {context.mask}")
+        real, ids = view.queries[:, :, None, None], view.ids
+        masked: FeatureMap = lambda x: jnp.where(real, of_key(x), 0)
+        wide = jnp.promote_types(query.dtype, jnp.float32)
+        state = ops.LinearState(**{name: sums.astype(wide) for name, sums in context.state.items()})
+        state, out = ops.linear_attention_step(state, query, key, value, feature_map=(of_query, masked), **options)
+        # sums of two segments cannot be parted: a row that has both, which cannot be refused when ids are traced, is NaN
+        out = jnp.where(packed(ids)[:, None, None, None], jnp.nan, out)
+        return out, {name: getattr(state, name).astype(sums.dtype) for name, sums in context.state.items()}
+
+    def state(batch: int, length: int, dtype) -> Tree:
+        dtype = jnp.promote_types(dtype, jnp.float32)
+        M = features or jax.eval_shape(maps(None)[1], jax.ShapeDtypeStruct((1, 1, K, H), dtype)).shape[-1]
+        return {"products": jnp.zeros((batch, K, M, H), dtype), "sums": jnp.zeros((batch, K, M), dtype)}
+
+    return _mixer(name, config, attention(config).spec, mix, state=state)
+
+
+def _options(config: ModelConfig, context: Context) -> dict[str, Any]:
+    return dict(mask=context.mask, dropout_rate=config.attention_dropout_rate, dropout_key=context.dropout_key)
+
+
+def _real(context: Context, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Zeros where a token is padding, also if the mask lets padding see something (heads that pool `position_0`)."""
+    return out if context.real is None else jnp.where(context.real[:, :, None, None], out, 0)
+
+
+def _no_weights(name: str, config: ModelConfig) -> None:
+    if config.attention_dropout_rate:
+        raise ConfigError(
+            f"model.attention_dropout_rate={config.attention_dropout_rate}: {name} has no weights to drop; set it to 0 "
+            "(model.dropout_rate acts on outputs)"
+        )
+
+
+def _by_layer(seed: int, layers: int, draw: Callable) -> Tree:
+    """draw(key) for each layer, `[L, ...]`, once while tracing: a step does not draw anew what is always the same."""
+    with jax.ensure_compile_time_eval():
+        keys = jax.vmap(partial(random.fold_in, random.key(seed)))(jnp.arange(layers))
+        return jax.vmap(draw)(keys)

@@ -1,0 +1,278 @@
+"""Longformer's two sets of projections and BigBird's gathered blocks: sparse attentions that no mask alone describes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+from jaxtyping import Bool, Float, Int
+
+from jaxformer.masks import Mask, as_mask, prefix, rules, segments
+from jaxformer.masks import window as band
+from jaxformer.ops.attention import attention
+from jaxformer.ops.attention.reference import softmax
+from jaxformer.ops.dropout import dropout
+from jaxformer.ops.einsum import einsum
+
+Layout = Int[Array, "N rows r"] | Int[np.ndarray, "N rows r"]
+Tokens = int | Sequence[int] | Int[np.ndarray, "..."] | Int[Array, "B G"] | Bool[Array, "B T"] | Bool[np.ndarray, "B T"]
+
+
+def longformer_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K Hv"],
+    global_query: Float[Array, "B T N H"] | None,
+    global_key: Float[Array, "B T K H"] | None,
+    global_value: Float[Array, "B T K Hv"] | None,
+    *,
+    window: int,
+    global_tokens: Tokens = 0,
+    max_globals: int | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N Hv"]:
+    """Sliding window and global tokens, the latter with projections of their own. Beltagy et al. 2020, arXiv:2004.05150.
+
+    A local token attends to the keys at most window / 2 away and to the global tokens' keys, each once, in one softmax
+    over `key` and `value`. A global token attends from `global_query` to every `global_key`. `window` is the paper's
+    total width, even, the token itself not counted. `global_tokens` is their number (the first ones), their positions,
+    or by row positions `[B, G]` (negative: none) or flags `[B, T]`; without any, the three global arrays may be None.
+    `mask` hides padding (`segments`, `lengths`); a query that is padding yields zeros.
+
+    Time and memory grow with T * (window + globals), given a kernel that skips what no query sees. Traced flags need
+    `max_globals`, the most that a row may have: a row with more yields NaN. Raises ValueError for arguments that do
+    not fit, NotImplementedError for other masks.
+    """
+    _check_self_attention("longformer_attention", query, key, value)
+    if window < 0 or window % 2:
+        raise ValueError(f"longformer_attention: window is the total width, an even number >= 0; got {window}")
+    B, T = query.shape[:2]
+    chosen, overfull = _chosen(global_tokens, max_globals, B, T)
+    G = chosen.shape[1]
+    q_ids, kv_ids = _segment_ids("longformer_attention", mask, B, T)
+    keys = (None, None) if dropout_key is None else random.split(dropout_key)
+    options = dict(scale=scale, dropout_rate=dropout_rate, implementation=implementation)
+
+    # The global keys stand once more in front of all keys, and their own places are hidden: what a query sees is then
+    # a rule of positions, of which a kernel knows before run time that it is sparse.
+    in_front = lambda x: jnp.concatenate([_take(x, chosen), x], axis=1)
+    local_ids = kv_ids.at[jnp.arange(B)[:, None], chosen].set(0, mode="drop")
+    visible = segments(
+        jnp.pad(q_ids, [(0, 0), (G, 0)]), jnp.concatenate([_take(kv_ids, chosen), local_ids], axis=1)
+    ) & (band(window // 2, window // 2) | prefix(G))
+    out: Any = attention(query, in_front(key), in_front(value), mask=visible.at(G), dropout_key=keys[0], **options)
+    if G:
+        if global_query is None or global_key is None or global_value is None:
+            raise ValueError("longformer_attention: global tokens need global_query, global_key and global_value")
+        every = segments(_take(q_ids, chosen), kv_ids)
+        rows: Any = _take(global_query, chosen)
+        rows = attention(rows, global_key, global_value, mask=every, dropout_key=keys[1], **options)
+        out = out.at[jnp.arange(B)[:, None], chosen].set(rows, mode="drop")
+    return out if overfull is None else jnp.where(overfull[:, None, None, None], jnp.nan, out)
+
+
+def _chosen(tokens, max_globals, B, T):
+    """Positions of the global tokens `[B, G]`, T where a row has fewer; of flags, also the rows `[B]` with too many."""
+    if isinstance(tokens, int | np.integer):
+        tokens = range(tokens)
+    if np.ndim(tokens) == 1:
+        tokens = sorted(set(np.asarray(tokens).tolist()))
+        if tokens and not 0 <= tokens[0] <= tokens[-1] < T:
+            raise ValueError(f"longformer_attention: global tokens are among 0 to {T - 1}; got {tokens}")
+        tokens = jnp.broadcast_to(jnp.array(tokens, jnp.int32)[None], (B, len(tokens)))
+    if tokens.ndim != 2 or tokens.shape[0] != B or (tokens.dtype == bool and tokens.shape[1] != T):
+        raise ValueError(
+            f"longformer_attention: global tokens by row are [{B}, G] or flags [{B}, {T}]; got {tokens.shape}"
+        )
+    if tokens.dtype != bool:
+        tokens = jnp.sort(jnp.where(tokens < 0, T, tokens), axis=1)
+        again = jnp.pad(tokens[:, 1:] == tokens[:, :-1], [(0, 0), (1, 0)])
+        return jnp.where(again, T, tokens), None
+    if max_globals is None:
+        if isinstance(tokens, jax.core.Tracer):
+            raise ValueError("longformer_attention: traced flags of global tokens need max_globals, the most of a row")
+        max_globals = int(np.asarray(tokens).sum(1).max(initial=0))
+    chosen = jax.vmap(lambda row: jnp.nonzero(row, size=max_globals, fill_value=T)[0])(jnp.asarray(tokens))
+    return chosen, jnp.sum(tokens, axis=1) > max_globals
+
+
+def _take(x, indices):
+    """x [B, T, ...] at indices [B, G] -> [B, G, ...]; zeros at indices beyond T."""
+    index = indices.reshape(*indices.shape, *[1] * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
+
+
+def bigbird_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K Hv"],
+    layout: Layout,
+    *,
+    block: int,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N Hv"]:
+    """Internal transformer construction (ITC): global, neighbouring and random blocks. Zaheer et al. 2020, arXiv:2007.14062.
+
+    Of the nb = ceil(T / block) blocks of queries the first and the last attend to all keys, block i between them to
+    the key blocks {0, i - 1, i, i + 1, nb - 1} and `layout[n, i - 1]`. The layout is data, `[N, nb - 2, r]`, from
+    `bigbird_layout` or its kin. A block that it names twice, or that is among the five, counts twice in the softmax,
+    as in the authors' code. `mask` hides padding (`segments`, `lengths`); a query that is padding yields zeros.
+
+    Time and memory grow with T * block * (5 + r). Raises ValueError for shapes that do not fit, NotImplementedError for
+    other masks.
+    """
+    _check_self_attention("bigbird_attention", query, key, value)
+    B, T, N, _ = query.shape
+    blocks = -(-T // block)
+    if layout.shape[:2] != (N, max(blocks - 2, 0)):
+        raise ValueError(f"bigbird_attention: layout is [{N}, {max(blocks - 2, 0)}, r]; got {layout.shape}")
+    ids = _segment_ids("bigbird_attention", mask, B, T)
+    padded = lambda x: jnp.pad(x, [(0, 0), (0, blocks * block - T)] + [(0, 0)] * (x.ndim - 2))
+    query, key, value, q_ids, kv_ids = map(padded, (query, key, value, *ids))
+    keys = (None, None) if dropout_key is None else random.split(dropout_key)
+
+    ends = np.arange(blocks * block).reshape(blocks, block)[[0, -1] if blocks > 1 else [0]].reshape(-1)
+    options = dict(scale=scale, dropout_rate=dropout_rate, dropout_key=keys[0], implementation=implementation)
+    dense: Any = attention(query[:, ends], key, value, mask=segments(q_ids[:, ends], kv_ids), **options)
+    parts = [dense[:, :block], dense[:, block:]]
+    if blocks > 2:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        inner = _blocks_attention(query, key, value, q_ids, kv_ids, layout, block, scale, dropout_rate, keys[1])
+        parts.insert(1, inner)
+    return jnp.concatenate(parts, axis=1)[:, :T]
+
+
+def _blocks_attention(query, key, value, q_ids, kv_ids, layout, block, scale, dropout_rate, dropout_key):
+    """All but the first and last block of queries: `[B, T - 2 block, N, Hv]`."""
+    (B, T, N, H), K = query.shape, key.shape[2]
+    rows = T // block - 2
+    near, counted = _neighbours(rows + 2)
+    r = layout.shape[-1]
+    index = jnp.concatenate([jnp.broadcast_to(near[None], (N, rows, 5)), jnp.asarray(layout)], axis=-1)
+    head = (jnp.arange(N) // (N // K))[:, None, None]
+
+    def gathered(x):  # [B, T, K, H] -> [B, N, rows, (5 + r) block, H]
+        x = x.reshape(B, rows + 2, block, K, -1).transpose(0, 3, 1, 2, 4)
+        return x[:, head, index].reshape(B, N, rows, (5 + r) * block, -1)
+
+    query = query.reshape(B, rows + 2, block, N, H)[:, 1:-1].transpose(0, 3, 1, 2, 4)
+    q_ids = q_ids.reshape(B, rows + 2, block)[:, None, 1:-1]
+    counted = np.concatenate([counted, np.ones((rows, r), bool)], axis=1).repeat(block, axis=1)[None, None]
+    kv_ids = jnp.where(counted, kv_ids.reshape(B, rows + 2, block)[:, index].reshape(B, N, rows, -1), 0)
+    accumulate = jnp.promote_types(query.dtype, jnp.float32)
+    scores = einsum("bnrth,bnrsh->bnrts", query, gathered(key), dtype=accumulate) * scale
+    visible = (q_ids[..., None] == kv_ids[..., None, :]) & (kv_ids != 0)[..., None, :]
+    scores = jnp.where(visible, scores, -jnp.inf)
+    weights = softmax(scores.reshape(B, N, rows * block, -1)).reshape(scores.shape)
+    weights = dropout(weights, dropout_rate, dropout_key).astype(value.dtype)
+    out = einsum("bnrts,bnrsh->bnrth", weights, gathered(value))
+    return out.transpose(0, 2, 3, 1, 4).reshape(B, rows * block, N, -1)
+
+
+def _neighbours(blocks):
+    """Key blocks 0, i - 1, i, i + 1, last of the query blocks 1 .. last - 1 `[rows, 5]`, and which are there first."""
+    i = np.arange(1, blocks - 1)
+    near = np.stack([0 * i, i - 1, i, i + 1, 0 * i + blocks - 1], axis=1)
+    first = np.stack([(near[:, :j] != near[:, j : j + 1]).all(axis=1) for j in range(5)], axis=1)
+    return near, first
+
+
+def bigbird_layout(key: Array, T: int, block: int, r: int, heads: int) -> Int[Array, "N rows r"]:
+    """r distinct random blocks for every inner block of queries and every head, none of them among its five.
+
+    Raises ValueError if T has too few blocks for that.
+    """
+    blocks = -(-T // block)
+    if blocks > 2 and blocks - 5 < r:
+        raise ValueError(f"bigbird_layout: {r} random blocks beside the five need {5 + r} of them; got {blocks}")
+    rows = max(blocks - 2, 0)
+    taken = np.zeros((rows, blocks), bool)
+    if rows:
+        np.put_along_axis(taken, _neighbours(blocks)[0], True, axis=1)
+    draws = jnp.where(taken[None], -1.0, random.uniform(key, (heads, rows, blocks)))
+    return jax.lax.top_k(draws, r)[1]
+
+
+def bigbird_layout_zero(T: int, block: int, r: int, heads: int) -> Int[np.ndarray, "N rows r"]:
+    """Block 0, r times: what Hugging Face's model uses outside training, where the first block then counts 1 + r times."""
+    return np.zeros((heads, max(-(-T // block) - 2, 0), r), np.int32)
+
+
+def bigbird_layout_seeded(
+    T: int,
+    block: int,
+    r: int,
+    heads: int,
+    layer: int,
+    *,
+    max_length: int = 4096,
+    old_lengths: tuple[int, ...] = (1024, 3072, 4096),
+) -> Int[np.ndarray, "N rows r"]:
+    """The layout of the published checkpoints: NumPy's legacy generator, seeded by the layer's number.
+
+    Random blocks come from the first 2 r + 5. T in `old_lengths` follows an older plan, drawn for `max_length` positions
+    (the config's) from the first 1,024, in which some neighbours count twice; google-research's code has 2,048 among
+    these lengths as well, Hugging Face's has not. Raises ValueError for a T that is not a multiple of `block`, or has
+    no more than 2 r + 5 blocks (where Hugging Face's model attends to everything).
+    """
+    blocks, old = T // block, T in old_lengths
+    if T % block or blocks <= 2 * r + 5:
+        raise ValueError(f"bigbird_layout_seeded: T is a multiple of block {block}, > {2 * r + 5} blocks; got {T}")
+    if old and max_length < T:
+        raise ValueError(f"bigbird_layout_seeded: T = {T} is beyond max_length = {max_length}")
+    state = np.random.RandomState(layer)
+    planned = max_length // block if old else blocks  # rows beyond T are drawn too: they move the generator
+    layout = np.zeros((heads, planned, r), np.int32)
+    rows = [(head, row) for head in range(heads) for row in range(1, planned - 1)]
+    for head, row in rows if old else sorted(rows, key=lambda pair: pair[1]):  # the newer plan draws row by row
+        candidates = _old_candidates(row, block, planned) if old else np.arange(2 * r + 5)
+        drop = set() if old else _dropped(row, 2 * r + 5)
+        drawn = [j for j in state.permutation(candidates) if j not in drop][:r]
+        if len(drawn) < r:
+            raise ValueError(f"bigbird_layout_seeded: block {row} finds {len(drawn)} of {r} blocks of {block}")
+        layout[head, row] = drawn
+    return layout[:, 1 : blocks - 1]
+
+
+def _dropped(row, end):
+    """Blocks that a row may not draw from 0 .. end - 1: its five, as if there were no blocks beyond."""
+    return {0, row - 1, row, row + 1, end - 1} | ({end - 2} if row == 1 else set()) | ({1} if row == end - 2 else set())
+
+
+def _old_candidates(row, block, blocks):
+    """Inner blocks of the first 1,024 positions, without the row's neighbours unless the row lies beyond them."""
+    last = 1024 // block - 1 if 2 * block < 1024 else blocks - 1
+    last = min(last, blocks - 2)
+    if row >= blocks - 3 or row - 2 > last:
+        return np.arange(1, last + 1)
+    return np.concatenate([np.arange(1, row - 1), np.arange(row + 2, last + 1)])
+
+
+def _segment_ids(name, mask, B, T):
+    """The mask as ids [B, T] of queries and of keys, 0 for padding. Raises NotImplementedError if it is more than that."""
+    mask = as_mask(mask, name)
+    parts = [part for part in mask.conjuncts() if part.rule is not rules.full]
+    others = [part for part in parts if part.rule not in (rules.segments, rules.lengths)]
+    others += [part for part in parts if part.rule is rules.segments][1:]  # ids of two do not make one
+    if others or not (mask.offset is None or (isinstance(mask.offset, int) and mask.offset == 0)):
+        raise NotImplementedError(
+            f"{name}(mask={mask}): lengths and one segments only, no {others[0] if others else 'offset'}; attention() "
+            "takes any mask"
+        )
+    return tuple(jnp.broadcast_to(ids, (B, T)) for ids in rules.segment_ids(parts, *[jnp.arange(T)] * 2))
+
+
+def _check_self_attention(name, query, key, value):
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    if query.shape[:2] != key.shape[:2] or key.shape[:3] != value.shape[:3] or query.shape[2] % key.shape[2]:
+        raise ValueError(f"{name}: B and T of query, key and value must agree, and key heads divide N; got {shapes}")

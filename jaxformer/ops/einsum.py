@@ -1,0 +1,143 @@
+"""The one door for every matrix product of a model."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
+
+from jaxformer.sharding import automatic
+
+
+def einsum(
+    spec: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype=None, *, operand_dtype=None
+) -> Float[Array, "..."]:
+    """Product of x and w over the shared axes of `spec`, in x's precision, summed in float32; result in `dtype` (x's own).
+
+    x and w are cast to `operand_dtype` (x's own) on the way in, and each gradient comes back in the dtype of its operand: a
+    bfloat16 activation times a float32 parameter is a bfloat16 product with a float32 gradient. `spec` names every axis (no
+    ellipsis), each in at least two of the three.
+
+    Low-precision products carry a custom VJP, because autodiff would multiply a float32 cotangent by a bfloat16 operand
+    and leave the fast path (and on CPU, fall off it by 5x). At float32 and above this is `jnp.einsum`, differentiable
+    to any order. Under Explicit axes the result's axes are split as the operands' are, and sums over split ones are whole.
+    """
+    dtype, narrow = dtype or x.dtype, jnp.dtype(operand_dtype or x.dtype)
+    if narrow.itemsize >= 4:
+        product = lambda x, w: jnp.einsum(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
+    else:
+        product = partial(_low_precision, spec, narrow, dtype, (x.dtype, w.dtype))
+    return automatic(product, lambda _: _kept(spec, x, w))(x, w)
+
+
+def _kept(spec: str, x: Array, w: Array) -> P:
+    """How the result's axes are split: as x's are, or w's, each mesh axis once."""
+    x_axes, w_axes, out = _axes(spec)
+    entries = dict(zip(w_axes, jax.typeof(w).sharding.spec, strict=True))
+    entries |= {axis: entry for axis, entry in zip(x_axes, jax.typeof(x).sharding.spec, strict=True) if entry}
+    used, kept = set(), []
+    for entry in map(entries.get, out):
+        over = {entry} if isinstance(entry, str) else set(entry or ())
+        kept.append(None if over & used else entry)
+        used |= over
+    return P(*kept)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _low_precision(spec, narrow, dtype, dtypes, x, w):
+    return _dot(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
+
+
+def _forward(spec, narrow, dtype, dtypes, x, w):
+    x, w = x.astype(narrow), w.astype(narrow)
+    return _dot(spec, x, w).astype(dtype), (x, w)
+
+
+def _backward(spec, narrow, dtype, dtypes, residuals, g):
+    x, w = residuals
+    x_axes, w_axes, out = _axes(spec)
+    g = g.astype(x.dtype)
+    batch = "".join(axis for axis in out if axis in x_axes and axis in w_axes)
+    # g may come straight from a product that was made batch first: folded together, the two have no kernel on CPU either
+    dx = _dot(f"{out},{w_axes}->{x_axes}", g if out.startswith(batch) else _settled(g), w)
+    dw = _gradient(f"{x_axes},{out}->{w_axes}", x, g)
+    return dx.astype(dtypes[0]), dw.astype(dtypes[1])
+
+
+_low_precision.defvjp(_forward, _backward)
+
+
+def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x + bias over x's last axes, in x's precision; the bias's gradient is summed in float32 or better.
+
+    Autodiff would sum the cotangents of all tokens in bfloat16, which stops growing after some thousand of them.
+    """
+    bias = bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
+    if x.dtype.itemsize >= 4:
+        return x + bias.astype(x.dtype)
+    return _add_low_precision(bias.dtype, x, bias)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_low_precision(bias_dtype, x, bias):
+    return x + bias.astype(x.dtype)
+
+
+def _add_forward(bias_dtype, x, bias):
+    return _add_low_precision(bias_dtype, x, bias), bias.shape
+
+
+def _add_backward(bias_dtype, shape, g):
+    summed = tuple(axis for axis, size in enumerate(shape) if size == 1 and g.shape[axis] != 1)
+    return g, jnp.sum(g.astype(jnp.float32), axis=summed, keepdims=True).astype(bias_dtype)
+
+
+_add_low_precision.defvjp(_add_forward, _add_backward)
+
+
+def _axes(spec: str) -> tuple[str, str, str]:
+    inputs, out = spec.replace(" ", "").split("->")
+    a, b = inputs.split(",")
+    return a, b, out
+
+
+def _dot(spec, a, b):
+    """The product with float32 sums. The operand that owns the result's first free axis goes first.
+
+    XLA:CPU has no kernel for some products that are written the other way round ("Unsupported element type for DotThunk"),
+    nor for a batch axis between two free ones: there the result is made batch first, and turned afterwards.
+    """
+    a_axes, b_axes, out = _axes(spec)
+    batch = "".join(axis for axis in out if axis in a_axes and axis in b_axes)
+    for axes in (a_axes, b_axes):
+        free = [axis for axis in axes if axis in out and axis not in batch]
+        if len(free) > 1 and batch and not out.startswith(batch) and "".join(free) not in out:
+            order = batch + "".join(axis for axis in out if axis not in batch)
+            y = _settled(_dot(f"{a_axes},{b_axes}->{order}", a, b))
+            return jnp.transpose(y, [order.index(axis) for axis in out])
+    free = [axis for axis in out if not (axis in a_axes and axis in b_axes)]
+    if free and free[0] in b_axes:
+        a_axes, b_axes, a, b = b_axes, a_axes, b, a
+    return jnp.einsum(f"{a_axes},{b_axes}->{out}", a, b, preferred_element_type=jnp.float32)
+
+
+def _gradient(spec, x, g):
+    """The gradient of a weight, x^T g. Where nothing is batched, the smaller of x and g is the one that gets transposed.
+
+    XLA:CPU transposes the operand that gives the result's leading axes, on one thread and with what made it fused in; so
+    those are made the smaller one's, and the result, which is small, is transposed instead.
+    """
+    x_axes, g_axes, out = _axes(spec)
+    if any(axis in x_axes and axis in g_axes for axis in out):
+        return _settled(_dot(spec, x, g))
+    (small, b), (large, a) = sorted([(x_axes, x), (g_axes, g)], key=lambda operand: operand[1].size)
+    order = "".join(sorted(out, key=lambda axis: axis not in small))  # stable: the small operand's axes first
+    y = _settled(jnp.einsum(f"{large},{small}->{order}", a, b, preferred_element_type=jnp.float32))
+    return y if order == out else jnp.transpose(y, [order.index(axis) for axis in out])
+
+
+def _settled(x):
+    """x, on CPU as it is: later transposes must not be folded back into the product that made it."""
+    return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)

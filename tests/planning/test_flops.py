@@ -1,0 +1,186 @@
+"""Operations counted in a program against closed forms, and against XLA where XLA counts right."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxformer import masks, models
+from jaxformer.data.sources import Stdlib
+from jaxformer.models import LanguageModel, ModelConfig, cost, presets
+from jaxformer.ops import attention
+from jaxformer.ops.attention import blockwise
+from jaxformer.parallel import Mesh, make_mesh
+from jaxformer.planning import flops
+from jaxformer.training.experiment import Experiment
+from jaxformer.training.state import init_state
+from jaxformer.training.step import make_train_step
+
+B, T, D, L, V = 2, 64, 32, 3, 128
+CONFIG = ModelConfig(
+    V, L, D, num_heads=4, context_length=T, use_bias=False, heads=(), attention_implementation="reference"
+)
+floats = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
+
+
+def forward(config):
+    parameters = jax.eval_shape(lambda: models.init(config, jax.random.key(0)))
+    return flops.count(partial(models.apply, config), parameters, tokens).matmul
+
+
+def step(config, **changes):
+    """What a training step of B sequences computes."""
+    experiment = Experiment("counted", replace(config, heads=(LanguageModel(),)), Stdlib(), batch_size=B, **changes)
+    batch = {"tokens": tokens, "labels": tokens, "weights": floats(B, T)}
+    return flops.count(make_train_step(experiment), jax.eval_shape(partial(init_state, experiment)), batch)
+
+
+@pytest.mark.parametrize("unroll", [1, L])
+def test_a_layer_takes_24_n_d2_and_4_n2_d(unroll):
+    """Four square products of attention and two of the feed-forward, 4 wide; scores and their use (Kaplan et al. 2020)."""
+    assert forward(replace(CONFIG, unroll=unroll)) == L * B * (24 * T * D**2 + 4 * T**2 * D)
+
+
+def test_a_step_takes_three_forwards_and_with_full_remat_nearly_four():
+    layers, head = forward(CONFIG), 2 * B * T * D * V
+    assert step(CONFIG).matmul == 3 * (layers + head)
+    # nobody needs the output of a layer's last product again, and the loss keeps its logits' gradients as it goes
+    again = layers - L * B * T * 2 * 4 * D**2
+    assert step(replace(CONFIG, remat="full")).matmul == 3 * (layers + head) + again
+    # "dots" keeps every product with weights: what attention multiplies inside is computed again
+    assert step(replace(CONFIG, remat="dots")).matmul == 3 * (layers + head) + L * B * 4 * T**2 * D
+    assert step(CONFIG, accumulation=2).matmul == step(CONFIG).matmul
+
+
+@pytest.mark.parametrize("name", ["gpt2_small", "llama_7b", "qwen2_05b"])
+def test_the_closed_form_is_within_a_percent_of_the_count(name):
+    config = replace(
+        presets.PRESETS[name], num_layers=2, context_length=256, vocab_size=4096, dropout_rate=0.0,
+        attention_dropout_rate=0.0, attention_implementation="reference",
+    )  # fmt: skip
+    experiment = Experiment("counted", config, Stdlib(), batch_size=B, precision="bfloat16")
+    batch = {key: jax.ShapeDtypeStruct((B, 256), jnp.int32) for key in ("tokens", "labels")} | {
+        "weights": floats(B, 256)
+    }
+    counted = flops.count(make_train_step(experiment), jax.eval_shape(partial(init_state, experiment)), batch)
+    assert counted.matmul == pytest.approx(cost.training_flops(config, 256) * B * 256, rel=0.01)
+    assert not counted.notes
+
+
+def test_xla_counts_the_same_of_an_unrolled_model():
+    """XLA counts a loop's body once and a kernel not at all; without either, products and elementwise are together."""
+    config = replace(CONFIG, unroll=L)
+    parameters = jax.eval_shape(lambda: models.init(config, jax.random.key(0)))
+    function = lambda p, t: models.apply(config, p, t).hidden
+    counted = flops.count(function, parameters, tokens)
+    theirs = jax.jit(function).lower(parameters, tokens).compile().cost_analysis()["flops"]
+    assert counted.matmul < theirs and counted.matmul + counted.elementwise == pytest.approx(theirs, rel=0.05)
+
+
+def test_blockwise_attention_counts_what_it_visits():
+    """Blocks that the mask leaves empty are no work: its loops' bounds are constants, though no loop's length is."""
+    query = floats(B, 512, 4, 16)
+    for mask in (masks.causal(), masks.causal() & masks.window(100), masks.full()):
+        run = lambda q, k, v, mask=mask: blockwise.attention(q, k, v, mask=mask, scale=1.0, block=(32, 64))[0]
+        visited = int((mask.sized(512).blocks(512, 512, (32, 64)) != masks.EMPTY).sum()) * 32 * 64
+        counted = flops.count(run, query, query, query)
+        assert counted.matmul == visited * B * 4 * 16 * 4 and not counted.notes
+        both = flops.count(jax.grad(lambda *a, run=run: run(*a).sum(), (0, 1, 2)), query, query, query)
+        assert (
+            both.matmul == 7 / 2 * counted.matmul and not both.notes
+        )  # scores again, and two products for each of two
+
+
+def test_inside_a_model_too():
+    """There, differentiation cuts the scan over query blocks in two, and one half makes the other's indices."""
+    whole, blocks = (
+        step(replace(CONFIG, attention_implementation=name, remat=remat))
+        for name, remat in (("reference", "none"), ("blockwise", "none"))
+    )
+    assert not blocks.notes and blocks.matmul < 1.2 * whole.matmul
+
+
+def test_the_splash_kernel_counts_its_blocks():
+    from jaxformer.ops.attention import splash
+
+    query = floats(1, 512, 2, 128)
+    run = lambda mask, q: splash.attention(q, q, q, mask=mask, scale=1.0)
+    whole = flops.count(partial(run, masks.full()), query)
+    assert whole.matmul == 4 * 2 * 512**2 * 128 and not whole.notes
+    banded = flops.count(partial(run, masks.causal()), floats(1, 2048, 2, 128))
+    assert banded.matmul == 10 / 16 * 4 * 2 * 2048**2 * 128  # 4 x 4 blocks of 512, those above the diagonal left out
+
+
+def test_loops_of_known_and_of_unknown_length():
+    x = floats(8, 8)
+    once = 2 * 8**3
+    body = lambda _, y: y @ y
+    assert flops.count(lambda x: jax.lax.fori_loop(0, 5, body, x), x).matmul == 5 * once
+    assert flops.count(lambda x: jax.lax.while_loop(lambda y: y[0, 0] < 1, lambda y: y @ y, x), x).matmul == once
+    assert flops.count(lambda x: jax.lax.while_loop(lambda y: y[0, 0] < 1, lambda y: y @ y, x), x).notes
+    assert flops.count(lambda n, x: jax.lax.fori_loop(0, n, body, x), jax.ShapeDtypeStruct((), jnp.int32), x).notes
+
+    def triangle(x):  # bounds that depend on the turn of the loop outside
+        outer = lambda i, y: jax.lax.fori_loop(0, i, body, y)
+        return jax.lax.fori_loop(0, 6, outer, x)
+
+    counted = flops.count(triangle, x)
+    assert counted.matmul == 15 * once and not counted.notes
+    assert flops.count(lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, length=7)[0], x).matmul == 7 * once
+
+
+def test_a_loop_over_rows_counts_for_all_of_them():
+    """As of routed experts, whose tokens come in blocks: how many are full the data say, and the array how many can be."""
+    x, w = floats(6, 4, 8), floats(8, 8)
+    run = lambda n, x, w: jax.lax.fori_loop(0, n, lambda i, out: out + x[i] @ w, jnp.zeros((4, 8)))
+    counted = flops.count(run, jax.ShapeDtypeStruct((), jnp.int32), x, w)
+    assert counted.matmul == 6 * 2 * 4 * 8 * 8 and counted.notes == {flops.ROWS}
+
+
+def test_ring_attention_counts_each_device_for_itself():
+    """Which blocks a device meets depends on its place on the axis."""
+    query = floats(2, 1024, 4, 16)
+    mesh = make_mesh(Mesh(data=2, context=4)).abstract_mesh
+    run = jax.jit(partial(attention, mask=masks.causal(), implementation="ring"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        counted = flops.count(run, query, query, query)
+    dense = 2 * 4 * 2 * 1024**2 * 16 * 2
+    assert not counted.notes and dense / 2 < counted.matmul < 0.7 * dense
+
+
+def test_of_branches_the_dearest():
+    x = floats(8, 8)
+    branch = lambda p, x: jax.lax.cond(p, lambda x: x @ x @ x, lambda x: x @ x, x)
+    counted = flops.count(branch, jax.ShapeDtypeStruct((), jnp.bool_), x)
+    assert counted.matmul == 4 * 8**3 and "upper bound" in min(counted.notes)
+
+
+def test_devices_under_shard_map_count_together():
+    mesh = make_mesh(Mesh(data=2, fsdp=2, tensor=2))
+    mapped = jax.shard_map(lambda x, y: x @ y, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    # fsdp and tensor are manual, too, and compute the same: twice two times the work
+    assert flops.count(mapped, floats(8, 8), floats(8, 8)).matmul == 4 * 2 * 8**3
+    one = jax.shard_map(
+        lambda x, y: x @ y, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"}
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert flops.count(jax.jit(one), floats(8, 8), floats(8, 8)).matmul == 2 * 8**3
+
+
+def test_bytes_of_products_lookups_and_scatters():
+    assert flops.count(jnp.matmul, floats(4, 8), floats(8, 2))[2:4] == (4 * (32 + 16), 4 * 8)
+    taken = flops.count(lambda x, i: x.at[i].get(mode="clip"), floats(1000, 8), jax.ShapeDtypeStruct((5,), jnp.int32))
+    assert taken.read == taken.written == 4 * 5 * 8
+
+
+def test_convolutions_and_ragged_products():
+    image, kernel = floats(1, 3, 8, 8), floats(5, 3, 2, 2)
+    convolve = lambda x, w: jax.lax.conv(x, w, (2, 2), "VALID")
+    assert flops.count(convolve, image, kernel).matmul == 2 * (5 * 4 * 4) * (3 * 2 * 2)
+    groups = jax.ShapeDtypeStruct((4,), jnp.int32)
+    ragged = lambda x, w, g: jax.lax.ragged_dot(x, w, g)
+    assert flops.count(ragged, floats(12, 8), floats(4, 8, 6), groups).matmul == 2 * 12 * 8 * 6

@@ -1,0 +1,211 @@
+"""Plans: of tiny models by the TPU's compiler where it is installed, and what needs none of it."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxformer import cli
+from jaxformer.errors import ConfigError
+from jaxformer.models import cost, presets
+from jaxformer.parallel import Mesh, make_mesh
+from jaxformer.planning import plan, roofline, search, topology
+from jaxformer.planning.compile import attending, trace
+from jaxformer.planning.hlo import Collective
+
+V5E = cost.CHIPS["TPU v5 lite"]
+LLAMA = plan.of_preset("llama_7b", presets.llama_7b)
+
+PLANNED = """
+import json, sys
+from dataclasses import replace
+from jaxformer.planning import topology
+topology.prepare()
+from jaxformer.planning import plan
+from jaxformer.planning.compile import trace
+from jaxformer.models import presets
+from jaxformer.parallel import Mesh
+model = replace(presets.gpt2_small, num_layers=2, d_model=512, num_heads=4, vocab_size=1024, context_length=256)
+experiment = replace(plan.of_preset("small", model), batch_size=16)
+for name in sys.argv[1:]:
+    devices = topology.devices(name)
+    sized = replace(experiment, mesh=Mesh(data=1, fsdp=len(devices) // 2, tensor=2))
+    made = plan.as_json(plan.plan(sized, name, devices, fast=True))
+    print(json.dumps(made | {"by_hand": trace(sized, devices).argument_bytes}))
+"""
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs pip install 'jaxformer[tpu]'")
+def test_small_models_are_planned_for_every_generation():
+    """Arguments as large as by hand, the new state in place of the old, and the exchanges of FSDP and tensor splits."""
+    names = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+    run = subprocess.run([sys.executable, "-c", PLANNED, *names], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    made = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [one["topology"] for one in made] == names
+    for one in made:
+        assert one["fits"] and one["donated"] and not any("made whole" in note for note in one["notes"])
+        # vectors are padded to tiles of at most 4 KiB; there are 3 copies of some 20 leaves
+        assert one["by_hand"] <= one["argument_bytes"] <= 1.01 * one["by_hand"] + 60 * 2**12
+        kinds = {(found["kind"], axis) for found in one["collectives"] for axis in found["axes"]}
+        assert ("all-gather", "fsdp") in kinds and any(axis == "tensor" for _, axis in kinds)
+        assert one["model_flops"] == pytest.approx(one["closed_form"], rel=0.01)
+        assert one["flops"] > one["model_flops"] and one["moved_bytes"] > one["argument_bytes"]
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs pip install 'jaxformer[tpu]'")
+def test_what_does_not_fit_is_an_answer():
+    small = ["--model.num-layers=2", "--batch-size=256", "--model.attention-implementation=reference"]
+    command = [sys.executable, "-m", "jaxformer", "plan", "llama_7b", "--topology", "v5e:1x1", "--fast", "--json"]
+    run = subprocess.run([*command, *small], capture_output=True, text=True)
+    assert run.returncode == 3, run.stderr
+    made = json.loads(run.stdout)
+    assert not made["fits"] and made["peak_bytes"] > made["capacity_bytes"] and len(made["largest"]) >= 3
+    assert made["changes"] and all(one["saved"] > 0 and one["options"].startswith("--") for one in made["changes"])
+
+
+def test_rings_take_what_rings_take():
+    """(n - 1) / n of an array to gather it, twice that to sum it, over both directions of one link of four: 100 GB/s."""
+    mesh = make_mesh(Mesh(data=2, fsdp=4))
+    size, way = 10**9, 400e9 / 4 / 2  # an open line has half of a ring
+    seconds = lambda kind, axes: roofline.network([Collective(kind, axes, 1, size)], mesh, V5E)
+    assert seconds("all-gather", ("fsdp",)) == {"fsdp": pytest.approx(3 / 4 * size / way)}
+    assert seconds("all-reduce", ("fsdp",)) == {"fsdp": pytest.approx(2 * 3 / 4 * size / way)}
+    assert seconds("reduce-scatter", ("fsdp",)) == {"fsdp": pytest.approx(3 * size / way)}
+    assert seconds("all-gather", ("data", "fsdp")) == {"data*fsdp": pytest.approx(7 / 8 * size / way)}
+    assert seconds("send", ()) == {"outside others": pytest.approx(size / V5E.outside)}
+
+
+class Device:
+    """A device of a torus or of a host of GPUs, as far as a roofline looks at it."""
+
+    def __init__(self, platform, coords=None, process=0, part=0):
+        self.platform, self.coords, self.process_index, self.slice_index = platform, coords, process, part
+
+
+def test_a_whole_torus_dimension_is_a_ring_and_slices_and_hosts_have_their_own_network():
+    torus = np.array([[Device("tpu", [x, y]) for y in range(16)] for x in range(16)])
+    mesh = type("Mesh", (), {"devices": torus, "axis_names": ("data", "fsdp")})
+    both, one = (
+        roofline.network([Collective("all-gather", axes, 1, 10**9)], mesh, V5E)
+        for axes in (("data", "fsdp"), ("fsdp",))
+    )
+    assert one["fsdp"] == pytest.approx(15 / 16 * 1e9 / 100e9) and both["data*fsdp"] == pytest.approx(
+        255 / 256 * 1e9 / 200e9
+    )
+    h200 = cost.CHIPS["NVIDIA H200"]
+    hosts = np.array([[Device("gpu", process=host) for _ in range(8)] for host in range(4)])
+    mesh = type("Mesh", (), {"devices": hosts, "axis_names": ("data", "fsdp")})
+    inside = roofline.network([Collective("all-gather", ("fsdp",), 1, 10**9)], mesh, h200)
+    assert inside == {"fsdp": pytest.approx(7 / 8 * 1e9 / 450e9)}
+    across = roofline.network([Collective("all-reduce", ("data",), 1, 10**9)], mesh, h200)
+    assert across == {"outside data": pytest.approx(2 * 3 / 4 * 1e9 / 50e9)}
+
+
+def test_a_step_waits_for_tensor_exchanges_but_not_for_fsdp():
+    assert roofline.step({"compute": 3.0, "memory": 1.0, "fsdp": 2.0, "tensor": 1.0}) == 4.0
+    assert roofline.step({"compute": 3.0, "memory": 1.0, "fsdp": 5.0}) == 5.0
+    assert roofline.step({"compute": 3.0, "memory": 6.0, "fsdp": 5.0}) == 6.0
+
+
+def test_utilization_in_both_conventions():
+    found = cost.utilization(presets.llama_7b, 2048, 10_000.0, 4, "TPU v5 lite")
+    assert found["6N+12LNHT"] == pytest.approx(cost.training_flops(presets.llama_7b, 2048) * 10_000 / (4 * 197e12))
+    assert found["6N"] < found["6N+12LNHT"]
+    with pytest.raises(ConfigError, match="abacus: its peak is not known"):
+        cost.utilization(presets.llama_7b, 2048, 1.0, 1, "abacus")
+
+
+def test_every_chip_says_where_its_figures_come_from():
+    assert all(chip.source and chip.outside < chip.network < chip.bandwidth < chip.peak for chip in cost.CHIPS.values())
+    assert all(gpu.kind in cost.CHIPS for gpu in topology.GPUS.values())
+
+
+def test_the_estimate_knows_what_saves_memory():
+    """12 bytes a parameter for the state of AdamW, split over fsdp; each change of the list takes less than before."""
+    base = replace(LLAMA, batch_size=64, mesh=Mesh(data=2, fsdp=8), model=replace(LLAMA.model, remat="none"))
+    size = lambda experiment: search.estimate(experiment, 16, V5E).bytes
+    state = 16 * 6.74e9 / 8  # with gradients
+    assert state < size(replace(base, model=replace(base.model, remat="full"), batch_size=16)) < 1.4 * state
+    for other in (
+        replace(base, model=replace(base.model, remat="full")),
+        replace(base, accumulation=4),
+        replace(base, mesh=Mesh(data=1, fsdp=16)),
+    ):
+        assert size(other) < size(base)
+    with pytest.raises(ConfigError, match="does not divide"):
+        search.estimate(replace(base, mesh=Mesh(data=1, fsdp=1, tensor=16), model=presets.gpt2_small), 16, V5E)
+
+
+def test_candidates_make_up_the_devices():
+    found = list(search.candidates(LLAMA, 16))
+    assert len({(one.mesh, one.batch_size, one.model.remat) for one in found}) == len(found) > 100
+    for one in found:
+        rows = one.mesh.data * one.mesh.fsdp * one.mesh.expert
+        assert rows * one.mesh.tensor == 16 and one.batch_size % rows == 0
+    one = replace(found[0], mesh=replace(LLAMA.mesh, fsdp=8, tensor=2), batch_size=32)
+    assert search.options(one, LLAMA) == "--mesh.fsdp=8 --mesh.tensor=2 --batch-size=32 --model.remat=none"
+
+
+def test_show_sharding_lists_every_parameter(capsys):
+    assert cli.main(["show", "llama2_70b", "--sharding", "--devices", "512", "--mesh.fsdp=128", "--mesh.tensor=4"]) == 0
+    out = capsys.readouterr().out
+    assert "layers/feedforward/up/kernel" in out and "146,800,640" in out.split("feedforward/up")[1].splitlines()[0]
+    assert "80x8192x28672   - fsdp tensor" in out
+    assert cli.main(["show", "llama_7b", "--sharding"]) == 2 and "give --devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["t5_small", "--topology", "v5e:2x2"], "t5_small: plans train language models"),
+        (["gpt2_small"], "plan: give --topology"),
+        (["gpt2_small", "--topology", "h200:8"], "expected slices x hosts x GPUs"),
+    ],
+)
+def test_what_is_asked_wrongly_is_said_in_a_line(arguments, words, capsys, monkeypatch):
+    monkeypatch.setattr(topology, "prepare", lambda: None)
+    assert cli.main(["plan", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_attention_as_the_platform_would_choose():
+    chosen = lambda experiment, platform: attending(experiment, platform).model.attention_implementation
+    assert chosen(LLAMA, "tpu") == "splash" and chosen(LLAMA, "gpu") == "blockwise"
+    assert (
+        chosen(replace(LLAMA, model=replace(LLAMA.model, attention_implementation="reference")), "tpu") == "reference"
+    )
+    assert chosen(replace(LLAMA, model=replace(LLAMA.model, attention_dropout_rate=0.1)), "tpu") == "blockwise"
+
+
+def test_the_compilers_log_is_heard(tmp_path, monkeypatch):
+    monkeypatch.setenv("TPU_LOG_DIR", str(tmp_path))
+    (tmp_path / "tpu_driver.WARNING").write_text("old [spmd] Involuntary full rematerialization.\n")
+    with topology.listening() as log:
+        with (tmp_path / "tpu_driver.WARNING").open("a") as file:
+            file.write("[spmd] Involuntary full rematerialization. The compiler ...\n")
+        print("Involuntary full rematerialization", file=sys.__stderr__, flush=True)
+    assert log.resharded == 1 + ("Involuntary" in log.text.split("[spmd]")[0])
+    assert "old" not in log.text
+
+
+def test_an_estimate_is_a_plan_for_devices_that_are_here():
+    """The same code on this process's own devices: state in place, memory as the compiler has it, a name for each sum."""
+    small = replace(
+        presets.gpt2_small, num_layers=2, d_model=64, num_heads=2, vocab_size=256, context_length=32, dropout_rate=0.0,
+        attention_dropout_rate=0.0,
+    )  # fmt: skip
+    experiment = replace(plan.of_preset("small", small), batch_size=16, mesh=Mesh(data=2, fsdp=4))
+    traced = trace(experiment, jax.devices())
+    with jax.sharding.use_abstract_mesh(traced.mesh.abstract_mesh):
+        memory = traced.stage.lower().compile().memory_analysis()
+    assert memory.argument_size_in_bytes == traced.argument_bytes
+    with pytest.raises(ConfigError, match="does not divide"):
+        trace(replace(experiment, batch_size=12), jax.devices())
