@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, NotImplementedError) as error:  # a mixer refuses what it cannot do by name
         print(f"jaxformer: {error}", file=sys.stderr)
         return 2
+    except SystemExit as end:  # the options were asked for
+        return int(end.code or 0)
     except BrokenPipeError:  # whoever read our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -72,8 +74,6 @@ def train(argv: list[str]) -> int:
         raise ConfigError(f"--runs={runs}: a run's folder is a path; mount the bucket (gcsfuse) and give its path")
     name, arguments = _name(argv, "train EXPERIMENT")
     source, experiment = _experiment(name, arguments, f"python -m jaxformer train {name}")
-    if experiment is None:
-        return 0
 
     from jaxformer.analysis import figures
     from jaxformer.parallel import multihost
@@ -98,13 +98,13 @@ def train(argv: list[str]) -> int:
 
 
 def _experiment(name: str, arguments: list[str], usage: str):
-    """(the source, the experiment with its options); None for the experiment where the options are asked for."""
+    """(the source, the experiment with its options). Ends the program where the options are asked for."""
     from dataclasses import replace
 
     source = config.read(name)
     if "--help" in arguments or "-h" in arguments:
         print(config.help_text(source.experiment, usage))
-        return source, None
+        raise SystemExit(0)
 
     from jaxformer.training.experiment import Experiment
     from jaxformer.training.names import offered
@@ -205,8 +205,6 @@ def show(argv: list[str]) -> int:
     from jaxformer.training.experiment import Experiment
 
     shown = _shown(name, arguments, lambda name: PRESETS[name])
-    if shown is None:
-        return 0
     model = shown.model if isinstance(shown, Experiment) else shown
     print(json.dumps(config.describe(shown), indent=2))
     if models.is_config(model):
@@ -230,9 +228,6 @@ def _shown(name: str, arguments: list[str], preset):
             raise ConfigError(f"{name}: no experiment or preset of that name{near}; the command `list` shows all")
         return _experiment(name, arguments, usage)[1]
     made = preset(name)
-    if "--help" in arguments or "-h" in arguments:
-        print(config.help_text(made, usage))
-        return None
     return config.override(made, arguments, {**NAMES, "": MODEL})
 
 
@@ -242,7 +237,7 @@ def _show_sharding(argv: list[str]) -> int:
 
     import jax
 
-    from jaxformer import models, parallel
+    from jaxformer import models, parallel, sharding
 
     experiment = _shown(name, arguments, _pretraining)
     fixed = [size for axis in parallel.AXES if (size := getattr(experiment.mesh, axis)) != -1]
@@ -252,7 +247,7 @@ def _show_sharding(argv: list[str]) -> int:
         )
     sizes = experiment.mesh.shape(int(count) if count else math.prod(fixed))
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    print(parallel.describe(models.spec(experiment.model), mesh))
+    print(sharding.describe(models.spec(experiment.model), mesh))
     return 0
 
 

@@ -43,6 +43,7 @@ def ours(shape: str, precision: Any):
 
     from experiments.shakespeare_char import experiment
     from jaxformer.training.loop import keep_memory
+    from jaxformer.training.recipe import build
     from jaxformer.training.state import init_state
     from jaxformer.training.step import make_train_step
 
@@ -55,8 +56,9 @@ def ours(shape: str, precision: Any):
     experiment = replace(experiment, model=model, batch_size=batch, precision=precision)
     tokens = jax.random.randint(jax.random.key(0), (batch, context), 0, vocabulary)
     data = {"tokens": tokens, "labels": tokens, "weights": jax.numpy.ones((batch, context))}
-    state = jax.jit(partial(init_state, experiment))()
-    compiled = jax.jit(make_train_step(experiment), donate_argnums=0)
+    recipe = build(experiment)
+    state = jax.jit(partial(init_state, recipe))()
+    compiled = jax.jit(make_train_step(recipe), donate_argnums=0)
 
     def step():
         nonlocal state

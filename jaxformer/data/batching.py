@@ -49,7 +49,7 @@ def batches(split: Any, batch_size: int, seed: int, own: np.ndarray | None = Non
         raise ConfigError("data: there is nothing to train on, the split is empty")
     # indices are batched rather than examples: one vectorised gather instead of B small ones
     mine = slice(None) if own is None else own
-    return _order(len(split), seed).batch(batch_size).map(lambda indices: gather(split, indices[mine]))
+    return _order(len(split), seed).batch(batch_size).map(lambda indices: take_rows(split, indices[mine]))
 
 
 LARGEST = 2**32 - 1  # grain's shuffle has indices of 32 bits
@@ -91,7 +91,7 @@ class ValidationBatches:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         indices = range(len(self))[index] * self.batch_size + self.own
-        batch = gather(self.split, np.minimum(indices, len(self.split) - 1))
+        batch = take_rows(self.split, np.minimum(indices, len(self.split) - 1))
         if "weights" not in batch:
             raise ConfigError(f"data: validation examples have no weights, only {', '.join(batch)}; add weights of 1")
         weights = np.asarray(batch["weights"])
@@ -102,10 +102,10 @@ class ValidationBatches:
 validation_batches = ValidationBatches
 
 
-def gather(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Examples number `indices` as one batch: by the split's own `gather`, or one by one where it has none."""
-    if hasattr(split, "gather"):
-        return split.gather(indices)
+def take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
+    """Examples number `indices` as one batch: by the split's own `take_rows`, or one by one where it has none."""
+    if hasattr(split, "take_rows"):
+        return split.take_rows(indices)
     rows = [split[int(index)] for index in indices]
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
@@ -123,7 +123,7 @@ def unigram_entropy(dataset: sources.Dataset) -> float:
 
 def _label_counts(split: Any, vocab_size: int) -> np.ndarray:
     if not hasattr(split, "tokens"):
-        batch = gather(split, np.arange(min(len(split), 4096)))
+        batch = take_rows(split, np.arange(min(len(split), 4096)))
         return np.bincount(batch["labels"].ravel(), batch["weights"].ravel(), vocab_size)
     counts = np.zeros(vocab_size)
     for start in range(1, len(split.tokens), 1 << 22):  # a piece at a time: bincount widens its input to 8 bytes

@@ -1,7 +1,7 @@
 """Text as next-token data: what a path names, or the source of Python's own library, which every machine has.
 
 A data set is any object with `open(model) -> Dataset`. A `Dataset` has two splits. A split is anything with `len` and
-`[i] -> {name: array}`; it may also offer `gather(indices)`, which makes a whole batch at once. The objective says which
+`[i] -> {name: array}`; it may also offer `take_rows(indices)`, which makes a whole batch at once. The objective says which
 names it reads; `weights` are there always.
 """
 
@@ -91,9 +91,9 @@ class Windows:
         return -(-(len(self.tokens) - 1 - self.length) // self.stride) + 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {name: rows[0] for name, rows in self.gather(np.array([range(len(self))[index]])).items()}
+        return {name: rows[0] for name, rows in self.take_rows(np.array([range(len(self))[index]])).items()}
 
-    def gather(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Windows number `indices` as arrays [B, T]: tokens and labels int32, weights float32."""
         positions = np.asarray(indices)[:, None] * self.stride + np.arange(self.length + 1)
         rows = self.tokens[np.minimum(positions, len(self.tokens) - 1)]

@@ -104,9 +104,9 @@ class Examples:
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {name: rows[0] for name, rows in self.gather(np.array([range(len(self))[index]])).items()}
+        return {name: rows[0] for name, rows in self.take_rows(np.array([range(len(self))[index]])).items()}
 
-    def gather(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Examples number `indices` as arrays [B, T]: tokens and labels int32, weights float32."""
         rows = np.stack([self._example(int(index)) for index in indices], axis=1)
         batch = {"tokens": rows[0], "labels": rows[1], "weights": rows[2].astype(np.float32)}

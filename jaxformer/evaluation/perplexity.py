@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.ops.losses import LossSums
-from jaxformer.parallel import settled
+from jaxformer.parallel import block_if_simulated
 
 
 def perplexity(
@@ -25,7 +25,7 @@ def perplexity(
     for number, batch in enumerate(batches):
         # a batch on other processes' devices cannot be put
         there = all(isinstance(leaf, jax.Array) for leaf in batch.values())
-        part = settled(score(params, batch if there else jax.device_put(batch), np.int32(number)))
+        part = block_if_simulated(score(params, batch if there else jax.device_put(batch), np.int32(number)))
         sums = part if sums is None else jax.tree.map(jnp.add, sums, part)
     if sums is None or float(sums.weight) == 0:
         raise ValueError("perplexity: no token to score; is the validation split empty?")

@@ -21,7 +21,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.masks import rules
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.models.config import Learned, Sinusoidal
-from jaxformer.models.layer import Context, Fed, FeedForward, Mixed, Mixer
+from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput, Mixer, MixerOutput
 from jaxformer.params import Spec
 
 Tree = Any
@@ -162,7 +162,7 @@ class FlaxFeedForward:
 
     def __call__(self, config: ModelConfig) -> FeedForward:
         def fed(run):
-            return lambda params, x, context: Fed(run(params, x, context))
+            return lambda params, x, context: FeedForwardOutput(run(params, x, context))
 
         return FeedForward(*_guest("model.feedforward", self, config, fed))
 
@@ -194,7 +194,7 @@ class FlaxMixer:
                 )
 
         def mixed(run):
-            def apply(params, x, context: Context) -> Mixed:
+            def apply(params, x, context: Context) -> MixerOutput:
                 if context.return_weights:
                     raise NotImplementedError(
                         "FlaxMixer keeps no attention maps; models.mixers.attention (mixer=None) does"
@@ -205,7 +205,7 @@ class FlaxMixer:
                         f"{context.mask}; give FlaxMixer a `call` that does (or is right without it), or set "
                         "model.masks to (full(),)"
                     )
-                return Mixed(run(params, x, context))
+                return MixerOutput(run(params, x, context))
 
             return apply
 

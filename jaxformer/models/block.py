@@ -9,10 +9,19 @@ from jaxtyping import Float
 from jaxformer import ops
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.embedding import norm, norm_spec
-from jaxformer.models.layer import Context, Fed, FeedForward, Mixed, Mixer, Tree, linear_spec, residual_std
+from jaxformer.models.layer import (
+    Context,
+    FeedForward,
+    FeedForwardOutput,
+    Mixer,
+    MixerOutput,
+    Tree,
+    linear_spec,
+    residual_std,
+)
 from jaxformer.models.mixers.attention import attention_spec, cross_attention
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
-from jaxformer.sharding import constrain, gather
+from jaxformer.sharding import all_gather_weights, with_logical_constraint
 
 
 def feedforward_spec(config: ModelConfig) -> Tree:
@@ -39,7 +48,9 @@ def feed(config: ModelConfig) -> FeedForward:
     """The config's feed-forward."""
     if callable(config.feedforward):
         return config.feedforward(config)
-    return FeedForward(feedforward_spec(config), lambda params, x, context: Fed(feedforward(config, params, x)))
+    return FeedForward(
+        feedforward_spec(config), lambda params, x, context: FeedForwardOutput(feedforward(config, params, x))
+    )
 
 
 def spec(config: ModelConfig, mixer: Mixer, source_width: int | None = None) -> Tree:
@@ -54,7 +65,7 @@ def spec(config: ModelConfig, mixer: Mixer, source_width: int | None = None) -> 
     return tree
 
 
-class Beside(NamedTuple):
+class LayerOutput(NamedTuple):
     """What a layer returns beside x."""
 
     state: Tree
@@ -65,7 +76,7 @@ class Beside(NamedTuple):
 
 
 def block(config: ModelConfig, mixer: Mixer, params, x: Float[Array, "B T D"], context: Context):
-    """One layer: (x, `Beside`).
+    """One layer: (x, `LayerOutput`).
 
     pre:      x + f(norm(x))          (GPT-2, LLaMA, T5, ViT)
     post:     norm(x + f(x))          (2017, BERT)
@@ -73,7 +84,7 @@ def block(config: ModelConfig, mixer: Mixer, params, x: Float[Array, "B T D"], c
     for f the mixer, then attention to a source if there is one, then the feed-forward; each with dropout on its output.
     """
     source_width = None if context.source is None else context.source.hidden.shape[-1]
-    params = gather(params, lambda: spec(config, mixer, source_width), x.dtype)
+    params = all_gather_weights(params, lambda: spec(config, mixer, source_width), x.dtype)
     keys = dict.fromkeys(("mix", "attention", "feedforward", "cross", "cross_attention"))
     if context.dropout_key is not None:
         keys = dict(zip(keys, random.split(context.dropout_key, 3), strict=False))
@@ -86,12 +97,12 @@ def block(config: ModelConfig, mixer: Mixer, params, x: Float[Array, "B T D"], c
         y = ops.dropout(y, config.dropout_rate, keys[name])
         if config.norm_placement == "sandwich":
             y = norm(config, params[f"{name}_out_norm"], y)
-        x = constrain(x + y, "batch", "length", None)
+        x = with_logical_constraint(x + y, "batch", "length", None)
         return (norm(config, params[f"{name}_norm"], x) if config.norm_placement == "post" else x), rest
 
     def mix(y):
         out, *rest = mixer.apply(params.get("attention", {}), y, replace(context, dropout_key=keys["mix"]))
-        return out, Mixed(None, *rest)
+        return out, MixerOutput(None, *rest)
 
     def read(y):
         return cross_attention(config, params["cross_attention"], y, replace(context, dropout_key=keys["cross"])), None
@@ -105,4 +116,4 @@ def block(config: ModelConfig, mixer: Mixer, params, x: Float[Array, "B T D"], c
     if context.source is not None:
         x, _ = residual(x, "cross_attention", read)
     x, fed = residual(x, "feedforward", widen)
-    return x, Beside(mixed.state, mixed.weights, mixed.memo, fed.loss, fed.stats)
+    return x, LayerOutput(mixed.state, mixed.weights, mixed.memo, fed.loss, fed.stats)

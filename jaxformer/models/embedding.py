@@ -14,7 +14,7 @@ from jaxformer.models.config import Axial, Embedding, Learned, ModelConfig, Patc
 from jaxformer.ops.einsum import add_bias
 from jaxformer.ops.positions import learned, sinusoidal
 from jaxformer.params import Spec
-from jaxformer.sharding import constrain
+from jaxformer.sharding import with_logical_constraint
 
 Tree = Any
 
@@ -87,7 +87,7 @@ def embed(
     else:
         dtype = dtype or params["tokens"].dtype
         # NaN beyond the table, on both ends
-        x = learned(inputs, constrain(params["tokens"], "vocab", None)) * how.scale
+        x = learned(inputs, with_logical_constraint(params["tokens"], "vocab", None)) * how.scale
         if how.token_types:
             types = jnp.zeros_like(inputs) if token_types is None else token_types
             x = x + learned(types, params["token_types"])
@@ -101,7 +101,7 @@ def embed(
         x = x + sinusoidal(positions, config.d_model, config.positions.layout, config.positions.spacing).astype(x.dtype)
     if "norm" in params:
         x = norm(config, params["norm"], x)
-    return constrain(x.astype(dtype), "batch", "length", None)
+    return with_logical_constraint(x.astype(dtype), "batch", "length", None)
 
 
 def patches(images: Float[Array, "B height width C"], patch: tuple[int, int]) -> Float[Array, "B T P"]:

@@ -15,7 +15,7 @@ from jaxformer.models.embedding import norm, norm_spec
 from jaxformer.ops.einsum import add_bias
 from jaxformer.ops.feedforward import ACTIVATIONS
 from jaxformer.params import Spec
-from jaxformer.sharding import constrain
+from jaxformer.sharding import with_logical_constraint
 
 Tree = Any
 
@@ -82,7 +82,9 @@ def apply(config: ModelConfig, head, params: Tree, hidden: Float[Array, "B T D"]
         case LanguageModel():
             hidden, kernel, bias = unembedding(config, head, params, hidden, tokens_table)
             logits = ops.einsum("btd,vd->btv", hidden, kernel, dtype=wide)
-            logits = constrain(logits if bias is None else add_bias(logits, bias), "batch", "length", "vocab")
+            logits = with_logical_constraint(
+                logits if bias is None else add_bias(logits, bias), "batch", "length", "vocab"
+            )
             cap = config.logit_softcap
             return logits if cap is None else cap * jnp.tanh(logits / cap)
         case Classification():

@@ -56,7 +56,7 @@ class Context:
     return_weights: bool = struct.field(pytree_node=False, default=False)
 
 
-class Mixed(NamedTuple):
+class MixerOutput(NamedTuple):
     """What a mixer returns: its output `[B, T, D]`, its new state, its weights if asked for, a memo for the next layer."""
 
     out: Any
@@ -65,7 +65,7 @@ class Mixed(NamedTuple):
     memo: Tree = None
 
 
-class Fed(NamedTuple):
+class FeedForwardOutput(NamedTuple):
     """What a feed-forward returns: its output, an auxiliary loss (weighted already), figures for whoever asks."""
 
     out: Any

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import ModelConfig
-from jaxformer.models.layer import Context, Fed, FeedForward, residual_std
+from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput, residual_std
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.ops.mixture import balance_loss, mixture
 from jaxformer.params import Spec
@@ -25,7 +25,7 @@ class Mixture:
 
     Besides, all tokens go through one expert of width `shared`, with `shared_gate` times a sigmoid of its own (Qwen2-MoE;
     without it DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066). `balance_loss` and `router_z_loss` weight the two losses of
-    each layer, whose sum is `Fed.loss`. There are no biases.
+    each layer, whose sum is `FeedForwardOutput.loss`. There are no biases.
     """
 
     experts: int = 8
@@ -87,7 +87,7 @@ class Mixture:
                 out = out * jax.nn.sigmoid(ops.einsum("btd,dn->btn", x, params["shared_gate"]["kernel"]))
             return out
 
-        def apply(params, x: Float[Array, "B T D"], context: Context) -> Fed:
+        def apply(params, x: Float[Array, "B T D"], context: Context) -> FeedForwardOutput:
             router, up, down = (params[name]["kernel"] for name in ("router", "up", "down"))
             gate = params["gate"]["kernel"] if gated else None
             options = dict(top_k=self.top_k, normalise=self.normalise, capacity=self.capacity, real=context.real)
@@ -98,6 +98,8 @@ class Mixture:
             if self.balance_loss or self.router_z_loss:
                 balance = balance_loss(routed.fraction, routed.probability)
                 loss = self.balance_loss * balance + self.router_z_loss * routed.z
-            return Fed(out, loss, {name: getattr(routed, name) for name in ("fraction", "probability", "dropped")})
+            stats = {name: getattr(routed, name) for name in ("fraction", "probability", "dropped")}
+            stats["expert_load"] = E * routed.fraction.max()  # of the busiest expert; top_k where all get alike
+            return FeedForwardOutput(out, loss, stats)
 
         return FeedForward(spec, apply)

@@ -23,7 +23,7 @@ from jaxformer.models.layer import Context, Mixer, Source
 from jaxformer.models.stacks import scan
 from jaxformer.ops.positions import within_segments
 from jaxformer.params import paths
-from jaxformer.sharding import activations, automatic
+from jaxformer.sharding import activation_specs, in_auto_axes
 
 Tree = Any
 
@@ -148,7 +148,7 @@ def apply(
         positions=positions, segment_ids=segment_ids, token_types=token_types, cache=cache, dropout_key=dropout_key,
         constants=constants, inputs=inputs,
     )  # fmt: skip
-    return automatic(whole, activations(output_axes))(params, tokens, given)
+    return in_auto_axes(whole, activation_specs(output_axes))(params, tokens, given)
 
 
 def output_axes(path: str, leaf) -> tuple[str | None, ...]:
@@ -196,7 +196,7 @@ def encode(
         constants=constants, inputs=inputs, source=source,
     )  # fmt: skip
     body = lambda params, tokens, given: _encode(config, params, tokens, dtype, return_attention, **given)
-    return automatic(body, activations(output_axes))(params, tokens, given)
+    return in_auto_axes(body, activation_specs(output_axes))(params, tokens, given)
 
 
 def _encode(

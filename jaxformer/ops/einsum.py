@@ -8,7 +8,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from jaxformer.sharding import automatic
+from jaxformer.sharding import in_auto_axes
 
 
 def einsum(
@@ -29,7 +29,7 @@ def einsum(
         product = lambda x, w: jnp.einsum(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
     else:
         product = partial(_low_precision, spec, narrow, dtype, (x.dtype, w.dtype))
-    return automatic(product, lambda _: _kept(spec, x, w))(x, w)
+    return in_auto_axes(product, lambda _: _kept(spec, x, w))(x, w)
 
 
 def _kept(spec: str, x: Array, w: Array) -> P:

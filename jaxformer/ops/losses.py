@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Integer
 
 from jaxformer.ops.einsum import add_bias, einsum
-from jaxformer.sharding import automatic, constrain, gathered, lay_out, over
+from jaxformer.sharding import all_gather_weight, in_auto_axes, mesh_axes, with_logical_constraint, with_sharding
 
 
 class LossSums(NamedTuple):
@@ -50,7 +50,7 @@ def cross_entropy(
         logits = jnp.where(weights[..., None] == 0, 0, logits)  # 0 * NaN is NaN: select before anything is multiplied
         return _cross_entropy((label_smoothing, z_loss), logits, labels, weights)
 
-    return automatic(run, lambda _: P())(logits, labels, weights)
+    return in_auto_axes(run, lambda _: P())(logits, labels, weights)
 
 
 def _cross_entropy(options, logits, labels, weights) -> TokenSums:
@@ -103,7 +103,7 @@ def projected_cross_entropy(
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
     options = (chunk, softcap, label_smoothing, z_loss)
-    return TokenSums(*automatic(partial(_projected, options), lambda _: P())(hidden, (head, bias), labels, weights))
+    return TokenSums(*in_auto_axes(partial(_projected, options), lambda _: P())(hidden, (head, bias), labels, weights))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -182,12 +182,12 @@ def _on_each_device(body, hidden, head, labels, weights):
 
     Left to the compiler, the gradient of the head would be summed over devices once a chunk.
     """
-    rows, columns = over("batch", hidden.shape[0]), over("length", hidden.shape[1])
+    rows, columns = mesh_axes("batch", hidden.shape[0]), mesh_axes("length", hidden.shape[1])
     if not rows + columns:
         return body(hidden, head, labels, weights)
-    vocabulary, tokens = over("vocab", head[0].shape[0]), P(rows or None, columns or None)
+    vocabulary, tokens = mesh_axes("vocab", head[0].shape[0]), P(rows or None, columns or None)
     parts, whole = P(vocabulary or None, "fsdp" if "fsdp" in rows else None), P(vocabulary or None)
-    kernel = gathered(hidden.dtype, whole, parts, head[0])
+    kernel = all_gather_weight(hidden.dtype, whole, parts, head[0])
 
     def local(*operands):
         sums, *gradients = body(*operands)
@@ -200,14 +200,14 @@ def _on_each_device(body, hidden, head, labels, weights):
         axis_names={*rows, *columns}, check_vma=False,
     )  # fmt: skip
     sums, *gradients = mapped(hidden, (kernel, head[1]), labels, weights)
-    total = lambda d: lay_out(jnp.sum(d, axis=0), parts if d.ndim == 3 else P(vocabulary or None))
+    total = lambda d: with_sharding(jnp.sum(d, axis=0), parts if d.ndim == 3 else P(vocabulary or None))
     return (sums, *((d_hidden, jax.tree.map(total, d_head)) for d_hidden, d_head in gradients))
 
 
 def _chunk(chunk: int | None, hidden, head) -> int:
     """Positions a chunk: as asked, or as many as keep a device's float32 logits at 64 MiB."""
     (B, T, _), V = hidden.shape, head[0].shape[0]
-    split = over("vocab", V)
+    split = mesh_axes("vocab", V)
     held = B * V // math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in split) if split else B * V
     count = -(-T // min(T, chunk or max(1, 2**24 // held)))
     return -(-T // count)  # as even as they come: the rest of the last one would be computed for nothing
@@ -218,7 +218,7 @@ def _logits(dtype, hidden, head):
     kernel, bias = head
     wide = jnp.promote_types(dtype, jnp.float32)
     logits = einsum("btd,vd->btv", hidden, kernel, dtype=wide, operand_dtype=dtype)
-    return constrain(logits if bias is None else add_bias(logits, bias), "batch", "length", "vocab")
+    return with_logical_constraint(logits if bias is None else add_bias(logits, bias), "batch", "length", "vocab")
 
 
 def _chunk_loss(options, logits, labels, weights) -> TokenSums:

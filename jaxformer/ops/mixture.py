@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxformer.errors import ConfigError
 from jaxformer.ops.einsum import einsum
-from jaxformer.sharding import PARAMETERS, over
+from jaxformer.sharding import PARAMETERS, mesh_axes
 
 
 class Routing(NamedTuple):
@@ -121,10 +121,10 @@ class _Split(NamedTuple):
 
 
 def _split(x, up) -> _Split:
-    batch, length = over("batch", x.shape[0]), over("length", x.shape[1])
+    batch, length = mesh_axes("batch", x.shape[0]), mesh_axes("length", x.shape[1])
     mesh = jax.sharding.get_abstract_mesh()
     embed = tuple(name for name in PARAMETERS["embed"] if name in batch and up.shape[1] % mesh.shape[name] == 0)
-    return _Split(batch, length, over("expert", up.shape[0]), embed, over("mlp", up.shape[2]))
+    return _Split(batch, length, mesh_axes("expert", up.shape[0]), embed, mesh_axes("mlp", up.shape[2]))
 
 
 def _mixture(split, activation, top_k, normalise, capacity, x, router, gate, up, down, real):
@@ -251,14 +251,14 @@ def _varying(x, axes):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gathered(over, axis, dtype, w):
+def _gathered(mesh_axes, axis, dtype, w):
     """The parts of w along mesh axes, rounded to `dtype` on the way; the gradient's are summed in its own precision."""
-    return lax.all_gather(w.astype(dtype), over, axis=axis, tiled=True).astype(w.dtype)
+    return lax.all_gather(w.astype(dtype), mesh_axes, axis=axis, tiled=True).astype(w.dtype)
 
 
 _gathered.defvjp(
-    lambda over, axis, dtype, w: (_gathered(over, axis, dtype, w), None),
-    lambda over, axis, dtype, _, g: (lax.psum_scatter(g, over, scatter_dimension=axis, tiled=True),),
+    lambda mesh_axes, axis, dtype, w: (_gathered(mesh_axes, axis, dtype, w), None),
+    lambda mesh_axes, axis, dtype, _, g: (lax.psum_scatter(g, mesh_axes, scatter_dimension=axis, tiled=True),),
 )
 
 

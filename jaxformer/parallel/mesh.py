@@ -113,7 +113,7 @@ def make_mesh(config: Mesh = Mesh(), devices: Sequence | None = None) -> jax.sha
     return jax.sharding.Mesh(grid, AXES, axis_types=(kind,) * len(AXES))
 
 
-def settled(tree: Any) -> Any:
+def block_if_simulated(tree: Any) -> Any:
     """The arrays of a tree, waited for where several devices are simulated on CPU.
 
     Simulated devices share the machine's few threads: two programs that both exchange data, in flight at once, can wait for

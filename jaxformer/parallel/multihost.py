@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.peers import LOST, STUCK, Hub, Lost, Member, Processes, end
-from jaxformer.sharding import rows
+from jaxformer.sharding import batch_sharding
 
 GRACE = 3.0  # seconds that an unexpected error waits for news of a dead process, whose consequence it then is
 T = TypeVar("T")
@@ -159,7 +159,7 @@ def own_rows(mesh: jax.sharding.Mesh | None, batch_size: int) -> np.ndarray | No
     """Which rows of a global batch this process's devices hold, in order; None for all of them in a single process."""
     if mesh is None or jax.process_count() == 1:
         return None
-    sharding = rows(mesh, {"rows": jax.ShapeDtypeStruct((batch_size,), np.int32)})["rows"]
+    sharding = batch_sharding(mesh, {"rows": jax.ShapeDtypeStruct((batch_size,), np.int32)})["rows"]
     held = sharding.addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([np.arange(batch_size)[index] for index in held]))
 
@@ -177,7 +177,7 @@ def global_batch(
 
         return jax.make_array_from_callback(shape.shape, place, part)
 
-    places = rows(mesh, whole)
+    places = batch_sharding(mesh, whole)
     return {name: one(np.asarray(leaf), whole[name], places[name]) for name, leaf in batch.items()}
 
 

@@ -76,7 +76,7 @@ def trace(experiment: Any, devices: list) -> Traced:
     import jax
     import jax.numpy as jnp
 
-    from jaxformer import parallel
+    from jaxformer import parallel, sharding
     from jaxformer.training.recipe import build
     from jaxformer.training.state import init_state, state_shardings
     from jaxformer.training.step import make_train_step
@@ -91,7 +91,7 @@ def trace(experiment: Any, devices: list) -> Traced:
     state = jax.tree.map(placed, jax.eval_shape(partial(init_state, recipe)), places)
     kinds = {"tokens": jnp.int32, "labels": jnp.int32, "weights": jnp.float32}
     batch = {key: jax.ShapeDtypeStruct((B, T), kind) for key, kind in kinds.items()}
-    batch = jax.tree.map(placed, batch, parallel.rows(mesh, batch))
+    batch = jax.tree.map(placed, batch, sharding.batch_sharding(mesh, batch))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(places, None))
         traced = step.trace(state, batch)

@@ -76,11 +76,11 @@ def _local(model: Any, shape: tuple) -> float:
     """Bytes of a device's parameters in float32."""
     import jax
 
-    from jaxformer import models, parallel, params
+    from jaxformer import models, parallel, params, sharding
 
     sizes = {**dict.fromkeys(parallel.AXES, 1), **dict(shape)}
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), parallel.AXES)
-    leaves, specs = params.paths(models.spec(model)), params.paths(parallel.partition(models.spec(model), mesh))
+    leaves, specs = params.paths(models.spec(model)), params.paths(sharding.partition_specs(models.spec(model), mesh))
     over = lambda spec: [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis]
     return math.fsum(
         4 * params.count(leaf) / math.prod(sizes[axis] for axis in over(specs[path])) for path, leaf in leaves.items()

@@ -220,7 +220,8 @@ class Reporter:
         self._every, self._last, self._max_skipped = every, last, max_skipped
         self._share = None if flops is None or peak is None else flops / peak
         self._waiting: tuple[int, dict] | None = None
-        self._clock, self._tokens = None, 0.0  # since when tokens are counted: not before the first step is compiled
+        self._clock: float | None = None
+        self._tokens = 0.0  # since when tokens are counted: not before the first step is compiled
 
     def restart_clock(self) -> None:
         """Time spent on evaluation and saving does not count in tokens a second."""

@@ -78,7 +78,8 @@ def checked(sums: Any) -> LossSums:
     """The sums of an objective, which may leave out the metrics. Raises ConfigError for anything else."""
     if not (isinstance(sums, tuple) and len(sums) in (2, 3)):
         raise ConfigError(f"objective: returned {type(sums).__name__}; expected LossSums(loss, weight, metrics)")
-    return LossSums(*sums[:2], dict(sums[2]) if len(sums) == 3 else {})
+    loss, weight, *metrics = sums
+    return LossSums(loss, weight, dict(metrics[0]) if metrics else {})
 
 
 def pipelined(model: Any, mesh: Mesh) -> Any:

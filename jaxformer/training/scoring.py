@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxformer import parallel
+from jaxformer import sharding
 from jaxformer.data import batching
 from jaxformer.evaluation.perplexity import perplexity
 from jaxformer.parallel import multihost
@@ -19,9 +19,9 @@ def on_devices(
     mesh: jax.sharding.Mesh | None, rows: np.ndarray | None, size: int, batch: Batch
 ) -> dict[str, jax.Array]:
     """A batch on the device, or on those of a mesh; `rows` are what this process has of `size`, None for all."""
-    if rows is not None:
+    if rows is not None and mesh is not None:
         return multihost.global_batch(mesh, rows, size, batch)
-    return jax.device_put(batch, None if mesh is None else parallel.rows(mesh, batch))
+    return jax.device_put(batch, None if mesh is None else sharding.batch_sharding(mesh, batch))
 
 
 def evaluator(

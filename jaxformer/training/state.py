@@ -9,7 +9,7 @@ from flax import struct
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxformer import parallel, params
+from jaxformer import parallel, params, sharding
 from jaxformer.training.recipe import Recipe
 
 Tree = Any
@@ -72,15 +72,15 @@ def _place(leaf: Array, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
 
-def partition_specs(recipe: Recipe, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> TrainState:
+def state_specs(recipe: Recipe, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> TrainState:
     """How each leaf of the state is split: what belongs to a parameter as the parameter is, the rest not.
 
     What the optimizer keeps is split over `data`, too, where the mesh's config asks for ZeRO-1.
     """
     shapes = {path: leaf.shape for path, leaf in params.paths(recipe.spec).items()}
     by_parameter, by_gradient = (
-        params.paths(parallel.partition(recipe.spec, mesh, rules))
-        for rules in (parallel.PARAMETERS, gradient_rules(recipe.mesh))
+        params.paths(sharding.partition_specs(recipe.spec, mesh, rules))
+        for rules in (sharding.PARAMETERS, gradient_rules(recipe.mesh))
     )
 
     def split(path, leaf):
@@ -96,14 +96,14 @@ def partition_specs(recipe: Recipe, mesh: jax.sharding.Mesh | jax.sharding.Abstr
     return jax.tree_util.tree_map_with_path(split, jax.eval_shape(partial(init_state, recipe)))
 
 
-def gradient_rules(mesh: parallel.Mesh) -> parallel.Rules:
+def gradient_rules(mesh: parallel.Mesh) -> sharding.Rules:
     """The rules by which gradients and optimizer state are split."""
-    zero1 = {"embed": (*parallel.PARAMETERS["embed"], "data")} if mesh.zero1 else {}
-    return parallel.PARAMETERS | zero1
+    zero1 = {"embed": (*sharding.PARAMETERS["embed"], "data")} if mesh.zero1 else {}
+    return sharding.PARAMETERS | zero1
 
 
 def state_shardings(recipe: Recipe, mesh: jax.sharding.Mesh) -> TrainState:
-    """`partition_specs` on devices; what the optimizer keeps of each parameter in host memory where the config asks for it."""
+    """`state_specs` on devices; what the optimizer keeps of each parameter in host memory where the config asks for it."""
     host = {"memory_kind": "pinned_host"} if recipe.mesh.offload else {}
 
     def place(path, spec):
@@ -111,4 +111,4 @@ def state_shardings(recipe: Recipe, mesh: jax.sharding.Mesh) -> TrainState:
         return NamedSharding(mesh, spec, **kind)
 
     is_leaf = lambda x: isinstance(x, PartitionSpec)
-    return jax.tree_util.tree_map_with_path(place, partition_specs(recipe, mesh), is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(place, state_specs(recipe, mesh), is_leaf=is_leaf)

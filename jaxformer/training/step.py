@@ -11,10 +11,10 @@ import optax
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from jaxformer import parallel
+from jaxformer import sharding
 from jaxformer.ops.losses import LossSums
 from jaxformer.training.recipe import Recipe
-from jaxformer.training.state import GROWTH_INTERVAL, LossScale, TrainState, gradient_rules, partition_specs
+from jaxformer.training.state import GROWTH_INTERVAL, LossScale, TrainState, gradient_rules, state_specs
 
 Tree = Any
 Batch = dict[str, Array]
@@ -30,10 +30,10 @@ def make_train_step(
     over that axis.
     """
     shardings = lambda shapes: (
-        partition_specs(recipe, jax.sharding.get_abstract_mesh()),
+        state_specs(recipe, jax.sharding.get_abstract_mesh()),
         jax.tree.map(lambda _: P(), shapes[1]),
     )
-    return parallel.automatic(partial(train_step, recipe, axis_name), shardings)
+    return sharding.in_auto_axes(partial(train_step, recipe, axis_name), shardings)
 
 
 def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -50,7 +50,7 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     sums, gradients = accumulate(recipe, state.params, batch, key, scale)
     if axis_name is not None:
         sums, gradients = jax.lax.psum((sums, gradients), axis_name)
-    gradients = parallel.lay(gradients, recipe.spec, gradient_rules(recipe.mesh))
+    gradients = sharding.with_spec_sharding(gradients, recipe.spec, gradient_rules(recipe.mesh))
     total = jnp.where(sums.weight > 0, sums.weight, 1)
     gradients, norm = clip(jax.tree.map(lambda g: g / (total * scale), gradients), recipe.clip_norm)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
@@ -102,7 +102,7 @@ def in_memory(recipe: Recipe, opt_state: Tree, memory: jax.memory.Space) -> Tree
     """The optimizer's state, with `mesh.offload` in this memory: all that is split as a parameter is."""
     if not recipe.mesh.offload:
         return opt_state
-    specs = partition_specs(recipe, jax.sharding.get_abstract_mesh()).opt_state
+    specs = state_specs(recipe, jax.sharding.get_abstract_mesh()).opt_state
     return jax.tree.map(lambda a, spec: a if spec == P() else jax.device_put(a, memory), opt_state, specs)
 
 

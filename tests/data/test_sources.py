@@ -41,7 +41,7 @@ def test_training_windows_are_all_offsets(n, length):
     if n <= length:
         return
     assert len(windows) == n - length
-    batch = windows.gather(np.arange(len(windows)))
+    batch = windows.take_rows(np.arange(len(windows)))
     for i in range(len(windows)):
         np.testing.assert_array_equal(batch["tokens"][i], tokens[i : i + length])
         np.testing.assert_array_equal(batch["labels"][i], tokens[i + 1 : i + length + 1])

@@ -16,7 +16,7 @@ from jaxformer.models import block
 from jaxformer.models.layer import Context
 from jaxformer.models.mixture import Mixture
 from jaxformer.ops.mixture import balance_loss, mixture, mixture_reference, route, router_z_loss
-from jaxformer.parallel import Mesh, make_mesh, settled
+from jaxformer.parallel import Mesh, block_if_simulated, make_mesh
 from jaxformer.params import paths
 
 run = jax.jit(mixture, static_argnames=("activation", "top_k", "normalise", "capacity"))
@@ -156,7 +156,7 @@ def test_on_a_mesh_a_device_drops_among_its_own_tokens():
     args, real = problem(27, B=4, T=24, E=4, F=8), some(28, (4, 24))
     options = dict(top_k=2, capacity=0.6)
     with jax.set_mesh(make_mesh(Mesh(data=2, context=2, expert=2))):
-        out, statistics = settled(run(*args, jax.nn.silu, real=real, **options))
+        out, statistics = block_if_simulated(run(*args, jax.nn.silu, real=real, **options))
     lost = 0
     for r in range(4):
         for columns in (slice(0, 12), slice(12, 24)):
@@ -357,7 +357,7 @@ def test_the_layer_is_routed_experts_and_a_shared_one():
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(stats["fraction"], fraction, rtol=1e-6)
     np.testing.assert_allclose(stats["probability"], probability, rtol=1e-5)
-    assert stats["dropped"] == 0 and sorted(stats) == ["dropped", "fraction", "probability"]
+    assert stats["dropped"] == 0 and sorted(stats) == ["dropped", "expert_load", "fraction", "probability"]
     silent = replace(choose, balance_loss=0.0, router_z_loss=0.0)(CONFIG)
     assert jax.eval_shape(silent.apply, params, x, Context(mask=full(), positions=None)).loss is None
 

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxformer import masks, models, parallel, params
+from jaxformer import masks, models, params, sharding
 from jaxformer.models import ModelConfig, Sinusoidal, heads, transformer
 from jaxformer.models.stacks.pipeline import Pipeline
 from jaxformer.ops import projected_cross_entropy
-from jaxformer.parallel import Mesh, make_mesh, shardings
+from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.planning.hlo import collectives
+from jaxformer.sharding import shardings
 
 L = 4
 CONFIG = ModelConfig(
@@ -42,7 +43,9 @@ def sent(config, **axes):
     abstract = params.abstract(models.spec(config))
     weights = jax.tree.map(lambda a, p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p), abstract, places)
     tokens = jax.ShapeDtypeStruct((16, 16), jnp.int32)
-    tokens = jax.ShapeDtypeStruct((16, 16), jnp.int32, sharding=parallel.rows(mesh, {"tokens": tokens})["tokens"])
+    tokens = jax.ShapeDtypeStruct(
+        (16, 16), jnp.int32, sharding=sharding.batch_sharding(mesh, {"tokens": tokens})["tokens"]
+    )
     with jax.set_mesh(mesh):
         step = jax.jit(jax.value_and_grad(partial(loss, config)), out_shardings=(None, places))
         found = collectives(step.lower(weights, tokens).compile().as_text(), mesh)

@@ -16,8 +16,9 @@ from jaxformer import models, ops
 from jaxformer.models import ModelConfig
 from jaxformer.models.mixture import Mixture
 from jaxformer.ops.mixture import mixture
-from jaxformer.parallel import Mesh, make_mesh, rows, settled, shardings
+from jaxformer.parallel import Mesh, block_if_simulated, make_mesh
 from jaxformer.planning import hlo
+from jaxformer.sharding import batch_sharding, shardings
 
 E, D, F = 8, 16, 24
 rng = np.random.default_rng(0)
@@ -53,7 +54,7 @@ def everything(capacity, x, real, *weights):
 def on(axes, f, *args):
     mesh = make_mesh(Mesh(**{"data": 1} | axes), jax.devices()[: int(np.prod(list(axes.values())))])
     with jax.set_mesh(mesh):
-        return settled(jax.jit(f)(*args))
+        return block_if_simulated(jax.jit(f)(*args))
 
 
 @pytest.mark.parametrize("capacity", [None, ROOM])
@@ -143,8 +144,8 @@ def test_a_model_on_a_mesh_is_the_model_on_one_device(axes, capacity, remat):
     places = shardings(models.spec(model), mesh)
     with jax.set_mesh(mesh):
         step = jax.jit(jax.value_and_grad(partial(loss, model)), out_shardings=(None, places))
-        place = rows(mesh, {"tokens": tokens})["tokens"]
-        many, split = settled(step(jax.device_put(weights, places), jax.device_put(tokens, place)))
+        place = batch_sharding(mesh, {"tokens": tokens})["tokens"]
+        many, split = block_if_simulated(step(jax.device_put(weights, places), jax.device_put(tokens, place)))
     np.testing.assert_allclose(many, one, rtol=1e-5)
     near(split, gradient)
 
@@ -199,7 +200,8 @@ from jaxformer import models, ops
 from jaxformer.planning import hlo
 from jaxformer.models import ModelConfig
 from jaxformer.models.mixture import Mixture
-from jaxformer.parallel import Mesh, make_mesh, shardings
+from jaxformer.parallel import Mesh, make_mesh
+from jaxformer.sharding import shardings
 
 mesh = make_mesh(Mesh(data=2, fsdp=2, expert=2), list(get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices))
 for capacity, kinds in (1.25, {"all-to-all"}), (None, {"all-gather", "reduce-scatter"}):

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxformer import masks, models, ops
 from jaxformer.ops.positions import Rope
-from jaxformer.parallel import Mesh, make_mesh, settled
+from jaxformer.parallel import Mesh, block_if_simulated, make_mesh
 
 ROWS, HEADS = P("data", "context"), P("data", "context", "tensor")
 SHAPES = {  # name: (shape, how it is split)
@@ -66,7 +66,7 @@ def test_a_function_alone_is_valid_under_explicit_axes(name):
     mesh = make_mesh(Mesh(data=2, context=2, tensor=2, explicit=True))
     with jax.set_mesh(mesh):
         split = [jax.device_put(a, NamedSharding(mesh, SHAPES[name][1])) for a, name in zip(whole, names, strict=True)]
-        many = settled(step(*split))
+        many = block_if_simulated(step(*split))
     assert many[0][1].sharding.is_equivalent_to(NamedSharding(mesh, expected), many[0][1].ndim)
     tolerance = 2e-2 if "bfloat16" in name else 1e-5  # 8 bits of mantissa; float32 sums in another order
     for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
@@ -84,5 +84,7 @@ def test_a_mesh_may_be_somebody_elses(kind):
     mesh = jax.make_mesh((8,), ("mine",), axis_types=(kind,))
     with jax.set_mesh(mesh):
         split = jax.device_put(tokens, NamedSharding(mesh, P("mine")))
-        many = settled(jax.jit(partial(models.apply, config))(jax.device_put(weights, NamedSharding(mesh, P())), split))
+        many = block_if_simulated(
+            jax.jit(partial(models.apply, config))(jax.device_put(weights, NamedSharding(mesh, P())), split)
+        )
     np.testing.assert_allclose(many.logits, one, rtol=1e-5, atol=1e-5)  # float32 sums in another order

@@ -22,7 +22,8 @@ from jaxformer.models import (
     Sinusoidal,
 )
 from jaxformer.models.stacks.pipeline import Pipeline
-from jaxformer.parallel import AXES, Mesh, make_mesh, rows, settled, shardings
+from jaxformer.parallel import AXES, Mesh, block_if_simulated, make_mesh
+from jaxformer.sharding import batch_sharding, shardings
 
 B, T, V = 16, 16, 64
 DECODER = ModelConfig(V, 4, 32, 8, T, num_kv_heads=4, feedforward="swiglu", norm="rms_norm", init_std=0.2)
@@ -109,7 +110,9 @@ def test_a_mesh_gives_the_loss_and_gradient_of_one_device(name, axes, kind):
     batch = batch_of(name)
     with jax.set_mesh(mesh):
         step = jax.jit(jax.value_and_grad(partial(loss, config)), out_shardings=(None, places))
-        many, split = settled(step(jax.device_put(weights, places), jax.device_put(batch, rows(mesh, batch))))
+        many, split = block_if_simulated(
+            step(jax.device_put(weights, places), jax.device_put(batch, batch_sharding(mesh, batch)))
+        )
     # float32 sums in another order: some 1e-7 relative, a few layers deep
     np.testing.assert_allclose(many, one, rtol=1e-6)
     largest = max(

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from experiments.launch import pod_sim
-from jaxformer import config, parallel
+from jaxformer import config, parallel, sharding
 from jaxformer.errors import ConfigError
 from jaxformer.parallel import multihost, peers
 from jaxformer.parallel.peers import Processes
@@ -455,7 +455,7 @@ def test_a_batch_is_put_together_from_rows(mesh):
     batch = {"tokens": rng.integers(0, 9, (8, 6)), "images": rng.normal(size=(8, 4, 2)), "lengths": np.arange(8)}
     batch = {name: leaf.astype(np.float32) for name, leaf in batch.items()}
     out = multihost.global_batch(mesh, np.arange(8), 8, batch)
-    for name, place in parallel.rows(mesh, batch).items():
+    for name, place in sharding.batch_sharding(mesh, batch).items():
         np.testing.assert_array_equal(out[name], batch[name])
         assert out[name].sharding == place
 

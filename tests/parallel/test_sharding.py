@@ -7,14 +7,15 @@ from jax.sharding import PartitionSpec as P
 from jaxformer import models, params
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
-from jaxformer.parallel import Mesh, constrain, describe, make_mesh, partition
+from jaxformer.parallel import Mesh, make_mesh
+from jaxformer.sharding import describe, partition_specs, with_logical_constraint
 
 GPT = ModelConfig(vocab_size=64, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, context_length=16, init_std=0.2)
 
 
 def test_axes_go_by_one_table():
     mesh = make_mesh(Mesh(fsdp=2, tensor=2))
-    found = params.paths(partition(models.spec(GPT), mesh))
+    found = params.paths(partition_specs(models.spec(GPT), mesh))
     assert found["layers/attention/query/kernel"] == P(None, "fsdp", "tensor", None)
     assert found["layers/attention/out/kernel"] == P(None, "tensor", None, "fsdp")
     assert found["embedding/tokens"] == P("tensor", "fsdp")
@@ -33,13 +34,13 @@ def test_axes_go_by_one_table():
 )
 def test_what_does_not_divide_is_refused_in_words(mesh, said):
     with pytest.raises(ConfigError, match=said):
-        partition(models.spec(GPT), make_mesh(Mesh(**mesh)))
+        partition_specs(models.spec(GPT), make_mesh(Mesh(**mesh)))
 
 
 def test_two_axes_of_a_leaf_cannot_share_devices():
     leaf = {"kernel": params.Spec((8, 8), ("embed", "mlp"), lambda *_: None)}
     with pytest.raises(ConfigError, match="its axes embed and mlp would both be split over"):
-        partition(leaf, make_mesh(Mesh(fsdp=2)), {"embed": ("fsdp",), "mlp": ("fsdp",)})
+        partition_specs(leaf, make_mesh(Mesh(fsdp=2)), {"embed": ("fsdp",), "mlp": ("fsdp",)})
 
 
 def test_the_table_has_every_parameter_and_its_bytes_on_a_device():
@@ -52,4 +53,4 @@ def test_the_table_has_every_parameter_and_its_bytes_on_a_device():
 
 def test_without_a_mesh_a_constraint_is_nothing():
     x = jnp.ones((2, 3))
-    assert constrain(x, "batch", "length") is x
+    assert with_logical_constraint(x, "batch", "length") is x

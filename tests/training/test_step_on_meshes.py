@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxformer import parallel, params
+from jaxformer import params, sharding
 from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
-from jaxformer.parallel import Mesh, make_mesh, pmap, settled
+from jaxformer.parallel import Mesh, block_if_simulated, make_mesh, pmap
 from jaxformer.training import Adafactor, Experiment, Muon
 from jaxformer.training.recipe import build
 from jaxformer.training.state import init_state, state_shardings
@@ -41,9 +41,9 @@ def on_a_mesh(experiment):
     recipe = build(experiment)
     places = state_shardings(recipe, mesh)
     with jax.set_mesh(mesh):
-        state = settled(jax.jit(partial(init_state, recipe), out_shardings=places)())
+        state = block_if_simulated(jax.jit(partial(init_state, recipe), out_shardings=places)())
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(places, None))
-        return settled(step(state, jax.device_put(BATCH, parallel.rows(mesh, BATCH))))
+        return block_if_simulated(step(state, jax.device_put(BATCH, sharding.batch_sharding(mesh, BATCH))))
 
 
 def assert_same(found):
@@ -75,7 +75,7 @@ def test_a_mesh_steps_as_one_device_does(mesh, accumulation):
 def test_pmap_steps_as_one_device_does():
     devices = jax.devices()
     step = pmap.step(make_train_step(build(replace(TINY, mesh=Mesh(backend="pmap"))), pmap.AXIS), devices)
-    state, metrics = settled(step(pmap.replicate(on_one_device()[0], devices), pmap.cut(BATCH, devices)))
+    state, metrics = block_if_simulated(step(pmap.replicate(on_one_device()[0], devices), pmap.cut(BATCH, devices)))
     assert_same((pmap.first(state), metrics))
     for leaf in jax.tree.leaves(state.params):  # the copies stay equal
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))

@@ -13,10 +13,10 @@ from jaxtyping import Float
 from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Alibi, ModelConfig, Relative
-from jaxformer.models.layer import Context, Mixed, Mixer, Tree, linear, linear_spec, nothing, residual_std
+from jaxformer.models.layer import Context, Mixer, MixerOutput, Tree, linear, linear_spec, nothing, residual_std
 from jaxformer.ops.positions import Bias, Rope, alibi, rope, t5
 from jaxformer.params import Spec
-from jaxformer.sharding import constrain
+from jaxformer.sharding import with_logical_constraint
 
 
 def attention(
@@ -38,9 +38,9 @@ def attention(
     K, H = config.kv_heads, config.head_size
     spec = attention_spec(config) | (extra or {})
 
-    def apply(params, x: Float[Array, "B T D"], context: Context) -> Mixed:
+    def apply(params, x: Float[Array, "B T D"], context: Context) -> MixerOutput:
         query, key, value = (
-            constrain(linear("btd,dnh->btnh", x, params[name]), "batch", "length", heads, None)
+            with_logical_constraint(linear("btd,dnh->btnh", x, params[name]), "batch", "length", heads, None)
             for name, heads in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads"))
         )
         if memo is not nothing:
@@ -70,7 +70,7 @@ def attention(
         out, weights = out if context.return_weights else (out, None)
         if finish is not None:
             out = finish(params, x, out)
-        return Mixed(linear("btnh,nhd->btd", out, params["out"]), state, weights, context.memo)
+        return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state, weights, context.memo)
 
     def state(batch: int, length: int, dtype):
         return {name: jnp.zeros((batch, length, K, H), dtype) for name in ("key", "value")}

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Alibi, ModelConfig, Relative
-from jaxformer.models.layer import Context, Mixed, Mixer, linear
+from jaxformer.models.layer import Context, Mixer, MixerOutput, linear
 from jaxformer.models.mixers.attention import attention
 from jaxformer.ops.attention.linear import FeatureMap, packed, visibility
 from jaxformer.ops.positions import Bias, Rope, rope
@@ -310,7 +310,7 @@ def _mixer(name: str, config: ModelConfig, spec: Tree, mix: Callable, **rest: An
         if other:
             raise ConfigError(f"model.{field}={getattr(config, field)}: {name} has none; models.mixers.attention does")
 
-    def apply(params, x, context: Context) -> Mixed:
+    def apply(params, x, context: Context) -> MixerOutput:
         if context.return_weights:
             raise NotImplementedError(f"{name} keeps no attention maps; models.mixers.attention (mixer=None) does")
         heads = {}
@@ -320,7 +320,7 @@ def _mixer(name: str, config: ModelConfig, spec: Tree, mix: Callable, **rest: An
                 heads[projection] = rope(heads[projection], context.positions, config.positions)
         out = mix(params, context, **heads)
         out, state = out if isinstance(out, tuple) else (out, None)
-        return Mixed(linear("btnh,nhd->btd", out, params["out"]), state)
+        return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state)
 
     def no_state(*_):
         raise NotImplementedError(

@@ -72,7 +72,7 @@ class Pipeline:
             stage, (params, drawn[0]), x, extras, shared, repeats=self.repeats,
             microbatches=stages if self.microbatches is None else self.microbatches,
         )  # fmt: skip
-        return x, block.Beside(None, None, None, loss, stats)
+        return x, block.LayerOutput(None, None, None, loss, stats)
 
 
 def bubble(stages: int, microbatches: int, repeats: int = 1) -> float:

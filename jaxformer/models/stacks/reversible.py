@@ -66,7 +66,7 @@ def _reversible(streams, config: ModelConfig, params: Tree, x, context: Context,
     stream = x.astype(jnp.promote_types(dtype, jnp.float32))
     y1, y2 = reversible_stack(f, g, tuple(rows), stream, stream, context, layer_masks)
     out = (y1 + y2) / 2 if streams == 1 else jnp.concatenate([y1, y2], axis=-1)
-    return out.astype(dtype), block.Beside(None, None, None, None, None)
+    return out.astype(dtype), block.LayerOutput(None, None, None, None, None)
 
 
 def reversible_stack(

@@ -38,7 +38,7 @@ def stack(
     config: ModelConfig, params: Tree, x, context: Context, layer_masks, state: Tree, constants: Tree = None,
     pick=lambda row: row,
 ):  # fmt: skip
-    """(x, `Beside` of all layers `[L, ...]`): a scan over whole periods of the pattern of masks and mixers, then the rest.
+    """(x, `LayerOutput` of all layers `[L, ...]`): a scan over whole periods of the pattern of masks and mixers, then the rest.
 
     `unroll=L` or JAX_DISABLE_JIT=1 give the same values. `context.layer` is the number of the first layer; `pick` makes of
     a layer's row of `params` and `constants` what it reads.

@@ -19,7 +19,7 @@ from jaxformer.masks import Mask, as_mask
 from jaxformer.ops.attention import blockwise, cudnn, ring, splash
 from jaxformer.ops.attention.reference import reference, rounded_softmax, softmax
 from jaxformer.ops.positions import Bias
-from jaxformer.sharding import automatic, constrain
+from jaxformer.sharding import in_auto_axes, with_logical_constraint
 
 IMPLEMENTATIONS = ("reference", "blockwise", "splash", "cudnn", "ring")
 _KERNELS: dict[str, Any] = {"splash": splash, "cudnn": cudnn, "ring": ring}
@@ -72,7 +72,7 @@ def attention(
         rows, length, heads, _ = jax.typeof(query).sharding.spec
         return (P(rows, length, heads), P(rows, heads, length)) if return_weights else P(rows, length, heads)
 
-    return automatic(attend, places)(query, key, value, arrays, given)
+    return in_auto_axes(attend, places)(query, key, value, arrays, given)
 
 
 def _attention(
@@ -88,7 +88,7 @@ def _attention(
     match name:
         case "reference":
             if ring.parts() > 1:
-                key, value = (constrain(x, "batch", None, "kv_heads", None) for x in (key, value))
+                key, value = (with_logical_constraint(x, "batch", None, "kv_heads", None) for x in (key, value))
             # nobody sees the weights of a 16-bit model: they may be 16 bits too
             rounded = not return_weights and value.dtype.itemsize < 4
             weigh = partial(rounded_softmax, value.dtype) if rounded else softmax

@@ -27,7 +27,7 @@ from jaxformer.ops.attention import blocks, blockwise
 from jaxformer.ops.attention.blocks import Call, Seen, Visits, as_rows, from_rows
 from jaxformer.ops.dropout import seed
 from jaxformer.ops.positions import Bias
-from jaxformer.sharding import constrain
+from jaxformer.sharding import with_logical_constraint
 
 AXIS = "context"
 SPLIT, WHOLE = P(None, AXIS), P()  # activations [B, T, ...] and what every device has whole
@@ -299,7 +299,7 @@ def _backward(ring, residuals, d_out):
     run = _over_context(partial(_backward_here, ring, plan, bias, H), in_specs, out_specs)
     d_query, d_kv, d_rows, d_whole, d_sinks = run(query, kv, lse, out, d_out, rows, arrays, whole, sinks, drop_seed)
     if ring.gather:  # summed out here, where the compiler makes a reduce-scatter that keeps the other axes split
-        d_kv = constrain(d_kv.sum(0), "batch", "length", "kv_heads", None).astype(kv.dtype)
+        d_kv = with_logical_constraint(d_kv.sum(0), "batch", "length", "kv_heads", None).astype(kv.dtype)
     d_bias = blocks.bias_gradient(bias, d_whole, d_rows)
     d_sinks = None if sinks is None else d_sinks.reshape(-1).astype(sinks.dtype)
     return d_query, d_kv[..., :H], d_kv[..., H:], None, d_bias, d_sinks, None

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxformer.sharding import ACTIVATIONS, over
+from jaxformer.sharding import ACTIVATIONS, mesh_axes
 
 
 class Share(NamedTuple):
@@ -42,7 +42,7 @@ def share(B: int, T: int, heads: int) -> Share:
         return Share()
 
     def entry(name: str, size: int):
-        split = over(name, size)
+        split = mesh_axes(name, size)
         for axis in ACTIVATIONS[name]:
             if axis in free and mesh.shape[axis] > 1 and axis not in split:
                 _whole(name, size, f"mesh.{axis}={mesh.shape[axis]}")

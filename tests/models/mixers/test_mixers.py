@@ -14,7 +14,7 @@ from jaxformer import decoding, masks, models, ops, params
 from jaxformer.decoding import Sampling
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, mixers, transformer
-from jaxformer.models.layer import Context, Mixed, Mixer, linear
+from jaxformer.models.layer import Context, Mixer, MixerOutput, linear
 from jaxformer.models.stacks import reversible, scan
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec
@@ -426,7 +426,7 @@ def mixer_with_everything(config):
         total = jnp.cumsum(ops.einsum("btd,de->bte", x, p["kernel"]), axis=1) * context.constants
         out = jnp.tanh(ops.einsum("btd,de->bte", total, context.shared["kernel"])) + context.layer
         seen = context.mask.dense(T, T)[0, 0].sum(1)[None, :, None]
-        return Mixed(ops.dropout(out, 0.3, context.dropout_key) * seen)
+        return MixerOutput(ops.dropout(out, 0.3, context.dropout_key) * seen)
 
     return Mixer({"kernel": matrix}, apply, lambda *_: {}, {"kernel": matrix}, lambda T: 1.0 + jnp.arange(L))
 

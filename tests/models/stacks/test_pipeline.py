@@ -20,8 +20,9 @@ from jaxformer.models import EncoderDecoder, Mixture, ModelConfig, Relative
 from jaxformer.models.mixers import Linear
 from jaxformer.models.stacks.pipeline import Pipeline, bubble, pipeline
 from jaxformer.ops.positions import Rope
-from jaxformer.parallel import Mesh, make_mesh, shardings
+from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.planning.hlo import collectives
+from jaxformer.sharding import shardings
 
 GPT = ModelConfig(vocab_size=64, num_layers=4, d_model=16, num_heads=2, context_length=16, init_std=0.2)
 DEEP = replace(GPT, num_layers=8, d_model=8)
@@ -232,7 +233,8 @@ from jaxformer.planning.hlo import collectives
 from jaxformer.models import ModelConfig
 from jaxformer.models.stacks.pipeline import Pipeline
 from jaxformer.ops.positions import Rope
-from jaxformer.parallel import Mesh, make_mesh, shardings
+from jaxformer.parallel import Mesh, make_mesh
+from jaxformer.sharding import shardings
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
 mesh = make_mesh(Mesh(data=2, stage=4), devices)
