@@ -64,8 +64,7 @@ def _write_gpt2(config: ModelConfig) -> Json:
 def _gpt2_rules(config: ModelConfig) -> list[Rule]:
     h = "transformer.h.{}."
     return [
-        Rule("embedding/tokens", "transformer.wte.weight", "leaf"),
-        Rule("embedding/positions", "transformer.wpe.weight", "leaf"),
+        *modules("embedding/", "transformer.", {"tokens": "wte.weight", "positions": "wpe.weight"}, "leaf"),
         Rule("layers/attention_norm", h + "ln_1", "norm"),
         Rule(tuple(f"layers/attention/{n}" for n in ("query", "key", "value")), h + "attn.c_attn", "conv1d"),
         Rule("layers/attention/out", h + "attn.c_proj", "conv1d"),
@@ -127,8 +126,8 @@ class Llama(NamedTuple):
 
     name: str  # its classes begin with it
     kv_heads: int | None = None
-    window: int | None = None  # None and no `windows`: sliding_window is ignored
-    windows: Literal["no layer", "every layer", "layer types"] = "no layer"  # which layers sliding_window is for
+    window: int | None = None  # the default of sliding_window
+    windows: Literal["no layer", "every layer", "layer types"] = "no layer"  # those that sliding_window is for
     biases: Literal["attention_bias", "query, key, value", "none"] = "none"
     mlp_bias: bool = False
     norm_eps: float = 1e-6
@@ -140,11 +139,14 @@ class Llama(NamedTuple):
 
 LLAMAS = {
     "llama": Llama("Llama", biases="attention_bias", mlp_bias=True),
-    "mistral": Llama("Mistral", 8, 4096, "every layer", span_base="model."),
-    "qwen2": Llama("Qwen2", 32, 4096, "layer types", "query, key, value"),
-    "qwen3": Llama("Qwen3", 32, 4096, "layer types", "attention_bias", head_width=128, mixer=variants.qk_norm),
-    "mixtral": Llama("Mixtral", 8, None, "every layer", norm_eps=1e-5, theta=1e6, span_base="model."),
-}
+    "mistral": Llama("Mistral", kv_heads=8, window=4096, windows="every layer", span_base="model."),
+    "qwen2": Llama("Qwen2", kv_heads=32, window=4096, windows="layer types", biases="query, key, value"),
+    "qwen3": Llama(
+        "Qwen3", kv_heads=32, window=4096, windows="layer types", biases="attention_bias", head_width=128,
+        mixer=variants.qk_norm,
+    ),
+    "mixtral": Llama("Mixtral", kv_heads=8, windows="every layer", norm_eps=1e-5, theta=1e6, span_base="model."),
+}  # fmt: skip
 LLAMA = tables.SIZES_AND_WIDTHS | {
     "head_dim": ("head_width", None), "hidden_act": ("feedforward", "silu"),
     "attention_dropout": ("attention_dropout_rate", 0.0), "tie_word_embeddings": ("tie_embeddings", False),
@@ -344,7 +346,7 @@ def _write_reformer(config: ModelConfig) -> Json:
 
 def _reformer_rules(config: ModelConfig) -> list[Rule]:
     e, layer = "reformer.embeddings.", "reformer.encoder.layers.{}."
-    own, feed = layer + "attention.self_attention.", layer + "feed_forward."
+    attention, feed = layer + "attention.self_attention.", layer + "feed_forward."
     layers = tables.repeated(config.mixer, config)
     local = [i for i, mixer in enumerate(layers) if not isinstance(mixer, mixers.Reformer)]
     hashed = tuple((i, i) for i in range(config.num_layers) if i not in local)
@@ -359,10 +361,10 @@ def _reformer_rules(config: ModelConfig) -> list[Rule]:
         Rule("embedding/positions/lines", e + "position_embeddings.weights.0", "lines"),
         Rule("embedding/positions/columns", e + "position_embeddings.weights.1", "columns"),
         Rule("layers/attention_norm", layer + "attention.layer_norm", "norm"),
-        Rule("layers/attention/query", own + "query", "linear", tuple((i, i) for i in local)),
-        Rule("layers/attention/query", own + "query_key", "linear", hashed),
-        Rule("layers/attention/key", own + "key", "linear", tuple(enumerate(local))),
-        Rule("layers/attention/value", own + "value", "linear"),
+        Rule("layers/attention/query", attention + "query", "linear", tuple((i, i) for i in local)),
+        Rule("layers/attention/query", attention + "query_key", "linear", hashed),
+        Rule("layers/attention/key", attention + "key", "linear", tuple(enumerate(local))),
+        Rule("layers/attention/value", attention + "value", "linear"),
         Rule("layers/attention/out", layer + "attention.output.dense", "linear"),
         Rule("layers/feedforward_norm", feed + "layer_norm", "norm"),
         *modules("layers/feedforward/", feed, {"up": "dense.dense", "down": "output.dense"}),

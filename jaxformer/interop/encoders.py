@@ -125,7 +125,7 @@ def _offset(family: Encoder, c: Json) -> int:
         return 0
     pad = c.get("pad_token_id", 1)
     if type(pad) is not int or pad < 0:
-        raise ConfigError(f"config.json: pad_token_id={pad!r}: expected a token, behind which positions begin")
+        raise ConfigError(f"config.json: pad_token_id={pad!r}: expected a token; positions begin after it")
     return pad + 1
 
 
@@ -231,7 +231,7 @@ def _read_vit(c: Json, names: Collection[str]) -> ModelConfig:
         patches, heads = replace(patches, mask_token=True), (Reconstruction(c.get("encoder_stride", 16)),)
         if patches.grid[0] != patches.grid[1]:  # theirs arranges the patches of any grid as a square
             raise ConfigError(
-                f"config.json: image_size={c.get('image_size')}: ViT{kind} is supported for square grids alone"
+                f"config.json: image_size={c.get('image_size')}: ViT{kind} is supported for square grids only"
             )
     elif not names or any("pooler." in name for name in names):
         act, width = tables.activation(c, "pooler_act", c.get("pooler_act", "tanh")), c.get("pooler_output_size")

@@ -5,7 +5,7 @@
     logits = forward.call(safetensors.flax.load_file("gpt/model.safetensors"), tokens)
 
 The folder holds forward.stablehlo (the program), model.safetensors (its first argument, {path: array}) and config.json (its
-other arguments, its result and the model's config). Fine-tuned parameters can be given too; with `vjp_order=1`,
+other arguments, its result and the model's config). The program takes fine-tuned parameters too; with `vjp_order=1`,
 `forward.vjp()` differentiates. JAX promises that programs can be loaded for half a year (docs.jax.dev/export).
 """
 
@@ -90,7 +90,7 @@ def load(path: str | Path, sharding: Any = None) -> Callable[..., Array]:
     checkpoint = safetensors.open_checkpoint(Path(path))
     program = checkpoint.folder / PROGRAM
     if not program.is_file():
-        raise ConfigError(f"{path}: has no {PROGRAM}; expected a folder that interop.export wrote, whole")
+        raise ConfigError(f"{path}: has no {PROGRAM}; expected a complete folder of interop.export")
     _need_flatbuffers()
     try:
         exported = export.deserialize(bytearray(program.read_bytes()))
@@ -126,7 +126,7 @@ def _check_arguments(expected: dict[str, dict], limits: dict[str, int | None], a
             raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}; expected {dtype}{shape} {up_to}".rstrip())
 
 
-def _portable(config, length: int | None):
+def _portable(config: Any, length: int | None) -> Any:
     """The config with a kernel that is plain XLA, on any platform."""
     if isinstance(config, EncoderDecoder):
         encoder, decoder = (_portable(stack, length) for stack in (config.encoder, config.decoder))
@@ -175,9 +175,9 @@ def _check(path, config, params, batch, length, inputs, platforms, vjp_order) ->
         raise ConfigError(f"length={length}: expected 1 to context_length={stack.context_length}")
     if batch is not None and batch < 1:
         raise ConfigError(f"batch={batch}: must be at least 1, or None for any")
-    known = OPTIONAL_INPUTS if isinstance(config, EncoderDecoder) else OPTIONAL_INPUTS[:-1]
-    if unknown := [name for name in inputs if name not in known or isinstance(stack.embedding, Patches)]:
-        raise ConfigError(f"inputs={unknown}: expected some of {', '.join(known)}, for a model of tokens")
+    allowed = OPTIONAL_INPUTS if isinstance(config, EncoderDecoder) else OPTIONAL_INPUTS[:-1]
+    if unknown := [name for name in inputs if name not in allowed or isinstance(stack.embedding, Patches)]:
+        raise ConfigError(f"inputs={unknown}: expected some of {', '.join(allowed)}, for a model of tokens")
     if unknown := [name for name in platforms if name not in ("cpu", "tpu", "cuda", "rocm")] or not platforms:
         raise ConfigError(f"platforms={tuple(platforms)}: expected some of cpu, tpu, cuda, rocm ({unknown})")
     if vjp_order < 0:

@@ -7,7 +7,7 @@ checkpoints, decay masks and shardings fit both sides. Inwards: `FlaxMixer(modul
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class Transformer(linen.Module):
         spec = models.spec(self.config)
         tree = {name: self.param(name, partial(_draw, self, name), part) for name, part in spec.items()}
         if "dropout_key" not in options and self.has_rng("dropout"):
-            counted_key, scope = self.make_rng("dropout"), self.scope
+            counted_key, scope = self.make_rng("dropout"), cast(Any, self.scope)
             first = scope.rng_counters["dropout"] == 1
             options["dropout_key"] = scope.rngs["dropout"].as_jax_rng() if first else counted_key
         return models.apply(self.config, tree, tokens, **options)
@@ -71,7 +71,7 @@ def as_nnx(config: ModelConfig | EncoderDecoder, params: Tree) -> Any:
 
     Each parameter is an `nnx.Param` at its path, `model.layers.attention.query.kernel`. It may be replaced by another
     Variable, or by a module that returns the array when it is called without arguments (LoRA: a kernel plus a product of
-    two `nnx.LoRAParam`). Dropout acts where `dropout_key=` is given (`rngs.dropout()`). Raises ConfigError for parameters
+    two `nnx.LoRAParam`). Dropout needs `dropout_key=` (`rngs.dropout()`). Raises ConfigError for parameters
     that are not the config's.
     """
     if wrong := mismatch(models.spec(config), params):
@@ -273,7 +273,7 @@ def _nnx_layer(where: str, make: Callable, call: Callable, example: Callable) ->
 def _make_nnx(where: str, make: Any, key: Array) -> Any:
     if isinstance(make, nnx.Module):
         raise ConfigError(
-            f"{where}: {_name(make)} has its values already, and each layer draws its own: give the function that makes "
+            f"{where}: {_name(make)} has values already, but each layer draws new ones: pass the function that makes "
             "it, lambda rngs: ..."
         )
     module = make(nnx.Rngs(key)) if callable(make) else make
@@ -284,7 +284,7 @@ def _make_nnx(where: str, make: Any, key: Array) -> Any:
 
 
 def _stream(key: Array, i: int, leaf: Any) -> Array:
-    """The start of the i-th random state of an NNX module: keys of its own, or a count of zero."""
+    """The start of the i-th random state of an NNX module: new keys, or a count of zero."""
     if not isinstance(leaf, nnx.RngKey):
         return jnp.zeros(leaf.shape, leaf.dtype)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -301,6 +301,6 @@ def _leaf(draw: Callable, i: int, shape: tuple[int, ...], names=None) -> Spec:
 def _refuse_state(where: str, module: Any, kinds: set[str]) -> None:
     if kinds:
         raise ConfigError(
-            f"{where}: {_name(module)} keeps {', '.join(sorted(kinds))} beside its parameters; a layer here has no state: "
+            f"{where}: {_name(module)} keeps {', '.join(sorted(kinds))} besides parameters; a layer here has no state: "
             "use one without (layer norm for batch norm)"
         )

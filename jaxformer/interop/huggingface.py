@@ -67,7 +67,7 @@ def load(
     """A checkpoint from a folder or from the hub: config, parameters, special tokens, conventions and labels.
 
     `dtype` of the parameters is the file's by default. `sharding` is one for all or a tree of them. `heads` replace those
-    of the file's architecture: `heads=()` loads the stack alone, `heads=(Classification(3),)` is for a new task.
+    of the file's architecture: `heads=()` loads only the stack, `heads=(Classification(3),)` is for a new task.
     A tensor that is missing, unexpected or of another shape is an error. `allow_unexpected` (their names) and
     `allow_missing` (ours) are regular expressions for exceptions; what is missing is drawn from `key`. Raises ConfigError
     with a full list, before any weight is read.
@@ -83,9 +83,9 @@ def load(
 
 
 def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 5_000_000_000) -> None:
-    """Writes config.json and safetensors (files of at most `shard_bytes`) that transformers opens as it does its own.
+    """Writes config.json and safetensors (files of at most `shard_bytes`) that transformers opens.
 
-    For a model of your own, `checkpoint` is `Checkpoint(config, params, Tokens(eos=(2,)))`. Raises ConfigError where no
+    For a new model, `checkpoint` is `Checkpoint(config, params, Tokens(eos=(2,)))`. Raises ConfigError where no
     family of files, or not the checkpoint's, can express the config, where tokens or labels are missing or do not fit,
     and where `folder` exists and is not empty.
     """
@@ -141,7 +141,7 @@ def _read_settings(file: safetensors.Files) -> tuple[str, Checkpoint]:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(
             f"{file.folder}/config.json: model_type {kind!r} (architectures {file.config.get('architectures')}) is not "
-            f"known here; expected one of {', '.join(FAMILIES)}"
+            f"supported; expected one of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
     try:
@@ -184,10 +184,10 @@ def _read_weights(file, family: Family, config: Config, dtype, sharding, allow_u
     return unflatten_dict({path: params[path] for path in leaves}, sep="/")
 
 
-def _canonical(family: Family, name: str, known) -> str | None:
-    """A file's name in the modern spelling and with the base model's prefix, if the tables know it."""
+def _canonical(family: Family, name: str, names) -> str | None:
+    """A file's name in the modern spelling and with the base model's prefix; None if it is not in `names`."""
     modern = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
-    return next((spelled for spelled in (modern, family.prefix + modern) if spelled in known), None)
+    return next((spelled for spelled in (modern, family.prefix + modern) if spelled in names), None)
 
 
 def _sources(file, family: Family, tensors: dict[str, Tensor]) -> tuple[dict[str, str], set[str]]:
@@ -215,16 +215,16 @@ def _check(file, tensors, source, spare: set[str], leaves: dict[str, Spec], allo
     used = spare.union(source.values())
     unexpected = [name for name in file.names if name not in used and not re.search(ignored, name)]
     lacking = {part.path: name for name, tensor in tensors.items() if name not in source for part in tensor.parts}
-    elsewhere = {
-        part.path for name in source.keys() & tensors.keys() for part in tensors[name].parts
-    }  # in other layers
-    optional = lambda path: allow_missing is not None and path not in elsewhere and re.search(allow_missing, path)
+    # a leaf that the file has for some layers is not missing: it is damaged
+    begun = {part.path for name in source.keys() & tensors.keys() for part in tensors[name].parts}
+    optional = lambda path: allow_missing is not None and path not in begun and re.search(allow_missing, path)
     missing = [f"{name} (our {path})" for path, name in lacking.items() if not optional(path)]
-    shapes = []
-    for name in filter(source.__contains__, tensors):
-        shape, expected = tuple(file.names[source[name]][0]), tensors[name].shape
-        if shape != expected:
-            shapes.append(f"{source[name]} {shape}, not {expected}")
+    found = {name: tuple(file.names[source[name]][0]) for name in tensors if name in source}
+    shapes = [
+        f"{source[name]} {shape}, not {tensors[name].shape}"
+        for name, shape in found.items()
+        if shape != tensors[name].shape
+    ]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
     if report := [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]:
         raise ConfigError(
@@ -251,11 +251,11 @@ def _with_tie(file, family: Family, config: Config) -> Config:
     head = next(heads, None)
     if head is None or not stack.heads:
         return config
-    there = {_canonical(family, name, family.aliases.keys() | family.aliases.values()): name for name in file.names}
-    if head not in there:
+    in_file = {_canonical(family, name, family.aliases.keys() | family.aliases.values()): name for name in file.names}
+    if head not in in_file:
         return _with_stack(config, tie_embeddings=True) if file.config["model_type"] == "t5" else config
-    table = there.get(family.aliases[head])
-    if stack.tie_embeddings and table is not None and _digest(file, there[head]) != _digest(file, table):
+    table = in_file.get(family.aliases[head])
+    if stack.tie_embeddings and table is not None and _digest(file, in_file[head]) != _digest(file, table):
         return _with_stack(config, tie_embeddings=False)
     return config
 
@@ -268,13 +268,13 @@ def _dtypes(file, tensors: dict[str, Tensor], source: dict[str, str], dtype) -> 
     """The dtype of each leaf: `dtype`, or the widest of its tensors in the file."""
     dtypes: dict[str, Any] = {}
     for name in (name for name in tensors if name in source):
-        own = jnp.dtype(file.names[source[name]][1])
-        if not jnp.issubdtype(own, jnp.floating):
+        stored = jnp.dtype(file.names[source[name]][1])
+        if not jnp.issubdtype(stored, jnp.floating):
             raise ConfigError(
-                f"{file.folder}: {source[name]} holds {own}, not floating-point numbers; quantised files are not read"
+                f"{file.folder}: {source[name]} holds {stored}, not floating-point numbers; quantised files are not read"
             )
         for part in tensors[name].parts:
-            dtypes[part.path] = dtype or jnp.promote_types(own, dtypes.get(part.path, own))
+            dtypes[part.path] = dtype or jnp.promote_types(stored, dtypes.get(part.path, stored))
     return {path: jax.dtypes.canonicalize_dtype(one) for path, one in dtypes.items()}
 
 
@@ -369,11 +369,11 @@ NOT_IN_FILES = ("remat", "unroll", "attention_implementation", "init_std", "drop
 
 def _lost(config: Config, again: Config) -> list[str]:
     """The fields that differ between two configs and decide what a trained model computes."""
-    if type(config) is not type(again):
-        return [type(config).__name__]
-    if isinstance(config, ModelConfig):
+    if isinstance(config, ModelConfig) and isinstance(again, ModelConfig):
         ours, theirs = vars(_resolved(config)), vars(_resolved(again))
         return [name for name in ours if name not in NOT_IN_FILES and ours[name] != theirs[name]]
+    if isinstance(config, ModelConfig) or isinstance(again, ModelConfig):
+        return [type(config).__name__]
     lost = ["share_embeddings"] if config.share_embeddings != again.share_embeddings else []
     for side in ("encoder", "decoder"):
         lost += [f"{side}.{name}" for name in _lost(getattr(config, side), getattr(again, side))]

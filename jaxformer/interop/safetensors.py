@@ -44,7 +44,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class _Place(NamedTuple):
-    """Where a tensor is: its file, open and checked, and its first byte there."""
+    """Where a tensor is: its file, open and checked, and its first byte in it."""
 
     path: Path
     file: Any
@@ -254,9 +254,10 @@ def _open_file(path: Path) -> dict[str, _Place]:
     header.pop("__metadata__", None)
     places = {}
     for name, about in header.items():
-        dtype, shape = about["dtype"], about["shape"]
-        if dtype not in DTYPES:
-            raise ConfigError(f"{path}: {_shown(name)} has the dtype {dtype!r}; we read {', '.join(DTYPES)}")
+        # the package also takes a list for a tensor, and an object for its dtype
+        dtype, shape = (about["dtype"], about["shape"]) if isinstance(about, dict) else (about, [])
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise ConfigError(f"{path}: {_shown(name)} has the dtype {_shown(dtype)}; we read {', '.join(DTYPES)}")
         if len(shape) > 64:
             raise ConfigError(f"{path}: {_shown(name)} has {len(shape)} axes; NumPy has at most 64")
         places[name] = _Place(path, file, 8 + length + about["data_offsets"][0], tuple(shape), DTYPES[dtype])

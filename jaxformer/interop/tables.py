@@ -155,12 +155,12 @@ OPTIONAL = {
 
 def check_kinds(c: Json, tensors: int) -> None:
     """Refuses values of the wrong kind, and more layers than the file has `tensors`."""
-    whole = lambda least, most: lambda value: type(value) is int and least <= value <= most
+    integer = lambda least, most: lambda value: type(value) is int and least <= value <= most
     number = lambda value: type(value) in (int, float) and 0 <= value < math.inf
     for keys, fits, expected in (
-        (LAYERS, whole(1, tensors), f"a whole number from 1 to {tensors}, that of the file's tensors"),
-        (SIZES, whole(1, 2**40), "a whole number above 0"),
-        (COUNTS, whole(0, 2**40), "a whole number, 0 or more"),
+        (LAYERS, integer(1, tensors), f"a whole number from 1 to {tensors}, that of the file's tensors"),
+        (SIZES, integer(1, 2**40), "a whole number above 0"),
+        (COUNTS, integer(0, 2**40), "a whole number, 0 or more"),
         (NUMBERS, number, "a number, 0 or more"),
         (FLAGS, lambda value: type(value) is bool, "true or false"),
     ):
@@ -169,10 +169,10 @@ def check_kinds(c: Json, tensors: int) -> None:
                 raise ConfigError(f"config.json: {key}={reprlib.repr(c[key])}: expected {expected}")
 
 
-def layer_kinds(key: str, kinds: Any, layers: int, *known: str) -> list[str]:
-    """A list with one of the `known` kinds for each layer. Raises ConfigError."""
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise ConfigError(f"config.json: {key}={reprlib.repr(kinds)}: expected {layers} of {', '.join(known)}")
+def layer_kinds(key: str, kinds: Any, layers: int, *allowed: str) -> list[str]:
+    """A list with one of the `allowed` kinds for each layer. Raises ConfigError."""
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in allowed for kind in kinds):
+        raise ConfigError(f"config.json: {key}={reprlib.repr(kinds)}: expected {layers} of {', '.join(allowed)}")
     return kinds
 
 
@@ -215,7 +215,7 @@ def default_labels(head: Any = None) -> tuple[str, ...]:
 
 
 def write_labels(labels: tuple[str, ...]) -> Json:
-    """config.json's entries of the names of the classes; nothing where there are none."""
+    """config.json's entries of the names of the classes, if any."""
     return {"id2label": dict(enumerate(labels)), "label2id": {n: i for i, n in enumerate(labels)}} if labels else {}
 
 

@@ -195,6 +195,8 @@ HEADERS = {  # file's bytes, what the answer says
     "three offsets": (raw({"a": tensor() | {"data_offsets": [0, 8, 8]}}, EIGHT), "bytes"),
     "no offsets": (raw({"a": {"dtype": "F32", "shape": [2]}}, EIGHT), "bytes"),
     "tensor a number": (raw({"a": 5}, EIGHT), "integer `5`"),
+    "tensor a list": (raw({"a": ["F32", [2], [0, 8]]}, EIGHT), "'a' has the dtype"),
+    "dtype an object": (raw({"a": tensor({"F32": None})}, EIGHT), "'a' has the dtype"),
     "duplicate tensor": (raw(b'{"a":%b,"a":%b}' % ((json.dumps(tensor()).encode(),) * 2), EIGHT), "'a' appears twice"),
     "duplicate shape": (raw(json.dumps({"a": tensor(x=1)}).replace('"x"', '"shape"').encode(), EIGHT), "twice"),
     "metadata no text": (raw({"__metadata__": {"a": 1}, "a": tensor()}, EIGHT), "expected a string"),
