@@ -273,7 +273,7 @@ def _nnx_layer(where: str, make: Callable, call: Callable, example: Callable) ->
 def _make_nnx(where: str, make: Any, key: Array) -> Any:
     if isinstance(make, nnx.Module):
         raise ConfigError(
-            f"{where}: {_name(make)} has values already, but each layer draws new ones: pass the function that makes "
+            f"{where}: {_name(make)} has its values already, but each layer draws new ones: give the function that makes "
             "it, lambda rngs: ..."
         )
     module = make(nnx.Rngs(key)) if callable(make) else make
