@@ -101,6 +101,8 @@ def _experiment(name: str, arguments: list[str], usage: str):
     """(the source, the experiment with its options). Ends the program where the options are asked for."""
     from dataclasses import replace
 
+    if name not in config.available() and not name.endswith(".py"):
+        _refuse_preset(name)
     source = config.read(name)
     if "--help" in arguments or "-h" in arguments:
         print(config.help_text(source.experiment, usage))
@@ -115,6 +117,17 @@ def _experiment(name: str, arguments: list[str], usage: str):
     return replace(source, overrides=tuple(arguments)), config.override(
         source.experiment, arguments, offered(source.names)
     )
+
+
+def _refuse_preset(name: str) -> None:
+    """Raises ConfigError for the name of a preset, which is a model and no experiment."""
+    from jaxformer.models import PRESETS
+
+    if name in PRESETS:
+        raise ConfigError(
+            f"{name} is a preset, a model without data; show it (python -m jaxformer show {name}), or train it in an "
+            f"experiment (--model {name})"
+        )
 
 
 def evaluate(argv: list[str]) -> int:

@@ -25,15 +25,15 @@ class Mesh:
     of a pod that only the slow network joins are dealt out along `data`.
     """
 
-    data: int = -1
-    fsdp: int = 1
-    tensor: int = 1
-    context: int = 1
-    expert: int = 1
-    stage: int = 1
-    slices: int = 1
+    data: int = -1  # copies of the model
+    fsdp: int = 1  # parts of the parameters, and of the batch
+    tensor: int = 1  # parts of heads and inner widths
+    context: int = 1  # parts of a sequence
+    expert: int = 1  # parts of the routed experts, and of the batch
+    stage: int = 1  # parts of the depth: a pipeline
+    slices: int = 1  # pods joined by the slow network alone, along `data`
     microbatches: int | None = None  # of a pipeline; None: as many as stages
-    repeats: int = 1
+    repeats: int = 1  # times that a micro-batch goes around the stages
     zero1: bool = False  # optimizer state split over `data` as well (Rajbhandari et al. 2020, ZeRO-1)
     offload: bool = False  # optimizer state in the hosts' memory between steps
     explicit: bool = False  # JAX's Explicit axes (shardings are types) instead of Auto ones (the compiler's choice)

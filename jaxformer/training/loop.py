@@ -23,6 +23,7 @@ from jaxformer.training import checkpoint, optimizers, samples, scoring
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.initial import first_params
 from jaxformer.training.metrics import Console, Record, Reporter, close_all, open_loggers, write_all
+from jaxformer.training.profile import FIRST, Profile
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run import check_data
 from jaxformer.training.run_folder import RunFolder, claim, describe, introduce, run_folder, write_atomically
@@ -52,6 +53,7 @@ class Job:
     gather: Callable[[Any], TrainState]  # back to an ordinary one
     evaluate: Callable[[Any], dict[str, float]]
     sample: Callable[[Any], str] | None  # params -> text
+    profile: Path | None  # where a trace of some steps goes
     flops: float | None  # of a token
     peak: float | None  # FLOP/s of all devices
 
@@ -120,7 +122,7 @@ def train(
         stack.callback(close_all, loggers)
         for line in [*lines, *_facts(experiment, recipe, dataset, start, mesh)]:
             console.say(line)
-        job = prepare(experiment, recipe, dataset, mesh)
+        job = prepare(experiment, recipe, folder, dataset, mesh)
         return _run(
             job, folder, dataset, manager, state, start, record, partial(write_all, record, loggers), console, reports
         )
@@ -224,7 +226,7 @@ def _idle(config: parallel.Mesh, mesh) -> str:
     return f"; the pipeline idles {share:.1%} of a step" if stages > 1 else ""
 
 
-def prepare(experiment: Experiment, recipe: Recipe, dataset, mesh) -> Job:
+def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh) -> Job:
     """What the loop needs of an experiment: below this function nobody sees the experiment."""
     size = experiment.batch_size
     rows = multihost.own_rows(mesh, size)
@@ -262,6 +264,7 @@ def prepare(experiment: Experiment, recipe: Recipe, dataset, mesh) -> Job:
         gather=gather,
         evaluate=scoring.evaluator(recipe, dataset, size, experiment.eval_batches, None if pmapped else mesh),
         sample=sample,
+        profile=folder.path / "profile" if experiment.profile and multihost.is_first() else None,
         flops=_token_flops(model),
         peak=None if peak is None else peak * (1 if mesh is None else mesh.size),
     )
@@ -296,11 +299,18 @@ def loop(
     state = job.spread(state)
     options = dict(every=job.log_every, last=job.steps - 1, max_skipped=job.max_skipped)
     report = Reporter(write, console, flops=job.flops, peak=job.peak, **options)
-    with Signals() as signals, batching.prefetch(job.batches, start, job.steps, put=job.put) as batches:
+    with (
+        Signals() as signals,
+        Profile(job.profile, start) as profile,
+        batching.prefetch(job.batches, start, job.steps, put=job.put) as batches,
+    ):
         for step, batch in enumerate(batches, start):
             watchdog.beat(step, patience=LONG if step == start else 1.0)  # the first one compiles
+            profile.before(step)
             with jax.transfer_guard("disallow"):  # whatever a step needs is on the device already
                 state, metrics = job.step(state, batch)
+            if profile.after(step, state):
+                console.say(f"profile of steps {start + FIRST} to {step}: {job.profile}")
             report.later(step, metrics)
             done = step + 1
             last, stop = done == job.steps, signals.after(done)
