@@ -56,7 +56,7 @@ def train(argv: list[str]) -> int:
         return 0
     experiment = config.override(experiment, arguments)
 
-    from jaxformer.parallel import multihost
+    from jaxformer.parallel import processes
     from jaxformer.training import loop
     from jaxformer.training.metrics import NonFinite
     from jaxformer.training.signals import Interrupted
@@ -70,11 +70,11 @@ def train(argv: list[str]) -> int:
         return 0
 
     try:
-        multihost.initialize()
-    except multihost.Lost as error:
+        processes.initialize()
+    except processes.Lost as error:
         print(f"jaxformer: {error}", file=sys.stderr)
-        return multihost.LOST
-    return multihost.together(body)
+        return processes.LOST
+    return processes.together(body)
 
 
 def evaluate(argv: list[str]) -> int:

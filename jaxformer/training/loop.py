@@ -20,7 +20,7 @@ from jaxformer.data import batching
 from jaxformer.decoding import generate
 from jaxformer.evaluation.perplexity import perplexity
 from jaxformer.models.config import Learned
-from jaxformer.parallel import multihost, pmap
+from jaxformer.parallel import pmap, processes
 from jaxformer.training import checkpoint, optimizer
 from jaxformer.training.experiment import Experiment, Muon
 from jaxformer.training.folder import RunFolder, claim, describe, run_folder, write_atomically
@@ -46,7 +46,7 @@ def train(experiment: Experiment, runs: Path = Path("runs")) -> Result:
 
     A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
     one that was not. Raises ConfigError for what the user can mend, NonFinite when the numbers stay bad, Interrupted on
-    SIGTERM. Several processes (`parallel.multihost`) call it alike; the first one prints and writes.
+    SIGTERM. Several processes (`parallel.processes`) call it alike; the first one prints and writes.
     """
     folder = run_folder(experiment, runs)
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
@@ -63,10 +63,10 @@ def train(experiment: Experiment, runs: Path = Path("runs")) -> Result:
     dataset = open_data(experiment)  # before anything is written: most mistakes show here
     if dataset.tokenizer is not None:
         prompt_of(experiment, dataset.tokenizer)
-    if dataset.digest != multihost.first(lambda: dataset.digest):
+    if dataset.digest != processes.first(lambda: dataset.digest):
         raise ConfigError("the data here are not those of process 0; give every host the same files")
     with contextlib.ExitStack() as claimed:
-        multihost.first(lambda: claimed.enter_context(claim(folder)))
+        processes.first(lambda: claimed.enter_context(claim(folder)))
         use_compilation_cache(runs)
         keep_memory()
         with (
@@ -115,13 +115,13 @@ def keep_memory() -> None:
 
 
 def _run(experiment: Experiment, folder: RunFolder, dataset, manager, mesh) -> Result:
-    first = multihost.is_first()
+    first = processes.is_first()
     record = Record(folder.metrics if first else None)
     state, start = restore(experiment, folder, dataset, manager, record, mesh)
-    for change in multihost.first(lambda: describe(folder, experiment, dataset.digest)):
+    for change in processes.first(lambda: describe(folder, experiment, dataset.digest)):
         log.warning("config differs from the one this run began with: %s", change)
     if dataset.tokenizer is not None:
-        multihost.first(lambda: dataset.tokenizer.save(folder.tokenizer))
+        processes.first(lambda: dataset.tokenizer.save(folder.tokenizer))
     console = Console(experiment.steps, start, heard=first)
     names = experiment.loggers if first else ()
     loggers = open_loggers(names, folder.path, folder.path.name, to_dict(experiment))
@@ -129,10 +129,10 @@ def _run(experiment: Experiment, folder: RunFolder, dataset, manager, mesh) -> R
         introduce(experiment, dataset, start, console)
         if mesh is not None:
             shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-            processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-            console.say(f"mesh: {shape} of {mesh.size} devices{processes}{idle(experiment.mesh, mesh)}")
+            count = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+            console.say(f"mesh: {shape} of {mesh.size} devices{count}{idle(experiment.mesh, mesh)}")
         evaluate = evaluator(experiment, dataset, None if experiment.mesh.backend == "pmap" else mesh)
-        with multihost.Watchdog(multihost.step_limit()) as watchdog:
+        with processes.Watchdog(processes.step_limit()) as watchdog:
             if start < experiment.steps:
                 write = partial(write_all, record, loggers)
                 state, scores = loop(
@@ -198,7 +198,7 @@ def introduce(experiment: Experiment, dataset, start: int, console: Console) -> 
 def on_devices(mesh, own, size: int, batch: dict[str, Any]) -> dict[str, jax.Array]:
     """A batch on the device, or on the devices of a mesh; `own` are the rows of `size` that this process has, None for all."""
     if own is not None:
-        return multihost.global_batch(mesh, own, size, batch)
+        return processes.global_batch(mesh, size, batch)
     return jax.device_put(batch, None if mesh is None else parallel.rows(mesh, batch))
 
 
@@ -207,7 +207,7 @@ def evaluator(experiment: Experiment, dataset, mesh=None) -> Callable[[Any], dic
     plain = replace(experiment, label_smoothing=0.0, z_loss=0.0)
     evaluate = jax.jit(make_evaluate(plain))
     size = experiment.batch_size
-    own = multihost.own_rows(mesh, size)
+    own = processes.own_rows(mesh, size)
     batches = batching.validation_batches(dataset.validation, size, own)
     count = len(batches) if experiment.eval_batches is None else min(experiment.eval_batches, len(batches))
 
@@ -238,7 +238,7 @@ def loop(
     Metrics of a step are fetched after the next one is on its way, so the device never waits.
     """
     scores: dict[str, float] = {}
-    own = multihost.own_rows(mesh, experiment.batch_size)
+    own = processes.own_rows(mesh, experiment.batch_size)
     source = batching.batches(dataset.train, experiment.batch_size, experiment.seed, own)
     state, step_function, put, whole = stepping(experiment, mesh, own, state)
     report = Reporter(experiment, write, console, 1 if mesh is None else mesh.size)
@@ -289,7 +289,7 @@ def finish(experiment, folder, dataset, state, scores, record, console) -> Resul
     """Final scores, a sample and the loss curve."""
     baseline = None
     if dataset.tokenizer is not None:
-        baseline = multihost.first(lambda: batching.unigram_entropy(dataset))
+        baseline = processes.first(lambda: batching.unigram_entropy(dataset))
     console.say(
         f"validation loss {scores['loss']:.4f} nats a token, perplexity {scores['perplexity']:.3f}, "
         f"accuracy {scores['accuracy']:.2%}" + ("" if baseline is None else f" (unigram entropy {baseline:.4f})")
@@ -298,7 +298,7 @@ def finish(experiment, folder, dataset, state, scores, record, console) -> Resul
     if dataset.tokenizer is not None:
         text = sample(experiment, dataset.tokenizer, best_params(state))
     result = Result(folder.path, scores, baseline, text)
-    if not multihost.is_first():
+    if not processes.is_first():
         return result
     if text is not None:
         write_atomically(folder.samples / f"step-{experiment.steps}.txt", text)
