@@ -50,7 +50,7 @@ class Peers:
         silent = [i for i, (_, when) in self._reports.items() if time.monotonic() - when > patience]
         slow = silent or [i for i in steps if steps[i] < max(steps.values())]
         how = "does not answer" if silent else f"is behind, the others are at step {max(steps.values())}"
-        named = ", ".join(f"{self.names[i]} at step {steps[i]}" for i in sorted(slow))
+        named = ", ".join(f"{self.names[i]} at step {max(steps[i], 0)}" for i in sorted(slow))
         return f"{named}: {how}" if slow else "all processes are at that step"
 
     def leave(self) -> None:
@@ -137,22 +137,22 @@ def _welcome(listener: socket.socket, name: str, count: int, deadline: float, li
             missing = _several({*range(1, count)} - set(connections))
             _refuse(Lost(f"{missing} never came within {limit:g} s; here are {present()}"), connections.values())
         match receive(connection, timeout=5.0):
-            case {"index": int(index), "count": int(theirs), "name": str(about)}:
+            case {"index": int(index), "count": int(their_count), "name": str(their_name)}:
                 if index in connections and connections[index].poll(0.1):
                     connections.pop(index).close()  # it died, and was started again
-                if theirs != count or not 0 < index < count or index in connections:
+                if their_count != count or not 0 < index < count or index in connections:
                     text = (
-                        f"{about}, of {theirs}, came to a run of {count} that has {present()}; "
+                        f"{their_name}, of {their_count}, came to a run of {count} that has {present()}; "
                         "give each its own index and all one count"
                     )
                     _refuse(ConfigError(text), [*connections.values(), connection])
-                names[index], connections[index] = about, connection
+                names[index], connections[index] = their_name, connection
             case _:
                 connection.close()  # not one of ours
-    everyone = [names[i] for i in range(count)]
+    ordered = [names[i] for i in range(count)]
     for connection in connections.values():
-        send(connection, names=everyone)
-    return Peers(0, everyone, connections)
+        send(connection, names=ordered)
+    return Peers(0, ordered, connections)
 
 
 def _refuse(error: Exception, connections: Collection[Connection]) -> NoReturn:
