@@ -76,7 +76,7 @@ def train(argv: list[str]) -> int:
     source, experiment = _experiment(name, arguments, f"python -m jaxformer train {name}")
 
     from jaxformer.analysis import figures
-    from jaxformer.parallel import multihost
+    from jaxformer.parallel import processes
     from jaxformer.training import loop
     from jaxformer.training.metrics import NonFinite
     from jaxformer.training.signals import Interrupted
@@ -90,11 +90,11 @@ def train(argv: list[str]) -> int:
         return 0
 
     try:
-        multihost.initialize()
-    except multihost.Lost as error:
+        processes.initialize()
+    except processes.Lost as error:
         print(f"jaxformer: {error}", file=sys.stderr)
-        return multihost.LOST
-    return multihost.together(body)
+        return processes.LOST
+    return processes.together(body)
 
 
 def _experiment(name: str, arguments: list[str], usage: str):

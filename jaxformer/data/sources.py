@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxformer.data import tokenizers
 from jaxformer.config import execution
+from jaxformer.data import tokenizers
 from jaxformer.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.models import cost
 from jaxformer.models.stacks.pipeline import bubble
-from jaxformer.parallel import multihost, pmap
+from jaxformer.parallel import pmap, processes
 from jaxformer.training import checkpoint, optimizers, samples, scoring
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.initial import first_params
@@ -81,7 +81,7 @@ def train(
     A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
     one that was not. `source` is the experiment's file, which the folder keeps; `reports` are called at the end with the
     result and the records, and return a line to print. Raises ConfigError for what the user can mend, NonFinite when the
-    numbers stay bad, Interrupted on SIGTERM. Several processes (`parallel.multihost`) call it alike; the first one prints
+    numbers stay bad, Interrupted on SIGTERM. Several processes (`parallel.processes`) call it alike; the first one prints
     and writes.
     """
     folder = run_folder(experiment, runs)
@@ -93,31 +93,31 @@ def train(
     dataset = open_data(experiment)  # before anything is written: most mistakes show here
     if can_sample(experiment, dataset):
         samples.prompt_tokens(experiment.model, experiment.sample, dataset.tokenizer)
-    if dataset.digest != multihost.first(lambda: dataset.digest):
+    if dataset.digest != processes.first(lambda: dataset.digest):
         raise ConfigError("the data here are not those of process 0; give every host the same files")
     fresh, asked = not folder.config.is_file(), () if source is None else source.overrides
-    lines = multihost.first(lambda: introduce(experiment, folder, runs, asked) if fresh else [])
+    lines = processes.first(lambda: introduce(experiment, folder, runs, asked) if fresh else [])
     with contextlib.ExitStack() as stack:
-        multihost.first(lambda: stack.enter_context(claim(folder)))
+        processes.first(lambda: stack.enter_context(claim(folder)))
         use_compilation_cache(runs)
         keep_memory()
         keep = dict(keep_latest=experiment.checkpoints.keep_latest, keep_best=experiment.checkpoints.keep_best)
         manager = stack.enter_context(checkpoint.open_manager(folder.checkpoints, **keep))
         if mesh is not None and experiment.mesh.backend == "jit":
             stack.enter_context(jax.set_mesh(mesh))
-        record = Record(folder.metrics if multihost.is_first() else None)
+        record = Record(folder.metrics if processes.is_first() else None)
         begin = partial(_first_params, experiment, recipe)
         state, start = restore(recipe, folder, dataset, manager, record, mesh, begin)
         free = config.execution_fields(experiment)
-        for change in multihost.first(lambda: describe(folder, experiment, source, dataset.digest)):
+        for change in processes.first(lambda: describe(folder, experiment, source, dataset.digest)):
             free_field = change.partition(":")[0] in free
             log.warning("%s: %s", "changed since the last start" if free_field else "config differs", change)
         if dataset.tokenizer is not None:
-            multihost.first(lambda: dataset.tokenizer.save(folder.tokenizer))
-        console = Console(experiment.steps, start, heard=multihost.is_first())
+            processes.first(lambda: dataset.tokenizer.save(folder.tokenizer))
+        console = Console(experiment.steps, start, heard=processes.is_first())
         stack.callback(console.close)
         stack.callback(record.close)
-        names = experiment.loggers if multihost.is_first() else ()
+        names = experiment.loggers if processes.is_first() else ()
         loggers = open_loggers(names, folder.path, folder.path.name, config.describe(experiment))
         stack.callback(close_all, loggers)
         for line in [*lines, *_facts(experiment, recipe, dataset, start, mesh)]:
@@ -214,8 +214,8 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
         lines += [f"  {path}: {route}" for path, route in routes.items()]
     if mesh is not None:
         shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-        processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-        lines.append(f"mesh: {shape} of {mesh.size} devices{processes}{_idle(experiment.mesh, mesh)}")
+        count_text = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        lines.append(f"mesh: {shape} of {mesh.size} devices{count_text}{_idle(experiment.mesh, mesh)}")
     return [*lines, f"resuming after step {start}"] if start else lines
 
 
@@ -229,7 +229,7 @@ def _idle(config: parallel.Mesh, mesh) -> str:
 def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh) -> Job:
     """What the loop needs of an experiment: below this function nobody sees the experiment."""
     size = experiment.batch_size
-    rows = multihost.own_rows(mesh, size)
+    rows = processes.own_rows(mesh, size)
     pmapped = experiment.mesh.backend == "pmap" and mesh is not None
     step, put = jax.jit(make_train_step(recipe), donate_argnums=0), partial(scoring.on_devices, mesh, rows, size)
     spread = gather = lambda state: state
@@ -264,7 +264,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         gather=gather,
         evaluate=scoring.evaluator(recipe, dataset, size, experiment.eval_batches, None if pmapped else mesh),
         sample=sample,
-        profile=folder.path / "profile" if experiment.profile and multihost.is_first() else None,
+        profile=folder.path / "profile" if experiment.profile and processes.is_first() else None,
         flops=_token_flops(model),
         peak=None if peak is None else peak * (1 if mesh is None else mesh.size),
     )
@@ -278,7 +278,7 @@ def _token_flops(model: Any) -> float | None:
 
 
 def _run(job: Job, folder, dataset, manager, state, start, record, write, console, reports) -> Result:
-    with multihost.Watchdog(multihost.step_limit()) as watchdog:
+    with processes.Watchdog(processes.step_limit()) as watchdog:
         if start < job.steps:
             state, scores = loop(job, manager, state, start, write, console, watchdog)
         else:
@@ -340,7 +340,7 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     """Final scores, a sample, and what `reports` make of the result."""
     baseline = None
     if dataset.tokenizer is not None:
-        baseline = multihost.first(lambda: batching.unigram_entropy(dataset))
+        baseline = processes.first(lambda: batching.unigram_entropy(dataset))
     rest = {name: value for name, value in scores.items() if name not in ("loss", "accuracy", *UNRECORDED)}
     accuracy = f", accuracy {scores['accuracy']:.2%}" if "accuracy" in scores else ""
     others = "".join(f", {name} {value:.4g}" for name, value in rest.items())
@@ -350,7 +350,7 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     )
     text = None if job.sample is None else job.sample(state.best)
     result = Result(folder.path, job.name, parameters.count(state.params), scores, baseline, text)
-    if not multihost.is_first():
+    if not processes.is_first():
         return result
     if text is not None:
         write_atomically(folder.samples / f"step-{job.steps}.txt", text)
