@@ -22,6 +22,7 @@ from flax.traverse_util import unflatten_dict
 from jax import Array, export
 
 from jaxformer import models
+from jaxformer.config import describe as config_description
 from jaxformer.errors import ConfigError
 from jaxformer.interop import safetensors
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
@@ -62,17 +63,17 @@ def save(
             raise
         why = str(error).splitlines()[0]
         raise ConfigError(f"{path}: this model needs a fixed size, give length= or batch= as well ({why})") from error
-    describe = lambda a: {"shape": [d if isinstance(d, int) else str(d) for d in a.shape], "dtype": str(a.dtype)}
+    shape_of = lambda a: {"shape": [d if isinstance(d, int) else str(d) for d in a.shape], "dtype": str(a.dtype)}
     manifest = {
         "program": PROGRAM,
-        "arguments": {"params": "model.safetensors"} | {name: describe(a) for name, a in arguments.items()},
+        "arguments": {"params": "model.safetensors"} | {name: shape_of(a) for name, a in arguments.items()},
         "limits": {"b": None, "t": stack.context_length, "s": _first(config).context_length},
-        "result": describe(exported.out_avals[0]),
+        "result": shape_of(exported.out_avals[0]),
         "platforms": list(exported.platforms),
         "vjp_order": vjp_order,
         "calling_convention_version": exported.calling_convention_version,
         "jax": jax.__version__,
-        "model": describe(config),
+        "model": config_description(config),
     }
     tensors = [
         (name, leaf.shape, np.dtype(leaf.dtype), partial(np.asarray, leaf)) for name, leaf in sorted(leaves.items())
