@@ -125,7 +125,11 @@ def _file(unit: Any) -> str | None:
 def text_of(unit: Any) -> str:
     """The text of the file that a function or class comes from; of an experiment file as it was when it ran."""
     text = _globals(unit).get("__experiment_text__")
-    return "".join(linecache.getlines(_file(unit) or "")) if text is None else text
+    if text is not None:
+        return text
+    file = _file(unit) or ""
+    linecache.checkcache(file)  # the file may have been edited and imported again
+    return "".join(linecache.getlines(file))
 
 
 def syntax(unit: Any) -> Any:
