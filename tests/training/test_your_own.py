@@ -149,10 +149,11 @@ def test_a_file_of_ones_own_outside_the_checkout_survives_kills(name, installed,
     out, _ = jaxformer_in(installed, folders[0], *words).communicate(timeout=600)
     assert "validation loss" in out, out
     rng = random.Random(0)
-    for _ in range(3):
+    for reached in (20, 60, 120):
         process = jaxformer_in(installed, folders[1], *words)
         for line in process.stdout:
-            if "/200 loss" in line:
+            step = re.match(r"step +(\d+)/200 loss", line)
+            if step and int(step[1]) >= reached:
                 break
         time.sleep(rng.uniform(0, 0.5))
         process.kill()
