@@ -15,7 +15,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import cost, presets
 from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.planning import plan, roofline, search, topology
-from jaxformer.planning.compile import attending, trace
+from jaxformer.planning.compile import choose_attention, trace
 from jaxformer.planning.hlo import Collective
 
 V5E = cost.CHIPS["TPU v5 lite"]
@@ -177,7 +177,7 @@ def test_what_is_asked_wrongly_is_said_in_a_line(arguments, words, capsys, monke
 
 
 def test_attention_as_the_platform_would_choose():
-    chosen = lambda experiment, platform: attending(experiment, platform).model.attention_implementation
+    chosen = lambda experiment, platform: choose_attention(experiment, platform).model.attention_implementation
     assert chosen(LLAMA, "tpu") == "splash" and chosen(LLAMA, "gpu") == "blockwise"
     assert (
         chosen(replace(LLAMA, model=replace(LLAMA.model, attention_implementation="reference")), "tpu") == "reference"
