@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
-from jax.nn.initializers import normal, zeros
+from jax.nn.initializers import zeros
 
 Tree = Any
 
@@ -34,35 +34,13 @@ class Spec:
             raise ValueError(f"Spec: shape {self.shape} has {len(self.shape)} axes, names {self.axes} {len(self.axes)}")
 
 
-def linear(
-    inputs: tuple[int, ...],
-    outputs: tuple[int, ...],
-    axes: tuple[str | None, ...],
-    std: float,
-    bias: bool = False,
-    stacked: tuple[int, ...] = (),
-) -> dict[str, Spec]:
-    """A linear map: `kernel` `[*stacked, *inputs, *outputs]`, drawn from a normal distribution, and a `bias` of zeros.
-
-    `axes` names every axis of the kernel. `stacked` are the sizes of axes that number separate maps, such as experts.
-    """
-    first = len(stacked)
-    last = first + len(inputs)
-    contracts = tuple(axis for axis in axes[first:last] if axis)
-    tree = {"kernel": Spec((*stacked, *inputs, *outputs), axes, normal(std), contracts)}
+def linear(shape, axes, contracts: tuple[str, ...], init: Callable, bias: bool = True) -> dict[str, Spec]:
+    """A linear map: a kernel that sums over the axes `contracts`, and a bias over its other axes, at zero."""
+    tree = {"kernel": Spec(shape, axes, init, contracts)}
     if bias:
-        tree["bias"] = Spec((*stacked, *outputs), axes[:first] + axes[last:], zeros)
+        kept = [i for i, axis in enumerate(axes) if axis not in contracts]
+        tree["bias"] = Spec(tuple(shape[i] for i in kept), tuple(axes[i] for i in kept), zeros)
     return tree
-
-
-def path_name(path: tuple) -> str:
-    """A path of `jax.tree_util` as `layers/attention/query/kernel`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def map_with_name(function: Callable, tree: Tree) -> Tree:
-    """`function(name, leaf)` of every leaf, by the leaf's path as `path_name` writes it."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(path_name(path), leaf), tree)
 
 
 def stack(spec: Tree, layers: int) -> Tree:
@@ -97,6 +75,12 @@ def abstract(spec: Tree, dtype=jnp.float32) -> Tree:
 def count(spec: Tree) -> int:
     """How many numbers the tree holds; works on specs, abstract trees and arrays alike."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(spec))
+
+
+def map_with_name(function: Callable, tree: Tree) -> Tree:
+    """`function(name, leaf)` of every leaf, with names such as `layers/attention/query/kernel`."""
+    name = partial(jax.tree_util.keystr, simple=True, separator="/")
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(name(path), leaf), tree)
 
 
 def paths(tree: Tree) -> dict[str, Any]:
