@@ -85,10 +85,12 @@ def _bytes(model: ModelConfig, shape: tuple) -> float:
 
 @cache
 def _moments(optimizer: Any, model: ModelConfig, frozen: str | None) -> float:
-    """Numbers of optimizer state for each parameter."""
+    """Bytes of the optimizer's state for each byte of parameters."""
     spec = models.spec(model)
-    state = jax.eval_shape(optimizers.build(optimizer, spec, frozen).init, params.abstract(spec))
-    return params.count(state) / params.count(spec)
+    weights = params.abstract(spec)
+    state = jax.eval_shape(optimizers.build(optimizer, spec, frozen).init, weights)
+    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return size(state) / size(weights)
 
 
 def options(experiment: Any, base: Any) -> str:
