@@ -165,9 +165,9 @@ def _is_explicit() -> bool:
 def auto_axes(specs: P | Callable[..., Tree]) -> Callable[[Callable], Callable]:
     """Decorator of a public function: under Explicit axes its inside is left to the compiler, as under Auto axes.
 
-    Explicit axes make the sharding a part of an array's type. JAX then refuses operations whose result's sharding does not
-    follow from the operands': a product summed over a split axis, a look-up in a split table. `specs` gives it for the
-    results of the whole function: a PartitionSpec, or `specs(shapes of the results, *args, **kwargs)` -> a tree of them.
+    Under Explicit axes JAX refuses operations whose sharding does not follow from the operands': a product summed over a
+    split axis, a look-up in a split table. `specs` is that of the function's results: a PartitionSpec, or a function
+    (shapes of the results, *args, **kwargs) -> a tree of them.
     """
 
     def decorate(function: Callable) -> Callable:

@@ -114,18 +114,13 @@ def mixture(
     An expert is activation(x up) down, or (activation(x gate) * (x up)) down. The router works in float32 or better
     (Switch, section 2.4). Tokens with real=False go to no expert: their output is zero, and they count in nothing.
 
-    Without a capacity no choice is dropped (`mixture_reference` computes the same in a simple way). With one, an expert
-    takes ceil(capacity top_k B T / E) choices and drops the rest: first choices come before second ones (GShard, section
-    2.2), and then the order of the batch. So the output of a token depends on all tokens of the batch, also later ones.
+    Without a capacity no choice is dropped. With one, an expert takes ceil(capacity top_k B T / E) choices and drops the
+    rest: first choices come before second ones (GShard, section 2.2), then the order of the batch decides. So the output
+    of a token may depend on later tokens.
 
-    On the mesh of `jax.set_mesh` each device routes its own tokens; the statistics are those of all. For experts that are
-    split over `expert` (n tokens and E/P experts a device, P devices along `expert`) there are two ways:
-      `all_to_all`, with a capacity: tokens travel to their experts and back, E C D numbers each way, where C = ceil(capacity
-        top_k n / E). The tokens of a device are a group (GShard, section 3.2), so the number of devices changes which choices
-        are dropped;
-      `gather_scatter`, without: every device gets the P n tokens, and sums are scattered back, P n D numbers each. Memory is
-        P n min(top_k, E/P) rows of D and F whatever the router does; only chosen experts are computed.
-    Over `fsdp` weights are gathered here, over `tensor` outputs are summed once, after all experts of a token.
+    On a mesh (`jax.set_mesh`) each device routes its own tokens; the statistics are those of all. Tokens reach experts that
+    are split over `expert` by `all_to_all` if there is a capacity, else by `gather_scatter`. Weights are gathered over
+    `fsdp`; outputs are summed over `tensor` once, after all experts of a token.
 
     Raises ConfigError for a top_k that E experts cannot give, and for a capacity that is not above zero.
     """
@@ -164,13 +159,13 @@ def _on_device(split: Split, activation, top_k, normalise, capacity, x, router, 
     experts = Experts(None if gate is None else gather(gate, 1), gather(up, 1), gather(down, 2), activation)
     choices = Choices(spread(x.reshape(B * T, D)), chosen, routing.weights.reshape(B * T, top_k).T)
     tokens_split = set(split.experts) <= set(split.batch)  # over the axis of experts, too
-    match bool(split.experts), room is not None and tokens_split:
-        case False, _:
+    match split.experts, tokens_split, room:
+        case (), _, _:
             out = local(choices, experts, E, room)
-        case True, True:
-            out = all_to_all(choices, experts, E, room, split.experts)
-        case _:
-            out = gather_scatter(choices, experts, E, room, split.experts, tokens_split)
+        case axes, True, int(length):
+            out = all_to_all(choices, experts, E, length, axes)
+        case axes, _, _:
+            out = gather_scatter(choices, experts, E, room, axes, tokens_split)
     out = lax.psum(out, split.mlp).reshape(B, T, D)
     return out, _statistics(split, logits, routing, chosen, real, B * T if room is None else room)
 
@@ -191,16 +186,20 @@ def _statistics(split: Split, logits, routing: Routing, chosen, real, room: int)
 def local(choices: Choices, experts: Experts, E: int, room: int | None) -> Float[Array, "N D"]:
     """The weighted sums of what these experts compute of the tokens, on this device. E is the number of all experts."""
     here = experts.up.shape[0]
-    if room is not None:
-        table = _buckets(choices.experts, here, room)
-        return _combine(table, experts(_bucket_product, _take(table, choices.tokens)), choices)
-    table, owners, used = _blocks(choices.experts, here, E)
-    product = lambda x, w: _grouped(*_alike(x, w), owners, used)
+    if room is None:
+        table, owners, used = _blocks(choices.experts, here, E)
+        product = lambda x, w: _grouped(*_alike(x, w), owners, used)
+    else:
+        table, product = _buckets(choices.experts, here, room), _bucket_product
     return _combine(table, experts(product, _take(table, choices.tokens)), choices)
 
 
 def all_to_all(choices: Choices, experts: Experts, E: int, room: int, axes) -> Float[Array, "N D"]:
-    """Tokens travel to the devices of their experts, a bucket of `room` rows an expert, and the outputs back."""
+    """Tokens travel to the devices of their experts, a bucket of `room` rows an expert, and the outputs back.
+
+    Each way moves E C D numbers, C = ceil(capacity top_k n / E) for n tokens a device. A device's tokens are a group (GShard,
+    section 3.2), so the number of devices changes which choices are dropped.
+    """
     table = _buckets(choices.experts, E, room)
     rows = lax.all_to_all(_take(table, choices.tokens), axes, 0, 1, tiled=True)
     outputs = lax.all_to_all(experts(_bucket_product, rows), axes, 1, 0, tiled=True)
@@ -210,7 +209,8 @@ def all_to_all(choices: Choices, experts: Experts, E: int, room: int, axes) -> F
 def gather_scatter(choices: Choices, experts: Experts, E: int, room, axes, tokens_split: bool) -> Float[Array, "N D"]:
     """Each device computes its experts' part of the tokens of all, and the parts are summed.
 
-    Tokens that are split over the axis of experts are gathered first, and the sums scattered.
+    Tokens that are split over the axis of experts are gathered first, and the sums scattered: P n D numbers each on P
+    devices. Memory is P n min(top_k, E/P) rows of D and F, however the router chooses.
     """
     here = experts.up.shape[0]
     if tokens_split:
@@ -223,16 +223,7 @@ def gather_scatter(choices: Choices, experts: Experts, E: int, room, axes, token
 
 
 def mixture_reference(
-    x: Float[Array, "B T D"],
-    router: Float[Array, "D E"],
-    gate: Float[Array, "E D F"] | None,
-    up: Float[Array, "E D F"],
-    down: Float[Array, "E F D"],
-    activation: Callable,
-    *,
-    top_k: int,
-    normalise: bool = True,
-    real: Bool[Array, "B T"] | None = None,
+    x: Float[Array, "B T D"], router, gate, up, down, activation: Callable, *, top_k: int, normalise=True, real=None
 ) -> Float[Array, "B T D"]:
     """The output of `mixture` without a capacity, where every expert computes every token. The oracle."""
     E = router.shape[1]

@@ -25,10 +25,9 @@ def sinusoidal(
 ) -> Float[Array, "B T D"]:
     """sin and cos of position / base^e_i for i < width / 2. Vaswani et al. 2017, arXiv:1706.03762, section 3.5.
 
-    Models use three different tables. `spacing`: e_i = 2i / width (paper, Marian) or i / (width/2 - 1) (tensor2tensor,
-    fairseq, Whisper). `layout`: sine at even and cosine at odd features (paper), or all sines, then all cosines (`half`:
-    Marian, tensor2tensor). An odd width has one sine more than cosines, in the paper's spacing only. Raises ValueError for
-    other words, and for an odd width in tensor2tensor's spacing.
+    `spacing`: e_i = 2i / width (paper, Marian) or i / (width/2 - 1) (tensor2tensor, fairseq, Whisper). `layout`: sine at
+    even and cosine at odd features (paper), or all sines, then all cosines (`half`: Marian, tensor2tensor). Raises
+    ValueError for other words, and for an odd width in tensor2tensor's spacing.
     """
     if width % 2 and spacing == "tensor2tensor":
         raise ValueError(f"sinusoidal: tensor2tensor pairs each sine with a cosine, in an even width; got {width}")
@@ -250,8 +249,7 @@ class Bias:
 def _toeplitz(diagonals: Float[Array, "N R"], rows: int) -> Float[Array, "N T S"]:
     """out[n, i, j] = diagonals[n, j - i + rows - 1] for R = rows + S - 1, without a gather.
 
-    Copies of the diagonals, with one zero after each, are read as lines that are one entry shorter: each line begins one
-    entry earlier in its copy than the line before.
+    Copies of the diagonals, one zero after each, are read as lines one entry shorter: each begins one entry earlier.
     """
     N, R = diagonals.shape
     copies = jnp.broadcast_to(jnp.pad(diagonals, ((0, 0), (0, 1)))[:, None], (N, rows, R + 1)).reshape(N, -1)
@@ -261,8 +259,7 @@ def _toeplitz(diagonals: Float[Array, "N R"], rows: int) -> Float[Array, "N T S"
 def alibi(num_heads: int) -> Bias:
     """-m_n |i - j|, linear in the distance, with a slope for each head. Press et al. 2022, arXiv:2108.12409, section 3.
 
-    For a power of two, m_n = 2^(-8 n / N), n = 1 ... N; otherwise the slopes of the power below, then every second of
-    the power above (the authors' code).
+    m_n = 2^(-8 n / N) for a power of two N; else the slopes of the power below, then every second of the power above.
     """
     if num_heads < 1:
         raise ValueError(f"alibi: one slope a head, for at least one head; got {num_heads}")
@@ -311,8 +308,8 @@ def t5_bucket(distances: Int[Array, "..."], bidirectional: bool, max_distance: i
 def shaw(query: Float[Array, "B T N H"], table: Float[Array, "R H"], scale: float | None = None) -> Bias:
     """scale q_i . a[clip(j - i, -k, k) + k] for a table of R = 2 k + 1 relative keys. Shaw et al. 2018, arXiv:1803.02155.
 
-    Equation 5: q_i (k_j + a_ij) / sqrt(H), as the keys' own score plus this bias. The product with the table is made once
-    a query. `scale` is 1/sqrt(H) by default and must be the one that `attention` is given.
+    Equation 5: q_i (k_j + a_ij) / sqrt(H) is the score of the keys plus this bias. `scale` is 1/sqrt(H) by default, and
+    must be that of `attention`.
     """
     if table.shape[0] % 2 != 1 or table.shape[1] != query.shape[-1]:
         raise ValueError(f"shaw: a table [2 k + 1, H] of relative keys; got {table.shape} for queries {query.shape}")
@@ -329,10 +326,7 @@ def _shaw(bias, q_positions, kv_positions):
 
 
 def within_segments(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Position of each token in its own segment, a run of equal ids: packed rows restart.
-
-    Padding (0) is not counted and does not end a segment, because the next turn of a conversation may be padded in front.
-    """
+    """Position of each token in its segment, a run of equal ids. Padding (0) is not counted and does not end a segment."""
     real = segment_ids != 0
     index = jnp.cumsum(real, axis=1, dtype=jnp.arange(0).dtype) - 1
     before = jnp.pad(fill_padding(segment_ids)[:, :-1], [(0, 0), (1, 0)])

@@ -11,9 +11,8 @@ import numpy as np
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "send")
 WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
 _BEGIN = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-_OP = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*)$")
+_OP = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)")  # name, shape, opcode, operands
 _SCATTER = re.compile(r"calls=%?(all-reduce-scatter[\w.\-]*)")
-_PARTS = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)")
 _FREE = re.compile(  # operations that move nothing
     "parameter|tuple|get-tuple-element|bitcast|constant|while|conditional|call|after-all|partition-id|replica-id|iota|"
     "opt-barrier|add-dependency|.*-done"
@@ -96,12 +95,11 @@ def traffic(text: str) -> float:
     """
     bodies, entry = _computations(text)
     parsed = {
-        name: {found[1]: found.groups()[1:] for found in map(_PARTS.match, body) if found}
-        for name, body in bodies.items()
+        name: {found[1]: found.groups()[1:] for found in map(_OP.match, body) if found} for name, body in bodies.items()
     }
     total = 0.0
     for line in _visited(bodies, entry):
-        found = _PARTS.match(line.text)
+        found = _OP.match(line.text)
         if line.fused or not found or _FREE.fullmatch(found[3]):
             continue
         _, shape, opcode, operands = found.groups()
@@ -193,10 +191,10 @@ def _turns(line: str, bodies: dict[str, list[str]]) -> int:
 
 def _step(condition: str, body: list[str]) -> int:
     """What a turn adds to the counter in the condition; 1 where a fusion hides it."""
-    parsed = {found[1]: found for line in body if (found := _PARTS.match(line))}
+    parsed = {found[1]: found for line in body if (found := _OP.match(line))}
     compared = re.search(r" compare\(%([\w.\-]+)", condition)
     place = compared and re.search(rf"%{re.escape(compared[1])} = .*index=(\d+)", condition)
-    root = next((found for line in body if "ROOT" in line and (found := _PARTS.match(line))), None)
+    root = next((found for line in body if "ROOT" in line and (found := _OP.match(line))), None)
     if not place or not root or root[3] != "tuple":
         return 1
     added = parsed.get(re.findall(r"%([\w.\-]+)", root[4])[int(place[1])])
@@ -207,6 +205,7 @@ def _step(condition: str, body: list[str]) -> int:
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """(the lines of each computation, the name of the first to run)."""
     bodies: dict[str, list[str]] = {}
     entry, name = "", None
     for line in text.splitlines():
@@ -216,7 +215,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
             entry = name if line.startswith("ENTRY") else entry
         elif line.rstrip() == "}":  # not any line that begins with it: a constant's may
             name = None
-        elif name is not None and _OP.match(line):
+        elif name is not None and " = " in line:
             bodies[name].append(line)
     return bodies, entry
 
