@@ -1,6 +1,6 @@
-"""Data parallelism by `jax.pmap`, as small research scripts have it: a copy of everything on each device, a leading axis.
+"""Data parallelism by `jax.pmap`: each device has a copy of everything, along a leading axis.
 
-JAX keeps `pmap` in maintenance; a mesh with a `data` axis computes the same numbers and can do more.
+JAX only maintains `pmap`; a mesh with a `data` axis computes the same numbers and can do more.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ def first(tree: Tree) -> Tree:
 
 def cut(batch: Tree, devices: list) -> Tree:
     """`[B, ...]` -> `[devices, B / devices, ...]`, a part on each."""
-    place = NamedSharding(jax.sharding.Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
-    return jax.device_put(jax.tree.map(lambda leaf: leaf.reshape(len(devices), -1, *leaf.shape[1:]), batch), place)
+    sharding = NamedSharding(jax.sharding.Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
+    return jax.device_put(jax.tree.map(lambda leaf: leaf.reshape(len(devices), -1, *leaf.shape[1:]), batch), sharding)
 
 
 def step(train_step: Callable, devices: list) -> Callable:

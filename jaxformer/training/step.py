@@ -29,13 +29,15 @@ def make_train_step(
     Under `jax.set_mesh` it is the step of all devices. With `axis_name` it is one copy's step under `jax.pmap`, which sums
     over that axis.
     """
-    shardings = lambda shapes: (
-        state_specs(recipe, jax.sharding.get_abstract_mesh()),
-        jax.tree.map(lambda _: P(), shapes[1]),
-    )
-    return sharding.in_auto_axes(partial(train_step, recipe, axis_name), shardings)
+    return partial(train_step, recipe, axis_name)
 
 
+def _result_specs(shapes: tuple[TrainState, Metrics], recipe: Recipe, *_) -> tuple[Tree, Tree]:
+    """How the results of a step are split: the state as its parameters are, metrics not."""
+    return state_specs(recipe, jax.sharding.get_abstract_mesh()), jax.tree.map(lambda _: P(), shapes[1])
+
+
+@sharding.auto_axes(_result_specs)
 def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """The state after one batch, and what the step reports.
 
