@@ -34,8 +34,8 @@ def blocks(mask, q_length: int, kv_length: int, rows: int, columns: int) -> np.n
     """`Mask.blocks`: EMPTY or FULL where that is certain for every head, PARTIAL elsewhere."""
     first = mask.first(q_length, kv_length)
     known = isinstance(first, int | np.integer)
-    q, kv = edges(first if known else 0, q_length, rows), edges(0, kv_length, columns)
-    low, high = _bounds(replace(mask, offset=None), q, kv, known)
+    q, kv = edges(int(first) if known else 0, q_length, rows), edges(0, kv_length, columns)
+    low, high = _bounds(replace(mask, offset=None), q, kv, known_offset=known)
     empty, full = (high == 0).all(0), (low == totals(q, kv)).all(0)
     return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL)).astype(np.int8)
 

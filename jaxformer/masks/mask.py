@@ -190,16 +190,14 @@ def _combine(rule, *masks: Mask) -> Mask:
     for mask in masks:
         if not isinstance(mask, Mask):
             raise TypeError(
-                f"a mask combines with a mask, not with {type(mask).__name__}; wrap your rule in masks.Mask(rule)"
+                f"a mask combines with masks, not with {type(mask).__name__}; wrap a rule as masks.Mask(rule)"
             )
         offset = mask.offset if offset is None else offset
         same = mask.offset is offset or (
             isinstance(offset, int) and isinstance(mask.offset, int) and mask.offset == offset
         )
         if mask.offset is not None and not same:
-            raise ValueError(
-                "two masks with different query offsets do not combine; call .at(offset) once, on the result"
-            )
+            raise ValueError("masks with different query offsets do not combine; call .at(offset) once, on the result")
     parts = [part for mask in masks for part in (mask.parts if mask.rule is rule is not rules.by_head else (mask,))]
     return Mask(rule, parts=tuple(replace(part, offset=None) for part in parts), offset=offset)
 

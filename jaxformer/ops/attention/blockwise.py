@@ -6,6 +6,7 @@ maximum and sum (Milakov & Gimelshein 2018, arXiv:1805.02867; Rabe & Staats 2021
 makes the same visits and computes the weights again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ def attention(
     """
     (B, T, N, _), S = query.shape, key.shape[1]
     grid = Grid(T, S, *(block or blocks.choose_block(call.mask, T, S, B * N)))
-    return _attend(grid, query, key, value, call.replace(bias=blocks.differentiable(grid, call.bias)))
+    return _attend(grid, query, key, value, replace(call, bias=blocks.differentiable(grid, call.bias)))
 
 
 class Tiles(NamedTuple):
@@ -251,7 +252,7 @@ def _backward(grid, residuals, gradients):
     dk, dv = (d[:, : grid.S].astype(x.dtype) for d, x in ((dk, key), (dv, value)))
     d_sinks = None if call.sinks is None else jnp.sum(d_sinks, 0).reshape(-1).astype(call.sinks.dtype)
     d_bias = blocks.bias_gradient(call.bias, d_bias)
-    return join_blocks(dq, grid.T), dk, dv, call.replace(mask=None, bias=d_bias, sinks=d_sinks, dropout_seed=None)
+    return join_blocks(dq, grid.T), dk, dv, replace(call, mask=None, bias=d_bias, sinks=d_sinks, dropout_seed=None)
 
 
 _attend.defvjp(_forward, _backward)

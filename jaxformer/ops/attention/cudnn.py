@@ -28,18 +28,15 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     planned, split, bias = plan(call.mask, T, S), share(B, T, K), call.bias
     assert not isinstance(planned, str)  # `refuses` would have named it
     if split.length is not None:
-        raise NotImplementedError(
-            f"cudnn: no queries split over mesh.context={parts(split.length)}; implementation='ring'"
-        )
+        raise NotImplementedError(f"cudnn: no queries split over mesh.context={parts(split.length)}; use 'ring'")
     lengths = {k: jnp.broadcast_to(v, B) for k, v in planned.items() if k.endswith("seq_lengths")}
-    of_bias = None
-    if bias is not None:
-        of_bias = P(*(axes if n > 1 else None for n, axes in zip(bias.shape, (split.batch, split.heads), strict=False)))
+    shape = (1, 1) if bias is None else bias.shape[:2]
+    bias_spec = P(*(axes if n > 1 else None for n, axes in zip(shape, (split.batch, split.heads), strict=True)))
 
     def here(query, key, value, bias, lengths):
         return run(query, key, value, bias=bias, scale=call.scale, planned=planned | lengths, implementation="cudnn")
 
-    in_specs = *[split.spec] * 3, of_bias, P(split.batch)
+    in_specs = *[split.spec] * 3, bias_spec, P(split.batch)
     return split.run(here, in_specs, split.spec, query, key, value, bias, lengths)
 
 

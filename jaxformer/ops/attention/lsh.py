@@ -182,11 +182,11 @@ def _labels(x, rotations, real, padding):
 
 def _real(mask: Mask, T: int):
     """[B or 1, T]: tokens that `segments` and `lengths` do not mark as padding."""
-    parts = [part for part in mask.conjuncts() if part.rule in (rules.segments, rules.lengths)]
-    real = jnp.ones((1, T), bool)
-    for part in parts:
-        visible = jax.vmap(lambda t, part=part: part(t[None], t[None]))(jnp.arange(T))
-        real = real & visible[:, :, 0, 0, 0].T
+    real, positions = jnp.ones((1, T), bool), jnp.arange(T)
+    for part in mask.conjuncts():
+        if part.rule in (rules.segments, rules.lengths):
+            q_ids, kv_ids = rules.segment_ids([part], positions, positions)
+            real = real & (q_ids == kv_ids) & (kv_ids != 0)
     return real
 
 
@@ -203,7 +203,7 @@ def _visible(mask, q, kv, T):
     at_zero = mask.offset is None or (isinstance(mask.offset, int) and mask.offset == 0)
     if visible.shape[2] != 1 or not at_zero:
         raise NotImplementedError(
-            f"lsh_attention(mask={mask}): a mask by head or with an offset; attention() takes both"
+            f"lsh_attention(mask={mask}): no mask by head or with an offset; attention() has both"
         )
     shape = visible.shape[0], N * total, 1, chunk, width
     visible = jnp.broadcast_to(visible, shape).reshape(-1, N, total, chunk, width)
@@ -231,7 +231,5 @@ def _check(query_key, value, rotations, chunk, before, after, multiple):
     if len({R.shape[2] for R in factors}) != 1:
         raise ValueError(f"lsh_attention: factors of the rotations have one number of rounds; got {shapes}")
     if chunk < 1 or before < 0 or after < 0 or multiple % chunk:
-        raise ValueError(
-            "lsh_attention: chunk >= 1, chunks_before and chunks_after >= 0, multiple a multiple of chunk; got "
-            f"{chunk, before, after, multiple}"
-        )
+        sizes = f"chunk={chunk}, chunks_before={before}, chunks_after={after}, multiple={multiple}"
+        raise ValueError(f"lsh_attention: chunk >= 1, the others >= 0, and chunk divides multiple; got {sizes}")

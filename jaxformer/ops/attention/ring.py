@@ -1,11 +1,10 @@
 """Exact attention of a sequence that is split over the devices of the mesh axis `context`, by the blockwise kernel.
 
-Keys and values travel around the ring of devices. Each device keeps its queries and their running softmax (Liu et al.
-2023, Ring Attention, arXiv:2310.01889), so memory is linear in a device's share. In the backward pass the gradients of
-keys and values travel with them. Blocks that the mask hides are never visited, and a turn that no device needs is not
-made. A causal mask gives the last devices more work than the first: then each device takes one chunk from the front and
-one from the back (zigzag: Brandon et al. 2023, Striped Attention, arXiv:2311.09431, and the Llama 3 report,
-arXiv:2407.21783, section 3.3.2).
+Keys and values travel around the ring of devices; each device keeps its queries and their running softmax (Liu et al.
+2023, Ring Attention, arXiv:2310.01889). In the backward pass the gradients of keys and values travel with them. Turns that
+no device needs are left out. A causal mask gives the last devices more work than the first: then each device takes one
+chunk from the front and one from the back (zigzag: Brandon et al. 2023, Striped Attention, arXiv:2311.09431, and the
+Llama 3 report, arXiv:2407.21783, section 3.3.2).
 """
 
 from collections.abc import Callable
@@ -63,7 +62,7 @@ def attention(query: Array, key: Array, value: Array, call: Call, gather: bool =
     rows = call.bias.rows if isinstance(call.bias, Bias) else ()
     query, rows = _exchange(count, (query, rows))
     kv = kv if gather else _exchange(count, kv)
-    call = call.replace(bias=replace(call.bias, rows=rows)) if rows else call
+    call = replace(call, bias=replace(call.bias, rows=rows)) if rows else call
     return _exchange(count, _attend(plan, query, kv, call), back=True)
 
 
@@ -271,7 +270,7 @@ def _specs(plan: Plan, call: Call):
         rows = (SPLIT,) * len(call.bias.rows)
         bias = replace(call.bias, arrays=(REPLICATED,) * len(call.bias.arrays), rows=rows)
     kv = REPLICATED if plan.gather else SPLIT
-    return kv, call.replace(mask=REPLICATED, bias=bias, sinks=REPLICATED, dropout_seed=REPLICATED)
+    return kv, replace(call, mask=REPLICATED, bias=bias, sinks=REPLICATED, dropout_seed=REPLICATED)
 
 
 def _forward(plan: Plan, query, kv, call: Call):
@@ -306,13 +305,14 @@ def _backward(plan: Plan, residuals, d_out):
     if plan.gather:  # summed here, where the compiler makes a reduce-scatter that keeps the other axes split
         d_kv = with_logical_constraint(d_kv.sum(0), "batch", "length", "kv_heads", None)
     d_sinks = None if call.sinks is None else d_sinks.reshape(-1).astype(call.sinks.dtype)
-    return d_query, d_kv.astype(kv.dtype), call.replace(mask=None, bias=d_bias, sinks=d_sinks, dropout_seed=None)
+    return d_query, d_kv.astype(kv.dtype), replace(call, mask=None, bias=d_bias, sinks=d_sinks, dropout_seed=None)
 
 
 def _backward_here(plan: Plan, query, kv, call: Call, out, lse, d_out):
     wide = jnp.promote_types(query.dtype, jnp.float32)
     delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1)
-    rows = Row(*(query_blocks(plan.grid, x) for x in (query, d_out, delta)), lse)
+    q, g, delta = (query_blocks(plan.grid, x) for x in (query, d_out, delta))
+    rows = Row(q, g, delta, lse)
     tiles, d_kv = _tiles(plan, call), blocks.zeros(kv, wide)
     dq = jax.vmap(lambda q: blockwise.zero_dq(q, kv.shape[2]))(rows.q)
     d_bias = None if tiles.bias is None else tiles.bias.zeros(wide)

@@ -88,9 +88,7 @@ def _chosen(tokens, max_globals, B, T):
             raise ValueError(f"longformer_attention: global tokens are among 0 to {T - 1}; got {tokens}")
         tokens = jnp.broadcast_to(jnp.array(tokens, jnp.int32)[None], (B, len(tokens)))
     if tokens.ndim != 2 or tokens.shape[0] != B or (tokens.dtype == bool and tokens.shape[1] != T):
-        raise ValueError(
-            f"longformer_attention: global tokens by row are [{B}, G] or flags [{B}, {T}]; got {tokens.shape}"
-        )
+        raise ValueError(f"longformer_attention: global tokens are [{B}, G] or flags [{B}, {T}]; got {tokens.shape}")
     if tokens.dtype != bool:
         tokens = jnp.sort(jnp.where(tokens < 0, T, tokens), axis=1)
         again = jnp.pad(tokens[:, 1:] == tokens[:, :-1], [(0, 0), (1, 0)])
@@ -267,9 +265,9 @@ def _segment_ids(name, mask, B, T):
     others = [part for part in parts if part.rule not in (rules.segments, rules.lengths)]
     others += [part for part in parts if part.rule is rules.segments][1:]
     if others or not (mask.offset is None or (isinstance(mask.offset, int) and mask.offset == 0)):
+        lacks = others[0] if others else "offset"
         raise NotImplementedError(
-            f"{name}(mask={mask}): lengths and one segments only, no {others[0] if others else 'offset'}; attention() "
-            "takes any mask"
+            f"{name}(mask={mask}): lengths and one segments, no {lacks}; attention() takes any mask"
         )
     return tuple(jnp.broadcast_to(ids, (B, T)) for ids in rules.segment_ids(parts, *[jnp.arange(T)] * 2))
 

@@ -102,10 +102,8 @@ def _query_block(T: int, head_width: int, devices: int) -> int:
         return block_size(T, head_width)
     fit = [b for b in (512, 384, 256, 128) if T // devices % b == 0 and b <= block_size(b, head_width)]
     if not fit:
-        raise NotImplementedError(
-            f"splash: no {T // devices} queries a device, {T} on mesh.context={devices} (multiples of 128); "
-            "implementation='ring' has them"
-        )
+        lengths = f"{T // devices} queries a device, {T} on mesh.context={devices} (multiples of 128)"
+        raise NotImplementedError(f"splash: no {lengths}; implementation='ring' has them")
     return fit[0]
 
 
