@@ -1,18 +1,20 @@
 """Pure functions on arrays, each usable alone: take one out into your own code."""
 
 from jaxformer.ops.attention import attention
+from jaxformer.ops.attention.favor import (
+    favor_attention,
+    favor_features,
+    favor_relu_features,
+    orthogonal_projection,
+    redraw,
+)  # fmt: skip
 from jaxformer.ops.attention.linear import (
     LinearState,
     efficient_attention,
     elu_plus_one,
-    favor_attention,
-    favor_features,
-    favor_relu_features,
     linear_attention,
     linear_attention_state,
     linear_attention_step,
-    orthogonal_projection,
-    redraw,
     relu_plus_epsilon,
 )  # fmt: skip
 from jaxformer.ops.attention.low_rank import linformer_attention

@@ -109,9 +109,10 @@ def test_inside_a_model_too():
 
 def test_the_splash_kernel_counts_its_blocks():
     from jaxformer.ops.attention import splash
+    from jaxformer.ops.attention.call import Call
 
     query = floats(1, 512, 2, 128)
-    run = lambda mask, q: splash.attention(q, q, q, mask=mask, scale=1.0)
+    run = lambda mask, q: splash.attention(q, q, q, Call(mask))
     whole = flops.count(partial(run, masks.full()), query)
     assert whole.matmul == 4 * 2 * 512**2 * 128 and not whole.notes
     banded = flops.count(partial(run, masks.causal()), floats(1, 2048, 2, 128))
