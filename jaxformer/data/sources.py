@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxformer.config import execution
 from jaxformer.data import tokenizers
 from jaxformer.errors import ConfigError
 
@@ -35,7 +36,8 @@ class Text:
     vocab_size: int | None = None  # bpe only
     validation_fraction: float = 0.1  # the end of the text
     pattern: str = "**/*.txt"  # which files of a folder
-    cache: str | None = None  # bpe tokens are kept here; default ~/.cache/jaxformer
+    cache: str | None = execution(None)  # bpe tokens are kept here; default ~/.cache/jaxformer
+    origin: str = execution("")  # where the text can be had, for the message when it is missing
 
     def open(self, model: Any) -> "Dataset":
         return open_text(self, context_length(model))
@@ -48,7 +50,7 @@ class Stdlib:
     tokenizer: Literal["bytes", "characters", "bpe"] = "bytes"  # what a token is
     vocab_size: int | None = None  # bpe only
     validation_fraction: float = 0.05  # the end of the text
-    cache: str | None = None  # bpe tokens are kept here; default ~/.cache/jaxformer
+    cache: str | None = execution(None)  # bpe tokens are kept here; default ~/.cache/jaxformer
 
     def open(self, model: Any) -> "Dataset":
         return open_text(self, context_length(model))
@@ -222,6 +224,7 @@ def _read_path(config: Text) -> tuple[str, bytes]:
         names = os.listdir(path.parent) if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1)
         hint = f"did you mean {str(path.parent / near[0])!r}?" if near else "give the file with --data.path=…"
+        hint += f"; get it from {config.origin}" if config.origin else ""
         raise ConfigError(f"data.path: there is no {config.path!r} (looked for {path.absolute()}); {hint}") from None
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename or path} ({error.strerror})") from error

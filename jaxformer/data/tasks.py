@@ -31,7 +31,7 @@ class _Rewrite:
     seed: int = 0  # of the examples
 
     def open(self, model: Any) -> Dataset:
-        return open_task(self, context_length(model))
+        return open_task(self, context_length(model))  # pyrefly: ignore[bad-argument-type]  (one of its subclasses)
 
 
 @dataclass(frozen=True)

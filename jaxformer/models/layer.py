@@ -98,7 +98,7 @@ class Mixer(NamedTuple):
 
     spec: Tree
     apply: Callable
-    state: Callable
+    state: Callable | None = None  # None: cannot decode
     shared: Tree = None
     constants: Callable = nothing
     memo: Callable = nothing

@@ -57,13 +57,13 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     gradients, norm = clip(jax.tree.map(lambda g: g / (total * scale), gradients), recipe.clip_norm)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
     empty = finite & (sums.weight <= 0)
-    rate = recipe.schedule(state.step)
+    rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
     # jnp.where would keep both states alive and copy the donated one
     new = jax.lax.cond(finite & ~empty, partial(update, recipe, gradients, rate), lambda state: state, state)
     new = replace(count(new, finite, empty), step=state.step + 1)
     metrics = {"loss": (sums.loss, sums.weight), **sums.metrics}
     metrics = {name: jnp.where(empty, jnp.nan, mean(*pair)) for name, pair in metrics.items()}
-    metrics |= {"tokens": sums.weight, "grad_norm": norm, "learning_rate": jnp.asarray(rate, jnp.float32)}
+    metrics |= {"tokens": sums.weight, "grad_norm": norm, "learning_rate": rate}
     metrics |= {"skipped": new.skipped}
     if new.loss_scale is not None:
         metrics["loss_scale"] = new.loss_scale.value

@@ -1,4 +1,4 @@
-"""Several processes as one run: how they find each other, agree, share out a batch, and end together.
+"""Several processes as one run: how they find each other, agree, divide a batch, and end together.
 
 The only module that talks to `jax.distributed`.
 """
@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -20,16 +21,32 @@ from jax._src import clusters, distributed  # the only way to a cluster's addres
 from jax.experimental import multihost_utils
 
 from jaxformer.errors import ConfigError
-from jaxformer.parallel.peers import LOST, STUCK, Hub, Lost, Member, Processes, end
+from jaxformer.parallel.peers import LOST, STUCK, Lost, Peers, meet, say
 from jaxformer.sharding import batch_sharding
 
-GRACE = 3.0  # seconds that an unexpected error waits for news of a dead process, whose consequence it then is
+GRACE = 3.0  # seconds: an unexpected error is often the consequence of a dead process, and its name comes later
+HEARTBEAT = 20  # seconds until JAX ends the run after a machine has vanished without closing its connections
 T = TypeVar("T")
 
 __all__ = [
     "LOST", "STUCK", "Lost", "Processes", "Watchdog", "everyone", "find", "first", "global_batch", "initialize", "is_first",
     "own_rows", "preempted", "step_limit", "together",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Where the processes of a run meet: process 0's host:port, how many they are, and which one this is."""
+
+    coordinator: str
+    count: int
+    index: int
+    local_devices: tuple[int, ...] | None = None  # this process's accelerators among its host's; None: all
+
+    def __post_init__(self):
+        host, _, port = self.coordinator.rpartition(":")
+        if not (host and port.isdecimal() and 0 <= self.index < self.count):
+            raise ConfigError(f"{self}: expected coordinator HOST:PORT and an index from 0 to count - 1")
 
 
 def find(environment: Mapping[str, str] = os.environ, limit: float = 300.0) -> Processes | None:
@@ -73,7 +90,7 @@ def initialize(processes: Processes | None = None, limit: float | None = None) -
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if processes.index > 0:
         logging.getLogger("jaxformer").setLevel(logging.ERROR)
-    _peers = (Hub if processes.index == 0 else Member)(processes, limit)
+    _peers = meet(processes.coordinator, processes.count, processes.index, limit)
     jax.distributed.initialize(
         processes.coordinator,
         processes.count,
@@ -81,6 +98,7 @@ def initialize(processes: Processes | None = None, limit: float | None = None) -
         local_device_ids=processes.local_devices,
         cluster_detection_method="deactivate",
         initialization_timeout=int(limit) + 60,
+        heartbeat_timeout_seconds=HEARTBEAT,
     )
 
 
@@ -96,17 +114,14 @@ def first(function: Callable[[], T]) -> T:
     """
     if jax.process_count() == 1:
         return function()
-    client, key = _client(), f"jaxformer/first/{next(_questions)}"
-    if not is_first():
-        value, error = pickle.loads(client.blocking_key_value_get_bytes(key, _DAY))
-    else:
-        value: Any = None
-        error: Exception | None = None
+    value: Any = None
+    error: Exception | None = None
+    if is_first():
         try:
             value = function()
         except Exception as raised:
             error = raised
-        client.key_value_set_bytes(key, pickle.dumps((value, error)))
+    value, error = everyone((value, error))[0]
     if error is not None:
         raise error
     return value
@@ -116,10 +131,12 @@ def everyone(value: T) -> list[T]:
     """Every process's value, in order, on every process. All call it, in the same order as `first`; the value is pickled."""
     if jax.process_count() == 1:
         return [value]
-    client, key = _client(), f"jaxformer/everyone/{next(_questions)}/"
-    client.key_value_set_bytes(f"{key}{jax.process_index()}", pickle.dumps(value))
-    read = lambda index: pickle.loads(client.blocking_key_value_get_bytes(f"{key}{index}", _DAY))
-    return first(lambda: [read(index) for index in range(jax.process_count())])
+    client: Any = distributed.global_state.client
+    key = f"jaxformer/everyone/{next(_questions)}"
+    client.key_value_set_bytes(f"{key}/{jax.process_index()}", pickle.dumps(value))
+    client.wait_at_barrier(key, _DAY)
+    values = {int(name.rpartition("/")[2]): pickle.loads(data) for name, data in client.key_value_dir_get_bytes(key)}
+    return [values[index] for index in range(jax.process_count())]
 
 
 def preempted(step: int) -> bool:
@@ -152,51 +169,36 @@ def together(body: Callable[[], int]) -> int:
     return code
 
 
-# ---- a batch among processes
-
-
 def own_rows(mesh: jax.sharding.Mesh | None, batch_size: int) -> np.ndarray | None:
     """Which rows of a global batch this process's devices hold, in order; None for all of them in a single process."""
     if mesh is None or jax.process_count() == 1:
         return None
     sharding = batch_sharding(mesh, {"rows": jax.ShapeDtypeStruct((batch_size,), np.int32)})["rows"]
-    held = sharding.addressable_devices_indices_map((batch_size,)).values()
-    return np.unique(np.concatenate([np.arange(batch_size)[index] for index in held]))
+    slices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size)[index] for index in slices]))
 
 
-def global_batch(
-    mesh: jax.sharding.Mesh, own: np.ndarray, size: int, batch: dict[str, np.ndarray]
-) -> dict[str, jax.Array]:
-    """The global batch of `size` rows, of which each process brings its `own_rows`."""
-    whole = {name: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
-
-    def one(leaf, shape, place):
-        def part(index):
-            wanted = np.arange(size)[index[0]]
-            return leaf[(np.searchsorted(own, wanted), *index[1:])]
-
-        return jax.make_array_from_callback(shape.shape, place, part)
-
-    places = batch_sharding(mesh, whole)
-    return {name: one(np.asarray(leaf), whole[name], places[name]) for name, leaf in batch.items()}
-
-
-# ---- a step that does not end
+def global_batch(mesh: jax.sharding.Mesh, size: int, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """The global batch of `size` rows; each process brings its `own_rows`, in order."""
+    shapes = {name: (size, *leaf.shape[1:]) for name, leaf in batch.items()}
+    shardings = batch_sharding(
+        mesh, {name: jax.ShapeDtypeStruct(shapes[name], leaf.dtype) for name, leaf in batch.items()}
+    )
+    make = jax.make_array_from_process_local_data
+    return {name: make(shardings[name], np.asarray(leaf), shapes[name]) for name, leaf in batch.items()}
 
 
 class Watchdog(contextlib.AbstractContextManager):
     """Ends the run, with the stacks of all threads and the process that is behind, when no `beat` came for `limit` seconds.
 
-    Off where `limit` is None. `step_limit()` is a run's. The processes publish where they are in JAX's key-value store.
+    Off if `limit` is None. `step_limit()` is a run's.
     """
 
     def __init__(self, limit: float | None):
-        self._limit, self._step, self._closed = limit, -1, threading.Event()
-        self._tick = min(2.0, (limit or 8.0) / 4)
+        self._limit, self._closed = limit, threading.Event()
         self.beat(-1, patience=10.0)
         if limit is not None:
-            for task in (self._publish, self._watch) if _peers is not None else (self._watch,):
-                threading.Thread(target=task, name="watchdog", daemon=True).start()
+            threading.Thread(target=self._watch, args=(limit,), name="watchdog", daemon=True).start()
 
     def beat(self, step: int, patience: float = 1.0) -> None:
         """Step `step` begins. `patience` times the limit, until the next beat, for what compiles, evaluates or saves."""
@@ -205,43 +207,19 @@ class Watchdog(contextlib.AbstractContextManager):
     def __exit__(self, *_) -> None:
         self._closed.set()
 
-    def _publish(self) -> None:
-        index, client, beats = jax.process_index(), _client(), 0
-        while not self._closed.wait(self._tick):
-            beats += 1
-            client.key_value_set(f"jaxformer/at/{index}", f"{beats} {self._step}", allow_overwrite=True)
-
-    def _watch(self) -> None:
-        while not self._closed.wait(self._tick):
-            if time.monotonic() > self._deadline:
-                who = "" if _peers is None else f"; {self._who()}"
-                text = f"no step ended for {self._limit:g} s, at step {self._step}{who}"
-                (end if _peers is None else _peers.fail)(STUCK, text)
-
-    def _who(self) -> str:
-        """Who keeps the others waiting, as far as the key-value store shows it."""
-        read = [{}, {}]
-
-        def look() -> None:
-            for table in read:
-                time.sleep(2 * self._tick)
-                for key, value in _client().key_value_dir_get("jaxformer/at/"):
-                    beats, step = value.split()
-                    table[int(key.rpartition("/")[2])] = (int(beats), int(step))
-
-        reader = threading.Thread(target=look, daemon=True)
-        reader.start()
-        reader.join(timeout=10 * self._tick)
-        assert _peers is not None
-        if reader.is_alive() or not read[1]:
-            return f"{_peers.name(0)} does not answer"
-        frozen = [i for i, at in read[1].items() if read[0].get(i) == at and i != _peers.index]
-        steps = {i: step for i, (_, step) in read[1].items()}
-        steps[_peers.index] = self._step
-        behind = frozen or [i for i in steps if steps[i] < max(steps.values())]
-        how = "does not answer" if frozen else f"is behind, the others are at step {max(steps.values())}"
-        named = ", ".join(f"{_peers.name(i)} at step {steps[i]}" for i in sorted(behind))
-        return f"{named}: {how}" if behind else "all processes are at that step"
+    def _watch(self, limit: float) -> None:
+        tick = min(2.0, limit / 4)
+        # process 0 sees all others, they see only it; so it speaks first
+        grace = 0.0 if _peers is None or _peers.index == 0 else 5.0
+        while not self._closed.wait(tick):
+            if _peers is not None:
+                _peers.report(self._step)
+            if time.monotonic() > self._deadline + grace:
+                text = f"no step ended for {limit:g} s, at step {self._step}"
+                if _peers is not None:
+                    _peers.fail(STUCK, f"{text}; {_peers.who_is_behind(self._step, 3 * tick)}")
+                say(text, stacks=True)
+                os._exit(STUCK)
 
 
 def step_limit() -> float | None:
@@ -256,10 +234,6 @@ def _seconds(name: str, default: float) -> float:
         raise ConfigError(f"{name}={os.environ[name]}: expected a number of seconds") from None
 
 
-def _client() -> Any:
-    return distributed.global_state.client
-
-
 _DAY = 24 * 3600 * 1000  # ms: nobody waits that long, a death ends the wait
 _questions = itertools.count()
-_peers: Hub | Member | None = None
+_peers: Peers | None = None
