@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.params import Spec, map_with_name, paths
 
 Tree = Any
+Function = TypeVar("Function", bound=Callable)
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 Rules = dict[str, tuple[str, ...]]
 
@@ -162,24 +163,24 @@ def _is_explicit() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
-def auto_axes(specs: P | Callable[..., Tree]) -> Callable[[Callable], Callable]:
+def auto_axes(specs: P | Callable[..., Tree]) -> Callable[[Function], Function]:
     """Decorator of a public function: under Explicit axes its inside is left to the compiler, as under Auto axes.
 
     Under Explicit axes JAX refuses operations whose sharding does not follow from the operands': a product summed over a
     split axis, a look-up in a split table. `specs` is that of the function's results: a PartitionSpec, or a function
     (shapes of the results, *args, **kwargs) -> a tree of them.
     """
+    return partial(_decorate, specs)
 
-    def decorate(function: Callable) -> Callable:
-        @wraps(function)
-        def run(*args, **kwargs):
-            if is_split() and _is_explicit():
-                return _run_in_auto_axes(function, specs, args, kwargs)
-            return function(*args, **kwargs)
 
-        return run
+def _decorate(specs: P | Callable[..., Tree], function: Function) -> Function:
+    @wraps(function)
+    def run(*args, **kwargs):
+        if is_split() and _is_explicit():
+            return _run_in_auto_axes(function, specs, args, kwargs)
+        return function(*args, **kwargs)
 
-    return decorate
+    return run  # type: ignore[return-value]
 
 
 def _run_in_auto_axes(function: Callable, specs: P | Callable[..., Tree], args: tuple, kwargs: dict) -> Tree:
@@ -201,7 +202,7 @@ def _run_in_auto_axes(function: Callable, specs: P | Callable[..., Tree], args: 
 
 def in_auto_axes(function: Callable, specs: Callable[[Tree], Tree]) -> Callable:
     """The older form of `auto_axes`, whose `specs` gets the shapes alone."""
-    return auto_axes(lambda shapes, *args, **kwargs: specs(shapes))(function)
+    return auto_axes(lambda shapes, *_, **__: specs(shapes))(function)
 
 
 def activation_specs(names: Callable[[str, Any], tuple[str | None, ...]]) -> Callable[..., Tree]:

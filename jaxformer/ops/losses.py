@@ -1,4 +1,4 @@
-"""Losses as sums over tokens. The caller divides once, by the weight of the whole batch, in however many parts it came."""
+"""Losses as sums over tokens. The caller divides once, by the weight of all parts of a batch."""
 
 import math
 from functools import partial
@@ -177,7 +177,7 @@ def loss_on_shards(options: _Options, tokens: _Tokens, head: _Head) -> TokenSums
     shards = _shards(tokens, head)
     if not shards.axes:
         return _loss(options, tokens, head)
-    return _shard_map(lambda *own: jax.lax.psum(_loss(options, *own), shards.axes), shards, tokens, head, P())
+    return _shard_map(lambda *shard: jax.lax.psum(_loss(options, *shard), shards.axes), shards, tokens, head, P())
 
 
 def loss_and_gradients_on_shards(options: _Options, tokens: _Tokens, head: _Head):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -64,11 +64,16 @@ def learned(positions: Int[Array, "B T"], table: Float[Array, "P D"]) -> Float[A
     return jnp.take(table, inside, axis=0, mode="fill", fill_value=jnp.nan)
 
 
+# A scaling of rotary positions has `scale(frequencies, theta, positions)` -> (frequencies, factor on cos and sin): from the r/2
+# frequencies without scaling, on the host in float64. `positions` are those of the call; None: within the original length.
 @dataclass(frozen=True)
 class Linear:
     """Position interpolation: every frequency divided by `factor`. Chen et al. 2023, arXiv:2306.15595, eq. 4."""
 
     factor: float
+
+    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+        return frequencies / self.factor, 1.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,17 @@ class NTK:
     factor: float
     original_length: int | None = None
 
+    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+        rotated, factor = 2 * len(frequencies), self.factor
+        if rotated < 4:
+            raise ValueError(f"rope: NTK needs at least 4 rotated features, for r / (r - 2); got {rotated}")
+        if self.original_length is not None:
+            if positions is None:
+                return frequencies, 1.0
+            factor = factor * jnp.maximum(_length(positions) / self.original_length, 1) - (factor - 1)
+        exponent = np.arange(0, rotated, 2) / rotated
+        return frequencies * factor ** (-exponent * rotated / (rotated - 2)), 1.0
+
 
 @dataclass(frozen=True)
 class LongRoPE:
@@ -96,6 +112,15 @@ class LongRoPE:
     original_length: int
     attention_factor: float = 1.0
 
+    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+        pairs, sizes = len(frequencies), (len(self.short), len(self.long))
+        if sizes != (pairs, pairs):
+            raise ValueError(f"rope: LongRoPE needs {pairs} factors; got {sizes[0]} short, {sizes[1]} long")
+        near, far = frequencies / np.array(self.short), frequencies / np.array(self.long)
+        if positions is not None:
+            near = jnp.where(_length(positions) > self.original_length, far, near)
+        return near, self.attention_factor
+
 
 @dataclass(frozen=True)
 class Llama3:
@@ -105,6 +130,11 @@ class Llama3:
     original_length: int
     low: float = 1.0
     high: float = 4.0
+
+    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+        turns = self.original_length * frequencies / (2 * math.pi)  # full turns within the original context
+        keep = np.clip((turns - self.low) / (self.high - self.low), 0, 1) if self.high > self.low else turns >= self.low
+        return frequencies * (keep + (1 - keep) / self.factor), 1.0
 
 
 @dataclass(frozen=True)
@@ -121,6 +151,20 @@ class YaRN:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float | None = None
+
+    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+        pairs, amplitude = len(frequencies), self.attention_factor
+        # the (fractional) pair that makes `turns` full turns within the original context
+        pair = lambda turns: pairs * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(theta)
+        first, last = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        # the span is negative where the original context is shorter than one slow turn: then nothing is interpolated
+        ramp = np.clip((np.arange(pairs) - first) / (last - first or 1e-3), 0, 1)
+        if amplitude is None:
+            amplitude = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        return frequencies * (1 - ramp) + frequencies / self.factor * ramp, amplitude
 
 
 @dataclass(frozen=True)
@@ -171,55 +215,18 @@ def rope_frequencies(
         raise ValueError(
             f"rope: {config.fraction} of a head of {head_width} is {rotated} features; an even number must be rotated"
         )
-    exponent = np.arange(0, rotated, 2) / rotated
-    plain = config.theta**-exponent
-    match config.scaling:
-        case None:
-            return plain, 1.0
-        case Linear(factor):
-            return plain / factor, 1.0
-        case NTK(factor, original):
-            if rotated < 4:
-                raise ValueError(f"rope: NTK needs at least 4 rotated features, for r / (r - 2); got {rotated}")
-            if original is not None and positions is None:
-                return plain, 1.0
-            if original is not None:
-                factor = factor * jnp.maximum(_length(positions) / original, 1) - (factor - 1)
-            return plain * factor ** (-exponent * rotated / (rotated - 2)), 1.0
-        case LongRoPE(short, long, original, attention_factor):
-            if {len(short), len(long)} != {rotated // 2}:
-                raise ValueError(
-                    f"rope: LongRoPE needs {rotated // 2} factors; got {len(short)} short, {len(long)} long"
-                )
-            near, far = plain / np.array(short), plain / np.array(long)
-            return near if positions is None else jnp.where(_length(positions) > original, far, near), attention_factor
-        case Llama3(factor, original, low, high):
-            turns = original * plain / (2 * math.pi)  # full turns within the original context
-            keep = np.clip((turns - low) / (high - low), 0, 1) if high > low else turns >= low
-            return plain * (keep + (1 - keep) / factor), 1.0
-        case YaRN():
-            return _yarn(plain, config.theta, config.scaling)
-    raise ValueError(f"rope: unknown scaling {config.scaling!r}; expected Linear, NTK, Llama3, YaRN, LongRoPE or None")
+    frequencies = config.theta ** -(np.arange(0, rotated, 2) / rotated)
+    if config.scaling is None:
+        return frequencies, 1.0
+    if not hasattr(config.scaling, "scale"):
+        expected = "Linear, NTK, Llama3, YaRN, LongRoPE or None"
+        raise ValueError(f"rope: unknown scaling {config.scaling!r}; expected {expected}")
+    return config.scaling.scale(frequencies, config.theta, positions)
 
 
 def _length(positions):
     """The largest position + 1, in float32 or better."""
     return (jnp.max(positions) + 1).astype(_float_dtype())
-
-
-def _yarn(plain: np.ndarray, theta: float, scaling: YaRN) -> tuple[np.ndarray, float]:
-    pairs, factor, amplitude = len(plain), scaling.factor, scaling.attention_factor
-    # the (fractional) pair that makes `turns` full turns within the original context
-    pair = lambda turns: pairs * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(theta)
-    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * pairs - 1)
-    # the span is negative where the original context is shorter than one slow turn: then nothing is interpolated
-    ramp = np.clip((np.arange(pairs) - first) / (last - first or 1e-3), 0, 1)
-    if amplitude is None:
-        amplitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-    return plain * (1 - ramp) + plain / factor * ramp, amplitude
 
 
 @struct.dataclass

@@ -81,6 +81,7 @@ class Traced(NamedTuple):
     mesh: Any
     stage: Any  # jax.stages.Traced
     batch: dict[str, Any]  # shapes
+    notes: list[str]
     argument_bytes: int  # of a device, without the compiler's padding
 
 
@@ -91,7 +92,7 @@ def trace(experiment: Any, devices: list) -> Traced:
     experiment = choose_attention(experiment, devices[0].platform)
     mesh = parallel.make_mesh(experiment.mesh, devices)
     parallel.check_batch(experiment.mesh, dict(mesh.shape), experiment.batch_size // experiment.accumulation)
-    recipe, shapes = build(experiment), abstract_batch(experiment)
+    recipe, (shapes, notes) = build(experiment), abstract_batch(experiment)
     places = state_shardings(recipe, mesh)
     placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     state = jax.tree.map(placed, jax.eval_shape(partial(init_state, recipe)), places)
@@ -100,21 +101,24 @@ def trace(experiment: Any, devices: list) -> Traced:
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(places, None))
         stage = step.trace(state, batch)
     shard = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    return Traced(experiment, mesh, stage, shapes, sum(map(shard, jax.tree.leaves((state, batch)))))
+    return Traced(experiment, mesh, stage, shapes, notes, sum(map(shard, jax.tree.leaves((state, batch)))))
 
 
-def abstract_batch(experiment: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a batch, by the first example of the data; of text in the model's length where they are not here."""
+def abstract_batch(experiment: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], list[str]]:
+    """(the shapes of a batch, by the first example of the data; notes). Without the data: text of the model's length."""
+    notes = []
     try:
         example = open_dataset(experiment.data, experiment.model).train[0]
-    except (ConfigError, OSError):
+    except (ConfigError, OSError) as error:
+        notes.append(f"the data cannot be opened here, a batch of tokens is assumed ({error})")
         tokens = np.zeros(models.last_stack(experiment.model).context_length, np.int32)
         example = {"tokens": tokens, "labels": tokens, "weights": tokens.astype(np.float32)}
         if isinstance(experiment.model, EncoderDecoder):
             example["source"] = np.zeros(experiment.model.encoder.context_length, np.int32)
     arrays = {name: np.asarray(value) for name, value in example.items()}
     dtype = jax.dtypes.canonicalize_dtype
-    return {k: jax.ShapeDtypeStruct((experiment.batch_size, *x.shape), dtype(x.dtype)) for k, x in arrays.items()}
+    batch = {k: jax.ShapeDtypeStruct((experiment.batch_size, *x.shape), dtype(x.dtype)) for k, x in arrays.items()}
+    return batch, notes
 
 
 def choose_attention(experiment: Any, platform: str) -> Any:
@@ -234,7 +238,7 @@ def _memory(compiled: Any, log: topology.Log, argument_bytes: int) -> dict[str, 
 
 def _notes(collectives: list, log: topology.Log, parameters: int, traced: Traced) -> list[str]:
     """What makes the step slow, in words."""
-    notes, sizes, config = [], traced.mesh.shape, traced.experiment.mesh
+    notes, sizes, config = [*traced.notes], traced.mesh.shape, traced.experiment.mesh
     reduced = sum(one.bytes for one in collectives if one.kind == "all-reduce" and "fsdp" in one.axes)
     gradients = 2 * parameters // math.prod(sizes[axis] for axis in ("tensor", "expert", "stage"))
     if sizes["fsdp"] > 1 and reduced > gradients / 10:

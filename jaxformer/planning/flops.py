@@ -104,12 +104,10 @@ class _Walk(NamedTuple):
         """`shard_map`: the body on each device, one by one along mesh axes where devices differ."""
         mesh, body = eqn.params["mesh"], eqn.params["jaxpr"]
         sizes = {axis: mesh.shape[axis] for axis in eqn.params["newly_manual_axes"]}
-        in_specs = [
-            _entries(spec, sizes, var.aval) for spec, var in zip(eqn.params["in_specs"], eqn.invars, strict=True)
-        ]
-        out_specs = [
-            _entries(spec, sizes, var.aval) for spec, var in zip(eqn.params["out_specs"], eqn.outvars, strict=True)
-        ]
+        in_specs, out_specs = (
+            [_entries(spec, sizes, var.aval) for spec, var in zip(eqn.params[name], variables, strict=True)]
+            for name, variables in (("in_specs", eqn.invars), ("out_specs", eqn.outvars))
+        )
         differ = {axis for axis in sizes if re.search(rf"axis_index\[\s*axis_name='?{axis}\b", str(body))}
         for value, spec in zip(values, in_specs, strict=True):
             if value is not None and not _uniform(value, spec, sizes):

@@ -219,7 +219,7 @@ def search(experiment: Any, name: str, devices: list, count: int = 12, most: int
     fits.sort(key=lambda pair: -pair[1].batch_size / pair[0].seconds)
     others = sorted((pair for pair in pairs if pair[0].bytes >= 1.15 * chip.memory), key=lambda pair: pair[0].bytes)
     found: list[tuple[Any, Plan]] = []
-    for number, (_, one) in enumerate(itertools.islice(_varied([*fits, *others]), most), 1):
+    for number, (_, one) in enumerate(_varied([*fits, *others])[:most], 1):
         try:
             made, _ = plan_step(one, name, devices, fast=True)
         except (ConfigError, NotImplementedError) as error:
@@ -233,18 +233,16 @@ def search(experiment: Any, name: str, devices: list, count: int = 12, most: int
     return sorted(found, key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second, pair[1].peak_bytes))
 
 
-def _varied(pairs: list) -> Iterator[tuple]:
+def _varied(pairs: list[tuple]) -> list[tuple]:
     """The pairs in order, but only two batches of a mesh and recomputation before the rest, so that kinds vary early."""
     counts: Counter = Counter()
-    late = []
-    for pair in pairs:
+
+    def is_late(pair: tuple) -> bool:
         kind = pair[1].mesh, pair[1].model.remat
         counts[kind] += 1
-        if counts[kind] > 2:
-            late.append(pair)
-        else:
-            yield pair
-    yield from late
+        return counts[kind] > 2
+
+    return sorted(pairs, key=is_late)  # stable
 
 
 def table(found: list[tuple[Any, Any]], base: Any, name: str, topology: str) -> str:

@@ -257,6 +257,7 @@ def test_a_plans_batch_is_that_of_the_data(data, model, shapes):
     traced = trace(experiment, jax.devices())
     assert {name: leaf.shape for name, leaf in traced.batch.items()} == shapes
     assert {leaf.dtype.itemsize for leaf in traced.batch.values()} == {4}
+    assert len(traced.notes) == isinstance(data, Text) and all("cannot be opened" in note for note in traced.notes)
     with jax.sharding.use_abstract_mesh(traced.mesh.abstract_mesh):
         memory = traced.stage.lower().compile().memory_analysis()
     assert memory.argument_size_in_bytes == traced.argument_bytes
