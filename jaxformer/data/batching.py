@@ -25,8 +25,8 @@ def open_dataset(data: Any, model: Any) -> sources.Dataset:
         for method in ("__len__", "__getitem__"):
             if not hasattr(type(split), method):
                 raise ConfigError(
-                    f"data: the {name} split {type(split).__name__} has no {method}; a split has len and [i] -> example; for an "
-                    "endless stream, let len be one epoch"
+                    f"data: the {name} split {type(split).__name__} has no {method}; a split has len and [i] -> example; "
+                    "for an endless stream, let len be one epoch"
                 )
     if not isinstance(dataset.digest, str):
         raise ConfigError(f"data: digest={dataset.digest!r}: expected a text that identifies the data")
@@ -61,7 +61,9 @@ def _order(n: int, seed: int) -> Any:
         # grain shuffles epoch e with seed + e, so neighbouring seeds would share epochs. A hash keeps them apart.
         hashed_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         if n > LARGEST:
-            raise ConfigError(f"data: a split of {n:,} examples; at most {LARGEST:,} can be shuffled, return a smaller len")
+            raise ConfigError(
+                f"data: a split of {n:,} examples; at most {LARGEST:,} can be shuffled, return a smaller len"
+            )
         return grain.MapDataset.range(n).shuffle(seed=hashed_seed).repeat()
 
     # grain's shuffle draws from at least 2**16 numbers until one is below n: 0.5 ms per index for n = 50
