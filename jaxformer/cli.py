@@ -91,10 +91,10 @@ def train(argv: list[str]) -> int:
 
     try:
         processes.initialize()
-    except processes.Lost as error:
+    except processes.MissingProcess as error:
         print(f"jaxformer: {error}", file=sys.stderr)
         return processes.LOST
-    return processes.together(body)
+    return processes.run_together(body)
 
 
 def _experiment(name: str, arguments: list[str], usage: str):

@@ -1,7 +1,7 @@
-"""Our models as Flax modules, of Linen or NNX, and Flax's layers as parts of our models.
+"""Our models as Flax modules (Linen or NNX), and Flax layers as parts of our models.
 
-Outwards: `as_linen(config)`, `as_nnx(config, params)` and `params_of(model)` keep the paths of the parameters, so that
-checkpoints, decay masks and shardings fit both sides. Inwards: `FlaxMixer(module)` and `FlaxFeedForward(module)`.
+`as_linen(config)`, `as_nnx(config, params)` and `params_of(model)` keep the paths of the parameters, so checkpoints, decay
+masks and shardings stay valid. `FlaxMixer(module)` and `FlaxFeedForward(module)` wrap Flax layers.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,22 +25,22 @@ from jaxformer.params import Spec, mismatch
 
 Tree = Any
 
-# Outwards
+# Our models as Flax modules
 
 
 def as_linen(config: ModelConfig | EncoderDecoder, param_dtype=jnp.float32, partitioned: bool = False) -> Any:
-    """A `linen.Module`: `module.apply({"params": p}, tokens, **options)` is `models.apply`'s Output.
+    """A `linen.Module`: `module.apply({"params": p}, tokens, **options)` returns the Output of `models.apply`.
 
-    `module.init(key, tokens, **options)["params"]` is `models.init(config, key, param_dtype)`, and `rngs={"dropout": key}`
-    is `dropout_key=key`; without it there is no dropout. Inside another module Linen folds these keys with the module's
-    path, and from the second call of one instance on with the number of the call. `partitioned` boxes each parameter with
-    the names of its axes, for `linen.logical_axis_rules`.
+    `module.init(key, tokens, **options)["params"]` equals `models.init(config, key, param_dtype)`. `rngs={"dropout": key}`
+    means `dropout_key=key`; without it there is no dropout. Inside another module Linen folds the path into these keys, and
+    from the second call of an instance on also the number of the call. `partitioned` boxes each parameter with the names of
+    its axes, for `linen.logical_axis_rules`.
     """
     return Transformer(config, param_dtype, partitioned)
 
 
 class Transformer(linen.Module):
-    """What `as_linen` returns."""
+    """The module of `as_linen`."""
 
     config: Any
     param_dtype: Any = jnp.float32
@@ -59,7 +59,7 @@ class Transformer(linen.Module):
 
 def _draw(module: Any, name: str, key: Array, spec: Tree) -> Tree:
     """Initial values of one part of a Linen model."""
-    # Linen folds a parameter's key with the number of those before it. Ours depends on the path, which is enough
+    # `self.param` would fold in the number of earlier parameters. Our keys already depend on the path.
     key = module.scope.rngs["params"].as_jax_rng() if module.has_rng("params") else key
     values = params.init({name: spec}, key, module.param_dtype)[name]
     box = lambda value, leaf: linen.LogicallyPartitioned(value, leaf.axes)
@@ -69,10 +69,9 @@ def _draw(module: Any, name: str, key: Array, spec: Tree) -> Tree:
 def as_nnx(config: ModelConfig | EncoderDecoder, params: Tree) -> Any:
     """An `nnx.Module`: `model(tokens, **options)` is `models.apply(config, params, tokens, **options)`.
 
-    Each parameter is an `nnx.Param` at its path, `model.layers.attention.query.kernel`. It may be replaced by another
-    Variable, or by a module that returns the array when it is called without arguments (LoRA: a kernel plus a product of
-    two `nnx.LoRAParam`). Dropout needs `dropout_key=` (`rngs.dropout()`). Raises ConfigError for parameters
-    that are not the config's.
+    Each parameter is an `nnx.Param` at its path, such as `model.layers.attention.query.kernel`. Another Variable may replace
+    it, or a module that returns the array when called without arguments (LoRA: a kernel plus the product of two
+    `nnx.LoRAParam`). Dropout needs `dropout_key=` (`rngs.dropout()`). Raises ConfigError if `params` do not match `config`.
     """
     if wrong := mismatch(models.spec(config), params):
         raise ConfigError(f"as_nnx: the parameters are not those of the config: {wrong}; models.init makes them")
@@ -80,11 +79,11 @@ def as_nnx(config: ModelConfig | EncoderDecoder, params: Tree) -> Any:
 
 
 class NNXTransformer(nnx.Module):
-    """What `as_nnx` returns."""
+    """The module of `as_nnx`."""
 
     def __init__(self, config, params):
         self.config = config
-        self.names = tuple(params)  # a user's further attributes are not our parameters
+        self.names = tuple(params)  # users may set other attributes
         for name, part in params.items():
             setattr(self, name, _boxed(part))
 
@@ -100,7 +99,7 @@ def _boxed(node: Any) -> Any:
 
 
 def params_of(model: Any) -> Tree:
-    """The parameters of a model of `as_nnx` as our plain tree. A module in the place of a parameter is called for it."""
+    """The parameters of a model of `as_nnx` as a plain tree. A module that replaces a parameter is called."""
     if not isinstance(model, NNXTransformer):
         raise ConfigError(f"params_of: expected a model of as_nnx, got {type(model).__name__}")
     return {name: _plain(getattr(model, name)) for name in model.names}
@@ -115,11 +114,11 @@ def _plain(node: Any) -> Any:
     return _plain(node()) if callable(node) else node
 
 
-# Inwards
+# Flax layers in our models
 
 
-def plain(module, x, context: Context):
-    """The default call of a layer."""
+def call_with_x(module, x, context: Context):
+    """The default `call`: the layer sees only x."""
     return module(x)
 
 
@@ -127,16 +126,16 @@ def plain(module, x, context: Context):
 class FlaxFeedForward:
     """A Flax layer `[B, T, D] -> [B, T, D]` as a feed-forward: `ModelConfig(feedforward=FlaxFeedForward(my_mlp))`.
 
-    `module` is a Linen module, or for NNX a function `rngs -> nnx.Module`. The module's initialisers draw each parameter of
-    each layer with its own key. `call(module, x, context) -> out` calls the layer: a Linen layer with dropout needs
-    `deterministic=context.dropout_key is None`; an NNX module is in train mode where there is a dropout key, and draws from
-    it. The output is cast to x's dtype. A config with a Flax module has no text form, so an experiment file names a
-    function: `def mlp(config): return FlaxFeedForward(...)(config)`. Raises ConfigError for a layer with other state than
-    parameters (batch norm), and for another output shape.
+    `module` is a Linen module, or for NNX a function `rngs -> nnx.Module`. Its initialisers draw each parameter of each layer
+    with another key. `call(module, x, context) -> out` calls it: a Linen layer with dropout needs
+    `deterministic=context.dropout_key is None`; an NNX module trains, with that key, if there is one. The output is cast to
+    x's dtype. A Flax module has no text form, so an experiment file defines a function:
+    `def mlp(config): return FlaxFeedForward(...)(config)`. Raises ConfigError for state besides parameters (batch norm) and
+    for another output shape.
     """
 
     module: Callable
-    call: Callable = plain
+    call: Callable = call_with_x
 
     def __call__(self, config: ModelConfig) -> FeedForward:
         return FeedForward(*_part("model.feedforward", self, config, _feed))
@@ -146,28 +145,26 @@ class FlaxFeedForward:
 class FlaxMixer:
     """A Flax layer `[B, T, D] -> [B, T, D]` as a mixer: `ModelConfig(mixer=FlaxMixer(layer, call))`. See `FlaxFeedForward`.
 
-    A layer that is called as `module(x)` sees no mask, and is refused any but full(). Attention needs
+    The default call passes no mask, so it accepts only full(). Attention needs
     `call=lambda module, x, context: module(x, mask=context.mask.dense(x.shape[1], x.shape[1]))`. A FlaxMixer cannot decode,
-    keeps no attention maps, and sees positions only in the embedding; config fields of attention are refused.
+    has no attention maps and sees positions only in the embedding. Raises ConfigError for config fields of attention.
     """
 
     module: Callable
-    call: Callable = plain
+    call: Callable = call_with_x
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        positions = config.positions
-        for field, other in (
-            ("attention_softcap", config.attention_softcap is not None),
-            ("attention_scale", config.attention_scale is not None),
-            ("attention_dropout_rate", config.attention_dropout_rate != 0),
-            ("positions", positions is not None and not isinstance(positions, Learned | Sinusoidal)),
-        ):
-            if other:
-                raise ConfigError(
-                    f"model.{field}={getattr(config, field)}: a FlaxMixer does not read it; build it into the layer, or "
-                    "use models.mixers.attention (mixer=None)"
-                )
-
+        unused = {
+            "attention_softcap": config.attention_softcap is not None,
+            "attention_scale": config.attention_scale is not None,
+            "attention_dropout_rate": config.attention_dropout_rate != 0,
+            "positions": not isinstance(config.positions, Learned | Sinusoidal | None),
+        }
+        if field := next((field for field, is_set in unused.items() if is_set), None):
+            raise ConfigError(
+                f"model.{field}={getattr(config, field)}: a FlaxMixer does not read it; build it into the layer, or "
+                "use models.mixers.attention (mixer=None)"
+            )
         return Mixer(*_part("model.mixer", self, config, partial(_mix, self)), _no_state)
 
 
@@ -178,7 +175,7 @@ def _feed(run: Callable, params, x, context: Context) -> FeedForwardOutput:
 def _mix(mixer: FlaxMixer, run: Callable, params, x, context: Context) -> MixerOutput:
     if context.return_weights:
         raise NotImplementedError("FlaxMixer keeps no attention maps; models.block.attention (mixer=None) does")
-    if mixer.call is plain and context.mask.rule is not rules.full:
+    if mixer.call is call_with_x and context.mask.rule is not rules.full:
         raise ConfigError(
             f"model.mixer: {_name(mixer.module)} is called as module(x), which does not see the mask {context.mask}; give "
             "FlaxMixer a `call` that passes it (or needs none), or set model.masks to (full(),)"
@@ -195,13 +192,14 @@ def _name(module) -> str:
 
 
 def _part(where: str, layer: FlaxFeedForward | FlaxMixer, config: ModelConfig, wrap: Callable) -> tuple[Tree, Callable]:
-    """(spec, apply) of a part of our models: apply(params, x, context) is wrap(run, params, x, context).
-
-    run(params, x, context) -> out calls the layer. Raises ConfigError where its output has another shape.
+    """(spec, apply) of a part of our models. apply(params, x, context) is wrap(run, params, x, context), where run calls
+    the layer. Raises ConfigError if its output has another shape.
     """
     T = config.embedding.length if isinstance(config.embedding, Patches) else config.context_length
-    mask = next((mask for mask in config.masks if mask.rule is rules.full), config.masks[0])  # full() suits any layer
-    # parameters may depend on the model's length (a map over positions does) and width
+    mask = next(
+        (mask for mask in config.masks if mask.rule is rules.full), config.masks[0]
+    )  # every layer accepts full()
+    # the shapes of parameters may depend on T and D
     example = lambda: (jnp.zeros((1, T, config.d_model)), Context(mask, jnp.arange(T)[None]))
     build = _linen_layer if isinstance(layer.module, linen.Module) else _nnx_layer
     spec, run = build(where, layer.module, layer.call, example)
@@ -221,7 +219,7 @@ def _linen_layer(where: str, module, call: Callable, example: Callable) -> tuple
         x, context = example()
         return module.init({"params": key, "dropout": key}, x, method=lambda m, x: call(m, x, context))
 
-    @jax.jit  # only parameters are asked for, so XLA does not run the layer
+    @jax.jit  # only parameters are returned, so XLA does not run the layer
     def draw(key: Array) -> list[Array]:
         leaves = jax.tree.leaves(start(key)["params"], is_leaf=boxed)
         return [leaf.value if boxed(leaf) else leaf for leaf in leaves]
@@ -244,7 +242,7 @@ def _nnx_layer(where: str, make: Callable, call: Callable, example: Callable) ->
     """(spec, run) of a function `rngs -> nnx.Module`."""
 
     def start(key: Array):
-        with nnx.use_eager_sharding(False):  # the axes that its parameters name belong to no mesh yet
+        with nnx.use_eager_sharding(False):  # the axes of its parameters belong to no mesh yet
             return nnx.split(_make_nnx(where, make, key), nnx.Param, nnx.RngState, ...)
 
     @jax.jit
@@ -284,7 +282,7 @@ def _make_nnx(where: str, make: Any, key: Array) -> Any:
 
 
 def _stream(key: Array, i: int, leaf: Any) -> Array:
-    """The start of the i-th random state of an NNX module: new keys, or a count of zero."""
+    """Initial value of the i-th random state of an NNX module: keys, or a count of zero."""
     if not isinstance(leaf, nnx.RngKey):
         return jnp.zeros(leaf.shape, leaf.dtype)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -293,7 +291,7 @@ def _stream(key: Array, i: int, leaf: Any) -> Array:
 
 
 def _leaf(draw: Callable, i: int, shape: tuple[int, ...], names=None) -> Spec:
-    """The i-th parameter of those that draw(key) makes."""
+    """The Spec of the i-th parameter of draw(key)."""
     axes = (None,) * len(shape) if names is None else tuple(names)
     return Spec(shape, axes, lambda key, shape, dtype: draw(key)[i].astype(dtype))
 

@@ -1,14 +1,13 @@
-"""A folder of Hugging Face weights, read and written one tensor at a time. Knows no models.
+"""A folder of Hugging Face weights, read and written one tensor at a time.
 
-The `safetensors` package checks and reads the files. It reads with pread: a mapped file that is cut short under a reader
-kills the process (SIGBUS). We check before it what it does not: the size of the header, keys that appear twice, links and
-pipes. We write the files ourselves, because the package wants all tensors of a file in memory at once.
+The `safetensors` package reads and checks the files, with pread: if a mapped file becomes shorter, the process dies (SIGBUS).
+We check what it does not check: the size of the header, duplicate keys, links and pipes. We write the files ourselves
+because the package needs all tensors of a file in memory.
 """
 
 import contextlib
 import fnmatch
 import io
-import itertools
 import json
 import math
 import os
@@ -29,8 +28,10 @@ from jaxformer.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-TEXT_LIMIT = 32_000_000  # bytes of JSON in a file: some 200,000 tensors. The format's 100 MB would need 1.4 GB to parse
-SLAB = 1 << 22  # bytes that are copied at once
+TEXT_LIMIT = (
+    32_000_000  # bytes of JSON, enough for 200,000 tensors. The format's limit of 100 MB would need 1.4 GB to parse
+)
+SLAB = 1 << 22  # bytes copied at once
 AGAIN = "download or convert it again"
 
 DTYPES: dict[str, np.dtype] = {code: np.dtype(scalar) for code, scalar in {
@@ -43,8 +44,8 @@ DTYPES: dict[str, np.dtype] = {code: np.dtype(scalar) for code, scalar in {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-class _Place(NamedTuple):
-    """Where a tensor is: its file, open and checked, and its first byte in it."""
+class _Location(NamedTuple):
+    """The file of a tensor (its path, and the open and checked file) and the tensor's first byte in it."""
 
     path: Path
     file: Any
@@ -55,31 +56,31 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Files:
-    """A folder of weights that passed all checks. `names`: each tensor's (shape, NumPy dtype name).
+    """A folder of weights that passed all checks. `names` maps each tensor to (shape, NumPy dtype name).
 
-    `config` and `generation` are config.json and generation_config.json (empty where there is none).
+    `config` and `generation` are config.json and generation_config.json (empty if missing).
     """
 
     folder: Path
     config: dict[str, Any] = field(repr=False)
     generation: dict[str, Any] = field(repr=False)
     names: dict[str, tuple[tuple[int, ...], str]] = field(repr=False)
-    _places: dict[str, _Place] = field(repr=False)
+    _locations: dict[str, _Location] = field(repr=False)
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, fresh from the file. Raises ConfigError for an unknown name, or a file that has changed."""
-        if name not in self._places:
+        """Reads one tensor. Raises ConfigError for an unknown name and for a file that has changed."""
+        if name not in self._locations:
             raise ConfigError(f"{self.folder}: no tensor {_shown(name)}; there are {_some(self.names)}")
-        path, file, start, shape, dtype = self._places[name]
+        path, file, start, shape, dtype = self._locations[name]
         try:
-            if CODES[dtype].startswith("F8"):  # the package looks for these types in NumPy, which has none of them
+            if CODES[dtype].startswith("F8"):  # the package expects these types in NumPy, which lacks them
                 array = np.fromfile(path, dtype, math.prod(shape), offset=start).reshape(shape)
             else:
                 array = file.get_tensor(name)
         except MemoryError:
             size = math.prod(shape) * dtype.itemsize
             raise ConfigError(f"{path}: no memory for {_shown(name)}, which has {size:,} bytes") from None
-        except (OSError, SafetensorError, ValueError):  # ValueError: too few numbers for the shape
+        except (OSError, SafetensorError, ValueError):  # ValueError: too few bytes for the shape
             raise ConfigError(f"{path}: cut short since it was opened, {_shown(name)} is gone; {AGAIN}") from None
         if dtype == np.bool_ and array.view(np.uint8).max(initial=0) > 1:
             raise ConfigError(f"{path}: {_shown(name)} holds bytes that are neither true (1) nor false (0); {AGAIN}")
@@ -87,11 +88,11 @@ class Files:
 
 
 def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Files:
-    """A local folder, or the name of a repository on the Hugging Face hub (`org/name`, at a branch, tag or commit).
+    """Opens a local folder or a repository of the Hugging Face hub (`org/name`; `revision`: a branch, tag or commit).
 
-    Reads config.json and the headers of model.safetensors, or of the shards that model.safetensors.index.json names;
-    `read` gives the weights. Pickled weights are refused. A path is what exists, is absolute, is a `Path` or starts with
-    `.` or `~`. Raises ConfigError for what is missing, damaged or contradicts the rest.
+    A name is a path if it exists, is absolute, is a `Path` or starts with `.` or `~`. Reads config.json and the headers of
+    model.safetensors or of its shards; `Files.read` reads weights. Pickled weights are refused. Raises ConfigError for
+    missing, damaged or contradictory files.
     """
     folder = Path(os.path.expanduser(path_or_name))
     local = isinstance(path_or_name, Path) or folder.is_absolute() or path_or_name.startswith((".", "~"))
@@ -102,17 +103,17 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
     try:
         listing = sorted(os.listdir(folder))
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        why = "it is a file" if os.path.isfile(folder) else getattr(error, "strerror", None) or error
-        raise ConfigError(f"{folder}: not a folder of weights ({why}); expected {SINGLE} and config.json") from None
+        reason = "it is a file" if os.path.isfile(folder) else getattr(error, "strerror", None) or error
+        raise ConfigError(f"{folder}: not a folder of weights ({reason}); expected {SINGLE} and config.json") from None
     if "config.json" not in listing:
         raise ConfigError(f"{folder}: no config.json, which says what model it is; there are {_some(listing)}")
     config = _read_json(folder / "config.json", dict)
-    name = "generation_config.json"
-    generation = _read_json(folder / name, dict) if name in listing else {}
+    generation_file = "generation_config.json"
+    generation = _read_json(folder / generation_file, dict) if generation_file in listing else {}
     if SINGLE in listing:
-        places = _open_file(folder / SINGLE)
+        locations = _open_file(folder / SINGLE)
     elif INDEX in listing:
-        places = _open_shards(folder, listing)
+        locations = _open_shards(folder, listing)
     elif pickles := [file for file in listing if any(fnmatch.fnmatch(file, pattern) for pattern in PICKLES)]:
         raise ConfigError(
             f"{folder}: neither {SINGLE} nor {INDEX}, only pickled files ({_some(pickles)}): loading a pickle runs whatever"
@@ -122,12 +123,12 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
     else:
         expected = f"{folder}: neither {SINGLE} nor {INDEX}; there are {_some(listing)}"
         raise ConfigError(f"{expected}; give the folder that `save_pretrained` wrote")
-    names = {name: (place.shape, str(place.dtype.name)) for name, place in places.items()}
-    return Files(folder, config, generation, names, places)
+    names = {name: (location.shape, str(location.dtype.name)) for name, location in locations.items()}
+    return Files(folder, config, generation, names, locations)
 
 
 def check_finite(name: str, array: np.ndarray) -> None:
-    """Raises ConfigError if a value is NaN or infinite. Needs a few megabytes besides the array."""
+    """Raises ConfigError if a value is NaN or infinite. Copies a few megabytes at a time."""
     if array.dtype.kind in "biu":
         return
     bad = array.size - sum(np.count_nonzero(np.isfinite(slab)) for slab in _slabs(array))
@@ -144,13 +145,13 @@ def save_checkpoint(
     tensors: Iterable[tuple[str, tuple[int, ...], Any, Callable[[], Any]]],
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Writes what `open_checkpoint` and transformers' `from_pretrained` open; `folder` appears when it is complete.
+    """Writes a folder that `open_checkpoint` and transformers' `from_pretrained` open. It appears when it is complete.
 
-    `tensors` has (name, shape, NumPy dtype, function that returns the array). The functions are called one by one while
-    writing, so the host holds one array at a time. Above `shard_bytes` the weights are split into several files, a
-    tensor never. Raises ConfigError where `folder` exists and is not empty, where it cannot be written, and for a dtype
-    that the format lacks; TypeError for a config that is not JSON; ValueError where an array is not as declared or two
-    tensors have one name. A killed save leaves `folder.unfinished`, which the next one removes.
+    `tensors` holds (name, shape, NumPy dtype, function that returns the array). Each function is called when its array is
+    written, so the host holds one array at a time. Files have at most `shard_bytes`, unless one tensor has more. Raises
+    ConfigError for a `folder` that is not empty or cannot be written and for a dtype that the format lacks, TypeError for a
+    config that is not JSON, ValueError for an array of another shape or dtype and for a duplicate name. A killed save leaves
+    `folder.unfinished`, which the next save removes.
     """
     folder = Path(os.path.realpath(os.path.expanduser(folder)))
     text = _dumps(config)
@@ -174,8 +175,8 @@ def save_checkpoint(
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, OSError):
-            why = f"{error.strerror or error}; it needs {total:,} bytes"
-            raise ConfigError(f"{folder}: not saved ({why}); choose another folder, or make room") from error
+            reason = f"{error.strerror or error}; it needs {total:,} bytes"
+            raise ConfigError(f"{folder}: not saved ({reason}); choose another folder, or make room") from error
         raise
 
 
@@ -187,7 +188,7 @@ def _download(name: str, revision: str | None) -> Path:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
         raise ConfigError(f"{name}: no such folder, and the hub needs `pip install 'jaxformer[interop]'`") from None
-    advice = {  # the first that fits: a gated repository is also one that is not found
+    advice = {  # the first match counts: a GatedRepoError is also a RepositoryNotFoundError
         errors.GatedRepoError: "accept its terms on its page, then `hf auth login`",
         errors.RevisionNotFoundError: f"it has no revision {revision!r}",
         (errors.RepositoryNotFoundError, errors.HFValidationError): (
@@ -196,17 +197,17 @@ def _download(name: str, revision: str | None) -> Path:
         Exception: "check the network, or give a folder",
     }
     try:
-        # a repository may hold the same weights again, as `consolidated` or for other programs in subfolders
-        wanted = {"allow_patterns": ["*.json", "*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]}
-        return Path(snapshot_download(name, revision=revision, **wanted))
+        # subfolders and `consolidated` files hold copies of the weights for other programs
+        patterns = {"allow_patterns": ["*.json", "*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]}
+        return Path(snapshot_download(name, revision=revision, **patterns))
     except Exception as error:
-        todo = next(text for kind, text in advice.items() if isinstance(error, kind))
-        why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}"
-        raise ConfigError(f"{name}: no such folder here, and the hub does not give it ({why}); {todo}") from error
+        hint = next(text for kind, text in advice.items() if isinstance(error, kind))
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}"
+        raise ConfigError(f"{name}: no such folder here, and the hub does not give it ({reason}); {hint}") from error
 
 
-def _open_shards(folder: Path, listing: list[str]) -> dict[str, _Place]:
-    """The tensors of all files of an index, which must agree with it."""
+def _open_shards(folder: Path, listing: list[str]) -> dict[str, _Location]:
+    """The tensors of all files of an index. Files and index must agree."""
     index = folder / INDEX
     weight_map = _read_json(index, _unique).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -220,20 +221,20 @@ def _open_shards(folder: Path, listing: list[str]) -> dict[str, _Place]:
     files = sorted(set(weight_map.values()))
     if missing := [file for file in files if file not in listing]:
         raise ConfigError(f"{index}: {len(missing)} of {len(files)} files are missing: {_some(missing)}; download them")
-    places: dict[str, _Place] = {}
+    locations: dict[str, _Location] = {}
     for file in files:
-        found = _open_file(folder / file)
-        listed = {name for name in weight_map if weight_map[name] == file}
-        if lost := sorted(listed - found.keys()):
-            raise ConfigError(f"{folder / file}: lacks {_some(lost)}, which {INDEX} says is there; {AGAIN}")
-        if extra := sorted(found.keys() - listed):
+        tensors = _open_file(folder / file)
+        expected = {name for name in weight_map if weight_map[name] == file}
+        if missing := sorted(expected - tensors.keys()):
+            raise ConfigError(f"{folder / file}: lacks {_some(missing)}, which {INDEX} says is there; {AGAIN}")
+        if extra := sorted(tensors.keys() - expected):
             raise ConfigError(f"{folder / file}: has {_some(extra)}, which {INDEX} does not list there; {AGAIN}")
-        places |= found
-    return places
+        locations |= tensors
+    return locations
 
 
-def _open_file(path: Path) -> dict[str, _Place]:
-    """The tensors of one file. Its header is the header's length (8 bytes) and JSON: dtype, shape and range of bytes."""
+def _open_file(path: Path) -> dict[str, _Location]:
+    """The tensors of one file. It starts with the header's length (8 bytes) and the header, JSON of dtypes and shapes."""
     with _reading(path) as (stream, size):
         first = stream.read(8)
         length = int.from_bytes(first, "little")
@@ -249,24 +250,24 @@ def _open_file(path: Path) -> dict[str, _Place]:
         try:
             file = safe_open(path, "np", backend="pread")
         except SafetensorError as error:
-            why = _shown(str(error).removeprefix("Error while deserializing header: "))
-            raise ConfigError(f"{path}: damaged or cut short, has {size:,} bytes ({why}); {AGAIN}") from None
+            reason = _shown(str(error).removeprefix("Error while deserializing header: "))
+            raise ConfigError(f"{path}: damaged or cut short, has {size:,} bytes ({reason}); {AGAIN}") from None
     header.pop("__metadata__", None)
-    places = {}
-    for name, about in header.items():
-        # the package also takes a list for a tensor, and an object for its dtype
-        dtype, shape = (about["dtype"], about["shape"]) if isinstance(about, dict) else (about, [])
+    locations = {}
+    for name, entry in header.items():
+        # the package accepts also a list as a tensor's entry, and an object as its dtype
+        dtype, shape = (entry["dtype"], entry["shape"]) if isinstance(entry, dict) else (entry, [])
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise ConfigError(f"{path}: {_shown(name)} has the dtype {_shown(dtype)}; we read {', '.join(DTYPES)}")
         if len(shape) > 64:
             raise ConfigError(f"{path}: {_shown(name)} has {len(shape)} axes; NumPy has at most 64")
-        places[name] = _Place(path, file, 8 + length + about["data_offsets"][0], tuple(shape), DTYPES[dtype])
-    return places
+        locations[name] = _Location(path, file, 8 + length + entry["data_offsets"][0], tuple(shape), DTYPES[dtype])
+    return locations
 
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[tuple[io.BufferedReader, int]]:
-    """The open file and its size. Raises ConfigError for what is no file or cannot be read."""
+    """The open file and its size. Raises ConfigError if it is not a readable file."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # before opening: a pipe would wait for a writer
             raise ConfigError(f"{path}: not a file; expected one that `save_pretrained` wrote")
@@ -287,7 +288,7 @@ def _read_json(path: Path, pairs: Callable) -> dict[str, Any]:
 
 
 def _parse(text: bytes, path: Path, pairs: Callable) -> dict[str, Any]:
-    """A JSON object; `pairs` makes a dict of its pairs."""
+    """A JSON object; `pairs` makes a dict from a list of pairs."""
     try:
         value = json.loads(text.decode(), object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
@@ -298,12 +299,12 @@ def _parse(text: bytes, path: Path, pairs: Callable) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Two readers may take different ones of two equal keys, so there must not be two."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        keys = sorted(key for key, _ in pairs)
-        twice = next(key for key, following in itertools.pairwise(keys) if key == following)
-        raise ValueError(f"the key {_shown(twice)} appears twice")
+    """Raises ValueError for a duplicate key: readers disagree about which value counts."""
+    value = {}
+    for key, item in pairs:
+        if key in value:
+            raise ValueError(f"the key {_shown(key)} appears twice")
+        value[key] = item
     return value
 
 
@@ -319,7 +320,7 @@ def _size(tensor: tuple) -> int:
 
 
 def _shards(tensors: list[tuple], limit: int) -> list[list[tuple]]:
-    """Tensors in their order, a new shard where one would pass the limit; at least one shard."""
+    """Splits the tensors, in order, into shards of at most `limit` bytes; at least one shard."""
     shards, room = [[]], limit
     for tensor in tensors:
         if _size(tensor) > room and shards[-1]:
@@ -342,7 +343,7 @@ def _write_shards(folder: Path, shards: list[list[tuple]], total: int) -> None:
 
 
 def _write_file(path: Path, tensors: list[tuple]) -> None:
-    tensors = sorted(tensors, key=lambda tensor: -tensor[2].itemsize)  # so that each starts at a multiple of its width
+    tensors = sorted(tensors, key=lambda tensor: -tensor[2].itemsize)  # each starts at a multiple of its width
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
     end = 0
     for tensor in tensors:
@@ -358,13 +359,13 @@ def _write_file(path: Path, tensors: list[tuple]) -> None:
                 raise ValueError(f"{name}: declared as {dtype}{list(shape)}, made as {array.dtype}{list(array.shape)}")
             for slab in _slabs(array):
                 stream.write(slab.reshape(-1).view(np.uint8).data)
-            del array  # before the next is made
+            del array  # before the next one is made
         stream.flush()
-        os.fsync(stream.fileno())  # on the disk before the rename is
+        os.fsync(stream.fileno())  # on disk before the rename
 
 
 def _slabs(array: np.ndarray) -> Iterator[np.ndarray]:
-    """The array in contiguous pieces of its first axis, so that a transposed view needs no second array."""
+    """Contiguous pieces along the first axis: a transposed view needs no full copy."""
     array = np.atleast_1d(array)
     rows = max(1, SLAB // max(1, array[:1].nbytes))
     for start in range(0, len(array), rows):
@@ -376,7 +377,7 @@ _short.maxstring, _short.maxlist = 120, 10
 
 
 def _shown(value: Any) -> str:
-    """A value out of a file, which may be long or hold any character, in a few printable ones."""
+    """A short printable form of a value from a file, which may be long or hold any character."""
     return _short.repr(value)
 
 

@@ -30,7 +30,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from jaxformer.errors import ConfigError
-from jaxformer.parallel.processes import everyone, first, is_first
+from jaxformer.parallel.processes import all_gather_object, first, is_first
 from jaxformer.training import manifest
 from jaxformer.training.fingerprint import fingerprints, key_data
 from jaxformer.training.manifest import CheckpointError, Damaged
@@ -147,7 +147,7 @@ class Manager(AbstractContextManager):
             self._saving.start()
         if wait:
             self.wait()
-            for problem in filter(None, everyone(self._problem)):
+            for problem in filter(None, all_gather_object(self._problem)):
                 raise CheckpointError(problem)
 
     def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[int, Tree, dict] | None:
@@ -317,7 +317,7 @@ def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[st
             data |= ocp.load(path, full) if full else {}
     except Exception as error:
         problem = _reason(error)
-    for reason in filter(None, everyone(problem)):
+    for reason in filter(None, all_gather_object(problem)):
         raise _read_error(path, reason)
     return data
 

@@ -229,14 +229,14 @@ def _idle(config: parallel.Mesh, mesh) -> str:
 def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh) -> Job:
     """What the loop needs of an experiment: below this function nobody sees the experiment."""
     size = experiment.batch_size
-    rows = processes.own_rows(mesh, size)
+    rows = processes.local_rows(mesh, size)
     pmapped = experiment.mesh.backend == "pmap" and mesh is not None
     step, put = jax.jit(make_train_step(recipe), donate_argnums=0), partial(scoring.on_devices, mesh, rows, size)
     spread = gather = lambda state: state
     if pmapped:
         devices = mesh.devices.ravel().tolist()
-        step, put = pmap.step(make_train_step(recipe, pmap.AXIS), devices), partial(pmap.cut, devices=devices)
-        spread, gather = partial(pmap.replicate, devices=devices), pmap.first
+        step, put = pmap.step(make_train_step(recipe, pmap.AXIS), devices), partial(pmap.shard, devices=devices)
+        spread, gather = partial(pmap.replicate, devices=devices), pmap.unreplicate
     elif mesh is not None:
         shardings = state_shardings(recipe, mesh), None
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=shardings)

@@ -37,7 +37,7 @@ def evaluator(
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 2), number)
         return recipe.score(trained, batch, key)
 
-    rows = processes.own_rows(mesh, size)
+    rows = processes.local_rows(mesh, size)
     batches = batching.validation_batches(dataset.validation, size, rows)
     count = len(batches) if limit is None else min(limit, len(batches))
     return lambda trained: perplexity(score, trained, (on_devices(mesh, rows, size, batches[i]) for i in range(count)))

@@ -270,7 +270,7 @@ def body():
         spread = [not leaf.is_fully_addressable for leaf in jax.tree.leaves(state)]
         print("prints", all(spread), *fingerprints(jax.tree.leaves(state)))
     return 0
-sys.exit(processes.together(body))
+sys.exit(processes.run_together(body))
 """
 
 
@@ -333,7 +333,7 @@ def meet(*arguments, **options):
 
 def test_who_never_came_is_named_to_all_who_did():
     for one in meet((0, 4), (2, 4), limit=1.0):
-        assert isinstance(one["error"], peers.Lost)
+        assert isinstance(one["error"], peers.MissingProcess)
         assert re.match(r"processes 1, 3 never came within 1 s; here are process 0 .*, process 2", str(one["error"]))
     (one,) = meet((1, 2), limit=1.0)
     assert "process 0 never came within 1 s: nobody answers at 127.0.0.1:" in str(one["error"])
@@ -348,7 +348,7 @@ def test_numbers_that_do_not_fit_together_are_refused(third):
     errors = [one["error"] for one in meet((0, 3), (1, 3), third, limit=20.0)]
     assert isinstance(errors[0], ConfigError) and isinstance(errors[2], ConfigError)
     # if process 2 comes before process 1, the run is refused already, and process 1 finds nobody
-    assert isinstance(errors[1], ConfigError) or (third == (2, 4) and isinstance(errors[1], peers.Lost))
+    assert isinstance(errors[1], ConfigError) or (third == (2, 4) and isinstance(errors[1], peers.MissingProcess))
     assert "give each its own index and all one count" in str(errors[0])
 
 
@@ -444,9 +444,9 @@ def test_a_limit_that_is_no_number_gets_one_line(monkeypatch):
 
 def test_a_single_process_asks_nobody():
     processes.initialize()
-    assert processes.is_first() and processes.first(lambda: 3) == 3 and processes.everyone(3) == [3]
-    assert processes.together(lambda: 7) == 7 and processes.step_limit() is None
-    assert processes.own_rows(parallel.make_mesh(), 8) is None
+    assert processes.is_first() and processes.first(lambda: 3) == 3 and processes.all_gather_object(3) == [3]
+    assert processes.run_together(lambda: 7) == 7 and processes.step_limit() is None
+    assert processes.local_rows(parallel.make_mesh(), 8) is None
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "context": 2}, {"data": 1, "tensor": 8}])

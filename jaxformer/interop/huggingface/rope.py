@@ -1,4 +1,4 @@
-"""Rotary positions of Hugging Face configs: `rope_parameters`, and `rope_theta` with `rope_scaling`."""
+"""Rotary positions of Hugging Face configs: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ from jaxformer.interop.huggingface.tables import Json, check_kinds, only
 from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN, rope_frequencies
 
 ORIGINAL = "original_max_position_embeddings"
-SCALINGS = {  # our class -> rope_type, and their names of its fields in order
+SCALINGS = {  # our class -> (rope_type, their names of our fields)
     Linear: ("linear", ("factor",)),
     NTK: ("dynamic", ("factor",)),  # its length is max_position_embeddings
     Llama3: ("llama3", ("factor", ORIGINAL, "low_freq_factor", "high_freq_factor")),
@@ -18,9 +18,9 @@ SCALINGS = {  # our class -> rope_type, and their names of its fields in order
 
 
 def read_rope(c: Json, head_width: int, theta: float = 1e4) -> Rope:
-    """The rotation of both dialects: `rope_parameters`, or `rope_theta` with `rope_scaling`. `theta` is the default base.
+    """The rotation of a config; `theta` is the default base.
 
-    These classes rotate the whole head: they ignore a partial rotary factor where nothing is scaled, and fail elsewhere.
+    These models rotate the full head. Without scaling they ignore a partial rotary factor, with scaling they fail.
     """
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(c.get(key), dict | None):
