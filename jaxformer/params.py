@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
+from jax.nn.initializers import zeros
 
 Tree = Any
 
@@ -30,6 +31,15 @@ class Spec:
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
             raise ValueError(f"Spec: shape {self.shape} has {len(self.shape)} axes, names {self.axes} {len(self.axes)}")
+
+
+def linear(shape, axes, contracts: tuple[str, ...], init: Callable, bias: bool = True) -> dict[str, Spec]:
+    """A linear map: a kernel that sums over the axes `contracts`, and a bias over its other axes, at zero."""
+    tree = {"kernel": Spec(shape, axes, init, contracts)}
+    if bias:
+        kept = [i for i, axis in enumerate(axes) if axis not in contracts]
+        tree["bias"] = Spec(tuple(shape[i] for i in kept), tuple(axes[i] for i in kept), zeros)
+    return tree
 
 
 def stack(spec: Tree, layers: int) -> Tree:

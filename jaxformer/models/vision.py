@@ -25,8 +25,8 @@ class Reconstruction:
     models of tokens.
     """
 
-    stride: int = 16
-    name: str = "reconstruction"
+    stride: int = 16  # pixels of a patch in each direction
+    name: str = "reconstruction"  # key of its parameters and of its output
 
     def __call__(self, config: ModelConfig) -> Head:
         patches, D = config.embedding, config.hidden_width

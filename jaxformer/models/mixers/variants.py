@@ -28,7 +28,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, Mixer, Tree, linear, linear_spec
-from jaxformer.models.mixers.attention import attention
+from jaxformer.models.mixers.attention import Heads, attention, split_weights
 from jaxformer.ops.attention.reference import reference, softmax
 from jaxformer.ops.positions import Bias
 from jaxformer.params import Spec
@@ -53,14 +53,15 @@ def qk_norm_full(config: ModelConfig) -> Mixer:
     return attention(config, extra=extra, prepare=partial(normalize, config))
 
 
-def normalize(config: ModelConfig, params: Tree, query: Array, key: Array, value: Array, context: Context):
+def normalize(config: ModelConfig, params: Tree, heads: Heads, context: Context) -> Heads:
     """`prepare` of `qk_norm` and `qk_norm_full`: the mean square is taken over the axes that the scale has."""
 
-    def over(x, scale):
+    def normed(x, scale):
         rows = x.reshape(*x.shape[: x.ndim - scale.ndim], -1)
         return ops.rms_norm(rows, scale.reshape(-1), config.norm_eps).reshape(x.shape)
 
-    return over(query, params["query_norm"]["scale"]), over(key, params["key_norm"]["scale"]), value
+    query, key = normed(heads.query, params["query_norm"]["scale"]), normed(heads.key, params["key_norm"]["scale"])
+    return heads._replace(query=query, key=key)
 
 
 def gated(config: ModelConfig) -> Mixer:
@@ -106,8 +107,8 @@ def differential(config: ModelConfig) -> Mixer:
 
     def attend(params, context, query, key, value, **options):
         pairs = jnp.concatenate(jnp.split(value, 2, axis=2), axis=-1)
-        result = ops.attention(query, key, jnp.concatenate([pairs, pairs], axis=2), **options)
-        out, weights = result if isinstance(result, tuple) else (result, None)
+        pairs = jnp.concatenate([pairs, pairs], axis=2)
+        out, weights = split_weights(ops.attention(query, key, pairs, **options))
         wide = jnp.promote_types(out.dtype, jnp.float32)
         one, two = jnp.exp(jnp.sum(params["lambda_query"].astype(wide) * params["lambda_key"].astype(wide), axis=-1))
         start = (0.8 - 0.6 * jnp.exp(-0.3 * jnp.asarray(context.layer, wide))).astype(wide)
@@ -186,18 +187,17 @@ def value_residual(config: ModelConfig) -> Mixer:
     Zhou et al. 2024, arXiv:2410.17897. The first layer's own values stay as they are; its two numbers are not used.
     """
 
-    def prepare(params, query, key, value, context):
+    def prepare(params, heads: Heads, context: Context) -> Heads:
+        value, is_first = heads.value, context.layer == 0
+        first = jnp.where(is_first, value, context.memo["value"])
         wide = jnp.promote_types(value.dtype, jnp.float32)
-        first, own = params["value_mix"].astype(wide)
-        mixed = (first * context.memo["value"].astype(wide) + own * value.astype(wide)).astype(value.dtype)
-        return query, key, jnp.where(context.layer == 0, value, mixed)
+        a, b = params["value_mix"].astype(wide)
+        mixed = (a * first.astype(wide) + b * value.astype(wide)).astype(value.dtype)
+        return heads._replace(value=jnp.where(is_first, value, mixed), memo={"value": first})
 
-    return attention(
-        config,
-        extra={"value_mix": Spec((2,), (None,), constant(0.5))},
-        prepare=prepare,
-        memo=lambda x: {"value": jnp.zeros((*x.shape[:2], config.kv_heads, config.head_size), x.dtype)},
-    )
+    first = lambda x: {"value": jnp.zeros((*x.shape[:2], config.kv_heads, config.head_size), x.dtype)}
+    mixer = attention(config, extra={"value_mix": Spec((2,), (None,), constant(0.5))}, prepare=prepare)
+    return mixer._replace(memo=first)
 
 
 def temperature(config: ModelConfig, floor_scale: int = 8192, attn_scale: float = 0.1) -> Mixer:
@@ -207,10 +207,10 @@ def temperature(config: ModelConfig, floor_scale: int = 8192, attn_scale: float 
     `temperature(config) if config.positions is None else attention(config)`, since each layer's config has its positions.
     """
 
-    def prepare(params, query, key, value, context):
-        wide = jnp.promote_types(query.dtype, jnp.float32)
+    def prepare(params, heads: Heads, context: Context) -> Heads:
+        wide = jnp.promote_types(heads.query.dtype, jnp.float32)
         scale = 1 + attn_scale * jnp.log1p(((context.positions + 1) // floor_scale).astype(wide))
-        return (query * scale[..., None, None]).astype(query.dtype), key, value
+        return heads._replace(query=(heads.query * scale[..., None, None]).astype(heads.query.dtype))
 
     return attention(config, prepare=prepare)
 
@@ -218,9 +218,9 @@ def temperature(config: ModelConfig, floor_scale: int = 8192, attn_scale: float 
 def inverse_depth_scale(config: ModelConfig) -> Mixer:
     """Scores divided by the layer's number, counted from 1: `scale_attn_by_inverse_layer_idx` of Hugging Face's GPT-2."""
 
-    def prepare(params, query, key, value, context):
-        wide = jnp.promote_types(query.dtype, jnp.float32)
-        return (query / (jnp.asarray(context.layer, wide) + 1)).astype(query.dtype), key, value
+    def prepare(params, heads: Heads, context: Context) -> Heads:
+        wide = jnp.promote_types(heads.query.dtype, jnp.float32)
+        return heads._replace(query=(heads.query / (jnp.asarray(context.layer, wide) + 1)).astype(heads.query.dtype))
 
     return attention(config, prepare=prepare)
 
