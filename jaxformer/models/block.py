@@ -87,8 +87,8 @@ class DropoutKeys(NamedTuple):
         if key is None:
             return cls()
         attention, attention_out, feedforward_out = random.split(key, 3)
-        cross = random.split(random.fold_in(key, 3))
-        return cls(attention, attention_out, *cross, random.fold_in(key, 4), feedforward_out)
+        cross, cross_out = random.split(random.fold_in(key, 3))
+        return cls(attention, attention_out, cross, cross_out, random.fold_in(key, 4), feedforward_out)
 
 
 def sublayer(

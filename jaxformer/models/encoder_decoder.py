@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int
 
-from jaxformer import masks, params
+from jaxformer import masks
 from jaxformer.errors import ConfigError
 from jaxformer.models import transformer
 from jaxformer.models.config import EncoderDecoder
@@ -30,44 +30,20 @@ def spec(config: EncoderDecoder) -> Tree:
     return {"encoder": encoder, "decoder": transformer.declared_spec(config.decoder, config.encoder.d_model)}
 
 
-def init(config: EncoderDecoder, key: Array, dtype=jnp.float32) -> Tree:
-    """Initial parameters."""
-    return params.init(spec(config), key, dtype)
-
-
-def apply(
-    config: EncoderDecoder,
-    params: Tree,
-    tokens: Int[Array, "B T"],
-    *,
-    source: Int[Array, "B S"] | None = None,
-    source_segment_ids: Int[Array, "B S"] | None = None,
-    source_positions: Int[Array, "#B S"] | None = None,
-    positions: Int[Array, "#B T"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
-    cache: Any = None,
-    dropout_key: Array | None = None,
-    dtype=None,
-    return_attention: bool = False,
-    return_hidden: bool = False,
-) -> Output:
-    """Logits `[B, T, V]` of target tokens given source tokens; `.source` are the hidden states of the encoder.
+def apply(config: EncoderDecoder, params: Tree, tokens: Int[Array, "B T"], **options) -> Output:
+    """Logits `[B, T, V]` of target tokens given `source` tokens `[B, S]`; the options are fields of `Inputs`.
 
     Queries see the source tokens of their own segment; where only the source has segments, all that are not padding.
     `source_positions` replace the positions of the encoder, which restart with each segment. A `cache` needs the source
-    once, with the first tokens: it keeps what the layers read of it. The other options are those of `transformer.apply`.
+    once, with the first tokens: it keeps what the layers read of it. For the other options see `transformer.apply`.
     """
-    inputs = Inputs(
-        tokens, positions, segment_ids, cache=cache, dropout_key=dropout_key, source=source,
-        source_segment_ids=source_segment_ids, source_positions=source_positions, dtype=dtype,
-        return_attention=return_attention, return_hidden=return_hidden,
-    )  # fmt: skip
-    return transformer.in_explicit_axes(partial(_apply, config))(params, inputs)
+    return transformer.in_explicit_axes(partial(run, config))(params, Inputs(tokens, **options))
 
 
-def _apply(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
+def run(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
+    """Both stacks, then the heads of the decoder."""
     output = encode(config, params, inputs)
-    return transformer.read(config.decoder, params["decoder"], output, transformer.real_tokens(inputs))
+    return transformer.read(config.decoder, params["decoder"], output, inputs.real)
 
 
 def encode(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:

@@ -121,5 +121,5 @@ def residual_std(config: ModelConfig) -> float:
 
 def linear(spec: str, x: Float[Array, "..."], params: Tree, dtype=None) -> Float[Array, "..."]:
     """The product with the kernel, and the bias if there is one."""
-    y = ops.einsum(spec, x, params["kernel"], dtype=dtype)
+    y = ops.einsum(spec, x, params["kernel"], dtype)
     return add_bias(y, params["bias"]) if "bias" in params else y

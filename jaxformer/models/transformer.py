@@ -31,23 +31,32 @@ Tree = Any
 
 @struct.dataclass
 class Inputs:
-    """What `apply` reads besides the parameters; its docstring says more of each."""
+    """What a model reads besides its parameters: the options of `apply`."""
 
     tokens: Any  # [B, T], or images [B, height, width, C]
-    positions: Any = None  # [B or 1, T]
-    segment_ids: Any = None  # [B, T]; 0: padding
+    positions: Any = None  # [B or 1, T], for embeddings, rotations and biases; masks count the slots of a segment
+    segment_ids: Any = (
+        None  # [B, T]; 0: padding; tokens of one number are a sequence, and see and count only each other
+    )
     token_types: Any = None  # [B, T]
-    cache: Any = None  # of `jaxformer.decoding`
-    dropout_key: Any = None
-    constants: Tree = None  # [L, ...]; None: the mixers draw them
-    inputs: Tree = None  # what mixers and embedding read of a batch
+    cache: Any = None  # of `jaxformer.decoding`: what came before; `Output.cache` has the tokens in it
+    dropout_key: Any = None  # None: nothing is dropped
+    constants: Tree = None  # [L, ...], instead of what the mixers draw
+    # what mixers or the embedding read of a batch: {"global_tokens": flags [B, T]} (Longformer), {"masked": flags
+    # [B, patches]} (Patches)
+    inputs: Tree = None
     source: Any = None  # of an encoder-decoder: the tokens of the encoder [B, S]
     source_segment_ids: Any = None  # [B, S]
     source_positions: Any = None  # [B or 1, S]
     encoded: Source | None = None  # of a decoder: the output of the encoder
-    dtype: Any = struct.field(pytree_node=False, default=None)  # of activations; None: the parameters'
-    return_attention: bool = struct.field(pytree_node=False, default=False)
-    return_hidden: bool = struct.field(pytree_node=False, default=False)
+    dtype: Any = struct.field(pytree_node=False, default=None)  # of activations; None: that of the parameters
+    return_attention: bool = struct.field(pytree_node=False, default=False)  # adds the attention maps of every layer
+    return_hidden: bool = struct.field(pytree_node=False, default=False)  # adds the hidden states of every layer
+
+    @property
+    def real(self) -> Array | None:
+        """`[B, T]`, False for padding; None where there is none."""
+        return None if self.segment_ids is None else self.segment_ids != 0
 
 
 @struct.dataclass
@@ -109,11 +118,6 @@ def declared_spec(config: ModelConfig, source_width: int | None = None) -> Tree:
         return spec(config, source_width)
 
 
-def init(config: ModelConfig, key: Array, dtype=jnp.float32) -> Tree:
-    """Initial parameters."""
-    return params.init(spec(config), key, dtype)
-
-
 def check_params(declared: Tree, tree: Tree) -> None:
     """ConfigError that names the first parameter that is missing, unknown or of another shape; more heads are allowed."""
     if found := params.mismatch(declared, tree, r"(^|/)heads(/|$)"):
@@ -157,33 +161,21 @@ def apply(
     constants: Tree = None,
     inputs: Tree = None,
 ) -> Output:
-    """Logits and final hidden states of tokens, or of images; activations in `dtype`, by default that of the parameters.
+    """Logits and final hidden states of tokens, or of images. What the options mean is written at `Inputs`.
 
-    segment_ids: 0 is padding; tokens of equal numbers are one sequence. Several may be packed in a row: positions restart
-        with each, and the logits of a sequence are those that it has alone.
-    positions: for embeddings, rotations and biases; masks count the slots of a segment, without its padding.
-    cache: what came before (`jaxformer.decoding`). The tokens continue it, and `Output.cache` includes them.
-    dropout_key: without one nothing is dropped.
-    return_attention, return_hidden: add every attention map, and the hidden states of every layer.
-    constants: leaves `[L, ...]` that replace what the mixers draw.
-    inputs: what mixers or the embedding read of a batch. Longformer: `{"global_tokens": flags [B, T]}`; `Patches`:
-        `{"masked": flags [B, patches]}`.
-    Raises ConfigError for parameters and inputs that do not fit the config.
+    Several sequences may be packed in a row: the logits of each are those that it has alone. Raises ConfigError for
+    parameters and inputs that do not fit the config.
     """
-    everything = Inputs(
+    all_inputs = Inputs(
         tokens, positions, segment_ids, token_types, cache, dropout_key, constants, inputs, dtype=dtype,
         return_attention=return_attention, return_hidden=return_hidden,
     )  # fmt: skip
-    return in_explicit_axes(partial(_apply, config))(params, everything)
+    return in_explicit_axes(partial(run, config))(params, all_inputs)
 
 
-def _apply(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
-    return read(config, params, encode(config, params, inputs), real_tokens(inputs))
-
-
-def real_tokens(inputs: Inputs) -> Array | None:
-    """`[B, T]`, False for padding; None where there is none."""
-    return None if inputs.segment_ids is None else inputs.segment_ids != 0
+def run(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
+    """The stack, then the heads."""
+    return read(config, params, encode(config, params, inputs), inputs.real)
 
 
 def in_explicit_axes(f: Callable) -> Callable:
@@ -270,7 +262,7 @@ def locate(config: ModelConfig, params: Tree, inputs: Inputs) -> tuple[Context, 
         layer_masks = tuple(mask.at(start) for mask in layer_masks)
     context = Context(
         masks.full(), positions, slot_positions, gaps=explicit or cache is not None, start=start,
-        shared=params.get("shared"), inputs=inputs.inputs, real=real_tokens(inputs), source=inputs.encoded,
+        shared=params.get("shared"), inputs=inputs.inputs, real=inputs.real, source=inputs.encoded,
         return_weights=inputs.return_attention, return_hidden=inputs.return_hidden,
     )  # fmt: skip
     return context, layer_masks, cache

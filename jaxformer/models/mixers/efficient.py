@@ -1,9 +1,8 @@
 """Named systems as mixers: `ModelConfig(mixer=Performer(features=128), ...)`.
 
-Each is a frozen dataclass, so that a config can hold, print and override it, and a function `config -> Mixer`. What a
-system cannot do it refuses by name: softcaps and attention maps (no op here has them), dropout on weights that do not
-exist, masks (by the op), decoding of what is not causal. Local attention and the Sparse Transformer need no mixer: they
-are masks, `ModelConfig.masks`.
+Each is a frozen dataclass and a function `config -> Mixer`. It refuses by name what it cannot do: softcaps, attention maps,
+dropout on weights that do not exist, some masks, decoding of what is not causal. Local attention and the Sparse Transformer
+need no mixer: they are masks, `ModelConfig.masks`.
 """
 
 import math
@@ -23,7 +22,7 @@ from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Alibi, ModelConfig, Relative
 from jaxformer.models.layer import Context, Mixer, MixerOutput, linear
-from jaxformer.models.mixers.attention import attention
+from jaxformer.models.mixers.attention import attention, attention_spec
 from jaxformer.ops.attention.linear import FeatureMap, packed, visibility
 from jaxformer.ops.positions import Bias, Rope, rope
 from jaxformer.params import Spec
@@ -43,7 +42,7 @@ class Longformer:
     max_globals: int | None = None  # most global tokens of a row, where flags are traced
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        spec = attention(config).spec
+        spec = attention_spec(config)
         spec |= {f"global_{name}": spec[name] for name in ("query", "key", "value")}
 
         def mix(params, context, **heads):
@@ -88,7 +87,7 @@ class BigBird:
             out = ops.bigbird_attention(query, key, value, context.constants, block=self.block, **options)
             return _zero_padding(context, out)
 
-        return _mixer("BigBird", config, attention(config).spec, mix, constants=partial(self._layout, config))
+        return _mixer("BigBird", config, attention_spec(config), mix, constants=partial(self._layout, config))
 
     def _layout(self, config: ModelConfig, T: int) -> Array | None:
         """The random blocks of every layer `[L, N, blocks - 2, random]`; None where attention is dense."""
@@ -136,7 +135,7 @@ class Efficient:
         def mix(params, context, query, key, value):
             return ops.efficient_attention(query, key, value, mask=context.mask, chunk=self.chunk)
 
-        return _mixer("Efficient", config, attention(config).spec, mix)
+        return _mixer("Efficient", config, attention_spec(config), mix)
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ class Linformer:
             matrices = {name: source[name] for name in names}
             return ops.linformer_attention(query, key, value, **matrices, **_options(config, context))
 
-        spec = attention(config).spec | ({} if shared else projections)
+        spec = attention_spec(config) | ({} if shared else projections)
         return _mixer("Linformer", config, spec, mix, shared=shared)
 
 
@@ -220,7 +219,7 @@ class Reformer:
         N, H = config.num_heads, config.head_size
         if config.kv_heads != N:
             raise ConfigError(f"model.num_kv_heads={config.kv_heads}: Reformer has a value head for each of {N} heads")
-        full = attention(config).spec
+        full = attention_spec(config)
         spec = {name: full[name] for name in ("query", "value", "out")}
 
         buckets = self.buckets or 2 ** max(1, int(math.log2(max(2 * config.context_length / self.chunk, 1))))
@@ -340,7 +339,7 @@ def _recurrent(
         M = features or jax.eval_shape(maps(None)[1], jax.ShapeDtypeStruct((1, 1, K, H), dtype)).shape[-1]
         return {"products": jnp.zeros((batch, K, M, H), dtype), "sums": jnp.zeros((batch, K, M), dtype)}
 
-    return _mixer(name, config, attention(config).spec, mix, state=state)
+    return _mixer(name, config, attention_spec(config), mix, state=state)
 
 
 def _options(config: ModelConfig, context: Context) -> dict[str, Any]:

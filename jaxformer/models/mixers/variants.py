@@ -1,7 +1,7 @@
 """What papers since 2017 have changed in attention: each variant a few lines over the hooks of `models.mixers.attention`.
 
-A variant is a function `config -> Mixer`: `mixer=variants.qk_norm`. All of them decode with the cache. With numbers of
-your own, or two at once, it is a function in your experiment file:
+A variant is a function `config -> Mixer`: `mixer=variants.qk_norm`. All of them decode with the cache. To set its numbers,
+or to use two at once, write a function in your experiment file:
 
     def tempered(config):
         return temperature(config, floor_scale=4096)
@@ -37,19 +37,20 @@ from jaxformer.params import Spec
 def qk_norm(config: ModelConfig) -> Mixer:
     """Queries and keys divided by the root mean square of each head, times a scale `[H]` that the heads share: Qwen3.
 
-    Henry et al. 2020, arXiv:2010.04245, with RMSNorm for the L2 norm. Before the rotation; eps is the config's.
+    Henry et al. 2020, arXiv:2010.04245, with RMSNorm for the L2 norm. Before the rotation.
     """
-    scale = {"scale": Spec((config.head_size,), ("head",), ones)}
-    return attention(config, extra={"query_norm": scale, "key_norm": scale}, prepare=partial(normalize, config))
+    scale = Spec((config.head_size,), ("head",), ones)
+    return _normalized(config, scale, scale)
 
 
 def qk_norm_full(config: ModelConfig) -> Mixer:
     """The same over all heads at once, with scales `[N, H]` and `[K, H]`. OLMo 2 (OLMo et al. 2024, arXiv:2501.00656)."""
-    N, K, H = config.num_heads, config.kv_heads, config.head_size
-    extra = {
-        "query_norm": {"scale": Spec((N, H), ("heads", "head"), ones)},
-        "key_norm": {"scale": Spec((K, H), ("kv_heads", "head"), ones)},
-    }
+    scale = lambda heads, axis: Spec((heads, config.head_size), (axis, "head"), ones)
+    return _normalized(config, scale(config.num_heads, "heads"), scale(config.kv_heads, "kv_heads"))
+
+
+def _normalized(config: ModelConfig, query: Spec, key: Spec) -> Mixer:
+    extra = {"query_norm": {"scale": query}, "key_norm": {"scale": key}}
     return attention(config, extra=extra, prepare=partial(normalize, config))
 
 
@@ -69,15 +70,16 @@ def gated(config: ModelConfig) -> Mixer:
 
     Qiu et al. 2025, arXiv:2505.06708, the elementwise gate after the values are weighed (G1).
     """
-    shape = config.d_model, config.num_heads, config.head_size
-    extra = {"gate": linear_spec(config, "gate", shape, ("embed", "heads", "head"), ("embed",), config.init_std)}
-    return attention(config, extra=extra, finish=gate)
+    return _gated(config, (config.d_model, config.num_heads, config.head_size), ("embed", "heads", "head"))
 
 
 def gated_by_head(config: ModelConfig) -> Mixer:
     """One gate a head: sigmoid(x W) for W `[D, N]`. Bondarenko et al. 2023, arXiv:2306.12929; Qiu et al. 2025."""
-    shape = config.d_model, config.num_heads
-    extra = {"gate": linear_spec(config, "gate", shape, ("embed", "heads"), ("embed",), config.init_std)}
+    return _gated(config, (config.d_model, config.num_heads), ("embed", "heads"))
+
+
+def _gated(config: ModelConfig, shape, axes) -> Mixer:
+    extra = {"gate": linear_spec(config, "gate", shape, axes, ("embed",), config.init_std)}
     return attention(config, extra=extra, finish=gate)
 
 
@@ -133,15 +135,16 @@ def talking_heads(config: ModelConfig) -> Mixer:
     def attend(params, context, query, key, value, *, mask, **options):
         mask = mask.sized(key.shape[1])
         visible = mask(*mask.positions(query.shape[1], key.shape[1]))
-
-        def weigh(scores, sinks):
-            scores = ops.einsum("bmts,mn->bnts", scores, params["before_softmax"])
-            weights = softmax(jnp.where(visible, scores, -jnp.inf))
-            return ops.einsum("bmts,mn->bnts", weights, params["after_softmax"])
-
+        weigh = partial(_talk, params, visible)
         return _weighed(weigh, query, key, value, mask=replace(masks.full(), offset=mask.offset), **options)
 
     return attention(config, extra={"before_softmax": mix, "after_softmax": mix}, attend=attend)
+
+
+def _talk(params: Tree, visible: Array, scores: Array, sinks) -> Array:
+    scores = ops.einsum("bmts,mn->bnts", scores, params["before_softmax"])
+    weights = softmax(jnp.where(visible, scores, -jnp.inf))
+    return ops.einsum("bmts,mn->bnts", weights, params["after_softmax"])
 
 
 def sigmoid(config: ModelConfig, bias: float | None = None) -> Mixer:
@@ -168,16 +171,8 @@ def _reference_only(config: ModelConfig, what: str):
 
 def _weighed(weigh, query, key, value, *, mask, return_weights, implementation, scale, **options):
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out, weights = reference(
-        query,
-        key,
-        value,
-        mask=mask.sized(key.shape[1]),
-        scale=scale,
-        sinks=None,
-        weigh=weigh,
-        **{"bias": None} | options,
-    )
+    options = dict(mask=mask.sized(key.shape[1]), scale=scale, sinks=None, weigh=weigh, bias=None) | options
+    out, weights = reference(query, key, value, **options)
     return (out, weights) if return_weights else out
 
 
@@ -237,10 +232,8 @@ def memory_key_values(config: ModelConfig, count: int = 16) -> Mixer:
     def attend(params, context, query, key, value, *, mask, bias=None, **options):
         keys = key.shape[1]
         mask = _beside_memory(mask, count, query.shape[1], keys)
-        key, value = (
-            jnp.concatenate([jnp.broadcast_to(new.astype(old.dtype)[None], (len(old), *shape)), old], axis=1)
-            for new, old in ((params["memory"]["key"], key), (params["memory"]["value"], value))
-        )
+        before = lambda name, x: jnp.broadcast_to(params["memory"][name].astype(x.dtype)[None], (len(x), *shape))
+        key, value = (jnp.concatenate([before(n, x), x], axis=1) for n, x in (("key", key), ("value", value)))
         return ops.attention(query, key, value, mask=mask, bias=_bias_beside_memory(bias, count, keys), **options)
 
     return attention(config, extra={"memory": {"key": leaf, "value": leaf}}, attend=attend)

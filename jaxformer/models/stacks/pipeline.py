@@ -58,7 +58,8 @@ class Pipeline:
             )
         few = replace(config, num_layers=config.num_layers // parts)
         per_row = {name: getattr(context, name) for name in ROWS}
-        bare = replace(context, shared=None, dropout_key=None, **dict.fromkeys(ROWS))
+        nothing: Any = dict.fromkeys(ROWS)
+        bare = replace(context, shared=None, dropout_key=None, **nothing)
         x, (loss, stats) = pipeline(
             partial(run_part, few, bare), (layers.params, drawn[0]), x, (per_row, layers.masks),
             (context.shared, context.dropout_key), repeats=self.repeats,
@@ -112,37 +113,27 @@ class StageInputs(NamedTuple):
 
 
 def pipeline(
-    stage: Callable,
-    params: Tree,
-    x: Float[Array, "B ..."],
-    extras: Tree = None,
-    shared: Tree = None,
-    *,
-    microbatches: int,
-    repeats: int = 1,
-) -> tuple[Float[Array, "B ..."], Tree]:
+    stage: Callable, params: Tree, x: Float[Array, "B ..."], extras: Tree = None, shared: Tree = None, *,
+    microbatches: int, repeats: int = 1,
+) -> tuple[Float[Array, "B ..."], Tree]:  # fmt: skip
     """x through all layers, each stage of the mesh of `jax.set_mesh` running its own; and what they report, `[L, ...]`.
 
     `params` are leaves `[L, ...]`. There are R S parts of L / (R S) consecutive layers, for R `repeats` and S stages; stage
     s runs the parts r S + s. `stage(params, pick, x, extras, shared, part, microbatch) -> (x, report)` runs one part on one
     microbatch. `pick` makes of a row of its `params` the layer to run; it must be called within what is recomputed, or
     the scan keeps a copy of the weights for each tick. Leaves of `extras` with a leading axis B are cut like x, others go
-    to all stages, as `shared` does. Reports `[L / (R S), ...]` come back as the mean over the microbatches, of all layers.
+    to all stages, as `shared` does. Reports `[L / (R S), ...]` come back as the mean over the microbatches.
 
     R = 1 is GPipe (Huang et al. 2018, arXiv:1811.06965), R > 1 the circular schedule (Narayanan et al. 2021,
     arXiv:2104.04473, section 2.2). At tick t stage s works on item i = t - s: microbatch i mod M in repeat i // M. There are
-    R M + S - 1 ticks, each with one `lax.ppermute` to the next stage; `bubble` is the idle share. An idle stage computes on
-    a microbatch whose result nobody reads: skipping it saves no time and would break collectives within the layers. The
-    batch goes to stage 0, and back from it, by S - 1 permutes of B / S rows each: outside, all stages share it.
+    R M + S - 1 ticks, each with one `lax.ppermute` to the next stage. An idle stage computes on a microbatch whose result
+    nobody reads: skipping it saves no time and would break collectives within the layers.
 
-    The axis `stage` is manual, and so is `data`: gradients are then summed over it once and not every tick. Over the other
-    axes the compiler, or a `jax.shard_map` in the layers, may split them. Each copy of the model on `data` has M
-    microbatches of its own, each of every M-th row of a device; `microbatch` is their number among those of all copies.
-
-    With R = 1 no weight moves. With R > 1 each weight goes once, and its gradient once back, from the stage that stores it
-    (the L / S consecutive layers of `P("stage")`) to the one that runs it. The backward pass is that of the scan: a stage
-    keeps of each tick what its layers keep, so activations take the memory of all M microbatches, L / S layers deep, bubble
-    included. Under FSDP weights are gathered, and gradients scattered, once a tick.
+    The mesh axes `stage` and `data` are manual, so that gradients are summed over `data` once and not every tick; layers may
+    be split over the others. Each copy of the model on `data` has M microbatches of its own; `microbatch` is their number
+    among those of all copies. With R = 1 no weight moves; with R > 1 each goes once, and its gradient once back, from the
+    stage that stores it (`P("stage")`) to the one that runs it. A stage keeps the activations of all M microbatches for
+    the backward pass. Under FSDP weights are gathered, and gradients scattered, once a tick.
 
     Raises ConfigError where layers, rows or microbatches do not divide.
     """

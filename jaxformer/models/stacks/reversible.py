@@ -67,13 +67,8 @@ def _sublayer(config: ModelConfig, dtype, name: str, apply: Callable, i: int, ro
 
 
 def reversible_stack(
-    f: Callable | tuple,
-    g: Callable | tuple,
-    params: Tree,
-    x1: Float[Array, "..."],
-    x2: Float[Array, "..."],
-    *extra: Tree,
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    f: Callable | tuple, g: Callable | tuple, params: Tree, x1: Float[Array, "..."], x2: Float[Array, "..."], *extra: Tree
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:  # fmt: skip
     """y1 = x1 + f(layer, x2, *extra), y2 = x2 + g(layer, y1, *extra), layer after layer. Reformer: f attends, g feeds forward.
 
     `params` is a tree of arrays stacked along a leading axis of layers, `layer` one slice of it. Its floating-point

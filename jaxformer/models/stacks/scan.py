@@ -31,11 +31,11 @@ class Row(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Layers that run in equal steps: under one scan, or, where there is one step, without."""
+    """Layers that run in equal steps under one scan, or in one step without a scan."""
 
     step: Callable  # (carry, rows of a step) -> (carry, LayerOutput of its layers)
     rows: Tree  # [steps, ...] if scanned
-    scanned: bool
+    scanned: bool = True
 
 
 def mixers(config: ModelConfig) -> tuple[Mixer, ...]:
@@ -110,19 +110,19 @@ def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context
     if not alike(config):
         if any(slot.memo(x) is not None for slot in slots):
             raise ConfigError("model.mixer: a mixer that hands a memo to the next layer is the mixer of all layers")
-        yield Group(partial(run_in_turn, each, False), rows_by_slot(config, slots, rows, x.shape[1]), True)
+        yield Group(partial(run_in_turn, each, False), rows_by_slot(config, slots, rows, x.shape[1]))
         return
     if rows.constants is None:
         rows = rows._replace(constants=slots[0].constants(x.shape[1]))
     scanned = 0 if config.unroll >= L else L - L % period
     if scanned and period == 1:
-        yield Group(partial(run_in_turn, each, True), (rows,), True)
+        yield Group(partial(run_in_turn, each, True), (rows,))
     elif scanned:
         # each layer takes its row within what is recomputed: the loop then keeps no copy of the weights for the backward pass
         takes = [remat(config, partial(run_row, function, i, period)) for i, function in enumerate(functions)]
         step = lambda carry, rows: run_in_turn(takes, True, carry, (rows,) * period)
         cut = lambda leaf: leaf[:scanned].reshape(scanned // period, period, *leaf.shape[1:])
-        yield Group(step, jax.tree.map(cut, rows), True)
+        yield Group(step, jax.tree.map(cut, rows))
     if scanned < L:
         rest = jax.tree.map(lambda leaf: leaf[scanned:], rows)
         turns = [each[i % period] for i in range(L - scanned)]
