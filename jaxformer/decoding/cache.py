@@ -1,4 +1,4 @@
-"""What decoding remembers: each layer's mixer state, which slots hold tokens, and how many there are."""
+"""What decoding keeps: the state of each layer's mixer, which slots hold tokens, and how many there are."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,20 +9,21 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from jaxformer.errors import ConfigError
+from jaxformer.models import last_stack
 from jaxformer.models.config import EncoderDecoder, ModelConfig
-from jaxformer.models.stacks import scan
+from jaxformer.models.stacks.scan import init_state
 
 
 @struct.dataclass
 class Cache:
-    """Mixer state of all layers `[L, ...]`; `segment_ids` `[B, S]`, 0 in empty and padded slots; `length`, slots in use.
+    """What came before the next tokens, in at most S slots a row.
 
     Past S slots the last ones are overwritten, which cannot be refused under jit: hidden states are NaN from then on.
     """
 
-    layers: Any
-    segment_ids: Any
-    length: Any
+    layers: Any  # state of all mixers, as `stacks.scan.init_state` makes it
+    segment_ids: Any  # [B, S]; 0 in empty and padded slots
+    length: Any  # slots in use
     source: Any = None  # of an encoder-decoder: what its layers read of the encoder
 
     def extend(self, segment_ids: Int[Array, "B T"]) -> "Cache":
@@ -36,9 +37,5 @@ class Cache:
 
 def init_cache(config: ModelConfig | EncoderDecoder, batch: int, length: int, dtype=jnp.float32) -> Cache:
     """An empty cache of `length` slots a row, keys and values in `dtype`."""
-    config = config.decoder if isinstance(config, EncoderDecoder) else config
-    if not scan.alike(config):
-        raise NotImplementedError("layers of different kinds cannot decode; mixers of one kind can")
-    state = scan.mixers(config)[0].state(batch, length, dtype)
-    layers = {name: jnp.zeros((config.num_layers, *leaf.shape), leaf.dtype) for name, leaf in state.items()}
+    layers = init_state(last_stack(config), batch, length, dtype)
     return Cache(layers, jnp.zeros((batch, length), jnp.int32), jnp.zeros((), jnp.int32))

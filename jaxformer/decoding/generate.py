@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +20,13 @@ from jaxformer.ops.positions import NTK, LongRoPE, Rope
 
 
 def generate(
-    config: ModelConfig | EncoderDecoder,
-    params: Any,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-    *,
-    sources: Sequence[Sequence[int]] | None = None,
-    how: Sampling = Sampling(),
-    key: Array | None = None,
-    stop_tokens: Sequence[int] = (),
-    dtype=None,
-) -> list[list[int]]:
-    """Continues each prompt by at most `max_tokens` tokens, up to and without the first stop token.
+    config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]], max_tokens: int, *,
+    sources: Sequence[Sequence[int]] | None = None, how: Sampling = Sampling(), key: Array | None = None,
+    stop_tokens: Sequence[int] = (), dtype=None,
+) -> list[list[int]]:  # fmt: skip
+    """Continues each prompt by at most `max_tokens` tokens, up to the first stop token, which is left out.
 
-    Of an encoder-decoder, `sources` are the encoder's tokens and a prompt is how the target begins (T5: [0]).
+    Of an encoder-decoder, `sources` are the tokens of the encoder and a prompt is how the target begins (T5: [0]).
     Prompts of different length are padded on the left, and each is continued exactly as it would be alone. Raises
     ConfigError for an empty prompt, a token outside the vocabulary, more tokens than a learned position table has rows, and
     for prompts of different length beyond the original length of a dynamic NTK or LongRoPE.
@@ -44,18 +37,11 @@ def generate(
     if sources is not None:
         source = dict(zip(("source", "source_segment_ids"), _padded(sources, left=False), strict=True))
     key = jax.random.key(0) if key is None else key
-    dtype = jax.tree.leaves(params)[0].dtype if dtype is None else dtype
-    out = _generate(
-        config,
-        how,
-        max_tokens,
-        tuple(stop_tokens),
-        jnp.dtype(dtype),
-        params,
-        *jax.device_put((tokens, segment_ids, source)),
-        key,
-    )
-    return [_until(row, stop_tokens) for row in np.asarray(out).tolist()]
+    dtype = jnp.dtype(jax.tree.leaves(params)[0].dtype if dtype is None else dtype)
+    arrays = jax.device_put((tokens, segment_ids, source))
+    out = _generate(config, how, max_tokens, tuple(stop_tokens), dtype, params, *arrays, key)
+    until_stop = lambda row: list(itertools.takewhile(lambda token: token not in stop_tokens, row))
+    return [until_stop(row) for row in np.asarray(out).tolist()]
 
 
 def _padded(rows, left: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -84,19 +70,20 @@ def _check(config, prompts, max_tokens, sources) -> None:
     if max_tokens < 1:
         raise ConfigError(f"generate: max_tokens={max_tokens}: must be at least 1")
     longest = max(map(len, prompts))
-    ragged, positions = len(set(map(len, prompts))) > 1, config.positions
+    if len(set(map(len, prompts))) > 1:
+        _check_scaling(config.positions, longest + max_tokens)
+    _check_tokens("prompt", prompts, config, longest, max_tokens)
+
+
+def _check_scaling(positions, length: int) -> None:
+    """ConfigError for a rotation that depends on the longest row, for prompts of different length."""
     for rope in positions if isinstance(positions, tuple) else (positions,):
         scaling = rope.scaling if isinstance(rope, Rope) else None
-        if (
-            ragged
-            and isinstance(scaling, NTK | LongRoPE)
-            and longest + max_tokens > (scaling.original_length or math.inf)
-        ):
+        if isinstance(scaling, NTK | LongRoPE) and length > (scaling.original_length or math.inf):
             raise ConfigError(
                 f"generate: {scaling} turns all rows by the longest one, beyond its original length; give prompts of one "
                 "length, or one prompt at a time"
             )
-    _check_tokens("prompt", prompts, config, longest, max_tokens)
 
 
 def _check_tokens(name: str, rows, config: ModelConfig, longest: int, more: int = 0) -> None:
@@ -110,37 +97,34 @@ def _check_tokens(name: str, rows, config: ModelConfig, longest: int, more: int 
         )
 
 
+class Progress(NamedTuple):
+    """What the loop over new tokens carries."""
+
+    step: Array  # tokens that each row has
+    token: Array  # the last one of each row [B]
+    out: Array  # [B, max_tokens]
+    done: Array  # [B], True after a stop token
+    cache: Any
+
+
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _generate(config, how, max_tokens, stop_tokens, dtype, params, tokens, segment_ids, source, key):
     B, T = tokens.shape
     row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(B))
     stops = jnp.array(stop_tokens, jnp.int32)
 
-    def pick(logits, step):
-        return sample(logits, jax.vmap(lambda k: jax.random.fold_in(k, step))(row_keys), how).astype(jnp.int32)
+    def advance(progress: Progress, tokens, **inputs) -> Progress:
+        """One more token in each row, after `tokens`."""
+        step = progress.step
+        output = models.apply(config, params, tokens, cache=progress.cache, dtype=dtype, **inputs)
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, step))(row_keys)
+        token = sample(output.logits[:, -1], keys, how).astype(jnp.int32)
+        out = jax.lax.dynamic_update_slice_in_dim(progress.out, token[:, None], step, axis=1)
+        done = progress.done | (token[:, None] == stops[None, :]).any(axis=1)
+        return Progress(step + 1, token, out, done, output.cache)
 
-    def emit(out, done, token, step):
-        out = jax.lax.dynamic_update_slice_in_dim(out, token[:, None], step, axis=1)
-        return out, done | (token[:, None] == stops[None, :]).any(axis=1)
-
-    def going_on(carry):
-        step, _, _, done, _ = carry
-        return (step < max_tokens) & ~done.all()
-
-    def advance(carry):
-        step, token, out, done, cache = carry
-        output = models.apply(config, params, token[:, None], cache=cache, dtype=dtype)
-        token = pick(output.logits[:, -1], step)
-        out, done = emit(out, done, token, step)
-        return step + 1, token, out, done, output.cache
-
-    cache = init_cache(config, B, T + max_tokens, dtype)
-    output = models.apply(config, params, tokens, segment_ids=segment_ids, cache=cache, dtype=dtype, **source)
-    token = pick(output.logits[:, -1], 0)
-    out, done = emit(jnp.zeros((B, max_tokens), jnp.int32), jnp.zeros(B, bool), token, 0)
-    return jax.lax.while_loop(going_on, advance, (jnp.ones((), jnp.int32), token, out, done, output.cache))[2]
-
-
-def _until(tokens: list[int], stop_tokens) -> list[int]:
-    end = next((i for i, token in enumerate(tokens) if token in stop_tokens), len(tokens))
-    return tokens[:end]
+    cache, out = init_cache(config, B, T + max_tokens, dtype), jnp.zeros((B, max_tokens), jnp.int32)
+    start = Progress(jnp.zeros((), jnp.int32), tokens[:, -1], out, jnp.zeros(B, bool), cache)
+    first = advance(start, tokens, segment_ids=segment_ids, **source)
+    more = lambda progress: (progress.step < max_tokens) & ~progress.done.all()
+    return jax.lax.while_loop(more, lambda progress: advance(progress, progress.token[:, None]), first).out

@@ -13,12 +13,12 @@ from jaxformer.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to pick a token. `temperature=0` is greedy. Filters follow the temperature, in the order here."""
+    """How to pick a token. Filters follow the temperature, in this order."""
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    temperature: float = 1.0  # logits are divided by it; 0 is greedy
+    top_k: int | None = None  # only the k likeliest tokens
+    top_p: float | None = None  # only the likeliest tokens whose probabilities reach p together
+    min_p: float | None = None  # only tokens at least p times as likely as the likeliest
 
     def __post_init__(self):
         if not (self.temperature == 0 or 1e-6 <= self.temperature < math.inf):  # logits / 1e-40 are inf, tokens noise
@@ -40,8 +40,8 @@ def top_k(logits: Float[Array, "B V"], k: int) -> Float[Array, "B V"]:
 def top_p(logits: Float[Array, "B V"], p: float) -> Float[Array, "B V"]:
     """Keeps the fewest likeliest tokens whose probability reaches p, at least one. Holtzman et al. 2019, arXiv:1904.09751.
 
-    Of equally likely tokens the first go before the others. What is removed is summed, from the least likely token on: a
-    float32 sum from the likeliest on reaches 1 long before the end of a vocabulary, so that p = 1 would remove the rest.
+    Of equally likely tokens the first are kept. The sum starts at the least likely token: a float32 sum from the likeliest
+    on reaches 1 long before the end of a vocabulary, so that p = 1 would remove the rest.
     """
     order = jnp.argsort(logits, axis=-1, descending=True)
     probabilities = jnp.take_along_axis(_probabilities(logits), order, axis=-1)

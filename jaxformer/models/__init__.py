@@ -1,10 +1,11 @@
 """Models as data and pure functions: `spec(config)`, `init(config, key)`, `apply(config, params, tokens)`.
 
-One block serves encoders, decoders (`models.transformer`, of a `ModelConfig`) and pairs of them
-(`models.encoder_decoder`, of an `EncoderDecoder`); the functions here take either config.
+The functions here take a `ModelConfig` (`models.transformer`), an `EncoderDecoder` (`models.encoder_decoder`), or a model
+of your own: an object with methods `spec()` and `apply(params, tokens, ...)`.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,17 +29,17 @@ from jaxformer.models.config import (
 )
 from jaxformer.models.mixture import Mixture
 from jaxformer.models.presets import PRESETS
-from jaxformer.models.transformer import Output
+from jaxformer.models.transformer import Inputs, Output
 
 __all__ = [
-    "PRESETS", "Alibi", "Axial", "Classification", "Embedding", "EncoderDecoder", "LanguageModel", "Learned", "Mixture",
-    "ModelConfig", "Output", "Patches", "Relative", "Sinusoidal", "TokenClassification", "apply", "encode",
+    "PRESETS", "Alibi", "Axial", "Classification", "Embedding", "EncoderDecoder", "Inputs", "LanguageModel", "Learned",
+    "Mixture", "ModelConfig", "Output", "Patches", "Relative", "Sinusoidal", "TokenClassification", "apply", "encode",
     "evaluation", "init", "is_config", "last_stack", "spec",
 ]  # fmt: skip
 
 
 def spec(model: Any) -> Any:
-    """Every parameter of the model, declared once: a tree of `params.Spec`. A model of your own has a method `spec()`."""
+    """Every parameter of the model, declared once: a tree of `params.Spec`."""
     return _functions(model).spec(model) if is_config(model) else model.spec()
 
 
@@ -48,24 +49,20 @@ def init(model: Any, key: Array, dtype=jnp.float32) -> Any:
 
 
 def apply(model: Any, params: Any, tokens: Array, **options) -> Output:
-    """Logits and hidden states: `transformer.apply`, or `encoder_decoder.apply` with `source=` tokens; options are theirs.
-
-    Of a model of your own: what its method `apply(params, tokens, ...)` returns.
-    """
-    return (
-        _functions(model).apply(model, params, tokens, **options)
-        if is_config(model)
-        else model.apply(params, tokens, **options)
-    )
+    """Logits and hidden states; the options are those of `transformer.apply` or `encoder_decoder.apply`."""
+    if not is_config(model):
+        return model.apply(params, tokens, **options)
+    return _functions(model).apply(model, params, tokens, **options)
 
 
-def encode(model: Any, params: Any, tokens: Array, **options) -> Output:
-    """`apply` without the heads: `.hidden` are the states after the final norm."""
-    return _functions(model).encode(model, params, tokens, **options)
+def encode(model: ModelConfig | EncoderDecoder, params: Any, tokens: Array, **options) -> Output:
+    """`apply` without the heads: `.hidden` are the states after the final norm. The options are fields of `Inputs`."""
+    encode = partial(_functions(model).encode, model)
+    return transformer.in_explicit_axes(encode)(params, Inputs(tokens, **options))
 
 
 def is_config(model: Any) -> bool:
-    """Whether a model is one of this library's, and not an object of the user's."""
+    """Whether a model is one of this library, and not an object of the user."""
     return isinstance(model, ModelConfig | EncoderDecoder)
 
 
@@ -88,5 +85,5 @@ def evaluation(model: Any) -> Any:
     return replace(model, dropout_rate=0.0, attention_dropout_rate=0.0, mixer=mixer)
 
 
-def _functions(config: ModelConfig | EncoderDecoder) -> Any:
-    return encoder_decoder if isinstance(config, EncoderDecoder) else transformer
+def _functions(model: ModelConfig | EncoderDecoder) -> Any:
+    return encoder_decoder if isinstance(model, EncoderDecoder) else transformer

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import path_aware_map
 from jax import Array
 from jax.nn.initializers import normal, zeros
 
@@ -27,10 +28,10 @@ Tree = Any
 def lora(spec: Tree, pattern: str, rank: int) -> dict[str, dict[str, Spec]]:
     """Two factors, `{path: {"a", "b"}}`, for every matrix whose path the regular expression matches somewhere.
 
-    W + scale a b, Hu et al. 2021, arXiv:2106.09685, section 4.1; start them with `params.init(lora(...), key)`, train them
-    with `apply(config, merge(weights, factors, scale), tokens)`. A kernel of inputs [D] and outputs [N, H] has a [D, rank]
-    and b [rank, N, H]; layers and experts have their own. What the input side has starts random, of variance 1 / inputs,
-    the other at zero: the model starts as it was. Raises ConfigError where nothing matches.
+    W + scale a b, Hu et al. 2021, arXiv:2106.09685, section 4.1. A kernel of inputs [D] and outputs [N, H] has a [D, rank]
+    and b [rank, N, H]; layers and experts have their own. The factor of the inputs starts random, of variance 1 / inputs,
+    the other at zero: the model starts as it was. Train `params.init(lora(...), key)` with `apply(config, merge(weights,
+    factors, scale), tokens)`. Raises ConfigError where nothing matches.
     """
     if rank < 1:
         raise ConfigError(f"lora: rank={rank}: must be at least 1")
@@ -42,15 +43,11 @@ def lora(spec: Tree, pattern: str, rank: int) -> dict[str, dict[str, Spec]]:
 
 
 class Adapted(NamedTuple):
-    """What trains instead of a model's parameters: its declaration, and how the parameters are made from it.
+    """What trains instead of the parameters of a model."""
 
-    spec: a tree with the model's own spec at `weights`; merge: (tree) -> the model's parameters; frozen: a regular
-    expression over the paths of what does not train.
-    """
-
-    spec: Tree
-    merge: Callable[[Tree], Tree]
-    frozen: str | None
+    spec: Tree  # of what trains, with the spec of the model at `weights`
+    merge: Callable[[Tree], Tree]  # a tree of that spec -> the parameters of the model
+    frozen: str | None  # a regular expression over the paths of what does not train
 
 
 @dataclass(frozen=True)
@@ -70,21 +67,15 @@ class Lora:
 def _factors(leaf: Spec, rank: int) -> dict[str, Spec]:
     summed = [i for i, axis in enumerate(leaf.axes) if axis in leaf.contracts]
     start, stop = summed[0], summed[-1] + 1
+    inputs = normal(math.prod(leaf.shape[start:stop]) ** -0.5), leaf.contracts
+    outputs = zeros, ("rank",)
     if stop == len(leaf.axes):  # outputs before inputs, as in a table of tokens: [vocab, embed]
-        batch, middle = int(leaf.axes[0] == "layers"), start
-    else:  # what stands before the inputs chooses the matrix
-        batch, middle = start, stop
-    into = normal(math.prod(leaf.shape[start:stop]) ** -0.5), leaf.contracts
-    out = zeros, ("rank",)
-    first, second = (into, out) if middle == stop else (out, into)
-    return {
-        "a": Spec((*leaf.shape[:middle], rank), (*leaf.axes[:middle], "rank"), *first),
-        "b": Spec(
-            (*leaf.shape[:batch], rank, *leaf.shape[middle:]),
-            (*leaf.axes[:batch], "rank", *leaf.axes[middle:]),
-            *second,
-        ),
-    }
+        batch, middle, of_a, of_b = int(leaf.axes[0] == "layers"), start, outputs, inputs
+    else:  # the axes before the inputs choose the matrix
+        batch, middle, of_a, of_b = start, stop, inputs, outputs
+    a = (*leaf.shape[:middle], rank), (*leaf.axes[:middle], "rank")
+    b = (*leaf.shape[:batch], rank, *leaf.shape[middle:]), (*leaf.axes[:batch], "rank", *leaf.axes[middle:])
+    return {"a": Spec(*a, *of_a), "b": Spec(*b, *of_b)}
 
 
 def merge(weights: Tree, factors: Tree, scale: float | Array) -> Tree:
@@ -117,25 +108,25 @@ def unmerge(weights: Tree, factors: Tree, scale: float | Array) -> Tree:
 
 
 class Report(NamedTuple):
-    """Paths: what `transfer` took over, what the source lacked, what the target had no place for, what had another shape."""
+    """The paths that `transfer` met."""
 
     taken: list[str]
-    missing: list[str]
-    unused: list[str]
-    misshapen: list[str]
+    missing: list[str]  # in the source
+    unused: list[str]  # of the source
+    misshapen: list[str]  # of another shape in the source
 
 
 def transfer(
     target: Tree, source: Tree, *, rename: Mapping[str, str] | None = None, allow: str | None = None
 ) -> tuple[Tree, Report]:
-    """(the target's tree with the source's leaves of the same path and shape, what was done): a partial restore.
+    """(the target with the leaves of the source of the same path and shape, what was done): a partial restore.
 
-    The rest keep the target's values: `transfer(models.init(config, key), trained, allow="^heads/")` puts a trained stack
-    under a new head. `rename` maps regular expressions to replacements (`re.sub`, in order) of the source's paths:
-    `{"^": "encoder/"}`. Dtypes are the target's. Raises ConfigError if a leaf is missing, unused or of another shape,
-    unless `allow`, a regular expression, matches its path (that of an unused leaf as renamed).
+    Other leaves keep the values of the target: `transfer(models.init(config, key), trained, allow="^heads/")` puts a trained
+    stack under a new head. `rename` maps regular expressions to replacements (`re.sub`, in order) of the paths of the
+    source: `{"^": "encoder/"}`. Dtypes are those of the target. Raises ConfigError if a leaf is missing, unused or of
+    another shape, unless `allow`, a regular expression, matches its (renamed) path.
     """
-    found = {}
+    found, wanted = {}, params.paths(target)
     for path, leaf in params.paths(source).items():
         name = path
         for pattern, replacement in (rename or {}).items():
@@ -143,27 +134,24 @@ def transfer(
         if name in found:
             raise ConfigError(f"transfer: rename gives {path} and another leaf the path {name}; make them differ")
         found[name] = leaf
-    wanted = params.paths(target)
-    both = [path for path in wanted if path in found]
+    same = {path: wanted[path].shape == found[path].shape for path in wanted if path in found}
     report = Report(
-        taken=[path for path in both if wanted[path].shape == found[path].shape],
+        taken=[path for path, fits in same.items() if fits],
         missing=[path for path in wanted if path not in found],
         unused=[path for path in found if path not in wanted],
-        misshapen=[path for path in both if wanted[path].shape != found[path].shape],
+        misshapen=[path for path, fits in same.items() if not fits],
     )
     problems = []
     for kind in ("missing", "unused", "misshapen"):
         names = [path for path in getattr(report, kind) if allow is None or not re.search(allow, path)]
-        if names and kind == "misshapen":
+        if kind == "misshapen":
             names = [f"{path} {found[path].shape} for {wanted[path].shape}" for path in names]
         if names:
-            problems.append(
-                f"{kind}: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            )
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            problems.append(f"{kind}: {', '.join(names[:5])}{more}")
     if problems:
         raise ConfigError(f"transfer: {'; '.join(problems)}; rename them, or allow them by a regular expression")
-    taken = set(report.taken)
-    take = lambda path, leaf: jnp.asarray(found[path], leaf.dtype) if path in taken else leaf
+    take = lambda path, leaf: jnp.asarray(found[path], leaf.dtype) if same.get(path) else leaf
     return _by_path(take, target), report
 
 
@@ -172,10 +160,10 @@ def resize_vocabulary(
 ) -> tuple[Any, Tree]:
     """(config, parameters) of another vocabulary: rows cut off at the end, or new ones, which are the mean of the old.
 
-    A mean row bounds how far the old tokens' probabilities move: Hewitt 2021, "Initializing new word embeddings for
-    pretrained language models". `noise` times the old rows' standard deviation tells new rows apart. Tables, output
-    layers and their biases change alike: every leaf with an axis `vocab`. Of a pair both halves change; where they share no
-    table, one may be given by itself: `resize_vocabulary(pair.encoder, weights["encoder"], ...)`.
+    With a mean row the probabilities of old tokens move little: Hewitt 2021, "Initializing new word embeddings for
+    pretrained language models". `noise` times the standard deviation of the old rows tells new rows apart. Every leaf with an
+    axis `vocab` changes. Of a pair both halves change; where they share no table, one may be given by itself:
+    `resize_vocabulary(pair.encoder, weights["encoder"], ...)`.
     """
     if isinstance(config, EncoderDecoder):
         halves = {name: replace(getattr(config, name), vocab_size=vocab_size) for name in ("encoder", "decoder")}
@@ -186,35 +174,35 @@ def resize_vocabulary(
 
     def resized(path: str, leaf):
         axes = specs[path].axes if path in specs else ()  # a decoder by itself does not know of cross-attention
-        if "vocab" not in axes:
-            return leaf
-        axis = axes.index("vocab")
-        old = leaf.shape[axis]
-        if vocab_size <= old:
-            return jax.lax.slice_in_dim(leaf, 0, vocab_size, axis=axis)
-        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-        mean, spread = (f(wide, axis=axis, keepdims=True) for f in (jnp.mean, jnp.std))
-        shape = (*leaf.shape[:axis], vocab_size - old, *leaf.shape[axis + 1 :])
-        rows = Spec(shape, axes, lambda k, s, d: mean + noise * spread * jax.random.normal(k, s, d))
-        drawn = params.init({path: rows}, key, wide.dtype)[path]  # a key for each path
-        return jnp.concatenate([leaf, drawn.astype(leaf.dtype)], axis=axis)
+        return _resize_axis(path, leaf, axes, vocab_size, key, noise) if "vocab" in axes else leaf
 
     return new, _by_path(resized, weights)
 
 
+def _resize_axis(path: str, leaf: Array, axes, size: int, key: Array, noise: float) -> Array:
+    """The leaf with `size` rows along its axis `vocab`."""
+    axis = axes.index("vocab")
+    old = leaf.shape[axis]
+    if size <= old:
+        return jax.lax.slice_in_dim(leaf, 0, size, axis=axis)
+    wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    mean, spread = (f(wide, axis=axis, keepdims=True) for f in (jnp.mean, jnp.std))
+    shape = (*leaf.shape[:axis], size - old, *leaf.shape[axis + 1 :])
+    rows = Spec(shape, axes, lambda k, s, d: mean + noise * spread * jax.random.normal(k, s, d))
+    drawn = params.init({path: rows}, key, wide.dtype)[path]  # a key for each path
+    return jnp.concatenate([leaf, drawn.astype(leaf.dtype)], axis=axis)
+
+
 def extend_positions(
-    config: ModelConfig,
-    weights: Tree,
-    context_length: int,
-    how: Literal["repeat", "interpolate", "new"] = "repeat",
-    key: Array | None = None,
-) -> tuple[ModelConfig, Tree]:
+    config: ModelConfig, weights: Tree, context_length: int,
+    how: Literal["repeat", "interpolate", "new"] = "repeat", key: Array | None = None,
+) -> tuple[ModelConfig, Tree]:  # fmt: skip
     """(config, parameters) of another context length, for `Learned` positions; rows of the offset stay.
 
-    repeat: row i is the old i mod old length (Longformer: Beltagy et al. 2020, section 5); interpolate: a straight line
+    repeat: row i is the old row i mod old length (Longformer: Beltagy et al. 2020, section 5); interpolate: a straight line
     between the two nearest old rows, the first and the last as they were; new: the old rows, then initial ones of `key`.
     A shorter length keeps the first rows, but for interpolate. The halves of a pair are given one at a time. Raises
-    ConfigError for other positions, and where the length shapes other parameters too (Linformer's).
+    ConfigError for other positions, and where other parameters depend on the length too (Linformer).
     """
     if isinstance(config.embedding, Patches):
         raise ConfigError("extend_positions: the positions of patches are a grid; use models.vision.resize")
@@ -232,16 +220,12 @@ def extend_positions(
     if others := [path for path in after if path != name and after[path].shape != before[path].shape]:
         raise ConfigError(f"extend_positions: the shape of {', '.join(others)} depends on the context length too")
     table, offset = weights["embedding"]["positions"], config.positions.offset
-    first, old = table[:offset], table[offset:]
+    old = table[offset:]
     match how:
         case "repeat":
             rows = old[np.arange(context_length) % len(old)]
         case "interpolate":
-            at = np.linspace(0, len(old) - 1, context_length)
-            below = np.minimum(at.astype(int), max(len(old) - 2, 0))
-            above = np.minimum(below + 1, len(old) - 1)
-            share = jnp.asarray(at - below, jnp.promote_types(table.dtype, jnp.float32))[:, None]
-            rows = (old[below] * (1 - share) + old[above] * share).astype(table.dtype)
+            rows = _interpolate(old, context_length)
         case "new":
             if key is None:
                 raise ConfigError("extend_positions: how='new' draws rows; give a key")
@@ -249,11 +233,17 @@ def extend_positions(
             rows = jnp.concatenate([old, drawn[len(table) :]])[:context_length]
         case _:
             raise ConfigError(f"extend_positions: how={how!r}: expected repeat, interpolate or new")
-    embedding = weights["embedding"] | {"positions": jnp.concatenate([first, rows])}
-    return new, weights | {"embedding": embedding}
+    return new, weights | {"embedding": weights["embedding"] | {"positions": jnp.concatenate([table[:offset], rows])}}
+
+
+def _interpolate(rows: Array, length: int) -> Array:
+    at = np.linspace(0, len(rows) - 1, length)
+    below = np.minimum(at.astype(int), max(len(rows) - 2, 0))
+    above = np.minimum(below + 1, len(rows) - 1)
+    share = jnp.asarray(at - below, jnp.promote_types(rows.dtype, jnp.float32))[:, None]
+    return (rows[below] * (1 - share) + rows[above] * share).astype(rows.dtype)
 
 
 def _by_path(f: Callable[[str, Any], Any], tree: Tree) -> Tree:
     """`tree` with f(path, leaf) for each leaf, path as in `params.paths`."""
-    named = lambda path, leaf: f(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-    return jax.tree_util.tree_map_with_path(named, tree)
+    return path_aware_map(lambda path, leaf: f("/".join(map(str, path)), leaf), tree)

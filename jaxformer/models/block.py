@@ -1,18 +1,23 @@
-"""One block for every stack: a mixer across positions, a feed-forward within them, norms where the config puts them."""
+"""One layer: a mixer across positions, a feed-forward within them, norms where the config puts them."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 from jax import Array, random
 from jaxtyping import Float
 
 from jaxformer import ops
+from jaxformer.errors import ConfigError
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.embedding import norm, norm_spec
 from jaxformer.models.layer import (
     Context,
     FeedForward,
     FeedForwardOutput,
+    LayerOutput,
     Mixer,
     MixerOutput,
     Tree,
@@ -26,13 +31,9 @@ from jaxformer.sharding import all_gather_weights, with_logical_constraint
 
 def feedforward_spec(config: ModelConfig) -> Tree:
     D, F = config.d_model, config.ff_width
-    spec = {
-        "up": linear_spec(config, "up", (D, F), ("embed", "mlp"), ("embed",), config.init_std),
-        "down": linear_spec(config, "down", (F, D), ("mlp", "embed"), ("mlp",), residual_std(config)),
-    }
-    if config.feedforward in GATES:
-        spec["gate"] = linear_spec(config, "gate", (D, F), ("embed", "mlp"), ("embed",), config.init_std)
-    return spec
+    into = lambda name: linear_spec(config, name, (D, F), ("embed", "mlp"), ("embed",), config.init_std)
+    down = linear_spec(config, "down", (F, D), ("mlp", "embed"), ("mlp",), residual_std(config))
+    return {"up": into("up"), "down": down} | ({"gate": into("gate")} if config.feedforward in GATES else {})
 
 
 def feedforward(config: ModelConfig, params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -46,11 +47,16 @@ def feedforward(config: ModelConfig, params, x: Float[Array, "B T D"]) -> Float[
 
 def feed(config: ModelConfig) -> FeedForward:
     """The config's feed-forward."""
-    if callable(config.feedforward):
-        return config.feedforward(config)
-    return FeedForward(
-        feedforward_spec(config), lambda params, x, context: FeedForwardOutput(feedforward(config, params, x))
-    )
+    if not callable(config.feedforward):
+        apply = lambda params, x, context: FeedForwardOutput(feedforward(config, params, x))
+        return FeedForward(feedforward_spec(config), apply)
+    made = config.feedforward(config)
+    if not isinstance(made, FeedForward):
+        raise ConfigError(
+            f"model.feedforward={config.feedforward}: returned a {type(made).__name__}; expected a function config -> "
+            "models.layer.FeedForward, or the name of an activation"
+        )
+    return made
 
 
 def spec(config: ModelConfig, mixer: Mixer, source_width: int | None = None) -> Tree:
@@ -65,55 +71,54 @@ def spec(config: ModelConfig, mixer: Mixer, source_width: int | None = None) -> 
     return tree
 
 
-class LayerOutput(NamedTuple):
-    """What a layer returns beside x."""
+class DropoutKeys(NamedTuple):
+    """The keys of one layer: what a sub-layer drops inside, and what is dropped of its output."""
 
-    state: Tree
-    weights: Any
-    memo: Tree
-    loss: Any
-    stats: Tree
+    attention: Any = None
+    attention_out: Any = None
+    cross_attention: Any = None
+    cross_attention_out: Any = None
+    feedforward: Any = None
+    feedforward_out: Any = None
+
+    @classmethod
+    def split(cls, key: Array | None) -> "DropoutKeys":
+        """No keys without one."""
+        if key is None:
+            return cls()
+        attention, attention_out, feedforward_out = random.split(key, 3)
+        cross, cross_out = random.split(random.fold_in(key, 3))
+        return cls(attention, attention_out, cross, cross_out, random.fold_in(key, 4), feedforward_out)
 
 
-def block(config: ModelConfig, mixer: Mixer, params, x: Float[Array, "B T D"], context: Context):
-    """One layer: (x, `LayerOutput`).
+def sublayer(
+    config: ModelConfig, params: Tree, name: str, apply: Callable, keys: DropoutKeys, x: Float[Array, "B T D"], context
+):
+    """(x plus the dropout of f(x), what f returned), for f the function `apply` with the parameters of that name.
 
     pre:      x + f(norm(x))          (GPT-2, LLaMA, T5, ViT)
     post:     norm(x + f(x))          (2017, BERT)
     sandwich: x + norm(f(norm(x)))    (Gemma 2)
-    for f the mixer, then attention to a source if there is one, then the feed-forward; each with dropout on its output.
     """
-    source_width = None if context.source is None else context.source.hidden.shape[-1]
-    params = all_gather_weights(params, lambda: spec(config, mixer, source_width), x.dtype)
-    keys = dict.fromkeys(("mix", "attention", "feedforward", "cross", "cross_attention"))
-    if context.dropout_key is not None:
-        keys = dict(zip(keys, random.split(context.dropout_key, 3), strict=False))
-        keys |= dict(
-            zip(("cross", "cross_attention"), random.split(random.fold_in(context.dropout_key, 3)), strict=True)
-        )
-
-    def residual(x, name, f):
-        y, rest = f(x if config.norm_placement == "post" else norm(config, params[f"{name}_norm"], x))
-        y = ops.dropout(y, config.dropout_rate, keys[name])
+    post = config.norm_placement == "post"
+    with jax.named_scope(name):
+        y = x if post else norm(config, params[f"{name}_norm"], x)
+        result = apply(params.get(name, {}), y, replace(context, dropout_key=getattr(keys, name)))
+        y = ops.dropout(result[0], config.dropout_rate, getattr(keys, f"{name}_out"))
         if config.norm_placement == "sandwich":
             y = norm(config, params[f"{name}_out_norm"], y)
         x = with_logical_constraint(x + y, "batch", "length", None)
-        return (norm(config, params[f"{name}_norm"], x) if config.norm_placement == "post" else x), rest
+        return (norm(config, params[f"{name}_norm"], x) if post else x), result
 
-    def mix(y):
-        out, *rest = mixer.apply(params.get("attention", {}), y, replace(context, dropout_key=keys["mix"]))
-        return out, MixerOutput(None, *rest)
 
-    def read(y):
-        return cross_attention(config, params["cross_attention"], y, replace(context, dropout_key=keys["cross"])), None
-
-    def widen(y):
-        key = None if context.dropout_key is None else random.fold_in(context.dropout_key, 4)
-        fed = feed(config).apply(params.get("feedforward", {}), y, replace(context, dropout_key=key))
-        return fed.out, fed
-
-    x, mixed = residual(x, "attention", mix)
+def block(config: ModelConfig, mixer: Mixer, params, x: Float[Array, "B T D"], context: Context) -> LayerOutput:
+    """One layer: the mixer, attention to the source if there is one, the feed-forward."""
+    source_width = None if context.source is None else context.source.hidden.shape[-1]
+    params = all_gather_weights(params, lambda: spec(config, mixer, source_width), x.dtype)
+    keys, crossed = DropoutKeys.split(context.dropout_key), MixerOutput(None)
+    x, mixed = sublayer(config, params, "attention", mixer.apply, keys, x, context)
+    mixed = MixerOutput(*mixed)  # a mixer may return a plain tuple
     if context.source is not None:
-        x, _ = residual(x, "cross_attention", read)
-    x, fed = residual(x, "feedforward", widen)
-    return x, LayerOutput(mixed.state, mixed.weights, mixed.memo, fed.loss, fed.stats)
+        x, crossed = sublayer(config, params, "cross_attention", partial(cross_attention, config), keys, x, context)
+    x, fed = sublayer(config, params, "feedforward", feed(config).apply, keys, x, context)
+    return LayerOutput(x, mixed.state, mixed.weights, crossed.weights, mixed.memo, fed.loss, fed.stats)

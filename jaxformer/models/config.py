@@ -15,28 +15,28 @@ from jaxformer.ops.positions import Rope
 
 @dataclass(frozen=True)
 class Learned:
-    """A trained row for each of `context_length` positions, behind `offset` rows that no token reads (RoBERTa, BART: 2)."""
+    """A trained row for each of `context_length` positions."""
 
-    offset: int = 0
+    offset: int = 0  # rows in front that no token reads (RoBERTa, BART: 2)
 
 
 @dataclass(frozen=True)
 class Sinusoidal:
     """The fixed table of the 2017 paper, or one of its two relatives (see `ops.positions.sinusoidal`)."""
 
-    layout: Literal["interleaved", "half"] = "interleaved"
-    spacing: Literal["paper", "tensor2tensor"] = "paper"
+    layout: Literal["interleaved", "half"] = "interleaved"  # sines and cosines in turn, or sines first
+    spacing: Literal["paper", "tensor2tensor"] = "paper"  # of the frequencies
 
 
 @dataclass(frozen=True)
 class Axial:
-    """Two small trained tables, of lines and of columns of a `shape` that positions fill: Reformer, for long contexts.
+    """Two small trained tables, for the lines and the columns of a grid that positions fill: Reformer, for long contexts.
 
-    `widths` are the features that each table gives. Kitaev et al. 2020, arXiv:2001.04451, appendix; Ho et al. 2019.
+    Kitaev et al. 2020, arXiv:2001.04451, appendix; Ho et al. 2019.
     """
 
-    shape: tuple[int, int]
-    widths: tuple[int, int]
+    shape: tuple[int, int]  # lines and columns of the grid
+    widths: tuple[int, int]  # features that each table gives; their sum is d_model
 
 
 @dataclass(frozen=True)
@@ -48,33 +48,32 @@ class Alibi:
 class Relative:
     """A trained bias on scores by head and bucket of distance, one table for all layers: T5 (`ops.t5`)."""
 
-    buckets: int = 32
-    max_distance: int = 128
-    bidirectional: bool = True
+    buckets: int = 32  # rows of the table
+    max_distance: int = 128  # from here on all distances share a bucket
+    bidirectional: bool = True  # whether keys behind the query have buckets of their own
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """A row a token, times `scale`; with `token_types` a row for each kind of segment (BERT), with `norm` a norm behind."""
+    """A row for each token."""
 
-    scale: float = 1.0
-    norm: bool = False
-    token_types: int = 0
+    scale: float = 1.0  # factor of the rows (2017: the square root of d_model)
+    norm: bool = False  # a norm at the end (BERT)
+    token_types: int = 0  # kinds of segments, each with a row that is added (BERT: 2)
 
 
 @dataclass(frozen=True)
 class Patches:
     """A linear map of each patch of an image `[B, height, width, channels]`: ViT, Dosovitskiy et al. 2020, arXiv:2010.11929.
 
-    Patches go row by row; before them stands, with `class_token`, a trained row. With `mask_token` another one stands for
-    the patches that a call hides: the flags `[B, patches]` of `apply(..., inputs={"masked": flags})`.
+    Patches go row by row.
     """
 
     image: tuple[int, int] = (224, 224)  # height and width in pixels
-    patch: tuple[int, int] = (16, 16)
-    channels: int = 3
-    class_token: bool = True
-    mask_token: bool = False
+    patch: tuple[int, int] = (16, 16)  # height and width in pixels
+    channels: int = 3  # of a pixel
+    class_token: bool = True  # a trained row before the patches
+    mask_token: bool = False  # a trained row for patches that `inputs={"masked": flags [B, patches]}` hides
 
     def __post_init__(self):
         for size, part in zip(self.image, self.patch, strict=True):
@@ -94,40 +93,34 @@ class Patches:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A logit for each token of the vocabulary at each position, by the embedding's rows or by its own (`tie_embeddings`).
+    """A logit for each token of the vocabulary at each position."""
 
-    `transform`: an activation; then a linear map, that and a norm come first (BERT's masked language model).
-    """
-
-    transform: str | None = None
-    bias: bool = False
-    scale: float = 1.0  # of the hidden states: D^-0.5 in T5 v1.0
-    name: str = "language_model"
+    transform: str | None = None  # an activation: a linear map, it and a norm come first (BERT's masked language model)
+    bias: bool = False  # one for each token of the vocabulary
+    scale: float = 1.0  # factor of the hidden states: D^-0.5 in T5 v1.0
+    name: str = "language_model"  # key of its parameters and of its output
 
 
 @dataclass(frozen=True)
 class Classification:
-    """Classes of a whole sequence: a linear map of one of its positions or their mean.
+    """Classes of a whole sequence: a linear map of one of its positions or of their mean."""
 
-    `pooler`: an activation, behind a linear map of its own (BERT: tanh), `pooler_width` wide. `classes=None` gives what is
-    pooled. `first` and `last` are tokens that are not padding, `position_0` is the row's first slot, even a padded one
-    (BERT's code), which then sees the row's tokens.
-    """
-
-    classes: int | None
+    classes: int | None  # None: the output is what was pooled
+    # first and last of the tokens that are not padding; position_0: the first slot, even a padded one, which then sees
+    # the tokens of the row (BERT's code)
     pool: Literal["first", "mean", "last", "position_0"] = "first"
-    pooler: str | None = "tanh"
-    bias: bool = True
-    name: str = "classification"
+    pooler: str | None = "tanh"  # an activation behind a linear map before the classes (BERT: tanh); None: neither
+    bias: bool = True  # one for each class
+    name: str = "classification"  # key of its parameters and of its output
     pooler_width: int | None = None  # None: as wide as what it reads
 
 
 @dataclass(frozen=True)
 class TokenClassification:
-    """Classes of each position. Two of them are the logits of a span's begin and end (question answering)."""
+    """Classes of each position. Two of them are the logits of the begin and end of a span (question answering)."""
 
-    classes: int
-    name: str = "token_classification"
+    classes: int  # how many there are
+    name: str = "token_classification"  # key of its parameters and of its output
 
 
 @dataclass(frozen=True)
@@ -144,10 +137,11 @@ class ModelConfig:
     d_ff: int | None = None  # F; None: 4 D
     # an activation (relu gelu gelu_tanh silu relu2), a gate (glu swiglu geglu reglu ...), models.Mixture, or your own
     feedforward: Callable | str = "gelu_tanh"
-    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
-    norm_eps: float = 1e-5
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"  # of every sub-layer, and the last one
+    norm_eps: float = 1e-5  # added to the variance
+    # of each sub-layer: before it (GPT-2), behind the sum (2017), or before and behind it (Gemma 2)
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    # a tuple: one a layer, repeated; a function of yours: config -> what `bias` of ops.attention may be
+    # how tokens know their place; a tuple: one a layer, repeated; your own: config -> what `bias` of ops.attention may be
     positions: Learned | Sinusoidal | Axial | Rope | Alibi | Relative | tuple[Rope | None, ...] | Callable | None = (
         Learned()
     )
@@ -157,56 +151,25 @@ class ModelConfig:
     stack: Callable | None = None  # None: stacks.scan.stack; stacks.reversible.Reversible; or your own
     # True, False, or which have one: a regular expression over query key value out up gate down norm patches
     use_bias: bool | str = True
-    embedding: Embedding | Patches = Embedding()
+    embedding: Embedding | Patches = Embedding()  # from tokens or images to the first hidden states
     # what reads the hidden states: these, or `config -> models.heads.Head` of your own; () for a bare stack
     heads: tuple[LanguageModel | Classification | TokenClassification | Callable, ...] = (LanguageModel(),)
-    tie_embeddings: bool = True
+    tie_embeddings: bool = True  # the language model reads by the embedding's rows, not by a matrix of its own
     dropout_rate: float = 0.0  # after the embedding and after each sub-layer
-    attention_dropout_rate: float = 0.0
-    attention_scale: float | None = None  # None: 1 / sqrt(H)
-    attention_softcap: float | None = None
-    logit_softcap: float | None = None
+    attention_dropout_rate: float = 0.0  # of attention weights
+    attention_scale: float | None = None  # factor of the scores; None: 1 / sqrt(H)
+    attention_softcap: float | None = None  # c: scores become c tanh(score / c); None: as they are
+    logit_softcap: float | None = None  # the same for the logits of the language model
     init_std: float = 0.02  # projections back into the residual stream start at init_std / sqrt(2 L)
     attention_implementation: str | None = execution(None)  # of ops.attention; None: the fastest that can
-    # what is kept of a layer for the backward pass: `transformer.remat`
+    # kept of a layer for the backward pass: everything, products with weights, long attention, or only its input
     remat: Literal["none", "dots", "attention", "full"] = execution("none")
     unroll: int = execution(1)  # layers of one scan step; num_layers unrolls all of them
 
     def __post_init__(self):
-        tokens = isinstance(self.embedding, Embedding)
-        for name in ("vocab_size", "num_layers", "d_model", "num_heads", "context_length", "unroll"):
-            if getattr(self, name) < (1 if tokens or name != "vocab_size" else 0):
-                raise ConfigError(f"model.{name}={getattr(self, name)}: must be at least 1")
-        for name in ("num_kv_heads", "head_width", "d_ff"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"model.{name}={getattr(self, name)}: must be at least 1, or None")
-        if self.head_width is None and self.d_model % self.num_heads:
-            raise ConfigError(
-                f"model.num_heads={self.num_heads} does not divide model.d_model={self.d_model}; "
-                f"choose a divisor or set model.head_width"
-            )
-        if self.num_heads % self.kv_heads:
-            raise ConfigError(
-                f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}"
-            )
-        if not callable(self.feedforward) and self.feedforward not in (*ACTIVATIONS, *GATES):
-            raise ConfigError(
-                f"model.feedforward={self.feedforward!r}: expected one of {', '.join((*ACTIVATIONS, *GATES))}"
-            )
-        if isinstance(self.positions, Axial):
-            rows, width = math.prod(self.positions.shape), sum(self.positions.widths)
-            if (rows, width) != (self.context_length, self.d_model):
-                raise ConfigError(
-                    f"model.positions={self.positions}: makes {rows} positions of width {width}, not context_length="
-                    f"{self.context_length} of d_model={self.d_model}"
-                )
-        patches = self.embedding if isinstance(self.embedding, Patches) else None
-        if patches and isinstance(self.positions, Learned) and patches.length != self.context_length:
-            raise ConfigError(
-                f"model.context_length={self.context_length}: images of {patches.image} in patches of {patches.patch} "
-                f"make {patches.length} positions"
-            )
-        table = 0 if patches else self.d_model
+        _check_sizes(self)
+        _check_positions(self)
+        table = 0 if isinstance(self.embedding, Patches) else self.d_model
         if self.tie_embeddings and self.hidden_width != table and any(isinstance(h, LanguageModel) for h in self.heads):
             raise ConfigError(
                 f"model.heads: a LanguageModel with tie_embeddings=True reads {self.hidden_width} features by the "
@@ -237,8 +200,52 @@ class ModelConfig:
         return bool(re.fullmatch(self.use_bias, name)) if isinstance(self.use_bias, str) else self.use_bias
 
 
+def _check_sizes(config: ModelConfig) -> None:
+    for name in ("vocab_size", "num_layers", "d_model", "num_heads", "context_length", "unroll"):
+        least = 0 if name == "vocab_size" and isinstance(config.embedding, Patches) else 1
+        if getattr(config, name) < least:
+            raise ConfigError(f"model.{name}={getattr(config, name)}: must be at least {least}")
+    for name in ("num_kv_heads", "head_width", "d_ff"):
+        if getattr(config, name) is not None and getattr(config, name) < 1:
+            raise ConfigError(f"model.{name}={getattr(config, name)}: must be at least 1, or None")
+    if config.head_width is None and config.d_model % config.num_heads:
+        raise ConfigError(
+            f"model.num_heads={config.num_heads} does not divide model.d_model={config.d_model}; choose a divisor or set "
+            "model.head_width"
+        )
+    if config.num_heads % config.kv_heads:
+        raise ConfigError(
+            f"model.num_kv_heads={config.num_kv_heads} does not divide model.num_heads={config.num_heads}"
+        )
+
+
+def _check_positions(config: ModelConfig) -> None:
+    positions, patches = config.positions, config.embedding
+    if isinstance(positions, Axial):
+        rows, width = math.prod(positions.shape), sum(positions.widths)
+        if (rows, width) != (config.context_length, config.d_model):
+            raise ConfigError(
+                f"model.positions={positions}: makes {rows} positions of width {width}, not context_length="
+                f"{config.context_length} of d_model={config.d_model}"
+            )
+    if isinstance(positions, Learned) and isinstance(patches, Patches) and patches.length != config.context_length:
+        raise ConfigError(
+            f"model.context_length={config.context_length}: images of {patches.image} in patches of {patches.patch} "
+            f"make {patches.length} positions"
+        )
+
+
 def _check_words(config: ModelConfig) -> None:
-    """ConfigError for a field that holds none of the words, expressions or rates that it may."""
+    """ConfigError for a field that holds none of the words, functions, expressions or rates that it may."""
+    feedforward, words = config.feedforward, ", ".join((*ACTIVATIONS, *GATES))
+    if isinstance(feedforward, str) and feedforward not in (*ACTIVATIONS, *GATES):
+        raise ConfigError(f"model.feedforward={feedforward!r}: expected one of {words}")
+    if feedforward in ACTIVATIONS.values() or (getattr(feedforward, "__module__", None) or "").startswith("jax."):
+        name = getattr(feedforward, "__name__", feedforward)
+        raise ConfigError(
+            f"model.feedforward={name}: an activation is given by its name, one of {words}; any other function is "
+            "config -> models.layer.FeedForward"
+        )
     if isinstance(config.use_bias, str):
         try:
             re.compile(config.use_bias)
@@ -272,10 +279,10 @@ def _check_masks(patterns) -> None:
 
 @dataclass(frozen=True)
 class EncoderDecoder:
-    """Two stacks: the decoder's layers also attend to what the encoder made of the source."""
+    """Two stacks: the layers of the decoder also attend to the output of the encoder."""
 
-    encoder: ModelConfig
-    decoder: ModelConfig
+    encoder: ModelConfig  # reads the source; it has no heads
+    decoder: ModelConfig  # reads the target
     share_embeddings: bool = True  # one token table for both
 
     def __post_init__(self):

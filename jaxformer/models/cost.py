@@ -13,44 +13,33 @@ GIB = 2**30
 
 
 class Chip(NamedTuple):
-    """One device as JAX sees it: dense bfloat16 peak (FLOP/s), memory for programs (bytes), speeds in bytes/s.
+    """One device as JAX sees it. Speeds are in bytes/s."""
 
-    network: all its links to its neighbours, both directions together. outside: its share of what joins hosts (GPUs) or
-    slices of a pod (TPUs), one direction. links: neighbours; 0 where a switch joins the devices of a host.
-    """
-
-    peak: float
-    memory: float
-    bandwidth: float
-    network: float
-    outside: float
-    links: int
+    peak: float  # dense bfloat16 FLOP/s
+    memory: float  # bytes that a program may use: of TPUs, by the messages of the compiler
+    bandwidth: float  # of the memory
+    network: float  # all links to its neighbours, both directions together
+    outside: float  # its share of what joins hosts (GPUs) or slices of a pod (TPUs), one direction
+    links: int  # neighbours; 0 where a switch joins the devices of a host
     source: str
 
 
 _GOOGLE = "docs.cloud.google.com/tpu/docs/"
 _XLA = "openxla/xla gpu/target_config/specs"
-# What a device lacks here has no MFU and no plan. Memory is what a program may use: of TPUs by the compiler's own messages.
+_MLCOMMONS = "mlcommons systems and vendors, 2026-11"
+# a device that is not here has no MFU and no plan
 CHIPS = {
-    "TPU v4": Chip(
-        275e12, 30.75 * GIB, 1200e9, 600e9, 6.25e9, 6, f"{_GOOGLE}v4, 2026-11; network and outside from memory"
-    ),
+    "TPU v4": Chip(275e12, 30.75 * GIB, 1200e9, 600e9, 6.25e9, 6, f"{_GOOGLE}v4, 2026-11; networks from memory"),
     "TPU v5 lite": Chip(197e12, 15.75 * GIB, 819e9, 400e9, 3.125e9, 4, f"{_GOOGLE}v5e, 2026-11"),
     "TPU v5": Chip(459e12, 95.0 * GIB, 2765e9, 1200e9, 6.25e9, 6, f"{_GOOGLE}tpu7x, 2026-11"),
     "TPU v6 lite": Chip(918e12, 31.25 * GIB, 1638e9, 800e9, 12.5e9, 4, f"{_GOOGLE}v6e and tpu7x, 2026-11"),
     "TPU7x": Chip(1153e12, 94.75 * GIB, 3690e9, 600e9, 6.25e9, 6, f"{_GOOGLE}tpu7x, 2026-11; two devices a chip"),
     "NVIDIA A100-SXM4-40GB": Chip(312e12, 39.0 * GIB, 1555e9, 600e9, 25e9, 0, "from memory"),
     "NVIDIA A100-SXM4-80GB": Chip(312e12, 79.0 * GIB, 2039e9, 600e9, 25e9, 0, f"{_XLA}; peak and networks from memory"),
-    "NVIDIA H100 80GB HBM3": Chip(
-        989e12, 79.0 * GIB, 3352e9, 900e9, 50e9, 0, f"{_XLA}; peak, networks by mlcommons systems and vendors, 2026-11"
-    ),
-    "NVIDIA H200": Chip(
-        989e12, 139.0 * GIB, 4800e9, 900e9, 50e9, 0, f"{_XLA}; network mlcommons/inference_results_v4.1, 2026-11"
-    ),
-    "NVIDIA B200": Chip(
-        2250e12, 177.0 * GIB, 7672e9, 1800e9, 50e9, 0, f"{_XLA}; glennklockwood.com/garden/processors/B200, 2026-11"
-    ),
-}
+    "NVIDIA H100 80GB HBM3": Chip(989e12, 79.0 * GIB, 3352e9, 900e9, 50e9, 0, f"{_XLA}; peak, networks {_MLCOMMONS}"),
+    "NVIDIA H200": Chip(989e12, 139.0 * GIB, 4800e9, 900e9, 50e9, 0, f"{_XLA}; mlcommons/inference_results_v4.1, 2026-11"),
+    "NVIDIA B200": Chip(2250e12, 177.0 * GIB, 7672e9, 1800e9, 50e9, 0, f"{_XLA}; glennklockwood.com/garden, 2026-11"),
+}  # fmt: skip
 
 
 def training_flops(config: ModelConfig | EncoderDecoder, length: int) -> int:
@@ -58,13 +47,11 @@ def training_flops(config: ModelConfig | EncoderDecoder, length: int) -> int:
 
     2 FLOPs a multiply-add, backward twice the forward, nothing for recomputation, no discount for causal masks: the
     convention of Chowdhery et al. 2022, appendix B ("model FLOPs"), under which MFU figures are usually quoted. Of routed
-    experts those that a token goes to. Of an encoder-decoder: for a target token, with a source token beside it.
+    experts only those that a token goes to are counted. Of an encoder-decoder: for a target token and a source token.
     """
     multiplied = sum(weight * share for weight, share in _products(config).values())
-    if isinstance(config, EncoderDecoder):
-        stacks = [config.encoder, config.decoder, config.decoder]  # the decoder attends twice
-    else:
-        stacks = [config]
+    # the decoder of a pair attends twice
+    stacks = [config.encoder, config.decoder, config.decoder] if isinstance(config, EncoderDecoder) else [config]
     attended = sum(stack.num_layers * stack.num_heads * stack.head_size for stack in stacks)
     return 6 * round(multiplied) + 12 * attended * length
 
@@ -108,8 +95,7 @@ def peak_flops(device_kind: str) -> float | None:
 def table(config: ModelConfig | EncoderDecoder) -> str:
     """Modules with their parameters and FLOPs a token forward, each leaf with its shape and axes; then the totals."""
     leaves, products = params.paths(models.spec(config)), _products(config)
-    last = config.decoder if isinstance(config, EncoderDecoder) else config
-    width = max(map(len, leaves))
+    width, length = max(map(len, leaves)), models.last_stack(config).context_length
     rows = [f"{'parameter':<{width}}  {'numbers':>15}  {'FLOPs a token':>13}  shape"]
     for path, leaf in leaves.items():
         weight, share = products.get(path, (0, 0.0))
@@ -117,10 +103,9 @@ def table(config: ModelConfig | EncoderDecoder) -> str:
         flops = f"{2 * weight * share:.3g}" if weight else "-"
         rows.append(f"{path:<{width}}  {math.prod(leaf.shape):>15,}  {flops:>13}  {shape}")
     total = sum(params.count(leaf) for leaf in leaves.values())
-    length = last.context_length
-    forward, trained = training_flops(config, length) / 3, training_flops(config, length)
+    trained = training_flops(config, length)
     rows.append(
-        f"{'total':<{width}}  {total:>15,}  {forward:>13.3g}  with attention over {length} positions; "
+        f"{'total':<{width}}  {total:>15,}  {trained / 3:>13.3g}  with attention over {length} positions; "
         f"{trained:.3g} FLOPs a trained token"
     )
     return "\n".join(rows)

@@ -3,15 +3,16 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.nn.initializers import normal, ones, zeros
 from jaxtyping import Float
 
-from jaxformer import ops
+from jaxformer import ops, params
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import Axial, Embedding, Learned, ModelConfig, Patches, Sinusoidal
-from jaxformer.ops.einsum import add_bias
+from jaxformer.models.config import Axial, Learned, ModelConfig, Patches, Sinusoidal
+from jaxformer.models.layer import linear
 from jaxformer.ops.positions import learned, sinusoidal
 from jaxformer.params import Spec
 from jaxformer.sharding import with_logical_constraint
@@ -21,31 +22,26 @@ Tree = Any
 
 def spec(config: ModelConfig) -> Tree:
     """Parameters of the embedding."""
-    D, how = config.d_model, config.embedding
-    row = lambda axis, *shape: Spec((*shape, D), (axis, "embed")[-len(shape) - 1 :], normal(config.init_std))
+    how, start = config.embedding, normal(config.init_std)
+    rows = lambda axis, count: Spec((count, config.d_model), (axis, "embed"), start)
+    one = Spec((config.d_model,), ("embed",), start)
     tree: Tree = {}
     if isinstance(how, Patches):
-        shape, pixels = (how.channels, *how.patch, D), ("channel", "line", "column")
-        kernel = Spec(shape, (*pixels, "embed"), normal(math.prod(shape[:3]) ** -0.5), pixels)
-        tree["patches"] = {"kernel": kernel}
-        if config.has_bias("patches"):
-            tree["patches"]["bias"] = Spec((D,), ("embed",), zeros)
-        if how.class_token:
-            tree["class_token"] = row(None)
-        if how.mask_token:
-            tree["mask_token"] = row(None)
+        shape, pixels = (how.channels, *how.patch, config.d_model), ("channel", "line", "column")
+        std, bias = math.prod(shape[:3]) ** -0.5, config.has_bias("patches")
+        tree["patches"] = params.linear(shape, (*pixels, "embed"), pixels, normal(std), bias)
+        tree |= ({"class_token": one} if how.class_token else {}) | ({"mask_token": one} if how.mask_token else {})
     else:
-        tree["tokens"] = row("vocab", config.vocab_size)
+        tree["tokens"] = rows("vocab", config.vocab_size)
         if how.token_types:
-            tree["token_types"] = row(None, how.token_types)
+            tree["token_types"] = rows(None, how.token_types)
+        if how.norm:
+            tree["norm"] = norm_spec(config)
     if isinstance(config.positions, Learned):
-        tree["positions"] = row("length", config.context_length + config.positions.offset)
+        tree["positions"] = rows("length", config.context_length + config.positions.offset)
     if isinstance(config.positions, Axial):
-        (lines, columns), (a, b) = config.positions.shape, config.positions.widths
-        table = lambda n, width: Spec((n, width), ("length", None), normal(config.init_std))
-        tree["positions"] = {"lines": table(lines, a), "columns": table(columns, b)}
-    if isinstance(how, Embedding) and how.norm:
-        tree["norm"] = norm_spec(config)
+        tables = zip(("lines", "columns"), config.positions.shape, config.positions.widths, strict=True)
+        tree["positions"] = {name: Spec((n, width), ("length", None), start) for name, n, width in tables}
     return tree
 
 
@@ -65,43 +61,46 @@ def length(config: ModelConfig, inputs: Array) -> int:
 def embed(
     config: ModelConfig, params: Tree, inputs, positions, token_types=None, dtype=None, masked=None
 ) -> Float[Array, "B T D"]:
-    """Tokens' rows times the scale or images' patches, plus token types and absolute positions; then the norm, if any.
+    """Rows of tokens times the scale, or patches of images, plus token types and absolute positions; then a norm, if any.
 
     `masked` flags `[B, patches]` of an image stand for the mask token. Raises ConfigError where the model has none.
     """
-    how = config.embedding
-    if isinstance(how, Patches):
-        kernel = params["patches"]["kernel"]
-        dtype = dtype or kernel.dtype
-        x = patches(inputs.astype(dtype), how.patch)
-        x = ops.einsum("btp,pd->btd", x, kernel.reshape(-1, config.d_model))
-        if "bias" in params["patches"]:
-            x = add_bias(x, params["patches"]["bias"])
-        if masked is not None:
-            if not how.mask_token:
-                raise ConfigError("inputs: masked patches, but model.embedding has no mask token; set mask_token=True")
-            x = jnp.where(masked[..., None], params["mask_token"].astype(x.dtype)[None, None], x)
-        if how.class_token:
-            first = jnp.broadcast_to(params["class_token"].astype(x.dtype)[None, None], (x.shape[0], 1, config.d_model))
-            x = jnp.concatenate([first, x], axis=1)
+    if isinstance(config.embedding, Patches):
+        dtype = dtype or params["patches"]["kernel"].dtype
+        x = _embed_images(config, params, inputs.astype(dtype), masked)
     else:
         dtype = dtype or params["tokens"].dtype
-        # NaN beyond the table, on both ends
-        x = learned(inputs, with_logical_constraint(params["tokens"], "vocab", None)) * how.scale
-        if how.token_types:
+        # NaN for tokens outside the table
+        x = learned(inputs, with_logical_constraint(params["tokens"], "vocab", None)) * config.embedding.scale
+        if config.embedding.token_types:
             types = jnp.zeros_like(inputs) if token_types is None else token_types
             x = x + learned(types, params["token_types"])
-    if isinstance(config.positions, Learned):
-        x = x + learned(positions + config.positions.offset, params["positions"])
-    elif isinstance(config.positions, Axial):
-        line, column = jnp.divmod(positions, config.positions.shape[1])
-        tables = params["positions"]
-        x = x + jnp.concatenate([learned(line, tables["lines"]), learned(column, tables["columns"])], axis=-1)
-    elif isinstance(config.positions, Sinusoidal):
-        x = x + sinusoidal(positions, config.d_model, config.positions.layout, config.positions.spacing).astype(x.dtype)
+    match config.positions:
+        case Learned(offset):
+            x = x + learned(positions + offset, params["positions"])
+        case Axial((_, columns)):
+            (line, column), tables = jnp.divmod(positions, columns), params["positions"]
+            x = x + jnp.concatenate([learned(line, tables["lines"]), learned(column, tables["columns"])], axis=-1)
+        case Sinusoidal(layout, spacing):
+            x = x + sinusoidal(positions, config.d_model, layout, spacing).astype(x.dtype)
     if "norm" in params:
         x = norm(config, params["norm"], x)
     return with_logical_constraint(x.astype(dtype), "batch", "length", None)
+
+
+def _embed_images(config: ModelConfig, params: Tree, images, masked) -> Float[Array, "B T D"]:
+    how: Any = config.embedding
+    flat = params["patches"] | {"kernel": params["patches"]["kernel"].reshape(-1, config.d_model)}
+    x = linear("btp,pd->btd", patches(images, how.patch), flat)
+    row = lambda name: params[name].astype(x.dtype)[None, None]
+    if masked is not None:
+        if not how.mask_token:
+            raise ConfigError("inputs: masked patches, but model.embedding has no mask token; set mask_token=True")
+        x = jnp.where(masked[..., None], row("mask_token"), x)
+    if how.class_token:
+        first = jnp.broadcast_to(row("class_token"), (x.shape[0], 1, config.d_model))
+        x = jnp.concatenate([first, x], axis=1)
+    return x
 
 
 def patches(images: Float[Array, "B height width C"], patch: tuple[int, int]) -> Float[Array, "B T P"]:
@@ -123,6 +122,7 @@ def norm_spec(config: ModelConfig, width: int | None = None) -> Tree:
 
 def norm(config: ModelConfig, params: Tree, x: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
     """The config's norm, `ops.layer_norm` or `ops.rms_norm`, over the last axis."""
-    if config.norm == "layer_norm":
-        return ops.layer_norm(x, params["scale"], params.get("bias"), config.norm_eps)
-    return ops.rms_norm(x, params["scale"], config.norm_eps)
+    with jax.named_scope("norm"):
+        if config.norm == "layer_norm":
+            return ops.layer_norm(x, params["scale"], params.get("bias"), config.norm_eps)
+        return ops.rms_norm(x, params["scale"], config.norm_eps)

@@ -8,10 +8,11 @@ from jax import Array
 from jax.nn.initializers import normal, zeros
 from jaxtyping import Bool, Float
 
-from jaxformer import ops
+from jaxformer import ops, params
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Classification, LanguageModel, ModelConfig, TokenClassification
 from jaxformer.models.embedding import norm, norm_spec
+from jaxformer.models.layer import linear
 from jaxformer.ops.einsum import add_bias
 from jaxformer.ops.feedforward import ACTIVATIONS
 from jaxformer.params import Spec
@@ -21,18 +22,15 @@ Tree = Any
 
 
 class Head(NamedTuple):
-    """A head of your own: `ModelConfig.heads` may hold any function `config -> Head`.
+    """A head of your own: `ModelConfig.heads` may hold any function `config -> Head`."""
 
-    spec: tree of `Spec`; apply: (params, hidden [B, T, D], real [B, T] or None) -> array.
-    """
-
-    name: str
-    spec: Tree
-    apply: Callable
+    name: str  # the key of its parameters and of its output
+    spec: Tree  # of `Spec`
+    apply: Callable  # (params, hidden [B, T, D], real [B, T] or None) -> array
 
 
 def name(config: ModelConfig, head) -> str:
-    """What its parameters and its output are filed under."""
+    """The key of its parameters and of its output."""
     return head(config).name if callable(head) else head.name
 
 
@@ -44,38 +42,38 @@ def spec(config: ModelConfig) -> Tree:
             raise ConfigError(
                 f"model.heads: {names.count(one)} of them are called {one!r}; give each a name of its own"
             )
-    trees = dict(zip(names, (_spec(config, head) for head in config.heads), strict=True))
+    trees = {key: _spec(config, head) for key, head in zip(names, config.heads, strict=True)}
     return {key: tree for key, tree in trees.items() if tree}
 
 
 def _spec(config: ModelConfig, head) -> Tree:
-    D, V = config.hidden_width, config.vocab_size
-    classes = lambda width, n, bias: _linear_spec((width, n), ("embed", "class"), config.init_std, bias)
+    D, V, start = config.hidden_width, config.vocab_size, normal(config.init_std)
+    matrix = lambda width, out, axis, bias: params.linear((width, out), ("embed", axis), ("embed",), start, bias)
     match head:
         case LanguageModel():
             tree: Tree = {}
             if head.transform:
-                bias = Spec((D,), ("embed",), zeros)
-                kernel = Spec((D, D), ("embed", None), normal(config.init_std), ("embed",))
-                tree["transform"] = {"kernel": kernel, "bias": bias, "norm": norm_spec(config, D)}
+                # the bias of the transform keeps the axis "embed"
+                square = matrix(D, D, None, False) | {"bias": Spec((D,), ("embed",), zeros)}
+                tree["transform"] = square | {"norm": norm_spec(config, D)}
             if not config.tie_embeddings:  # [V, D] like the embedding: one product for both
-                tree["kernel"] = Spec((V, D), ("vocab", "embed"), normal(config.init_std), ("embed",))
+                tree["kernel"] = Spec((V, D), ("vocab", "embed"), start, ("embed",))
             return tree | ({"bias": Spec((V,), ("vocab",), zeros)} if head.bias else {})
         case Classification():
-            tree = {}
-            P = head.pooler_width or config.d_model  # also of two streams
-            if head.pooler:
-                tree["pooler"] = _linear_spec((D, P), ("embed", None), config.init_std, True)
-            return tree | ({} if head.classes is None else classes(P if head.pooler else D, head.classes, head.bias))
+            width = head.pooler_width or config.d_model  # also of two streams
+            tree = {"pooler": matrix(D, width, None, True)} if head.pooler else {}
+            if head.classes is None:
+                return tree
+            return tree | matrix(width if head.pooler else D, head.classes, "class", head.bias)
         case TokenClassification():
-            return classes(D, head.classes, True)
+            return matrix(D, head.classes, "class", True)
     return head(config).spec
 
 
 def apply(config: ModelConfig, head, params: Tree, hidden: Float[Array, "B T D"], real, tokens_table) -> Array:
     """The head's output: `[B, T, V]` logits, `[B, classes]` of sequences, `[B, T, classes]` of positions; float32 or better.
 
-    `params` are the head's own, `tokens_table` the embedding `[V, D]`, `real` flags `[B, T]` what is not padding.
+    `params` are those of the head, `tokens_table` is the embedding `[V, D]`, `real` `[B, T]` is False for padding.
     """
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     match head:
@@ -90,10 +88,10 @@ def apply(config: ModelConfig, head, params: Tree, hidden: Float[Array, "B T D"]
         case Classification():
             pooled = pool(hidden, head.pool, real)
             if head.pooler:
-                pooled = ACTIVATIONS[head.pooler](_linear(pooled, params["pooler"], hidden.dtype))
-            return pooled.astype(wide) if head.classes is None else _linear(pooled, params, wide)
+                pooled = ACTIVATIONS[head.pooler](linear("bd,dc->bc", pooled, params["pooler"]))
+            return pooled.astype(wide) if head.classes is None else linear("bd,dc->bc", pooled, params, wide)
         case TokenClassification():
-            return _linear(hidden, params, wide)
+            return linear("btd,dc->btc", hidden, params, wide)
     return head(config).apply(params, hidden, real)
 
 
@@ -103,7 +101,7 @@ def unembedding(config: ModelConfig, head: LanguageModel, params: Tree, hidden: 
     For losses that never hold the logits of a whole batch (`ops.projected_cross_entropy`).
     """
     if head.transform:
-        hidden = ACTIVATIONS[head.transform](_linear(hidden, params["transform"], hidden.dtype))
+        hidden = ACTIVATIONS[head.transform](linear("btd,dc->btc", hidden, params["transform"]))
         hidden = norm(config, params["transform"]["norm"], hidden)
     if head.scale != 1.0:
         hidden = hidden * head.scale
@@ -132,13 +130,3 @@ def pool(hidden: Float[Array, "B T D"], how: str, real: Bool[Array, "B T"] | Non
 def language_model(config: ModelConfig) -> LanguageModel | None:
     """The config's language model head, if it has one."""
     return next((head for head in config.heads if isinstance(head, LanguageModel)), None)
-
-
-def _linear_spec(shape, axes, std: float, bias: bool) -> Tree:
-    kernel = {"kernel": Spec(shape, axes, normal(std), axes[:1])}
-    return kernel | ({"bias": Spec(shape[1:], axes[1:], zeros)} if bias else {})
-
-
-def _linear(x, params: Tree, dtype):
-    y = ops.einsum("bd,dc->bc" if x.ndim == 2 else "btd,dc->btc", x, params["kernel"], dtype=dtype)
-    return add_bias(y, params["bias"]) if "bias" in params else y

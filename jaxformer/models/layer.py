@@ -1,4 +1,4 @@
-"""The parts of a layer: what a mixer and a feed-forward are, what they may know, and their linear maps."""
+"""The parts of a layer: what a mixer and a feed-forward are, what they may read, and what they return."""
 
 import math
 from collections.abc import Callable
@@ -6,81 +6,92 @@ from typing import Any, NamedTuple
 
 from flax import struct
 from jax import Array
-from jax.nn.initializers import normal, zeros
+from jax.nn.initializers import normal
 from jaxtyping import Float
 
-from jaxformer import ops
+from jaxformer import ops, params
 from jaxformer.masks import Mask
 from jaxformer.models.config import ModelConfig
 from jaxformer.ops.einsum import add_bias
-from jaxformer.params import Spec
 
 Tree = Any
 
 
 @struct.dataclass
 class Source:
-    """An encoder's output `[B, S, D]`, which of it each query sees, and, in decoding, every layer's keys and values of it."""
+    """What the layers of a decoder read of an encoder."""
 
-    hidden: Any
-    mask: Mask
-    heads: Any = None  # {"key", "value"}, each [L, B, S, K, H]; within a layer [B, S, K, H]
+    hidden: Any  # [B, S, D]
+    mask: Mask  # which of it each query sees
+    heads: Any = None  # in decoding, its keys and values by layer: {"key", "value"}, [L, B, S, K, H]; in a layer no L
 
 
 @struct.dataclass
 class Context:
-    """What a mixer may know beside its input: visible keys, where tokens stand, dropout, what came before.
+    """What a mixer or a feed-forward may read besides its input."""
 
-    `state` is the mixer's own (for attention: the cached keys and values `[B, S, K, H]`), None outside decoding;
-    `start` is the number of tokens that are in it already. `layer` counts from 0. `shared` are parameters that all layers
-    have in common, `constants` what the mixer drew for this layer, `inputs` what the caller of `apply` passed for mixers,
-    `memo` what the layer below handed on. `real` says which tokens are not padding, `source` what a decoder's layers read
-    of the encoder.
-    """
-
-    mask: Mask
-    positions: Any  # [B or 1, T]
-    slot_positions: Any = None  # [B or 1, S]: positions of all keys' tokens; None: each is its slot
-    # whether tokens of a segment may be nearer to each other than their slots, or farther
+    mask: Mask  # which keys each query sees
+    positions: Any  # of the tokens, [B or 1, T]
+    slot_positions: Any = None  # of all keys, [B or 1, S]; None: the position of a key is its slot
+    # True: two tokens of a segment may be nearer or farther than their slots
     gaps: bool = struct.field(pytree_node=False, default=False)
     dropout_key: Any = None
-    state: Tree = None
-    start: Any = 0
-    layer: Any = 0
-    shared: Tree = None
-    constants: Tree = None
-    inputs: Tree = None
-    memo: Tree = None
-    real: Any = None  # [B, T] or None, where all are
-    source: "Source | None" = None
+    state: Tree = None  # in decoding, what this mixer keeps (attention: cached keys and values [B, S, K, H])
+    start: Any = 0  # how many tokens the state has already
+    layer: Any = 0  # counted from 0
+    shared: Tree = None  # parameters that all layers have in common
+    constants: Tree = None  # what the mixer drew for this layer
+    inputs: Tree = None  # what the caller of `apply` passed for mixers
+    memo: Tree = None  # value passed from the previous layer
+    real: Any = None  # [B, T], False for padding; None: there is none
+    source: Source | None = None
     return_weights: bool = struct.field(pytree_node=False, default=False)
+    return_hidden: bool = struct.field(pytree_node=False, default=False)
 
 
 class MixerOutput(NamedTuple):
-    """What a mixer returns: its output `[B, T, D]`, its new state, its weights if asked for, a memo for the next layer."""
+    """What a mixer returns."""
 
-    out: Any
-    state: Tree = None
-    weights: Any = None
-    memo: Tree = None
+    out: Any  # [B, T, D]
+    state: Tree = None  # the state with these tokens
+    weights: Any = None  # [B, N, T, S], if asked for
+    memo: Tree = None  # value for the next layer
 
 
 class FeedForwardOutput(NamedTuple):
-    """What a feed-forward returns: its output, an auxiliary loss (weighted already), figures for whoever asks."""
+    """What a feed-forward returns."""
 
-    out: Any
+    out: Any  # [B, T, D]
+    loss: Any = None  # an auxiliary loss, already weighted
+    stats: Tree = None  # figures for reports
+
+
+class LayerOutput(NamedTuple):
+    """What a layer returns; of a stack, each leaf is `[L, ...]`."""
+
+    hidden: Any = None  # [B, T, D]; a stack gives it under `Context.return_hidden`
+    state: Tree = None  # of a stack of different mixers: a tuple of trees, as `stacks.scan.init_state` makes it
+    weights: Any = None
+    cross_weights: Any = None  # of the attention to a source
+    memo: Tree = None
     loss: Any = None
     stats: Tree = None
 
 
+class Layers(NamedTuple):
+    """What a stack runs: `ModelConfig.stack` is a function (config, Layers, x, Context) -> (x, LayerOutput)."""
+
+    params: Tree  # [L, ...]
+    masks: tuple[Mask, ...]  # one a layer, repeated
+    state: Tree = None  # in decoding, as `stacks.scan.init_state` makes it
+    constants: Tree = None  # [L, ...]; None: the mixers draw them
+
+
 class FeedForward(NamedTuple):
-    """A feed-forward of your own: `ModelConfig.feedforward` may be any function `config -> FeedForward`.
+    """A feed-forward of your own: `ModelConfig.feedforward` may be any function `config -> FeedForward`."""
 
-    spec: tree of `Spec`; apply: (params, x [B, T, D], Context) -> Fed.
-    """
-
-    spec: Tree
-    apply: Callable
+    spec: Tree  # of `Spec`
+    apply: Callable  # (params, x [B, T, D], Context) -> FeedForwardOutput
 
 
 def nothing(*_) -> None:
@@ -88,29 +99,21 @@ def nothing(*_) -> None:
 
 
 class Mixer(NamedTuple):
-    """A way for positions to exchange information: its parameters, its function, and its state for decoding.
+    """A way for positions to exchange information: `ModelConfig.mixer` is any function `config -> Mixer`."""
 
-    spec: tree of `Spec`; apply: (params, x [B, T, D], Context) -> Mixed; state: (batch, length, dtype) -> tree of zeros.
-    `ModelConfig.mixer` is any function `config -> Mixer`. What few mixers need: `shared`, a spec of parameters that all
-    layers have in common; `constants`, T -> arrays `[L, ...]` that are drawn, not trained; `memo`, x -> what the first
-    layer finds in `Context.memo`: a tree of the shapes that every layer hands on.
-    """
-
-    spec: Tree
-    apply: Callable
-    state: Callable | None = None  # None: cannot decode
-    shared: Tree = None
-    constants: Callable = nothing
-    memo: Callable = nothing
+    spec: Tree  # of `Spec`
+    apply: Callable  # (params, x [B, T, D], Context) -> MixerOutput
+    state: Callable | None = (
+        None  # for decoding: (batch, length, dtype) -> any tree of zeros [batch, ...]; None: it cannot
+    )
+    shared: Tree = None  # the spec of parameters that all layers have in common
+    constants: Callable = nothing  # T -> arrays [L, ...] that are drawn, not trained
+    memo: Callable = nothing  # x -> the `Context.memo` of the first layer: the shapes that each layer passes on
 
 
 def linear_spec(config: ModelConfig, name: str, shape, axes, contracts, std: float) -> Tree:
-    """A kernel and, where the config gives that name one, a bias over the axes that the kernel does not contract."""
-    out = {"kernel": Spec(shape, axes, normal(std), contracts)}
-    if config.has_bias(name):
-        kept = [(size, axis) for size, axis in zip(shape, axes, strict=True) if axis not in contracts]
-        out["bias"] = Spec(tuple(s for s, _ in kept), tuple(a for _, a in kept), zeros)
-    return out
+    """A linear map, with a bias if the config gives one to that name."""
+    return params.linear(shape, axes, contracts, normal(std), config.has_bias(name))
 
 
 def residual_std(config: ModelConfig) -> float:
@@ -118,7 +121,7 @@ def residual_std(config: ModelConfig) -> float:
     return config.init_std / math.sqrt(2 * config.num_layers)
 
 
-def linear(spec: str, x: Float[Array, "..."], params: Tree) -> Float[Array, "..."]:
-    """The product with a kernel of `linear_spec`, and its bias if it has one."""
-    y = ops.einsum(spec, x, params["kernel"])
+def linear(spec: str, x: Float[Array, "..."], params: Tree, dtype=None) -> Float[Array, "..."]:
+    """The product with the kernel, and the bias if there is one."""
+    y = ops.einsum(spec, x, params["kernel"], dtype)
     return add_bias(y, params["bias"]) if "bias" in params else y

@@ -1,5 +1,6 @@
 """Routed experts as a feed-forward layer: `ModelConfig(feedforward=Mixture(experts=8, top_k=2), ...)`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput, residual_std
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.ops.mixture import balance_loss, mixture
-from jaxformer.params import Spec
+from jaxformer.params import linear
 
 Tree = Any
 
@@ -23,21 +24,20 @@ Tree = Any
 class Mixture:
     """Each token goes to `top_k` of the experts: Mixtral (the defaults), Switch (top_k=1, normalise=False), `ops.mixture`.
 
-    Besides, all tokens go through one expert of width `shared`, with `shared_gate` times a sigmoid of its own (Qwen2-MoE;
-    without it DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066). `balance_loss` and `router_z_loss` weight the two losses of
-    each layer, whose sum is `FeedForwardOutput.loss`. There are no biases.
+    `shared` adds one expert that all tokens go through (Qwen2-MoE; without the gate DeepSeekMoE, Dai et al. 2024,
+    arXiv:2401.06066). There are no biases.
     """
 
-    experts: int = 8
-    top_k: int = 2
-    activation: str = "swiglu"  # an activation or a gate
+    experts: int = 8  # how many there are
+    top_k: int = 2  # how many a token goes to
+    activation: str = "swiglu"  # of each expert: an activation or a gate
     d_ff: int | None = None  # width of one expert; None: the config's
     normalise: bool = True  # the weights of a token's experts sum to one
-    shared: int = 0
-    shared_gate: bool = False
-    capacity: float | None = None  # None: no choice is dropped
-    balance_loss: float = 0.0
-    router_z_loss: float = 0.0
+    shared: int = 0  # width of an expert that all tokens go through; 0: there is none
+    shared_gate: bool = False  # whether the shared expert is multiplied by a sigmoid of its own
+    capacity: float | None = None  # room of an expert, as a multiple of an even share of the tokens; None: no limit
+    balance_loss: float = 0.0  # weight of the loss that evens out the load of the experts
+    router_z_loss: float = 0.0  # weight of the loss that keeps the router's logits small
 
     def __post_init__(self):
         def refuse(field: str, expected: str):
@@ -62,44 +62,55 @@ class Mixture:
             )
 
     def __call__(self, config: ModelConfig) -> FeedForward:
-        D, E, F = config.d_model, self.experts, self.d_ff or config.ff_width
-        gated = self.activation in GATES
-        activation = ACTIVATIONS[GATES.get(self.activation, self.activation)]
+        return FeedForward(self.spec(config), self.apply)
 
-        def kernel(shape, axes, contracts, std=config.init_std):
-            return {"kernel": Spec(shape, axes, normal(std), (contracts,))}
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATES
+
+    @property
+    def function(self) -> Callable:
+        """The activation, or that of the gate."""
+        return ACTIVATIONS[GATES.get(self.activation, self.activation)]
+
+    def spec(self, config: ModelConfig) -> Tree:
+        D, E = config.d_model, self.experts
+
+        def matrix(shape, axes, contracts, std=config.init_std) -> Tree:
+            return linear(shape, axes, (contracts,), normal(std), bias=False)
 
         def expert(F: int, lead=(), lead_axes=()) -> Tree:
-            into = kernel((*lead, D, F), (*lead_axes, "embed", "mlp"), "embed")
-            down = kernel((*lead, F, D), (*lead_axes, "mlp", "embed"), "mlp", residual_std(config))
-            return {"up": into, "down": down} | ({"gate": into} if gated else {})
+            into = matrix((*lead, D, F), (*lead_axes, "embed", "mlp"), "embed")
+            down = matrix((*lead, F, D), (*lead_axes, "mlp", "embed"), "mlp", residual_std(config))
+            return {"up": into, "down": down} | ({"gate": into} if self.gated else {})
 
-        spec = {"router": kernel((D, E), ("embed", "expert"), "embed"), **expert(F, (E,), ("expert",))}
+        router = matrix((D, E), ("embed", "expert"), "embed")
+        tree = {"router": router, **expert(self.d_ff or config.ff_width, (E,), ("expert",))}
         if self.shared:
-            spec["shared"] = expert(self.shared)
+            tree["shared"] = expert(self.shared)
         if self.shared_gate:
-            spec["shared_gate"] = kernel((D, 1), ("embed", None), "embed")
+            tree["shared_gate"] = matrix((D, 1), ("embed", None), "embed")
+        return tree
 
-        def everyones(params, x):
-            weights = {name: matrix["kernel"] for name, matrix in params["shared"].items()}
-            out = (ops.glu if gated else ops.mlp)(x, **weights, activation=activation)
-            if self.shared_gate:
-                out = out * jax.nn.sigmoid(ops.einsum("btd,dn->btn", x, params["shared_gate"]["kernel"]))
-            return out
+    def apply(self, params: Tree, x: Float[Array, "B T D"], context: Context) -> FeedForwardOutput:
+        kernels = {name: params[name]["kernel"] for name in ("router", "up", "down")}
+        kernels["gate"] = params["gate"]["kernel"] if self.gated else None
+        options = dict(top_k=self.top_k, normalise=self.normalise, capacity=self.capacity, real=context.real)
+        out, routed = mixture(x, **kernels, activation=self.function, **options)
+        if self.shared:
+            out = out + self.apply_shared(params, x)
+        loss = None
+        if self.balance_loss or self.router_z_loss:
+            balance = balance_loss(routed.fraction, routed.probability)
+            loss = self.balance_loss * balance + self.router_z_loss * routed.z
+        stats = {name: getattr(routed, name) for name in ("fraction", "probability", "dropped")}
+        stats["expert_load"] = self.experts * routed.fraction.max()  # of the busiest expert; top_k if all are equal
+        return FeedForwardOutput(out, loss, stats)
 
-        def apply(params, x: Float[Array, "B T D"], context: Context) -> FeedForwardOutput:
-            router, up, down = (params[name]["kernel"] for name in ("router", "up", "down"))
-            gate = params["gate"]["kernel"] if gated else None
-            options = dict(top_k=self.top_k, normalise=self.normalise, capacity=self.capacity, real=context.real)
-            out, routed = mixture(x, router, gate, up, down, activation, **options)
-            if self.shared:
-                out = out + everyones(params, x)
-            loss = None
-            if self.balance_loss or self.router_z_loss:
-                balance = balance_loss(routed.fraction, routed.probability)
-                loss = self.balance_loss * balance + self.router_z_loss * routed.z
-            stats = {name: getattr(routed, name) for name in ("fraction", "probability", "dropped")}
-            stats["expert_load"] = E * routed.fraction.max()  # of the busiest expert; top_k where all get alike
-            return FeedForwardOutput(out, loss, stats)
-
-        return FeedForward(spec, apply)
+    def apply_shared(self, params: Tree, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The expert that all tokens go through."""
+        weights = {name: matrix["kernel"] for name, matrix in params["shared"].items()}
+        out = (ops.glu if self.gated else ops.mlp)(x, **weights, activation=self.function)
+        if self.shared_gate:
+            out = out * jax.nn.sigmoid(ops.einsum("btd,dn->btn", x, params["shared_gate"]["kernel"]))
+        return out

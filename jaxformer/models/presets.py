@@ -41,14 +41,10 @@ def gpt3(num_layers: int, d_model: int, num_heads: int) -> ModelConfig:
     The paper does not give the band's width; 256 keys here, as in GPT-Neo. Its 13B row prints a width of 5140, which 40
     heads of 128 do not make; 5120 do.
     """
-    pattern = (causal(), causal() & window(255))
     return replace(
-        gpt2(num_layers, d_model, num_heads),
-        context_length=2048,
-        masks=pattern,
-        dropout_rate=0.0,
-        attention_dropout_rate=0.0,
-    )
+        gpt2(num_layers, d_model, num_heads), context_length=2048, masks=(causal(), causal() & window(255)),
+        dropout_rate=0.0, attention_dropout_rate=0.0,
+    )  # fmt: skip
 
 
 gpt3_125m = gpt3(12, 768, 12)
@@ -80,16 +76,8 @@ llama2_70b = llama(80, 8192, 64, 28672, num_kv_heads=8, context_length=4096, nor
 
 # Dubey et al. 2024, arXiv:2407.21783, table 3
 llama3_8b = llama(
-    32,
-    4096,
-    32,
-    14336,
-    vocab_size=128256,
-    num_kv_heads=8,
-    context_length=8192,
-    norm_eps=1e-5,
-    positions=Rope(500_000.0),
-)
+    32, 4096, 32, 14336, vocab_size=128256, num_kv_heads=8, context_length=8192, norm_eps=1e-5, positions=Rope(500_000.0)
+)  # fmt: skip
 llama3_70b = replace(llama3_8b, num_layers=80, d_model=8192, num_heads=64, d_ff=28672)
 # Jiang et al. 2023, arXiv:2310.06825: a query sees 4,096 keys, itself counted
 mistral_7b = llama(
@@ -105,15 +93,8 @@ qwen2_7b = llama(
     use_bias="query|key|value",
 )  # fmt: skip
 qwen2_05b = replace(
-    qwen2_7b,
-    vocab_size=151936,
-    num_layers=24,
-    d_model=896,
-    num_heads=14,
-    num_kv_heads=2,
-    d_ff=4864,
-    tie_embeddings=True,
-)
+    qwen2_7b, vocab_size=151936, num_layers=24, d_model=896, num_heads=14, num_kv_heads=2, d_ff=4864, tie_embeddings=True
+)  # fmt: skip
 
 
 # Encoders

@@ -1,8 +1,9 @@
-"""Embed, layers under one scan, unembed. `functools.partial(apply, config)` is an ordinary f(params, tokens)."""
+"""Embed, run the layers, read the heads. `functools.partial(apply, config)` is an ordinary f(params, tokens)."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jaxformer.masks.rules import lookup
 from jaxformer.models import block as blocks
 from jaxformer.models import embedding, heads
 from jaxformer.models.config import Axial, Learned, ModelConfig, Patches
-from jaxformer.models.layer import Context, Mixer, Source
+from jaxformer.models.layer import Context, Layers, Mixer, Source
 from jaxformer.models.stacks import scan
 from jaxformer.ops.positions import within_segments
 from jaxformer.params import paths
@@ -29,21 +30,55 @@ Tree = Any
 
 
 @struct.dataclass
+class Inputs:
+    """What a model reads besides its parameters: the options of `apply`."""
+
+    tokens: Any  # [B, T], or images [B, height, width, C]
+    positions: Any = None  # [B or 1, T], for embeddings, rotations and biases; masks count the slots of a segment
+    segment_ids: Any = (
+        None  # [B, T]; 0: padding; tokens of one number are a sequence, and see and count only each other
+    )
+    token_types: Any = None  # [B, T]
+    cache: Any = None  # of `jaxformer.decoding`: what came before; `Output.cache` has the tokens in it
+    dropout_key: Any = None  # None: nothing is dropped
+    constants: Tree = None  # [L, ...], instead of what the mixers draw
+    # what mixers or the embedding read of a batch: {"global_tokens": flags [B, T]} (Longformer), {"masked": flags
+    # [B, patches]} (Patches)
+    inputs: Tree = None
+    source: Any = None  # of an encoder-decoder: the tokens of the encoder [B, S]
+    source_segment_ids: Any = None  # [B, S]
+    source_positions: Any = None  # [B or 1, S]
+    encoded: Source | None = None  # of a decoder: the output of the encoder
+    dtype: Any = struct.field(pytree_node=False, default=None)  # of activations; None: that of the parameters
+    return_attention: bool = struct.field(pytree_node=False, default=False)  # adds the attention maps of every layer
+    return_hidden: bool = struct.field(pytree_node=False, default=False)  # adds the hidden states of every layer
+
+    @property
+    def real(self) -> Array | None:
+        """`[B, T]`, False for padding; None where there is none."""
+        return None if self.segment_ids is None else self.segment_ids != 0
+
+
+@struct.dataclass
 class Output:
     """What `apply` returns. Under jit, what you do not use is not computed."""
 
     logits: Any  # of the first head: [B, T, V] of a language model, float32 or better; None without heads
     hidden: Any  # [B, T, D], after the final norm
     cache: Any = None
-    attention: Any = None  # [L, B, N, T, S]
-    heads: Any = None  # every head's output by name
-    loss: Any = None  # mean over the layers of what their feed-forwards ask for, weighted (routing losses)
-    stats: Any = None  # what feed-forwards report of themselves, [L, ...]
-    source: Any = None  # of an encoder-decoder: the encoder's hidden states [B, S, D]
+    attention: Any = None  # [L, B, N, T, S], under `return_attention`
+    heads: Any = None  # output of every head, by name
+    loss: Any = None  # auxiliary loss of the feed-forwards (routing), the mean over the layers
+    stats: Any = None  # what feed-forwards report, [L, ...]
+    hidden_states: Any = None  # [L + 1, B, T, D], under `return_hidden`: of the embedding, then after each layer
+    source: Any = None  # of an encoder-decoder: hidden states of the encoder [B, S, D]
+    encoder_attention: Any = None  # of an encoder-decoder: [L, B, N, S, S]
+    cross_attention: Any = None  # of an encoder-decoder: [L, B, N, T, S]
+    source_states: Any = None  # of an encoder-decoder: `hidden_states` of the encoder
 
 
 def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
-    """Every parameter of the model, declared once; of a decoder, too, of an encoder `source_width` wide."""
+    """Every parameter of the model, declared once; `source_width`: of a decoder, the width of its encoder."""
     slots = scan.mixers(config)
     tree = {
         "embedding": embedding.spec(config),
@@ -59,40 +94,6 @@ def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     return tree
 
 
-def check_params(declared: Tree, tree: Tree) -> None:
-    """ConfigError that names the first parameter that is missing, unknown or of another shape; other heads may be there."""
-    if found := params.mismatch(declared, tree, r"(^|/)heads(/|$)"):
-        raise ConfigError(f"apply: parameter {found}; models.init makes those of the config")
-
-
-def declared_spec(config: ModelConfig, source_width: int | None = None) -> Tree:
-    """`spec`, made once for each config that can be hashed."""
-    try:
-        return _declared_spec(config, source_width)
-    except TypeError:
-        return spec(config, source_width)
-
-
-_declared_spec = lru_cache(maxsize=256)(lambda config, source_width: spec(config, source_width))
-
-
-def check_inputs(config: ModelConfig, tokens, **inputs) -> None:
-    """ConfigError for tokens that are no `[B, T]` integers, and for positions, segment ids or token types that do not fit."""
-    images = isinstance(config.embedding, Patches)
-    if not images and (tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer)):
-        raise ConfigError(f"apply: tokens {tokens.dtype}{list(tokens.shape)}: expected integers [B, T]")
-    B, T = tokens.shape[0], embedding.length(config, tokens)
-    for name, array in inputs.items():
-        if array is None:
-            continue
-        shapes = [(B, T), (1, T)] if name == "positions" else [(B, T)]
-        if array.shape not in shapes or not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ConfigError(
-                f"apply: {name} {array.dtype}{list(array.shape)}: expected integers "
-                f"{' or '.join(str(list(shape)) for shape in shapes)}"
-            )
-
-
 def _layers_spec(config: ModelConfig, slots: tuple[Mixer, ...], source_width: int | None) -> Tree:
     """Every leaf `[layers that have it, ...]`: `[L, ...]` unless mixers of different kinds take turns."""
     trees = [paths(blocks.spec(config, slot, source_width)) for slot in slots]
@@ -106,9 +107,42 @@ def _layers_spec(config: ModelConfig, slots: tuple[Mixer, ...], source_width: in
     return unflatten_dict({path: params.stack(leaf, count[path]) for path, leaf in leaves.items()}, sep="/")
 
 
-def init(config: ModelConfig, key: Array, dtype=jnp.float32) -> Tree:
-    """Initial parameters."""
-    return params.init(spec(config), key, dtype)
+_cached_spec = lru_cache(maxsize=256)(spec)
+
+
+def declared_spec(config: ModelConfig, source_width: int | None = None) -> Tree:
+    """`spec`, made once for each config that can be hashed."""
+    try:
+        return _cached_spec(config, source_width)
+    except TypeError:
+        return spec(config, source_width)
+
+
+def check_params(declared: Tree, tree: Tree) -> None:
+    """ConfigError that names the first parameter that is missing, unknown or of another shape; more heads are allowed."""
+    if found := params.mismatch(declared, tree, r"(^|/)heads(/|$)"):
+        raise ConfigError(f"apply: parameter {found}; models.init makes those of the config")
+
+
+def check_inputs(config: ModelConfig, inputs: Inputs) -> None:
+    """ConfigError for tokens that are not integers `[B, T]`, and for other inputs that do not fit them."""
+    tokens = inputs.tokens
+    images = isinstance(config.embedding, Patches)
+    if not images and (tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer)):
+        raise ConfigError(f"apply: tokens {tokens.dtype}{list(tokens.shape)}: expected integers [B, T]")
+    if inputs.source is not None:
+        raise ConfigError("apply: only an encoder-decoder has a `source`")
+    B, T = tokens.shape[0], embedding.length(config, tokens)
+    for name in ("positions", "segment_ids", "token_types"):
+        if (array := getattr(inputs, name)) is None:
+            continue
+        shapes = [(B, T), (1, T)] if name == "positions" else [(B, T)]
+        if array.shape not in shapes or not jnp.issubdtype(array.dtype, jnp.integer):
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise ConfigError(f"apply: {name} {array.dtype}{list(array.shape)}: expected integers {expected}")
+    table = isinstance(config.positions, Learned | Axial) and inputs.positions is None and inputs.segment_ids is None
+    if table and config.context_length < T:
+        raise ConfigError(f"{T} tokens do not fit the {config.context_length} learned positions (model.context_length)")
 
 
 def apply(
@@ -123,144 +157,122 @@ def apply(
     dropout_key: Array | None = None,
     dtype=None,
     return_attention: bool = False,
+    return_hidden: bool = False,
     constants: Tree = None,
     inputs: Tree = None,
 ) -> Output:
-    """Logits and final hidden states of tokens, or of images; activations in `dtype`, the parameters' by default.
+    """Logits and final hidden states of tokens, or of images. What the options mean is written at `Inputs`.
 
-    `segment_ids` (0 = padding) separate packed or padded sequences; positions restart with each unless given, and masks
-    and score biases count each sequence's own tokens: a row's logits are those of its sequence alone. `positions` move
-    embeddings, rotations and biases, not masks. Within a segment, padding is not counted; without a cache, masks and
-    biases of distance count its slots. `cache`
-    (of `jaxformer.decoding`) holds what came before: the tokens continue it, and the output has the cache that includes
-    them. Dropout acts only where `dropout_key` is given. `return_attention` adds every attention map, `[L, B, N, T,
-    S]`. `constants` (leaves `[L, ...]`) replace what the mixer draws by itself, `inputs` are what it reads of a batch
-    (Longformer: `{"global_tokens": flags [B, T]}`) or the embedding (`Patches`: `{"masked": flags [B, patches]}`). Raises
-    ConfigError for parameters and inputs that do not fit the config.
+    Several sequences may be packed in a row: the logits of each are those that it has alone. Raises ConfigError for
+    parameters and inputs that do not fit the config.
     """
-
-    def whole(params, tokens, given):
-        output = encode(config, params, tokens, dtype=dtype, return_attention=return_attention, **given)
-        real = None if given["segment_ids"] is None else given["segment_ids"] != 0
-        return read(config, params, output, real)
-
-    given: dict[str, Any] = dict(
-        positions=positions, segment_ids=segment_ids, token_types=token_types, cache=cache, dropout_key=dropout_key,
-        constants=constants, inputs=inputs,
+    all_inputs = Inputs(
+        tokens, positions, segment_ids, token_types, cache, dropout_key, constants, inputs, dtype=dtype,
+        return_attention=return_attention, return_hidden=return_hidden,
     )  # fmt: skip
-    return in_auto_axes(whole, activation_specs(output_axes))(params, tokens, given)
+    return in_explicit_axes(partial(run, config))(params, all_inputs)
+
+
+def run(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
+    """The stack, then the heads."""
+    return read(config, params, encode(config, params, inputs), inputs.real)
+
+
+def in_explicit_axes(f: Callable) -> Callable:
+    """f(...) -> Output, which also runs under Explicit mesh axes."""
+    return in_auto_axes(f, activation_specs(output_axes))
 
 
 def output_axes(path: str, leaf) -> tuple[str | None, ...]:
-    """The logical axes of a leaf of `Output`, for `parallel.automatic`."""
+    """The logical axes of a leaf of `Output`."""
     match path.split("/")[0]:
         case "logits" | "heads":
             return ("batch", "length", "vocab") if leaf.ndim == 3 else ("batch",)
         case "hidden" | "source":
             return "batch", "length"
-        case "cache" | "attention" if leaf.ndim > 2:
+        case "hidden_states" | "source_states":
+            return None, "batch", "length"
+        case "cache" | "attention" | "encoder_attention" | "cross_attention" if leaf.ndim > 2:
             return None, "batch"
     return ()
 
 
 def read(config: ModelConfig, params: Tree, output: Output, real=None) -> Output:
-    """The output of `encode`, with what the config's heads make of its hidden states."""
-    check_params({"heads": declared_spec(config).get("heads", {})}, {"heads": params.get("heads", {})})
+    """The output of `encode`, with what the heads of the config make of its hidden states."""
+    trees = params.get("heads", {})
+    check_params({"heads": declared_spec(config).get("heads", {})}, {"heads": trees})
     found = {}
     for head in config.heads:
         name = heads.name(config, head)
-        own = params.get("heads", {}).get(name, {})
-        found[name] = heads.apply(config, head, own, output.hidden, real, params["embedding"].get("tokens"))
+        with jax.named_scope("head"):
+            table = params["embedding"].get("tokens")
+            found[name] = heads.apply(config, head, trees.get(name, {}), output.hidden, real, table)
     return replace(output, logits=next(iter(found.values()), None), heads=found)
 
 
-def encode(
-    config: ModelConfig,
-    params: Tree,
-    tokens,
-    *,
-    positions=None,
-    segment_ids=None,
-    token_types=None,
-    cache=None,
-    dropout_key=None,
-    dtype=None,
-    return_attention=False,
-    constants=None,
-    inputs=None,
-    source: Source | None = None,
-) -> Output:
-    """`apply` without the heads. `source` is what a decoder's layers attend to."""
-    given = dict(
-        positions=positions, segment_ids=segment_ids, token_types=token_types, cache=cache, dropout_key=dropout_key,
-        constants=constants, inputs=inputs, source=source,
-    )  # fmt: skip
-    body = lambda params, tokens, given: _encode(config, params, tokens, dtype, return_attention, **given)
-    return in_auto_axes(body, activation_specs(output_axes))(params, tokens, given)
-
-
-def _encode(
-    config: ModelConfig, params: Tree, tokens, dtype, return_attention, *,
-    positions, segment_ids, token_types, cache, dropout_key, constants, inputs, source,
-) -> Output:  # fmt: skip
-    check_inputs(config, tokens, positions=positions, segment_ids=segment_ids, token_types=token_types)
-    declared = declared_spec(config, None if source is None else source.hidden.shape[-1])
+def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
+    """`apply` without the heads."""
+    check_inputs(config, inputs)
+    declared = declared_spec(config, None if inputs.encoded is None else inputs.encoded.hidden.shape[-1])
     check_params({name: part for name, part in declared.items() if name != "heads"}, params)
-    T = embedding.length(config, tokens)
-    if (
-        isinstance(config.positions, Learned | Axial)
-        and positions is None
-        and segment_ids is None
-        and config.context_length < T
-    ):
-        raise ConfigError(f"{T} tokens do not fit the {config.context_length} learned positions (model.context_length)")
-    start = 0
-    real = None if segment_ids is None else segment_ids != 0
-    if cache is not None:
-        start = cache.length
-        cache = cache.extend(jnp.ones_like(tokens) if segment_ids is None else segment_ids)
-        segment_ids = cache.segment_ids
-    explicit = positions is not None
-    places = None  # positions of all slots
-    gaps = explicit or cache is not None
-    # what a mask draws depends on the config alone, not on a batch's padding or a cache's empty slots
-    layer_masks = tuple(m.sized(config.context_length) for m in config.masks)
-    if segment_ids is not None:
-        places, visible = within_segments(segment_ids), same_segment(config, segment_ids)
-        layer_masks = tuple(at_positions(m, places, cache is not None) & visible for m in layer_masks)
-    if explicit:
-        places = positions if cache is None else None
-    elif places is None:
-        positions = jnp.arange(T)[None]
-    else:
-        positions = places if cache is None else jax.lax.dynamic_slice_in_dim(places, start, T, axis=1)
-    keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-    masked = inputs.get("masked") if isinstance(inputs, dict) else None
-    x = embedding.embed(config, params["embedding"], tokens, positions, token_types, dtype, masked)
-    x = ops.dropout(x, config.dropout_rate, keys[0])
-    if cache is not None:
-        layer_masks = tuple(m.at(start) for m in layer_masks)
-    context = Context(
-        masks.full(), positions, places, gaps, keys[1], start=start, shared=params.get("shared"), inputs=inputs,
-        real=real, source=source, return_weights=return_attention,
-    )  # fmt: skip
-    state = None if cache is None else cache.layers
-    x, beside = (config.stack or scan.stack)(config, params["layers"], x, context, layer_masks, state, constants)
+    context, layer_masks, cache = locate(config, params, inputs)
+    embedding_key, layers_key = (None, None) if inputs.dropout_key is None else jax.random.split(inputs.dropout_key)
+    masked = inputs.inputs.get("masked") if isinstance(inputs.inputs, dict) else None
+    with jax.named_scope("embedding"):
+        x = embedding.embed(
+            config, params["embedding"], inputs.tokens, context.positions, inputs.token_types, inputs.dtype, masked
+        )
+        embedded = x = ops.dropout(x, config.dropout_rate, embedding_key)
+    layers = Layers(params["layers"], layer_masks, None if cache is None else cache.layers, inputs.constants)
+    x, found = (config.stack or scan.stack)(config, layers, x, replace(context, dropout_key=layers_key))
     if config.norm_placement != "post":
-        x = embedding.norm(config, params["final_norm"], x)
+        with jax.named_scope("final_norm"):
+            x = embedding.norm(config, params["final_norm"], x)
     if cache is not None:
         x = jnp.where(cache.length > cache.segment_ids.shape[1], jnp.nan, x)
+        cache = replace(cache, layers=found.state)
     return Output(
-        None, x, None if cache is None else replace(cache, layers=beside.state), beside.weights,
-        loss=None if beside.loss is None else jnp.mean(beside.loss), stats=beside.stats,
+        None, x, cache, found.weights, loss=None if found.loss is None else jnp.mean(found.loss), stats=found.stats,
+        cross_attention=found.cross_weights,
+        hidden_states=jnp.concatenate([embedded[None], found.hidden]) if inputs.return_hidden else None,
     )  # fmt: skip
+
+
+def locate(config: ModelConfig, params: Tree, inputs: Inputs) -> tuple[Context, tuple[Mask, ...], Any]:
+    """Where the tokens stand: (what all layers read, the masks of the layers, the cache with these tokens in it)."""
+    cache, segment_ids, positions = inputs.cache, inputs.segment_ids, inputs.positions
+    T, start, explicit = embedding.length(config, inputs.tokens), 0, positions is not None
+    if cache is not None:
+        start = cache.length
+        cache = cache.extend(jnp.ones_like(inputs.tokens) if segment_ids is None else segment_ids)
+        segment_ids = cache.segment_ids
+    slot_positions = None
+    # what a mask draws depends on the config alone, not on a batch's padding or a cache's empty slots
+    layer_masks = tuple(mask.sized(config.context_length) for mask in config.masks)
+    if segment_ids is not None:
+        slot_positions, visible = within_segments(segment_ids), same_segment(config, segment_ids)
+        layer_masks = tuple(at_positions(m, slot_positions, cache is not None) & visible for m in layer_masks)
+    if explicit:
+        slot_positions = positions if cache is None else None
+    elif slot_positions is None:
+        positions = jnp.arange(T)[None]
+    else:
+        positions = slot_positions if cache is None else jax.lax.dynamic_slice_in_dim(slot_positions, start, T, axis=1)
+    if cache is not None:
+        layer_masks = tuple(mask.at(start) for mask in layer_masks)
+    context = Context(
+        masks.full(), positions, slot_positions, gaps=explicit or cache is not None, start=start,
+        shared=params.get("shared"), inputs=inputs.inputs, real=inputs.real, source=inputs.encoded,
+        return_weights=inputs.return_attention, return_hidden=inputs.return_hidden,
+    )  # fmt: skip
+    return context, layer_masks, cache
 
 
 def same_segment(config: ModelConfig, segment_ids: Int[Array, "B T"]) -> Mask:
     """Tokens see their own segment, and nobody sees padding.
 
-    Padding sees nothing, unless a head pools `position_0`, which may be padding: then it sees the last segment of its
-    row, as in BERT's code, which masks keys only.
+    Padding sees nothing, unless a head pools `position_0`, which may be padding. Then it sees the last segment of its row,
+    as in BERT's code, which masks keys only.
     """
     if all(getattr(head, "pool", None) != "position_0" for head in config.heads):
         return masks.segments(segment_ids)
@@ -269,9 +281,9 @@ def same_segment(config: ModelConfig, segment_ids: Int[Array, "B T"]) -> Mask:
 
 
 def at_positions(mask: Mask, positions: Int[Array, "B S"], gaps: bool) -> Mask:
-    """The mask of tokens at these positions of their segments: a prefix or a chunk is the segment's own.
+    """The mask of tokens at these positions of their segments: a prefix or a chunk is that of the segment.
 
-    A rule of distance counts slots, which is the same, but where `gaps` of padding may lie within a segment.
+    A rule of distance counts slots, which is the same unless there are `gaps`: padding within a segment.
     """
     of_order = masks.causal(), masks.full()
     parts = (

@@ -25,8 +25,8 @@ class Reconstruction:
     models of tokens.
     """
 
-    stride: int = 16
-    name: str = "reconstruction"
+    stride: int = 16  # pixels of a patch in each direction
+    name: str = "reconstruction"  # key of its parameters and of its output
 
     def __call__(self, config: ModelConfig) -> Head:
         patches, D = config.embedding, config.hidden_width
@@ -51,9 +51,8 @@ class Reconstruction:
 def resize(config: ModelConfig, weights: Tree, image: tuple[int, int]) -> tuple[ModelConfig, Tree]:
     """(config, parameters) for images of another height and width: learned positions are interpolated over the grid.
 
-    Bicubic, as torch.nn.functional.interpolate(mode="bicubic", align_corners=False) and so Hugging Face's
-    `interpolate_pos_encoding`; Dosovitskiy et al. 2020, arXiv:2010.11929, section 3.2. The class token's row stays. Raises
-    ConfigError for models of tokens.
+    Bicubic, as Hugging Face's `interpolate_pos_encoding`; Dosovitskiy et al. 2020, arXiv:2010.11929, section 3.2. The row
+    of the class token stays. Raises ConfigError for models of tokens.
     """
     if not isinstance(config.embedding, Patches):
         raise ConfigError("vision.resize: model.embedding is no models.Patches; for tokens see models.adaptation")
@@ -74,8 +73,8 @@ def resize(config: ModelConfig, weights: Tree, image: tuple[int, int]) -> tuple[
 def bicubic(old: int, new: int) -> np.ndarray:
     """The weights `[new, old]` of cubic convolution with a = -3/4, edges repeated: Keys 1981, eq. 4 (where a = -1/2).
 
-    Sample i stands at (i + 1/2) old / new - 1/2. Nothing is smoothed before shrinking (torch's antialias=False).
-    `jax.image.resize` has a = -1/2 and leaves out what lies beyond the edges.
+    As torch.nn.functional.interpolate(mode="bicubic", align_corners=False); `jax.image.resize` has a = -1/2 and leaves out
+    what lies beyond the edges. Sample i stands at (i + 1/2) old / new - 1/2. Nothing is smoothed before shrinking.
     """
     a, at = -0.75, (np.arange(new) + 0.5) * old / new - 0.5
     matrix = np.zeros((new, old))

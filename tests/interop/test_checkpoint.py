@@ -111,7 +111,7 @@ def test_a_t5_encoder_alone(tmp_path):
     assert again.config == encoder.config
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again.params, encoder.params))
     tokens = jnp.arange(10).reshape(2, 5)
-    hidden = models.encoder_decoder.encode_source(pair.config, pair.params, tokens)
+    hidden = models.encoder_decoder.encode_source(pair.config, pair.params, models.Inputs(None, source=tokens)).hidden
     np.testing.assert_array_equal(again.apply(input_ids=tokens).hidden, hidden)
 
 

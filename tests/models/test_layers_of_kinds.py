@@ -13,7 +13,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import Axial, EncoderDecoder, Mixture, ModelConfig
 from jaxformer.models.block import block, feed
 from jaxformer.models.embedding import embed, norm
-from jaxformer.models.layer import Context, Source
+from jaxformer.models.layer import Context, Mixer, MixerOutput, Source, linear, linear_spec
 from jaxformer.models.mixers import Linear, Linformer, Performer, Reformer, attention
 from jaxformer.models.stacks.reversible import Reversible
 from jaxformer.ops.positions import Rope
@@ -72,7 +72,7 @@ def context_of(i, mask, constants, source=None):
 def looped(config, parameters, tokens, source=None):
     x = embed(config, parameters["embedding"], tokens, jnp.arange(T)[None])
     for i, (mixer, mine, mask, constants) in enumerate(by_layer(config, parameters)):
-        x, _ = block(config, mixer, mine, x, context_of(i, mask, constants, source))
+        x = block(config, mixer, mine, x, context_of(i, mask, constants, source)).hidden
     return norm(config, parameters["final_norm"], x)
 
 
@@ -121,10 +121,66 @@ def test_the_pattern_must_fit_into_the_depth():
             jax.eval_shape(partial(models.apply, config), params.abstract(models.spec(config)), tokens())
 
 
-def test_layers_of_different_kinds_do_not_decode():
-    """Not even those that could by themselves, and have parameters of the same shapes."""
-    with pytest.raises(NotImplementedError, match="different kinds"):
-        decoding.init_cache(replace(BASE, mixer=(None, Linear())), 1, 8)
+def running_mean(config):
+    """The mean of all tokens so far, which a tree of trees remembers."""
+    D = config.d_model
+    spec = {"matrix": linear_spec(config, "out", (D, D), ("embed", "embed_out"), ("embed",), 0.3)}
+
+    def apply(params, x, context):
+        T = x.shape[1]
+        totals, (count,) = state(x.shape[0], T, x.dtype) if context.state is None else context.state
+        sums = totals["all"]["sum"][:, None] + jnp.cumsum(x, axis=1)
+        counts = count[:, None] + jnp.arange(1, T + 1, dtype=x.dtype)[None]
+        out = linear("btd,de->bte", sums / counts[..., None], params["matrix"])
+        return MixerOutput(out, ({"all": {"sum": sums[:, -1]}}, [counts[:, -1]]))
+
+    def state(batch, length, dtype):
+        return {"all": {"sum": jnp.zeros((batch, D), dtype)}}, [jnp.zeros(batch, dtype)]
+
+    return Mixer(spec, apply, state)
+
+
+CACHED = {
+    "attention and Performer": replace(BASE, mixer=(None, Performer(features=8))),
+    "twice attention, then Linear": replace(BASE, num_layers=6, mixer=(None, None, Linear()), use_bias=True),
+    "more masks than mixers": replace(BASE, mixer=(Linear(), None), masks=(masks.causal(),) * 4),
+    "a tree of trees": replace(BASE, mixer=running_mean),
+    "a tree of trees among others": replace(BASE, mixer=(running_mean, None)),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_layers_of_different_kinds_decode(name):
+    """A prompt and then token after token give the logits of the whole row."""
+    config = CACHED[name]
+    parameters = random(config)
+    expected = np.asarray(apply(config, parameters, tokens()).logits)
+    cache, found = decoding.init_cache(config, 2, T), []
+    assert sum(leaf.size for leaf in jax.tree.leaves(cache.layers)) > 0
+    for start, stop in [(0, 5), *((i, i + 1) for i in range(5, T))]:
+        out = apply(config, parameters, tokens()[:, start:stop], cache=cache)
+        found.append(out.logits)
+        assert jax.tree.map(jnp.shape, out.cache.layers) == jax.tree.map(jnp.shape, cache.layers)
+        cache = out.cache
+    # float32, sums in another order, up to six layers deep
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_a_pattern_generates():
+    config = CACHED["attention and Performer"]
+    parameters, prompt = random(config), tokens()[0, :3].tolist()
+    [greedy] = decoding.generate(config, parameters, [prompt], 4, how=decoding.Sampling(temperature=0.0))
+    row = list(prompt)
+    for _ in range(4):
+        row.append(int(models.apply(config, parameters, jnp.asarray([row])).logits[0, -1].argmax()))
+    assert greedy == row[3:]
+
+
+def test_a_pattern_with_a_mixer_that_cannot_decode_says_so():
+    with pytest.raises(NotImplementedError, match="Reformer cannot decode"):
+        decoding.init_cache(PATTERNS["reformer"], 1, 8)
+    with pytest.raises(ConfigError, match="num_layers=5 is no multiple of the pattern of 2"):
+        decoding.init_cache(replace(CACHED["attention and Performer"], num_layers=5), 1, 8)
     cache = decoding.init_cache(replace(BASE, mixer=(Linear(), Linear())), 1, 8)
     assert {leaf.shape[0] for leaf in cache.layers.values()} == {L}
 
@@ -184,8 +240,9 @@ def test_what_reversible_layers_cannot_do_they_say():
     assert run(config).hidden.shape == (2, T, 12)
     with pytest.raises(ConfigError, match="pre-norm"):
         run(replace(config, norm_placement="sandwich"))
-    with pytest.raises(NotImplementedError, match="maps"):
-        run(config, return_attention=True)
+    for option in ("return_attention", "return_hidden"):
+        with pytest.raises(NotImplementedError, match="attention maps, hidden states"):
+            run(config, **{option: True})
     with pytest.raises(NotImplementedError, match="cache"):
         jax.eval_shape(lambda p: models.apply(config, p, tokens(), cache=decoding.init_cache(config, 2, T)), shapes)
     run(replace(config, feedforward=Mixture(4, 2)))

@@ -1,7 +1,7 @@
 """What does not fit a model is refused before anything is computed, in one line that names it."""
 
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from inspect import unwrap
 
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 from flax.traverse_util import unflatten_dict
 
-from jaxformer import decoding, masks, models, params
+from jaxformer import decoding, masks, models, ops, params
+from jaxformer.config.override import meanings
 from jaxformer.errors import ConfigError
 from jaxformer.models import (
     Classification,
@@ -21,10 +22,13 @@ from jaxformer.models import (
     ModelConfig,
     Patches,
     Relative,
+    adaptation,
     encoder_decoder,
     mixers,
+    vision,
 )
 from jaxformer.models.mixers import attention, variants
+from jaxformer.models.stacks import pipeline, reversible
 
 MODEL = ModelConfig(vocab_size=7, num_layers=2, d_model=8, num_heads=2, context_length=6)
 ENCODER = replace(MODEL, heads=(), masks=(masks.full(),))
@@ -173,8 +177,37 @@ def test_rows_of_a_source_and_of_a_cache():
         (dict(norm_placement="Post"), "model.norm_placement='Post': expected one of pre, post, sandwich"),
         (dict(remat="all"), "model.remat='all': expected one of none, dots, attention, full"),
         (dict(feedforward="gelu2"), "model.feedforward='gelu2': expected one of relu"),
+        (
+            dict(feedforward=jax.nn.gelu),
+            "model.feedforward=gelu: an activation is given by its name, one of relu, gelu",
+        ),
+        (dict(feedforward=jnp.tanh), "model.feedforward=tanh: an activation is given by its name"),
+        (dict(feedforward=ops.feedforward.gelu), "model.feedforward=gelu: an activation is given by its name"),
     ],
 )
 def test_choices_that_there_are_not(change, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         changed(**change)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_feedforward_that_returns_something_else():
+    with pytest.raises(ConfigError, match=r"model.feedforward=.*: returned a tuple; expected a function config ->"):
+        models.spec(replace(MODEL, feedforward=lambda config: ({}, None)))
+
+
+def test_a_source_belongs_to_an_encoder_decoder():
+    with pytest.raises(ConfigError, match="only an encoder-decoder has a `source`"):
+        models.encode(MODEL, models.init(MODEL, jax.random.key(0)), jnp.ones((2, 5), int), source=jnp.ones((2, 5), int))
+
+
+def test_every_field_says_what_it_means():
+    """`--help` shows it."""
+    found = [value for module in (models, mixers, vision) for value in vars(module).values() if is_dataclass(value)]
+    classes = [cls for cls in found if "models" in cls.__module__ and cls not in (models.Inputs, models.Output)]
+    classes += [adaptation.Lora, pipeline.Pipeline, reversible.Reversible]
+    assert {ModelConfig, Mixture, Patches, mixers.Performer, vision.Reconstruction} <= set(classes)
+    silent = [
+        f"{cls.__name__}.{field.name}" for cls in classes for field in fields(cls) if not meanings(cls).get(field.name)
+    ]
+    assert not silent, silent

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer import masks, models, params, sharding
-from jaxformer.models import ModelConfig, Sinusoidal, heads, transformer
+from jaxformer.models import ModelConfig, Sinusoidal, heads
 from jaxformer.models.stacks.pipeline import Pipeline
 from jaxformer.ops import projected_cross_entropy
 from jaxformer.parallel import Mesh, make_mesh
@@ -30,7 +30,7 @@ KERNELS, NORMS = 7, 2  # of a layer
 
 def loss(config, weights, tokens):
     head = heads.language_model(config)
-    hidden = transformer.encode(config, weights, tokens).hidden
+    hidden = models.encode(config, weights, tokens).hidden
     hidden, kernel, bias = heads.unembedding(config, head, weights["heads"][head.name], hidden, None)
     sums = projected_cross_entropy(hidden, kernel, tokens, bias=bias)
     return sums.loss / sums.weight

@@ -1,8 +1,8 @@
 """Multi-head attention as a mixer, the default one, and attention to an encoder's output."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,19 @@ from jaxtyping import Float
 from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Alibi, ModelConfig, Relative
-from jaxformer.models.layer import Context, Mixer, MixerOutput, Tree, linear, linear_spec, nothing, residual_std
+from jaxformer.models.layer import Context, Mixer, MixerOutput, Tree, linear, linear_spec, residual_std
 from jaxformer.ops.positions import Bias, Rope, alibi, rope, t5
 from jaxformer.params import Spec
 from jaxformer.sharding import with_logical_constraint
+
+
+class Heads(NamedTuple):
+    """What attention makes of its input."""
+
+    query: Array  # [B, T, N, H]
+    key: Array  # [B, T, K, H]
+    value: Array  # [B, T, K, H]
+    memo: Tree = None  # value for the next layer
 
 
 def attention(
@@ -26,70 +35,74 @@ def attention(
     prepare: Callable | None = None,
     attend: Callable | None = None,
     finish: Callable | None = None,
-    memo: Callable = nothing,
 ) -> Mixer:
     """Multi-head attention with the config's heads, mask, rotary positions, softcap and dropout. The default mixer.
 
-    A variant (`mixers.variants`) hands in what it does differently, with `extra` parameters of its own:
-    prepare(params, query, key, value, context) -> the three, before they are turned;
+    A variant (`mixers.variants`) passes what it does differently, with `extra` parameters of its own:
+    prepare(params, heads, context) -> the `Heads` before the rotation;
     attend(params, context, query, key, value, **options of ops.attention) -> out `[B, T, N, H]`;
-    finish(params, x, out) -> out, before the projection back.
+    finish(params, x, out) -> out before the last projection.
     """
-    K, H = config.kv_heads, config.head_size
-    spec = attention_spec(config) | (extra or {})
 
     def apply(params, x: Float[Array, "B T D"], context: Context) -> MixerOutput:
-        query, key, value = (
-            with_logical_constraint(linear("btd,dnh->btnh", x, params[name]), "batch", "length", heads, None)
-            for name, heads in (("query", "heads"), ("key", "kv_heads"), ("value", "kv_heads"))
-        )
-        if memo is not nothing:
-            first = {"value": jnp.where(context.layer == 0, value, context.memo["value"])}
-            context = replace(context, memo=first)
+        heads = project(params, x)
         if prepare is not None:
-            query, key, value = prepare(params, query, key, value, context)
+            heads = prepare(params, heads, context)
+        query, key, value, memo = heads
         if isinstance(config.positions, Rope):
             query = rope(query, context.positions, config.positions)
             key = rope(key, context.positions, config.positions)
         key, value, state = extended(context, key, value)
-        options = dict(
-            mask=context.mask,
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
-            dropout_rate=config.attention_dropout_rate,
-            dropout_key=context.dropout_key,
-            return_weights=context.return_weights,
-            implementation=config.attention_implementation,
-        )
+        options = attention_options(config, context)
         if (bias := score_bias(config, context.shared)) is not None:
             options["bias"] = bias_at_positions(bias, context)
-        if attend is None:
-            out: Any = ops.attention(query, key, value, **options)
-        else:
-            out = attend(params, context, query, key, value, **options)
-        out, weights = out if context.return_weights else (out, None)
+        function = ops.attention if attend is None else partial(attend, params, context)
+        out, weights = split_weights(function(query, key, value, **options))
         if finish is not None:
             out = finish(params, x, out)
-        return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state, weights, context.memo)
+        return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state, weights, memo)
 
     def state(batch: int, length: int, dtype):
-        return {name: jnp.zeros((batch, length, K, H), dtype) for name in ("key", "value")}
+        return {name: jnp.zeros((batch, length, config.kv_heads, config.head_size), dtype) for name in ("key", "value")}
 
-    return Mixer(spec, apply, state, relative_spec(config), memo=memo)
+    return Mixer(attention_spec(config) | (extra or {}), apply, state, relative_spec(config))
+
+
+def project(params: Tree, x: Float[Array, "B T D"]) -> Heads:
+    """Queries, keys and values, with heads split over devices."""
+    split = lambda name, heads: with_logical_constraint(
+        linear("btd,dnh->btnh", x, params[name]), "batch", "length", heads, None
+    )
+    return Heads(split("query", "heads"), split("key", "kv_heads"), split("value", "kv_heads"))
+
+
+def attention_options(config: ModelConfig, context: Context) -> dict[str, Any]:
+    """The options of `ops.attention` for self-attention, but for the bias."""
+    return dict(
+        mask=context.mask, scale=config.attention_scale, softcap=config.attention_softcap,
+        dropout_rate=config.attention_dropout_rate, dropout_key=context.dropout_key,
+        return_weights=context.return_weights, implementation=config.attention_implementation,
+    )  # fmt: skip
+
+
+def split_weights(result: Any) -> tuple[Array, Array | None]:
+    """(output, weights or None) of `ops.attention`."""
+    return result if isinstance(result, tuple) else (result, None)
 
 
 def attention_spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     """Parameters of `attention`; keys and values read a source of another width, if given."""
     D, N, K, H = config.d_model, config.num_heads, config.kv_heads, config.head_size
-    S, std = source_width or D, config.init_std
+
+    def into(name: str, width: int, heads: int, axis: str) -> Tree:
+        return linear_spec(config, name, (width, heads, H), ("embed", axis, "head"), ("embed",), config.init_std)
+
+    out = linear_spec(config, "out", (N, H, D), ("heads", "head", "embed"), ("heads", "head"), residual_std(config))
+    source = source_width or D
     return {
-        "query": linear_spec(config, "query", (D, N, H), ("embed", "heads", "head"), ("embed",), std),
-        "key": linear_spec(config, "key", (S, K, H), ("embed", "kv_heads", "head"), ("embed",), std),
-        "value": linear_spec(config, "value", (S, K, H), ("embed", "kv_heads", "head"), ("embed",), std),
-        "out": linear_spec(
-            config, "out", (N, H, D), ("heads", "head", "embed"), ("heads", "head"), residual_std(config)
-        ),
-    }
+        "query": into("query", D, N, "heads"), "key": into("key", source, K, "kv_heads"),
+        "value": into("value", source, K, "kv_heads"), "out": out,
+    }  # fmt: skip
 
 
 def relative_spec(config: ModelConfig) -> Tree:
@@ -101,7 +114,7 @@ def relative_spec(config: ModelConfig) -> Tree:
 
 
 def score_bias(config: ModelConfig, shared: Tree) -> Bias | Callable | Array | None:
-    """What the config's positions add to the scores of self-attention."""
+    """What the positions of the config add to the scores of self-attention."""
     match config.positions:
         case Alibi():
             return alibi(config.num_heads)
@@ -111,14 +124,14 @@ def score_bias(config: ModelConfig, shared: Tree) -> Bias | Callable | Array | N
 
 
 def bias_at_positions(bias, context: Context) -> Bias | Callable | Array:
-    """The bias at the tokens' own positions, row by row, where these are not the slots (padding, packed rows, a cache).
+    """The bias at the tokens' positions, row by row, where these are not the slots (padding, packed rows, a cache).
 
     Without `gaps`, tokens of a segment are as far apart as their slots, and a bias of distance stays as it is. Raises
     ConfigError for what depends on slots: an array, a bias by row, and for positions given with a cache.
     """
-    of_distance = isinstance(bias, Bias) and bias.by_distance
+    by_distance = isinstance(bias, Bias) and bias.by_distance
     positions = context.slot_positions
-    if not context.gaps and (positions is None or of_distance):
+    if not context.gaps and (positions is None or by_distance):
         return bias
     if positions is None:
         raise ConfigError(
@@ -129,35 +142,30 @@ def bias_at_positions(bias, context: Context) -> Bias | Callable | Array:
             "model.positions: a bias by slots does not fit segment_ids, positions or a cache; return a function of "
             "(q_positions [T], kv_positions [S])"
         )
-
-    def of_row(q, kv):
-        if isinstance(bias, Bias) and bias.by_distance:
-            return bias.rule(bias, (kv[None] - q[:, None]).reshape(-1)).reshape(-1, q.shape[0], kv.shape[0])
-        scores = bias.rule(bias, q, kv) if isinstance(bias, Bias) else bias(q, kv)
-        if scores.ndim == 4 and scores.shape[0] > 1:
-            raise ConfigError(f"model.positions: a bias {scores.shape} by row; return [N, T, S], the same for all rows")
-        return scores.reshape(scores.shape[-3:])
-
-    return lambda q, kv: jax.vmap(lambda row: of_row(row[q], row[kv]))(positions)
+    return lambda q, kv: jax.vmap(lambda row: _bias_of_row(bias, row[q], row[kv]))(positions)
 
 
-def cross_attention(
-    config: ModelConfig, params: Tree, x: Float[Array, "B T D"], context: Context
-) -> Float[Array, "B T D"]:
+def _bias_of_row(bias: Bias | Callable, q: Array, kv: Array) -> Array:
+    """The bias `[N, T, S]` between tokens of one row at these positions."""
+    if isinstance(bias, Bias) and bias.by_distance:
+        return bias.rule(bias, (kv[None] - q[:, None]).reshape(-1)).reshape(-1, q.shape[0], kv.shape[0])
+    scores = bias.rule(bias, q, kv) if isinstance(bias, Bias) else bias(q, kv)
+    if scores.ndim == 4 and scores.shape[0] > 1:
+        raise ConfigError(f"model.positions: a bias {scores.shape} by row; return [N, T, S], the same for all rows")
+    return scores.reshape(scores.shape[-3:])
+
+
+def cross_attention(config: ModelConfig, params: Tree, x: Float[Array, "B T D"], context: Context) -> MixerOutput:
     """Attention from a decoder's tokens to an encoder's output, without positions. Vaswani et al. 2017, section 3.2.3."""
     source: Any = context.source
     heads = source_heads(params, source.hidden) if source.heads is None else source.heads
-    out = ops.attention(
+    query, key, value = (
         linear("btd,dnh->btnh", x, params["query"]),
-        **{name: head.astype(x.dtype) for name, head in heads.items()},
-        mask=source.mask,
-        scale=config.attention_scale,
-        softcap=config.attention_softcap,
-        dropout_rate=config.attention_dropout_rate,
-        dropout_key=context.dropout_key,
-        implementation=config.attention_implementation,
+        *(heads[n].astype(x.dtype) for n in ("key", "value")),
     )
-    return linear("btnh,nhd->btd", out, params["out"])  # pyrefly: ignore[bad-argument-type]  (no weights asked for)
+    options = attention_options(config, context) | {"mask": source.mask}
+    out, weights = split_weights(ops.attention(query, key, value, **options))
+    return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), weights=weights)
 
 
 def source_heads(params: Tree, hidden: Float[Array, "B S D"]) -> Tree:
@@ -169,10 +177,6 @@ def extended(context: Context, key: Float[Array, "B T K H"], value: Float[Array,
     """(all keys, all values, new state): those of the cache with these written behind them, or just these without one."""
     if context.state is None:
         return key, value, None
-    state = {
-        name: lax.dynamic_update_slice_in_dim(
-            context.state[name], new.astype(context.state[name].dtype), context.start, 1
-        )
-        for name, new in (("key", key), ("value", value))
-    }
+    write = lambda cached, new: lax.dynamic_update_slice_in_dim(cached, new.astype(cached.dtype), context.start, 1)
+    state = {"key": write(context.state["key"], key), "value": write(context.state["value"], value)}
     return state["key"].astype(key.dtype), state["value"].astype(value.dtype), state

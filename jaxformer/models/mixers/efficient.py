@@ -1,9 +1,8 @@
 """Named systems as mixers: `ModelConfig(mixer=Performer(features=128), ...)`.
 
-Each is a frozen dataclass, so that a config can hold, print and override it, and a function `config -> Mixer`. What a
-system cannot do it refuses by name: softcaps and attention maps (no op here has them), dropout on weights that do not
-exist, masks (by the op), decoding of what is not causal. Local attention and the Sparse Transformer need no mixer: they
-are masks, `ModelConfig.masks`.
+Each is a frozen dataclass and a function `config -> Mixer`. It refuses by name what it cannot do: softcaps, attention maps,
+dropout on weights that do not exist, some masks, decoding of what is not causal. Local attention and the Sparse Transformer
+need no mixer: they are masks, `ModelConfig.masks`.
 """
 
 import math
@@ -23,7 +22,7 @@ from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Alibi, ModelConfig, Relative
 from jaxformer.models.layer import Context, Mixer, MixerOutput, linear
-from jaxformer.models.mixers.attention import attention
+from jaxformer.models.mixers.attention import attention, attention_spec
 from jaxformer.ops.attention.linear import FeatureMap, packed, visibility
 from jaxformer.ops.positions import Bias, Rope, rope
 from jaxformer.params import Spec
@@ -35,18 +34,15 @@ Tree = Any
 class Longformer:
     """Sliding window, and global tokens with projections of their own: Beltagy et al. 2020, arXiv:2004.05150. Masks: full().
 
-    `window` is the total width, even. `global_tokens` is their number (the first ones), their positions, or None where
-    each call gives them: the flags `[B, T]` of `apply(..., inputs={"global_tokens": flags})`, which go before the
-    config's, at most `max_globals` a row where traced. Padding yields zeros. A call without flags raises ValueError
-    under None.
+    The flags `[B, T]` of `apply(..., inputs={"global_tokens": flags})` replace `global_tokens`. Padding yields zeros.
     """
 
-    window: int = 512
-    global_tokens: int | tuple[int, ...] | None = 1
-    max_globals: int | None = None
+    window: int = 512  # total width, even
+    global_tokens: int | tuple[int, ...] | None = 1  # how many (the first ones), or where; None: each call gives flags
+    max_globals: int | None = None  # most global tokens of a row, where flags are traced
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        spec = attention(config).spec
+        spec = attention_spec(config)
         spec |= {f"global_{name}": spec[name] for name in ("query", "key", "value")}
 
         def mix(params, context, **heads):
@@ -58,14 +54,10 @@ class Longformer:
                     "flags [B, T]} (of a question, its tokens), or set global_tokens"
                 )
             out = ops.longformer_attention(
-                **heads,
-                window=self.window,
-                global_tokens=tokens,
-                max_globals=self.max_globals,
-                **_options(config, context),
-                implementation=config.attention_implementation,
-            )
-            return _real(context, out)
+                **heads, window=self.window, global_tokens=tokens, max_globals=self.max_globals,
+                **_options(config, context), implementation=config.attention_implementation,
+            )  # fmt: skip
+            return _zero_padding(context, out)
 
         return _mixer("Longformer", config, spec, mix)
 
@@ -74,57 +66,53 @@ class Longformer:
 class BigBird:
     """Global, neighbouring and random blocks: Zaheer et al. 2020, arXiv:2007.14062, ITC. Masks: full().
 
-    `layout` says which random blocks a layer sees: "seeded" as in the published checkpoints (T a multiple of the block,
-    more than 2 random + 5 blocks), "zero" as in Hugging Face's model outside training, "random" drawn from `seed` (any T
-    of at least random + 5 blocks). `apply(..., constants=layout [L, N, blocks - 2, random])` goes before it. Up to
-    `dense_length` tokens there is no layout, and all attend to all: Hugging Face's model does so up to (5 + 2 random)
-    block. Elsewhere padding yields zeros.
+    `apply(..., constants=layout [L, N, blocks - 2, random])` replaces the layout. Padding yields zeros, except up to
+    `dense_length` tokens.
     """
 
-    block: int = 64
-    random: int = 3
+    block: int = 64  # tokens of a block
+    random: int = 3  # random blocks that a block sees
+    # which random blocks a layer sees. seeded: as in the published checkpoints (T a multiple of the block, more than
+    # 2 random + 5 blocks); zero: as in Hugging Face's model outside training; random: drawn from `seed` (any T of at least
+    # random + 5 blocks)
     layout: Literal["seeded", "zero", "random"] = "seeded"
-    seed: int = 0
-    dense_length: int = 0
+    seed: int = 0  # of the random layout
+    dense_length: int = 0  # up to so many tokens all attend to all (in Hugging Face's model: (5 + 2 random) block)
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        L, N = config.num_layers, config.num_heads
-
-        def constants(T: int) -> Array | None:
-            if self.dense_length >= T:
-                return None
-            plan = (T, self.block, self.random, N)
-            match self.layout:
-                case "seeded":
-                    draw = partial(ops.bigbird_layout_seeded, *plan, max_length=config.context_length)
-                    return jnp.stack([jnp.asarray(draw(layer)) for layer in range(L)])
-                case "zero":
-                    return jnp.broadcast_to(
-                        ops.bigbird_layout_zero(*plan)[None], (L, N, max(-(-T // self.block) - 2, 0), self.random)
-                    )
-                case "random":
-                    return _by_layer(self.seed, L, lambda key: ops.bigbird_layout(key, *plan))
-            raise ConfigError(f"BigBird(layout={self.layout!r}): expected seeded, zero or random")
-
         def mix(params, context, query, key, value):
             options = _options(config, context) | {"implementation": config.attention_implementation}
             if context.constants is None:
                 return ops.attention(query, key, value, **options)
             out = ops.bigbird_attention(query, key, value, context.constants, block=self.block, **options)
-            return _real(context, out)
+            return _zero_padding(context, out)
 
-        return _mixer("BigBird", config, attention(config).spec, mix, constants=constants)
+        return _mixer("BigBird", config, attention_spec(config), mix, constants=partial(self._layout, config))
+
+    def _layout(self, config: ModelConfig, T: int) -> Array | None:
+        """The random blocks of every layer `[L, N, blocks - 2, random]`; None where attention is dense."""
+        L, N = config.num_layers, config.num_heads
+        plan = (T, self.block, self.random, N)
+        if self.dense_length >= T:
+            return None
+        match self.layout:
+            case "seeded":
+                draw = partial(ops.bigbird_layout_seeded, *plan, max_length=config.context_length)
+                return jnp.stack([jnp.asarray(draw(layer)) for layer in range(L)])
+            case "zero":
+                blocks = max(-(-T // self.block) - 2, 0)
+                return jnp.broadcast_to(ops.bigbird_layout_zero(*plan)[None], (L, N, blocks, self.random))
+            case "random":
+                return _by_layer(self.seed, L, lambda key: ops.bigbird_layout(key, *plan))
+        raise ConfigError(f"BigBird(layout={self.layout!r}): expected seeded, zero or random")
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Attention in linear time: Katharopoulos et al. 2020, arXiv:2006.16236. Masks: full() or causal(), which decodes.
+    """Attention in linear time: Katharopoulos et al. 2020, arXiv:2006.16236. Masks: full() or causal(), which decodes."""
 
-    `feature_map` is applied to queries and keys, token by token.
-    """
-
-    feature_map: Callable = ops.elu_plus_one
-    eps: float = 1e-6
+    feature_map: Callable = ops.elu_plus_one  # of queries and keys, token by token
+    eps: float = 1e-6  # added to the denominator
     chunk: int = 128  # tokens that a causal layer takes at a time
 
     def __call__(self, config: ModelConfig) -> Mixer:
@@ -139,7 +127,7 @@ class Efficient:
     Masks: full() or causal(); see `ops.efficient_attention` for the latter.
     """
 
-    chunk: int = 128
+    chunk: int = 128  # tokens that a causal layer takes at a time
 
     def __call__(self, config: ModelConfig) -> Mixer:
         _no_weights("Efficient", config)
@@ -147,22 +135,22 @@ class Efficient:
         def mix(params, context, query, key, value):
             return ops.efficient_attention(query, key, value, mask=context.mask, chunk=self.chunk)
 
-        return _mixer("Efficient", config, attention(config).spec, mix)
+        return _mixer("Efficient", config, attention_spec(config), mix)
 
 
 @dataclass(frozen=True)
 class Performer:
     """FAVOR+: random features of the softmax or ReLU kernel, Choromanski et al. 2021, arXiv:2009.14794.
 
-    Masks: full() or causal(), which decodes. The directions `[L, features, H]` are drawn from `seed`; `apply(...,
-    constants=directions)` goes before them (`ops.redraw` gives the key of a training step). Keys have the stabiliser 0,
-    the same for a prefix and its continuation: exponents stay below |direction|^2 / 2, some H / 2.
+    Masks: full() or causal(), which decodes. `apply(..., constants=directions [L, features, H])` replaces those drawn from
+    `seed` (`ops.redraw` gives the key of a training step). The stabiliser of keys is 0, so that it is the same for a prefix
+    and its continuation: exponents stay below |direction|^2 / 2, some H / 2.
     """
 
-    features: int = 256
-    kernel: Literal["softmax", "relu"] = "softmax"
-    seed: int = 0
-    chunk: int = 128
+    features: int = 256  # random directions
+    kernel: Literal["softmax", "relu"] = "softmax"  # what the features approximate
+    seed: int = 0  # of the directions
+    chunk: int = 128  # tokens that a causal layer takes at a time
 
     def __call__(self, config: ModelConfig) -> Mixer:
         H = config.head_size
@@ -182,11 +170,12 @@ class Performer:
 class Linformer:
     """Keys and values summed down to `rank` rows: Wang et al. 2020, arXiv:2006.04768. Masks: full().
 
-    E and F `[context_length, rank]` are trained. `sharing`: headwise, E and F of each layer for all its heads; key_value,
-    F = E; layerwise, one E = F for all layers; none, E and F of each head.
+    The matrices E for keys and F for values, `[context_length, rank]`, are trained.
     """
 
-    rank: int = 256
+    rank: int = 256  # rows of keys and values that remain
+    # headwise: E and F of each layer for all its heads; key_value: F = E; layerwise: one E = F for all layers; none: E and
+    # F of each head
     sharing: Literal["headwise", "key_value", "layerwise", "none"] = "headwise"
 
     def __call__(self, config: ModelConfig) -> Mixer:
@@ -203,7 +192,7 @@ class Linformer:
             matrices = {name: source[name] for name in names}
             return ops.linformer_attention(query, key, value, **matrices, **_options(config, context))
 
-        spec = attention(config).spec | ({} if shared else projections)
+        spec = attention_spec(config) | ({} if shared else projections)
         return _mixer("Linformer", config, spec, mix, shared=shared)
 
 
@@ -211,19 +200,18 @@ class Linformer:
 class Reformer:
     """Queries that are their own keys meet in hash buckets: Kitaev et al. 2020, arXiv:2001.04451. Any mask of one head.
 
-    `buckets` None is 2^floor(log2(2 context_length / chunk)), whatever the length of a batch. The rotations of a layer are
-    drawn from `seed`, and where there is a dropout key (in training) from that, unless `redraw` is False; `apply(...,
-    constants=rotations)` goes before the seed's.
-    For reversible residuals see `models.stacks.reversible.Reversible`.
+    `apply(..., constants=rotations)` replaces the rotations drawn from `seed`. For reversible residuals see
+    `models.stacks.reversible.Reversible`.
     """
 
-    chunk: int = 64
-    rounds: int = 2
+    chunk: int = 64  # tokens of a chunk
+    rounds: int = 2  # of hashing
+    # of one round; None: 2^floor(log2(2 context_length / chunk)), whatever the length of a batch
     buckets: int | tuple[int, ...] | None = None
-    chunks_before: int = 1
-    chunks_after: int = 0
-    seed: int = 0
-    redraw: bool = True
+    chunks_before: int = 1  # chunks before its own that a query sees
+    chunks_after: int = 0  # chunks after its own that a query sees
+    seed: int = 0  # of the rotations
+    redraw: bool = True  # whether training draws the rotations of each step from the dropout key, if there is one
     duplicates: bool = False  # a key met in several rounds counts each time, as in Hugging Face's model
     multiple: int | None = None  # padding fills the length up to a multiple of this; None: of chunk
 
@@ -231,7 +219,7 @@ class Reformer:
         N, H = config.num_heads, config.head_size
         if config.kv_heads != N:
             raise ConfigError(f"model.num_kv_heads={config.kv_heads}: Reformer has a value head for each of {N} heads")
-        full = attention(config).spec
+        full = attention_spec(config)
         spec = {name: full[name] for name in ("query", "value", "out")}
 
         buckets = self.buckets or 2 ** max(1, int(math.log2(max(2 * config.context_length / self.chunk, 1))))
@@ -242,16 +230,10 @@ class Reformer:
             if self.redraw and context.dropout_key is not None:
                 rotations = draw(random.fold_in(context.dropout_key, 1))
             return ops.lsh_attention(
-                query,
-                value,
-                rotations,
-                chunk=self.chunk,
-                chunks_before=self.chunks_before,
-                chunks_after=self.chunks_after,
-                duplicates=self.duplicates,
-                multiple=self.multiple,
+                query, value, rotations, chunk=self.chunk, chunks_before=self.chunks_before,
+                chunks_after=self.chunks_after, duplicates=self.duplicates, multiple=self.multiple,
                 **_options(config, context),
-            )
+            )  # fmt: skip
 
         constants = lambda T: _by_layer(self.seed, config.num_layers, draw)
         return _mixer("Reformer", config, spec, mix, constants=constants)
@@ -261,21 +243,20 @@ class Reformer:
 class LocalChunks:
     """Softmax attention to a query's own chunk, to `before` chunks before and `after` chunks after it, in a circle.
 
-    These are the local layers of Reformer in transformers: padding fills the length up to a multiple of `multiple`, the
-    first chunk's neighbour is the last one, and a chunk that a short circle meets twice counts twice. Masks: any. For a
-    causal stack with `before` up to 1, the mask `causal() & chunked(chunk, before)` is the same and faster.
+    These are the local layers of Reformer in transformers. The neighbour of the first chunk is the last one, and a chunk
+    that a short circle meets twice counts twice. Masks: any. For a causal stack with `before` up to 1, the mask `causal() &
+    chunked(chunk, before)` is the same and faster.
     """
 
-    chunk: int = 64
-    before: int = 1
-    after: int = 0
-    multiple: int = 1
+    chunk: int = 64  # tokens of a chunk
+    before: int = 1  # chunks before its own that a query sees
+    after: int = 0  # chunks after its own that a query sees
+    multiple: int = 1  # padding fills the length up to a multiple of this
 
     def __call__(self, config: ModelConfig) -> Mixer:
         def attend(params, context, query, key, value, **options):
-            return ops.attention(
-                query, key, value, **options | {"bias": Bias(_log_meetings, self._meetings(key.shape[1]))}
-            )
+            bias = Bias(_log_meetings, self._meetings(key.shape[1]))
+            return ops.attention(query, key, value, **options | {"bias": bias})
 
         def no_state(*_):
             raise NotImplementedError("LocalChunks cannot decode: the circle of chunks is another for each length")
@@ -301,7 +282,7 @@ def _log_meetings(bias: Bias, q_positions, kv_positions) -> Array:
 
 
 def _mixer(name: str, config: ModelConfig, spec: Tree, mix: Callable, **rest: Any) -> Mixer:
-    """The frame of all: project x, turn queries and keys, `mix(params, context, **heads)`, project back."""
+    """The frame of all: project x, rotate queries and keys, `mix(params, context, **heads)`, project back."""
     for field, other in (
         ("attention_softcap", config.attention_softcap is not None),
         ("attention_scale", config.attention_scale is not None),
@@ -335,40 +316,38 @@ def _recurrent(
 ) -> Mixer:
     """`linear_attention` with the feature maps `maps(context)`, of (query, key); decoding carries a `LinearState`."""
     _no_weights(name, config)
-    K, H = config.kv_heads, config.head_size
 
     def mix(params, context, query, key, value):
         of_query, of_key = maps(context)
-        options = dict(eps=eps, chunk=chunk)
-        T = query.shape[1]
-        view = visibility(context.mask, T, T, name)  # also refuses other masks in this mixer's name
+        options, T = dict(eps=eps, chunk=chunk), query.shape[1]
+        view = visibility(context.mask, T, T, name)  # also refuses other masks, in the name of this mixer
         if context.state is None:
             return ops.linear_attention(query, key, value, mask=context.mask, feature_map=(of_query, of_key), **options)
         if not view.causal or view.queries is None or view.ids is None:
             raise NotImplementedError(f"{name} decodes under causal() alone, not {context.mask}")
-        real, ids = view.queries[:, :, None, None], view.ids
+        real = view.queries[:, :, None, None]
         masked: FeatureMap = lambda x: jnp.where(real, of_key(x), 0)
         wide = jnp.promote_types(query.dtype, jnp.float32)
         state = ops.LinearState(**{name: sums.astype(wide) for name, sums in context.state.items()})
         state, out = ops.linear_attention_step(state, query, key, value, feature_map=(of_query, masked), **options)
-        # sums of two segments cannot be parted: a row that has both, which cannot be refused when ids are traced, is NaN
-        out = jnp.where(packed(ids)[:, None, None, None], jnp.nan, out)
+        # The sums cannot tell two segments apart. Traced ids cannot be refused, so a row that has two becomes NaN.
+        out = jnp.where(packed(view.ids)[:, None, None, None], jnp.nan, out)
         return out, {name: getattr(state, name).astype(sums.dtype) for name, sums in context.state.items()}
 
     def state(batch: int, length: int, dtype) -> Tree:
-        dtype = jnp.promote_types(dtype, jnp.float32)
+        K, H, dtype = config.kv_heads, config.head_size, jnp.promote_types(dtype, jnp.float32)
         M = features or jax.eval_shape(maps(None)[1], jax.ShapeDtypeStruct((1, 1, K, H), dtype)).shape[-1]
         return {"products": jnp.zeros((batch, K, M, H), dtype), "sums": jnp.zeros((batch, K, M), dtype)}
 
-    return _mixer(name, config, attention(config).spec, mix, state=state)
+    return _mixer(name, config, attention_spec(config), mix, state=state)
 
 
 def _options(config: ModelConfig, context: Context) -> dict[str, Any]:
     return dict(mask=context.mask, dropout_rate=config.attention_dropout_rate, dropout_key=context.dropout_key)
 
 
-def _real(context: Context, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-    """Zeros where a token is padding, also if the mask lets padding see something (heads that pool `position_0`)."""
+def _zero_padding(context: Context, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Zeros where a token is padding, also where the mask lets padding see something (heads that pool `position_0`)."""
     return out if context.real is None else jnp.where(context.real[:, :, None, None], out, 0)
 
 

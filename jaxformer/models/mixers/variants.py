@@ -1,7 +1,7 @@
 """What papers since 2017 have changed in attention: each variant a few lines over the hooks of `models.mixers.attention`.
 
-A variant is a function `config -> Mixer`: `mixer=variants.qk_norm`. All of them decode with the cache. With numbers of
-your own, or two at once, it is a function in your experiment file:
+A variant is a function `config -> Mixer`: `mixer=variants.qk_norm`. All of them decode with the cache. To set its numbers,
+or to use two at once, write a function in your experiment file:
 
     def tempered(config):
         return temperature(config, floor_scale=4096)
@@ -28,7 +28,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, Mixer, Tree, linear, linear_spec
-from jaxformer.models.mixers.attention import attention
+from jaxformer.models.mixers.attention import Heads, attention, split_weights
 from jaxformer.ops.attention.call import Call, dropout_seed
 from jaxformer.ops.attention.reference import reference, softmax
 from jaxformer.ops.positions import Bias
@@ -38,30 +38,32 @@ from jaxformer.params import Spec
 def qk_norm(config: ModelConfig) -> Mixer:
     """Queries and keys divided by the root mean square of each head, times a scale `[H]` that the heads share: Qwen3.
 
-    Henry et al. 2020, arXiv:2010.04245, with RMSNorm for the L2 norm. Before the rotation; eps is the config's.
+    Henry et al. 2020, arXiv:2010.04245, with RMSNorm for the L2 norm. Before the rotation.
     """
-    scale = {"scale": Spec((config.head_size,), ("head",), ones)}
-    return attention(config, extra={"query_norm": scale, "key_norm": scale}, prepare=partial(normalize, config))
+    scale = Spec((config.head_size,), ("head",), ones)
+    return _normalized(config, scale, scale)
 
 
 def qk_norm_full(config: ModelConfig) -> Mixer:
     """The same over all heads at once, with scales `[N, H]` and `[K, H]`. OLMo 2 (OLMo et al. 2024, arXiv:2501.00656)."""
-    N, K, H = config.num_heads, config.kv_heads, config.head_size
-    extra = {
-        "query_norm": {"scale": Spec((N, H), ("heads", "head"), ones)},
-        "key_norm": {"scale": Spec((K, H), ("kv_heads", "head"), ones)},
-    }
+    scale = lambda heads, axis: Spec((heads, config.head_size), (axis, "head"), ones)
+    return _normalized(config, scale(config.num_heads, "heads"), scale(config.kv_heads, "kv_heads"))
+
+
+def _normalized(config: ModelConfig, query: Spec, key: Spec) -> Mixer:
+    extra = {"query_norm": {"scale": query}, "key_norm": {"scale": key}}
     return attention(config, extra=extra, prepare=partial(normalize, config))
 
 
-def normalize(config: ModelConfig, params: Tree, query: Array, key: Array, value: Array, context: Context):
+def normalize(config: ModelConfig, params: Tree, heads: Heads, context: Context) -> Heads:
     """`prepare` of `qk_norm` and `qk_norm_full`: the mean square is taken over the axes that the scale has."""
 
-    def over(x, scale):
+    def normed(x, scale):
         rows = x.reshape(*x.shape[: x.ndim - scale.ndim], -1)
         return ops.rms_norm(rows, scale.reshape(-1), config.norm_eps).reshape(x.shape)
 
-    return over(query, params["query_norm"]["scale"]), over(key, params["key_norm"]["scale"]), value
+    query, key = normed(heads.query, params["query_norm"]["scale"]), normed(heads.key, params["key_norm"]["scale"])
+    return heads._replace(query=query, key=key)
 
 
 def gated(config: ModelConfig) -> Mixer:
@@ -69,15 +71,16 @@ def gated(config: ModelConfig) -> Mixer:
 
     Qiu et al. 2025, arXiv:2505.06708, the elementwise gate after the values are weighed (G1).
     """
-    shape = config.d_model, config.num_heads, config.head_size
-    extra = {"gate": linear_spec(config, "gate", shape, ("embed", "heads", "head"), ("embed",), config.init_std)}
-    return attention(config, extra=extra, finish=gate)
+    return _gated(config, (config.d_model, config.num_heads, config.head_size), ("embed", "heads", "head"))
 
 
 def gated_by_head(config: ModelConfig) -> Mixer:
     """One gate a head: sigmoid(x W) for W `[D, N]`. Bondarenko et al. 2023, arXiv:2306.12929; Qiu et al. 2025."""
-    shape = config.d_model, config.num_heads
-    extra = {"gate": linear_spec(config, "gate", shape, ("embed", "heads"), ("embed",), config.init_std)}
+    return _gated(config, (config.d_model, config.num_heads), ("embed", "heads"))
+
+
+def _gated(config: ModelConfig, shape, axes) -> Mixer:
+    extra = {"gate": linear_spec(config, "gate", shape, axes, ("embed",), config.init_std)}
     return attention(config, extra=extra, finish=gate)
 
 
@@ -107,8 +110,8 @@ def differential(config: ModelConfig) -> Mixer:
 
     def attend(params, context, query, key, value, **options):
         pairs = jnp.concatenate(jnp.split(value, 2, axis=2), axis=-1)
-        result = ops.attention(query, key, jnp.concatenate([pairs, pairs], axis=2), **options)
-        out, weights = result if isinstance(result, tuple) else (result, None)
+        pairs = jnp.concatenate([pairs, pairs], axis=2)
+        out, weights = split_weights(ops.attention(query, key, pairs, **options))
         wide = jnp.promote_types(out.dtype, jnp.float32)
         one, two = jnp.exp(jnp.sum(params["lambda_query"].astype(wide) * params["lambda_key"].astype(wide), axis=-1))
         start = (0.8 - 0.6 * jnp.exp(-0.3 * jnp.asarray(context.layer, wide))).astype(wide)
@@ -133,15 +136,16 @@ def talking_heads(config: ModelConfig) -> Mixer:
     def attend(params, context, query, key, value, *, mask, **options):
         mask = mask.sized(key.shape[1])
         visible = mask(*mask.positions(query.shape[1], key.shape[1]))
-
-        def weigh(scores, sinks):
-            scores = ops.einsum("bmts,mn->bnts", scores, params["before_softmax"])
-            weights = softmax(jnp.where(visible, scores, -jnp.inf))
-            return ops.einsum("bmts,mn->bnts", weights, params["after_softmax"])
-
+        weigh = partial(_talk, params, visible)
         return _weighed(weigh, query, key, value, mask=replace(masks.full(), offset=mask.offset), **options)
 
     return attention(config, extra={"before_softmax": mix, "after_softmax": mix}, attend=attend)
+
+
+def _talk(params: Tree, visible: Array, scores: Array, sinks) -> Array:
+    scores = ops.einsum("bmts,mn->bnts", scores, params["before_softmax"])
+    weights = softmax(jnp.where(visible, scores, -jnp.inf))
+    return ops.einsum("bmts,mn->bnts", weights, params["after_softmax"])
 
 
 def sigmoid(config: ModelConfig, bias: float | None = None) -> Mixer:
@@ -186,18 +190,17 @@ def value_residual(config: ModelConfig) -> Mixer:
     Zhou et al. 2024, arXiv:2410.17897. The first layer's own values stay as they are; its two numbers are not used.
     """
 
-    def prepare(params, query, key, value, context):
+    def prepare(params, heads: Heads, context: Context) -> Heads:
+        value, is_first = heads.value, context.layer == 0
+        first = jnp.where(is_first, value, context.memo["value"])
         wide = jnp.promote_types(value.dtype, jnp.float32)
-        first, own = params["value_mix"].astype(wide)
-        mixed = (first * context.memo["value"].astype(wide) + own * value.astype(wide)).astype(value.dtype)
-        return query, key, jnp.where(context.layer == 0, value, mixed)
+        a, b = params["value_mix"].astype(wide)
+        mixed = (a * first.astype(wide) + b * value.astype(wide)).astype(value.dtype)
+        return heads._replace(value=jnp.where(is_first, value, mixed), memo={"value": first})
 
-    return attention(
-        config,
-        extra={"value_mix": Spec((2,), (None,), constant(0.5))},
-        prepare=prepare,
-        memo=lambda x: {"value": jnp.zeros((*x.shape[:2], config.kv_heads, config.head_size), x.dtype)},
-    )
+    first = lambda x: {"value": jnp.zeros((*x.shape[:2], config.kv_heads, config.head_size), x.dtype)}
+    mixer = attention(config, extra={"value_mix": Spec((2,), (None,), constant(0.5))}, prepare=prepare)
+    return mixer._replace(memo=first)
 
 
 def temperature(config: ModelConfig, floor_scale: int = 8192, attn_scale: float = 0.1) -> Mixer:
@@ -207,10 +210,10 @@ def temperature(config: ModelConfig, floor_scale: int = 8192, attn_scale: float 
     `temperature(config) if config.positions is None else attention(config)`, since each layer's config has its positions.
     """
 
-    def prepare(params, query, key, value, context):
-        wide = jnp.promote_types(query.dtype, jnp.float32)
+    def prepare(params, heads: Heads, context: Context) -> Heads:
+        wide = jnp.promote_types(heads.query.dtype, jnp.float32)
         scale = 1 + attn_scale * jnp.log1p(((context.positions + 1) // floor_scale).astype(wide))
-        return (query * scale[..., None, None]).astype(query.dtype), key, value
+        return heads._replace(query=(heads.query * scale[..., None, None]).astype(heads.query.dtype))
 
     return attention(config, prepare=prepare)
 
@@ -218,9 +221,9 @@ def temperature(config: ModelConfig, floor_scale: int = 8192, attn_scale: float 
 def inverse_depth_scale(config: ModelConfig) -> Mixer:
     """Scores divided by the layer's number, counted from 1: `scale_attn_by_inverse_layer_idx` of Hugging Face's GPT-2."""
 
-    def prepare(params, query, key, value, context):
-        wide = jnp.promote_types(query.dtype, jnp.float32)
-        return (query / (jnp.asarray(context.layer, wide) + 1)).astype(query.dtype), key, value
+    def prepare(params, heads: Heads, context: Context) -> Heads:
+        wide = jnp.promote_types(heads.query.dtype, jnp.float32)
+        return heads._replace(query=(heads.query / (jnp.asarray(context.layer, wide) + 1)).astype(heads.query.dtype))
 
     return attention(config, prepare=prepare)
 
@@ -237,10 +240,8 @@ def memory_key_values(config: ModelConfig, count: int = 16) -> Mixer:
     def attend(params, context, query, key, value, *, mask, bias=None, **options):
         keys = key.shape[1]
         mask = _beside_memory(mask, count, query.shape[1], keys)
-        key, value = (
-            jnp.concatenate([jnp.broadcast_to(new.astype(old.dtype)[None], (len(old), *shape)), old], axis=1)
-            for new, old in ((params["memory"]["key"], key), (params["memory"]["value"], value))
-        )
+        before = lambda name, x: jnp.broadcast_to(params["memory"][name].astype(x.dtype)[None], (len(x), *shape))
+        key, value = (jnp.concatenate([before(n, x), x], axis=1) for n, x in (("key", key), ("value", value)))
         return ops.attention(query, key, value, mask=mask, bias=_bias_beside_memory(bias, count, keys), **options)
 
     return attention(config, extra={"memory": {"key": leaf, "value": leaf}}, attend=attend)

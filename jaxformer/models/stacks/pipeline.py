@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from jaxformer.errors import ConfigError
-from jaxformer.models import block
 from jaxformer.models.config import ModelConfig
-from jaxformer.models.layer import Context
+from jaxformer.models.layer import Context, LayerOutput, Layers
 from jaxformer.models.stacks import scan
 from jaxformer.sharding import ACTIVATIONS
 
@@ -27,52 +26,59 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Pipeline:
-    """`stacks.scan.stack`, its layers dealt out over the mesh axis `stage` as `pipeline` says.
+    """`stacks.scan.stack` with its layers split over the mesh axis `stage`, as `pipeline` says.
 
-    `microbatches` None is as many as stages; R `repeats` make the bubble R times smaller and send activations R times as
-    often. Same values as `stacks.scan.stack`, which it is without stages, but for dropout, whose key is folded with the
-    microbatch (other masks than one device's), and for auxiliary losses and figures of feed-forwards, which are those of
-    a microbatch, in the mean. Raises ConfigError where the pattern of masks and mixers does not divide the layers of a
-    stage, NotImplementedError for decoding, attention maps, a memo, and different mixers that draw constants.
+    The values are those of `stacks.scan.stack`, with two exceptions. The dropout key is folded with the microbatch.
+    Auxiliary losses and figures of feed-forwards are the mean over the microbatches. Raises ConfigError where the pattern of
+    masks and mixers does not divide the layers of a stage, NotImplementedError for decoding, attention maps, hidden states
+    of each layer, a memo, and different mixers that draw constants.
     """
 
-    microbatches: int | None = None
-    repeats: int = 1
+    microbatches: int | None = None  # parts of a batch; None: as many as stages
+    repeats: int = 1  # R: the bubble is R times smaller, activations are sent R times as often
 
-    def __call__(self, config: ModelConfig, params: Tree, x, context: Context, layer_masks, state, constants=None):
+    def __call__(self, config: ModelConfig, layers: Layers, x, context: Context):
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.shape.get("stage", 1) == 1:
-            return scan.stack(config, params, x, context, layer_masks, state, constants)
-        slots, stages = scan.mixers(config), mesh.shape["stage"]
-        if state is not None or context.return_weights or slots[0].memo(x) is not None:
-            raise NotImplementedError("a pipeline has no cache, attention maps or memo; mesh.stage=1 has them")
-        drawn = [slot.constants(x.shape[1]) for slot in slots] if constants is None else [constants]
+            return scan.stack(config, layers, x, context)
+        slots, stages = scan.pattern(config), mesh.shape["stage"]
+        kept = layers.state is not None or context.return_weights or context.return_hidden
+        if kept or slots[0].memo(x) is not None:
+            raise NotImplementedError(
+                "a pipeline has no cache, attention maps, hidden states or memo; mesh.stage=1 has"
+            )
+        drawn = [slot.constants(x.shape[1]) for slot in slots] if layers.constants is None else [layers.constants]
         if not scan.alike(config) and jax.tree.leaves(drawn):
             raise NotImplementedError("a pipeline of different mixers draws no constants; mesh.stage=1 does")
-        period, parts = math.lcm(len(layer_masks), len(slots)), stages * self.repeats
+        parts, period = stages * self.repeats, len(slots)
         if config.num_layers % (parts * period):
             raise ConfigError(
                 f"model.num_layers={config.num_layers}: mesh.stage={stages} x mesh.repeats={self.repeats} parts of whole "
                 f"patterns of {period} masks and mixers take a multiple of {parts * period}"
             )
         few = replace(config, num_layers=config.num_layers // parts)
-        shared = dict(shared=context.shared, dropout_key=context.dropout_key)
-        names = "positions", "slot_positions", "inputs", "real", "source"  # what has rows
-        extras = {name: getattr(context, name) for name in names}, layer_masks
-
-        def stage(layers, pick, x, extras, shared, part, microbatch):
-            own, masks = extras
-            if (key := shared["dropout_key"]) is not None:
-                key = jax.random.fold_in(key, microbatch)
-            here = replace(context, **own, shared=shared["shared"], dropout_key=key, layer=part * few.num_layers)
-            x, beside = scan.stack(few, layers[0], x, here, masks, None, layers[1], pick)
-            return x, (beside.loss, beside.stats)
-
+        per_row = {name: getattr(context, name) for name in ROWS}
+        nothing: Any = dict.fromkeys(ROWS)
+        bare = replace(context, shared=None, dropout_key=None, **nothing)
         x, (loss, stats) = pipeline(
-            stage, (params, drawn[0]), x, extras, shared, repeats=self.repeats,
+            partial(run_part, few, bare), (layers.params, drawn[0]), x, (per_row, layers.masks),
+            (context.shared, context.dropout_key), repeats=self.repeats,
             microbatches=stages if self.microbatches is None else self.microbatches,
         )  # fmt: skip
-        return x, block.LayerOutput(None, None, None, loss, stats)
+        return x, LayerOutput(loss=loss, stats=stats)
+
+
+ROWS = "positions", "slot_positions", "inputs", "real", "source"  # fields of `Context` that have rows, as a batch has
+
+
+def run_part(config: ModelConfig, context: Context, params, pick, x, extras, shared, part, microbatch):
+    """`stage` of `pipeline`: the layers of one part on one microbatch."""
+    (per_row, masks), (weights, constants), (shared, key) = extras, params, shared
+    if key is not None:
+        key = jax.random.fold_in(key, microbatch)
+    context = replace(context, **per_row, shared=shared, dropout_key=key, layer=part * config.num_layers)
+    x, output = scan.stack(config, Layers(weights, masks, None, constants), x, context, pick)
+    return x, (output.loss, output.stats)
 
 
 def bubble(stages: int, microbatches: int, repeats: int = 1) -> float:
@@ -80,123 +86,162 @@ def bubble(stages: int, microbatches: int, repeats: int = 1) -> float:
     return (stages - 1) / (repeats * microbatches + stages - 1)
 
 
+class Pipe(NamedTuple):
+    """A pipeline: its stage function, the number of stages, microbatches and repeats, and how the mesh has the batch."""
+
+    stage: Callable
+    stages: int  # S
+    microbatches: int  # M, of each copy of the model
+    repeats: int  # R
+    data: tuple[str, ...]  # ("data",) if there are several copies of the model, each with a part of the batch, else ()
+    batch_axes: tuple[str, ...]  # all mesh axes but `stage` that split the batch
+
+    @property
+    def ticks(self) -> int:
+        return self.repeats * self.microbatches + self.stages - 1
+
+
+class StageInputs(NamedTuple):
+    """What one stage has during all ticks."""
+
+    params: Tree  # of its layers [L / (R S), R, ...]; without repeats [L / S, ...]
+    per_row: dict[int, Array]  # [M, rows, ...]
+    shared: dict[int, Array]
+    options: Tree  # the argument `shared` of `pipeline`
+    stage: Array  # its number
+    copy: Array  # the number of the copy of the model that it belongs to
+
+
 def pipeline(
-    stage: Callable,
-    params: Tree,
-    x: Float[Array, "B ..."],
-    extras: Tree = None,
-    shared: Tree = None,
-    *,
-    microbatches: int,
-    repeats: int = 1,
-) -> tuple[Float[Array, "B ..."], Tree]:
+    stage: Callable, params: Tree, x: Float[Array, "B ..."], extras: Tree = None, shared: Tree = None, *,
+    microbatches: int, repeats: int = 1,
+) -> tuple[Float[Array, "B ..."], Tree]:  # fmt: skip
     """x through all layers, each stage of the mesh of `jax.set_mesh` running its own; and what they report, `[L, ...]`.
 
-    `params` are leaves `[L, ...]`; stage s of S has L / (R S) consecutive ones of them in each of R `repeats`: the parts r S
-    + s. `stage(params, pick, x, extras, shared, part, microbatch) -> (x, report)` runs one part on one microbatch; `pick`
-    makes of a row of its `params`, `[L / (R S), ...]`, the layer that is due (within what is recomputed, or the scan would
-    keep a copy of the weights for each tick). Of `extras`, leaves with a leading axis B are cut like x, others go to all,
-    as `shared` does. Reports `[L / (R S), ...]` come back as the mean over the microbatches, of all layers.
+    `params` are leaves `[L, ...]`. There are R S parts of L / (R S) consecutive layers, for R `repeats` and S stages; stage
+    s runs the parts r S + s. `stage(params, pick, x, extras, shared, part, microbatch) -> (x, report)` runs one part on one
+    microbatch. `pick` makes of a row of its `params` the layer to run; it must be called within what is recomputed, or
+    the scan keeps a copy of the weights for each tick. Leaves of `extras` with a leading axis B are cut like x, others go
+    to all stages, as `shared` does. Reports `[L / (R S), ...]` come back as the mean over the microbatches.
 
     R = 1 is GPipe (Huang et al. 2018, arXiv:1811.06965), R > 1 the circular schedule (Narayanan et al. 2021,
-    arXiv:2104.04473, section 2.2): at tick t stage s works on item i = t - s, which is microbatch i mod M in repeat i // M;
-    R M + S - 1 ticks, one `lax.ppermute` to the next stage each, and `bubble` is the share that is idle. Idle stages
-    compute on a microbatch whose result nobody reads: to skip it would save no time and part those who exchange data.
-    Beside, the batch goes to stage 0 and from it by S - 1 permutes each, of B / S rows: outside, all stages share it.
+    arXiv:2104.04473, section 2.2). At tick t stage s works on item i = t - s: microbatch i mod M in repeat i // M. There are
+    R M + S - 1 ticks, each with one `lax.ppermute` to the next stage. An idle stage computes on a microbatch whose result
+    nobody reads: skipping it saves no time and would break collectives within the layers.
 
-    The axis `stage` is manual, and `data` with it, for gradients to be summed over it once and not every tick; over the
-    others layers may be split, by the compiler or a `jax.shard_map` of theirs. Each copy of the model on `data` has M
-    microbatches of its own, whose number among all is `microbatch`; each takes every M-th row of a device.
+    The mesh axes `stage` and `data` are manual, so that gradients are summed over `data` once and not every tick; layers may
+    be split over the others. Each copy of the model on `data` has M microbatches of its own; `microbatch` is their number
+    among those of all copies. With R = 1 no weight moves; with R > 1 each goes once, and its gradient once back, from the
+    stage that stores it (`P("stage")`) to the one that runs it. A stage keeps the activations of all M microbatches for
+    the backward pass. Under FSDP weights are gathered, and gradients scattered, once a tick.
 
-    With R = 1 no weight moves; with R > 1 each goes once, and its gradient once back, from the stage that stores it (the
-    L / S consecutive layers of `P("stage")`) to the one that runs it. The backward pass is that of the scan: a stage keeps
-    of each tick what its layers keep, so activations take the memory of all M microbatches, L / S layers deep, bubble
-    included. Under FSDP weights are gathered, and gradients scattered, once a tick.
-
-    Raises ConfigError where layers, rows or microbatches do not come out even.
+    Raises ConfigError where layers, rows or microbatches do not divide.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    S, M, R, B, copies = mesh.shape["stage"], microbatches, repeats, len(x), mesh.shape["data"]
+    mesh, B = jax.sharding.get_abstract_mesh(), len(x)
+    copies = mesh.shape["data"]
+    batch_axes = tuple(axis for axis in ACTIVATIONS["batch"] if axis != "stage" and mesh.shape[axis] > 1)
     data = ("data",) if copies > 1 else ()
-    over = tuple(axis for axis in ACTIVATIONS["batch"] if axis != "stage" and mesh.shape[axis] > 1)
-    groups = math.prod(mesh.shape[axis] for axis in over)
-    _check(params, B, S, M, R, groups)
-    by_row = lambda leaf: leaf.ndim > 0 and len(leaf) == B
-    rows = lambda leaf, *entries: _place(leaf.reshape(groups, B // groups, *leaf.shape[1:]), over or None, *entries)
-
-    def run(given, x, s, d):
-        s, d, local = s[0], d[0], len(x)
-        params, extras, shared = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), given, dtypes)
-        params, buffer = _deal(params, s, S, R), _cut(_enter(x, s, S), M)
-
-        def keep(buffer, arrived, t):
-            """On stage 0 the buffer has, of each microbatch, the input until it is taken, then what came around."""
-            slot = (t - S) % M
-            return lax.dynamic_update_index_in_dim(buffer, jnp.where(t < S, _row(buffer, slot), arrived), slot, 0)
-
-        def tick(carry, t):
-            arrived, buffer = carry
-            buffer = keep(buffer, arrived, t)
-            r, m = jnp.divmod(jnp.clip(t - s, 0, R * M - 1), M)
-            x = jnp.where(s == 0, _row(buffer, t % M), arrived)
-            own = jax.tree.map(lambda leaf, cut: _row(leaf, m) if cut else leaf, extras, is_cut)
-            own = jax.tree.map(lambda a, b: b if a is None else a, own, numbers, is_leaf=lambda leaf: leaf is None)
-            pick = partial(jax.tree.map, (lambda leaf: _row(leaf, r)) if R > 1 else (lambda leaf: leaf))
-            y, report = stage(params, pick, x, own, shared, r * S + s, d * M + m)
-            return (lax.ppermute(y, "stage", [(i, (i + 1) % S) for i in range(S)]), buffer), report
-
-        def mean(leaf):
-            leaf = lax.dynamic_slice_in_dim(leaf, s, R * M).reshape(R, M, *leaf.shape[1:])
-            return lax.pmean(leaf.mean(1), data)
-
-        ticks = R * M + S - 1
-        (arrived, buffer), reports = lax.scan(tick, (buffer[0], buffer), jnp.arange(ticks))
-        buffer = keep(buffer, arrived, jnp.int32(ticks))
-        return _leave(buffer, s, S, local), jax.tree.map(mean, reports)
-
-    numbers = jax.tree.map(lambda leaf: None if hasattr(leaf, "ndim") else leaf, extras)  # a mask's offset stays one
-    extras = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "ndim") else None, extras)
-    is_cut = jax.tree.map(by_row, extras)
-    extras = jax.tree.map(lambda leaf: _cut(rows(leaf), M, over) if by_row(leaf) else leaf, extras)
-    places = P("stage"), jax.tree.map(lambda cut: P(None, data) if cut else P(), is_cut), P()
-    dtypes = jax.tree.map(lambda leaf: leaf.dtype, (params, extras, shared))
-    call = jax.shard_map(
-        run, in_specs=(places, P(data, "stage"), P("stage"), P(data)), out_specs=(P(data, "stage"), P(None, "stage")),
+    pipe = Pipe(stage, mesh.shape["stage"], microbatches, repeats, data, batch_axes)
+    groups = math.prod(mesh.shape[axis] for axis in batch_axes)
+    _check(params, B, pipe, groups)
+    by_device = lambda leaf, *entries: _place(
+        leaf.reshape(groups, B // groups, *leaf.shape[1:]), batch_axes or None, *entries
+    )
+    per_row, common, rebuild = split_extras(extras, B)
+    per_row = {i: _cut(by_device(leaf), microbatches, batch_axes) for i, leaf in per_row.items()}
+    given = params, per_row, common, shared
+    places = P("stage"), P(None, data), P(), P()
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, given)
+    run = jax.shard_map(
+        partial(run_stage, pipe, rebuild, dtypes),
+        in_specs=(places, P(data, "stage"), P("stage"), P(data)), out_specs=(P(data, "stage"), P(None, "stage")),
         axis_names={"stage", *data}, check_vma=False,  # layers know nothing of stages: their scans start from plain zeros
     )  # fmt: skip
-    given = jax.tree.map(_wide, (params, extras, shared))
-    y, reports = call(given, rows(x, "stage"), jnp.arange(S), jnp.arange(copies))
+    y, reports = run(jax.tree.map(_widen, given), by_device(x, "stage"), jnp.arange(pipe.stages), jnp.arange(copies))
     return y.reshape(B, *y.shape[2:]), jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reports)
 
 
-def _wide(x: Array) -> Array:
-    """Gradients are summed over copies and stages in float32 or better; of 16 bits, XLA's CPU compiler dies of such a sum."""
+def split_extras(extras: Tree, B: int) -> tuple[dict[int, Array], dict[int, Array], Callable]:
+    """(leaves with B rows, other arrays, function that makes the tree of both again), leaves by their number.
+
+    What is no array stays in the function: the offset of a mask remains a number.
+    """
+    leaves, structure = jax.tree.flatten(extras)
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "ndim")}
+    per_row = {i: leaf for i, leaf in arrays.items() if leaf.ndim > 0 and len(leaf) == B}
+    numbers = {i: leaf for i, leaf in enumerate(leaves) if i not in arrays}
+    rebuild = lambda arrays: jax.tree.unflatten(structure, [leaf for _, leaf in sorted((numbers | arrays).items())])
+    return per_row, {i: leaf for i, leaf in arrays.items() if i not in per_row}, rebuild
+
+
+def run_stage(pipe: Pipe, rebuild: Callable, dtypes: Tree, given: Tree, x: Array, stage: Array, copy: Array):
+    """All ticks of one stage: (its rows of the result, the mean of its reports), within `jax.shard_map`."""
+    params, per_row, common, options = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), given, dtypes)
+    here = StageInputs(_deal(params, stage[0], pipe), per_row, common, options, stage[0], copy[0])
+    buffer = _cut(_enter(x, here.stage, pipe.stages), pipe.microbatches)
+    run = partial(tick, pipe, rebuild, here)
+    (arrived, buffer), reports = lax.scan(run, (buffer[0], buffer), jnp.arange(pipe.ticks))
+    buffer = keep(pipe, buffer, arrived, jnp.int32(pipe.ticks))
+    return _leave(buffer, here.stage, pipe.stages, len(x)), jax.tree.map(
+        partial(mean_report, pipe, here.stage), reports
+    )
+
+
+def tick(pipe: Pipe, rebuild: Callable, here: StageInputs, carry: tuple[Array, Array], t: Array):
+    """One microbatch through one part, and on to the next stage: ((what arrived, the buffer), report)."""
+    arrived, buffer = carry
+    S, M, R = pipe.stages, pipe.microbatches, pipe.repeats
+    buffer = keep(pipe, buffer, arrived, t)
+    repeat, m = jnp.divmod(jnp.clip(t - here.stage, 0, R * M - 1), M)
+    x = jnp.where(here.stage == 0, _row(buffer, t % M), arrived)
+    extras = rebuild({i: _row(leaf, m) for i, leaf in here.per_row.items()} | here.shared)
+    pick = partial(jax.tree.map, (lambda leaf: _row(leaf, repeat)) if R > 1 else (lambda leaf: leaf))
+    part, microbatch = repeat * S + here.stage, here.copy * M + m
+    y, report = pipe.stage(here.params, pick, x, extras, here.options, part, microbatch)
+    return (lax.ppermute(y, "stage", [(i, (i + 1) % S) for i in range(S)]), buffer), report
+
+
+def keep(pipe: Pipe, buffer: Array, arrived: Array, t: Array) -> Array:
+    """On stage 0 the buffer has, of each microbatch, the input until it is taken, then what came around."""
+    slot = (t - pipe.stages) % pipe.microbatches
+    return lax.dynamic_update_index_in_dim(buffer, jnp.where(t < pipe.stages, _row(buffer, slot), arrived), slot, 0)
+
+
+def mean_report(pipe: Pipe, stage: Array, leaf: Array) -> Array:
+    """Reports of all ticks `[ticks, ...]` as the mean over the microbatches `[R, ...]`."""
+    R, M = pipe.repeats, pipe.microbatches
+    leaf = lax.dynamic_slice_in_dim(leaf, stage, R * M).reshape(R, M, *leaf.shape[1:])
+    return lax.pmean(leaf.mean(1), pipe.data)
+
+
+def _widen(x: Array) -> Array:
+    """x in float32 or better: gradients are summed in it over copies and stages; XLA's CPU compiler crashes on 16 bits."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _place(x: Array, *entries) -> Array:
-    """x with its first axes laid out so, the others as the compiler likes."""
+    """x with its first axes split so, the others as the compiler chooses."""
     return lax.with_sharding_constraint(x, P(*entries, *[P.UNCONSTRAINED] * (x.ndim - len(entries))))
 
 
-def _cut(x: Array, M: int, over: tuple[str, ...] = ()) -> Array:
+def _cut(x: Array, M: int, batch_axes: tuple[str, ...] = ()) -> Array:
     """The rows of each device `[devices, rows, ...]` as microbatches `[M, devices rows / M, ...]`, with no exchange."""
     devices, rows = x.shape[:2]
     x = jnp.moveaxis(x.reshape(devices, rows // M, M, *x.shape[2:]), 2, 0)
-    return _place(x.reshape(M, devices * rows // M, *x.shape[3:]), None, over or P.UNCONSTRAINED)
+    return _place(x.reshape(M, devices * rows // M, *x.shape[3:]), None, batch_axes or P.UNCONSTRAINED)
 
 
 def _enter(x: Array, s: Array, S: int) -> Array:
-    """On stage 0 the rows of all stages `[devices, S rows, ...]`; on the others something as harmless."""
+    """On stage 0 the rows of all stages `[devices, S rows, ...]`; on the others, its own rows S times, which nobody reads."""
     others = [jnp.where(s == 0, lax.ppermute(x, "stage", [(j, 0)]), x) for j in range(1, S)]
     return jnp.concatenate([x, *others], axis=1)
 
 
 def _leave(buffer: Array, s: Array, S: int, devices: int) -> Array:
-    """To each stage its rows `[devices, rows, ...]` of the microbatches that stage 0 has: back from `_cut` and `_enter`."""
+    """To each stage its rows `[devices, rows, ...]` of the microbatches on stage 0: the inverse of `_cut` and `_enter`."""
     M = len(buffer)
     x = jnp.moveaxis(buffer.reshape(M, devices, -1, *buffer.shape[2:]), 0, 2).reshape(devices, S, -1, *buffer.shape[2:])
-    others = [lax.ppermute(x[:, j], "stage", [(0, j)]) for j in range(1, S)]  # zeros where nothing comes
+    others = [lax.ppermute(x[:, j], "stage", [(0, j)]) for j in range(1, S)]  # zeros where nothing arrives
     return sum(others, start=jnp.where(s == 0, x[:, 0], 0))
 
 
@@ -204,32 +249,32 @@ def _row(leaf, index):
     return lax.dynamic_index_in_dim(leaf, index, keepdims=False)
 
 
-def _deal(params: Tree, s: Array, S: int, R: int) -> Tree:
+def _deal(params: Tree, s: Array, pipe: Pipe) -> Tree:
     """From the consecutive layers that a stage stores `[R k, ...]` to those of the parts r S + s that it runs `[k, R, ...]`.
 
-    The part c = d R + b lies on stage d in slot b and goes to stage c mod S, slot c // S. In round a of R, stage d sends
+    Part c = d R + b is stored on stage d in slot b and goes to stage c mod S, slot c // S. In round a of R, stage d sends
     the slot (a + d g // S) mod R, for g = gcd(R, S): then no two stages send to the same one.
     """
-    if R == 1:
-        return params
+    S, R = pipe.stages, pipe.repeats
     g = math.gcd(R, S)
     rounds = [[d * R + (a + d * g // S) % R for d in range(S)] for a in range(R)]  # the part that each stage sends
-
-    def deal(leaf):
-        leaf = leaf.reshape(R, -1, *leaf.shape[1:])
-        out = jnp.zeros_like(leaf)
-        for sent in rounds:
-            slots = jnp.array([part % R for part in sent])
-            arrived = jnp.array([next(part // S for part in sent if part % S == d) for d in range(S)])
-            pairs = [(d, part % S) for d, part in enumerate(sent)]
-            one = lax.ppermute(_row(leaf, slots[s]), "stage", pairs)
-            out = lax.dynamic_update_index_in_dim(out, one, arrived[s], 0)
-        return jnp.moveaxis(out, 0, 1)
-
-    return jax.tree.map(deal, params)
+    return params if R == 1 else jax.tree.map(lambda leaf: _deal_leaf(leaf, s, S, R, rounds), params)
 
 
-def _check(params: Tree, B: int, S: int, M: int, R: int, groups: int) -> None:
+def _deal_leaf(leaf: Array, s: Array, S: int, R: int, rounds: list[list[int]]) -> Array:
+    leaf = leaf.reshape(R, -1, *leaf.shape[1:])
+    out = jnp.zeros_like(leaf)
+    for sent in rounds:
+        slots = jnp.array([part % R for part in sent])
+        arrived = jnp.array([next(part // S for part in sent if part % S == d) for d in range(S)])
+        pairs = [(d, part % S) for d, part in enumerate(sent)]
+        one = lax.ppermute(_row(leaf, slots[s]), "stage", pairs)
+        out = lax.dynamic_update_index_in_dim(out, one, arrived[s], 0)
+    return jnp.moveaxis(out, 0, 1)
+
+
+def _check(params: Tree, B: int, pipe: Pipe, groups: int) -> None:
+    S, M, R = pipe.stages, pipe.microbatches, pipe.repeats
     if M < 1 or R < 1:
         raise ConfigError(f"mesh.microbatches={M}, mesh.repeats={R}: must be at least 1")
     if R > 1 and M < S:

@@ -1,9 +1,10 @@
-"""The default stack: all layers under one scan, and what other stacks need of it."""
+"""The default stack: all layers under one scan. Also what other stacks need: the pattern of mixers, its rows, its state."""
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,29 @@ from flax.traverse_util import unflatten_dict
 from jaxformer.errors import ConfigError
 from jaxformer.models import block as blocks
 from jaxformer.models.config import ModelConfig
-from jaxformer.models.layer import Context, Mixer
+from jaxformer.models.layer import Context, LayerOutput, Layers, Mixer
 from jaxformer.models.mixers.attention import attention
 from jaxformer.params import paths
 
 Tree = Any
+
+
+class Row(NamedTuple):
+    """What one layer reads. Of several layers, each leaf has a leading axis."""
+
+    layer: Any  # its number
+    params: Tree
+    state: Tree = None
+    constants: Tree = None
+    source_heads: Tree = None
+
+
+class Group(NamedTuple):
+    """Layers that run in equal steps under one scan, or in one step without a scan."""
+
+    step: Callable  # (carry, rows of a step) -> (carry, LayerOutput of its layers)
+    rows: Tree  # [steps, ...] if scanned
+    scanned: bool = True
 
 
 def mixers(config: ModelConfig) -> tuple[Mixer, ...]:
@@ -29,92 +48,147 @@ def mixers(config: ModelConfig) -> tuple[Mixer, ...]:
     )
 
 
+def pattern(config: ModelConfig) -> tuple[Mixer, ...]:
+    """The mixers of the first layers, after which the pattern of mixers, positions and masks repeats."""
+    slots = mixers(config)
+    return slots * (math.lcm(len(config.masks), len(slots)) // len(slots))
+
+
 def alike(config: ModelConfig) -> bool:
     """Whether all layers have the same mixer, so that they are one stack: of parameters, drawn constants, state."""
     return not isinstance(config.mixer, tuple) or all(mixer == config.mixer[0] for mixer in config.mixer)
 
 
-def stack(
-    config: ModelConfig, params: Tree, x, context: Context, layer_masks, state: Tree, constants: Tree = None,
-    pick=lambda row: row,
-):  # fmt: skip
-    """(x, `LayerOutput` of all layers `[L, ...]`): a scan over whole periods of the pattern of masks and mixers, then the rest.
+def _whole_pattern(config: ModelConfig) -> tuple[Mixer, ...]:
+    """The `pattern`, of which all layers must be a multiple."""
+    slots, L = pattern(config), config.num_layers
+    if L % len(slots):
+        raise ConfigError(f"model.num_layers={L} is no multiple of the pattern of {len(slots)} different layers")
+    return slots
 
-    `unroll=L` or JAX_DISABLE_JIT=1 give the same values. `context.layer` is the number of the first layer; `pick` makes of
-    a layer's row of `params` and `constants` what it reads.
+
+def init_state(config: ModelConfig, batch: int, length: int, dtype) -> Tree:
+    """The empty state of all layers `[L, ...]`; of different mixers a tuple: one tree for each layer of the pattern."""
+    slots = mixers(config)[:1] if alike(config) else _whole_pattern(config)
+    if any(slot.state is None for slot in slots):
+        raise NotImplementedError("a mixer without `state` cannot decode; give its Mixer(..., state=...)")
+    states = [slot.state(batch, length, dtype) for slot in slots if slot.state is not None]
+    repeat = lambda leaf: jnp.zeros((config.num_layers // len(slots), *leaf.shape), leaf.dtype)
+    repeated = tuple(jax.tree.map(repeat, state) for state in states)
+    return repeated[0] if alike(config) else repeated
+
+
+def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callable | None = None):
+    """(x after all layers, `LayerOutput` of them `[L, ...]`): a scan over whole periods of the pattern, then the rest.
+
+    `unroll=L` or JAX_DISABLE_JIT=1 give the same values. `context.layer` is the number of the first layer. `pick` makes
+    of a layer's parameters and constants what the layer reads (`stacks.pipeline`).
     """
-    slots, L = mixers(config), config.num_layers
-    period = math.lcm(len(layer_masks), len(slots))
-    slots *= period // len(slots)
-    source = context.source
+    slots = pattern(config)
+    carry, outputs = (x, slots[0].memo(x)), []
+    for group in layer_groups(config, layers, slots, x, context, pick):
+        if group.scanned:
+            unroll = max(1, config.unroll // len(slots))
+            carry, output = jax.lax.scan(group.step, carry, group.rows, unroll=unroll)
+            output = _join_steps(output, alike(config))
+        else:
+            carry, output = group.step(carry, group.rows)
+        outputs.append(output)
+    if len(outputs) > 1:
+        outputs = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)]
+    return carry[0], outputs[0]
 
-    def layer(i, take, carry, inputs):
-        x, memo = carry
-        index, layer_params, layer_state, layer_constants, layer_source = take(inputs)
-        layer_params, layer_constants = pick((layer_params, layer_constants))
-        key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, index)
-        layer_context = replace(
-            context, mask=layer_masks[i % len(layer_masks)], dropout_key=key, state=layer_state, layer=index,
-            constants=layer_constants, memo=memo, source=None if source is None else replace(source, heads=layer_source),
-        )  # fmt: skip
-        x, beside = blocks.block(config, slots[i], layer_params, x, layer_context)
-        return (x, beside.memo), beside._replace(memo=None)
 
-    def run(layers, carry, rows):
-        outputs = []
-        for one, row in zip(layers, rows, strict=False):
-            carry, out = one(carry, row)
-            outputs.append(out)
-        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
-
-    layers = [remat(config, partial(layer, i, lambda row: row)) for i in range(period)]
-    scan = partial(jax.lax.scan, unroll=max(1, config.unroll // period))
-    carry, read_heads = (x, slots[0].memo(x)), None if source is None else source.heads
-    numbers = context.layer + jnp.arange(L)
+def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context, pick) -> Iterator[Group]:
+    """The layers as a scan over whole periods, and what remains of a period behind it."""
+    L, period = config.num_layers, len(slots)
+    functions = [
+        partial(run_layer, config, slot, replace(context, mask=layers.masks[i % len(layers.masks)]), pick)
+        for i, slot in enumerate(slots)
+    ]
+    each = [remat(config, function) for function in functions]
+    heads = None if context.source is None else context.source.heads
+    rows = Row(context.layer + jnp.arange(L), layers.params, layers.state, layers.constants, heads)
     if not alike(config):
         if any(slot.memo(x) is not None for slot in slots):
             raise ConfigError("model.mixer: a mixer that hands a memo to the next layer is the mixer of all layers")
-        rows = per_slot(config, slots, params, (numbers, state, read_heads), constants, x.shape[1])
-        inputs = tuple((index, own, *rest[:1], drawn, *rest[1:]) for own, (index, *rest), drawn in rows)
-        carry, outputs = scan(partial(run, layers), carry, inputs)
-        return carry[0], jax.tree.map(lambda a: a.reshape(L, *a.shape[2:]), outputs)
-    constants = slots[0].constants(x.shape[1]) if constants is None else constants
-    inputs = numbers, params, state, constants, read_heads
-    if config.unroll >= L:
-        (x, _), outputs = run(layers * L, carry, unstack(inputs, L))
-        return x, outputs
-    if period == 1:
-        carry, outputs = scan(layers[0], carry, inputs)
-        return carry[0], outputs
-    whole = L - L % period
-    periods = jax.tree.map(lambda a: a[:whole].reshape(whole // period, period, *a.shape[1:]), inputs)
-    # taken apart within what is recomputed: the loop then keeps no copy of the weights for the backward pass
-    taking = [remat(config, partial(layer, i, lambda rows, i=i: unstack(rows, period)[i])) for i in range(period)]
-    carry, outputs = scan(lambda carry, rows: run(taking, carry, [rows] * period), carry, periods)
-    outputs = jax.tree.map(lambda a: a.reshape(whole, *a.shape[2:]), outputs)
-    if whole < L:
-        carry, rest = run(layers, carry, unstack(jax.tree.map(lambda a: a[whole:], inputs), L - whole))
-        outputs = jax.tree.map(lambda *parts: jnp.concatenate(parts), outputs, rest)
-    return carry[0], outputs
+        yield Group(partial(run_in_turn, each, False), rows_by_slot(config, slots, rows, x.shape[1]))
+        return
+    if rows.constants is None:
+        rows = rows._replace(constants=slots[0].constants(x.shape[1]))
+    scanned = 0 if config.unroll >= L else L - L % period
+    if scanned and period == 1:
+        yield Group(partial(run_in_turn, each, True), (rows,))
+    elif scanned:
+        # each layer takes its row within what is recomputed: the loop then keeps no copy of the weights for the backward pass
+        takes = [remat(config, partial(run_row, function, i, period)) for i, function in enumerate(functions)]
+        step = lambda carry, rows: run_in_turn(takes, True, carry, (rows,) * period)
+        cut = lambda leaf: leaf[:scanned].reshape(scanned // period, period, *leaf.shape[1:])
+        yield Group(step, jax.tree.map(cut, rows))
+    if scanned < L:
+        rest = jax.tree.map(lambda leaf: leaf[scanned:], rows)
+        turns = [each[i % period] for i in range(L - scanned)]
+        yield Group(partial(run_in_turn, turns, True), unstack(rest, L - scanned), False)
 
 
-def per_slot(config: ModelConfig, slots: tuple[Mixer, ...], params: Tree, others: Tree, constants: Tree, length: int):
-    """For each slot of a pattern of different mixers, (parameters, others, constants) of its layers `[L / slots, ...]`."""
-    L, period = config.num_layers, len(slots)
-    if L % period:
-        raise ConfigError(f"model.num_layers={L} is no multiple of the pattern of {period} different layers")
-    source_width = config.d_model if "cross_attention" in params else None  # any: names alone are asked for
-    has = [paths(blocks.spec(config, slot, source_width)).keys() for slot in slots]
-    leaves, rows = paths(params), []
+def run_layer(config: ModelConfig, mixer: Mixer, context: Context, pick, carry, row: Row):
+    """One layer: ((x, memo), Row) -> ((x, memo), LayerOutput)."""
+    x, memo = carry
+    params, constants = (row.params, row.constants) if pick is None else pick((row.params, row.constants))
+    key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, row.layer)
+    source = None if context.source is None else replace(context.source, heads=row.source_heads)
+    context = replace(
+        context, dropout_key=key, state=row.state, layer=row.layer, constants=constants, memo=memo, source=source
+    )
+    output = blocks.block(config, mixer, params, x, context)
+    hidden = output.hidden if context.return_hidden else None
+    return (output.hidden, output.memo), output._replace(hidden=hidden, memo=None)
+
+
+def run_row(function: Callable, i: int, period: int, carry, rows: Row):
+    """A layer on the i-th of `period` rows."""
+    return function(carry, unstack(rows, period)[i])
+
+
+def run_in_turn(functions, stacked_state: bool, carry, rows):
+    """Layers one after another, each on its row, and their outputs stacked; states of different kinds as a tuple."""
+    outputs = []
+    for function, row in zip(functions, rows, strict=True):
+        carry, output = function(carry, row)
+        outputs.append(output)
+    stacked = lambda outputs: jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+    if stacked_state:
+        return carry, stacked(outputs)
+    states = tuple(output.state for output in outputs)
+    return carry, stacked([output._replace(state=None) for output in outputs])._replace(state=states)
+
+
+def _join_steps(output: LayerOutput, stacked_state: bool) -> LayerOutput:
+    """Outputs `[steps, layers of a step, ...]` as `[L, ...]`."""
+    join = partial(jax.tree.map, lambda leaf: leaf.reshape(-1, *leaf.shape[2:]))
+    return join(output) if stacked_state else join(output._replace(state=None))._replace(state=output.state)
+
+
+def rows_by_slot(config: ModelConfig, slots: tuple[Mixer, ...], rows: Row, length: int) -> tuple[Row, ...]:
+    """For each layer of a pattern of different mixers, the rows `[L / slots, ...]` of the layers in its place."""
+    period = len(_whole_pattern(config))
+    source_width = config.d_model if "cross_attention" in rows.params else None  # any: names alone are asked for
+    names = [paths(blocks.spec(config, slot, source_width)).keys() for slot in slots]
+    leaves, found = paths(rows.params), []
     for i, slot in enumerate(slots):
-        own = {}
-        for path in has[i]:
-            owners = [j for j in range(period) if path in has[j]]
-            own[path] = leaves[path][owners.index(i) :: len(owners)]
-        drawn = slot.constants(length)
-        drawn = drawn if constants is None or drawn is None else constants
-        rows.append((unflatten_dict(own, sep="/"), *jax.tree.map(lambda a, i=i: a[i::period], (others, drawn))))
-    return rows
+        params = {}
+        for path in names[i]:
+            owners = [j for j in range(period) if path in names[j]]
+            params[path] = leaves[path][owners.index(i) :: len(owners)]
+        constants = slot.constants(length)
+        if constants is not None and rows.constants is not None:
+            constants = rows.constants
+        layer, constants, heads = jax.tree.map(
+            lambda leaf, i=i: leaf[i::period], (rows.layer, constants, rows.source_heads)
+        )
+        state = None if rows.state is None else rows.state[i]
+        found.append(Row(layer, unflatten_dict(params, sep="/"), state, constants, heads))
+    return tuple(found)
 
 
 def unstack(tree: Tree, length: int) -> list[Tree]:
@@ -124,20 +198,15 @@ def unstack(tree: Tree, length: int) -> list[Tree]:
     return [jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)]
 
 
-def remat(config: ModelConfig, f):
-    """f, keeping for the backward pass everything ("none"), products with weights ("dots"), only its inputs ("full"), or
-    beside them what attention without an n x n array gave ("attention"), which costs most to compute again.
-
-    Weights that were gathered over devices are never kept: they are gathered again.
-    """
+def remat(config: ModelConfig, f: Callable) -> Callable:
+    """f, keeping for the backward pass what `ModelConfig.remat` says. Gathered weights are never kept but gathered again."""
     mesh = jax.sharding.get_abstract_mesh()
-    checkpoint = partial(
-        jax.checkpoint, f, prevent_cse=config.unroll >= config.num_layers
-    )  # a loop keeps the passes apart
+    # a loop keeps the passes apart
+    checkpoint = partial(jax.checkpoint, f, prevent_cse=config.unroll >= config.num_layers)
     match config.remat:
         case "none":
             gathers = not mesh.empty and mesh.shape.get("fsdp", 1) > 1
-            return checkpoint(policy=_but_weights) if gathers else f
+            return checkpoint(policy=_all_but_weights) if gathers else f
         case "dots":
             return checkpoint(policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
         case "attention":  # as the kernels name it
@@ -146,7 +215,7 @@ def remat(config: ModelConfig, f):
             return checkpoint()
 
 
-def _but_weights(primitive, *_, call_jaxpr=None, **__) -> bool:
-    """Everything but what was laid out or cast anew: gathered weights are just that, and activations cost nothing so."""
+def _all_but_weights(primitive, *_, call_jaxpr=None, **__) -> bool:
+    """Saves all but what was only sharded or cast anew: gathered weights are that, and such activations cost nothing."""
     names = [primitive.name] if call_jaxpr is None else [equation.primitive.name for equation in call_jaxpr.eqns]
     return not all(name in ("sharding_constraint", "convert_element_type", "all_gather") for name in names)

@@ -13,7 +13,7 @@ from jaxformer import config as C
 from jaxformer import decoding, masks, models, ops, params
 from jaxformer.decoding import Sampling
 from jaxformer.errors import ConfigError
-from jaxformer.models import ModelConfig, mixers, transformer
+from jaxformer.models import ModelConfig, mixers
 from jaxformer.models.layer import Context, Mixer, MixerOutput, linear
 from jaxformer.models.stacks import reversible, scan
 from jaxformer.ops.positions import Rope
@@ -451,7 +451,7 @@ def test_reversible_layers_have_the_gradients_of_plain_ones(monkeypatch):
 
         def gradient(p):
             def loss(p):
-                hidden = transformer.encode(config, p, TOKENS, dropout_key=key).hidden
+                hidden = models.encode(config, p, TOKENS, dropout_key=key).hidden
                 return jnp.sum(jnp.sin(hidden)), hidden
 
             return jit(jax.grad(loss, has_aux=True))(p)
@@ -464,13 +464,13 @@ def test_reversible_layers_have_the_gradients_of_plain_ones(monkeypatch):
 
 def test_reversible_layers_take_a_reformer_and_refuse_by_name():
     config = replace(SYSTEMS["reformer"], stack=reversible.Reversible())
-    encode = partial(transformer.encode, config, dropout_key=jax.random.key(0))
+    encode = partial(models.encode, config, dropout_key=jax.random.key(0))
     assert jax.eval_shape(encode, parameters(config), TOKENS).hidden.shape == (2, T, 8)
     with pytest.raises(ConfigError, match="norm_placement='post'"):
         post = replace(config, norm_placement="post")
-        transformer.encode(post, parameters(post), TOKENS)
+        models.encode(post, parameters(post), TOKENS)
     with pytest.raises(NotImplementedError, match="maps"):
-        transformer.encode(config, parameters(config), TOKENS, return_attention=True)
+        models.encode(config, parameters(config), TOKENS, return_attention=True)
 
 
 def test_bigbird_is_dense_where_it_is_short():
