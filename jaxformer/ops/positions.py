@@ -70,7 +70,7 @@ def learned(positions: Int[Array, "B T"], table: Float[Array, "P D"]) -> Float[A
 class Linear:
     """Position interpolation: every frequency divided by `factor`. Chen et al. 2023, arXiv:2306.15595, eq. 4."""
 
-    factor: float
+    factor: float  # new context length divided by the old one
 
     def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
         return frequencies / self.factor, 1.0
@@ -85,8 +85,8 @@ class NTK:
     batch, and keys in a cache keep the rotation of their own call.
     """
 
-    factor: float
-    original_length: int | None = None
+    factor: float  # new context length divided by the old one
+    original_length: int | None = None  # of the pretraining; None: the factor is fixed
 
     def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
         rotated, factor = 2 * len(frequencies), self.factor
@@ -107,10 +107,10 @@ class LongRoPE:
     cos and sin are multiplied by `attention_factor`. Ding et al. 2024, arXiv:2402.13753; a call is as for `NTK`.
     """
 
-    short: tuple[float, ...]
-    long: tuple[float, ...]
-    original_length: int
-    attention_factor: float = 1.0
+    short: tuple[float, ...]  # divisors of the frequencies up to `original_length`
+    long: tuple[float, ...]  # divisors beyond it
+    original_length: int  # context length of the pretraining
+    attention_factor: float = 1.0  # multiplies cos and sin
 
     def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
         pairs, sizes = len(frequencies), (len(self.short), len(self.long))
@@ -126,10 +126,10 @@ class LongRoPE:
 class Llama3:
     """Low frequencies divided by `factor`, high ones kept, a linear blend between. Llama 3.1 release, 2024."""
 
-    factor: float
-    original_length: int
-    low: float = 1.0
-    high: float = 4.0
+    factor: float  # divisor of low frequencies
+    original_length: int  # context length of the pretraining
+    low: float = 1.0  # turns up to which a frequency is low
+    high: float = 4.0  # turns from which a frequency is high
 
     def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
         turns = self.original_length * frequencies / (2 * math.pi)  # full turns within the original context
@@ -145,12 +145,12 @@ class YaRN:
     `attention_factor` None is 0.1 ln(factor) + 1, and 1 for a factor below 1.
     """
 
-    factor: float
-    original_length: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float | None = None
+    factor: float  # new context length divided by the old one
+    original_length: int  # context length of the pretraining
+    beta_fast: float = 32.0  # turns from which a dimension is fast
+    beta_slow: float = 1.0  # turns up to which a dimension is slow
+    truncate: bool = True  # round the ramp's ends outwards
+    attention_factor: float | None = None  # multiplies cos and sin; None: the paper's
 
     def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
         pairs, amplitude = len(frequencies), self.attention_factor
@@ -174,7 +174,7 @@ class Rope:
     theta: float = 10_000.0  # base of the frequencies
     fraction: float = 1.0  # of the head that is rotated
     layout: Layout = "half"  # how features form pairs
-    scaling: Linear | NTK | Llama3 | YaRN | LongRoPE | None = None
+    scaling: Linear | NTK | Llama3 | YaRN | LongRoPE | None = None  # of frequencies, for longer contexts
 
 
 def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope = Rope()) -> Float[Array, "B T N H"]:

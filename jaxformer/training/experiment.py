@@ -37,7 +37,7 @@ class Sample:
 
     prompt: str | None = None  # None starts from the vocabulary's first token
     tokens: int = 200  # how many to add
-    sampling: Sampling = Sampling(temperature=0.8)
+    sampling: Sampling = Sampling(temperature=0.8)  # how a token is picked
 
     def __post_init__(self):
         if self.tokens < 1:
