@@ -2,10 +2,9 @@
 
     mask = causal() & window(256) | prefix(16)
 
-A mask is a rule over absolute positions, `(q_positions, kv_positions) -> bool`, True where a query may attend. No array of
-size T x S exists until `.dense(T, S)` is called; `.blocks(T, S, block)` tells a kernel which blocks to compute.
-Masks without arrays are hashable and may be static arguments of `jax.jit`; masks with arrays (`segments`, `lengths`,
-and `prefix`, `global_tokens`, `block_sparse` of arrays) are pytrees and may be traced.
+A mask is a rule over absolute positions, `(q_positions, kv_positions) -> bool`, True where a query may attend. An array of
+size T x S exists only after `.dense(T, S)`; `.blocks(T, S, block)` tells a kernel which blocks to compute. Every mask is a
+pytree. Without arrays it is hashable and may be a static argument of `jax.jit`; with arrays (`segments`, `lengths`) not.
 """
 
 from jaxformer.masks.mask import (

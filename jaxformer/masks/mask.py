@@ -107,8 +107,7 @@ class Mask:
         """EMPTY, PARTIAL or FULL for each block of `block` (or `(rows, columns)`) pairs, int8 `[ceil(T/b), ceil(S/b)]`.
 
         NumPy at trace time, without an array of all pairs. EMPTY and FULL are proven, for every row and head. PARTIAL is
-        exact for masks of one rule, and for combinations as long as at most `masks.blocks.BUDGET` pairs have to be
-        evaluated. Arrays, and a traced offset, make the blocks that depend on them PARTIAL.
+        exact for one rule, and for combinations within `masks.blocks.BUDGET`. What arrays or a traced offset decide is PARTIAL.
         """
         rows, columns = (block, block) if isinstance(block, int | np.integer) else block
         if min(rows, columns) < 1:
@@ -118,15 +117,15 @@ class Mask:
     def density(self, q_length: int, kv_length: int) -> float:
         """Share of visible pairs, over rows and heads alike.
 
-        Exact for masks of one rule and for functions of q - kv, in O(T + S). Exact for other masks as long as at most 2^26
-        pairs have to be evaluated; beyond that an estimate from queries spread evenly over the blocks.
+        Exact for one rule and for functions of q - kv, in O(T + S), and wherever 2^26 evaluated pairs suffice. Beyond that it
+        is an estimate from queries spread evenly over the blocks.
         """
         return block_counts.density(self.sized(kv_length), q_length, kv_length)
 
     def plot(self, q_length: int, kv_length: int, path: Path | None = None, block: int | None = None) -> Any:
-        """The mask as a matplotlib figure, also written to `path`: one panel for each head, at most four.
+        """The mask's first row as a matplotlib figure, also written to `path`: one panel for each head, at most four.
 
-        Of arrays the first row is shown. `block` draws the grid of `.blocks` and tints what is not EMPTY.
+        `block` draws the grid of `.blocks` and tints what is not EMPTY.
         """
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure

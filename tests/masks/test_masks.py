@@ -497,6 +497,14 @@ def test_arrays_make_blocks_partial_where_the_rest_does_not_decide():
     assert masks.segments(jnp.array([[1, 1, 2], [0, 0, 1]])).density(3, 3) == pytest.approx((5 + 1) / 18)
 
 
+def test_an_integer_offset_stays_known_under_jit():
+    """A mask that is an argument of `jit` keeps its number; only an array is traced."""
+    mask, seen = masks.causal().at(0) & masks.lengths(kv=jnp.array([2])), []
+    blocks = jax.jit(lambda mask: seen.append(mask.blocks(4, 8, 4).tolist()) or mask.dense(4, 8))(mask)
+    np.testing.assert_array_equal(blocks, mask.dense(4, 8))
+    assert seen == [[[1, 0]]] and not jax.tree.leaves(masks.causal().at(3))
+
+
 def test_a_traced_offset_leaves_what_no_offset_moves():
     seen = {}
 

@@ -226,11 +226,13 @@ def finish_dq(dq, q):
     return ungroup_heads(dq.reshape(B, K, -1, q.shape[1], H)).astype(q.dtype)
 
 
-def sink_gradient(sinks, row: Row):
-    """Of one query block, `[K, G]`."""
-    K, G = row.lse.shape[1:3]
-    on_sink = jnp.exp(_finite(sinks, row.lse.dtype).reshape(1, K, G, 1) - _finite_lse(row.lse))
-    return -jnp.sum(on_sink * group_heads(row.delta, K), axis=(0, 3))
+def sink_gradient(sinks, lse, delta):
+    """From the log-sum-exp `[nq, B, K, G, bq]` of all query blocks and delta `[B, T, N]`; None without sinks."""
+    if sinks is None:
+        return None
+    lse = join_blocks(jax.vmap(ungroup_heads)(lse), delta.shape[1])
+    on_sink = jnp.exp(_finite(sinks, lse.dtype)[None, None] - _finite_lse(lse))
+    return -jnp.sum(on_sink * delta, axis=(0, 1)).astype(sinks.dtype)
 
 
 def _backward(grid, residuals, gradients):
@@ -238,19 +240,19 @@ def _backward(grid, residuals, gradients):
     d_out, d_lse = gradients
     wide = jnp.promote_types(query.dtype, jnp.float32)
     tiles = _tiles(grid, key, value, call)
+    delta = lambda g, o, g_lse: jnp.sum(g.astype(wide) * o.astype(wide), axis=-1) - g_lse.astype(wide)
 
     def step(sums, inputs):
         i, q, g, o, g_lse, lse = inputs
-        delta = jnp.sum(g.astype(wide) * o.astype(wide), axis=-1) - g_lse.astype(wide)
-        row = Row(q, g, delta, lse)
-        dq, *sums = add_gradients(tiles, Gradients(zero_dq(row.q, key.shape[2]), *sums), row, i, i)
-        return tuple(sums), (finish_dq(dq, row.q), 0 if call.sinks is None else sink_gradient(call.sinks, row))
+        row = Row(q, g, delta(g, o, g_lse), lse)
+        dq, *sums = add_gradients(tiles, Gradients(zero_dq(q, key.shape[2]), *sums), row, i, i)
+        return tuple(sums), finish_dq(dq, q)
 
     sums = *blocks.zeros((tiles.keys, tiles.values), wide), None if tiles.bias is None else tiles.bias.zeros(wide)
     rows = (query_blocks(grid, x) for x in (query, d_out, out, d_lse))
-    (dk, dv, d_bias), (dq, d_sinks) = lax.scan(step, sums, (jnp.arange(grid.nq), *rows, lse))
+    (dk, dv, d_bias), dq = lax.scan(step, sums, (jnp.arange(grid.nq), *rows, lse))
     dk, dv = (d[:, : grid.S].astype(x.dtype) for d, x in ((dk, key), (dv, value)))
-    d_sinks = None if call.sinks is None else jnp.sum(d_sinks, 0).reshape(-1).astype(call.sinks.dtype)
+    d_sinks = sink_gradient(call.sinks, lse, delta(d_out, out, d_lse))
     d_bias = blocks.bias_gradient(call.bias, d_bias)
     return join_blocks(dq, grid.T), dk, dv, replace(call, mask=None, bias=d_bias, sinks=d_sinks, dropout_seed=None)
 

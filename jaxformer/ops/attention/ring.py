@@ -229,24 +229,18 @@ def _if_busy(plan: Plan, attend_to: Callable, ring: Ring, turn) -> Ring:
     (kv, *changing), part = ring, (me - turn) % count
     if plan.busy.all():
         return attend_to(ring, part)
-    busy = jnp.asarray(plan.busy)[me, turn % count]
-    return Ring(
-        kv, *lax.cond(busy, lambda d_kv, rows: attend_to(Ring(kv, d_kv, rows), part)[1:], lambda *x: x, *changing)
-    )
+    visit = lambda d_kv, rows: attend_to(Ring(kv, d_kv, rows), part)[1:]
+    return Ring(kv, *lax.cond(jnp.asarray(plan.busy)[me, turn % count], visit, lambda *x: x, *changing))
 
 
 def _tiles(plan: Plan, call: Call) -> Tiles:
-    """The pairs of this device's queries with keys that come later, by `_with_keys`."""
+    """The pairs of this device's queries with keys and values that come later."""
     bias = call.bias
     bias = replace(bias, arrays=_varying(bias.arrays)) if isinstance(bias, Bias) else _varying(bias)
     first = call.mask.first(plan.grid.T, plan.grid.S)
     bias = blocks.bias_blocks(plan.grid, bias, first, jnp.asarray(plan.row_places))
     places = None if plan.places is None else jnp.asarray(plan.places)
     return Tiles(plan.grid, call, bias, plan.visits, None, None, places)
-
-
-def _with_keys(tiles: Tiles, kv, H: int) -> Tiles:
-    return tiles._replace(keys=kv[..., :H], values=kv[..., H:])
 
 
 def _row_numbers(plan: Plan, part):
@@ -290,7 +284,8 @@ def _forward_here(plan: Plan, query, kv, call: Call):
 
 def _extend(plan: Plan, tiles: Tiles, q, ring: Ring, part) -> Ring:
     """The running softmax of each query block, with this part of the keys."""
-    tiles = _with_keys(tiles, ring.kv, q.shape[-1])
+    H = q.shape[-1]
+    tiles = tiles._replace(keys=ring.kv[..., :H], values=ring.kv[..., H:])
     step = lambda _, row: (None, blockwise.extend(tiles, *row))
     return ring._replace(rows=lax.scan(step, None, (ring.rows, q, *_row_numbers(plan, part)))[1])
 
@@ -298,21 +293,21 @@ def _extend(plan: Plan, tiles: Tiles, q, ring: Ring, part) -> Ring:
 def _backward(plan: Plan, residuals, d_out):
     query, kv, call, out, lse = residuals
     kv_spec, call_spec = _specs(plan, call)
-    in_specs = SPLIT, kv_spec, call_spec, SPLIT, P(AXIS), SPLIT
-    out_specs = SPLIT, P(AXIS) if plan.gather else SPLIT, call_spec.bias, REPLICATED
+    in_specs = SPLIT, kv_spec, call_spec, P(AXIS), SPLIT, SPLIT
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1)
+    out_specs = SPLIT, P(AXIS) if plan.gather else SPLIT, call_spec.bias
     run = _on_devices(partial(_backward_here, plan), in_specs, out_specs)
-    d_query, d_kv, d_bias, d_sinks = run(query, kv, call, out, lse, d_out)
+    d_query, d_kv, d_bias = run(query, kv, call, lse, d_out, delta)
     if plan.gather:  # summed here, where the compiler makes a reduce-scatter that keeps the other axes split
         d_kv = with_logical_constraint(d_kv.sum(0), "batch", "length", "kv_heads", None)
-    d_sinks = None if call.sinks is None else d_sinks.reshape(-1).astype(call.sinks.dtype)
+    d_sinks = blockwise.sink_gradient(call.sinks, lse, delta)
     return d_query, d_kv.astype(kv.dtype), replace(call, mask=None, bias=d_bias, sinks=d_sinks, dropout_seed=None)
 
 
-def _backward_here(plan: Plan, query, kv, call: Call, out, lse, d_out):
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1)
+def _backward_here(plan: Plan, query, kv, call: Call, lse, d_out, delta):
     q, g, delta = (query_blocks(plan.grid, x) for x in (query, d_out, delta))
-    rows = Row(q, g, delta, lse)
+    rows, wide = Row(q, g, delta, lse), delta.dtype
     tiles, d_kv = _tiles(plan, call), blocks.zeros(kv, wide)
     dq = jax.vmap(lambda q: blockwise.zero_dq(q, kv.shape[2]))(rows.q)
     d_bias = None if tiles.bias is None else tiles.bias.zeros(wide)
@@ -324,17 +319,14 @@ def _backward_here(plan: Plan, query, kv, call: Call, out, lse, d_out):
     else:
         d_bias = lax.psum(d_bias, AXIS)
     dq = join_blocks(jax.vmap(blockwise.finish_dq)(dq, rows.q), query.shape[1])
-    d_sinks = None
-    if call.sinks is not None:
-        d_sinks = lax.psum(jax.vmap(partial(blockwise.sink_gradient, call.sinks))(rows).sum(0), AXIS)
     d_kv = d_kv[None] if plan.gather else d_kv.astype(kv.dtype)
-    return dq, d_kv, blocks.bias_gradient(call.bias, d_bias), d_sinks
+    return dq, d_kv, blocks.bias_gradient(call.bias, d_bias)
 
 
 def _add_gradients(plan: Plan, tiles: Tiles, rows: Row, ring: Ring, part) -> Ring:
     """The sums of gradients, with what each query block and this part of the keys add to them."""
     H, (dq, d_bias) = rows.q.shape[-1], ring.rows
-    tiles = _with_keys(tiles, ring.kv, H)
+    tiles = tiles._replace(keys=ring.kv[..., :H], values=ring.kv[..., H:])
 
     def step(sums, inputs):
         dq, *row = inputs
