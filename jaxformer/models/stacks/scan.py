@@ -124,9 +124,9 @@ def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context
         cut = lambda leaf: leaf[:scanned].reshape(scanned // period, period, *leaf.shape[1:])
         yield Group(step, jax.tree.map(cut, rows))
     if scanned < L:
-        rest = jax.tree.map(lambda leaf: leaf[scanned:], rows)
+        remaining = jax.tree.map(lambda leaf: leaf[scanned:], rows)
         turns = [each[i % period] for i in range(L - scanned)]
-        yield Group(partial(run_in_turn, turns, True), unstack(rest, L - scanned), False)
+        yield Group(partial(run_in_turn, turns, True), unstack(remaining, L - scanned), False)
 
 
 def run_layer(config: ModelConfig, mixer: Mixer, context: Context, pick, carry, row: Row):
