@@ -15,7 +15,13 @@ experiment = Experiment(
     name="gpt2_small",
     # the vocabulary rounded up to a multiple of 128 makes whole tiles of the largest product
     model=replace(gpt2_small, vocab_size=50304, dropout_rate=0.0, attention_dropout_rate=0.0, use_bias=False),
-    data=Text(path="openwebtext/", tokenizer="bpe", vocab_size=50257, validation_fraction=0.0005),
+    data=Text(
+        path="openwebtext/",
+        tokenizer="bpe",
+        vocab_size=50257,
+        validation_fraction=0.0005,
+        origin="https://huggingface.co/datasets/Skylion007/openwebtext (text files of 54 GB); any folder of .txt files will do",
+    ),
     optimizer=AdamW(learning_rate=6e-4, b2=0.95),
     schedule=Cosine(warmup=2000, final=0.1),
     steps=600_000,

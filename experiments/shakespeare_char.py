@@ -22,7 +22,11 @@ experiment = Experiment(
         use_bias=False,
         unroll=4,
     ),
-    data=Text(path="tinyshakespeare.txt", tokenizer="characters"),
+    data=Text(
+        path="tinyshakespeare.txt",
+        tokenizer="characters",
+        origin="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt (1.1 MB)",
+    ),
     optimizer=AdamW(learning_rate=2e-3, b2=0.99),
     schedule=Cosine(warmup=100, final=0.1),
     steps=2000,

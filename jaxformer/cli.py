@@ -76,7 +76,7 @@ def train(argv: list[str]) -> int:
     source, experiment = _experiment(name, arguments, f"python -m jaxformer train {name}")
 
     from jaxformer.analysis import figures
-    from jaxformer.parallel import multihost
+    from jaxformer.parallel import processes
     from jaxformer.training import loop
     from jaxformer.training.metrics import NonFinite
     from jaxformer.training.signals import Interrupted
@@ -90,17 +90,19 @@ def train(argv: list[str]) -> int:
         return 0
 
     try:
-        multihost.initialize()
-    except multihost.Lost as error:
+        processes.initialize()
+    except processes.MissingProcess as error:
         print(f"jaxformer: {error}", file=sys.stderr)
-        return multihost.LOST
-    return multihost.together(body)
+        return processes.LOST
+    return processes.run_together(body)
 
 
 def _experiment(name: str, arguments: list[str], usage: str):
     """(the source, the experiment with its options). Ends the program where the options are asked for."""
     from dataclasses import replace
 
+    if name not in config.available() and not name.endswith(".py"):
+        _refuse_preset(name)
     source = config.read(name)
     if "--help" in arguments or "-h" in arguments:
         print(config.help_text(source.experiment, usage))
@@ -115,6 +117,17 @@ def _experiment(name: str, arguments: list[str], usage: str):
     return replace(source, overrides=tuple(arguments)), config.override(
         source.experiment, arguments, offered(source.names)
     )
+
+
+def _refuse_preset(name: str) -> None:
+    """Raises ConfigError for the name of a preset, which is a model and no experiment."""
+    from jaxformer.models import PRESETS
+
+    if name in PRESETS:
+        raise ConfigError(
+            f"{name} is a preset, a model without data; show it (python -m jaxformer show {name}), or train it in an "
+            f"experiment (--model {name})"
+        )
 
 
 def evaluate(argv: list[str]) -> int:

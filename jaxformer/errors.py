@@ -1,6 +1,7 @@
 """The one error that a user sees as a line instead of a traceback."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -12,10 +13,14 @@ class ConfigError(ValueError):
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """'; did you mean NAME?' or nothing. A dotted name with the same last part is near, however far the rest."""
+    """'; did you mean NAME?' or nothing: by the last part of a dotted name, by initials (lr, learning-rate), by letters."""
     choices = list(choices)
-    last = lambda name: name.split(".")[-1].strip("-")
+    last = lambda name: name.split(".")[-1].strip("-'")
     same_end = [name for name in choices if last(name) == last(word)]
+    if not same_end and 1 < len(last(word)) < 4:  # so short a word is near to many
+        same_end = [name for name in choices if "".join(re.findall(r"(?:^|[-_])(\w)", last(name))) == last(word)]
+        ends = difflib.get_close_matches(last(word), map(last, choices), cutoff=0.75)
+        choices = [name for name in choices if last(name) in ends]
     cutoff = 0.0 if same_end else 0.75 if "." in word else 0.6  # dotted names are alike by their shared beginning
     found = difflib.get_close_matches(word, same_end or choices, n=1, cutoff=cutoff)
     return f"; did you mean {found[0]}?" if found else ""

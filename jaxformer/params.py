@@ -5,6 +5,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -46,23 +47,24 @@ def stack(spec: Tree, layers: int) -> Tree:
     """The same parameters for `layers` layers, along a new first axis `layers`; each layer draws its own values."""
 
     def stacked(leaf: Spec) -> Spec:
-        def init(key, shape, dtype):
-            keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(shape[0]))
-            return jax.vmap(lambda k: leaf.init(k, shape[1:], dtype))(keys)
-
+        init = partial(_init_layers, leaf.init)
         return replace(leaf, shape=(layers, *leaf.shape), axes=("layers", *leaf.axes), init=init)
 
     return jax.tree.map(stacked, spec)
 
 
+def _init_layers(init: Callable, key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
+    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(shape[0]))
+    return jax.vmap(lambda key: init(key, shape[1:], dtype))(keys)
+
+
 def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:
     """Initial values. A leaf's key depends on its path alone, so adding a parameter changes no other."""
 
-    def leaf(path, spec: Spec):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return spec.init(jax.random.fold_in(key, zlib.crc32(name.encode())), spec.shape, dtype)
+    def draw(name: str, leaf: Spec):
+        return leaf.init(jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.shape, dtype)
 
-    return jax.tree_util.tree_map_with_path(leaf, spec)
+    return map_with_name(draw, spec)
 
 
 def abstract(spec: Tree, dtype=jnp.float32) -> Tree:
@@ -75,16 +77,22 @@ def count(spec: Tree) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(spec))
 
 
+def map_with_name(function: Callable, tree: Tree) -> Tree:
+    """`function(name, leaf)` of every leaf, with names such as `layers/attention/query/kernel`."""
+    name = partial(jax.tree_util.keystr, simple=True, separator="/")
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(name(path), leaf), tree)
+
+
 def paths(tree: Tree) -> dict[str, Any]:
     """The tree as `{'layers/attention/query/kernel': leaf}`."""
     return flatten_dict(tree, sep="/")
 
 
 def mismatch(spec: Tree, tree: Tree, unused: str = "$^", path: str = "") -> str | None:
-    """The first leaf that only one of the two has, or that has another shape there, in one line; None where all agree.
+    """One line on the first leaf that only one of the two trees has, or whose shapes differ; None where they agree.
 
-    The tree may hold more where the regular expression `unused` matches somewhere in a path. What has no shape, in the
-    place of a leaf, agrees: a quantised weight or a user's own object.
+    The tree may hold more leaves where the regular expression `unused` matches somewhere in their path. A leaf without a
+    shape, such as a quantised weight, agrees with any.
     """
     if isinstance(spec, Spec):
         shape = getattr(tree, "shape", spec.shape)
@@ -92,27 +100,26 @@ def mismatch(spec: Tree, tree: Tree, unused: str = "$^", path: str = "") -> str 
     if not isinstance(spec, Mapping) or not isinstance(tree, Mapping):
         return None
     for name in sorted({**spec, **tree}):
-        where = f"{path}/{name}" if path else name
-        if name in spec:
-            found = mismatch(spec[name], tree[name], unused, where) if name in tree else _missing(spec[name], where)
+        inner = f"{path}/{name}" if path else name
+        if name in spec and name in tree:
+            found = mismatch(spec[name], tree[name], unused, inner)
+        elif name in spec:
+            found = _missing(spec[name], inner)
         else:
-            found = None if re.search(unused, where) else f"{where} is no parameter of this config"
+            found = None if re.search(unused, inner) else f"{inner} is no parameter of this config"
         if found:
             return found
     return None
 
 
 def _missing(spec: Tree, path: str) -> str | None:
-    leaves = (
-        [(path, spec)] if isinstance(spec, Spec) else [(f"{path}/{name}", leaf) for name, leaf in paths(spec).items()]
-    )
-    return f"{leaves[0][0]} {leaves[0][1].shape} is missing" if leaves else None
+    name, leaf = next(iter(paths({path: spec}).items()), (path, None))
+    return f"{name} {leaf.shape} is missing" if leaf is not None else None
 
 
 def mask(tree: Tree, pattern: str) -> Tree:
     """True where the regular expression matches somewhere in the leaf's path (weight decay, freezing)."""
-    matches = lambda path, _: bool(re.search(pattern, jax.tree_util.keystr(path, simple=True, separator="/")))
-    return jax.tree_util.tree_map_with_path(matches, tree)
+    return map_with_name(lambda name, _: bool(re.search(pattern, name)), tree)
 
 
 def cast(tree: Tree, dtype) -> Tree:

@@ -266,3 +266,103 @@ def test_killed_five_times_ends_bit_identical(workplace, tmp_path_factory):
     ours, theirs = leaves(workplace), leaves(undisturbed)
     assert ours[0] == theirs[0]
     assert ours[1] == theirs[1]
+
+
+# Runs and their names
+
+
+def test_a_name_means_its_newest_run_and_the_others_are_told(workplace, capsys):
+    quick = ["--steps=2", "--eval-batches=1", "--log-every=1"]
+    assert run(capsys, "train", "tiny", *quick)[0] == 0
+    code, out, _ = run(capsys, "train", "tiny", "--optimizer", "Lion(learning_rate=1e-3)", *quick)
+    assert code == 0 and "optimizer: AdamW -> Lion" in out  # what is new in a new run
+    code, out, err = run(capsys, "evaluate", "tiny")
+    assert code == 0 and "is the newest run" in err and "optimizer: AdamW -> Lion" in err
+    newest = json.loads(out.splitlines()[-1])["run"]
+    code, out, _ = run(capsys, "runs")
+    assert code == 0 and len(out.splitlines()) == 2 and out.splitlines()[-1].startswith(f"{newest}  2/2 steps")
+    older = out.split()[0]
+    code, out, _ = run(capsys, "compare", older, newest)
+    assert code == 0 and "optimizer.learning_rate: 0.001 -> " not in out and "optimizer: AdamW -> Lion" in out
+    for argv, said in (
+        (["evaluate", "runs/nope"], "no run folder"),
+        (["compare", older], "usage"),
+        (["train", "vit_base"], "vit_base is a preset"),
+        (["train", "tiny", "--lr=1"], "did you mean --optimizer.learning-rate"),
+        (["show", "gpt2_smal"], "did you mean gpt2_small"),
+    ):
+        code, _, err = run(capsys, *argv)
+        assert code == 2 and said in err and err.count("\n") == 1, (argv, err)
+
+
+def test_more_steps_of_a_finished_run_are_refused_with_what_to_do(workplace, capsys):
+    quick = ["--eval-batches=1", "--log-every=1"]
+    assert run(capsys, "train", "tiny", "--steps=2", *quick)[0] == 0
+    code, _, err = run(capsys, "train", "tiny", "--steps=4", *quick)
+    (folder,) = (workplace / "runs").glob("tiny-*")
+    assert code == 2 and f"--initial=runs/{folder.name} --name=tiny_longer" in err and "WSD" in err
+    code, _, _ = run(
+        capsys, "train", "tiny", "--steps=4", f"--initial=runs/{folder.name}", "--name=tiny_longer", *quick
+    )
+    assert code == 0
+    first, second = (
+        json.loads((path / "metrics.jsonl").read_text().splitlines()[line])["loss"]
+        for path, line in ((folder, 0), (next((workplace / "runs").glob("tiny_longer-*")), 0))
+    )
+    assert second < first
+    assert run(capsys, "train", "tiny", *quick)[0] == 0  # the file's own steps: from the beginning, and said
+
+
+def test_how_a_run_executes_may_change_and_is_said(workplace, capsys, caplog):
+    quick = ["--steps=4", "--eval-batches=1"]
+    assert run(capsys, "train", "tiny", *quick)[0] == 0
+    changed = ["--log-every=1", "--model.unroll=1", "--model.remat=full", "--checkpoints.every=1", "--eval-every=2"]
+    code, out, _ = run(capsys, "train", "tiny", *quick, *changed)
+    assert code == 0 and "this run is finished" in out
+    assert "changed since the last start: log_every: 2 -> 1" in caplog.text
+    assert len(list((workplace / "runs").glob("tiny-*"))) == 1
+
+
+def test_fine_tuning_of_a_run_trains_factors_beside_frozen_weights(trained, capsys):
+    (folder,) = (trained / "runs").glob("tiny-*")
+    options = ["--adaptation", "Lora(rank=2)", f"--initial={folder}", "--name=tuned", "--steps=3", "--eval-every=1"]
+    code, out, _ = run(capsys, "train", "tiny", *options, "--optimizer", "Adam()", "--schedule", "Constant()")
+    assert code == 0 and "weights/embedding/tokens: frozen" in out and "kernel/a: Adam" in out
+    from jaxformer.training.run import open_run
+
+    before, after = open_run(folder), open_run(next((trained / "runs").glob("tuned-*")))
+    kernels = [run.params["layers"]["attention"] for run in (before, after)]
+    np.testing.assert_array_equal(kernels[0]["key"]["kernel"], kernels[1]["key"]["kernel"])
+    assert np.abs(kernels[0]["query"]["kernel"] - kernels[1]["query"]["kernel"]).max() > 0
+    first = json.loads(after.folder.metrics.read_text().splitlines()[0])["loss"]
+    assert first < before.metrics[0]["loss"]
+    assert after.generate("the ", tokens=3).startswith("the ")
+
+
+def test_a_model_that_sees_later_tokens_ends_without_a_sample(workplace, capsys):
+    code, out, _ = run(capsys, "train", "tiny", "--model.masks", "full()", "--steps=2", "--eval-batches=1")
+    assert code == 0 and "sample:" not in out and "next: python -m jaxformer evaluate" in out and "generate" not in out
+
+
+def test_what_the_model_reports_reaches_the_record(workplace, capsys):
+    options = ["--model.feedforward", "Mixture(experts=4, top_k=2, d_ff=8)", "--steps=2", "--log-every=1"]
+    code, out, _ = run(capsys, "train", "tiny", *options, "--eval-batches=1")
+    (folder,) = (workplace / "runs").glob("tiny-*")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert code == 0 and "expert_load" in out and records[0]["dropped"] == 0
+    assert 2 / 4 * 4 <= records[0]["expert_load"] <= 4
+
+
+@pytest.mark.slow
+def test_a_profile_is_written(workplace, capsys):
+    code, out, _ = run(capsys, "train", "tiny", "--steps=20", "--eval-batches=1", "--profile")
+    (folder,) = (workplace / "runs").glob("tiny-*")
+    assert code == 0 and "profile of steps 10 to 15" in out and list((folder / "profile").rglob("*.pb"))
+
+
+def test_list_and_version(workplace, capsys):
+    from jaxformer import __version__
+
+    code, out, _ = run(capsys, "list")
+    assert code == 0 and "  tiny " in out and "quickstart" in out and "llama_7b" in out
+    assert run(capsys, "--version") == (0, f"{__version__}\n", "")

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def loss_report(result: Any, records: Sequence[dict]) -> str:
-    """The loss curve of a run that has ended, in its folder; the line that says where."""
+    """Draws the loss curve of a finished run into its folder; returns a line with its path."""
     path = result.folder / "figures" / "loss.png"
     loss_curve(records, path, f"{result.name}: {result.parameters:,} parameters", result.baseline)
     return f"loss curve: {path}"
@@ -17,7 +17,7 @@ def loss_curve(records: Sequence[dict], path: Path, title: str, baseline: float 
 
     `records` are the lines of metrics.jsonl; `baseline` is a horizontal line to beat (the unigram entropy).
     """
-    from matplotlib.figure import Figure  # half a second of import that a run pays only at its end
+    from matplotlib.figure import Figure  # the import takes half a second
 
     train = [(r["step"], r["loss"]) for r in records if "loss" in r]
     validation = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
@@ -28,17 +28,10 @@ def loss_curve(records: Sequence[dict], path: Path, title: str, baseline: float 
         axes.plot(steps, losses, color="#9db4c8", linewidth=0.8, label="training, each logged step")
         axes.plot(steps, _smooth(losses), color="#1f5d8c", linewidth=1.6, label="training, smoothed")
     if validation:
-        axes.plot(
-            *zip(*validation, strict=True), "o-", color="#c0392b", markersize=4, linewidth=1.2, label="validation"
-        )
-        axes.annotate(
-            f"{validation[-1][1]:.3f}",
-            validation[-1],
-            textcoords="offset points",
-            xytext=(-4, 8),
-            ha="right",
-            color="#c0392b",
-        )
+        steps, losses = zip(*validation, strict=True)
+        axes.plot(steps, losses, "o-", color="#c0392b", markersize=4, linewidth=1.2, label="validation")
+        place = dict(textcoords="offset points", xytext=(-4, 8), ha="right", color="#c0392b")
+        axes.annotate(f"{losses[-1]:.3f}", validation[-1], **place)
     if baseline is not None:
         axes.axhline(baseline, color="#777777", linestyle=":", linewidth=1, label=f"unigram entropy {baseline:.3f}")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
@@ -49,7 +42,7 @@ def loss_curve(records: Sequence[dict], path: Path, title: str, baseline: float 
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Mean over a centred window of a twentieth of the record on either side: no lag, and the ends stay honest."""
+    """Mean over a centred window, a twentieth of the record to each side, shorter at the ends: there is no lag."""
     reach = len(values) // 20
     windows = [values[max(i - reach, 0) : i + reach + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]

@@ -4,76 +4,30 @@ A description is JSON. A function is described by its name, its code and what it
 partial or a user's own class tells one experiment from another. Nothing is ever built from a description.
 """
 
-import ast
+import copyreg
 import dataclasses
+import enum
 import functools
 import hashlib
-import inspect
 import json
+import operator
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-EXECUTION = {"execution": True}
+from jaxformer.config import code
 
 
 def execution(default: Any) -> Any:
     """A field with this default that decides how a run executes and not its numbers: no part of its fingerprint."""
-    return dataclasses.field(default=default, metadata=EXECUTION)
+    return dataclasses.field(default=default, metadata={"execution": True})
 
 
 def is_config(value: Any) -> bool:
     """Whether a value is an instance of a dataclass, whose fields can be listed and set."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def describe(value: Any) -> Any:
-    """The value as JSON: a config as `{"type": class, field: ...}`, a function by name and code, an array by its digest."""
-    return _describe(value, ())
-
-
-def _describe(value: Any, above: tuple[int, ...]) -> Any:
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if value - value == 0 else repr(value)  # JSON has no infinity
-    if id(value) in above:
-        return "(itself)"
-    inner = functools.partial(_describe, above=(*above, id(value)))
-    if isinstance(value, Mapping):
-        return {str(key): inner(item) for key, item in value.items()}
-    if hasattr(value, "__describe__"):
-        return inner(value.__describe__())
-    if isinstance(value, list | tuple | set | frozenset):
-        items = [inner(item) for item in value]
-        return sorted(items, key=str) if isinstance(value, set | frozenset) else items
-    if isinstance(value, type):
-        return _code(value, inner)
-    if is_config(value):
-        code = {"code": _digest(value)} if _is_users(type(value)) else {}
-        return {"type": type(value).__name__, **code, **{name: inner(child) for name, child in fields(value).items()}}
-    if isinstance(value, functools.partial):
-        arguments = {"arguments": inner(value.args)} if value.args else {}
-        return {"partial": inner(value.func), **arguments, **inner(value.keywords)}
-    if isinstance(value, types.MethodType):
-        return {"method": value.__name__, "of": inner(value.__self__)}
-    if isinstance(value, types.FunctionType):
-        return _code(value, inner)
-    if hasattr(value, "__array__") and hasattr(value, "dtype"):
-        return {"array": f"{value.dtype}{list(value.shape)}", "sha256": _sha256(_bytes(value))}
-    if isinstance(value, bytes):
-        return {"bytes": len(value), "sha256": _sha256(value)}
-    if isinstance(value, Path):
-        return str(value)
-    if callable(value) and hasattr(value, "__qualname__"):  # a builtin
-        return name_of(value)
-    state = {} if isinstance(value, types.ModuleType) else getattr(value, "__dict__", {})
-    if hasattr(value, "__wrapped__"):  # jax.jit, functools.cache
-        return inner(value.__wrapped__)
-    code = {"code": _digest(value)} if _is_users(type(value)) else {}
-    return {"type": name_of(type(value)), **code, **inner(state)}
 
 
 def fields(config: Any) -> dict[str, Any]:
@@ -82,137 +36,153 @@ def fields(config: Any) -> dict[str, Any]:
         return dict(config.keywords)
     if not is_config(config):
         return {}
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+    return {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config) if field.init}
 
 
-def name_of(function: Any) -> str:
-    """`module:function`; of what an experiment file defines the name alone, since copies of the file have other paths."""
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", repr(function))
-    return name if module is None or _of_experiment_file(function) else f"{module}:{name}"
+# Descriptions
 
 
-def _of_experiment_file(function: Any) -> bool:
-    import sys
+class _Place(NamedTuple):
+    """Where in a description a value stands."""
 
-    return hasattr(sys.modules.get(str(getattr(function, "__module__", None))), "__experiment_file__")
+    above: tuple[int, ...] = ()  # ids of the values around it: a value inside itself is not described again
+    execution: bool = True  # whether fields made by `execution` are described
+    seen: dict[int, tuple[int, Any]] | None = None  # inside a user's code: its functions so far, each described once
 
 
-def _is_users(function: Any) -> bool:
-    """Whether a function or class is the user's own code: neither of this library nor of an installed one."""
+def describe(value: Any) -> Any:
+    """The value as JSON: a config as `{"type": class, field: ...}`, a function by name and code, an array by its digest."""
+    return _describe(value, _Place())
+
+
+def _describe(value: Any, place: _Place) -> Any:
+    if isinstance(value, enum.Enum):
+        return {"type": f"{code.name_of(type(value))}.{value.name}", "value": _describe(value.value, place)}
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if value - value == 0 else repr(float(value))  # JSON has no infinity
+    if id(value) in place.above:
+        return "(itself)"
+    place = place._replace(above=(*place.above, id(value)))
+    inner = functools.partial(_describe, place=place)
+    if isinstance(value, type | types.FunctionType):
+        return _code(value, place)
+    if hasattr(value, "__describe__"):
+        return inner(value.__describe__())
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else json.dumps(inner(key)): inner(item) for key, item in value.items()}
+    if isinstance(value, Set):
+        alone = lambda: place._replace(seen=None if place.seen is None else dict(place.seen))  # sets have no order
+        return sorted((_describe(item, alone()) for item in value), key=json.dumps)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return _instance(value, dict(zip(value._fields, value, strict=True)), place)
+    if isinstance(value, list | tuple):
+        return [inner(item) for item in value]
+    if is_config(value):
+        hidden = [] if place.execution else [field.name for field in dataclasses.fields(value) if _is_execution(field)]
+        return _instance(value, {name: item for name, item in fields(value).items() if name not in hidden}, place)
+    if isinstance(value, functools.partial):
+        arguments = {"arguments": value.args} if value.args else {}
+        return {"type": "partial", **inner({"of": value.func, **arguments, **value.keywords})}
+    if isinstance(value, types.MethodType):
+        return {"type": "method", "name": value.__name__, "of": inner(value.__self__)}
+    if hasattr(value, "__array__") and hasattr(value, "dtype"):
+        return _array(value, inner)
+    return _object(value, place)
+
+
+def _object(value: Any, place: _Place) -> Any:
+    """A value of no kind that is known, by what pickle would keep of it. No text with an address in memory enters."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, bytes):
+        return {"type": f"bytes[{len(value)}]", "sha256": _sha256(value)}
+    if hasattr(value, "__wrapped__"):  # jax.jit, jax.custom_vjp, functools.cache
+        others = {name: item for name, item in getattr(value, "__dict__", {}).items() if name[0] != "_"}
+        return _describe({"wrapped": value.__wrapped__, **others} if others else value.__wrapped__, place)
+    if callable(value) and hasattr(value, "__qualname__"):  # of C
+        return code.name_of(value)
     try:
-        path = inspect.getsourcefile(function)
-    except TypeError:  # of C
-        return False
-    if path is None or str(getattr(function, "__module__", "")).split(".")[0] == "jaxformer":
-        return False
-    return is_users_file(Path(path))
+        reduce = copyreg.dispatch_table.get(type(value), operator.methodcaller("__reduce_ex__", 2))
+        reduced: Any = reduce(value)
+    except Exception:  # a lock, an open file: nothing to compare
+        return _instance(value, {}, place)
+    if isinstance(reduced, str):
+        return reduced
+    function, arguments, state, *items = (*reduced, None)
+    states = [part for part in (state if isinstance(state, tuple) else (state,)) if part is not None]
+    parts: dict[str, Any] = {"state": state}
+    if all(isinstance(part, dict) for part in states):  # __dict__ and __slots__
+        parts = {name: part for each in states for name, part in each.items()}
+    arguments = arguments[1:] if function.__name__ == "__newobj__" else arguments
+    items = [list(item) for item in items if item is not None]  # of a subclass of list or dict
+    parts |= {name: part for name, part in (("arguments", arguments), ("items", items)) if part}
+    return _instance(value, parts, place)
 
 
-def is_users_file(path: Path) -> bool:
-    """Whether a Python file belongs neither to this library, nor to an installed package, nor to Python."""
-    import sysconfig
-
-    parts = path.resolve().parts
-    library = Path(__file__).resolve().parents[1]
-    installed = "site-packages" in parts or "dist-packages" in parts
-    standard = Path(sysconfig.get_path("stdlib")).resolve()
-    return not (installed or path.resolve().is_relative_to(standard) or path.resolve().is_relative_to(library))
-
-
-def _code(function: Any, inner) -> Any:
-    cells = getattr(function, "__closure__", None) or ()
-    names = function.__code__.co_freevars if cells else ()
-    closure = {}
-    for name, cell in zip(names, cells, strict=True):
-        try:
-            closure[name] = inner(cell.cell_contents)
-        except ValueError:  # not yet assigned
-            closure[name] = None
-    described = {"code": _digest(function)} if _is_users(function) else {}
-    if closure:
-        described["closure"] = closure
-    if described and getattr(function, "__defaults__", None):
-        described["defaults"] = inner(function.__defaults__)
-    return {"function": name_of(function), **described} if described else name_of(function)
+def _instance(value: Any, parts: Mapping[str, Any], place: _Place) -> dict[str, Any]:
+    described = _code(type(value), place)
+    described = described if isinstance(described, dict) else {"function": described}
+    name = type(value).__name__ if is_config(value) else described["function"]
+    return {
+        "type": name,
+        **{key: part for key, part in described.items() if key != "function"},
+        **_describe(parts, place),
+    }
 
 
-# The code of a user's function
+def _code(unit: Any, place: _Place) -> Any:
+    """A function or class: its name; of the user's own also its code, closure and default arguments."""
+    name = code.name_of(unit)
+    if code.in_library(unit):
+        return name if place.seen is None else name.rpartition(":")[2]  # libraries move what they export
+    described: dict[str, Any] = {"function": name}
+    if place.seen is not None:
+        if id(unit) in place.seen:
+            return f"{name} (function {place.seen[id(unit)][0]} of this code)"
+        place.seen[id(unit)] = (len(place.seen), unit)
+    if code.is_users(unit):
+        # a digest starts anew, so it does not depend on where in the config the function stands
+        inside = _Place((id(unit),), False, {id(unit): (0, unit)}) if place.seen is None else place
+        found = code.source(unit, functools.partial(_describe, place=inside))
+        described["code"] = _digest(found) if place.seen is None else found
+    for part, values in (("closure", code.closure(unit)), ("defaults", code.default_arguments(unit))):
+        if values:
+            described[part] = _describe(values, place)
+    return described if len(described) > 1 else name
 
 
-def _digest(function: Any) -> str:
-    """Eight hex digits of what a user's function or object does: its source without comments, and the globals it uses."""
-    found: dict[str, str] = {}
-    _collect(function if inspect.isroutine(function) or isinstance(function, type) else type(function), found)
-    return _sha256(json.dumps(found, sort_keys=True).encode())[:8]
-
-
-def _collect(function: Any, found: dict[str, str]) -> None:
-    """Puts the source of a function, and of the user's functions and constants that it names, into `found`."""
-    key = name_of(function)
-    if key in found:
-        return
-    node = _syntax(function)
-    found[key] = "" if node is None else ast.unparse(node)
-    names = {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)} if node is not None else set()
-    for name in sorted(names):
-        value = _globals(function).get(name, MISSING)
-        if (inspect.isfunction(value) or isinstance(value, type)) and _is_users(value):
-            _collect(value, found)
-        elif isinstance(value, bool | int | float | str | tuple):
-            found[f"{key}.{name}"] = json.dumps(describe(value))
-
-
-def _globals(function: Any) -> dict[str, Any]:
-    import sys
-
-    if isinstance(function, type):
-        return vars(sys.modules.get(function.__module__, types.ModuleType("")))
-    return getattr(function, "__globals__", {})
-
-
-def _syntax(function: Any) -> ast.AST | None:
-    """The syntax tree of a function or class, from its file."""
-    try:
-        lines, first = inspect.findsource(function)
-        tree = _tree("".join(lines))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    if isinstance(function, type):
-        kinds, line, columns = (ast.ClassDef,), first + 1, None
-    else:
-        code = function.__code__
-        kinds, line = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda), code.co_firstlineno
-        columns = [at for at in code.co_positions() if None not in at and at[0] >= line]
-    for node in ast.walk(tree):
-        if not isinstance(node, kinds):
-            continue
-        decorators = getattr(node, "decorator_list", [])
-        begin = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-        if line not in (begin, node.lineno):
-            continue
-        if isinstance(node, ast.Lambda) and columns:  # several may stand on a line: the one around the instructions
-            at = columns[-1]
-            inside = (node.body.lineno, node.body.col_offset) <= (at[0], at[2])
-            if not (inside and (at[1], at[3]) <= (node.body.end_lineno, node.body.end_col_offset)):
-                continue
-        if isinstance(node, ast.Lambda) == (getattr(function, "__name__", "") == "<lambda>"):
-            return node
-    return None
-
-
-@functools.lru_cache(maxsize=64)
-def _tree(text: str) -> ast.Module:
-    return ast.parse(text)
-
-
-def _bytes(array: Any) -> bytes:
+def _array(value: Any, inner) -> dict[str, Any]:
     import numpy as np
 
-    return np.asarray(array).tobytes()
+    try:
+        array = np.asarray(value)
+    except TypeError:  # a key of jax.random
+        import jax
+
+        array = np.asarray(jax.random.key_data(value))
+    kind = {"type": f"{value.dtype}{list(value.shape)}"}
+    return kind | ({"items": inner(array.tolist())} if array.dtype == object else {"sha256": _sha256(array.tobytes())})
 
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _digest(description: Any) -> str:
+    """Eight hex digits of a description. 2 and 2.0 are equal, as they are in Python."""
+    return _sha256(json.dumps(_whole(description), sort_keys=True).encode())[:8]
+
+
+def _whole(description: Any) -> Any:
+    if isinstance(description, dict):
+        return {name: _whole(item) for name, item in description.items()}
+    if isinstance(description, list):
+        return [_whole(item) for item in description]
+    return int(description) if isinstance(description, float) and description.is_integer() else description
 
 
 # Comparison
@@ -223,56 +193,61 @@ def fingerprint(config: Any) -> str:
 
     A field that is added with a default changes no old fingerprint.
     """
-    return _sha256(json.dumps(changes(config), sort_keys=True).encode())[:8]
+    return _digest(changes(config))
 
 
-def changes(config: Any, default: Any = MISSING) -> dict[str, Any]:
+def changes(config: Any, default: Any = None) -> dict[str, Any]:
     """The description of what a config does not share with `default`, or with its class's defaults.
 
     Fields made by `execution` are left out.
     """
-    same = default is not MISSING and type(default) is type(config)
-    described = describe(config)
-    found = {} if same else {name: described[name] for name in ("type", "code") if name in described}
-    usual = fields(default) if same else defaults(type(config))
-    for field in dataclasses.fields(config):
-        if not field.init or field.metadata.get("execution"):
+    numbers_only = _Place(execution=False)
+    same = type(default) is type(config)
+    described = _describe(config, numbers_only)
+    found = {} if same else {name: part for name, part in described.items() if name not in fields(config)}
+    usual = fields(default) if same else _defaults(type(config))
+    for name, value in fields(config).items():
+        if name not in described:  # execution
             continue
-        value, other = getattr(config, field.name), usual[field.name]
         if is_config(value) and not hasattr(value, "__describe__"):
-            part = changes(value, other)
+            part = changes(value, usual[name])
             if part:
-                found[field.name] = part
-        elif other is MISSING or described[field.name] != describe(other):
-            found[field.name] = described[field.name]
+                found[name] = part
+        elif usual[name] is MISSING or described[name] != _describe(usual[name], numbers_only):
+            found[name] = described[name]
     return found
 
 
-def defaults(cls: type) -> dict[str, Any]:
+def _is_execution(field: dataclasses.Field) -> bool:
+    return field.metadata.get("execution", False)
+
+
+def _defaults(cls: type) -> dict[str, Any]:
     """The default of each field of a config class, MISSING where it has none."""
     return {
         field.name: field.default if field.default_factory is MISSING else field.default_factory()
         for field in dataclasses.fields(cls)
-        if field.init
     }
 
 
 def flat(description: Any, prefix: str = "") -> dict[str, Any]:
     """A description by dotted path: `{"optimizer": "AdamW", "optimizer.learning_rate": 0.001}`."""
-    if not isinstance(description, Mapping):
+    if not isinstance(description, Mapping) or not description:
         return {prefix: description}
-    found = {prefix: description[kind] for kind in ("type", "function", "partial") if kind in description and prefix}
+    found = {}
     for name, value in description.items():
-        if name not in ("type", "function"):
+        if prefix and name in ("type", "function") and isinstance(value, str):
+            found[prefix] = value
+        elif prefix or name != "type":
             found |= flat(value, f"{prefix}.{name}" if prefix else name)
     return found
 
 
 def diff(old: Mapping, new: Mapping) -> dict[str, tuple[Any, Any]]:
-    """What two descriptions differ in, by dotted path: `{"optimizer.learning_rate": (old, new)}`; None where one has no such."""
+    """What two descriptions differ in, by dotted path: `{"optimizer.learning_rate": (old, new)}`; None where there is none."""
     before, after = flat(old), flat(new)
     pairs = {name: (before.get(name), after.get(name)) for name in before | after}
-    return {name: (a, b) for name, (a, b) in pairs.items() if a != b or type(a) is not type(b)}
+    return {name: (a, b) for name, (a, b) in pairs.items() if a != b or isinstance(a, bool) != isinstance(b, bool)}
 
 
 def execution_fields(config: Any, prefix: str = "") -> set[str]:
@@ -280,7 +255,7 @@ def execution_fields(config: Any, prefix: str = "") -> set[str]:
     found = set()
     for field in dataclasses.fields(config) if is_config(config) else ():
         path, value = prefix + field.name, getattr(config, field.name, None)
-        if field.metadata.get("execution"):
+        if _is_execution(field):
             found |= {path} | {f"{path}.{name}" for name in flat(describe(value)) if name}
         else:
             found |= execution_fields(value, f"{path}.")

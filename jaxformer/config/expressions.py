@@ -2,16 +2,20 @@
 
     Lion(learning_rate=1e-4)      causal() & window(255)      (0.9, 0.98)      swiglu
 
-The text is read as a syntax tree. A node that is not in `evaluate` is refused, and a name calls only what is offered.
+The text is read as a syntax tree. A node that is not in `_value` is refused, and a name calls only what is offered.
 """
 
 import ast
 import dataclasses
+import enum
 import functools
+import inspect
 import operator
 import types
 import typing
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from jaxformer.config.describe import is_config
@@ -19,59 +23,135 @@ from jaxformer.errors import ConfigError, did_you_mean
 
 Names = Mapping[str, Any]
 
-_UNARY = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert}
-_BINARY = {
+LONGEST = 10_000  # characters; numbers and nesting stay small with it
+_UNARY: dict[type, Callable] = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert}
+_BINARY: dict[type, Callable] = {
     ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.Add: operator.add, ast.Sub: operator.sub,
     ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
-_NUMBERS = int | float
+
+
+# Expressions
 
 
 def evaluate(text: str, names: Names) -> Any:
     """The value of an expression over `names`. Raises ConfigError for everything but literals, calls and `& | ~ + - * /`."""
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-        if sum(1 for _ in ast.walk(tree)) > 10_000:
-            raise ConfigError("the expression is too long")
-        return _value(tree, names)
+        return _value(_parse(text), names)
     except ConfigError:
         raise
     except Exception as error:  # a call may raise anything
-        raise ConfigError(error.msg if isinstance(error, SyntaxError) else error) from error
+        raise ConfigError(str(error) or type(error).__name__) from error
+
+
+def _parse(text: str) -> ast.expr:
+    if len(text) > LONGEST:
+        raise ConfigError(f"the expression has {len(text)} characters; at most {LONGEST} are read")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the parser: "\d" is no error here
+            return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{getattr(error, 'msg', 'too deep')}, in an expression") from None
 
 
 def _value(node: ast.expr, names: Names) -> Any:
     match node:
         case ast.Constant(None | bool() | int() | float() | str() as value):
-            return value
+            return _bounded(value)
         case ast.Name(name):
             value = _look_up(name, names)
-            return value() if dataclasses.is_dataclass(value) and isinstance(value, type) else value
-        case ast.Call(ast.Name(name), arguments, keywords) if all(keyword.arg for keyword in keywords):
+            return _call(name, value, [], {}) if isinstance(value, type) else value
+        case ast.Call(ast.Name(name), arguments, keywords) if _are_named_once(keywords):
             function = _look_up(name, names)
-            if not callable(function) or (is_config(function) and not isinstance(function, type)):
+            if not callable(function) or is_config(function):
                 raise ConfigError(f"{name} cannot be called; use it without ()")
-            named = {str(keyword.arg): _value(keyword.value, names) for keyword in keywords}
-            made = function(*[_value(argument, names) for argument in arguments], **named)
-            return check_fields(made, name)
+            values = [_value(argument, names) for argument in arguments]
+            return _call(name, function, values, {str(each.arg): _value(each.value, names) for each in keywords})
         case ast.Tuple(items) | ast.List(items):
             return tuple(_value(item, names) for item in items)
         case ast.Dict(keys, values) if None not in keys:
-            pairs = zip(keys, values, strict=True)
-            return {_value(key, names): _value(value, names) for key, value in pairs if key is not None}
+            return {_value(key, names): _value(item, names) for key, item in zip(keys, values, strict=True) if key}
         case ast.UnaryOp(sign, operand) if type(sign) in _UNARY:
-            return _UNARY[type(sign)](_value(operand, names))
+            value = _value(operand, names)
+            if _is_number(value) != isinstance(sign, ast.Invert):
+                return _UNARY[type(sign)](value)
         case ast.BinOp(left, sign, right) if type(sign) in _BINARY:
             a, b = _value(left, names), _value(right, names)
-            if isinstance(sign, ast.BitAnd | ast.BitOr) or (isinstance(a, _NUMBERS) and isinstance(b, _NUMBERS)):
+            if isinstance(sign, ast.BitAnd | ast.BitOr):
+                for side, value in ((left, a), (right, b)):
+                    if isinstance(value, types.FunctionType):
+                        raise ConfigError(f"{ast.unparse(side)} is a function; write {ast.unparse(side)}(...)")
                 return _BINARY[type(sign)](a, b)
-    raise ConfigError(f"{ast.unparse(node)!r}: expected a literal or a call such as Name(field=value)")
+            if _is_number(a) and _is_number(b):
+                return _bounded(_BINARY[type(sign)](a, b))
+    raise ConfigError(f"{_short(ast.unparse(node))!r}: expected a literal or a call such as Name(field=value)")
+
+
+def _are_named_once(keywords: Sequence[ast.keyword]) -> bool:
+    names = [keyword.arg for keyword in keywords]
+    return None not in names and len(set(names)) == len(names)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _bounded(value: Any) -> Any:
+    """The value; an integer that no float can hold is refused."""
+    if isinstance(value, int) and value.bit_length() > 1000:
+        raise ConfigError("the number is too large")
+    return value
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _look_up(name: str, names: Names) -> Any:
-    if name not in names:
-        raise ConfigError(f"there is no {name!r} to choose from{did_you_mean(name, names)}")
-    return names[name]
+    if name in names:
+        return names[name]
+    if name in ("inf", "nan"):
+        return float(name)
+    raise ConfigError(f"there is no {name!r} to choose from{did_you_mean(name, names)}")
+
+
+def _call(name: str, function: Callable, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+    """The result of a call. Arguments of a config are converted to the types of its fields."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of C
+        return function(*arguments, **named)
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for word in named:
+        if word not in parameters and not open_ended:
+            near = did_you_mean(word, parameters) or f"; it has {', '.join(parameters) or 'none'}"
+            raise ConfigError(f"{name}: no argument {word!r}{near}")
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [each for each in parameters.values() if each.default is each.empty and each.kind in kinds]
+    missing = [each.name for each in needed[len(arguments) :] if each.name not in named]
+    if missing:
+        raise ConfigError(f"{name} needs {', '.join(missing)}; write {name}({missing[0]}=...)")
+    if dataclasses.is_dataclass(function):
+        types_ = hints(typing.cast(type, function))
+        converted = [_field(name, field, value, types_) for field, value in zip(parameters, arguments, strict=False)]
+        arguments = [*converted, *arguments[len(converted) :]]
+        named = {field: _field(name, field, value, types_) for field, value in named.items()}
+    try:
+        return function(*arguments, **named)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{name}(...): {str(error) or type(error).__name__}") from error
+
+
+def _field(name: str, field: str, value: Any, types_: Mapping[str, Any]) -> Any:
+    try:
+        return convert(value, types_.get(field, Any))
+    except ConfigError as error:
+        raise ConfigError(f"{name}({field}=...): {error}") from None
+
+
+# Words
 
 
 def read(texts: Sequence[str], hint: Any, names: Names) -> Any:
@@ -79,58 +159,88 @@ def read(texts: Sequence[str], hint: Any, names: Names) -> Any:
 
     A str and a Literal take the word as it is. A tuple takes several words, one word, or `(a, b)`.
     """
-    if hint is bool and not texts:
+    if not texts and bool in members_of(hint):
         return True
-    alone = _tuple_hint(hint)
-    if alone is not None and len(texts) != 1:
-        members = get_args(alone)
-        inner = [members[0]] * len(texts) if members[-1] is ... else members
-        if len(inner) != len(texts):
-            raise ConfigError(f"expected {expected(hint)}")
-        return tuple(_word(text, member, names) for text, member in zip(texts, inner, strict=True))
-    if len(texts) != 1:
-        raise ConfigError(f"expected {expected(hint)}")
-    return _word(texts[0], hint, names)
-
-
-def _tuple_hint(hint: Any) -> Any:
-    """The tuple among the members of a type, or None."""
-    return next((member for member in members_of(hint) if get_origin(member) is tuple), None)
+    if len(texts) == 1:
+        return _word(texts[0], hint, names)
+    items = _item_types(hint, len(texts))
+    try:
+        if items is not None:
+            return convert(tuple(_word(text, item, names) for text, item in zip(texts, items, strict=True)), hint)
+    except ConfigError:
+        if not _is_plain(hint):
+            raise
+    raise ConfigError(f"expected {expected(hint)}")
 
 
 def _word(text: str, hint: Any, names: Names) -> Any:
-    members = members_of(hint)
-    choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
-    if text in choices:
+    members, plain = members_of(hint), _is_plain(hint)
+    choices = _choices(members)
+    word = text.capitalize() if bool in members else text
+    if word in choices:
+        return choices[word]
+    if str in members and (plain or not _is_expression(text, names)) and not _is_number_word(text, members):
         return text
-    if text == "None" and types.NoneType in members:
-        return None
-    if bool in members and text.capitalize() in ("True", "False"):
-        return text.capitalize() == "True"
-    alone = _tuple_hint(hint)
-    only_words = all(m in (str, bool, int, float, types.NoneType) or get_origin(m) is Literal for m in members)
-    if str in members and (only_words or not _is_expression(text, names)):
-        return text
+    if Path in members:
+        return Path(text)
+    items = _item_types(hint, 1)
     try:
+        if items is not None and _is_plain(items[0]) and not text.startswith(("(", "[")) and "," not in text:
+            return convert((_word(text, items[0], names),), hint)
         value = evaluate(text, names)
+        if isinstance(value, float) and "e" in text.lower() and int in members and value.is_integer():
+            value = int(value)  # 1e4 is meant as an integer, 1.0 is not
+        return convert(value, hint)
     except ConfigError as error:
-        if alone is not None and "(" not in text:
-            return (_word(text, get_args(alone)[0], names),)
-        if all(member in (bool, int, float, types.NoneType) or get_origin(member) is Literal for member in members):
+        if plain:
             raise ConfigError(f"expected {expected(hint)}") from None
-        raise ConfigError(f"{error}; expected {expected(hint)}") from None
-    if isinstance(value, float) and "e" in text.lower() and int in members and value % 1 == 0:
-        value = int(value)  # 1e4 is meant as an integer, 1.0 is not
-    return convert(value, hint)
+        told = hint is Any or str(error).startswith("expected")
+        raise ConfigError(str(error) if told else f"{error}; expected {expected(hint)}") from None
+
+
+def _choices(members: Sequence[Any]) -> dict[str, Any]:
+    """The values that a type writes as words."""
+    found: dict[str, Any] = {}
+    for member in members:
+        if get_origin(member) is Literal:
+            found |= {str(choice): choice for choice in get_args(member)}
+        elif isinstance(member, enum.EnumMeta):
+            found |= {choice.name: choice for choice in member}
+        elif member is bool:
+            found |= {"True": True, "False": False}
+        elif member is types.NoneType:
+            found["None"] = None
+    return found
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether words alone write every value of a type, without calls."""
+    if get_origin(hint) in (tuple, list):
+        return all(item is ... or _is_plain(item) for item in get_args(hint))
+    words = (str, bool, int, float, Path, types.NoneType)
+    return all(
+        member in words
+        or get_origin(member) is Literal
+        or isinstance(member, enum.EnumMeta)
+        or (get_origin(member) in (tuple, list) and _is_plain(member))
+        for member in members_of(hint)
+    )
 
 
 def _is_expression(text: str, names: Names) -> bool:
-    """Whether a word is better read as a call or a name than as a string."""
+    """Whether a word is better read as an expression than as a string: it calls something, or is a name to choose."""
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = _parse(text)
+    except ConfigError:
         return False
-    return isinstance(tree, ast.Call | ast.BinOp | ast.UnaryOp) or (isinstance(tree, ast.Name) and tree.id in names)
+    return text in names or any(isinstance(node, ast.Call) for node in ast.walk(tree))
+
+
+def _is_number_word(text: str, members: Sequence[Any]) -> bool:
+    try:
+        return bool({int, float} & set(members)) and _is_number(evaluate(text, {}))
+    except ConfigError:
+        return False
 
 
 # Types
@@ -141,60 +251,60 @@ def members_of(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
+def _item_types(hint: Any, count: int) -> list[Any] | None:
+    """The types of `count` items of the tuple or list among the members of a type; None where there is no such."""
+    for member in members_of(hint):
+        origin, arguments = get_origin(member) or member, get_args(member)
+        if origin is list or (origin is tuple and (not arguments or arguments[-1] is ...)):
+            return [arguments[0] if arguments else Any] * count
+        if origin is tuple and len(arguments) == count:
+            return list(arguments)
+    return None
+
+
 def convert(value: Any, hint: Any) -> Any:
     """The value as its type has it: an int where a float is due becomes one. Raises ConfigError for another type."""
     for member in members_of(hint):
         made = _as(value, member)
         if made is not _NO:
             return made
-    raise ConfigError(f"expected {expected(hint)}, got {value!r}")
+    raise ConfigError(f"expected {expected(hint)}, got {shown(value)}")
 
 
 _NO = object()
 
 
 def _as(value: Any, hint: Any) -> Any:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Any or hint is object:
-        return value
-    if hint is types.NoneType or hint is None:
-        return None if value is None else _NO
+    """The value as one type, `_NO` where it is none of it."""
+    origin = get_origin(hint) or hint
     if origin is Literal:
-        return value if value in arguments else _NO
-    if origin is tuple:
-        items = value if isinstance(value, tuple | list) else (value,) if arguments[-1] is ... else ()
-        inner = [arguments[0]] * len(items) if arguments[-1] is ... else arguments
-        if len(items) != len(inner):
-            return _NO
-        try:
-            return tuple(convert(item, member) for item, member in zip(items, inner, strict=True))
-        except ConfigError:
-            return _NO
-    if Callable in (hint, origin):
+        return next((choice for choice in get_args(hint) if value == choice and type(value) is type(choice)), _NO)
+    if origin in (tuple, list):
+        return _sequence(value, hint)
+    if origin is Callable:
         return value if callable(value) else _NO
-    if hint is float:
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else _NO
-    if hint is int:
-        return value if isinstance(value, int) and not isinstance(value, bool) else _NO
-    if isinstance(origin or hint, type):
-        return value if isinstance(value, origin or hint) else _NO
-    return value  # a type that cannot be checked
-
-
-def check_fields(value: Any, name: str) -> Any:
-    """The config with its fields converted to their types. Raises ConfigError for a field of another type."""
-    if not is_config(value) or not type(value).__module__.startswith("jaxformer"):
+    if origin is float:
+        return float(value) if _is_number(value) else _NO
+    if origin is int:
+        return value if _is_number(value) and not isinstance(value, float) else _NO
+    if origin is Path and isinstance(value, str):
+        return Path(value)
+    try:
+        return value if isinstance(value, origin) else _NO
+    except TypeError:  # Any, and whatever else cannot be checked
         return value
-    changed = {}
-    for field, hint in hints(type(value)).items():
-        given = getattr(value, field)
-        try:
-            made = convert(given, hint)
-        except ConfigError as error:
-            raise ConfigError(f"{name}({field}=...): {error}") from None
-        if made is not given:
-            changed[field] = made
-    return dataclasses.replace(value, **changed) if changed else value
+
+
+def _sequence(value: Any, hint: Any) -> Any:
+    many = isinstance(value, tuple | list)
+    items = _item_types(hint, len(value) if many else 1)
+    if items is None or (not many and get_args(hint)[-1:] != (...,)):
+        return _NO
+    try:
+        converted = [convert(item, kind) for item, kind in zip(value if many else (value,), items, strict=True)]
+    except ConfigError:
+        return _NO
+    return converted if (get_origin(hint) or hint) is list else tuple(converted)
 
 
 @functools.cache
@@ -211,13 +321,28 @@ def expected(hint: Any) -> str:
     """A type in the words of an error message."""
     members = get_args(hint)
     if members_of(hint) != (hint,):
-        return " or ".join(map(expected, members))
+        words = list(dict.fromkeys(map(expected, members)))
+        return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, members))}"
-    if get_origin(hint) is tuple:
-        return f"any number of {expected(members[0])}" if members[-1] is ... else " ".join(map(expected, members))
+    if isinstance(hint, enum.EnumMeta):
+        return f"one of {', '.join(choice.name for choice in hint)}"
+    if get_origin(hint) in (tuple, list):
+        several = get_origin(hint) is list or members[-1] is ...
+        return f"any number of {expected(members[0])}" if several else " ".join(map(expected, members))
     if hint is types.NoneType:
         return "None"
     if Callable in (hint, get_origin(hint)):
-        return "a function or config such as Name(field=value)"
+        return "a function such as Name(field=value)"
     return "any value" if hint is Any else getattr(hint, "__name__", str(hint))
+
+
+def shown(value: Any) -> str:
+    """A value on one short line, without addresses in memory."""
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(map(shown, value)) + ("," if len(value) == 1 else "") + ")"
+    if value is None or isinstance(value, str | bool | int | float | Path) or hasattr(value, "__describe__"):
+        return _short(" ".join(repr(value).split()))
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    return getattr(value, "__name__", None) or f"{type(value).__name__}(...)"

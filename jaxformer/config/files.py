@@ -2,16 +2,17 @@
 
 import ast
 import hashlib
-import linecache
-import re
+import importlib.util
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jaxformer.config.describe import is_config, is_users_file
+from jaxformer.config.code import is_users_file
+from jaxformer.config.describe import is_config
 from jaxformer.errors import ConfigError, did_you_mean
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -25,7 +26,6 @@ class Source:
 
     text: str
     path: str
-    module: str
     experiment: Any = None
     names: dict[str, Any] = field(default_factory=dict)  # what its expressions may call
     imports: dict[str, str] = field(default_factory=dict)  # path: sha256
@@ -33,7 +33,7 @@ class Source:
 
     def facts(self) -> dict[str, Any]:
         """What is needed to run the copy again, as JSON."""
-        return {"path": self.path, "module": self.module, "overrides": list(self.overrides), "imports": self.imports}
+        return {"path": self.path, "overrides": list(self.overrides), "imports": self.imports}
 
 
 def load(name_or_path: str) -> Any:
@@ -47,14 +47,12 @@ def load(name_or_path: str) -> Any:
 def read(name_or_path: str) -> Source:
     """`load`, with all that was learned on the way."""
     path = _find(str(name_or_path))
-    in_folder = path.parent.name == "experiments"  # under its importable name: files may build on each other
-    return _run(path.read_text(), path, f"experiments.{path.stem}" if in_folder else path.stem, path)
+    return _run(path, path)
 
 
 def again(copy: Path, facts: dict[str, Any]) -> Source:
     """The copy of an experiment file, run as the file once was. Raises ConfigError where it fails to run."""
-    source = _run(copy.read_text(), Path(facts["path"]), facts["module"], copy)
-    return replace(source, overrides=tuple(facts["overrides"]))
+    return replace(_run(copy, Path(facts["path"])), overrides=tuple(facts["overrides"]))
 
 
 def available() -> dict[str, Path]:
@@ -76,59 +74,81 @@ def _find(name: str) -> Path:
     return experiments[name].resolve()
 
 
-def _run(text: str, path: Path, name: str, shown: Path) -> Source:
-    """Runs the text as module `name` of the file `path`; errors name the file `shown`."""
-    root = path.parent.parent if name.startswith("experiments.") else path.parent
-    if str(root) not in sys.path:
-        sys.path.append(str(root))
-    module: Any = types.ModuleType(name)
-    module.__file__, module.__experiment_file__ = str(path), str(shown)
-    # functions are described by their source, which belongs to this text even when the file is edited later
-    filename = f"{shown}"
-    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    before, sys.modules[name] = sys.modules.get(name), module
+def _run(file: Path, path: Path) -> Source:
+    """Runs `file` as if it stood at `path`; both are the same unless it is a copy."""
     try:
-        exec(compile(text, filename, "exec"), module.__dict__)
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error})") from None
+    in_folder = path.parent.name == "experiments"  # files there import each other as experiments.NAME
+    root = str(path.parent.parent if in_folder else path.parent)
+    if root not in sys.path:
+        sys.path.append(root)
+    # a name of its own: the file is no module for others, and a file copy.py must not replace Python's
+    digest = hashlib.sha256(f"{file}\n{text}".encode()).hexdigest()[:8]
+    module: Any = types.ModuleType(f"experiment_{path.stem}_{digest}")
+    module.__file__, module.__package__ = str(path), "experiments" if in_folder else ""
+    module.__experiment_text__ = text  # functions are described by it, also when the file is edited later
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(text, str(file), "exec"), module.__dict__)
     except Exception as error:
-        sys.modules.pop(name)
-        if before is not None:
-            sys.modules[name] = before
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == filename]
-        if isinstance(error, SyntaxError) and error.filename == filename:
+        del sys.modules[module.__name__]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        if isinstance(error, SyntaxError) and error.filename == str(file):
             lines.append(error.lineno)
-        where = f"{shown}:{lines[-1]}" if lines else str(shown)
-        moved = "" if shown == path or path.exists() else f" (a copy of {path}, which is not there)"
+        where = f"{file}:{lines[-1]}" if lines else str(file)
+        moved = "" if path.exists() else f" (a copy of {path}, which is not there)"
         raise ConfigError(f"{where}: {type(error).__name__}: {error}{moved}") from error
     if not is_config(getattr(module, "experiment", None)):
-        raise ConfigError(f"{shown}: defines no `experiment`; end it with `experiment = Experiment(...)`")
-    return Source(text, str(path), name, module.experiment, _names(module), _imports(text, {}))
+        del sys.modules[module.__name__]
+        raise ConfigError(f"{file}: defines no `experiment`; end it with `experiment = Experiment(...)`")
+    return Source(text, str(path), module.experiment, _names(module), _imports(text, module.__package__, {}))
 
 
 def _names(module: types.ModuleType) -> dict[str, Any]:
-    """What expressions may call: the file's own functions and classes, those of this library, and configs."""
-    modules = (module.__name__, "jaxformer", "experiments")
-    mine = lambda value: str(getattr(value, "__module__", "")).split(".")[0] in {m.split(".")[0] for m in modules}
+    """What expressions may call: the functions and classes of the user and of this library, and configs."""
     return {
         name: value
         for name, value in vars(module).items()
-        if re.match("[A-Za-z]", name) and (is_config(value) or (callable(value) and mine(value)))
+        if not name.startswith("_") and (is_config(value) or (callable(value) and _is_offered(value)))
     }
 
 
-def _imports(text: str, found: dict[str, str]) -> dict[str, str]:
+def _is_offered(function: Any) -> bool:
+    """Whether a function, or that of a partial, comes from the user's files or from this library."""
+    name = str(getattr(getattr(function, "func", function), "__module__", ""))
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return (
+        name.split(".")[0] == "jaxformer"
+        or (file is not None and is_users_file(Path(file)))
+        or name.startswith("experiment_")
+    )
+
+
+def _imports(text: str, package: str, found: dict[str, str]) -> dict[str, str]:
     """The sha256 of the user's files that a text imports, and of those that they import."""
-    for node in ast.walk(ast.parse(text)):
+    for name in _imported(ast.parse(text), package):
+        module: Any = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if file is None or file in found or not file.endswith(".py") or not is_users_file(Path(file)):
+            continue
+        content = Path(file).read_bytes()
+        found[file] = hashlib.sha256(content).hexdigest()
+        _imports(content.decode(), module.__package__ or "", found)
+    return found
+
+
+def _imported(tree: ast.Module, package: str) -> Iterator[str]:
+    """Every module that import statements may name, with the packages around it."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and (package or not node.level):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names = [f"{base}.{alias.name}" for alias in node.names]
         else:
             continue
-        for name in modules:
-            file = getattr(sys.modules.get(name), "__file__", None)
-            if file is None or file in found or not file.endswith(".py") or not is_users_file(Path(file)):
-                continue
-            content = Path(file).read_bytes()
-            found[file] = hashlib.sha256(content).hexdigest()
-            _imports(content.decode(), found)
-    return found
+        for name in names:
+            parts = name.split(".")
+            yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))

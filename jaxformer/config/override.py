@@ -1,9 +1,9 @@
 """Options of the command line: `--key.path=VALUE` sets a field of a config, however deep. And the list of them all."""
 
+import ast
 import dataclasses
 import functools
 import inspect
-import io
 import re
 import shutil
 import textwrap
@@ -11,7 +11,7 @@ import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxformer.config import expressions
+from jaxformer.config import code, expressions
 from jaxformer.config.describe import fields, is_config
 from jaxformer.config.expressions import hints
 from jaxformer.errors import ConfigError, did_you_mean
@@ -23,8 +23,8 @@ def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[st
     """The config with options applied: `--model.d-model=64`, `--optimizer "Lion(weight_decay=0.1)"`, `--model.no-use-bias`.
 
     Hyphen and underscore are one, and the last of equal options wins. `names` are what an expression may call: by
-    the first or last part of the option, `""` for every option. Raises ConfigError for an unknown option, a value of the wrong type,
-    and whatever a config's `__post_init__` refuses.
+    the first or last part of the option, `""` for every option. Raises ConfigError for an unknown option, a value of
+    the wrong type, and whatever a config's `__post_init__` refuses.
     """
     options = {_option(path): (path, value, hint) for path, value, hint in walk(config)}
     set_to: dict[str, tuple[Any, str]] = {}
@@ -48,9 +48,14 @@ def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[st
 
 
 def _available(path: str, names: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The names that an expression for the field `path` may call."""
-    first, last = path.split(".")[0], path.split(".")[-1]
-    return {**names.get("", {}), **names.get(first, {}), **names.get(last, {})}
+    """The names that an expression for the field `path` may call. What the user's file defines comes first."""
+    parts, anywhere = path.split("."), names.get("", {})
+    users = {name: value for name, value in anywhere.items() if not _is_library(value)}
+    return {**anywhere, **names.get(parts[0], {}), **names.get(parts[-1], {}), **users}
+
+
+def _is_library(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).split(".")[0] == "jaxformer"
 
 
 def _option(path: str) -> str:
@@ -66,7 +71,7 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted path, value, type) of every field of a config, and of the configs in it."""
     types = hints(type(config)) if is_config(config) else {}
     for name, value in fields(config).items():
-        yield prefix + name, value, types.get(name, Any)
+        yield prefix + name, value, types.get(name, str if isinstance(value, str) else Any)
         if not hasattr(value, "__describe__"):
             yield from walk(value, f"{prefix}{name}.")
 
@@ -109,61 +114,53 @@ def _rebuild(value: Any, set_to: Mapping[str, tuple[Any, str]], path: str = "") 
 
 def help_text(config: Any, usage: str) -> str:
     """Every option with its type, its present value and one line of what it means."""
-    width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 140))
-    lines = [f"usage: {usage} [--option=value ...]", ""]
+    width = max(40, min(shutil.get_terminal_size((100, 24)).columns, 140))
+    wrap = functools.partial(textwrap.wrap, width=width, subsequent_indent=" " * 6, break_on_hyphens=False)
+    lines = [*wrap(f"usage: {usage} [--option=value ...]"), ""]
     holders = {"": config}
     for path, value, hint in walk(config):
         holders[path] = value
         parent, _, name = path.rpartition(".")
         meaning = meanings(type(holders[parent])).get(name, "")
-        if fields(value) and not meaning:
-            meaning = first_line(type(value))
-        shown = "" if fields(value) else f" = {_shown(value)}"
-        lines.append(f"{_option(path)}  {_kind(value, hint)}{shown}")
-        lines += textwrap.wrap(meaning, width, initial_indent="      ", subsequent_indent="      ")
+        if fields(value):
+            kind, now = f"{type(value).__name__}(...)", ""
+            meaning = meaning or first_paragraph(type(value))
+        else:
+            kind, now = _kind(hint), f" = {expressions.shown(value)}"
+        lines += wrap(f"{_option(path)}  {kind}{now}")
+        lines += wrap(meaning, initial_indent=" " * 6)
     return "\n".join(lines) + "\n"
 
 
-def _kind(value: Any, hint: Any) -> str:
-    if fields(value):
-        return f"{type(value).__name__}(...)"
-    words = ["FUNCTION" if "function" in word else word for word in expressions.expected(hint).split(" or ")]
+def _kind(hint: Any) -> str:
+    """A type as the list of options shows it: INT|None."""
+    members = expressions.members_of(hint)
+    words = ["FUNCTION" if "function" in expressions.expected(each) else expressions.expected(each) for each in members]
     return "|".join(word.removeprefix("one of ").replace(", ", ",") for word in words).upper().replace("NONE", "None")
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return "(" + ", ".join(map(_shown, value)) + ("," if len(value) == 1 else "") + ")"
-    return getattr(value, "__name__", None) or (repr(value) if isinstance(value, str) else str(value))
-
-
-def first_line(cls: type) -> str:
-    """The first paragraph of a class's docstring, on one line."""
-    return " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+def first_paragraph(cls: type) -> str:
+    """The first paragraph of a class's docstring, on one line. That which `dataclass` writes says nothing."""
+    text = cls.__doc__ or ""
+    return "" if text.startswith(f"{cls.__name__}(") else " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
 
 
 @functools.cache
 def meanings(cls: type) -> dict[str, str]:
-    """What each field of a config class means: the comment behind it, or the comment lines above it."""
+    """What each field of a config class means: the comment behind it, and the comment lines above it."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        try:
-            source = textwrap.dedent(inspect.getsource(base))
-        except (OSError, TypeError):
+        node = code.syntax(base)
+        if node is None:
             continue
-        names, above, comments = set(vars(base).get("__annotations__", {})), [], {}
-        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
-        starts = {token.start[0]: token.string for token in reversed(tokens) if token.string.strip()}
-        for token in tokens:
-            if token.type == tokenize.COMMENT:
-                comments[token.start[0]] = token.string.lstrip("# ").strip()
-        for line in range(1, tokens[-1].start[0] + 1):
-            first = starts.get(line, "")
-            if first.startswith("#"):
-                above.append(comments[line])
-            elif first in names:
-                found[first] = " ".join([*above, *filter(None, [comments.get(line)])]) or found.get(first, "")
-                above, names = [], names - {first}
-            elif first:
-                above = []
+        lines = code.text_of(base).splitlines(keepends=True)
+        tokens = tokenize.generate_tokens(iter([*lines, ""]).__next__)
+        comments = {each.start[0]: each.string.lstrip("# ").strip() for each in tokens if each.type == tokenize.COMMENT}
+        for field in node.body:
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                first = field.lineno
+                while lines[first - 2].lstrip().startswith("#"):
+                    first -= 1
+                here = [comments[line] for line in range(first, (field.end_lineno or first) + 1) if line in comments]
+                found[field.target.id] = " ".join(here)
     return {name: re.sub(r"^noqa\S*.*?(\)|$)", "", text).lstrip("; ") for name, text in found.items()}

@@ -1,1 +1,1 @@
-"""Index -> example -> batch, each a pure function. `sources` and `tasks` hold the configs and cost no heavy import."""
+"""Index -> example -> batch, as pure functions. `sources` and `tasks` hold the configs and import nothing heavy."""

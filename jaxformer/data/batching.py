@@ -1,9 +1,7 @@
-"""Batches as a function of (seed, step), validation in order, and a thread that keeps a few batches ahead."""
+"""Training batches as a function of (seed, step), validation batches in order, and prefetching."""
 
 import functools
-import queue
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +13,7 @@ from jaxformer.errors import ConfigError
 
 
 def open_dataset(data: Any, model: Any) -> sources.Dataset:
-    """`data.open(model)`, checked. Raises ConfigError, in one line, where it is no data set."""
+    """`data.open(model)`. Raises ConfigError if the result is not a data set."""
     dataset = data.open(model)
     for name in ("train", "validation", "digest"):
         if not hasattr(dataset, name):
@@ -27,46 +25,48 @@ def open_dataset(data: Any, model: Any) -> sources.Dataset:
         for method in ("__len__", "__getitem__"):
             if not hasattr(type(split), method):
                 raise ConfigError(
-                    f"data: the {name} split {type(split).__name__} has no {method}; a split has len and [i] -> example; of an "
-                    "endless stream let len be one epoch"
+                    f"data: the {name} split {type(split).__name__} has no {method}; a split has len and [i] -> example; "
+                    "for an endless stream, let len be one epoch"
                 )
     if not isinstance(dataset.digest, str):
         raise ConfigError(f"data: digest={dataset.digest!r}: expected a text that identifies the data")
     return dataset
 
 
-def batches(split: Any, batch_size: int, seed: int, own: np.ndarray | None = None) -> Any:
-    """A grain.MapDataset: [step] -> rows `own` (None: all) of the global batch [B, T], a pure function of (seed, step).
+def batches(split: Any, batch_size: int, seed: int, rows: np.ndarray | None = None) -> Any:
+    """A grain.MapDataset: [step] -> `rows` (None: all) of the global batch [B, T], a pure function of (seed, step).
 
-    The global batch is elements step*B onwards of an endless order, a new permutation each epoch. Only its own rows are read
-    or made here, and the batch is the same however many processes share it.
+    Global batch number `step` holds the B examples from step*B on of an endless order. Each epoch is a new permutation.
+    Only `rows` are read. The global batch does not depend on the number of processes.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size: {batch_size} is not positive")
     if seed < 0:
         raise ConfigError(f"seed: {seed} is negative")
     if len(split) == 0:
-        raise ConfigError("data: there is nothing to train on, the split is empty")
-    # indices are batched rather than examples: one vectorised gather instead of B small ones
-    mine = slice(None) if own is None else own
-    return _order(len(split), seed).batch(batch_size).map(lambda indices: take_rows(split, indices[mine]))
+        raise ConfigError("data: the training split is empty; expected at least one example")
+    # Indices are batched before examples are read: one vectorised `take_rows` replaces B small reads.
+    selection = slice(None) if rows is None else rows
+    return _order(len(split), seed).batch(batch_size).map(lambda indices: take_rows(split, indices[selection]))
 
 
 LARGEST = 2**32 - 1  # grain's shuffle has indices of 32 bits
 
 
 def _order(n: int, seed: int) -> Any:
-    """A grain.MapDataset of indices below n without end: each n of them a permutation, no two epochs the same one."""
-    import grain  # 1 s, shared with orbax and jax: a missing file should be reported before that
+    """An endless grain.MapDataset of indices below n. Every epoch is another permutation."""
+    import grain  # takes 1 s: errors about missing files come before it
 
     if n > 1 << 16:
-        # grain shuffles epoch e with seed + e, so that neighbouring seeds would share epochs: spread them out
-        spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        # grain shuffles epoch e with seed + e, so neighbouring seeds would share epochs. A hash keeps them apart.
+        hashed_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         if n > LARGEST:
-            raise ConfigError(f"data: a split of {n:,} examples; at most {LARGEST:,} can be shuffled, let len be fewer")
-        return grain.MapDataset.range(n).shuffle(seed=spread).repeat()
+            raise ConfigError(
+                f"data: a split of {n:,} examples; at most {LARGEST:,} can be shuffled, return a smaller len"
+            )
+        return grain.MapDataset.range(n).shuffle(seed=hashed_seed).repeat()
 
-    # grain's shuffle works on blocks of 2**16 at least and walks to an index below n: 0.5 ms an index where n is 50
+    # grain's shuffle draws from at least 2**16 numbers until one is below n: 0.5 ms per index for n = 50
     @functools.lru_cache(maxsize=4)
     def permutation(epoch: int) -> np.ndarray:
         return np.random.default_rng((seed, epoch)).permutation(n)
@@ -75,22 +75,22 @@ def _order(n: int, seed: int) -> Any:
 
 
 class ValidationBatches:
-    """The split in order, once: `len` batches [B, ...]; the last is filled up with rows of weight 0. `own` as in `batches`.
+    """The split once, in order, as batches [B, ...]. Rows of weight 0 fill the last batch. `rows` as in `batches`.
 
-    Weights are [B, ...], of tokens or of whole examples. Raises ConfigError where examples have none.
+    Weights are [B, ...], for tokens or for examples. Raises ConfigError for examples without weights.
     """
 
-    def __init__(self, split: Any, batch_size: int, own: np.ndarray | None = None):
+    def __init__(self, split: Any, batch_size: int, rows: np.ndarray | None = None):
         if batch_size < 1:
             raise ConfigError(f"batch_size: {batch_size} is not positive")
         self.split, self.batch_size = split, batch_size
-        self.own = np.arange(batch_size) if own is None else own
+        self.rows = np.arange(batch_size) if rows is None else rows
 
     def __len__(self) -> int:
         return -(-len(self.split) // self.batch_size)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        indices = range(len(self))[index] * self.batch_size + self.own
+        indices = range(len(self))[index] * self.batch_size + self.rows
         batch = take_rows(self.split, np.minimum(indices, len(self.split) - 1))
         if "weights" not in batch:
             raise ConfigError(f"data: validation examples have no weights, only {', '.join(batch)}; add weights of 1")
@@ -103,7 +103,7 @@ validation_batches = ValidationBatches
 
 
 def take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Examples number `indices` as one batch: by the split's own `take_rows`, or one by one where it has none."""
+    """The examples at `indices` as one batch, by the split's `take_rows` if it has one."""
     if hasattr(split, "take_rows"):
         return split.take_rows(indices)
     rows = [split[int(index)] for index in indices]
@@ -111,9 +111,10 @@ def take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def unigram_entropy(dataset: sources.Dataset) -> float:
-    """-sum_v q(v) ln p(v), nats per token: validation frequencies q under training frequencies p (add-one smoothed).
+    """-sum_v q(v) ln p(v) in nats per token: the best loss of a model that ignores its context.
 
-    What a model that ignores its context can reach. Splits without `tokens` are counted over 4,096 examples at most.
+    q are validation frequencies, p are training frequencies with add-one smoothing. Splits without `tokens` are counted
+    over at most 4,096 examples.
     """
     size = dataset.vocab_size or 0
     train, validation = (_label_counts(split, size) for split in (dataset.train, dataset.validation))
@@ -126,47 +127,45 @@ def _label_counts(split: Any, vocab_size: int) -> np.ndarray:
         batch = take_rows(split, np.arange(min(len(split), 4096)))
         return np.bincount(batch["labels"].ravel(), batch["weights"].ravel(), vocab_size)
     counts = np.zeros(vocab_size)
-    for start in range(1, len(split.tokens), 1 << 22):  # a piece at a time: bincount widens its input to 8 bytes
+    for start in range(1, len(split.tokens), 1 << 22):  # bincount copies its input to 8-byte integers
         counts += np.bincount(split.tokens[start : start + (1 << 22)], minlength=vocab_size)
     return counts
 
 
 class Prefetch:
-    """Iterates over put(get(step)) for start <= step < stop; a thread, begun at once, works `depth` steps ahead.
+    """Iterates over put(get(step)) for start <= step < stop; grain's thread starts at once and works `depth` steps ahead.
 
-    What `get` or `put` raises is raised in the consumer as a RuntimeError that names the step, with the original as its
-    cause. Leaving early (`close`, `with`, dropping it, the end of the program) stops the thread when the batch in the
-    making is done, and waits for that up to 10 s.
+    An error of `get` or `put` becomes a RuntimeError that names the step and has the error as its cause. `close`, `with`,
+    deletion and the end of the program stop the thread. They wait for the batch that it is making.
     """
 
     def __init__(
         self, get: Callable[[int], Any], start: int, stop: int, depth: int = 2, put: Callable[[Any], Any] | None = None
     ):
-        self._queue: queue.Queue = queue.Queue(maxsize=max(depth, 1))
-        stopped = threading.Event()
-        # the thread knows the queue and the event but not this object, which can therefore be dropped while it runs
-        arguments = (get, put, range(start, stop), self._queue, stopped)
-        thread = threading.Thread(target=_produce, args=arguments, name="prefetch", daemon=True)
-        self._finalizer = weakref.finalize(self, _stop, thread, self._queue, stopped)
-        thread.start()
+        import grain
+
+        steps = grain.MapDataset.range(start, stop).map(functools.partial(_attempt, get, put))
+        one_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        items = grain.experimental.ThreadPrefetchIterDataset(
+            steps.to_iter_dataset(one_thread), prefetch_buffer_size=depth
+        )
+        self._items = [iter(items)]
+        self.close = weakref.finalize(self, _close, self._items)
+        self._items[0].start_prefetch()
 
     def __iter__(self) -> "Prefetch":
         return self
 
     def __next__(self) -> Any:
-        if not self._finalizer.alive:
+        if not self.close.alive:
             raise StopIteration
-        step, batch, error = self._queue.get()
+        step, batch, error = next(self._items[0], (None, None, None))
         if step is not None and error is None:
             return batch
         self.close()
         if error is None:
             raise StopIteration
         raise RuntimeError(f"the batch of step {step} could not be made: {type(error).__name__}: {error}") from error
-
-    def close(self) -> None:
-        """Stops the thread and waits for it; harmless when repeated."""
-        self._finalizer()
 
     def __enter__(self) -> "Prefetch":
         return self
@@ -178,29 +177,14 @@ class Prefetch:
 prefetch = Prefetch
 
 
-def _produce(get: Callable, put: Callable | None, steps: range, out: queue.Queue, stopped: threading.Event) -> None:
-    """Puts (step, batch, None) for every step, then (None, None, None); or (step, None, error) as the last."""
-    item: tuple = (None, None, None)
-    for step in steps:
-        if stopped.is_set():
-            return
-        try:
-            batch = get(step)
-            out.put((step, batch if put is None else put(batch), None))
-        except BaseException as error:
-            item = (step, None, error)
-            break
-    if not stopped.is_set():
-        out.put(item)
+def _close(items: list) -> None:
+    items.pop().close()  # no reference remains: grain's destructor prints an error if it runs when Python has ended
 
 
-def _stop(thread: threading.Thread, out: queue.Queue, stopped: threading.Event) -> None:
-    stopped.set()
-    # Emptied, the queue has room for the one thing that the thread may still put before it looks at the event.
+def _attempt(get: Callable, put: Callable | None, step: int) -> tuple[int, Any, BaseException | None]:
+    """(step, batch, error). grain passes on only Exception; after a SystemExit its consumer would wait for ever."""
     try:
-        while True:
-            out.get_nowait()
-    except queue.Empty:
-        pass
-    if thread is not threading.current_thread():
-        thread.join(timeout=10)
+        batch = get(step)
+        return step, batch if put is None else put(batch), None
+    except BaseException as error:
+        return step, None, error

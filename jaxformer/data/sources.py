@@ -1,8 +1,8 @@
-"""Text as next-token data: what a path names, or the source of Python's own library, which every machine has.
+"""Text files as next-token data. `Stdlib` is the source of Python's standard library, which every machine has.
 
-A data set is any object with `open(model) -> Dataset`. A `Dataset` has two splits. A split is anything with `len` and
-`[i] -> {name: array}`; it may also offer `take_rows(indices)`, which makes a whole batch at once. The objective says which
-names it reads; `weights` are there always.
+A data set is any object with `open(model) -> Dataset`. A `Dataset` has two splits. A split has `len` and
+`[i] -> {name: array}`, and optionally `take_rows(indices)`, which makes a batch at once. The objective decides which names
+it reads. `weights` is always present.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxformer.config import execution
 from jaxformer.data import tokenizers
 from jaxformer.errors import ConfigError
 
@@ -35,7 +36,8 @@ class Text:
     vocab_size: int | None = None  # bpe only
     validation_fraction: float = 0.1  # the end of the text
     pattern: str = "**/*.txt"  # which files of a folder
-    cache: str | None = None  # bpe tokens are kept here; default ~/.cache/jaxformer
+    cache: str | None = execution(None)  # folder for bpe tokens; default ~/.cache/jaxformer
+    origin: str = execution("")  # where to get the text; shown if it is missing
 
     def open(self, model: Any) -> "Dataset":
         return open_text(self, context_length(model))
@@ -43,12 +45,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Stdlib:
-    """The Python standard library's own source without its tests: about 12 MB, another text for each Python version."""
+    """The Python standard library's own source without its tests: about 12 MB. Each Python version has another text."""
 
     tokenizer: Literal["bytes", "characters", "bpe"] = "bytes"  # what a token is
     vocab_size: int | None = None  # bpe only
     validation_fraction: float = 0.05  # the end of the text
-    cache: str | None = None  # bpe tokens are kept here; default ~/.cache/jaxformer
+    cache: str | None = execution(None)  # folder for bpe tokens; default ~/.cache/jaxformer
 
     def open(self, model: Any) -> "Dataset":
         return open_text(self, context_length(model))
@@ -56,31 +58,31 @@ class Stdlib:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Two splits and what identifies them."""
+    """Two splits and a digest that identifies them."""
 
     train: Any
     validation: Any
     digest: str  # identifies content, split and tokenizer: a run does not resume on other data
     description: str = ""  # one line
-    vocab_size: int | None = None  # None where there are no tokens
-    tokenizer: Any = None  # None where there is no text
+    vocab_size: int | None = None  # None if there are no tokens
+    tokenizer: Any = None  # None if there is no text
     source_digest: str | None = None  # sha256 (hex) of the text alone; for one file, what sha256sum prints
 
 
 def context_length(model: Any) -> int:
-    """The tokens of one example: the model's context length, of a pair the decoder's. ConfigError for a model without one."""
+    """The model's context length, or its decoder's. Raises ConfigError for a model without one."""
     length = getattr(getattr(model, "decoder", model), "context_length", None)
     if not isinstance(length, int) or length < 1:
-        raise ConfigError(f"model.context_length={length}: must be at least 1; it is the length of an example of text")
+        raise ConfigError(f"model.context_length={length}: must be at least 1; a text example has this length")
     return length
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Window i is tokens[s : s+T] with labels tokens[s+1 : s+T+1], where s = stride * i and T = `length`.
+    """Window i has tokens[s : s+T] and labels tokens[s+1 : s+T+1], where s = stride * i and T = `length`.
 
-    Stride 1 gives all n - T whole windows. Stride T makes every token but the first a label exactly once; what the last
-    window lacks is padding of weight 0.
+    Stride 1 gives all n - T full windows. With stride T, every token except the first is a label exactly once, and padding
+    of weight 0 fills the last window.
     """
 
     tokens: np.ndarray
@@ -94,7 +96,7 @@ class Windows:
         return {name: rows[0] for name, rows in self.take_rows(np.array([range(len(self))[index]])).items()}
 
     def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Windows number `indices` as arrays [B, T]: tokens and labels int32, weights float32."""
+        """The windows at `indices` as arrays [B, T]: tokens and labels int32, weights float32."""
         positions = np.asarray(indices)[:, None] * self.stride + np.arange(self.length + 1)
         rows = self.tokens[np.minimum(positions, len(self.tokens) - 1)]
         return {
@@ -105,11 +107,10 @@ class Windows:
 
 
 def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
-    """Reads, splits and encodes a text; the last `validation_fraction` of it validates.
+    """Reads, splits and encodes a text. Its last `validation_fraction` is for validation.
 
-    The cut is at int(n (1 - fraction)) bytes, or characters for the other tokenizers (nanoGPT's rule). BPE merges are
-    learned on the training part alone. Raises ConfigError for a missing, empty, undecodable or too short text and for
-    impossible settings.
+    As in nanoGPT, the training part is the first int(n (1 - fraction)) bytes, or characters for the other tokenizers. BPE
+    merges are learned from the training part. Raises ConfigError for an unusable text and for impossible settings.
     """
     if not 0 < config.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction: {config.validation_fraction} is not between 0 and 1")
@@ -123,12 +124,11 @@ def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
         raise ConfigError(f"data.path: {name} is empty")
     source = hashlib.sha256(raw).hexdigest()
     train, validation, tokenizer = _encode(config, name, raw, source)
-    parts = (("training", train, context_length + 1), ("validation", validation, 2))
-    for part, tokens, need in parts:
-        if len(tokens) < need:
+    for part, tokens, least in (("training", train, context_length + 1), ("validation", validation, 2)):
+        if len(tokens) < least:
             raise ConfigError(
                 f"data: the {part} part of {name} is {len(tokens):,} tokens; a context of {context_length:,} needs at "
-                f"least {need:,}; take a longer text, a shorter context or another data.validation_fraction"
+                f"least {least:,}; take a longer text, a shorter context or another data.validation_fraction"
             )
     return Dataset(
         train=Windows(train, context_length),
@@ -143,11 +143,12 @@ def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
 
 
 def _encode(config: Text | Stdlib, name: str, raw: bytes, source: str) -> tuple[np.ndarray, np.ndarray, Any]:
-    share = 1 - config.validation_fraction
+    """(training tokens, validation tokens, tokenizer)."""
+    train_fraction = 1 - config.validation_fraction
     if config.tokenizer == "bytes":
-        tokens, tokenizer = np.frombuffer(raw, np.uint8), tokenizers.Bytes()
-        cut = int(len(tokens) * share)
-        return tokens[:cut], tokens[cut:], tokenizer
+        cut = int(len(raw) * train_fraction)
+        tokens = np.frombuffer(raw, np.uint8)
+        return tokens[:cut], tokens[cut:], tokenizers.Bytes()
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -155,7 +156,7 @@ def _encode(config: Text | Stdlib, name: str, raw: bytes, source: str) -> tuple[
             f"data.path: {name} is not UTF-8 (byte {raw[error.start]:#04x} at position {error.start:,}); "
             "convert it, or use tokenizer='bytes'"
         ) from None
-    cut = int(len(text) * share)
+    cut = int(len(text) * train_fraction)
     if config.tokenizer == "bpe":
         return _encode_bpe(config, text, cut, source)
     tokenizer = tokenizers.Characters.of(text)
@@ -164,7 +165,7 @@ def _encode(config: Text | Stdlib, name: str, raw: bytes, source: str) -> tuple[
 
 
 def _encode_bpe(config: Text | Stdlib, text: str, cut: int, source: str) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Tokens from the cache, or learned, encoded and put there. Safe when several processes do it at once."""
+    """Tokens from the cache. If they are not there, they are made and stored. Several processes may do it at once."""
     tokenizers.require_package()
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxformer"
     folder = Path(config.cache or default).expanduser()
@@ -174,14 +175,15 @@ def _encode_bpe(config: Text | Stdlib, text: str, cut: int, source: str) -> tupl
         try:
             return _load_tokens(entry)
         except (OSError, ValueError, EOFError) as error:
-            log.warning("cached tokens in %s are damaged (%s); making them again", entry, error)
+            log.warning("cached tokens in %s are damaged (%s); they are made again", entry, error)
             shutil.rmtree(entry, ignore_errors=True)
     tokenizer = tokenizers.BPE.train(text[:cut], config.vocab_size or 0)
     try:
         temporary.mkdir(parents=True)
         _save_tokens(temporary, tokenizer.encode_text(text[:cut]), tokenizer.encode_text(text[cut:]), tokenizer)
         loaded = _load_tokens(temporary)
-        # the memory maps outlive this renaming, and also the removal below if another process put its own there first
+        # Memory maps stay valid after a rename. They also stay valid after `rmtree` below, which runs if another process
+        # stored its tokens first.
         with contextlib.suppress(OSError):
             os.replace(temporary, entry)
         return loaded
@@ -200,7 +202,7 @@ def _save_tokens(folder: Path, train: np.ndarray, validation: np.ndarray, tokeni
 
 
 def _load_tokens(folder: Path) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Memory-mapped tokens, checked against their digests (under 1 s per GB). Raises ValueError where they differ."""
+    """Memory-mapped tokens and their tokenizer. Raises ValueError if a digest differs (1 s per GB)."""
     parts = [np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("train", "validation")]
     tokenizer = tokenizers.load(folder / "tokenizer.json")
     digests = [hashlib.sha256(part.data).hexdigest() for part in parts]
@@ -216,12 +218,13 @@ def _read_path(config: Text) -> tuple[str, bytes]:
             return str(path), path.read_bytes()
         files = sorted(file.relative_to(path).as_posix() for file in path.glob(config.pattern) if file.is_file())
         if not files:
-            raise ConfigError(f"data.path: no file in {path} fits data.pattern={config.pattern!r}")
+            raise ConfigError(f"data.path: no file in {path} matches data.pattern={config.pattern!r}")
         return f"{path} ({len(files)} files)", b"".join((path / file).read_bytes() for file in files)
     except FileNotFoundError:
         names = os.listdir(path.parent) if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, names, n=1)
         hint = f"did you mean {str(path.parent / near[0])!r}?" if near else "give the file with --data.path=…"
+        hint += f"; get it from {config.origin}" if config.origin else ""
         raise ConfigError(f"data.path: there is no {config.path!r} (looked for {path.absolute()}); {hint}") from None
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename or path} ({error.strerror})") from error
@@ -229,13 +232,13 @@ def _read_path(config: Text) -> tuple[str, bytes]:
 
 def _read_stdlib() -> tuple[str, bytes]:
     root, files = Path(sysconfig.get_path("stdlib")), []
-    # Not on every machine: tests and installed packages. With paths of the build in them: config-* and _sysconfigdata*.
+    # Tests and packages differ between machines. config-* and _sysconfigdata* contain paths of the build.
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skip and not name.startswith("config-")]
         sources = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
         files += [(Path(folder) / name).relative_to(root).as_posix() for name in sources]
     if not files:
-        raise ConfigError(f"data: this Python keeps no library source in {root}; use a text file: Text(path=…)")
+        raise ConfigError(f"data: there is no Python source in {root}; use a text file: Text(path=…)")
     name = f"standard library of Python {sysconfig.get_python_version()} ({len(files)} files)"
     return name, b"".join((root / file).read_bytes() for file in sorted(files))

@@ -1,6 +1,6 @@
-"""Generated sequences with known answers: reverse, copy, sort and associative recall.
+"""Synthetic sequence tasks: reverse, copy, sort and associative recall.
 
-Example i of a split is a pure function of (config, split, i): no order of asking changes it, and nothing is stored.
+Example i is a pure function of (config, split, i). No file is read or written.
 """
 
 import functools
@@ -16,22 +16,22 @@ from jaxformer.errors import ConfigError
 
 @dataclass(frozen=True)
 class _Rewrite:
-    """Random ids x and an answer y, both of `length`.
+    """Random ids x and an answer y, both of `length`. The separator is the id `vocab_size`.
 
-    aligned: tokens = x, labels = y, T = length (for bidirectional models). causal: x, separator, y as next-token data
-    with weight 1 on y alone, T = 2 length. pair: source = x, tokens = separator and y but its last, labels = y, T = length
-    (for an encoder-decoder). The separator is one more id, number `vocab_size`.
+    aligned, for bidirectional models: tokens = x, labels = y, T = length.
+    causal: next-token data of (x, separator, y) with weight 1 on y and 0 on x, T = 2 length.
+    pair, for an encoder-decoder: source = x, tokens = (separator, y[:-1]), labels = y, T = length.
     """
 
     vocab_size: int = 16  # ids of x and y
     length: int = 8  # of x, and of y
     examples: int = 10_000  # of the training split
     validation_examples: int = 256  # of the validation split
-    form: Literal["aligned", "causal", "pair"] = "causal"  # how an example is laid out
+    form: Literal["aligned", "causal", "pair"] = "causal"  # the arrays of an example
     seed: int = 0  # of the examples
 
     def open(self, model: Any) -> Dataset:
-        return open_task(self, context_length(model))
+        return open_task(self, context_length(model))  # pyrefly: ignore[bad-argument-type]  (self is a subclass)
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,10 @@ class Sort(_Rewrite):
 
 @dataclass(frozen=True)
 class Recall:
-    """Associative recall with many queries (Arora et al. 2023): k1 v1 ... kn vn, then the n = `length` keys reordered.
+    """Multi-query associative recall (Arora et al. 2023): k1 v1 ... kn vn, then the n = `length` keys in random order.
 
-    At each queried key the label is its value, with weight 1; elsewhere the weight is 0. T = 3 length. Causal and
-    bidirectional models read the same sequence. Keys are distinct and from the lower half of the ids, values from the
-    upper half.
+    T = 3 length. The last n labels are the values of the keys and have weight 1; all others have weight 0. Keys are
+    distinct ids of the lower half, values are ids of the upper half. Causal and bidirectional models can learn it.
     """
 
     vocab_size: int = 32  # half of them keys, half values
@@ -72,7 +71,7 @@ Task = Reverse | Copy | Sort | Recall
 
 
 def example(config: Task, split: int, index: int) -> np.ndarray:
-    """Tokens, labels and weights of one example, int32 [3, T]; a pair has its source, [4, T]. Split 0 trains, 1 validates."""
+    """Tokens, labels, weights and, for a pair, source: int32 [3 or 4, T]. Split 0 is training, 1 validation."""
     rng = np.random.default_rng((config.seed, split, index))
     if isinstance(config, Recall):
         half = config.vocab_size // 2
@@ -88,8 +87,8 @@ def example(config: Task, split: int, index: int) -> np.ndarray:
         return np.stack([x, y, np.ones_like(x)]).astype(np.int32)
     if config.form == "pair":
         return np.stack([np.concatenate([[config.vocab_size], y[:-1]]), y, np.ones_like(x), x]).astype(np.int32)
-    whole = np.concatenate([x, [config.vocab_size], y])
-    return np.stack([whole[:-1], whole[1:], np.arange(len(whole) - 1) >= config.length]).astype(np.int32)
+    sequence = np.concatenate([x, [config.vocab_size], y])
+    return np.stack([sequence[:-1], sequence[1:], np.arange(len(sequence) - 1) >= config.length]).astype(np.int32)
 
 
 class Examples:
@@ -97,7 +96,7 @@ class Examples:
 
     def __init__(self, config: Task, split: int, length: int):
         self._length = length
-        # a fresh generator costs more than the rest of an example: keep those that come again
+        # A new generator costs more than the rest of an example, so examples are cached.
         self._example = functools.lru_cache(maxsize=1 << 14)(functools.partial(example, config, split))
 
     def __len__(self) -> int:
@@ -107,14 +106,14 @@ class Examples:
         return {name: rows[0] for name, rows in self.take_rows(np.array([range(len(self))[index]])).items()}
 
     def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Examples number `indices` as arrays [B, T]: tokens and labels int32, weights float32."""
+        """The examples at `indices` as arrays [B, T]: tokens, labels and source int32, weights float32."""
         rows = np.stack([self._example(int(index)) for index in indices], axis=1)
         batch = {"tokens": rows[0], "labels": rows[1], "weights": rows[2].astype(np.float32)}
         return batch | {"source": rows[3]} if len(rows) == 4 else batch
 
 
 def open_task(config: Task, limit: int) -> Dataset:
-    """Raises ConfigError for impossible sizes, and when an example is longer than the context."""
+    """Raises ConfigError for impossible sizes and for examples longer than `limit` tokens."""
     for name, least in {"vocab_size": 2, "length": 1, "examples": 1, "validation_examples": 1, "seed": 0}.items():
         if getattr(config, name) < least:
             raise ConfigError(f"data.{name}: {getattr(config, name)} is too small; at least {least}")
@@ -127,7 +126,7 @@ def open_task(config: Task, limit: int) -> Dataset:
             f"data.length: an example of {config} is {length} tokens, longer than the context of {limit}; "
             f"lower data.length or raise the context to {length}"
         )
-    # some examples are part of the digest: NumPy may change what a seed gives, and then the data is other data
+    # The digest includes examples because another NumPy version may draw other numbers from the same seed.
     content = [example(config, split, index).tobytes() for split in (0, 1) for index in range(16)]
     return Dataset(
         train=train,

@@ -1,7 +1,7 @@
-"""Text to integers and back: bytes, characters, and byte-level byte-pair encoding trained on the text at hand.
+"""Text to integers and back: bytes, characters and byte-level byte-pair encoding.
 
-Each has `encode(str) -> list[int]`, `encode_text(str) -> array` (a whole corpus), `decode(ids) -> str`, `vocab_size`,
-`digest` and `save(path)`; `load(path)` brings it back, so that a run folder can carry its tokenizer.
+A tokenizer has `encode(str) -> list[int]`, `encode_text(str) -> array`, `decode(ids) -> str`, `vocab_size`, `digest` and
+`save(path)`. `load(path)` reads it again, so a run folder can keep its tokenizer.
 """
 
 import functools
@@ -17,11 +17,11 @@ import numpy as np
 from jaxformer.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what an id beyond the vocabulary decodes to: models may pad their vocabulary
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # the text of an id above the vocabulary, which padded vocabularies have
 
 
 class _Tokenizer:
-    """What the three share: a JSON state that says everything, saved to a file and hashed to a digest."""
+    """A tokenizer is defined by its JSON state, which is saved to a file and hashed to a digest."""
 
     vocab_size: int
 
@@ -29,7 +29,7 @@ class _Tokenizer:
         raise NotImplementedError
 
     def encode_text(self, text: str) -> np.ndarray:
-        """A whole corpus [number of tokens], in the narrowest unsigned integers that hold the vocabulary."""
+        """The tokens of a long text, in the narrowest unsigned integer type for the vocabulary."""
         raise NotImplementedError
 
     def encode(self, text: str) -> list[int]:
@@ -37,11 +37,11 @@ class _Tokenizer:
 
     @functools.cached_property
     def digest(self) -> str:
-        """sha256 (hex) of the state: equal digests encode alike."""
+        """sha256 (hex) of the state."""
         return hashlib.sha256(json.dumps(self.state(), sort_keys=True).encode()).hexdigest()
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the state as JSON; a reader sees the old file or the whole new one, never a part."""
+        """Writes the state as JSON. The rename is atomic: a reader sees the old or the new file."""
         path = Path(path)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -60,30 +60,30 @@ class Bytes(_Tokenizer):
         return {"type": "bytes"}
 
     def encode_text(self, text: str) -> np.ndarray:
-        # a lone surrogate (an odd byte of a command line) becomes a question mark, not a crash
+        # a lone surrogate (an invalid byte of a command line) becomes a question mark
         return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8)
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        # 0xFF is never valid UTF-8, so an id beyond 255 shows as U+FFFD like any other broken byte
+        # 0xFF is never valid UTF-8, so an id above 255 becomes U+FFFD
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode("utf-8", errors="replace")
 
 
 class Characters(_Tokenizer):
-    """One id per character of a text, in code point order; encoding any other character raises ConfigError."""
+    """One id per character of a text, in code point order. Other characters raise ConfigError."""
 
     def __init__(self, characters: str):
         self.characters = characters
         self.vocab_size = len(characters)
         codes = _code_points(characters)
-        # one spare entry, in which every character above the highest known one is looked up
+        # the last entry, -1, is for every character above the highest one
         self._ids = np.full(int(codes.max(initial=0)) + 2, -1, np.int32)
         self._ids[codes] = np.arange(len(codes))
 
     @classmethod
     def of(cls, text: str) -> "Characters":
-        seen = np.zeros(0x110000, bool)
-        seen[_code_points(text)] = True
-        return cls("".join(map(chr, np.flatnonzero(seen))))
+        present = np.zeros(0x110000, bool)
+        present[_code_points(text)] = True
+        return cls("".join(map(chr, np.flatnonzero(present))))
 
     def state(self) -> dict[str, Any]:
         return {"type": "characters", "characters": self.characters}
@@ -94,7 +94,7 @@ class Characters(_Tokenizer):
             at = int(np.argmin(ids))
             raise ConfigError(
                 f"character {text[at]!r} (position {at}) is not among the {self.vocab_size} of the training text; "
-                "leave it out, or train with tokenizer='bytes'"
+                "remove it, or train with tokenizer='bytes'"
             )
         return ids.astype(np.min_scalar_type(max(self.vocab_size - 1, 0)))
 
@@ -107,13 +107,13 @@ class BPE(_Tokenizer):
 
     def __init__(self, serialized: str):
         self._tokenizer = require_package().Tokenizer.from_str(serialized)
-        # otherwise "<|endoftext|>" written in a text would become the control id; the flag is not part of the JSON
+        # without this flag "<|endoftext|>" in a text would become the control id; the JSON does not hold the flag
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = self._tokenizer.get_vocab_size()
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> "BPE":
-        """Merges learned on `text`, deterministic. A short text may give fewer than `vocab_size` ids."""
+        """Learns merges from `text`. The result is deterministic. A short text may give fewer than `vocab_size` ids."""
         if vocab_size < 257:
             raise ConfigError(
                 f"data.vocab_size: bpe needs at least 257 (256 bytes and {END_OF_TEXT}), not {vocab_size}"
@@ -139,7 +139,7 @@ class BPE(_Tokenizer):
         text = text.encode("utf-8", errors="replace").decode()  # the package refuses lone surrogates
         dtype = np.min_scalar_type(self.vocab_size - 1)
         chunks, parts = list(_chunks(text)), [np.zeros(0, dtype)]
-        # 64 chunks at a time: all cores are busy and the package's bulky encodings never pile up
+        # 64 chunks use all cores; more would fill the memory with the package's large encodings
         for start in range(0, len(chunks), 64):
             encodings = self._tokenizer.encode_batch_fast(chunks[start : start + 64])
             parts.extend(np.array(encoding.ids, dtype) for encoding in encodings)
@@ -150,21 +150,22 @@ class BPE(_Tokenizer):
 
 
 def load(path: str | os.PathLike) -> Bytes | Characters | BPE:
-    """The tokenizer that `save` wrote. Raises ConfigError when the file is missing or is not one of ours."""
+    """The tokenizer that `save` wrote. Raises ConfigError for a missing or another file."""
     try:
-        state = json.loads(Path(path).read_text(encoding="utf-8"))
-        make = {
-            "bytes": lambda: Bytes(),
-            "characters": lambda: Characters(state["characters"]),
-            "bpe": lambda: BPE(json.dumps(state["tokenizer"])),
-        }[state["type"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: not a saved tokenizer ({type(error).__name__}: {error})") from error
-    return make()
+        match json.loads(Path(path).read_text(encoding="utf-8")):
+            case {"type": "bytes"}:
+                return Bytes()
+            case {"type": "characters", "characters": str(characters)}:
+                return Characters(characters)
+            case {"type": "bpe", "tokenizer": tokenizer}:
+                return BPE(json.dumps(tokenizer))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not a saved tokenizer ({error})") from error
+    raise ConfigError(f"{path}: not a saved tokenizer; expected the JSON that `save` writes")
 
 
 def require_package() -> Any:
-    """The `tokenizers` package. Raises ConfigError where it is not installed."""
+    """The `tokenizers` package. Raises ConfigError if it is not installed."""
     try:
         import tokenizers
     except ImportError:
@@ -177,7 +178,7 @@ def _code_points(text: str) -> np.ndarray:
 
 
 def _chunks(text: str, size: int = 1 << 16) -> Iterator[str]:
-    """Pieces of about `size` characters that end with a line, for the package to work on in parallel."""
+    """Pieces of about `size` characters that end with a line. The package encodes them in parallel."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + size) + 1 or len(text)

@@ -1,12 +1,12 @@
-"""The forward pass as StableHLO: a folder that runs wherever JAX does, without this package.
+"""The forward pass as StableHLO: a folder that JAX runs without this package.
 
-    import jax, jax.export, pathlib, safetensors.flax        # all that the other side needs
+    import jax, jax.export, pathlib, safetensors.flax
     forward = jax.export.deserialize(bytearray(pathlib.Path("gpt/forward.stablehlo").read_bytes()))
     logits = forward.call(safetensors.flax.load_file("gpt/model.safetensors"), tokens)
 
-The folder holds forward.stablehlo (the program), model.safetensors (its first argument, {path: array}) and config.json (what
-else it takes, what it gives, and the model's config). Parameters are an argument, so fine-tuned ones go in as well, and with
-`vjp_order=1` `forward.vjp()` differentiates. JAX promises that programs can be loaded for half a year (docs.jax.dev/export).
+forward.stablehlo is the program. model.safetensors is its first argument, {path: array}; other values of the same shapes work
+too. config.json describes its other arguments, its result and the model. JAX can load a program for at least six months
+(docs.jax.dev/export).
 """
 
 import importlib.util
@@ -22,14 +22,15 @@ from flax.traverse_util import unflatten_dict
 from jax import Array, export
 
 from jaxformer import models
+from jaxformer.config import describe as config_description
 from jaxformer.errors import ConfigError
 from jaxformer.interop import safetensors
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
-from jaxformer.params import paths
+from jaxformer.params import mismatch, paths
 
 PROGRAM = "forward.stablehlo"
-LONG = 512  # positions above which the reference attention's [B, N, T, T] is worth avoiding
-FURTHER = ("positions", "segment_ids", "token_types", "source_segment_ids")
+LONG = 512  # above this length the blockwise kernel costs less than the reference attention's [B, N, T, T]
+OPTIONAL_INPUTS = ("positions", "segment_ids", "token_types", "source_segment_ids")
 
 
 def save(
@@ -43,36 +44,38 @@ def save(
     platforms: tuple[str, ...] = ("cpu", "tpu", "cuda"),
     vjp_order: int = 0,
 ) -> None:
-    """Writes `forward(params, tokens, *inputs) -> logits` (hidden states of a model without heads) into the folder `path`.
+    """Writes `forward(params, tokens, *inputs) -> logits` (hidden states if there are no heads) into the folder `path`.
 
-    A pair also takes source tokens, after the tokens; a vision model images instead. `inputs` names further [B, T]
-    arrays of integers: positions, segment_ids, token_types, source_segment_ids. None leaves batch or length open, up to
-    `context_length`, with attention in O(T^2) memory; a fixed length above 512 takes the blockwise kernel. `vjp_order`
-    says how often the program can be differentiated. Raises ConfigError for whatever does not fit.
+    An encoder-decoder takes (tokens, source), a vision model takes images. `inputs` names more [B, T] integer arrays:
+    positions, segment_ids, token_types, source_segment_ids. `batch=None` and `length=None` allow any size up to
+    `context_length`, and attention needs O(T^2) memory; a fixed length above 512 uses the blockwise kernel. The program can
+    be differentiated `vjp_order` times (`forward.vjp()`). Raises ConfigError for invalid arguments.
     """
     _check(path, config, params, batch, length, inputs, platforms, vjp_order)
-    leaves, stack = paths(params), _last(config)
+    leaves, (encoder, decoder) = paths(params), _stacks(config)
     arguments = _arguments(config, batch, length, inputs, next(iter(leaves.values())).dtype)
+    forward = jax.jit(partial(_forward, _portable(config, length), tuple(arguments)[1:]))
+    shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
     try:
-        exported = export.export(jax.jit(_forward(config, length, tuple(arguments))), platforms=platforms)(
-            {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}, *arguments.values()
-        )
-    except (jax.errors.InconclusiveDimensionOperation, TypeError) as error:  # of which ConcretizationTypeError is one
+        exported = export.export(forward, platforms=platforms)(shapes, *arguments.values())
+    except (jax.errors.InconclusiveDimensionOperation, TypeError) as error:  # ConcretizationTypeError is a TypeError
         if batch is not None and length is not None:
             raise
-        why = str(error).splitlines()[0]
-        raise ConfigError(f"{path}: this model needs a fixed size, give length= or batch= as well ({why})") from error
-    describe = lambda a: {"shape": [d if isinstance(d, int) else str(d) for d in a.shape], "dtype": str(a.dtype)}
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{path}: this model needs a fixed size, give length= or batch= as well ({reason})"
+        ) from error
+    shape_of = lambda a: {"shape": [d if isinstance(d, int) else str(d) for d in a.shape], "dtype": str(a.dtype)}
     manifest = {
         "program": PROGRAM,
-        "arguments": {"params": "model.safetensors"} | {name: describe(a) for name, a in arguments.items()},
-        "limits": {"b": None, "t": stack.context_length, "s": _first(config).context_length},
-        "result": describe(exported.out_avals[0]),
+        "arguments": {"params": "model.safetensors"} | {name: shape_of(a) for name, a in arguments.items()},
+        "limits": {"b": None, "t": decoder.context_length, "s": encoder.context_length},
+        "result": shape_of(exported.out_avals[0]),
         "platforms": list(exported.platforms),
         "vjp_order": vjp_order,
         "calling_convention_version": exported.calling_convention_version,
         "jax": jax.__version__,
-        "model": describe(config),
+        "model": config_description(config),
     }
     tensors = [
         (name, leaf.shape, np.dtype(leaf.dtype), partial(np.asarray, leaf)) for name, leaf in sorted(leaves.items())
@@ -83,39 +86,41 @@ def save(
 
 
 def load(path: str | Path, sharding: Any = None) -> Callable[..., Array]:
-    """`forward(tokens, ...) -> logits` of an exported folder, its parameters on the device, or laid out as `sharding` says.
+    """`forward(tokens, ...) -> logits` from an exported folder, with parameters on the default device or on `sharding`.
 
-    Raises ConfigError for a folder that is none, or whose program this JAX or this machine's platform does not run.
+    Raises ConfigError for another folder, and for a program that this JAX or this platform cannot run.
     """
     checkpoint = safetensors.open_checkpoint(Path(path))
     program = checkpoint.folder / PROGRAM
     if not program.is_file():
-        raise ConfigError(f"{path}: has no {PROGRAM}; expected a folder that interop.export wrote, whole")
+        raise ConfigError(f"{path}: has no {PROGRAM}; expected a complete folder of interop.export")
     _need_flatbuffers()
     try:
         exported = export.deserialize(bytearray(program.read_bytes()))
     except Exception as error:
         raise ConfigError(f"{program}: cannot be read ({error}); export it again with this JAX") from error
-    here = export.default_export_platform()
-    if here not in exported.platforms:
-        raise ConfigError(f"{path}: exported for {', '.join(exported.platforms)}; export it with platforms=({here!r},)")
+    platform = export.default_export_platform()
+    if platform not in exported.platforms:
+        raise ConfigError(
+            f"{path}: exported for {', '.join(exported.platforms)}; export it with platforms=({platform!r},)"
+        )
     params = {name: jax.device_put(checkpoint.read(name), sharding) for name in checkpoint.names}
-    wanted = {name: about for name, about in checkpoint.config["arguments"].items() if name != "params"}
+    expected = {name: value for name, value in checkpoint.config["arguments"].items() if name != "params"}
 
     def forward(*arguments: Any) -> Array:
-        _fit(wanted, checkpoint.config["limits"], arguments)
+        _check_arguments(expected, checkpoint.config["limits"], arguments)
         return exported.call(params, *arguments)
 
     return forward
 
 
-def _fit(wanted: dict[str, dict], limits: dict[str, int | None], arguments: tuple) -> None:
-    """Raises ValueError in words, where jax.export says 'Error refining shapes'."""
-    if len(arguments) != len(wanted):
-        raise ValueError(f"got {len(arguments)} arguments; expected {', '.join(wanted)}")
+def _check_arguments(expected: dict[str, dict], limits: dict[str, int | None], arguments: tuple) -> None:
+    """Raises ValueError with the expected shape; jax.export says only 'Error refining shapes'."""
+    if len(arguments) != len(expected):
+        raise ValueError(f"got {len(arguments)} arguments; expected {', '.join(expected)}")
     sizes: dict[Any, int] = {}
-    for (name, about), array in zip(wanted.items(), arguments, strict=True):
-        shape, dtype = about["shape"], about["dtype"]
+    for (name, description), array in zip(expected.items(), arguments, strict=True):
+        shape, dtype = description["shape"], description["dtype"]
         fits = len(shape) == array.ndim and str(array.dtype) == dtype
         for size, actual in zip(shape, array.shape, strict=False):
             least = 1 if size in limits else size
@@ -126,62 +131,60 @@ def _fit(wanted: dict[str, dict], limits: dict[str, int | None], arguments: tupl
             raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}; expected {dtype}{shape} {up_to}".rstrip())
 
 
-def _forward(config, length: int | None, names: tuple[str, ...]) -> Callable:
-    kernel = "reference" if length is None or length <= LONG else "blockwise"  # both are plain XLA, on any platform
-    portable = lambda c: replace(c, attention_implementation=c.attention_implementation or kernel)
+def _portable(config: Any, length: int | None) -> Any:
+    """The config with an attention kernel that runs on any platform."""
     if isinstance(config, EncoderDecoder):
-        config = replace(config, encoder=portable(config.encoder), decoder=portable(config.decoder))
-    else:
-        config = portable(config)
-
-    def forward(leaves: dict[str, Array], *arguments: Array) -> Array:
-        given = dict(zip(names[1:], arguments[1:], strict=True))
-        output = models.apply(config, unflatten_dict(leaves, sep="/"), arguments[0], **given)
-        return output.hidden if output.logits is None else output.logits
-
-    return forward
+        encoder, decoder = (_portable(stack, length) for stack in (config.encoder, config.decoder))
+        return replace(config, encoder=encoder, decoder=decoder)
+    kernel = "reference" if length is None or length <= LONG else "blockwise"
+    return replace(config, attention_implementation=config.attention_implementation or kernel)
 
 
-def _first(config: ModelConfig | EncoderDecoder) -> ModelConfig:
-    return config.encoder if isinstance(config, EncoderDecoder) else config
+def _forward(config, names: tuple[str, ...], leaves: dict[str, Array], first: Array, *arguments: Array) -> Array:
+    options = dict(zip(names, arguments, strict=True))
+    output = models.apply(config, unflatten_dict(leaves, sep="/"), first, **options)
+    return output.hidden if output.logits is None else output.logits
 
 
-def _last(config: ModelConfig | EncoderDecoder) -> ModelConfig:
-    return config.decoder if isinstance(config, EncoderDecoder) else config
+def _stacks(config: ModelConfig | EncoderDecoder) -> tuple[ModelConfig, ModelConfig]:
+    """(encoder, decoder); a single stack is both."""
+    return (config.encoder, config.decoder) if isinstance(config, EncoderDecoder) else (config, config)
 
 
 def _arguments(config, batch, length, inputs, dtype) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the program takes beside the parameters, by name, in its order."""
-    pair, stack = isinstance(config, EncoderDecoder), _last(config)
-    t, s = (str(length), str(length)) if length else ("t", "s")
-    image = stack.embedding if isinstance(stack.embedding, Patches) else None
-    limits = [] if length or image else [f"t <= {stack.context_length}", "t >= 1"]
-    if pair and not length:
-        limits += [f"s <= {_first(config).context_length}", "s >= 1"]
-    sizes = ["b" if batch is None else str(batch), *([] if image else [t, s] if pair else [t])]
+    """The arguments of the program after the parameters, in order."""
+    encoder, decoder = _stacks(config)
+    patches = decoder.embedding
+    if isinstance(patches, Patches):
+        lengths = {}
+    elif isinstance(config, EncoderDecoder):
+        lengths = {"t": decoder.context_length, "s": encoder.context_length}
+    else:
+        lengths = {"t": decoder.context_length}
+    limits = (
+        [] if length else [text for name, most in lengths.items() for text in (f"{name} <= {most}", f"{name} >= 1")]
+    )
+    sizes = ["b" if batch is None else str(batch), *(str(length) if length else name for name in lengths)]
     b, *rest = export.symbolic_shape(", ".join(sizes), constraints=limits)
-    whole = lambda shape: jax.ShapeDtypeStruct(shape, np.int32)
-    if image:
-        return {"images": jax.ShapeDtypeStruct((b, *image.image, image.channels), dtype)}
-    first = {name: whole((b, size)) for name, size in zip(("tokens", "source"), rest, strict=False)}
-    return first | {name: whole((b, rest[name.startswith("source")])) for name in inputs}
+    if isinstance(patches, Patches):
+        return {"images": jax.ShapeDtypeStruct((b, *patches.image, patches.channels), dtype)}
+    integers = dict(zip(("tokens", "source"), rest, strict=False))
+    integers |= {name: rest[name.startswith("source")] for name in inputs}
+    return {name: jax.ShapeDtypeStruct((b, size), np.int32) for name, size in integers.items()}
 
 
 def _check(path, config, params, batch, length, inputs, platforms, vjp_order) -> None:
     _need_flatbuffers()
-    stack = _last(config)
-    leaves, given = paths(models.spec(config)), paths(params)
-    wrong = [name for name, leaf in leaves.items() if name not in given or given[name].shape != leaf.shape]
-    wrong += list(given.keys() - leaves.keys())
-    if wrong:
-        raise ConfigError(f"{path}: the parameters are not those of the config: {', '.join(sorted(wrong)[:5])}")
+    stack = _stacks(config)[1]
+    if wrong := mismatch(models.spec(config), params):
+        raise ConfigError(f"{path}: the parameters are not those of the config: {wrong}")
     if length is not None and not 1 <= length <= stack.context_length:
         raise ConfigError(f"length={length}: expected 1 to context_length={stack.context_length}")
     if batch is not None and batch < 1:
         raise ConfigError(f"batch={batch}: must be at least 1, or None for any")
-    known = FURTHER if isinstance(config, EncoderDecoder) else FURTHER[:-1]
-    if unknown := [name for name in inputs if name not in known or isinstance(stack.embedding, Patches)]:
-        raise ConfigError(f"inputs={unknown}: expected some of {', '.join(known)}, for a model of tokens")
+    allowed = OPTIONAL_INPUTS if isinstance(config, EncoderDecoder) else OPTIONAL_INPUTS[:-1]
+    if unknown := [name for name in inputs if name not in allowed or isinstance(stack.embedding, Patches)]:
+        raise ConfigError(f"inputs={unknown}: expected some of {', '.join(allowed)}, for a model of tokens")
     if unknown := [name for name in platforms if name not in ("cpu", "tpu", "cuda", "rocm")] or not platforms:
         raise ConfigError(f"platforms={tuple(platforms)}: expected some of cpu, tpu, cuda, rocm ({unknown})")
     if vjp_order < 0:

@@ -1,18 +1,17 @@
-"""Our models as Flax modules, Linen's or NNX's, and Flax's layers as parts of our models.
+"""Our models as Flax modules (Linen or NNX), and Flax layers as parts of our models.
 
-Outwards: `as_linen(config)`, `as_nnx(config, params)` and `params_of(model)`, which keep the paths of the parameters, so
-that checkpoints, decay masks and shardings fit both sides. Inwards: `FlaxMixer(module)` and `FlaxFeedForward(module)`.
-
-Nobody who needs no Flax layers waits for them (Linen takes a second to import, NNX two): functions import what they use.
+`as_linen(config)`, `as_nnx(config, params)` and `params_of(model)` keep the paths of the parameters, so checkpoints, decay
+masks and shardings stay valid. `FlaxMixer(module)` and `FlaxFeedForward(module)` wrap Flax layers.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from flax import linen, nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, random
 
@@ -22,125 +21,104 @@ from jaxformer.masks import rules
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.models.config import Learned, Sinusoidal
 from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput, Mixer, MixerOutput
-from jaxformer.params import Spec
+from jaxformer.params import Spec, mismatch
 
 Tree = Any
 
-# Outwards
+# Our models as Flax modules
 
 
 def as_linen(config: ModelConfig | EncoderDecoder, param_dtype=jnp.float32, partitioned: bool = False) -> Any:
-    """A `linen.Module` that is the model: `module.apply({"params": p}, tokens, **options)` is `models.apply`'s Output.
+    """A `linen.Module`: `module.apply({"params": p}, tokens, **options)` returns the Output of `models.apply`.
 
-    `module.init(key, tokens, **options)["params"]` is `models.init(config, key, param_dtype)`, and `rngs={"dropout": key}`
-    is `dropout_key=key` (without it nothing is dropped): both keys as they are, in a module of its own. As part of another
-    module the keys are folded with its path, and from a second call of one instance on with the number of the call,
-    as Linen does. `partitioned` boxes each parameter with the names of its axes, for `linen.logical_axis_rules`.
+    `module.init(key, tokens, **options)["params"]` equals `models.init(config, key, param_dtype)`. `rngs={"dropout": key}`
+    means `dropout_key=key`; without it there is no dropout. Inside another module Linen folds the path into these keys, and
+    from the second call of an instance on also the number of the call. `partitioned` boxes each parameter with the names of
+    its axes, for `linen.logical_axis_rules`.
     """
-    return _linen_class()(config, param_dtype, partitioned)
+    return Transformer(config, param_dtype, partitioned)
 
 
-@cache  # one class, so that equal models are equal modules and jit compiles them once
-def _linen_class():
-    from flax import linen
+class Transformer(linen.Module):
+    """The module of `as_linen`."""
 
-    class Transformer(linen.Module):
-        config: Any
-        param_dtype: Any = jnp.float32
-        partitioned: bool = False
+    config: Any
+    param_dtype: Any = jnp.float32
+    partitioned: bool = False
 
-        @linen.compact
-        def __call__(self, tokens, **options):
-            scope: Any = self.scope
+    @linen.compact
+    def __call__(self, tokens, **options):
+        spec = models.spec(self.config)
+        tree = {name: self.param(name, partial(_draw, self, name), part) for name, part in spec.items()}
+        if "dropout_key" not in options and self.has_rng("dropout"):
+            counted_key, scope = self.make_rng("dropout"), cast(Any, self.scope)
+            first = scope.rng_counters["dropout"] == 1
+            options["dropout_key"] = scope.rngs["dropout"].as_jax_rng() if first else counted_key
+        return models.apply(self.config, tree, tokens, **options)
 
-            def draw(key, name, tree):
-                # Linen's key for a parameter has counted those before it; ours knows the path, which is enough
-                key = scope.rngs["params"].as_jax_rng() if self.has_rng("params") else key
-                values = params.init({name: tree}, key, self.param_dtype)[name]
-                box = lambda value, leaf: linen.LogicallyPartitioned(value, leaf.axes)
-                return jax.tree.map(box, values, tree) if self.partitioned else values
 
-            tree = {name: self.param(name, draw, name, part) for name, part in models.spec(self.config).items()}
-            if "dropout_key" not in options and self.has_rng("dropout"):
-                counted = self.make_rng("dropout")
-                first = scope.rng_counters["dropout"] == 1
-                options["dropout_key"] = scope.rngs["dropout"].as_jax_rng() if first else counted
-            return models.apply(self.config, tree, tokens, **options)
-
-    return Transformer
+def _draw(module: Any, name: str, key: Array, spec: Tree) -> Tree:
+    """Initial values of one part of a Linen model."""
+    # `self.param` would fold in the number of earlier parameters. Our keys already depend on the path.
+    key = module.scope.rngs["params"].as_jax_rng() if module.has_rng("params") else key
+    values = params.init({name: spec}, key, module.param_dtype)[name]
+    box = lambda value, leaf: linen.LogicallyPartitioned(value, leaf.axes)
+    return jax.tree.map(box, values, spec) if module.partitioned else values
 
 
 def as_nnx(config: ModelConfig | EncoderDecoder, params: Tree) -> Any:
-    """An `nnx.Module` with these parameters: `model(tokens, **options)` is `models.apply(config, params, tokens, **options)`.
+    """An `nnx.Module`: `model(tokens, **options)` is `models.apply(config, params, tokens, **options)`.
 
-    `model.layers.attention.query.kernel` is an `nnx.Param`, the others likewise by their paths. The model reads them when
-    it is called, so each may be replaced: by another Variable, or by a module that makes the array when it is called
-    without arguments, of Variables of its own (LoRA: a kernel plus a product of two `nnx.LoRAParam`). Dropout acts where
-    `dropout_key=` is given (`rngs.dropout()`). Raises ConfigError for parameters that are not the config's.
+    Each parameter is an `nnx.Param` at its path, such as `model.layers.attention.query.kernel`. Another Variable may replace
+    it, or a module that returns the array when called without arguments (LoRA: a kernel plus the product of two
+    `nnx.LoRAParam`). Dropout needs `dropout_key=` (`rngs.dropout()`). Raises ConfigError if `params` do not match `config`.
     """
-    _check(config, params)
-    return _nnx_class()(config, params)
+    if wrong := mismatch(models.spec(config), params):
+        raise ConfigError(f"as_nnx: the parameters are not those of the config: {wrong}; models.init makes them")
+    return NNXTransformer(config, params)
 
 
-@cache
-def _nnx_class():
-    from flax import nnx
+class NNXTransformer(nnx.Module):
+    """The module of `as_nnx`."""
 
-    def boxed(node):
-        if isinstance(node, Mapping):
-            return nnx.Dict({name: boxed(part) for name, part in node.items()})
-        return nnx.Param(node)
+    def __init__(self, config, params):
+        self.config = config
+        self.names = tuple(params)  # users may set other attributes
+        for name, part in params.items():
+            setattr(self, name, _boxed(part))
 
-    class Transformer(nnx.Module):
-        def __init__(self, config, params):
-            self.config = config
-            self.names = tuple(params)  # what else a user hangs on the model is no parameter of ours
-            for name, part in params.items():
-                setattr(self, name, boxed(part))
+    def __call__(self, tokens, **options):
+        return models.apply(self.config, params_of(self), tokens, **options)
 
-        def __call__(self, tokens, **options):
-            return models.apply(self.config, params_of(self), tokens, **options)
 
-    return Transformer
+def _boxed(node: Any) -> Any:
+    """A tree of arrays as a tree of `nnx.Param`."""
+    if isinstance(node, Mapping):
+        return nnx.Dict({name: _boxed(part) for name, part in node.items()})
+    return nnx.Param(node)
 
 
 def params_of(model: Any) -> Tree:
-    """The parameters of a model of `as_nnx` as our plain tree: modules in the place of one give what they make of theirs."""
-    from flax import nnx
-
-    def plain(node):
-        if isinstance(node, nnx.Variable):
-            return node.get_value()
-        if isinstance(node, nnx.Dict):
-            return {name: plain(node[name]) for name in node}
-        return plain(node()) if callable(node) else node
-
-    if not isinstance(model, _nnx_class()):
+    """The parameters of a model of `as_nnx` as a plain tree. A module that replaces a parameter is called."""
+    if not isinstance(model, NNXTransformer):
         raise ConfigError(f"params_of: expected a model of as_nnx, got {type(model).__name__}")
-    return {name: plain(getattr(model, name)) for name in model.names}
+    return {name: _plain(getattr(model, name)) for name in model.names}
 
 
-def _check(config, tree) -> None:
-    """ConfigError where the tree is not that of the config."""
-    want = {path: leaf.shape for path, leaf in params.paths(models.spec(config)).items()}
-    have = {path: getattr(leaf, "shape", None) for path, leaf in params.paths(tree).items()}
-    for path in sorted(want | have):
-        if want.get(path) != have.get(path):
-            told = [
-                "none" if path not in side else f"one of shape {side[path]}" if side[path] is not None else "no array"
-                for side in (want, have)
-            ]
-            raise ConfigError(
-                f"as_nnx: parameter {path}: the config has {told[0]}, the given tree {told[1]}; models.init makes "
-                "the config's"
-            )
+def _plain(node: Any) -> Any:
+    """The inverse of `_boxed`."""
+    if isinstance(node, nnx.Variable):
+        return node.get_value()
+    if isinstance(node, nnx.Dict):
+        return {name: _plain(node[name]) for name in node}
+    return _plain(node()) if callable(node) else node
 
 
-# Inwards
+# Flax layers in our models
 
 
-def plain(module, x, context: Context):
-    """How a layer is called unless told otherwise."""
+def call_with_x(module, x, context: Context):
+    """The default `call`: the layer sees only x."""
     return module(x)
 
 
@@ -148,196 +126,179 @@ def plain(module, x, context: Context):
 class FlaxFeedForward:
     """A Flax layer `[B, T, D] -> [B, T, D]` as a feed-forward: `ModelConfig(feedforward=FlaxFeedForward(my_mlp))`.
 
-    `module` is a Linen module, or of NNX a function `rngs -> nnx.Module`. Each parameter of each layer starts as the
-    module's own initialiser has it, with a key of its own. `call(module, x, context) -> out` says how the layer is called:
-    a Linen layer with dropout wants `deterministic=context.dropout_key is None`; an NNX module is in train mode just where
-    there is a dropout key, and draws from that. The output comes back in x's dtype; what the layer computes in is its
-    own `dtype`. An experiment file names a function, `def mlp(config): return FlaxFeedForward(...)(config)`, since a config
-    that holds a Flax module has no text form. Raises ConfigError for state beside parameters (batch norm), and for another
-    output shape.
+    `module` is a Linen module, or for NNX a function `rngs -> nnx.Module`. Its initialisers draw each parameter of each layer
+    with another key. `call(module, x, context) -> out` calls it: a Linen layer with dropout needs
+    `deterministic=context.dropout_key is None`; an NNX module trains, with that key, if there is one. The output is cast to
+    x's dtype. A Flax module has no text form, so an experiment file defines a function:
+    `def mlp(config): return FlaxFeedForward(...)(config)`. Raises ConfigError for state besides parameters (batch norm) and
+    for another output shape.
     """
 
     module: Callable
-    call: Callable = plain
+    call: Callable = call_with_x
 
     def __call__(self, config: ModelConfig) -> FeedForward:
-        def fed(run):
-            return lambda params, x, context: FeedForwardOutput(run(params, x, context))
-
-        return FeedForward(*_guest("model.feedforward", self, config, fed))
+        return FeedForward(*_part("model.feedforward", self, config, _feed))
 
 
 @dataclass(frozen=True)
 class FlaxMixer:
     """A Flax layer `[B, T, D] -> [B, T, D]` as a mixer: `ModelConfig(mixer=FlaxMixer(layer, call))`. See `FlaxFeedForward`.
 
-    Attention needs `call`, because a layer that is called as `module(x)` sees no mask (and is refused any but full()):
-    `lambda module, x, context: module(x, mask=context.mask.dense(x.shape[1], x.shape[1]))`. It cannot decode, keeps no
-    attention maps, and knows of positions what the embedding says; fields that are attention's own are refused.
+    The default call passes no mask, so it accepts only full(). Attention needs
+    `call=lambda module, x, context: module(x, mask=context.mask.dense(x.shape[1], x.shape[1]))`. A FlaxMixer cannot decode,
+    has no attention maps and sees positions only in the embedding. Raises ConfigError for config fields of attention.
     """
 
     module: Callable
-    call: Callable = plain
+    call: Callable = call_with_x
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        positions = config.positions
-        for field, other in (
-            ("attention_softcap", config.attention_softcap is not None),
-            ("attention_scale", config.attention_scale is not None),
-            ("attention_dropout_rate", config.attention_dropout_rate != 0),
-            ("positions", positions is not None and not isinstance(positions, Learned | Sinusoidal)),
-        ):
-            if other:
-                raise ConfigError(
-                    f"model.{field}={getattr(config, field)}: a FlaxMixer does not read it; build it into the layer, or "
-                    "use models.mixers.attention (mixer=None)"
-                )
+        unused = {
+            "attention_softcap": config.attention_softcap is not None,
+            "attention_scale": config.attention_scale is not None,
+            "attention_dropout_rate": config.attention_dropout_rate != 0,
+            "positions": not isinstance(config.positions, Learned | Sinusoidal | None),
+        }
+        if field := next((field for field, is_set in unused.items() if is_set), None):
+            raise ConfigError(
+                f"model.{field}={getattr(config, field)}: a FlaxMixer does not read it; build it into the layer, or "
+                "use models.mixers.attention (mixer=None)"
+            )
+        return Mixer(*_part("model.mixer", self, config, partial(_mix, self)), _no_state)
 
-        def mixed(run):
-            def apply(params, x, context: Context) -> MixerOutput:
-                if context.return_weights:
-                    raise NotImplementedError(
-                        "FlaxMixer keeps no attention maps; models.mixers.attention (mixer=None) does"
-                    )
-                if self.call is plain and context.mask.rule is not rules.full:
-                    raise ConfigError(
-                        f"model.mixer: {_name(self.module)} is called as module(x), which does not see the mask "
-                        f"{context.mask}; give FlaxMixer a `call` that does (or is right without it), or set "
-                        "model.masks to (full(),)"
-                    )
-                return MixerOutput(run(params, x, context))
 
-            return apply
+def _feed(run: Callable, params, x, context: Context) -> FeedForwardOutput:
+    return FeedForwardOutput(run(params, x, context))
 
-        def no_state(*_):
-            raise NotImplementedError("FlaxMixer cannot decode; models.mixers.attention (mixer=None) can")
 
-        return Mixer(*_guest("model.mixer", self, config, mixed), no_state)
+def _mix(mixer: FlaxMixer, run: Callable, params, x, context: Context) -> MixerOutput:
+    if context.return_weights:
+        raise NotImplementedError("FlaxMixer keeps no attention maps; models.block.attention (mixer=None) does")
+    if mixer.call is call_with_x and context.mask.rule is not rules.full:
+        raise ConfigError(
+            f"model.mixer: {_name(mixer.module)} is called as module(x), which does not see the mask {context.mask}; give "
+            "FlaxMixer a `call` that passes it (or needs none), or set model.masks to (full(),)"
+        )
+    return MixerOutput(run(params, x, context))
+
+
+def _no_state(*_):
+    raise NotImplementedError("FlaxMixer cannot decode; models.block.attention (mixer=None) can")
 
 
 def _name(module) -> str:
     return getattr(module, "__name__", type(module).__name__)
 
 
-def _guest(
-    where: str, guest: FlaxFeedForward | FlaxMixer, config: ModelConfig, wrap: Callable
-) -> tuple[Tree, Callable]:
-    """(spec, wrap(run)), where run(params, x, context) -> out calls the guest's module; it has been tried on shapes."""
-    from flax import linen
-
+def _part(where: str, layer: FlaxFeedForward | FlaxMixer, config: ModelConfig, wrap: Callable) -> tuple[Tree, Callable]:
+    """(spec, apply) of a part of our models. apply(params, x, context) is wrap(run, params, x, context), where run calls
+    the layer. Raises ConfigError if its output has another shape.
+    """
     T = config.embedding.length if isinstance(config.embedding, Patches) else config.context_length
-
     mask = next(
         (mask for mask in config.masks if mask.rule is rules.full), config.masks[0]
-    )  # one that this layer may see
-
-    def example():  # what parameters may depend on: the config's length (as a map over positions does) and width
-        return jnp.zeros((1, T, config.d_model)), Context(mask, jnp.arange(T)[None])
-
-    known = _linen_guest if isinstance(guest.module, linen.Module) else _nnx_guest
-    spec, run = known(where, guest.module, guest.call, example)
-
-    def out(params, x, context):
-        return run(params, x, context).astype(x.dtype)
-
-    apply = wrap(out)
-    shapes = jax.eval_shape(lambda params: apply(params, *example())[0], params.abstract(spec))
-    if shapes.shape != (1, T, config.d_model):
-        raise ConfigError(
-            f"{where}: {_name(guest.module)} makes {shapes.shape} of x {(1, T, config.d_model)}; expected the same shape"
-        )
+    )  # every layer accepts full()
+    # the shapes of parameters may depend on T and D
+    example = lambda: (jnp.zeros((1, T, config.d_model)), Context(mask, jnp.arange(T)[None]))
+    build = _linen_layer if isinstance(layer.module, linen.Module) else _nnx_layer
+    spec, run = build(where, layer.module, layer.call, example)
+    apply = partial(wrap, lambda params, x, context: run(params, x, context).astype(x.dtype))
+    shape = jax.eval_shape(lambda params: apply(params, *example())[0], params.abstract(spec)).shape
+    if shape != (1, T, config.d_model):
+        expected = f"{shape} of x {(1, T, config.d_model)}; expected the same shape"
+        raise ConfigError(f"{where}: {_name(layer.module)} makes {expected}")
     return spec, apply
 
 
-def _linen_guest(where: str, module, call: Callable, example: Callable) -> tuple[Tree, Callable]:
-    from flax import linen
-
+def _linen_layer(where: str, module, call: Callable, example: Callable) -> tuple[Tree, Callable]:
+    """(spec, run) of a Linen module."""
     boxed = lambda leaf: isinstance(leaf, linen.Partitioned)
 
     def start(key: Array) -> Tree:
         x, context = example()
         return module.init({"params": key, "dropout": key}, x, method=lambda m, x: call(m, x, context))
 
-    @jax.jit  # parameters alone are asked for: XLA does not run the layer
+    @jax.jit  # only parameters are returned, so XLA does not run the layer
     def draw(key: Array) -> list[Array]:
         leaves = jax.tree.leaves(start(key)["params"], is_leaf=boxed)
         return [leaf.value if boxed(leaf) else leaf for leaf in leaves]
-
-    variables = jax.eval_shape(start, random.key(0))
-    if beside := sorted(set(variables) - {"params"}):
-        raise ConfigError(_stateful(where, module, beside))
-    leaves, structure = jax.tree.flatten(variables.get("params", {}), is_leaf=boxed)
-    specs = [
-        _leaf(draw, i, leaf.value.shape, leaf.names) if boxed(leaf) else _leaf(draw, i, leaf.shape)
-        for i, leaf in enumerate(leaves)
-    ]
 
     def run(params, x, context: Context):
         rngs = {} if context.dropout_key is None else {"dropout": context.dropout_key}
         return module.apply({"params": params}, x, rngs=rngs, method=lambda m, x: call(m, x, context))
 
+    variables = jax.eval_shape(start, random.key(0))
+    _refuse_state(where, module, set(variables) - {"params"})
+    leaves, structure = jax.tree.flatten(variables.get("params", {}), is_leaf=boxed)
+    specs = [
+        _leaf(draw, i, leaf.value.shape, leaf.names) if boxed(leaf) else _leaf(draw, i, leaf.shape)
+        for i, leaf in enumerate(leaves)
+    ]
     return jax.tree.unflatten(structure, specs), run
 
 
-def _nnx_guest(where: str, make: Callable, call: Callable, example: Callable) -> tuple[Tree, Callable]:
-    from flax import nnx
-
-    if isinstance(make, nnx.Module):
-        raise ConfigError(
-            f"{where}: {_name(make)} has its values already, and each layer draws its own: give the function that makes "
-            "it, lambda rngs: ..."
-        )
+def _nnx_layer(where: str, make: Callable, call: Callable, example: Callable) -> tuple[Tree, Callable]:
+    """(spec, run) of a function `rngs -> nnx.Module`."""
 
     def start(key: Array):
-        with nnx.use_eager_sharding(False):  # axes that parameters name are ours, of no mesh yet
-            module = make(nnx.Rngs(key)) if callable(make) else make
-            if not isinstance(module, nnx.Module):
-                raise ConfigError(
-                    f"{where}: expected a linen.Module or a function rngs -> nnx.Module, got {_name(make)} (which makes "
-                    f"{type(module).__name__})"
-                )
-            return nnx.split(module, nnx.Param, nnx.RngState, ...)
+        with nnx.use_eager_sharding(False):  # the axes of its parameters belong to no mesh yet
+            return nnx.split(_make_nnx(where, make, key), nnx.Param, nnx.RngState, ...)
 
     @jax.jit
     def draw(key: Array) -> list[Array]:
         return [variable.get_value() for _, variable in nnx.to_flat_state(start(key)[1])]
 
     graph, weights, streams, rest = jax.eval_shape(start, random.key(0))
-    if rest:
-        raise ConfigError(_stateful(where, make, sorted({type(v).__name__ for _, v in nnx.to_flat_state(rest)})))
+    _refuse_state(where, make, {type(v).__name__ for _, v in nnx.to_flat_state(rest)})
     weights, streams = list(nnx.to_flat_state(weights)), list(nnx.to_flat_state(streams))
     names = [tuple(map(str, path)) for path, _ in weights]
     specs = [_leaf(draw, i, leaf.shape, leaf.get_metadata("out_sharding", None)) for i, (_, leaf) in enumerate(weights)]
 
     def run(params, x, context: Context):
         key = random.key(0) if context.dropout_key is None else context.dropout_key
-        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-            key = random.wrap_key_data(key)
-
-        def fresh(i, leaf):  # each stream draws its own
-            if isinstance(leaf, nnx.RngKey):
-                return random.split(random.fold_in(key, i), leaf.shape)
-            return jnp.zeros(leaf.shape, leaf.dtype)
-
         values = flatten_dict(params)
         with nnx.use_eager_sharding(False):
-            own = [(path, leaf.copy(values[name])) for name, (path, leaf) in zip(names, weights, strict=True)]
-            drawn = [(path, leaf.copy(fresh(i, leaf))) for i, (path, leaf) in enumerate(streams)]
-            module = nnx.merge(graph, nnx.from_flat_state(own), nnx.from_flat_state(drawn))
+            filled = [(path, leaf.copy(values[name])) for name, (path, leaf) in zip(names, weights, strict=True)]
+            keys = [(path, leaf.copy(_stream(key, i, leaf))) for i, (path, leaf) in enumerate(streams)]
+            module = nnx.merge(graph, nnx.from_flat_state(filled), nnx.from_flat_state(keys))
         module.eval() if context.dropout_key is None else module.train()
         return call(module, x, context)
 
     return unflatten_dict(dict(zip(names, specs, strict=True))), run
 
 
+def _make_nnx(where: str, make: Any, key: Array) -> Any:
+    if isinstance(make, nnx.Module):
+        raise ConfigError(
+            f"{where}: {_name(make)} has its values already, but each layer draws new ones: give the function that makes "
+            "it, lambda rngs: ..."
+        )
+    module = make(nnx.Rngs(key)) if callable(make) else make
+    if not isinstance(module, nnx.Module):
+        found = f"{_name(make)} (which makes {type(module).__name__})"
+        raise ConfigError(f"{where}: expected a linen.Module or a function rngs -> nnx.Module, got {found}")
+    return module
+
+
+def _stream(key: Array, i: int, leaf: Any) -> Array:
+    """Initial value of the i-th random state of an NNX module: keys, or a count of zero."""
+    if not isinstance(leaf, nnx.RngKey):
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = random.wrap_key_data(key)
+    return random.split(random.fold_in(key, i), leaf.shape)
+
+
 def _leaf(draw: Callable, i: int, shape: tuple[int, ...], names=None) -> Spec:
-    """The i-th parameter of those that draw(key) makes."""
+    """The Spec of the i-th parameter of draw(key)."""
     axes = (None,) * len(shape) if names is None else tuple(names)
     return Spec(shape, axes, lambda key, shape, dtype: draw(key)[i].astype(dtype))
 
 
-def _stateful(where: str, module, beside: list[str]) -> str:
-    return (
-        f"{where}: {_name(module)} keeps {', '.join(beside)} beside its parameters; a layer here has no state of its own: "
-        "use one without (layer norm for batch norm)"
-    )
+def _refuse_state(where: str, module: Any, kinds: set[str]) -> None:
+    if kinds:
+        raise ConfigError(
+            f"{where}: {_name(module)} keeps {', '.join(sorted(kinds))} besides parameters; a layer here has no state: "
+            "use one without (layer norm for batch norm)"
+        )

@@ -1,8 +1,8 @@
 """Visible pairs counted block by block, in NumPy at trace time, without an array of all pairs: `Mask.blocks`.
 
-Block (i, j) holds the queries q[i] <= position < q[i + 1] and the keys kv[j] <= position < kv[j + 1]: `q` and `kv` are
-the edges of the blocks. Counts have the shape `[N|1, len(q) - 1, len(kv) - 1]`. A mask whose count is not known has a
-lower and an upper bound: 0 visible pairs at most is EMPTY, all of them at least is FULL, everything else is PARTIAL.
+`q` and `kv` are the edges of the blocks: block (i, j) holds the queries q[i] <= position < q[i + 1] and the keys
+kv[j] <= position < kv[j + 1]. Counts have the shape `[N|1, len(q) - 1, len(kv) - 1]`. Bounds are the least and the most
+visible pairs that a block can have. A block with at most 0 is EMPTY, one with at least all is FULL, any other PARTIAL.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,111 +21,105 @@ Edges = np.ndarray  # one more than there are blocks along an axis
 Counts = np.ndarray  # [N|1, rows, columns]
 Bounds = tuple[Counts, Counts]
 
-SAMPLES = 12  # positions along each side of an undecided block that are looked at before all are
-BUDGET = 1 << 25  # pairs that one classification may look at one by one: a tenth of a second
-LOOKS = 1 << 26  # pairs that one density may look at
-CHUNK = 1 << 21  # pairs looked at in one go: what fits the cache
+SAMPLES = 12  # positions along each side of an undecided block that are evaluated before all are
+BUDGET = 1 << 25  # pairs that one classification may evaluate: a tenth of a second
+DENSITY_BUDGET = 1 << 26  # pairs that one density may evaluate
+CHUNK = 1 << 21  # pairs evaluated at a time: what fits the cache
 
 OF_DISTANCE = (rules.full, rules.causal, rules.window, rules.strided)  # rules of q - kv
-OF_KEYS = (rules.full, rules.prefix, rules.columns)  # rules of kv alone, which no offset moves
+OF_KEYS = (rules.full, rules.prefix, rules.columns)  # rules of kv alone, which an offset of the queries does not change
 
 
 def blocks(mask, q_length: int, kv_length: int, rows: int, columns: int) -> np.ndarray:
-    """`Mask.blocks`: EMPTY or FULL where every head is for certain, PARTIAL elsewhere."""
-    first = first_query(mask, q_length, kv_length)
-    q, kv = edges(first or 0, q_length, rows), edges(0, kv_length, columns)
-    mask, total = replace(mask.sized(kv_length), offset=None), totals(q, kv)
-    low, high = _bounds(mask, q, kv, fixed=first is not None)
-    empty, full = (high == 0).all(0), (low == total).all(0)
+    """`Mask.blocks`: EMPTY or FULL where that is certain for every head, PARTIAL elsewhere."""
+    first = mask.first(q_length, kv_length)
+    known = isinstance(first, int | np.integer)
+    q, kv = edges(int(first) if known else 0, q_length, rows), edges(0, kv_length, columns)
+    low, high = _bounds(replace(mask, offset=None), q, kv, known_offset=known)
+    empty, full = (high == 0).all(0), (low == totals(q, kv)).all(0)
     return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL)).astype(np.int8)
 
 
-def first_query(mask, q_length: int, kv_length: int) -> int | None:
-    """The position of the first query; None where only an array knows it."""
-    first = mask.first(q_length, kv_length)
-    return int(first) if isinstance(first, int | np.integer) else None
-
-
 def density(mask, q_length: int, kv_length: int) -> float:
-    """`Mask.density`: by counting where that is exact, by looking at pairs where it is not."""
-    mask, first = mask.sized(kv_length), first_query(mask, q_length, kv_length)
+    """`Mask.density`: from counts where they are exact, else from pairs that are evaluated."""
+    first = mask.first(q_length, kv_length)
     if q_length == 0 or kv_length == 0:
         return 0.0
-    if first is None:
+    if not isinstance(first, int | np.integer):
         raise ValueError("density: the mask's offset is an array; call .at(offset) with an int")
     if mask.static:
         return _static_density(mask, first, q_length, kv_length)
-    rows = first + _strata(1, q_length, LOOKS // kv_length)[0]
+    rows = first + _strata(1, q_length, DENSITY_BUDGET // kv_length)
     keys, step, visible = np.arange(kv_length)[None], max(1, CHUNK // kv_length), 0.0
-    for start in range(0, len(rows), step):
-        some = _now(mask, rows[None, start : start + step], keys)
-        if some is None:
+    for start in range(0, rows.shape[1], step):
+        values = evaluate(mask, rows[:, start : start + step], keys)
+        if values is None:
             raise ValueError("density: the mask's arrays are traced; ask outside of jit")
-        visible += some.mean() * some.shape[2]
-    return float(visible / len(rows))
+        visible += values.mean() * values.shape[2]
+    return float(visible / rows.shape[1])
 
 
 def _static_density(mask, first, q_length, kv_length) -> float:
-    """Counts block by block; where the bounds differ, as many rows of a block are looked at as the budget allows."""
+    """Counts by block. Of blocks whose bounds differ, as many rows are evaluated as the budget allows."""
     block = -(-max(q_length, kv_length) // 256)
     q, kv = edges(first, q_length, block), edges(0, kv_length, block)
     (low, high), total = _counts(mask, q, kv), totals(q, kv)
     count = low.mean(0)
     i, j = np.nonzero((low != high).any(0))
-    rows = _strata(len(i), block, LOOKS // max(1, len(i) * block * len(low)))
+    rows = _strata(len(i), block, DENSITY_BUDGET // max(1, len(i) * block * len(low)))
     step = max(1, CHUNK // (rows.shape[1] * block * len(low)))
     for start in range(0, len(i), step):
-        a, b = i[start : start + step], j[start : start + step]
-        found = _look(partial(_now, mask), q, kv, rows[start : start + step], np.arange(block)[None], a, b)
+        here = slice(start, start + step)
+        a, b = i[here], j[here]
+        found = count_visible(partial(evaluate, mask), q, kv, rows[here], np.arange(block)[None], a, b)
         if found is None:
             raise ValueError("density: the mask's rule waits for a traced value; ask outside of jit")
         visible, hidden = found
-        guess = visible / np.maximum(visible + hidden, 1) * total[:, a, b]
-        count[a, b] = np.clip(guess, low[:, a, b], high[:, a, b]).mean(0)
+        estimate = visible / np.maximum(visible + hidden, 1) * total[:, a, b]
+        count[a, b] = np.clip(estimate, low[:, a, b], high[:, a, b]).mean(0)
     return float(count.sum() / (q_length * kv_length))
 
 
-def _strata(times, length, most):
-    """`times` over, all of `length` places or one at random in each of `most` equal parts: a fixed grid meets strides."""
+def _strata(times: int, length: int, most: int) -> np.ndarray:
+    """`[times, n]`: all `length` places, or a random one in each of `most` equal parts. A fixed grid could hit a stride."""
     most = min(length, max(1, most))
     return ((np.arange(most) + np.random.default_rng(0).random((times, most))) * length / most).astype(np.int64)
 
 
-def made_of(mask, some) -> bool:
-    """Whether a mask holds no arrays and no rules but these, combined."""
+# Bounds of a mask, from its structure
+
+
+def made_of(mask, allowed) -> bool:
+    """Whether a mask holds no arrays and combines these rules alone."""
     if mask.rule in _OPERATIONS:
-        return all(made_of(part, some) for part in mask.parts)
-    return mask.rule in some and not mask.arrays
+        return all(made_of(part, allowed) for part in mask.parts)
+    return mask.rule in allowed and not mask.arrays
 
 
-def _bounds(mask, q, kv, fixed) -> Bounds:
-    """Least and most visible pairs a block, as tight as time allows; without a `fixed` offset the queries may be any.
+def _bounds(mask, q, kv, known_offset: bool) -> Bounds:
+    """Least and most visible pairs of each block. Without a known offset the queries may be anywhere.
 
-    What is known while tracing is settled first, together; the rest is anything.
+    The operands that are known at trace time are counted together; the others may show anything.
     """
     total = totals(q, kv)
-    if _known(mask, fixed):
-        return refine(partial(_now, mask), _counts(mask, q, kv), q, kv)
+    known = lambda part: part.static and (known_offset or made_of(part, OF_KEYS))
+    if known(mask):
+        return narrow_bounds(partial(evaluate, mask), _counts(mask, q, kv), q, kv)
     if mask.rule not in _OPERATIONS:
         return np.zeros_like(total), total
-    parts = _grouped(mask, lambda part: _known(part, fixed))
-    return _OPERATIONS[mask.rule]([_bounds(part, q, kv, fixed) for part in parts], total)
-
-
-def _known(mask, fixed) -> bool:
-    return mask.static and (fixed or made_of(mask, OF_KEYS))
+    return _OPERATIONS[mask.rule]([_bounds(part, q, kv, known_offset) for part in _grouped(mask, known)], total)
 
 
 def _counts(mask, q, kv) -> Bounds:
-    """Bounds of a static mask from its structure alone: exact for one rule and for whatever depends on q - kv."""
+    """Bounds of a static mask from its structure alone: exact for one rule and for any function of q - kv."""
     total = totals(q, kv)
-    if made_of(mask, OF_DISTANCE):
+    of_distance = lambda part: made_of(part, OF_DISTANCE)
+    if of_distance(mask):
         distances = np.arange(q[0] - kv[-1] + 1, q[-1] - kv[0])
         visible = mask._evaluate(distances.reshape(1, 1, -1, 1), np.zeros((1, 1, 1, 1), distances.dtype))
         exact = by_distance(visible[0, :, :, 0], q, kv)
     elif mask.rule in _OPERATIONS:
-        parts = _grouped(mask, lambda part: made_of(part, OF_DISTANCE))
-        return _OPERATIONS[mask.rule]([_counts(part, q, kv) for part in parts], total)
+        return _OPERATIONS[mask.rule]([_counts(part, q, kv) for part in _grouped(mask, of_distance)], total)
     elif mask.rule in _COUNTS:
         exact = _COUNTS[mask.rule](mask, q, kv)
     else:
@@ -133,47 +127,108 @@ def _counts(mask, q, kv) -> Bounds:
     return exact, exact
 
 
-def _grouped(mask, kind):
-    """The operands, where the order does not matter those of a kind put together as one."""
+def _grouped(mask, kind: Callable):
+    """The operands. Of `&` and `|`, those of a kind are joined to one."""
     if mask.rule not in (rules.and_, rules.or_):
         return mask.parts
     same, others = [p for p in mask.parts if kind(p)], [p for p in mask.parts if not kind(p)]
     return [replace(mask, parts=tuple(same), offset=None), *others] if same else others
 
 
-def _count_chunked(mask, q, kv):
-    size, before, after = mask.args
-    chunk = np.arange(q[0], q[-1]) // size
-    return by_interval((chunk - before) * size, (chunk + after + 1) * size, q, kv)
+def complement(bounds: Bounds, total: Counts) -> Bounds:
+    return total - bounds[1], total - bounds[0]
 
 
-def _count_keys(mask, q, kv):
-    """Of a rule of kv alone."""
-    here = np.arange(kv[0], kv[-1])
-    visible = np.append(0, np.cumsum(mask._evaluate(np.zeros((1, 1, 1, 1), int), here.reshape(1, 1, 1, -1))))
-    return by_union(0 * np.diff(q), np.diff(visible[kv - kv[0]]), q, kv)
+def intersection(bounds: Iterable[Bounds], total: Counts) -> Bounds:
+    """Bounds of an `&`: at most the pairs of its least operand; hidden at most the hidden pairs of all operands together."""
+    low, high = zip(*bounds, strict=True)
+    return np.maximum(total - sum(total - each for each in low), 0), np.minimum.reduce(np.broadcast_arrays(*high))
 
 
-def _count_global(mask, q, kv):
-    (tokens,) = mask.args
-    before = lambda edges: np.clip(edges, 0, tokens) if isinstance(tokens, int) else np.searchsorted(tokens, edges)
-    return by_union(np.diff(before(q)), np.diff(before(kv)), q, kv)
+def union(bounds: Iterable[Bounds], total: Counts) -> Bounds:
+    return complement(intersection([complement(each, total) for each in bounds], total), total)
 
 
-def _now(mask, q, kv):
-    """The mask at positions [M, T], [M, S] as a NumPy array, also while tracing; None where a rule waits for a tracer."""
+def heads(bounds: Iterable[Bounds], total: Counts) -> Bounds:
+    """Bounds of a `by_head`."""
+    low, high = zip(*bounds, strict=True)
+    return np.concatenate(low), np.concatenate(high)
+
+
+# Bounds narrowed by evaluating pairs
+
+
+def narrow_bounds(evaluate: Callable, bounds: Bounds, q: Edges, kv: Edges) -> Bounds:
+    """Evaluates a few pairs of each undecided block, then all of its pairs while the budget lasts.
+
+    `evaluate(q [M, a], kv [M, b])` gives the mask `[M, N|1, a, b]` of M blocks, or None where it is not known yet.
+    """
+    total = totals(q, kv)
+    for most in (SAMPLES, None):
+        rows, columns = sample_grid(np.diff(q), most), sample_grid(np.diff(kv), most)
+        pairs = len(rows) * len(columns) * len(bounds[0])
+        i, j = np.nonzero(undecided(bounds, total))
+        if most is None:
+            i, j = i[: BUDGET // pairs], j[: BUDGET // pairs]
+        step = max(1, CHUNK // pairs)
+        for start in range(0, len(i), step):
+            a, b = i[start : start + step], j[start : start + step]
+            found = count_visible(evaluate, q, kv, rows[None], columns[None], a, b)
+            if found is None:
+                return bounds
+            visible, hidden = found
+            shape = max(len(bounds[0]), len(visible)), *total.shape[1:]
+            low, high = (np.array(np.broadcast_to(each, shape)) for each in bounds)
+            low[:, a, b] = np.maximum(low[:, a, b], visible)
+            high[:, a, b] = np.minimum(high[:, a, b], total[:, a, b] - hidden)
+            bounds = low, high
+    return bounds
+
+
+def sample_grid(sizes, most: int | None) -> np.ndarray:
+    """Places within a block: `most` of them, evenly spread, or all."""
+    largest = max(sizes, default=1)
+    return np.arange(largest) if most is None else np.unique(np.linspace(0, largest - 1, most).astype(np.int64))
+
+
+def undecided(bounds: Bounds, total: Counts) -> np.ndarray:
+    """Blocks whose class the bounds leave open."""
+    low, high = bounds
+    partial = (low > 0).any(0) & (high < total).any(0)
+    return ~(partial | (high == 0).all(0) | (low == total).all(0))
+
+
+def count_visible(evaluate: Callable, q, kv, rows, columns, i, j):
+    """(visible, hidden) pairs `[N, M]` at the places `[M|1, a]`, `[M|1, b]` within M blocks (i, j); None if not known yet."""
+    q_positions, kv_positions = q[i][:, None] + rows, kv[j][:, None] + columns
+    last_q, last_kv = q[i + 1][:, None] - 1, kv[j + 1][:, None] - 1
+    visible = evaluate(
+        np.minimum(q_positions, last_q).astype(np.int32), np.minimum(kv_positions, last_kv).astype(np.int32)
+    )
+    if visible is None:
+        return None
+    inside = ((q_positions <= last_q)[:, :, None] & (kv_positions <= last_kv)[:, None, :])[:, None]
+    count = lambda x: np.count_nonzero(x, axis=(2, 3)).T
+    return count(visible & inside), count(~visible & inside)
+
+
+def evaluate(mask, q, kv):
+    """The mask at positions [M, T], [M, S] in NumPy, at trace time too; None where its rule depends on a traced value."""
     q, kv = q[:, None, :, None], kv[:, None, None, :]
     if mask.static and made_of(mask, (*OF_DISTANCE, *_COUNTS)):
         return mask._evaluate(q, kv)
-    with jax.ensure_compile_time_eval():  # a rule of somebody else's may use jax.numpy
+    with jax.ensure_compile_time_eval():  # a user's rule may call jax.numpy
         visible = mask._evaluate(jnp.asarray(q), jnp.asarray(kv))
     if isinstance(visible, jax.core.Tracer):
         return None
     return np.broadcast_to(np.asarray(visible, bool), np.broadcast_shapes(np.shape(visible), q.shape, kv.shape))
 
 
+# Exact counts
+
+
 def edges(first: int, length: int, block: int) -> Edges:
-    """Where the blocks of `length` positions from `first` on begin, and where the last, perhaps shorter, one ends."""
+    """The first position of each block of `length` positions from `first` on, and the end of the last block."""
     return first + np.append(np.arange(0, length, block), length)
 
 
@@ -183,53 +238,35 @@ def totals(q: Edges, kv: Edges) -> Counts:
 
 
 def by_distance(visible: np.ndarray, q: Edges, kv: Edges) -> Counts:
-    """Counts of a mask of q - kv alone, given `[N|1, T + S - 1]` at the distances from the first query minus the last key on.
+    """Counts of a function of q - kv, given as `[N|1, T + S - 1]` from the first query minus the last key on.
 
     With E the double prefix sum of `visible`, a block's count is a second difference of E over its four corners.
     """
     for _ in range(2):
         visible = np.pad(np.cumsum(visible, axis=1, dtype=np.int64), ((0, 0), (1, 0)))
-    return _blocks(-visible[:, q[:, None] - kv[None] - (q[0] - kv[-1])])
+    return _between(-visible[:, q[:, None] - kv[None] - (q[0] - kv[-1])])
 
 
-def by_interval(low: np.ndarray, high: np.ndarray, q: Edges, kv: Edges) -> Counts:
-    """Counts where query t sees keys low[t] <= position < high[t], neither of them ever falling with t."""
-    rows = (q - q[0])[:, None]
-
-    def below(bound):
-        bound = np.clip(bound, kv[0], kv[-1])  # far away, a sum of bounds would wrap around
-        # sum over the rows so far of min(bound, edge): rows before the cut are below the edge, later ones count as it
-        cut = np.minimum(rows, np.searchsorted(bound, kv)[None])
-        return np.append(0, np.cumsum(bound))[cut] + kv[None] * (rows - cut)
-
-    return _blocks((below(high) - below(low))[None])
+def by_intervals(cuts: Edges, start: np.ndarray, end: np.ndarray, q: Edges, kv: Edges) -> Counts:
+    """Counts where the queries from cuts[r] up to cuts[r + 1] see the keys start[r, n] <= position < end[r, n] for each n."""
+    start, end = (
+        np.clip(bound, kv[0], kv[-1]) for bound in (start, end)
+    )  # sums of very large bounds would wrap around
+    visible = np.zeros((len(cuts), len(kv)), np.int64)  # before each cut and each key edge
+    for column, edge in enumerate(kv):
+        each = (np.minimum(end, edge) - np.minimum(start, edge)).sum(1)
+        visible[1:, column] = np.cumsum(each * np.diff(cuts))
+    return _between(visible[None, np.searchsorted(cuts, q)])
 
 
 def by_layout(layout: np.ndarray, block: int, q: Edges, kv: Edges) -> Counts:
-    """Counts of a mask that is constant on blocks of its own, `layout` [N, nq, nk] from position 0 on, empty beyond."""
+    """Counts of a mask that is constant on its own blocks: `layout` [N, nq, nk] from position 0 on, hidden beyond."""
     columns = _integral(layout.swapaxes(1, 2), block, kv).swapaxes(1, 2)
-    return _blocks(_integral(columns, block, q))
-
-
-def by_choice(chosen: np.ndarray, block: int, q: Edges, kv: Edges) -> Counts:
-    """Counts where the queries of block r (of the mask's own blocks) see the key blocks `chosen` [n, count] has at r mod n."""
-    cuts = np.union1d(q, np.arange(-(-q[0] // block) * block, q[-1], block))  # both kinds of blocks are whole between
-    rows = np.searchsorted(q, cuts[:-1], "right")[:, None] - 1
-    start = block * chosen[cuts[:-1] // block % len(chosen)].astype(np.int64)
-    first = np.searchsorted(kv, start, "right") - 1
-    shape = (len(q) - 1, len(kv) - 1)
-    counts = np.zeros(shape[0] * shape[1])
-    most = np.max(np.searchsorted(kv, start + block) - first, initial=0)  # blocks of `kv` that one of the mask's meets
-    for step in range(min(most, shape[1])):
-        column = np.minimum(first + step, shape[1] - 1)
-        overlap = np.minimum(kv[column + 1], start + block) - np.maximum(kv[column], start)
-        pairs = np.where(first + step < shape[1], np.maximum(overlap, 0), 0) * np.diff(cuts)[:, None]
-        counts += np.bincount((rows * shape[1] + column).ravel(), pairs.ravel(), len(counts))  # exact below 2^53
-    return counts.astype(np.int64).reshape(1, *shape)
+    return _between(_integral(columns, block, q))
 
 
 def by_union(marked_q: np.ndarray, marked_kv: np.ndarray, q: Edges, kv: Edges) -> Counts:
-    """Counts where a pair is visible if its query or its key is marked, as so many of a row, of a column of blocks are."""
+    """Counts where a pair is visible if its query or its key is marked, given how many are marked in each block."""
     hidden = (np.diff(q) - marked_q)[:, None] * (np.diff(kv) - marked_kv)[None]
     return totals(q, kv) - hidden[None]
 
@@ -239,87 +276,45 @@ def _integral(values, block, edges):
     edges = np.clip(edges, 0, block * values.shape[1])
     padded = np.pad(values, ((0, 0), (0, 1), (0, 0))).astype(np.int64)
     before = np.cumsum(padded, axis=1) - padded
-    whole, rest = np.divmod(edges, block)
-    return block * before[:, whole] + rest[None, :, None] * padded[:, whole]
+    index, rest = np.divmod(edges, block)
+    return block * before[:, index] + rest[None, :, None] * padded[:, index]
 
 
-def _blocks(integral):
-    """Counts a block from the number of visible pairs before each query edge and key edge."""
+def _between(integral):
+    """Counts of each block from the number of visible pairs before each query edge and key edge."""
     return np.diff(np.diff(integral, axis=1), axis=2)
 
 
-def complement(bounds: Bounds, total: Counts) -> Bounds:
-    return total - bounds[1], total - bounds[0]
+def _count_chunked(mask, q, kv):
+    size, before, after = mask.args
+    cuts, chunk = _cuts(q, size)
+    return by_intervals(cuts, (chunk - before) * size, (chunk + after + 1) * size, q, kv)
 
 
-def intersection(bounds: Iterable[Bounds], total: Counts) -> Bounds:
-    """Bounds of an `&`: no more pairs than the least operand has, no more hidden ones than all operands have together."""
-    low, high = zip(*bounds, strict=True)
-    return np.maximum(total - sum(total - each for each in low), 0), np.minimum.reduce(np.broadcast_arrays(*high))
+def _count_random(mask, q, kv):
+    chosen, size = rules.choice_of(mask), mask.args[1]
+    cuts, chunk = _cuts(q, size)
+    start = size * chosen[chunk[:, 0] % len(chosen)].astype(np.int64)
+    return by_intervals(cuts, start, start + size, q, kv)
 
 
-def union(bounds: Iterable[Bounds], total: Counts) -> Bounds:
-    return complement(intersection([complement(each, total) for each in bounds], total), total)
+def _cuts(q, size: int):
+    """The edges of the blocks and of chunks of `size` positions together, and between two of them the chunk's number."""
+    cuts = np.union1d(q, np.arange(-(-q[0] // size) * size, q[-1], size))
+    return cuts, (cuts[:-1] // size)[:, None]
 
 
-def side_by_side(bounds: Iterable[Bounds]) -> Bounds:
-    """The heads of several masks in a row."""
-    low, high = zip(*bounds, strict=True)
-    return np.concatenate(low), np.concatenate(high)
+def _count_keys(mask, q, kv):
+    """Of a rule of kv alone."""
+    positions = np.arange(kv[0], kv[-1])
+    visible = np.append(0, np.cumsum(mask._evaluate(np.zeros((1, 1, 1, 1), int), positions.reshape(1, 1, 1, -1))))
+    return by_union(0 * np.diff(q), np.diff(visible[kv - kv[0]]), q, kv)
 
 
-def refine(evaluate: Callable, bounds: Bounds, q: Edges, kv: Edges) -> Bounds:
-    """Tighter bounds where a block's class is open: looks at a few of its pairs, then at all while the budget lasts.
-
-    `evaluate(q [M, a], kv [M, b])` gives the mask `[M, N|1, a, b]` of M blocks, or None where it cannot tell now.
-    """
-    total = totals(q, kv)
-    for most in (SAMPLES, None):
-        within_q, within_kv = _spread(np.diff(q), most), _spread(np.diff(kv), most)
-        pairs = len(within_q) * len(within_kv) * len(bounds[0])
-        i, j = np.nonzero(_open(bounds, total))
-        if most is None:
-            i, j = i[: BUDGET // pairs], j[: BUDGET // pairs]
-        step = max(1, CHUNK // pairs)
-        for start in range(0, len(i), step):
-            some = i[start : start + step], j[start : start + step]
-            found = _look(evaluate, q, kv, within_q[None], within_kv[None], *some)
-            if found is None:
-                return bounds
-            bounds = _tighten(bounds, found, total, *some)
-    return bounds
-
-
-def _spread(sizes, most):
-    largest = max(sizes, default=1)
-    return np.arange(largest) if most is None else np.unique(np.linspace(0, largest - 1, most).astype(np.int64))
-
-
-def _open(bounds, total):
-    """Blocks that no bound decides: neither one visible and one hidden pair are known, nor all of one kind."""
-    low, high = bounds
-    partial = (low > 0).any(0) & (high < total).any(0)
-    return ~(partial | (high == 0).all(0) | (low == total).all(0))
-
-
-def _look(evaluate, q, kv, within_q, within_kv, i, j):
-    """How many pairs at the places `[M|1, a]`, `[M|1, b]` of the M blocks (i, j) are visible and hidden, `[N, M]` each."""
-    rows, columns = q[i][:, None] + within_q, kv[j][:, None] + within_kv
-    last_row, last_column = q[i + 1][:, None] - 1, kv[j + 1][:, None] - 1
-    visible = evaluate(np.minimum(rows, last_row).astype(np.int32), np.minimum(columns, last_column).astype(np.int32))
-    if visible is None:
-        return None
-    inside = ((rows <= last_row)[:, :, None] & (columns <= last_column)[:, None, :])[:, None]
-    count = lambda x: np.count_nonzero(x, axis=(2, 3)).T
-    return count(visible & inside), count(~visible & inside)
-
-
-def _tighten(bounds, found, total, i, j):
-    heads = max(len(bounds[0]), len(found[0]))
-    low, high = (np.array(np.broadcast_to(each, (heads, *total.shape[1:]))) for each in bounds)
-    low[:, i, j] = np.maximum(low[:, i, j], found[0])
-    high[:, i, j] = np.minimum(high[:, i, j], total[:, i, j] - found[1])
-    return low, high
+def _count_global(mask, q, kv):
+    (tokens,) = mask.args
+    before = lambda edges: np.clip(edges, 0, tokens) if isinstance(tokens, int) else np.searchsorted(tokens, edges)
+    return by_union(np.diff(before(q)), np.diff(before(kv)), q, kv)
 
 
 _COUNTS = {
@@ -328,11 +323,11 @@ _COUNTS = {
     rules.chunked: _count_chunked,
     rules.global_tokens: _count_global,
     rules.block_sparse: lambda mask, q, kv: by_layout(rules.layout_of(*mask.args[1:]), mask.args[0], q, kv),
-    rules.random_blocks: lambda mask, q, kv: by_choice(rules.choice_of(mask), mask.args[1], q, kv),
+    rules.random_blocks: _count_random,
 }
 _OPERATIONS = {
     rules.and_: intersection,
     rules.or_: union,
     rules.not_: lambda bounds, total: complement(bounds[0], total),
-    rules.by_head: lambda bounds, total: side_by_side(bounds),
+    rules.by_head: heads,
 }

@@ -1,18 +1,20 @@
 """`Mask`, and the functions that build one."""
 
+import re
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array
 from jaxtyping import Bool, Int, Shaped
 
+from jaxformer.config.expressions import evaluate
+from jaxformer.errors import ConfigError
 from jaxformer.masks import blocks as block_counts
 from jaxformer.masks import rules, text
 
@@ -23,69 +25,77 @@ FAR = 1 << 30  # positions lie between -FAR and FAR, so that the difference of t
 Positions = Int[Array, "..."] | Int[np.ndarray, "..."]
 
 
-@struct.dataclass
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
 class Mask:
-    """A rule `rule(mask, q, kv) -> bool` with its static `args`, its `arrays` and the masks it is made of.
+    """A rule `rule(mask, q, kv) -> bool` with its static `args`, its `arrays` and the masks that it combines.
 
-    `rule` sees positions that broadcast against each other: q `[B|1, 1, T, 1]` and kv `[B|1, 1, 1, S]`. A rule of your
-    own is a function: `Mask(lambda mask, q, kv: (q + kv) % 2 == 0)`.
+    `rule` gets positions that broadcast against each other: q `[B|1, 1, T, 1]` and kv `[B|1, 1, 1, S]`. Your own rule is a
+    function: `Mask(lambda mask, q, kv: (q + kv) % 2 == 0)`.
     """
 
-    rule: Callable = struct.field(pytree_node=False)
-    args: tuple = struct.field(pytree_node=False, default=())
+    rule: Callable
+    args: tuple = ()
     arrays: tuple = ()
     parts: tuple["Mask", ...] = ()
-    offset: Any = None
+    offset: Any = None  # an integer is static, an array is a leaf
+
+    def tree_flatten(self):
+        fixed = self.offset if isinstance(self.offset, int) else None
+        return (self.arrays, self.parts, self.offset if fixed is None else None), (self.rule, self.args, fixed)
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        (rule, args, fixed), (arrays, parts, offset) = static, children
+        return cls(rule, args, arrays, parts, offset if fixed is None else fixed)
 
     def __call__(self, q_positions: Positions, kv_positions: Positions) -> Bool[Array, "#B #N T S"]:
         """True where a query may see a key, at absolute positions `[T]`, `[S]` or by row `[B, T]`, `[B, S]`."""
-        return self._evaluate(_rank4(q_positions, -1), _rank4(kv_positions, -2))
+        return self._evaluate(_by_row(q_positions)[:, None, :, None], _by_row(kv_positions)[:, None, None, :])
 
     def _evaluate(self, q, kv):
         return self.rule(self, q, kv)
 
     def at(self, offset: int | Int[Array, ""]) -> "Mask":
-        """The same mask, its first query at absolute position `offset`; without, queries end where keys end."""
-        static = isinstance(offset, int | np.integer)
-        if not static and (np.shape(offset) or not jnp.issubdtype(jnp.result_type(offset), jnp.integer)):
+        """The same mask with its first query at absolute position `offset`. By default the last query is at the last key."""
+        if isinstance(offset, int | np.integer):
+            if not -FAR <= offset <= FAR:
+                raise ValueError(f"{self}.at({offset}): positions lie between -2^30 and 2^30")
+            return replace(self, offset=int(offset))
+        if np.shape(offset) or not jnp.issubdtype(jnp.result_type(offset), jnp.integer):
             raise ValueError(f"{self}.at({offset}): an offset is one integer, for all rows")
-        if static and not -FAR <= offset <= FAR:
-            raise ValueError(f"{self}.at({offset}): positions lie between -2^30 and 2^30")
         return replace(self, offset=offset)
 
     def sized(self, kv_length: int) -> "Mask":
-        """The same mask where `random_blocks` without a length has learned how many keys it draws from."""
+        """The same mask, in which a `random_blocks` without a length draws from `kv_length` keys."""
         if self.rule is rules.random_blocks and len(self.args) == 3:
             return replace(self, args=(*self.args, kv_length))
         return replace(self, parts=tuple(part.sized(kv_length) for part in self.parts)) if self.parts else self
 
     @property
     def name(self) -> str:
-        """The rule's name, to print. A user's rule may have the name of one of ours: to know a rule, compare `rule`."""
+        """The rule's name, to print. A user's rule may have the name of one of ours: to recognise a rule, compare `rule`."""
         return getattr(self.rule, "__name__", type(self.rule).__name__).strip("_")
 
     @property
     def static(self) -> bool:
-        """Whether the mask holds no arrays, so that it can be hashed and is known while tracing."""
-        known = self.offset is None or isinstance(self.offset, int | np.integer)
-        return known and not self.arrays and all(part.static for part in self.parts)
+        """Whether the mask holds no arrays: then it can be hashed, and is known at trace time."""
+        return (
+            (self.offset is None or isinstance(self.offset, int))
+            and not self.arrays
+            and all(part.static for part in self.parts)
+        )
 
     def conjuncts(self) -> tuple["Mask", ...]:
-        """The operands of a mask that is an `&` of several, each with the offset of the whole; else the mask alone."""
+        """The operands of an `&`, each with the offset of the whole mask; of any other mask, the mask alone."""
         return tuple(replace(part, offset=self.offset) for part in self.parts) if self.rule is rules.and_ else (self,)
-
-    def split(self) -> tuple[list, "Split"]:
-        """The arrays of the mask, and all else of it, which can be hashed: `Mask.split` undone is `Split.join`."""
-        leaves, tree = jax.tree.flatten(self)
-        fixed = tuple(leaf if isinstance(leaf, int | np.integer) else None for leaf in leaves)
-        return [leaf for leaf, own in zip(leaves, fixed, strict=True) if own is None], Split(tree, fixed)
 
     def first(self, q_length: int, kv_length: int) -> Any:
         """Absolute position of the first query: a number, or an array where `at` was given one."""
         return kv_length - q_length if self.offset is None else self.offset
 
     def positions(self, q_length: int, kv_length: int) -> tuple[Array, Array]:
-        """Absolute positions of the queries and keys: bottom-right aligned unless `at` said otherwise."""
+        """Absolute positions of the queries and keys: aligned at their ends unless the mask has an offset."""
         return self.first(q_length, kv_length) + jnp.arange(q_length), jnp.arange(kv_length)
 
     def dense(self, q_length: int, kv_length: int) -> Bool[Array, "#B #N T S"]:
@@ -96,51 +106,49 @@ class Mask:
     def blocks(self, q_length: int, kv_length: int, block: int | tuple[int, int]) -> Int[np.ndarray, "rows columns"]:
         """EMPTY, PARTIAL or FULL for each block of `block` (or `(rows, columns)`) pairs, int8 `[ceil(T/b), ceil(S/b)]`.
 
-        NumPy at trace time, without an array of all pairs. EMPTY and FULL are proven, for every row and head; PARTIAL is
-        exact for masks of one rule, and for combinations unless more pairs than `masks.blocks.BUDGET` would have to be
-        looked at one by one. Arrays, and a traced offset, make what depends on them PARTIAL.
+        NumPy at trace time, without an array of all pairs. EMPTY and FULL are proven, for every row and head. PARTIAL is
+        exact for masks of one rule, and for combinations as long as at most `masks.blocks.BUDGET` pairs have to be
+        evaluated. Arrays, and a traced offset, make the blocks that depend on them PARTIAL.
         """
         rows, columns = (block, block) if isinstance(block, int | np.integer) else block
         if min(rows, columns) < 1:
             raise ValueError(f"blocks({q_length}, {kv_length}, {block}): a block has at least one query and one key")
-        return block_counts.blocks(self, q_length, kv_length, rows, columns)
+        return block_counts.blocks(self.sized(kv_length), q_length, kv_length, rows, columns)
 
     def density(self, q_length: int, kv_length: int) -> float:
         """Share of visible pairs, over rows and heads alike.
 
-        Exact for masks of one rule, and for those of q - kv alone, in O(T + S); for others exact as long as at most 2^26
-        pairs have to be looked at one by one, and beyond that an estimate from queries spread evenly over the blocks.
+        Exact for masks of one rule and for functions of q - kv, in O(T + S). Exact for other masks as long as at most 2^26
+        pairs have to be evaluated; beyond that an estimate from queries spread evenly over the blocks.
         """
-        return block_counts.density(self, q_length, kv_length)
+        return block_counts.density(self.sized(kv_length), q_length, kv_length)
 
     def plot(self, q_length: int, kv_length: int, path: Path | None = None, block: int | None = None) -> Any:
-        """A picture of the mask, returned as a matplotlib figure and written to `path`: a panel a head, at most four.
+        """The mask as a matplotlib figure, also written to `path`: one panel for each head, at most four.
 
-        Arrays show their first row. `block` draws the grid of `.blocks` and tints what is not EMPTY.
+        Of arrays the first row is shown. `block` draws the grid of `.blocks` and tints what is not EMPTY.
         """
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
 
         dense = np.asarray(self.dense(q_length, kv_length))
-        panels, grid = dense[0, :4].astype(int), ()
+        panels, count = dense[0, :4].astype(int), min(4, dense.shape[1])
         if block is not None:
             classes = self.blocks(q_length, kv_length, block).repeat(block, 0).repeat(block, 1)
             panels = np.where(panels == 1, 1, 2 * (classes[:q_length, :kv_length] != EMPTY))
-            grid = (("axhline", range(block, q_length, block)), ("axvline", range(block, kv_length, block)))
         height = 0.9 + 3 * float(np.clip(q_length / kv_length, 0.3, 2))
-        figure = Figure(figsize=(0.6 + 3.4 * len(panels), height), dpi=150, layout="constrained")
-        for head, (axes, shown) in enumerate(
-            zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True)
-        ):
-            for line, places in grid:
-                for edge in places:
-                    getattr(axes, line)(edge - 0.5, color="#b9c3cc", linewidth=0.4)
-            colors = ListedColormap(["#ffffff", "#1f5d8c", "#f6e6c8"])
-            axes.imshow(shown, cmap=colors, vmin=0, vmax=2, interpolation_stage="rgba")
+        figure = Figure(figsize=(0.6 + 3.4 * count, height), dpi=150, layout="constrained")
+        colors = ListedColormap(["#ffffff", "#1f5d8c", "#f6e6c8"])
+        for head, axes in enumerate(figure.subplots(1, count, squeeze=False)[0]):
+            for n in range(block, max(q_length, kv_length), block) if block else ():
+                for line, length in ((axes.axhline, q_length), (axes.axvline, kv_length)):
+                    if n < length:
+                        line(n - 0.5, color="#b9c3cc", linewidth=0.4)
+            axes.imshow(panels[head], cmap=colors, vmin=0, vmax=2, interpolation_stage="rgba")
             axes.set(xlabel="key", ylabel="query" if head == 0 else None)
-            axes.set_title(f"head {head}" if len(panels) > 1 else "", fontsize=8)
+            axes.set_title(f"head {head}" if count > 1 else "", fontsize=8)
         title = f"{self}: {dense.mean():.1%} visible"
-        figure.suptitle("\n".join(textwrap.wrap(title, 55 * len(panels))), fontsize=8)
+        figure.suptitle("\n".join(textwrap.wrap(title, 55 * count)), fontsize=8)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path)
@@ -158,41 +166,23 @@ class Mask:
     def __repr__(self) -> str:
         return text.write(self)
 
-    __str__ = __repr__
-
     def __describe__(self) -> Any:
-        """The mask's text, and what `jaxformer.config` shall describe besides: rules that are not ours, arrays."""
+        """The mask's text, and for `jaxformer.config` what the text leaves out: users' rules, and arrays."""
         masks = _with_parts(self)
-        others = [(mask.rule, mask.args) for mask in masks if mask.rule.__module__ != rules.__name__]
-        hidden = [mask.args for mask in masks if mask.rule is rules.block_sparse] + [
-            mask.arrays for mask in masks if mask.arrays
-        ]
-        return {"mask": str(self), "rules": others, "hidden": hidden} if others or hidden else str(self)
-
-
-class Split(NamedTuple):
-    """A mask without its arrays."""
-
-    tree: Any
-    fixed: tuple
-
-    def join(self, arrays: Sequence) -> Mask:
-        """The mask with these arrays."""
-        each = iter(arrays)
-        return self.tree.unflatten([next(each) if own is None else own for own in self.fixed])
+        users = [(mask.rule, mask.args) for mask in masks if mask.rule.__module__ != rules.__name__]
+        hidden = [mask.args for mask in masks if mask.rule is rules.block_sparse]
+        hidden += [mask.arrays for mask in masks if mask.arrays]
+        return {"mask": str(self), "rules": users, "hidden": hidden} if users or hidden else str(self)
 
 
 def _with_parts(mask: Mask) -> list[Mask]:
     return [mask, *(below for part in mask.parts for below in _with_parts(part))]
 
 
-def _rank4(positions, axis: int):
+def _by_row(positions: Positions) -> Array:
+    """Positions `[length]` or `[B, length]` as `[B|1, length]` of 32 bits: sums of 8 bits would wrap around."""
     positions = jnp.asarray(positions)
-    positions = positions.astype(jnp.promote_types(positions.dtype, jnp.int32))  # sums of 8 bits would wrap around
-    if positions.ndim == 1:
-        positions = positions[None]
-    # [B, length] -> [B, 1, length, 1] for queries (axis -1), [B, 1, 1, length] for keys (axis -2)
-    return positions[:, None, :, None] if axis == -1 else positions[:, None, None, :]
+    return jnp.atleast_2d(positions.astype(jnp.promote_types(positions.dtype, jnp.int32)))
 
 
 def _combine(rule, *masks: Mask) -> Mask:
@@ -200,30 +190,38 @@ def _combine(rule, *masks: Mask) -> Mask:
     for mask in masks:
         if not isinstance(mask, Mask):
             raise TypeError(
-                f"a mask combines with a mask, not with {type(mask).__name__}; wrap your rule in masks.Mask(rule)"
+                f"a mask combines with masks, not with {type(mask).__name__}; wrap a rule as masks.Mask(rule)"
             )
         offset = mask.offset if offset is None else offset
-        if mask.offset is not None and not _same(mask.offset, offset):
-            raise ValueError(
-                "two masks with different query offsets do not combine; call .at(offset) once, on the result"
-            )
+        same = mask.offset is offset or (
+            isinstance(offset, int) and isinstance(mask.offset, int) and mask.offset == offset
+        )
+        if mask.offset is not None and not same:
+            raise ValueError("masks with different query offsets do not combine; call .at(offset) once, on the result")
     parts = [part for mask in masks for part in (mask.parts if mask.rule is rule is not rules.by_head else (mask,))]
     return Mask(rule, parts=tuple(replace(part, offset=None) for part in parts), offset=offset)
 
 
-def as_mask(mask: Any, who: str) -> Mask:
-    """`mask`, for None `full()`. Raises ValueError in the name of `who` for anything else, such as an array of booleans."""
+def as_mask(mask: Any, function: str) -> Mask:
+    """`mask`, or `full()` for None. Raises ValueError, which names the function, for anything else, such as an array."""
     if mask is not None and not isinstance(mask, Mask):
         raise ValueError(
-            f"{who}: a mask is a value of jaxformer.masks, not {text.short(mask) if hasattr(mask, 'dtype') else repr(mask)}; "
+            f"{function}: a mask is a value of jaxformer.masks, not "
+            f"{text.short(mask) if hasattr(mask, 'dtype') else repr(mask)}; "
             "for padding wrap an array as masks.segments(ids) or masks.lengths(kv=lengths), for a pattern [T, S] as "
             "masks.block_sparse(pattern, 1), or give bias=jnp.where(pattern, 0, -jnp.inf)"
         )
     return full() if mask is None else mask
 
 
-def _same(a, b) -> bool:
-    return a is b or (isinstance(a, int | np.integer) and isinstance(b, int | np.integer) and a == b)
+def parse(string: str) -> Mask:
+    """The mask that `repr` wrote, e.g. `(causal() & window(255, 0)).at(3)`. Raises ConfigError for other text."""
+    match = re.fullmatch(r"(.*?)(?:\.at\((-?\d+)\))?", string.strip(), re.DOTALL)
+    expression, offset = match.groups() if match else (string, None)
+    mask = evaluate(expression, BUILDERS)
+    if not isinstance(mask, Mask):
+        raise ConfigError(f"mask {string!r}: expected calls such as window(255), combined with & | ~")
+    return mask if offset is None else mask.at(int(offset))
 
 
 def _integers(builder: str, **numbers) -> tuple:
@@ -259,7 +257,7 @@ def strided(stride: int) -> Mask:
 
 
 def chunked(size: int, before: int = 0, after: int = 0) -> Mask:
-    """Keys in the query's own chunk of `size` positions, in the `before` chunks before and the `after` ones after it."""
+    """Keys in the query's chunk of `size` positions, in the `before` chunks before it and in the `after` chunks after it."""
     return Mask(rules.chunked, _integers("chunked", size=(size, 1), before=(before, 0), after=(after, 0)))
 
 
@@ -295,7 +293,7 @@ def block_sparse(layout: Sequence | Shaped[np.ndarray, "..."] | Bool[Array, "...
     """A mask that is constant on blocks of `block` positions: query block i sees key block j where `layout[i, j]`.
 
     `layout` is `[nq, nk]`, or `[N, nq, nk]` with one a head; a NumPy array or a list is part of the (static, hashable)
-    mask, a JAX array may be traced. Positions outside the layout see nothing and are seen by nobody.
+    mask, a JAX array may be traced. Positions outside the layout neither see nor are seen.
     """
     (block,) = _integers("block_sparse", block=(block, 1))
     if np.ndim(layout) not in (2, 3):
@@ -310,10 +308,10 @@ def block_sparse(layout: Sequence | Shaped[np.ndarray, "..."] | Bool[Array, "...
 def random_blocks(count: int, block: int, seed: int = 0, length: int | None = None) -> Mask:
     """Each block of `block` queries sees `count` distinct random blocks of the ceil(length / block) ones of keys.
 
-    Zaheer et al. 2020, arXiv:2007.14062. `length` None is, in a model, its config's `context_length`, whatever the length
-    of a batch or a cache; in `ops.attention` alone, the number of keys at hand (`Mask.sized`). The draw of a query block
-    depends on the seed, its index and the number of key blocks, not on the number of queries; query blocks beyond the last
-    key block repeat the draws from the first on. With fewer than `count` key blocks all are seen.
+    Zaheer et al. 2020, arXiv:2007.14062. Without a `length`, a model takes its config's `context_length`, and
+    `ops.attention` the number of keys (`Mask.sized`). The draw of a query block depends on the seed, its index and the
+    number of key blocks, not on the number of queries. Query blocks beyond the last key block repeat the draws from the
+    first on. With fewer than `count` key blocks all are seen.
     """
     count, block, number = _integers("random_blocks", count=(count, 1), block=(block, 1), length=(length or 0, 0))
     if seed < 0:
@@ -329,7 +327,7 @@ def by_head(*masks: Mask) -> Mask:
 
 
 def segments(q: Int[Array, "B T"], kv: Int[Array, "B S"] | None = None) -> Mask:
-    """Queries see keys of their own segment; segment 0 is padding, seen by nobody. Ids are looked up by position.
+    """Queries see keys of their own segment; nobody sees segment 0, which is padding. Ids are looked up by position.
 
     With two arrays (cross-attention) both sides count from 0, whatever their lengths.
     """
@@ -337,13 +335,13 @@ def segments(q: Int[Array, "B T"], kv: Int[Array, "B S"] | None = None) -> Mask:
 
 
 def lengths(q: Int[Array, " B"] | None = None, kv: Int[Array, " B"] | None = None) -> Mask:
-    """Right-padded rows: queries before `q[b]` see keys before `kv[b]`; None leaves that side alone."""
+    """Right-padded rows: queries before `q[b]` see keys before `kv[b]`; None does not limit that side."""
     if q is None and kv is None:
         raise ValueError("lengths(q, kv): give the lengths of at least one side")
     return Mask(rules.lengths, arrays=(q, kv), offset=None if q is None else 0)
 
 
-_window, _columns = window, columns  # for those whose parameters have these names
+_window, _columns = window, columns  # for functions whose parameters have these names
 
 
 def longformer(window: int, globals: int | Sequence | Shaped[np.ndarray, "..."] | Shaped[Array, "..."]) -> Mask:
@@ -354,7 +352,7 @@ def longformer(window: int, globals: int | Sequence | Shaped[np.ndarray, "..."] 
 def bigbird(block: int, window: int = 3, globals: int = 2, random: int = 3, seed: int = 0) -> Mask:
     """`window` neighbouring blocks, the first `globals` blocks global, `random` random ones: Zaheer et al. 2020, ITC.
 
-    A set: a key block that comes up twice counts once, where the published implementation counts it twice.
+    A key block that is chosen twice counts once; the published implementation counts it twice.
     """
     near = chunked(block, window // 2, window // 2)
     return near | global_tokens(globals * block) | random_blocks(random, block, seed)
@@ -366,12 +364,12 @@ def sparse_transformer_strided(stride: int) -> Mask:
 
 
 def sparse_transformer_fixed(stride: int, columns: int) -> Mask:
-    """The own block of `stride` keys and the last `columns` of every block before it: Child et al. 2019, section 4.3."""
+    """The query's block of `stride` keys and the last `columns` of every block before it: Child et al. 2019, section 4.3."""
     return causal() & (chunked(stride) | _columns(stride, columns))
 
 
 def shift_invariant(mask: Mask) -> bool:
-    """Whether a mask is known to depend on the distance of positions alone, so that padding in front changes nothing."""
+    """Whether a mask certainly depends on the distance of positions alone, so that padding in front changes nothing."""
     return block_counts.made_of(mask, block_counts.OF_DISTANCE)
 
 
@@ -382,8 +380,3 @@ BUILDERS = {
         *(longformer, bigbird, sparse_transformer_strided, sparse_transformer_fixed, by_head),
     )
 }
-
-
-def parse(string: str) -> Mask:
-    """The mask that `repr` wrote, e.g. `causal() & window(255, 0)`. Raises ValueError for all but builders and `& | ~`."""
-    return text.parse(string, BUILDERS)

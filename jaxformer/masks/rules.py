@@ -1,27 +1,22 @@
 """The rules of the masks that `masks.mask` builds: `rule(mask, q, kv)` is True where a query at q may see a key at kv.
 
-Positions broadcast against each other, q `[B|1, 1, T, 1]` and kv `[B|1, 1, 1, S]`, as NumPy arrays (while tracing, for
-`masks.blocks`) or JAX arrays (inside kernels): whatever is long work happens on one side, before the two meet.
+Positions broadcast against each other, q `[B|1, 1, T, 1]` and kv `[B|1, 1, 1, S]`. They are NumPy arrays in `masks.blocks`
+(at trace time) and JAX arrays in kernels. Slow operations such as remainders act on q or kv alone, before they broadcast.
 """
 
-from functools import lru_cache
+import operator
+from functools import lru_cache, reduce
 
 import jax.numpy as jnp
 import numpy as np
 
 
 def and_(mask, q, kv):
-    result = mask.parts[0]._evaluate(q, kv)
-    for part in mask.parts[1:]:
-        result = result & part._evaluate(q, kv)
-    return result
+    return reduce(operator.and_, (part._evaluate(q, kv) for part in mask.parts))
 
 
 def or_(mask, q, kv):
-    result = mask.parts[0]._evaluate(q, kv)
-    for part in mask.parts[1:]:
-        result = result | part._evaluate(q, kv)
-    return result
+    return reduce(operator.or_, (part._evaluate(q, kv) for part in mask.parts))
 
 
 def not_(mask, q, kv):
@@ -52,7 +47,7 @@ def window(mask, q, kv):
 
 
 def strided(mask, q, kv):
-    return kv % mask.args[0] == q % mask.args[0]  # two short remainders instead of one of all pairs
+    return kv % mask.args[0] == q % mask.args[0]
 
 
 def chunked(mask, q, kv):
@@ -90,7 +85,7 @@ def block_sparse(mask, q, kv):
     xp, block = numpy_of(q), mask.args[0]
     layout = mask.arrays[0] if mask.arrays else xp.asarray(layout_of(*mask.args[1:]))
     heads, rows, cols = layout.shape
-    layout = xp.pad(layout, ((0, 0), (1, 1), (1, 1)))  # a border of False stands for everything beyond
+    layout = xp.pad(layout, ((0, 0), (1, 1), (1, 1)))  # positions outside the layout read this border of False
     head = xp.arange(heads).reshape(1, heads, 1, 1)
     return layout[head, xp.clip(q // block, -1, rows) + 1, xp.clip(kv // block, -1, cols) + 1]
 
@@ -105,14 +100,11 @@ def layout_of(shape, packed):
 def random_blocks(mask, q, kv):
     chosen, block = choice_of(mask), mask.args[1]
     chosen = numpy_of(q).asarray(chosen)[q // block % len(chosen)]  # [B|1, 1, T, 1, count]
-    kv = kv // block
-    visible = kv == chosen[..., 0]
-    for c in range(1, chosen.shape[-1]):
-        visible = visible | (kv == chosen[..., c])
-    return visible
+    return reduce(operator.or_, (kv // block == chosen[..., c] for c in range(chosen.shape[-1])))
 
 
 def choice_of(mask):
+    """The key blocks `[key blocks, count]` that the query blocks of `random_blocks` see."""
     if len(mask.args) == 3:
         raise ValueError(f"{mask} does not know the number of keys; call mask.sized(S) first, or give it a length")
     count, block, seed, length = mask.args
@@ -121,7 +113,7 @@ def choice_of(mask):
 
 @lru_cache(maxsize=64)
 def _draw(count, seed, n):
-    """`count` distinct numbers below n in each of n rows: Floyd's sampling, from raw bits that NumPy promises to keep."""
+    """`count` distinct numbers below n in each of n rows: Floyd's sampling of raw bits, which NumPy keeps stable."""
     count = min(count, n)
     bits = np.random.PCG64(np.random.SeedSequence([seed, n])).random_raw((n, count))
     chosen = np.full((n, count), -1, np.int32)
@@ -139,7 +131,7 @@ def segments(mask, q, kv):
 
 
 def lookup(ids, positions):
-    """ids [B|1, length] at positions [B|1, ...] -> [B|1, ...]; positions beyond the array count as padding, 0."""
+    """ids [B|1, length] at positions [B|1, ...] -> [B|1, ...]; 0 (padding) at positions outside the array."""
     flat = positions.reshape(positions.shape[0], -1)
     flat = jnp.where(flat < 0, ids.shape[1], flat)  # a negative index would count from the end
     (rows,) = jnp.broadcast_shapes(ids.shape[:1], flat.shape[:1])  # export has symbols for sizes
@@ -159,7 +151,7 @@ def lengths(mask, q, kv):
 
 
 def segment_ids(parts, q, kv):
-    """Ids [B|1, T], [B|1, S] of the positions [T], [S] under `lengths` and one `segments`: 0 sees nothing, nobody sees 0."""
+    """Ids [B|1, T], [B|1, S] at positions [T], [S] for masks of `lengths` and one `segments`; id 0 neither sees nor is seen."""
     sides = []
     for side, positions in enumerate((q, kv)):
         ids = jnp.ones((1, len(positions)), jnp.int32)
@@ -174,12 +166,12 @@ def segment_ids(parts, q, kv):
 
 
 def shifted(positions, by):
-    """positions + by, held at the ends of their integer type, where a sum would wrap around."""
+    """positions + by, clipped to the ends of their integer type, because the sum could wrap around."""
     xp, ends = numpy_of(positions), np.iinfo(positions.dtype)
     by = max(-ends.max, min(by, ends.max))
     return by + (xp.minimum(positions, ends.max - by) if by > 0 else xp.maximum(positions, ends.min - by))
 
 
 def numpy_of(positions):
-    """NumPy for NumPy positions, which is how masks are evaluated while tracing; else jax.numpy."""
+    """numpy for NumPy arrays, jax.numpy for JAX arrays."""
     return np if isinstance(positions, np.ndarray) else jnp

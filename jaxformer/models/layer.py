@@ -103,7 +103,9 @@ class Mixer(NamedTuple):
 
     spec: Tree  # of `Spec`
     apply: Callable  # (params, x [B, T, D], Context) -> MixerOutput
-    state: Callable  # for decoding: (batch, length, dtype) -> any tree of zeros [batch, ...]
+    state: Callable | None = (
+        None  # for decoding: (batch, length, dtype) -> any tree of zeros [batch, ...]; None: it cannot
+    )
     shared: Tree = None  # the spec of parameters that all layers have in common
     constants: Callable = nothing  # T -> arrays [L, ...] that are drawn, not trained
     memo: Callable = nothing  # x -> the `Context.memo` of the first layer: the shapes that each layer passes on

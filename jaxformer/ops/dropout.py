@@ -1,4 +1,4 @@
-"""Dropout: of activations, and of attention weights whose every entry has a name."""
+"""Dropout of activations, and of attention weights by a hash of their place."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def rescaled(x: Float[Array, "..."], keep: Bool[Array, "..."], rate: float) -> F
 
 
 def seed(key: Array) -> UInt32[Array, "2"]:
-    """64 bits that stand for a key of any implementation."""
+    """64 random bits from a key of any implementation."""
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
@@ -31,20 +31,19 @@ def kept(
     q_positions: Int[Array, " T"],
     kv_positions: Int[Array, " S"],
 ) -> Bool[Array, "B N T S"]:
-    """Which attention weights survive: a hash of (seed, row, head, query position, key position), for `rows` = (B, N).
+    """Which attention weights stay: a hash of (seed, row, head, query position, key position), for `rows` = (B, N).
 
-    Any block of the weights can be asked for alone, and a kernel that never holds all of them drops what the reference
-    drops. The hash is pcg4d of Jarzynski & Olano 2020 (JCGT 9(3)), some thirty integer operations an entry.
+    Any block of it can be computed alone, so a kernel that never holds all weights drops the same as the reference. The
+    hash is pcg4d of Jarzynski & Olano 2020 (JCGT 9(3)), some thirty integer operations an entry.
     """
     B, N = rows
     x = q_positions.astype(jnp.uint32)[None, None, :, None] + seed[0]
     y = kv_positions.astype(jnp.uint32)[None, None, None, :] ^ seed[1]
     z = jnp.arange(B * N, dtype=jnp.uint32).reshape(B, N, 1, 1)
     w = seed[0] ^ (seed[1] >> 16) ^ (seed[1] << 16)
-    x, y, z, w = (v * jnp.uint32(1664525) + jnp.uint32(1013904223) for v in (x, y, z, w))
-    x, y, z, w = _stir(x, y, z, w)
-    x, y, z, w = (v ^ (v >> 16) for v in (x, y, z, w))
-    return _stir(x, y, z, w)[0] >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+    x, y, z, w = _stir(*(v * jnp.uint32(1664525) + jnp.uint32(1013904223) for v in (x, y, z, w)))
+    bits = _stir(*(v ^ (v >> 16) for v in (x, y, z, w)))[0]
+    return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 
 
 def _stir(x, y, z, w):

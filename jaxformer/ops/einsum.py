@@ -8,41 +8,40 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from jaxformer.sharding import in_auto_axes
+from jaxformer.sharding import auto_axes
 
 
+def _result_spec(_, spec: str, x: Array, w: Array, *args, **kwargs) -> P:
+    """The result's axes are split as x's are, else as w's, each mesh axis once."""
+    x_axes, w_axes, out = _axes(spec)
+    split = dict(zip(w_axes, jax.typeof(w).sharding.spec, strict=True))
+    split |= {axis: entry for axis, entry in zip(x_axes, jax.typeof(x).sharding.spec, strict=True) if entry}
+    entries, used = [], set()
+    for entry in map(split.get, out):
+        names = {entry} if isinstance(entry, str) else set(entry or ())
+        entries.append(None if names & used else entry)
+        used |= names
+    return P(*entries)
+
+
+@auto_axes(_result_spec)
 def einsum(
     spec: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype=None, *, operand_dtype=None
 ) -> Float[Array, "..."]:
-    """Product of x and w over the shared axes of `spec`, in x's precision, summed in float32; result in `dtype` (x's own).
+    """Product of x and w over the shared axes of `spec`, in x's precision, summed in float32; result in `dtype` (x's).
 
-    x and w are cast to `operand_dtype` (x's own) on the way in, and each gradient comes back in the dtype of its operand: a
-    bfloat16 activation times a float32 parameter is a bfloat16 product with a float32 gradient. `spec` names every axis (no
-    ellipsis), each in at least two of the three.
+    x and w are first cast to `operand_dtype` (x's own). Each gradient has the dtype of its operand: a bfloat16 activation
+    times a float32 parameter is a bfloat16 product with a float32 gradient. `spec` names every axis (no ellipsis), each in
+    at least two of the three.
 
-    Low-precision products carry a custom VJP, because autodiff would multiply a float32 cotangent by a bfloat16 operand
-    and leave the fast path (and on CPU, fall off it by 5x). At float32 and above this is `jnp.einsum`, differentiable
-    to any order. Under Explicit axes the result's axes are split as the operands' are, and sums over split ones are whole.
+    Low-precision products have a custom VJP, because autodiff would multiply a float32 cotangent by a bfloat16 operand,
+    which is slow (on CPU five times slower). At float32 and above this is `jnp.einsum`, differentiable to any order. Under
+    Explicit axes the result is split as the operands are.
     """
     dtype, narrow = dtype or x.dtype, jnp.dtype(operand_dtype or x.dtype)
     if narrow.itemsize >= 4:
-        product = lambda x, w: jnp.einsum(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
-    else:
-        product = partial(_low_precision, spec, narrow, dtype, (x.dtype, w.dtype))
-    return in_auto_axes(product, lambda _: _kept(spec, x, w))(x, w)
-
-
-def _kept(spec: str, x: Array, w: Array) -> P:
-    """How the result's axes are split: as x's are, or w's, each mesh axis once."""
-    x_axes, w_axes, out = _axes(spec)
-    entries = dict(zip(w_axes, jax.typeof(w).sharding.spec, strict=True))
-    entries |= {axis: entry for axis, entry in zip(x_axes, jax.typeof(x).sharding.spec, strict=True) if entry}
-    used, kept = set(), []
-    for entry in map(entries.get, out):
-        over = {entry} if isinstance(entry, str) else set(entry or ())
-        kept.append(None if over & used else entry)
-        used |= over
-    return P(*kept)
+        return jnp.einsum(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
+    return _low_precision(spec, narrow, dtype, (x.dtype, w.dtype), x, w)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -60,8 +59,8 @@ def _backward(spec, narrow, dtype, dtypes, residuals, g):
     x_axes, w_axes, out = _axes(spec)
     g = g.astype(x.dtype)
     batch = "".join(axis for axis in out if axis in x_axes and axis in w_axes)
-    # g may come straight from a product that was made batch first: folded together, the two have no kernel on CPU either
-    dx = _dot(f"{out},{w_axes}->{x_axes}", g if out.startswith(batch) else _settled(g), w)
+    # g may be the transpose of a product that was made batch first; folded together, they have no kernel on CPU
+    dx = _dot(f"{out},{w_axes}->{x_axes}", g if out.startswith(batch) else _cpu_barrier(g), w)
     dw = _gradient(f"{x_axes},{out}->{w_axes}", x, g)
     return dx.astype(dtypes[0]), dw.astype(dtypes[1])
 
@@ -104,10 +103,10 @@ def _axes(spec: str) -> tuple[str, str, str]:
 
 
 def _dot(spec, a, b):
-    """The product with float32 sums. The operand that owns the result's first free axis goes first.
+    """The product with float32 sums. The operand that has the result's first free axis goes first.
 
-    XLA:CPU has no kernel for some products that are written the other way round ("Unsupported element type for DotThunk"),
-    nor for a batch axis between two free ones: there the result is made batch first, and turned afterwards.
+    In the other order XLA:CPU has no kernel for some products ("Unsupported element type for DotThunk"). It has none for a
+    batch axis between two free ones either: then the result is made batch first, and transposed.
     """
     a_axes, b_axes, out = _axes(spec)
     batch = "".join(axis for axis in out if axis in a_axes and axis in b_axes)
@@ -115,7 +114,7 @@ def _dot(spec, a, b):
         free = [axis for axis in axes if axis in out and axis not in batch]
         if len(free) > 1 and batch and not out.startswith(batch) and "".join(free) not in out:
             order = batch + "".join(axis for axis in out if axis not in batch)
-            y = _settled(_dot(f"{a_axes},{b_axes}->{order}", a, b))
+            y = _cpu_barrier(_dot(f"{a_axes},{b_axes}->{order}", a, b))
             return jnp.transpose(y, [order.index(axis) for axis in out])
     free = [axis for axis in out if not (axis in a_axes and axis in b_axes)]
     if free and free[0] in b_axes:
@@ -124,20 +123,20 @@ def _dot(spec, a, b):
 
 
 def _gradient(spec, x, g):
-    """The gradient of a weight, x^T g. Where nothing is batched, the smaller of x and g is the one that gets transposed.
+    """The gradient of a weight, x^T g. Without batch axes, the smaller of x and g has the result's leading axes.
 
-    XLA:CPU transposes the operand that gives the result's leading axes, on one thread and with what made it fused in; so
-    those are made the smaller one's, and the result, which is small, is transposed instead.
+    XLA:CPU transposes the operand that has them, on one thread and fused with what made it. The result is small: it is
+    transposed afterwards instead.
     """
     x_axes, g_axes, out = _axes(spec)
     if any(axis in x_axes and axis in g_axes for axis in out):
-        return _settled(_dot(spec, x, g))
+        return _cpu_barrier(_dot(spec, x, g))
     (small, b), (large, a) = sorted([(x_axes, x), (g_axes, g)], key=lambda operand: operand[1].size)
     order = "".join(sorted(out, key=lambda axis: axis not in small))  # stable: the small operand's axes first
-    y = _settled(jnp.einsum(f"{large},{small}->{order}", a, b, preferred_element_type=jnp.float32))
+    y = _cpu_barrier(jnp.einsum(f"{large},{small}->{order}", a, b, preferred_element_type=jnp.float32))
     return y if order == out else jnp.transpose(y, [order.index(axis) for axis in out])
 
 
-def _settled(x):
-    """x, on CPU as it is: later transposes must not be folded back into the product that made it."""
+def _cpu_barrier(x):
+    """x. On CPU a barrier keeps later transposes from being folded back into the product that made x."""
     return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxformer.ops.einsum import add_bias, einsum
 
 @jax.custom_jvp
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x Phi(x), by erf and in float32. Hendrycks & Gimpel 2016, arXiv:1606.08415. Its derivative is all it keeps for later."""
+    """x Phi(x), by erf and in float32. Hendrycks & Gimpel 2016, arXiv:1606.08415. Only its derivative is kept for backward."""
     return _gelu(x)[0]
 
 
@@ -36,7 +37,7 @@ def laplace(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return (0.5 * (1 + jax.lax.erf(y))).astype(x.dtype)
 
 
-# jax.nn.gelu approximates by default; here the approximation is always said by name.
+# jax.nn.gelu is an approximation by default; here the approximation has a name of its own
 ACTIVATIONS: dict[str, Callable] = {
     "relu": jax.nn.relu,
     "gelu": gelu,
@@ -55,7 +56,7 @@ ACTIVATIONS: dict[str, Callable] = {
     "laplace": laplace,
 }
 
-# Shazeer 2020, arXiv:2002.05202: the family by its published names, each the activation of its gate.
+# Shazeer 2020, arXiv:2002.05202: the published name of each gated layer, and its activation
 GATES: dict[str, str] = {
     "glu": "sigmoid",
     "swiglu": "silu",
@@ -64,7 +65,7 @@ GATES: dict[str, str] = {
     "reglu": "relu",
     "bilinear": "identity",
 }
-GATES |= {f"{name}_glu": name for name in ACTIVATIONS if name not in GATES.values()}  # which have no published name
+GATES |= {f"{name}_glu": name for name in ACTIVATIONS if name not in GATES.values()}  # without a published name
 
 
 def mlp(
@@ -76,7 +77,8 @@ def mlp(
     down_bias: Float[Array, " D"] | None = None,
 ) -> Float[Array, "B T D"]:
     """activation(x up + b_up) down + b_down. Vaswani et al. 2017, arXiv:1706.03762, eq. 2."""
-    hidden = _function("mlp", activation)(_add(einsum("btd,df->btf", x, up), up_bias))
+    _check("mlp", activation)
+    hidden = activation(_add(einsum("btd,df->btf", x, up), up_bias))
     return _add(einsum("btf,fd->btd", hidden, down), down_bias)
 
 
@@ -91,17 +93,24 @@ def glu(
     down_bias: Float[Array, " D"] | None = None,
 ) -> Float[Array, "B T D"]:
     """(activation(x gate + b_gate) * (x up + b_up)) down + b_down. Shazeer 2020, arXiv:2002.05202, eq. 6."""
-    gated = _function("glu", activation)(_add(einsum("btd,df->btf", x, gate), gate_bias))
+    _check("glu", activation)
+    gated = activation(_add(einsum("btd,df->btf", x, gate), gate_bias))
     hidden = gated * _add(einsum("btd,df->btf", x, up), up_bias)
     return _add(einsum("btf,fd->btd", hidden, down), down_bias)
 
 
-def _function(who: str, activation):
+# the gated layers of Shazeer 2020 by name: `swiglu(x, gate, up, down)`
+swiglu = partial(glu, activation=jax.nn.silu)
+geglu = partial(glu, activation=gelu)
+reglu = partial(glu, activation=jax.nn.relu)
+bilinear = partial(glu, activation=ACTIVATIONS["identity"])
+
+
+def _check(name: str, activation) -> None:
     if not callable(activation):
         raise ValueError(
-            f"{who}: activation is a function, not {activation!r}; ops.feedforward.ACTIVATIONS has them by name"
+            f"{name}: activation is a function, not {activation!r}; ops.feedforward.ACTIVATIONS has them by name"
         )
-    return activation
 
 
 def _add(x, bias):

@@ -1,4 +1,4 @@
-"""Losses as sums: callers divide once, by the weight of the whole batch, however the batch was cut up."""
+"""Losses as sums over tokens. The caller divides once, by the weight of all parts of a batch."""
 
 import math
 from functools import partial
@@ -11,13 +11,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Integer
 
 from jaxformer.ops.einsum import add_bias, einsum
-from jaxformer.sharding import all_gather_weight, in_auto_axes, mesh_axes, with_logical_constraint, with_sharding
+from jaxformer.sharding import all_gather_weight, auto_axes, mesh_axes, with_logical_constraint, with_sharding
 
 
 class LossSums(NamedTuple):
     """What an objective returns: sums over a batch, and metrics as `{name: (sum, weight)}`; nothing is divided yet."""
 
-    loss: Any  # what is descended, in nats
+    loss: Any  # to be minimised, in nats
     weight: Any  # in tokens or examples
     metrics: dict[str, tuple[Any, Any]] = {}  # noqa: RUF012 (never changed)
 
@@ -30,6 +30,7 @@ class TokenSums(NamedTuple):
     correct: Float[Array, ""]
 
 
+@auto_axes(P())
 def cross_entropy(
     logits: Float[Array, "*batch V"],
     labels: Integer[Array, "*batch"],
@@ -37,24 +38,19 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> TokenSums:
-    """Sum of weight * (-log softmax(logits)[label]), in float32 whatever the logits are, with the sum of weights.
+    """Sum of weight * (-log softmax(logits)[label]), in float32 or better, with the sum of weights.
 
     Label smoothing e puts 1 - e on the label and e / V on every class (Szegedy et al. 2016, section 7). `z_loss` adds
-    z (log sum exp logits)^2 (Chowdhery et al. 2022, section 5). A label outside 0..V-1 is legal where its weight is 0, and
-    makes the loss NaN elsewhere. The logits of a token of weight 0 do not matter, be they NaN: their gradient is 0. A token
-    is correct where its label is the argmax of its logits, of equal ones the first, as `jnp.argmax` has it.
+    z (log sum exp logits)^2 (Chowdhery et al. 2022, section 5). A label outside 0..V-1 makes the loss NaN, unless its
+    weight is 0. A token of weight 0 may have any logits, also NaN: their gradient is 0. A token is correct where its label
+    is the argmax of its logits (`jnp.argmax`: the first of equal ones).
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
-
-    def run(logits, labels, weights):
-        logits = jnp.where(weights[..., None] == 0, 0, logits)  # 0 * NaN is NaN: select before anything is multiplied
-        return _cross_entropy((label_smoothing, z_loss), logits, labels, weights)
-
-    return in_auto_axes(run, lambda _: P())(logits, labels, weights)
+    logits = jnp.where(weights[..., None] == 0, 0, logits)  # 0 * NaN is NaN: select before anything is multiplied
+    return _cross_entropy(logits, labels, weights, label_smoothing, z_loss)
 
 
-def _cross_entropy(options, logits, labels, weights) -> TokenSums:
-    label_smoothing, z_loss = options
+def _cross_entropy(logits, labels, weights, label_smoothing: float, z_loss: float) -> TokenSums:
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     weights = weights.astype(logits.dtype)
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # uint8 does not hold every V
@@ -76,12 +72,31 @@ def _cross_entropy(options, logits, labels, weights) -> TokenSums:
 def _is_argmax(logits, labels, picked):
     """jnp.argmax(logits, axis=-1) == labels, where `picked` are the logits of the labels; false where one is NaN.
 
-    One reduction to bits. On CPU `jnp.argmax` adds twice its time to a loss, and the least index of the maxima its memory.
+    One reduction of bits. On CPU `jnp.argmax` takes twice the time of the loss, and its least index as much memory.
     """
     picked, places = picked[..., None], jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
     return jnp.all((logits < picked) | ((logits == picked) & (places >= labels[..., None])), axis=-1)
 
 
+class _Options(NamedTuple):
+    chunk: int | None
+    softcap: float | None
+    label_smoothing: float
+    z_loss: float
+
+
+class _Head(NamedTuple):
+    kernel: Any  # [V, D]
+    bias: Any  # [V] or None
+
+
+class _Tokens(NamedTuple):
+    hidden: Any  # [B, T, D]
+    labels: Any  # [B, T]
+    weights: Any  # [B, T]
+
+
+@auto_axes(P())
 def projected_cross_entropy(
     hidden: Float[Array, "B T D"],
     head: Float[Array, "V D"],
@@ -94,7 +109,7 @@ def projected_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
 ) -> TokenSums:
-    """`cross_entropy(hidden @ head^T + bias, ...)` with the logits of `chunk` positions of T at a time, not of all.
+    """`cross_entropy(hidden @ head^T + bias, ...)` with the logits of only `chunk` positions of T at a time.
 
     The gradients of hidden and head are formed chunk by chunk while the logits are there, so nothing is computed twice.
     By default a chunk's float32 logits take at most 64 MiB of a device (or one position's). Weights get no gradient.
@@ -102,73 +117,27 @@ def projected_cross_entropy(
     the vocabulary; gradients of the head are summed over devices once, after the last chunk.
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
-    options = (chunk, softcap, label_smoothing, z_loss)
-    return TokenSums(*in_auto_axes(partial(_projected, options), lambda _: P())(hidden, (head, bias), labels, weights))
+    options = _Options(chunk, softcap, label_smoothing, z_loss)
+    return _projected(options, hidden, _Head(head, bias), labels, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _projected(options, hidden, head, labels, weights):
-    def body(hidden, head, labels, weights):
-        def step(sums, part):
-            logits = _logits(hidden.dtype, part[0], head)
-            return jax.tree.map(jnp.add, sums, _chunk_loss(options, logits, *part[1:])), None
-
-        sums, _ = jax.lax.scan(step, _zeros(hidden), _chunks(_chunk(options[0], hidden, head), hidden, labels, weights))
-        return (tuple(sums),)
-
-    return _on_each_device(body, hidden, head, labels, weights)[0]
+def _projected(options: _Options, hidden, head: _Head, labels, weights) -> TokenSums:
+    return loss_on_shards(options, _Tokens(hidden, labels, weights), head)
 
 
-def _projected_forward(options, hidden, head, labels, weights):
-    """Losses and, at the same pass, their gradients: the cotangent of a sum is one number, so it can multiply later.
+def _projected_forward(options: _Options, hidden, head: _Head, labels, weights):
+    """The sums and, in the same pass, the gradients of the loss; the backward pass multiplies them by its cotangent.
 
-    Until then float16 could not hold them: the cotangent may be a loss scale. Parts of float16 operands stay float32.
+    Gradients of float16 operands are float32 until then, because the cotangent may be a loss scale.
     """
-
-    def body(hidden, head, labels, weights):
-        wide = partial(jax.tree.map, lambda a: a.astype(jnp.float32) if a.dtype == jnp.float16 else a)
-        dtype, head = hidden.dtype, wide(head)
-
-        def step(carry, part):
-            sums, d_head = carry
-            part_hidden, *rest = part
-            logits, pullback = jax.vjp(partial(_logits, dtype), wide(part_hidden), head)
-            loss, to_logits, others = jax.vjp(
-                lambda logits: _loss_first(_chunk_loss(options, logits, *rest)), logits, has_aux=True
-            )
-            d_hidden, d_part = _in_range_of(dtype, pullback)(*to_logits(jnp.ones_like(loss)))
-            sums = jax.tree.map(jnp.add, sums, TokenSums(loss, *others))
-            return (sums, jax.tree.map(lambda d, part: d + part.astype(d.dtype), d_head, d_part)), d_hidden
-
-        parts = _chunks(_chunk(options[0], hidden, head), hidden, labels, weights)
-        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)), head)
-        (sums, d_head), d_hidden = jax.lax.scan(step, (_zeros(hidden), zeros), parts)
-        B, T, D = hidden.shape
-        d_hidden = d_hidden.swapaxes(0, 1).reshape(B, -1, D)[:, :T]
-        return tuple(sums), (d_hidden, d_head)
-
-    sums, gradients = _on_each_device(body, hidden, head, labels, weights)
-    return sums, (gradients, jax.tree.map(lambda a: jnp.zeros(0, a.dtype), (hidden, head)))
+    sums, gradients = loss_and_gradients_on_shards(options, _Tokens(hidden, labels, weights), head)
+    return sums, (gradients, jax.tree.map(lambda a: jnp.zeros(0, a.dtype), (hidden, head)))  # empty: for their dtypes
 
 
-def _in_range_of(dtype, pullback):
-    """The pullback of products whose cotangent is rounded to `dtype`, without underflow in float16: at vocabulary 50,000
-    most of p - target is below its smallest number. Scaled by a power of two before, the gradients divided by it after.
-    """
-    if dtype != jnp.float16:
-        return pullback
-
-    def scaled(g):
-        _, exponent = jnp.frexp(jnp.max(jnp.abs(g)))
-        factor = jnp.ldexp(jnp.ones((), g.dtype), jnp.minimum(15 - exponent, 100))  # the largest is below 2^15, finite
-        return jax.tree.map(lambda d: d / factor, pullback(g * factor))
-
-    return scaled
-
-
-def _projected_backward(options, residuals, cotangents):
+def _projected_backward(options: _Options, residuals, cotangents: TokenSums):
     gradients, operands = residuals
-    d_loss = cotangents[0]  # float32: 1 / tokens in bfloat16 would scale every gradient below by the same error
+    d_loss = cotangents.loss  # float32: 1 / tokens in bfloat16 would scale every gradient by the same error
     d_hidden, d_head = jax.tree.map(lambda d, a: (d * d_loss).astype(a.dtype), gradients, operands)
     return d_hidden, d_head, None, None
 
@@ -176,77 +145,136 @@ def _projected_backward(options, residuals, cotangents):
 _projected.defvjp(_projected_forward, _projected_backward)
 
 
-def _on_each_device(body, hidden, head, labels, weights):
-    """`body` of each device's tokens, with the head whole but for its vocabulary; its sums, and the sum of what it says of
-    the head, over all devices.
+class _Shards(NamedTuple):
+    """The mesh axes over which tokens are split, and how arrays are."""
+
+    axes: tuple[str, ...]
+    tokens: P
+    kernel: P
+    bias: P
+
+
+def _shards(tokens: _Tokens, head: _Head) -> _Shards:
+    rows, columns = (mesh_axes(name, size) for name, size in zip(("batch", "length"), tokens.labels.shape, strict=True))
+    vocab = mesh_axes("vocab", head.kernel.shape[0]) or None
+    kernel = P(vocab, "fsdp" if "fsdp" in rows else None)
+    return _Shards(rows + columns, P(rows or None, columns or None), kernel, P(vocab))
+
+
+def _shard_map(function, shards: _Shards, tokens: _Tokens, head: _Head, out_specs):
+    """`function(tokens, head)` on each device: its own tokens, and the head gathered but for its vocabulary.
 
     Left to the compiler, the gradient of the head would be summed over devices once a chunk.
     """
-    rows, columns = mesh_axes("batch", hidden.shape[0]), mesh_axes("length", hidden.shape[1])
-    if not rows + columns:
-        return body(hidden, head, labels, weights)
-    vocabulary, tokens = mesh_axes("vocab", head[0].shape[0]), P(rows or None, columns or None)
-    parts, whole = P(vocabulary or None, "fsdp" if "fsdp" in rows else None), P(vocabulary or None)
-    kernel = all_gather_weight(hidden.dtype, whole, parts, head[0])
-
-    def local(*operands):
-        sums, *gradients = body(*operands)
-        sums = jax.lax.psum(sums, rows + columns)
-        return (sums, *((d_hidden, jax.tree.map(lambda d: d[None], d_head)) for d_hidden, d_head in gradients))
-
-    shapes = jax.eval_shape(body, hidden, head, labels, weights)
-    mapped = jax.shard_map(
-        local, in_specs=(tokens, P(), tokens, tokens), out_specs=(P(), *((tokens, P(rows + columns)) for _ in shapes[1:])),
-        axis_names={*rows, *columns}, check_vma=False,
-    )  # fmt: skip
-    sums, *gradients = mapped(hidden, (kernel, head[1]), labels, weights)
-    total = lambda d: with_sharding(jnp.sum(d, axis=0), parts if d.ndim == 3 else P(vocabulary or None))
-    return (sums, *((d_hidden, jax.tree.map(total, d_head)) for d_hidden, d_head in gradients))
+    kernel = all_gather_weight(tokens.hidden.dtype, shards.bias, shards.kernel, head.kernel)
+    in_specs, axes = (shards.tokens, P()), frozenset(shards.axes)
+    mapped = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+    return mapped(tokens, _Head(kernel, head.bias))
 
 
-def _chunk(chunk: int | None, hidden, head) -> int:
-    """Positions a chunk: as asked, or as many as keep a device's float32 logits at 64 MiB."""
-    (B, T, _), V = hidden.shape, head[0].shape[0]
-    split = mesh_axes("vocab", V)
-    held = B * V // math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in split) if split else B * V
-    count = -(-T // min(T, chunk or max(1, 2**24 // held)))
-    return -(-T // count)  # as even as they come: the rest of the last one would be computed for nothing
+def loss_on_shards(options: _Options, tokens: _Tokens, head: _Head) -> TokenSums:
+    """The sums over all tokens of the mesh."""
+    shards = _shards(tokens, head)
+    if not shards.axes:
+        return _loss(options, tokens, head)
+    return _shard_map(lambda *shard: jax.lax.psum(_loss(options, *shard), shards.axes), shards, tokens, head, P())
 
 
-def _logits(dtype, hidden, head):
+def loss_and_gradients_on_shards(options: _Options, tokens: _Tokens, head: _Head):
+    """(sums, (gradient of hidden, gradient of the head)) of all tokens of the mesh; the head's is summed over devices."""
+    shards = _shards(tokens, head)
+    if not shards.axes:
+        return _loss_and_gradients(options, tokens, head)
+
+    def on_each(tokens, head):
+        sums, (d_hidden, d_head) = _loss_and_gradients(options, tokens, head)
+        return jax.lax.psum(sums, shards.axes), (d_hidden, jax.tree.map(lambda d: d[None], d_head))
+
+    sums, (d_hidden, d_heads) = _shard_map(on_each, shards, tokens, head, (P(), (shards.tokens, P(shards.axes))))
+    total = lambda d: with_sharding(jnp.sum(d, axis=0), shards.kernel if d.ndim == 3 else shards.bias)
+    return sums, (d_hidden, jax.tree.map(total, d_heads))
+
+
+def _loss(options: _Options, tokens: _Tokens, head: _Head) -> TokenSums:
+    def add(sums, chunk):
+        logits = _logits(tokens.hidden.dtype, chunk.hidden, head)
+        return jax.tree.map(jnp.add, sums, _chunk_loss(options, chunk, logits)[1]), None
+
+    return jax.lax.scan(add, _zero_sums(tokens), _chunks(options, tokens, head))[0]
+
+
+def _loss_and_gradients(options: _Options, tokens: _Tokens, head: _Head):
+    B, T, D = tokens.hidden.shape
+    head = jax.tree.map(_float16_as_float32, head)
+    add = partial(_add_chunk, options, tokens.hidden.dtype, head)
+    d_head = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)), head)
+    (sums, d_head), d_hidden = jax.lax.scan(add, (_zero_sums(tokens), d_head), _chunks(options, tokens, head))
+    return sums, (d_hidden.swapaxes(0, 1).reshape(B, -1, D)[:, :T], d_head)
+
+
+def _add_chunk(options: _Options, dtype, head: _Head, carry, chunk: _Tokens):
+    """One step of a scan: ((sums, gradient of the head) with those of this chunk, its gradient of hidden)."""
+    sums, d_head = carry
+    logits, pullback = jax.vjp(partial(_logits, dtype), _float16_as_float32(chunk.hidden), head)
+    d_logits, chunk_sums = jax.grad(partial(_chunk_loss, options, chunk), has_aux=True)(logits)
+    d_hidden, d_part = _pull_back_in_range(dtype, pullback, d_logits)
+    d_head = jax.tree.map(lambda d, part: d + part.astype(d.dtype), d_head, d_part)
+    return (jax.tree.map(jnp.add, sums, chunk_sums), d_head), d_hidden
+
+
+def _float16_as_float32(x):
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+
+
+def _pull_back_in_range(dtype, pullback, d_logits):
+    """`pullback(d_logits)` of products that round `d_logits` to `dtype`, without underflow in float16.
+
+    At vocabulary 50,000 most of p - target is below float16's smallest number. So the cotangent is multiplied by a power of
+    two before, and the gradients are divided by it afterwards.
+    """
+    if dtype != jnp.float16:
+        return pullback(d_logits)
+    _, exponent = jnp.frexp(jnp.max(jnp.abs(d_logits)))
+    factor = jnp.ldexp(
+        jnp.ones((), d_logits.dtype), jnp.minimum(15 - exponent, 100)
+    )  # the largest is below 2^15, finite
+    return jax.tree.map(lambda d: d / factor, pullback(d_logits * factor))
+
+
+def _logits(dtype, hidden, head: _Head):
     """hidden head^T + bias in float32 or better, of operands that are rounded to `dtype`."""
-    kernel, bias = head
     wide = jnp.promote_types(dtype, jnp.float32)
-    logits = einsum("btd,vd->btv", hidden, kernel, dtype=wide, operand_dtype=dtype)
-    return with_logical_constraint(logits if bias is None else add_bias(logits, bias), "batch", "length", "vocab")
+    logits = einsum("btd,vd->btv", hidden, head.kernel, dtype=wide, operand_dtype=dtype)
+    logits = logits if head.bias is None else add_bias(logits, head.bias)
+    return with_logical_constraint(logits, "batch", "length", "vocab")
 
 
-def _chunk_loss(options, logits, labels, weights) -> TokenSums:
-    _, softcap, *rest = options
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
-    return _cross_entropy(rest, logits, labels, weights)
+def _chunk_loss(options: _Options, chunk: _Tokens, logits) -> tuple[Array, TokenSums]:
+    if options.softcap is not None:
+        logits = options.softcap * jnp.tanh(logits / options.softcap)
+    sums = _cross_entropy(logits, chunk.labels, chunk.weights, options.label_smoothing, options.z_loss)
+    return sums.loss, sums
 
 
-def _loss_first(sums: TokenSums):
-    return sums.loss, (sums.weight, sums.correct)
-
-
-def _zeros(hidden) -> TokenSums:
-    zero = jnp.zeros((), jnp.promote_types(hidden.dtype, jnp.float32))
+def _zero_sums(tokens: _Tokens) -> TokenSums:
+    zero = jnp.zeros((), jnp.promote_types(tokens.hidden.dtype, jnp.float32))
     return TokenSums(zero, zero, zero)
 
 
-def _chunks(chunk, hidden, labels, weights):
-    """[B, T, ...] -> [ceil(T / chunk), B, chunk, ...]: cut along T, so a batch sharded over B stays where it is.
+def _chunks(options: _Options, tokens: _Tokens, head: _Head) -> _Tokens:
+    """Arrays `[chunks, B, chunk, ...]`, cut along T: a batch that is split over B stays on its devices.
 
     Hidden states of weight 0 become 0: the gradient of the head is a product with them, and 0 * NaN is NaN.
     """
-    hidden = jnp.where(weights[..., None] == 0, 0, hidden)
+    B, T = tokens.labels.shape
+    V = head.kernel.shape[0]
+    held = B * V // math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in mesh_axes("vocab", V))
+    count = -(-T // min(T, options.chunk or max(1, 2**24 // held)))
+    size = -(-T // count)  # of equal chunks, because padding of the last one is computed for nothing
 
     def cut(x):
-        pad = -x.shape[1] % chunk
-        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).swapaxes(0, 1)
+        x = jnp.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(B, -1, size, *x.shape[2:]).swapaxes(0, 1)
 
-    return cut(hidden), cut(labels), cut(weights)
+    hidden = jnp.where(tokens.weights[..., None] == 0, 0, tokens.hidden)
+    return jax.tree.map(cut, tokens._replace(hidden=hidden))

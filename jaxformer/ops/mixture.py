@@ -1,4 +1,4 @@
-"""Routed experts: each token goes to the few feed-forward layers that a router picks for it.
+"""Routed experts: each token goes through the few feed-forward layers that a router picks for it.
 
 Shazeer et al. 2017, arXiv:1701.06538; GShard, Lepikhin et al. 2020, arXiv:2006.16668; Switch, Fedus et al. 2021,
 arXiv:2101.03961; ST-MoE, Zoph et al. 2022, arXiv:2202.08906; Mixtral, Jiang et al. 2024, arXiv:2401.04088.
@@ -7,7 +7,7 @@ arXiv:2101.03961; ST-MoE, Zoph et al. 2022, arXiv:2202.08906; Mixtral, Jiang et 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,28 +21,27 @@ from jaxformer.sharding import PARAMETERS, mesh_axes
 
 
 class Routing(NamedTuple):
-    """For each token: its experts, best first, what each is weighted with `[.., top_k]`, the softmax over all `[.., E]`."""
+    """The experts of each token, best first, and their weights."""
 
-    weights: Array
-    experts: Array
-    probabilities: Array
+    weights: Array  # [.., top_k]
+    experts: Array  # [.., top_k]
+    probabilities: Array  # [.., E], the softmax over all experts
 
 
 class RoutingStatistics(NamedTuple):
-    """Of the real tokens: choices a token that fell on each expert (sums to top_k), mean probability of each, `[E]`;
-    the share of choices that found no room; the router's z-loss."""
+    """What the router did with the real tokens."""
 
-    fraction: Array
-    probability: Array
-    dropped: Array
-    z: Array
+    fraction: Array  # [E], choices of each expert a token; the sum is top_k
+    probability: Array  # [E], mean of the softmax
+    dropped: Array  # share of the choices for which an expert had no room
+    z: Array  # the router's z-loss
 
 
 def route(logits: Float[Array, "*batch E"], top_k: int, normalise: bool = True) -> Routing:
     """The top_k largest of softmax(logits), in float32 or better; `normalise` makes their weights sum to one.
 
-    With it this is Mixtral (section 2.1: the same as a softmax over the top_k logits), without it Switch (eq. 2). Of
-    equals the first expert wins. Raises ConfigError for a top_k that E experts cannot give.
+    With it this is Mixtral (section 2.1: a softmax over the top_k logits), without it Switch (eq. 2). Of equal ones the
+    first expert wins. Raises ConfigError for a top_k that E experts cannot give.
     """
     E = logits.shape[-1]
     if not 1 <= top_k <= E:
@@ -55,7 +54,7 @@ def route(logits: Float[Array, "*batch E"], top_k: int, normalise: bool = True) 
 
 
 def balance_loss(fraction: Float[Array, " E"], probability: Float[Array, " E"]) -> Float[Array, ""]:
-    """E sum_e fraction_e probability_e: top_k where all experts get alike, up to E where they do not. Switch, eq. 4-6."""
+    """E sum_e fraction_e probability_e: from top_k, where experts get the same, up to E. Switch, eq. 4-6."""
     return fraction.shape[0] * jnp.sum(fraction * probability)
 
 
@@ -63,6 +62,38 @@ def router_z_loss(logits: Float[Array, "*batch E"], real: Bool[Array, "*batch"] 
     """The mean over tokens of logsumexp(logits)^2, which keeps logits small. ST-MoE, eq. 5."""
     real = jnp.ones(logits.shape[:-1], bool) if real is None else real
     return _mean(_squared(logits), real)
+
+
+class Experts(NamedTuple):
+    """The weights of E experts, up and gate `[E, D, F]`, down `[E, F, D]`, and their activation."""
+
+    gate: Any  # or None
+    up: Any
+    down: Any
+    activation: Callable
+
+    def __call__(self, product: Callable, x: Array) -> Array:
+        hidden = product(x, self.up)
+        hidden = self.activation(hidden) if self.gate is None else self.activation(product(x, self.gate)) * hidden
+        return product(hidden, self.down)
+
+
+class Choices(NamedTuple):
+    """Tokens and their choices, slot by slot: all first choices come before the second ones."""
+
+    tokens: Any  # [N, D]
+    experts: Any  # [top_k, N]; a number beyond the experts for a choice that counts in nothing
+    weights: Any  # [top_k, N]
+
+
+class Split(NamedTuple):
+    """The mesh axes, longer than one, over which B, T, E, D (of weights) and F are split."""
+
+    batch: tuple[str, ...]
+    length: tuple[str, ...]
+    experts: tuple[str, ...]
+    embed: tuple[str, ...]
+    mlp: tuple[str, ...]
 
 
 def mixture(
@@ -78,22 +109,18 @@ def mixture(
     capacity: float | None = None,
     real: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], RoutingStatistics]:
-    """sum_k w_k expert_{e_k}(x), where w and e are `route`d by x router, and what became of the choices.
+    """sum_k w_k expert_{e_k}(x), where w and e are `route`d by x router; and statistics of the choices.
 
     An expert is activation(x up) down, or (activation(x gate) * (x up)) down. The router works in float32 or better
     (Switch, section 2.4). Tokens with real=False go to no expert: their output is zero, and they count in nothing.
 
-    Without a capacity no choice is dropped (`mixture_reference` is the same, written plainly). With one, an expert takes
-    ceil(capacity top_k B T / E) choices and drops the rest: first choices before second ones (GShard, section 2.2), and
-    among these the first in the batch. What a token gets then hangs on the tokens of the whole batch, later ones included.
+    Without a capacity no choice is dropped. With one, an expert takes ceil(capacity top_k B T / E) choices and drops the
+    rest: first choices come before second ones (GShard, section 2.2), then the order of the batch decides. So the output
+    of a token may depend on later tokens.
 
-    On the mesh of `jax.set_mesh` each device routes its own tokens; the statistics are those of all. Experts that are
-    split over `expert` are reached so (n tokens and E/P experts a device, P devices along `expert`):
-      with a capacity, by two all-to-alls of E C D numbers, C = ceil(capacity top_k n / E): B T above is n. A device's tokens
-        are a group (GShard, section 3.2), and which choices are dropped hangs on how many devices there are;
-      without, by an all-gather of the P n tokens and a reduce-scatter of their sums, P n D numbers each, with memory for
-        P n min(top_k, E/P) rows of D and F, whatever the router does. Work is what the choices ask for.
-    Over `fsdp` weights are gathered here, over `tensor` outputs are summed, once, after a token's experts have been.
+    On a mesh (`jax.set_mesh`) each device routes its own tokens; the statistics are those of all. Tokens reach experts that
+    are split over `expert` by `all_to_all` if there is a capacity, else by `gather_scatter`. Weights are gathered over
+    `fsdp`; outputs are summed over `tensor` once, after all experts of a token.
 
     Raises ConfigError for a top_k that E experts cannot give, and for a capacity that is not above zero.
     """
@@ -101,122 +128,111 @@ def mixture(
         raise ConfigError(f"capacity={capacity}: expected a factor above 0, or None for room without bound")
     real = jnp.ones(x.shape[:2], bool) if real is None else real
     split = _split(x, up)
-    run = partial(_mixture, split, activation, top_k, normalise, capacity)
+    run = partial(_on_device, split, activation, top_k, normalise, capacity)
     if any(split):
-        into, back = P(split.experts, split.embed, split.mlp), P(split.experts, split.mlp, split.embed)
-        tokens = P(split.batch, split.length)
-        ins = tokens, P(), into, into, back, tokens
-        run = jax.shard_map(run, in_specs=ins, out_specs=(tokens, P()), axis_names=frozenset(sum(split, ())))
+        inward, outward = P(split.experts, split.embed, split.mlp), P(split.experts, split.mlp, split.embed)
+        tokens, axes = P(split.batch, split.length), frozenset(sum(split, ()))
+        in_specs = tokens, P(), inward, inward, outward, tokens
+        run = jax.shard_map(run, in_specs=in_specs, out_specs=(tokens, P()), axis_names=axes)
     return run(x, router, gate, up, down, real)
 
 
-class _Split(NamedTuple):
-    """The mesh axes, longer than one, over which B, T, E, D (of weights) and F are split."""
-
-    batch: tuple[str, ...] = ()
-    length: tuple[str, ...] = ()
-    experts: tuple[str, ...] = ()
-    embed: tuple[str, ...] = ()
-    mlp: tuple[str, ...] = ()
-
-
-def _split(x, up) -> _Split:
+def _split(x, up) -> Split:
     batch, length = mesh_axes("batch", x.shape[0]), mesh_axes("length", x.shape[1])
     mesh = jax.sharding.get_abstract_mesh()
     embed = tuple(name for name in PARAMETERS["embed"] if name in batch and up.shape[1] % mesh.shape[name] == 0)
-    return _Split(batch, length, mesh_axes("expert", up.shape[0]), embed, mesh_axes("mlp", up.shape[2]))
+    return Split(batch, length, mesh_axes("expert", up.shape[0]), embed, mesh_axes("mlp", up.shape[2]))
 
 
-def _mixture(split, activation, top_k, normalise, capacity, x, router, gate, up, down, real):
-    """`mixture` on one device: its tokens `[B, T, D]`, the weights of its E/P experts, with D and F as they are split."""
+def _on_device(split: Split, activation, top_k, normalise, capacity, x, router, gate, up, down, real):
+    """`mixture` on one device: its tokens `[B, T, D]`, and its experts, with D and F as they are split."""
     (B, T, D), E = x.shape, router.shape[1]
     logits = _router(x, router)
     routing = route(logits, top_k, normalise)
-    # slot by slot: all first choices stand before the second ones
-    choices = jnp.where(real[:, :, None], routing.experts, E).reshape(B * T, top_k).T
+    chosen = jnp.where(real[:, :, None], routing.experts, E).reshape(B * T, top_k).T
     # a token takes no expert twice; the small number is for products like 1.1 x 10, which are not 11 in floating point
     room = None if capacity is None else min(math.ceil(capacity * top_k * B * T / E - 1e-9), B * T)
 
-    # said here and not left to where they meet: the transposes of these are sums, over what is smallest
+    # pcast here, not where arrays first meet: its transpose is a sum over devices, and these arrays are the smallest
     spread = lambda a: _varying(a, {*split.batch, *split.length, *split.experts, *split.mlp})
-    whole = lambda w, axis: _gathered(split.embed, axis, x.dtype, spread(w)) if split.embed else spread(w)
-    experts = None if gate is None else whole(gate, 1), whole(up, 1), whole(down, 2)
-    tokens, weights = spread(x.reshape(B * T, D)), routing.weights.reshape(B * T, top_k).T
-    out = _through(split, E, room, tokens, choices, weights, experts, activation)
+    gather = lambda w, axis: _gather(split.embed, axis, x.dtype, spread(w)) if split.embed else spread(w)
+    experts = Experts(None if gate is None else gather(gate, 1), gather(up, 1), gather(down, 2), activation)
+    choices = Choices(spread(x.reshape(B * T, D)), chosen, routing.weights.reshape(B * T, top_k).T)
+    tokens_split = set(split.experts) <= set(split.batch)  # over the axis of experts, too
+    match split.experts, tokens_split, room:
+        case (), _, _:
+            out = local(choices, experts, E, room)
+        case axes, True, int(length):
+            out = all_to_all(choices, experts, E, length, axes)
+        case axes, _, _:
+            out = gather_scatter(choices, experts, E, room, axes, tokens_split)
+    out = lax.psum(out, split.mlp).reshape(B, T, D)
+    return out, _statistics(split, logits, routing, chosen, real, B * T if room is None else room)
 
+
+def _statistics(split: Split, logits, routing: Routing, chosen, real, room: int) -> RoutingStatistics:
+    """Statistics of the tokens of all devices."""
     total = lambda a: lax.psum(a, split.batch + split.length)
-    sizes = _sizes(choices, E)
-    asked, dropped = total(jnp.sum(sizes)), total(jnp.sum(jnp.maximum(sizes - (B * T if room is None else room), 0)))
-    statistics = RoutingStatistics(
+    sizes, top_k = _sizes(chosen, logits.shape[-1]), chosen.shape[0]
+    asked, dropped = total(jnp.sum(sizes)), total(jnp.sum(jnp.maximum(sizes - room, 0)))
+    return RoutingStatistics(
         fraction=total(sizes).astype(logits.dtype) * top_k / jnp.maximum(asked, 1),
         probability=_mean(routing.probabilities, real, total),
         dropped=dropped.astype(logits.dtype) / jnp.maximum(asked, 1),
         z=_mean(_squared(logits), real, total),
     )
-    return out.reshape(B, T, D), statistics
 
 
-def _through(split, E, room, x, choices, weights, experts, activation):
-    """Tokens `[N, D]` through the experts `[top_k, N]` of their choice and back, weighted and summed."""
-    gate, up, down = experts
-    top_k, D, here = choices.shape[0], x.shape[1], up.shape[0]
-    ours = set(split.experts) <= set(split.batch)  # tokens are split over the axis of experts, too
-    send = room is not None and ours  # tokens to experts elsewhere; else experts fetch the tokens of all
-    if split.experts and not send:
-        if ours:
-            x = lax.all_gather(x, split.experts, axis=0, tiled=True)
-            choices, weights = (lax.all_gather(a, split.experts, axis=1, tiled=True) for a in (choices, weights))
-        choices = choices - lax.axis_index(split.experts) * here
-        choices = jnp.where((choices >= 0) & (choices < here), choices, here)
-    known = E if send else here
-    sizes = _sizes(choices, known)
+def local(choices: Choices, experts: Experts, E: int, room: int | None) -> Float[Array, "N D"]:
+    """The weighted sums of what these experts compute of the tokens, on this device. E is the number of all experts."""
+    here = experts.up.shape[0]
     if room is None:
-        rows = _block_rows(choices.size, E)
-        blocks = -(-sizes // rows)  # of each expert, the last one partly empty
-        ends = jnp.cumsum(blocks)
-        most = choices.size // top_k * min(top_k, here)
-        count = min((most + here * (rows - 1)) // rows, most)  # the most that there can be
-        owners = jnp.minimum(jnp.sum(ends[None] <= jnp.arange(count)[:, None], axis=1), here - 1)
-        product = lambda x, w: _grouped(*_alike(x, w), owners, ends[-1])
-        places = _places(choices, sizes, (ends - blocks) * rows, choices.size, count * rows)
+        table, owners, used = _blocks(choices.experts, here, E)
+        product = lambda x, w: _grouped(*_alike(x, w), owners, used)
     else:
-        rows, count = room, known
-        product = lambda x, w: einsum("ebd,edf->ebf", *_alike(x, w))
-        places = _places(choices, sizes, jnp.arange(count) * rows, rows, count * rows)
+        table, product = _buckets(choices.experts, here, room), _bucket_product
+    return _combine(table, experts(product, _take(table, choices.tokens)), choices)
 
-    y = x.at[places.tokens].get(mode="fill", fill_value=0).reshape(count, rows, D)
-    if split.experts and send:
-        y = lax.all_to_all(y, split.experts, 0, 1, tiled=True)
-    y = _experts(product, y, gate, up, down, activation)
-    if split.experts and send:
-        y = lax.all_to_all(y, split.experts, 1, 0, tiled=True)
-    y = y.reshape(count * rows, D).at[places.rows].get(mode="fill", fill_value=0)  # [top_k, N, D]
-    out = jnp.sum(_wide(y) * weights[:, :, None].astype(_wide(y).dtype), axis=0).astype(x.dtype)
-    if split.experts and not send:
-        out = lax.psum_scatter(out, split.experts, tiled=True) if ours else lax.psum(out, split.experts)
-    return lax.psum(out, split.mlp)
+
+def all_to_all(choices: Choices, experts: Experts, E: int, room: int, axes) -> Float[Array, "N D"]:
+    """Tokens travel to the devices of their experts, a bucket of `room` rows an expert, and the outputs back.
+
+    Each way moves E C D numbers, C = ceil(capacity top_k n / E) for n tokens a device. A device's tokens are a group (GShard,
+    section 3.2), so the number of devices changes which choices are dropped.
+    """
+    table = _buckets(choices.experts, E, room)
+    rows = lax.all_to_all(_take(table, choices.tokens), axes, 0, 1, tiled=True)
+    outputs = lax.all_to_all(experts(_bucket_product, rows), axes, 1, 0, tiled=True)
+    return _combine(table, outputs, choices)
+
+
+def gather_scatter(choices: Choices, experts: Experts, E: int, room, axes, tokens_split: bool) -> Float[Array, "N D"]:
+    """Each device computes its experts' part of the tokens of all, and the parts are summed.
+
+    Tokens that are split over the axis of experts are gathered first, and the sums scattered: P n D numbers each on P
+    devices. Memory is P n min(top_k, E/P) rows of D and F, however the router chooses.
+    """
+    here = experts.up.shape[0]
+    if tokens_split:
+        tokens = lax.all_gather(choices.tokens, axes, axis=0, tiled=True)
+        choices = Choices(tokens, *(lax.all_gather(a, axes, axis=1, tiled=True) for a in choices[1:]))
+    chosen = choices.experts - lax.axis_index(axes) * here
+    chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)
+    out = local(choices._replace(experts=chosen), experts, E, room)
+    return lax.psum_scatter(out, axes, tiled=True) if tokens_split else lax.psum(out, axes)
 
 
 def mixture_reference(
-    x: Float[Array, "B T D"],
-    router: Float[Array, "D E"],
-    gate: Float[Array, "E D F"] | None,
-    up: Float[Array, "E D F"],
-    down: Float[Array, "E F D"],
-    activation: Callable,
-    *,
-    top_k: int,
-    normalise: bool = True,
-    real: Bool[Array, "B T"] | None = None,
+    x: Float[Array, "B T D"], router, gate, up, down, activation: Callable, *, top_k: int, normalise=True, real=None
 ) -> Float[Array, "B T D"]:
-    """The output of `mixture` without a capacity, with every expert at work on every token. The oracle."""
+    """The output of `mixture` without a capacity, where every expert computes every token. The oracle."""
     E = router.shape[1]
     routing = route(_router(x, router), top_k, normalise)
     weights = jnp.sum(jax.nn.one_hot(routing.experts, E, dtype=_wide(x).dtype) * routing.weights[..., None], axis=2)
     if real is not None:
         weights = jnp.where(real[:, :, None], weights, 0)
-    everyone = jnp.broadcast_to(x[None], (E, *x.shape))
-    y = _experts(partial(einsum, "ebtd,edf->ebtf"), everyone, gate, up, down, activation)
+    copies = jnp.broadcast_to(x[None], (E, *x.shape))
+    y = Experts(gate, up, down, activation)(partial(einsum, "ebtd,edf->ebtf"), copies)
     return jnp.sum(_wide(y) * jnp.moveaxis(weights, 2, 0)[..., None], axis=0).astype(x.dtype)
 
 
@@ -233,74 +249,101 @@ def _squared(logits):
 
 
 def _mean(x, real, total=lambda a: a):
-    """The mean over the real tokens; x has the axes of `real`, and perhaps others behind them. `total` adds devices up."""
-    chosen = real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim))
-    sums = jnp.sum(jnp.where(chosen, x, 0), axis=tuple(range(real.ndim)))
+    """The mean over the real tokens; x has the axes of `real`, and perhaps others behind them. `total` sums over devices."""
+    flags = real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim))
+    sums = jnp.sum(jnp.where(flags, x, 0), axis=tuple(range(real.ndim)))
     return total(sums) / jnp.maximum(total(jnp.sum(real)), 1)
 
 
-def _sizes(choices, E):
-    return jnp.sum(choices.reshape(-1, 1) == jnp.arange(E)[None], axis=0)
+def _sizes(experts, E):
+    return jnp.sum(experts.reshape(-1, 1) == jnp.arange(E)[None], axis=0)
 
 
 def _varying(x, axes):
-    """x, as an array that may differ along mesh axes of an enclosing `shard_map`; the transpose is a sum over them."""
-    return (
-        lax.pcast(x, tuple(axes), to="varying") if (axes := set(axes) - jax.typeof(x).manual_axis_type.varying) else x
-    )
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gathered(mesh_axes, axis, dtype, w):
-    """The parts of w along mesh axes, rounded to `dtype` on the way; the gradient's are summed in its own precision."""
-    return lax.all_gather(w.astype(dtype), mesh_axes, axis=axis, tiled=True).astype(w.dtype)
-
-
-_gathered.defvjp(
-    lambda mesh_axes, axis, dtype, w: (_gathered(mesh_axes, axis, dtype, w), None),
-    lambda mesh_axes, axis, dtype, _, g: (lax.psum_scatter(g, mesh_axes, scatter_dimension=axis, tiled=True),),
-)
+    """x as an array that may differ along mesh axes of an enclosing `shard_map`; the transpose is a sum over them."""
+    axes = set(axes) - jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 def _alike(*arrays):
-    """Arrays that may differ along the same mesh axes, as a custom VJP and the carry of a loop want them."""
+    """Arrays that may differ along the same mesh axes, which a custom VJP and the carry of a loop need."""
     axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
     return [_varying(a, axes) for a in arrays]
 
 
-def _experts(product, x, gate, up, down, activation):
-    hidden = product(x, up)
-    hidden = activation(hidden) if gate is None else activation(product(x, gate)) * hidden
-    return product(hidden, down)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gather(mesh_axes, axis, dtype, w):
+    """w gathered along mesh axes, rounded to `dtype` on the way; the gradient is summed in its own precision."""
+    return lax.all_gather(w.astype(dtype), mesh_axes, axis=axis, tiled=True).astype(w.dtype)
 
 
-class _Places(NamedTuple):
-    """The table of rows that experts work on, both ways round."""
+_gather.defvjp(
+    lambda mesh_axes, axis, dtype, w: (_gather(mesh_axes, axis, dtype, w), None),
+    lambda mesh_axes, axis, dtype, _, g: (lax.psum_scatter(g, mesh_axes, scatter_dimension=axis, tiled=True),),
+)
 
-    tokens: Array  # [rows], the token that stands in each row; past the last one where none does
-    rows: Array  # [top_k, tokens], the row in which each choice stands; past the last one where it has none
+
+class _Table(NamedTuple):
+    """The rows that experts compute, `[count, length, D]`: which token is in each row, and the row of each choice."""
+
+    tokens: Array  # [count * length]; N for an empty row
+    rows: Array  # [top_k, N]; count * length for a choice without a row
+    count: int
 
 
-def _places(choices: Int[Array, "top_k N"], sizes: Int[Array, " E"], first: Int[Array, " E"], room: int, rows: int):
+def _take(table: _Table, tokens: Float[Array, "N D"]) -> Float[Array, "count length D"]:
+    rows = tokens.at[table.tokens].get(mode="fill", fill_value=0)
+    return rows.reshape(table.count, -1, tokens.shape[1])
+
+
+def _combine(table: _Table, y: Float[Array, "count length D"], choices: Choices) -> Float[Array, "N D"]:
+    y = y.reshape(-1, y.shape[-1]).at[table.rows].get(mode="fill", fill_value=0)  # [top_k, N, D]
+    wide = _wide(y)
+    return jnp.sum(wide * choices.weights[:, :, None].astype(wide.dtype), axis=0).astype(choices.tokens.dtype)
+
+
+def _buckets(experts: Int[Array, "top_k N"], E: int, room: int) -> _Table:
+    """A table with `room` rows for each expert; later choices are dropped."""
+    return _table(experts, _sizes(experts, E), jnp.arange(E) * room, room, E, room)
+
+
+def _bucket_product(x, w):
+    return einsum("ebd,edf->ebf", *_alike(x, w))
+
+
+def _blocks(experts: Int[Array, "top_k N"], here: int, E: int):
+    """(a table in blocks, each of one expert; the expert of each block; how many blocks are used). Nothing is dropped.
+
+    A block has a quarter of an expert's even share, in eights. An expert's last block is half empty on average, so an eighth
+    of the work is lost.
+    """
+    top_k, N = experts.shape
+    length = min(8 * -(-experts.size // (32 * E)), 512)
+    sizes = _sizes(experts, here)
+    blocks = -(-sizes // length)  # of each expert
+    ends = jnp.cumsum(blocks)
+    most = N * min(top_k, here)
+    count = min((most + here * (length - 1)) // length, most)  # of blocks, at most
+    owners = jnp.minimum(jnp.sum(ends[None] <= jnp.arange(count)[:, None], axis=1), here - 1)
+    return _table(experts, sizes, (ends - blocks) * length, experts.size, count, length), owners, ends[-1]
+
+
+def _table(experts: Int[Array, "top_k N"], sizes, first, room: int, count: int, length: int) -> _Table:
     """Each expert's choices in a run of rows from `first[expert]` on, in their order, as many as there is room for."""
-    E, (_, N) = sizes.shape[0], choices.shape
-    order = jnp.argsort(choices.reshape(-1))  # stable
-    expert = choices.reshape(-1)[order]
-    known = jnp.minimum(expert, E - 1)
-    rank = jnp.arange(order.size) - (jnp.cumsum(sizes) - sizes)[known]
-    row = jnp.where((expert < E) & (rank < room), first[known] + rank, rows)
-    tokens = jnp.full(rows, N, order.dtype).at[row].set(order % N, mode="drop")
-    return _Places(tokens, jnp.zeros_like(row).at[order].set(row, unique_indices=True).reshape(choices.shape))
+    E, N, end = sizes.shape[0], experts.shape[1], count * length
+    order = jnp.argsort(experts.reshape(-1))  # stable
+    expert = experts.reshape(-1)[order]
+    clipped = jnp.minimum(expert, E - 1)
+    rank = jnp.arange(order.size) - (jnp.cumsum(sizes) - sizes)[clipped]
+    row = jnp.where((expert < E) & (rank < room), first[clipped] + rank, end)
+    tokens = jnp.full(end, N, order.dtype).at[row].set(order % N, mode="drop")
+    rows = jnp.zeros_like(row).at[order].set(row, unique_indices=True).reshape(experts.shape)
+    return _Table(tokens, rows, count)
 
 
-def _block_rows(choices: int, E: int) -> int:
-    """Rows of one block: a quarter of an expert's even share, in eights. Its last block is half empty: an eighth is lost."""
-    return min(8 * -(-choices // (32 * E)), 512)
-
-
-# A loop over blocks, each of one expert, instead of `lax.ragged_dot`: that multiplies, on CPU (jax 0.10), every row by
-# every expert, and is as slow as doing so. Blocks that nobody fills are not visited, nor the weights of idle experts read.
-# The gradient is our own because autodiff would add a zero array of all experts for each block.
+# A loop over blocks instead of `lax.ragged_dot`, which on CPU (jax 0.10) multiplies every row by every expert. Unused blocks
+# are not visited, nor the weights of experts without tokens read. Autodiff would add a zero array of all experts for each
+# block, so the gradient is written here.
 @jax.custom_vjp
 def _grouped(x: Float[Array, "n b D"], w: Float[Array, "E D F"], owners: Int[Array, " n"], used: Int[Array, ""]):
     """x[i] w[owners[i]] for the first `used` blocks i of x, zeros for the rest. Reverse mode, first order."""

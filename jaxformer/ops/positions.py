@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,9 +25,8 @@ def sinusoidal(
 ) -> Float[Array, "B T D"]:
     """sin and cos of position / base^e_i for i < width / 2. Vaswani et al. 2017, arXiv:1706.03762, section 3.5.
 
-    Three tables are in use and do not mix. `spacing`: e_i = 2i / width (paper, Marian) or i / (width/2 - 1)
-    (tensor2tensor, fairseq, Whisper). `layout`: sine at even and cosine at odd features (paper), or all sines, then all
-    cosines (`half`: Marian, tensor2tensor). An odd width has one sine more than cosines (paper spacing alone). Raises
+    `spacing`: e_i = 2i / width (paper, Marian) or i / (width/2 - 1) (tensor2tensor, fairseq, Whisper). `layout`: sine at
+    even and cosine at odd features (paper), or all sines, then all cosines (`half`: Marian, tensor2tensor). Raises
     ValueError for other words, and for an odd width in tensor2tensor's spacing.
     """
     if width % 2 and spacing == "tensor2tensor":
@@ -44,12 +43,12 @@ def sinusoidal(
 
 
 def _angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Array, "B T F"]:
-    """positions x frequencies without whole turns, in radians, to float32's last digit at any position.
+    """positions x frequencies modulo a turn, in radians, to float32's last digit at any position.
 
-    A float32 product is off by 3e-5 at position 1000, 2e-3 at 100,000. Here whole turns are lost where 32-bit numbers wrap:
-    a turn is 2^32 units, and a frequency a whole number of units a position and a rest below one.
+    A float32 product is off by 3e-5 at position 1000, 2e-3 at 100,000. Here a turn is 2^32 units, so that 32-bit integers
+    wrap at whole turns. A frequency is a whole number of units a position and a rest below one.
     """
-    if jnp.zeros(0).dtype == jnp.float64:
+    if _float_dtype() == jnp.float64:
         return positions[..., None].astype(jnp.float64) * _row3(frequencies)
     units = frequencies / (2 * math.pi) % 1 * 2.0**32
     whole = jnp.asarray(np.floor(units).astype(np.uint32))[None, None]
@@ -65,11 +64,16 @@ def learned(positions: Int[Array, "B T"], table: Float[Array, "P D"]) -> Float[A
     return jnp.take(table, inside, axis=0, mode="fill", fill_value=jnp.nan)
 
 
+# A scaling of rotary positions has `scale(frequencies, theta, positions)` -> (frequencies, factor on cos and sin): from the r/2
+# frequencies without scaling, on the host in float64. `positions` are those of the call; None: within the original length.
 @dataclass(frozen=True)
 class Linear:
     """Position interpolation: every frequency divided by `factor`. Chen et al. 2023, arXiv:2306.15595, eq. 4."""
 
     factor: float
+
+    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+        return frequencies / self.factor, 1.0
 
 
 @dataclass(frozen=True)
@@ -78,24 +82,44 @@ class NTK:
 
     a = factor; or, with an `original_length`, the "dynamic" a = factor * n / original_length - (factor - 1), where n is the
     largest position of the call + 1, at least `original_length`. As in transformers, n is that of the longest row of the
-    batch, and keys in a cache stay as their own call turned them.
+    batch, and keys in a cache keep the rotation of their own call.
     """
 
     factor: float
     original_length: int | None = None
 
+    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+        rotated, factor = 2 * len(frequencies), self.factor
+        if rotated < 4:
+            raise ValueError(f"rope: NTK needs at least 4 rotated features, for r / (r - 2); got {rotated}")
+        if self.original_length is not None:
+            if positions is None:
+                return frequencies, 1.0
+            factor = factor * jnp.maximum(_length(positions) / self.original_length, 1) - (factor - 1)
+        exponent = np.arange(0, rotated, 2) / rotated
+        return frequencies * factor ** (-exponent * rotated / (rotated - 2)), 1.0
+
 
 @dataclass(frozen=True)
 class LongRoPE:
-    """Each frequency divided by a number of its own: `short`, or `long` in calls with positions beyond `original_length`.
+    """Each frequency divided by its own factor: of `short`, or of `long` in calls with positions beyond `original_length`.
 
-    cos and sin are multiplied by `attention_factor`. Ding et al. 2024, arXiv:2402.13753; calls as for `NTK`.
+    cos and sin are multiplied by `attention_factor`. Ding et al. 2024, arXiv:2402.13753; a call is as for `NTK`.
     """
 
     short: tuple[float, ...]
     long: tuple[float, ...]
     original_length: int
     attention_factor: float = 1.0
+
+    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+        pairs, sizes = len(frequencies), (len(self.short), len(self.long))
+        if sizes != (pairs, pairs):
+            raise ValueError(f"rope: LongRoPE needs {pairs} factors; got {sizes[0]} short, {sizes[1]} long")
+        near, far = frequencies / np.array(self.short), frequencies / np.array(self.long)
+        if positions is not None:
+            near = jnp.where(_length(positions) > self.original_length, far, near)
+        return near, self.attention_factor
 
 
 @dataclass(frozen=True)
@@ -106,6 +130,11 @@ class Llama3:
     original_length: int
     low: float = 1.0
     high: float = 4.0
+
+    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+        turns = self.original_length * frequencies / (2 * math.pi)  # full turns within the original context
+        keep = np.clip((turns - self.low) / (self.high - self.low), 0, 1) if self.high > self.low else turns >= self.low
+        return frequencies * (keep + (1 - keep) / self.factor), 1.0
 
 
 @dataclass(frozen=True)
@@ -123,117 +152,90 @@ class YaRN:
     truncate: bool = True
     attention_factor: float | None = None
 
+    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+        pairs, amplitude = len(frequencies), self.attention_factor
+        # the (fractional) pair that makes `turns` full turns within the original context
+        pair = lambda turns: pairs * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(theta)
+        first, last = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        # the span is negative where the original context is shorter than one slow turn: then nothing is interpolated
+        ramp = np.clip((np.arange(pairs) - first) / (last - first or 1e-3), 0, 1)
+        if amplitude is None:
+            amplitude = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        return frequencies * (1 - ramp) + frequencies / self.factor * ramp, amplitude
+
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: base `theta`, the share of the head that turns, how features pair, scaling."""
+    """Rotary positions."""
 
-    theta: float = 10_000.0
-    fraction: float = 1.0
-    layout: Layout = "half"
+    theta: float = 10_000.0  # base of the frequencies
+    fraction: float = 1.0  # of the head that is rotated
+    layout: Layout = "half"  # how features form pairs
     scaling: Linear | NTK | Llama3 | YaRN | LongRoPE | None = None
 
 
 def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope = Rope()) -> Float[Array, "B T N H"]:
-    """Turns each feature pair by position * theta^(-2i / r). Su et al. 2021, arXiv:2104.09864, eq. 34.
+    """Rotates each feature pair by position * theta^(-2i / r). Su et al. 2021, arXiv:2104.09864, eq. 34.
 
     Pairs are (i, i + r/2) in layout `half` (Hugging Face LLaMA, GPT-NeoX) and (2i, 2i + 1) in `interleaved` (the paper,
-    Meta's LLaMA, GPT-J); r = fraction * H features turn, the rest pass. The product of a turned query and a turned key
-    depends on their distance alone. Raises ValueError where r is odd.
+    Meta's LLaMA, GPT-J); the first r = fraction * H features are rotated. The product of a rotated query and a rotated key
+    depends only on their distance. Raises ValueError where r is odd.
     """
-    inverse, sharpen = rope_frequencies(x.shape[-1], config, positions)
-    rotated = 2 * len(inverse)
-    accumulate = jnp.promote_types(x.dtype, jnp.float32)
-    angles = (positions[..., None].astype(accumulate) * _row3(inverse).astype(accumulate))[:, :, None, :]
-    cos, sin = jnp.cos(angles) * sharpen, jnp.sin(angles) * sharpen
-    turning, passing = x[..., :rotated].astype(accumulate), x[..., rotated:]
+    frequencies, amplitude = rope_frequencies(x.shape[-1], config, positions)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    angles = (positions[..., None].astype(wide) * _row3(frequencies).astype(wide))[:, :, None, :]
+    cos, sin = jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
+    rotated, rest = jnp.split(x, [2 * len(frequencies)], axis=-1)
+    rotated = rotated.astype(wide)
     if config.layout == "half":
-        a, b = jnp.split(turning, 2, axis=-1)
-        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        a, b = jnp.split(rotated, 2, axis=-1)
+        rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     else:
-        a, b = turning[..., 0::2], turning[..., 1::2]
-        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turning.shape)
-    return jnp.concatenate([turned.astype(x.dtype), passing], axis=-1) if passing.shape[-1] else turned.astype(x.dtype)
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(rotated.shape)
+    rotated = rotated.astype(x.dtype)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
 
 
 def rope_frequencies(
     head_width: int, config: Rope, positions: Int[Array, "#B T"] | None = None
 ) -> tuple[np.ndarray | Array, float]:
-    """Radians a position for each of r/2 pairs, and the factor on cos and sin (1 but for YaRN and LongRoPE).
+    """Radians a position for each of r/2 pairs, and a factor on cos and sin (1 except for YaRN and LongRoPE).
 
-    Computed on the host in float64; for a dynamic NTK and LongRoPE from the `positions` of the call, None for positions
-    within the original length. Raises ValueError for an odd r and for factors that do not fit it.
+    Computed on the host in float64; for a dynamic NTK and LongRoPE from the `positions` of the call, where None stands for
+    positions within the original length. Raises ValueError for an odd r and for factors that do not fit it.
     """
     rotated = int(head_width * config.fraction)
     if config.layout not in ("interleaved", "half"):
         raise ValueError(f"rope: no layout {config.layout!r}; expected 'half' or 'interleaved'")
     if rotated % 2 or not 0 < rotated <= head_width:
         raise ValueError(
-            f"rope: {config.fraction} of a head of {head_width} is {rotated} features; an even number must turn"
+            f"rope: {config.fraction} of a head of {head_width} is {rotated} features; an even number must be rotated"
         )
-    exponent = np.arange(0, rotated, 2) / rotated
-    plain = config.theta**-exponent
-    match config.scaling:
-        case None:
-            return plain, 1.0
-        case Linear(factor):
-            return plain / factor, 1.0
-        case NTK(factor, original):
-            if rotated < 4:
-                raise ValueError(f"rope: NTK needs at least 4 features that turn, for r / (r - 2); got {rotated}")
-            if original is not None and positions is None:
-                return plain, 1.0
-            if original is not None:
-                factor = factor * jnp.maximum(_length(positions) / original, 1) - (factor - 1)
-            return plain * factor ** (-exponent * rotated / (rotated - 2)), 1.0
-        case LongRoPE(short, long, original, attention_factor):
-            if {len(short), len(long)} != {rotated // 2}:
-                raise ValueError(
-                    f"rope: LongRoPE needs {rotated // 2} factors; got {len(short)} short, {len(long)} long"
-                )
-            near, far = plain / np.array(short), plain / np.array(long)
-            return near if positions is None else jnp.where(_length(positions) > original, far, near), attention_factor
-        case Llama3(factor, original, low, high):
-            turns = original * plain / (2 * math.pi)  # full turns within the original context
-            keep = np.clip((turns - low) / (high - low), 0, 1) if high > low else turns >= low
-            return plain * (keep + (1 - keep) / factor), 1.0
-        case YaRN():
-            return _yarn(plain, config.theta, config.scaling)
-    raise ValueError(f"rope: unknown scaling {config.scaling!r}; expected Linear, NTK, Llama3, YaRN, LongRoPE or None")
+    frequencies = config.theta ** -(np.arange(0, rotated, 2) / rotated)
+    if config.scaling is None:
+        return frequencies, 1.0
+    if not hasattr(config.scaling, "scale"):
+        expected = "Linear, NTK, Llama3, YaRN, LongRoPE or None"
+        raise ValueError(f"rope: unknown scaling {config.scaling!r}; expected {expected}")
+    return config.scaling.scale(frequencies, config.theta, positions)
 
 
 def _length(positions):
     """The largest position + 1, in float32 or better."""
-    return (jnp.max(positions) + 1).astype(jnp.promote_types(jnp.float32, jnp.zeros(0).dtype))
-
-
-def _yarn(plain: np.ndarray, theta: float, scaling: YaRN) -> tuple[np.ndarray, float]:
-    rotated, factor = 2 * len(plain), scaling.factor
-
-    # the (fractional) pair that makes `turns` full turns within the original context
-    def pair(turns):
-        return rotated * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, rotated - 1)
-    # below 0 where the original context is shorter than one slow turn: then nothing is interpolated
-    span = last - first or 1e-3
-    interpolate = np.clip((np.arange(rotated // 2) - first) / span, 0, 1)
-    sharpen = scaling.attention_factor
-    if sharpen is None:
-        sharpen = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-    return plain * (1 - interpolate) + plain / factor * interpolate, sharpen
+    return (jnp.max(positions) + 1).astype(_float_dtype())
 
 
 @struct.dataclass
 class Bias:
-    """A score bias as a value: a rule of positions, evaluated only where it is needed, differentiable in its arrays.
+    """A score bias as a rule of positions, evaluated only where it is needed, differentiable in its arrays.
 
     `rule(bias, q_positions [T], kv_positions [S]) -> [B or 1, N, T, S]`; or, where `by_distance`, `rule(bias, distances
-    [R]) -> [N, R]` of the distances key - query. `arrays` are what it was made of (floating point); `rows`, each `[B, T,
-    ...]`, have a line for every query, and the rule gets those of its queries alone.
+    [R]) -> [N, R]` of the distances key - query. `arrays` are its parameters (floating point). `rows`, each `[B, T, ...]`,
+    have a line for every query; the rule gets only those of its queries.
     """
 
     rule: Callable = struct.field(pytree_node=False)
@@ -254,8 +256,7 @@ class Bias:
 def _toeplitz(diagonals: Float[Array, "N R"], rows: int) -> Float[Array, "N T S"]:
     """out[n, i, j] = diagonals[n, j - i + rows - 1] for R = rows + S - 1, without a gather.
 
-    Copies of the diagonals laid end to end, with one zero after each, and read in lines one shorter: every line begins
-    one entry earlier in its copy than the line before.
+    Copies of the diagonals, one zero after each, are read as lines one entry shorter: each begins one entry earlier.
     """
     N, R = diagonals.shape
     copies = jnp.broadcast_to(jnp.pad(diagonals, ((0, 0), (0, 1)))[:, None], (N, rows, R + 1)).reshape(N, -1)
@@ -265,8 +266,7 @@ def _toeplitz(diagonals: Float[Array, "N R"], rows: int) -> Float[Array, "N T S"
 def alibi(num_heads: int) -> Bias:
     """-m_n |i - j|, linear in the distance, with a slope for each head. Press et al. 2022, arXiv:2108.12409, section 3.
 
-    For a power of two, m_n = 2^(-8 n / N), n = 1 ... N; otherwise the slopes of the power below, then every second of
-    the power above (the authors' code).
+    m_n = 2^(-8 n / N) for a power of two N; else the slopes of the power below, then every second of the power above.
     """
     if num_heads < 1:
         raise ValueError(f"alibi: one slope a head, for at least one head; got {num_heads}")
@@ -277,15 +277,15 @@ def alibi(num_heads: int) -> Bias:
 
 
 def _alibi(bias, distances):
-    wide = jnp.promote_types(jnp.float32, jnp.zeros(0).dtype)
+    wide = _float_dtype()
     return -jnp.asarray(bias.args[0], wide)[:, None] * jnp.abs(distances).astype(wide)[None]
 
 
 def t5(table: Float[Array, "R N"], bidirectional: bool, max_distance: int = 128) -> Bias:
-    """table[bucket(j - i), n]: near distances have a bucket each, far ones share it by logarithm. Raffel et al. 2020.
+    """table[bucket(j - i), n]: each near distance has a bucket, far ones share buckets by their logarithm.
 
-    arXiv:1910.10683, section 2.1. Of R buckets, half are for keys after the query where `bidirectional`; otherwise those
-    keys share bucket 0. Differentiable in the table.
+    Raffel et al. 2020, arXiv:1910.10683, section 2.1. If `bidirectional`, half of the R buckets are for keys after the
+    query; otherwise those keys share bucket 0. Differentiable in the table.
     """
     return Bias(_t5, (bidirectional, max_distance), by_distance=True, arrays=(table,))
 
@@ -296,7 +296,7 @@ def _t5(bias, distances):
 
 
 def t5_bucket(distances: Int[Array, "..."], bidirectional: bool, max_distance: int, buckets: int) -> Int[Array, "..."]:
-    """Bucket of each distance key - query. The logarithm is taken on the host, once a boundary, so that devices agree."""
+    """Bucket of each distance key - query. Boundaries are computed on the host, so that all devices have the same."""
     half = buckets // 2 if bidirectional else buckets
     exact = half // 2
     if not 0 < exact < max_distance:
@@ -304,7 +304,7 @@ def t5_bucket(distances: Int[Array, "..."], bidirectional: bool, max_distance: i
     far = np.arange(exact, max_distance + 1)
     logs = np.log(far.astype(np.float32) / np.float32(exact)) / np.float32(math.log(max_distance / exact))
     of_far = np.minimum(exact + (logs * np.float32(half - exact)).astype(np.int64), half - 1)
-    firsts = far[np.searchsorted(of_far, np.arange(exact + 1, half))]  # the least distance of each far bucket
+    firsts = far[np.searchsorted(of_far, np.arange(exact + 1, half))]  # least distance of each far bucket
     length = jnp.abs(distances) if bidirectional else jnp.maximum(-distances, 0)
     bucket = jnp.minimum(length, exact)
     for first in firsts.tolist():
@@ -315,8 +315,8 @@ def t5_bucket(distances: Int[Array, "..."], bidirectional: bool, max_distance: i
 def shaw(query: Float[Array, "B T N H"], table: Float[Array, "R H"], scale: float | None = None) -> Bias:
     """scale q_i . a[clip(j - i, -k, k) + k] for a table of R = 2 k + 1 relative keys. Shaw et al. 2018, arXiv:1803.02155.
 
-    Equation 5: q_i (k_j + a_ij) / sqrt(H), as the keys' own score plus this bias. The product with the table is made once
-    a query. `scale` is 1/sqrt(H) by default and must be the one that `attention` is given.
+    Equation 5: q_i (k_j + a_ij) / sqrt(H) is the score of the keys plus this bias. `scale` is 1/sqrt(H) by default, and
+    must be that of `attention`.
     """
     if table.shape[0] % 2 != 1 or table.shape[1] != query.shape[-1]:
         raise ValueError(f"shaw: a table [2 k + 1, H] of relative keys; got {table.shape} for queries {query.shape}")
@@ -333,17 +333,24 @@ def _shaw(bias, q_positions, kv_positions):
 
 
 def within_segments(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Position of each token in its own segment, a run of equal ids: packed rows restart.
-
-    Padding (0) is not counted and ends no segment: the next turn of a conversation may be padded in front.
-    """
-    slots, real = jnp.arange(segment_ids.shape[1])[None, :], segment_ids != 0
-    index = jnp.cumsum(real, axis=1, dtype=slots.dtype) - 1
-    last = jnp.pad(lax.cummax(jnp.where(real, slots, -1), axis=1), [(0, 0), (1, 0)], constant_values=-1)[:, :-1]
-    before = jnp.where(last < 0, 0, jnp.take_along_axis(segment_ids, jnp.maximum(last, 0), axis=1))
+    """Position of each token in its segment, a run of equal ids. Padding (0) is not counted and does not end a segment."""
+    real = segment_ids != 0
+    index = jnp.cumsum(real, axis=1, dtype=jnp.arange(0).dtype) - 1
+    before = jnp.pad(fill_padding(segment_ids)[:, :-1], [(0, 0), (1, 0)])
     first = lax.cummax(jnp.where(real & (segment_ids != before), index, 0), axis=1)
     return jnp.maximum(index - first, 0)
 
 
+def fill_padding(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The ids, where padding (0) has the id of the last token before it."""
+    slots = jnp.arange(segment_ids.shape[1])[None]
+    return jnp.take_along_axis(segment_ids, lax.cummax(jnp.where(segment_ids != 0, slots, 0), axis=1), axis=1)
+
+
+def _float_dtype():
+    """float64 where it is enabled, else float32."""
+    return jnp.zeros(0).dtype
+
+
 def _row3(vector):
-    return jnp.asarray(vector, jnp.promote_types(jnp.float32, jnp.zeros(0).dtype))[None, None, :]
+    return jnp.asarray(vector, _float_dtype())[None, None, :]

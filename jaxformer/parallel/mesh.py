@@ -17,62 +17,52 @@ AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many devices each kind of parallelism has; their product is the number of devices. One axis may be -1: the rest.
+    """The number of devices for each kind of parallelism; the product is all devices. One axis may be -1, for the rest."""
 
-    data: copies of the model, each with its share of the batch. fsdp: the batch, and the parameters with it (Rajbhandari et
-    al. 2020, ZeRO-3). tensor: heads and inner widths (Shoeybi et al. 2019). context: the length of a sequence. expert:
-    routed experts, and the batch. stage: layers, each micro-batch `repeats` times around (Narayanan et al. 2021). `slices`
-    of a pod that only the slow network joins are dealt out along `data`.
-    """
-
-    data: int = -1
-    fsdp: int = 1
-    tensor: int = 1
-    context: int = 1
-    expert: int = 1
-    stage: int = 1
-    slices: int = 1
+    data: int = -1  # copies of the model, each with its share of the batch
+    fsdp: int = 1  # splits the batch, and the parameters with it (Rajbhandari et al. 2020, ZeRO-3)
+    tensor: int = 1  # splits heads and inner widths (Shoeybi et al. 2019)
+    context: int = 1  # splits the length of a sequence
+    expert: int = 1  # splits routed experts, and the batch
+    stage: int = 1  # splits layers (Narayanan et al. 2021)
+    slices: int = 1  # parts of a pod that are joined by the slow network; they are split along `data`
     microbatches: int | None = None  # of a pipeline; None: as many as stages
-    repeats: int = 1
+    repeats: int = 1  # of the ring of stages, for each micro-batch
     zero1: bool = False  # optimizer state split over `data` as well (Rajbhandari et al. 2020, ZeRO-1)
     offload: bool = False  # optimizer state in the hosts' memory between steps
     explicit: bool = False  # JAX's Explicit axes (shardings are types) instead of Auto ones (the compiler's choice)
-    backend: Literal["jit", "pmap"] = "jit"  # pmap: the older way, for `data` alone
+    backend: Literal["jit", "pmap"] = "jit"  # pmap: older, with `data` alone
 
     def __post_init__(self):
         sizes = [getattr(self, axis) for axis in AXES]
         if self.repeats < 1 or (self.microbatches is not None and self.microbatches < 1):
             raise ConfigError(f"mesh.microbatches={self.microbatches}, mesh.repeats={self.repeats}: must be at least 1")
-        others = [
-            name for name in ("slices", "zero1", "offload", "explicit") if getattr(self, name) != getattr(Mesh, name)
-        ]
-        others += [axis for axis in AXES[1:] if getattr(self, axis) != 1]
+        names = ("slices", "zero1", "offload", "explicit", *AXES[1:])
+        others = [name for name in names if getattr(self, name) != getattr(Mesh, name)]
         if self.backend == "pmap" and others:
             raise ConfigError(
-                f"mesh.backend=pmap copies the model to every device: no mesh.{others[0]}; use backend=jit"
+                f"mesh.backend=pmap copies the model to each device: no mesh.{others[0]}; use backend=jit"
             )
         if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes) or self.slices < 1:
             raise ConfigError(f"mesh={self}: axes are at least 1, and one of them may be -1 for the devices left over")
 
     def shape(self, devices: int) -> dict[str, int]:
-        """The size of each axis on so many devices. Raises ConfigError where they do not come out even."""
+        """The size of each axis on this number of devices. Raises ConfigError where it is no product of sizes."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
-        rest = math.prod(size for size in sizes.values() if size != -1)
-        open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
-        if devices % rest or (open_axis is None and devices != rest):
-            fixed = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "1"
-            raise ConfigError(f"mesh: {fixed} = {rest} devices do not make up {devices}; let the product divide it")
-        if open_axis is not None:
-            sizes[open_axis] = devices // rest
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        if devices % fixed or (-1 not in sizes.values() and devices != fixed):
+            product = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "1"
+            raise ConfigError(f"mesh: {product} = {fixed} devices do not make up {devices}; let the product divide it")
+        sizes = {axis: devices // fixed if size == -1 else size for axis, size in sizes.items()}
         if sizes["data"] % self.slices:
             raise ConfigError(f"mesh.slices={self.slices} does not divide mesh.data={sizes['data']}")
         return sizes
 
 
 def run_mesh(config: Mesh, batch_size: int) -> jax.sharding.Mesh | None:
-    """The mesh of a run on all devices, on the first of them where it has fewer; None for one device.
+    """The mesh of a run on all devices, or on the first ones if it needs fewer; None for one device.
 
-    `batch_size` is that of one gradient. Raises ConfigError where the devices or the batch do not go into it.
+    `batch_size` is that of one gradient. Raises ConfigError where the devices or the batch do not fit the mesh.
     """
     sizes = [getattr(config, axis) for axis in AXES]
     devices = jax.devices()
@@ -114,10 +104,10 @@ def make_mesh(config: Mesh = Mesh(), devices: Sequence | None = None) -> jax.sha
 
 
 def block_if_simulated(tree: Any) -> Any:
-    """The arrays of a tree, waited for where several devices are simulated on CPU.
+    """The tree, whose arrays are waited for if they are on several simulated CPU devices.
 
-    Simulated devices share the machine's few threads: two programs that both exchange data, in flight at once, can wait for
-    each other for ever, and XLA then ends the process.
+    Simulated devices share the few threads of the machine. Two programs in flight that both exchange data can wait for each
+    other for ever, and XLA then ends the process.
     """
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     simulated = any(len(array.devices()) > 1 and next(iter(array.devices())).platform == "cpu" for array in arrays)

@@ -1,6 +1,6 @@
-"""Data parallelism by `jax.pmap`, as small research scripts have it: a copy of everything on each device, a leading axis.
+"""Data parallelism by `jax.pmap`: each device has a copy of the state, and every array has a leading device axis.
 
-JAX keeps `pmap` in maintenance; a mesh with a `data` axis computes the same numbers and can do more.
+JAX only maintains `pmap`. A mesh with a `data` axis computes the same numbers and can do more.
 """
 
 from collections.abc import Callable
@@ -16,21 +16,21 @@ AXIS = "data"
 
 
 def replicate(tree: Tree, devices: list) -> Tree:
-    """The tree on every device, leaves `[devices, ...]`."""
+    """A copy on every device, leaves `[devices, ...]`."""
     return jax.pmap(lambda _, tree: tree, in_axes=(0, None), devices=devices)(jnp.arange(len(devices)), tree)
 
 
-def first(tree: Tree) -> Tree:
+def unreplicate(tree: Tree) -> Tree:
     """The first device's copy."""
     return jax.tree.map(lambda leaf: leaf[0], tree)
 
 
-def cut(batch: Tree, devices: list) -> Tree:
-    """`[B, ...]` -> `[devices, B / devices, ...]`, a part on each."""
+def shard(batch: Tree, devices: list) -> Tree:
+    """`[B, ...]` -> `[devices, B / devices, ...]`, one part on each device."""
     place = NamedSharding(jax.sharding.Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
     return jax.device_put(jax.tree.map(lambda leaf: leaf.reshape(len(devices), -1, *leaf.shape[1:]), batch), place)
 
 
 def step(train_step: Callable, devices: list) -> Callable:
-    """`(state, batch) -> (state, metrics)`, state and batch `[devices, ...]`, of a step that sums over `AXIS` itself."""
+    """`(state, batch) -> (state, metrics)` with state and batch `[devices, ...]`. `train_step` sums over `AXIS`."""
     return jax.pmap(train_step, axis_name=AXIS, devices=devices, donate_argnums=0, out_axes=(0, None))

@@ -1,4 +1,4 @@
-"""One train step, compiled for devices that are not here, and what the compiler says of it.
+"""One train step, compiled for devices that are not here, and what the compiler reports of it.
 
 TPUs need the libtpu that `jax[tpu]` pins, GPUs the CUDA plugin; `topology.prepare` must run before JAX is imported.
 """
@@ -7,12 +7,24 @@ import math
 import re
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
+from jaxformer import models, parallel, params, sharding
+from jaxformer.data.batching import open_dataset
 from jaxformer.errors import ConfigError
-from jaxformer.planning import topology
+from jaxformer.models import cost
+from jaxformer.models.config import Alibi, EncoderDecoder, ModelConfig, Relative
+from jaxformer.models.stacks.pipeline import bubble
+from jaxformer.planning import flops, hlo, roofline, topology
+from jaxformer.training.recipe import build
+from jaxformer.training.state import init_state, state_shardings
+from jaxformer.training.step import make_train_step
 
 GIB = 2**30
 FAST: Any = {"exec_time_optimization_effort": -1.0}
@@ -22,7 +34,7 @@ TPU7X: Any = {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": False for
 
 
 class Change(NamedTuple):
-    """Options that save memory, what they save of a device's (bytes; measured by a compile), and whether it fits then."""
+    """Options that save memory, the bytes that they save on a device (measured by a compile), and whether it fits then."""
 
     options: str
     saved: int
@@ -39,8 +51,8 @@ class Plan:
     mesh: dict[str, int]
     parameters: int
     tokens: int  # of a step
-    flops: float  # products of a step on all devices, as it runs: recomputed, and without what masks hide
-    model_flops: float  # counted too: of the step with full attention and nothing computed twice
+    flops: float  # products of a step on all devices as it runs: with recomputation, without masked blocks
+    model_flops: float  # counted for the step with full attention and no recomputation
     closed_form: float  # 6 N + 12 L N H T a token
     argument_bytes: int
     temporary_bytes: int
@@ -48,7 +60,7 @@ class Plan:
     peak_bytes: int
     capacity_bytes: int
     fits: bool
-    donated: bool  # the new state lies where the old one was
+    donated: bool  # the new state takes the memory of the old one
     moved_bytes: float  # through a device's memory
     collectives: list[dict]
     seconds: dict[str, float]  # compute, memory, and of the network by mesh axes
@@ -56,7 +68,7 @@ class Plan:
     tokens_per_second: float
     mfu: dict[str, float]  # at that speed
     compile_seconds: float
-    planner_bytes: int  # of host memory that planning took at most
+    planner_bytes: int  # peak host memory of planning
     notes: list[str]
     largest: list[dict] = field(default_factory=list)
     changes: list[dict] = field(default_factory=list)
@@ -68,48 +80,66 @@ class Traced(NamedTuple):
     experiment: Any
     mesh: Any
     stage: Any  # jax.stages.Traced
-    argument_bytes: int  # of a device, by hand: padding, where the compiler has any, is not in here
+    batch: dict[str, Any]  # shapes
+    notes: list[str]
+    argument_bytes: int  # of a device, without the compiler's padding
 
 
 def trace(experiment: Any, devices: list) -> Traced:
     """The experiment's train step for a mesh of those devices. ConfigError where they, the batch or the model do not fit it."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxformer import parallel, sharding
-    from jaxformer.training.recipe import build
-    from jaxformer.training.state import init_state, state_shardings
-    from jaxformer.training.step import make_train_step
-
-    experiment = attending(experiment, devices[0].platform)
+    if not models.is_config(experiment.model):
+        raise ConfigError(f"plan: model={type(experiment.model).__name__}: expected a ModelConfig or an EncoderDecoder")
+    experiment = choose_attention(experiment, devices[0].platform)
     mesh = parallel.make_mesh(experiment.mesh, devices)
-    B, T = experiment.batch_size, experiment.model.context_length
-    parallel.check_batch(experiment.mesh, dict(mesh.shape), B // experiment.accumulation)
-    recipe = build(experiment)
+    parallel.check_batch(experiment.mesh, dict(mesh.shape), experiment.batch_size // experiment.accumulation)
+    recipe, (shapes, notes) = build(experiment), abstract_batch(experiment)
     places = state_shardings(recipe, mesh)
     placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     state = jax.tree.map(placed, jax.eval_shape(partial(init_state, recipe)), places)
-    kinds = {"tokens": jnp.int32, "labels": jnp.int32, "weights": jnp.float32}
-    batch = {key: jax.ShapeDtypeStruct((B, T), kind) for key, kind in kinds.items()}
-    batch = jax.tree.map(placed, batch, sharding.batch_sharding(mesh, batch))
+    batch = jax.tree.map(placed, shapes, sharding.batch_sharding(mesh, shapes))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(places, None))
-        traced = step.trace(state, batch)
+        stage = step.trace(state, batch)
     shard = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    return Traced(experiment, mesh, traced, sum(map(shard, jax.tree.leaves((state, batch)))))
+    return Traced(experiment, mesh, stage, shapes, notes, sum(map(shard, jax.tree.leaves((state, batch)))))
 
 
-def attending(experiment: Any, platform: str) -> Any:
-    """With the attention that the platform would choose where the experiment leaves the choice: this process is on a CPU."""
-    from jaxformer.models.config import Alibi, Relative
+def abstract_batch(experiment: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], list[str]]:
+    """(the shapes of a batch, by the first example of the data; notes). Without the data: text of the model's length."""
+    notes = []
+    try:
+        example = open_dataset(experiment.data, experiment.model).train[0]
+    except (ConfigError, OSError) as error:
+        notes.append(f"the data cannot be opened here, a batch of tokens is assumed ({error})")
+        tokens = np.zeros(models.last_stack(experiment.model).context_length, np.int32)
+        example = {"tokens": tokens, "labels": tokens, "weights": tokens.astype(np.float32)}
+        if isinstance(experiment.model, EncoderDecoder):
+            example["source"] = np.zeros(experiment.model.encoder.context_length, np.int32)
+    arrays = {name: np.asarray(value) for name, value in example.items()}
+    dtype = jax.dtypes.canonicalize_dtype
+    batch = {k: jax.ShapeDtypeStruct((experiment.batch_size, *x.shape), dtype(x.dtype)) for k, x in arrays.items()}
+    return batch, notes
 
-    model = experiment.model
-    if model.attention_implementation is not None or experiment.mesh.context != 1:
+
+def choose_attention(experiment: Any, platform: str) -> Any:
+    """The experiment with the attention that the platform chooses where none is named: this process runs on a CPU."""
+    if experiment.mesh.context != 1:
         return experiment
-    biased = isinstance(model.positions, Alibi | Relative) or callable(model.positions)
-    plain = not model.attention_dropout_rate and not biased
-    name = "splash" if platform == "tpu" and plain and experiment.precision != "float16" else "blockwise"
-    return replace(experiment, model=replace(model, attention_implementation=name))
+    kernel = "splash" if platform == "tpu" and experiment.precision != "float16" else "blockwise"
+    return replace(experiment, model=_map_stacks(partial(_with_attention, kernel), experiment.model))
+
+
+def _with_attention(kernel: str, stack: ModelConfig) -> ModelConfig:
+    if stack.attention_implementation is not None:
+        return stack
+    biased = isinstance(stack.positions, Alibi | Relative) or callable(stack.positions)
+    return replace(stack, attention_implementation="blockwise" if stack.attention_dropout_rate or biased else kernel)
+
+
+def _map_stacks(function: Callable[[ModelConfig], ModelConfig], model: Any) -> Any:
+    if isinstance(model, EncoderDecoder):
+        return replace(model, encoder=function(model.encoder), decoder=function(model.decoder))
+    return function(model)
 
 
 def plan_step(experiment: Any, name: str, devices: list, fast: bool = False) -> tuple[Plan, Any]:
@@ -118,74 +148,58 @@ def plan_step(experiment: Any, name: str, devices: list, fast: bool = False) -> 
     `fast` compiles with less effort: seconds instead of a minute, and memory that is off by up to a fifth. ConfigError
     where the mesh does not fit the devices or the model.
     """
-    import jax
-
-    from jaxformer import models, params
-    from jaxformer.models import cost
-    from jaxformer.models.stacks.pipeline import bubble
-    from jaxformer.planning import flops, hlo, roofline
-
     began = time.monotonic()
     traced = trace(experiment, devices)
-    experiment, mesh, model = traced.experiment, traced.mesh, traced.experiment.model
+    model, mesh, kind = traced.experiment.model, traced.mesh, devices[0].device_kind
+    chip, parameters = cost.CHIPS[kind], params.count(models.spec(model))
     counted = flops.of_jaxpr(traced.stage.jaxpr)
     if counted.notes & {
         flops.ROWS,
         flops.ONCE,
-    }:  # of routed tokens the data say how many a device gets, not how many there are
-        counted = _alone(experiment)
-    chip = cost.CHIPS[devices[0].device_kind]
-    notes = sorted(counted.notes)
+    }:  # a device's share of routed tokens depends on the data, their sum does not
+        counted = _on_one_device(traced.experiment, traced.batch)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = traced.stage.lower()
     compiled, log = compile_step(lowered, devices, fast)
-    peak, memory = _peak(compiled, log)
+    memory = _memory(compiled, log, traced.argument_bytes)
     text = (compiled.as_text() or "") if compiled else ""
-    found = hlo.collectives(text, mesh) if text else []
-    moved = hlo.traffic(text) if text else 0.0
-    tokens = experiment.batch_size * model.context_length
-    notes += _notes(found, log, params.count(models.spec(model)), mesh)
-    once, closed = _model_flops(experiment), float(cost.training_flops(model, model.context_length) * tokens)
-    if (stages := mesh.shape["stage"]) > 1:
-        share = bubble(stages, experiment.mesh.microbatches or stages, experiment.mesh.repeats)
-        notes.append(
-            f"stages idle {share:.1%} of a step, on work that is counted and thrown away; more micro-batches, less"
-        )
+    collectives, moved = hlo.collectives(text, mesh), hlo.traffic(text)
+    tokens, length = _tokens(traced)
+    once, closed = _model_flops(traced), float(cost.training_flops(model, length) * tokens)
+    seconds = {"compute": counted.matmul / len(devices) / chip.peak, "memory": moved / chip.bandwidth}
+    seconds |= roofline.network(collectives, mesh, chip)
+    step_seconds = roofline.step(seconds)
+    speed = tokens / step_seconds
+    notes = [*sorted(counted.notes), *_notes(collectives, log, parameters, traced)]
     if abs(once / closed - 1) > 0.01:
         notes.append(f"the closed form has {closed:.4g} model FLOPs, {closed / once - 1:+.1%} of what is counted")
-    seconds = {
-        "compute": counted.matmul / len(devices) / chip.peak, "memory": moved / chip.bandwidth,
-        **roofline.network(found, mesh, chip),
-    }  # fmt: skip
-    time_of_step = roofline.step(seconds)
-    fits = compiled is not None and peak <= chip.memory
-    size = lambda field: getattr(memory, field) if memory else 0
     made = Plan(
-        topology=name, chip=devices[0].device_kind, devices=len(devices),
-        mesh={k: v for k, v in mesh.shape.items() if v > 1}, parameters=params.count(models.spec(model)), tokens=tokens,
-        flops=counted.matmul, model_flops=once, closed_form=closed,
-        argument_bytes=size("argument_size_in_bytes") or traced.argument_bytes,
-        temporary_bytes=size("temp_size_in_bytes") or max(0, peak - traced.argument_bytes),
-        host_bytes=size("host_argument_size_in_bytes") + size("host_temp_size_in_bytes"), peak_bytes=peak,
-        capacity_bytes=int(chip.memory), fits=fits,
-        donated=size("alias_size_in_bytes") >= 0.99 * size("output_size_in_bytes") > 0, moved_bytes=moved,
-        collectives=[one._asdict() for one in found], seconds=seconds, step_seconds=time_of_step,
-        tokens_per_second=tokens / time_of_step,
-        mfu=cost.utilization(model, model.context_length, tokens / time_of_step, len(devices), devices[0].device_kind),
-        compile_seconds=time.monotonic() - began, planner_bytes=planner_bytes(), notes=notes,
+        topology=name, chip=kind, devices=len(devices), mesh={k: v for k, v in mesh.shape.items() if v > 1},
+        parameters=parameters, tokens=tokens, flops=counted.matmul, model_flops=once, closed_form=closed,
+        capacity_bytes=int(chip.memory), fits=compiled is not None and memory["peak_bytes"] <= chip.memory, **memory,
+        moved_bytes=moved, collectives=[one._asdict() for one in collectives], seconds=seconds,
+        step_seconds=step_seconds, tokens_per_second=speed,
+        mfu=cost.utilization(model, length, speed, len(devices), kind), compile_seconds=time.monotonic() - began,
+        planner_bytes=planner_bytes(), notes=notes,
     )  # fmt: skip
     return made, lowered
 
 
+def _tokens(traced: Traced) -> tuple[int, int]:
+    """(tokens of a step, of an example); of images, patches."""
+    length = models.last_stack(traced.experiment.model).context_length
+    if "tokens" in traced.batch:
+        length = traced.batch["tokens"].shape[1]
+    return traced.experiment.batch_size * length, length
+
+
 def planner_bytes() -> int:
-    """Host memory that this process took at most."""
+    """Peak host memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def compile_step(lowered: Any, devices: list, fast: bool, **options: Any) -> tuple[Any, topology.Log]:
-    """(the program, or None where the compiler says that it does not fit; what it said)."""
-    import jax
-
+    """(the program, or None where the compiler reports that it does not fit; the compiler's log)."""
     tpu = devices[0].platform == "tpu"
     with topology.listening(stderr=not tpu) as log:
         try:
@@ -201,56 +215,56 @@ def compile_step(lowered: Any, devices: list, fast: bool, **options: Any) -> tup
     return None, log
 
 
-def _peak(compiled: Any, log: topology.Log) -> tuple[int, Any]:
-    """A device's peak in bytes, also of a program that did not fit."""
-    if compiled is not None:
-        memory = compiled.memory_analysis()
-        new = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        held = memory.argument_size_in_bytes + memory.temp_size_in_bytes + new
-        return min(
-            held, memory.peak_memory_in_bytes
-        ), memory  # the compiler's peak counts what lies in host memory, too
-    said = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\)", log.text)
-    number, unit = [one for one in said.groups() if one] if said else ("0", "G")
-    return int(float(number) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[unit]), None
+def _memory(compiled: Any, log: topology.Log, argument_bytes: int) -> dict[str, Any]:
+    """The fields of a plan about memory; of a program that did not fit, by the compiler's message."""
+    if compiled is None:
+        found = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\)", log.text)
+        number, unit = filter(None, found.groups()) if found else ("0", "G")
+        peak = int(float(number) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[unit])
+        arguments, temporaries, host, donated = argument_bytes, 0, 0, False
+    else:
+        size = compiled.memory_analysis()
+        arguments, temporaries = size.argument_size_in_bytes or argument_bytes, size.temp_size_in_bytes
+        host = size.host_argument_size_in_bytes + size.host_temp_size_in_bytes
+        donated = size.alias_size_in_bytes >= 0.99 * size.output_size_in_bytes > 0
+        new = size.output_size_in_bytes - size.alias_size_in_bytes
+        # the compiler's own peak includes arrays in host memory
+        peak = min(size.argument_size_in_bytes + temporaries + new, size.peak_memory_in_bytes)
+    return {
+        "argument_bytes": arguments, "temporary_bytes": temporaries or max(0, peak - argument_bytes), "host_bytes": host,
+        "peak_bytes": peak, "donated": donated,
+    }  # fmt: skip
 
 
-def _notes(found: list, log: topology.Log, parameters: int, mesh: Any) -> list[str]:
-    notes = []
-    whole = sum(one.bytes for one in found if one.kind == "all-reduce" and "fsdp" in one.axes)
-    kept = 2 * parameters // math.prod(mesh.shape[axis] for axis in ("tensor", "expert", "stage"))
-    if mesh.shape["fsdp"] > 1 and found and whole > kept / 10:
-        scatters = any(one.kind in ("reduce-scatter", "collective-permute") and "fsdp" in one.axes for one in found)
+def _notes(collectives: list, log: topology.Log, parameters: int, traced: Traced) -> list[str]:
+    """What makes the step slow, in words."""
+    notes, sizes, config = [*traced.notes], traced.mesh.shape, traced.experiment.mesh
+    reduced = sum(one.bytes for one in collectives if one.kind == "all-reduce" and "fsdp" in one.axes)
+    gradients = 2 * parameters // math.prod(sizes[axis] for axis in ("tensor", "expert", "stage"))
+    if sizes["fsdp"] > 1 and reduced > gradients / 10:
+        kinds = {one.kind for one in collectives if "fsdp" in one.axes}
         notes.append(
-            f"{'little' if scatters else 'no'} reduce-scatter over fsdp: {whole / 2**20:,.0f} MiB of gradients are summed "
-            "whole on every device, at twice the traffic; try a smaller fsdp, with the rest in data or tensor"
+            f"{'little' if kinds & {'reduce-scatter', 'collective-permute'} else 'no'} reduce-scatter over fsdp: every "
+            f"device sums {reduced / 2**20:,.0f} MiB of gradients whole, at twice the traffic; try a smaller fsdp, with "
+            "the rest in data or tensor"
         )
     if log.resharded:
         notes.append(
-            f"{log.resharded} arrays are made whole on every device to be split otherwise (the partitioner's log)"
+            f"{log.resharded} arrays are made whole on every device to be split in another way (compiler's log)"
         )
+    if (stages := sizes["stage"]) > 1:
+        idle = bubble(stages, config.microbatches or stages, config.repeats)
+        notes.append(f"stages idle {idle:.1%} of a step, on work that is counted and not used; more micro-batches help")
     return notes
 
 
-def _model_flops(experiment: Any) -> float:
-    """FLOPs of the step with full attention, whole, nothing computed twice: what the closed form is about."""
-    plain = replace(experiment.model, remat="none", attention_implementation="reference")
-    return _alone(replace(experiment, model=plain, accumulation=1)).matmul
+def _model_flops(traced: Traced) -> float:
+    """FLOPs of the step with full attention and no recomputation, which is what the closed form counts."""
+    plain = _map_stacks(partial(replace, remat="none", attention_implementation="reference"), traced.experiment.model)
+    return _on_one_device(replace(traced.experiment, model=plain, accumulation=1), traced.batch).matmul
 
 
-def _alone(experiment: Any) -> Any:
-    """What the step computes on one device, as large as it would have to be."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxformer.planning import flops
-    from jaxformer.training.recipe import build
-    from jaxformer.training.state import init_state
-    from jaxformer.training.step import make_train_step
-
-    alone = replace(experiment, mesh=type(experiment.mesh)(data=1))
-    shape = experiment.batch_size, experiment.model.context_length
-    batch = {key: jax.ShapeDtypeStruct(shape, jnp.int32) for key in ("tokens", "labels")}
-    batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    recipe = build(alone)
+def _on_one_device(experiment: Any, batch: dict[str, Any]) -> flops.Count:
+    """What the step computes on a single device that is large enough."""
+    recipe = build(replace(experiment, mesh=parallel.Mesh(data=1)))
     return flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)

@@ -1,6 +1,6 @@
-"""Operations and bytes of any function, counted exactly by walking its jaxpr: loops multiplied out, kernels known.
+"""Operations and bytes of any function, counted by walking its jaxpr: each loop with its number of turns, kernels too.
 
-What XLA says of a compiled program (`cost_analysis`) counts the body of a loop once, and nothing inside a kernel.
+XLA's own count (`cost_analysis`) has the body of a loop once, and nothing of a kernel.
 """
 
 import math
@@ -11,26 +11,26 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-# operations that compute nothing: they name, move or cut
+# operations that compute nothing: they only name or move data
 FREE = re.compile(
     "all_gather.*|all_to_all|axis_index|bitcast_convert_type|broadcast_in_dim|concatenate|convert_element_type|copy.*|"
     "device_put|dynamic_.*slice|empty.*|expand_dims|gather|get|iota|layout_constraint|mesh_cast|optimization_barrier|pad|"
     "pcast|platform_index|ppermute|program_id|psum.*|pvary|random_.*wrap|random_seed|reduce_scatter|reshape|reshard|rev|"
     "scatter|sharding_constraint|slice|split|squeeze|stop_gradient|swap|tile|transpose"
 )
-ONCE = "a loop whose number of turns is not known counts once: a lower bound"
+ONCE = "a loop with an unknown number of turns counts once: a lower bound"
 ROWS = "a loop of unknown length over the rows of an array counts for all of them: an upper bound"
-SAME = ("pvary", "pcast", "reshard", "sharding_constraint", "copy")  # a value as it was, for other devices
+SAME = ("pvary", "pcast", "reshard", "sharding_constraint", "copy")  # their result is their operand
 _INTEGERS = ("i", "u", "b")
-LARGEST = 2**20  # numbers of a constant that is followed through the program
+LARGEST = 2**20  # entries of a constant that is followed through the program
 
 
 class Count(NamedTuple):
     """What a function computes and moves, over all devices.
 
     matmul: FLOPs of products, two a multiply-add. elementwise: operations on single numbers. read, written: bytes of the
-    operands and results of products, look-ups, scatters and kernels, as if whatever is elementwise were fused into them.
-    notes: what could not be counted exactly, and which way it errs.
+    operands and results of products, look-ups, scatters and kernels, as if elementwise operations were fused into them.
+    notes: what could not be counted exactly, and whether the count is an upper or a lower bound.
     """
 
     matmul: float = 0.0
@@ -40,12 +40,10 @@ class Count(NamedTuple):
     notes: frozenset[str] = frozenset()
 
     def __add__(self, other: "Count") -> "Count":  # type: ignore[override]
-        sums = [a + b for a, b in zip(self[:4], other[:4], strict=True)]
-        return Count(sums[0], sums[1], sums[2], sums[3], self.notes | other.notes)
+        return Count(*(a + b for a, b in zip(self[:4], other[:4], strict=True)), notes=self.notes | other.notes)
 
     def times(self, n: int | float) -> "Count":
-        matmul, elementwise, read, written, notes = self
-        return Count(n * matmul, n * elementwise, n * read, n * written, notes if n else frozenset())
+        return Count(*(n * a for a in self[:4]), notes=self.notes if n else frozenset())
 
 
 def count(function: Callable, *arguments: Any) -> Count:
@@ -59,26 +57,27 @@ def of_jaxpr(closed: Any) -> Count:
 
 
 class _Walk(NamedTuple):
-    """A walk follows small integer constants beside the counts: the tables and indices that decide how often a loop turns."""
+    """A walk through a jaxpr. It also follows small integer constants, which decide how often a loop turns."""
 
-    seen: dict[int, Count]  # by id of a jaxpr whose arguments are unknown
-    places: dict[str, int]  # of the device that is walked for, along axes of the mesh
+    counts: dict[int, Count]  # by id of a jaxpr whose arguments are unknown
+    places: dict[str, int]  # of the device whose program is walked, along axes of the mesh
 
     def closed(self, closed, values: list) -> tuple[Count, list]:
         consts = getattr(closed, "consts", ())
         jaxpr = getattr(closed, "jaxpr", closed)
-        known = [_small(const) for const in consts]
-        if id(jaxpr) in self.seen and all(value is None for value in known + values):
-            return self.seen[id(jaxpr)], [None] * len(jaxpr.outvars)
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], known + values, strict=True))
+        constants = [_small(const) for const in consts]
+        unknown = all(value is None for value in constants + values)
+        if unknown and id(jaxpr) in self.counts:
+            return self.counts[id(jaxpr)], [None] * len(jaxpr.outvars)
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], constants + values, strict=True))
         read = lambda atom: _small(atom.val) if hasattr(atom, "val") else env.get(atom)
         total = Count()
         for eqn in jaxpr.eqns:
             one, results = self.equation(eqn, [read(atom) for atom in eqn.invars])
             total += one
             env.update(zip(eqn.outvars, results, strict=True))
-        if all(value is None for value in known + values):
-            self.seen[id(jaxpr)] = total
+        if unknown:
+            self.counts[id(jaxpr)] = total
         return total, [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn, values: list) -> tuple[Count, list]:
@@ -102,39 +101,41 @@ class _Walk(NamedTuple):
         return _simple(eqn), _constant(eqn, values)
 
     def devices(self, eqn, values: list) -> tuple[Count, list]:
-        """`shard_map`: its body on each of the devices whose axes it takes in hand; one by one along axes where they differ."""
-        mesh, inside = eqn.params["mesh"], eqn.params["jaxpr"]
+        """`shard_map`: the body on each device, one by one along mesh axes where devices differ."""
+        mesh, body = eqn.params["mesh"], eqn.params["jaxpr"]
         sizes = {axis: mesh.shape[axis] for axis in eqn.params["newly_manual_axes"]}
-        reads, writes = (
+        in_specs, out_specs = (
             [_entries(spec, sizes, var.aval) for spec, var in zip(eqn.params[name], variables, strict=True)]
             for name, variables in (("in_specs", eqn.invars), ("out_specs", eqn.outvars))
         )
-        differ = {axis for axis in sizes if re.search(rf"axis_index\[\s*axis_name='?{axis}\b", str(inside))}
-        for value, spec in zip(values, reads, strict=True):
-            differ |= {axis for axes in spec for axis in axes if value is not None and not _uniform(value, spec, sizes)}
+        differ = {axis for axis in sizes if re.search(rf"axis_index\[\s*axis_name='?{axis}\b", str(body))}
+        for value, spec in zip(values, in_specs, strict=True):
+            if value is not None and not _uniform(value, spec, sizes):
+                differ |= {axis for axes in spec for axis in axes}
         along = {axis: sizes[axis] for axis in sorted(differ) if sizes[axis] > 1}
+        others = {axis: size for axis, size in sizes.items() if axis not in along}
         total, made = Count(), [np.zeros(v.aval.shape, v.aval.dtype) if _follows(v.aval) else None for v in eqn.outvars]
         for place in np.ndindex(*along.values()):
-            here = {**dict.fromkeys(sizes, 0), **dict(zip(along, place, strict=True))}
+            here = dict.fromkeys(sizes, 0) | dict(zip(along, place, strict=True))
             parts = [
-                None if v is None else v[_part(v.shape, s, sizes, here)] for v, s in zip(values, reads, strict=True)
+                v if v is None else v[_part(v.shape, s, sizes, here)] for v, s in zip(values, in_specs, strict=True)
             ]
-            one, results = _Walk({}, {**self.places, **here} if along else self.places).closed(inside, parts)
+            one, results = _Walk({}, {**self.places, **here} if along else self.places).closed(body, parts)
             total += one
-            for i, (whole, part, spec) in enumerate(zip(made, results, writes, strict=True)):
-                if whole is None or part is None:
+            for i, (array, part, spec) in enumerate(zip(made, results, out_specs, strict=True)):
+                if array is None or part is None:
                     made[i] = None
                     continue
-                for other in np.ndindex(*(sizes[axis] for axis in sizes if axis not in along)):
-                    there = here | dict(zip((axis for axis in sizes if axis not in along), other, strict=True))
-                    whole[_part(whole.shape, spec, sizes, there)] = part
-        return total.times(math.prod(size for axis, size in sizes.items() if axis not in along)), made
+                for other in np.ndindex(*others.values()):
+                    there = here | dict(zip(others, other, strict=True))
+                    array[_part(array.shape, spec, sizes, there)] = part
+        return total.times(math.prod(others.values())), made
 
     def scan(self, eqn, values: list) -> tuple[Count, list]:
-        """Its body once, `length` times; turn by turn where it makes, or a loop inside depends on, indices that are known."""
+        """`length` times its body; turn by turn where known indices are made, or decide how often a loop inside turns."""
         body, length, consts = eqn.params["jaxpr"], eqn.params["length"], eqn.params["num_consts"]
-        first, state, rows = values[:consts], values[consts:][: eqn.params["num_carry"]], values[consts:]
-        rows = rows[len(state) :]
+        begin = consts + eqn.params["num_carry"]
+        first, state, rows = values[:consts], values[consts:begin], values[begin:]
         one, _ = self.closed(body, first + [None] * (len(values) - consts))
         indices = any(_follows(var.aval) for var in eqn.outvars)
         if not length or all(value is None for value in state + rows) or not (one.notes or indices):
@@ -150,12 +151,11 @@ class _Walk(NamedTuple):
         condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         one, _ = self.closed(body, [None] * len(body.jaxpr.invars))
         checked, _ = self.closed(condition, [None] * len(condition.jaxpr.invars))
-        turns, note = _turns(eqn, values), None
-        if turns is None and (rows := _rows(eqn)):
-            turns, note = rows, ROWS
-        if turns is None:
-            return one + checked + Count(notes=frozenset([ONCE] if one.matmul or one.elementwise else []))
-        return one.times(turns) + checked.times(turns + 1) + Count(notes=frozenset([note] if note else []))
+        if (turns := _turns(eqn, values)) is not None:
+            return one.times(turns) + checked.times(turns + 1)
+        if rows := _rows(eqn):
+            return one.times(rows) + checked.times(rows + 1) + Count(notes=frozenset([ROWS]))
+        return one + checked + Count(notes=frozenset([ONCE] if one.matmul or one.elementwise else []))
 
     def branches(self, eqn, values: list) -> tuple[Count, list]:
         branches, index = eqn.params["branches"], values[0]
@@ -164,18 +164,20 @@ class _Walk(NamedTuple):
         found = [self.closed(branch, values[1:])[0] for branch in branches]
         most = max(found, key=lambda one: (one.matmul, one.elementwise))
         if min(one.matmul for one in found) < most.matmul:
-            most += Count(notes=frozenset(["of a conditional the dearest branch counts: an upper bound"]))
+            most += Count(notes=frozenset(["the most expensive branch of a conditional counts: an upper bound"]))
         return most, [None] * len(eqn.outvars)
 
     def kernel(self, eqn, values: list) -> Count:
-        """A Pallas kernel: what it says of itself, else its body for every block of its grid."""
+        """A Pallas kernel: its own estimate, or its body for every block of its grid."""
         moved = Count(0, 0, _bytes(eqn.invars), _bytes(eqn.outvars))
         if (estimate := eqn.params.get("cost_estimate")) is not None:
             return moved + Count(float(estimate.flops), float(estimate.transcendentals))
         body, _ = self.closed(eqn.params["jaxpr"], [None] * len(eqn.params["jaxpr"].invars))
         blocks = float(math.prod(eqn.params["grid_mapping"].grid))
         notes = frozenset([f"{eqn.params['name']}: every block of the kernel's grid counts: an upper bound"])
-        if str(eqn.params["name"]).startswith("splash") and values[1] is not None:  # its table of blocks: 0 is EMPTY
+        if (
+            str(eqn.params["name"]).startswith("splash") and values[1] is not None
+        ):  # a table of blocks, 0 for those without a visible key
             blocks *= float(np.count_nonzero(values[1]) / np.size(values[1]))
             notes = frozenset()
         return moved + Count(body.matmul, body.elementwise, notes=notes if body.notes else frozenset()).times(blocks)
@@ -192,7 +194,7 @@ def _simple(eqn) -> Count:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             shape = eqn.invars[0].aval.shape
             return moved + Count(2.0 * math.prod(out.shape) * math.prod(shape[axis] for axis in contracted))
-        case "ragged_dot_general":  # each row of the left meets the matrix of its group alone
+        case "ragged_dot_general":  # a row of the left is multiplied with the matrix of its group
             numbers = eqn.params["ragged_dot_dimension_numbers"]
             (_, contracted), (_, batched) = numbers.dot_dimension_numbers
             gone = {*contracted, *batched, *numbers.rhs_group_dimensions}
@@ -222,22 +224,21 @@ def _bytes(atoms) -> float:
 
 
 def _small(value) -> np.ndarray | None:
-    """The value of a small constant of integers, which may index or count; None for any other."""
-    if not isinstance(value, int | np.integer | np.ndarray | np.bool_ | jax.Array) or isinstance(
-        value, jax.core.Tracer
-    ):
+    """The value of a small constant of integers, which may be an index or a count; None for any other."""
+    kinds = int | np.integer | np.ndarray | np.bool_ | jax.Array
+    if not isinstance(value, kinds) or isinstance(value, jax.core.Tracer):
         return None
-    dtype = getattr(value, "dtype", np.dtype(np.int32))
-    return np.asarray(value) if dtype.kind in _INTEGERS and np.size(value) <= LARGEST else None
+    kind = getattr(value, "dtype", np.dtype(np.int32)).kind
+    return np.asarray(value) if kind in _INTEGERS and np.size(value) <= LARGEST else None
 
 
 def _follows(aval) -> bool:
-    """Whether a value of that type is followed: a few integers."""
+    """Whether values of this type are followed: small arrays of integers."""
     return getattr(getattr(aval, "dtype", None), "kind", "") in _INTEGERS and math.prod(aval.shape) <= LARGEST
 
 
 def _constant(eqn, values: list) -> list:
-    """The results of an operation on known integers, or None for each that is not known."""
+    """The results of an operation on known integers; None for a result that is not known."""
     unknown = [None] * len(eqn.outvars)
     if eqn.effects or any(value is None for value in values) or eqn.primitive.name == "axis_index":
         return unknown
@@ -248,7 +249,7 @@ def _constant(eqn, values: list) -> list:
     inputs = [np.asarray(v, getattr(atom.aval, "dtype", None)) for v, atom in zip(values, eqn.invars, strict=True)]
     try:
         results = eqn.primitive.bind(*inputs, **eqn.params)
-    except Exception:  # not computable out of its place (a mesh axis, a platform): then it stays unknown
+    except Exception:  # it needs a mesh axis or a platform
         return unknown
     return [_small(one) for one in (results if eqn.primitive.multiple_results else [results])]
 
@@ -261,7 +262,7 @@ def _entries(spec, sizes: dict[str, int], aval) -> list[tuple[str, ...]]:
 
 
 def _part(shape, spec: list[tuple[str, ...]], sizes: dict[str, int], here: dict[str, int]) -> tuple[slice, ...]:
-    """Which part of a whole array the device at a place has."""
+    """The part of an array that the device at a place has."""
     slices = []
     for length, axes in zip(shape, spec, strict=True):
         at, width = 0, length
@@ -278,16 +279,22 @@ def _uniform(value: np.ndarray, spec: list[tuple[str, ...]], sizes: dict[str, in
     return np.array_equal(np.tile(part, counts), value)
 
 
+def _counter(eqn) -> tuple[int, Any] | None:
+    """(place of the counter in the state, limit) of a loop `while counter < limit`; None for any other loop."""
+    condition = eqn.params["cond_jaxpr"].jaxpr
+    if [e.primitive.name for e in condition.eqns] != ["lt"]:
+        return None
+    state = condition.invars[eqn.params["cond_nconsts"] :]
+    counter, limit = condition.eqns[0].invars
+    return (state.index(counter), limit) if counter in state else None
+
+
 def _rows(eqn) -> int | None:
-    """Of a loop of unknown length whose counter picks rows of arrays: how many rows there are."""
-    condition, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
-    if len(condition.eqns) != 1 or condition.eqns[0].primitive.name != "lt":
+    """The number of rows of the arrays whose rows a loop picks by its counter: its most turns."""
+    if (found := _counter(eqn)) is None:
         return None
-    counter = condition.eqns[0].invars[0]
-    if counter not in condition.invars[eqn.params["cond_nconsts"] :]:
-        return None
-    own = condition.invars.index(counter) - eqn.params["cond_nconsts"]
-    follows, lengths = {body.invars[eqn.params["body_nconsts"] :][own]}, []
+    body = eqn.params["body_jaxpr"].jaxpr
+    follows, lengths = {body.invars[eqn.params["body_nconsts"] + found[0]]}, []
     for e in body.eqns:
         reads = [atom for atom in e.invars if not hasattr(atom, "val")]
         if e.primitive.name == "dynamic_slice" and e.invars[1] in reads[1:] and e.invars[1] in follows:
@@ -298,25 +305,24 @@ def _rows(eqn) -> int | None:
 
 
 def _turns(eqn, values: list) -> int | None:
-    """Turns of `fori_loop(lower, upper)` with known bounds: a counter below a limit, one more each turn."""
+    """The turns of `fori_loop(lower, upper)` with known bounds: each turn adds 1 to the counter and keeps the limit."""
+    if (found := _counter(eqn)) is None:
+        return None
+    place, limit = found
     condition, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
-    own, others = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    if len(condition.eqns) != 1 or condition.eqns[0].primitive.name != "lt":
+    consts, begin = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+    known = dict(zip(condition.invars, values[:consts] + values[begin:], strict=True))
+    first, last = values[begin + place], _small(limit.val) if hasattr(limit, "val") else known[limit]
+    state = body.invars[eqn.params["body_nconsts"] :]
+    if first is None or last is None:
         return None
-    known = dict(zip(condition.invars, values[:own] + values[own + others :], strict=True))
-    counter, limit = condition.eqns[0].invars
-    first, last = (_small(a.val) if hasattr(a, "val") else known.get(a) for a in (counter, limit))
-    if first is None or last is None or counter not in condition.invars[own:]:
-        return None
-    state = body.invars[others:]
-    place = condition.invars.index(counter) - own
-    if limit in condition.invars[own:]:
-        kept = condition.invars.index(limit) - own
+    if limit in condition.invars[consts:]:
+        kept = condition.invars.index(limit) - consts
         if body.outvars[kept] is not state[kept]:
             return None
     step = next((e for e in body.eqns if body.outvars[place] in e.outvars), None)
     if step is None or step.primitive.name != "add" or step.invars[0] is not state[place]:
         return None
-    said = next((e.invars[0] for e in body.eqns if step.invars[1] in e.outvars and e.primitive.name in SAME), None)
-    more = getattr(said or step.invars[1], "val", None)
-    return max(0, int(last) - int(first)) if more is not None and int(more) == 1 else None
+    copied = next((e.invars[0] for e in body.eqns if step.invars[1] in e.outvars and e.primitive.name in SAME), None)
+    added = getattr(copied or step.invars[1], "val", None)
+    return max(0, int(last) - int(first)) if added is not None and int(added) == 1 else None

@@ -1,8 +1,9 @@
-"""What a compiled program sends between devices: the collectives in its text, each as often as it runs."""
+"""What a compiled program moves, by its text: collectives, memory traffic, its largest arrays."""
 
 import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -10,10 +11,9 @@ import numpy as np
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "send")
 WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
 _BEGIN = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-_OP = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*)$")
+_OP = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)")  # name, shape, opcode, operands
 _SCATTER = re.compile(r"calls=%?(all-reduce-scatter[\w.\-]*)")
-_PARTS = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)")
-_STILL = re.compile(  # what moves nothing by itself
+_FREE = re.compile(  # operations that move nothing
     "parameter|tuple|get-tuple-element|bitcast|constant|while|conditional|call|after-all|partition-id|replica-id|iota|"
     "opt-barrier|add-dependency|.*-done"
 )
@@ -33,80 +33,88 @@ class Collective(NamedTuple):
     bytes: int
 
 
-def collectives(text: str, mesh) -> list[Collective]:
-    """The collectives of a program (`compiled.as_text()`) on a mesh, loops multiplied out, largest first.
+class Line(NamedTuple):
+    """An operation of a program."""
 
-    The TPU compiler writes a reduce-scatter as a fusion that calls an all-reduce; it counts as what it is. An exchange that
-    goes on beside other work is written into each fusion that it goes on beside, on one channel; it counts once. So does a
-    loop whose number of turns the compiler does not know.
+    text: str
+    times: int  # it runs
+    computation: str
+    fused: bool
+
+
+def collectives(text: str, mesh) -> list[Collective]:
+    """The collectives of a program (`compiled.as_text()`) on a mesh, largest first; in a loop, one for each turn.
+
+    The TPU compiler writes a reduce-scatter as a fusion that calls an all-reduce; it counts as a reduce-scatter. It writes
+    an exchange that runs beside other work into each fusion beside which it runs, on one channel; it counts once. A loop
+    with an unknown number of turns counts once.
     """
     bodies, entry = _computations(text)
     counts: dict[tuple, int] = Counter()
     sizes: dict[tuple, float] = defaultdict(float)
     begun = set()
-    for line, times, (_, fused) in _visited(bodies, entry):
-        scatter = _SCATTER.search(line)
-        kind = "reduce-scatter" if scatter else _kind(line)
-        if kind:
-            channel = re.search(r"channel_id=\d+", line)
-            if fused and channel and (kind, channel[0]) in begun:
+    for line in _visited(bodies, entry):
+        scatter = _SCATTER.search(line.text)
+        kind = "reduce-scatter" if scatter else _kind(line.text)
+        if not kind:
+            continue
+        if line.fused and (channel := re.search(r"channel_id=\d+", line.text)):
+            if (kind, channel[0]) in begun:
                 continue
-            begun |= {(kind, channel[0])} if fused and channel else set()
-            described = _inner(bodies, scatter[1]) if scatter else line
-            if len(_group(described)) == 1:  # with nobody
-                continue
-            axes = _axes(described, mesh)
-            counts[kind, axes] += times
-            sizes[kind, axes] += times * _bytes(line, kind)
+            begun.add((kind, channel[0]))
+        group = _group(_all_reduce(bodies, scatter[1]) if scatter else line.text)
+        if len(group) == 1:  # a device alone
+            continue
+        axes = _axes(group, mesh)
+        counts[kind, axes] += line.times
+        sizes[kind, axes] += line.times * _bytes(line.text, kind)
     found = [Collective(kind, axes, counts[kind, axes], int(sizes[kind, axes])) for kind, axes in counts]
     return sorted(found, key=lambda one: -one.bytes)
 
 
-def _visited(bodies: dict[str, list[str]], entry: str):
-    """(line, how often it runs, computation) of every operation, also of those inside fusions and loops."""
+def _visited(bodies: dict[str, list[str]], entry: str) -> Iterator[Line]:
+    """Every operation, also those inside fusions and loops."""
     todo = [(entry, 1, False)]
     while todo:
         name, times, fused = todo.pop()
-        for line in bodies.get(name, ()):
-            yield line, times, (name, fused)
-            if _SCATTER.search(line) or _kind(line):
+        for text in bodies.get(name, ()):
+            yield Line(text, times, name, fused)
+            if _SCATTER.search(text) or _kind(text):
                 continue  # the sum that a reduction applies exchanges nothing
-            turns = _turns(line, bodies) if " while(" in line else 1
-            inside = fused or " fusion(" in line
-            for one, several in _CALLED.findall(line):
+            turns = _turns(text, bodies) if " while(" in text else 1
+            for one, several in _CALLED.findall(text):
                 called = [one] if one else re.findall(r"%?([\w.\-]+)", several)
-                todo += [(body, times * turns, inside) for body in called]
+                todo += [(body, times * turns, fused or " fusion(" in text) for body in called]
 
 
 def traffic(text: str) -> float:
     """Bytes that a device reads from and writes to its memory in one run of a program, loops multiplied out.
 
-    Each operation reads its operands and writes its results; what a fusion cuts out of an array, or writes into one, counts
-    with the size of the piece. What lies in the chip's own fast memory (S(1) in its layout) counts nothing.
+    Each operation reads its operands and writes its results. Where a fusion cuts a piece out of an array, or writes one into
+    it, the size of the piece counts. Arrays in the chip's fast memory (S(1) in their layout) do not count.
     """
     bodies, entry = _computations(text)
-    parsed: dict[str, dict[str, tuple]] = {}
-
-    def of(name):
-        if name not in parsed:
-            parsed[name] = {found[1]: found.groups()[1:] for line in bodies[name] if (found := _PARTS.match(line))}
-        return parsed[name]
-
+    parsed = {
+        name: {found[1]: found.groups()[1:] for found in map(_OP.match, body) if found} for name, body in bodies.items()
+    }
     total = 0.0
-    for line, times, (name, fused) in _visited(bodies, entry):
-        if fused or not (found := _PARTS.match(line)) or _STILL.fullmatch(found[3]):
+    for line in _visited(bodies, entry):
+        found = _OP.match(line.text)
+        if line.fused or not found or _FREE.fullmatch(found[3]):
             continue
         _, shape, opcode, operands = found.groups()
-        names = re.findall(r"%([\w.\-]+)", operands)
-        size = lambda one, known=of(name): _in_memory(known[one][0]) if one in known else 0.0
-        if opcode == "fusion" and (called := re.search(r"calls=%?([\w.\-]+)", line)) and called[1] in bodies:
-            total += times * _fusion(of(called[1]), bodies[called[1]], [size(one) for one in names], _in_memory(shape))
+        known, result = parsed[line.computation], _in_memory(shape)
+        sizes = [_in_memory(known[one][0]) if one in known else 0.0 for one in re.findall(r"%([\w.\-]+)", operands)]
+        called = re.search(r"calls=%?([\w.\-]+)", line.text)
+        if opcode == "fusion" and called and called[1] in bodies:
+            moved = _fusion(parsed[called[1]], bodies[called[1]], sizes, result)
         elif opcode == "dynamic-slice":
-            total += times * 2 * _in_memory(shape)
+            moved = 2 * result
         elif opcode == "dynamic-update-slice":
-            total += times * 2 * size(names[1])
+            moved = 2 * sizes[1]
         else:
-            total += times * (_in_memory(shape) + sum(map(size, names)))
+            moved = result + sum(sizes)
+        total += line.times * moved
     return total
 
 
@@ -135,11 +143,13 @@ def _in_memory(shapes: str) -> float:
 
 
 def _size(dtype: str, dims: str) -> float:
-    return float(math.prod(int(n) for n in dims.split(",") if n) * WIDTHS.get(dtype, _width(dtype)))
+    digits = re.search(r"\d+", dtype)
+    width = WIDTHS.get(dtype, int(digits[0]) / 8 if digits else 0.0)
+    return float(math.prod(int(n) for n in dims.split(",") if n) * width)
 
 
 class Buffer(NamedTuple):
-    """A piece of a device's memory: its bytes, and the arrays that lie there one after the other."""
+    """A piece of a device's memory, by the largest array that it holds."""
 
     bytes: int
     shape: str
@@ -150,7 +160,7 @@ def largest(report: str, text: str, count: int = 8) -> list[Buffer]:
     """The largest buffers of a program, by the compiler's memory-usage report and the names in the program's text."""
     names: dict[str, Counter] = defaultdict(Counter)
     for shape, name in re.findall(r"= (\w+\[[\d,]*\])\S* (?!bitcast|get-tuple|tuple).*?op_name=\"([^\"]*)\"", text):
-        names[shape][_plain(name)] += 1000 if name.startswith("args[") else 1  # what the user gave a name goes first
+        names[shape][_plain(name)] += 1000 if name.startswith("args[") else 1  # prefer a name that the user gave
     found = []
     for size, unit, shapes in re.findall(r"\);\s+([\d.]+)(\w*i?B);\s+\d+;\s+\d+; (.*)", report):
         first = max(re.findall(r"\w+\[[\d,]*\]", shapes), key=_in_memory)
@@ -160,7 +170,7 @@ def largest(report: str, text: str, count: int = 8) -> list[Buffer]:
 
 
 def _plain(name: str) -> str:
-    """`params/layers/query/kernel` of an argument, the last words of an operation's path, without what all paths have."""
+    """`params/layers/query/kernel` of an argument; of an operation's path the last words, without those of all paths."""
     if name.startswith("args["):
         return "/".join(re.findall(r"\w+", name.partition(".")[2])) or name
     begin = r"jit\(\w+\)|while|body|closed_call|cond|branch.*"
@@ -168,7 +178,7 @@ def _plain(name: str) -> str:
 
 
 def _turns(line: str, bodies: dict[str, list[str]]) -> int:
-    """How often a loop turns: what the compiler says, or the constant that its counter is compared with by its step."""
+    """The turns of a loop: as the compiler wrote, or the constant that bounds its counter, divided by the step."""
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
         return int(known[1])
     condition, body = (re.search(rf"{part}=%?([\w.\-]+)", line) for part in ("condition", "body"))
@@ -180,11 +190,11 @@ def _turns(line: str, bodies: dict[str, list[str]]) -> int:
 
 
 def _step(condition: str, body: list[str]) -> int:
-    """What a turn adds to the counter that the condition compares; 1 where that is hidden in a fusion."""
-    parsed = {found[1]: found for line in body if (found := _PARTS.match(line))}
+    """What a turn adds to the counter in the condition; 1 where a fusion hides it."""
+    parsed = {found[1]: found for line in body if (found := _OP.match(line))}
     compared = re.search(r" compare\(%([\w.\-]+)", condition)
     place = compared and re.search(rf"%{re.escape(compared[1])} = .*index=(\d+)", condition)
-    root = next((found for line in body if "ROOT" in line and (found := _PARTS.match(line))), None)
+    root = next((found for line in body if "ROOT" in line and (found := _OP.match(line))), None)
     if not place or not root or root[3] != "tuple":
         return 1
     added = parsed.get(re.findall(r"%([\w.\-]+)", root[4])[int(place[1])])
@@ -195,6 +205,7 @@ def _step(condition: str, body: list[str]) -> int:
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """(the lines of each computation, the name of the first to run)."""
     bodies: dict[str, list[str]] = {}
     entry, name = "", None
     for line in text.splitlines():
@@ -202,9 +213,9 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
             name = begin[1]
             bodies[name] = []
             entry = name if line.startswith("ENTRY") else entry
-        elif line.rstrip() == "}":  # a line of a constant may begin with one, too
+        elif line.rstrip() == "}":  # not any line that begins with it: a constant's may
             name = None
-        elif name is not None and _OP.match(line):
+        elif name is not None and " = " in line:
             bodies[name].append(line)
     return bodies, entry
 
@@ -214,14 +225,14 @@ def _kind(line: str) -> str | None:
     return found[1] if found else None
 
 
-def _inner(bodies: dict[str, list[str]], name: str) -> str:
+def _all_reduce(bodies: dict[str, list[str]], name: str) -> str:
     return next((line for line in bodies.get(name, ()) if "all-reduce" in line), "")
 
 
 def _bytes(line: str, kind: str) -> float:
-    """Of the result; a started exchange names what it reads beside it: (reads, results, ...)."""
+    """Bytes of the result. A started exchange has a tuple of what it reads, its results, and more."""
     result = line.partition(" = ")[2]
-    result = result[: result.index(f" {kind}") if f" {kind}" in result else result.index(" fusion(")]
+    result = result[: result.index(f" {kind}" if f" {kind}" in result else " fusion(")]
     if "-start(" in line and kind != "all-reduce" and result.startswith("("):
         result = _elements(result)[1]
     return math.fsum(_size(dtype, dims) for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", result))
@@ -240,22 +251,14 @@ def _elements(shape: str) -> list[str]:
     return parts
 
 
-def _width(dtype: str) -> float:
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) / 8 if digits else 0.0
-
-
-def _axes(line: str, mesh) -> tuple[str, ...]:
-    """The mesh axes along which a group of devices lies."""
-    shape = tuple(mesh.shape.values())
-    if group := _group(line):
-        places = np.array(np.unravel_index(np.array(group), shape))
-        return tuple(name for name, row in zip(mesh.shape, places, strict=True) if len(set(row.tolist())) > 1)
-    return ()
+def _axes(group: list[int], mesh) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ."""
+    places = np.unravel_index(np.array(group, int), tuple(mesh.shape.values()))
+    return tuple(name for name, row in zip(mesh.shape, places, strict=True) if len(set(row.tolist())) > 1)
 
 
 def _group(line: str) -> list[int]:
-    """The group of the first device, in any of HLO's three spellings."""
+    """The group of the first device, in any of the ways in which HLO writes groups."""
     if named := _NAMED.search(line):
         sizes = dict(re.findall(r"'([\w.]+)'=(\d+)", named[1]))
         ids = _iota(named[2] or str(math.prod(map(int, sizes.values()))), named[3])
@@ -266,14 +269,14 @@ def _group(line: str) -> list[int]:
         return _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))[0].tolist()
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
         both = [[int(one), int(other)] for one, other in re.findall(r"(\d+),(\d+)", pairs[1])]
-        return next((pair for pair in both if pair[0] != pair[1]), [0])  # each to itself
+        return next((pair for pair in both if pair[0] != pair[1]), [0])  # [0]: each sends to itself
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return [int(n) for n in listed[1].split(",")]
     return []
 
 
-def _iota(dims: str, turned: str | None) -> np.ndarray:
-    """0, 1, 2, ... in an array of the dimensions, its axes in another order."""
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """0, 1, 2, ... in an array of these dimensions, with its axes transposed."""
     sizes = [int(n) for n in dims.split(",")]
     ids = np.arange(math.prod(sizes)).reshape(sizes)
-    return ids.transpose([int(n) for n in turned.split(",")]) if turned else ids
+    return ids.transpose([int(n) for n in order.split(",")]) if order else ids

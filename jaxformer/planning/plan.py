@@ -8,19 +8,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from jaxformer.data.sources import Stdlib
 from jaxformer.errors import ConfigError
-from jaxformer.planning import search
-from jaxformer.planning.compile import GIB, Plan, attending, compile_step, plan_step, planner_bytes
+from jaxformer.models.config import ModelConfig
+from jaxformer.models.heads import language_model
+from jaxformer.parallel import Mesh
+from jaxformer.planning import hlo, search
+from jaxformer.planning.compile import GIB, Plan, choose_attention, compile_step, plan_step, planner_bytes
+from jaxformer.training.experiment import Experiment
 
 
 def of_preset(name: str, model: Any) -> Any:
-    """An experiment that pretrains a preset as such runs are made: bfloat16, layers recomputed, 256 sequences a step."""
-    from jaxformer.data.sources import Stdlib
-    from jaxformer.models.config import ModelConfig
-    from jaxformer.models.heads import language_model
-    from jaxformer.parallel import Mesh
-    from jaxformer.training.experiment import Experiment
-
+    """An experiment that pretrains a preset in the usual way: bfloat16, layers recomputed, 256 sequences a step."""
     if not isinstance(model, ModelConfig) or language_model(model) is None:
         raise ConfigError(f"{name}: plans train language models, one stack with a LanguageModel head; this is none")
     model = replace(model, remat="full", dropout_rate=0.0, attention_dropout_rate=0.0)
@@ -30,20 +29,20 @@ def of_preset(name: str, model: Any) -> Any:
 def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     """Compiles the experiment's train step for the devices of a topology. Nothing of the model is allocated.
 
-    `fast` compiles with less effort: seconds instead of a minute, and memory that is off by up to a fifth. A step that does
-    not fit is compiled again, and a few changes of it, to name what is large and what would help. ConfigError where the
-    mesh does not fit the devices or the model.
+    `fast` compiles with less effort: seconds instead of a minute, and memory that is off by up to a fifth. For a step that
+    does not fit, more compiles find its largest arrays and what would help. ConfigError where the mesh does not fit the
+    devices or the model.
     """
     made, lowered = plan_step(experiment, name, devices, fast)
     if made.fits:
         return made
-    changes = search.changes(attending(experiment, devices[0].platform), name, devices, made, fast)
+    changes = []
+    if isinstance(experiment.model, ModelConfig):
+        changes = search.changes(choose_attention(experiment, devices[0].platform), name, devices, made, fast)
     return replace(made, largest=_largest(lowered, devices), changes=changes, planner_bytes=planner_bytes())
 
 
 def _largest(lowered: Any, devices: list) -> list[dict]:
-    from jaxformer.planning import hlo
-
     with tempfile.TemporaryDirectory() as folder:
         compile_step(lowered, devices, True, xla_dump_to=folder, xla_dump_hlo_as_text=True)
         read = lambda end: "".join(path.read_text(errors="replace") for path in Path(folder).glob(f"*{end}"))
@@ -55,20 +54,21 @@ def table(plan: Plan) -> str:
     """The plan in words."""
     gib = lambda size: f"{size / GIB:.2f} GiB"
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "data=1"
-    room = abs(plan.capacity_bytes - plan.peak_bytes)
+    room = gib(abs(plan.capacity_bytes - plan.peak_bytes))
+    room = f"fits, {room} free" if plan.fits else f"DOES NOT FIT, {room} too much"
     host = f", {gib(plan.host_bytes)} on the host" if plan.host_bytes else ""
     rows = [
         f"{plan.topology}: {plan.devices} x {plan.chip}, {mesh}",
         f"parameters         {plan.parameters:,}",
-        f"FLOPs a step       {plan.flops:.4g} counted, recomputation with it; {plan.model_flops:.4g} of the model alone",
+        f"FLOPs a step       {plan.flops:.4g} counted, with recomputation; {plan.model_flops:.4g} of the model alone",
         f"memory a device    {gib(plan.argument_bytes)} arguments, {gib(plan.temporary_bytes)} temporaries{host}, "
-        f"{gib(plan.peak_bytes)} peak of {gib(plan.capacity_bytes)}: "
-        + (f"fits, {gib(room)} free" if plan.fits else f"DOES NOT FIT, {gib(room)} too much"),
-        f"state in place     {'yes' if plan.donated else 'no'}" if plan.donated or plan.fits else "",
+        f"{gib(plan.peak_bytes)} peak of {gib(plan.capacity_bytes)}: {room}",
     ]
+    if plan.donated or plan.fits:
+        rows.append(f"state in place     {'yes' if plan.donated else 'no'}")
     for one in plan.collectives:
-        over = "*".join(one["axes"]) or "-"
-        rows.append(f"{one['kind']:<18} {one['count']:>5} a step over {over}, {one['bytes'] / 2**20:,.1f} MiB a device")
+        axes = "*".join(one["axes"]) or "-"
+        rows.append(f"{one['kind']:<18} {one['count']:>5} a step over {axes}, {one['bytes'] / 2**20:,.1f} MiB a device")
     if plan.collectives or plan.fits:
         parts = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in plan.seconds.items())
         rows += [
@@ -81,10 +81,10 @@ def table(plan: Plan) -> str:
         end = "fits then" if one["fits"] else "does not fit yet"
         rows.append(f"would help         {one['options']}: {gib(one['saved'])} less, {end}")
     rows += [f"note: {note}" for note in plan.notes]
-    made = f"planned in {plan.compile_seconds:.0f} s, with {gib(plan.planner_bytes)} of this machine's memory"
-    return "\n".join([*filter(None, rows), made])
+    rows.append(f"planned in {plan.compile_seconds:.0f} s, with {gib(plan.planner_bytes)} of this machine's memory")
+    return "\n".join(rows)
 
 
 def as_json(plan: Plan) -> dict:
-    """The plan as JSON has it."""
+    """The plan as values of JSON."""
     return asdict(plan)

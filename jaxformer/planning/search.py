@@ -3,13 +3,19 @@
 import itertools
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
 from typing import Any
 
+import jax
+
+from jaxformer import models, parallel, params, sharding
 from jaxformer.errors import ConfigError
-from jaxformer.planning.compile import GIB, Change, attending, plan_step
+from jaxformer.models import ModelConfig, cost
+from jaxformer.planning.compile import GIB, Change, Plan, choose_attention, plan_step
+from jaxformer.training import optimizers
 
 ROWS = ("data", "fsdp", "expert", "stage")  # the axes that divide a batch
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # sequences a device and pass
@@ -17,7 +23,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)  # sequences a device and pass
 
 @dataclass(frozen=True)
 class Estimate:
-    """A device's peak in bytes and a step in seconds, by closed form: to choose what is worth a compile, not to believe."""
+    """A device's peak in bytes and a step in seconds, by closed form: good enough to choose what to compile."""
 
     bytes: float
     seconds: float
@@ -28,19 +34,16 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
 
     ConfigError where the mesh does not go into the devices or the model.
     """
-    from jaxformer.models import cost
-
     model, mesh = experiment.model, experiment.mesh
     shape = mesh.shape(devices)
     split = shape["tensor"]
-    rows = math.prod(shape[axis] for axis in ROWS)
-    local, whole = _local(model, tuple(shape.items())), _local(model, (("fsdp", shape["fsdp"]),)) * shape["fsdp"]
+    local, gathered = _bytes(model, tuple(shape.items())), _bytes(model, (("fsdp", shape["fsdp"]),)) * shape["fsdp"]
     width = 4 if experiment.precision == "float32" else 2
-    state = local * (1 + _moments(experiment) / (shape["data"] if mesh.zero1 else 1))
-    if mesh.offload:
-        state = 2 * local
-    grads = local * (1 if experiment.accumulation == 1 else 2)
+    moments = _moments(experiment.optimizer, model, experiment.frozen) + (experiment.ema_decay is not None)
+    state = 2 * local if mesh.offload else local * (1 + moments / (shape["data"] if mesh.zero1 else 1))
+    gradients = local * (1 if experiment.accumulation == 1 else 2)
 
+    rows = math.prod(shape[axis] for axis in ROWS)
     tokens = experiment.batch_size / rows / experiment.accumulation * model.context_length / shape["context"]
     D, N, K, H, L = model.d_model, model.num_heads, model.kv_heads, model.head_size, model.num_layers / shape["stage"]
     experts = getattr(model.feedforward, "top_k", 1)
@@ -48,15 +51,16 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     stream, scores = tokens * D * width, 0.0
     if model.attention_implementation == "reference":
         scores = tokens * model.context_length * N / split * (12 + width)
-    kept = {
+    saved = {  # of a layer, for the backward pass
         "full": stream,
         "attention": stream + tokens * width * N * H / split,
         "dots": inner + 2 * stream,
         "none": 1.5 * inner + 4 * stream + scores,
     }[model.remat]
-    layer = (whole - _table(model)) / model.num_layers / split / shape["expert"]
-    working = layer * (1 + 2 * width / 4) + 2 * inner + 4 * stream + scores + 2 * _table(model) / split
-    peak = state + grads + L * kept + working + 3 * 2**26
+    table = 4.0 * model.vocab_size * D
+    layer = (gathered - table) / model.num_layers / split / shape["expert"]
+    working = layer * (1 + 2 * width / 4) + 2 * inner + 4 * stream + scores + 2 * table / split
+    peak = state + gradients + L * saved + working + 3 * 2**26
 
     total = cost.training_flops(model, model.context_length) * experiment.batch_size * model.context_length
     attended = 12 * model.num_layers * N * H * experiment.batch_size * model.context_length**2
@@ -64,65 +68,43 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     link = chip.network / chip.links if chip.links else chip.network / 2
     far = link if chip.links or devices <= 8 else chip.outside * 8
     passes = experiment.accumulation
-    gathered = (2 * width + 4) * whole / 4 / split / shape["expert"] * passes if shape["fsdp"] > 1 else 0
+    weights = (2 * width + 4) * gathered / 4 / split / shape["expert"] * passes if shape["fsdp"] > 1 else 0
     summed = 2 * local if shape["data"] > 1 else 0
     reduced = (6 if model.remat in ("full", "attention") else 4) * 2 * L * stream * passes * (split - 1) / split
     blocking = total * again / devices / chip.peak + reduced / link
-    return Estimate(peak, max(blocking, (gathered + summed) / far))
+    return Estimate(peak, max(blocking, (weights + summed) / far))
 
 
 @cache
-def _local(model: Any, shape: tuple) -> float:
+def _bytes(model: ModelConfig, shape: tuple) -> float:
     """Bytes of a device's parameters in float32."""
-    import jax
-
-    from jaxformer import models, parallel, params, sharding
-
     sizes = {**dict.fromkeys(parallel.AXES, 1), **dict(shape)}
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), parallel.AXES)
-    leaves, specs = params.paths(models.spec(model)), params.paths(sharding.partition_specs(models.spec(model), mesh))
-    over = lambda spec: [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis]
-    return math.fsum(
-        4 * params.count(leaf) / math.prod(sizes[axis] for axis in over(specs[path])) for path, leaf in leaves.items()
-    )
-
-
-def _table(model: Any) -> float:
-    return 4.0 * model.vocab_size * model.d_model
-
-
-def _moments(experiment: Any) -> float:
-    """Bytes of optimizer state (and averages) a byte of parameters."""
-    return float(_moments_of(experiment.optimizer) + (experiment.ema_decay is not None))
+    return float(sum(sharding.shard_bytes(models.spec(model), mesh).values()))
 
 
 @cache
-def _moments_of(optimizer: Any) -> int:
-    return {"Adam": 2, "AdamW": 2, "Lion": 1, "Muon": 1, "Adafactor": 0}.get(type(optimizer).__name__, 2)
+def _moments(optimizer: Any, model: ModelConfig, frozen: str | None) -> float:
+    """Bytes of the optimizer's state for each byte of parameters."""
+    spec = models.spec(model)
+    weights = params.abstract(spec)
+    state = jax.eval_shape(optimizers.build(optimizer, spec, frozen).init, weights)
+    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return size(state) / size(weights)
 
 
 def options(experiment: Any, base: Any) -> str:
-    """What to write on the command line for the experiment, where it differs from the base."""
-    found = [
-        f"--mesh.{axis}={getattr(experiment.mesh, axis)}"
-        for axis in vars(base.mesh)
-        if differs(experiment.mesh, base.mesh, axis)
+    """The options of the command line that turn the base into the experiment."""
+    words = [
+        f"--mesh.{axis}={size}" for axis, size in vars(experiment.mesh).items() if size != getattr(base.mesh, axis)
     ]
-    found += [
-        f"--{name.replace('_', '-')}={getattr(experiment, name)}"
-        for name in ("batch_size", "accumulation", "precision")
-        if differs(experiment, base, name)
-    ]
+    for name in ("batch_size", "accumulation", "precision"):
+        if (value := getattr(experiment, name)) != getattr(base, name):
+            words.append(f"--{name.replace('_', '-')}={value}")
     for name in ("remat", "attention_implementation"):
-        if (
-            differs(experiment.model, base.model, name) and getattr(base.model, name) is not None
-        ):  # None: the platform's
-            found.append(f"--model.{name.replace('_', '-')}={getattr(experiment.model, name)}")
-    return " ".join(found).replace("=True", "")
-
-
-def differs(one: Any, other: Any, name: str) -> bool:
-    return getattr(one, name) != getattr(other, name)
+        if getattr(base.model, name) not in (None, value := getattr(experiment.model, name)):  # None: the platform's
+            words.append(f"--model.{name.replace('_', '-')}={value}")
+    return " ".join(words).replace("=True", "")
 
 
 def changes(experiment: Any, name: str, devices: list, made: Any, fast: bool, tries: int = 5) -> list[dict]:
@@ -130,17 +112,11 @@ def changes(experiment: Any, name: str, devices: list, made: Any, fast: bool, tr
 
     Where none of them is enough, the best two together are the first of the three.
     """
-    from jaxformer.models import cost
-
     chip = cost.CHIPS[devices[0].device_kind]
     sized = replace(experiment, mesh=replace(experiment.mesh, **experiment.mesh.shape(len(devices))))
-    expected = []
-    for other in _changes(sized, devices[0].platform):
-        try:
-            expected.append((estimate(other, len(devices), chip).bytes, other))
-        except ConfigError:  # that one does not divide
-            continue
-    expected.sort(key=lambda one: one[0])
+    likely = sorted(
+        _estimated(_changes(sized, devices[0].platform), len(devices), chip), key=lambda pair: pair[0].bytes
+    )
     base = made.peak_bytes
     if devices[0].platform == "tpu" and not fast:  # fast compiles are compared with a fast one
         base = plan_step(sized, name, devices, fast=True)[0].peak_bytes or base
@@ -150,21 +126,30 @@ def changes(experiment: Any, name: str, devices: list, made: Any, fast: bool, tr
         _progress(words)
         try:
             tried, _ = plan_step(other, name, devices, fast=True)
-        except Exception as error:  # whatever speaks against it: this one is no help, the others may be
+        except Exception as error:  # whatever the reason: this change does not help, others may
             _progress(f"   {str(error).splitlines()[0][:200]}")
             return None
         return Change(words, base - tried.peak_bytes, tried.fits), other
 
-    found = [one for _, other in expected[:tries] if (one := measured(other)) and one[0].saved > base / 100]
+    found = [one for _, other in likely[:tries] if (one := measured(other)) and one[0].saved > base / 100]
     found.sort(key=lambda one: -one[0].saved)
-    alone = len(found) < 2 or any(change.fits for change, _ in found)
-    if not alone and (together := measured(_both(sized, found[0][1], found[1][1]))):
+    enough = len(found) < 2 or any(change.fits for change, _ in found)
+    if not enough and (together := measured(_both(sized, found[0][1], found[1][1]))):
         found = [together, *found]
     return [change._asdict() for change, _ in found[:3]]
 
 
+def _estimated(experiments: Iterator[Any], devices: int, chip: cost.Chip) -> Iterator[tuple[Estimate, Any]]:
+    """Each experiment whose mesh fits it, with its estimate."""
+    for one in experiments:
+        try:
+            yield estimate(one, devices, chip), one
+        except ConfigError:  # its mesh does not divide it
+            continue
+
+
 def _both(base: Any, one: Any, other: Any) -> Any:
-    """The base with what either of two variants of it changes; the first one's where both change the same."""
+    """The base with the changes of two variants; where both change a field, the first one's."""
     changed = {}
     for name in vars(base):
         a, b, start = getattr(one, name), getattr(other, name), getattr(base, name)
@@ -178,9 +163,8 @@ def _changes(base: Any, platform: str) -> Iterator[Any]:
     if model.remat != "full":
         yield replace(base, model=replace(model, remat="full"))
     if model.attention_implementation == "reference":
-        yield replace(
-            base, model=replace(model, attention_implementation="splash" if platform == "tpu" else "blockwise")
-        )
+        kernel = "splash" if platform == "tpu" else "blockwise"
+        yield replace(base, model=replace(model, attention_implementation=kernel))
     if base.precision == "float32":
         yield replace(base, precision="bfloat16")
     micro = base.batch_size // (math.prod(getattr(mesh, axis) for axis in ROWS) * base.accumulation)
@@ -191,7 +175,7 @@ def _changes(base: Any, platform: str) -> Iterator[Any]:
     for give, take in itertools.permutations(("data", "fsdp", "tensor"), 2):
         if getattr(mesh, give) % 2 == 0:
             sizes = {give: getattr(mesh, give) // 2, take: getattr(mesh, take) * 2}
-            passes = base.accumulation * (2 if take == "tensor" else 1)  # as many sequences a pass and device as before
+            passes = base.accumulation * (2 if take == "tensor" else 1)  # keeps the sequences a pass and device
             if passes * micro <= base.batch_size:
                 yield replace(base, mesh=replace(mesh, **sizes), accumulation=passes)
     if not mesh.zero1 and mesh.data > 1:
@@ -219,27 +203,23 @@ def candidates(experiment: Any, devices: int) -> Iterator[Any]:
             )  # fmt: skip
 
 
-def search(experiment: Any, name: str, devices: list, count: int = 12, most: int = 24) -> list[tuple[Any, Any]]:
+def search(experiment: Any, name: str, devices: list, count: int = 12, most: int = 24) -> list[tuple[Any, Plan]]:
     """(experiment, plan) of the candidates, fastest by the roofline first, those that do not fit last.
 
-    Closed forms choose; the compiler, in fast mode, says what fits, until `count` do or `most` were tried.
+    Estimates give the order of compiles, in fast mode, until `count` fit or `most` were tried.
     """
-    from jaxformer.models import cost
-
-    chip, known = cost.CHIPS[devices[0].device_kind], []
-    experiment = attending(experiment, devices[0].platform)
-    for one in candidates(experiment, len(devices)):
-        try:
-            known.append((estimate(one, len(devices), chip), one))
-        except ConfigError:  # does not divide
-            continue
-    if not known:
+    if not isinstance(experiment.model, ModelConfig):
+        raise ConfigError(f"plan --search: model={type(experiment.model).__name__}: expected a ModelConfig")
+    chip = cost.CHIPS[devices[0].device_kind]
+    experiment = choose_attention(experiment, devices[0].platform)
+    pairs = list(_estimated(candidates(experiment, len(devices)), len(devices), chip))
+    if not pairs:
         raise ConfigError(f"{name}: no mesh of {len(devices)} devices goes into the model; see show --sharding")
-    speed = lambda pair: pair[1].batch_size / pair[0].seconds
-    hopeful = sorted((pair for pair in known if pair[0].bytes < 1.15 * chip.memory), key=speed, reverse=True)
-    small = sorted((pair for pair in known if pair[0].bytes >= 1.15 * chip.memory), key=lambda pair: pair[0].bytes)
-    found: list[tuple[Any, Any]] = []
-    for number, (_, one) in enumerate(itertools.islice(_spread([*hopeful, *small]), most), 1):
+    fits = [pair for pair in pairs if pair[0].bytes < 1.15 * chip.memory]
+    fits.sort(key=lambda pair: -pair[1].batch_size / pair[0].seconds)
+    others = sorted((pair for pair in pairs if pair[0].bytes >= 1.15 * chip.memory), key=lambda pair: pair[0].bytes)
+    found: list[tuple[Any, Plan]] = []
+    for number, (_, one) in enumerate(_varied([*fits, *others])[:most], 1):
         try:
             made, _ = plan_step(one, name, devices, fast=True)
         except (ConfigError, NotImplementedError) as error:
@@ -253,18 +233,16 @@ def search(experiment: Any, name: str, devices: list, count: int = 12, most: int
     return sorted(found, key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second, pair[1].peak_bytes))
 
 
-def _spread(pairs: list) -> Iterator[tuple]:
-    """In order, but no more than two batches of a mesh and recomputation before the rest: not twelve of one kind."""
-    seen: dict[Any, int] = {}
-    late = []
-    for pair in pairs:
+def _varied(pairs: list[tuple]) -> list[tuple]:
+    """The pairs in order, but only two batches of a mesh and recomputation before the rest, so that kinds vary early."""
+    counts: Counter = Counter()
+
+    def is_late(pair: tuple) -> bool:
         kind = pair[1].mesh, pair[1].model.remat
-        seen[kind] = seen.get(kind, 0) + 1
-        if seen[kind] > 2:
-            late.append(pair)
-        else:
-            yield pair
-    yield from late
+        counts[kind] += 1
+        return counts[kind] > 2
+
+    return sorted(pairs, key=is_late)  # stable
 
 
 def table(found: list[tuple[Any, Any]], base: Any, name: str, topology: str) -> str:
@@ -274,16 +252,12 @@ def table(found: list[tuple[Any, Any]], base: Any, name: str, topology: str) -> 
         bound = max(made.seconds, key=made.seconds.__getitem__) if made.fits else "-"
         speed = f"{made.tokens_per_second:,.0f}" if made.fits else "no fit"
         share = f"{made.mfu['6N+12LNHT']:.0%}" if made.fits else "-"
-        rows.append(
-            f"{place:>3} {speed:>11} {share:>5} {made.peak_bytes / GIB:>9.2f}  {bound:<14} {options(one, base)}"
-        )
+        peak = made.peak_bytes / GIB
+        rows.append(f"{place:>3} {speed:>11} {share:>5} {peak:>9.2f}  {bound:<14} {options(one, base)}")
     fits = sum(made.fits for _, made in found)
-    rows.append(
-        f"{fits} of {len(found)} fit; speeds are the roofline's, an estimate, and memory that of a fast compile"
-    )
+    rows.append(f"{fits} of {len(found)} fit; speeds are estimates of the roofline, memory is that of a fast compile")
     if fits:
-        best = options(found[0][0], base)
-        rows.append(f'make plan EXP={name} TOPOLOGY={topology} ARGS="{best}"')
+        rows.append(f'make plan EXP={name} TOPOLOGY={topology} ARGS="{options(found[0][0], base)}"')
     return "\n".join(rows)
 
 

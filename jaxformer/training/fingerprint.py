@@ -1,8 +1,6 @@
 """Fingerprints of arrays: any flipped bit changes them; mesh, sharding and order of summation do not."""
 
-import zlib
 from collections.abc import Iterable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -58,15 +56,3 @@ def to_bits(leaf: Array) -> Array:
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         leaf = lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}")
     return leaf.astype(jnp.uint32)
-
-
-def file_digests(folder: Path) -> dict[str, list[int]]:
-    """`[bytes, CRC-32]` of every file under a folder."""
-    digests = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        size = crc = 0
-        with path.open("rb") as stream:
-            while chunk := stream.read(1 << 22):
-                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-        digests[path.relative_to(folder).as_posix()] = [size, crc]
-    return digests

@@ -18,11 +18,12 @@ from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.models import cost
 from jaxformer.models.stacks.pipeline import bubble
-from jaxformer.parallel import multihost, pmap
+from jaxformer.parallel import pmap, processes
 from jaxformer.training import checkpoint, optimizers, samples, scoring
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.initial import first_params
 from jaxformer.training.metrics import Console, Record, Reporter, close_all, open_loggers, write_all
+from jaxformer.training.profile import FIRST, Profile
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run import check_data
 from jaxformer.training.run_folder import RunFolder, claim, describe, introduce, run_folder, write_atomically
@@ -52,6 +53,7 @@ class Job:
     gather: Callable[[Any], TrainState]  # back to an ordinary one
     evaluate: Callable[[Any], dict[str, float]]
     sample: Callable[[Any], str] | None  # params -> text
+    profile: Path | None  # where a trace of some steps goes
     flops: float | None  # of a token
     peak: float | None  # FLOP/s of all devices
 
@@ -79,7 +81,7 @@ def train(
     A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
     one that was not. `source` is the experiment's file, which the folder keeps; `reports` are called at the end with the
     result and the records, and return a line to print. Raises ConfigError for what the user can mend, NonFinite when the
-    numbers stay bad, Interrupted on SIGTERM. Several processes (`parallel.multihost`) call it alike; the first one prints
+    numbers stay bad, Interrupted on SIGTERM. Several processes (`parallel.processes`) call it alike; the first one prints
     and writes.
     """
     folder = run_folder(experiment, runs)
@@ -91,36 +93,36 @@ def train(
     dataset = open_data(experiment)  # before anything is written: most mistakes show here
     if can_sample(experiment, dataset):
         samples.prompt_tokens(experiment.model, experiment.sample, dataset.tokenizer)
-    if dataset.digest != multihost.first(lambda: dataset.digest):
+    if dataset.digest != processes.first(lambda: dataset.digest):
         raise ConfigError("the data here are not those of process 0; give every host the same files")
     fresh, asked = not folder.config.is_file(), () if source is None else source.overrides
-    lines = multihost.first(lambda: introduce(experiment, folder, runs, asked) if fresh else [])
+    lines = processes.first(lambda: introduce(experiment, folder, runs, asked) if fresh else [])
     with contextlib.ExitStack() as stack:
-        multihost.first(lambda: stack.enter_context(claim(folder)))
+        processes.first(lambda: stack.enter_context(claim(folder)))
         use_compilation_cache(runs)
         keep_memory()
         keep = dict(keep_latest=experiment.checkpoints.keep_latest, keep_best=experiment.checkpoints.keep_best)
         manager = stack.enter_context(checkpoint.open_manager(folder.checkpoints, **keep))
         if mesh is not None and experiment.mesh.backend == "jit":
             stack.enter_context(jax.set_mesh(mesh))
-        record = Record(folder.metrics if multihost.is_first() else None)
+        record = Record(folder.metrics if processes.is_first() else None)
         begin = partial(_first_params, experiment, recipe)
         state, start = restore(recipe, folder, dataset, manager, record, mesh, begin)
         free = config.execution_fields(experiment)
-        for change in multihost.first(lambda: describe(folder, experiment, source, dataset.digest)):
+        for change in processes.first(lambda: describe(folder, experiment, source, dataset.digest)):
             free_field = change.partition(":")[0] in free
             log.warning("%s: %s", "changed since the last start" if free_field else "config differs", change)
         if dataset.tokenizer is not None:
-            multihost.first(lambda: dataset.tokenizer.save(folder.tokenizer))
-        console = Console(experiment.steps, start, heard=multihost.is_first())
+            processes.first(lambda: dataset.tokenizer.save(folder.tokenizer))
+        console = Console(experiment.steps, start, heard=processes.is_first())
         stack.callback(console.close)
         stack.callback(record.close)
-        names = experiment.loggers if multihost.is_first() else ()
+        names = experiment.loggers if processes.is_first() else ()
         loggers = open_loggers(names, folder.path, folder.path.name, config.describe(experiment))
         stack.callback(close_all, loggers)
         for line in [*lines, *_facts(experiment, recipe, dataset, start, mesh)]:
             console.say(line)
-        job = prepare(experiment, recipe, dataset, mesh)
+        job = prepare(experiment, recipe, folder, dataset, mesh)
         return _run(
             job, folder, dataset, manager, state, start, record, partial(write_all, record, loggers), console, reports
         )
@@ -212,8 +214,8 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
         lines += [f"  {path}: {route}" for path, route in routes.items()]
     if mesh is not None:
         shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-        processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-        lines.append(f"mesh: {shape} of {mesh.size} devices{processes}{_idle(experiment.mesh, mesh)}")
+        count_text = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        lines.append(f"mesh: {shape} of {mesh.size} devices{count_text}{_idle(experiment.mesh, mesh)}")
     return [*lines, f"resuming after step {start}"] if start else lines
 
 
@@ -224,17 +226,17 @@ def _idle(config: parallel.Mesh, mesh) -> str:
     return f"; the pipeline idles {share:.1%} of a step" if stages > 1 else ""
 
 
-def prepare(experiment: Experiment, recipe: Recipe, dataset, mesh) -> Job:
+def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh) -> Job:
     """What the loop needs of an experiment: below this function nobody sees the experiment."""
     size = experiment.batch_size
-    rows = multihost.own_rows(mesh, size)
+    rows = processes.local_rows(mesh, size)
     pmapped = experiment.mesh.backend == "pmap" and mesh is not None
     step, put = jax.jit(make_train_step(recipe), donate_argnums=0), partial(scoring.on_devices, mesh, rows, size)
     spread = gather = lambda state: state
     if pmapped:
         devices = mesh.devices.ravel().tolist()
-        step, put = pmap.step(make_train_step(recipe, pmap.AXIS), devices), partial(pmap.cut, devices=devices)
-        spread, gather = partial(pmap.replicate, devices=devices), pmap.first
+        step, put = pmap.step(make_train_step(recipe, pmap.AXIS), devices), partial(pmap.shard, devices=devices)
+        spread, gather = partial(pmap.replicate, devices=devices), pmap.unreplicate
     elif mesh is not None:
         shardings = state_shardings(recipe, mesh), None
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=shardings)
@@ -262,6 +264,7 @@ def prepare(experiment: Experiment, recipe: Recipe, dataset, mesh) -> Job:
         gather=gather,
         evaluate=scoring.evaluator(recipe, dataset, size, experiment.eval_batches, None if pmapped else mesh),
         sample=sample,
+        profile=folder.path / "profile" if experiment.profile and processes.is_first() else None,
         flops=_token_flops(model),
         peak=None if peak is None else peak * (1 if mesh is None else mesh.size),
     )
@@ -275,7 +278,7 @@ def _token_flops(model: Any) -> float | None:
 
 
 def _run(job: Job, folder, dataset, manager, state, start, record, write, console, reports) -> Result:
-    with multihost.Watchdog(multihost.step_limit()) as watchdog:
+    with processes.Watchdog(processes.step_limit()) as watchdog:
         if start < job.steps:
             state, scores = loop(job, manager, state, start, write, console, watchdog)
         else:
@@ -296,11 +299,18 @@ def loop(
     state = job.spread(state)
     options = dict(every=job.log_every, last=job.steps - 1, max_skipped=job.max_skipped)
     report = Reporter(write, console, flops=job.flops, peak=job.peak, **options)
-    with Signals() as signals, batching.prefetch(job.batches, start, job.steps, put=job.put) as batches:
+    with (
+        Signals() as signals,
+        Profile(job.profile, start) as profile,
+        batching.prefetch(job.batches, start, job.steps, put=job.put) as batches,
+    ):
         for step, batch in enumerate(batches, start):
             watchdog.beat(step, patience=LONG if step == start else 1.0)  # the first one compiles
+            profile.before(step)
             with jax.transfer_guard("disallow"):  # whatever a step needs is on the device already
                 state, metrics = job.step(state, batch)
+            if profile.after(step, state):
+                console.say(f"profile of steps {start + FIRST} to {step}: {job.profile}")
             report.later(step, metrics)
             done = step + 1
             last, stop = done == job.steps, signals.after(done)
@@ -330,7 +340,7 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     """Final scores, a sample, and what `reports` make of the result."""
     baseline = None
     if dataset.tokenizer is not None:
-        baseline = multihost.first(lambda: batching.unigram_entropy(dataset))
+        baseline = processes.first(lambda: batching.unigram_entropy(dataset))
     rest = {name: value for name, value in scores.items() if name not in ("loss", "accuracy", *UNRECORDED)}
     accuracy = f", accuracy {scores['accuracy']:.2%}" if "accuracy" in scores else ""
     others = "".join(f", {name} {value:.4g}" for name, value in rest.items())
@@ -340,7 +350,7 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     )
     text = None if job.sample is None else job.sample(state.best)
     result = Result(folder.path, job.name, parameters.count(state.params), scores, baseline, text)
-    if not multihost.is_first():
+    if not processes.is_first():
         return result
     if text is not None:
         write_atomically(folder.samples / f"step-{job.steps}.txt", text)

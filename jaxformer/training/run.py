@@ -53,7 +53,7 @@ class Run:
         """The tokenizer of the data, or None."""
         return tokenizers.load(self.folder.tokenizer) if self.folder.tokenizer.is_file() else None
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, Any]:
         """Scores on the validation split."""
         dataset = batching.open_dataset(self.experiment.data, self.experiment.model)
         step, trained, metadata = self.checkpoint

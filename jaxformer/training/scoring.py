@@ -9,7 +9,7 @@ import numpy as np
 from jaxformer import sharding
 from jaxformer.data import batching
 from jaxformer.evaluation.perplexity import perplexity
-from jaxformer.parallel import multihost
+from jaxformer.parallel import processes
 from jaxformer.training.recipe import Recipe
 
 Batch = dict[str, Any]
@@ -20,7 +20,7 @@ def on_devices(
 ) -> dict[str, jax.Array]:
     """A batch on the device, or on those of a mesh; `rows` are what this process has of `size`, None for all."""
     if rows is not None and mesh is not None:
-        return multihost.global_batch(mesh, rows, size, batch)
+        return processes.global_batch(mesh, size, batch)
     return jax.device_put(batch, None if mesh is None else sharding.batch_sharding(mesh, batch))
 
 
@@ -37,7 +37,7 @@ def evaluator(
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 2), number)
         return recipe.score(trained, batch, key)
 
-    rows = multihost.own_rows(mesh, size)
+    rows = processes.local_rows(mesh, size)
     batches = batching.validation_batches(dataset.validation, size, rows)
     count = len(batches) if limit is None else min(limit, len(batches))
     return lambda trained: perplexity(score, trained, (on_devices(mesh, rows, size, batches[i]) for i in range(count)))

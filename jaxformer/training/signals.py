@@ -5,7 +5,7 @@ import signal
 
 import jax
 
-from jaxformer.parallel import multihost
+from jaxformer.parallel import processes
 
 
 class Interrupted(RuntimeError):
@@ -38,7 +38,7 @@ class Signals:
     def after(self, step: int) -> int:
         """The signal to stop on now that so many steps are done, 0 for none. To be asked after every step."""
         if self._several:
-            return signal.SIGTERM if multihost.preempted(step) else 0
+            return signal.SIGTERM if processes.reached_preemption(step) else 0
         return self._received
 
     def _handle(self, signum, frame) -> None:

@@ -29,13 +29,15 @@ def make_train_step(
     Under `jax.set_mesh` it is the step of all devices. With `axis_name` it is one copy's step under `jax.pmap`, which sums
     over that axis.
     """
-    shardings = lambda shapes: (
-        state_specs(recipe, jax.sharding.get_abstract_mesh()),
-        jax.tree.map(lambda _: P(), shapes[1]),
-    )
-    return sharding.in_auto_axes(partial(train_step, recipe, axis_name), shardings)
+    return partial(train_step, recipe, axis_name)
 
 
+def _result_specs(shapes: tuple[TrainState, Metrics], recipe: Recipe, *_) -> tuple[Tree, Tree]:
+    """How the results of a step are split: the state as its parameters are, metrics not."""
+    return state_specs(recipe, jax.sharding.get_abstract_mesh()), jax.tree.map(lambda _: P(), shapes[1])
+
+
+@sharding.auto_axes(_result_specs)
 def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """The state after one batch, and what the step reports.
 
@@ -55,13 +57,13 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     gradients, norm = clip(jax.tree.map(lambda g: g / (total * scale), gradients), recipe.clip_norm)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
     empty = finite & (sums.weight <= 0)
-    rate = recipe.schedule(state.step)
+    rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
     # jnp.where would keep both states alive and copy the donated one
     new = jax.lax.cond(finite & ~empty, partial(update, recipe, gradients, rate), lambda state: state, state)
     new = replace(count(new, finite, empty), step=state.step + 1)
     metrics = {"loss": (sums.loss, sums.weight), **sums.metrics}
     metrics = {name: jnp.where(empty, jnp.nan, mean(*pair)) for name, pair in metrics.items()}
-    metrics |= {"tokens": sums.weight, "grad_norm": norm, "learning_rate": jnp.asarray(rate, jnp.float32)}
+    metrics |= {"tokens": sums.weight, "grad_norm": norm, "learning_rate": rate}
     metrics |= {"skipped": new.skipped}
     if new.loss_scale is not None:
         metrics["loss_scale"] = new.loss_scale.value

@@ -45,10 +45,10 @@ def test_every_window_once_an_epoch_in_a_new_order(count):
 def test_hosts_together_hold_the_same_batch(count, hosts):
     split = split_of(count)
     whole = batches(split, 8, seed=5)
-    parts = [batches(split, 8, seed=5, own=own) for own in np.split(np.arange(8), hosts)]
+    parts = [batches(split, 8, seed=5, rows=rows) for rows in np.split(np.arange(8), hosts)]
     for step in (0, 1, 17, 10**9):
-        for name, rows in whole[step].items():
-            np.testing.assert_array_equal(np.concatenate([part[step][name] for part in parts]), rows)
+        for name, array in whole[step].items():
+            np.testing.assert_array_equal(np.concatenate([part[step][name] for part in parts]), array)
 
 
 @pytest.mark.parametrize("count", WINDOW_COUNTS)
@@ -187,7 +187,7 @@ def test_a_split_of_the_largest_length_is_refused_in_words():
 
 
 def prefetch_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    return [thread for thread in threading.enumerate() if "prefetch" in thread.name]
 
 
 @pytest.fixture(autouse=True)

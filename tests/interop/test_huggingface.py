@@ -194,8 +194,10 @@ def test_what_no_family_says_is_not_written(tmp_path):
     assert "expected one of" in refusal(config, model_type="gemma")
     assert refusal(config, model_type="gpt2") and refusal(config, model_type="t5") and refusal(config, model_type="vit")
     assert "parameters are not those" in refusal(replace(config, d_ff=24))
-    assert "final_norm/scale missing" in refusal(config, {k: v for k, v in params.items() if k != "final_norm"})
-    assert "extra unknown" in refusal(config, params | {"extra": jnp.zeros(3)})
+    assert "final_norm/scale (18,) is missing" in refusal(
+        config, {k: v for k, v in params.items() if k != "final_norm"}
+    )
+    assert "extra is no parameter of this config" in refusal(config, params | {"extra": jnp.zeros(3)})
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])

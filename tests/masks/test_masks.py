@@ -458,8 +458,10 @@ def test_no_queries_or_no_keys(mask):
 @pytest.mark.parametrize("mask", CASES[2:], ids=str)
 def test_a_long_sequence_is_classified_without_an_array_of_all_pairs(mask, monkeypatch):
     looked = []
-    look = mask_blocks._look
-    monkeypatch.setattr(mask_blocks, "_look", lambda *a: looked.append(a[3].size * a[4].size * len(a[5])) or look(*a))
+    look = mask_blocks.count_visible
+    monkeypatch.setattr(
+        mask_blocks, "count_visible", lambda *a: looked.append(a[3].size * a[4].size * len(a[5])) or look(*a)
+    )
     n, block = 131_072, 512
     classes = mask.blocks(n, n, block)
     assert classes.shape == (256, 256) and sum(looked) <= 2 * mask_blocks.BUDGET

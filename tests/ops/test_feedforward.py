@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer import ops
 from jaxformer.ops import glu, mlp
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 
@@ -159,3 +160,12 @@ def test_an_activation_by_name_is_refused_in_one_line(layer):
     matrices = (up, up.T) if layer is mlp else (up, up, up.T)
     with pytest.raises(ValueError, match="activation is a function, not 'gelu'"):
         inspect.unwrap(layer)(x, *matrices, "gelu")
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "reglu", "bilinear"])
+def test_gated_layers_have_their_published_names(name):
+    x, gate, up, down = (
+        jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(2, 3, 4), (4, 8), (4, 8), (8, 4)])
+    )
+    expected = glu(x, gate, up, down, ACTIVATIONS[GATES[name]])
+    np.testing.assert_array_equal(getattr(ops, name)(x, gate, up, down), expected)

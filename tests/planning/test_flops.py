@@ -16,6 +16,7 @@ from jaxformer.ops.attention import blockwise
 from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.planning import flops
 from jaxformer.training.experiment import Experiment
+from jaxformer.training.recipe import build
 from jaxformer.training.state import init_state
 from jaxformer.training.step import make_train_step
 
@@ -36,7 +37,8 @@ def step(config, **changes):
     """What a training step of B sequences computes."""
     experiment = Experiment("counted", replace(config, heads=(LanguageModel(),)), Stdlib(), batch_size=B, **changes)
     batch = {"tokens": tokens, "labels": tokens, "weights": floats(B, T)}
-    return flops.count(make_train_step(experiment), jax.eval_shape(partial(init_state, experiment)), batch)
+    recipe = build(experiment)
+    return flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)
 
 
 @pytest.mark.parametrize("unroll", [1, L])
@@ -66,7 +68,8 @@ def test_the_closed_form_is_within_a_percent_of_the_count(name):
     batch = {key: jax.ShapeDtypeStruct((B, 256), jnp.int32) for key in ("tokens", "labels")} | {
         "weights": floats(B, 256)
     }
-    counted = flops.count(make_train_step(experiment), jax.eval_shape(partial(init_state, experiment)), batch)
+    recipe = build(experiment)
+    counted = flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)
     assert counted.matmul == pytest.approx(cost.training_flops(config, 256) * B * 256, rel=0.01)
     assert not counted.notes
 
@@ -106,9 +109,10 @@ def test_inside_a_model_too():
 
 def test_the_splash_kernel_counts_its_blocks():
     from jaxformer.ops.attention import splash
+    from jaxformer.ops.attention.call import Call
 
     query = floats(1, 512, 2, 128)
-    run = lambda mask, q: splash.attention(q, q, q, mask=mask, scale=1.0)
+    run = lambda mask, q: splash.attention(q, q, q, Call(mask))
     whole = flops.count(partial(run, masks.full()), query)
     assert whole.matmul == 4 * 2 * 512**2 * 128 and not whole.notes
     banded = flops.count(partial(run, masks.causal()), floats(1, 2048, 2, 128))

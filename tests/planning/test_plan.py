@@ -8,15 +8,21 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import optax
 import pytest
 
-from jaxformer import cli
+from jaxformer import cli, masks, models
+from jaxformer.data.sources import Dataset, Text
+from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import cost, presets
 from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.planning import plan, roofline, search, topology
-from jaxformer.planning.compile import attending, trace
+from jaxformer.planning.compile import choose_attention, trace
 from jaxformer.planning.hlo import Collective
+from jaxformer.training.experiment import Experiment
+from jaxformer.training.objectives import ClassCrossEntropy, TokenCrossEntropy
+from jaxformer.training.optimizers import AdamW, Lion
 
 V5E = cost.CHIPS["TPU v5 lite"]
 LLAMA = plan.of_preset("llama_7b", presets.llama_7b)
@@ -177,7 +183,7 @@ def test_what_is_asked_wrongly_is_said_in_a_line(arguments, words, capsys, monke
 
 
 def test_attention_as_the_platform_would_choose():
-    chosen = lambda experiment, platform: attending(experiment, platform).model.attention_implementation
+    chosen = lambda experiment, platform: choose_attention(experiment, platform).model.attention_implementation
     assert chosen(LLAMA, "tpu") == "splash" and chosen(LLAMA, "gpu") == "blockwise"
     assert (
         chosen(replace(LLAMA, model=replace(LLAMA.model, attention_implementation="reference")), "tpu") == "reference"
@@ -209,3 +215,73 @@ def test_an_estimate_is_a_plan_for_devices_that_are_here():
     assert memory.argument_size_in_bytes == traced.argument_bytes
     with pytest.raises(ConfigError, match="does not divide"):
         trace(replace(experiment, batch_size=12), jax.devices())
+
+
+class Images:
+    """Examples of images, as a user's own data set has them."""
+
+    def open(self, model):
+        return Dataset(self, self, digest="images")
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"images": np.zeros((8, 8, 3)), "labels": np.int64(index), "weights": np.float32(1)}
+
+
+STACK = models.ModelConfig(16, 2, 32, 2, 8)
+PICTURES = replace(
+    STACK, vocab_size=0, context_length=5, embedding=models.Patches((8, 8), (4, 4)), masks=(masks.full(),),
+    heads=(models.Classification(4),), positions=models.Learned(),
+)  # fmt: skip
+PAIR = models.EncoderDecoder(
+    replace(STACK, vocab_size=17, masks=(masks.full(),), heads=()), replace(STACK, vocab_size=17)
+)
+
+
+TOKENS = dict.fromkeys(("tokens", "labels", "weights"), (16, 8))
+SHAPES = [
+    (Images(), PICTURES, {"images": (16, 8, 8, 3), "labels": (16,), "weights": (16,)}),
+    (Reverse(form="pair"), PAIR, TOKENS | {"source": (16, 8)}),
+    (Text("data/nowhere.txt"), STACK, TOKENS),
+    (Text("data/nowhere.txt"), PAIR, TOKENS | {"source": (16, 8)}),
+]
+
+
+@pytest.mark.parametrize(("data", "model", "shapes"), SHAPES)
+def test_a_plans_batch_is_that_of_the_data(data, model, shapes):
+    """Images and pairs, too; tokens where the data are not on this machine."""
+    objective = ClassCrossEntropy() if model is PICTURES else TokenCrossEntropy()
+    experiment = Experiment("any", model, data, objective=objective, batch_size=16, mesh=Mesh(data=2, fsdp=4))
+    traced = trace(experiment, jax.devices())
+    assert {name: leaf.shape for name, leaf in traced.batch.items()} == shapes
+    assert {leaf.dtype.itemsize for leaf in traced.batch.values()} == {4}
+    assert len(traced.notes) == isinstance(data, Text) and all("cannot be opened" in note for note in traced.notes)
+    with jax.sharding.use_abstract_mesh(traced.mesh.abstract_mesh):
+        memory = traced.stage.lower().compile().memory_analysis()
+    assert memory.argument_size_in_bytes == traced.argument_bytes
+
+
+def test_only_the_librarys_models_have_plans():
+    own = type("Own", (), {"spec": lambda self: {}, "apply": lambda self, params, x: x})()
+    with pytest.raises(ConfigError, match="plan: model=Own: expected a ModelConfig or an EncoderDecoder"):
+        trace(Experiment("own", own, Images()), jax.devices())
+    with pytest.raises(ConfigError, match="plan --search: model=EncoderDecoder"):
+        search.search(Experiment("pairs", PAIR, Reverse(form="pair")), "v5e:2x2", jax.devices())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "numbers"),
+    [
+        (AdamW(), 2),
+        (Lion(), 1),
+        (lambda spec: optax.sgd(1.0), 0),
+        (lambda spec: optax.chain(optax.trace(0.9), optax.scale(-1)), 1),
+        (lambda spec: optax.scale_by_adam(mu_dtype="bfloat16"), 1.5),
+    ],
+)
+def test_an_optimizers_state_is_counted_and_not_guessed_by_its_name(optimizer, numbers):
+    """Bytes of state for each byte of float32 parameters."""
+    assert search._moments(optimizer, STACK, None) == pytest.approx(numbers, rel=1e-3)
+    assert search._moments(optimizer, STACK, "layers") < 0.8 * numbers or not numbers

@@ -75,8 +75,8 @@ def test_a_mesh_steps_as_one_device_does(mesh, accumulation):
 def test_pmap_steps_as_one_device_does():
     devices = jax.devices()
     step = pmap.step(make_train_step(build(replace(TINY, mesh=Mesh(backend="pmap"))), pmap.AXIS), devices)
-    state, metrics = block_if_simulated(step(pmap.replicate(on_one_device()[0], devices), pmap.cut(BATCH, devices)))
-    assert_same((pmap.first(state), metrics))
+    state, metrics = block_if_simulated(step(pmap.replicate(on_one_device()[0], devices), pmap.shard(BATCH, devices)))
+    assert_same((pmap.unreplicate(state), metrics))
     for leaf in jax.tree.leaves(state.params):  # the copies stay equal
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
 

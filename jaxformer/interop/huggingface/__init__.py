@@ -1,12 +1,12 @@
-"""Other people's weights: a Hugging Face checkpoint as a value, and back.
+"""Hugging Face checkpoints as values.
 
     checkpoint = huggingface.load("path/to/checkpoint")         # or a hub name, "gpt2"
     models.apply(checkpoint.config, checkpoint.params, tokens)
-    checkpoint.apply(input_ids=tokens, attention_mask=mask)     # as transformers calls it, to compare
+    checkpoint.apply(input_ids=tokens, attention_mask=mask)     # the arguments of transformers
     huggingface.save("out/", checkpoint)                        # transformers opens it
 
-`folder` reads and writes a checkpoint. `encoders`, `decoders` and `pairs` say which weight of theirs is which of ours, in
-the terms of `tables`. `interop.safetensors` reads and writes the files.
+`folder` reads and writes a checkpoint. `encoders`, `decoders` and `pairs` map the weights of each family to ours with the
+rules of `tables`. `interop.safetensors` reads and writes the files.
 """
 
 from jaxformer.interop.huggingface.checkpoint import Checkpoint, Tokens

@@ -1,4 +1,4 @@
-"""A checkpoint of another library as a value: what `huggingface.load` returns and `huggingface.save` takes."""
+"""The value that `huggingface.load` returns and `huggingface.save` takes."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,10 +20,10 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Tokens:
-    """The special tokens of a checkpoint, None where it names none.
+    """The special tokens of a checkpoint; None if it has none.
 
-    `start` begins the target of an encoder-decoder; each of `eos` ends a text: `stop_tokens` of `decoding.generate`.
-    `forced_eos` is what transformers puts where a text reaches its greatest length.
+    `start` begins the target of an encoder-decoder. Each of `eos` ends a text (`stop_tokens` of `decoding.generate`).
+    transformers ends a text of maximum length with `forced_eos`.
     """
 
     start: int | None = None
@@ -38,44 +38,39 @@ NAMES = {name: ("decoder_start" if name == "start" else name) + "_token_id" for 
 
 
 def read_tokens(*settings: Json) -> Tokens:
-    """Each token from the first of these files (generation_config.json, config.json) that names it. A negative id is none."""
-    found: dict[str, Any] = {}
+    """Takes each token from the first file that has it. A negative id means no token."""
+    values: dict[str, Any] = {}
     for name, key in NAMES.items():
         ids = next((c[key] for c in settings if c.get(key) is not None), None)
         ids = tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
         if any(type(i) is not int for i in ids) or (len(ids) > 1 and name != "eos"):
             raise ConfigError(f"config.json: {key}={ids!r}: expected a token, or null")
         ids = tuple(i for i in ids if i >= 0)
-        found[name] = ids if name == "eos" else next(iter(ids), None)
-    return Tokens(**found)
+        values[name] = ids if name == "eos" else next(iter(ids), None)
+    return Tokens(**values)
 
 
 def write_tokens(tokens: Tokens) -> Json:
-    """config.json's entries of the tokens that there are."""
-    named = {NAMES[name]: value for name, value in vars(tokens).items() if value is not None and value != ()}
+    """The entries of config.json for the tokens that are not None."""
+    entries = {NAMES[name]: value for name, value in vars(tokens).items() if value is not None and value != ()}
     if len(tokens.eos) == 1:
-        named[NAMES["eos"]] = tokens.eos[0]
-    return named
+        entries[NAMES["eos"]] = tokens.eos[0]
+    return entries
 
 
 def read_labels(c: Json) -> tuple[str, ...]:
-    """The names of the classes, in their order."""
+    """The names of the classes."""
     names = c.get("id2label") or {}
     if sorted(names) != sorted(map(str, range(len(names)))):
         raise ConfigError(f"config.json: id2label={names!r}: expected a name for each class from 0 on")
     return tuple(str(names[str(i)]) for i in range(len(names)))
 
 
-def write_labels(labels: tuple[str, ...]) -> Json:
-    """config.json's entries of the names of the classes."""
-    return {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
-
-
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model and its parameters, its special tokens, the way its library calls it, and the names of its classes.
+    """A model, its parameters, special tokens and class names, and the conventions of its calls in transformers.
 
-    `model_type` is the family of files that `save` writes; None: the first that can say all of the config.
+    `model_type` is the family that `save` writes. None: the first family that can express the config.
     """
 
     config: ModelConfig | EncoderDecoder
@@ -86,12 +81,12 @@ class Checkpoint:
     model_type: str | None = None
 
     def apply(self, **arguments: Any) -> Output:
-        """The model's output for the arguments of transformers' `forward`, by their names: arrays of NumPy, torch or JAX.
+        """The model's output for the keyword arguments of transformers' `forward`: arrays of NumPy, torch or JAX.
 
-        `input_ids` or `pixel_values` `[B, C, height, width]`, and where the model has them `attention_mask token_type_ids
-        position_ids global_attention_mask decoder_input_ids decoder_attention_mask`. What is left out is as in
-        transformers (`Conventions`). Outputs at slots of padding differ. Raises ConfigError for an argument that the
-        model does not have, and where the two would read the class of a row from different slots.
+        They are `input_ids` or `pixel_values` `[B, C, height, width]`, and if the model has them `attention_mask
+        token_type_ids position_ids global_attention_mask decoder_input_ids decoder_attention_mask`. Defaults are those of
+        transformers (`Conventions`). Outputs at padding differ. Raises ConfigError for an argument that the model lacks, and
+        if transformers would read the class of a row from another token.
         """
         tokens, options = self.translate(**arguments)
         output = models.apply(self.config, self.params, tokens, **options)
@@ -100,7 +95,7 @@ class Checkpoint:
         return output
 
     def translate(self, **arguments: Any) -> tuple[Array, dict[str, Any]]:
-        """The same arguments as tokens (or images) and options of `models.apply`; rows of choices one behind the other."""
+        """The arguments of `apply` as tokens (or images) and options for `models.apply`. Choices become rows."""
         arrays = {name: np.asarray(value) for name, value in arguments.items() if value is not None}
         if self.conventions.choices:
             arrays = {name: array.reshape(-1, *array.shape[2:]) for name, array in arrays.items()}
@@ -112,12 +107,11 @@ class Checkpoint:
             tokens, options = _call_text(self, arrays)
         if arrays:
             raise ConfigError(f"Checkpoint.apply: this model takes no {', '.join(sorted(arrays))}")
-        return jax.tree.map(
-            jnp.asarray, (tokens, {name: value for name, value in options.items() if value is not None})
-        )
+        options = {name: value for name, value in options.items() if value is not None}
+        return jax.tree.map(jnp.asarray, (tokens, options))
 
 
-# Each takes what it knows out of the arguments, and returns the tokens and the options of `models.apply`.
+# Each function removes its arguments from `arrays` and returns tokens and options for `models.apply`.
 
 
 def _call_text(checkpoint: Checkpoint, arrays: Arrays) -> tuple[np.ndarray, dict]:
@@ -128,9 +122,8 @@ def _call_text(checkpoint: Checkpoint, arrays: Arrays) -> tuple[np.ndarray, dict
     positions = _positions(checkpoint, config, tokens, arrays.pop("position_ids", None))
     types = arrays.pop("token_type_ids", None) if getattr(config.embedding, "token_types", 0) else None
     flags = _global_tokens(checkpoint, tokens, arrays)
-    return tokens, dict(
-        segment_ids=mask, positions=positions, token_types=types, inputs=None if flags is None else {"global_tokens": flags}
-    )  # fmt: skip
+    inputs = None if flags is None else {"global_tokens": flags}
+    return tokens, dict(segment_ids=mask, positions=positions, token_types=types, inputs=inputs)
 
 
 def _call_pair(checkpoint: Checkpoint, arrays: Arrays) -> tuple[np.ndarray, dict]:
@@ -157,62 +150,64 @@ def _required(arrays: Arrays, name: str) -> np.ndarray:
 
 
 def _flags(arrays: Arrays, name: str, tokens: np.ndarray) -> np.ndarray | None:
-    """1 where a token is real, 0 where it is padding."""
+    """1 for a token, 0 for padding."""
     flags = arrays.pop(name, None)
-    if flags is not None and (flags.shape != tokens.shape or not np.isin(flags, (0, 1)).all()):
-        raise ConfigError(
-            f"Checkpoint.apply: {name} {flags.shape}: expected 0 and 1, of the tokens' shape {tokens.shape}"
-        )
-    return None if flags is None else flags.astype(np.int32)
+    if flags is None:
+        return None
+    if flags.shape != tokens.shape or not np.isin(flags, (0, 1)).all():
+        expected = f"expected 0 and 1, of the tokens' shape {tokens.shape}"
+        raise ConfigError(f"Checkpoint.apply: {name} {flags.shape}: {expected}")
+    return flags.astype(np.int32)
 
 
 def _positions(checkpoint: Checkpoint, config: ModelConfig, tokens: np.ndarray, explicit=None) -> np.ndarray:
-    """Positions as ours count them, from 0; transformers' own begin behind the offset of the table."""
+    """Positions from 0. In transformers they start at the offset of the table."""
     if explicit is not None:
         positions = np.atleast_2d(explicit) - getattr(config.positions, "offset", 0)
     elif checkpoint.conventions.positions == "not_pad":
-        real = tokens != checkpoint.tokens.pad
-        positions = np.where(real, real.cumsum(axis=1) - 1, -1)
+        is_token = tokens != checkpoint.tokens.pad
+        positions = np.where(is_token, is_token.cumsum(axis=1) - 1, -1)
     else:
         positions = np.arange(tokens.shape[1])[None]
     if isinstance(config.positions, Learned | Axial) and positions.max(initial=0) >= config.context_length:
         raise ConfigError(
-            f"Checkpoint.apply: position {positions.max()} is beyond the {config.context_length} learned ones; shorten the rows"
+            f"Checkpoint.apply: position {positions.max()} is beyond the {config.context_length} learned ones; "
+            "shorten the rows"
         )
     return positions.astype(np.int32)
 
 
 def _global_tokens(checkpoint: Checkpoint, tokens: np.ndarray, arrays: Arrays) -> np.ndarray | None:
-    """Which tokens of a Longformer are global, `[B, T]`; None for other models, and where the config says it."""
+    """The global tokens of a Longformer, `[B, T]`; None for other models, and if the config decides."""
     mixer: Any = getattr(checkpoint.config, "mixer", None)
-    if not any(isinstance(one, Longformer) for one in (mixer if isinstance(mixer, tuple) else (mixer,))):
+    if not any(isinstance(layer, Longformer) for layer in (mixer if isinstance(mixer, tuple) else (mixer,))):
         return None
-    flags, place = _flags(arrays, "global_attention_mask", tokens), np.arange(tokens.shape[1])[None]
-    if flags is not None:
+    if (flags := _flags(arrays, "global_attention_mask", tokens)) is not None:
         return flags > 0
-    match checkpoint.conventions.global_tokens:
-        case "question" | "choice" as part:
-            separators = tokens == checkpoint.tokens.sep
-            if (separators.sum(axis=1) != 3).any():
-                raise ConfigError(
-                    "Checkpoint.apply: a row of question and text has three separators "
-                    f"({checkpoint.tokens.sep}); these have {separators.sum(axis=1).tolist()}; give global_attention_mask"
-                )
-            first = separators.argmax(axis=1)[:, None]
-            return place < first if part == "question" else place > first + 1
-    return None
+    rule, sep = checkpoint.conventions.global_tokens, checkpoint.tokens.sep
+    if rule == "none":
+        return None
+    separators = tokens == sep
+    if (separators.sum(axis=1) != 3).any():
+        raise ConfigError(
+            f"Checkpoint.apply: a row of question and text has three separators ({sep}); these have "
+            f"{separators.sum(axis=1).tolist()}; give global_attention_mask"
+        )
+    first, slots = separators.argmax(axis=1)[:, None], np.arange(tokens.shape[1])[None]
+    return slots < first if rule == "question" else slots > first + 1
 
 
 def _check_last(checkpoint: Checkpoint, tokens: np.ndarray, mask: np.ndarray | None) -> None:
-    """Refuses rows whose last token is another one for transformers, which looks for the pad id, not at the mask."""
+    """Refuses rows that end elsewhere for transformers, which searches the pad id and ignores the mask."""
     config: Any = checkpoint.config
     if not any(isinstance(head, Classification) and head.pool == "last" for head in config.heads):
         return
     last = lambda flags: flags.shape[1] - 1 - flags[:, ::-1].argmax(axis=1)
-    theirs = last(tokens != (-1 if checkpoint.tokens.pad is None else checkpoint.tokens.pad))
+    pad = checkpoint.tokens.pad
+    theirs = last(tokens != (-1 if pad is None else pad))
     ours = last(np.ones(tokens.shape, bool) if mask is None else mask > 0)
     if (theirs != ours).any():
         raise ConfigError(
-            f"Checkpoint.apply: transformers reads the class where the last token stands that is not the pad id "
-            f"{checkpoint.tokens.pad}, at {theirs.tolist()}; attention_mask ends rows at {ours.tolist()}; make them agree"
+            f"Checkpoint.apply: transformers reads the class at the last token that is not the pad id {pad}, at "
+            f"{theirs.tolist()}; attention_mask ends rows at {ours.tolist()}; make them agree"
         )

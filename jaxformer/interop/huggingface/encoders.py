@@ -8,24 +8,8 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from jaxformer.errors import ConfigError
-from jaxformer.interop.huggingface.tables import NAME as ACTIVATION_NAME
-from jaxformer.interop.huggingface.tables import (
-    REQUIRED,
-    Conventions,
-    Family,
-    Json,
-    Rule,
-    activation,
-    architecture,
-    labels,
-    modules,
-    only,
-    read_fields,
-    repeated,
-    shortest_pattern,
-    write_fields,
-    written_labels,
-)
+from jaxformer.interop.huggingface import tables
+from jaxformer.interop.huggingface.tables import Family, Json, Rule, modules, only
 from jaxformer.masks import causal, full
 from jaxformer.models import mixers
 from jaxformer.models.config import (
@@ -39,39 +23,42 @@ from jaxformer.models.config import (
 )
 from jaxformer.models.vision import Reconstruction
 
-# BERT's code pools slot 0, padding or not
-POOLED = Classification(None, pool="position_0", name="pooled")
+POOLED = Classification(None, pool="position_0", name="pooled")  # BERT's code pools slot 0, padding or not
 NEXT_SENTENCE = Classification(2, pool="position_0", name="next_sentence")
-FIELDS = {
-    "vocab_size": ("vocab_size", REQUIRED), "num_hidden_layers": ("num_layers", REQUIRED),
-    "hidden_size": ("d_model", REQUIRED), "num_attention_heads": ("num_heads", REQUIRED),
-    "max_position_embeddings": ("context_length", REQUIRED), "intermediate_size": ("d_ff", REQUIRED),
+FIELDS = tables.SIZES_AND_WIDTHS | {
     "hidden_act": ("feedforward", "gelu"), "layer_norm_eps": ("norm_eps", 1e-12),
     "hidden_dropout_prob": ("dropout_rate", 0.1), "attention_probs_dropout_prob": ("attention_dropout_rate", 0.1),
-    "initializer_range": ("init_std", 0.02), "tie_word_embeddings": ("tie_embeddings", True),
+    "tie_word_embeddings": ("tie_embeddings", True),
 }  # fmt: skip
-HEADS = {  # what the class's name ends in -> heads, given the activations of language model and classifier, and labels
-    "Model": lambda act, pooler, n: (POOLED,),
-    "ForPreTraining": lambda act, pooler, n: (LanguageModel(act, bias=True), NEXT_SENTENCE),
-    "ForMaskedLM": lambda act, pooler, n: (LanguageModel(act, bias=True),),
-    "LMHeadModel": lambda act, pooler, n: (LanguageModel(act, bias=True),),
-    "ForCausalLM": lambda act, pooler, n: (LanguageModel(act, bias=True),),
-    "ForNextSentencePrediction": lambda act, pooler, n: (NEXT_SENTENCE,),
-    "ForSequenceClassification": lambda act, pooler, n: (Classification(n, pool="position_0", pooler=pooler),),
-    "ForMultipleChoice": lambda act, pooler, n: (Classification(1, pool="position_0", name="multiple_choice"),),
-    "ForTokenClassification": lambda act, pooler, n: (TokenClassification(n),),
-    "ForQuestionAnswering": lambda act, pooler, n: (TokenClassification(2, name="span"),),
-}
+
+
+def _heads(act: str, pooler: str, classes: int) -> dict[str, tuple]:
+    """Heads by what a class's name ends in, for the activations of the language model's head and the classifier's."""
+    words = LanguageModel(act, bias=True)
+    return {
+        "Model": (POOLED,),
+        "ForPreTraining": (words, NEXT_SENTENCE),
+        "ForMaskedLM": (words,),
+        "LMHeadModel": (words,),
+        "ForCausalLM": (words,),
+        "ForNextSentencePrediction": (NEXT_SENTENCE,),
+        "ForSequenceClassification": (Classification(classes, pool="position_0", pooler=pooler),),
+        "ForMultipleChoice": (Classification(1, pool="position_0", name="multiple_choice"),),
+        "ForTokenClassification": (TokenClassification(classes),),
+        "ForQuestionAnswering": (TokenClassification(2, name="span"),),
+    }
+
+
 POOLERS = ("Model", "ForPreTraining", "ForNextSentencePrediction", "ForMultipleChoice")  # whose heads read the pooler
 TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification")
 
 
 class Encoder(NamedTuple):
-    """BERT or a relative of it: where its names, heads and calls are its own."""
+    """BERT or a relative: what its names, heads and calls are."""
 
     name: str  # its classes begin with it
     base: str  # and the tensors of its base model
-    kinds: tuple[str, ...]  # its classes, of `HEADS`
+    kinds: tuple[str, ...]  # its classes, of `_heads`
     lm_head: str = "cls.predictions."
     transform: tuple[str, str] = ("transform.dense", "transform.LayerNorm")  # of the language model's head
     pooler: str = ".pooler.dense"
@@ -80,7 +67,7 @@ class Encoder(NamedTuple):
     lm_act: str | None = None  # of the language model's head; None: hidden_act
     classifier_act: str | None = "tanh"  # None: hidden_act
     positions: Literal["slots", "not_pad"] = "slots"
-    global_tokens: dict[str, Any] = {}  # noqa: RUF012 (never written to): a class -> what `Conventions` calls its rule
+    global_tokens: dict[str, Any] = {}  # noqa: RUF012 (never written to): by class, see `Conventions`
     only: Json = {}  # noqa: RUF012
     read_mixer: Callable[[Json, str], Any] = lambda c, kind: None
     write_mixer: Callable[[ModelConfig], Json] = lambda config: {}
@@ -101,79 +88,66 @@ def encoder(family: Encoder, model_type: str) -> Family:
     )
 
 
-def _kind(family: Encoder, c: Json) -> str:
-    return architecture(c, *(family.name + kind for kind in family.kinds)).removeprefix(family.name)
-
-
-def _conventions(family: Encoder, c: Json) -> Conventions:
-    kind = _kind(family, c)
-    return Conventions(family.positions, family.global_tokens.get(kind, "none"), kind == "ForMultipleChoice")
+def _conventions(family: Encoder, c: Json) -> tables.Conventions:
+    kind = tables.class_kind(c, family.name, family.kinds)
+    return tables.Conventions(family.positions, family.global_tokens.get(kind, "none"), kind == "ForMultipleChoice")
 
 
 def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
     only(c, position_embedding_type="absolute", add_cross_attention=False, **family.only)
-    fields = read_fields(c, FIELDS | {"hidden_act": ("feedforward", family.act)})
-    kind, act = _kind(family, c), fields["feedforward"]
+    fields = tables.read_fields(c, FIELDS | {"hidden_act": ("feedforward", family.act)})
+    kind, act = tables.class_kind(c, family.name, family.kinds), fields["feedforward"]
     mixer, decoder = family.read_mixer(c, kind), c.get("is_decoder", False)
-    heads = HEADS[kind](family.lm_act or act, family.classifier_act or act, labels(c))
+    heads = _heads(family.lm_act or act, family.classifier_act or act, tables.count_labels(c))[kind]
     pooler = any("pooler." in name for name in names)
     if kind == "Model" and names and not pooler:
         heads = ()
     pooled = any(isinstance(head, Classification) for head in heads)
-    # in a causal model a padded slot 0 sees nothing: what theirs gives is no number
+    # in a causal model, slot 0 sees nothing where it is padding: theirs gives NaN
     if decoder and (pooled or mixer is not None):
         what = f"the heads of {family.name + kind}" if pooled else f"attention_type={c.get('attention_type')!r}"
         raise ConfigError(f"config.json: is_decoder=True is not supported with {what}; only a language model's head is")
     if kind not in POOLERS and pooler and family.name == "BigBird":
-        heads = (*heads, POOLED)  # which nothing reads
+        heads = (*heads, POOLED)  # nothing reads it
+    offset = _offset(family, c)
+    scale = c["hidden_size"] ** 0.5 if c.get("rescale_embeddings") else 1.0
     return ModelConfig(
-        **fields | {"context_length": fields["context_length"] - _offset(family, c)},
-        norm_placement="post",
-        positions=Learned(_offset(family, c)),
-        masks=(causal() if decoder else full(),),
+        **fields | {"context_length": fields["context_length"] - offset},
+        norm_placement="post", positions=Learned(offset), masks=(causal() if decoder else full(),),
         use_bias=True if c.get("use_bias", True) else NO_QKV,
-        embedding=Embedding(
-            c["hidden_size"] ** 0.5 if c.get("rescale_embeddings") else 1.0,
-            norm=True,
-            token_types=c.get("type_vocab_size", 2),
-        ),
-        heads=heads,
-        mixer=mixer,
-    )
+        embedding=Embedding(scale, norm=True, token_types=c.get("type_vocab_size", 2)), heads=heads, mixer=mixer,
+    )  # fmt: skip
 
 
 def _offset(family: Encoder, c: Json) -> int:
-    """Rows of the position table before the first token's; the last of them is that of the pad token."""
+    """Rows of the position table before the first token's. The last of them is the pad token's."""
     if family.positions == "slots":
         return 0
     pad = c.get("pad_token_id", 1)
     if type(pad) is not int or pad < 0:
-        raise ConfigError(f"config.json: pad_token_id={pad!r}: expected a token, behind which positions begin")
+        raise ConfigError(f"config.json: pad_token_id={pad!r}: expected a token; positions begin after it")
     return pad + 1
 
 
 def _write(family: Encoder, config: ModelConfig) -> Json:
     names = [getattr(head, "name", "") for head in config.heads if head != POOLED]
     decoder = config.masks == (causal(),)
-    kinds = [kind for kind in family.kinds if [h.name for h in HEADS[kind]("gelu", "tanh", 2) if h != POOLED] == names]
+    heads = _heads("gelu", "tanh", 2)
+    kinds = [kind for kind in family.kinds if [head.name for head in heads[kind] if head != POOLED] == names]
     kinds.sort(key=lambda kind: (kind in ("LMHeadModel", "ForCausalLM")) != decoder)
     offset = getattr(config.positions, "offset", 0)
     classes = [head for head in config.heads if getattr(head, "name", "").endswith("classification")]
-    return (
-        write_fields(config, FIELDS)
-        | {
-            "architectures": [family.name + (kinds[0] if kinds else "?")],
-            "max_position_embeddings": config.context_length + offset,
-            "type_vocab_size": getattr(config.embedding, "token_types", 0),
-        }
-        | ({"pad_token_id": offset - 1} if offset else {})
-        | ({"is_decoder": True} if decoder else {})
-        | family.write_mixer(config)
-        | written_labels(classes[0] if classes else None)
-    )
+    c = tables.write_fields(config, FIELDS) | {
+        "architectures": [family.name + (kinds[0] if kinds else "?")],
+        "max_position_embeddings": config.context_length + offset,
+        "type_vocab_size": getattr(config.embedding, "token_types", 0),
+    }
+    c |= {"pad_token_id": offset - 1} if offset else {}
+    c |= {"is_decoder": True} if decoder else {}
+    return c | family.write_mixer(config) | tables.write_labels(tables.default_labels(*classes[:1]))
 
 
-# Which tokens of a Longformer are global where a call gives none (`Conventions`); of the other classes none is.
+# By class: which tokens of a Longformer are global where a call does not say (`Conventions`)
 LONGFORMER_CALLS = {"ForQuestionAnswering": "question", "ForMultipleChoice": "choice"}
 
 
@@ -185,12 +159,12 @@ def _read_longformer(c: Json, kind: str):
             f"config.json: attention_window={reprlib.repr(windows)}: expected an even number, one for each layer"
         )
     tokens = None if kind in LONGFORMER_CALLS else int(kind == "ForSequenceClassification")
-    pattern = tuple(mixers.Longformer(width, tokens) for width in shortest_pattern(windows))
+    pattern = tuple(mixers.Longformer(width, tokens) for width in tables.shortest_pattern(windows))
     return pattern if len(pattern) > 1 else pattern[0]
 
 
 def _write_longformer(config: ModelConfig) -> Json:
-    return {"attention_window": [mixer.window for mixer in repeated(config.mixer, config)]}
+    return {"attention_window": [mixer.window for mixer in tables.repeated(config.mixer, config)]}
 
 
 def _read_bigbird(c: Json, kind: str):
@@ -202,15 +176,15 @@ def _read_bigbird(c: Json, kind: str):
 
 
 def _write_bigbird(config: ModelConfig) -> Json:
+    mixer = config.mixer
     c = {
         "rescale_embeddings": getattr(config.embedding, "scale", 1.0) != 1.0,
-        "attention_type": "block_sparse" if config.mixer else "original_full",
+        "attention_type": "block_sparse" if mixer else "original_full",
         "use_bias": config.has_bias("query"),
     }
-    mixer = config.mixer
-    return c | (
-        {"block_size": mixer.block, "num_random_blocks": mixer.random} if isinstance(mixer, mixers.BigBird) else {}
-    )
+    if isinstance(mixer, mixers.BigBird):
+        c |= {"block_size": mixer.block, "num_random_blocks": mixer.random}
+    return c
 
 
 def _rules(family: Encoder, config: ModelConfig) -> list[Rule]:
@@ -249,19 +223,18 @@ VIT_FIELDS = {theirs: field for theirs, field in FIELDS.items() if theirs not in
 def _read_vit(c: Json, names: Collection[str]) -> ModelConfig:
     pair = lambda value: tuple(value) if isinstance(value, list) else (value, value)
     patches = Patches(pair(c.get("image_size", 224)), pair(c.get("patch_size", 16)), c.get("num_channels", 3))
-    fields = read_fields(c, VIT_FIELDS)
-    heads = ()
-    kind = architecture(c, "ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling")
-    if kind == "ViTForImageClassification":
-        heads = (Classification(labels(c), pooler=None),)
-    elif kind == "ViTForMaskedImageModeling":
+    fields, heads = tables.read_fields(c, VIT_FIELDS), ()
+    kind = tables.class_kind(c, "ViT", ("Model", "ForImageClassification", "ForMaskedImageModeling"))
+    if kind == "ForImageClassification":
+        heads = (Classification(tables.count_labels(c), pooler=None),)
+    elif kind == "ForMaskedImageModeling":
         patches, heads = replace(patches, mask_token=True), (Reconstruction(c.get("encoder_stride", 16)),)
-        if patches.grid[0] != patches.grid[1]:  # theirs puts the patches of any grid into a square
+        if patches.grid[0] != patches.grid[1]:  # theirs arranges the patches of any grid as a square
             raise ConfigError(
-                f"config.json: image_size={c.get('image_size')}: {kind} is supported for square grids alone"
+                f"config.json: image_size={c.get('image_size')}: ViT{kind} is supported for square grids only"
             )
     elif not names or any("pooler." in name for name in names):
-        act, width = activation(c, "pooler_act", c.get("pooler_act", "tanh")), c.get("pooler_output_size")
+        act, width = tables.activation(c, "pooler_act", c.get("pooler_act", "tanh")), c.get("pooler_output_size")
         width = None if width in (None, fields["d_model"]) else width
         heads = (Classification(None, pooler=act, name="pooled", pooler_width=width),)
     return ModelConfig(
@@ -277,16 +250,12 @@ def _write_vit(config: ModelConfig) -> Json:
     if isinstance(head, Reconstruction):
         kind = "ViTForMaskedImageModeling"
     single = lambda pair: pair[0] if len(set(pair)) == 1 else list(pair)
-    return (
-        write_fields(config, VIT_FIELDS)
-        | {
-            "architectures": [kind], "model_type": "vit", "encoder_stride": getattr(head, "stride", 16),
-            "image_size": single(patches.image), "patch_size": single(patches.patch), "num_channels": patches.channels,
-            "qkv_bias": config.has_bias("query"), "pooler_output_size": getattr(head, "pooler_width", None) or config.d_model,
-            "pooler_act": ACTIVATION_NAME.get(getattr(head, "pooler", ""), "tanh"),
-        }
-        | written_labels(head)
-    )  # fmt: skip
+    return tables.write_fields(config, VIT_FIELDS) | tables.write_labels(tables.default_labels(head)) | {
+        "architectures": [kind], "model_type": "vit", "encoder_stride": getattr(head, "stride", 16),
+        "image_size": single(patches.image), "patch_size": single(patches.patch), "num_channels": patches.channels,
+        "qkv_bias": config.has_bias("query"), "pooler_output_size": getattr(head, "pooler_width", None) or config.d_model,
+        "pooler_act": tables.activation_name(getattr(head, "pooler", None)) or "tanh",
+    }  # fmt: skip
 
 
 def _vit_rules(config: ModelConfig) -> list[Rule]:

@@ -1,6 +1,6 @@
 """A checkpoint read from a Hugging Face folder, and written to one.
 
-Tensors are read one at a time, checked, and laid down where they are to stay, so the host never holds the model twice.
+Tensors are read one at a time, checked, and written into their place on the devices: the host never holds two models.
 """
 
 import hashlib
@@ -19,17 +19,20 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxformer import models
+from jaxformer import params as parameters
 from jaxformer.errors import ConfigError
 from jaxformer.interop import safetensors
 from jaxformer.interop.huggingface import decoders, encoders, pairs
-from jaxformer.interop.huggingface.checkpoint import (
-    Checkpoint,
-    read_labels,
-    read_tokens,
+from jaxformer.interop.huggingface.checkpoint import Checkpoint, read_labels, read_tokens, write_tokens
+from jaxformer.interop.huggingface.tables import (
+    Family,
+    Part,
+    Tensor,
+    check_kinds,
+    plan,
+    shortest_pattern,
     write_labels,
-    write_tokens,
 )
-from jaxformer.interop.huggingface.tables import Family, Part, Tensor, check_kinds, plan, shortest_pattern
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 from jaxformer.models.mixers import BigBird, Longformer
 from jaxformer.ops.positions import Rope
@@ -37,7 +40,7 @@ from jaxformer.params import Spec, paths
 
 Config = ModelConfig | EncoderDecoder
 Tree = Any
-# what transformers would assume, and find outside a small vocabulary
+# without these, transformers assumes tokens that a small vocabulary does not have
 NO_TOKENS = dict.fromkeys(f"{name}_token_id" for name in ("bos", "eos", "pad", "sep"))
 FAMILIES: dict[str, Family] = decoders.FAMILIES | encoders.FAMILIES | pairs.FAMILIES
 
@@ -53,13 +56,13 @@ def load(
     key: jax.Array | None = None,
     revision: str | None = None,
 ) -> Checkpoint:
-    """A checkpoint's config and parameters, with its special tokens and conventions, from a folder or from the hub.
+    """A checkpoint from a folder or from the hub: config, parameters, special tokens, conventions and labels.
 
-    `dtype` of the parameters is the file's own by default. `sharding` is one for all or a tree of them. `heads` go
-    before those of the file's architecture: `heads=()` for the stack alone, `heads=(Classification(3),)` for a new task.
-    What the file lacks, has besides, or has in another shape is an error; `allow_unexpected` and `allow_missing` are
-    regular expressions for names (theirs; ours) that may be left out, the missing ones drawn from `key`. Raises
-    ConfigError, in one report, before anything is read.
+    `dtype` of the parameters is the file's by default. `sharding` is one for all or a tree of them. `heads` replace those
+    of the file's architecture: `heads=()` loads only the stack, `heads=(Classification(3),)` is for a new task.
+    A tensor that is missing, unexpected or of another shape is an error. `allow_unexpected` (their names) and
+    `allow_missing` (ours) are regular expressions for exceptions; what is missing is drawn from `key`. Raises ConfigError
+    with a full list, before any weight is read.
     """
     file = safetensors.open_checkpoint(path, revision)
     kind, read = _read_settings(file)
@@ -67,97 +70,93 @@ def load(
     if heads is not None:
         config = _with_stack(config, heads=heads)
     params = _read_weights(file, FAMILIES[kind], config, dtype, sharding, allow_unexpected, allow_missing, key)
-    labels = read.labels if _classes(config) == len(read.labels) else ()  # else they are of a head that is not loaded
+    labels = read.labels if _classes(config) == len(read.labels) else ()  # else of a head that is not loaded
     return replace(read, config=config, params=params, labels=labels)
 
 
 def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 5_000_000_000) -> None:
-    """Writes config.json and safetensors (in shards of at most `shard_bytes`) that transformers opens as it does its own.
+    """Writes config.json and safetensors (files of at most `shard_bytes`) that transformers opens.
 
-    Of a model of your own, `checkpoint` is `Checkpoint(config, params, Tokens(eos=(2,)))`. Raises ConfigError where no
-    family of files, or not the checkpoint's, can say all of the config, where tokens or labels are missing or do not fit,
+    For a new model, `checkpoint` is `Checkpoint(config, params, Tokens(eos=(2,)))`. Raises ConfigError where no
+    family of files, or not the checkpoint's, can express the config, where tokens or labels are missing or do not fit,
     and where `folder` exists and is not empty.
     """
     config = checkpoint.config
     kind, json = _as_family(config, checkpoint.model_type)
     json = _with_tokens(folder, checkpoint, json)
-    leaves, arrays = paths(models.spec(config)), paths(checkpoint.params)
-    wrong = [
-        f"{path} {getattr(arrays.get(path), 'shape', 'missing')}, not {leaf.shape}"
-        for path, leaf in leaves.items()
-        if path not in arrays or arrays[path].shape != leaf.shape
-    ] + [f"{path} unknown" for path in arrays.keys() - leaves.keys()]
-    if wrong:
-        raise ConfigError(f"{folder}: the parameters are not those of the config: {_some(wrong)}")
+    if wrong := parameters.mismatch(models.spec(config), checkpoint.params):
+        raise ConfigError(f"{folder}: the parameters are not those of the config: {wrong}")
+    arrays = paths(checkpoint.params)
     tensors = []
     for name, tensor in plan(FAMILIES[kind], config).items():
         dtype = np.dtype(arrays[tensor.parts[0].path].dtype) if tensor.parts else np.dtype(np.float32)
-        fetch = partial(
-            lambda tensor: tensor.theirs([np.asarray(arrays[p.path][p.index]) for p in tensor.parts]), tensor
-        )
-        tensors.append((name, tensor.shape, dtype, fetch))
+        tensors.append((name, tensor.shape, dtype, partial(_fetch, arrays, tensor)))
     dtypes = {str(dtype) for _, _, dtype, _ in tensors}
     safetensors.save_checkpoint(folder, json | {"dtype": min(dtypes)}, tensors, shard_bytes)
 
 
-def rope_layout(config: ModelConfig, params: Tree, layout: Literal["half", "interleaved"]) -> tuple[ModelConfig, Tree]:
-    """The same model with queries and keys in the other order of features: Hugging Face's `half`, Meta's `interleaved`.
+def _fetch(arrays: dict[str, Any], tensor: Tensor) -> np.ndarray:
+    """One of their tensors, of our arrays."""
+    return tensor.theirs([np.asarray(arrays[part.path][part.index]) for part in tensor.parts])
 
-    Pairs (i, i + r/2) and (2i, 2i + 1) of the r features that turn; scores do not change. Raises ConfigError for models
+
+def rope_layout(config: ModelConfig, params: Tree, layout: Literal["half", "interleaved"]) -> tuple[ModelConfig, Tree]:
+    """The same model with the features of queries and keys in the other order: Hugging Face's `half`, Meta's `interleaved`.
+
+    Rotated pairs are (i, i + r/2) or (2i, 2i + 1) of r features; scores do not change. Raises ConfigError for models
     without Rope. Su et al. 2021, arXiv:2104.09864, eq. 34.
     """
-    turning = config.positions
-    if not isinstance(turning, Rope):
-        raise ConfigError(f"model.positions={turning}: only Rope has a layout")
-    if turning.layout == layout:
+    rope = config.positions
+    if not isinstance(rope, Rope):
+        raise ConfigError(f"model.positions={rope}: only Rope has a layout")
+    if rope.layout == layout:
         return config, params
-    r = int(config.head_size * turning.fraction)
+    r = int(config.head_size * rope.fraction)
     order = np.arange(config.head_size)
-    pairs = order[:r].reshape(2, -1).T if layout == "interleaved" else order[:r].reshape(-1, 2).T
-    order[:r] = pairs.reshape(-1)
+    order[:r] = (order[:r].reshape(2, -1) if layout == "interleaved" else order[:r].reshape(-1, 2)).T.reshape(-1)
+    rotated = re.compile(r"attention/(query|key)(_norm)?/(kernel|bias|scale)$")
 
-    def turned(path, leaf):
+    def reorder(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        moved = re.search(r"attention/(query|key)(_norm)?/(kernel|bias|scale)$", name)
-        return leaf[..., order] if moved else leaf
+        return leaf[..., order] if rotated.search(name) else leaf
 
-    config = replace(config, positions=replace(turning, layout=layout))
-    return config, jax.tree_util.tree_map_with_path(turned, params)
+    config = replace(config, positions=replace(rope, layout=layout))
+    return config, jax.tree_util.tree_map_with_path(reorder, params)
 
 
 # Reading
 
 
 def _read_settings(file: safetensors.Files) -> tuple[str, Checkpoint]:
-    """The model type of a folder, and what its config.json and generation_config.json say, without parameters."""
+    """The model type of a folder, and all of its checkpoint but the parameters."""
     kind = file.config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(
             f"{file.folder}/config.json: model_type {kind!r} (architectures {file.config.get('architectures')}) is not "
-            f"known here; expected one of {', '.join(FAMILIES)}"
+            f"supported; expected one of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
     try:
         check_kinds(file.config, len(file.names))
         config, tokens = family.read(file.config, file.names), read_tokens(file.generation, file.config)
-        return kind, Checkpoint(
-            config, None, tokens, family.conventions(file.config), read_labels(file.config), model_type=kind
-        )
+        conventions, labels = family.conventions(file.config), read_labels(file.config)
     except ConfigError as error:
         raise ConfigError(f"{file.folder}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"{file.folder}/config.json: cannot be understood ({type(error).__name__}: {error})"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{file.folder}/config.json: cannot be understood ({why})") from error
+    return kind, Checkpoint(config, None, tokens, conventions, labels, kind)
 
 
 def _read_weights(file, family: Family, config: Config, dtype, sharding, allow_unexpected, allow_missing, key) -> Tree:
-    """The parameters of the config, tensor by tensor; `load` says what the options mean."""
+    """The parameters of the config, tensor by tensor; the options are those of `load`."""
     tensors = plan(family, config, allow_missing)
     source, spare = _sources(file, family, tensors)
     leaves = paths(models.spec(config))
     ignored = "|".join(filter(None, (family.ignored, allow_unexpected)))
     missing = _check(file, tensors, source, spare, leaves, allow_missing, ignored)
+    if missing and key is None:
+        raise ConfigError(f"{missing[0]} is missing in the file and may be; give `key` to draw it")
     shardings = _shardings(sharding, leaves)
     dtypes = _dtypes(file, tensors, source, dtype)
     params: dict[str, Any] = {}
@@ -166,25 +165,25 @@ def _read_weights(file, family: Family, config: Config, dtype, sharding, allow_u
             array = file.read(source[name])
             safetensors.check_finite(source[name], array)
             for part, piece in zip(tensor.parts, tensor.ours(array), strict=True):
-                _lay_down(params, part, piece, dtypes[part.path], leaves[part.path].shape, shardings[part.path])
+                _write_part(params, part, piece, dtypes[part.path], leaves[part.path].shape, shardings[part.path])
             del array, piece  # before the next one is read
-    for path, stack in list(params.items()):
-        params[path] = jax.device_put(stack, shardings[path])  # what was put together on the host
+    for path, leaf in list(params.items()):
+        params[path] = jax.device_put(leaf, shardings[path])  # small leaves are still on the host
     for path in missing:
-        params[path] = _drawn(
-            path, leaves[path], key, dtype or next(iter(dtypes.values()), jnp.float32), shardings[path]
-        )
+        one = dtype or next(iter(dtypes.values()), jnp.float32)
+        drawn = parameters.init(unflatten_dict({path: leaves[path]}, sep="/"), key, one)
+        params[path] = jax.device_put(paths(drawn)[path], shardings[path])
     return unflatten_dict({path: params[path] for path in leaves}, sep="/")
 
 
-def _canonical(family: Family, name: str, known) -> str | None:
-    """A file's name as the tables have it: in the modern spelling, with the base model's prefix."""
+def _canonical(family: Family, name: str, names) -> str | None:
+    """A file's name in the modern spelling and with the base model's prefix; None if it is not in `names`."""
     modern = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
-    return next((spelled for spelled in (modern, family.prefix + modern) if spelled in known), None)
+    return next((spelled for spelled in (modern, family.prefix + modern) if spelled in names), None)
 
 
 def _sources(file, family: Family, tensors: dict[str, Tensor]) -> tuple[dict[str, str], set[str]]:
-    """(name in the tables -> name in the file, names that say a tied tensor a second time)."""
+    """(name in the tables -> name in the file, names of second copies of tied tensors)."""
     source: dict[str, str] = {}
     for name in file.names:
         spelled = _canonical(family, name, tensors.keys() | family.aliases.keys())
@@ -198,28 +197,25 @@ def _sources(file, family: Family, tensors: dict[str, Tensor]) -> tuple[dict[str
             continue
         second = source.pop(alias)
         kept = source.setdefault(first, second)
-        if kept != second and _digest(file, second) == _digest(file, kept):  # or else it is none that we expect
+        if kept != second and _digest(file, second) == _digest(file, kept):  # other values would be unexpected
             spare.add(second)
     return source, spare
 
 
 def _check(file, tensors, source, spare: set[str], leaves: dict[str, Spec], allow_missing, ignored: str) -> list[str]:
-    """Raises the report of what does not fit; returns our paths that are missing and may be."""
+    """Raises ConfigError with all that does not fit; returns our paths that are missing and may be."""
     used = spare.union(source.values())
     unexpected = [name for name in file.names if name not in used and not re.search(ignored, name)]
     lacking = {part.path: name for name, tensor in tensors.items() if name not in source for part in tensor.parts}
-    begun = {
-        part.path for name in source.keys() & tensors.keys() for part in tensors[name].parts
-    }  # in some layer at least
-    missing = [
-        f"{name} (our {path})"
-        for path, name in lacking.items()
-        if allow_missing is None or path in begun or not re.search(allow_missing, path)
-    ]
+    # a leaf that the file has for some layers is not missing: it is damaged
+    begun = {part.path for name in source.keys() & tensors.keys() for part in tensors[name].parts}
+    optional = lambda path: allow_missing is not None and path not in begun and re.search(allow_missing, path)
+    missing = [f"{name} (our {path})" for path, name in lacking.items() if not optional(path)]
+    found = {name: tuple(file.names[source[name]][0]) for name in tensors if name in source}
     shapes = [
-        f"{source[name]} {tuple(file.names[source[name]][0])}, not {tensor.shape}"
-        for name, tensor in tensors.items()
-        if name in source and tuple(file.names[source[name]][0]) != tensor.shape
+        f"{source[name]} {shape}, not {tensors[name].shape}"
+        for name, shape in found.items()
+        if shape != tensors[name].shape
     ]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
     if report := [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]:
@@ -238,21 +234,20 @@ def _with_stack(config: Config, **changes) -> Config:
 
 
 def _with_tie(file, family: Family, config: Config) -> Config:
-    """Tied as the weights have it: a head of its own in the file is used, whatever config.json says (T5 v1.1 in v5 files).
+    """Tied as the weights are: a separate head in the file is used, whatever config.json says (T5 v1.1 in v5 files).
 
-    Where the file has none although config.json unties it, a T5 is tied (v5 writes it so); others miss a tensor.
+    A file without one although config.json unties it: a T5 is tied (v5 writes it so), others miss a tensor.
     """
     stack = _last(config)
-    head = next(
-        (rule.theirs for rule in family.rules(config) if str(rule.ours).endswith("language_model/kernel")), None
-    )
+    heads = (rule.theirs for rule in family.rules(config) if str(rule.ours).endswith("language_model/kernel"))
+    head = next(heads, None)
     if head is None or not stack.heads:
         return config
-    there = {_canonical(family, name, family.aliases.keys() | family.aliases.values()): name for name in file.names}
-    if head not in there:
+    in_file = {_canonical(family, name, family.aliases.keys() | family.aliases.values()): name for name in file.names}
+    if head not in in_file:
         return _with_stack(config, tie_embeddings=True) if file.config["model_type"] == "t5" else config
-    table = there.get(family.aliases[head])
-    if stack.tie_embeddings and table is not None and _digest(file, there[head]) != _digest(file, table):
+    table = in_file.get(family.aliases[head])
+    if stack.tie_embeddings and table is not None and _digest(file, in_file[head]) != _digest(file, table):
         return _with_stack(config, tie_embeddings=False)
     return config
 
@@ -262,16 +257,16 @@ def _digest(file, name: str) -> bytes:
 
 
 def _dtypes(file, tensors: dict[str, Tensor], source: dict[str, str], dtype) -> dict[str, Any]:
-    """The dtype of each leaf: the one asked for, or the widest of the tensors that it is put together from."""
+    """The dtype of each leaf: `dtype`, or the widest of its tensors in the file."""
     dtypes: dict[str, Any] = {}
     for name in (name for name in tensors if name in source):
-        own = jnp.dtype(file.names[source[name]][1])
-        if not jnp.issubdtype(own, jnp.floating):
+        stored = jnp.dtype(file.names[source[name]][1])
+        if not jnp.issubdtype(stored, jnp.floating):
             raise ConfigError(
-                f"{file.folder}: {source[name]} holds {own}, not floating-point numbers; quantised files are not read"
+                f"{file.folder}: {source[name]} holds {stored}, not floating-point numbers; quantised files are not read"
             )
         for part in tensors[name].parts:
-            dtypes[part.path] = dtype or jnp.promote_types(own, dtypes.get(part.path, own))
+            dtypes[part.path] = dtype or jnp.promote_types(stored, dtypes.get(part.path, stored))
     return {path: jax.dtypes.canonicalize_dtype(one) for path, one in dtypes.items()}
 
 
@@ -286,43 +281,34 @@ def _shardings(sharding: Any, leaves: dict[str, Spec]) -> dict[str, Any]:
     return places
 
 
-SLAB = 1 << 24  # bytes that are copied at once; a stack of no more is put together on the host, and compiles nothing
+SLAB = 1 << 24  # bytes copied at once. Leaves up to this size are put together on the host, which compiles nothing
 
 
-def _lay_down(params: dict, part: Part, piece: np.ndarray, dtype, shape: tuple[int, ...], sharding) -> None:
-    """Puts a piece, or a slab of it at a time, where it is to stay: into our whole leaf of `shape`, on its devices."""
-    size = math.prod(shape) * dtype.itemsize
-    if size <= SLAB:
+def _write_part(params: dict, part: Part, piece: np.ndarray, dtype, shape: tuple[int, ...], sharding) -> None:
+    """Writes a piece into its place in our leaf of `shape`, on its devices, a slab at a time."""
+    if math.prod(shape) * dtype.itemsize <= SLAB:
         params.setdefault(part.path, np.empty(shape, dtype))[part.index] = piece
         return
-    if isinstance(sharding, NamedSharding):  # on a mesh of explicit axes JAX would not write a slab into an array
+    lead, slab_sharding = len(part.index), sharding
+    if isinstance(sharding, NamedSharding):
+        # on a mesh of explicit axes JAX would not write a slab into an array
         sharding = NamedSharding(Mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec)
+        # the rows of a slab need not divide among devices
+        slab_sharding = NamedSharding(sharding.mesh, PartitionSpec(*(None,) * (lead + 1), *sharding.spec[lead + 1 :]))
     if part.path not in params:
         params[part.path] = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
-    lead, of_slab = len(part.index), sharding
-    if isinstance(sharding, NamedSharding):  # rows of a slab need not divide among devices
-        of_slab = NamedSharding(sharding.mesh, PartitionSpec(*(None,) * (lead + 1), *sharding.spec[lead + 1 :]))
     rows = max(1, SLAB * len(piece) // max(piece.nbytes, 1))
     for begin in range(0, len(piece), rows):
         slab = np.ascontiguousarray(piece[begin : begin + rows], dtype)[(None,) * lead]
         start = np.array((*part.index, begin, *(0,) * (piece.ndim - 1)), np.int32)
-        leaf = _writer(sharding)(params[part.path], jax.device_put(slab, of_slab), start)
-        params[part.path] = jax.block_until_ready(leaf)  # slabs that wait are memory too
+        leaf = _slab_writer(sharding)(params[part.path], jax.device_put(slab, slab_sharding), start)
+        params[part.path] = jax.block_until_ready(leaf)  # waiting slabs would fill the memory
 
 
 @cache
-def _writer(sharding) -> Callable:
-    write = lambda stack, piece, start: jax.lax.dynamic_update_slice(stack, piece, tuple(start))
+def _slab_writer(sharding) -> Callable:
+    write = lambda leaf, slab, start: jax.lax.dynamic_update_slice(leaf, slab, tuple(start))
     return jax.jit(write, donate_argnums=0, out_shardings=sharding)
-
-
-def _drawn(path: str, leaf: Spec, key, dtype, sharding):
-    if key is None:
-        raise ConfigError(f"{path} is missing in the file and may be; give `key` to draw it")
-    from jaxformer import params
-
-    tree = params.init(unflatten_dict({path: leaf}, sep="/"), key, dtype)
-    return jax.device_put(paths(tree)[path], sharding)
 
 
 # Writing
@@ -330,32 +316,26 @@ def _drawn(path: str, leaf: Spec, key, dtype, sharding):
 
 def _with_tokens(folder: str | Path, checkpoint: Checkpoint, json: dict) -> dict:
     """config.json with the checkpoint's tokens and labels."""
-    tokens, labels = checkpoint.tokens, checkpoint.labels
+    tokens, labels, stack = checkpoint.tokens, checkpoint.labels, _last(checkpoint.config)
     if json["model_type"] == "marian" and tokens.start is None:
-        raise ConfigError(
-            f"{folder}: a Marian needs the token that its targets begin with: Tokens(start=...); got {tokens}"
-        )
-    offset = getattr(_last(checkpoint.config).positions, "offset", 0)  # theirs begin behind the pad token's number
+        expected = "the token that its targets begin with: Tokens(start=...)"
+        raise ConfigError(f"{folder}: a Marian needs {expected}; got {tokens}")
+    offset = getattr(stack.positions, "offset", 0)  # their positions begin after the pad token's number
     if offset and tokens.pad not in (None, offset - 1):
-        raise ConfigError(
-            f"{folder}: tokens.pad={tokens.pad}, where the offset of model.positions makes it {offset - 1}"
-        )
-    if labels:
-        if len(labels) != _classes(checkpoint.config):
-            raise ConfigError(
-                f"{folder}: {len(labels)} labels for {_classes(checkpoint.config)} classes of model.heads"
-            )
-        json = json | write_labels(labels)
-    return NO_TOKENS | json | write_tokens(tokens)
+        raise ConfigError(f"{folder}: tokens.pad={tokens.pad}; the offset of model.positions makes it {offset - 1}")
+    classes = _classes(checkpoint.config)
+    if labels and len(labels) != classes:
+        raise ConfigError(f"{folder}: {len(labels)} labels for {classes} classes of model.heads")
+    return NO_TOKENS | json | write_labels(labels) | write_tokens(tokens)
 
 
 def _classes(config: Config) -> int:
-    """How many classes the heads tell apart; 0 without such a head."""
+    """The number of classes of the first head that has classes, or 0."""
     return next((classes for head in _last(config).heads if (classes := getattr(head, "classes", None))), 0)
 
 
 def _as_family(config: Config, wanted: str | None) -> tuple[str, dict]:
-    """(model_type, config.json) of the first family that says all of the config: what it writes reads back equal."""
+    """(model_type, config.json) of the first family that can express the config: what it writes is read back equal."""
     reasons = {}
     for kind in FAMILIES if wanted is None else [wanted]:
         if kind not in FAMILIES:
@@ -370,32 +350,26 @@ def _as_family(config: Config, wanted: str | None) -> tuple[str, dict]:
         lost = _lost(config, again)
         if not lost:
             return kind, json
-        reasons[kind] = f"cannot say {_some(lost)}"
+        reasons[kind] = f"cannot express {_some(lost)}"
     if wanted is None:
-        raise ConfigError(f"no family of {', '.join(FAMILIES)} can say this config; give model_type to see why")
+        raise ConfigError(f"no family of {', '.join(FAMILIES)} can express this config; give model_type to see why")
     raise ConfigError(f"model_type={wanted!r}: {reasons[wanted]}")
 
 
-HOW = ("remat", "unroll", "attention_implementation", "init_std", "dropout_rate", "attention_dropout_rate")
+NOT_IN_FILES = ("remat", "unroll", "attention_implementation", "init_std", "dropout_rate", "attention_dropout_rate")
 
 
 def _lost(config: Config, again: Config) -> list[str]:
-    """What differs between two configs and is not a matter of how they are run or trained."""
-    one, two = _stacks(config), _stacks(again)
-    if one.keys() != two.keys():
+    """The fields that differ between two configs and decide what a trained model computes."""
+    if isinstance(config, ModelConfig) and isinstance(again, ModelConfig):
+        ours, theirs = vars(_resolved(config)), vars(_resolved(again))
+        return [name for name in ours if name not in NOT_IN_FILES and ours[name] != theirs[name]]
+    if isinstance(config, ModelConfig) or isinstance(again, ModelConfig):
         return [type(config).__name__]
-    lost = ["share_embeddings"] * (getattr(config, "share_embeddings", 0) != getattr(again, "share_embeddings", 0))
-    for prefix in one:
-        mine, theirs = _resolved(one[prefix]), _resolved(two[prefix])
-        names = (name for name in vars(mine) if name not in HOW and getattr(mine, name) != getattr(theirs, name))
-        lost += [prefix + name for name in names]
+    lost = ["share_embeddings"] if config.share_embeddings != again.share_embeddings else []
+    for side in ("encoder", "decoder"):
+        lost += [f"{side}.{name}" for name in _lost(getattr(config, side), getattr(again, side))]
     return lost
-
-
-def _stacks(config: Config) -> dict[str, ModelConfig]:
-    if isinstance(config, ModelConfig):
-        return {"": config}
-    return {"encoder.": config.encoder, "decoder.": config.decoder}
 
 
 def _last(config: Config) -> ModelConfig:
@@ -404,7 +378,7 @@ def _last(config: Config) -> ModelConfig:
 
 
 def _resolved(config: ModelConfig) -> ModelConfig:
-    """Defaults that mean the same number written out; biases as the set of what has one."""
+    """With defaults as numbers, and the paths of all biases as `use_bias`, so that equal models are equal values."""
     biases = [path for path in paths(models.spec(config)) if path.endswith("/bias")]
     mixers = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
     return replace(
@@ -414,12 +388,12 @@ def _resolved(config: ModelConfig) -> ModelConfig:
         d_ff=config.ff_width,
         use_bias=" ".join(biases),
         tie_embeddings=config.tie_embeddings or not config.heads,
-        mixer=shortest_pattern([_of_file(mixer) for mixer in mixers]),
+        mixer=shortest_pattern([_in_file(mixer) for mixer in mixers]),
     )
 
 
-def _of_file(mixer):
-    """Without what a call decides and no file: which tokens are global, which blocks random."""
+def _in_file(mixer):
+    """Without what calls decide and files do not hold: which tokens are global, which blocks random."""
     match mixer:
         case Longformer():
             return Longformer(mixer.window)

@@ -1,25 +1,12 @@
-"""T5, as an encoder-decoder or its encoder alone, and Marian, which is the Transformer of 2017."""
+"""T5, an encoder-decoder or its encoder alone, and Marian, the Transformer of 2017."""
 
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from jaxformer.errors import ConfigError
-from jaxformer.interop.huggingface.tables import (
-    GATE,
-    REQUIRED,
-    Family,
-    Json,
-    Rule,
-    activation,
-    architecture,
-    lm_heads,
-    modules,
-    only,
-    read_fields,
-    write_fields,
-)
-from jaxformer.interop.huggingface.tables import NAME as ACTIVATION_NAME
+from jaxformer.interop.huggingface import tables
+from jaxformer.interop.huggingface.tables import REQUIRED, Family, Json, Rule, modules, only
 from jaxformer.masks import causal, full
 from jaxformer.models.config import Embedding, EncoderDecoder, LanguageModel, ModelConfig, Relative, Sinusoidal
 from jaxformer.ops.feedforward import GATES
@@ -33,17 +20,16 @@ T5 = {
 
 
 def _read_t5(c: Json, names: Collection[str]) -> EncoderDecoder | ModelConfig:
-    fields = read_fields(c, T5)
+    fields = tables.read_fields(c, T5)
     named = c.get("feed_forward_proj", "relu")
-    act = named.removeprefix("gated-")
-    act = "gelu_new" if named == "gated-gelu" else act  # which has always meant the tanh form
-    named_act, act = act, activation(c, "feed_forward_proj", act)
-    only(c, dense_act_fn=named_act, is_gated_act=named.startswith("gated-"), is_decoder=False)
-    kind = architecture(c, "T5ForConditionalGeneration", "T5Model", "T5EncoderModel")
+    gated, name = named.startswith("gated-"), named.removeprefix("gated-")
+    name = "gelu_new" if named == "gated-gelu" else name  # which has always meant the tanh form
+    act = tables.activation(c, "feed_forward_proj", name)
+    only(c, dense_act_fn=name, is_gated_act=gated, is_decoder=False)
     scaled = c.get("scale_decoder_outputs", c.get("tie_word_embeddings", True))
-    heads = (LanguageModel(scale=fields["d_model"] ** -0.5 if scaled else 1.0),) * (
-        kind == "T5ForConditionalGeneration"
-    )
+    head = LanguageModel(scale=fields["d_model"] ** -0.5 if scaled else 1.0)
+    kinds = {"ForConditionalGeneration": (head,), "Model": (), "EncoderModel": ()}
+    kind = tables.class_kind(c, "T5", kinds)
     buckets, distance = c.get("relative_attention_num_buckets", 32), c.get("relative_attention_max_distance", 128)
     if not 2 <= buckets // 2 < distance:  # the decoder's buckets of one distance each end before the greatest distance
         raise ConfigError(
@@ -51,14 +37,14 @@ def _read_t5(c: Json, names: Collection[str]) -> EncoderDecoder | ModelConfig:
             f"half of relative_attention_num_buckets={buckets}, which must be at least 4"
         )
     encoder = ModelConfig(
-        **fields | {"tie_embeddings": True}, feedforward=GATE[act] if named.startswith("gated-") else act, norm="rms_norm",
+        **fields | {"tie_embeddings": True}, feedforward=tables.GATE[act] if gated else act, norm="rms_norm",
         positions=Relative(buckets, distance), masks=(full(),), use_bias=False, attention_scale=1.0, heads=(),
         attention_dropout_rate=fields["dropout_rate"],
     )  # fmt: skip
-    if kind == "T5EncoderModel":
+    if kind == "EncoderModel":
         return encoder
     decoder = replace(
-        encoder, num_layers=c.get("num_decoder_layers") or encoder.num_layers, masks=(causal(),), heads=heads,
+        encoder, num_layers=c.get("num_decoder_layers") or encoder.num_layers, masks=(causal(),), heads=kinds[kind],
         positions=Relative(buckets, distance, bidirectional=False), tie_embeddings=fields["tie_embeddings"],
     )  # fmt: skip
     return EncoderDecoder(encoder, decoder)
@@ -67,10 +53,10 @@ def _read_t5(c: Json, names: Collection[str]) -> EncoderDecoder | ModelConfig:
 def _write_t5(config: EncoderDecoder | ModelConfig) -> Json:
     encoder = config if isinstance(config, ModelConfig) else config.encoder
     positions, gated = encoder.positions, encoder.feedforward in GATES
-    name = ACTIVATION_NAME[GATES[encoder.feedforward] if gated else encoder.feedforward]  # pyrefly: ignore[bad-index]
-    c = write_fields(encoder, T5) | {
+    name = tables.activation_name(encoder.feedforward)
+    c = tables.write_fields(encoder, T5) | {
         "architectures": ["T5EncoderModel"], "model_type": "t5", "is_encoder_decoder": False, "d_kv": encoder.head_size,
-        "feed_forward_proj": "gated-" * gated + ("gelu" if gated and name == "gelu_new" else name),
+        "feed_forward_proj": "gated-" * gated + ("gelu" if gated and name == "gelu_new" else str(name)),
         "relative_attention_num_buckets": getattr(positions, "buckets", 0),
         "relative_attention_max_distance": getattr(positions, "max_distance", 0),
     }  # fmt: skip
@@ -96,16 +82,15 @@ def _t5_rules(config: EncoderDecoder | ModelConfig) -> list[Rule]:
 
 
 def _t5_stack(ours: str, theirs: str, config: ModelConfig) -> list[Rule]:
-    """The rules of one stack: `ours` before our names, `theirs` before theirs."""
+    """The rules of one stack; `ours` and `theirs` are the stack's names."""
     parts = {"attention": "SelfAttention", "cross_attention": "EncDecAttention", "feedforward": "DenseReluDense"}
     if theirs == "encoder":
         del parts["cross_attention"]
     up = "wi_1" if config.feedforward in GATES else "wi"
     names = {"query": "q", "key": "k", "value": "v", "out": "o", "gate": "wi_0", "up": up, "down": "wo"}
+    relative = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     rules = [
-        Rule(
-            f"{ours}shared/relative", f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "leaf"
-        ),
+        Rule(f"{ours}shared/relative", relative, "leaf"),
         Rule(f"{ours}final_norm", f"{theirs}.final_layer_norm", "norm"),
     ]
     for number, (part, module) in enumerate(parts.items()):
@@ -122,51 +107,46 @@ MARIAN = {
     "tie_word_embeddings": ("tie_embeddings", True),
 }  # fmt: skip
 SIDE = {"layers": ("num_layers", REQUIRED), "attention_heads": ("num_heads", REQUIRED), "ffn_dim": ("d_ff", REQUIRED)}
+MARIAN_HEADS = {"MTModel": (LanguageModel(bias=True),), "Model": ()}
 
 
 def _side(name: str) -> dict[str, tuple[str, Any]]:
+    """The fields of one side, "encoder" or "decoder"."""
     return MARIAN | {f"{name}_{theirs}": ours for theirs, ours in SIDE.items()}
 
 
 def _read_marian(c: Json, names: Collection[str]) -> EncoderDecoder:
-    only(
-        c,
-        normalize_embedding=False,
-        normalize_before=False,
-        add_final_layer_norm=False,
-        static_position_embeddings=True,
-    )
+    only(c, normalize_embedding=False, normalize_before=False)
+    only(c, add_final_layer_norm=False, static_position_embeddings=True)
+    one_size = c.get("share_encoder_decoder_embeddings", True)
     # version 5 of transformers unties the two sides' tables with the head
     untied = not c.get("tie_word_embeddings", True) and any(n.endswith("decoder.embed_tokens.weight") for n in names)
-    shared = c.get("share_encoder_decoder_embeddings", True) and not untied
-    source = read_fields(c, {"vocab_size": ("vocab_size", REQUIRED)})["vocab_size"]
-    one_size = c.get("share_encoder_decoder_embeddings", True)
+    source = tables.read_fields(c, {"vocab_size": ("vocab_size", REQUIRED)})["vocab_size"]
     target = source if one_size else c.get("decoder_vocab_size") or source
-
-    def stack(name: str, **rest: Any) -> ModelConfig:
-        fields = read_fields(c, _side(name))
-        scale = fields["d_model"] ** 0.5 if c.get("scale_embedding") else 1.0
-        how: dict[str, Any] = dict(
-            norm_placement="post", positions=Sinusoidal(layout="half"), embedding=Embedding(scale)
-        )
-        return ModelConfig(**fields | how | rest)
-
-    heads = lm_heads(c, "MarianMTModel", "MarianModel", bias=True)
+    heads = tables.read_heads(c, "Marian", MARIAN_HEADS)
     return EncoderDecoder(
-        stack("encoder", vocab_size=source, masks=(full(),), heads=()),
-        stack("decoder", vocab_size=target, masks=(causal(),), heads=heads),
-        shared,
+        _marian_stack(c, "encoder", vocab_size=source, masks=(full(),), heads=()),
+        _marian_stack(c, "decoder", vocab_size=target, masks=(causal(),), heads=heads),
+        one_size and not untied,
     )
+
+
+def _marian_stack(c: Json, name: str, **rest: Any) -> ModelConfig:
+    fields = tables.read_fields(c, _side(name))
+    scale = fields["d_model"] ** 0.5 if c.get("scale_embedding") else 1.0
+    positions = Sinusoidal(layout="half")
+    return ModelConfig(**fields, norm_placement="post", positions=positions, embedding=Embedding(scale), **rest)
 
 
 def _write_marian(config: EncoderDecoder) -> Json:
     encoder, decoder = config.encoder, config.decoder
-    return write_fields(encoder, _side("encoder")) | write_fields(decoder, _side("decoder")) | {
-        "architectures": ["MarianMTModel" if decoder.heads else "MarianModel"], "model_type": "marian",
+    sides = tables.write_fields(encoder, _side("encoder")) | tables.write_fields(decoder, _side("decoder"))
+    return sides | tables.write_heads(decoder.heads, "Marian", MARIAN_HEADS) | {
+        "model_type": "marian",
         "is_encoder_decoder": True, "vocab_size": encoder.vocab_size, "decoder_vocab_size": decoder.vocab_size,
         "scale_embedding": getattr(decoder.embedding, "scale", 1.0) != 1.0,
         "share_encoder_decoder_embeddings": config.share_embeddings,
-        "forced_eos_token_id": None,  # theirs is 0 otherwise
+        "forced_eos_token_id": None,  # their default is 0
     }  # fmt: skip
 
 
@@ -178,39 +158,22 @@ def _marian_rules(config: EncoderDecoder) -> list[Rule]:
         Rule("decoder/heads/language_model/kernel", "lm_head.weight", "leaf"),
         Rule("decoder/heads/language_model/bias", "final_logits_bias", "leaf1"),
     ]
-    attention = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
     for stack in ("encoder", "decoder"):
         ours, theirs = f"{stack}/layers/", f"model.{stack}.layers.{{}}."
         for name, module in (("attention", "self_attn"), ("cross_attention", "encoder_attn")):
             rules += [Rule(f"{ours}{name}_norm", f"{theirs}{module}_layer_norm", "norm")]
-            rules += modules(f"{ours}{name}/", f"{theirs}{module}.", attention)
+            rules += modules(f"{ours}{name}/", f"{theirs}{module}.", tables.PROJECTIONS)
         rules += modules(ours + "feedforward/", theirs, {"up": "fc1", "down": "fc2"})
         rules += [Rule(ours + "feedforward_norm", theirs + "final_layer_norm", "norm")]
     return rules
 
 
-T5_ALIASES = dict.fromkeys(
-    ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), "shared.weight"
-)
-MARIAN_ALIASES = {
-    name: "model.shared.weight"
-    for name in ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
-}
+STACK_TABLES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+T5_ALIASES = dict.fromkeys(("lm_head.weight", *STACK_TABLES), "shared.weight")
+T5_UNUSED = r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias"
+MARIAN_ALIASES = dict.fromkeys(("lm_head.weight", *(f"model.{name}" for name in STACK_TABLES)), "model.shared.weight")
+MARIAN_UNUSED = r"embed_positions\.weight$|(^|\.)shared\.weight$"
 FAMILIES = {
-    "t5": Family(
-        _read_t5,
-        _write_t5,
-        _t5_rules,
-        "",
-        r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias",
-        T5_ALIASES,
-    ),
-    "marian": Family(
-        _read_marian,
-        _write_marian,
-        _marian_rules,
-        "model.",
-        r"embed_positions\.weight$|(^|\.)shared\.weight$",
-        MARIAN_ALIASES,
-    ),
+    "t5": Family(_read_t5, _write_t5, _t5_rules, "", T5_UNUSED, T5_ALIASES),
+    "marian": Family(_read_marian, _write_marian, _marian_rules, "model.", MARIAN_UNUSED, MARIAN_ALIASES),
 }

@@ -1,4 +1,4 @@
-"""What a Hugging Face family is, and the words that all families use to say whose weight is whose."""
+"""What a Hugging Face family is, and how its tensors correspond to our parameters."""
 
 import math
 import re
@@ -11,36 +11,35 @@ import numpy as np
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import LanguageModel, ModelConfig
+from jaxformer.models.config import ModelConfig
 from jaxformer.ops.feedforward import GATES
 from jaxformer.params import Spec, paths
 
 Json = dict[str, Any]
 REQUIRED: Any = ...
 
-# How the leaves and axes of a module of ours and of theirs correspond. linear: [out, in] of torch; conv1d: [in, out] of GPT-2;
-# patches: a convolution; norm; leaf: one tensor as it is, leaf1 and leaf2 with that many axes of length 1 before it, lines
-# and columns with one behind and before the first; unread: a number for each row of our leaf that their model never uses.
+# How a module of ours corresponds to theirs. linear: [out, in] of torch; conv1d: [in, out] of GPT-2; patches: a convolution;
+# leaf: one tensor, as it is; leaf1, leaf2: with 1 or 2 axes of length 1 before it; lines, columns: with one after, or before,
+# the first axis; unread: a number for each row of our leaf, which their model never uses.
 Kind = Literal["linear", "conv1d", "patches", "norm", "leaf", "leaf1", "leaf2", "lines", "columns", "unread"]
 
 
 class Rule(NamedTuple):
-    """Our module, or several that they fused, and theirs, in which `{}` stands for a layer (and a second one for an expert)."""
+    """Our module, or several that they fused, and theirs. `{}` in theirs is the layer, a second `{}` the expert."""
 
     ours: str | tuple[str, ...]
     theirs: str
     kind: Kind
-    layers: tuple[tuple[int, int], ...] | None = None  # (ours, theirs) where they are not counted alike
+    layers: tuple[tuple[int, int], ...] | None = None  # (ours, theirs) where the two count differently
 
 
 @dataclass(frozen=True)
 class Conventions:
-    """How transformers calls a checkpoint, where that decides numbers: `Checkpoint.apply` does the same.
+    """Defaults of transformers' `forward` that decide numbers; `Checkpoint.apply` follows them.
 
-    positions: what a row's positions count if the call gives none: all its slots, padding too, or (RoBERTa, Longformer) the
-    tokens that are not the pad id, whose own position is -1. global_tokens: which tokens of a Longformer are global if the
-    call does not say: those of its config ("none"), those before the first separator ("question"), those more than one
-    behind it ("choice"). choices: tokens come as [B, choices, T].
+    positions: "slots" counts all tokens of a row, "not_pad" (RoBERTa, Longformer) those that are not the pad id, which has
+    position -1. global_tokens, of a Longformer: "none" takes those of its config, "question" those before the first
+    separator, "choice" those more than one after it. choices: tokens come as [B, choices, T].
     """
 
     positions: Literal["slots", "not_pad"] = "slots"
@@ -51,10 +50,10 @@ class Conventions:
 class Family(NamedTuple):
     """One `model_type`.
 
-    read(c, names): config.json (and the names in the file) -> our config; ConfigError where a setting changes numbers in a
-    way that we do not compute. write(config): the other way; `huggingface.save` reads back what it wrote and compares.
-    prefix: what the files of base models leave out. ignored: buffers, a regular expression. aliases: a tied tensor's
-    second name -> its first. conventions(c): how transformers calls it.
+    read(c, names): our config from config.json and the names in the file; ConfigError for a setting that changes numbers
+    and is not computed here. write(config): config.json; `huggingface.save` reads it back and compares. prefix: what files
+    of base models leave out of names. ignored: buffers, a regular expression. aliases: a tied tensor's second name -> its
+    first. conventions(c): how transformers calls it.
     """
 
     read: Callable[[Json, Collection[str]], Any]
@@ -66,6 +65,14 @@ class Family(NamedTuple):
     conventions: Callable[[Json], Conventions] = lambda c: Conventions()
 
 
+# What most families call alike: {theirs: (ours, default)}.
+SIZES_AND_WIDTHS = {
+    "vocab_size": ("vocab_size", REQUIRED), "num_hidden_layers": ("num_layers", REQUIRED),
+    "hidden_size": ("d_model", REQUIRED), "num_attention_heads": ("num_heads", REQUIRED),
+    "max_position_embeddings": ("context_length", REQUIRED), "intermediate_size": ("d_ff", REQUIRED),
+    "initializer_range": ("init_std", 0.02),
+}  # fmt: skip
+PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
 ACTIVATION = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
     "silu": "silu", "swish": "silu", "tanh": "tanh", "sigmoid": "sigmoid", "gelu_python": "gelu", "gelu_10": "gelu_10",
@@ -85,7 +92,8 @@ def read_fields(c: Json, table: dict[str, tuple[str, Any]], gated: bool = False)
     found = {ours: c.get(theirs, default) for theirs, (ours, default) in table.items()}
     for theirs, (ours, _) in table.items():
         if ours == "feedforward":
-            found[ours] = GATE.get(activation(c, theirs, found[ours])) if gated else activation(c, theirs, found[ours])
+            name = activation(c, theirs, found[ours])
+            found[ours] = GATE.get(name) if gated else name
     return found
 
 
@@ -94,10 +102,15 @@ def write_fields(config: Any, table: dict[str, tuple[str, Any]]) -> Json:
     c = {theirs: getattr(config, ours) for theirs, (ours, _) in table.items()}
     for theirs, (ours, default) in table.items():
         if ours == "feedforward":
-            c[theirs] = NAME.get(GATES.get(c[theirs], c[theirs])) if isinstance(c[theirs], str) else None
+            c[theirs] = activation_name(config.feedforward)
         elif ours == "d_ff" and default is REQUIRED:
             c[theirs] = config.ff_width
     return c
+
+
+def activation_name(feedforward: Any) -> str | None:
+    """Their name of an activation, or of a gate's; None for another feed-forward."""
+    return NAME.get(GATES.get(feedforward, feedforward)) if isinstance(feedforward, str) else None
 
 
 def activation(c: Json, key: str, name: Any) -> str:
@@ -108,7 +121,7 @@ def activation(c: Json, key: str, name: Any) -> str:
     return ACTIVATION[name]
 
 
-# The keys that we read, by what they hold; `null` only where it stands for a default.
+# The keys that we read, by what they hold. `null` is allowed in the OPTIONAL ones.
 LAYERS = {"num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"}
 LAYERS |= {"num_local_experts"}
 SIZES = {
@@ -141,13 +154,13 @@ OPTIONAL = {
 
 
 def check_kinds(c: Json, tensors: int) -> None:
-    """Refuses what no number, size or flag can be, and more layers than a file of so many `tensors` can have."""
-    whole = lambda least, most: lambda value: type(value) is int and least <= value <= most
+    """Refuses values of the wrong kind, and more layers than the file has `tensors`."""
+    integer = lambda least, most: lambda value: type(value) is int and least <= value <= most
     number = lambda value: type(value) in (int, float) and 0 <= value < math.inf
     for keys, fits, expected in (
-        (LAYERS, whole(1, tensors), f"a whole number from 1 to {tensors}, that of the file's tensors"),
-        (SIZES, whole(1, 2**40), "a whole number above 0"),
-        (COUNTS, whole(0, 2**40), "a whole number, 0 or more"),
+        (LAYERS, integer(1, tensors), f"a whole number from 1 to {tensors}, that of the file's tensors"),
+        (SIZES, integer(1, 2**40), "a whole number above 0"),
+        (COUNTS, integer(0, 2**40), "a whole number, 0 or more"),
         (NUMBERS, number, "a number, 0 or more"),
         (FLAGS, lambda value: type(value) is bool, "true or false"),
     ):
@@ -156,10 +169,10 @@ def check_kinds(c: Json, tensors: int) -> None:
                 raise ConfigError(f"config.json: {key}={reprlib.repr(c[key])}: expected {expected}")
 
 
-def layer_kinds(key: str, kinds: Any, layers: int, *known: str) -> list[str]:
-    """A list of one of the `known` kinds a layer. Raises ConfigError."""
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise ConfigError(f"config.json: {key}={reprlib.repr(kinds)}: expected {layers} of {', '.join(known)}")
+def layer_kinds(key: str, kinds: Any, layers: int, *allowed: str) -> list[str]:
+    """A list with one of the `allowed` kinds for each layer. Raises ConfigError."""
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in allowed for kind in kinds):
+        raise ConfigError(f"config.json: {key}={reprlib.repr(kinds)}: expected {layers} of {', '.join(allowed)}")
     return kinds
 
 
@@ -170,27 +183,40 @@ def only(c: Json, **allowed: Any) -> None:
             raise ConfigError(f"config.json: {key}={c[key]!r} is not supported here; only {value!r} is")
 
 
-def architecture(c: Json, *known: str) -> str:
-    """The class that wrote the file, one of the `known` ones, the first by default. Raises ConfigError."""
-    name = (c.get("architectures") or known)[0]
-    if name not in known:
-        raise ConfigError(f"config.json: architecture {name!r}; expected {' or '.join(known)}")
-    return name
+def class_kind(c: Json, prefix: str, kinds: Collection[str]) -> str:
+    """The class that wrote the file, without `prefix`: one of `kinds`, by default the first. Raises ConfigError."""
+    names = [prefix + kind for kind in kinds]
+    name = (c.get("architectures") or names)[0]
+    if name not in names:
+        raise ConfigError(f"config.json: architecture {name!r}; expected {' or '.join(names)}")
+    return name.removeprefix(prefix)
 
 
-def lm_heads(c: Json, model: str, base: str, **options: Any) -> tuple[LanguageModel, ...]:
-    """The heads of an architecture: a language model's, or none for the base model."""
-    return (LanguageModel(**options),) if architecture(c, model, base) == model else ()
+def read_heads(c: Json, prefix: str, kinds: dict[str, tuple]) -> tuple:
+    """The heads of the class that wrote the file."""
+    return kinds[class_kind(c, prefix, kinds)]
 
 
-def labels(c: Json) -> int:
+def write_heads(heads: tuple, prefix: str, kinds: dict[str, tuple]) -> Json:
+    """config.json's class and labels of these heads. Raises ConfigError where no class has them."""
+    for kind in kinds:
+        if kinds[kind] == heads:
+            return {"architectures": [prefix + kind]} | write_labels(default_labels(*heads[:1]))
+    raise ConfigError(f"model.heads={heads}: expected those of a class {prefix}... of transformers: {kinds}")
+
+
+def count_labels(c: Json) -> int:
     return c.get("num_labels") or len(c.get("id2label") or {"0": 0, "1": 1})
 
 
-def written_labels(head: Any) -> Json:
-    """The classes of a head, in the words of config.json; nothing for one that only pools."""
-    names = [f"LABEL_{i}" for i in range(getattr(head, "classes", None) or 0)]
-    return {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}} if names else {}
+def default_labels(head: Any = None) -> tuple[str, ...]:
+    """transformers' names for the classes of a head; none for a head without classes."""
+    return tuple(f"LABEL_{i}" for i in range(getattr(head, "classes", None) or 0))
+
+
+def write_labels(labels: tuple[str, ...]) -> Json:
+    """config.json's entries of the names of the classes, if any."""
+    return {"id2label": dict(enumerate(labels)), "label2id": {n: i for i, n in enumerate(labels)}} if labels else {}
 
 
 def shortest_pattern(items: list) -> tuple:
@@ -222,48 +248,39 @@ class Part:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of theirs, and the parts of ours that it holds, side by side along its last axis where there are several."""
+    """One tensor of theirs, and the parts of ours that it holds: several are next to each other in its last axis."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
-    transpose: Literal["no", "matrix", "patches", "unread"]
+    order: Literal["same", "matrix", "patches"] = "same"
 
     def ours(self, array: np.ndarray) -> list[np.ndarray]:
-        widths = [math.prod(part.shape) * self.shape[-1] // max(math.prod(self.shape), 1) for part in self.parts]
-        pieces = np.split(array, np.cumsum(widths)[:-1], axis=-1) if len(widths) > 1 else [array]
-        if self.transpose == "unread":  # a parameter that their model has and never uses
+        """Its parts as our leaves have them; none of a tensor that their model never uses."""
+        if not self.parts:
             return []
-        if self.transpose == "patches":
-            return [np.moveaxis(array, 0, -1)]
-        if self.transpose == "matrix":
-            pieces = [piece.T for piece in pieces]
+        if self.order == "matrix":
+            array = array.T
+        elif self.order == "patches":
+            array = np.moveaxis(array, 0, -1)
+        widths = [math.prod(part.shape) * array.shape[-1] // max(array.size, 1) for part in self.parts]
+        pieces = np.split(array, np.cumsum(widths)[:-1], axis=-1)
         return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
 
     def theirs(self, pieces: list[np.ndarray]) -> np.ndarray:
-        if self.transpose == "unread":
+        """The inverse of `ours`; zeros for a tensor that their model never uses."""
+        if not pieces:
             return np.zeros(self.shape, np.float32)
-        if self.transpose == "patches":
-            return np.moveaxis(pieces[0], -1, 0)
-        if self.transpose == "matrix":
+        if self.order == "matrix":
             return pieces[0].reshape(self.shape[::-1]).T
+        if self.order == "patches":
+            return np.moveaxis(pieces[0], -1, 0)
         if len(pieces) == 1:
             return pieces[0].reshape(self.shape)
         return np.concatenate([piece.reshape(*self.shape[:-1], -1) for piece in pieces], axis=-1)
 
 
-# our leaf -> their name's end
-LEAVES: dict[Kind, dict[str, str]] = {
-    "linear": {"kernel": "weight", "bias": "bias"},
-    "conv1d": {"kernel": "weight", "bias": "bias"},
-    "patches": {"kernel": "weight", "bias": "bias"},
-    "norm": {"scale": "weight", "bias": "bias"},
-    "leaf": {"": ""},
-    "leaf1": {"": ""},
-    "leaf2": {"": ""},
-    "lines": {"": ""},
-    "columns": {"": ""},
-    "unread": {"": ""},
-}
+KERNEL = {"kernel": "weight", "bias": "bias"}
+ENDINGS = {"linear": KERNEL, "conv1d": KERNEL, "patches": KERNEL, "norm": {"scale": "weight", "bias": "bias"}}
 
 
 def plan(family: Family, config: Any, elsewhere: str | None = None) -> dict[str, Tensor]:
@@ -272,44 +289,50 @@ def plan(family: Family, config: Any, elsewhere: str | None = None) -> dict[str,
     Raises ConfigError for a leaf of ours that has no place in the family's files and does not match `elsewhere`.
     """
     leaves = paths(models.spec(config))
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for rule in family.rules(config):
         modules = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
-        for ours, theirs in LEAVES[rule.kind].items():
+        for ours, theirs in ENDINGS.get(rule.kind, {"": ""}).items():
             names = [f"{module}/{ours}".rstrip("/") for module in modules]
             if names[0] in leaves:
-                there = rule._replace(theirs=f"{rule.theirs}.{theirs}".rstrip("."))
-                found |= _tensors(there, names, [leaves[name] for name in names])
-    lost = leaves.keys() - {part.path for tensor in found.values() for part in tensor.parts}
-    if lost := [path for path in sorted(lost) if elsewhere is None or not re.search(elsewhere, path)]:
+                leaf_rule = rule._replace(theirs=f"{rule.theirs}.{theirs}".rstrip("."))
+                tensors |= _tensors(leaf_rule, names, [leaves[name] for name in names])
+    placed = {part.path for tensor in tensors.values() for part in tensor.parts}
+    if lost := [path for path in sorted(leaves.keys() - placed) if elsewhere is None or not re.search(elsewhere, path)]:
         raise ConfigError(f"this family has no place for {', '.join(lost[:4])}")
-    return found
+    return tensors
 
 
 def _tensors(rule: Rule, names: list[str], specs: list[Spec]) -> dict[str, Tensor]:
+    """One tensor for each layer (and expert) of our leaves."""
     lead, kind = rule.theirs.count("{}"), rule.kind
     if kind == "unread":
-        return {rule.theirs: Tensor(specs[0].shape[:1], (), "unread")}
-    rests = [spec.shape[lead:] for spec in specs]
-    matrix = names[0].endswith("kernel") and kind in ("linear", "conv1d")
-    shapes = [(math.prod(rest),) if kind in ("linear", "conv1d", "norm") else rest for rest in rests]
-    if matrix:
-        shapes = []
-        for spec, rest in zip(specs, rests, strict=True):
-            inside = math.prod(n for n, axis in zip(rest, spec.axes[lead:], strict=True) if axis in spec.contracts)
-            shapes.append((inside, math.prod(rest) // inside))
+        return {rule.theirs: Tensor(specs[0].shape[:1], ())}
+    kernel = names[0].endswith("kernel")
+    shapes = [_flat_shape(spec, lead, kind, kernel) for spec in specs]
     shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-    transpose = "no"
-    if kind == "linear" and matrix:
-        shape, transpose = shape[::-1], "matrix"
-    elif kind == "patches" and len(shape) > 1:
-        shape, transpose = (shape[-1], *shape[:-1]), "patches"
+    order: Literal["same", "matrix", "patches"] = "same"
+    if kind == "linear" and kernel:
+        shape, order = shape[::-1], "matrix"
+    elif kind == "patches" and kernel:
+        shape, order = (shape[-1], *shape[:-1]), "patches"
     shape = {
         "leaf1": (1, *shape), "leaf2": (1, 1, *shape), "lines": (shape[0], 1, shape[-1]), "columns": (1, *shape),
     }.get(kind, shape)  # fmt: skip
     tensors = {}
     for index in np.ndindex(*specs[0].shape[:lead]) if rule.layers is None else rule.layers:
         ours, theirs = (index, index) if rule.layers is None else ((index[0],), (index[1],))
-        parts = tuple(Part(name, ours, rest) for name, rest in zip(names, rests, strict=True))
-        tensors[rule.theirs.format(*theirs)] = Tensor(shape, parts, transpose)
+        parts = tuple(Part(name, ours, spec.shape[lead:]) for name, spec in zip(names, specs, strict=True))
+        tensors[rule.theirs.format(*theirs)] = Tensor(shape, parts, order)
     return tensors
+
+
+def _flat_shape(spec: Spec, lead: int, kind: Kind, kernel: bool) -> tuple[int, ...]:
+    """The shape of one layer's leaf as a matrix [in, out] or a vector, without the first `lead` axes."""
+    shape, axes = spec.shape[lead:], spec.axes[lead:]
+    if kind not in ("linear", "conv1d", "norm"):
+        return shape
+    if not kernel:
+        return (math.prod(shape),)
+    inside = math.prod(n for n, axis in zip(shape, axes, strict=True) if axis in spec.contracts)
+    return (inside, math.prod(shape) // inside)

@@ -29,6 +29,7 @@ from jaxformer.masks import Mask
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, Mixer, Tree, linear, linear_spec
 from jaxformer.models.mixers.attention import Heads, attention, split_weights
+from jaxformer.ops.attention.call import Call, dropout_seed
 from jaxformer.ops.attention.reference import reference, softmax
 from jaxformer.ops.positions import Bias
 from jaxformer.params import Spec
@@ -169,10 +170,17 @@ def _reference_only(config: ModelConfig, what: str):
         )
 
 
-def _weighed(weigh, query, key, value, *, mask, return_weights, implementation, scale, **options):
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    options = dict(mask=mask.sized(key.shape[1]), scale=scale, sinks=None, weigh=weigh, bias=None) | options
-    out, weights = reference(query, key, value, **options)
+def _weighed(
+    weigh, query, key, value, *, mask, return_weights, implementation, scale, dropout_rate, dropout_key, **options
+):
+    call = Call(
+        mask=mask.sized(key.shape[1]),
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        dropout_rate=dropout_rate,
+        dropout_seed=dropout_seed(dropout_rate, dropout_key),
+        **options,
+    )
+    out, weights = reference(query, key, value, call, weigh)
     return (out, weights) if return_weights else out
 
 

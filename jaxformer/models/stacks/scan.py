@@ -69,11 +69,13 @@ def _whole_pattern(config: ModelConfig) -> tuple[Mixer, ...]:
 
 def init_state(config: ModelConfig, batch: int, length: int, dtype) -> Tree:
     """The empty state of all layers `[L, ...]`; of different mixers a tuple: one tree for each layer of the pattern."""
-    repeat = lambda tree, n: jax.tree.map(lambda leaf: jnp.zeros((n, *leaf.shape), leaf.dtype), tree)
-    if alike(config):
-        return repeat(mixers(config)[0].state(batch, length, dtype), config.num_layers)
-    slots = _whole_pattern(config)
-    return tuple(repeat(slot.state(batch, length, dtype), config.num_layers // len(slots)) for slot in slots)
+    slots = mixers(config)[:1] if alike(config) else _whole_pattern(config)
+    if any(slot.state is None for slot in slots):
+        raise NotImplementedError("a mixer without `state` cannot decode; give its Mixer(..., state=...)")
+    states = [slot.state(batch, length, dtype) for slot in slots if slot.state is not None]
+    repeat = lambda leaf: jnp.zeros((config.num_layers // len(slots), *leaf.shape), leaf.dtype)
+    repeated = tuple(jax.tree.map(repeat, state) for state in states)
+    return repeated[0] if alike(config) else repeated
 
 
 def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callable | None = None):

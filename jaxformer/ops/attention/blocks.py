@@ -1,5 +1,6 @@
-"""The parts of a blockwise attention: its call, blocks of queries, keys and bias, and which pairs of them are visited."""
+"""The blocks of a blockwise attention: of queries and keys, of the bias, and which pairs of them are visited."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -9,22 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxformer.masks import EMPTY, FULL, PARTIAL, Mask, Split, full
+from jaxformer.masks import EMPTY, FULL, PARTIAL, Mask
 from jaxformer.ops.positions import Bias
 
 
 @dataclass(frozen=True)
-class Call:
-    """What is static of one call: lengths, block sizes, scalars, and of the mask all but its arrays."""
+class Grid:
+    """T queries and S keys in blocks of bq and bk."""
 
     T: int
     S: int
     bq: int
     bk: int
-    scale: float
-    softcap: float | None
-    dropout_rate: float
-    mask: Split = full().split()[1]
 
     @property
     def nq(self) -> int:
@@ -35,30 +32,30 @@ class Call:
         return -(-self.S // self.bk)
 
 
-def remembered(f):
-    """f(mask, ...), answered once for each static mask: forward, backward and every layer ask again."""
+def cached_by_mask(f: Callable) -> Callable:
+    """f(mask, ...), cached for static masks: forward, backward and every layer ask again."""
     cached: Any = lru_cache(maxsize=256)(f)
     return lambda mask, *rest: (cached if mask.static else f)(mask, *rest)
 
 
-@remembered
+_VISIT = 2_500.0  # the fixed price of a visit, in pairs of one head: measured on XLA:CPU
+
+
+@cached_by_mask
 def choose_block(mask: Mask, T: int, S: int, heads: int) -> tuple[int, int]:
-    """The (queries, keys) a block for which visited pairs plus a fixed price a visit are cheapest."""
+    """The (queries, keys) of a block for which all visited pairs, plus a fixed price for each visit, are cheapest."""
     if T * S == 0:
         return 1, 1
-    bq, bk = (min(n, 64 << (n // 32_768).bit_length()) for n in (T, S))  # the finest: at most some 500 a side
-    kinds = mask.blocks(T, S, (bq, bk))
+    bq, bk = (min(n, 64 << (n // 32_768).bit_length()) for n in (T, S))  # the finest: about 500 blocks a side at most
+    visited = mask.blocks(T, S, (bq, bk)) != EMPTY
     best = (np.inf, 0, 0)
     for q in (1, 2, 4, 8):
         for k in (1, 2, 4):
             if (q > 1 and q // 2 * bq >= T) or (k > 1 and k // 2 * bk >= S):
                 continue
-            visits = np.count_nonzero(_any_of(_any_of(kinds != EMPTY, q, 0), k, 1))
+            visits = np.count_nonzero(_any_of(_any_of(visited, q, 0), k, 1))
             best = min(best, (visits * (q * bq * k * bk + _VISIT / heads), q * bq, k * bk))
     return best[1:]
-
-
-_VISIT = 2_500.0  # a visit's fixed price, in pairs of one head: measured on XLA:CPU
 
 
 def _any_of(blocks, count: int, axis: int):
@@ -66,99 +63,142 @@ def _any_of(blocks, count: int, axis: int):
     return np.logical_or.reduceat(blocks, np.arange(0, blocks.shape[axis], count), axis=axis)
 
 
-# Layouts. Queries that share a key head stand together: row r of G * bq is query r % bq of head r // bq in its group.
+# Layouts. Queries that share a key head are neighbours: row r of G * bq is query r % bq of head r // bq in its group.
 
 
-def as_rows(call: Call, x):
-    """[B, T, N, ...] -> [nq, B, bq, N, ...], zeros behind: without a batch, nothing moves."""
-    x = jnp.pad(x, ((0, 0), (0, call.nq * call.bq - call.T), *((0, 0),) * (x.ndim - 2)))
-    return jnp.moveaxis(x.reshape(x.shape[0], call.nq, call.bq, *x.shape[2:]), 1, 0)
+def query_blocks(grid: Grid, x):
+    """[B, T, N, ...] -> [nq, B, bq, N, ...], padded with zeros."""
+    x = _padded(x, {1: -x.shape[1] % grid.bq})
+    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // grid.bq, grid.bq, *x.shape[2:]), 1, 0)
 
 
-def from_rows(x, length: int):
-    """The inverse of `as_rows`; the padding is dropped."""
+def join_blocks(x, length: int):
+    """The inverse of `query_blocks`, without the padding."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def grouped_rows(x, K: int):
+def group_heads(x, K: int):
     """[B, bq, N, ...] -> [B, K, G, bq, ...]."""
     x = x.reshape(*x.shape[:2], K, -1, *x.shape[3:])
     return jnp.moveaxis(x, 1, 3)
 
 
-def ungrouped_rows(x):
+def ungroup_heads(x):
     """[B, K, G, bq, ...] -> [B, bq, N, ...]."""
     x = jnp.moveaxis(x, 3, 1)
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
-# Bias. An array is cut into blocks; a rule of positions is evaluated a block at a time.
+# Biases. Each kind gives a block of itself, `block(i, j)`, `[B|1, N|1, bq|1, bk|1]`, and adds the gradient of that block
+# to its own, `accumulate(total, i, j, gradient)`, beginning with `zeros(dtype)`.
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Table:
-    """A bias array `[B or 1, N or 1, T or 1, S or 1]`, padded to whole blocks."""
+class BiasArray(NamedTuple):
+    """A bias array `[B|1, N|1, T|1, S|1]`, padded to whole blocks."""
 
+    grid: Grid
     array: Any
 
-    def at(self, call: Call, i, j):
-        """Where block (i, j) begins, and its shape."""
-        # what is broadcast is known by the array's length: a block may have length 1 as well
-        axes = zip(self.array.shape[2:], (i, j), (call.bq, call.bk), strict=True)
+    def block(self, i, j):
+        return lax.dynamic_slice(self.array, *self._slice(i, j))
+
+    def zeros(self, dtype):
+        return jnp.zeros_like(self.array, dtype)
+
+    def accumulate(self, total, i, j, gradient):
+        start, shape = self._slice(i, j)  # a pullback of the slice would make an array of zeros as large as the bias
+        block = lax.dynamic_slice(total, start, shape)
+        return lax.dynamic_update_slice(total, block + _sum_to(gradient, shape), start)
+
+    def _slice(self, i, j):
+        """Start and shape of block (i, j). An axis is broadcast if the array has length 1 there: a block may have it too."""
+        axes = zip(self.array.shape[2:], (i, j), (self.grid.bq, self.grid.bk), strict=True)
         first, sizes = zip(*((n * size, size) if length > 1 else (0, 1) for length, n, size in axes), strict=True)
-        at = tuple(jnp.asarray(index, jnp.int32) for index in (0, 0, *first))
-        return at, (*self.array.shape[:2], *sizes)
+        return tuple(jnp.asarray(index, jnp.int32) for index in (0, 0, *first)), (*self.array.shape[:2], *sizes)
 
 
-def as_bias(call: Call, bias):
-    if bias is None or isinstance(bias, Bias):
+class BiasRule(NamedTuple):
+    """A `positions.Bias`, evaluated block by block; its `rows` are padded to whole query blocks."""
+
+    grid: Grid
+    bias: Bias
+    first: Any  # the position of the first query
+    places: Any = None  # [nq]: where query block i is among those of `rows`, if they are a part of all
+
+    def block(self, i, j):
+        return self._evaluate(self.bias.arrays, self._rows(i), i, j)
+
+    def zeros(self, dtype):
+        return zeros((self.bias.arrays, self.bias.rows), dtype)
+
+    def accumulate(self, total, i, j, gradient):
+        evaluate = lambda arrays, rows: self._evaluate(arrays, rows, i, j)
+        block, pullback = jax.vjp(evaluate, self.bias.arrays, self._rows(i))
+        d_arrays, d_rows = pullback(_sum_to(gradient, block.shape).astype(block.dtype))
+        arrays, rows = total
+        arrays = jax.tree.map(lambda x, y: x + y.astype(x.dtype), arrays, d_arrays)
+        return arrays, tuple(add_at(x, y, self._start(i)) for x, y in zip(rows, d_rows, strict=True))
+
+    def _evaluate(self, arrays, rows, i, j):
+        grid, bias = self.grid, replace(self.bias, arrays=arrays, rows=rows)
+        return bias.block(self.first + i * grid.bq, grid.bq, j * grid.bk, grid.bk)
+
+    def _start(self, i):
+        return (i if self.places is None else self.places[i]) * self.grid.bq
+
+    def _rows(self, i):
+        return tuple(lax.dynamic_slice_in_dim(x, self._start(i), self.grid.bq, axis=1) for x in self.bias.rows)
+
+
+def _sum_to(gradient, shape):
+    """[B, K, G, bq, bk] summed to the shape `[B|1, N|1, bq|1, bk|1]` that was broadcast."""
+    gradient = gradient.reshape(gradient.shape[0], -1, *gradient.shape[3:])
+    return jnp.sum(gradient, [axis for axis in range(4) if shape[axis] == 1], keepdims=True)
+
+
+def add_at(x, more, start):
+    """x with `more` added from `start` on along axis 1, in place inside a loop."""
+    more = more.astype(x.dtype) + lax.dynamic_slice_in_dim(
+        x, start, more.shape[1], axis=1, allow_negative_indices=False
+    )
+    return lax.dynamic_update_slice_in_dim(x, more, start, axis=1, allow_negative_indices=False)
+
+
+def differentiable(grid: Grid, bias):
+    """The bias, a function as a `Bias` whose arrays are the function's: otherwise they could not be differentiated."""
+    if not callable(bias):
         return bias
-    if callable(bias):  # whatever the function closes over becomes an argument, or it could not be differentiated
-        q, kv = jnp.zeros(call.bq, jnp.int32), jnp.zeros(call.bk, jnp.int32)
-        function, closed_over = jax.closure_convert(bias, q, kv)
-        return Bias(lambda b, q, kv: function(q, kv, *b.arrays), arrays=tuple(closed_over))
-    whole = call.nq * call.bq, call.nk * call.bk
-    more = [(0, size - n if n > 1 else 0) for n, size in zip(bias.shape[2:], whole, strict=True)]
-    return _Table(jnp.pad(bias, ((0, 0), (0, 0), *more)))
+    q, kv = jnp.zeros(grid.bq, jnp.int32), jnp.zeros(grid.bk, jnp.int32)
+    function, arrays = jax.closure_convert(bias, q, kv)
+    return Bias(lambda b, q, kv: function(q, kv, *b.arrays), arrays=tuple(arrays))
 
 
-def bias_parts(call: Call, bias):
-    """(what every visit reads, what only the visits of one query block read, cut into query blocks)."""
-    if isinstance(bias, Bias):
-        return bias.arrays, tuple(as_rows(call, x) for x in bias.rows)
-    return bias, ()
-
-
-def bias_block(call: Call, seen: "Seen", rows, i, j):
-    """Block (i, j) of the bias, `[B or 1, N or 1, bq or 1, bk or 1]`."""
-    if isinstance(seen.bias, Bias):
-        bias = replace(seen.bias, arrays=seen.whole, rows=rows)
-        return bias.block(seen.mask.first(call.T, call.S) + i * call.bq, call.bq, j * call.bk, call.bk)
-    return lax.dynamic_slice(seen.whole.array, *seen.whole.at(call, i, j))
-
-
-def add_bias_gradient(call, seen, rows, i, j, d_scores, d_whole, d_rows):
-    """(d_whole, d_rows) with what block (i, j) adds to them."""
-    block, pullback = jax.vjp(lambda w, r: bias_block(call, seen._replace(whole=w), r, i, j), seen.whole, rows)
-    d_block = d_scores.reshape(d_scores.shape[0], -1, *d_scores.shape[3:])
-    d_block = jnp.sum(d_block, [axis for axis in range(4) if block.shape[axis] == 1], keepdims=True)
-    if isinstance(seen.bias, _Table):  # the pullback would make a whole array of zeros around the block
-        at, shape = seen.whole.at(call, i, j)
-        d_block = d_block + lax.dynamic_slice(d_whole.array, at, shape)
-        return _Table(lax.dynamic_update_slice(d_whole.array, d_block, at)), d_rows
-    more = pullback(d_block.astype(block.dtype))
-    return jax.tree.map(lambda x, y: x + y.astype(x.dtype), (d_whole, d_rows), more)
-
-
-def bias_gradient(bias, d_whole, d_rows):
-    """The gradient of `bias` from those of its parts."""
+def bias_blocks(grid: Grid, bias, first, places=None) -> BiasArray | BiasRule | None:
+    """The bias by blocks; `first` is the position of the first query."""
     if bias is None:
         return None
-    if isinstance(bias, _Table):
-        return jax.tree.map(lambda d, x: d.astype(x.dtype), d_whole, bias)
-    return jax.tree.map(lambda d, x: d.astype(x.dtype), replace(bias, arrays=d_whole, rows=d_rows), bias)
+    if isinstance(bias, Bias):
+        rows = tuple(_padded(x, {1: -x.shape[1] % grid.bq}) for x in bias.rows)
+        return BiasRule(grid, replace(bias, rows=rows), first, places)
+    blocks = zip((2, 3), (grid.bq, grid.bk), strict=True)
+    return BiasArray(grid, _padded(bias, {axis: -bias.shape[axis] % n for axis, n in blocks if bias.shape[axis] > 1}))
+
+
+def _padded(x, more: dict[int, int]):
+    """x with so many zeros behind each axis."""
+    return jnp.pad(x, [(0, more.get(axis, 0)) for axis in range(x.ndim)])
+
+
+def bias_gradient(bias, total):
+    """The gradient of `bias` from the accumulated one of its blocks."""
+    if bias is None:
+        return None
+    if isinstance(bias, Bias):
+        arrays, rows = total
+        rows = tuple(d[:, : x.shape[1]] for d, x in zip(rows, bias.rows, strict=True))
+        return jax.tree.map(lambda d, x: d.astype(x.dtype), replace(bias, arrays=arrays, rows=rows), bias)
+    return total[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
 
 
 def zeros(tree, dtype):
@@ -169,51 +209,35 @@ def zeros(tree, dtype):
 
 
 class Visits(NamedTuple):
-    """Of query block i: columns[starts[i]:starts[i + 1]] are the key blocks to visit."""
+    """columns[starts[i]:starts[i + 1]] are the key blocks that query block i visits."""
 
     starts: np.ndarray
     columns: np.ndarray
 
 
-@remembered
-def find_visits(mask: Mask, call: Call, owners: tuple[int, ...] | None = None) -> dict[int, Visits]:
-    """The blocks to visit, by kind. `owners`, numbers below P, say which part of the keys each block belongs to:
-    query block i and part e then stand at i * P + e instead of i."""
-    kinds = mask.blocks(call.T, call.S, (call.bq, call.bk))
-    if call.S % call.bk:  # the last keys of the last block are padding
+@cached_by_mask
+def find_visits(mask: Mask, grid: Grid, owners: tuple[int, ...] | None = None) -> dict[int, Visits]:
+    """The key blocks to visit, FULL and PARTIAL ones. `owners[j]`, a number below P, is the part of the keys that has
+    block j: the visits of query block i to part p then stand at i * P + p instead of i."""
+    kinds = mask.blocks(grid.T, grid.S, (grid.bq, grid.bk))
+    if grid.S % grid.bk:  # the last keys of the last block are padding
         kinds[:, -1] = np.minimum(kinds[:, -1], PARTIAL)
-    owner = np.asarray(owners or (0,) * call.nk)
+    owner = np.asarray(owners or (0,) * grid.nk)
     parts, found = max(owner, default=0) + 1, {}
     for kind in (FULL, PARTIAL):
         rows, columns = np.nonzero(kinds == kind)
         if len(rows):
             at = rows * parts + owner[columns]
             order = np.argsort(at, kind="stable")
-            starts = np.searchsorted(at[order], np.arange(call.nq * parts + 1))
+            starts = np.searchsorted(at[order], np.arange(grid.nq * parts + 1))
             found[kind] = Visits(starts.astype(np.int32), columns[order].astype(np.int32))
     return found
 
 
-def visit_all(visits: dict[int, Visits], at, visit, state):
-    """state after visit(kind, j, state) for every key block j that stands at `at`, FULL ones first."""
+def visit_all(visits: dict[int, Visits], at, visit: Callable, state):
+    """`state` after visit(kind, j, state) for every key block j that stands at `at`, FULL ones first."""
     for kind, (starts, columns) in visits.items():
         starts, columns = jnp.asarray(starts), jnp.asarray(columns)
         step = lambda n, state, kind=kind, columns=columns: visit(kind, columns[n], state)
         state = lax.fori_loop(starts[at], starts[at + 1], step, state)
     return state
-
-
-class Seen(NamedTuple):
-    """What every row of blocks looks at: keys and values `[B, S, K, H]` and what belongs to their pairs."""
-
-    mask: Mask
-    bias: Any
-    whole: Any  # of the bias, see `bias_parts`
-    drop_seed: Any
-    visits: dict[int, Visits]
-    keys: Any
-    values: Any
-    places: Any = None  # [nk]: where block j lies among those of `keys`, if they are a part of all keys
-
-    def place(self, j):
-        return j if self.places is None else self.places[j]

@@ -1,255 +1,270 @@
 """Exact attention without an n x n array, in plain JAX, on any platform: what the mask hides is never visited.
 
-Queries and keys are cut into blocks. `Mask.blocks` says at trace time which pairs of blocks are EMPTY, PARTIAL or FULL;
-a loop over the query blocks visits their FULL keys without and their PARTIAL keys with the mask, and keeps a running
+Queries and keys are cut into blocks. `Mask.blocks` says at trace time which pairs of blocks are EMPTY, PARTIAL or FULL.
+A loop over the query blocks visits their FULL keys without the mask and their PARTIAL keys with it, and keeps a running
 maximum and sum (Milakov & Gimelshein 2018, arXiv:1805.02867; Rabe & Staats 2021, arXiv:2112.05682). The backward pass
 makes the same visits and computes the weights again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
 """
 
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Float
 
-from jaxformer.masks import PARTIAL, Mask
-from jaxformer.ops.attention.blocks import (
-    Call,
-    Seen,
-    add_bias_gradient,
-    as_bias,
-    as_rows,
-    bias_block,
-    bias_gradient,
-    bias_parts,
-    choose_block,
-    find_visits,
-    from_rows,
-    grouped_rows,
-    ungrouped_rows,
-    visit_all,
-    zeros,
-)  # fmt: skip
-from jaxformer.ops.dropout import kept, rescaled, seed
+from jaxformer.masks import PARTIAL
+from jaxformer.ops.attention import blocks
+from jaxformer.ops.attention.blocks import Grid, Visits, group_heads, join_blocks, query_blocks, ungroup_heads
+from jaxformer.ops.attention.call import Call
+from jaxformer.ops.dropout import kept, rescaled
 from jaxformer.ops.einsum import einsum
 
 
 def attention(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
-    *,
-    mask: Mask,
-    bias: Any = None,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    block: tuple[int, int] | None = None,
-) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """`ops.attention` and, beside it, the log-sum-exp of each query's scores (its sink included; -inf: sees no key).
+    query: Array, key: Array, value: Array, call: Call, block: tuple[int, int] | None = None
+) -> tuple[Array, Array]:
+    """The output, and the log-sum-exp `[B, T, N]` of each query's scores (its sink included; -inf: it sees no key).
 
-    `block` is (queries, keys) a block; by default what a cost model of the mask finds cheapest. Both results are
-    differentiable, in query, key, value, sinks and whatever floating-point arrays `bias` holds.
+    `block` is (queries, keys) of a block; by default what a cost model of the mask finds cheapest. Both results are
+    differentiable, in query, key, value, sinks and the floating-point arrays of the bias.
     """
     (B, T, N, _), S = query.shape, key.shape[1]
-    mask = mask.sized(S)
-    arrays, rest = mask.split()
-    dropping = dropout_rate > 0 and dropout_key is not None
-    bq, bk = block or choose_block(mask, T, S, B * N)
-    call = Call(T, S, bq, bk, scale, softcap, dropout_rate if dropping else 0.0, rest)
-    drop_seed = seed(dropout_key) if dropping else None
-    return _attend(call, query, key, value, arrays, as_bias(call, bias), sinks, drop_seed)
+    grid = Grid(T, S, *(block or blocks.choose_block(call.mask, T, S, B * N)))
+    return _attend(grid, query, key, value, replace(call, bias=blocks.differentiable(grid, call.bias)))
 
 
-# Forward and backward. Inside, scores are [B, K, G, bq, bk]: query head n is group member n % G of key head n // G.
+class Tiles(NamedTuple):
+    """Pairs of a query block and a key block, and what their scores are computed from."""
+
+    grid: Grid
+    call: Call
+    bias: Any  # a BiasArray, a BiasRule or None
+    visits: dict[int, Visits]
+    keys: Any  # [B, S, K, H], padded to whole blocks
+    values: Any  # [B, S, K, Hv]
+    places: Any = None  # [nk]: where key block j is in `keys`, if these are a part of all keys
+
+    def place(self, j):
+        return j if self.places is None else self.places[j]
+
+    def positions(self, i, j):
+        """Of the queries of block i and the keys of block j."""
+        grid = self.grid
+        first = self.call.mask.first(grid.T, grid.S)
+        return first + i * grid.bq + jnp.arange(grid.bq), j * grid.bk + jnp.arange(grid.bk)
 
 
-def _scores(call: Call, kind: int, mask: Mask, bias, q, k, i, j):
+# Scores are [B, K, G, bq, bk]: query head n is group member n % G of key head n // G.
+
+
+def _scores(tiles: Tiles, kind: int, q, k, i, j):
     """Masked scores of block (i, j), and the derivative of the softcap."""
     (B, K, _, _), wide = q.shape, jnp.promote_types(q.dtype, jnp.float32)
+    grid, call, slope = tiles.grid, tiles.call, 1.0
     scores = einsum("bkrh,bksh->bkrs", q, k, dtype=wide) * call.scale
-    scores = scores.reshape(B, K, -1, call.bq, call.bk)
-    slope = 1.0
-    if bias is not None:
-        scores = scores + _grouped(bias, scores).astype(wide)
+    scores = scores.reshape(B, K, -1, grid.bq, grid.bk)
+    if tiles.bias is not None:
+        scores = scores + _like_scores(tiles.bias.block(i, j), scores).astype(wide)
     if call.softcap is not None:
         capped = jnp.tanh(scores / call.softcap)
         scores, slope = call.softcap * capped, 1 - capped**2
     if kind == PARTIAL:
-        q_positions, kv_positions = _positions(call, mask, i, j)
-        visible = mask(q_positions, kv_positions)
-        if call.S % call.bk:
-            visible = visible & (kv_positions < call.S)[None, None, None, :]
-        scores = jnp.where(_grouped(visible, scores), scores, -jnp.inf)
+        q_positions, kv_positions = tiles.positions(i, j)
+        visible = call.mask(q_positions, kv_positions)
+        if grid.S % grid.bk:
+            visible = visible & (kv_positions < grid.S)[None, None, None, :]
+        scores = jnp.where(_like_scores(visible, scores), scores, -jnp.inf)
     return scores, slope
 
 
-def _grouped(x, scores):
-    """[B or 1, N or 1, bq, bk] -> [B or 1, K or 1, G or 1, bq, bk], for scores [B, K, G, bq, bk]."""
+def _like_scores(x, scores):
+    """[B|1, N|1, bq, bk] -> [B|1, K|1, G|1, bq, bk], for scores [B, K, G, bq, bk]."""
     heads = scores.shape[1:3] if x.shape[1] > 1 else (1, 1)
     return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
 
-def _positions(call: Call, mask: Mask, i, j):
-    return mask.first(call.T, call.S) + i * call.bq + jnp.arange(call.bq), j * call.bk + jnp.arange(call.bk)
-
-
-def _dropped(call: Call, seen: Seen, x, i, j):
-    if not call.dropout_rate:
+def _dropout(tiles: Tiles, x, i, j):
+    if tiles.call.dropout_seed is None:
         return x
-    B, K, G = x.shape[:3]
-    keep = kept(seen.drop_seed, call.dropout_rate, (B, K * G), *_positions(call, seen.mask, i, j))
-    return rescaled(x, keep.reshape(x.shape), call.dropout_rate)
+    (B, K, G), rate = x.shape[:3], tiles.call.dropout_rate
+    keep = kept(tiles.call.dropout_seed, rate, (B, K * G), *tiles.positions(i, j))
+    return rescaled(x, keep.reshape(x.shape), rate)
 
 
-# A row of blocks in the forward pass: its running maximum, sum and output, `[B, K, G, bq]` and `[..., Hv]`.
+# Forward: a query block and its running softmax
 
 
-def begin_row(q, sinks, K: int, Hv: int):
-    """The state of queries q `[B, bq, N, H]` that have seen nothing yet."""
+class Softmax(NamedTuple):
+    """The running softmax of a query block: maximum and sum `[B, K, G, bq]`, output `[B, K, G, bq, Hv]`."""
+
+    top: Any
+    total: Any
+    out: Any
+
+
+def begin(q, sinks, K: int, Hv: int) -> Softmax:
+    """For queries q `[B, bq, N, H]`, before any key."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    none = jnp.zeros_like(grouped_rows(q, K)[..., 0], wide)  # of q, for it is sharded as q is
-    top = none - jnp.inf if sinks is None else none + _sinks(sinks, wide).reshape(1, K, -1, 1)
-    return top, none + (sinks is not None), jnp.broadcast_to(none[..., None], (*none.shape, Hv))
+    none = jnp.zeros_like(group_heads(q, K)[..., 0], wide)  # made from q, so that it is sharded as q is
+    top = none - jnp.inf if sinks is None else none + _finite(sinks, wide).reshape(1, K, -1, 1)
+    return Softmax(top, none + (sinks is not None), jnp.broadcast_to(none[..., None], (*none.shape, Hv)))
 
 
-def extend_row(call: Call, seen: Seen, q, rows, i, at, state):
-    """`state` of the queries q `[B, bq, N, H]` of block i after the visits that stand at `at`."""
-    wide, q = jnp.promote_types(q.dtype, jnp.float32), _flat(grouped_rows(q, seen.keys.shape[2]))
+def extend(tiles: Tiles, softmax: Softmax, q, i, at) -> Softmax:
+    """`softmax` of the queries q `[B, bq, N, H]` of block i, after the visits that stand at `at`."""
+    wide, q = jnp.promote_types(q.dtype, jnp.float32), _flat(group_heads(q, tiles.keys.shape[2]))
 
-    def visit(kind, j, state):
-        top, total, out = state
-        place = seen.place(j)
-        block = None if seen.bias is None else bias_block(call, seen, rows, i, j)
-        scores, _ = _scores(call, kind, seen.mask, block, q, _at(call, seen.keys, place), i, j)
+    def visit(kind, j, softmax):
+        top, total, out = softmax
+        place = tiles.place(j)
+        scores, _ = _scores(tiles, kind, q, _block(tiles.grid, tiles.keys, place), i, j)
         above = jnp.maximum(top, jnp.max(scores, axis=-1))
         finite = jnp.where(above == -jnp.inf, 0, above)
         weights, shrink = jnp.exp(scores - finite[..., None]), jnp.exp(top - finite)
         total = total * shrink + jnp.sum(weights, axis=-1)
-        weights = _flat(_dropped(call, seen, weights, i, j).astype(seen.values.dtype))
-        new = einsum("bkrs,bksh->bkrh", weights, _at(call, seen.values, place), dtype=wide)
-        return above, total, out * shrink[..., None] + new.reshape(out.shape)
+        weights = _flat(_dropout(tiles, weights, i, j).astype(tiles.values.dtype))
+        new = einsum("bkrs,bksh->bkrh", weights, _block(tiles.grid, tiles.values, place), dtype=wide)
+        return Softmax(above, total, out * shrink[..., None] + new.reshape(out.shape))
 
-    return visit_all(seen.visits, at, visit, state)
+    return blocks.visit_all(tiles.visits, at, visit, softmax)
 
 
-def finish_row(state, dtype):
+def finish(softmax: Softmax, dtype):
     """(output `[B, bq, N, Hv]`, log-sum-exp `[B, K, G, bq]`)"""
-    top, total, out = state
-    total = jnp.where(total == 0, 1, total)
-    return ungrouped_rows((out / total[..., None]).astype(dtype)), top + jnp.log(total)
+    total = jnp.where(softmax.total == 0, 1, softmax.total)
+    return ungroup_heads((softmax.out / total[..., None]).astype(dtype)), softmax.top + jnp.log(total)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call, query, key, value, arrays, bias, sinks, drop_seed):
-    return _forward(call, query, key, value, arrays, bias, sinks, drop_seed)[0]
+def _attend(grid, query, key, value, call):
+    return _forward(grid, query, key, value, call)[0]
 
 
-def _seen(call: Call, key, value, arrays, bias, drop_seed) -> tuple[Seen, Any]:
-    mask = call.mask.join(arrays)
-    whole, bias_rows = bias_parts(call, bias)
-    keys, values = (jnp.pad(x, ((0, 0), (0, call.nk * call.bk - call.S), (0, 0), (0, 0))) for x in (key, value))
-    return Seen(mask, bias, whole, drop_seed, find_visits(mask, call), keys, values), bias_rows
+def _tiles(grid: Grid, key, value, call) -> Tiles:
+    keys, values = (jnp.pad(x, ((0, 0), (0, -grid.S % grid.bk), (0, 0), (0, 0))) for x in (key, value))
+    bias = blocks.bias_blocks(grid, call.bias, call.mask.first(grid.T, grid.S))
+    return Tiles(grid, call, bias, blocks.find_visits(call.mask, grid), keys, values)
 
 
-def _forward(call, query, key, value, arrays, bias, sinks, drop_seed):
-    seen, bias_rows = _seen(call, key, value, arrays, bias, drop_seed)
+def _forward(grid, query, key, value, call):
+    tiles = _tiles(grid, key, value, call)
 
     def row(_, inputs):
-        i, q, rows = inputs
-        state = begin_row(q, sinks, *value.shape[2:])
-        return None, finish_row(extend_row(call, seen, q, rows, i, i, state), value.dtype)
+        i, q = inputs
+        return None, finish(extend(tiles, begin(q, call.sinks, *value.shape[2:]), q, i, i), value.dtype)
 
-    _, (out, lse) = lax.scan(row, None, (jnp.arange(call.nq), as_rows(call, query), bias_rows))
-    out, public = from_rows(out, call.T), from_rows(jax.vmap(ungrouped_rows)(lse), call.T)
+    _, (out, lse) = lax.scan(row, None, (jnp.arange(grid.nq), query_blocks(grid, query)))
+    out, public = join_blocks(out, grid.T), join_blocks(jax.vmap(ungroup_heads)(lse), grid.T)
     # named for policies that keep them (`stacks.scan.remat`)
     out, public, lse = checkpoint_name((out, public, lse), "attention")
-    return (out, public), (query, key, value, arrays, bias, sinks, drop_seed, out, lse)
+    return (out, public), (query, key, value, call, out, lse)
 
 
-def back_row(call: Call, seen: Seen, q, g, delta, lse, rows, i, at, state):
-    """((dq `[B, K, G * bq, H]`, of bias rows), (dk, dv, of the whole bias)) with what the visits at `at` add.
+# Backward
+
+
+class Row(NamedTuple):
+    """A query block `[B, bq, N, ...]` in the backward pass."""
+
+    q: Any
+    g: Any  # the gradient of its output
+    delta: Any  # the sum of gradient times output, less the gradient of the log-sum-exp
+    lse: Any  # [B, K, G, bq]
+
+
+class Gradients(NamedTuple):
+    """Sums that every visit adds to."""
+
+    dq: Any  # of one query block, [B, K, G * bq, H]
+    dk: Any
+    dv: Any
+    bias: Any
+
+
+def add_gradients(tiles: Tiles, sums: Gradients, row: Row, i, at) -> Gradients:
+    """`sums` with the visits of query block i that stand at `at`.
 
     The gradient of a row's scores is weights * (d_out . value - delta): Dao et al. 2022, appendix B.2.
     """
-    wide, K, dtype = jnp.promote_types(q.dtype, jnp.float32), seen.keys.shape[2], q.dtype
-    q, g = _flat(grouped_rows(q, K)), _flat(grouped_rows(g.astype(seen.values.dtype), K))
-    finite, delta = jnp.where(lse == -jnp.inf, 0, lse)[..., None], grouped_rows(delta, K)[..., None]
+    wide, K, dtype = jnp.promote_types(row.q.dtype, jnp.float32), tiles.keys.shape[2], row.q.dtype
+    q, g = _flat(group_heads(row.q, K)), _flat(group_heads(row.g.astype(tiles.values.dtype), K))
+    lse, delta = _finite_lse(row.lse)[..., None], group_heads(row.delta, K)[..., None]
 
-    def visit(kind, j, state):
-        (dq, d_rows), (dk, dv, d_whole) = state
-        place = seen.place(j)
-        block = None if seen.bias is None else bias_block(call, seen, rows, i, j)
-        scores, slope = _scores(call, kind, seen.mask, block, q, _at(call, seen.keys, place), i, j)
-        weights = jnp.exp(scores - finite)
-        used = _flat(_dropped(call, seen, weights, i, j).astype(seen.values.dtype))
-        d_weights = einsum("bkrh,bksh->bkrs", g, _at(call, seen.values, place), dtype=wide).reshape(weights.shape)
-        d_weights = _dropped(call, seen, d_weights, i, j)
-        d_scores = weights * (d_weights - delta) * slope
-        if seen.bias is not None:
-            d_whole, d_rows = add_bias_gradient(call, seen, rows, i, j, d_scores, d_whole, d_rows)
-        d_scores = _flat((d_scores * call.scale).astype(dtype))
-        dq = dq + einsum("bkrs,bksh->bkrh", d_scores, _at(call, seen.keys, place), dtype=wide)
-        # transposed, dk and dv come out of products that XLA:CPU runs a third faster
-        dk = _add_at(call, dk, einsum("bkrh,bkrs->bkhs", q, d_scores, dtype=wide), place)
-        dv = _add_at(call, dv, einsum("bkrh,bkrs->bkhs", g, used, dtype=wide), place)
-        return (dq, d_rows), (dk, dv, d_whole)
+    def visit(kind, j, sums):
+        dq, dk, dv, d_bias = sums
+        place = tiles.place(j)
+        keys, values = (_block(tiles.grid, x, place) for x in (tiles.keys, tiles.values))
+        scores, slope = _scores(tiles, kind, q, keys, i, j)
+        weights = jnp.exp(scores - lse)
+        dropped = _flat(_dropout(tiles, weights, i, j).astype(tiles.values.dtype))
+        d_weights = einsum("bkrh,bksh->bkrs", g, values, dtype=wide).reshape(weights.shape)
+        d_scores = weights * (_dropout(tiles, d_weights, i, j) - delta) * slope
+        if tiles.bias is not None:
+            d_bias = tiles.bias.accumulate(d_bias, i, j, d_scores)
+        d_scores = _flat((d_scores * tiles.call.scale).astype(dtype))
+        dq = dq + einsum("bkrs,bksh->bkrh", d_scores, keys, dtype=wide)
+        # XLA:CPU computes these transposed products a third faster
+        start, by_key = place * tiles.grid.bk, lambda x: x.transpose(0, 3, 1, 2)
+        dk = blocks.add_at(dk, by_key(einsum("bkrh,bkrs->bkhs", q, d_scores, dtype=wide)), start)
+        dv = blocks.add_at(dv, by_key(einsum("bkrh,bkrs->bkhs", g, dropped, dtype=wide)), start)
+        return Gradients(dq, dk, dv, d_bias)
 
-    return visit_all(seen.visits, at, visit, state)
-
-
-def no_gradient(q, rows, K: int):
-    """The (dq, of bias rows) of `back_row` before any visit."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    return jnp.zeros_like(_flat(grouped_rows(q, K)), wide), zeros(rows, wide)
+    return blocks.visit_all(tiles.visits, at, visit, sums)
 
 
-def end_row(dq, q):
-    """dq of `back_row` as the gradient of q `[B, bq, N, H]`."""
+def zero_dq(q, K: int):
+    """The dq of `Gradients` for queries q `[B, bq, N, H]`."""
+    return jnp.zeros_like(_flat(group_heads(q, K)), jnp.promote_types(q.dtype, jnp.float32))
+
+
+def finish_dq(dq, q):
+    """dq of `Gradients` as the gradient of q `[B, bq, N, H]`."""
     B, K, _, H = dq.shape
-    return ungrouped_rows(dq.reshape(B, K, -1, q.shape[1], H)).astype(q.dtype)
+    return ungroup_heads(dq.reshape(B, K, -1, q.shape[1], H)).astype(q.dtype)
 
 
-def sink_gradient(sinks, lse, delta):
-    """Of one row of blocks, `[K, G]`."""
-    K, G = lse.shape[1:3]
-    on_sink = jnp.exp(_sinks(sinks, lse.dtype).reshape(1, K, G, 1) - jnp.where(lse == -jnp.inf, 0, lse))
-    return -jnp.sum(on_sink * grouped_rows(delta, K), axis=(0, 3))
+def sink_gradient(sinks, row: Row):
+    """Of one query block, `[K, G]`."""
+    K, G = row.lse.shape[1:3]
+    on_sink = jnp.exp(_finite(sinks, row.lse.dtype).reshape(1, K, G, 1) - _finite_lse(row.lse))
+    return -jnp.sum(on_sink * group_heads(row.delta, K), axis=(0, 3))
 
 
-def _sinks(sinks, dtype):
-    """Sinks below infinity: one of them takes all, and inf - inf would be NaN."""
-    return jnp.minimum(sinks.astype(dtype), jnp.finfo(dtype).max)
-
-
-def _backward(call, residuals, gradients):
-    query, key, value, arrays, bias, sinks, drop_seed, out, lse = residuals
+def _backward(grid, residuals, gradients):
+    query, key, value, call, out, lse = residuals
     d_out, d_lse = gradients
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    seen, bias_rows = _seen(call, key, value, arrays, bias, drop_seed)
+    tiles = _tiles(grid, key, value, call)
 
-    def row(sums, inputs):
-        i, q, g, g_lse, o, row_lse, rows = inputs
+    def step(sums, inputs):
+        i, q, g, o, g_lse, lse = inputs
         delta = jnp.sum(g.astype(wide) * o.astype(wide), axis=-1) - g_lse.astype(wide)
-        state = no_gradient(q, rows, key.shape[2]), sums
-        (dq, d_rows), sums = back_row(call, seen, q, g, delta, row_lse, rows, i, i, state)
-        return sums, (end_row(dq, q), d_rows, 0 if sinks is None else sink_gradient(sinks, row_lse, delta))
+        row = Row(q, g, delta, lse)
+        dq, *sums = add_gradients(tiles, Gradients(zero_dq(row.q, key.shape[2]), *sums), row, i, i)
+        return tuple(sums), (finish_dq(dq, row.q), 0 if call.sinks is None else sink_gradient(call.sinks, row))
 
-    sums = zeros((seen.keys, seen.values, seen.whole), wide)
-    rows = (as_rows(call, x) for x in (query, d_out, d_lse, out))
-    (dk, dv, d_whole), (dq, d_rows, d_sinks) = lax.scan(row, sums, (jnp.arange(call.nq), *rows, lse, bias_rows))
-    dk, dv = (x[:, : call.S].astype(y.dtype) for x, y in ((dk, key), (dv, value)))
-    d_sinks = None if sinks is None else jnp.sum(d_sinks, 0).reshape(-1).astype(sinks.dtype)
-    d_rows = tuple(from_rows(d, call.T) for d in d_rows)
-    return from_rows(dq, call.T), dk, dv, None, bias_gradient(bias, d_whole, d_rows), d_sinks, None
+    sums = *blocks.zeros((tiles.keys, tiles.values), wide), None if tiles.bias is None else tiles.bias.zeros(wide)
+    rows = (query_blocks(grid, x) for x in (query, d_out, out, d_lse))
+    (dk, dv, d_bias), (dq, d_sinks) = lax.scan(step, sums, (jnp.arange(grid.nq), *rows, lse))
+    dk, dv = (d[:, : grid.S].astype(x.dtype) for d, x in ((dk, key), (dv, value)))
+    d_sinks = None if call.sinks is None else jnp.sum(d_sinks, 0).reshape(-1).astype(call.sinks.dtype)
+    d_bias = blocks.bias_gradient(call.bias, d_bias)
+    return join_blocks(dq, grid.T), dk, dv, replace(call, mask=None, bias=d_bias, sinks=d_sinks, dropout_seed=None)
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _finite(sinks, dtype):
+    """Sinks below infinity: an infinite one takes all, and inf - inf would be NaN."""
+    return jnp.minimum(sinks.astype(dtype), jnp.finfo(dtype).max)
+
+
+def _finite_lse(lse):
+    return jnp.where(lse == -jnp.inf, 0, lse)
 
 
 def _flat(x):
@@ -257,15 +272,8 @@ def _flat(x):
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
-def _at(call: Call, x, j):
+def _block(grid: Grid, x, j):
     """The keys or values of block j: `[B, K, bk, H]`."""
-    x = lax.dynamic_slice_in_dim(x, j * call.bk, call.bk, axis=1, allow_negative_indices=False)
-    # a transposition inside a product would take XLA:CPU's slow path, and in bfloat16 none
+    x = lax.dynamic_slice_in_dim(x, j * grid.bk, grid.bk, axis=1, allow_negative_indices=False)
+    # XLA:CPU computes a product with a transposition inside it slowly, and in bfloat16 not at all
     return lax.optimization_barrier(x.transpose(0, 2, 1, 3))
-
-
-def _add_at(call: Call, x, more, j):
-    """x `[B, S, K, H]` with `more` `[B, K, H, bk]` added to block j, in place inside a loop."""
-    at = j * call.bk
-    more = more.transpose(0, 3, 1, 2) + lax.dynamic_slice_in_dim(x, at, call.bk, axis=1, allow_negative_indices=False)
-    return lax.dynamic_update_slice_in_dim(x, more, at, axis=1, allow_negative_indices=False)

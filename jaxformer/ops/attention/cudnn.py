@@ -1,4 +1,4 @@
-"""Attention on NVIDIA GPUs by cuDNN, through `jax.nn.dot_product_attention`: the few masks it has, or a refusal by name."""
+"""Attention on NVIDIA GPUs by cuDNN, through `jax.nn.dot_product_attention`. Masks that it lacks are refused by name."""
 
 from typing import Any, Literal
 
@@ -7,62 +7,46 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
 
 from jaxformer.masks import Mask, rules
-from jaxformer.ops.attention.share import share, size
+from jaxformer.ops.attention.call import Call
+from jaxformer.ops.attention.share import parts, share
 from jaxformer.ops.attention.splash import band
 
 
-def attention(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
-    *,
-    mask: Mask,
-    bias: Float[Array, "#B #N #T #S"] | None = None,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Any = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-) -> Float[Array, "B T N H"]:
+def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     """softmax(mask(query key^T * scale + bias)) value by cuDNN's fused kernel, in bfloat16 or float16.
 
     Masks: `full`, and with as many queries as keys `causal` and `window(l)`; each also `& lengths(q, kv)`. On the mesh of
-    `jax.set_mesh` each device has its share of the batch and the heads.
+    `jax.set_mesh` each device computes its share of the batch and the heads.
 
     Raises NotImplementedError for what `refuses` names.
     """
-    options = dict(mask=mask, bias=bias, softcap=softcap, sinks=sinks, dropout_rate=dropout_rate)
-    if reason := refuses(query, key, value, dropout_key=dropout_key, **options):
+    if reason := refuses(query, key, value, call):
         raise NotImplementedError(f"cudnn: no {reason}; implementation='blockwise' has it")
     (B, T), (S, K) = query.shape[:2], key.shape[1:3]
-    planned, split = plan(mask, T, S), share(B, T, K)
-    assert not isinstance(planned, str)  # or it would have been refused
+    planned, split, bias = plan(call.mask, T, S), share(B, T, K), call.bias
+    assert not isinstance(planned, str)  # `refuses` would have named it
     if split.length is not None:
-        raise NotImplementedError(
-            f"cudnn: no queries split over mesh.context={size(split.length)}; implementation='ring'"
-        )
+        raise NotImplementedError(f"cudnn: no queries split over mesh.context={parts(split.length)}; use 'ring'")
     lengths = {k: jnp.broadcast_to(v, B) for k, v in planned.items() if k.endswith("seq_lengths")}
-    of_bias = None
-    if bias is not None:
-        of_bias = P(*(over if n > 1 else None for n, over in zip(bias.shape, (split.batch, split.heads), strict=False)))
+    shape = (1, 1) if bias is None else bias.shape[:2]
+    bias_spec = P(*(axes if n > 1 else None for n, axes in zip(shape, (split.batch, split.heads), strict=True)))
 
     def here(query, key, value, bias, lengths):
-        return run(query, key, value, bias=bias, scale=scale, planned=planned | lengths, implementation="cudnn")
+        return run(query, key, value, bias=bias, scale=call.scale, planned=planned | lengths, implementation="cudnn")
 
-    in_specs = *[split.places] * 3, of_bias, P(split.batch)
-    return split.run(here, in_specs, split.places, query, key, value, bias, lengths)
+    in_specs = *[split.spec] * 3, bias_spec, P(split.batch)
+    return split.run(here, in_specs, split.spec, query, key, value, bias, lengths)
 
 
-def refuses(query, key, value, *, mask, bias, softcap, sinks, dropout_rate, dropout_key) -> str | None:
-    """What of a call this kernel cannot do, in a few words, or None if it can all of it. Looks at shapes and types only."""
-    (T, H), S = (query.shape[1], query.shape[3]), key.shape[1]
-    if dropout_rate and dropout_key is not None:
+def refuses(query, key, value, call: Call) -> str | None:
+    """What of a call cuDNN cannot compute, in a few words; None: it can compute it. Looks at shapes and types only."""
+    (T, H), S, bias = (query.shape[1], query.shape[3]), key.shape[1], call.bias
+    if call.dropout_seed is not None:
         return "dropout of ours"  # cuDNN draws its own bits
-    for name, given in (("softcap", softcap), ("sinks", sinks)):
-        if given is not None:
+    for name in ("softcap", "sinks"):
+        if getattr(call, name) is not None:
             return name
     if not query.dtype == key.dtype == value.dtype:
         return f"query, key, value of different types: {query.dtype}, {key.dtype}, {value.dtype}"
@@ -72,7 +56,7 @@ def refuses(query, key, value, *, mask, bias, softcap, sinks, dropout_rate, drop
         return f"values {value.shape[3]} wide beside keys {H} wide"
     if H % 8 or _widest() < H:
         return f"head width {H} (a multiple of 8, at most {_widest()} on this GPU)"
-    planned = _static_plan(mask, T, S)
+    planned = _static_plan(call.mask, T, S)
     if isinstance(planned, str):
         return planned
     if bias is not None:
@@ -86,10 +70,10 @@ def refuses(query, key, value, *, mask, bias, softcap, sinks, dropout_rate, drop
 
 
 def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
-    """The keywords of `jax.nn.dot_product_attention` that give `mask`, or in a few words what of it they cannot.
+    """The keywords of `jax.nn.dot_product_attention` that give `mask`, or in a few words what of it they cannot give.
 
     Their masks start in the top left corner, and only a causal one may have a window. Lengths, int32 `[B]` or `[1]`, are
-    cut to what the arrays hold: `query_seq_lengths` to the queries that see a key, `key_value_seq_lengths` to 1 or more.
+    limited by the arrays: `query_seq_lengths` counts only queries that see a key, `key_value_seq_lengths` is 1 or more.
     """
     planned = _static_plan(mask, T, S)
     limits = [part.arrays for part in mask.conjuncts() if part.rule is rules.lengths]
@@ -100,7 +84,7 @@ def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
     for q, kv in limits:
         q_length = q_length if q is None else jnp.minimum(q_length, q - offset)
         kv_length = kv_length if kv is None else jnp.minimum(kv_length, kv)
-    # behind a window's reach from the last key on a query sees nothing, and nobody does without keys
+    # queries further than the window from the last key see nothing, and without keys no query does
     reach = min(T, planned["local_window_size"][0]) if "local_window_size" in planned else T
     q_length = jnp.where(kv_length > 0, jnp.clip(q_length, 0, kv_length + reach), 0)
     lengths = {"query_seq_lengths": q_length, "key_value_seq_lengths": jnp.maximum(kv_length, 1)}
@@ -108,11 +92,11 @@ def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
 
 
 def _static_plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
-    if not isinstance(mask.offset, int | np.integer | None):
+    if not isinstance(mask.offset, int | None):
         return "mask at an offset that is an array"
     if T == 0 or S == 0:
         return "empty queries or keys"
-    offset = int(mask.first(T, S))
+    offset = mask.first(T, S)
     ends = band(*(part for part in mask.conjuncts() if part.rule is not rules.lengths))
     if ends is None:
         return f"mask {mask}"
@@ -127,7 +111,7 @@ def _static_plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
         return f"mask {mask} that is not causal"
     if T != S or offset != 0:
         return (
-            f"mask {mask} for {T} queries from position {offset} on and {S} keys: theirs start in the top left corner"
+            f"mask {mask} for {T} queries from position {offset} on and {S} keys: cuDNN's start in the top left corner"
         )
     return {"is_causal": True} | ({} if left is None else {"local_window_size": (left, 0)})
 
@@ -135,27 +119,27 @@ def _static_plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
 def run(
     query, key, value, *, bias, scale: float, planned: dict[str, Any], implementation: Literal["cudnn", "xla"]
 ) -> Array:
-    """The plan carried out by "cudnn", or by "xla" on any platform and in any type: the same function of its arguments.
+    """The planned call by "cudnn", or by "xla" on any platform and in any type, with the same result.
 
-    Padded to even lengths, the only ones for which jax 0.10.2 has a backward pass by cuDNN, with a bias or without.
+    Padded to even lengths: jax 0.10.2 has cuDNN's backward pass for these alone.
     """
     (B, T), S = query.shape[:2], key.shape[1]
     planned = {k: jnp.broadcast_to(v, B) if k.endswith("seq_lengths") else v for k, v in planned.items()}
-    seen = planned.get("query_seq_lengths")
-    if seen is not None:  # no row of a batch without queries: what cuDNN makes of one is not documented
-        planned["query_seq_lengths"] = jnp.maximum(seen, 1)
-    if S % 2 and not planned:  # else the padded key is after every query's own, or beyond a length
+    visible = planned.get("query_seq_lengths")
+    if visible is not None:  # cuDNN does not document a row without queries
+        planned["query_seq_lengths"] = jnp.maximum(visible, 1)
+    if S % 2 and not planned:  # otherwise causality or a length hides the padded key
         planned = {"key_value_seq_lengths": jnp.full(B, S, jnp.int32)}
     if bias is not None:
         bias = jnp.pad(jnp.broadcast_to(bias, (*bias.shape[:2], T, S)), ((0, 0), (0, 0), (0, T % 2), (0, S % 2)))
     query, key, value = (jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value))
     out = jax.nn.dot_product_attention(query, key, value, bias, scale=scale, implementation=implementation, **planned)
     out = out[:, :T]
-    return out if seen is None else jnp.where((jnp.arange(T)[None] < seen[:, None])[:, :, None, None], out, 0)
+    return out if visible is None else jnp.where((jnp.arange(T)[None] < visible[:, None])[:, :, None, None], out, 0)
 
 
 def _widest() -> int:
-    """Head width of the mesh's GPUs, or of this process's: cuDNN has 256 from Hopper (compute capability 9) on, 128 before."""
+    """The largest head width on the mesh's GPUs, or on this process's: 256 from Hopper (compute capability 9) on, else 128."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.platform != jax.default_backend():  # a GPU that is not here
         return 256 if any(name in device.device_kind for name in ("H100", "H200", "GH200", "B200", "B300")) else 128

@@ -13,6 +13,7 @@ from jaxformer.ops.attention.linear import packed, visibility
 from jaxformer.ops.einsum import einsum
 
 
+@jax.named_scope("linformer_attention")
 def linformer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -27,14 +28,13 @@ def linformer_attention(
 ) -> Float[Array, "B T N Hv"]:
     """softmax(q (E^T k)^T * scale) F^T v. Wang et al. 2020, arXiv:2006.04768, eq. 7.
 
-    E is `key_projection` and F `value_projection`, from the L >= S positions they were made for to R rows; a shorter
-    sequence takes their first S. The paper's ways of sharing are ways of passing arrays: `[L, R]` for all heads
-    (headwise), no F for F = E (key-value), the same E in every layer (layerwise), `[K, L, R]` for none.
+    E is `key_projection` and F `value_projection`, from L >= S positions to R rows; a shorter sequence takes the first S.
+    The paper's ways of sharing are ways of passing arrays: `[L, R]` for all heads (headwise), no F for F = E (key-value),
+    the same E in every layer (layerwise), `[K, L, R]` for none.
 
-    `mask` may be `full()`, `lengths(...)` and `segments(ids)`. Padded keys are zero before E, so what they hold does not
-    matter; padded queries yield zeros. Every row of E^T k mixes keys of the whole sequence, so no other mask can be kept:
-    of segments only one a row, id 0 being its padding. A row with several, which cannot be refused when ids are traced,
-    is NaN.
+    `mask` may be `full()`, `lengths(...)` and `segments(ids)`. Padded keys are zero before E; padded queries yield zeros.
+    Every row of E^T k mixes keys of the whole sequence, so no other mask can be kept. Of segments a row may have one, with
+    padding (id 0); a row with several is NaN, because traced ids cannot be refused.
 
     Raises NotImplementedError for other masks, ValueError for shapes that do not fit.
     """
@@ -46,13 +46,11 @@ def linformer_attention(
             "favor_attention and attention(implementation='blockwise') can"
         )
     value_projection = key_projection if value_projection is None else value_projection
-    shown = jnp.ones((1, S), bool) if view.keys is None else view.keys
-    key, value = _reduce(key, key_projection, shown), _reduce(value, value_projection, shown)
-    if view.queries is not None:
-        query = jnp.where(view.queries[:, :, None, None], query, 0)
+    key, value = _reduce(key, key_projection, view.keys), _reduce(value, value_projection, view.keys)
+    shown = view.queries[:, :, None, None]
+    query = jnp.where(shown, query, 0)
     out: Any = attention(query, key, value, scale=scale, dropout_rate=dropout_rate, dropout_key=dropout_key)
-    if view.queries is not None:
-        out = jnp.where(view.queries[:, :, None, None], out, 0)
+    out = jnp.where(shown, out, 0)
     return out if view.ids is None else jnp.where(packed(view.ids)[:, None, None, None], jnp.nan, out)
 
 

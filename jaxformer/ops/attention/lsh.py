@@ -1,7 +1,8 @@
 """Reformer's attention: tokens meet in hash buckets, and a query is its own key. Kitaev et al. 2020, arXiv:2001.04451."""
 
 import math
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxformer.ops.attention.reference import softmax
 from jaxformer.ops.dropout import dropout
 from jaxformer.ops.einsum import einsum
 
-# The score of a token with itself: under every other score, so that it counts only where nothing else is visible.
+# The score of a token with itself: below every other score, so that it counts only where nothing else is visible.
 _SELF = -1e5
 
 Rotations = Float[Array, "#N H rounds _"] | tuple[Float[Array, "#N H rounds _"], ...]
@@ -46,6 +47,7 @@ def lsh_buckets(x: Float[Array, "B T N H"], rotations: Rotations) -> Int[Array, 
     return bucket
 
 
+@jax.named_scope("lsh_attention")
 def lsh_attention(
     query_key: Float[Array, "B T N H"],
     value: Float[Array, "B T N Hv"],
@@ -65,58 +67,105 @@ def lsh_attention(
 ) -> Float[Array, "B T N Hv"]:
     """softmax(scale x_i . x_j / |x_j|) value over those keys j that some round of hashing puts near the query i.
 
-    Each round sorts the tokens by (bucket, position) and cuts them into chunks; a query sees its own chunk and
-    `chunks_before` and `chunks_after` it. The rounds stand in one circle, as in trax: the first chunk of a round looks
-    back at the last of the round before. Rounds are merged by the softmax of their log-sum-exp. A token sees itself
-    only where it sees nothing else. Time and memory grow with rounds * T * chunk; any T will do: padding fills it up to a
-    multiple of `multiple`, which chunks divide (None: of `chunk`).
+    Each round sorts the tokens by (bucket, position) and cuts them into chunks. A query sees its own chunk,
+    `chunks_before` chunks before it and `chunks_after` after it. The rounds form one circle, as in trax: the first chunk of
+    a round looks back at the last of the round before. Rounds are merged by the softmax of their log-sum-exp. A token sees
+    itself only where it sees nothing else. Time and memory grow with rounds * T * chunk. T is padded to a multiple of
+    `multiple`, itself a multiple of `chunk` (None: `chunk`).
 
     A key met in several rounds, or twice in a short circle, counts once (appendix A), or with `duplicates` as often as it
-    is met (trax, Hugging Face). `within_buckets` hides what shares a chunk but no bucket. `scale` is 1 in trax and
-    Hugging Face, H^-0.5 in lucidrains' package; `eps` is added to a key's mean square. Rotations are data, from
-    `random_rotations`: one set for all heads or one a head. Tokens that are padding to `segments` or `lengths` share a
-    bucket behind all others, so that they come between no two real tokens. A query that sees no key yields zeros.
+    is met (trax, Hugging Face). `within_buckets` hides keys of the same chunk but of another bucket. `scale` is 1 in trax
+    and Hugging Face, H^-0.5 in lucidrains' package; `eps` is added to a key's mean square. Rotations are data, from
+    `random_rotations`: one set for all heads or one for each. Padding (by `segments` or `lengths`) is sorted behind all
+    other tokens, so that it separates no two of them. A query that sees no key yields zeros.
 
     Raises ValueError for shapes that do not fit, NotImplementedError for a mask that differs by head or has an offset.
     """
-    _check(query_key, value, rotations, chunk, chunks_before, chunks_after, multiple or chunk)
+    multiple = multiple or chunk
+    _check(query_key, value, rotations, chunk, chunks_before, chunks_after, multiple)
     B, T, N, _ = query_key.shape
     mask = as_mask(mask, "lsh_attention").sized(T)
-    labels = _labels(jax.lax.stop_gradient(query_key), rotations, _real(mask, T), -T % (multiple or chunk))
-    rounds, length = labels.shape[2:]
-    order = jnp.argsort(labels, axis=-1, stable=True)  # order[s]: the token at place s; place[t]: where token t went
-    place = jnp.argsort(order, axis=-1)
-    total = rounds * length // chunk
+    labels = _labels(jax.lax.stop_gradient(query_key), rotations, _real(mask, T), -T % multiple)
+    order = jnp.argsort(labels, axis=-1, stable=True)
+    circle = _circle(order, chunk, chunks_before, chunks_after, duplicates)
+    wide = jnp.promote_types(query_key.dtype, jnp.float32)
+    keys = circle.look(circle.cut(_unit(query_key, eps).swapaxes(1, 2)))
+    scores = einsum("bncqh,bnckh->bncqk", circle.cut(query_key.swapaxes(1, 2)), keys, dtype=wide) * scale
+    q = order.reshape(B, N, circle.total, chunk)
+    kv = circle.look(q)
+    scores = jnp.where(q[..., None] == kv[..., None, :], _SELF, scores)
+    visible = _visible(mask, q, kv, T)
+    if within_buckets:
+        here = jnp.take_along_axis(labels, order, axis=-1).reshape(q.shape)
+        visible = visible & (here[..., None] == circle.look(here)[..., None, :])
+    if not duplicates:
+        scores = scores - jnp.log(_meetings(circle, labels if within_buckets else None))
+    weights, log_total = _softmax(jnp.where(visible, scores, -jnp.inf))
+    weights = dropout(weights, dropout_rate, dropout_key).astype(value.dtype)
+    out = einsum("bncqk,bnckh->bncqh", weights, circle.look(circle.cut(value.swapaxes(1, 2))), dtype=wide)
+    return _merge_rounds(out, log_total.reshape(labels.shape), circle.place[..., :T], value.dtype)
+
+
+@dataclass(frozen=True)
+class _Circle:
+    """The sorted tokens of all rounds, cut into chunks that form a circle."""
+
+    order: Any  # [B, N, rounds, length]: the token at each place
+    place: Any  # [B, N, rounds, length]: the place of each token
+    chunk: int
+    total: int  # chunks
+    before: int  # chunks that a chunk sees before it, counted once
+    after: int
+    shifts: tuple[int, ...]  # how far away the chunks that it sees are
+
+    def cut(self, x):
+        """[B, N, T, ...] -> [B, N, chunks, chunk, ...]: sorted, the rounds one after another; zeros at padding."""
+        B, N = self.order.shape[:2]
+        index = self.order.reshape(B, N, -1, *[1] * (x.ndim - 3))
+        x = jnp.take_along_axis(x, index, axis=2, mode="fill", fill_value=0)
+        return x.reshape(B, N, -1, self.chunk, *x.shape[3:])
+
+    def look(self, x):
+        """[B, N, chunks, chunk, ...] -> [B, N, chunks, keys, ...]: what each chunk sees."""
+        return jnp.concatenate([jnp.roll(x, shift, axis=2) for shift in self.shifts], axis=3)
+
+
+def _circle(order, chunk: int, chunks_before: int, chunks_after: int, duplicates: bool) -> _Circle:
+    total = order.shape[2] * order.shape[3] // chunk
     before = min(chunks_before, total - 1)
     after = min(chunks_after, total - 1 - before)  # a circle of few chunks shows each of them once
     shifts = range(before, -after - 1, -1)
     if duplicates:
         # Hugging Face's slices meet a chunk as often as they go round, and beyond a full turn the chunk itself
-        shifts = [shift if abs(shift) <= total else 0 for shift in range(chunks_before, -chunks_after - 1, -1)]
-    cut, look = partial(_cut, order, chunk), partial(_look, shifts)
+        shifts = (shift if abs(shift) <= total else 0 for shift in range(chunks_before, -chunks_after - 1, -1))
+    return _Circle(order, jnp.argsort(order, axis=-1), chunk, total, before, after, tuple(shifts))
 
-    query, keys = cut(query_key.swapaxes(1, 2)), look(cut(_unit(query_key, eps).swapaxes(1, 2)))
-    values = look(cut(value.swapaxes(1, 2)))
-    q = order.reshape(B, N, total, chunk)
-    kv = look(q)
-    visible = _visible(mask, q, kv, T)
-    scores = einsum("bncqh,bnckh->bncqk", query, keys, dtype=jnp.promote_types(query.dtype, jnp.float32)) * scale
-    scores = jnp.where(q[..., None] == kv[..., None, :], _SELF, scores)
-    if within_buckets:
-        here = jnp.take_along_axis(labels, order, axis=-1).reshape(q.shape)
-        visible = visible & (here[..., None] == look(here)[..., None, :])
-    if not duplicates:
-        home = place // chunk + length // chunk * jnp.arange(rounds)[None, None, :, None]  # a token's chunk by round
-        traces = [cut(x.swapaxes(2, 3)) for x in ((home, labels) if within_buckets else (home,))]
-        scores = scores - jnp.log(_meetings(traces, [look(x) for x in traces], before, after, total))
-    weights, log_total = _softmax(jnp.where(visible, scores, -jnp.inf))
-    weights = dropout(weights, dropout_rate, dropout_key).astype(value.dtype)
-    out = einsum("bncqk,bnckh->bncqh", weights, values, dtype=scores.dtype)
 
-    place = place[..., :T]
-    out = jnp.take_along_axis(out.reshape(B, N, rounds, length, -1), place[..., None], axis=3)
-    log_total = jnp.take_along_axis(log_total.reshape(labels.shape), place, axis=3)
-    return einsum("bntr,bnrth->btnh", softmax(log_total.swapaxes(2, 3)), out, dtype=value.dtype)
+def _meetings(circle: _Circle, labels):
+    """How often each pair of a chunk meets in all rounds, never below 1; with `labels`, in the same bucket."""
+    rounds, length = circle.order.shape[2:]
+    home = circle.place // circle.chunk + length // circle.chunk * jnp.arange(rounds)[None, None, :, None]
+
+    def pairs(
+        x,
+    ):  # what x has at query and key in each round, [..., queries, 1, rounds, 1] and [..., 1, keys, 1, rounds]
+        x = circle.cut(x.swapaxes(2, 3))
+        return x[..., :, None, :, None], circle.look(x)[..., None, :, None, :]
+
+    q, kv = pairs(home)
+    met = (q - kv + circle.after) % circle.total <= circle.before + circle.after
+    if labels is not None:
+        q, kv = pairs(labels)
+        met = met & (q == kv)
+    return jnp.maximum(jnp.sum(met, axis=(-2, -1)), 1)
+
+
+def _merge_rounds(out, log_total, place, dtype):
+    """The outputs of each token's rounds, weighted by the softmax of their log-sum-exp: `[B, T, N, Hv]`."""
+    out = out.reshape(*log_total.shape, -1)
+    out = jnp.take_along_axis(out, place[..., None], axis=3)
+    log_total = jnp.take_along_axis(log_total, place, axis=3)
+    return einsum("bntr,bnrth->btnh", softmax(log_total.swapaxes(2, 3)), out, dtype=dtype)
 
 
 def _factors(rotations):
@@ -132,12 +181,12 @@ def _labels(x, rotations, real, padding):
 
 
 def _real(mask: Mask, T: int):
-    """[B or 1, T]: tokens that their own row's `segments` and `lengths` let see themselves."""
-    real = jnp.ones((1, T), bool)
+    """[B or 1, T]: tokens that `segments` and `lengths` do not mark as padding."""
+    real, positions = jnp.ones((1, T), bool), jnp.arange(T)
     for part in mask.conjuncts():
         if part.rule in (rules.segments, rules.lengths):
-            seen = jax.vmap(lambda t, part=part: part(t[None], t[None]))(jnp.arange(T))
-            real = real & seen[:, :, 0, 0, 0].T
+            q_ids, kv_ids = rules.segment_ids([part], positions, positions)
+            real = real & (q_ids == kv_ids) & (kv_ids != 0)
     return real
 
 
@@ -147,42 +196,18 @@ def _unit(x, eps):
     return (wide * jax.lax.rsqrt((mean_square + eps) * x.shape[-1])).astype(x.dtype)
 
 
-def _cut(order, chunk, x):
-    """[B, N, T, ...] -> [B, N, chunks, chunk, ...]: sorted, the rounds one after another; zeros at places beyond T."""
-    B, N = order.shape[:2]
-    index = order.reshape(B, N, -1, *[1] * (x.ndim - 3))
-    return jnp.take_along_axis(x, index, axis=2, mode="fill", fill_value=0).reshape(B, N, -1, chunk, *x.shape[3:])
-
-
-def _look(shifts, x):
-    """[B, N, chunks, chunk, ...] -> [B, N, chunks, shifts * chunk, ...], in a circle."""
-    return jnp.concatenate([jnp.roll(x, shift, axis=2) for shift in shifts], axis=3)
-
-
 def _visible(mask, q, kv, T):
     """The mask at the positions of each chunk: [B or 1, N, chunks, queries, keys]."""
     (B, N, total, chunk), width = q.shape, kv.shape[-1]
-    seen = jax.vmap(mask, (1, 1), 1)(q.reshape(B, -1, chunk), kv.reshape(B, -1, width))
-    if seen.shape[2] != 1 or not (mask.offset is None or (isinstance(mask.offset, int) and mask.offset == 0)):
+    visible = jax.vmap(mask, (1, 1), 1)(q.reshape(B, -1, chunk), kv.reshape(B, -1, width))
+    at_zero = mask.offset is None or (isinstance(mask.offset, int) and mask.offset == 0)
+    if visible.shape[2] != 1 or not at_zero:
         raise NotImplementedError(
-            f"lsh_attention(mask={mask}): a mask by head or with an offset; attention() takes both"
+            f"lsh_attention(mask={mask}): no mask by head or with an offset; attention() has both"
         )
-    seen = jnp.broadcast_to(seen, (seen.shape[0], N * total, 1, chunk, width)).reshape(-1, N, total, chunk, width)
-    return seen & (q < T)[..., None] & (kv < T)[..., None, :]
-
-
-def _meetings(query_traces, key_traces, before, after, total):
-    """How often each pair of a chunk meets anywhere, from where both went in each round; never below 1.
-
-    Traces are `[..., tokens, rounds]`: the token's chunk and, where that matters, its label.
-    """
-    homes, *labels = [
-        (q[..., :, None, :, None], k[..., None, :, None, :]) for q, k in zip(query_traces, key_traces, strict=True)
-    ]
-    met = (homes[0] - homes[1] + after) % total <= before + after
-    for q, k in labels:
-        met = met & (q == k)
-    return jnp.maximum(jnp.sum(met, axis=(-2, -1)), 1)
+    shape = visible.shape[0], N * total, 1, chunk, width
+    visible = jnp.broadcast_to(visible, shape).reshape(-1, N, total, chunk, width)
+    return visible & (q < T)[..., None] & (kv < T)[..., None, :]
 
 
 def _softmax(scores):
@@ -206,7 +231,5 @@ def _check(query_key, value, rotations, chunk, before, after, multiple):
     if len({R.shape[2] for R in factors}) != 1:
         raise ValueError(f"lsh_attention: factors of the rotations have one number of rounds; got {shapes}")
     if chunk < 1 or before < 0 or after < 0 or multiple % chunk:
-        raise ValueError(
-            "lsh_attention: chunk >= 1, chunks_before and chunks_after >= 0, multiple a multiple of chunk; got "
-            f"{chunk, before, after, multiple}"
-        )
+        sizes = f"chunk={chunk}, chunks_before={before}, chunks_after={after}, multiple={multiple}"
+        raise ValueError(f"lsh_attention: chunk >= 1, the others >= 0, and chunk divides multiple; got {sizes}")

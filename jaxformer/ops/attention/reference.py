@@ -1,5 +1,6 @@
-"""Attention by its definition, with the array of all scores: what every kernel is held against."""
+"""Attention by its definition, with the array of all scores: every kernel is tested against it."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -7,47 +8,17 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxformer.ops.dropout import kept, rescaled, seed
+from jaxformer.ops.attention.call import Call
+from jaxformer.ops.dropout import kept, rescaled
 from jaxformer.ops.einsum import einsum
 from jaxformer.ops.positions import Bias
 
 
-def reference(query, key, value, *, mask, bias, scale, softcap, sinks, dropout_rate, dropout_key, weigh):
-    """The definition, with the whole `[B, N, T, S]` score array. Returns the output and the weights before dropout."""
-    B, T, N, H = query.shape
-    S, K = key.shape[1:3]
-    positions = mask.positions(T, S)
-    accumulate = jnp.promote_types(query.dtype, jnp.float32)
-    if N == K:  # the grouped products with groups of one, which XLA:CPU runs slower by a tenth
-        scores = einsum("btnh,bsnh->bnts", query, key, dtype=accumulate) * scale
-    else:
-        grouped = query.reshape(B, T, K, N // K, H)
-        scores = einsum("btkgh,bskh->bkgts", grouped, key, dtype=accumulate).reshape(B, N, T, S) * scale
-    if bias is not None:
-        if isinstance(bias, Bias):
-            bias = bias.block(mask.first(T, S), T, 0, S)
-        elif callable(bias):
-            bias = bias(*positions)
-        scores = scores + (bias if bias.ndim == 4 else bias[None]).astype(accumulate)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(mask(*positions), scores, -jnp.inf)
-    weights = weigh(scores, sinks)
-    dropped = weights
-    if dropout_rate and dropout_key is not None:
-        dropped = rescaled(weights, kept(seed(dropout_key), dropout_rate, (B, N), *positions), dropout_rate)
-    dropped = dropped.astype(value.dtype)
-    if N == K:
-        return einsum("bnts,bsnh->btnh", dropped, value), weights
-    out = einsum("bkgts,bskh->btkgh", dropped.reshape(B, K, N // K, T, S), value)
-    return out.reshape(B, T, N, value.shape[-1]), weights
-
-
 def softmax(scores: Float[Array, "B N T S"], sinks: Float[Array, " N"] | None = None) -> Float[Array, "B N T S"]:
     """exp(s_j) / (sum_j exp(s_j) + exp(sink)): rows of -inf give zeros instead of NaN."""
-    top = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)  # which is also the answer for no keys at all
+    top = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)  # `initial` is the answer for no keys at all
     if sinks is not None:
-        ends = jnp.finfo(scores.dtype)  # an infinite sink takes nothing or all: as the largest numbers do, without NaN
+        ends = jnp.finfo(scores.dtype)  # the largest numbers act as an infinite sink does, without NaN
         sinks = jnp.clip(sinks.astype(scores.dtype), ends.min, ends.max)[None, :, None, None]
         top = jnp.maximum(top, sinks)
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
@@ -58,9 +29,43 @@ def softmax(scores: Float[Array, "B N T S"], sinks: Float[Array, " N"] | None = 
     return exponentials / jnp.where(total == 0, 1, total)
 
 
+def reference(query: Array, key: Array, value: Array, call: Call, weigh: Callable = softmax) -> tuple[Array, Array]:
+    """The output, and before dropout the weights `weigh(scores, sinks)`. Scores are an array `[B, N, T, S]`."""
+    (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
+    positions = call.mask.positions(T, S)
+    accumulate = jnp.promote_types(query.dtype, jnp.float32)
+    if N == K:  # the grouped products with groups of one are slower by a tenth on XLA:CPU
+        scores = einsum("btnh,bsnh->bnts", query, key, dtype=accumulate) * call.scale
+    else:
+        grouped = query.reshape(B, T, K, N // K, H)
+        scores = einsum("btkgh,bskh->bkgts", grouped, key, dtype=accumulate).reshape(B, N, T, S) * call.scale
+    if call.bias is not None:
+        scores = scores + _all_of(call.bias, call.mask.first(T, S), *positions).astype(accumulate)
+    if call.softcap is not None:
+        scores = call.softcap * jnp.tanh(scores / call.softcap)
+    weights = weigh(jnp.where(call.mask(*positions), scores, -jnp.inf), call.sinks)
+    dropped = weights
+    if call.dropout_seed is not None:
+        keep = kept(call.dropout_seed, call.dropout_rate, (B, N), *positions)
+        dropped = rescaled(weights, keep, call.dropout_rate)
+    dropped = dropped.astype(value.dtype)
+    if N == K:
+        return einsum("bnts,bsnh->btnh", dropped, value), weights
+    out = einsum("bkgts,bskh->btkgh", dropped.reshape(B, K, N // K, T, S), value)
+    return out.reshape(B, T, N, value.shape[-1]), weights
+
+
+def _all_of(bias, first, q_positions, kv_positions) -> Array:
+    """The bias as an array `[B|1, N|1, T|1, S|1]`."""
+    if isinstance(bias, Bias):
+        return bias.block(first, len(q_positions), 0, len(kv_positions))
+    bias = bias(q_positions, kv_positions) if callable(bias) else bias
+    return bias if bias.ndim == 4 else bias[None]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rounded_softmax(dtype, scores, sinks):
-    """`softmax` rounded to 16 bits. Its gradient needs the weights alone, so only those are kept: half of autodiff's bytes."""
+    """`softmax` rounded to 16 bits. Its gradient keeps the weights alone: half of the bytes that autodiff would keep."""
     return softmax(scores, sinks).astype(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Longformer's two sets of projections and BigBird's gathered blocks: sparse attentions that no mask alone describes."""
+"""Sparse attentions that a mask alone does not describe: Longformer has two sets of projections, BigBird gathers blocks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +20,7 @@ Layout = Int[Array, "N rows r"] | Int[np.ndarray, "N rows r"]
 Tokens = int | Sequence[int] | Int[np.ndarray, "..."] | Int[Array, "B G"] | Bool[Array, "B T"] | Bool[np.ndarray, "B T"]
 
 
+@jax.named_scope("longformer_attention")
 def longformer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
@@ -41,13 +42,13 @@ def longformer_attention(
 
     A local token attends to the keys at most window / 2 away and to the global tokens' keys, each once, in one softmax
     over `key` and `value`. A global token attends from `global_query` to every `global_key`. `window` is the paper's
-    total width, even, the token itself not counted. `global_tokens` is their number (the first ones), their positions,
+    total width, even, without the token itself. `global_tokens` is their number (the first ones), their positions,
     or by row positions `[B, G]` (negative: none) or flags `[B, T]`; without any, the three global arrays may be None.
     `mask` hides padding (`segments`, `lengths`); a query that is padding yields zeros.
 
-    Time and memory grow with T * (window + globals), given a kernel that skips what no query sees. Traced flags need
-    `max_globals`, the most that a row may have: a row with more yields NaN. Raises ValueError for arguments that do
-    not fit, NotImplementedError for other masks.
+    Time and memory grow with T * (window + globals) if the kernel skips hidden blocks. Traced flags need `max_globals`, the
+    most that a row may have: a row with more yields NaN. Raises ValueError for arguments that do not fit,
+    NotImplementedError for other masks.
     """
     _check_self_attention("longformer_attention", query, key, value)
     if window < 0 or window % 2:
@@ -59,8 +60,8 @@ def longformer_attention(
     keys = (None, None) if dropout_key is None else random.split(dropout_key)
     options = dict(scale=scale, dropout_rate=dropout_rate, implementation=implementation)
 
-    # The global keys stand once more in front of all keys, and their own places are hidden: what a query sees is then
-    # a rule of positions, of which a kernel knows before run time that it is sparse.
+    # The global keys are copied in front of all keys and hidden in their own places: then the mask is a rule of positions,
+    # and the kernel knows at trace time that it is sparse.
     in_front = lambda x: jnp.concatenate([_take(x, chosen), x], axis=1)
     local_ids = kv_ids.at[jnp.arange(B)[:, None], chosen].set(0, mode="drop")
     visible = segments(
@@ -87,9 +88,7 @@ def _chosen(tokens, max_globals, B, T):
             raise ValueError(f"longformer_attention: global tokens are among 0 to {T - 1}; got {tokens}")
         tokens = jnp.broadcast_to(jnp.array(tokens, jnp.int32)[None], (B, len(tokens)))
     if tokens.ndim != 2 or tokens.shape[0] != B or (tokens.dtype == bool and tokens.shape[1] != T):
-        raise ValueError(
-            f"longformer_attention: global tokens by row are [{B}, G] or flags [{B}, {T}]; got {tokens.shape}"
-        )
+        raise ValueError(f"longformer_attention: global tokens are [{B}, G] or flags [{B}, {T}]; got {tokens.shape}")
     if tokens.dtype != bool:
         tokens = jnp.sort(jnp.where(tokens < 0, T, tokens), axis=1)
         again = jnp.pad(tokens[:, 1:] == tokens[:, :-1], [(0, 0), (1, 0)])
@@ -108,6 +107,7 @@ def _take(x, indices):
     return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
 
 
+@jax.named_scope("bigbird_attention")
 def bigbird_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
@@ -125,7 +125,7 @@ def bigbird_attention(
 
     Of the nb = ceil(T / block) blocks of queries the first and the last attend to all keys, block i between them to
     the key blocks {0, i - 1, i, i + 1, nb - 1} and `layout[n, i - 1]`. The layout is data, `[N, nb - 2, r]`, from
-    `bigbird_layout` or its kin. A block that it names twice, or that is among the five, counts twice in the softmax,
+    one of the `bigbird_layout` functions. A block that it names twice, or that is among the five, counts twice in the softmax,
     as in the authors' code. `mask` hides padding (`segments`, `lengths`); a query that is padding yields zeros.
 
     Time and memory grow with T * block * (5 + r). Raises ValueError for shapes that do not fit, NotImplementedError for
@@ -161,7 +161,7 @@ def _blocks_attention(query, key, value, q_ids, kv_ids, layout, block, scale, dr
     index = jnp.concatenate([jnp.broadcast_to(near[None], (N, rows, 5)), jnp.asarray(layout)], axis=-1)
     head = (jnp.arange(N) // (N // K))[:, None, None]
 
-    def gathered(x):  # [B, T, K, H] -> [B, N, rows, (5 + r) block, H]
+    def take_blocks(x):  # [B, T, K, H] -> [B, N, rows, (5 + r) block, H]
         x = x.reshape(B, rows + 2, block, K, -1).transpose(0, 3, 1, 2, 4)
         return x[:, head, index].reshape(B, N, rows, (5 + r) * block, -1)
 
@@ -170,17 +170,17 @@ def _blocks_attention(query, key, value, q_ids, kv_ids, layout, block, scale, dr
     counted = np.concatenate([counted, np.ones((rows, r), bool)], axis=1).repeat(block, axis=1)[None, None]
     kv_ids = jnp.where(counted, kv_ids.reshape(B, rows + 2, block)[:, index].reshape(B, N, rows, -1), 0)
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
-    scores = einsum("bnrth,bnrsh->bnrts", query, gathered(key), dtype=accumulate) * scale
+    scores = einsum("bnrth,bnrsh->bnrts", query, take_blocks(key), dtype=accumulate) * scale
     visible = (q_ids[..., None] == kv_ids[..., None, :]) & (kv_ids != 0)[..., None, :]
     scores = jnp.where(visible, scores, -jnp.inf)
     weights = softmax(scores.reshape(B, N, rows * block, -1)).reshape(scores.shape)
     weights = dropout(weights, dropout_rate, dropout_key).astype(value.dtype)
-    out = einsum("bnrts,bnrsh->bnrth", weights, gathered(value))
+    out = einsum("bnrts,bnrsh->bnrth", weights, take_blocks(value))
     return out.transpose(0, 2, 3, 1, 4).reshape(B, rows * block, N, -1)
 
 
 def _neighbours(blocks):
-    """Key blocks 0, i - 1, i, i + 1, last of the query blocks 1 .. last - 1 `[rows, 5]`, and which are there first."""
+    """Key blocks 0, i - 1, i, i + 1, last of the query blocks 1 .. last - 1 `[rows, 5]`, and which of them are new."""
     i = np.arange(1, blocks - 1)
     near = np.stack([0 * i, i - 1, i, i + 1, 0 * i + blocks - 1], axis=1)
     first = np.stack([(near[:, :j] != near[:, j : j + 1]).all(axis=1) for j in range(5)], axis=1)
@@ -204,7 +204,7 @@ def bigbird_layout(key: Array, T: int, block: int, r: int, heads: int) -> Int[Ar
 
 
 def bigbird_layout_zero(T: int, block: int, r: int, heads: int) -> Int[np.ndarray, "N rows r"]:
-    """Block 0, r times: what Hugging Face's model uses outside training, where the first block then counts 1 + r times."""
+    """Block 0, r times, as in Hugging Face's model outside training: the first block counts 1 + r times."""
     return np.zeros((heads, max(-(-T // block) - 2, 0), r), np.int32)
 
 
@@ -220,10 +220,10 @@ def bigbird_layout_seeded(
 ) -> Int[np.ndarray, "N rows r"]:
     """The layout of the published checkpoints: NumPy's legacy generator, seeded by the layer's number.
 
-    Random blocks come from the first 2 r + 5. T in `old_lengths` follows an older plan, drawn for `max_length` positions
-    (the config's) from the first 1,024, in which some neighbours count twice; google-research's code has 2,048 among
-    these lengths as well, Hugging Face's has not. Raises ValueError for a T that is not a multiple of `block`, or has
-    no more than 2 r + 5 blocks (where Hugging Face's model attends to everything).
+    Random blocks come from the first 2 r + 5. For T in `old_lengths` an older plan draws from the first 1,024 positions, for
+    `max_length` positions (the config's); there some neighbours count twice. In google-research's code 2,048 is such a
+    length too, in Hugging Face's it is not. Raises ValueError for a T that is not a multiple of `block`, or has at most
+    2 r + 5 blocks (where Hugging Face's model attends to everything).
     """
     blocks, old = T // block, T in old_lengths
     if T % block or blocks <= 2 * r + 5:
@@ -231,7 +231,7 @@ def bigbird_layout_seeded(
     if old and max_length < T:
         raise ValueError(f"bigbird_layout_seeded: T = {T} is beyond max_length = {max_length}")
     state = np.random.RandomState(layer)
-    planned = max_length // block if old else blocks  # rows beyond T are drawn too: they move the generator
+    planned = max_length // block if old else blocks  # rows beyond T are drawn too: they advance the generator
     layout = np.zeros((heads, planned, r), np.int32)
     rows = [(head, row) for head in range(heads) for row in range(1, planned - 1)]
     for head, row in rows if old else sorted(rows, key=lambda pair: pair[1]):  # the newer plan draws row by row
@@ -245,12 +245,12 @@ def bigbird_layout_seeded(
 
 
 def _dropped(row, end):
-    """Blocks that a row may not draw from 0 .. end - 1: its five, as if there were no blocks beyond."""
+    """Blocks of 0 .. end - 1 that a row may not draw: its five, as if there were no more blocks."""
     return {0, row - 1, row, row + 1, end - 1} | ({end - 2} if row == 1 else set()) | ({1} if row == end - 2 else set())
 
 
 def _old_candidates(row, block, blocks):
-    """Inner blocks of the first 1,024 positions, without the row's neighbours unless the row lies beyond them."""
+    """Inner blocks of the first 1,024 positions, without the row's neighbours if the row is among them."""
     last = 1024 // block - 1 if 2 * block < 1024 else blocks - 1
     last = min(last, blocks - 2)
     if row >= blocks - 3 or row - 2 > last:
@@ -259,15 +259,15 @@ def _old_candidates(row, block, blocks):
 
 
 def _segment_ids(name, mask, B, T):
-    """The mask as ids [B, T] of queries and of keys, 0 for padding. Raises NotImplementedError if it is more than that."""
+    """The mask as ids [B, T] of queries and of keys, 0 for padding. Raises NotImplementedError for any other mask."""
     mask = as_mask(mask, name)
     parts = [part for part in mask.conjuncts() if part.rule is not rules.full]
     others = [part for part in parts if part.rule not in (rules.segments, rules.lengths)]
-    others += [part for part in parts if part.rule is rules.segments][1:]  # ids of two do not make one
+    others += [part for part in parts if part.rule is rules.segments][1:]
     if others or not (mask.offset is None or (isinstance(mask.offset, int) and mask.offset == 0)):
+        lacks = others[0] if others else "offset"
         raise NotImplementedError(
-            f"{name}(mask={mask}): lengths and one segments only, no {others[0] if others else 'offset'}; attention() "
-            "takes any mask"
+            f"{name}(mask={mask}): lengths and one segments, no {lacks}; attention() takes any mask"
         )
     return tuple(jnp.broadcast_to(ids, (B, T)) for ids in rules.segment_ids(parts, *[jnp.arange(T)] * 2))
 

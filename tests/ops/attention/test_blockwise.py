@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxformer import masks
 from jaxformer.ops import positions
-from jaxformer.ops.attention import _said, attention, blocks, blockwise
+from jaxformer.ops.attention import _log_once, attention, blocks, blockwise
+from jaxformer.ops.attention.call import Call, dropout_seed
 
 # float64 sums of at most a few hundred terms of order one, summed in another order.
 FLOAT64 = dict(rtol=1e-10, atol=1e-10)
@@ -114,8 +115,10 @@ def draw_case(draw, dtype):
 def both(arrays, learned, kind, fixed, block):
     """(output, gradients) of the reference and, unless block is None, of the kernel, from one program."""
 
-    def kernel(*arrays, scale=None, **options):
-        return blockwise.attention(*arrays, scale=arrays[0].shape[-1] ** -0.5, block=block, **options)[0]
+    def kernel(*arrays, mask, dropout_rate=0.0, dropout_key=None, **options):
+        seed = dropout_seed(dropout_rate, dropout_key)
+        options |= dict(scale=arrays[0].shape[-1] ** -0.5, dropout_rate=dropout_rate, dropout_seed=seed)
+        return blockwise.attention(*arrays, Call(mask.sized(arrays[1].shape[1]), **options), block)[0]
 
     @jax.jit
     def run(arrays, learned, g):
@@ -213,7 +216,7 @@ def test_log_sum_exp_and_its_gradient():
         return jax.nn.logsumexp(jnp.concatenate([scores, jnp.broadcast_to(sinks, (2, 12, 4))[..., None]], -1), -1)
 
     def kernel(query, key, value, sinks):
-        return blockwise.attention(query, key, value, mask=masks.causal(), scale=8**-0.5, sinks=sinks, block=(5, 4))[1]
+        return blockwise.attention(query, key, value, Call(masks.causal(), sinks=sinks, scale=8**-0.5), (5, 4))[1]
 
     @jax.jit
     def run(g, *arrays):
@@ -229,18 +232,18 @@ def test_log_sum_exp_and_its_gradient():
 
 def test_a_query_that_sees_nothing_has_a_log_sum_exp_of_minus_infinity():
     mask = masks.lengths(kv=jnp.array([0, 5]))
-    f = jax.jit(partial(blockwise.attention, mask=mask, scale=1.0, block=(4, 4)))
+    f = jax.jit(partial(blockwise.attention, call=Call(mask), block=(4, 4)))
     out, lse = map(np.asarray, f(*random_arrays()))
     assert (out[0] == 0).all() and (lse[0] == -np.inf).all() and np.isfinite(lse[1]).all()
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "global", "sparse_fixed", "random", "not"])
 def test_visits_are_the_blocks_that_are_not_empty(mask):
-    call = blocks.Call(41, 43, 4, 8, 1.0, None, 0.0)
+    grid = blocks.Grid(41, 43, 4, 8)
     mask = static_masks(41, 43)[mask].sized(43)
     kinds = mask.blocks(41, 43, (4, 8))
-    visited = sorted((i, int(j)) for starts, columns in blocks.find_visits(mask, call).values()
-                     for i in range(call.nq) for j in columns[starts[i] : starts[i + 1]])  # fmt: skip
+    visited = sorted((i, int(j)) for starts, columns in blocks.find_visits(mask, grid).values()
+                     for i in range(grid.nq) for j in columns[starts[i] : starts[i + 1]])  # fmt: skip
     assert visited == sorted(zip(*map(np.ndarray.tolist, np.nonzero(kinds)), strict=True)) and (kinds == 0).any()
 
 
@@ -312,7 +315,7 @@ def test_on_meshes(kind, implementation):
 
 def test_the_choice_is_made_by_length_and_said_once(caplog):
     short, long = random_arrays(T=4, S=4), random_arrays(B=1, T=1024, S=1024, N=1, K=1, H=2)
-    _said.cache_clear()  # other tests have been told
+    _log_once.cache_clear()  # other tests have been told
     with caplog.at_level(logging.INFO, "jaxformer"):
         for _ in range(2):
             jax.eval_shape(attention, *short)

@@ -9,6 +9,7 @@ import pytest
 
 from jaxformer import masks
 from jaxformer.ops.attention import attention, cudnn
+from jaxformer.ops.attention.call import Call
 from jaxformer.parallel import Mesh, make_mesh
 
 # float32 unit roundoff is 6e-8; the scores are sums of 8 products of order one, the gradients of a few dozen.
@@ -74,7 +75,7 @@ def test_the_plan_is_the_mask(mask, T, S, keywords):
 REFUSED = [
     ({"softcap": 5.0}, "softcap"),
     ({"sinks": np.ones(4)}, "sinks"),
-    ({"dropout_rate": 0.1, "dropout_key": 0}, "dropout"),
+    ({"dropout_rate": 0.1, "dropout_seed": np.zeros(2, np.uint32)}, "dropout"),
     ({"bias": np.ones((1, 4, 6, 6), np.float32)}, "float32 bias"),
     ({"bias": lambda q, kv: 0}, "function"),
     ({"bias": np.ones((1, 4, 6, 6), jnp.bfloat16), "mask": masks.window(2)}, "window"),
@@ -107,8 +108,7 @@ def test_masks_that_cudnn_lacks(mask, T, S):
 
 def test_refusals_name_what_is_missing():
     query, key, value, _ = arrays(6, 6, dtype=jnp.bfloat16)
-    nothing = dict(mask=masks.causal(), bias=None, softcap=None, sinks=None, dropout_rate=0.0, dropout_key=None)
-    refuses = lambda *args, **options: cudnn.refuses(*args, **(nothing | options))
+    refuses = lambda *args, mask=masks.causal(), **options: cudnn.refuses(*args, Call(mask, **options))
     assert refuses(query, key, value) is None
     assert refuses(query, key, value, bias=jnp.ones((1, 4, 1, 6), jnp.bfloat16)) is None
     assert refuses(query, key, value, dropout_rate=0.5) is None  # no key, no dropout
@@ -121,7 +121,7 @@ def test_refusals_name_what_is_missing():
     assert "float32" in refuses(*(x.astype(jnp.float32) for x in (query, key, value)))
     assert "different types" in refuses(query, key, value.astype(jnp.float16))
     with pytest.raises(NotImplementedError, match="cudnn: no softcap; implementation='blockwise'"):
-        cudnn.attention(query, key, value, mask=masks.causal(), scale=1.0, softcap=5.0)
+        cudnn.attention(query, key, value, Call(masks.causal(), softcap=5.0))
 
 
 def test_refusals_look_at_shapes_alone():
@@ -129,9 +129,8 @@ def test_refusals_look_at_shapes_alone():
 
     @jax.jit
     def traced(query, key, value, lengths, offset):
-        options = dict(bias=None, softcap=None, sinks=None, dropout_rate=0.0, dropout_key=None)
-        assert cudnn.refuses(query, key, value, mask=masks.lengths(kv=lengths), **options) is None
-        assert "offset" in cudnn.refuses(query, key, value, mask=masks.causal().at(offset), **options)
+        assert cudnn.refuses(query, key, value, Call(masks.lengths(kv=lengths))) is None
+        assert "offset" in cudnn.refuses(query, key, value, Call(masks.causal().at(offset)))
         return query
 
     traced(*arrays(6, 6, dtype=jnp.bfloat16)[:3], jnp.arange(3), 0)
@@ -144,7 +143,7 @@ def test_on_a_gpu(mask, T, S, keywords):
     if jax.default_backend() != "gpu":
         pytest.skip("needs a GPU, and JAX_PLATFORMS=cuda")
     query, key, value, g = arrays(T, S, H=64, dtype=jnp.bfloat16)
-    ours = value_and_vjp(partial(cudnn.attention, mask=mask, scale=0.125), g, query, key, value)
+    ours = value_and_vjp(partial(cudnn.attention, call=Call(mask, scale=0.125)), g, query, key, value)
     exact = [x.astype(jnp.float32) for x in (g, query, key, value)]
     reference = partial(attention, mask=mask, scale=0.125, implementation="reference")
     with jax.default_matmul_precision("highest"):

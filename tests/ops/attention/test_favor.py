@@ -10,16 +10,14 @@ import pytest
 
 from jaxformer import masks
 from jaxformer.ops.attention import attention
-from jaxformer.ops.attention.linear import (
+from jaxformer.ops.attention.favor import (
     favor_attention,
     favor_features,
     favor_relu_features,
-    linear_attention,
-    linear_attention_state,
-    linear_attention_step,
     orthogonal_projection,
     redraw,
 )
+from jaxformer.ops.attention.linear import linear_attention, linear_attention_state, linear_attention_step
 from tests.witnesses import load
 
 # float64 sums of some hundred terms of order one: 1e-12 leaves three digits for the order of summation.

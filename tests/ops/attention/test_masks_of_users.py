@@ -16,7 +16,8 @@ import pytest
 from jaxformer import masks, ops
 from jaxformer.masks import Mask, rules
 from jaxformer.ops.attention import blocks, blockwise, cudnn, ring, splash
-from jaxformer.ops.attention.reference import reference, softmax
+from jaxformer.ops.attention.call import Call
+from jaxformer.ops.attention.reference import reference
 
 T, N = 8, 2
 # float32 sums of 8 terms of order one
@@ -73,8 +74,7 @@ def by_cudnn(query, key, value, *, mask, scale):
 
 def by_splash(query, key, value, *, mask, scale):
     """What the kernel is told to show, and the reference: the kernel itself takes a second to compile."""
-    options = dict(bias=None, softcap=None, sinks=None, dropout_rate=0.0, dropout_key=None)
-    if reason := splash.refuses(query, key, value, mask=mask, **options):
+    if reason := splash.refuses(query, key, value, Call(mask, scale=scale)):
         raise NotImplementedError(reason)
     static, dynamic = splash._split(mask, T, T)
     q, kv = np.arange(128)[:, None], np.arange(128)[None]
@@ -87,26 +87,31 @@ def by_splash(query, key, value, *, mask, scale):
 
 
 def softmax_of_reference(query, key, value, *, mask, scale):
-    options = dict(bias=None, softcap=None, sinks=None, dropout_rate=0.0, dropout_key=None)
-    return reference(query, key, value, mask=mask.sized(T), scale=scale, weigh=softmax, **options)[0]
+    return reference(query, key, value, Call(mask.sized(T), scale=scale))[0]
+
+
+def called(attend):
+    """A kernel as a function of its mask and scale."""
+    return lambda *arrays, mask, scale: attend(*arrays, Call(mask, scale=scale))
 
 
 EXACT = {
-    "ops.attention.blockwise.attention": lambda *args, **options: blockwise.attention(*args, **options)[0],
+    "ops.attention.blockwise.attention": called(lambda *args: blockwise.attention(*args)[0]),
     "ops.attention.cudnn.attention": by_cudnn,
-    "ops.attention.ring.attention": ring.attention,
+    "ops.attention.ring.attention": called(ring.attention),
     "ops.attention.splash.attention": by_splash,
     "ops.attention.attention": partial(ops.attention, implementation="blockwise"),
     "ops.attention.reference.reference": softmax_of_reference,
 }
 OTHERS = {
     "ops.attention.blocks.choose_block": lambda mask: blocks.choose_block(mask, 64, 64, N),
-    "ops.attention.blocks.find_visits": lambda mask: blocks.find_visits(mask, blocks.Call(T, T, 4, 4, 1.0, None, 0.0)),
+    "ops.attention.blocks.find_visits": lambda mask: blocks.find_visits(mask, blocks.Grid(T, T, 4, 4)),
     "ops.attention.cudnn.plan": lambda mask: isinstance(cudnn.plan(mask, T, T), str),
     "ops.attention.cudnn.refuses": lambda mask: isinstance(cudnn._static_plan(mask, T, T), str),
+    "ops.attention.ring.refuses": lambda mask: ring.refuses(QUERY, KEY, VALUE, Call(mask)),
     "ops.attention.splash.refuses": lambda mask: exact(by_splash, mask),
     "ops.attention.linear.efficient_attention": lambda mask: ops.efficient_attention(QUERY, KEY, VALUE, mask=mask),
-    "ops.attention.linear.favor_attention": lambda mask: ops.favor_attention(QUERY, KEY, VALUE, jnp.eye(4), mask=mask),
+    "ops.attention.favor.favor_attention": lambda mask: ops.favor_attention(QUERY, KEY, VALUE, jnp.eye(4), mask=mask),
     "ops.attention.linear.linear_attention": lambda mask: ops.linear_attention(QUERY, KEY, VALUE, mask=mask),
     "ops.attention.linear.linear_attention_state": lambda mask: ops.linear_attention_state(KEY, VALUE, mask=mask),
     "ops.attention.linear.visibility": lambda mask: ops.linear_attention(QUERY, KEY, VALUE, mask=mask),
@@ -145,7 +150,7 @@ def test_every_reader_of_masks_is_here():
             for name, value in vars(module).items():
                 function = inspect.unwrap(value) if callable(value) else value
                 own = inspect.isfunction(function) and value.__module__ == each.name and not name.startswith("_")
-                if own and "mask" in inspect.signature(function).parameters:
+                if own and {"mask", "call"} & inspect.signature(function).parameters.keys():
                     found.add(f"{each.name.removeprefix('jaxformer.')}.{name}")
     assert found == EXACT.keys() | OTHERS.keys()
     assert OURS.keys() == {name for name, rule in vars(rules).items() if _is_rule(rule)}

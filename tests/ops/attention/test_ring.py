@@ -17,6 +17,7 @@ from jaxformer import masks
 from jaxformer.masks import Mask
 from jaxformer.ops import positions
 from jaxformer.ops.attention import attention, ring
+from jaxformer.ops.attention.blocks import Grid
 from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.planning import hlo
 
@@ -231,8 +232,7 @@ def test_permutes_of_a_backward_pass():
 
 
 def plan(mask: Mask, devices: int, T: int = 64, gather: bool = False):
-    call = ring.Call(T, T, 4, 4, 1.0, None, 0.0, mask.split()[1])
-    return ring._plan(mask, ring._Ring(call, devices, 2, gather))
+    return ring.make_plan(mask, Grid(T, T, 4, 4), devices, gather)
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])

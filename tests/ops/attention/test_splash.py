@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from jaxformer import masks
-from jaxformer.ops.attention import _said, attention, splash
+from jaxformer.ops.attention import _log_once, attention, splash
+from jaxformer.ops.attention.call import Call
 from jaxformer.parallel import AXES, Mesh, make_mesh
 
 # float32 unit roundoff is 6e-8; scores are sums of 8 products of order one, gradients of some hundred terms.
@@ -42,12 +43,15 @@ def both(mask, T, S, N=2, K=1, H=8, Hv=8, B=2, dtype=jnp.float32, sinks=False, i
     if sinks:
         arrays.append(jnp.asarray(rng.normal(size=N), jnp.float32))
 
-    def call(f, query, key, value, *sinks):
-        return f(query, key, value, mask=mask, scale=0.4, sinks=sinks[0] if sinks else None, **options)
+    def kernel(query, key, value, sinks=None):
+        call = Call(mask.sized(S), sinks=sinks, scale=0.4, **options)
+        return splash.attention(query, key, value, call, interpret)
 
-    ours = value_and_vjp(partial(call, partial(splash.attention, interpret=interpret)), *arrays)
-    reference = partial(attention, implementation="reference")
-    return jax.tree.leaves(ours), jax.tree.leaves(value_and_vjp(partial(call, reference), *arrays))
+    def reference(query, key, value, sinks=None):
+        given = dict(mask=mask, scale=0.4, sinks=sinks, **options)
+        return attention(query, key, value, implementation="reference", **given)
+
+    return jax.tree.leaves(value_and_vjp(kernel, *arrays)), jax.tree.leaves(value_and_vjp(reference, *arrays))
 
 
 def assert_equal(mask, T, S, **options):
@@ -168,7 +172,7 @@ def test_bfloat16_with_sinks():
 
 def test_infinite_sinks_take_nothing_or_all():
     query, sinks = jnp.ones((1, 4, 2, 8)), jnp.array([-jnp.inf, jnp.inf])
-    f = lambda q, k, v, sinks: splash.attention(q, k, v, mask=masks.causal().at(-1), scale=1.0, sinks=sinks)
+    f = lambda q, k, v, sinks: splash.attention(q, k, v, Call(masks.causal().at(-1), sinks=sinks))
     out, gradients = value_and_vjp(f, jnp.ones_like(query), query, query, query, sinks)
     np.testing.assert_allclose(out[:, 1:, 0], 1.0, rtol=1e-6)  # the average of equal values, in float32
     assert not out[:, 0].any() and not out[:, :, 1].any()
@@ -178,7 +182,7 @@ def test_infinite_sinks_take_nothing_or_all():
 def test_nothing_to_see_is_zero_without_a_kernel():
     query = jnp.ones((2, 5, 2, 8))
     for mask, S in ((masks.causal().at(-9), 5), (masks.full(), 0), (masks.window(2) & masks.window(1).at(20), 5)):
-        out = splash.attention(query, jnp.ones((2, S, 1, 8)), jnp.ones((2, S, 1, 3)), mask=mask, scale=1.0)
+        out = splash.attention(query, jnp.ones((2, S, 1, 8)), jnp.ones((2, S, 1, 3)), Call(mask))
         np.testing.assert_array_equal(out, np.zeros((2, 5, 2, 3)))
 
 
@@ -205,7 +209,7 @@ def test_a_long_mask_is_read_block_by_block():
 
 REFUSED = [
     ({"bias": np.zeros((1, 1, 1, 1))}, "bias"),
-    ({"dropout_rate": 0.1, "dropout_key": 0}, "dropout"),
+    ({"dropout_rate": 0.1, "dropout_seed": np.zeros(2, np.uint32)}, "dropout"),
     ({"mask": masks.causal() | masks.prefix(jnp.array([1, 2]))}, "arrays"),
     ({"mask": masks.causal() & masks.global_tokens(jnp.array([[1], [2]]))}, "global_tokens"),
     ({"mask": masks.segments(documents(2, 6)) & masks.segments(documents(2, 6, 1))}, "second mask of segments"),
@@ -216,19 +220,16 @@ REFUSED = [
 
 def test_refusals_name_what_is_missing():
     query = key = value = jnp.ones((2, 6, 2, 8))
-    nothing = dict(mask=masks.causal(), bias=None, softcap=None, sinks=None, dropout_rate=0.0, dropout_key=None)
-    refuses = lambda *args, **options: splash.refuses(*args, **(nothing | options))
+    refuses = lambda *args, mask=masks.causal(), **options: splash.refuses(*args, Call(mask, **options))
     assert refuses(query, key, value, softcap=3.0, sinks=jnp.ones(2), dropout_rate=0.5) is None
     for options, words in REFUSED:
         assert words in refuses(query, key, value, **options)
     assert "float16" in refuses(*[query.astype(jnp.float16)] * 3)
     assert "different types" in refuses(query, key, value.astype(jnp.bfloat16))
     with pytest.raises(NotImplementedError, match="splash: no dropout; implementation='blockwise'"):
-        splash.attention(
-            query, key, value, mask=masks.full(), scale=1.0, dropout_rate=0.1, dropout_key=jax.random.key(0)
-        )
+        attention(query, key, value, dropout_rate=0.1, dropout_key=jax.random.key(0), implementation="splash")
     with pytest.raises(ValueError, match="3 heads and queries of 2"):
-        splash.attention(query, key, value, mask=masks.by_head(*[masks.full()] * 3), scale=1.0)
+        splash.attention(query, key, value, Call(masks.by_head(*[masks.full()] * 3)))
 
 
 @pytest.mark.slow
@@ -267,7 +268,7 @@ def test_the_platform_is_the_mesh_s_which_need_not_be_here(caplog):
     device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
     auto = (jax.sharding.AxisType.Auto,) * len(AXES)
     mesh = jax.sharding.AbstractMesh((4, *[1] * (len(AXES) - 1)), AXES, auto, abstract_device=device)
-    _said.cache_clear()  # other tests have been told
+    _log_once.cache_clear()  # other tests have been told
     with caplog.at_level("INFO", "jaxformer"), jax.sharding.use_abstract_mesh(mesh):
         text = str(jax.make_jaxpr(attention)(*[jax.ShapeDtypeStruct((6, 128, 1, 8), jnp.float32)] * 3))
     assert "splash_mha" in text and "shard_map" in text
@@ -283,12 +284,13 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxformer import masks
 from jaxformer.ops.attention import splash
+from jaxformer.ops.attention.call import Call
 
 ids = jnp.asarray(np.repeat(np.arange(1, 8), 100)[None])
 MASKS = (masks.causal(), masks.longformer(100, 3) & masks.segments(ids), masks.by_head(*map(masks.window, (3, 9, 9, 3))))
 
 def loss(mask, softcap, query, key, value, sinks):
-    out = splash.attention(query, key, value, mask=mask, scale=0.1, softcap=softcap, sinks=sinks)
+    out = splash.attention(query, key, value, Call(mask, scale=0.1, softcap=softcap, sinks=sinks))
     return out.astype(jnp.float32).sum()
 
 for name in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"):
@@ -306,7 +308,7 @@ for name in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"):
 for kind in (AxisType.Auto, AxisType.Explicit):  # sharded: batch and heads, by shard_map, under a mesh that cannot run
     mesh = Mesh(np.array(devices[:4]).reshape(2, 2), ("data", "tensor"), axis_types=(kind,) * 2)
     spec = P("data", None, "tensor", None)
-    kernel = lambda q, k, v: splash.attention(q, k, v, mask=MASKS[0] & masks.window(300), scale=0.1)
+    kernel = lambda q, k, v: splash.attention(q, k, v, Call(MASKS[0] & masks.window(300), scale=0.1))
     sharded = jax.shard_map(kernel, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     with jax.set_mesh(mesh):
         x = array(4, 700, 4, 128, sharding=NamedSharding(mesh, spec))

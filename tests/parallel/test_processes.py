@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import pytest
 from experiments.launch import pod_sim
 from jaxformer import config, parallel, sharding
 from jaxformer.errors import ConfigError
-from jaxformer.parallel import multihost, peers
-from jaxformer.parallel.peers import Processes
+from jaxformer.parallel import peers, processes
+from jaxformer.parallel.processes import Processes
 from jaxformer.training import checkpoint, loop
 from jaxformer.training.fingerprint import fingerprints
 from jaxformer.training.state import init_state
@@ -201,13 +202,13 @@ SLEEPS = """
 import sys, time
 import jax
 from jaxformer import cli
-from jaxformer.parallel import multihost
-later, beat = None, multihost.Watchdog.beat
+from jaxformer.parallel import processes
+later, beat = None, processes.Watchdog.beat
 def sleep(self, step, patience=1):
     if step == 5 and jax.process_index() == 1:
         time.sleep(1000)
     beat(self, step, patience)
-multihost.Watchdog.beat = sleep
+processes.Watchdog.beat = sleep
 sys.exit(cli.main(["train", "tiny", "--steps=2000"]))
 """
 
@@ -249,11 +250,11 @@ import sys
 from functools import partial
 import jax
 from jaxformer import config, parallel
-from jaxformer.parallel import multihost
+from jaxformer.parallel import processes
 from jaxformer.training import checkpoint
 from jaxformer.training.fingerprint import fingerprints
 from jaxformer.training.state import init_state, state_shardings
-multihost.initialize()
+processes.initialize()
 experiment = config.load("tiny")
 mesh = parallel.run_mesh(parallel.Mesh({axes}), 8)
 places = state_shardings(experiment, mesh)
@@ -269,7 +270,7 @@ def body():
         spread = [not leaf.is_fully_addressable for leaf in jax.tree.leaves(state)]
         print("prints", all(spread), *fingerprints(jax.tree.leaves(state)))
     return 0
-sys.exit(multihost.together(body))
+sys.exit(processes.run_together(body))
 """
 
 
@@ -313,8 +314,7 @@ def join(index, count, port, limit=10.0):
 
     def run():
         try:
-            kind = peers.Hub if index == 0 else peers.Member
-            came["peers"] = kind(Processes(f"127.0.0.1:{port}", count, index), limit)
+            came["peers"] = peers.meet(f"127.0.0.1:{port}", count, index, limit)
         except Exception as error:
             came["error"] = error
 
@@ -333,7 +333,7 @@ def meet(*arguments, **options):
 
 def test_who_never_came_is_named_to_all_who_did():
     for one in meet((0, 4), (2, 4), limit=1.0):
-        assert isinstance(one["error"], peers.Lost)
+        assert isinstance(one["error"], peers.MissingProcess)
         assert re.match(r"processes 1, 3 never came within 1 s; here are process 0 .*, process 2", str(one["error"]))
     (one,) = meet((1, 2), limit=1.0)
     assert "process 0 never came within 1 s: nobody answers at 127.0.0.1:" in str(one["error"])
@@ -348,7 +348,7 @@ def test_numbers_that_do_not_fit_together_are_refused(third):
     errors = [one["error"] for one in meet((0, 3), (1, 3), third, limit=20.0)]
     assert isinstance(errors[0], ConfigError) and isinstance(errors[2], ConfigError)
     # if process 2 comes before process 1, the run is refused already, and process 1 finds nobody
-    assert isinstance(errors[1], ConfigError) or (third == (2, 4) and isinstance(errors[1], peers.Lost))
+    assert isinstance(errors[1], ConfigError) or (third == (2, 4) and isinstance(errors[1], peers.MissingProcess))
     assert "give each its own index and all one count" in str(errors[0])
 
 
@@ -358,7 +358,8 @@ def test_a_process_that_died_before_the_others_came_may_come_again():
     early = socket.socket()
     while early.connect_ex(("127.0.0.1", port)):
         time.sleep(0.05)
-    early.sendall(b'{"hello": 1, "count": 3, "name": "the first try"}\n')
+    early = Connection(early.detach())
+    peers.send(early, index=1, count=3, name="the first try")
     time.sleep(0.2)
     early.close()
     joined = [join(1, 3, port)]
@@ -366,7 +367,7 @@ def test_a_process_that_died_before_the_others_came_may_come_again():
     joined.append(join(2, 3, port))
     for thread in (hub, *(thread for thread, _ in joined)):
         thread.join(timeout=60)
-    assert "first try" not in first["peers"].name(1)
+    assert "first try" not in first["peers"].names[1]
     everybody = [first["peers"], *(one["peers"] for _, one in joined)]
     threads = [threading.Thread(target=one.leave) for one in everybody]
     for thread in threads:
@@ -377,7 +378,7 @@ def test_a_process_that_died_before_the_others_came_may_come_again():
 
 def test_processes_leave_together():
     met = [one["peers"] for one in meet((0, 3), (1, 3), (2, 3))]
-    assert [one.name(2) for one in met] == [met[0].name(2)] * 3 and f"pid {os.getpid()}" in met[1].name(0)
+    assert [one.names for one in met] == [met[0].names] * 3 and f"pid {os.getpid()}" in met[1].names[0]
     left = []
     threads = [threading.Thread(target=lambda one=one: (one.leave(), left.append(one))) for one in met]
     for thread in threads[:2]:
@@ -419,7 +420,7 @@ OURS = {"JAXFORMER_COORDINATOR": "host:1234", "JAXFORMER_PROCESSES": "4", "JAXFO
 def test_processes_are_found_in_the_environment(environment, expected, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert multihost.find() == expected
+    assert processes.find() == expected
 
 
 @pytest.mark.parametrize(
@@ -427,25 +428,25 @@ def test_processes_are_found_in_the_environment(environment, expected, monkeypat
 )
 def test_bad_variables_get_one_line(change):
     with pytest.raises(ConfigError):
-        multihost.find(OURS | change)
+        processes.find(OURS | change)
     with pytest.raises(ConfigError, match="all three or none"):
-        multihost.find({"JAXFORMER_PROCESS": "1"})
+        processes.find({"JAXFORMER_PROCESS": "1"})
 
 
 def test_a_limit_that_is_no_number_gets_one_line(monkeypatch):
     monkeypatch.setenv("JAXFORMER_STEP_LIMIT", "soon")
     with pytest.raises(ConfigError, match="JAXFORMER_STEP_LIMIT=soon"):
-        multihost.step_limit()
+        processes.step_limit()
 
 
 # ---- one process
 
 
 def test_a_single_process_asks_nobody():
-    multihost.initialize()
-    assert multihost.is_first() and multihost.first(lambda: 3) == 3 and multihost.everyone(3) == [3]
-    assert multihost.together(lambda: 7) == 7 and multihost.step_limit() is None
-    assert multihost.own_rows(parallel.make_mesh(), 8) is None
+    processes.initialize()
+    assert processes.is_first() and processes.first(lambda: 3) == 3 and processes.all_gather_object(3) == [3]
+    assert processes.run_together(lambda: 7) == 7 and processes.step_limit() is None
+    assert processes.local_rows(parallel.make_mesh(), 8) is None
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "context": 2}, {"data": 1, "tensor": 8}])
@@ -454,7 +455,7 @@ def test_a_batch_is_put_together_from_rows(mesh):
     rng = np.random.default_rng(0)
     batch = {"tokens": rng.integers(0, 9, (8, 6)), "images": rng.normal(size=(8, 4, 2)), "lengths": np.arange(8)}
     batch = {name: leaf.astype(np.float32) for name, leaf in batch.items()}
-    out = multihost.global_batch(mesh, np.arange(8), 8, batch)
+    out = processes.global_batch(mesh, 8, batch)
     for name, place in sharding.batch_sharding(mesh, batch).items():
         np.testing.assert_array_equal(out[name], batch[name])
         assert out[name].sharding == place
@@ -462,7 +463,7 @@ def test_a_batch_is_put_together_from_rows(mesh):
 
 WATCHED = """
 import time
-from jaxformer.parallel.multihost import Watchdog
+from jaxformer.parallel.processes import Watchdog
 with Watchdog(1.0) as watchdog:
     for step in range(4):
         watchdog.beat(step)

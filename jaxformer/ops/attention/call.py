@@ -1,0 +1,37 @@
+"""What every kernel of exact attention is given beside query, key and value."""
+
+from typing import Any
+
+from flax import struct
+from jax import Array
+
+from jaxformer.ops.dropout import seed
+
+
+@struct.dataclass
+class Call:
+    """The options of one call of `attention`, checked and complete. A pytree, whose numbers are static."""
+
+    mask: Any  # a Mask that knows the number of keys
+    bias: Any = None  # an array `[B|1, N|1, T|1, S|1]`, a `positions.Bias`, or a function of positions
+    sinks: Any = None  # [N]
+    dropout_seed: Any = None  # uint32 [2]; None: no dropout
+    scale: float = struct.field(pytree_node=False, default=1.0)
+    softcap: float | None = struct.field(pytree_node=False, default=None)
+    dropout_rate: float = struct.field(pytree_node=False, default=0.0)
+
+
+def dropout_seed(rate: float, key: Array | None) -> Array | None:
+    """The seed of a call's dropout, or None where nothing is dropped."""
+    return None if key is None or rate == 0 else seed(key)
+
+
+def check_shapes(name: str, query: Array, key: Array, value: Array) -> None:
+    """Raises ValueError, which names the function, unless query `[B, T, N, H]`, key and value `[B, S, K, H]` fit."""
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    if not (query.ndim == key.ndim == value.ndim == 4):
+        raise ValueError(f"{name} takes [B, T, N, H], [B, S, K, H], [B, S, K, Hv]; got {shapes}")
+    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"{name}: B, S, K of key and value, B and H of query and key must agree; got {shapes}")
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(f"{name}: {key.shape[2]} key/value heads do not divide {query.shape[2]} query heads")

@@ -1,0 +1,99 @@
+"""What a checkpoint says about its leaves: path, shape, dtype and fingerprint; and how that is compared with a model."""
+
+import hashlib
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+from jax.sharding import SingleDeviceSharding
+
+from jaxformer.errors import ConfigError
+from jaxformer.training.fingerprint import fingerprints
+
+Tree = Any
+
+
+class CheckpointError(ConfigError):
+    """No checkpoint fits or is good, or a save that had to succeed failed. One line; a table may follow."""
+
+    def __init__(self, message: str):
+        ValueError.__init__(self, message)  # ConfigError's own would fold lines
+
+
+class Damaged(Exception):
+    """The files of one step are bad; the message names the leaf or the file."""
+
+
+def seal(step: int, metric: float | None, metadata: dict | None, leaves: dict[str, jax.Array]) -> dict[str, str]:
+    """The manifest as JSON with its checksum. Raises TypeError if `metadata` is not JSON."""
+    contents = {"step": int(step), "metric": metric, "metadata": metadata or {}, "leaves": describe(leaves)}
+    return _with_checksum(json.dumps(contents))
+
+
+def unseal(sealed: Any, step: int) -> dict:
+    text = sealed.get("manifest") if isinstance(sealed, dict) else None
+    if not isinstance(text, str) or sealed != _with_checksum(text):
+        raise Damaged("_CHECKPOINT_METADATA is missing or has changed")
+    contents = json.loads(text)
+    if contents["step"] != step:
+        raise Damaged("_CHECKPOINT_METADATA is that of another step")
+    return contents
+
+
+def _with_checksum(text: str) -> dict[str, str]:
+    return {"manifest": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def describe(leaves: dict[str, jax.Array]) -> dict[str, dict]:
+    described = {}
+    for (name, leaf), digits in zip(leaves.items(), fingerprints(leaves.values()), strict=True):
+        described[name] = {"shape": leaf.shape, "dtype": str(leaf.dtype), "fingerprint": digits}
+        if is_key(leaf):
+            described[name]["key"] = str(jax.random.key_impl(leaf))
+    return described
+
+
+def compare(path: epath.Path, saved: dict[str, dict], wanted: dict[str, Any]) -> None:
+    text = lambda shape, dtype: f"{dtype}[{','.join(map(str, shape))}]"
+    left = {name: text(leaf["shape"], leaf["dtype"]) for name, leaf in saved.items()}
+    right = {name: text(leaf.shape, leaf.dtype) for name, leaf in wanted.items()}
+    rows = [(name, left.get(name, "-"), right.get(name, "-")) for name in sorted(left | right)]
+    rows = [row for row in rows if row[1] != row[2]]
+    if not rows:
+        return
+    missing, unexpected = (sum(row[column] == "-" for row in rows) for column in (1, 2))
+    other = len(rows) - missing - unexpected
+    summary = f"{missing} leaves missing, {unexpected} unexpected, {other} of another shape or dtype"
+    table = [("leaf", "checkpoint", "model"), *rows[:20]]
+    a, b = (max(len(row[column]) for row in table) for column in (0, 1))
+    lines = [f"  {row[0]:{a}}  {row[1]:{b}}  {row[2]}" for row in table]
+    lines += [f"  and {len(rows) - 20} more"] * (len(rows) > 20)
+    advice = "use the config it was saved with, or another folder"
+    raise CheckpointError("\n".join([f"{path}: the checkpoint does not fit the model: {summary}; {advice}", *lines]))
+
+
+def named_leaves(tree: Tree, prefix: str = "") -> list[tuple[str, Any]]:
+    """Leaves with paths such as `params/layers/attention/query/kernel`, in the order of `jax.tree.leaves`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    named = [(prefix + jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+    if len(dict(named)) < len(named):
+        raise ValueError(f"two leaves of the state have the same path: {sorted(name for name, _ in named)}")
+    return named
+
+
+def is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def abstract_numbers(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
+    if is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    sharding.shard_shape(leaf.shape)  # raises if it does not divide, which orbax reports with pages of traceback
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def shortened(names: list) -> str:
+    return (", ".join(map(str, names[:3])) or "none") + (f" and {len(names) - 3} more" if len(names) > 3 else "")

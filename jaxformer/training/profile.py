@@ -1,0 +1,36 @@
+"""A trace of a few steps, for TensorBoard's profiler, XProf or Perfetto."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+FIRST, LAST = 10, 15  # counted from the start of the process: the first steps compile
+
+
+class Profile:
+    """Traces steps 10 to 15 into `folder`; does nothing where it is None. A context manager, since a trace must end."""
+
+    def __init__(self, folder: Path | None, start: int):
+        self._folder, self._first, self._last, self._open = folder, start + FIRST, start + LAST, False
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def before(self, step: int) -> None:
+        if self._folder is not None and step == self._first:
+            jax.profiler.start_trace(str(self._folder))
+            self._open = True
+
+    def after(self, step: int, state: Any) -> bool:
+        """Whether the trace has just ended. The last step is waited for."""
+        if not (self._open and step == self._last):
+            return False
+        jax.block_until_ready(state)
+        self.__exit__()
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        if self._open:
+            jax.profiler.stop_trace()
+            self._open = False

@@ -1,0 +1,433 @@
+"""Options of the command line over a small nest of configs: what they set, the errors, each in one line, and the list."""
+
+import dataclasses
+import enum
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from jaxformer import config as C
+from jaxformer.config import ConfigError, expressions
+from jaxformer.config.override import walk
+from jaxformer.masks import Mask, causal, prefix, window
+
+
+def first_mixer(x):
+    return x
+
+
+def second_mixer(x):
+    return x
+
+
+class Colour(enum.Enum):
+    red = 1
+    blue = 2
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A function that is a config."""
+
+    factor: float = 2.0  # multiplies the input
+    inner: Callable | None = None
+
+    def __call__(self, x):
+        return self.factor * x
+
+
+@dataclass(frozen=True)
+class Shifted:
+    by: int
+    word: str
+    twice: bool = False
+
+    def __call__(self, x):
+        return x + self.by
+
+
+@dataclass(frozen=True)
+class Adam:
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+
+
+@dataclass(frozen=True)
+class Lion:
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.1
+
+
+@dataclass(frozen=True)
+class Linear:
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    theta: float = 10000.0
+    scaling: Linear | Adam | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    width: int
+    heads: int = 4  # must divide the width
+    # whether linear maps
+    # add a bias
+    bias: bool = True
+    norm: Literal["layer", "rms"] = "layer"
+    window: int | None = None
+    softcap: float | None = None
+    implementation: str | None = None
+    rope: Rope | None = None
+    mixer: Callable = first_mixer
+    other_mixer: Callable | None = None
+    masks: tuple[Mask, ...] = ()
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.width % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide width={self.width}")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    name: str
+    model: Model = Model(64)
+    optimizer: Adam | Lion = Adam()
+    steps: int = 100
+    loggers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    mixture: tuple[Adam | Lion, ...] = field(default_factory=tuple)
+    initial: Callable | str | None = None
+    data: Any = None
+    patterns: tuple[str, ...] = ()
+    widths: list[int] = field(default_factory=list)
+    file: Path = Path("x")
+    colour: Colour = Colour.red
+    cache: int | str = 0
+    level: Literal[1, 2] = 1
+
+
+NAMES = {
+    "": {name: value for name, value in globals().items() if callable(value) and not name.startswith("_")},
+    "masks": {"causal": causal, "window": window, "prefix": prefix},
+}
+BASE = Experiment("base")
+FULL = Experiment(
+    "full",
+    Model(8, window=3, rope=Rope(scaling=Linear(2.0)), other_mixer=second_mixer, masks=(causal(), window(3))),
+    Lion(),
+    mixture=(Adam(), Lion(0.5)),
+)
+
+
+def override(experiment, *args):
+    return C.override(experiment, args, NAMES)
+
+
+def message(function, *args) -> str:
+    """The one line with which a user's mistake is answered."""
+    with pytest.raises(ConfigError) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value) and " at 0x" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "path", "expected"),
+    [
+        (["--steps=7"], "steps", 7),
+        (["--steps", "7"], "steps", 7),
+        (["--steps=1e4"], "steps", 10_000),
+        (["--steps=4*25"], "steps", 100),
+        (["--steps=1", "--steps=-2"], "steps", -2),
+        (["--steps", "-2"], "steps", -2),
+        (["--name=-x"], "name", "-x"),
+        (["--name=a=b c"], "name", "a=b c"),
+        (["--name="], "name", ""),
+        (["--name=Adam()"], "name", "Adam()"),
+        (["--name=None"], "name", "None"),
+        (["--name='a'"], "name", "'a'"),
+        (["--optimizer.learning-rate=3e-4"], "optimizer.learning_rate", 3e-4),
+        (["--optimizer.learning_rate", "1"], "optimizer.learning_rate", 1.0),
+        (["--optimizer.learning-rate=inf"], "optimizer.learning_rate", float("inf")),
+        (["--optimizer.betas", "0.9", "0.98"], "optimizer.betas", (0.9, 0.98)),
+        (["--optimizer.betas", "(0.9, 1)"], "optimizer.betas", (0.9, 1.0)),
+        (["--optimizer.betas=0.9,0.98"], "optimizer.betas", (0.9, 0.98)),
+        (["--model.bias=False"], "model.bias", False),
+        (["--model.bias=false"], "model.bias", False),
+        (["--model.bias", "False"], "model.bias", False),
+        (["--model.no-bias"], "model.bias", False),
+        (["--model.no-bias", "--model.bias"], "model.bias", True),
+        (["--model.norm=rms"], "model.norm", "rms"),
+        (["--model.window=5"], "model.window", 5),
+        (["--model.window=1e3"], "model.window", 1000),
+        (["--model.window=5", "--model.window=None"], "model.window", None),
+        (["--model.softcap=5"], "model.softcap", 5.0),
+        (["--model.implementation=None"], "model.implementation", None),
+        (["--model.implementation=splash"], "model.implementation", "splash"),
+        (["--model.layers", "1", "2", "3"], "model.layers", (1, 2, 3)),
+        (["--model.layers", "1e1", "2"], "model.layers", (10, 2)),
+        (["--model.layers=(1, 2)"], "model.layers", (1, 2)),
+        (["--model.layers=5"], "model.layers", (5,)),
+        (["--model.layers=()"], "model.layers", ()),
+        (["--model.layers"], "model.layers", ()),
+        (["--widths", "1", "2"], "widths", [1, 2]),
+        (["--widths=[1, 2]"], "widths", [1, 2]),
+        (["--loggers", "wandb", "tensorboard"], "loggers", ("wandb", "tensorboard")),
+        (["--loggers=wandb"], "loggers", ("wandb",)),
+        (["--patterns", "attention.*", "Adam"], "patterns", ("attention.*", "Adam")),
+        (["--patterns=Adam"], "patterns", ("Adam",)),
+        (["--patterns=('a', 'b')"], "patterns", ("a", "b")),
+        (["--file=runs/a-1"], "file", Path("runs/a-1")),
+        (["--colour=blue"], "colour", Colour.blue),
+        (["--cache=7"], "cache", 7),
+        (["--cache=a/b"], "cache", "a/b"),
+        (["--level=2"], "level", 2),
+        (["--model.mixer=second_mixer"], "model.mixer", second_mixer),
+        (["--model.other-mixer=second_mixer"], "model.other_mixer", second_mixer),
+        (["--model.other-mixer=second_mixer", "--model.other-mixer=None"], "model.other_mixer", None),
+        (["--model.mixer=Scaled"], "model.mixer", Scaled()),
+        (["--model.mixer", "Scaled(factor=3)"], "model.mixer", Scaled(3.0)),
+        (["--model.mixer", "Scaled(3, inner=Shifted(1, 'a'))"], "model.mixer", Scaled(3.0, Shifted(1, "a"))),
+        (["--model.mixer=Scaled", "--model.mixer.factor=3"], "model.mixer", Scaled(3.0)),
+        (["--model.mixer.factor=3", "--model.mixer=Scaled"], "model.mixer", Scaled(3.0)),
+        (
+            ["--model.other-mixer.inner.factor=3", "--model.other-mixer=Scaled", "--model.other-mixer.inner=Scaled"],
+            "model.other_mixer",
+            Scaled(inner=Scaled(3.0)),
+        ),
+        (["--model.masks", "causal() & window(255)"], "model.masks", (causal() & window(255),)),
+        (["--model.masks", "(causal() & window(9)) | prefix(2)"], "model.masks", (causal() & window(9) | prefix(2),)),
+        (["--model.masks", "causal()", "~window(3)"], "model.masks", (causal(), ~window(3))),
+        (["--model.masks", "(causal(), window(3))"], "model.masks", (causal(), window(3))),
+        (["--mixture", "Adam", "Lion(0.5)"], "mixture", (Adam(), Lion(0.5))),
+        (["--optimizer", "Lion(learning_rate=1)"], "optimizer", Lion(1.0)),
+        (["--optimizer=Lion", "--optimizer.weight-decay=0.2"], "optimizer", Lion(weight_decay=0.2)),
+        (["--model.rope=Rope", "--model.rope.theta=1"], "model.rope", Rope(1.0)),
+        (["--initial=runs/quickstart-abcdef12"], "initial", "runs/quickstart-abcdef12"),  # no subtraction
+        (["--initial=bert-base-uncased"], "initial", "bert-base-uncased"),
+        (["--initial=second_mixer"], "initial", second_mixer),
+        (["--initial", "Scaled(3)"], "initial", Scaled(3.0)),
+        (["--data", "{'a': (1, None), 'b': Adam}"], "data", {"a": (1, None), "b": Adam()}),
+        (["--model.width=10", "--model.heads=5"], "model.heads", 5),  # neither alone would be valid
+    ],
+)
+def test_override(args, path, expected):
+    changed = override(BASE, *args)
+    for name in path.split("."):
+        changed = getattr(changed, name)
+    assert changed == expected and type(changed) is type(expected)
+
+
+def test_override_reaches_the_chosen_member_and_nothing_else():
+    chosen = Experiment("x", Model(8, mixer=Shifted(1, "a"), other_mixer=Scaled(3.0)))
+    assert override(chosen, "--model.mixer.by=2").model.mixer == Shifted(2, "a")
+    twice = dataclasses.replace(chosen.model, mixer=Shifted(1, "a", True))
+    assert override(chosen, "--model.mixer.twice").model == twice
+    assert override(chosen, "--model.mixer=first_mixer").model.mixer is first_mixer
+    assert override(chosen, "--model.other-mixer=None").model.other_mixer is None
+    both = ("--model.mixer.by=2", "--model.mixer=Scaled")  # of the class that is chosen, in any order
+    assert message(override, chosen, *both).startswith("--model.mixer.by: no such option")
+    assert override(FULL, "--optimizer.weight-decay=0.2").optimizer == Lion(weight_decay=0.2)
+    assert override(FULL, "--model.rope.scaling.factor=3").model.rope == Rope(scaling=Linear(3.0))
+    assert override(FULL) is FULL
+    heads = C.diff(C.describe(FULL), C.describe(override(FULL, "--model.heads=2")))
+    assert heads == {"model.heads": (4, 2)}
+
+
+def test_partials_are_set_by_keyword():
+    partial = functools.partial(Shifted, 1, word="a", twice=False)
+    chosen = Experiment("x", optimizer=partial)
+    changed = override(chosen, "--optimizer.word=b", "--optimizer.twice=True").optimizer
+    assert (changed.func, changed.args, changed.keywords) == (Shifted, (1,), {"word": "b", "twice": True})
+    nested = Experiment("x", optimizer=functools.partial(Scaled, inner=Scaled()))
+    assert override(nested, "--optimizer.inner.factor=3").optimizer.keywords == {"inner": Scaled(3.0)}
+    assert message(override, chosen, "--optimizer.wrd=b") == (
+        "--optimizer.wrd: no such option; did you mean --optimizer.word?"
+    )
+
+
+def test_names_belong_to_fields_and_those_of_the_users_file_come_first():
+    library = lambda: "library"
+    library.__module__ = "jaxformer.somewhere"
+    names = {"data": {"f": library, "g": library}, "mixer": {"h": library}}
+    assert C.override(BASE, ["--data=f()"], names).data == "library"
+    assert C.override(BASE, ["--data=f()"], {**names, "": {"f": lambda: "mine"}}).data == "mine"
+    imported = lambda: "imported"
+    imported.__module__ = "jaxformer.elsewhere"
+    assert C.override(BASE, ["--data=f()"], {**names, "": {"f": imported}}).data == "library"
+    assert C.override(BASE, ["--model.mixer=h"], names).model.mixer is library
+    assert "there is no 'h'" in message(C.override, BASE, ["--data=h"], names)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (
+            ["--optimzer.learning-rate=1"],
+            "--optimzer.learning-rate: no such option; did you mean --optimizer.learning-rate?",
+        ),
+        (["--learning_rate=1"], "--learning_rate: no such option; did you mean --optimizer.learning-rate?"),
+        (["--stepz", "3"], "--stepz: no such option; did you mean --steps?"),
+        (["--qqqqqq"], "--qqqqqq: no such option"),
+        (["--optimizer.weight-decay=1"], "--optimizer.weight-decay: no such option"),
+        (["--no-steps"], "--no-steps: no such option; did you mean --steps?"),
+        (["--steps=abc"], "--steps=abc: expected int"),
+        (["--steps=1.0"], "--steps=1.0: expected int"),
+        (["--steps=1e-1"], "--steps=1e-1: expected int"),
+        (["--steps=1e400"], "--steps=1e400: expected int"),
+        (["--steps=True"], "--steps=True: expected int"),
+        (["--steps"], "--steps: expected int"),
+        (["--steps", "1", "2"], "--steps 1 2: expected int"),
+        (["--optimizer.learning-rate=x"], "--optimizer.learning-rate=x: expected float"),
+        (["--optimizer.betas", "1"], "--optimizer.betas 1: expected float float"),
+        (["--optimizer.betas", "1", "2", "3"], "--optimizer.betas 1 2 3: expected float float"),
+        (["--model.norm=batch"], "--model.norm=batch: expected one of layer, rms"),
+        (["--model.bias=maybe"], "--model.bias=maybe: expected bool"),
+        (["--model.bias=1"], "--model.bias=1: expected bool"),
+        (["--model.window=x"], "--model.window=x: expected int or None"),
+        (["--loggers", "x"], "--loggers x: expected any number of one of tensorboard, wandb"),
+        (["--loggers", "x", "wandb"], "--loggers x wandb: expected any number of one of tensorboard, wandb"),
+        (["--level=3"], "--level=3: expected one of 1, 2"),
+        (["--colour=green"], "--colour=green: expected one of red, blue"),
+        (
+            ["--model.masks=causal"],
+            "--model.masks=causal: expected any number of Mask, got causal",
+        ),
+        (
+            ["--model.masks", "causal & window(3)"],
+            "--model.masks causal & window(3): causal is a function; write causal(...); expected any number of Mask",
+        ),
+        (
+            ["--model.mixer=scond_mixer"],
+            "--model.mixer=scond_mixer: there is no 'scond_mixer' to choose from; did you mean second_mixer?; "
+            "expected a function such as Name(field=value)",
+        ),
+        (["--model.mixer=3"], "--model.mixer=3: expected a function such as Name(field=value), got 3"),
+        (["--model.mixer=Adam"], "--model.mixer=Adam: expected a function such as Name(field=value), got Adam(...)"),
+        (["--model.mixer=Scaled", "--model.mixer.factor=x"], "--model.mixer.factor=x: expected float"),
+        (["--optimizer=Linear"], "--optimizer=Linear: expected Adam or Lion, got Linear(...)"),
+        (
+            ["--optimizer=Adan"],
+            "--optimizer=Adan: there is no 'Adan' to choose from; did you mean Adam?; expected Adam or Lion",
+        ),
+        (["--optimizer=first_mixer"], "--optimizer=first_mixer: expected Adam or Lion, got first_mixer"),
+        (
+            ["--optimizer", "Lion(rate=1)"],
+            "--optimizer Lion(rate=1): Lion: no argument 'rate'; it has learning_rate, weight_decay; expected Adam or Lion",
+        ),
+        (
+            ["--optimizer", "Lion(learning_rat=1)"],
+            "--optimizer Lion(learning_rat=1): Lion: no argument 'learning_rat'; did you mean learning_rate?; "
+            "expected Adam or Lion",
+        ),
+        (
+            ["--optimizer", "Lion(weight_decay='x')"],
+            "--optimizer Lion(weight_decay='x'): Lion(weight_decay=...): expected float, got 'x'; expected Adam or Lion",
+        ),
+        (
+            ["--model.mixer=Shifted"],
+            "--model.mixer=Shifted: Shifted needs by, word; write Shifted(by=...); "
+            "expected a function such as Name(field=value)",
+        ),
+        (["--data", "f"], "--data f: there is no 'f' to choose from"),
+        (["--data", "(("], "--data ((: '(' was never closed, in an expression"),
+        (["--model.heads=3"], "--model.heads=3: heads=3 does not divide width=64"),
+        (["--model.rope.theta=1"], "--model.rope.theta: no such option; did you mean --model.rope?"),
+        (["steps=3"], "steps=3: expected an option; did you mean --steps=3?"),
+        (["-s", "3"], "-s: expected an option; did you mean --s?"),
+    ],
+)
+def test_override_mistakes(args, expected, capsys):
+    assert message(override, BASE, *args) == expected
+    assert capsys.readouterr() == ("", "")
+
+
+def test_types_in_messages_read_well():
+    hint = Adam | tuple[Rope | None, ...] | Callable | str | None
+    assert expressions.expected(hint) == (
+        "Adam, any number of Rope or None, a function such as Name(field=value), str or None"
+    )
+
+
+# The list of options
+
+
+class Plain:
+    """No dataclass, no name, and a text of two lines."""
+
+    def __repr__(self):
+        return "two\nlines at 0x7f00"
+
+
+@pytest.mark.parametrize("columns", ["", "0", "1", "20", "80", "1000"])
+def test_help_lists_every_option(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    text = C.help_text(FULL, "show full")
+    assert text.startswith("usage: show full")
+    names = [path for path, _, _ in walk(FULL)]
+    options = [line.split(" ")[0] for line in text.splitlines() if line.startswith("--")]
+    assert options == ["--" + name.replace("_", "-") for name in names]
+    assert {"--model.rope.scaling.factor", "--optimizer.weight-decay"} <= set(options)
+    assert "--optimizer.betas" not in options
+    assert max(map(len, text.splitlines())) <= 140
+
+
+def test_help_says_type_value_and_meaning(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    text = C.help_text(FULL, "show full")
+    lines = text.splitlines()
+    assert lines[lines.index("--model.heads  INT = 4") + 1] == "      must divide the width"
+    assert lines[lines.index("--model.bias  BOOL = True") + 1] == "      whether linear maps add a bias"
+    assert "--model.norm  LAYER,RMS = 'layer'" in lines
+    assert "--model.window  INT|None = 3" in lines
+    assert "--model.other-mixer  FUNCTION|None = second_mixer" in lines
+    assert "--model.masks  ANY NUMBER OF MASK = (causal(), window(3, 3))" in text or "causal()" in text
+    assert "--initial  FUNCTION|STR|None = None" in lines
+    scaled = C.help_text(Experiment("x", Model(8, mixer=Scaled())), "x").splitlines()
+    assert scaled[scaled.index("--model.mixer  Scaled(...)") + 1] == "      A function that is a config."
+    assert scaled[scaled.index("--model.mixer.factor  FLOAT = 2.0") + 1] == "      multiplies the input"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Plain(),
+        Plain,
+        lambda x: x,
+        functools.partial(first_mixer, x=Plain()),
+        functools.partial(int),
+        np.zeros((3, 3)),
+        [Plain(), lambda: 0],
+        {"a": Plain()},
+        Scaled(inner=Plain()),
+        dataclasses.make_dataclass("Made", [("a", "no such type", 3)])(),
+        first_mixer.__call__,
+        object(),
+        (),
+        b"bytes",
+        "two\nlines",
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_help_never_fails(value):
+    text = C.help_text(Experiment("x", data=value, optimizer=value), "x")
+    assert " at 0x" not in text and "--data" in text
+
+
+def test_help_of_every_experiment():
+    code = (
+        "from jaxformer import config\nfor name in config.available(): print(config.help_text(config.load(name), name))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)  # also with no terminal
+    assert done.returncode == 0 and " at 0x" not in done.stdout, done.stderr
+    assert done.stdout.count("--model.num-layers  INT = ") == len(C.available())

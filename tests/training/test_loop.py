@@ -1,0 +1,82 @@
+"""The loop: one trace of the step, whatever happens between steps; what is decided by the seed alone."""
+
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jaxformer import models
+from jaxformer.data.tasks import Reverse
+from jaxformer.errors import ConfigError
+from jaxformer.models import ModelConfig
+from jaxformer.training import Checkpoints, Experiment, loop
+from jaxformer.training.recipe import build
+from jaxformer.training.run import open_run
+from jaxformer.training.state import init_state
+from jaxformer.training.step import make_train_step
+
+TINY = Experiment(
+    name="tiny",
+    model=ModelConfig(vocab_size=17, num_layers=1, d_model=16, num_heads=2, context_length=16, dropout_rate=0.1),
+    data=Reverse(),
+    steps=5,
+    batch_size=4,
+    log_every=1,
+    eval_every=2,
+    eval_batches=1,
+    checkpoints=Checkpoints(every=2),
+)
+
+
+def test_a_run_traces_its_step_once(tmp_path, monkeypatch):
+    """Evaluations, saves and the last step change no shape, dtype or sharding of the state."""
+    chex.clear_trace_counter()
+    once = lambda recipe, axis_name=None: chex.assert_max_traces(make_train_step(recipe, axis_name), n=1)
+    monkeypatch.setattr(loop, "make_train_step", once)
+    assert loop.train(TINY, tmp_path).validation["loss"] > 0
+
+
+def test_a_step_keeps_the_form_of_its_state():
+    recipe = build(replace(TINY, ema_decay=0.9, precision="bfloat16"))
+    state = jax.eval_shape(lambda: init_state(recipe))
+    row = jax.ShapeDtypeStruct((4, 16), jnp.int32)
+    batch = {"tokens": row, "labels": row, "weights": jax.ShapeDtypeStruct((4, 16), jnp.float32)}
+    after, metrics = jax.eval_shape(make_train_step(recipe), state, batch)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+    chex.assert_shape(list(metrics.values()), ())
+
+
+def test_equal_seeds_give_equal_runs(tmp_path):
+    folders = [loop.train(TINY, tmp_path / name).folder for name in ("one", "two")]
+    with pytest.raises(ConfigError, match="no copy of its experiment"):  # it was trained from Python
+        open_run(folders[0])
+    assert len({(folder / "metrics.jsonl").read_text() for folder in folders}) == 1
+    other = loop.train(replace(TINY, seed=1), tmp_path / "one").folder
+    assert other != folders[0] and (other / "metrics.jsonl").read_text() != (folders[0] / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": lambda spec: optax.adam}, "expected .spec. -> optax.GradientTransformation"),
+        ({"objective": lambda *_: (jnp.ones(3), 1.0)}, "loss and weight are numbers"),
+        ({"data": "text.txt"}, "data='text.txt': expected an object with open"),
+        ({"schedule": lambda experiment: 0.1}, "schedule: expected .experiment. -> .step -> rate."),
+        ({"initial": "runs/none"}, "runs/none"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_in_a_line(changes, message, tmp_path):
+    with pytest.raises(ConfigError, match=message) as caught:
+        loop.train(replace(TINY, **changes), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_function_gives_the_first_parameters(tmp_path):
+    ones = lambda spec, key: jax.tree.map(lambda leaf: jnp.ones(leaf.shape), spec)
+    loop.train(replace(TINY, initial=ones, schedule=lambda experiment: lambda step: 0.0), tmp_path)
+    wrong = lambda spec, key: models.init(replace(TINY.model, d_model=32), key)
+    with pytest.raises(ConfigError, match=r"parameter .* has shape .* expected"):
+        loop.train(replace(TINY, initial=wrong, name="wrong"), tmp_path)

@@ -1,0 +1,119 @@
+"""Objectives: what they are given, what they report, what is scored."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import models
+from jaxformer.errors import ConfigError
+from jaxformer.masks import causal, full
+from jaxformer.models import Classification, EncoderDecoder, Mixture, ModelConfig, Patches, mixers
+from jaxformer.ops import cross_entropy
+from jaxformer.training import ClassCrossEntropy, Experiment, TokenCrossEntropy
+from jaxformer.training.recipe import build
+
+CONFIG = ModelConfig(vocab_size=13, num_layers=2, d_model=16, num_heads=2, context_length=8, init_std=0.3)
+TOKENS = jax.random.randint(jax.random.key(0), (3, 8), 0, 13)
+BATCH = {"tokens": TOKENS, "labels": jnp.roll(TOKENS, -1, 1), "weights": (TOKENS % 4 > 0).astype(jnp.float32)}
+KEYS = [jax.random.key(seed) for seed in (1, 2)]
+
+
+class NoData:
+    def open(self, model):
+        raise NotImplementedError
+
+
+def recipe(model, **changes):
+    return build(Experiment(name="x", model=model, data=NoData(), **changes))
+
+
+def losses(model, batch=BATCH, **changes):
+    """(trained with each key, scored with each key)."""
+    made = recipe(model, **changes)
+    trained = models.init(model, jax.random.key(0))
+    return tuple([float(jax.jit(f)(trained, batch, key).loss) for key in KEYS] for f in (made.loss, made.score))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        replace(CONFIG, dropout_rate=0.3),
+        replace(CONFIG, mixer=mixers.Reformer(chunk=2, rounds=1, buckets=4, chunks_before=0)),
+    ],
+    ids=["dropout", "drawn rotations"],
+)
+def test_the_key_reaches_dropout_and_drawn_constants_in_training_alone(model):
+    trained, scored = losses(model)
+    assert trained[0] != trained[1] and scored[0] == scored[1]
+
+
+def test_smoothing_and_auxiliary_losses_are_trained_and_not_scored():
+    plain = losses(CONFIG)
+    smooth = losses(CONFIG, objective=TokenCrossEntropy(label_smoothing=0.1, z_loss=0.01))
+    assert plain[0] == plain[1] == smooth[1] and smooth[0][0] > plain[0][0]
+
+
+def test_a_pair_is_scored_as_its_decoder_says():
+    decoder = replace(CONFIG, masks=(causal(),))
+    pair = EncoderDecoder(encoder=replace(CONFIG, masks=(full(),), heads=()), decoder=decoder)
+    batch = BATCH | {"source": TOKENS[:, ::-1], "source_segment_ids": jnp.ones_like(TOKENS).at[0, 5:].set(0)}
+    parameters = models.init(pair, jax.random.key(0))
+    sources = {name: batch[name] for name in ("source", "source_segment_ids")}
+    expected = cross_entropy(
+        models.apply(pair, parameters, TOKENS, **sources).logits, batch["labels"], batch["weights"]
+    )
+    found = TokenCrossEntropy()(pair, parameters, batch, KEYS[0], jnp.float32)
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-5)  # float32 sums in another order
+    np.testing.assert_array_equal(found.metrics["accuracy"][0], expected.correct)
+
+
+def test_images_have_classes():
+    images = replace(
+        CONFIG, vocab_size=0, embedding=Patches((8, 8), (4, 4), 1), context_length=5, heads=(Classification(3),),
+        masks=(full(),),
+    )  # fmt: skip
+    batch = {"images": jnp.ones((4, 8, 8, 1)), "labels": jnp.array([0, 1, 2, 2]), "weights": jnp.array([1.0, 1, 1, 0])}
+    parameters = models.init(images, jax.random.key(0))
+    found = ClassCrossEntropy()(images, parameters, batch, KEYS[0], jnp.float32)
+    logits = models.apply(images, parameters, batch["images"]).logits
+    np.testing.assert_allclose(found.loss, -jax.nn.log_softmax(logits)[jnp.arange(3), jnp.arange(3)].sum(), rtol=1e-5)
+    with pytest.raises(ConfigError, match="Classification head"):
+        ClassCrossEntropy()(CONFIG, models.init(CONFIG, KEYS[0]), BATCH, KEYS[0], jnp.float32)
+
+
+def test_routed_experts_report_their_load():
+    """Figures of one number a layer are metrics, weighted as the loss is."""
+    model = replace(CONFIG, feedforward=Mixture(experts=4, top_k=2, d_ff=8))
+    parameters = models.init(model, jax.random.key(0))
+    sums = TokenCrossEntropy()(model, parameters, BATCH, KEYS[0], jnp.float32)
+    stats = models.apply(model, parameters, TOKENS).stats
+    total, weight = sums.metrics["expert_load"]
+    np.testing.assert_allclose(total / weight, stats["expert_load"].mean(), rtol=1e-6)
+    assert set(sums.metrics) == {"accuracy", "expert_load", "dropped"}
+
+
+class Bigram:
+    """A model of the user's own: a table of logits."""
+
+    def spec(self):
+        from jaxformer.params import Spec
+
+        return {"table": Spec((13, 13), ("vocab", "embed"), jax.nn.initializers.normal(1.0))}
+
+    def apply(self, params, tokens, dropout_key=None, dtype=None):
+        return models.Output(params["table"][tokens], None)
+
+
+def test_a_model_of_ones_own_needs_only_spec_and_apply():
+    trained, scored = losses(Bigram())
+    assert trained == scored and trained[0] == trained[1]
+
+
+def test_what_an_objective_returns_is_checked():
+    pair = recipe(CONFIG, objective=lambda model, params, batch, key, dtype: (jnp.ones(()), jnp.ones(())))
+    assert pair.loss(models.init(CONFIG, KEYS[0]), BATCH, KEYS[0]).metrics == {}
+    with pytest.raises(ConfigError, match="objective: returned float"):
+        recipe(CONFIG, objective=lambda *_: 1.0).loss(models.init(CONFIG, KEYS[0]), BATCH, KEYS[0])
