@@ -136,10 +136,10 @@ def transfer(
         found[name] = leaf
     same = {path: wanted[path].shape == found[path].shape for path in wanted if path in found}
     report = Report(
-        taken=[path for path, fits in same.items() if fits],
+        taken=[path for path, equal in same.items() if equal],
         missing=[path for path in wanted if path not in found],
         unused=[path for path in found if path not in wanted],
-        misshapen=[path for path, fits in same.items() if not fits],
+        misshapen=[path for path, equal in same.items() if not equal],
     )
     problems = []
     for kind in ("missing", "unused", "misshapen"):

@@ -103,9 +103,8 @@ class Mixer(NamedTuple):
 
     spec: Tree  # of `Spec`
     apply: Callable  # (params, x [B, T, D], Context) -> MixerOutput
-    state: Callable | None = (
-        None  # for decoding: (batch, length, dtype) -> any tree of zeros [batch, ...]; None: it cannot
-    )
+    # for decoding: (batch, length, dtype) -> any tree of zeros [batch, ...]; None: it cannot decode
+    state: Callable | None = None
     shared: Tree = None  # the spec of parameters that all layers have in common
     constants: Callable = nothing  # T -> arrays [L, ...] that are drawn, not trained
     memo: Callable = nothing  # x -> the `Context.memo` of the first layer: the shapes that each layer passes on

@@ -276,8 +276,8 @@ def same_segment(config: ModelConfig, segment_ids: Int[Array, "B T"]) -> Mask:
     """
     if all(getattr(head, "pool", None) != "position_0" for head in config.heads):
         return masks.segments(segment_ids)
-    seen = jnp.where(segment_ids == 0, segment_ids.max(axis=1, keepdims=True), segment_ids)
-    return replace(masks.segments(seen, segment_ids), offset=None)  # both are of one sequence
+    query_ids = jnp.where(segment_ids == 0, segment_ids.max(axis=1, keepdims=True), segment_ids)
+    return replace(masks.segments(query_ids, segment_ids), offset=None)  # both are of one sequence
 
 
 def at_positions(mask: Mask, positions: Int[Array, "B S"], gaps: bool) -> Mask:

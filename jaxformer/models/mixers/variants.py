@@ -187,7 +187,7 @@ def _weighed(
 def value_residual(config: ModelConfig) -> Mixer:
     """Values mixed with those of the first layer, V <- a V_1 + b V with learned a and b a layer, 1/2 at first: ResFormer.
 
-    Zhou et al. 2024, arXiv:2410.17897. The first layer's own values stay as they are; its two numbers are not used.
+    Zhou et al. 2024, arXiv:2410.17897. The first layer keeps its values; its two numbers are not used.
     """
 
     def prepare(params, heads: Heads, context: Context) -> Heads:
@@ -239,15 +239,15 @@ def memory_key_values(config: ModelConfig, count: int = 16) -> Mixer:
 
     def attend(params, context, query, key, value, *, mask, bias=None, **options):
         keys = key.shape[1]
-        mask = _beside_memory(mask, count, query.shape[1], keys)
+        mask = _with_memory(mask, count, query.shape[1], keys)
         before = lambda name, x: jnp.broadcast_to(params["memory"][name].astype(x.dtype)[None], (len(x), *shape))
         key, value = (jnp.concatenate([before(n, x), x], axis=1) for n, x in (("key", key), ("value", value)))
-        return ops.attention(query, key, value, mask=mask, bias=_bias_beside_memory(bias, count, keys), **options)
+        return ops.attention(query, key, value, mask=mask, bias=_bias_with_memory(bias, count, keys), **options)
 
     return attention(config, extra={"memory": {"key": leaf, "value": leaf}}, attend=attend)
 
 
-def _beside_memory(mask: Mask, count: int, T: int, S: int) -> Mask:
+def _with_memory(mask: Mask, count: int, T: int, S: int) -> Mask:
     """The mask for `count` keys that all see and S behind them. Queries move along, so rules of distance stay as they are."""
     first = S - T if mask.offset is None else mask.offset
     parts = (replace(part, offset=None) for part in mask.sized(S).conjuncts())
@@ -260,18 +260,18 @@ def _moved(mask, q, kv):
     return part._evaluate(q - count, kv - count)
 
 
-def _bias_beside_memory(bias, count: int, keys: int):
+def _bias_with_memory(bias, count: int, keys: int):
     """The score bias for `count` keys that get none and those behind them, at their own positions."""
     if bias is None:
         return None
     if not (callable(bias) or isinstance(bias, Bias)):
         return jnp.pad(jnp.broadcast_to(bias, (*bias.shape[:3], keys)), [(0, 0)] * 3 + [(count, 0)])
 
-    def beside(q, kv):
+    def score(q, kv):
         if isinstance(bias, Bias):  # both are ranges of positions
             scores = bias.block(q[0] - count, q.shape[0], kv[0] - count, kv.shape[0])
         else:
             scores = bias(q - count, kv - count)
         return jnp.where((kv < count).reshape((1,) * (scores.ndim - 1) + (-1,)), 0, scores)
 
-    return beside
+    return score

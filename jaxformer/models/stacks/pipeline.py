@@ -42,8 +42,8 @@ class Pipeline:
         if mesh.empty or mesh.shape.get("stage", 1) == 1:
             return scan.stack(config, layers, x, context)
         slots, stages = scan.pattern(config), mesh.shape["stage"]
-        kept = layers.state is not None or context.return_weights or context.return_hidden
-        if kept or slots[0].memo(x) is not None:
+        unsupported = layers.state is not None or context.return_weights or context.return_hidden
+        if unsupported or slots[0].memo(x) is not None:
             raise NotImplementedError(
                 "a pipeline has no cache, attention maps, hidden states or memo; mesh.stage=1 has"
             )
@@ -149,15 +149,15 @@ def pipeline(
     )
     per_row, common, rebuild = split_extras(extras, B)
     per_row = {i: _cut(by_device(leaf), microbatches, batch_axes) for i, leaf in per_row.items()}
-    given = params, per_row, common, shared
+    operands = params, per_row, common, shared
     places = P("stage"), P(None, data), P(), P()
-    dtypes = jax.tree.map(lambda leaf: leaf.dtype, given)
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, operands)
     run = jax.shard_map(
         partial(run_stage, pipe, rebuild, dtypes),
         in_specs=(places, P(data, "stage"), P("stage"), P(data)), out_specs=(P(data, "stage"), P(None, "stage")),
         axis_names={"stage", *data}, check_vma=False,  # layers know nothing of stages: their scans start from plain zeros
     )  # fmt: skip
-    y, reports = run(jax.tree.map(_widen, given), by_device(x, "stage"), jnp.arange(pipe.stages), jnp.arange(copies))
+    y, reports = run(jax.tree.map(_widen, operands), by_device(x, "stage"), jnp.arange(pipe.stages), jnp.arange(copies))
     return y.reshape(B, *y.shape[2:]), jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reports)
 
 
@@ -174,9 +174,9 @@ def split_extras(extras: Tree, B: int) -> tuple[dict[int, Array], dict[int, Arra
     return per_row, {i: leaf for i, leaf in arrays.items() if i not in per_row}, rebuild
 
 
-def run_stage(pipe: Pipe, rebuild: Callable, dtypes: Tree, given: Tree, x: Array, stage: Array, copy: Array):
+def run_stage(pipe: Pipe, rebuild: Callable, dtypes: Tree, operands: Tree, x: Array, stage: Array, copy: Array):
     """All ticks of one stage: (its rows of the result, the mean of its reports), within `jax.shard_map`."""
-    params, per_row, common, options = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), given, dtypes)
+    params, per_row, common, options = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), operands, dtypes)
     here = StageInputs(_deal(params, stage[0], pipe), per_row, common, options, stage[0], copy[0])
     buffer = _cut(_enter(x, here.stage, pipe.stages), pipe.microbatches)
     run = partial(tick, pipe, rebuild, here)

@@ -37,8 +37,8 @@ class Reversible:
         if config.norm_placement != "pre":
             raise ConfigError(f"model.norm_placement={config.norm_placement!r}: reversible layers are pre-norm")
         slots = scan.pattern(config)
-        kept = layers.state is not None or context.return_weights or context.return_hidden
-        if kept or context.source or slots[0].memo(x) is not None:
+        unsupported = layers.state is not None or context.return_weights or context.return_hidden
+        if unsupported or context.source or slots[0].memo(x) is not None:
             raise NotImplementedError(
                 "reversible layers: no cache, attention maps, hidden states, source or memo; scan.stack has them"
             )

@@ -72,10 +72,10 @@ def init_state(config: ModelConfig, batch: int, length: int, dtype) -> Tree:
     slots = mixers(config)[:1] if alike(config) else _whole_pattern(config)
     if any(slot.state is None for slot in slots):
         raise NotImplementedError("a mixer without `state` cannot decode; give its Mixer(..., state=...)")
-    states = [slot.state(batch, length, dtype) for slot in slots if slot.state is not None]
-    repeat = lambda leaf: jnp.zeros((config.num_layers // len(slots), *leaf.shape), leaf.dtype)
-    repeated = tuple(jax.tree.map(repeat, state) for state in states)
-    return repeated[0] if alike(config) else repeated
+    count = config.num_layers // len(slots)
+    repeat = lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype)
+    states = tuple(jax.tree.map(repeat, slot.state(batch, length, dtype)) for slot in slots if slot.state)
+    return states[0] if alike(config) else states
 
 
 def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callable | None = None):
@@ -126,9 +126,9 @@ def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context
         cut = lambda leaf: leaf[:scanned].reshape(scanned // period, period, *leaf.shape[1:])
         yield Group(step, jax.tree.map(cut, rows))
     if scanned < L:
-        rest = jax.tree.map(lambda leaf: leaf[scanned:], rows)
+        remaining = jax.tree.map(lambda leaf: leaf[scanned:], rows)
         turns = [each[i % period] for i in range(L - scanned)]
-        yield Group(partial(run_in_turn, turns, True), unstack(rest, L - scanned), False)
+        yield Group(partial(run_in_turn, turns, True), unstack(remaining, L - scanned), False)
 
 
 def run_layer(config: ModelConfig, mixer: Mixer, context: Context, pick, carry, row: Row):

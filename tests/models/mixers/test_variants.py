@@ -490,13 +490,13 @@ def test_memory_is_seen_by_all_and_hides_nothing():
 
     @jit
     def dense(some):
-        return [(mask.dense(4, 6), variants._beside_memory(mask, COUNT, 4, 6).dense(4, 6 + COUNT)) for mask in some]
+        return [(mask.dense(4, 6), variants._with_memory(mask, COUNT, 4, 6).dense(4, 6 + COUNT)) for mask in some]
 
     for mask, (before, moved) in zip(some, dense(some), strict=True):
         assert moved[..., :COUNT].all()
         np.testing.assert_array_equal(moved[..., COUNT:], before, err_msg=str(mask))
     # rules of distance stay what kernels know them as
-    assert str(variants._beside_memory(masks.causal(), 16, 4, 4)) == "(prefix(16) | causal()).at(16)"
+    assert str(variants._with_memory(masks.causal(), 16, 4, 4)) == "(prefix(16) | causal()).at(16)"
 
 
 def test_talking_heads_start_as_attention():
