@@ -70,7 +70,7 @@ class Files:
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor. Raises ConfigError for an unknown name and for a file that has changed."""
         if name not in self._locations:
-            raise ConfigError(f"{self.folder}: no tensor {_shown(name)}; there are {_some(self.names)}")
+            raise ConfigError(f"{self.folder}: no tensor {_display(name)}; there are {_list_names(self.names)}")
         path, file, start, shape, dtype = self._locations[name]
         try:
             if CODES[dtype].startswith("F8"):  # the package expects these types in NumPy, which lacks them
@@ -79,11 +79,11 @@ class Files:
                 array = file.get_tensor(name)
         except MemoryError:
             size = math.prod(shape) * dtype.itemsize
-            raise ConfigError(f"{path}: no memory for {_shown(name)}, which has {size:,} bytes") from None
+            raise ConfigError(f"{path}: no memory for {_display(name)}, which has {size:,} bytes") from None
         except (OSError, SafetensorError, ValueError):  # ValueError: too few bytes for the shape
-            raise ConfigError(f"{path}: cut short since it was opened, {_shown(name)} is gone; {AGAIN}") from None
+            raise ConfigError(f"{path}: cut short since it was opened, {_display(name)} is gone; {AGAIN}") from None
         if dtype == np.bool_ and array.view(np.uint8).max(initial=0) > 1:
-            raise ConfigError(f"{path}: {_shown(name)} holds bytes that are neither true (1) nor false (0); {AGAIN}")
+            raise ConfigError(f"{path}: {_display(name)} holds bytes that are neither true (1) nor false (0); {AGAIN}")
         return array
 
 
@@ -106,7 +106,7 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
         reason = "it is a file" if os.path.isfile(folder) else getattr(error, "strerror", None) or error
         raise ConfigError(f"{folder}: not a folder of weights ({reason}); expected {SINGLE} and config.json") from None
     if "config.json" not in listing:
-        raise ConfigError(f"{folder}: no config.json, which says what model it is; there are {_some(listing)}")
+        raise ConfigError(f"{folder}: no config.json, which says what model it is; there are {_list_names(listing)}")
     config = _read_json(folder / "config.json", dict)
     generation_file = "generation_config.json"
     generation = _read_json(folder / generation_file, dict) if generation_file in listing else {}
@@ -116,12 +116,12 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
         locations = _open_shards(folder, listing)
     elif pickles := [file for file in listing if any(fnmatch.fnmatch(file, pattern) for pattern in PICKLES)]:
         raise ConfigError(
-            f"{folder}: neither {SINGLE} nor {INDEX}, only pickled files ({_some(pickles)}): loading a pickle runs whatever"
-            " code it contains, so we do not; where you trust it, convert it with transformers' `save_pretrained` (before"
-            " version 5 with safe_serialization=True), or on the hub with huggingface.co/spaces/safetensors/convert"
+            f"{folder}: neither {SINGLE} nor {INDEX}, only pickled files ({_list_names(pickles)}): loading a pickle runs"
+            " whatever code it contains, so we do not; where you trust it, convert it with transformers' `save_pretrained`"
+            " (before version 5 with safe_serialization=True), or on the hub with huggingface.co/spaces/safetensors/convert"
         )
     else:
-        expected = f"{folder}: neither {SINGLE} nor {INDEX}; there are {_some(listing)}"
+        expected = f"{folder}: neither {SINGLE} nor {INDEX}; there are {_list_names(listing)}"
         raise ConfigError(f"{expected}; give the folder that `save_pretrained` wrote")
     names = {name: (location.shape, str(location.dtype.name)) for name, location in locations.items()}
     return Files(folder, config, generation, names, locations)
@@ -134,7 +134,7 @@ def check_finite(name: str, array: np.ndarray) -> None:
     bad = array.size - sum(np.count_nonzero(np.isfinite(slab)) for slab in _slabs(array))
     if bad:
         raise ConfigError(
-            f"tensor {_shown(name)}: {bad:,} of {array.size:,} values are NaN or infinite; the weights are damaged, or"
+            f"tensor {_display(name)}: {bad:,} of {array.size:,} values are NaN or infinite; the weights are damaged, or"
             " are those of a training that diverged: take another revision or checkpoint"
         )
 
@@ -215,20 +215,22 @@ def _open_shards(folder: Path, listing: list[str]) -> dict[str, _Location]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", file):
             raise ConfigError(
-                f"{index}: {_shown(name)} is to be in {_shown(file)}; expected a .safetensors file in this folder;"
+                f"{index}: {_display(name)} is to be in {_display(file)}; expected a .safetensors file in this folder;"
                 " do not trust it"
             )
     files = sorted(set(weight_map.values()))
     if missing := [file for file in files if file not in listing]:
-        raise ConfigError(f"{index}: {len(missing)} of {len(files)} files are missing: {_some(missing)}; download them")
+        raise ConfigError(
+            f"{index}: {len(missing)} of {len(files)} files are missing: {_list_names(missing)}; download them"
+        )
     locations: dict[str, _Location] = {}
     for file in files:
         tensors = _open_file(folder / file)
         expected = {name for name in weight_map if weight_map[name] == file}
         if missing := sorted(expected - tensors.keys()):
-            raise ConfigError(f"{folder / file}: lacks {_some(missing)}, which {INDEX} says is there; {AGAIN}")
+            raise ConfigError(f"{folder / file}: lacks {_list_names(missing)}, which {INDEX} says is there; {AGAIN}")
         if extra := sorted(tensors.keys() - expected):
-            raise ConfigError(f"{folder / file}: has {_some(extra)}, which {INDEX} does not list there; {AGAIN}")
+            raise ConfigError(f"{folder / file}: has {_list_names(extra)}, which {INDEX} does not list there; {AGAIN}")
         locations |= tensors
     return locations
 
@@ -250,7 +252,7 @@ def _open_file(path: Path) -> dict[str, _Location]:
         try:
             file = safe_open(path, "np", backend="pread")
         except SafetensorError as error:
-            reason = _shown(str(error).removeprefix("Error while deserializing header: "))
+            reason = _display(str(error).removeprefix("Error while deserializing header: "))
             raise ConfigError(f"{path}: damaged or cut short, has {size:,} bytes ({reason}); {AGAIN}") from None
     header.pop("__metadata__", None)
     locations = {}
@@ -258,9 +260,9 @@ def _open_file(path: Path) -> dict[str, _Location]:
         # the package accepts also a list as a tensor's entry, and an object as its dtype
         dtype, shape = (entry["dtype"], entry["shape"]) if isinstance(entry, dict) else (entry, [])
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise ConfigError(f"{path}: {_shown(name)} has the dtype {_shown(dtype)}; we read {', '.join(DTYPES)}")
+            raise ConfigError(f"{path}: {_display(name)} has the dtype {_display(dtype)}; we read {', '.join(DTYPES)}")
         if len(shape) > 64:
-            raise ConfigError(f"{path}: {_shown(name)} has {len(shape)} axes; NumPy has at most 64")
+            raise ConfigError(f"{path}: {_display(name)} has {len(shape)} axes; NumPy has at most 64")
         locations[name] = _Location(path, file, 8 + length + entry["data_offsets"][0], tuple(shape), DTYPES[dtype])
     return locations
 
@@ -294,7 +296,7 @@ def _parse(text: bytes, path: Path, pairs: Callable) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: its JSON cannot be read ({error}); {AGAIN}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a JSON object {{...}}, got {_shown(value)}; {AGAIN}")
+        raise ConfigError(f"{path}: expected a JSON object {{...}}, got {_display(value)}; {AGAIN}")
     return value
 
 
@@ -303,7 +305,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = {}
     for key, item in pairs:
         if key in value:
-            raise ValueError(f"the key {_shown(key)} appears twice")
+            raise ValueError(f"the key {_display(key)} appears twice")
         value[key] = item
     return value
 
@@ -376,12 +378,12 @@ _short = reprlib.Repr()
 _short.maxstring, _short.maxlist = 120, 10
 
 
-def _shown(value: Any) -> str:
+def _display(value: Any) -> str:
     """A short printable form of a value from a file, which may be long or hold any character."""
     return _short.repr(value)
 
 
-def _some(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     names = list(names)
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return (", ".join(map(_shown, names[:5])) or "no others") + rest
+    return (", ".join(map(_display, names[:5])) or "no others") + rest
