@@ -44,6 +44,19 @@ DTYPES: dict[str, np.dtype] = {code: np.dtype(scalar) for code, scalar in {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
+class _Tensor(NamedTuple):
+    """A tensor to write; `make` returns its array."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], Any]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class _Location(NamedTuple):
     """The file of a tensor (its path, and the open and checked file) and the tensor's first byte in it."""
 
@@ -88,11 +101,10 @@ class Files:
 
 
 def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Files:
-    """Opens a local folder or a repository of the Hugging Face hub (`org/name`; `revision`: a branch, tag or commit).
+    """Opens a local folder or a hub repository (`org/name`; `revision`: a branch, tag or commit) and reads all headers.
 
-    A name is a path if it exists, is absolute, is a `Path` or starts with `.` or `~`. Reads config.json and the headers of
-    model.safetensors or of its shards; `Files.read` reads weights. Pickled weights are refused. Raises ConfigError for
-    missing, damaged or contradictory files.
+    A name is a path if it exists, is absolute, is a `Path` or starts with `.` or `~`. Raises ConfigError for pickled weights
+    and for missing, damaged or contradictory files.
     """
     folder = Path(os.path.expanduser(path_or_name))
     local = isinstance(path_or_name, Path) or folder.is_absolute() or path_or_name.startswith((".", "~"))
@@ -147,29 +159,28 @@ def save_checkpoint(
 ) -> None:
     """Writes a folder that `open_checkpoint` and transformers' `from_pretrained` open. It appears when it is complete.
 
-    `tensors` holds (name, shape, NumPy dtype, function that returns the array). Each function is called when its array is
-    written, so the host holds one array at a time. Files have at most `shard_bytes`, unless one tensor has more. Raises
-    ConfigError for a `folder` that is not empty or cannot be written and for a dtype that the format lacks, TypeError for a
-    config that is not JSON, ValueError for an array of another shape or dtype and for a duplicate name. A killed save leaves
-    `folder.unfinished`, which the next save removes.
+    `tensors` holds (name, shape, dtype, function that returns the array): the host holds one array at a time. A file has at
+    most `shard_bytes`, unless one tensor has more. Raises ConfigError for a `folder` that is not empty or cannot be written
+    and for a dtype that the format lacks, TypeError for a config that is not JSON, ValueError for an array that is not as
+    declared and for a duplicate name. A killed save leaves `folder.unfinished`, which the next save removes.
     """
     folder = Path(os.path.realpath(os.path.expanduser(folder)))
     text = _dumps(config)
-    tensors = [(name, tuple(map(int, shape)), np.dtype(dtype), make) for name, shape, dtype, make in tensors]
-    if len({name for name, *_ in tensors} | {"__metadata__"}) <= len(tensors):
+    items = [_Tensor(name, tuple(map(int, shape)), np.dtype(dtype), make) for name, shape, dtype, make in tensors]
+    if len({item.name for item in items} | {"__metadata__"}) <= len(items):
         raise ValueError(f"{folder}: two tensors have one name, or one is called __metadata__")
-    for name, _, dtype, _ in tensors:
-        if dtype not in CODES:
-            expected = ", ".join(DTYPES)
-            raise ConfigError(f"{folder}: safetensors has no dtype {dtype} for {name!r}; cast it to one of {expected}")
-    total = sum(map(_size, tensors))
+    for item in items:
+        if item.dtype not in CODES:
+            problem = f"safetensors has no dtype {item.dtype} for {item.name!r}"
+            raise ConfigError(f"{folder}: {problem}; cast it to one of {', '.join(DTYPES)}")
+    total = sum(item.nbytes for item in items)
     unfinished = folder.parent / f"{folder.name}.unfinished"
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder}: exists and is not an empty folder; choose another name, or remove it first")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        _write_shards(unfinished, _shards(tensors, shard_bytes), total)
+        _write_shards(unfinished, _shards(items, shard_bytes), total)
         (unfinished / "config.json").write_text(text)
         unfinished.rename(folder)
     except BaseException as error:
@@ -317,40 +328,36 @@ def _dumps(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
-def _size(tensor: tuple) -> int:
-    return math.prod(tensor[1]) * tensor[2].itemsize
-
-
-def _shards(tensors: list[tuple], limit: int) -> list[list[tuple]]:
+def _shards(tensors: list[_Tensor], limit: int) -> list[list[_Tensor]]:
     """Splits the tensors, in order, into shards of at most `limit` bytes; at least one shard."""
     shards, room = [[]], limit
     for tensor in tensors:
-        if _size(tensor) > room and shards[-1]:
+        if tensor.nbytes > room and shards[-1]:
             shards.append([])
             room = limit
         shards[-1].append(tensor)
-        room -= _size(tensor)
+        room -= tensor.nbytes
     return shards
 
 
-def _write_shards(folder: Path, shards: list[list[tuple]], total: int) -> None:
+def _write_shards(folder: Path, shards: list[list[_Tensor]], total: int) -> None:
     """One file, or several and their index."""
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        weight_map |= dict.fromkeys((name for name, *_ in shard), file)
+        weight_map |= dict.fromkeys((tensor.name for tensor in shard), file)
         _write_file(folder / file, shard)
     if len(shards) > 1:
         (folder / INDEX).write_text(_dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
-def _write_file(path: Path, tensors: list[tuple]) -> None:
-    tensors = sorted(tensors, key=lambda tensor: -tensor[2].itemsize)  # each starts at a multiple of its width
+def _write_file(path: Path, tensors: list[_Tensor]) -> None:
+    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # each starts at a multiple of its width
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
     end = 0
     for tensor in tensors:
-        name, shape, dtype, _ = tensor
-        header[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [end, end := end + _size(tensor)]}
+        start, end = end, end + tensor.nbytes
+        header[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as stream:

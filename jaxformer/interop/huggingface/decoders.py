@@ -66,10 +66,9 @@ def _gpt2_rules(config: ModelConfig) -> list[Rule]:
     h = "transformer.h.{}."
     return [
         *modules("embedding/", "transformer.", {"tokens": "wte.weight", "positions": "wpe.weight"}, "leaf"),
-        Rule("layers/attention_norm", h + "ln_1", "norm"),
+        *modules("layers/", h, {"attention_norm": "ln_1", "feedforward_norm": "ln_2"}, "norm"),
         Rule(tuple(f"layers/attention/{n}" for n in ("query", "key", "value")), h + "attn.c_attn", "conv1d"),
         Rule("layers/attention/out", h + "attn.c_proj", "conv1d"),
-        Rule("layers/feedforward_norm", h + "ln_2", "norm"),
         *modules("layers/feedforward/", h + "mlp.", {"up": "c_fc", "down": "c_proj"}, "conv1d"),
         Rule("final_norm", "transformer.ln_f", "norm"),
         Rule("heads/language_model/kernel", "lm_head.weight", "leaf"),

@@ -204,8 +204,7 @@ def _rules(family: Encoder, config: ModelConfig) -> list[Rule]:
         *modules("layers/feedforward/", layer, {"up": "intermediate.dense", "down": "output.dense"}),
         Rule("layers/feedforward_norm", layer + "output.LayerNorm", "norm"),
         *(Rule(f"heads/{name}/pooler", pooler, "linear") for name in ("pooled", "next_sentence", "multiple_choice")),
-        Rule("heads/classification/pooler", classifier[0], "linear"),
-        Rule("heads/classification", classifier[1], "linear"),
+        *modules("heads/", "", {"classification/pooler": classifier[0], "classification": classifier[1]}),
         *modules("heads/", "", {"token_classification": "classifier", "multiple_choice": "classifier"}),
         *modules("heads/", "", {"span": "qa_outputs", "next_sentence": "cls.seq_relationship"}),
         Rule("heads/language_model/transform", lm + family.transform[0], "linear"),
@@ -262,18 +261,17 @@ def _write_vit(config: ModelConfig) -> Json:
 
 def _vit_rules(config: ModelConfig) -> list[Rule]:
     layer, e = "vit.encoder.layer.{}.", "vit.embeddings."
-    inner = {"up": "intermediate.dense", "down": "output.dense"}
     return [
         Rule("embedding/patches", e + "patch_embeddings.projection", "patches"),
-        Rule("embedding/class_token", e + "cls_token", "leaf2"),
-        Rule("embedding/mask_token", e + "mask_token", "leaf2"),
+        *modules("embedding/", e, {"class_token": "cls_token", "mask_token": "mask_token"}, "leaf2"),
         Rule("heads/reconstruction", "decoder.0", "patches"),
         Rule("embedding/positions", e + "position_embeddings", "leaf1"),
-        Rule("layers/attention_norm", layer + "layernorm_before", "norm"),
+        *modules(
+            "layers/", layer, {"attention_norm": "layernorm_before", "feedforward_norm": "layernorm_after"}, "norm"
+        ),
         *modules("layers/attention/", layer + "attention.attention.", {n: n for n in ("query", "key", "value")}),
         Rule("layers/attention/out", layer + "attention.output.dense", "linear"),
-        Rule("layers/feedforward_norm", layer + "layernorm_after", "norm"),
-        *modules("layers/feedforward/", layer, inner),
+        *modules("layers/feedforward/", layer, {"up": "intermediate.dense", "down": "output.dense"}),
         Rule("final_norm", "vit.layernorm", "norm"),
         *modules("heads/", "", {"pooled/pooler": "vit.pooler.dense", "classification": "classifier"}),
     ]
