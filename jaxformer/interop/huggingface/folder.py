@@ -50,11 +50,10 @@ def load(
 ) -> Checkpoint:
     """A checkpoint from a folder or from the hub: config, parameters, special tokens, conventions and labels.
 
-    The default `dtype` of the parameters is the file's. `sharding` is one for all or a tree. `heads` replaces the heads of
-    the file: `()` loads only the stack, `(Classification(3),)` is for a new task. A tensor that is missing, unexpected or of
-    another shape is an error, except those that match the regular expressions `allow_unexpected` (their names) and
-    `allow_missing` (ours); missing parameters are drawn from `key`. Raises ConfigError with a full list before any weight is
-    read.
+    The default `dtype` is the file's. `sharding` is one for all parameters or a tree. `heads` replaces the heads of the file:
+    `()` loads only the stack, `(Classification(3),)` is for a new task. Raises ConfigError, before it reads weights, with all
+    tensors that are missing, unexpected or of another shape. The regular expressions `allow_unexpected` (their names) and
+    `allow_missing` (ours) permit exceptions; missing parameters are drawn from `key`.
     """
     file = safetensors.open_checkpoint(path, revision)
     kind, checkpoint = _read_settings(file)
@@ -69,9 +68,8 @@ def load(
 def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 5_000_000_000) -> None:
     """Writes config.json and safetensors files of at most `shard_bytes`, which transformers can open.
 
-    For a new model, `checkpoint` is `Checkpoint(config, params, Tokens(eos=(2,)))`. Raises ConfigError if no family (or not
-    `checkpoint.model_type`) can express the config, if tokens or labels are missing or inconsistent, and if `folder` is not
-    empty.
+    A new model is `Checkpoint(config, params, Tokens(eos=(2,)))`. Raises ConfigError if no family can express the config, if
+    tokens or labels are missing or inconsistent, and if `folder` is not empty.
     """
     config = checkpoint.config
     kind, settings = _write_settings(config, checkpoint.model_type)

@@ -37,30 +37,28 @@ class Rule(NamedTuple):
 class Conventions:
     """Defaults of transformers' `forward` that change numbers. `Checkpoint.apply` uses them.
 
-    positions: "slots" counts all tokens of a row; "not_pad" (RoBERTa, Longformer) skips the pad id, which has position -1.
-    global_tokens, for a Longformer: "none": as in its config; "question": those before the first separator; "choice": those
-    after the second. choices: tokens are [B, choices, T].
+    `positions`: "slots" counts all tokens of a row; "not_pad" (RoBERTa, Longformer) skips the pad id, which has position -1.
+    `global_tokens` of a Longformer: those of its config, those before the first separator, or those after the second.
     """
 
     positions: Literal["slots", "not_pad"] = "slots"
     global_tokens: Literal["none", "question", "choice"] = "none"
-    choices: bool = False
+    choices: bool = False  # tokens are [B, choices, T]
 
 
 class Family(NamedTuple):
     """One `model_type`.
 
-    read(c, names): our config from config.json and the tensor names; ConfigError for an unsupported setting that changes
-    numbers. write(config): config.json; `huggingface.save` checks that `read` returns the same config. prefix: missing from
-    names in files of base models. ignored: a regular expression for buffers. aliases: {second name of a tied tensor: first}.
+    `read` makes our config from config.json and the tensor names. It raises ConfigError for an unsupported setting that changes
+    numbers. `write` is its inverse.
     """
 
     read: Callable[[Json, Collection[str]], Any]
     write: Callable[[Any], Json]
     rules: Callable[[Any], list[Rule]]
-    prefix: str = ""
-    ignored: str = r"position_ids$|\.rotary_emb\.inv_freq$"
-    aliases: dict[str, str] = {}  # noqa: RUF012 (never written to)
+    prefix: str = ""  # files of base models leave it out of names
+    ignored: str = r"position_ids$|\.rotary_emb\.inv_freq$"  # buffers
+    aliases: dict[str, str] = {}  # noqa: RUF012 (never written to): {second name of a tied tensor: its first name}
     conventions: Callable[[Json], Conventions] = lambda c: Conventions()
 
 
