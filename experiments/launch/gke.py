@@ -1,10 +1,10 @@
-"""A GKE JobSet that trains on one TPU slice, or on several joined over the data-center network.
+"""A GKE JobSet that trains on one TPU slice, or on several over the data-center network.
 
     python -m experiments.launch.gke EXP --topology v5e:4x4 --image IMAGE --bucket B [--slices 2] [--dry] -- OPTIONS
 
-One pod a host. A pod that ends with 143 (preempted, saved) is started again by Kubernetes; exit codes 2 and 3 would only
-happen again and end the JobSet; any other failure restarts all pods together, `--retries` times. Needs: kubectl with a
-cluster that has TPU nodes and the JobSet controller, and an image of this checkout (experiments/launch/Dockerfile).
+One pod per host. Kubernetes restarts a pod that ends with 143 (preempted, saved). Exit codes 2 and 3 end the JobSet, because
+a restart would fail again. Another failure restarts all pods together, up to `--retries` times. Needs kubectl, a cluster with
+TPU nodes and the JobSet controller, and an image of this checkout (experiments/launch/Dockerfile).
 """
 
 import json
@@ -86,61 +86,56 @@ spec:
 {volume}"""
 
 
-def options(parser) -> None:
-    parser.add_argument("--topology", default="", help="of one slice, such as v5e:4x4")
+def add_options(parser) -> None:
+    parser.add_argument("--topology", default="", help="topology of one slice, such as v5e:4x4")
     parser.add_argument(
-        "--slices", type=int, default=1, help="how many of them (give the experiment --mesh.slices, too)"
+        "--slices", type=int, default=1, help="number of slices (also set the experiment's --mesh.slices)"
     )
     parser.add_argument("--image", default="", help="a container image of this checkout")
-    parser.add_argument("--bucket", default="", help="where runs lie: a bucket, mounted by the gcsfuse driver of GKE")
-    parser.add_argument("--claim", default="", help="or a PersistentVolumeClaim that many may write (Filestore)")
-    parser.add_argument("--account", default="default", help="Kubernetes service account; it must see the bucket")
-    parser.add_argument("--spot", action="store_true", help="on spot nodes")
-    parser.add_argument("--name", default="", help="of the JobSet; the experiment's by default")
+    parser.add_argument("--bucket", default="", help="bucket for runs, mounted by GKE's gcsfuse driver")
+    parser.add_argument("--claim", default="", help="or a PersistentVolumeClaim with many writers (Filestore)")
+    parser.add_argument("--account", default="default", help="Kubernetes service account with access to the bucket")
+    parser.add_argument("--spot", action="store_true", help="use spot nodes")
+    parser.add_argument("--name", default="", help="name of the JobSet (default: the experiment's)")
     parser.add_argument("--retries", type=int, default=10, help="restarts that are not preemptions")
 
 
-def manifest(asked, arguments: list[str]) -> str:
-    slices.needed(asked.topology, "no topology: give TOPOLOGY=, such as TOPOLOGY=v5e:4x4")
-    slices.needed(asked.image, "no image: give IMAGE=, built with experiments/launch/Dockerfile")
-    wanted = slices.parse_slice(asked.topology)
-    if bool(asked.bucket) == bool(asked.claim):
+def manifest(options, arguments: list[str]) -> str:
+    slices.require(options.topology, "no topology: give TOPOLOGY=, such as TOPOLOGY=v5e:4x4")
+    slices.require(options.image, "no image: give IMAGE=, built with experiments/launch/Dockerfile")
+    tpu = slices.parse_slice(options.topology)
+    if bool(options.bucket) == bool(options.claim):
         raise ConfigError("runs must outlive their pods: give BUCKET=name or CLAIM=name, one of them")
-    for option, value in (
-        ("BUCKET", asked.bucket),
-        ("CLAIM", asked.claim),
-        ("NAME", asked.name),
-        ("ACCOUNT", asked.account),
-    ):
-        if not re.fullmatch(r"[a-z0-9._-]*", value):
-            raise ConfigError(f"{option}={value}: expected a plain name of letters, digits, dots and dashes")
-    if asked.slices < 1:
-        raise ConfigError(f"SLICES={asked.slices}: must be at least 1")
-    if not re.fullmatch(r"[\w./:@-]+", asked.image):
-        raise ConfigError(f"IMAGE={asked.image}: expected the name of a container image")
+    for option in ("bucket", "claim", "name", "account"):
+        if not re.fullmatch(r"[a-z0-9._-]*", value := getattr(options, option)):
+            raise ConfigError(f"{option.upper()}={value}: expected a plain name of letters, digits, dots and dashes")
+    if options.slices < 1:
+        raise ConfigError(f"SLICES={options.slices}: must be at least 1")
+    if not re.fullmatch(r"[\w./:@-]+", options.image):
+        raise ConfigError(f"IMAGE={options.image}: expected the name of a container image")
     return MANIFEST.format(
-        name=asked.name or slices.name_of(asked.experiment),
-        retries=asked.retries,
-        slices=asked.slices,
-        hosts=wanted.hosts,
-        chips=wanted.chips_per_host,
-        accelerator=slices.KINDS[wanted.kind].gke,
-        topology=wanted.shape,
-        spot=SPOT.rstrip() if asked.spot else "",
-        image=asked.image,
-        account=asked.account,
-        command=json.dumps(["python", *slices.training(asked.experiment, arguments, "/runs")]),
-        fuse=str(bool(asked.bucket)).lower(),
-        volume=(BUCKET.format(bucket=asked.bucket) if asked.bucket else CLAIM.format(claim=asked.claim)),
+        name=options.name or slices.job_name(options.experiment),
+        retries=options.retries,
+        slices=options.slices,
+        hosts=tpu.hosts,
+        chips=tpu.chips_per_host,
+        accelerator=slices.KINDS[tpu.kind].gke,
+        topology=tpu.shape,
+        spot=SPOT.rstrip() if options.spot else "",
+        image=options.image,
+        account=options.account,
+        command=json.dumps(["python", *slices.train_command(options.experiment, arguments, "/runs")]),
+        fuse=str(bool(options.bucket)).lower(),
+        volume=(BUCKET.format(bucket=options.bucket) if options.bucket else CLAIM.format(claim=options.claim)),
     )
 
 
-def launch(asked, arguments: list[str]) -> int:
-    return slices.submit(manifest(asked, arguments), ["kubectl", "apply", "-f"], asked.dry)
+def launch(options, arguments: list[str]) -> int:
+    return slices.submit(manifest(options, arguments), ["kubectl", "apply", "-f"], options.dry)
 
 
 def main(argv: list[str] | None = None) -> int:
-    return slices.main("gke", __doc__, options, launch, argv)
+    return slices.main("gke", __doc__, add_options, launch, argv)
 
 
 if __name__ == "__main__":

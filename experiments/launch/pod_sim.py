@@ -1,10 +1,10 @@
-"""N processes of one run on this machine, each with its own simulated CPU devices: what a pod does, without a pod.
+"""A pod on this machine: N processes of one run, each with simulated CPU devices.
 
     make pod-sim N=4 EXP=quickstart                     python -m experiments.launch.pod_sim 4 quickstart [--devices 2] [...]
 
-What follows the experiment goes to `jaxformer train`; where nobody gives a mesh the batch is split over all devices. SIGTERM
-and Ctrl-C go to process 0 alone, which tells the others. Exit code: 0, 143 where all were stopped with everything saved,
-else that of the first process that failed; those that have not ended by themselves 60 s after it are killed.
+Arguments after the experiment go to `jaxformer train`. Without a mesh, the batch is split over all devices. SIGTERM and Ctrl-C
+go only to process 0, which stops the others. Exit code: 0, 143 if all stopped and saved, else that of the first process that
+failed. 60 s after it, processes that still run are killed.
 """
 
 import os
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 
 def start(index: int, command: list[str], environment: dict[str, str]) -> subprocess.Popen:
-    """A process in a session of its own, which a terminal's Ctrl-C does not reach."""
+    """A process in a new session: Ctrl-C in the terminal does not reach it."""
     environment = environment | {"JAXFORMER_PROCESS": str(index)}
     return subprocess.Popen(
         command,
@@ -93,9 +93,9 @@ def prefix(index: int, stream) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every launcher shares: TPU slices, the training command (checked here, before anything is rented), options."""
+"""Parts of every launcher: TPU slices, options, and the training command, which is checked before anything is rented."""
 
 import argparse
 import math
@@ -15,16 +15,16 @@ from jaxformer import config
 from jaxformer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # what v5e and v6e are sold as
-SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # of the three-dimensional ones; above, multiples of 4
+FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # all shapes of v5e and v6e
+SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # small three-dimensional shapes; larger ones are multiples of 4
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of TPU and what Google Cloud calls it (cloud.google.com/tpu/docs, kubernetes-engine/docs; 2026-11)."""
+    """A kind of TPU and its names in Google Cloud (cloud.google.com/tpu/docs, kubernetes-engine/docs; 2026-11)."""
 
-    chips: int  # of the largest slice
-    gcloud: str | None  # the accelerator type without its number; None: there are no TPU VMs of it, only GKE
+    chips: int  # in the largest slice
+    gcloud: str | None  # the accelerator type without its number; None: only GKE has it, no TPU VM
     number: int  # the accelerator type counts cores (2 a chip) or chips (1)
     runtime: str  # software version of the TPU VM
     gke: str  # node label
@@ -50,7 +50,7 @@ class Slice:
 
     @property
     def chips_per_host(self) -> int:
-        """4, except that eight chips of v5e or v6e are one host, and one chip is one."""
+        """4, but a v5e or v6e slice of up to 8 chips is one host."""
         return self.chips if self.shape in FLAT[:3] else 4
 
     @property
@@ -59,31 +59,39 @@ class Slice:
 
     @property
     def accelerator(self) -> str:
-        """The name that gcloud knows it by, such as v5litepod-16 or v5p-128."""
+        """gcloud's name, such as v5litepod-16 or v5p-128."""
         kind = KINDS[self.kind]
         return f"{kind.gcloud}-{self.chips * kind.number}"
 
 
 def parse_slice(text: str) -> Slice:
-    """`v5e:4x4`, as `plan --topology` spells it. Raises ConfigError for what nobody sells."""
+    """Reads `v5e:4x4`, the form of `plan --topology`. Raises ConfigError for a slice that does not exist."""
     kind, _, shape = text.partition(":")
     if kind not in KINDS:
         raise ConfigError(f"TOPOLOGY={text}: no such TPU; expected {', '.join(KINDS)} with a shape, such as v5e:4x4")
     if kind in ("v5e", "v6e"):
-        good, expected = shape in FLAT, ", ".join(FLAT)
+        exists, expected = shape in FLAT, ", ".join(FLAT)
     else:
         sides = [int(side) for side in shape.split("x")] if re.fullmatch(r"\d+x\d+x\d+", shape) else [0]
-        good = shape in SMALL or (sides == sorted(sides) and sides[0] > 0 and not any(side % 4 for side in sides))
+        exists = shape in SMALL or (sides == sorted(sides) and sides[0] > 0 and not any(side % 4 for side in sides))
         expected = f"{', '.join(SMALL)}, or AxBxC of multiples of 4, A <= B <= C"
-    if not good:
+    if not exists:
         raise ConfigError(f"TOPOLOGY={text}: {kind} has no slice {shape or 'without a shape'}; expected {expected}")
     if Slice(kind, shape).chips > KINDS[kind].chips:
         raise ConfigError(f"TOPOLOGY={text}: the largest slice of {kind} has {KINDS[kind].chips} chips")
     return Slice(kind, shape)
 
 
-def training(experiment: str, arguments: list[str], runs: str) -> list[str]:
-    """`-m jaxformer train ...`; the experiment and its options are checked here, where a mistake costs nothing."""
+def parse_tpu_vm(text: str) -> Slice:
+    """As `parse_slice`, for a kind of TPU that Google also offers as VMs."""
+    tpu = parse_slice(text)
+    if KINDS[tpu.kind].gcloud is None:
+        raise ConfigError(f"TOPOLOGY={text}: Google rents {tpu.kind} through GKE only: make gke-train")
+    return tpu
+
+
+def train_command(experiment: str, arguments: list[str], runs: str) -> list[str]:
+    """`-m jaxformer train ...`. The experiment and its options are checked here, where a mistake costs nothing."""
     if Path(experiment).is_absolute():
         raise ConfigError(f"EXP={experiment}: give a path inside this checkout, which is what is copied")
     if "://" in runs:
@@ -92,37 +100,37 @@ def training(experiment: str, arguments: list[str], runs: str) -> list[str]:
     return ["-m", "jaxformer", "train", experiment, "--runs", runs, *arguments]
 
 
-def name_of(experiment: str) -> str:
-    """A name that Kubernetes, Slurm and SkyPilot all take."""
+def job_name(experiment: str) -> str:
+    """A name that is valid for Kubernetes, Slurm and SkyPilot."""
     return re.sub(r"[^a-z0-9]+", "-", Path(experiment).stem.lower()).strip("-")[:40]
 
 
-def needed(value: str, message: str) -> str:
+def require(value: str, message: str) -> str:
     if not value:
         raise ConfigError(message)
     return value
 
 
 class Parser(argparse.ArgumentParser):
-    """Options of a launcher; what follows `--` is the experiment's."""
+    """The options of a launcher. Options after `--` are for the experiment."""
 
     def __init__(self, module: str, doc: str | None):
         super().__init__(prog=f"python -m experiments.launch.{module}", description=doc, allow_abbrev=False)
         self.formatter_class = argparse.RawDescriptionHelpFormatter
         self.add_argument("experiment")
-        self.add_argument("--dry", action="store_true", help="print what would run, run nothing")
+        self.add_argument("--dry", action="store_true", help="print the commands, run nothing")
 
     def error(self, message: str):
         raise ConfigError(f"{self.prog}: {message}")
 
 
-def main(module: str, doc: str | None, options: Callable, launch: Callable, argv: list[str] | None = None) -> int:
-    """Reads argv, launches; the exit code. A mistake is one line and exit code 2."""
+def main(module: str, doc: str | None, add_options: Callable, launch: Callable, argv: list[str] | None = None) -> int:
+    """Reads argv and launches. Returns the exit code; a ConfigError prints one line and gives 2."""
     words = sys.argv[1:] if argv is None else argv
     cut = words.index("--") if "--" in words else len(words)
     try:
         parser = Parser(module, doc)
-        options(parser)
+        add_options(parser)
         return launch(parser.parse_args(words[:cut]), words[cut + 1 :])
     except ConfigError as error:
         print(f"{module}: {error}", file=sys.stderr)
@@ -130,14 +138,14 @@ def main(module: str, doc: str | None, options: Callable, launch: Callable, argv
 
 
 def submit(text: str, command: list[str], dry: bool) -> int:
-    """Runs `command FILE` with a file of this text; dry, prints both."""
+    """Runs `command FILE`, where FILE holds `text`. If `dry`, prints both."""
     if dry:
         print(f"{text.rstrip()}\n# {shlex.join(command)} FILE")
         return 0
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:  # SkyPilot knows a task by its suffix
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:  # SkyPilot recognises a task by this suffix
         file.write(text)
         file.flush()
         try:
             return subprocess.run([*command, file.name]).returncode
         except FileNotFoundError:
-            raise ConfigError(f"{command[0]}: not installed here; DRY=1 prints what it would be given") from None
+            raise ConfigError(f"{command[0]}: not installed here; DRY=1 prints its input") from None

@@ -1,10 +1,10 @@
-"""A Slurm batch job that trains on GPU (or CPU) nodes and queues itself again when its time is up or it is preempted.
+"""A Slurm batch job that trains on GPU (or CPU) nodes, and queues itself again at its time limit or after a preemption.
 
     python -m experiments.launch.slurm EXP --nodes 4 --gpus 8 [--time 24:00:00] [--partition P] [--dry] -- OPTIONS
 
-One task a GPU, as JAX expects of Slurm (a node without GPUs: one task). Two minutes before the end Slurm sends SIGTERM to the
-tasks; they save and end with 143, and the job goes back into the queue. Exit codes 2 and 3 would only happen again.
-Runs must lie on a file system that all nodes share.
+There is one task per GPU, as JAX expects, or one per node without GPUs. Two minutes before the time limit Slurm sends SIGTERM.
+The tasks save and end with 143, and the job is queued again. Exit codes 2 and 3 end the job, because a restart would fail
+again. All nodes must share the file system of the runs.
 """
 
 import re
@@ -40,47 +40,49 @@ scontrol requeue "$SLURM_JOB_ID"
 """
 
 
-def options(parser) -> None:
+def add_options(parser) -> None:
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--gpus", type=int, default=8, help="a node; 0 for nodes without")
-    parser.add_argument("--cpus", type=int, default=0, help="a task; the cluster's default without")
-    parser.add_argument("--time", default="24:00:00", help="after which it queues again")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs per node; 0 for CPU nodes")
+    parser.add_argument("--cpus", type=int, default=0, help="CPUs per task (default: the cluster's)")
+    parser.add_argument("--time", default="24:00:00", help="time limit, after which the job is queued again")
     parser.add_argument("--partition", default="")
     parser.add_argument("--account", default="")
-    parser.add_argument("--runs", default="runs", help="on a file system that all nodes share")
+    parser.add_argument("--runs", default="runs", help="folder for runs, shared by all nodes")
     parser.add_argument("--python", default=".venv/bin/python")
-    parser.add_argument("--retries", type=int, default=10, help="restarts after which a crash ends it for good")
+    parser.add_argument("--retries", type=int, default=10, help="number of restarts after crashes")
 
 
-def script(asked, arguments: list[str]) -> str:
-    if asked.nodes < 1 or asked.gpus < 0:
-        raise ConfigError(f"NODES={asked.nodes} GPUS={asked.gpus}: expected at least one node")
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", asked.time):
-        raise ConfigError(f"TIME={asked.time}: expected hours:minutes:seconds, or days-hours:minutes:seconds")
-    lines = [f"--gpus-per-node={asked.gpus}"] * bool(asked.gpus) + [f"--cpus-per-task={asked.cpus}"] * bool(asked.cpus)
+def script(options, arguments: list[str]) -> str:
+    if options.nodes < 1 or options.gpus < 0:
+        raise ConfigError(f"NODES={options.nodes} GPUS={options.gpus}: expected at least one node")
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", options.time):
+        raise ConfigError(f"TIME={options.time}: expected hours:minutes:seconds, or days-hours:minutes:seconds")
+    lines = [f"--gpus-per-node={options.gpus}"] * bool(options.gpus) + [f"--cpus-per-task={options.cpus}"] * bool(
+        options.cpus
+    )
     for option in ("partition", "account"):
-        if value := getattr(asked, option):
+        if value := getattr(options, option):
             if not re.fullmatch(r"[\w.,-]+", value):
                 raise ConfigError(f"{option.upper()}={value}: expected a name")
             lines.append(f"--{option}={value}")
     return SCRIPT.format(
-        name=slices.name_of(asked.experiment),
-        nodes=asked.nodes,
-        tasks=max(asked.gpus, 1),
+        name=slices.job_name(options.experiment),
+        nodes=options.nodes,
+        tasks=max(options.gpus, 1),
         resources="".join(f"\n#SBATCH {line}" for line in lines),
-        time=asked.time,
+        time=options.time,
         root='"$SLURM_SUBMIT_DIR"',
-        command=shlex.join([asked.python, *slices.training(asked.experiment, arguments, asked.runs)]),
-        retries=asked.retries,
+        command=shlex.join([options.python, *slices.train_command(options.experiment, arguments, options.runs)]),
+        retries=options.retries,
     )
 
 
-def launch(asked, arguments: list[str]) -> int:
-    return slices.submit(script(asked, arguments), ["sbatch"], asked.dry)
+def launch(options, arguments: list[str]) -> int:
+    return slices.submit(script(options, arguments), ["sbatch"], options.dry)
 
 
 def main(argv: list[str] | None = None) -> int:
-    return slices.main("slurm", __doc__, options, launch, argv)
+    return slices.main("slurm", __doc__, add_options, launch, argv)
 
 
 if __name__ == "__main__":

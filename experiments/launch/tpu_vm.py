@@ -1,12 +1,12 @@
-"""Trains on a TPU VM or pod slice of Google Cloud, through preemptions, until the run is finished.
+"""Trains on a TPU VM or pod slice of Google Cloud, and continues after preemptions until the run is finished.
 
     python -m experiments.launch.tpu_vm EXP --tpu NAME --zone ZONE [--topology v5e:4x4] [--spot] [--bucket B] [--dry] -- OPTIONS
 
-Creates the TPU where there is none (a queued resource; needs --topology), copies this working tree to every worker, installs
-it, starts the same command on all of them detached from this terminal, and shows worker 0's log. The same command again
-attaches to a run that is going on, or resumes one that is not. Exit codes of the run decide: 0 finished; 2 and 3 would
-only happen again; 143 (preempted, saved) and the rest start again, on a new TPU where the old one is gone.
-Needs: gcloud, logged in. Costs money from creation until `gcloud compute tpus queued-resources delete`.
+If the TPU does not exist, it is created (a queued resource; needs --topology). This working tree is copied to every worker and
+installed. The command starts on all workers, independent of this terminal, which shows worker 0's log. The same command again
+attaches to the run, or resumes it if it has stopped. Exit code 0 means finished. 2 and 3 end it, because a restart would fail
+again. 143 (preempted, saved) and others restart it, on a new TPU if necessary. Needs gcloud with a login. The TPU costs money
+from its creation until `gcloud compute tpus queued-resources delete`.
 """
 
 import hashlib
@@ -20,28 +20,20 @@ from dataclasses import dataclass
 from experiments.launch import slices
 from jaxformer.errors import ConfigError
 
-LASTS = 600.0  # seconds after which an attempt counts as one that worked: the count of failures starts anew
-GONE = ("PREEMPTED", "TERMINATED", "STOPPED", "SUSPENDED", "FAILED")  # a TPU in these states never comes back
-COMING = (
-    "DELETING",
-    "SUSPENDING",
-    "CREATING",
-    "STARTING",
-    "RESTARTING",
-    "REPAIRING",
-    "ACCEPTED",
-    "PROVISIONING",
-    "WAITING_FOR_RESOURCES",
-    "ACTIVE",
-)
-HOPELESS = {2, 3, 130}  # a mistake in the options, numbers that went bad, somebody's Ctrl-C
+STABLE = 600.0  # seconds: after a longer attempt the count of failures starts again at 1
+DEAD_STATES = ("PREEMPTED", "TERMINATED", "STOPPED", "SUSPENDED", "FAILED")  # the TPU never becomes ready
+WAIT_STATES = (
+    "DELETING", "SUSPENDING", "CREATING", "STARTING", "RESTARTING", "REPAIRING", "ACCEPTED", "PROVISIONING",
+    "WAITING_FOR_RESOURCES", "ACTIVE",
+)  # fmt: skip
+FINAL_CODES = {2, 3, 130}  # a mistake in the options, NaN, Ctrl-C: a restart would fail again
 PACK = "git ls-files -z --cached --others --exclude-standard | tar --null --ignore-failed-read -czf {file} -T -"
-INSTALL = (  # a TPU VM has Python 3.10; uv brings a newer one
+INSTALL = (  # a TPU VM has Python 3.10; uv installs a newer one
     "mkdir -p ~/jaxformer ~/jaxformer.run && tar -xzf ~/jaxformer.tgz -C ~/jaxformer && cd ~/jaxformer"
     " && python3 -m pip install -q --user uv && ~/.local/bin/uv venv -q --allow-existing --python 3.12 .venv"
     " && ~/.local/bin/uv pip install -q -e '.[tpu]'"
 )
-MOUNT = (  # a checkpoint is finished by renaming its folder, and every host must see at once what another wrote
+MOUNT = (  # a checkpoint is complete when its folder is renamed; without caches every host sees that at once
     "command -v gcsfuse > /dev/null || {{ echo deb https://packages.cloud.google.com/apt gcsfuse-$(lsb_release -cs) main"
     " | sudo tee /etc/apt/sources.list.d/gcsfuse.list > /dev/null"
     " && curl -s https://packages.cloud.google.com/apt/doc/apt-key.gpg"
@@ -88,7 +80,7 @@ class Pod:
         return self.gcloud("queued-resources", "delete", self.name, "--force")
 
     def warm(self) -> list[str]:
-        """The first ssh goes to one worker: it makes the key that all of them at once would race for."""
+        """The first ssh goes to one worker and makes the key. In parallel, all workers would make it."""
         return self.ssh("true", worker="0")
 
     def prepare(self, bucket: str) -> list[list[str]]:
@@ -102,7 +94,7 @@ class Pod:
 
 
 def start(command: list[str]) -> tuple[str, str]:
-    """(identity, shell command): starts the training in a session of its own, with its log and exit code in files."""
+    """(identity, shell command). The command starts the training in a new session, with log and exit code in files."""
     python = shlex.join([".venv/bin/python", *command])
     identity = hashlib.sha256(python.encode()).hexdigest()[:8]
     run = f"{python} > ../jaxformer.run/log 2>&1; echo $? > ../jaxformer.run/exit"
@@ -115,91 +107,89 @@ def start(command: list[str]) -> tuple[str, str]:
 
 
 def call(words: list[str]) -> int:
-    """Runs a command; its exit code, said where it is not 0."""
-    try:
-        code = subprocess.run(words, cwd=slices.ROOT).returncode
-    except FileNotFoundError:
-        raise ConfigError(f"{words[0]}: not installed here; DRY=1 prints the commands") from None
+    """Runs a command and returns its exit code. Prints it if it is not 0."""
+    code = run(words, cwd=slices.ROOT).returncode
     if code:
         print(f"tpu_vm: exit code {code} of: {shlex.join(words)}", flush=True)
     return code
 
 
-def answer(words: list[str]) -> tuple[int, str, str]:
-    """Runs a command: exit code, output, errors."""
+def run(words: list[str], **options) -> subprocess.CompletedProcess:
     try:
-        done = subprocess.run(words, capture_output=True, text=True)
+        return subprocess.run(words, text=True, **options)
     except FileNotFoundError:
         raise ConfigError(f"{words[0]}: not installed here; DRY=1 prints the commands") from None
-    return done.returncode, done.stdout.strip(), done.stderr.strip()
 
 
 def state(pod: Pod) -> str:
-    """Of the TPU, or of the request for it while there is no TPU; MISSING without either."""
+    """The state of the TPU, else that of the request for it, else MISSING."""
     for words in (
         pod.gcloud("tpu-vm", "describe", pod.name, "--format=value(state)"),
         pod.gcloud("queued-resources", "describe", pod.name, "--format=value(state.state)"),
     ):
-        code, text, errors = answer(words)
-        if code == 0 and text:
+        done = run(words, capture_output=True)
+        text, errors = done.stdout.strip(), done.stderr.strip()
+        if done.returncode == 0 and text:
             return text
         if "NOT_FOUND" not in errors:
             return f"UNKNOWN: {errors.splitlines()[-1] if errors else 'gcloud says nothing'}"
     return "MISSING"
 
 
-def ensure(pod: Pod, pause: float) -> None:
-    """Waits until the TPU is ready; a lost one is deleted, a missing one requested."""
-    said, unclear, lost = "", 0, 0
-    while (now := state(pod)) != "READY":
-        before, said = said, now
+def wait_until_ready(pod: Pod, pause: float) -> None:
+    """Waits until the TPU is ready. A dead one is deleted, a missing one is requested."""
+    now, unclear, deaths = "", 0, 0
+    while True:
+        before, now = now, state(pod)
+        if now == "READY":
+            return
         if now != before:
             print(f"tpu_vm: {pod.name} is {now}", flush=True)
         unclear = unclear + 1 if now.startswith(("UNKNOWN", "MISSING")) else 0
         if now == "MISSING" != before and call(pod.create()):
             raise ConfigError(f"TPU={pod.name}: cannot be created; gcloud says why above")
-        if now in GONE:
-            pod.create()  # refuses here, before anything is deleted, where it could not be made again
-            lost += 1
-            if lost > 3 or (call(pod.delete()) and call(pod.gcloud("tpu-vm", "delete", pod.name))):
-                raise ConfigError(f"TPU={pod.name}: is {now}, and making it anew does not help; gcloud says why above")
-        elif unclear > 10 or (not unclear and now not in COMING):
+        if now in DEAD_STATES:
+            pod.create()  # only checks: if the TPU cannot be created again, it is not deleted
+            deaths += 1
+            if deaths > 3 or (call(pod.delete()) and call(pod.gcloud("tpu-vm", "delete", pod.name))):
+                raise ConfigError(f"TPU={pod.name}: is {now}, and a new one does not help; gcloud says why above")
+        elif unclear > 10 or (not unclear and now not in WAIT_STATES):
             raise ConfigError(f"TPU={pod.name}: is {now}, which only you can mend")
         time.sleep(pause)
 
 
 def probe(pod: Pod) -> list[tuple[str, str]] | None:
-    """(identity, running | exit code | lost | none) of every worker; None where one does not answer."""
-    code, text, _ = answer(pod.ssh(PROBE))
-    return re.findall(r"^jaxformer (\S+) (\S+)$", text, re.MULTILINE) or None if code == 0 else None
+    """(identity, running | exit code | lost | none) of every worker; None if one does not answer."""
+    done = run(pod.ssh(PROBE), capture_output=True)
+    return re.findall(r"^jaxformer (\S+) (\S+)$", done.stdout, re.MULTILINE) or None if done.returncode == 0 else None
 
 
 def attempt(pod: Pod, bucket: str, command: list[str], pause: float) -> set[str]:
-    """One start, or attaching to a run that goes on, followed to its end: the workers' exit codes, empty if unknown."""
-    ensure(pod, pause)
-    identity, starting = start(command)
-    if call(pod.warm()) or (found := probe(pod)) is None:
+    """Starts the run, or attaches to it, and follows it to its end. The workers' exit codes; empty if unknown."""
+    wait_until_ready(pod, pause)
+    identity, start_command = start(command)
+    if call(pod.warm()) or (workers := probe(pod)) is None:
         return set()
-    going = {whose for whose, status in found if status == "running"}
-    if going - {identity}:
+    identities = {worker for worker, status in workers if status == "running"}
+    if identities - {identity}:
         raise ConfigError(f"TPU={pod.name}: is busy with another command; wait, or end it: {shlex.join(pod.ssh(END))}")
-    if not going and any(call(words) for words in [*pod.prepare(bucket), pod.ssh(starting)]):
+    if not identities and any(call(words) for words in [*pod.prepare(bucket), pod.ssh(start_command)]):
         return set()
-    stragglers = 0
-    while stragglers < 10:  # when one has ended, the others do within a minute
+    partial_ends = 0
+    while partial_ends < 10:  # when one worker has ended, the others end within a minute
         call(pod.ssh(FOLLOW, worker="0"))
-        if (found := probe(pod)) is None:
+        if (workers := probe(pod)) is None:
             return set()
-        if "running" not in (statuses := {status for _, status in found}):
+        if "running" not in (statuses := {status for _, status in workers}):
             return statuses
-        stragglers = stragglers + 1 if len(statuses) > 1 else 0
+        partial_ends = partial_ends + 1 if len(statuses) > 1 else 0
         time.sleep(pause)
     call(pod.ssh(STOP))
     return {"lost"}
 
 
 def train(pod: Pod, bucket: str, command: list[str], retries: int, pause: float) -> int:
-    """Attempts until the run ends by itself, or `retries` in a row failed within ten minutes; the exit code."""
+    """Repeats attempts until the run ends, or `retries` in a row have failed within ten minutes. Returns the exit code."""
     failures = 0
     while True:
         began = time.monotonic()
@@ -207,16 +197,16 @@ def train(pod: Pod, bucket: str, command: list[str], retries: int, pause: float)
         if codes == {"0"}:
             print(f"tpu_vm: finished. The TPU still costs money: {shlex.join(pod.delete())}")
             return 0
-        if final := HOPELESS & {int(code) for code in codes if code.isdigit()}:
-            print(f"tpu_vm: ended with {sorted(codes)}, which another start would not mend")
+        if final := FINAL_CODES & {int(code) for code in codes if code.isdigit()}:
+            print(f"tpu_vm: ended with {sorted(codes)}, which a restart would not repair")
             return min(final)
-        failures = 1 if time.monotonic() - began > LASTS else failures + 1
+        failures = 1 if time.monotonic() - began > STABLE else failures + 1
         if failures > retries:
             print(
                 f"tpu_vm: gave up after {retries} restarts in a row; the last ended with {sorted(codes) or 'no answer'}"
             )
             return 1
-        wait = min(pause * 2 ** (failures - 1), LASTS)
+        wait = min(pause * 2 ** (failures - 1), STABLE)
         print(
             f"tpu_vm: ended with {sorted(codes) or 'no answer'}; again in {wait:.0f} s ({failures} of {retries})",
             flush=True,
@@ -225,7 +215,7 @@ def train(pod: Pod, bucket: str, command: list[str], retries: int, pause: float)
 
 
 def script(pod: Pod, bucket: str, command: list[str]) -> str:
-    """Everything that one attempt runs, in its order, as a shell script."""
+    """The commands of one attempt, in order, as a shell script."""
     steps = {
         "where there is no TPU of this name:": [pod.create()] if pod.slice else [["#", "give TOPOLOGY=v5e:4x4"]],
         "until READY:": [pod.gcloud("tpu-vm", "describe", pod.name, "--format=value(state)")],
@@ -234,47 +224,43 @@ def script(pod: Pod, bucket: str, command: list[str]) -> str:
         "its log, then how every worker ended:": [pod.ssh(FOLLOW, "0"), pod.ssh(PROBE)],
         "where the TPU was preempted, before the next attempt:": [pod.delete()],
     }
-    return "\n".join(line for title, all_ in steps.items() for line in (f"# {title}", *map(shlex.join, all_)))
+    return "\n".join(line for title, words in steps.items() for line in (f"# {title}", *map(shlex.join, words)))
 
 
-def options(parser) -> None:
-    parser.add_argument("--tpu", default="", help="the TPU's name")
-    parser.add_argument("--zone", default="", help="such as us-east5-a")
-    parser.add_argument("--project", default="", help="gcloud's own by default")
-    parser.add_argument("--topology", default="", help="what to create where the TPU is missing, such as v5e:4x4")
-    parser.add_argument(
-        "--spot", action="store_true", help="create it as a spot TPU: cheap, and preempted at any moment"
-    )
-    parser.add_argument("--bucket", default="", help="a bucket that every worker mounts with gcsfuse; runs lie in it")
-    parser.add_argument("--runs", default="", help="or a folder that all workers share already (Filestore, NFS)")
+def add_options(parser) -> None:
+    parser.add_argument("--tpu", default="", help="name of the TPU")
+    parser.add_argument("--zone", default="", help="zone, such as us-east5-a")
+    parser.add_argument("--project", default="", help="project (default: gcloud's)")
+    parser.add_argument("--topology", default="", help="slice to create if the TPU does not exist, such as v5e:4x4")
+    parser.add_argument("--spot", action="store_true", help="create a spot TPU: cheap, may be preempted at any time")
+    parser.add_argument("--bucket", default="", help="bucket for runs; every worker mounts it with gcsfuse")
+    parser.add_argument("--runs", default="", help="or a folder for runs that all workers share (Filestore, NFS)")
     parser.add_argument("--retries", type=int, default=5, help="restarts in a row that may fail within ten minutes")
-    parser.add_argument("--pause", type=float, default=30.0, help="seconds between looks and before the first restart")
+    parser.add_argument("--pause", type=float, default=30.0, help="seconds between checks and before the first restart")
 
 
-def launch(asked, arguments: list[str]) -> int:
-    if not re.fullmatch(r"[a-z][a-z0-9-]*", slices.needed(asked.tpu, "no TPU: give TPU=my-pod, its name")):
-        raise ConfigError(f"TPU={asked.tpu}: expected a name of small letters, digits and dashes")
-    slices.needed(
-        asked.zone, "no zone: give ZONE=, such as ZONE=us-east5-a; `gcloud compute tpus locations list` has them"
+def launch(options, arguments: list[str]) -> int:
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", slices.require(options.tpu, "no TPU: give TPU=my-pod, its name")):
+        raise ConfigError(f"TPU={options.tpu}: expected a name of small letters, digits and dashes")
+    slices.require(
+        options.zone, "no zone: give ZONE=, such as ZONE=us-east5-a; `gcloud compute tpus locations list` has them"
     )
-    wanted = slices.parse_slice(asked.topology) if asked.topology else None
-    if wanted and slices.KINDS[wanted.kind].gcloud is None:
-        raise ConfigError(f"TOPOLOGY={asked.topology}: Google rents {wanted.kind} through GKE only: make gke-train")
-    if asked.bucket and asked.runs:
+    tpu = slices.parse_tpu_vm(options.topology) if options.topology else None
+    if options.bucket and options.runs:
         raise ConfigError("BUCKET and RUNS: give one of them")
-    if not re.fullmatch(r"[a-z0-9._-]*", bucket := asked.bucket.removeprefix("gs://").rstrip("/")):
-        raise ConfigError(f"BUCKET={asked.bucket}: expected the name of a bucket")
-    shared = "/mnt/bucket/runs" if bucket else asked.runs
-    command = slices.training(asked.experiment, arguments, shared or "runs")
-    pod = Pod(asked.tpu, asked.zone, asked.project, wanted, asked.spot)
-    lost = "no BUCKET and no RUNS: checkpoints are on the worker's own disk, and go with the TPU"
-    if asked.dry:
-        print(*([] if shared else [f"# {lost}"]), script(pod, bucket, command), sep="\n")
+    if not re.fullmatch(r"[a-z0-9._-]*", bucket := options.bucket.removeprefix("gs://").rstrip("/")):
+        raise ConfigError(f"BUCKET={options.bucket}: expected the name of a bucket")
+    shared = "/mnt/bucket/runs" if bucket else options.runs
+    command = slices.train_command(options.experiment, arguments, shared or "runs")
+    pod = Pod(options.tpu, options.zone, options.project, tpu, options.spot)
+    warning = "no BUCKET and no RUNS: checkpoints are on the worker's own disk, and go with the TPU"
+    if options.dry:
+        print(*([] if shared else [f"# {warning}"]), script(pod, bucket, command), sep="\n")
         return 0
-    if not shared and (wanted is None or wanted.hosts > 1 or asked.spot):
-        raise ConfigError(f"{lost}; give BUCKET=name, or RUNS=/a/folder/that/all/share")
+    if not shared and (tpu is None or tpu.hosts > 1 or options.spot):
+        raise ConfigError(f"{warning}; give BUCKET=name, or RUNS=/a/folder/that/all/share")
     try:
-        return train(pod, bucket, command, asked.retries, asked.pause)
+        return train(pod, bucket, command, options.retries, options.pause)
     except KeyboardInterrupt:
         print(
             f"\ntpu_vm: detached; the run goes on, the same command attaches again. To end it: {shlex.join(pod.ssh(END))}"
@@ -283,7 +269,7 @@ def launch(asked, arguments: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return slices.main("tpu_vm", __doc__, options, launch, argv)
+    return slices.main("tpu_vm", __doc__, add_options, launch, argv)
 
 
 if __name__ == "__main__":

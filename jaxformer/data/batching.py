@@ -99,9 +99,6 @@ class ValidationBatches:
         return batch | {"weights": np.where(real, weights, 0).astype(np.float32)}
 
 
-validation_batches = ValidationBatches
-
-
 def take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
     """The examples at `indices` as one batch, by the split's `take_rows` if it has one."""
     if hasattr(split, "take_rows"):
@@ -159,22 +156,23 @@ class Prefetch:
     def __next__(self) -> Any:
         if not self.close.alive:
             raise StopIteration
-        step, batch, error = next(self._items[0], (None, None, None))
-        if step is not None and error is None:
-            return batch
-        self.close()
-        if error is None:
+        item = next(self._items[0], None)
+        if item is None:
+            self.close()
             raise StopIteration
-        raise RuntimeError(f"the batch of step {step} could not be made: {type(error).__name__}: {error}") from error
+        step, batch, error = item
+        if error is not None:
+            self.close()
+            raise RuntimeError(
+                f"the batch of step {step} could not be made: {type(error).__name__}: {error}"
+            ) from error
+        return batch
 
     def __enter__(self) -> "Prefetch":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-prefetch = Prefetch
 
 
 def _close(items: list) -> None:

@@ -4,9 +4,8 @@
     forward = jax.export.deserialize(bytearray(pathlib.Path("gpt/forward.stablehlo").read_bytes()))
     logits = forward.call(safetensors.flax.load_file("gpt/model.safetensors"), tokens)
 
-forward.stablehlo is the program. model.safetensors is its first argument, {path: array}; other values of the same shapes work
-too. config.json describes its other arguments, its result and the model. JAX can load a program for at least six months
-(docs.jax.dev/export).
+model.safetensors is the program's first argument, {path: array}. config.json describes the other arguments, the result and the
+model. JAX can load a program for at least six months (docs.jax.dev/export).
 """
 
 import importlib.util
@@ -46,10 +45,10 @@ def save(
 ) -> None:
     """Writes `forward(params, tokens, *inputs) -> logits` (hidden states if there are no heads) into the folder `path`.
 
-    An encoder-decoder takes (tokens, source), a vision model takes images. `inputs` names more [B, T] integer arrays:
-    positions, segment_ids, token_types, source_segment_ids. `batch=None` and `length=None` allow any size up to
-    `context_length`, and attention needs O(T^2) memory; a fixed length above 512 uses the blockwise kernel. The program can
-    be differentiated `vjp_order` times (`forward.vjp()`). Raises ConfigError for invalid arguments.
+    An encoder-decoder takes (tokens, source), a vision model takes images. `inputs` names more [B, T] integer arrays, of
+    OPTIONAL_INPUTS. `batch=None` and `length=None` allow any size up to `context_length`, with attention in O(T^2) memory; a
+    fixed length above 512 uses the blockwise kernel. The program can be differentiated `vjp_order` times (`forward.vjp()`).
+    Raises ConfigError for invalid arguments.
     """
     _check(path, config, params, batch, length, inputs, platforms, vjp_order)
     leaves, (encoder, decoder) = paths(params), _stacks(config)

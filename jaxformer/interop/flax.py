@@ -32,9 +32,8 @@ def as_linen(config: ModelConfig | EncoderDecoder, param_dtype=jnp.float32, part
     """A `linen.Module`: `module.apply({"params": p}, tokens, **options)` returns the Output of `models.apply`.
 
     `module.init(key, tokens, **options)["params"]` equals `models.init(config, key, param_dtype)`. `rngs={"dropout": key}`
-    means `dropout_key=key`; without it there is no dropout. Inside another module Linen folds the path into these keys, and
-    from the second call of an instance on also the number of the call. `partitioned` boxes each parameter with the names of
-    its axes, for `linen.logical_axis_rules`.
+    means `dropout_key=key`; without it there is no dropout. Inside another module Linen changes these keys by path and call.
+    `partitioned` boxes each parameter with the names of its axes, for `linen.logical_axis_rules`.
     """
     return Transformer(config, param_dtype, partitioned)
 
@@ -70,8 +69,8 @@ def as_nnx(config: ModelConfig | EncoderDecoder, params: Tree) -> Any:
     """An `nnx.Module`: `model(tokens, **options)` is `models.apply(config, params, tokens, **options)`.
 
     Each parameter is an `nnx.Param` at its path, such as `model.layers.attention.query.kernel`. Another Variable may replace
-    it, or a module that returns the array when called without arguments (LoRA: a kernel plus the product of two
-    `nnx.LoRAParam`). Dropout needs `dropout_key=` (`rngs.dropout()`). Raises ConfigError if `params` do not match `config`.
+    it, or a module that, called without arguments, returns the array (LoRA). Dropout needs `dropout_key=`
+    (`rngs.dropout()`). Raises ConfigError if `params` do not match `config`.
     """
     if wrong := mismatch(models.spec(config), params):
         raise ConfigError(f"as_nnx: the parameters are not those of the config: {wrong}; models.init makes them")
@@ -126,12 +125,11 @@ def call_with_x(module, x, context: Context):
 class FlaxFeedForward:
     """A Flax layer `[B, T, D] -> [B, T, D]` as a feed-forward: `ModelConfig(feedforward=FlaxFeedForward(my_mlp))`.
 
-    `module` is a Linen module, or for NNX a function `rngs -> nnx.Module`. Its initialisers draw each parameter of each layer
-    with another key. `call(module, x, context) -> out` calls it: a Linen layer with dropout needs
-    `deterministic=context.dropout_key is None`; an NNX module trains, with that key, if there is one. The output is cast to
-    x's dtype. A Flax module has no text form, so an experiment file defines a function:
-    `def mlp(config): return FlaxFeedForward(...)(config)`. Raises ConfigError for state besides parameters (batch norm) and
-    for another output shape.
+    `module` is a Linen module, or for NNX a function `rngs -> nnx.Module`. Its initialisers get another key for each parameter
+    of each layer. `call(module, x, context) -> out` calls it: a Linen layer with dropout needs
+    `deterministic=context.dropout_key is None`; an NNX module trains, with that key, if there is one. A Flax module has no
+    text form, so an experiment file defines a function: `def mlp(config): return FlaxFeedForward(...)(config)`. Raises
+    ConfigError for state besides parameters (batch norm) and for another output shape.
     """
 
     module: Callable

@@ -44,6 +44,19 @@ DTYPES: dict[str, np.dtype] = {code: np.dtype(scalar) for code, scalar in {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
+class _Tensor(NamedTuple):
+    """A tensor to write; `make` returns its array."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], Any]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class _Location(NamedTuple):
     """The file of a tensor (its path, and the open and checked file) and the tensor's first byte in it."""
 
@@ -70,7 +83,7 @@ class Files:
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor. Raises ConfigError for an unknown name and for a file that has changed."""
         if name not in self._locations:
-            raise ConfigError(f"{self.folder}: no tensor {_shown(name)}; there are {_some(self.names)}")
+            raise ConfigError(f"{self.folder}: no tensor {_display(name)}; there are {_list_names(self.names)}")
         path, file, start, shape, dtype = self._locations[name]
         try:
             if CODES[dtype].startswith("F8"):  # the package expects these types in NumPy, which lacks them
@@ -79,20 +92,19 @@ class Files:
                 array = file.get_tensor(name)
         except MemoryError:
             size = math.prod(shape) * dtype.itemsize
-            raise ConfigError(f"{path}: no memory for {_shown(name)}, which has {size:,} bytes") from None
+            raise ConfigError(f"{path}: no memory for {_display(name)}, which has {size:,} bytes") from None
         except (OSError, SafetensorError, ValueError):  # ValueError: too few bytes for the shape
-            raise ConfigError(f"{path}: cut short since it was opened, {_shown(name)} is gone; {AGAIN}") from None
+            raise ConfigError(f"{path}: cut short since it was opened, {_display(name)} is gone; {AGAIN}") from None
         if dtype == np.bool_ and array.view(np.uint8).max(initial=0) > 1:
-            raise ConfigError(f"{path}: {_shown(name)} holds bytes that are neither true (1) nor false (0); {AGAIN}")
+            raise ConfigError(f"{path}: {_display(name)} holds bytes that are neither true (1) nor false (0); {AGAIN}")
         return array
 
 
 def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Files:
-    """Opens a local folder or a repository of the Hugging Face hub (`org/name`; `revision`: a branch, tag or commit).
+    """Opens a local folder or a hub repository (`org/name`; `revision`: a branch, tag or commit) and reads all headers.
 
-    A name is a path if it exists, is absolute, is a `Path` or starts with `.` or `~`. Reads config.json and the headers of
-    model.safetensors or of its shards; `Files.read` reads weights. Pickled weights are refused. Raises ConfigError for
-    missing, damaged or contradictory files.
+    A name is a path if it exists, is absolute, is a `Path` or starts with `.` or `~`. Raises ConfigError for pickled weights
+    and for missing, damaged or contradictory files.
     """
     folder = Path(os.path.expanduser(path_or_name))
     local = isinstance(path_or_name, Path) or folder.is_absolute() or path_or_name.startswith((".", "~"))
@@ -106,7 +118,7 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
         reason = "it is a file" if os.path.isfile(folder) else getattr(error, "strerror", None) or error
         raise ConfigError(f"{folder}: not a folder of weights ({reason}); expected {SINGLE} and config.json") from None
     if "config.json" not in listing:
-        raise ConfigError(f"{folder}: no config.json, which says what model it is; there are {_some(listing)}")
+        raise ConfigError(f"{folder}: no config.json, which says what model it is; there are {_list_names(listing)}")
     config = _read_json(folder / "config.json", dict)
     generation_file = "generation_config.json"
     generation = _read_json(folder / generation_file, dict) if generation_file in listing else {}
@@ -116,12 +128,12 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
         locations = _open_shards(folder, listing)
     elif pickles := [file for file in listing if any(fnmatch.fnmatch(file, pattern) for pattern in PICKLES)]:
         raise ConfigError(
-            f"{folder}: neither {SINGLE} nor {INDEX}, only pickled files ({_some(pickles)}): loading a pickle runs whatever"
-            " code it contains, so we do not; where you trust it, convert it with transformers' `save_pretrained` (before"
-            " version 5 with safe_serialization=True), or on the hub with huggingface.co/spaces/safetensors/convert"
+            f"{folder}: neither {SINGLE} nor {INDEX}, only pickled files ({_list_names(pickles)}): loading a pickle runs"
+            " whatever code it contains, so we do not; where you trust it, convert it with transformers' `save_pretrained`"
+            " (before version 5 with safe_serialization=True), or on the hub with huggingface.co/spaces/safetensors/convert"
         )
     else:
-        expected = f"{folder}: neither {SINGLE} nor {INDEX}; there are {_some(listing)}"
+        expected = f"{folder}: neither {SINGLE} nor {INDEX}; there are {_list_names(listing)}"
         raise ConfigError(f"{expected}; give the folder that `save_pretrained` wrote")
     names = {name: (location.shape, str(location.dtype.name)) for name, location in locations.items()}
     return Files(folder, config, generation, names, locations)
@@ -134,7 +146,7 @@ def check_finite(name: str, array: np.ndarray) -> None:
     bad = array.size - sum(np.count_nonzero(np.isfinite(slab)) for slab in _slabs(array))
     if bad:
         raise ConfigError(
-            f"tensor {_shown(name)}: {bad:,} of {array.size:,} values are NaN or infinite; the weights are damaged, or"
+            f"tensor {_display(name)}: {bad:,} of {array.size:,} values are NaN or infinite; the weights are damaged, or"
             " are those of a training that diverged: take another revision or checkpoint"
         )
 
@@ -147,29 +159,28 @@ def save_checkpoint(
 ) -> None:
     """Writes a folder that `open_checkpoint` and transformers' `from_pretrained` open. It appears when it is complete.
 
-    `tensors` holds (name, shape, NumPy dtype, function that returns the array). Each function is called when its array is
-    written, so the host holds one array at a time. Files have at most `shard_bytes`, unless one tensor has more. Raises
-    ConfigError for a `folder` that is not empty or cannot be written and for a dtype that the format lacks, TypeError for a
-    config that is not JSON, ValueError for an array of another shape or dtype and for a duplicate name. A killed save leaves
-    `folder.unfinished`, which the next save removes.
+    `tensors` holds (name, shape, dtype, function that returns the array): the host holds one array at a time. A file has at
+    most `shard_bytes`, unless one tensor has more. Raises ConfigError for a `folder` that is not empty or cannot be written
+    and for a dtype that the format lacks, TypeError for a config that is not JSON, ValueError for an array that is not as
+    declared and for a duplicate name. A killed save leaves `folder.unfinished`, which the next save removes.
     """
     folder = Path(os.path.realpath(os.path.expanduser(folder)))
     text = _dumps(config)
-    tensors = [(name, tuple(map(int, shape)), np.dtype(dtype), make) for name, shape, dtype, make in tensors]
-    if len({name for name, *_ in tensors} | {"__metadata__"}) <= len(tensors):
+    items = [_Tensor(name, tuple(map(int, shape)), np.dtype(dtype), make) for name, shape, dtype, make in tensors]
+    if len({item.name for item in items} | {"__metadata__"}) <= len(items):
         raise ValueError(f"{folder}: two tensors have one name, or one is called __metadata__")
-    for name, _, dtype, _ in tensors:
-        if dtype not in CODES:
-            expected = ", ".join(DTYPES)
-            raise ConfigError(f"{folder}: safetensors has no dtype {dtype} for {name!r}; cast it to one of {expected}")
-    total = sum(map(_size, tensors))
+    for item in items:
+        if item.dtype not in CODES:
+            problem = f"safetensors has no dtype {item.dtype} for {item.name!r}"
+            raise ConfigError(f"{folder}: {problem}; cast it to one of {', '.join(DTYPES)}")
+    total = sum(item.nbytes for item in items)
     unfinished = folder.parent / f"{folder.name}.unfinished"
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder}: exists and is not an empty folder; choose another name, or remove it first")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        _write_shards(unfinished, _shards(tensors, shard_bytes), total)
+        _write_shards(unfinished, _shards(items, shard_bytes), total)
         (unfinished / "config.json").write_text(text)
         unfinished.rename(folder)
     except BaseException as error:
@@ -215,20 +226,22 @@ def _open_shards(folder: Path, listing: list[str]) -> dict[str, _Location]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", file):
             raise ConfigError(
-                f"{index}: {_shown(name)} is to be in {_shown(file)}; expected a .safetensors file in this folder;"
+                f"{index}: {_display(name)} is to be in {_display(file)}; expected a .safetensors file in this folder;"
                 " do not trust it"
             )
     files = sorted(set(weight_map.values()))
     if missing := [file for file in files if file not in listing]:
-        raise ConfigError(f"{index}: {len(missing)} of {len(files)} files are missing: {_some(missing)}; download them")
+        raise ConfigError(
+            f"{index}: {len(missing)} of {len(files)} files are missing: {_list_names(missing)}; download them"
+        )
     locations: dict[str, _Location] = {}
     for file in files:
         tensors = _open_file(folder / file)
         expected = {name for name in weight_map if weight_map[name] == file}
         if missing := sorted(expected - tensors.keys()):
-            raise ConfigError(f"{folder / file}: lacks {_some(missing)}, which {INDEX} says is there; {AGAIN}")
+            raise ConfigError(f"{folder / file}: lacks {_list_names(missing)}, which {INDEX} says is there; {AGAIN}")
         if extra := sorted(tensors.keys() - expected):
-            raise ConfigError(f"{folder / file}: has {_some(extra)}, which {INDEX} does not list there; {AGAIN}")
+            raise ConfigError(f"{folder / file}: has {_list_names(extra)}, which {INDEX} does not list there; {AGAIN}")
         locations |= tensors
     return locations
 
@@ -250,7 +263,7 @@ def _open_file(path: Path) -> dict[str, _Location]:
         try:
             file = safe_open(path, "np", backend="pread")
         except SafetensorError as error:
-            reason = _shown(str(error).removeprefix("Error while deserializing header: "))
+            reason = _display(str(error).removeprefix("Error while deserializing header: "))
             raise ConfigError(f"{path}: damaged or cut short, has {size:,} bytes ({reason}); {AGAIN}") from None
     header.pop("__metadata__", None)
     locations = {}
@@ -258,9 +271,9 @@ def _open_file(path: Path) -> dict[str, _Location]:
         # the package accepts also a list as a tensor's entry, and an object as its dtype
         dtype, shape = (entry["dtype"], entry["shape"]) if isinstance(entry, dict) else (entry, [])
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise ConfigError(f"{path}: {_shown(name)} has the dtype {_shown(dtype)}; we read {', '.join(DTYPES)}")
+            raise ConfigError(f"{path}: {_display(name)} has the dtype {_display(dtype)}; we read {', '.join(DTYPES)}")
         if len(shape) > 64:
-            raise ConfigError(f"{path}: {_shown(name)} has {len(shape)} axes; NumPy has at most 64")
+            raise ConfigError(f"{path}: {_display(name)} has {len(shape)} axes; NumPy has at most 64")
         locations[name] = _Location(path, file, 8 + length + entry["data_offsets"][0], tuple(shape), DTYPES[dtype])
     return locations
 
@@ -294,7 +307,7 @@ def _parse(text: bytes, path: Path, pairs: Callable) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: its JSON cannot be read ({error}); {AGAIN}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a JSON object {{...}}, got {_shown(value)}; {AGAIN}")
+        raise ConfigError(f"{path}: expected a JSON object {{...}}, got {_display(value)}; {AGAIN}")
     return value
 
 
@@ -303,7 +316,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = {}
     for key, item in pairs:
         if key in value:
-            raise ValueError(f"the key {_shown(key)} appears twice")
+            raise ValueError(f"the key {_display(key)} appears twice")
         value[key] = item
     return value
 
@@ -315,40 +328,36 @@ def _dumps(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
-def _size(tensor: tuple) -> int:
-    return math.prod(tensor[1]) * tensor[2].itemsize
-
-
-def _shards(tensors: list[tuple], limit: int) -> list[list[tuple]]:
+def _shards(tensors: list[_Tensor], limit: int) -> list[list[_Tensor]]:
     """Splits the tensors, in order, into shards of at most `limit` bytes; at least one shard."""
     shards, room = [[]], limit
     for tensor in tensors:
-        if _size(tensor) > room and shards[-1]:
+        if tensor.nbytes > room and shards[-1]:
             shards.append([])
             room = limit
         shards[-1].append(tensor)
-        room -= _size(tensor)
+        room -= tensor.nbytes
     return shards
 
 
-def _write_shards(folder: Path, shards: list[list[tuple]], total: int) -> None:
+def _write_shards(folder: Path, shards: list[list[_Tensor]], total: int) -> None:
     """One file, or several and their index."""
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        weight_map |= dict.fromkeys((name for name, *_ in shard), file)
+        weight_map |= dict.fromkeys((tensor.name for tensor in shard), file)
         _write_file(folder / file, shard)
     if len(shards) > 1:
         (folder / INDEX).write_text(_dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
-def _write_file(path: Path, tensors: list[tuple]) -> None:
-    tensors = sorted(tensors, key=lambda tensor: -tensor[2].itemsize)  # each starts at a multiple of its width
+def _write_file(path: Path, tensors: list[_Tensor]) -> None:
+    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # each starts at a multiple of its width
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
     end = 0
     for tensor in tensors:
-        name, shape, dtype, _ = tensor
-        header[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [end, end := end + _size(tensor)]}
+        start, end = end, end + tensor.nbytes
+        header[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as stream:
@@ -376,12 +385,12 @@ _short = reprlib.Repr()
 _short.maxstring, _short.maxlist = 120, 10
 
 
-def _shown(value: Any) -> str:
+def _display(value: Any) -> str:
     """A short printable form of a value from a file, which may be long or hold any character."""
     return _short.repr(value)
 
 
-def _some(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     names = list(names)
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return (", ".join(map(_shown, names[:5])) or "no others") + rest
+    return (", ".join(map(_display, names[:5])) or "no others") + rest

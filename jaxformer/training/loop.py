@@ -302,7 +302,7 @@ def loop(
     with (
         Signals() as signals,
         Profile(job.profile, start) as profile,
-        batching.prefetch(job.batches, start, job.steps, put=job.put) as batches,
+        batching.Prefetch(job.batches, start, job.steps, put=job.put) as batches,
     ):
         for step, batch in enumerate(batches, start):
             watchdog.beat(step, patience=LONG if step == start else 1.0)  # the first one compiles

@@ -38,6 +38,6 @@ def evaluator(
         return recipe.score(trained, batch, key)
 
     rows = processes.local_rows(mesh, size)
-    batches = batching.validation_batches(dataset.validation, size, rows)
+    batches = batching.ValidationBatches(dataset.validation, size, rows)
     count = len(batches) if limit is None else min(limit, len(batches))
     return lambda trained: perplexity(score, trained, (on_devices(mesh, rows, size, batches[i]) for i in range(count)))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxformer.data.batching import batches, open_dataset, prefetch, unigram_entropy, validation_batches
+from jaxformer.data.batching import Prefetch, ValidationBatches, batches, open_dataset, unigram_entropy
 from jaxformer.data.sources import Dataset, Windows
 from jaxformer.errors import ConfigError
 
@@ -96,8 +96,8 @@ def test_impossible_batches_are_refused(arguments, message):
 def test_validation_covers_the_split_once_in_order(count, length, batch_size):
     tokens = np.arange(count + 1, dtype=np.uint8)
     split = Windows(tokens, length, stride=length)
-    rows = list(validation_batches(split, batch_size))
-    assert len(rows) == len(validation_batches(split, batch_size)) == -(-len(split) // batch_size)
+    rows = list(ValidationBatches(split, batch_size))
+    assert len(rows) == len(ValidationBatches(split, batch_size)) == -(-len(split) // batch_size)
     assert all(array.shape == (batch_size, length) for row in rows for array in row.values())
     labels = np.concatenate([row["labels"][row["weights"] > 0] for row in rows])
     np.testing.assert_array_equal(labels, tokens[1:])
@@ -111,7 +111,7 @@ def test_validation_fills_up_weights_of_any_rank(count, batch_size, shape):
     rng = np.random.default_rng(count)
     weights = rng.uniform(0.5, 1, (count, *shape)).astype(np.float32)
     split = [{"image": np.full((2, 2, 3), i), "labels": np.int32(i), "weights": weights[i]} for i in range(count)]
-    rows = list(validation_batches(split, batch_size))
+    rows = list(ValidationBatches(split, batch_size))
     assert all(row["weights"].shape == (batch_size, *shape) for row in rows)
     found = np.concatenate([row["weights"] for row in rows])
     np.testing.assert_array_equal(found[:count], weights)
@@ -120,7 +120,7 @@ def test_validation_fills_up_weights_of_any_rank(count, batch_size, shape):
 
 def test_validation_examples_without_weights_are_refused():
     with pytest.raises(ConfigError, match="have no weights, only image, labels; add weights of 1"):
-        validation_batches([{"image": np.zeros(2), "labels": np.int32(0)}] * 3, 2)[0]
+        ValidationBatches([{"image": np.zeros(2), "labels": np.int32(0)}] * 3, 2)[0]
 
 
 def test_unigram_entropy_is_the_formula():
@@ -198,15 +198,15 @@ def no_thread_is_left_behind():
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_prefetch_yields_everything_in_order(depth):
-    assert list(prefetch(lambda step: step * 10, 3, 9, depth=depth, put=str)) == ["30", "40", "50", "60", "70", "80"]
-    assert list(prefetch(lambda step: step, 3, 3, depth=depth)) == []
-    assert list(prefetch(lambda step: None, 0, 2, depth=depth)) == [None, None]
+    assert list(Prefetch(lambda step: step * 10, 3, 9, depth=depth, put=str)) == ["30", "40", "50", "60", "70", "80"]
+    assert list(Prefetch(lambda step: step, 3, 3, depth=depth)) == []
+    assert list(Prefetch(lambda step: None, 0, 2, depth=depth)) == [None, None]
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_prefetch_runs_ahead_by_depth_and_no_further(depth):
     made = []
-    with prefetch(lambda step: made.append(step) or step, 0, 100, depth=depth) as steps:
+    with Prefetch(lambda step: made.append(step) or step, 0, 100, depth=depth) as steps:
         deadline = time.monotonic() + 10
         while len(made) < depth + 1 and time.monotonic() < deadline:  # it begins before anything is asked for
             time.sleep(0.005)
@@ -223,7 +223,7 @@ def test_prefetch_raises_with_the_step_after_the_good_batches(where):
         return step
 
     calls = {"get": fail_at_7} if where == "get" else {"get": lambda step: step, "put": fail_at_7}
-    steps, seen = prefetch(start=5, stop=100, **calls), []
+    steps, seen = Prefetch(start=5, stop=100, **calls), []
     with pytest.raises(RuntimeError, match=r"step 7 .*ZeroDivisionError: by zero") as caught:
         for step in steps:
             seen.append(step)
@@ -236,7 +236,7 @@ def test_prefetch_raises_with_the_step_after_the_good_batches(where):
 @pytest.mark.parametrize("leave", ["close", "with", "drop"])
 def test_prefetch_left_early_leaves_no_thread(depth, taken, leave):
     for _ in range(20):  # the thread may be anywhere when it is stopped
-        steps = prefetch(lambda step: step, 0, 5, depth=depth)
+        steps = Prefetch(lambda step: step, 0, 5, depth=depth)
         for _ in range(taken):
             next(steps)
         if leave == "close":
@@ -256,17 +256,17 @@ def test_prefetch_waits_for_a_slow_producer_and_stops_in_the_middle_of_one():
         time.sleep(0.1)
         return step
 
-    assert list(prefetch(slow, 0, 3)) == [0, 1, 2]
-    steps = prefetch(slow, 0, 10**6)
+    assert list(Prefetch(slow, 0, 3)) == [0, 1, 2]
+    steps = Prefetch(slow, 0, 10**6)
     next(steps)
     steps.close()
 
 
 def test_program_ends_though_a_prefetch_is_open():
     code = (
-        "from jaxformer.data.batching import prefetch\n"
-        "kept = prefetch(lambda step: step, 0, 10**9)\nprint(next(kept))\n"
-        "blocked = prefetch(lambda step: __import__('time').sleep(0.2), 0, 10**9)\n"
+        "from jaxformer.data.batching import Prefetch\n"
+        "kept = Prefetch(lambda step: step, 0, 10**9)\nprint(next(kept))\n"
+        "blocked = Prefetch(lambda step: __import__('time').sleep(0.2), 0, 10**9)\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout, run.stderr) == (0, "0\n", "")

@@ -57,8 +57,10 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
     save_checkpoint(tmp_path / "new" / "model", CONFIG, listed(arrays))
     checkpoint = open_checkpoint(tmp_path / "new" / "model")
     assert_same(checkpoint, arrays)
-    places = checkpoint._places.values()
-    assert not any(place.start % place.dtype.itemsize for place in places)  # who maps the file needs them aligned
+    locations = checkpoint._locations.values()
+    assert not any(
+        location.start % location.dtype.itemsize for location in locations
+    )  # who maps the file needs them aligned
     assert checkpoint.config == CONFIG and checkpoint.folder == tmp_path / "new" / "model"
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "model", "model.safetensors", "new"]
     assert (checkpoint.folder / "config.json").read_text() == json.dumps(CONFIG, indent=2, sort_keys=True) + "\n"

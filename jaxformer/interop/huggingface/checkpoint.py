@@ -83,10 +83,9 @@ class Checkpoint:
     def apply(self, **arguments: Any) -> Output:
         """The model's output for the keyword arguments of transformers' `forward`: arrays of NumPy, torch or JAX.
 
-        They are `input_ids` or `pixel_values` `[B, C, height, width]`, and if the model has them `attention_mask
-        token_type_ids position_ids global_attention_mask decoder_input_ids decoder_attention_mask`. Defaults are those of
-        transformers (`Conventions`). Outputs at padding differ. Raises ConfigError for an argument that the model lacks, and
-        if transformers would read the class of a row from another token.
+        They are `input_ids` or `pixel_values` `[B, C, height, width]`, and `attention_mask token_type_ids position_ids
+        global_attention_mask decoder_input_ids decoder_attention_mask`. Defaults are those of transformers. Outputs at padding
+        differ. Raises ConfigError for an argument that the model lacks, and if transformers would classify another token.
         """
         tokens, options = self.translate(**arguments)
         output = models.apply(self.config, self.params, tokens, **options)

@@ -19,7 +19,7 @@ from jaxformer.ops.positions import Rope
 
 
 def _heads(language_model: str, classes: int) -> dict[str, tuple]:
-    """Heads by what a class's name ends in. A sequence is classified by its last token that is not padding."""
+    """Heads by the end of the class name. The last token that is not padding classifies a sequence."""
     return {
         language_model: (LanguageModel(),),
         "Model": (),
@@ -66,10 +66,9 @@ def _gpt2_rules(config: ModelConfig) -> list[Rule]:
     h = "transformer.h.{}."
     return [
         *modules("embedding/", "transformer.", {"tokens": "wte.weight", "positions": "wpe.weight"}, "leaf"),
-        Rule("layers/attention_norm", h + "ln_1", "norm"),
+        *modules("layers/", h, {"attention_norm": "ln_1", "feedforward_norm": "ln_2"}, "norm"),
         Rule(tuple(f"layers/attention/{n}" for n in ("query", "key", "value")), h + "attn.c_attn", "conv1d"),
         Rule("layers/attention/out", h + "attn.c_proj", "conv1d"),
-        Rule("layers/feedforward_norm", h + "ln_2", "norm"),
         *modules("layers/feedforward/", h + "mlp.", {"up": "c_fc", "down": "c_proj"}, "conv1d"),
         Rule("final_norm", "transformer.ln_f", "norm"),
         Rule("heads/language_model/kernel", "lm_head.weight", "leaf"),
@@ -117,25 +116,25 @@ def _gpt_neo_rules(config: ModelConfig) -> list[Rule]:
 
 
 def left_window(mask: Mask) -> int | None:
-    """w of `causal() & window(w - 1)`: how many keys a query sees, its own included; None for other masks."""
+    """w of `causal() & window(w - 1)`, the number of keys that a query sees; None for other masks."""
     sides = [part.args[0] for part in mask.conjuncts() if part.args]
     return next((left + 1 for left in sides if mask == causal() & window(left)), None)
 
 
 class Llama(NamedTuple):
-    """LLaMA or a relative: its settings where config.json has none, and where it departs from LLaMA."""
+    """LLaMA or a relative: the defaults of config.json, and its differences from LLaMA."""
 
-    name: str  # its classes begin with it
+    name: str  # prefix of its class names
     kv_heads: int | None = None
     window: int | None = None  # the default of sliding_window
-    windows: Literal["no layer", "every layer", "layer types"] = "no layer"  # those that sliding_window is for
+    windows: Literal["no layer", "every layer", "layer types"] = "no layer"  # layers with sliding_window
     biases: Literal["attention_bias", "query, key, value", "none"] = "none"
     mlp_bias: bool = False
     norm_eps: float = 1e-6
     theta: float = 1e4
     head_width: int | None = None
     mixer: Any = None
-    span_base: str = "transformer."  # the base model's name in a file of ForQuestionAnswering
+    span_base: str = "transformer."  # prefix of the base model in files of ForQuestionAnswering
 
 
 LLAMAS = {
@@ -164,12 +163,12 @@ def _llama_fields(family: Llama) -> Json:
 def _read_llama(family: Llama, c: Json, names: Collection[str]) -> ModelConfig:
     fields = tables.read_fields(c, _llama_fields(family), gated=True)
     D, N = fields["d_model"], fields["num_heads"]
-    if D % N and family.name == "Llama":  # its class refuses that whatever head_dim is
+    if D % N and family.name == "Llama":  # LlamaForCausalLM refuses it with any head_dim
         raise ConfigError(f"config.json: num_attention_heads={N} does not divide hidden_size={D}")
     if family.name == "Mixtral":
-        experts, chosen = c.get("num_local_experts", 8), c.get("num_experts_per_tok", 2)
-        balance = c.get("router_aux_loss_coef", 0.001)
-        fields["feedforward"] = Mixture(experts, chosen, fields["feedforward"], balance_loss=balance)
+        experts, top_k = c.get("num_local_experts", 8), c.get("num_experts_per_tok", 2)
+        balance_loss = c.get("router_aux_loss_coef", 0.001)
+        fields["feedforward"] = Mixture(experts, top_k, fields["feedforward"], balance_loss=balance_loss)
     fields["head_width"] = fields["head_width"] or family.head_width or (D // N if D % N else None)
     biases = []
     if family.biases == "query, key, value" or (family.biases == "attention_bias" and c.get("attention_bias")):
@@ -195,7 +194,7 @@ def _llama_masks(family: Llama, c: Json) -> tuple[Mask, ...]:
     tables.layer_kinds("layer_types", kinds, L, "full_attention", "sliding_attention")
     if width is None and "sliding_attention" in kinds:
         raise ConfigError("config.json: layer_types has sliding_attention; set sliding_window and use_sliding_window")
-    return tables.shortest_pattern([local if one == "sliding_attention" else causal() for one in kinds])
+    return tables.shortest_pattern([local if kind == "sliding_attention" else causal() for kind in kinds])
 
 
 def _write_llama(family: Llama, model_type: str, config: ModelConfig) -> Json:
@@ -216,10 +215,10 @@ def _write_llama(family: Llama, model_type: str, config: ModelConfig) -> Json:
         c["sliding_window"] = width
     if family.windows == "layer types":
         c |= {"use_sliding_window": width is not None, "max_window_layers": config.num_layers}
-        c["layer_types"] = ["sliding_attention" if one else "full_attention" for one in windows]
-    if isinstance(moe := config.feedforward, Mixture):
-        c |= {"num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k}
-        c |= {"router_aux_loss_coef": moe.balance_loss, "hidden_act": tables.activation_name(moe.activation)}
+        c["layer_types"] = ["sliding_attention" if width else "full_attention" for width in windows]
+    if isinstance(mixture := config.feedforward, Mixture):
+        c |= {"num_local_experts": mixture.experts, "num_experts_per_tok": mixture.top_k}
+        c |= {"router_aux_loss_coef": mixture.balance_loss, "hidden_act": tables.activation_name(mixture.activation)}
     return c
 
 
@@ -227,9 +226,9 @@ def _llama_rules(family: Llama, config: ModelConfig) -> list[Rule]:
     spans = any(getattr(head, "name", None) == "span" for head in config.heads)
     base = family.span_base if spans else "model."
     layer = base + "layers.{}."
-    feed, names = layer + "mlp.", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    feedforward, names = layer + "mlp.", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     if isinstance(config.feedforward, Mixture):
-        feed, names = layer + "block_sparse_moe.experts.{}.", {"gate": "w1", "up": "w3", "down": "w2"}
+        feedforward, names = layer + "block_sparse_moe.experts.{}.", {"gate": "w1", "up": "w3", "down": "w2"}
     return [
         Rule("embedding/tokens", base + "embed_tokens.weight", "leaf"),
         Rule("layers/attention_norm", layer + "input_layernorm", "norm"),
@@ -237,7 +236,7 @@ def _llama_rules(family: Llama, config: ModelConfig) -> list[Rule]:
         *modules("layers/attention/", layer + "self_attn.", {"query_norm": "q_norm", "key_norm": "k_norm"}, "norm"),
         Rule("layers/feedforward_norm", layer + "post_attention_layernorm", "norm"),
         Rule("layers/feedforward/router", layer + "block_sparse_moe.gate", "linear"),
-        *modules("layers/feedforward/", feed, names),
+        *modules("layers/feedforward/", feedforward, names),
         Rule("final_norm", base + "norm", "norm"),
         Rule("heads/language_model/kernel", "lm_head.weight", "leaf"),
         *modules("heads/", "", {"classification": "score", "token_classification": "score", "span": "qa_outputs"}),
@@ -257,22 +256,23 @@ LSH = {  # theirs: ours, default
 
 
 def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
-    fields, how = tables.read_fields(c, REFORMER) | {"tie_embeddings": False}, tables.read_fields(c, LSH)
+    fields, lsh_fields = tables.read_fields(c, REFORMER) | {"tie_embeddings": False}, tables.read_fields(c, LSH)
     layers = c["attn_layers"]
     kinds = tables.layer_kinds("attn_layers", layers, c.get("num_hidden_layers", len(layers)), "local", "lsh")
-    chunks = {"lsh": how["chunk"], "local": c.get("local_attn_chunk_length", 64)}
+    chunks = {"lsh": lsh_fields["chunk"], "local": c.get("local_attn_chunk_length", 64)}
     multiple = math.lcm(*(chunks[kind] for kind in set(kinds)))
-    if (b := how["buckets"]) is not None:
-        numbers = b if isinstance(b, list) else [b]
+    if (buckets := lsh_fields["buckets"]) is not None:
+        numbers = buckets if isinstance(buckets, list) else [buckets]
         if not numbers or any(type(number) is not int or number < 2 or number % 2 for number in numbers):
-            raise ConfigError(f"config.json: num_buckets={b!r}: expected an even number, or a list of them")
-    how |= {"buckets": tuple(b) if isinstance(b, list) else b, "seed": how["seed"] or 0}
-    lsh = mixers.Reformer(**how, multiple=None if multiple == how["chunk"] else multiple, duplicates=True)
+            raise ConfigError(f"config.json: num_buckets={buckets!r}: expected an even number, or a list of them")
+    buckets = tuple(buckets) if isinstance(buckets, list) else buckets
+    lsh_fields |= {"buckets": buckets, "seed": lsh_fields["seed"] or 0}
+    lsh = mixers.Reformer(**lsh_fields, multiple=None if multiple == lsh_fields["chunk"] else multiple, duplicates=True)
     decoder = c.get("is_decoder", False)
     mask = causal() if decoder else full()
     before, after = c.get("local_num_chunks_before", 1), c.get("local_num_chunks_after", 0)
     local, local_mask = None, causal() & chunked(chunks["local"], before)
-    if not decoder or before > 1 or after:  # their chunks form a circle: a mask cannot say which keys that shows
+    if not decoder or before > 1 or after:  # their chunks form a circle, which no mask describes
         local, local_mask = mixers.LocalChunks(chunks["local"], before, after, multiple), mask
     pattern = tables.shortest_pattern(kinds)
     pattern = tuple(kinds) if len(kinds) % len(pattern) else pattern
@@ -295,7 +295,7 @@ def _read_reformer_positions(c: Json) -> Json:
 
 
 def _reformer_heads(classes: int) -> dict[str, tuple]:
-    """Heads by what a class's name ends in."""
+    """Heads by the end of the class name."""
     return {
         "ModelWithLMHead": (LanguageModel(),),
         "ForMaskedLM": (LanguageModel(),),
@@ -311,19 +311,16 @@ def _read_reformer_heads(c: Json) -> tuple:
     if kind in ("ModelWithLMHead", "ForMaskedLM"):
         only({"is_decoder": False} | c, is_decoder=kind == "ModelWithLMHead")
     if kind == "ForSequenceClassification":
-        only(c, is_decoder=False)  # in a causal model, slot 0 sees nothing where it is padding: theirs gives NaN
+        only(c, is_decoder=False)  # in a causal model slot 0 sees no token if it is padding: their result is NaN
     return heads[kind]
 
 
 def _write_reformer(config: ModelConfig) -> Json:
-    layers, masks, positions = (
-        tables.repeated(config.mixer, config),
-        tables.repeated(config.masks, config),
-        config.positions,
-    )
+    layers, masks = tables.repeated(config.mixer, config), tables.repeated(config.masks, config)
+    positions = config.positions
     lsh: Any = next((layer for layer in layers if isinstance(layer, mixers.Reformer)), mixers.Reformer())
     local = next((layer for layer in layers if isinstance(layer, mixers.LocalChunks)), None)
-    if local is None:  # a mask says the same
+    if local is None:  # the local layers have masks
         sizes = [part.args[:2] for mask in masks for part in mask.conjuncts() if len(part.args) == 3]
         local = next((mixers.LocalChunks(*n) for n in sizes if causal() & chunked(*n) in masks), mixers.LocalChunks())
     decoder = causal() in masks[0].conjuncts()
@@ -341,17 +338,17 @@ def _write_reformer(config: ModelConfig) -> Json:
         "num_buckets": list(lsh.buckets) if isinstance(lsh.buckets, tuple) else lsh.buckets,
         "local_attn_chunk_length": local.chunk, "local_num_chunks_before": local.before,
         "local_num_chunks_after": local.after, "hash_seed": lsh.seed or None,
-        "pad_token_id": 0,  # their model fills the last chunk with it, and hides it
+        "pad_token_id": 0,  # their model pads the last chunk with it
     }  # fmt: skip
 
 
 def _reformer_rules(config: ModelConfig) -> list[Rule]:
     e, layer = "reformer.embeddings.", "reformer.encoder.layers.{}."
-    attention, feed = layer + "attention.self_attention.", layer + "feed_forward."
+    attention, feedforward = layer + "attention.self_attention.", layer + "feed_forward."
     layers = tables.repeated(config.mixer, config)
     local = [i for i, mixer in enumerate(layers) if not isinstance(mixer, mixers.Reformer)]
-    hashed = tuple((i, i) for i in range(config.num_layers) if i not in local)
-    # transformers 5 never adds this bias. `load(heads=(LanguageModel(bias=True),))` does, for models trained with it
+    hashing = tuple((i, i) for i in range(config.num_layers) if i not in local)
+    # transformers 5 does not add this bias. For models trained with it: `load(heads=(LanguageModel(bias=True),))`
     heads = [head for head in config.heads if isinstance(head, LanguageModel)]
     bias = Rule("embedding/tokens", "lm_head.bias", "unread")
     if heads and heads[0].bias:
@@ -363,12 +360,12 @@ def _reformer_rules(config: ModelConfig) -> list[Rule]:
         Rule("embedding/positions/columns", e + "position_embeddings.weights.1", "columns"),
         Rule("layers/attention_norm", layer + "attention.layer_norm", "norm"),
         Rule("layers/attention/query", attention + "query", "linear", tuple((i, i) for i in local)),
-        Rule("layers/attention/query", attention + "query_key", "linear", hashed),
+        Rule("layers/attention/query", attention + "query_key", "linear", hashing),
         Rule("layers/attention/key", attention + "key", "linear", tuple(enumerate(local))),
         Rule("layers/attention/value", attention + "value", "linear"),
         Rule("layers/attention/out", layer + "attention.output.dense", "linear"),
-        Rule("layers/feedforward_norm", feed + "layer_norm", "norm"),
-        *modules("layers/feedforward/", feed, {"up": "dense.dense", "down": "output.dense"}),
+        Rule("layers/feedforward_norm", feedforward + "layer_norm", "norm"),
+        *modules("layers/feedforward/", feedforward, {"up": "dense.dense", "down": "output.dense"}),
         Rule("final_norm", "reformer.encoder.layer_norm", "norm"),
         Rule("heads/language_model/kernel", "lm_head.decoder.weight", "leaf"),
         *([bias] if heads else []),

@@ -1,4 +1,4 @@
-"""BERT and its relatives: RoBERTa, Longformer, BigBird. And ViT, an encoder of images."""
+"""BERT, RoBERTa, Longformer, BigBird, and ViT, an encoder of images."""
 
 import re
 import reprlib
@@ -23,7 +23,7 @@ from jaxformer.models.config import (
 )
 from jaxformer.models.vision import Reconstruction
 
-POOLED = Classification(None, pool="position_0", name="pooled")  # BERT's code pools slot 0, padding or not
+POOLED = Classification(None, pool="position_0", name="pooled")  # BERT pools slot 0 even if it is padding
 NEXT_SENTENCE = Classification(2, pool="position_0", name="next_sentence")
 FIELDS = tables.SIZES_AND_WIDTHS | {
     "hidden_act": ("feedforward", "gelu"), "layer_norm_eps": ("norm_eps", 1e-12),
@@ -33,14 +33,14 @@ FIELDS = tables.SIZES_AND_WIDTHS | {
 
 
 def _heads(act: str, pooler: str, classes: int) -> dict[str, tuple]:
-    """Heads by what a class's name ends in, for the activations of the language model's head and the classifier's."""
-    words = LanguageModel(act, bias=True)
+    """Heads by the end of the class name. `act` is for the language model's head, `pooler` for the classifier's."""
+    language_model = LanguageModel(act, bias=True)
     return {
         "Model": (POOLED,),
-        "ForPreTraining": (words, NEXT_SENTENCE),
-        "ForMaskedLM": (words,),
-        "LMHeadModel": (words,),
-        "ForCausalLM": (words,),
+        "ForPreTraining": (language_model, NEXT_SENTENCE),
+        "ForMaskedLM": (language_model,),
+        "LMHeadModel": (language_model,),
+        "ForCausalLM": (language_model,),
         "ForNextSentencePrediction": (NEXT_SENTENCE,),
         "ForSequenceClassification": (Classification(classes, pool="position_0", pooler=pooler),),
         "ForMultipleChoice": (Classification(1, pool="position_0", name="multiple_choice"),),
@@ -49,25 +49,25 @@ def _heads(act: str, pooler: str, classes: int) -> dict[str, tuple]:
     }
 
 
-POOLERS = ("Model", "ForPreTraining", "ForNextSentencePrediction", "ForMultipleChoice")  # whose heads read the pooler
+POOLERS = ("Model", "ForPreTraining", "ForNextSentencePrediction", "ForMultipleChoice")  # classes that use the pooler
 TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification")
 
 
 class Encoder(NamedTuple):
-    """BERT or a relative: what its names, heads and calls are."""
+    """BERT or a relative: its names, heads and conventions."""
 
-    name: str  # its classes begin with it
-    base: str  # and the tensors of its base model
-    kinds: tuple[str, ...]  # its classes, of `_heads`
+    name: str  # prefix of its class names
+    base: str  # prefix of its base model's tensors
+    kinds: tuple[str, ...]  # the rest of its class names, keys of `_heads`
     lm_head: str = "cls.predictions."
-    transform: tuple[str, str] = ("transform.dense", "transform.LayerNorm")  # of the language model's head
+    transform: tuple[str, str] = ("transform.dense", "transform.LayerNorm")  # in the language model's head
     pooler: str = ".pooler.dense"
     classifier: tuple[str, str] = ("classifier.dense", "classifier.out_proj")
-    act: str = "gelu"  # what hidden_act is by default
-    lm_act: str | None = None  # of the language model's head; None: hidden_act
+    act: str = "gelu"  # default of hidden_act
+    lm_act: str | None = None  # for the language model's head; None: hidden_act
     classifier_act: str | None = "tanh"  # None: hidden_act
     positions: Literal["slots", "not_pad"] = "slots"
-    global_tokens: dict[str, Any] = {}  # noqa: RUF012 (never written to): by class, see `Conventions`
+    global_tokens: dict[str, Any] = {}  # noqa: RUF012 (never written to): {class: see `Conventions`}
     only: Json = {}  # noqa: RUF012
     read_mixer: Callable[[Json, str], Any] = lambda c, kind: None
     write_mixer: Callable[[ModelConfig], Json] = lambda config: {}
@@ -82,7 +82,7 @@ def encoder(family: Encoder, model_type: str) -> Family:
         lambda config: _write(family, config) | {"model_type": model_type},
         partial(_rules, family),
         prefix=family.base + ".",
-        ignored=Family._field_defaults["ignored"] + rf"|^{re.escape(lm)}bias$",  # untied, their head reads decoder.bias
+        ignored=Family._field_defaults["ignored"] + rf"|^{re.escape(lm)}bias$",  # an untied head uses decoder.bias
         aliases=aliases,
         conventions=partial(_conventions, family),
     )
@@ -103,12 +103,12 @@ def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
     if kind == "Model" and names and not pooler:
         heads = ()
     pooled = any(isinstance(head, Classification) for head in heads)
-    # in a causal model, slot 0 sees nothing where it is padding: theirs gives NaN
+    # in a causal model slot 0 sees no token if it is padding: their result is NaN
     if decoder and (pooled or mixer is not None):
-        what = f"the heads of {family.name + kind}" if pooled else f"attention_type={c.get('attention_type')!r}"
-        raise ConfigError(f"config.json: is_decoder=True is not supported with {what}; only a language model's head is")
+        part = f"the heads of {family.name + kind}" if pooled else f"attention_type={c.get('attention_type')!r}"
+        raise ConfigError(f"config.json: is_decoder=True is not supported with {part}; only a language model's head is")
     if kind not in POOLERS and pooler and family.name == "BigBird":
-        heads = (*heads, POOLED)  # nothing reads it
+        heads = (*heads, POOLED)  # the file has it, but no head uses it
     offset = _offset(family, c)
     scale = c["hidden_size"] ** 0.5 if c.get("rescale_embeddings") else 1.0
     return ModelConfig(
@@ -120,7 +120,7 @@ def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
 
 
 def _offset(family: Encoder, c: Json) -> int:
-    """Rows of the position table before the first token's. The last of them is the pad token's."""
+    """The number of rows of the position table before position 0. The last of them belongs to the pad token."""
     if family.positions == "slots":
         return 0
     pad = c.get("pad_token_id", 1)
@@ -147,8 +147,8 @@ def _write(family: Encoder, config: ModelConfig) -> Json:
     return c | family.write_mixer(config) | tables.write_labels(tables.default_labels(*classes[:1]))
 
 
-# By class: which tokens of a Longformer are global where a call does not say (`Conventions`)
-LONGFORMER_CALLS = {"ForQuestionAnswering": "question", "ForMultipleChoice": "choice"}
+# {class: default global tokens of a Longformer}, see `Conventions`
+LONGFORMER_GLOBALS = {"ForQuestionAnswering": "question", "ForMultipleChoice": "choice"}
 
 
 def _read_longformer(c: Json, kind: str):
@@ -158,7 +158,7 @@ def _read_longformer(c: Json, kind: str):
         raise ConfigError(
             f"config.json: attention_window={reprlib.repr(windows)}: expected an even number, one for each layer"
         )
-    tokens = None if kind in LONGFORMER_CALLS else int(kind == "ForSequenceClassification")
+    tokens = None if kind in LONGFORMER_GLOBALS else int(kind == "ForSequenceClassification")
     pattern = tuple(mixers.Longformer(width, tokens) for width in tables.shortest_pattern(windows))
     return pattern if len(pattern) > 1 else pattern[0]
 
@@ -189,21 +189,22 @@ def _write_bigbird(config: ModelConfig) -> Json:
 
 def _rules(family: Encoder, config: ModelConfig) -> list[Rule]:
     layer, e, lm = f"{family.base}.encoder.layer.{{}}.", f"{family.base}.embeddings.", family.lm_head
-    heads = {name: name for name in ("query", "key", "value")}
+    projections = {name: name for name in ("query", "key", "value")}
     tables = {"tokens": "word", "positions": "position", "token_types": "token_type"}
     pooler, classifier = family.base + family.pooler, family.classifier
     return [
         *(Rule(f"embedding/{ours}", f"{e}{theirs}_embeddings.weight", "leaf") for ours, theirs in tables.items()),
         Rule("embedding/norm", e + "LayerNorm", "norm"),
-        *modules("layers/attention/", layer + "attention.self.", heads),
-        *modules("layers/attention/global_", layer + "attention.self.", {name: f"{name}_global" for name in heads}),
+        *modules("layers/attention/", layer + "attention.self.", projections),
+        *modules(
+            "layers/attention/global_", layer + "attention.self.", {name: f"{name}_global" for name in projections}
+        ),
         Rule("layers/attention/out", layer + "attention.output.dense", "linear"),
         Rule("layers/attention_norm", layer + "attention.output.LayerNorm", "norm"),
         *modules("layers/feedforward/", layer, {"up": "intermediate.dense", "down": "output.dense"}),
         Rule("layers/feedforward_norm", layer + "output.LayerNorm", "norm"),
         *(Rule(f"heads/{name}/pooler", pooler, "linear") for name in ("pooled", "next_sentence", "multiple_choice")),
-        Rule("heads/classification/pooler", classifier[0], "linear"),
-        Rule("heads/classification", classifier[1], "linear"),
+        *modules("heads/", "", {"classification/pooler": classifier[0], "classification": classifier[1]}),
         *modules("heads/", "", {"token_classification": "classifier", "multiple_choice": "classifier"}),
         *modules("heads/", "", {"span": "qa_outputs", "next_sentence": "cls.seq_relationship"}),
         Rule("heads/language_model/transform", lm + family.transform[0], "linear"),
@@ -213,7 +214,7 @@ def _rules(family: Encoder, config: ModelConfig) -> list[Rule]:
     ]
 
 
-NO_QKV = "out|up|down|norm|patches"  # what has a bias where queries, keys and values have none
+NO_QKV = "out|up|down|norm|patches"  # layers with a bias if query, key and value have none
 NO_IMAGE = ("vocab_size", "max_position_embeddings", "tie_word_embeddings")
 VIT_FIELDS = {theirs: field for theirs, field in FIELDS.items() if theirs not in NO_IMAGE} | {
     "hidden_dropout_prob": ("dropout_rate", 0.0), "attention_probs_dropout_prob": ("attention_dropout_rate", 0.0),
@@ -229,7 +230,7 @@ def _read_vit(c: Json, names: Collection[str]) -> ModelConfig:
         heads = (Classification(tables.count_labels(c), pooler=None),)
     elif kind == "ForMaskedImageModeling":
         patches, heads = replace(patches, mask_token=True), (Reconstruction(c.get("encoder_stride", 16)),)
-        if patches.grid[0] != patches.grid[1]:  # theirs arranges the patches of any grid as a square
+        if patches.grid[0] != patches.grid[1]:  # transformers assumes a square grid
             raise ConfigError(
                 f"config.json: image_size={c.get('image_size')}: ViT{kind} is supported for square grids only"
             )
@@ -260,18 +261,17 @@ def _write_vit(config: ModelConfig) -> Json:
 
 def _vit_rules(config: ModelConfig) -> list[Rule]:
     layer, e = "vit.encoder.layer.{}.", "vit.embeddings."
-    inner = {"up": "intermediate.dense", "down": "output.dense"}
     return [
         Rule("embedding/patches", e + "patch_embeddings.projection", "patches"),
-        Rule("embedding/class_token", e + "cls_token", "leaf2"),
-        Rule("embedding/mask_token", e + "mask_token", "leaf2"),
+        *modules("embedding/", e, {"class_token": "cls_token", "mask_token": "mask_token"}, "leaf2"),
         Rule("heads/reconstruction", "decoder.0", "patches"),
         Rule("embedding/positions", e + "position_embeddings", "leaf1"),
-        Rule("layers/attention_norm", layer + "layernorm_before", "norm"),
+        *modules(
+            "layers/", layer, {"attention_norm": "layernorm_before", "feedforward_norm": "layernorm_after"}, "norm"
+        ),
         *modules("layers/attention/", layer + "attention.attention.", {n: n for n in ("query", "key", "value")}),
         Rule("layers/attention/out", layer + "attention.output.dense", "linear"),
-        Rule("layers/feedforward_norm", layer + "layernorm_after", "norm"),
-        *modules("layers/feedforward/", layer, inner),
+        *modules("layers/feedforward/", layer, {"up": "intermediate.dense", "down": "output.dense"}),
         Rule("final_norm", "vit.layernorm", "norm"),
         *modules("heads/", "", {"pooled/pooler": "vit.pooler.dense", "classification": "classifier"}),
     ]
@@ -283,14 +283,14 @@ ROBERTA = Encoder(
 )  # fmt: skip
 LONGFORMER = ROBERTA._replace(
     name="Longformer", base="longformer", kinds=("Model", *TASKS, "ForQuestionAnswering"), only={"is_decoder": False},
-    global_tokens=LONGFORMER_CALLS, read_mixer=_read_longformer, write_mixer=_write_longformer,
+    global_tokens=LONGFORMER_GLOBALS, read_mixer=_read_longformer, write_mixer=_write_longformer,
 )  # fmt: skip
 BERT = Encoder(
     "Bert", "bert",
     ("Model", *TASKS, "ForPreTraining", "LMHeadModel", "ForNextSentencePrediction", "ForQuestionAnswering"),
     classifier=("bert.pooler.dense", "classifier"),
 )  # fmt: skip
-BIGBIRD = Encoder(  # without BigBirdForQuestionAnswering, whose head reads the tokens, too
+BIGBIRD = Encoder(  # without BigBirdForQuestionAnswering, whose head also reads the tokens
     "BigBird", "bert", ("Model", *TASKS, "ForPreTraining", "ForCausalLM"), pooler=".pooler", act="gelu_new",
     classifier_act=None, read_mixer=_read_bigbird, write_mixer=_write_bigbird,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""T5, an encoder-decoder or its encoder alone, and Marian, the Transformer of 2017."""
+"""T5 (an encoder-decoder, or only its encoder) and Marian (the Transformer of 2017)."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -21,17 +21,19 @@ T5 = {
 
 def _read_t5(c: Json, names: Collection[str]) -> EncoderDecoder | ModelConfig:
     fields = tables.read_fields(c, T5)
-    named = c.get("feed_forward_proj", "relu")
-    gated, name = named.startswith("gated-"), named.removeprefix("gated-")
-    name = "gelu_new" if named == "gated-gelu" else name  # which has always meant the tanh form
+    feedforward = c.get("feed_forward_proj", "relu")
+    gated, name = feedforward.startswith("gated-"), feedforward.removeprefix("gated-")
+    name = "gelu_new" if feedforward == "gated-gelu" else name  # T5's gated-gelu is the tanh form
     act = tables.activation(c, "feed_forward_proj", name)
     only(c, dense_act_fn=name, is_gated_act=gated, is_decoder=False)
-    scaled = c.get("scale_decoder_outputs", c.get("tie_word_embeddings", True))
-    head = LanguageModel(scale=fields["d_model"] ** -0.5 if scaled else 1.0)
+    has_scale = c.get("scale_decoder_outputs", c.get("tie_word_embeddings", True))
+    head = LanguageModel(scale=fields["d_model"] ** -0.5 if has_scale else 1.0)
     kinds = {"ForConditionalGeneration": (head,), "Model": (), "EncoderModel": ()}
     kind = tables.class_kind(c, "T5", kinds)
     buckets, distance = c.get("relative_attention_num_buckets", 32), c.get("relative_attention_max_distance", 128)
-    if not 2 <= buckets // 2 < distance:  # the decoder's buckets of one distance each end before the greatest distance
+    if (
+        not 2 <= buckets // 2 < distance
+    ):  # half of the decoder's buckets hold one distance each, and must end before the maximum
         raise ConfigError(
             f"config.json: relative_attention_max_distance={distance}: expected more than {buckets // 2}, "
             f"half of relative_attention_num_buckets={buckets}, which must be at least 4"
@@ -82,7 +84,7 @@ def _t5_rules(config: EncoderDecoder | ModelConfig) -> list[Rule]:
 
 
 def _t5_stack(ours: str, theirs: str, config: ModelConfig) -> list[Rule]:
-    """The rules of one stack; `ours` and `theirs` are the stack's names."""
+    """The rules of one stack. `ours` and `theirs` are its names."""
     parts = {"attention": "SelfAttention", "cross_attention": "EncDecAttention", "feedforward": "DenseReluDense"}
     if theirs == "encoder":
         del parts["cross_attention"]
@@ -111,23 +113,23 @@ MARIAN_HEADS = {"MTModel": (LanguageModel(bias=True),), "Model": ()}
 
 
 def _side(name: str) -> dict[str, tuple[str, Any]]:
-    """The fields of one side, "encoder" or "decoder"."""
+    """The field table of "encoder" or "decoder"."""
     return MARIAN | {f"{name}_{theirs}": ours for theirs, ours in SIDE.items()}
 
 
 def _read_marian(c: Json, names: Collection[str]) -> EncoderDecoder:
     only(c, normalize_embedding=False, normalize_before=False)
     only(c, add_final_layer_norm=False, static_position_embeddings=True)
-    one_size = c.get("share_encoder_decoder_embeddings", True)
-    # version 5 of transformers unties the two sides' tables with the head
-    untied = not c.get("tie_word_embeddings", True) and any(n.endswith("decoder.embed_tokens.weight") for n in names)
+    same_vocabulary = c.get("share_encoder_decoder_embeddings", True)
+    # transformers 5 gives the decoder a table of its own if the head is not tied
+    separate = not c.get("tie_word_embeddings", True) and any(n.endswith("decoder.embed_tokens.weight") for n in names)
     source = tables.read_fields(c, {"vocab_size": ("vocab_size", REQUIRED)})["vocab_size"]
-    target = source if one_size else c.get("decoder_vocab_size") or source
+    target = source if same_vocabulary else c.get("decoder_vocab_size") or source
     heads = tables.read_heads(c, "Marian", MARIAN_HEADS)
     return EncoderDecoder(
         _marian_stack(c, "encoder", vocab_size=source, masks=(full(),), heads=()),
         _marian_stack(c, "decoder", vocab_size=target, masks=(causal(),), heads=heads),
-        one_size and not untied,
+        same_vocabulary and not separate,
     )
 
 

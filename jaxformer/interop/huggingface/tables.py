@@ -1,4 +1,4 @@
-"""What a Hugging Face family is, and how its tensors correspond to our parameters."""
+"""The description of a Hugging Face family, and the mapping between its tensors and our parameters."""
 
 import math
 import re
@@ -18,54 +18,51 @@ from jaxformer.params import Spec, paths
 Json = dict[str, Any]
 REQUIRED: Any = ...
 
-# How a module of ours corresponds to theirs. linear: [out, in] of torch; conv1d: [in, out] of GPT-2; patches: a convolution;
-# leaf: one tensor, as it is; leaf1, leaf2: with 1 or 2 axes of length 1 before it; lines, columns: with one after, or before,
-# the first axis; unread: a number for each row of our leaf, which their model never uses.
+# The layout of their module. linear: [out, in] of torch; conv1d: [in, out] of GPT-2; patches: a convolution; leaf: one
+# tensor, unchanged; leaf1, leaf2: 1 or 2 axes of length 1 in front; lines, columns: an axis of length 1 after, or before, the
+# first axis; unread: a number for each row of our leaf, which their model never uses.
 Kind = Literal["linear", "conv1d", "patches", "norm", "leaf", "leaf1", "leaf2", "lines", "columns", "unread"]
 
 
 class Rule(NamedTuple):
-    """Our module, or several that they fused, and theirs. `{}` in theirs is the layer, a second `{}` the expert."""
+    """Our module (or several that they fuse) and theirs. The first `{}` in theirs is the layer, the second the expert."""
 
     ours: str | tuple[str, ...]
     theirs: str
     kind: Kind
-    layers: tuple[tuple[int, int], ...] | None = None  # (ours, theirs) where the two count differently
+    layers: tuple[tuple[int, int], ...] | None = None  # pairs (our layer, their layer), if the numbers differ
 
 
 @dataclass(frozen=True)
 class Conventions:
-    """Defaults of transformers' `forward` that decide numbers; `Checkpoint.apply` follows them.
+    """Defaults of transformers' `forward` that change numbers. `Checkpoint.apply` uses them.
 
-    positions: "slots" counts all tokens of a row, "not_pad" (RoBERTa, Longformer) those that are not the pad id, which has
-    position -1. global_tokens, of a Longformer: "none" takes those of its config, "question" those before the first
-    separator, "choice" those more than one after it. choices: tokens come as [B, choices, T].
+    `positions`: "slots" counts all tokens of a row; "not_pad" (RoBERTa, Longformer) skips the pad id, which has position -1.
+    `global_tokens` of a Longformer: those of its config, those before the first separator, or those after the second.
     """
 
     positions: Literal["slots", "not_pad"] = "slots"
     global_tokens: Literal["none", "question", "choice"] = "none"
-    choices: bool = False
+    choices: bool = False  # tokens are [B, choices, T]
 
 
 class Family(NamedTuple):
     """One `model_type`.
 
-    read(c, names): our config from config.json and the names in the file; ConfigError for a setting that changes numbers
-    and is not computed here. write(config): config.json; `huggingface.save` reads it back and compares. prefix: what files
-    of base models leave out of names. ignored: buffers, a regular expression. aliases: a tied tensor's second name -> its
-    first. conventions(c): how transformers calls it.
+    `read` makes our config from config.json and the tensor names. It raises ConfigError for an unsupported setting that changes
+    numbers. `write` is its inverse.
     """
 
     read: Callable[[Json, Collection[str]], Any]
     write: Callable[[Any], Json]
     rules: Callable[[Any], list[Rule]]
-    prefix: str = ""
-    ignored: str = r"position_ids$|\.rotary_emb\.inv_freq$"
-    aliases: dict[str, str] = {}  # noqa: RUF012 (never written to)
+    prefix: str = ""  # files of base models leave it out of names
+    ignored: str = r"position_ids$|\.rotary_emb\.inv_freq$"  # buffers
+    aliases: dict[str, str] = {}  # noqa: RUF012 (never written to): {second name of a tied tensor: its first name}
     conventions: Callable[[Json], Conventions] = lambda c: Conventions()
 
 
-# What most families call alike: {theirs: (ours, default)}.
+# Names that most families share: {theirs: (ours, default)}.
 SIZES_AND_WIDTHS = {
     "vocab_size": ("vocab_size", REQUIRED), "num_hidden_layers": ("num_layers", REQUIRED),
     "hidden_size": ("d_model", REQUIRED), "num_attention_heads": ("num_heads", REQUIRED),
@@ -85,20 +82,20 @@ GATE = {activation: gate for gate, activation in GATES.items()}
 
 
 def read_fields(c: Json, table: dict[str, tuple[str, Any]], gated: bool = False) -> dict[str, Any]:
-    """Our fields of a table {theirs: (ours, default)}; an activation by our name, or as the gate that it makes."""
+    """Our fields from a table {theirs: (ours, default)}. An activation has our name, or that of its gate if `gated`."""
     missing = [theirs for theirs, (_, default) in table.items() if default is REQUIRED and c.get(theirs) is None]
     if missing:
         raise ConfigError(f"config.json has no {', '.join(missing)}, which a {c.get('model_type')} model needs")
-    found = {ours: c.get(theirs, default) for theirs, (ours, default) in table.items()}
+    fields = {ours: c.get(theirs, default) for theirs, (ours, default) in table.items()}
     for theirs, (ours, _) in table.items():
         if ours == "feedforward":
-            name = activation(c, theirs, found[ours])
-            found[ours] = GATE.get(name) if gated else name
-    return found
+            name = activation(c, theirs, fields[ours])
+            fields[ours] = GATE.get(name) if gated else name
+    return fields
 
 
 def write_fields(config: Any, table: dict[str, tuple[str, Any]]) -> Json:
-    """config.json's side of the same table."""
+    """The inverse of `read_fields`."""
     c = {theirs: getattr(config, ours) for theirs, (ours, _) in table.items()}
     for theirs, (ours, default) in table.items():
         if ours == "feedforward":
@@ -109,7 +106,7 @@ def write_fields(config: Any, table: dict[str, tuple[str, Any]]) -> Json:
 
 
 def activation_name(feedforward: Any) -> str | None:
-    """Their name of an activation, or of a gate's; None for another feed-forward."""
+    """Their name of an activation or of a gate's activation; None for another feed-forward."""
     return NAME.get(GATES.get(feedforward, feedforward)) if isinstance(feedforward, str) else None
 
 
@@ -121,9 +118,11 @@ def activation(c: Json, key: str, name: Any) -> str:
     return ACTIVATION[name]
 
 
-# The keys that we read, by what they hold. `null` is allowed in the OPTIONAL ones.
-LAYERS = {"num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"}
-LAYERS |= {"num_local_experts"}
+# The keys of config.json that we read, by the kind of their values. OPTIONAL keys may be null.
+LAYERS = {
+    "num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
+    "num_local_experts",
+}  # fmt: skip
 SIZES = {
     "vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings", "n_positions",
     "n_embd", "n_head", "n_inner", "num_heads", "window_size", "num_key_value_heads", "head_dim",
@@ -154,7 +153,7 @@ OPTIONAL = {
 
 
 def check_kinds(c: Json, tensors: int) -> None:
-    """Refuses values of the wrong kind, and more layers than the file has `tensors`."""
+    """Refuses values of the wrong kind, and more layers than `tensors`, the number of tensors in the file."""
     integer = lambda least, most: lambda value: type(value) is int and least <= value <= most
     number = lambda value: type(value) in (int, float) and 0 <= value < math.inf
     for keys, fits, expected in (
@@ -170,21 +169,21 @@ def check_kinds(c: Json, tensors: int) -> None:
 
 
 def layer_kinds(key: str, kinds: Any, layers: int, *allowed: str) -> list[str]:
-    """A list with one of the `allowed` kinds for each layer. Raises ConfigError."""
+    """Returns `kinds` if it has one of the `allowed` kinds for each layer. Raises ConfigError."""
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in allowed for kind in kinds):
         raise ConfigError(f"config.json: {key}={reprlib.repr(kinds)}: expected {layers} of {', '.join(allowed)}")
     return kinds
 
 
 def only(c: Json, **allowed: Any) -> None:
-    """Refuses settings that would change the numbers."""
+    """Refuses other values of settings that change numbers."""
     for key, value in allowed.items():
         if c.get(key, value) != value:
             raise ConfigError(f"config.json: {key}={c[key]!r} is not supported here; only {value!r} is")
 
 
 def class_kind(c: Json, prefix: str, kinds: Collection[str]) -> str:
-    """The class that wrote the file, without `prefix`: one of `kinds`, by default the first. Raises ConfigError."""
+    """The class that wrote the file, without `prefix`: one of `kinds` (default: the first). Raises ConfigError."""
     names = [prefix + kind for kind in kinds]
     name = (c.get("architectures") or names)[0]
     if name not in names:
@@ -198,7 +197,7 @@ def read_heads(c: Json, prefix: str, kinds: dict[str, tuple]) -> tuple:
 
 
 def write_heads(heads: tuple, prefix: str, kinds: dict[str, tuple]) -> Json:
-    """config.json's class and labels of these heads. Raises ConfigError where no class has them."""
+    """The class and labels for config.json. Raises ConfigError if no class has these heads."""
     for kind in kinds:
         if kinds[kind] == heads:
             return {"architectures": [prefix + kind]} | write_labels(default_labels(*heads[:1]))
@@ -210,31 +209,31 @@ def count_labels(c: Json) -> int:
 
 
 def default_labels(head: Any = None) -> tuple[str, ...]:
-    """transformers' names for the classes of a head; none for a head without classes."""
+    """The class names that transformers gives to a head; none for a head without classes."""
     return tuple(f"LABEL_{i}" for i in range(getattr(head, "classes", None) or 0))
 
 
 def write_labels(labels: tuple[str, ...]) -> Json:
-    """config.json's entries of the names of the classes, if any."""
+    """The entries of config.json for the class names, if any."""
     return {"id2label": dict(enumerate(labels)), "label2id": {n: i for i, n in enumerate(labels)}} if labels else {}
 
 
 def shortest_pattern(items: list) -> tuple:
-    """The shortest prefix whose repetition is the list."""
+    """The shortest prefix that, repeated, gives the list."""
     return next(
         tuple(items[:n]) for n in range(1, len(items) + 1) if all(x == items[i % n] for i, x in enumerate(items))
     )
 
 
 def repeated(pattern: Any, config: ModelConfig) -> list:
-    """A pattern of layers, written out."""
+    """The entry of the pattern for each layer."""
     pattern = pattern if isinstance(pattern, (tuple, list)) else (pattern,)
     return [pattern[i % len(pattern)] for i in range(config.num_layers)]
 
 
 def modules(ours: str, theirs: str, names: dict[str, str], kind: Kind = "linear") -> list[Rule]:
-    """A rule for each of `names`, {our module: their module}."""
-    return [Rule(ours + one, theirs + two, kind) for one, two in names.items()]
+    """A rule for each entry of `names`, {our module: their module}, with the prefixes `ours` and `theirs`."""
+    return [Rule(ours + our_name, theirs + their_name, kind) for our_name, their_name in names.items()]
 
 
 @dataclass(frozen=True)
@@ -248,14 +247,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of theirs, and the parts of ours that it holds: several are next to each other in its last axis."""
+    """One tensor of theirs and the parts of ours in it. Several parts are next to each other in its last axis."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     order: Literal["same", "matrix", "patches"] = "same"
 
     def ours(self, array: np.ndarray) -> list[np.ndarray]:
-        """Its parts as our leaves have them; none of a tensor that their model never uses."""
+        """Its parts in our layout; none for a tensor that their model never uses."""
         if not self.parts:
             return []
         if self.order == "matrix":
@@ -283,10 +282,10 @@ KERNEL = {"kernel": "weight", "bias": "bias"}
 ENDINGS = {"linear": KERNEL, "conv1d": KERNEL, "patches": KERNEL, "norm": {"scale": "weight", "bias": "bias"}}
 
 
-def plan(family: Family, config: Any, elsewhere: str | None = None) -> dict[str, Tensor]:
-    """Every tensor that a file of this config has, by name.
+def plan(family: Family, config: Any, allow_missing: str | None = None) -> dict[str, Tensor]:
+    """All tensors, by name, of a file with this config.
 
-    Raises ConfigError for a leaf of ours that has no place in the family's files and does not match `elsewhere`.
+    Raises ConfigError for a leaf of ours that the family's files cannot hold, unless it matches `allow_missing`.
     """
     leaves = paths(models.spec(config))
     tensors: dict[str, Tensor] = {}
@@ -297,14 +296,14 @@ def plan(family: Family, config: Any, elsewhere: str | None = None) -> dict[str,
             if names[0] in leaves:
                 leaf_rule = rule._replace(theirs=f"{rule.theirs}.{theirs}".rstrip("."))
                 tensors |= _tensors(leaf_rule, names, [leaves[name] for name in names])
-    placed = {part.path for tensor in tensors.values() for part in tensor.parts}
-    if lost := [path for path in sorted(leaves.keys() - placed) if elsewhere is None or not re.search(elsewhere, path)]:
-        raise ConfigError(f"this family has no place for {', '.join(lost[:4])}")
+    extra = sorted(leaves.keys() - {part.path for tensor in tensors.values() for part in tensor.parts})
+    if extra := [path for path in extra if allow_missing is None or not re.search(allow_missing, path)]:
+        raise ConfigError(f"this family has no place for {', '.join(extra[:4])}")
     return tensors
 
 
 def _tensors(rule: Rule, names: list[str], specs: list[Spec]) -> dict[str, Tensor]:
-    """One tensor for each layer (and expert) of our leaves."""
+    """One tensor for each layer, or each layer and expert, of our leaves."""
     lead, kind = rule.theirs.count("{}"), rule.kind
     if kind == "unread":
         return {rule.theirs: Tensor(specs[0].shape[:1], ())}
@@ -334,5 +333,5 @@ def _flat_shape(spec: Spec, lead: int, kind: Kind, kernel: bool) -> tuple[int, .
         return shape
     if not kernel:
         return (math.prod(shape),)
-    inside = math.prod(n for n, axis in zip(shape, axes, strict=True) if axis in spec.contracts)
-    return (inside, math.prod(shape) // inside)
+    inputs = math.prod(n for n, axis in zip(shape, axes, strict=True) if axis in spec.contracts)
+    return (inputs, math.prod(shape) // inputs)
