@@ -13,6 +13,7 @@ from jaxformer.data.sources import Stdlib
 from jaxformer.models import LanguageModel, ModelConfig, cost, presets
 from jaxformer.ops import attention
 from jaxformer.ops.attention import blockwise
+from jaxformer.ops.attention.call import Call
 from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.planning import flops
 from jaxformer.training.experiment import Experiment
@@ -88,7 +89,7 @@ def test_blockwise_attention_counts_what_it_visits():
     """Blocks that the mask leaves empty are no work: its loops' bounds are constants, though no loop's length is."""
     query = floats(B, 512, 4, 16)
     for mask in (masks.causal(), masks.causal() & masks.window(100), masks.full()):
-        run = lambda q, k, v, mask=mask: blockwise.attention(q, k, v, mask=mask, scale=1.0, block=(32, 64))[0]
+        run = lambda q, k, v, mask=mask: blockwise.attention(q, k, v, Call(mask), block=(32, 64))[0]
         visited = int((mask.sized(512).blocks(512, 512, (32, 64)) != masks.EMPTY).sum()) * 32 * 64
         counted = flops.count(run, query, query, query)
         assert counted.matmul == visited * B * 4 * 16 * 4 and not counted.notes
@@ -109,7 +110,6 @@ def test_inside_a_model_too():
 
 def test_the_splash_kernel_counts_its_blocks():
     from jaxformer.ops.attention import splash
-    from jaxformer.ops.attention.call import Call
 
     query = floats(1, 512, 2, 128)
     run = lambda mask, q: splash.attention(q, q, q, Call(mask))
