@@ -189,12 +189,12 @@ def cloud(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_pod_is_trained_through_two_preemptions(cloud, capfd):
-    line = f"{POD} --topology=v5e:2x4 --runs=/shared --pause=0 --retries=3 -- --steps=7"
+    line = f"{POD} --topology=v5e:2x4 --runs=/shared --pause=0 --retries=3 -- --steps=7000"
     code, out, err = run(line, capfd)
     assert code == 0, out + err
     assert "finished" in out
     starts = [(cloud / f"worker{i}.starts").read_text().splitlines() for i in range(2)]
-    assert starts[0] == starts[1] == ["-m jaxformer train gpt2_small --runs /shared --steps=7"] * 3
+    assert starts[0] == starts[1] == ["-m jaxformer train gpt2_small --runs /shared --steps=7000"] * 3
     calls = (cloud / "calls").read_text().splitlines()
     assert calls.count("queued-resources create") == 2  # at the start, and after the TPU was taken away
     assert calls.count("queued-resources delete") == 1
@@ -230,7 +230,7 @@ def test_the_same_command_attaches_and_another_is_refused(cloud, capfd):
         folder.mkdir(parents=True)
         for name, text in {"id": identity, "pid": going.pid, "exit": 0, "log": "step 7"}.items():
             (folder / name).write_text(f"{text}\n")
-    code, _, err = run(f"{POD} --runs=/shared --pause=0 -- --steps=7", capfd)
+    code, _, err = run(f"{POD} --runs=/shared --pause=0 -- --steps=7000", capfd)
     assert code == 2 and "busy with another command" in err
     reaper = threading.Thread(target=going.wait)  # a dead child is a live pid until somebody waits for it
     reaper.start()
