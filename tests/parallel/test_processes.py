@@ -24,6 +24,7 @@ from jaxformer.parallel import peers, processes
 from jaxformer.parallel.processes import Processes
 from jaxformer.training import checkpoint, loop
 from jaxformer.training.fingerprint import fingerprints
+from jaxformer.training.recipe import build
 from jaxformer.training.state import init_state
 
 TINY = """
@@ -253,14 +254,15 @@ from jaxformer import config, parallel
 from jaxformer.parallel import processes
 from jaxformer.training import checkpoint
 from jaxformer.training.fingerprint import fingerprints
+from jaxformer.training.recipe import build
 from jaxformer.training.state import init_state, state_shardings
 processes.initialize()
-experiment = config.load("tiny")
+recipe = build(config.load("tiny"))
 mesh = parallel.run_mesh(parallel.Mesh({axes}), 8)
-places = state_shardings(experiment, mesh)
+places = state_shardings(recipe, mesh)
 def body():
     with jax.set_mesh(mesh), checkpoint.open_manager("kept") as manager:
-        state = jax.jit(partial(init_state, experiment), out_shardings=places)()
+        state = jax.jit(partial(init_state, recipe), out_shardings=places)()
         if {save}:
             manager.save(3, state, dict(x=1), wait=True)
         else:
@@ -283,12 +285,12 @@ def test_a_checkpoint_of_four_processes_is_restored_exactly_anywhere(workplace):
     with Pod(2, code=CHECKPOINT.format(save=False, axes="data=2, fsdp=4")) as pod:
         pod.finish()
         assert prints(pod) == {saved}
-    experiment = config.load("tiny")
-    abstract = jax.eval_shape(lambda: init_state(experiment))
+    recipe = build(config.load("tiny"))
+    abstract = jax.eval_shape(lambda: init_state(recipe))
     with checkpoint.open_manager("kept") as manager:  # one process, one device
         step, state, metadata = manager.restore(abstract)
     assert (step, metadata) == (3, {"x": 1}) and " ".join(fingerprints(jax.tree.leaves(state))) == saved
-    first = jax.jit(lambda: init_state(experiment))()
+    first = jax.jit(lambda: init_state(recipe))()
     for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(first), strict=True):
         np.testing.assert_array_equal(leaf, expected)
 
