@@ -5,7 +5,7 @@ masks and shardings stay valid. `FlaxMixer(module)` and `FlaxFeedForward(module)
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from jax import Array, random
 
 from jaxformer import models, params
 from jaxformer.errors import ConfigError
-from jaxformer.masks import rules
+from jaxformer.masks import full, rules
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.models.config import Learned, Sinusoidal
 from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput, Mixer, MixerOutput
@@ -127,9 +127,8 @@ class FlaxFeedForward:
 
     `module` is a Linen module, or for NNX a function `rngs -> nnx.Module`. Its initialisers get another key for each parameter
     of each layer. `call(module, x, context) -> out` calls it: a Linen layer with dropout needs
-    `deterministic=context.dropout_key is None`; an NNX module trains, with that key, if there is one. A Flax module has no
-    text form, so an experiment file defines a function: `def mlp(config): return FlaxFeedForward(...)(config)`. Raises
-    ConfigError for state besides parameters (batch norm) and for another output shape.
+    `deterministic=context.dropout_key is None`; an NNX module trains, with that key, if there is one. Raises ConfigError for
+    state besides parameters (batch norm) and for another output shape.
     """
 
     module: Callable
@@ -166,13 +165,47 @@ class FlaxMixer:
         return Mixer(*_part("model.mixer", self, config, partial(_mix, self)), _no_state)
 
 
+@dataclass(frozen=True)
+class FlaxModel:
+    """A whole Flax model, tokens `[B, T]` -> logits `[B, T, V]`, as `Experiment.model`. See `FlaxFeedForward` for `call`.
+
+    It computes in its own dtypes: `Experiment.precision` does not reach it. It is scored without a dropout key.
+    """
+
+    module: Callable
+    context_length: int  # T of an example
+    vocab_size: int  # V
+    call: Callable = call_with_x
+    trains: bool = True  # whether it is given the dropout key
+
+    def spec(self) -> Tree:
+        return self._build()[0]
+
+    def apply(self, params: Tree, tokens: Array, dropout_key: Array | None = None, dtype=None) -> models.Output:
+        return models.Output(
+            self._build()[1](params, tokens, _context(tokens, dropout_key if self.trains else None)), None
+        )
+
+    def evaluation(self) -> "FlaxModel":
+        return replace(self, trains=False)
+
+    def _build(self) -> tuple[Tree, Callable]:
+        tokens = jnp.zeros((1, self.context_length), jnp.int32)
+        build = _linen_layer if isinstance(self.module, linen.Module) else _nnx_layer
+        return build("model", self.module, self.call, lambda: (tokens, _context(tokens, None)))
+
+
+def _context(tokens: Array, dropout_key: Array | None) -> Context:
+    return Context(full(), jnp.arange(tokens.shape[1])[None], dropout_key=dropout_key)
+
+
 def _feed(run: Callable, params, x, context: Context) -> FeedForwardOutput:
     return FeedForwardOutput(run(params, x, context))
 
 
 def _mix(mixer: FlaxMixer, run: Callable, params, x, context: Context) -> MixerOutput:
     if context.return_weights:
-        raise NotImplementedError("FlaxMixer keeps no attention maps; models.block.attention (mixer=None) does")
+        raise NotImplementedError("FlaxMixer keeps no attention maps; models.mixers.attention (mixer=None) does")
     if mixer.call is call_with_x and context.mask.rule is not rules.full:
         raise ConfigError(
             f"model.mixer: {_name(mixer.module)} is called as module(x), which does not see the mask {context.mask}; give "
@@ -182,7 +215,7 @@ def _mix(mixer: FlaxMixer, run: Callable, params, x, context: Context) -> MixerO
 
 
 def _no_state(*_):
-    raise NotImplementedError("FlaxMixer cannot decode; models.block.attention (mixer=None) can")
+    raise NotImplementedError("FlaxMixer cannot decode; models.mixers.attention (mixer=None) can")
 
 
 def _name(module) -> str:

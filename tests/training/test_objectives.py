@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
+from jaxformer.interop.flax import FlaxModel
 from jaxformer.masks import causal, full
 from jaxformer.models import Classification, EncoderDecoder, Mixture, ModelConfig, Patches, mixers
 from jaxformer.ops import cross_entropy
@@ -117,3 +119,38 @@ def test_what_an_objective_returns_is_checked():
     assert pair.loss(models.init(CONFIG, KEYS[0]), BATCH, KEYS[0]).metrics == {}
     with pytest.raises(ConfigError, match="objective: returned float"):
         recipe(CONFIG, objective=lambda *_: 1.0).loss(models.init(CONFIG, KEYS[0]), BATCH, KEYS[0])
+
+
+class TwoLayers(linen.Module):
+    """Somebody's Flax model: tokens -> logits."""
+
+    @linen.compact
+    def __call__(self, tokens, train=False):
+        x = linen.Embed(13, 8)(tokens)
+        x = linen.Dropout(0.5, deterministic=not train)(x)
+        return linen.Dense(13)(linen.gelu(linen.Dense(16)(x)))
+
+
+class TwoLayersNNX(nnx.Module):
+    def __init__(self, rngs):
+        self.table, self.out = nnx.Embed(13, 8, rngs=rngs), nnx.Linear(8, 13, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.out(self.dropout(self.table(tokens)))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        FlaxModel(TwoLayers(), 8, 13, lambda module, x, context: module(x, train=context.dropout_key is not None)),
+        FlaxModel(TwoLayersNNX, 8, 13),
+    ],
+    ids=["linen", "nnx"],
+)
+def test_a_flax_model_is_a_model(model):
+    trained, scored = losses(model)
+    assert trained[0] != trained[1] and scored[0] == scored[1] != trained[0]
+    parameters = models.init(model, jax.random.key(0))
+    logits = models.apply(model, parameters, TOKENS).logits
+    np.testing.assert_allclose(scored[0], cross_entropy(logits, BATCH["labels"], BATCH["weights"]).loss, rtol=1e-5)
