@@ -335,7 +335,9 @@ def _folder(name: str, runs: str):
             Path(name).name, [folder.path.name for folder in run_folder.runs_of(None, Path(name).parent)]
         )
         raise ConfigError(f"{name}: no run folder{near}; the command `runs` lists all")
-    found = run_folder.runs_of(config.load(name).name if name.endswith(".py") else name, Path(runs))
+    found = [] if name.endswith(".py") else run_folder.runs_of(name, Path(runs))
+    if not found and (name.endswith(".py") or name in config.available()):
+        found = run_folder.runs_of(config.load(name).name, Path(runs))
     if not found:
         known = {folder.description()["name"] for folder in run_folder.runs_of(None, Path(runs))}
         if name in config.available() or name.endswith(".py"):

@@ -279,6 +279,8 @@ def test_a_name_means_its_newest_run_and_the_others_are_told(workplace, capsys):
     code, out, err = run(capsys, "evaluate", "tiny")
     assert code == 0 and "is the newest run" in err and "optimizer: AdamW -> Lion" in err
     newest = json.loads(out.splitlines()[-1])["run"]
+    (workplace / "experiments" / "other.py").write_text(EXPERIMENT)  # a file need not be called as its experiment is
+    assert json.loads(run(capsys, "evaluate", "other")[1].splitlines()[-1])["run"] == newest
     code, out, _ = run(capsys, "runs")
     assert code == 0 and len(out.splitlines()) == 2 and out.splitlines()[-1].startswith(f"{newest}  2/2 steps")
     older = out.split()[0]

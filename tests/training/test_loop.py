@@ -12,7 +12,7 @@ from jaxformer import models
 from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
-from jaxformer.training import Checkpoints, Experiment, loop
+from jaxformer.training import Checkpoints, Experiment, loop, scoring
 from jaxformer.training.recipe import build
 from jaxformer.training.run import open_run
 from jaxformer.training.state import init_state
@@ -80,3 +80,18 @@ def test_a_function_gives_the_first_parameters(tmp_path):
     wrong = lambda spec, key: models.init(replace(TINY.model, d_model=32), key)
     with pytest.raises(ConfigError, match=r"parameter .* has shape .* expected"):
         loop.train(replace(TINY, initial=wrong, name="wrong"), tmp_path)
+
+
+def test_weights_of_hugging_face_are_a_beginning(tmp_path):
+    """`initial` as the text of a folder: the first loss is that of the loaded model."""
+    from jaxformer.interop import huggingface
+
+    model = replace(TINY.model, dropout_rate=0.0, init_std=0.3)
+    weights = models.init(model, jax.random.key(7))
+    huggingface.save(tmp_path / "weights", huggingface.Checkpoint(model, weights))
+    tuned = replace(TINY, model=model, initial=str(tmp_path / "weights"), schedule=lambda experiment: lambda step: 0.0)
+    run = loop.train(replace(tuned, steps=1), tmp_path)
+    recipe = build(replace(tuned, steps=1))
+    dataset = loop.open_data(tuned)
+    expected = scoring.evaluator(recipe, dataset, TINY.batch_size, TINY.eval_batches)(weights)
+    assert run.validation == expected
