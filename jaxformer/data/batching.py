@@ -107,13 +107,15 @@ def take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def unigram_entropy(dataset: sources.Dataset) -> float:
+def unigram_entropy(dataset: sources.Dataset) -> float | None:
     """-sum_v q(v) ln p(v) in nats per token: the best loss of a model that ignores its context.
 
     q are validation frequencies, p are training frequencies with add-one smoothing. Splits without `tokens` are counted
-    over at most 4,096 examples.
+    over at most 4,096 examples. None for data without a vocabulary or without labels.
     """
-    size = dataset.vocab_size or 0
+    size = dataset.vocab_size
+    if not size or not (hasattr(dataset.train, "tokens") or "labels" in take_rows(dataset.train, np.arange(1))):
+        return None
     train, validation = (_label_counts(split, size) for split in (dataset.train, dataset.validation))
     log_probability = np.log((train + 1) / (train.sum() + size))
     return float(-(validation @ log_probability) / validation.sum())

@@ -143,6 +143,11 @@ def test_unigram_entropy_is_the_formula():
     )
 
 
+def test_data_without_labels_have_no_unigram_entropy():
+    split = [{"tokens": np.arange(3), "weights": np.ones(3)}]
+    assert unigram_entropy(Dataset(split, split, "d", vocab_size=6)) is None
+
+
 def test_own_dataset_is_opened_and_others_are_refused():
     class Mine:
         def open(self, model):
