@@ -32,7 +32,7 @@ def make_train_step(
     return partial(train_step, recipe, axis_name)
 
 
-def _result_specs(shapes: tuple[TrainState, Metrics], recipe: Recipe, *_) -> tuple[Tree, Tree]:
+def _result_specs(shapes: Tree, recipe: Recipe, *_) -> tuple[Tree, Tree]:
     """How the results of a step are split: the state as its parameters are, metrics not."""
     return state_specs(recipe, jax.sharding.get_abstract_mesh()), jax.tree.map(lambda _: P(), shapes[1])
 
