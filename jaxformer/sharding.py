@@ -200,11 +200,6 @@ def _run_in_auto_axes(function: Callable, specs: P | Callable[..., Tree], args: 
     return jax.sharding.auto_axes(call, out_sharding=specs)(*arrays)
 
 
-def in_auto_axes(function: Callable, specs: Callable[[Tree], Tree]) -> Callable:
-    """The older form of `auto_axes`, whose `specs` gets the shapes alone."""
-    return auto_axes(lambda shapes, *_, **__: specs(shapes))(function)
-
-
 def activation_specs(names: Callable[[str, Any], tuple[str | None, ...]]) -> Callable[..., Tree]:
     """For `auto_axes`: how the rules split a tree of arrays whose first logical axes are `names(path, leaf)`."""
     return lambda shapes, *_, **__: map_with_name(lambda path, x: _activation_spec(x.shape, names(path, x)), shapes)

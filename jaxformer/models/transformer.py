@@ -24,7 +24,7 @@ from jaxformer.models.layer import Context, Layers, Mixer, Source
 from jaxformer.models.stacks import scan
 from jaxformer.ops.positions import within_segments
 from jaxformer.params import paths
-from jaxformer.sharding import activation_specs, in_auto_axes
+from jaxformer.sharding import activation_specs, auto_axes
 
 Tree = Any
 
@@ -180,7 +180,7 @@ def run(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
 
 def in_explicit_axes(f: Callable) -> Callable:
     """f(...) -> Output, which also runs under Explicit mesh axes."""
-    return in_auto_axes(f, activation_specs(output_axes))
+    return auto_axes(activation_specs(output_axes))(f)
 
 
 def output_axes(path: str, leaf) -> tuple[str | None, ...]:

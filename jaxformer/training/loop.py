@@ -141,7 +141,7 @@ def _check_processes(config: parallel.Mesh, mesh) -> None:
 def open_data(experiment: Experiment):
     """The experiment's dataset, checked against its model."""
     dataset = batching.open_dataset(experiment.data, experiment.model)
-    size = getattr(experiment.model, "vocab_size", None)
+    size = getattr(getattr(experiment.model, "decoder", experiment.model), "vocab_size", None)
     if size is not None and dataset.vocab_size is not None and dataset.vocab_size > size:
         raise ConfigError(
             f"model.vocab_size={size} is too small: the data have {dataset.vocab_size} tokens; "

@@ -102,3 +102,11 @@ def test_weights_of_hugging_face_are_a_beginning(tmp_path):
     dataset = loop.open_data(tuned)
     expected = scoring.evaluator(recipe, dataset, TINY.batch_size, TINY.eval_batches)(weights)
     assert run.validation == expected
+
+
+def test_data_with_more_tokens_than_the_model_are_refused_of_a_pair_too():
+    few = replace(TINY.model, vocab_size=16)
+    pair = models.EncoderDecoder(encoder=replace(few, heads=()), decoder=few)
+    for model, data in ((few, Reverse()), (pair, Reverse(form="pair"))):
+        with pytest.raises(ConfigError, match="vocab_size=16 is too small: the data have 17 tokens"):
+            loop.open_data(replace(TINY, model=model, data=data))

@@ -20,7 +20,7 @@ from jaxformer.ops.attention import blockwise, cudnn, ring, splash
 from jaxformer.ops.attention.call import Call, check_shapes, dropout_seed
 from jaxformer.ops.attention.reference import reference, rounded_softmax, softmax
 from jaxformer.ops.positions import Bias
-from jaxformer.sharding import in_auto_axes, with_logical_constraint
+from jaxformer.sharding import auto_axes, with_logical_constraint
 
 IMPLEMENTATIONS = ("reference", "blockwise", "splash", "cudnn", "ring")
 
@@ -71,11 +71,11 @@ def attention(
         dropout_rate=dropout_rate,
     )
 
-    def specs(_):
+    def specs(*_):
         rows, length, heads, _ = jax.typeof(query).sharding.spec
         return (P(rows, length, heads), P(rows, heads, length)) if return_weights else P(rows, length, heads)
 
-    return in_auto_axes(partial(_attend, implementation, return_weights), specs)(query, key, value, call)
+    return auto_axes(specs)(partial(_attend, implementation, return_weights))(query, key, value, call)
 
 
 def _attend(implementation: str | None, return_weights: bool, query, key, value, call: Call):
