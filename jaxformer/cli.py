@@ -27,7 +27,6 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxformer import __version__, config
 from jaxformer.errors import ConfigError, did_you_mean
@@ -70,8 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(argv: list[str]) -> int:
     argv, runs = _take(argv, "--runs", "runs")
-    if "://" in runs:
-        raise ConfigError(f"--runs={runs}: a run's folder is a path; mount the bucket (gcsfuse) and give its path")
     name, arguments = _name(argv, "train EXPERIMENT")
     source, experiment = _experiment(name, arguments, f"python -m jaxformer train {name}")
 
@@ -83,7 +80,7 @@ def train(argv: list[str]) -> int:
 
     def body() -> int:
         try:
-            loop.train(experiment, Path(runs), source, reports=[figures.loss_report])
+            loop.train(experiment, runs, source, reports=[figures.loss_report])
         except (NonFinite, Interrupted) as error:
             print(f"jaxformer: {error}", file=sys.stderr)
             return 3 if isinstance(error, NonFinite) else error.exit_code
@@ -176,7 +173,7 @@ def runs(argv: list[str]) -> int:
 
     from jaxformer.training.run_folder import runs_of
 
-    for folder in runs_of(argv[0] if argv else None, Path(where)):
+    for folder in runs_of(argv[0] if argv else None, where):
         print(f"{folder.path}  {_scores(folder)}")
     return 0
 
@@ -225,7 +222,7 @@ def show(argv: list[str]) -> int:
     if isinstance(shown, Experiment):
         from jaxformer.training.run_folder import run_folder
 
-        print(f"run folder: {run_folder(shown, Path('runs')).path}")
+        print(f"run folder: {run_folder(shown, 'runs').path}")
     return 0
 
 
@@ -325,23 +322,24 @@ def _run(options):
 
 def _folder(name: str, runs: str):
     """A run's folder, by its path or its name; of an experiment's name the newest run, and what the others differ in."""
+    from etils import epath
+
     from jaxformer.training import run_folder
 
-    for path in (Path(name), Path(runs) / name):
+    for path in (epath.Path(name), epath.Path(runs) / name):
         if path.is_dir():
             return run_folder.RunFolder(path)
-    if "/" in name and not name.endswith(".py"):
-        near = did_you_mean(
-            Path(name).name, [folder.path.name for folder in run_folder.runs_of(None, Path(name).parent)]
+    is_experiment = name.endswith(".py") or name in config.available()
+    if "/" in name and not is_experiment:
+        others = [folder.path.name for folder in run_folder.runs_of(None, epath.Path(name).parent)]
+        raise ConfigError(
+            f"{name}: no run folder{did_you_mean(epath.Path(name).name, others)}; the command `runs` lists all"
         )
-        raise ConfigError(f"{name}: no run folder{near}; the command `runs` lists all")
-    found = [] if name.endswith(".py") else run_folder.runs_of(name, Path(runs))
-    if not found and (name.endswith(".py") or name in config.available()):
-        found = run_folder.runs_of(config.load(name).name, Path(runs))
+    found = run_folder.runs_of(config.load(name).name if is_experiment else name, runs)
+    if not found and is_experiment:
+        raise ConfigError(f"{name}: not trained yet, no run of it in {runs}/; python -m jaxformer train {name}")
     if not found:
-        known = {folder.description()["name"] for folder in run_folder.runs_of(None, Path(runs))}
-        if name in config.available() or name.endswith(".py"):
-            raise ConfigError(f"{name}: not trained yet, no run of it in {runs}/; python -m jaxformer train {name}")
+        known = {folder.description()["name"] for folder in run_folder.runs_of(None, runs)}
         raise ConfigError(
             f"{name}: no run or experiment of that name{did_you_mean(name, [*known, *config.available()])}"
         )

@@ -165,10 +165,10 @@ def test_changed_data_is_refused_on_resume(trained, capsys):
 
 def test_two_trainers_do_not_share_a_run(workplace, capsys):
     from jaxformer import config
-    from jaxformer.training.run_folder import claim, run_folder
+    from jaxformer.training.checkpoint import open_manager
+    from jaxformer.training.run_folder import run_folder
 
-    folder = run_folder(config.load("tiny"), Path("runs"))
-    with claim(folder):
+    with open_manager(run_folder(config.load("tiny"), "runs").checkpoints):
         code, _, err = run(capsys, "train", "tiny")
     assert code == 2 and f"pid {os.getpid()}" in err and err.count("\n") == 1
 

@@ -94,8 +94,6 @@ def train_command(experiment: str, arguments: list[str], runs: str) -> list[str]
     """`-m jaxformer train ...`. The experiment and its options are checked here, where a mistake costs nothing."""
     if Path(experiment).is_absolute():
         raise ConfigError(f"EXP={experiment}: give a path inside this checkout, which is what is copied")
-    if "://" in runs:
-        raise ConfigError(f"RUNS={runs}: a run's folder is a path; mount the bucket (BUCKET=) and give its path")
     config.override(config.load(experiment), arguments)
     return ["-m", "jaxformer", "train", experiment, "--runs", runs, *arguments]
 

@@ -31,7 +31,7 @@ PACK = "git ls-files -z --cached --others --exclude-standard | tar --null --igno
 INSTALL = (  # a TPU VM has Python 3.10; uv installs a newer one
     "mkdir -p ~/jaxformer ~/jaxformer.run && tar -xzf ~/jaxformer.tgz -C ~/jaxformer && cd ~/jaxformer"
     " && python3 -m pip install -q --user uv && ~/.local/bin/uv venv -q --allow-existing --python 3.12 .venv"
-    " && ~/.local/bin/uv pip install -q -e '.[tpu]'"
+    " && ~/.local/bin/uv pip install -q -e '.[tpu,gcs]'"
 )
 MOUNT = (  # a checkpoint is complete when its folder is renamed; without caches every host sees that at once
     "command -v gcsfuse > /dev/null || {{ echo deb https://packages.cloud.google.com/apt gcsfuse-$(lsb_release -cs) main"
@@ -234,7 +234,9 @@ def add_options(parser) -> None:
     parser.add_argument("--topology", default="", help="slice to create if the TPU does not exist, such as v5e:4x4")
     parser.add_argument("--spot", action="store_true", help="create a spot TPU: cheap, may be preempted at any time")
     parser.add_argument("--bucket", default="", help="bucket for runs; every worker mounts it with gcsfuse")
-    parser.add_argument("--runs", default="", help="or a folder for runs that all workers share (Filestore, NFS)")
+    parser.add_argument(
+        "--runs", default="", help="or a folder for runs that all workers share (Filestore, NFS), or gs://bucket/runs"
+    )
     parser.add_argument("--retries", type=int, default=5, help="restarts in a row that may fail within ten minutes")
     parser.add_argument("--pause", type=float, default=30.0, help="seconds between checks and before the first restart")
 
@@ -258,7 +260,7 @@ def launch(options, arguments: list[str]) -> int:
         print(*([] if shared else [f"# {warning}"]), script(pod, bucket, command), sep="\n")
         return 0
     if not shared and (tpu is None or tpu.hosts > 1 or options.spot):
-        raise ConfigError(f"{warning}; give BUCKET=name, or RUNS=/a/folder/that/all/share")
+        raise ConfigError(f"{warning}; give BUCKET=name, RUNS=/a/folder/that/all/share, or RUNS=gs://bucket/runs")
     try:
         return train(pod, bucket, command, options.retries, options.pause)
     except KeyboardInterrupt:

@@ -1,8 +1,11 @@
 """Pictures of a run."""
 
+import io
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from etils import epath
 
 
 def loss_report(result: Any, records: Sequence[dict]) -> str:
@@ -12,7 +15,7 @@ def loss_report(result: Any, records: Sequence[dict]) -> str:
     return f"loss curve: {path}"
 
 
-def loss_curve(records: Sequence[dict], path: Path, title: str, baseline: float | None = None) -> None:
+def loss_curve(records: Sequence[dict], path: os.PathLike, title: str, baseline: float | None = None) -> None:
     """Training and validation loss (nats a token) against step, written to `path` as PNG.
 
     `records` are the lines of metrics.jsonl; `baseline` is a horizontal line to beat (the unigram entropy).
@@ -37,8 +40,11 @@ def loss_curve(records: Sequence[dict], path: Path, title: str, baseline: float 
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    path = epath.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    path.write_bytes(png.getvalue())
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

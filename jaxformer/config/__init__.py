@@ -4,11 +4,12 @@ Nothing here imports JAX, so a mistake is answered at once. Whatever a user can 
 """
 
 from jaxformer.config.describe import changes, describe, diff, execution, execution_fields, fingerprint, flat, is_config
-from jaxformer.config.files import Source, again, available, load, read
+from jaxformer.config.files import Source, again, available, load, read, write_atomically
 from jaxformer.config.override import help_text, override
 from jaxformer.errors import ConfigError
 
 __all__ = [
     "ConfigError", "Source", "again", "available", "changes", "describe", "diff", "execution", "execution_fields",
     "fingerprint", "flat", "help_text", "is_config", "load", "override", "read",
+    "write_atomically",
 ]  # fmt: skip

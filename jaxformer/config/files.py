@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import importlib.util
+import os
 import sys
 import traceback
 import types
@@ -50,7 +51,7 @@ def read(name_or_path: str) -> Source:
     return _run(path, path)
 
 
-def again(copy: Path, facts: dict[str, Any]) -> Source:
+def again(copy: Any, facts: dict[str, Any]) -> Source:
     """The copy of an experiment file, run as the file once was. Raises ConfigError where it fails to run."""
     return replace(_run(copy, Path(facts["path"])), overrides=tuple(facts["overrides"]))
 
@@ -74,7 +75,7 @@ def _find(name: str) -> Path:
     return experiments[name].resolve()
 
 
-def _run(file: Path, path: Path) -> Source:
+def _run(file: Any, path: Path) -> Source:
     """Runs `file` as if it stood at `path`; both are the same unless it is a copy."""
     try:
         text = file.read_text(encoding="utf-8")
@@ -152,3 +153,20 @@ def _imported(tree: ast.Module, package: str) -> Iterator[str]:
         for name in names:
             parts = name.split(".")
             yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def write_atomically(path: os.PathLike | str, text: str) -> None:
+    """Writes a file, or an object of a bucket, and its folder: a reader sees the old text or the new one."""
+    from etils import epath
+
+    path = epath.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if "://" in str(path):
+        path.write_bytes(text.encode())  # an object appears when it is complete
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(text.encode())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

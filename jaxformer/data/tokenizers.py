@@ -9,11 +9,12 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, SupportsIndex
 
 import numpy as np
+from etils import epath
 
+from jaxformer import config
 from jaxformer.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -41,14 +42,8 @@ class _Tokenizer:
         return hashlib.sha256(json.dumps(self.state(), sort_keys=True).encode()).hexdigest()
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the state as JSON. The rename is atomic: a reader sees the old or the new file."""
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            temporary.write_text(json.dumps(self.state()), encoding="utf-8")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        """Writes the state as JSON, for `load`."""
+        config.write_atomically(path, json.dumps(self.state()))
 
 
 class Bytes(_Tokenizer):
@@ -152,7 +147,7 @@ class BPE(_Tokenizer):
 def load(path: str | os.PathLike) -> Bytes | Characters | BPE:
     """The tokenizer that `save` wrote. Raises ConfigError for a missing or another file."""
     try:
-        match json.loads(Path(path).read_text(encoding="utf-8")):
+        match json.loads(epath.Path(path).read_text()):
             case {"type": "bytes"}:
                 return Bytes()
             case {"type": "characters", "characters": str(characters)}:

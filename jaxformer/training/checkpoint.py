@@ -18,10 +18,13 @@ import logging
 import math
 import os
 import shutil
+import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +91,7 @@ class Manager(AbstractContextManager):
         self._policy = LatestAndBest(self.folder, keep_latest, keep_best)
         self._saving: threading.Thread | None = None
         self._problem: str | None = None  # why the last save failed
-        self._lock: int | None = None
+        self._lock: IO[str] | None = None
         first(self._open)
         options = orbax.CheckpointManagerOptions(
             preservation_policy=self._policy,
@@ -103,11 +106,9 @@ class Manager(AbstractContextManager):
         self.steps()  # refuses a URL whose packages are missing
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.folder)
+            self._lock = _lock(self.folder) if _is_local(self.folder) else None
         except OSError as error:
-            raise ConfigError(
-                f"{self.folder}: no checkpoints can be kept there ({error}); choose another folder"
-            ) from None
+            raise ConfigError(f"{self.folder}: cannot be written ({error}); choose another folder (--runs)") from None
         self._tidy()
 
     def __exit__(self, *_) -> None:
@@ -175,8 +176,7 @@ class Manager(AbstractContextManager):
         self.wait()
         self._orbax.close()
         if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            self._lock.close()
 
     def _finish(self, step: int, size: int) -> None:
         """In a thread: the end of a save."""
@@ -240,7 +240,7 @@ def steps(folder: Folder) -> list[int]:
     try:
         return sorted(found.step for found in orbax.path.step.standard_name_format().find_all(_path(folder)))
     except ImportError as error:
-        raise ConfigError(f"{folder}: {error}; gs:// needs `pip install gcsfs google-cloud-storage`") from None
+        raise ConfigError(f"{folder}: {error}; gs:// needs `pip install 'jaxformer[gcs]'`") from None
 
 
 def restore_params(
@@ -345,18 +345,22 @@ def _path(folder: Folder) -> epath.Path:
     return epath.Path(folder).absolute() if _is_local(folder) else epath.Path(folder)
 
 
-def _lock(folder: epath.Path) -> int | None:
-    """An open file with the folder's lock, which ends with the process; None on a file system without locks."""
-    if not _is_local(folder):
-        return None
-    handle = os.open(folder, os.O_RDONLY)
+def _lock(folder: epath.Path) -> IO[str]:
+    """The open lock file FOLDER.lock. The lock is the operating system's: it ends with the process, however that ends."""
+    handle = Path(f"{folder}.lock").open("a+")  # noqa: SIM115  (`close` closes it)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.seek(0)
+        owner = handle.read().strip()
+        handle.close()
+        raise ConfigError(f"{folder}: another trainer holds this run ({owner}); wait for it or stop it") from None
+    except OSError:  # a file system without locks
         return handle
-    except OSError as error:
-        os.close(handle)
-        if isinstance(error, BlockingIOError):
-            raise ConfigError(f"{folder}: another trainer has these checkpoints open; wait for it or stop it") from None
+    handle.truncate(0)
+    handle.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}")
+    handle.flush()
+    return handle
 
 
 def _rename(path: epath.Path, suffix: str) -> epath.Path:

@@ -6,11 +6,11 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from jax import Array
 
 from jaxformer import params
@@ -29,7 +29,8 @@ class FromRun:
     step: int | None = None  # which checkpoint; None: the newest
 
     def __call__(self, spec: Tree, key: Array) -> Tree:
-        folder, config = Path(self.path).expanduser(), Path(self.path).expanduser() / "config.json"
+        folder = epath.Path(self.path).expanduser()
+        config = folder / "config.json"
         if not config.is_file():
             raise ConfigError(f"initial={self.path}: no run folder, it has no config.json")
         description = json.loads(config.read_text())
@@ -55,7 +56,7 @@ class HuggingFace:
 
 def from_text(text: str) -> FromRun | HuggingFace:
     """The run or the Hugging Face weights that a text names."""
-    path = Path(text).expanduser()
+    path = epath.Path(text).expanduser()
     if (path / "checkpoints").is_dir():
         return FromRun(text)
     if (path / "config.json").is_file() or not path.exists():

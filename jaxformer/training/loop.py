@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
 from jaxformer import config, models, parallel
 from jaxformer import params as parameters
@@ -22,11 +22,11 @@ from jaxformer.parallel import pmap, processes
 from jaxformer.training import checkpoint, optimizers, samples, scoring
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.initial import first_params
-from jaxformer.training.metrics import Console, Record, Reporter, close_all, open_loggers, write_all
+from jaxformer.training.metrics import Console, Record, Reporter, open_loggers
 from jaxformer.training.profile import FIRST, Profile
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run import check_data
-from jaxformer.training.run_folder import RunFolder, claim, describe, introduce, run_folder, write_atomically
+from jaxformer.training.run_folder import RunFolder, describe, introduce, run_folder
 from jaxformer.training.signals import Interrupted, Signals
 from jaxformer.training.state import TrainState, first_state, init_state, state_shardings
 from jaxformer.training.step import make_train_step
@@ -53,16 +53,15 @@ class Job:
     gather: Callable[[Any], TrainState]  # back to an ordinary one
     evaluate: Callable[[Any], dict[str, float]]
     sample: Callable[[Any], str] | None  # params -> text
-    profile: Path | None  # where a trace of some steps goes
-    flops: float | None  # of a token
-    peak: float | None  # FLOP/s of all devices
+    profile: epath.Path | None  # where a trace of some steps goes
+    share: float | None  # of all devices' FLOP/s that one token a second uses
 
 
 @dataclass(frozen=True)
 class Result:
     """How a run ended. `reports` of `train` read it."""
 
-    folder: Path
+    folder: epath.Path
     name: str
     parameters: int
     validation: dict[str, float]
@@ -74,9 +73,9 @@ Report = Callable[[Result, Sequence[dict]], str | None]
 
 
 def train(
-    experiment: Experiment, runs: Path = Path("runs"), source: Source | None = None, reports: Sequence[Report] = ()
+    experiment: Experiment, runs: epath.PathLike = "runs", source: Source | None = None, reports: Sequence[Report] = ()
 ) -> Result:
-    """Trains `experiment` in its folder under `runs`, from the newest good checkpoint if there is one.
+    """Trains `experiment` in its folder under `runs` (gs://... too), from the newest good checkpoint if there is one.
 
     A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
     one that was not. `source` is the experiment's file, which the folder keeps; `reports` are called at the end with the
@@ -98,14 +97,14 @@ def train(
     fresh, asked = not folder.config.is_file(), () if source is None else source.overrides
     lines = processes.first(lambda: introduce(experiment, folder, runs, asked) if fresh else [])
     with contextlib.ExitStack() as stack:
-        processes.first(lambda: stack.enter_context(claim(folder)))
+        keep = dict(keep_latest=experiment.checkpoints.keep_latest, keep_best=experiment.checkpoints.keep_best)
+        manager = stack.enter_context(checkpoint.open_manager(folder.checkpoints, **keep))  # holds the run's lock
         use_compilation_cache(runs)
         keep_memory()
-        keep = dict(keep_latest=experiment.checkpoints.keep_latest, keep_best=experiment.checkpoints.keep_best)
-        manager = stack.enter_context(checkpoint.open_manager(folder.checkpoints, **keep))
         if mesh is not None and experiment.mesh.backend == "jit":
             stack.enter_context(jax.set_mesh(mesh))
         record = Record(folder.metrics if processes.is_first() else None)
+        stack.callback(record.close)
         begin = partial(_first_params, experiment, recipe)
         state, start = restore(recipe, folder, dataset, manager, record, mesh, begin)
         free = config.execution_fields(experiment)
@@ -116,16 +115,20 @@ def train(
             processes.first(lambda: dataset.tokenizer.save(folder.tokenizer))
         console = Console(experiment.steps, start, heard=processes.is_first())
         stack.callback(console.close)
-        stack.callback(record.close)
-        names = experiment.loggers if processes.is_first() else ()
-        loggers = open_loggers(names, folder.path, folder.path.name, config.describe(experiment))
-        stack.callback(close_all, loggers)
+        if processes.is_first():
+            description = config.describe(experiment)
+            record.loggers = open_loggers(experiment.loggers, folder.path, folder.path.name, description)
         for line in [*lines, *_facts(experiment, recipe, dataset, start, mesh)]:
             console.say(line)
         job = prepare(experiment, recipe, folder, dataset, mesh)
-        return _run(
-            job, folder, dataset, manager, state, start, record, partial(write_all, record, loggers), console, reports
-        )
+        watchdog = stack.enter_context(processes.Watchdog(processes.step_limit()))
+        if start < job.steps:
+            state, scores = loop(job, manager, state, start, record, console, watchdog)
+        else:
+            console.say(f"this run is finished: {job.steps} steps are done in {folder.path}")
+            scores = job.evaluate(state.best)
+        watchdog.beat(job.steps, patience=LONG)
+        return finish(job, folder, dataset, state, scores, record, console, reports)
 
 
 def _check_processes(config: parallel.Mesh, mesh) -> None:
@@ -155,9 +158,10 @@ def can_sample(experiment: Experiment, dataset) -> bool:
     return dataset.tokenizer is not None and samples.continues_text(experiment.model)
 
 
-def use_compilation_cache(runs: Path) -> None:
+def use_compilation_cache(runs: epath.PathLike) -> None:
     """Compiled programs persist beside the runs, so the second start of an experiment does not compile."""
-    jax.config.update("jax_compilation_cache_dir", str((runs / ".compiled").resolve()))
+    folder = epath.Path(runs) / ".compiled"
+    jax.config.update("jax_compilation_cache_dir", str(folder if "://" in str(folder) else folder.resolve()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
@@ -248,7 +252,6 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
             params = recipe.weights(trained)
             return samples.continue_text(model, params, request, dataset.tokenizer, experiment.seed, precision)
 
-    peak = cost.peak_flops(jax.devices()[0].device_kind)
     return Job(
         name=experiment.name,
         steps=experiment.steps,
@@ -265,31 +268,20 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         evaluate=scoring.evaluator(recipe, dataset, size, experiment.eval_batches, None if pmapped else mesh),
         sample=sample,
         profile=folder.path / "profile" if experiment.profile and processes.is_first() else None,
-        flops=_token_flops(model),
-        peak=None if peak is None else peak * (1 if mesh is None else mesh.size),
+        share=_peak_share(model, 1 if mesh is None else mesh.size),
     )
 
 
-def _token_flops(model: Any) -> float | None:
-    """FLOPs of training on a token; None for a model of the user's own."""
-    if not models.is_config(model):
+def _peak_share(model: Any, devices: int) -> float | None:
+    """The share of the devices' peak that one token a second uses; None for a model of the user's own and an unknown device."""
+    peak = cost.peak_flops(jax.devices()[0].device_kind)
+    if peak is None or not models.is_config(model):
         return None
-    return float(cost.training_flops(model, models.last_stack(model).context_length))
-
-
-def _run(job: Job, folder, dataset, manager, state, start, record, write, console, reports) -> Result:
-    with processes.Watchdog(processes.step_limit()) as watchdog:
-        if start < job.steps:
-            state, scores = loop(job, manager, state, start, write, console, watchdog)
-        else:
-            console.say(f"this run is finished: {job.steps} steps are done in {folder.path}")
-            scores = job.evaluate(state.best)
-        watchdog.beat(job.steps, patience=LONG)
-        return finish(job, folder, dataset, state, scores, record, console, reports)
+    return float(cost.training_flops(model, models.last_stack(model).context_length)) / (peak * devices)
 
 
 def loop(
-    job: Job, manager, state: TrainState, start: int, write: Callable, console: Console, watchdog
+    job: Job, manager, state: TrainState, start: int, record: Record, console: Console, watchdog
 ) -> tuple[TrainState, dict[str, float]]:
     """Steps `start` to the end: the last state and its scores.
 
@@ -297,8 +289,8 @@ def loop(
     """
     scores: dict[str, float] = {}
     state = job.spread(state)
-    options = dict(every=job.log_every, last=job.steps - 1, max_skipped=job.max_skipped)
-    report = Reporter(write, console, flops=job.flops, peak=job.peak, **options)
+    options = dict(every=job.log_every, last=job.steps - 1, max_skipped=job.max_skipped, share=job.share)
+    report = Reporter(record.write, console, **options)
     with (
         Signals() as signals,
         Profile(job.profile, start) as profile,
@@ -323,9 +315,10 @@ def loop(
             if evaluates:
                 scores = job.evaluate(job.gather(state).best)
                 validation = scores["loss"]
-                write(done, {f"validation_{name}": scores[name] for name in scores if name not in UNRECORDED})
+                record.write(done, {f"validation_{name}": scores[name] for name in scores if name not in UNRECORDED})
                 console.evaluation(done, {"validation_loss": validation, "perplexity": scores["perplexity"]})
             if saves:
+                record.save()
                 manager.save(done, job.gather(state), job.metadata, validation, wait=last or bool(stop))
             report.restart_clock()
             if stop and not last:
@@ -353,12 +346,12 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     if not processes.is_first():
         return result
     if text is not None:
-        write_atomically(folder.samples / f"step-{job.steps}.txt", text)
+        config.write_atomically(folder.samples / f"step-{job.steps}.txt", text)
         console.say(f"sample:\n{text}")
     for report in reports:
         if line := report(result, record.lines):
             console.say(line)
-    write_atomically(folder.result, json.dumps(asdict(result), default=str, indent=2))
+    config.write_atomically(folder.result, json.dumps(asdict(result), default=str, indent=2))
     generate = "" if text is None else f"; python -m jaxformer generate {folder.path} --prompt '...'"
     console.say(f"next: python -m jaxformer evaluate {folder.path}{generate}")
     return result

@@ -8,62 +8,76 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import jax
+from etils import epath
+
+from jaxformer import config
 
 log = logging.getLogger("jaxformer")
 
 
-@runtime_checkable
-class Logger(Protocol):
-    def write(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Record:
-    """metrics.jsonl: one line a record, the truth about a run. A torn last line (a killed run) is dropped on opening.
+    """metrics.jsonl, the truth about a run, one line a record; and the loggers (`write(step, values)`, `close()`) beside it.
 
-    Without a path nothing is kept: the record of any process but the first.
+    A torn last line (of a killed run) is dropped on opening. Objects of a bucket cannot grow: there `save` writes all lines
+    again. Without a path nothing is kept: the record of any process but the first. A logger that raises is reported once
+    and dropped; the run goes on.
     """
 
-    def __init__(self, path: Path | None):
-        self.path = path
-        self.lines = [] if path is None else read_records(path)
-        self._file = None
+    def __init__(self, path: epath.PathLike | None):
+        self.path = None if path is None else epath.Path(path)
+        self.lines = [] if self.path is None else read_records(self.path)
+        self.loggers: list[Any] = []
+        self._grows, self._file = "://" not in str(path), None
 
     def rewind(self, step: int) -> None:
         """Forgets what happened after `step` steps were done: those steps will be done, and logged, again."""
         self.lines = [r for r in self.lines if r["step"] < step or ("validation_loss" in r and r["step"] <= step)]
-        self.close()
-        if self.path is None:
-            return
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
-        os.replace(temporary, self.path)
+        if self._file is not None:
+            self._file = self._file.close()
+        self._write_all()
 
     def write(self, step: int, values: dict[str, float]) -> None:
         if self.path is None:
             return
         line = {"step": step, **values}
         self.lines.append(line)
-        if self._file is None:
-            self._file = self.path.open("a", buffering=1)
-        self._file.write(json.dumps(line) + "\n")
+        if self._grows:
+            self._file = self._file or Path(self.path).open("a", buffering=1)  # noqa: SIM115
+            self._file.write(json.dumps(line) + "\n")
+        for logger in list(self.loggers):
+            try:
+                logger.write(step, values)
+            except Exception as error:
+                log.warning("%s stopped: %s; the run goes on without it", _name(logger), _reason(error))
+                self.loggers.remove(logger)
+
+    def save(self) -> None:
+        """Before a checkpoint: what was written so far is in the file."""
+        if not self._grows:
+            self._write_all()
 
     def close(self) -> None:
+        self.save()
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            self._file = self._file.close()
+        for logger in self.loggers:
+            try:
+                logger.close()
+            except Exception as error:  # the run has ended in its own way already
+                log.warning("%s did not close: %s", _name(logger), _reason(error))
+
+    def _write_all(self) -> None:
+        if self.path is not None:
+            config.write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
 
 
-def read_records(path: Path) -> list[dict]:
+def read_records(path: epath.PathLike) -> list[dict]:
     """The lines of a metrics.jsonl, up to a torn one."""
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text().splitlines():
+    path, lines = epath.Path(path), []
+    for text in path.read_text().splitlines() if path.exists() else []:
         try:
             lines.append(json.loads(text))
         except json.JSONDecodeError:
@@ -71,44 +85,30 @@ def read_records(path: Path) -> list[dict]:
     return lines
 
 
-def open_loggers(names: Sequence[str], folder: Path, run_name: str, config: dict) -> list[Logger]:
+def open_loggers(names: Sequence[str], folder: epath.PathLike, run_name: str, description: dict) -> list[Any]:
     """The optional loggers by name. One that cannot start is reported and left out; the run goes on."""
-    loggers: list[Logger] = []
+    loggers = []
     for name in names:
         try:
-            loggers.append({"tensorboard": _TensorBoard, "wandb": _Wandb}[name](folder, run_name, config))
+            loggers.append({"tensorboard": _TensorBoard, "wandb": _Wandb}[name](folder, run_name, description))
         except Exception as error:
-            log.warning("%s is off: %s: %s (pip install 'jaxformer[log]')", name, type(error).__name__, error)
+            log.warning("%s is off: %s (pip install 'jaxformer[log]')", name, _reason(error))
     return loggers
 
 
-def write_all(record: Record, loggers: list[Logger], step: int, values: dict[str, float]) -> None:
-    """To the record first; a logger that raises is reported once and dropped."""
-    record.write(step, values)
-    for logger in list(loggers):
-        try:
-            logger.write(step, values)
-        except Exception as error:
-            log.warning(
-                "%s stopped: %s: %s; the run goes on without it", type(logger).__name__, type(error).__name__, error
-            )
-            loggers.remove(logger)
+def _name(logger: Any) -> str:
+    return type(logger).__name__
 
 
-def close_all(loggers: list[Logger]) -> None:
-    """Closes what is left; one that fails is reported, for the run has ended in its own way already."""
-    for logger in loggers:
-        try:
-            logger.close()
-        except Exception as error:
-            log.warning("%s did not close: %s: %s", type(logger).__name__, type(error).__name__, error)
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path, run_name: str, config: dict):
+    def __init__(self, folder: epath.PathLike, run_name: str, description: dict):
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=5)  # a killed run loses no more
+        self._writer = SummaryWriter(os.path.join(folder, "tensorboard"), flush_secs=5)  # a killed run loses no more
 
     def write(self, step, values):
         for name, value in values.items():
@@ -119,11 +119,12 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, folder: Path, run_name: str, config: dict):
+    def __init__(self, folder: epath.PathLike, run_name: str, description: dict):
         import wandb  # pyrefly: ignore[missing-import]
 
+        place = None if "://" in str(folder) else str(folder)
         self._run = wandb.init(
-            project="jaxformer", name=run_name, id=run_name, dir=str(folder), config=config, resume="allow"
+            project="jaxformer", name=run_name, id=run_name, dir=place, config=description, resume="allow"
         )
 
     def write(self, step, values):
@@ -201,8 +202,8 @@ QUIET = ("grad_norm", "tokens", "loss_scale", "learning_rate", "skipped")  # in 
 class Reporter:
     """Holds back each step's metrics until the next step was dispatched; checks them, logs every `every`-th and the last.
 
-    A step that changed nothing is reported at once, with its number and why. `flops` are those of a token, `peak` those of
-    all devices a second; None where they are not known.
+    A step that changed nothing is reported at once, with its number and why. `share` is the share of all devices' peak that
+    one token a second uses; None where it is not known.
     """
 
     def __init__(
@@ -213,12 +214,10 @@ class Reporter:
         every: int,
         last: int,
         max_skipped: int,
-        flops: float | None = None,
-        peak: float | None = None,
+        share: float | None = None,
     ):
-        self._write, self._console = write, console
+        self._write, self._console, self._share = write, console, share
         self._every, self._last, self._max_skipped = every, last, max_skipped
-        self._share = None if flops is None or peak is None else flops / peak
         self._waiting: tuple[int, dict] | None = None
         self._clock: float | None = None
         self._tokens = 0.0  # since when tokens are counted: not before the first step is compiled
@@ -255,13 +254,10 @@ class Reporter:
         speed = self._speed(tokens)
         if step % self._every == 0 or step == self._last:
             self._write(step, values)
-            order = [
-                "loss",
-                *sorted(set(values) - {"loss", *QUIET}),
-                "learning_rate",
-                *(["skipped"] if values["skipped"] else []),
-            ]
-            self._console.step(step, {name: values[name] for name in order if name in values} | speed)
+            shown = ["loss", *sorted(values.keys() - {"loss", *QUIET}), "learning_rate"] + ["skipped"] * (
+                values["skipped"] > 0
+            )
+            self._console.step(step, {name: values[name] for name in shown if name in values} | speed)
 
     def _speed(self, tokens: float) -> dict[str, float]:
         now = time.monotonic()

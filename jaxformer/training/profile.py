@@ -1,9 +1,11 @@
 """A trace of a few steps, for TensorBoard's profiler, XProf or Perfetto."""
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
 FIRST, LAST = 10, 15  # counted from the start of the process: the first steps compile
 
@@ -11,7 +13,7 @@ FIRST, LAST = 10, 15  # counted from the start of the process: the first steps c
 class Profile:
     """Traces steps 10 to 15 into `folder`; does nothing where it is None. A context manager, since a trace must end."""
 
-    def __init__(self, folder: Path | None, start: int):
+    def __init__(self, folder: epath.Path | None, start: int):
         self._folder, self._first, self._last, self._open = folder, start + FIRST, start + LAST, False
 
     def __enter__(self) -> "Profile":
@@ -19,7 +21,8 @@ class Profile:
 
     def before(self, step: int) -> None:
         if self._folder is not None and step == self._first:
-            jax.profiler.start_trace(str(self._folder))
+            self._traces = tempfile.TemporaryDirectory()
+            jax.profiler.start_trace(self._traces.name)
             self._open = True
 
     def after(self, step: int, state: Any) -> bool:
@@ -32,5 +35,10 @@ class Profile:
 
     def __exit__(self, *_: object) -> None:
         if self._open:
-            jax.profiler.stop_trace()
             self._open = False
+            jax.profiler.stop_trace()
+            with self._traces as name:  # the profiler knows no buckets
+                for file in filter(Path.is_file, Path(name).rglob("*")):
+                    target = self._folder / file.relative_to(name)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(file.read_bytes())

@@ -3,10 +3,10 @@
 import json
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
 from jaxformer.data import batching, tokenizers
 from jaxformer.errors import ConfigError
@@ -79,9 +79,9 @@ class Run:
         return json.loads(self.folder.result.read_text()) if self.folder.result.is_file() else {}
 
 
-def open_run(path: Path | str, step: int | None = None) -> Run:
+def open_run(path: epath.PathLike, step: int | None = None) -> Run:
     """The run in a folder. Raises ConfigError where there is none, or where its experiment is no longer the same."""
-    folder = RunFolder(Path(path))
+    folder = RunFolder(epath.Path(path))
     return Run(folder, open_experiment(folder), step)
 
 

@@ -7,16 +7,14 @@ It keeps the experiment's file as it was (`experiment.py`), the options as typed
 import hashlib
 import json
 import logging
-import os
 import platform
-import socket
 import subprocess
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from etils import epath
 
 from jaxformer import config
 from jaxformer.config import Source
@@ -28,7 +26,9 @@ log = logging.getLogger("jaxformer")
 
 @dataclass(frozen=True)
 class RunFolder:
-    path: Path
+    """The names of its files. The folder may be a URL, such as gs://bucket/runs/quickstart-1a2b3c4d."""
+
+    path: epath.Path
 
     config = property(lambda self: self.path / "config.json")
     experiment = property(lambda self: self.path / "experiment.py")
@@ -37,7 +37,6 @@ class RunFolder:
     metrics = property(lambda self: self.path / "metrics.jsonl")
     checkpoints = property(lambda self: self.path / "checkpoints")
     samples = property(lambda self: self.path / "samples")
-    loss_figure = property(lambda self: self.path / "figures" / "loss.png")
     tokenizer = property(lambda self: self.path / "tokenizer.json")
     result = property(lambda self: self.path / "result.json")
 
@@ -46,9 +45,9 @@ class RunFolder:
         return json.loads(self.config.read_text()) if self.config.is_file() else {}
 
 
-def run_folder(experiment: Experiment, runs: Path) -> RunFolder:
+def run_folder(experiment: Experiment, runs: epath.PathLike) -> RunFolder:
     """Where this experiment lives: its name and the fingerprint of what decides its numbers."""
-    return RunFolder(runs / f"{experiment.name}-{config.fingerprint(experiment)}")
+    return RunFolder(epath.Path(runs) / f"{experiment.name}-{config.fingerprint(experiment)}")
 
 
 # Opening a run
@@ -95,15 +94,12 @@ def _digest(path: Path) -> str | None:
 # All runs
 
 
-def runs_of(name: str | None, runs: Path) -> list[RunFolder]:
+def runs_of(name: str | None, runs: epath.PathLike) -> list[RunFolder]:
     """The runs of the experiment `name`, or all, the newest last."""
-    found = [RunFolder(path.parent) for path in runs.glob("*/config.json")]
+    found = [RunFolder(path.parent) for path in epath.Path(runs).glob("*/config.json")]
     found = [folder for folder in found if name is None or folder.description().get("name") == name]
-    return sorted(found, key=lambda folder: max(folder.config.stat().st_mtime, _time(folder.metrics)))
-
-
-def _time(path: Path) -> float:
-    return path.stat().st_mtime if path.is_file() else 0.0
+    written = lambda folder: max(path.stat().mtime or 0 for path in (folder.config, folder.metrics) if path.exists())
+    return sorted(found, key=written)
 
 
 def compare(one: dict, other: dict, ignore: frozenset[str] | set[str] = frozenset()) -> list[str]:
@@ -111,7 +107,7 @@ def compare(one: dict, other: dict, ignore: frozenset[str] | set[str] = frozense
     return [f"{name}: {old} -> {new}" for name, (old, new) in config.diff(one, other).items() if name not in ignore]
 
 
-def introduce(experiment: Experiment, folder: RunFolder, runs: Path, asked: Sequence[str] = ()) -> list[str]:
+def introduce(experiment: Experiment, folder: RunFolder, runs: epath.PathLike, asked: Sequence[str] = ()) -> list[str]:
     """What a new run prints of the other runs of its experiment, the three newest.
 
     A schedule's rates depend on the number of steps: a finished run is no beginning of a longer one. Raises ConfigError
@@ -143,41 +139,11 @@ def describe(folder: RunFolder, experiment: Experiment, source: Source | None, d
     earlier = folder.description()
     changed = compare(earlier, described) if earlier else []
     if source is not None:
-        write_atomically(folder.experiment, source.text)
-        write_atomically(folder.source, json.dumps(source.facts(), indent=2))
-    write_atomically(folder.environment, json.dumps(environment(data_digest), indent=2))
-    write_atomically(folder.config, json.dumps(described, indent=2) + "\n")
+        config.write_atomically(folder.experiment, source.text)
+        config.write_atomically(folder.source, json.dumps(source.facts(), indent=2))
+    config.write_atomically(folder.environment, json.dumps(environment(data_digest), indent=2))
+    config.write_atomically(folder.config, json.dumps(described, indent=2) + "\n")
     return changed
-
-
-@contextmanager
-def claim(folder: RunFolder) -> Iterator[None]:
-    """Makes the folder and holds its lock, so that two trainers never share one. A dead trainer's lock does not count.
-
-    The lock is the operating system's (flock), released with the process however it ends. Raises ConfigError where the
-    folder cannot be written or somebody else holds it.
-    """
-    import fcntl
-
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        handle = (folder.path / ".lock").open("a+")
-    except OSError as error:
-        raise ConfigError(
-            f"{folder.path}: cannot write the run folder ({error.strerror}); choose another with --runs"
-        ) from None
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            handle.seek(0)
-            raise ConfigError(
-                f"{folder.path}: another trainer holds this run ({handle.read().strip()}); wait for it or stop it"
-            ) from None
-        handle.truncate(0)
-        handle.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}")
-        handle.flush()
-        yield
 
 
 def environment(data_digest: str) -> dict:
@@ -208,10 +174,3 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

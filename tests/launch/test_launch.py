@@ -93,7 +93,6 @@ def test_slices_that_nobody_sells(text):
         (f"{POD} --topology=tpu7x:2x2x1", "GKE only"),
         (f"{POD} --bucket=b --runs=/x", "give one of them"),
         (f"{POD} --bucket=a;b", "expected the name of a bucket"),
-        (f"{POD} --runs=gs://b/runs --dry", "mount the bucket"),
         (POD, "checkpoints are on the worker's own disk"),
         (f"{POD} --bucket=b -- --mesh.fspd=4", "fspd"),
         (f"{POD} --bucket=b --mesh.fsdp=4", "unrecognized arguments"),

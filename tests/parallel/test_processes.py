@@ -25,6 +25,7 @@ from jaxformer.parallel.processes import Processes
 from jaxformer.training import checkpoint, loop
 from jaxformer.training.fingerprint import fingerprints
 from jaxformer.training.recipe import build
+from jaxformer.training.run_folder import run_folder
 from jaxformer.training.state import init_state
 
 TINY = """
@@ -234,10 +235,8 @@ def test_a_stuck_process_is_found_and_named(how, workplace):
 
 @pytest.mark.slow
 def test_an_error_of_one_process_ends_all(workplace):
-    folder = config.load("tiny")
-    from jaxformer.training.folder import claim, run_folder
-
-    with claim(run_folder(folder, Path("runs"))), Pod(2) as pod:
+    folder = run_folder(config.load("tiny"), "runs")
+    with checkpoint.open_manager(folder.checkpoints), Pod(2) as pod:
         assert pod.codes() == {0: 2, 1: 2}
         for i in range(2):
             assert f"another trainer holds this run (pid {os.getpid()}" in pod.said(i), pod.said(i)

@@ -15,13 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from etils import epath
 from flax import struct
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -718,55 +716,6 @@ def test_kill_9_during_saves(tmp_path):
                 assert metadata == {"step": step}
                 assert_same(state, make(step))
     assert done > 8
-
-
-class Bucket:
-    """Stands for orbax's manager, whose array writer needs the real bucket: writes only what makes a step complete."""
-
-    def __init__(self, directory, options):
-        self.directory, self.options = directory, options
-
-    def all_steps(self):
-        return checkpoint.steps(self.directory)
-
-    def save(self, step, **_):
-        (self.directory / str(step)).mkdir(parents=True)
-        (self.directory / str(step) / "commit_success.txt").write_text("done")
-
-    reload = wait_until_finished = close = lambda self: None
-
-
-def test_a_folder_may_be_a_url(tmp_path, monkeypatch):
-    """Every path goes through epath to the bucket (here: in memory), and none to a local folder named `gs:`."""
-    bucket = fsspec.filesystem("memory")
-    monkeypatch.setattr("orbax.checkpoint._src.path.gcs_utils.is_hierarchical_namespace_enabled", lambda path: False)
-    monkeypatch.setattr(type(epath.backend.fsspec_backend), "_get_filesystem", lambda self, name: bucket)
-    monkeypatch.setattr(checkpoint.orbax, "CheckpointManager", Bucket)
-    monkeypatch.chdir(tmp_path)
-    folder = "gs://bucket/runs/a/checkpoints"
-    with open_manager(folder) as manager:
-        assert str(manager.folder) == folder and manager.restore(abstract(make(1))) is None
-        for step in (1, 2, 3):
-            manager.save(step, make(step), wait=True)
-        (epath.Path(folder) / "9").mkdir()  # begun and not complete
-        assert manager.steps() == checkpoint.steps(folder) == [1, 2, 3]
-        manager.save(2, make(2), wait=True)
-        assert manager.steps() == [1, 2] and (epath.Path(folder) / "3.abandoned").exists()
-        with pytest.raises(CheckpointError, match="gs://bucket/runs/a/checkpoints: every checkpoint is damaged"):
-            manager.restore(abstract(make(1)))  # there are no arrays in this bucket
-    with pytest.raises(CheckpointError, match="gs://bucket/runs/b: no checkpoint there"):
-        restore_params("gs://bucket/runs/b", abstract(make(1).params))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_url_whose_packages_are_missing_gets_one_line(monkeypatch):
-    def missing(*_):
-        raise ImportError("No module named 'gcsfs'")
-
-    monkeypatch.setattr(type(epath.backend.fsspec_backend), "_get_filesystem", missing)
-    for read in (open_manager, lambda folder: restore_params(folder, abstract(make(1).params))):
-        with pytest.raises(ConfigError, match="gs://bucket/a: No module named 'gcsfs'; gs:// needs `pip install gcsfs"):
-            read("gs://bucket/a")
 
 
 def test_nothing_else_imports_orbax():

@@ -1,0 +1,161 @@
+"""A run whose folder is a URL: every file goes through epath to the bucket (here: in memory), none to a folder `gs:`."""
+
+import json
+from types import SimpleNamespace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import pytest
+from etils import epath
+from fsspec.implementations.memory import MemoryFileSystem
+
+import jaxformer
+from jaxformer import cli
+from jaxformer.errors import ConfigError
+from jaxformer.training import checkpoint
+from jaxformer.training.checkpoint import CheckpointError, open_manager, restore_params
+from jaxformer.training.metrics import Record
+
+EXPERIMENT = """
+from jaxformer.data.sources import Text
+from jaxformer.models import ModelConfig
+from jaxformer.training import Checkpoints, Experiment, Sample
+experiment = Experiment(
+    name="tiny",
+    model=ModelConfig(vocab_size=256, num_layers=1, d_model=16, num_heads=2, context_length=16),
+    data=Text(path="text.txt"), steps=6, batch_size=4, log_every=2, eval_every=3,
+    checkpoints=Checkpoints(every=2), sample=Sample(prompt="the ", tokens=8), profile=True,
+)
+"""
+
+
+class Files(MemoryFileSystem):
+    """Names as those of gcsfs: without a protocol, and without a root."""
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("gs://"))
+
+    def glob(self, path, **options):
+        return [name.lstrip("/") for name in super().glob(path, **options)]
+
+
+class Bucket:
+    """Stands for orbax's manager, whose array writer needs the real bucket: only what makes a step complete is a file."""
+
+    saved: ClassVar[dict] = {}
+
+    def __init__(self, directory, options):
+        self.directory, self.options = directory, options
+
+    def all_steps(self):
+        return checkpoint.steps(self.directory)
+
+    def save(self, step, *, args, custom_metadata, force):
+        folder = self.directory / str(step)
+        folder.mkdir(parents=True)
+        (folder / "commit_success.txt").write_text("done")
+        # the step's state is donated to the next step
+        self.saved[str(folder)] = jax.tree.map(jnp.copy, args.state.item), custom_metadata
+
+    reload = wait_until_finished = close = lambda self: None
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    files = Files()
+    monkeypatch.setattr("orbax.checkpoint._src.path.gcs_utils.is_hierarchical_namespace_enabled", lambda path: False)
+    monkeypatch.setattr(type(epath.backend.fsspec_backend), "_get_filesystem", lambda self, name: files)
+    monkeypatch.setattr(checkpoint.orbax, "CheckpointManager", Bucket)
+    monkeypatch.setattr(Bucket, "saved", {})
+    monkeypatch.chdir(tmp_path)
+    yield
+    files.rm("/", recursive=True)
+
+
+@pytest.fixture
+def arrays(monkeypatch):
+    """What orbax would read from the bucket."""
+    monkeypatch.setattr(checkpoint.ocp, "load", lambda path, names: {n: Bucket.saved[str(path)][0][n] for n in names})
+    monkeypatch.setattr(
+        checkpoint.ocp, "metadata", lambda path: SimpleNamespace(custom_metadata=Bucket.saved[str(path)][1])
+    )
+
+
+def test_a_run_lives_in_a_bucket(bucket, arrays, tmp_path, capsys):
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "tiny.py").write_text(EXPERIMENT)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    runs = "gs://bucket/runs"
+    assert cli.main(["train", "tiny", "--runs", runs]) == 0
+    (folder,) = epath.Path(runs).glob("tiny-*")
+    names = {path.name for path in folder.iterdir()}
+    assert {
+        "config.json",
+        "experiment.py",
+        "metrics.jsonl",
+        "samples",
+        "figures",
+        "result.json",
+        "checkpoints",
+    } <= names
+    assert (folder / "figures" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    record = (folder / "metrics.jsonl").read_text()
+    assert [line["step"] for line in map(json.loads, record.splitlines()) if "loss" in line] == [0, 2, 4, 5]
+    capsys.readouterr()
+
+    # killed after step 4: what step 6 wrote is gone, and the run goes on as if it had not been
+    (folder / "checkpoints" / "6").rmtree()
+    (folder / "metrics.jsonl").write_text(record[: record.rindex('{"step": 4')])
+    assert cli.main(["train", "tiny", f"--runs={runs}"]) == 0
+    assert "resuming after step 4" in capsys.readouterr().out and (folder / "metrics.jsonl").read_text() == record
+
+    assert cli.main(["evaluate", "tiny", f"--runs={runs}"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 6
+    assert cli.main(["generate", str(folder), "--prompt=the ", "--tokens=4"]) == 0
+    assert cli.main(["runs", f"--runs={runs}"]) == 0
+    assert f"{folder}  6/6 steps, validation_loss" in capsys.readouterr().out
+    assert len(jaxformer.open_run(str(folder)).metrics) == len(record.splitlines())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["experiments", "text.txt"]
+
+
+def test_checkpoints_of_a_bucket(bucket, tmp_path):
+    state = lambda step: {"a": jnp.arange(4.0) + step}
+    abstract = jax.eval_shape(lambda: state(0))
+    folder = "gs://bucket/runs/a/checkpoints"
+    with open_manager(folder) as manager:
+        assert str(manager.folder) == folder and manager.restore(abstract) is None
+        for step in (1, 2, 3):
+            manager.save(step, state(step), wait=True)
+        (epath.Path(folder) / "9").mkdir()  # begun and not complete
+        assert manager.steps() == checkpoint.steps(folder) == [1, 2, 3]
+        manager.save(2, state(2), wait=True)
+        assert manager.steps() == [1, 2] and (epath.Path(folder) / "3.abandoned").exists()
+        with pytest.raises(CheckpointError, match="gs://bucket/runs/a/checkpoints: every checkpoint is damaged"):
+            manager.restore(abstract)  # there are no arrays in this bucket
+    with pytest.raises(CheckpointError, match="gs://bucket/runs/b: no checkpoint there"):
+        restore_params("gs://bucket/runs/b", abstract)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_in_a_bucket_is_whole_before_each_checkpoint(bucket):
+    path = "gs://bucket/runs/a/metrics.jsonl"
+    record = Record(path)
+    for step in range(3):
+        record.write(step, {"loss": 1.0})
+    record.save()
+    record.write(3, {"loss": 1.0})
+    assert [line["step"] for line in Record(path).lines] == [0, 1, 2]
+    record.close()
+    assert [line["step"] for line in Record(path).lines] == [0, 1, 2, 3]
+
+
+def test_a_url_whose_packages_are_missing_gets_one_line(monkeypatch):
+    def missing(*_):
+        raise ImportError("No module named 'gcsfs'")
+
+    monkeypatch.setattr(type(epath.backend.fsspec_backend), "_get_filesystem", missing)
+    for read in (open_manager, lambda folder: restore_params(folder, {"a": jax.ShapeDtypeStruct((), "float32")})):
+        with pytest.raises(ConfigError, match="gs://bucket/a: No module named 'gcsfs'; gs:// needs `pip install 'jaxf"):
+            read("gs://bucket/a")
