@@ -1,8 +1,8 @@
 """Connections between the processes of a run. When one process ends, all end and name it.
 
-JAX's own service does not do that (jax 0.10.2, heartbeat 10 s). After a death the others abort 10 s later with a C++ stack.
-A process that never comes is not named. After an exception in one process the others wait for ever. So each process connects
-to process 0, on the coordinator's port, before JAX uses the port. The kernel closes a dead process's connections at once.
+JAX's own service does not do that (jax 0.10.2). After a death the others abort 10 s later with a C++ stack. A process that
+never comes is not named. After an exception in one process the others wait for ever. So each process connects to process 0,
+on the coordinator's port, before JAX uses the port. The kernel closes a dead process's connections at once.
 """
 
 import contextlib
@@ -13,13 +13,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from jaxformer.errors import ConfigError
 
 LOST, STUCK = 4, 5  # exit codes: a process died or never came; a step did not end
+T = TypeVar("T")
 
 
 class MissingProcess(RuntimeError):
@@ -32,17 +33,17 @@ class Peers:
     def __init__(self, index: int, names: list[str], connections: dict[int, Connection]):
         self.index, self.names, self.connections = index, names, connections
         self._reports = dict.fromkeys(connections, (-1, 0.0))  # (step, time) of the last report
-        self._finished: set[int] = set()
-        self._all_finished, self._ending = threading.Event(), threading.Lock()
+        self._working, self._all_finished, self._ending = set(connections), threading.Event(), threading.Lock()
         threading.Thread(target=self._watch, name="peers", daemon=True).start()
+
+    def send(self, **message: Any) -> None:
+        """To all connections: `step` reports where this process is."""
+        for connection in self.connections.values():
+            send(connection, **message)
 
     def fail(self, code: int, text: str) -> NoReturn:
         """Ends all processes. Each prints one line that names this process as the cause."""
         self._end(code, f"{self.names[self.index]}: {text}")
-
-    def report(self, step: int) -> None:
-        """Reports to all connections that this process is at `step`."""
-        self._send(step=step)
 
     def slow_processes(self, step: int, patience: float) -> str:
         """Names those that sent no report for `patience` seconds, or else those with the lowest steps."""
@@ -56,43 +57,35 @@ class Peers:
     def leave(self) -> None:
         """Waits until every process has called this."""
         if self.index > 0:
-            self._send(finished=True)
-            self._all_finished.wait()
-        elif self._all_finished.wait(timeout=60):
-            self._send(finished=True)
-        else:
-            self._end(
-                LOST, f"{_process_list(set(self.connections) - self._finished)} did not come to the end within 60 s"
-            )
+            self.send(finished=True)
+        if not self._all_finished.wait(timeout=60 if self.index == 0 else None):
+            self._end(LOST, f"{_processes(self._working)} did not come to the end within 60 s")
+        if self.index == 0:
+            self.send(finished=True)
 
     def _watch(self) -> None:
         index_of = {connection: index for index, connection in self.connections.items()}
         while index_of:
             ready: Any = wait(list(index_of))
             for connection in ready:
-                index = index_of[connection]
-                match receive(connection):
-                    case {"code": code, "text": text}:
-                        self._end(code, text, notify=self.index == 0)
-                    case {"step": step}:
-                        self._reports[index] = (step, time.monotonic())
-                    case {"finished": _}:
-                        self._finished.add(index)
-                        if len(self._finished) == len(self.connections):
-                            self._all_finished.set()
-                    case _:
-                        del index_of[connection]
-                        if index not in self._finished:
-                            self._end(LOST, f"{self.names[index]} is gone")
-
-    def _send(self, **message: Any) -> None:
-        for connection in self.connections.values():
-            send(connection, **message)
+                index, message = index_of[connection], receive(connection)
+                if message is None:
+                    del index_of[connection]
+                    if index in self._working:
+                        self._end(LOST, f"{self.names[index]} is gone")
+                elif "code" in message:
+                    self._end(**message, notify=self.index == 0)
+                elif "step" in message:
+                    self._reports[index] = (message["step"], time.monotonic())
+                else:
+                    self._working.discard(index)
+                    if not self._working:
+                        self._all_finished.set()
 
     def _end(self, code: int, text: str, notify: bool = True) -> NoReturn:
         self._ending.acquire()  # never released: the first reason ends this process
         if notify:
-            self._send(code=code, text=text)
+            self.send(code=code, text=text)
         print_error(text, stacks=code == STUCK)
         running = set(self.connections.values()) if self.index == 0 else set()
         deadline = time.monotonic() + 5
@@ -104,55 +97,60 @@ class Peers:
 def meet(coordinator: str, count: int, index: int, limit: float) -> Peers:
     """Waits until all processes are connected. If some do not come, the others raise MissingProcess or ConfigError."""
     host, _, port = coordinator.rpartition(":")
-    name = f"process {index} (pid {os.getpid()} on {socket.gethostname()})"
-    deadline = time.monotonic() + limit
+    name, deadline = f"process {index} (pid {os.getpid()} on {socket.gethostname()})", time.monotonic() + limit
     if index == 0:
-        with _listen(int(port), deadline) as listener:
-            return _welcome(listener, name, count, deadline, limit)
-    while True:
-        with contextlib.suppress(OSError):
-            connecting = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
-            connecting.settimeout(None)
-            connection = Connection(connecting.detach())
-            send(connection, index=index, count=count, name=name)
-            # process 0 knows who is missing, and reports it at its own limit: wait longer than it does
-            match receive(connection, timeout=max(deadline - time.monotonic(), 0.0) + 10):
-                case {"names": names}:
-                    return Peers(index, names, {0: connection})
-                case {"error": text, "missing": missing}:
-                    raise (MissingProcess if missing else ConfigError)(text)
-            connection.close()  # this was process 0 of an earlier run, which ends soon
-        if time.monotonic() > deadline:
-            raise MissingProcess(f"process 0 never came within {limit:g} s: nobody answers at {coordinator}")
-        time.sleep(0.2)
+        return _welcome(int(port), name, count, limit, deadline)
+
+    def join() -> tuple[Connection, dict]:
+        connecting = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+        connecting.settimeout(None)
+        connection = Connection(connecting.detach())
+        send(connection, index=index, count=count, name=name)
+        # process 0 knows who is missing, and reports it at its own limit: wait longer than it does
+        answer = receive(connection, timeout=max(deadline - time.monotonic(), 0.0) + 10)
+        if answer is None:
+            connection.close()
+            raise ConnectionError("this was process 0 of an earlier run, which ends soon")
+        return connection, answer
+
+    try:
+        connection, answer = _retry(join, deadline)
+    except OSError:
+        raise MissingProcess(f"process 0 never came within {limit:g} s: nobody answers at {coordinator}") from None
+    if "error" in answer:
+        raise (MissingProcess if answer["missing"] else ConfigError)(answer["error"])
+    return Peers(index, answer["names"], {0: connection})
 
 
-def _welcome(listener: socket.socket, name: str, count: int, deadline: float, limit: float) -> Peers:
+def _welcome(port: int, name: str, count: int, limit: float, deadline: float) -> Peers:
     """Process 0 accepts a connection from each of the others."""
+    dual = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+    try:  # process 0 of an earlier run may still have the port
+        listener = _retry(lambda: socket.create_server(("", port), backlog=1024, **dual), deadline)
+    except OSError as error:
+        raise ConfigError(f"port {port}: process 0 cannot listen there ({error.strerror}); give another") from None
     names, connections = {0: name}, dict[int, Connection]()
     present = lambda: ", ".join(names[index] for index in (0, *sorted(connections)))
-    while len(connections) + 1 < count:
-        listener.settimeout(max(deadline - time.monotonic(), 0.01))
-        try:
-            connection = Connection(listener.accept()[0].detach())
-        except TimeoutError:
-            missing = _process_list({*range(1, count)} - set(connections))
-            _refuse(
-                MissingProcess(f"{missing} never came within {limit:g} s; here are {present()}"), connections.values()
-            )
-        match receive(connection, timeout=5.0):
-            case {"index": int(index), "count": int(their_count), "name": str(their_name)}:
-                if index in connections and connections[index].poll(0.1):
-                    connections.pop(index).close()  # it died and was started again
-                if their_count != count or not 0 < index < count or index in connections:
-                    text = (
-                        f"{their_name}, of {their_count}, came to a run of {count} that has {present()}; "
-                        "give each its own index and all one count"
-                    )
-                    _refuse(ConfigError(text), [*connections.values(), connection])
-                names[index], connections[index] = their_name, connection
-            case _:
-                connection.close()  # another program
+    with listener:
+        while len(connections) + 1 < count:
+            listener.settimeout(max(deadline - time.monotonic(), 0.01))
+            try:
+                connection = Connection(listener.accept()[0].detach())
+            except TimeoutError:
+                missing = _processes({*range(1, count)} - set(connections))
+                text = f"{missing} never came within {limit:g} s; here are {present()}"
+                _refuse(MissingProcess(text), connections.values())
+            match receive(connection, timeout=5.0):
+                case {"index": int(index), "count": int(their_count), "name": str(their_name)}:
+                    if index in connections and connections[index].poll(0.1):
+                        connections.pop(index).close()  # it died and was started again
+                    if their_count != count or not 0 < index < count or index in connections:
+                        text = f"{their_name}, of {their_count}, came to a run of {count} that has {present()}"
+                        error = ConfigError(f"{text}; give each its own index and all one count")
+                        _refuse(error, [*connections.values(), connection])
+                    names[index], connections[index] = their_name, connection
+                case _:
+                    connection.close()  # another program
     ordered = [names[i] for i in range(count)]
     for connection in connections.values():
         send(connection, names=ordered)
@@ -166,18 +164,14 @@ def _refuse(error: Exception, connections: Collection[Connection]) -> NoReturn:
     raise error
 
 
-def _listen(port: int, deadline: float) -> socket.socket:
-    ipv6 = socket.has_dualstack_ipv6()
+def _retry(attempt: Callable[[], T], deadline: float) -> T:
     while True:
         try:
-            family = socket.AF_INET6 if ipv6 else socket.AF_INET
-            return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=ipv6)
-        except OSError as error:  # process 0 of an earlier run may still have the port
+            return attempt()
+        except OSError:
             if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"port {port}: process 0 cannot listen there ({error.strerror}); give another"
-                ) from None
-            time.sleep(0.5)
+                raise
+            time.sleep(0.2)
 
 
 def send(connection: Connection, **message: Any) -> None:
@@ -203,5 +197,5 @@ def print_error(text: str, stacks: bool) -> None:
         sys.stdout.flush()
 
 
-def _process_list(indices: Collection[int]) -> str:
+def _processes(indices: Collection[int]) -> str:
     return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, sorted(indices)))}"

@@ -208,7 +208,7 @@ class Watchdog(contextlib.AbstractContextManager):
         grace = 0.0 if _peers is None or _peers.index == 0 else 5.0
         while not self._closed.wait(tick):
             if _peers is not None:
-                _peers.report(self._step)
+                _peers.send(step=self._step)
             if time.monotonic() > self._deadline + grace:
                 text = f"no step ended for {limit:g} s, at step {self._step}"
                 if _peers is not None:

@@ -123,7 +123,7 @@ class Manager(AbstractContextManager):
     ) -> None:
         """Starts to save; when this returns the state may be donated. Waits for a save still running, never skips one.
 
-        A step that exists is replaced when the new one is complete. A save that fails leaves nothing that counts as a step, and is logged;
+        A step that exists is replaced when the new one is complete. A save that fails leaves no step, and is logged;
         with `wait` it raises CheckpointError. `metadata` is JSON (TypeError otherwise). The lowest `metric` is best, NaN is
         worse than any number, None is no candidate.
         """
