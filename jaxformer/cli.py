@@ -58,8 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{argv[0]}: no such command{near}; expected one of {', '.join(commands)}")
         return commands[argv[0]](argv[1:])
     except (ConfigError, NotImplementedError) as error:  # a mixer refuses what it cannot do by name
-        print(f"jaxformer: {error}", file=sys.stderr)
-        return 2
+        return _refused(error, 2)
     except SystemExit as end:  # the options were asked for
         return int(end.code or 0)
     except BrokenPipeError:  # whoever read our output has enough
@@ -82,16 +81,19 @@ def train(argv: list[str]) -> int:
         try:
             loop.train(experiment, runs, source, reports=[figures.loss_report])
         except (NonFinite, Interrupted) as error:
-            print(f"jaxformer: {error}", file=sys.stderr)
-            return 3 if isinstance(error, NonFinite) else error.exit_code
+            return _refused(error, 3 if isinstance(error, NonFinite) else error.exit_code)
         return 0
 
     try:
         processes.initialize()
     except processes.MissingProcess as error:
-        print(f"jaxformer: {error}", file=sys.stderr)
-        return processes.LOST
+        return _refused(error, processes.LOST)
     return processes.run_together(body)
+
+
+def _refused(error: Exception, code: int) -> int:
+    print(f"jaxformer: {error}", file=sys.stderr)
+    return code
 
 
 def _experiment(name: str, arguments: list[str], usage: str):
@@ -272,8 +274,6 @@ def plan(argv: list[str]) -> int:
 
     topology.prepare()
 
-    import json
-
     from jaxformer.planning import plan as planning
     from jaxformer.planning import search
 
@@ -357,17 +357,8 @@ def _name(argv: list[str], usage: str) -> tuple[str, list[str]]:
 
 
 def _take(argv: list[str], option: str, default: str) -> tuple[list[str], str]:
-    """Removes `option VALUE` or `option=VALUE` from argv."""
-    rest, value, pending = [], default, False
-    for token in argv:
-        if pending:
-            value, pending = token, False
-        elif token == option:
-            pending = True
-        elif token.startswith(option + "="):
-            value = token.partition("=")[2]
-        else:
-            rest.append(token)
-    if pending:
-        raise ConfigError(f"{option}: expected a value")
-    return rest, value
+    """Removes `option VALUE` or `option=VALUE` from argv: (what is left, VALUE)."""
+    parser = _Parser(prog="python -m jaxformer", add_help=False, allow_abbrev=False)
+    parser.add_argument(option, dest="value", default=default)
+    found, rest = parser.parse_known_args(argv)
+    return rest, found.value
