@@ -27,39 +27,29 @@ from jaxformer.training.fingerprint import fingerprints
 from jaxformer.training.recipe import build
 from jaxformer.training.run_folder import run_folder
 from jaxformer.training.state import init_state
+from tests.tiny import EXPERIMENT, furnish
 
-TINY = """
-from jaxformer.data.sources import Text
-from jaxformer.models import ModelConfig
-from jaxformer.parallel import Mesh
-from jaxformer.training import Checkpoints, Experiment, Sample
-experiment = Experiment(
-    name="tiny",
-    model=ModelConfig(vocab_size=256, num_layers=1, d_model=16, num_heads=2, context_length=16, dropout_rate=0.1),
-    data=Text(path="text.txt"), steps=12, batch_size=8, log_every=1, eval_every=6, mesh=Mesh(),
-    checkpoints=Checkpoints(every=4, keep_latest=9), sample=Sample(prompt="the ", tokens=4),
+LONGER = (
+    EXPERIMENT.replace("context_length=16", "context_length=16, dropout_rate=0.1")
+    .replace(
+        "steps=6, batch_size=4, log_every=2, eval_every=3",
+        "steps=12, batch_size=8, log_every=1, eval_every=6, mesh=Mesh()",
+    )
+    .replace("every=2)", "every=4, keep_latest=9)")
 )
-"""
 ROOT = Path(__file__).parents[2]
-
-
-def furnish(folder):
-    (folder / "experiments").mkdir()
-    (folder / "experiments" / "tiny.py").write_text(TINY)
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    return folder
 
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return furnish(tmp_path)
+    return furnish(tmp_path, LONGER)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The record of the same run in one process."""
-    folder = furnish(tmp_path_factory.mktemp("alone"))
+    folder = furnish(tmp_path_factory.mktemp("alone"), LONGER)
     here = os.getcwd()
     os.chdir(folder)
     try:

@@ -16,18 +16,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.training import checkpoint
 from jaxformer.training.checkpoint import CheckpointError, open_manager, restore_params
 from jaxformer.training.metrics import Record
-
-EXPERIMENT = """
-from jaxformer.data.sources import Text
-from jaxformer.models import ModelConfig
-from jaxformer.training import Checkpoints, Experiment, Sample
-experiment = Experiment(
-    name="tiny",
-    model=ModelConfig(vocab_size=256, num_layers=1, d_model=16, num_heads=2, context_length=16),
-    data=Text(path="text.txt"), steps=6, batch_size=4, log_every=2, eval_every=3,
-    checkpoints=Checkpoints(every=2), sample=Sample(prompt="the ", tokens=8), profile=True,
-)
-"""
+from tests.tiny import furnish
 
 
 class Files(MemoryFileSystem):
@@ -84,9 +73,7 @@ def arrays(monkeypatch):
 
 
 def test_a_run_lives_in_a_bucket(bucket, arrays, tmp_path, capsys):
-    (tmp_path / "experiments").mkdir()
-    (tmp_path / "experiments" / "tiny.py").write_text(EXPERIMENT)
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    furnish(tmp_path)
     runs = "gs://bucket/runs"
     assert cli.main(["train", "tiny", "--runs", runs]) == 0
     (folder,) = epath.Path(runs).glob("tiny-*")
