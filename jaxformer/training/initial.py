@@ -64,18 +64,17 @@ def from_text(text: str) -> FromRun | HuggingFace:
     raise ConfigError(f"initial={text}: neither a run's folder nor one with a Hugging Face config.json")
 
 
-def first_params(initial: Callable | str, model_spec: Tree, recipe: Recipe) -> Tree:
-    """What trains, from the model's parameters that `initial` gives; factors of an adaptation start as declared."""
-    key = jax.random.key(recipe.seed)
-    start = from_text(initial) if isinstance(initial, str) else initial
+def first_params(initial: Callable | str | None, model_spec: Tree, recipe: Recipe) -> Tree:
+    """What trains, from the parameters that `initial` gives; None: random. Factors of an adaptation start as declared."""
+    if initial is None:
+        return None
+    key, start = jax.random.key(recipe.seed), from_text(initial) if isinstance(initial, str) else initial
     tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), start(model_spec, key))
     tree = checked(tree, model_spec, str(start))
     if "weights" not in recipe.spec or "weights" in model_spec:
         return tree
-    return {
-        "weights": tree,
-        **params.init({name: part for name, part in recipe.spec.items() if name != "weights"}, key),
-    }
+    added = {name: part for name, part in recipe.spec.items() if name != "weights"}
+    return {"weights": tree, **params.init(added, key)}
 
 
 def checked(tree: Tree, spec: Tree, name: str) -> Tree:

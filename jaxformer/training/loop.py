@@ -94,8 +94,8 @@ def train(
         samples.prompt_tokens(experiment.model, experiment.sample, dataset.tokenizer)
     if dataset.digest != processes.first(lambda: dataset.digest):
         raise ConfigError("the data here are not those of process 0; give every host the same files")
-    fresh, asked = not folder.config.is_file(), () if source is None else source.overrides
-    lines = processes.first(lambda: introduce(experiment, folder, runs, asked) if fresh else [])
+    asked = () if source is None else source.overrides
+    lines = processes.first(lambda: [] if folder.config.is_file() else introduce(experiment, folder, runs, asked))
     with contextlib.ExitStack() as stack:
         keep = dict(keep_latest=experiment.checkpoints.keep_latest, keep_best=experiment.checkpoints.keep_best)
         manager = stack.enter_context(checkpoint.open_manager(folder.checkpoints, **keep))  # holds the run's lock
@@ -105,7 +105,7 @@ def train(
             stack.enter_context(jax.set_mesh(mesh))
         record = Record(folder.metrics if processes.is_first() else None)
         stack.callback(record.close)
-        begin = partial(_first_params, experiment, recipe)
+        begin = partial(first_params, experiment.initial, models.spec(experiment.model), recipe)
         state, start = restore(recipe, folder, dataset, manager, record, mesh, begin)
         free = config.execution_fields(experiment)
         for change in processes.first(lambda: describe(folder, experiment, source, dataset.digest)):
@@ -182,13 +182,6 @@ def keep_memory() -> None:
         mallopt(-4, 0)  # M_MMAP_MAX
 
 
-def _first_params(experiment: Experiment, recipe: Recipe) -> Any:
-    """The parameters that the experiment starts from; None where they are random."""
-    if experiment.initial is None:
-        return None
-    return first_params(experiment.initial, models.spec(experiment.model), recipe)
-
-
 def restore(
     recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh, begin: Callable[[], Any]
 ) -> tuple[TrainState, int]:
@@ -218,16 +211,13 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
         lines += [f"  {path}: {route}" for path, route in routes.items()]
     if mesh is not None:
         shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-        count_text = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-        lines.append(f"mesh: {shape} of {mesh.size} devices{count_text}{_idle(experiment.mesh, mesh)}")
+        lines.append(f"mesh: {shape} of {mesh.size} devices")
+        if jax.process_count() > 1:
+            lines[-1] += f" in {jax.process_count()} processes"
+        if (stages := mesh.shape["stage"]) > 1:
+            idle = bubble(stages, experiment.mesh.microbatches or stages, experiment.mesh.repeats)
+            lines[-1] += f"; the pipeline idles {idle:.1%} of a step"
     return [*lines, f"resuming after step {start}"] if start else lines
-
-
-def _idle(config: parallel.Mesh, mesh) -> str:
-    """The pipeline's bubble in words, where there is a pipeline."""
-    stages = mesh.shape["stage"]
-    share = bubble(stages, config.microbatches or stages, config.repeats)
-    return f"; the pipeline idles {share:.1%} of a step" if stages > 1 else ""
 
 
 def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh) -> Job:

@@ -68,7 +68,8 @@ def open_experiment(folder: RunFolder) -> Experiment:
     facts = json.loads(folder.source.read_text())
     source = config.again(folder.experiment, facts)
     experiment = config.override(source.experiment, source.overrides, offered(source.names))
-    changed = [path for path, digest in facts["imports"].items() if _digest(Path(path)) != digest]
+    digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    changed = [path for path, expected in facts["imports"].items() if digest(Path(path)) != expected]
     advice = f"; {', '.join(changed)} changed since this run began" if changed else "; is this library another version?"
     if different := differences(folder.description(), experiment):
         raise ConfigError(f"{folder.path}: no longer the experiment that it was: {'; '.join(different)}{advice}")
@@ -79,16 +80,9 @@ def open_experiment(folder: RunFolder) -> Experiment:
 
 def differences(description: dict, experiment: Experiment) -> list[str]:
     """A line for each field that decides numbers and is not as described. A new field with its default is no difference."""
-    free, changes = config.execution_fields(experiment), config.flat(config.changes(experiment))
-    return [
-        f"{name}: {old} -> {new}"
-        for name, (old, new) in config.diff(description, config.describe(experiment)).items()
-        if name not in free and not (old is None and name not in config.flat(description) and name not in changes)
-    ]
-
-
-def _digest(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    new_defaults = config.flat(config.describe(experiment)).keys() - config.flat(description).keys()
+    new_defaults -= config.flat(config.changes(experiment)).keys()
+    return compare(description, config.describe(experiment), config.execution_fields(experiment) | new_defaults)
 
 
 # All runs
