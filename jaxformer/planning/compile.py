@@ -33,14 +33,6 @@ _OFFLOAD = ("all_gather", "all_reduce", "reduce_scatter")
 TPU7X: Any = {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": False for kind in _OFFLOAD}
 
 
-class Change(NamedTuple):
-    """Options that save memory, the bytes that they save on a device (measured by a compile), and whether it fits then."""
-
-    options: str
-    saved: int
-    fits: bool
-
-
 @dataclass(frozen=True)
 class Plan:
     """What a step costs a device. Bytes and collectives are the compiler's, `flops` counted; `seconds` are an estimate."""
@@ -153,10 +145,7 @@ def plan_step(experiment: Any, name: str, devices: list, fast: bool = False) -> 
     model, mesh, kind = traced.experiment.model, traced.mesh, devices[0].device_kind
     chip, parameters = cost.CHIPS[kind], params.count(models.spec(model))
     counted = flops.of_jaxpr(traced.stage.jaxpr)
-    if counted.notes & {
-        flops.ROWS,
-        flops.ONCE,
-    }:  # a device's share of routed tokens depends on the data, their sum does not
+    if counted.notes & {flops.ROWS, flops.ONCE}:  # a device's share of routed tokens depends on the data, their sum not
         counted = _on_one_device(traced.experiment, traced.batch)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = traced.stage.lower()
