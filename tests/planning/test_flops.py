@@ -85,7 +85,7 @@ def test_xla_counts_the_same_where_it_counts_right():
     parameters = jax.eval_shape(lambda: models.init(config, jax.random.key(0)))
     function = lambda p, t: models.apply(config, p, t).hidden
     counted, everything = flops.count(function, parameters, tokens).matmul, theirs(function, parameters, tokens)
-    assert 0.75 * everything < counted < everything
+    assert 0.85 * everything < counted < everything
 
 
 def test_blockwise_attention_counts_what_it_visits():
