@@ -26,7 +26,6 @@ from jaxformer.training.recipe import build
 from jaxformer.training.state import init_state, state_shardings
 from jaxformer.training.step import make_train_step
 
-GIB = 2**30
 FAST: Any = {"exec_time_optimization_effort": -1.0}
 # libtpu 0.0.42 ends the process over these on TPU7x (offload_collective_strategies.cc: "Check failed: std::abs(inc)")
 _OFFLOAD = ("all_gather", "all_reduce", "reduce_scatter")

@@ -93,10 +93,8 @@ class _Walk(NamedTuple):
         """`shard_map`: the body on each device, one by one along mesh axes where devices differ."""
         mesh, body = eqn.params["mesh"], eqn.params["jaxpr"]
         sizes = {axis: mesh.shape[axis] for axis in eqn.params["newly_manual_axes"]}
-        in_specs, out_specs = (
-            [_entries(spec, sizes, var.aval) for spec, var in zip(eqn.params[name], variables, strict=True)]
-            for name, variables in (("in_specs", eqn.invars), ("out_specs", eqn.outvars))
-        )
+        axes_of = lambda name, atoms: [_entries(*pair, sizes) for pair in zip(eqn.params[name], atoms, strict=True)]
+        in_specs, out_specs = axes_of("in_specs", eqn.invars), axes_of("out_specs", eqn.outvars)
         differ = {axis for axis in sizes if re.search(rf"axis_index\[\s*axis_name='?{axis}\b", str(body))}
         for value, spec in zip(values, in_specs, strict=True):
             if value is not None and not _uniform(value, spec, sizes):
@@ -218,10 +216,10 @@ def _constant(eqn, values: list) -> list:
     return [_small(one) for one in (results if eqn.primitive.multiple_results else [results])]
 
 
-def _entries(spec, sizes: dict[str, int], aval) -> list[tuple[str, ...]]:
+def _entries(spec, atom, sizes: dict[str, int]) -> list[tuple[str, ...]]:
     """The manual axes that split each dimension."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    entries += [()] * (len(getattr(aval, "shape", ())) - len(entries))
+    entries += [()] * (len(getattr(atom.aval, "shape", ())) - len(entries))
     return [tuple(axis for axis in entry if axis in sizes) for entry in entries]
 
 

@@ -12,7 +12,6 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
 _BEGIN = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _OP = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)")  # name, shape, opcode, operands
-_SCATTER = re.compile(r"calls=%?(all-reduce-scatter[\w.\-]*)")
 _FREE = re.compile(  # operations that move nothing
     "parameter|tuple|get-tuple-element|bitcast|constant|while|conditional|call|after-all|partition-id|replica-id|iota|"
     "opt-barrier|add-dependency|.*-done"
@@ -23,7 +22,7 @@ _NAMED = re.compile(
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # of a tuple's shape, an element: a tuple or an array
 _ELEMENT = re.compile(r"\((?:[^()]|\([^()]*\))*\)|\w+\[[^\]]*\](?:\{[^}]*\})?")
-_CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}")
+_CALLED = re.compile(r"(?:calls|to_apply|body|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
 
 
 class Op(NamedTuple):
@@ -32,12 +31,15 @@ class Op(NamedTuple):
     shape: str
     code: str
     operands: list[str]  # names; of a parameter or a constant its number
+    called: list[str]  # names of computations
     line: str
 
     @property
     def kind(self) -> str:
         """Which exchange it is, or "". The TPU compiler writes a reduce-scatter as a fusion that calls an all-reduce."""
-        kind = "reduce-scatter" if _SCATTER.search(self.line) else self.code.removesuffix("-start")
+        if any(name.startswith("all-reduce-scatter") for name in self.called):
+            return "reduce-scatter"
+        kind = self.code.removesuffix("-start")
         return kind if kind in KINDS else ""
 
     @property
@@ -80,7 +82,8 @@ def _parse(text: str) -> dict[str, Computation]:
             inside = None
         elif inside is not None and (found := _OP.match(line)):
             name, shape, code, operands = found.groups()
-            inside[name] = Op(shape, code, re.findall(r"%([\w.\-]+)", operands) or [operands], line)
+            called = re.findall(r"%?([\w.\-]+)", " ".join(_CALLED.findall(line)))
+            inside[name] = Op(shape, code, re.findall(r"%([\w.\-]+)", operands) or [operands], called, line)
     return computations
 
 
@@ -95,9 +98,7 @@ def _visited(computations: dict[str, Computation]) -> Iterator[Visit]:
             if op.kind:
                 continue  # the sum that a reduction applies exchanges nothing
             turns = _turns(op.line, computations) if op.code == "while" else 1
-            for one, several in _CALLED.findall(op.line):
-                called = [one] if one else re.findall(r"%?([\w.\-]+)", several)
-                todo += [(body, times * turns, fused or op.code == "fusion") for body in called]
+            todo += [(body, times * turns, fused or op.code == "fusion") for body in op.called]
 
 
 def collectives(text: str, mesh) -> list[Collective]:
@@ -117,8 +118,7 @@ def collectives(text: str, mesh) -> list[Collective]:
             if (op.kind, channel[0]) in begun:
                 continue
             begun.add((op.kind, channel[0]))
-        scatter = _SCATTER.search(op.line)
-        lines = [one.line for one in computations.get(scatter[1], {}).values()] if scatter else [op.line]
+        lines = [op.line, *(one.line for name in op.called for one in computations.get(name, {}).values())]
         group = next(filter(None, map(_group, lines)), [])
         if len(group) == 1:  # a device alone
             continue
@@ -142,9 +142,8 @@ def traffic(text: str) -> float:
             continue
         result = _in_memory(op.shape)
         sizes = [_in_memory(inside[name].shape) if name in inside else 0.0 for name in op.operands]
-        called = re.search(r"calls=%?([\w.\-]+)", op.line)
-        if op.code == "fusion" and called and called[1] in computations:
-            moved = _fusion(computations[called[1]], sizes, result)
+        if op.code == "fusion" and op.called[0] in computations:
+            moved = _fusion(computations[op.called[0]], sizes, result)
         elif op.code == "dynamic-slice":
             moved = 2 * result
         elif op.code == "dynamic-update-slice":

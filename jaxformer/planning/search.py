@@ -14,7 +14,8 @@ import jax
 from jaxformer import models, parallel, params, sharding
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, cost
-from jaxformer.planning.compile import GIB, Plan, choose_attention, plan_step
+from jaxformer.models.cost import GIB
+from jaxformer.planning.compile import Plan, choose_attention, plan_step
 from jaxformer.training import optimizers
 
 ROWS = ("data", "fsdp", "expert", "stage")  # the axes that divide a batch
