@@ -256,43 +256,38 @@ def _item_types(hint: Any, count: int) -> list[Any] | None:
 def convert(value: Any, hint: Any) -> Any:
     """The value as its type has it: an int where a float is due becomes one. Raises ConfigError for another type."""
     for member in members_of(hint):
-        made = _as(value, member)
-        if made is not _NO:
+        for made in _as(value, member):
             return made
     raise ConfigError(f"expected {expected(hint)}, got {shown(value)}")
 
 
-_NO = object()
-
-
-def _as(value: Any, hint: Any) -> Any:
-    """The value as one type, `_NO` where it is none of it."""
+def _as(value: Any, hint: Any) -> list[Any]:
+    """The value as one type, alone in a list; an empty list where it is none of it."""
     origin = get_origin(hint) or hint
     if origin is Literal:
-        return next((choice for choice in get_args(hint) if value == choice and type(value) is type(choice)), _NO)
+        return [choice for choice in get_args(hint) if value == choice and type(value) is type(choice)]
     if origin in (tuple, list):
-        return _sequence(value, hint)
+        return _sequence(value, hint, origin)
     if origin is float and _is_number(value):
-        return float(value)
+        return [float(value)]
     if origin is Path and isinstance(value, str):
-        return Path(value)
+        return [Path(value)]
     try:
         fits = isinstance(value, origin) and not (origin is int and isinstance(value, bool))
     except TypeError:  # Any, and whatever else cannot be checked
-        return value
-    return value if fits else _NO
+        return [value]
+    return [value] if fits else []
 
 
-def _sequence(value: Any, hint: Any) -> Any:
-    many = isinstance(value, tuple | list)
-    items = _item_types(hint, len(value) if many else 1)
-    if items is None or (not many and get_args(hint)[-1:] != (...,)):
-        return _NO
+def _sequence(value: Any, hint: Any, made: type) -> list[Any]:
+    values = value if isinstance(value, tuple | list) else (value,)
+    items = _item_types(hint, len(values))
+    if items is None or (values is not value and get_args(hint)[-1:] != (...,)):
+        return []
     try:
-        converted = [convert(item, kind) for item, kind in zip(value if many else (value,), items, strict=True)]
+        return [made(convert(item, kind) for item, kind in zip(values, items, strict=True))]
     except ConfigError:
-        return _NO
-    return converted if (get_origin(hint) or hint) is list else tuple(converted)
+        return []
 
 
 @functools.cache
