@@ -125,7 +125,7 @@ def collectives(text: str, mesh) -> list[Collective]:
         axes = _axes(group, mesh)
         counts[op.kind, axes] += times
         sizes[op.kind, axes] += times * _bytes(op)
-    found = [Collective(*key, count, int(sizes[key])) for key, count in counts.items()]
+    found = [Collective(kind, axes, counts[kind, axes], int(sizes[kind, axes])) for kind, axes in counts]
     return sorted(found, key=lambda one: -one.bytes)
 
 
