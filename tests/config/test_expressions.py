@@ -228,8 +228,9 @@ def test_huge_numbers_are_refused_where_a_float_is_due():
 
 # Random expressions
 
-atoms = st.sampled_from("a b c d 1 2.5 's' None True 1e3 __import__ open eval print __builtins__".split())
-operators = st.sampled_from("+ - * / ** // % @ << >> & | ^ and or < == in is".split())
+WORDS = "a b c d 1 2.5 's' None True 1e3 __import__ open eval print __builtins__"
+OPERATORS = "+ - * / ** // % @ << >> & | ^ and or < == in is"
+atoms, operators = st.sampled_from(WORDS.split()), st.sampled_from(OPERATORS.split())
 
 
 def extended(part):
