@@ -143,10 +143,8 @@ def syntax(unit: Any) -> Any:
     if isinstance(unit, type):
         name = unit.__qualname__.replace(".<locals>", "")
         return next((node for path, node in definitions if path == name and isinstance(node, ast.ClassDef)), None)
-    code, named = (
-        unit.__code__,
-        [node for path, node in definitions if path.rpartition(".")[2] == unit.__code__.co_name],
-    )
+    code = unit.__code__
+    named = [node for path, node in definitions if path.rpartition(".")[2] == code.co_name]
     found = [node for node in named if _first_line(node) == code.co_firstlineno]
     end = [position for position in code.co_positions() if None not in position][-1:]
     if len(found) > 1 and end:  # lambdas on one line: those whose bodies hold the last instruction
