@@ -125,13 +125,9 @@ def _object(value: Any, place: _Place) -> Any:
 
 def _instance(value: Any, parts: Mapping[str, Any], place: _Place) -> dict[str, Any]:
     described = _code(type(value), place)
-    described = described if isinstance(described, dict) else {"function": described}
-    name = type(value).__name__ if is_config(value) else described["function"]
-    return {
-        "type": name,
-        **{key: part for key, part in described.items() if key != "function"},
-        **_describe(parts, place),
-    }
+    described = dict(described) if isinstance(described, dict) else {"function": described}
+    name = described.pop("function")
+    return {"type": type(value).__name__ if is_config(value) else name, **described, **_describe(parts, place)}
 
 
 def _code(unit: Any, place: _Place) -> Any:
@@ -174,15 +170,9 @@ def _sha256(data: bytes) -> str:
 
 def _digest(description: Any) -> str:
     """Eight hex digits of a description. 2 and 2.0 are equal, as they are in Python."""
-    return _sha256(json.dumps(_whole(description), sort_keys=True).encode())[:8]
-
-
-def _whole(description: Any) -> Any:
-    if isinstance(description, dict):
-        return {name: _whole(item) for name, item in description.items()}
-    if isinstance(description, list):
-        return [_whole(item) for item in description]
-    return int(description) if isinstance(description, float) and description.is_integer() else description
+    number = lambda text: int(float(text)) if float(text).is_integer() else float(text)
+    description = json.loads(json.dumps(description), parse_float=number)
+    return _sha256(json.dumps(description, sort_keys=True).encode())[:8]
 
 
 # Comparison
@@ -202,16 +192,17 @@ def changes(config: Any, default: Any = None) -> dict[str, Any]:
     Fields made by `execution` are left out.
     """
     numbers_only = _Place(execution=False)
-    same = type(default) is type(config)
     described = _describe(config, numbers_only)
-    found = {} if same else {name: part for name, part in described.items() if name not in fields(config)}
-    usual = fields(default) if same else _defaults(type(config))
+    if type(default) is type(config):
+        usual, found = fields(default), {}
+    else:
+        usual = _defaults(type(config))
+        found = {name: part for name, part in described.items() if name not in usual}
     for name, value in fields(config).items():
         if name not in described:  # execution
             continue
         if is_config(value) and not hasattr(value, "__describe__"):
-            part = changes(value, usual[name])
-            if part:
+            if part := changes(value, usual[name]):
                 found[name] = part
         elif usual[name] is MISSING or described[name] != _describe(usual[name], numbers_only):
             found[name] = described[name]
@@ -224,17 +215,15 @@ def _is_execution(field: dataclasses.Field) -> bool:
 
 def _defaults(cls: type) -> dict[str, Any]:
     """The default of each field of a config class, MISSING where it has none."""
-    return {
-        field.name: field.default if field.default_factory is MISSING else field.default_factory()
-        for field in dataclasses.fields(cls)
-    }
+    made = lambda field: field.default if field.default_factory is MISSING else field.default_factory()
+    return {field.name: made(field) for field in dataclasses.fields(cls)}
 
 
 def flat(description: Any, prefix: str = "") -> dict[str, Any]:
     """A description by dotted path: `{"optimizer": "AdamW", "optimizer.learning_rate": 0.001}`."""
     if not isinstance(description, Mapping) or not description:
         return {prefix: description}
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in description.items():
         if prefix and name in ("type", "function") and isinstance(value, str):
             found[prefix] = value

@@ -61,7 +61,9 @@ def _value(node: ast.expr, names: Names) -> Any:
         case ast.Name(name):
             value = _look_up(name, names)
             return _call(name, value, [], {}) if isinstance(value, type) else value
-        case ast.Call(ast.Name(name), arguments, keywords) if _are_named_once(keywords):
+        case ast.Call(ast.Name(name), arguments, keywords) if len({each.arg for each in keywords} - {None}) == len(
+            keywords
+        ):
             function = _look_up(name, names)
             if not callable(function) or is_config(function):
                 raise ConfigError(f"{name} cannot be called; use it without ()")
@@ -85,11 +87,6 @@ def _value(node: ast.expr, names: Names) -> Any:
             if _is_number(a) and _is_number(b):
                 return _bounded(_BINARY[type(sign)](a, b))
     raise ConfigError(f"{_short(ast.unparse(node))!r}: expected a literal or a call such as Name(field=value)")
-
-
-def _are_named_once(keywords: Sequence[ast.keyword]) -> bool:
-    names = [keyword.arg for keyword in keywords]
-    return None not in names and len(set(names)) == len(names)
 
 
 def _is_number(value: Any) -> bool:
@@ -118,26 +115,25 @@ def _look_up(name: str, names: Names) -> Any:
 def _call(name: str, function: Callable, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
     """The result of a call. Arguments of a config are converted to the types of its fields."""
     try:
-        parameters = inspect.signature(function).parameters
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # of C
         return function(*arguments, **named)
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for word in named:
-        if word not in parameters and not open_ended:
-            near = did_you_mean(word, parameters) or f"; it has {', '.join(parameters) or 'none'}"
+    parameters = {each.name: each for each in signature.parameters.values() if each.kind is not each.VAR_POSITIONAL}
+    open_ended = [each.name for each in parameters.values() if each.kind is each.VAR_KEYWORD]
+    for word in [] if open_ended else named:
+        if word not in parameters:
+            near = did_you_mean(word, parameters) or f"; it has {', '.join(signature.parameters) or 'none'}"
             raise ConfigError(f"{name}: no argument {word!r}{near}")
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = [each for each in parameters.values() if each.default is each.empty and each.kind in kinds]
-    missing = [each.name for each in needed[len(arguments) :] if each.name not in named]
+    needed = [each.name for each in parameters.values() if each.default is each.empty and each.name not in open_ended]
+    missing = [word for word in needed[len(arguments) :] if word not in named]
     if missing:
         raise ConfigError(f"{name} needs {', '.join(missing)}; write {name}({missing[0]}=...)")
-    if dataclasses.is_dataclass(function):
-        types_ = hints(typing.cast(type, function))
-        converted = [_field(name, field, value, types_) for field, value in zip(parameters, arguments, strict=False)]
-        arguments = [*converted, *arguments[len(converted) :]]
-        named = {field: _field(name, field, value, types_) for field, value in named.items()}
     try:
-        return function(*arguments, **named)
+        bound = signature.bind(*arguments, **named)
+        if dataclasses.is_dataclass(function):
+            types_ = hints(typing.cast(type, function))
+            bound.arguments = {field: _field(name, field, value, types_) for field, value in bound.arguments.items()}
+        return function(*bound.args, **bound.kwargs)
     except ConfigError:
         raise
     except Exception as error:
@@ -215,16 +211,11 @@ def _choices(members: Sequence[Any]) -> dict[str, Any]:
 
 def _is_plain(hint: Any) -> bool:
     """Whether words alone write every value of a type, without calls."""
-    if get_origin(hint) in (tuple, list):
-        return all(item is ... or _is_plain(item) for item in get_args(hint))
-    words = (str, bool, int, float, Path, types.NoneType)
-    return all(
-        member in words
-        or get_origin(member) is Literal
-        or isinstance(member, enum.EnumMeta)
-        or (get_origin(member) in (tuple, list) and _is_plain(member))
-        for member in members_of(hint)
-    )
+    if members_of(hint) != (hint,) or get_origin(hint) in (tuple, list):
+        return all(map(_is_plain, get_args(hint)))
+    if get_origin(hint) is Literal or isinstance(hint, enum.EnumMeta):
+        return True
+    return hint in (str, bool, int, float, Path, types.NoneType, ...)
 
 
 def _is_expression(text: str, names: Names) -> bool:
@@ -265,46 +256,38 @@ def _item_types(hint: Any, count: int) -> list[Any] | None:
 def convert(value: Any, hint: Any) -> Any:
     """The value as its type has it: an int where a float is due becomes one. Raises ConfigError for another type."""
     for member in members_of(hint):
-        made = _as(value, member)
-        if made is not _NO:
+        for made in _as(value, member):
             return made
     raise ConfigError(f"expected {expected(hint)}, got {shown(value)}")
 
 
-_NO = object()
-
-
-def _as(value: Any, hint: Any) -> Any:
-    """The value as one type, `_NO` where it is none of it."""
+def _as(value: Any, hint: Any) -> list[Any]:
+    """The value as one type, alone in a list; an empty list where it is none of it."""
     origin = get_origin(hint) or hint
     if origin is Literal:
-        return next((choice for choice in get_args(hint) if value == choice and type(value) is type(choice)), _NO)
+        return [choice for choice in get_args(hint) if value == choice and type(value) is type(choice)]
     if origin in (tuple, list):
-        return _sequence(value, hint)
-    if origin is Callable:
-        return value if callable(value) else _NO
-    if origin is float:
-        return float(value) if _is_number(value) else _NO
-    if origin is int:
-        return value if _is_number(value) and not isinstance(value, float) else _NO
+        return _sequence(value, hint, origin)
+    if origin is float and _is_number(value):
+        return [float(value)]
     if origin is Path and isinstance(value, str):
-        return Path(value)
+        return [Path(value)]
     try:
-        return value if isinstance(value, origin) else _NO
+        fits = isinstance(value, origin) and not (origin is int and isinstance(value, bool))
     except TypeError:  # Any, and whatever else cannot be checked
-        return value
+        return [value]
+    return [value] if fits else []
 
 
-def _sequence(value: Any, hint: Any) -> Any:
-    many = isinstance(value, tuple | list)
-    items = _item_types(hint, len(value) if many else 1)
-    if items is None or (not many and get_args(hint)[-1:] != (...,)):
-        return _NO
+def _sequence(value: Any, hint: Any, made: type) -> list[Any]:
+    values = value if isinstance(value, tuple | list) else (value,)
+    items = _item_types(hint, len(values))
+    if items is None or (values is not value and get_args(hint)[-1:] != (...,)):
+        return []
     try:
-        converted = [convert(item, kind) for item, kind in zip(value if many else (value,), items, strict=True)]
+        return [made(convert(item, kind) for item, kind in zip(values, items, strict=True))]
     except ConfigError:
-        return _NO
-    return converted if (get_origin(hint) or hint) is list else tuple(converted)
+        return []
 
 
 @functools.cache
@@ -343,6 +326,6 @@ def shown(value: Any) -> str:
         return "(" + ", ".join(map(shown, value)) + ("," if len(value) == 1 else "") + ")"
     if value is None or isinstance(value, str | bool | int | float | Path) or hasattr(value, "__describe__"):
         return _short(" ".join(repr(value).split()))
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return getattr(value, "__name__", None) or f"{type(value).__name__}(...)"

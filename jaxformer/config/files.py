@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jaxformer.config.code import is_users_file
+from jaxformer.config.code import is_users_module
 from jaxformer.config.describe import is_config
 from jaxformer.errors import ConfigError, did_you_mean
 
@@ -119,12 +119,7 @@ def _names(module: types.ModuleType) -> dict[str, Any]:
 def _is_offered(function: Any) -> bool:
     """Whether a function, or that of a partial, comes from the user's files or from this library."""
     name = str(getattr(getattr(function, "func", function), "__module__", ""))
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return (
-        name.split(".")[0] == "jaxformer"
-        or (file is not None and is_users_file(Path(file)))
-        or name.startswith("experiment_")
-    )
+    return name.split(".")[0] == "jaxformer" or is_users_module(sys.modules.get(name))
 
 
 def _imports(text: str, package: str, found: dict[str, str]) -> dict[str, str]:
@@ -132,7 +127,7 @@ def _imports(text: str, package: str, found: dict[str, str]) -> dict[str, str]:
     for name in _imported(ast.parse(text), package):
         module: Any = sys.modules.get(name)
         file = getattr(module, "__file__", None)
-        if file is None or file in found or not file.endswith(".py") or not is_users_file(Path(file)):
+        if file is None or file in found or not file.endswith(".py") or not is_users_module(module):
             continue
         content = Path(file).read_bytes()
         found[file] = hashlib.sha256(content).hexdigest()

@@ -33,7 +33,8 @@ def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[st
         if option not in options and not values and bool in expressions.members_of(options.get(positive, [None])[-1]):
             option, values = positive, ["False"]
         if option not in options:
-            raise ConfigError(f"{words[0].partition('=')[0]}: no such option{did_you_mean(option, _leaves(options))}")
+            leaves = [name for name, (_, value, _) in options.items() if not fields(value)]
+            raise ConfigError(f"{words[0].partition('=')[0]}: no such option{did_you_mean(option, leaves)}")
         path, _, hint = options[option]
         shown = " ".join(words)
         try:
@@ -50,21 +51,13 @@ def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[st
 def _available(path: str, names: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The names that an expression for the field `path` may call. What the user's file defines comes first."""
     parts, anywhere = path.split("."), names.get("", {})
-    users = {name: value for name, value in anywhere.items() if not _is_library(value)}
+    in_library = lambda value: str(getattr(value, "__module__", "")).split(".")[0] == "jaxformer"
+    users = {name: value for name, value in anywhere.items() if not in_library(value)}
     return {**anywhere, **names.get(parts[0], {}), **names.get(parts[-1], {}), **users}
-
-
-def _is_library(value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).split(".")[0] == "jaxformer"
 
 
 def _option(path: str) -> str:
     return "--" + path.replace("_", "-")
-
-
-def _leaves(options: Mapping[str, tuple]) -> list[str]:
-    """The options that set one value: those that a mistyped option is compared with."""
-    return [option for option, (_, value, _) in options.items() if not fields(value)]
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -26,19 +26,10 @@ from jaxformer.training.recipe import build
 from jaxformer.training.state import init_state, state_shardings
 from jaxformer.training.step import make_train_step
 
-GIB = 2**30
 FAST: Any = {"exec_time_optimization_effort": -1.0}
 # libtpu 0.0.42 ends the process over these on TPU7x (offload_collective_strategies.cc: "Check failed: std::abs(inc)")
 _OFFLOAD = ("all_gather", "all_reduce", "reduce_scatter")
 TPU7X: Any = {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": False for kind in _OFFLOAD}
-
-
-class Change(NamedTuple):
-    """Options that save memory, the bytes that they save on a device (measured by a compile), and whether it fits then."""
-
-    options: str
-    saved: int
-    fits: bool
 
 
 @dataclass(frozen=True)
@@ -153,10 +144,7 @@ def plan_step(experiment: Any, name: str, devices: list, fast: bool = False) -> 
     model, mesh, kind = traced.experiment.model, traced.mesh, devices[0].device_kind
     chip, parameters = cost.CHIPS[kind], params.count(models.spec(model))
     counted = flops.of_jaxpr(traced.stage.jaxpr)
-    if counted.notes & {
-        flops.ROWS,
-        flops.ONCE,
-    }:  # a device's share of routed tokens depends on the data, their sum does not
+    if counted.notes & {flops.ROWS, flops.ONCE}:  # a device's share of routed tokens depends on the data, their sum not
         counted = _on_one_device(traced.experiment, traced.batch)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = traced.stage.lower()

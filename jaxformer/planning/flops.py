@@ -1,4 +1,4 @@
-"""Operations and bytes of any function, counted by walking its jaxpr: each loop with its number of turns, kernels too.
+"""FLOPs of the products in any function, counted by walking its jaxpr: each loop with its number of turns, kernels too.
 
 XLA's own count (`cost_analysis`) has the body of a loop once, and nothing of a kernel.
 """
@@ -11,13 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-# operations that compute nothing: they only name or move data
-FREE = re.compile(
-    "all_gather.*|all_to_all|axis_index|bitcast_convert_type|broadcast_in_dim|concatenate|convert_element_type|copy.*|"
-    "device_put|dynamic_.*slice|empty.*|expand_dims|gather|get|iota|layout_constraint|mesh_cast|optimization_barrier|pad|"
-    "pcast|platform_index|ppermute|program_id|psum.*|pvary|random_.*wrap|random_seed|reduce_scatter|reshape|reshard|rev|"
-    "scatter|sharding_constraint|slice|split|squeeze|stop_gradient|swap|tile|transpose"
-)
 ONCE = "a loop with an unknown number of turns counts once: a lower bound"
 ROWS = "a loop of unknown length over the rows of an array counts for all of them: an upper bound"
 SAME = ("pvary", "pcast", "reshard", "sharding_constraint", "copy")  # their result is their operand
@@ -26,24 +19,20 @@ LARGEST = 2**20  # entries of a constant that is followed through the program
 
 
 class Count(NamedTuple):
-    """What a function computes and moves, over all devices.
+    """What a function computes, over all devices.
 
-    matmul: FLOPs of products, two a multiply-add. elementwise: operations on single numbers. read, written: bytes of the
-    operands and results of products, look-ups, scatters and kernels, as if elementwise operations were fused into them.
-    notes: what could not be counted exactly, and whether the count is an upper or a lower bound.
+    matmul: FLOPs of products, two a multiply-add. notes: what could not be counted exactly, and whether the count is an
+    upper or a lower bound.
     """
 
     matmul: float = 0.0
-    elementwise: float = 0.0
-    read: float = 0.0
-    written: float = 0.0
     notes: frozenset[str] = frozenset()
 
     def __add__(self, other: "Count") -> "Count":  # type: ignore[override]
-        return Count(*(a + b for a, b in zip(self[:4], other[:4], strict=True)), notes=self.notes | other.notes)
+        return Count(self.matmul + other.matmul, self.notes | other.notes)
 
     def times(self, n: int | float) -> "Count":
-        return Count(*(n * a for a in self[:4]), notes=self.notes if n else frozenset())
+        return Count(n * self.matmul, self.notes if n else frozenset())
 
 
 def count(function: Callable, *arguments: Any) -> Count:
@@ -98,16 +87,14 @@ class _Walk(NamedTuple):
         called = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
         if called is not None:
             return self.closed(called, values)
-        return _simple(eqn), _constant(eqn, values)
+        return Count(_product(eqn)), _constant(eqn, values)
 
     def devices(self, eqn, values: list) -> tuple[Count, list]:
         """`shard_map`: the body on each device, one by one along mesh axes where devices differ."""
         mesh, body = eqn.params["mesh"], eqn.params["jaxpr"]
         sizes = {axis: mesh.shape[axis] for axis in eqn.params["newly_manual_axes"]}
-        in_specs, out_specs = (
-            [_entries(spec, sizes, var.aval) for spec, var in zip(eqn.params[name], variables, strict=True)]
-            for name, variables in (("in_specs", eqn.invars), ("out_specs", eqn.outvars))
-        )
+        axes_of = lambda name, atoms: [_entries(*pair, sizes) for pair in zip(eqn.params[name], atoms, strict=True)]
+        in_specs, out_specs = axes_of("in_specs", eqn.invars), axes_of("out_specs", eqn.outvars)
         differ = {axis for axis in sizes if re.search(rf"axis_index\[\s*axis_name='?{axis}\b", str(body))}
         for value, spec in zip(values, in_specs, strict=True):
             if value is not None and not _uniform(value, spec, sizes):
@@ -155,72 +142,47 @@ class _Walk(NamedTuple):
             return one.times(turns) + checked.times(turns + 1)
         if rows := _rows(eqn):
             return one.times(rows) + checked.times(rows + 1) + Count(notes=frozenset([ROWS]))
-        return one + checked + Count(notes=frozenset([ONCE] if one.matmul or one.elementwise else []))
+        return one + checked + Count(notes=frozenset([ONCE] if one.matmul else []))
 
     def branches(self, eqn, values: list) -> tuple[Count, list]:
         branches, index = eqn.params["branches"], values[0]
         if index is not None:
             return self.closed(branches[min(max(int(index), 0), len(branches) - 1)], values[1:])
         found = [self.closed(branch, values[1:])[0] for branch in branches]
-        most = max(found, key=lambda one: (one.matmul, one.elementwise))
+        most = max(found, key=lambda one: one.matmul)
         if min(one.matmul for one in found) < most.matmul:
             most += Count(notes=frozenset(["the most expensive branch of a conditional counts: an upper bound"]))
         return most, [None] * len(eqn.outvars)
 
     def kernel(self, eqn, values: list) -> Count:
         """A Pallas kernel: its own estimate, or its body for every block of its grid."""
-        moved = Count(0, 0, _bytes(eqn.invars), _bytes(eqn.outvars))
         if (estimate := eqn.params.get("cost_estimate")) is not None:
-            return moved + Count(float(estimate.flops), float(estimate.transcendentals))
+            return Count(float(estimate.flops))
+        name, blocks = str(eqn.params["name"]), float(math.prod(eqn.params["grid_mapping"].grid))
         body, _ = self.closed(eqn.params["jaxpr"], [None] * len(eqn.params["jaxpr"].invars))
-        blocks = float(math.prod(eqn.params["grid_mapping"].grid))
-        notes = frozenset([f"{eqn.params['name']}: every block of the kernel's grid counts: an upper bound"])
-        if (
-            str(eqn.params["name"]).startswith("splash") and values[1] is not None
-        ):  # a table of blocks, 0 for those without a visible key
-            blocks *= float(np.count_nonzero(values[1]) / np.size(values[1]))
-            notes = frozenset()
-        return moved + Count(body.matmul, body.elementwise, notes=notes if body.notes else frozenset()).times(blocks)
+        notes = frozenset([f"{name}: every block of the kernel's grid counts: an upper bound"] if body.notes else [])
+        if name.startswith("splash") and values[1] is not None:  # a table: 0 for a block without a visible key
+            blocks, notes = blocks * float(np.count_nonzero(values[1]) / np.size(values[1])), frozenset()
+        return Count(body.matmul, notes).times(blocks)
 
 
-def _simple(eqn) -> Count:
-    if not eqn.outvars:
-        return Count()
-    name, out = eqn.primitive.name, eqn.outvars[0].aval
-    size = lambda atom: math.prod(getattr(atom.aval, "shape", ()))
-    moved = Count(0, 0, _bytes(eqn.invars), _bytes(eqn.outvars))
-    match name:
+def _product(eqn) -> float:
+    """FLOPs of an operation if it is a product."""
+    match eqn.primitive.name:
         case "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             shape = eqn.invars[0].aval.shape
-            return moved + Count(2.0 * math.prod(out.shape) * math.prod(shape[axis] for axis in contracted))
+            return 2.0 * eqn.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
         case "ragged_dot_general":  # a row of the left is multiplied with the matrix of its group
             numbers = eqn.params["ragged_dot_dimension_numbers"]
             (_, contracted), (_, batched) = numbers.dot_dimension_numbers
             gone = {*contracted, *batched, *numbers.rhs_group_dimensions}
             free = math.prod(n for axis, n in enumerate(eqn.invars[1].aval.shape) if axis not in gone)
-            return moved + Count(2.0 * size(eqn.invars[0]) * free)
+            return 2.0 * eqn.invars[0].aval.size * free
         case "conv_general_dilated":
-            kernel = eqn.invars[1].aval.shape
-            features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-            return moved + Count(2.0 * math.prod(out.shape) * math.prod(kernel) / features)
-        case "gather" | "dynamic_slice":
-            return Count(0, 0, _bytes(eqn.outvars), _bytes(eqn.outvars)) if name == "gather" else Count()
-        case "sort" | "top_k" | "approx_top_k":
-            return moved + Count(0, size(eqn.invars[0]) * math.log2(max(2, eqn.invars[0].aval.shape[-1])))
-    if name.startswith("scatter"):
-        updates = _bytes(eqn.invars[2:3])
-        return Count(0, size(eqn.invars[2]) if name != "scatter" else 0, 2 * updates, updates)
-    if FREE.fullmatch(name):
-        return Count()
-    if name.startswith(("reduce_", "arg", "cum")):
-        return Count(0, size(eqn.invars[0]))
-    return Count(0, sum(map(size, eqn.outvars)))
-
-
-def _bytes(atoms) -> float:
-    shapes = [(atom.aval.shape, atom.aval.dtype.itemsize) for atom in atoms if hasattr(atom.aval, "dtype")]
-    return float(sum(math.prod(shape) * width for shape, width in shapes))
+            kernel, features = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec[0]
+            return 2.0 * eqn.outvars[0].aval.size * kernel.size / kernel.shape[features]
+    return 0.0
 
 
 def _small(value) -> np.ndarray | None:
@@ -254,10 +216,10 @@ def _constant(eqn, values: list) -> list:
     return [_small(one) for one in (results if eqn.primitive.multiple_results else [results])]
 
 
-def _entries(spec, sizes: dict[str, int], aval) -> list[tuple[str, ...]]:
+def _entries(spec, atom, sizes: dict[str, int]) -> list[tuple[str, ...]]:
     """The manual axes that split each dimension."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    entries += [()] * (len(getattr(aval, "shape", ())) - len(entries))
+    entries += [()] * (len(getattr(atom.aval, "shape", ())) - len(entries))
     return [tuple(axis for axis in entry if axis in sizes) for entry in entries]
 
 

@@ -12,7 +12,6 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
 _BEGIN = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _OP = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)")  # name, shape, opcode, operands
-_SCATTER = re.compile(r"calls=%?(all-reduce-scatter[\w.\-]*)")
 _FREE = re.compile(  # operations that move nothing
     "parameter|tuple|get-tuple-element|bitcast|constant|while|conditional|call|after-all|partition-id|replica-id|iota|"
     "opt-barrier|add-dependency|.*-done"
@@ -21,7 +20,44 @@ _NAMED = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}"
 )
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}")
+# of a tuple's shape, an element: a tuple or an array
+_ELEMENT = re.compile(r"\((?:[^()]|\([^()]*\))*\)|\w+\[[^\]]*\](?:\{[^}]*\})?")
+_CALLED = re.compile(r"(?:calls|to_apply|body|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+
+
+class Op(NamedTuple):
+    """An operation of a program."""
+
+    shape: str
+    code: str
+    operands: list[str]  # names; of a parameter or a constant its number
+    called: list[str]  # names of computations
+    line: str
+
+    @property
+    def kind(self) -> str:
+        """Which exchange it is, or "". The TPU compiler writes a reduce-scatter as a fusion that calls an all-reduce."""
+        if any(name.startswith("all-reduce-scatter") for name in self.called):
+            return "reduce-scatter"
+        kind = self.code.removesuffix("-start")
+        return kind if kind in KINDS else ""
+
+    @property
+    def number(self) -> int:
+        """The value of a whole constant, 0 of anything else."""
+        return int(self.operands[0]) if self.code == "constant" and self.operands[0].isdigit() else 0
+
+
+Computation = dict[str, Op]  # by name
+
+
+class Visit(NamedTuple):
+    """An operation, the computation in which it stands, how often it runs, and whether as part of a fusion."""
+
+    op: Op
+    inside: Computation
+    times: int
+    fused: bool
 
 
 class Collective(NamedTuple):
@@ -33,58 +69,64 @@ class Collective(NamedTuple):
     bytes: int
 
 
-class Line(NamedTuple):
-    """An operation of a program."""
+def _parse(text: str) -> dict[str, Computation]:
+    """The computations of a program by name; that which runs first also as `ENTRY`."""
+    computations: dict[str, Computation] = {"ENTRY": {}}
+    inside = None
+    for line in text.splitlines():
+        if begin := _BEGIN.match(line):
+            inside = computations[begin[1]] = {}
+            if line.startswith("ENTRY"):
+                computations["ENTRY"] = inside
+        elif line.rstrip() == "}":  # not any line that begins with it: a constant's may
+            inside = None
+        elif inside is not None and (found := _OP.match(line)):
+            name, shape, code, operands = found.groups()
+            called = re.findall(r"%?([\w.\-]+)", " ".join(_CALLED.findall(line)))
+            inside[name] = Op(shape, code, re.findall(r"%([\w.\-]+)", operands) or [operands], called, line)
+    return computations
 
-    text: str
-    times: int  # it runs
-    computation: str
-    fused: bool
+
+def _visited(computations: dict[str, Computation]) -> Iterator[Visit]:
+    """Every operation, also those inside fusions and loops."""
+    todo = [("ENTRY", 1, False)]
+    while todo:
+        name, times, fused = todo.pop()
+        inside = computations.get(name, {})
+        for op in inside.values():
+            yield Visit(op, inside, times, fused)
+            if op.kind:
+                continue  # the sum that a reduction applies exchanges nothing
+            turns = _turns(op.line, computations) if op.code == "while" else 1
+            todo += [(body, times * turns, fused or op.code == "fusion") for body in op.called]
 
 
 def collectives(text: str, mesh) -> list[Collective]:
     """The collectives of a program (`compiled.as_text()`) on a mesh, largest first; in a loop, one for each turn.
 
-    The TPU compiler writes a reduce-scatter as a fusion that calls an all-reduce; it counts as a reduce-scatter. It writes
-    an exchange that runs beside other work into each fusion beside which it runs, on one channel; it counts once. A loop
-    with an unknown number of turns counts once.
+    The TPU compiler writes an exchange that runs beside other work into each fusion beside which it runs, on one channel;
+    it counts once. A loop with an unknown number of turns counts once.
     """
-    bodies, entry = _computations(text)
+    computations = _parse(text)
     counts: dict[tuple, int] = Counter()
     sizes: dict[tuple, float] = defaultdict(float)
     begun = set()
-    for line in _visited(bodies, entry):
-        scatter = _SCATTER.search(line.text)
-        kind = "reduce-scatter" if scatter else _kind(line.text)
-        if not kind:
+    for op, _, times, fused in _visited(computations):
+        if not op.kind:
             continue
-        if line.fused and (channel := re.search(r"channel_id=\d+", line.text)):
-            if (kind, channel[0]) in begun:
+        if fused and (channel := re.search(r"channel_id=\d+", op.line)):
+            if (op.kind, channel[0]) in begun:
                 continue
-            begun.add((kind, channel[0]))
-        group = _group(_all_reduce(bodies, scatter[1]) if scatter else line.text)
+            begun.add((op.kind, channel[0]))
+        lines = [op.line, *(one.line for name in op.called for one in computations.get(name, {}).values())]
+        group = next(filter(None, map(_group, lines)), [])
         if len(group) == 1:  # a device alone
             continue
         axes = _axes(group, mesh)
-        counts[kind, axes] += line.times
-        sizes[kind, axes] += line.times * _bytes(line.text, kind)
+        counts[op.kind, axes] += times
+        sizes[op.kind, axes] += times * _bytes(op)
     found = [Collective(kind, axes, counts[kind, axes], int(sizes[kind, axes])) for kind, axes in counts]
     return sorted(found, key=lambda one: -one.bytes)
-
-
-def _visited(bodies: dict[str, list[str]], entry: str) -> Iterator[Line]:
-    """Every operation, also those inside fusions and loops."""
-    todo = [(entry, 1, False)]
-    while todo:
-        name, times, fused = todo.pop()
-        for text in bodies.get(name, ()):
-            yield Line(text, times, name, fused)
-            if _SCATTER.search(text) or _kind(text):
-                continue  # the sum that a reduction applies exchanges nothing
-            turns = _turns(text, bodies) if " while(" in text else 1
-            for one, several in _CALLED.findall(text):
-                called = [one] if one else re.findall(r"%?([\w.\-]+)", several)
-                todo += [(body, times * turns, fused or " fusion(" in text) for body in called]
 
 
 def traffic(text: str) -> float:
@@ -93,46 +135,40 @@ def traffic(text: str) -> float:
     Each operation reads its operands and writes its results. Where a fusion cuts a piece out of an array, or writes one into
     it, the size of the piece counts. Arrays in the chip's fast memory (S(1) in their layout) do not count.
     """
-    bodies, entry = _computations(text)
-    parsed = {
-        name: {found[1]: found.groups()[1:] for found in map(_OP.match, body) if found} for name, body in bodies.items()
-    }
+    computations = _parse(text)
     total = 0.0
-    for line in _visited(bodies, entry):
-        found = _OP.match(line.text)
-        if line.fused or not found or _FREE.fullmatch(found[3]):
+    for op, inside, times, fused in _visited(computations):
+        if fused or _FREE.fullmatch(op.code):
             continue
-        _, shape, opcode, operands = found.groups()
-        known, result = parsed[line.computation], _in_memory(shape)
-        sizes = [_in_memory(known[one][0]) if one in known else 0.0 for one in re.findall(r"%([\w.\-]+)", operands)]
-        called = re.search(r"calls=%?([\w.\-]+)", line.text)
-        if opcode == "fusion" and called and called[1] in bodies:
-            moved = _fusion(parsed[called[1]], bodies[called[1]], sizes, result)
-        elif opcode == "dynamic-slice":
+        result = _in_memory(op.shape)
+        sizes = [_in_memory(inside[name].shape) if name in inside else 0.0 for name in op.operands]
+        if op.code == "fusion" and op.called[0] in computations:
+            moved = _fusion(computations[op.called[0]], sizes, result)
+        elif op.code == "dynamic-slice":
             moved = 2 * result
-        elif opcode == "dynamic-update-slice":
+        elif op.code == "dynamic-update-slice":
             moved = 2 * sizes[1]
         else:
             moved = result + sum(sizes)
-        total += line.times * moved
+        total += times * moved
     return total
 
 
-def _fusion(inside: dict[str, tuple], lines: list[str], operands: list[float], result: float) -> float:
+def _fusion(inside: Computation, operands: list[float], result: float) -> float:
     """Bytes that a fusion moves."""
     total = 0.0
-    for one, (_, opcode, rest) in inside.items():
-        if opcode != "parameter" or int(rest) >= len(operands):
+    for name, op in inside.items():
+        if op.code != "parameter" or int(op.operands[0]) >= len(operands):
             continue
-        users = [other for other in inside.values() if re.search(rf"%{re.escape(one)}\b", other[2])]
-        if users and all(user[1] == "dynamic-slice" for user in users):
-            total += min(operands[int(rest)], sum(_in_memory(user[0]) for user in users))
-        elif not any(user[1] == "dynamic-update-slice" and user[2].startswith(f"%{one},") for user in users):
-            total += operands[int(rest)]
-    pieces = [other[2].split(",") for other in inside.values() if other[1] == "dynamic-update-slice"]
-    updates = [_in_memory(inside[piece[1].strip(" %")][0]) for piece in pieces if piece[1].strip(" %") in inside]
-    root = next((line for line in lines if line.lstrip().startswith("ROOT")), "")
-    in_place = updates and ("dynamic-update-slice" in root or " bitcast(" in root or " tuple(" in root)
+        size, users = operands[int(op.operands[0])], [other for other in inside.values() if name in other.operands]
+        if users and all(user.code == "dynamic-slice" for user in users):
+            total += min(size, sum(_in_memory(user.shape) for user in users))
+        elif not any(user.code == "dynamic-update-slice" and user.operands[0] == name for user in users):
+            total += size
+    pieces = [other.operands[1] for other in inside.values() if other.code == "dynamic-update-slice"]
+    updates = [_in_memory(inside[piece].shape) for piece in pieces if piece in inside]
+    root = _root(inside)
+    in_place = updates and root and (root.code in ("bitcast", "tuple") or "dynamic-update-slice" in root.line)
     return total + (sum(updates) if in_place else result)
 
 
@@ -177,78 +213,40 @@ def _plain(name: str) -> str:
     return "/".join([part for part in name.split("/") if not re.fullmatch(begin, part)][-4:])
 
 
-def _turns(line: str, bodies: dict[str, list[str]]) -> int:
+def _turns(line: str, computations: dict[str, Computation]) -> int:
     """The turns of a loop: as the compiler wrote, or the constant that bounds its counter, divided by the step."""
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
         return int(known[1])
-    condition, body = (re.search(rf"{part}=%?([\w.\-]+)", line) for part in ("condition", "body"))
-    if not condition or not body:
-        return 1
-    inside = "\n".join(bodies.get(condition[1], ()))
-    bounds = [int(n) for n in re.findall(r"[su]\d+\[\]\S* constant\((\d+)\)", inside)]
-    return max(1, math.ceil(max(bounds, default=1) / _step(inside, bodies.get(body[1], []))))
+    named = [re.search(rf"{part}=%?([\w.\-]+)", line) for part in ("condition", "body")]
+    condition, body = (computations.get(found[1], {}) if found else {} for found in named)
+    bounds = [op.number for op in condition.values() if re.match(r"[su]\d+\[\]", op.shape)]
+    return max(1, math.ceil(max(bounds, default=1) / _step(condition, body)))
 
 
-def _step(condition: str, body: list[str]) -> int:
+def _step(condition: Computation, body: Computation) -> int:
     """What a turn adds to the counter in the condition; 1 where a fusion hides it."""
-    parsed = {found[1]: found for line in body if (found := _OP.match(line))}
-    compared = re.search(r" compare\(%([\w.\-]+)", condition)
-    place = compared and re.search(rf"%{re.escape(compared[1])} = .*index=(\d+)", condition)
-    root = next((found for line in body if "ROOT" in line and (found := _OP.match(line))), None)
-    if not place or not root or root[3] != "tuple":
+    compared = next((op.operands[0] for op in condition.values() if op.code == "compare"), "")
+    place = re.search(r"index=(\d+)", condition[compared].line) if compared in condition else None
+    root = _root(body)
+    if not place or not root or root.code != "tuple":
         return 1
-    added = parsed.get(re.findall(r"%([\w.\-]+)", root[4])[int(place[1])])
-    if not added or added[3] != "add":
+    added = body.get(root.operands[int(place[1])])
+    if not added or added.code != "add":
         return 1
-    by = [parsed[name] for name in re.findall(r"%([\w.\-]+)", added[4]) if name in parsed]
-    return next((int(one[4]) for one in by if one[3] == "constant" and one[4].isdigit() and int(one[4])), 1)
+    return max([1, *(body[name].number for name in added.operands if name in body)])
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """(the lines of each computation, the name of the first to run)."""
-    bodies: dict[str, list[str]] = {}
-    entry, name = "", None
-    for line in text.splitlines():
-        if begin := _BEGIN.match(line):
-            name = begin[1]
-            bodies[name] = []
-            entry = name if line.startswith("ENTRY") else entry
-        elif line.rstrip() == "}":  # not any line that begins with it: a constant's may
-            name = None
-        elif name is not None and " = " in line:
-            bodies[name].append(line)
-    return bodies, entry
+def _root(inside: Computation) -> Op | None:
+    """The operation whose result is the computation's."""
+    return next((op for op in inside.values() if op.line.lstrip().startswith("ROOT")), None)
 
 
-def _kind(line: str) -> str | None:
-    found = re.search(rf" ({'|'.join(KINDS)})(?:-start)?\(", line)
-    return found[1] if found else None
-
-
-def _all_reduce(bodies: dict[str, list[str]], name: str) -> str:
-    return next((line for line in bodies.get(name, ()) if "all-reduce" in line), "")
-
-
-def _bytes(line: str, kind: str) -> float:
+def _bytes(op: Op) -> float:
     """Bytes of the result. A started exchange has a tuple of what it reads, its results, and more."""
-    result = line.partition(" = ")[2]
-    result = result[: result.index(f" {kind}" if f" {kind}" in result else " fusion(")]
-    if "-start(" in line and kind != "all-reduce" and result.startswith("("):
-        result = _elements(result)[1]
+    result = op.shape
+    if op.code.endswith("-start") and op.kind != "all-reduce" and result.startswith("("):
+        result = _ELEMENT.findall(result[1:])[1]
     return math.fsum(_size(dtype, dims) for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", result))
-
-
-def _elements(shape: str) -> list[str]:
-    """`((a, b), c{0,1})` -> `["(a, b)", "c{0,1}"]`."""
-    parts, depth, begin = [], 0, 1
-    for at, letter in enumerate(shape):
-        depth += (letter in "([{") - (letter in ")]}")
-        if (letter == "," and depth == 1) or depth == 0:
-            parts.append(shape[begin:at].strip())
-            begin = at + 1
-        if depth == 0:
-            break
-    return parts
 
 
 def _axes(group: list[int], mesh) -> tuple[str, ...]:

@@ -11,10 +11,11 @@ from typing import Any
 from jaxformer.data.sources import Stdlib
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import ModelConfig
+from jaxformer.models.cost import GIB
 from jaxformer.models.heads import language_model
 from jaxformer.parallel import Mesh
 from jaxformer.planning import hlo, search
-from jaxformer.planning.compile import GIB, Plan, choose_attention, compile_step, plan_step, planner_bytes
+from jaxformer.planning.compile import Plan, choose_attention, compile_step, plan_step, planner_bytes
 from jaxformer.training.experiment import Experiment
 
 

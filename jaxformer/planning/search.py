@@ -5,24 +5,24 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxformer import models, parallel, params, sharding
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, cost
-from jaxformer.planning.compile import GIB, Change, Plan, choose_attention, plan_step
+from jaxformer.models.cost import GIB
+from jaxformer.planning.compile import Plan, choose_attention, plan_step
 from jaxformer.training import optimizers
 
 ROWS = ("data", "fsdp", "expert", "stage")  # the axes that divide a batch
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # sequences a device and pass
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A device's peak in bytes and a step in seconds, by closed form: good enough to choose what to compile."""
 
     bytes: float
@@ -110,33 +110,33 @@ def options(experiment: Any, base: Any) -> str:
 def changes(experiment: Any, name: str, devices: list, made: Any, fast: bool, tries: int = 5) -> list[dict]:
     """The three changes of one thing that save most of a device's memory: by closed form first, then compiled.
 
-    Where none of them is enough, the best two together are the first of the three.
+    Where none of them is enough, the best two together are the first of the three. Each as JSON: its options, the bytes that
+    it saves on a device, and whether the step fits then.
     """
-    chip = cost.CHIPS[devices[0].device_kind]
+    chip, platform = cost.CHIPS[devices[0].device_kind], devices[0].platform
     sized = replace(experiment, mesh=replace(experiment.mesh, **experiment.mesh.shape(len(devices))))
-    likely = sorted(
-        _estimated(_changes(sized, devices[0].platform), len(devices), chip), key=lambda pair: pair[0].bytes
-    )
+    estimated = _estimated(_changes(sized, platform), len(devices), chip)
+    likely = [other for _, other in sorted(estimated, key=lambda pair: pair[0].bytes)][:tries]
     base = made.peak_bytes
-    if devices[0].platform == "tpu" and not fast:  # fast compiles are compared with a fast one
+    if platform == "tpu" and not fast:  # fast compiles are compared with a fast one
         base = plan_step(sized, name, devices, fast=True)[0].peak_bytes or base
 
-    def measured(other) -> tuple[Change, Any] | None:
+    def tried(other: Any) -> tuple[dict, Any] | None:
         words = options(other, sized)
         _progress(words)
         try:
-            tried, _ = plan_step(other, name, devices, fast=True)
+            plan, _ = plan_step(other, name, devices, fast=True)
         except Exception as error:  # whatever the reason: this change does not help, others may
             _progress(f"   {str(error).splitlines()[0][:200]}")
             return None
-        return Change(words, base - tried.peak_bytes, tried.fits), other
+        return {"options": words, "saved": base - plan.peak_bytes, "fits": plan.fits}, other
 
-    found = [one for _, other in likely[:tries] if (one := measured(other)) and one[0].saved > base / 100]
-    found.sort(key=lambda one: -one[0].saved)
-    enough = len(found) < 2 or any(change.fits for change, _ in found)
-    if not enough and (together := measured(_both(sized, found[0][1], found[1][1]))):
+    found = [one for one in map(tried, likely) if one and one[0]["saved"] > base / 100]
+    found.sort(key=lambda one: -one[0]["saved"])
+    enough = len(found) < 2 or any(change["fits"] for change, _ in found)
+    if not enough and (together := tried(_both(sized, found[0][1], found[1][1]))):
         found = [together, *found]
-    return [change._asdict() for change, _ in found[:3]]
+    return [change for change, _ in found[:3]]
 
 
 def _estimated(experiments: Iterator[Any], devices: int, chip: cost.Chip) -> Iterator[tuple[Estimate, Any]]:
@@ -235,14 +235,12 @@ def search(experiment: Any, name: str, devices: list, count: int = 12, most: int
 
 def _varied(pairs: list[tuple]) -> list[tuple]:
     """The pairs in order, but only two batches of a mesh and recomputation before the rest, so that kinds vary early."""
-    counts: Counter = Counter()
-
-    def is_late(pair: tuple) -> bool:
+    early, late, counts = [], [], Counter()
+    for pair in pairs:
         kind = pair[1].mesh, pair[1].model.remat
         counts[kind] += 1
-        return counts[kind] > 2
-
-    return sorted(pairs, key=is_late)  # stable
+        (early if counts[kind] <= 2 else late).append(pair)
+    return early + late
 
 
 def table(found: list[tuple[Any, Any]], base: Any, name: str, topology: str) -> str:

@@ -228,25 +228,9 @@ def test_huge_numbers_are_refused_where_a_float_is_due():
 
 # Random expressions
 
-atoms = st.sampled_from(
-    [
-        "a",
-        "b",
-        "c",
-        "d",
-        "1",
-        "2.5",
-        "'s'",
-        "None",
-        "True",
-        "1e3",
-        "__import__",
-        "open",
-        "eval",
-        "print",
-        "__builtins__",
-    ]
-)
+WORDS = "a b c d 1 2.5 's' None True 1e3 __import__ open eval print __builtins__"
+OPERATORS = "+ - * / ** // % @ << >> & | ^ and or < == in is"
+atoms, operators = st.sampled_from(WORDS.split()), st.sampled_from(OPERATORS.split())
 
 
 def extended(part):
@@ -254,33 +238,7 @@ def extended(part):
     dunder = st.sampled_from(["__class__", "__globals__", "__call__", "x", "__subclasses__()"])
     name = st.sampled_from(["x", "y", "__class__"])
     return st.one_of(
-        st.tuples(
-            part,
-            st.sampled_from(
-                [
-                    "+",
-                    "-",
-                    "*",
-                    "/",
-                    "**",
-                    "//",
-                    "%",
-                    "@",
-                    "<<",
-                    ">>",
-                    "&",
-                    "|",
-                    "^",
-                    "and",
-                    "or",
-                    "<",
-                    "==",
-                    "in",
-                    "is",
-                ]
-            ),
-            part,
-        ).map(" ".join),
+        st.tuples(part, operators, part).map(" ".join),
         st.tuples(st.sampled_from(["-", "~", "not ", "*", "**", "await ", "lambda: ", "lambda x: "]), part).map(
             "".join
         ),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxformer import config as C
-from jaxformer.config import ConfigError
+from tests.config.values import message
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,6 @@ def folder(tmp_path, monkeypatch):
     yield tmp_path
     for name in set(sys.modules) - before:
         del sys.modules[name]
-
-
-def message(function, *args) -> str:
-    with pytest.raises(ConfigError) as caught:
-        function(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_load_by_name_and_by_path(folder):

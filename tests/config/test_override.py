@@ -1,9 +1,7 @@
 """Options of the command line over a small nest of configs: what they set, the errors, each in one line, and the list."""
 
 import dataclasses
-import enum
 import functools
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,33 +12,10 @@ import numpy as np
 import pytest
 
 from jaxformer import config as C
-from jaxformer.config import ConfigError, expressions
+from jaxformer.config import expressions
 from jaxformer.config.override import walk
 from jaxformer.masks import Mask, causal, prefix, window
-
-
-def first_mixer(x):
-    return x
-
-
-def second_mixer(x):
-    return x
-
-
-class Colour(enum.Enum):
-    red = 1
-    blue = 2
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A function that is a config."""
-
-    factor: float = 2.0  # multiplies the input
-    inner: Callable | None = None
-
-    def __call__(self, x):
-        return self.factor * x
+from tests.config.values import Adam, Colour, Lion, Scaled, first_mixer, message, second_mixer
 
 
 @dataclass(frozen=True)
@@ -51,18 +26,6 @@ class Shifted:
 
     def __call__(self, x):
         return x + self.by
-
-
-@dataclass(frozen=True)
-class Adam:
-    learning_rate: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-
-
-@dataclass(frozen=True)
-class Lion:
-    learning_rate: float = 1e-4
-    weight_decay: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -131,14 +94,6 @@ FULL = Experiment(
 
 def override(experiment, *args):
     return C.override(experiment, args, NAMES)
-
-
-def message(function, *args) -> str:
-    """The one line with which a user's mistake is answered."""
-    with pytest.raises(ConfigError) as caught:
-        function(*args)
-    assert "\n" not in str(caught.value) and " at 0x" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -424,10 +379,11 @@ def test_help_never_fails(value):
     assert " at 0x" not in text and "--data" in text
 
 
-def test_help_of_every_experiment():
-    code = (
-        "from jaxformer import config\nfor name in config.available(): print(config.help_text(config.load(name), name))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)  # also with no terminal
-    assert done.returncode == 0 and " at 0x" not in done.stdout, done.stderr
-    assert done.stdout.count("--model.num-layers  INT = ") == len(C.available())
+def test_help_of_every_experiment(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # and there is no terminal
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in C.available():
+        text = C.help_text(C.load(name), name)
+        assert " at 0x" not in text and "--model.num-layers  INT = " in text
+    for name in [name for name in sys.modules if name.startswith("experiment")]:
+        del sys.modules[name]

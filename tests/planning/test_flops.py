@@ -1,4 +1,4 @@
-"""Operations counted in a program against closed forms, and against XLA where XLA counts right."""
+"""FLOPs of products counted in a program against closed forms, and against XLA where XLA counts right."""
 
 from dataclasses import replace
 from functools import partial
@@ -75,14 +75,17 @@ def test_the_closed_form_is_within_a_percent_of_the_count(name):
     assert not counted.notes
 
 
-def test_xla_counts_the_same_of_an_unrolled_model():
-    """XLA counts a loop's body once and a kernel not at all; without either, products and elementwise are together."""
+def test_xla_counts_the_same_where_it_counts_right():
+    """XLA counts a loop's body once, a kernel not at all, and elementwise operations too."""
+    products = lambda x, y, z: jnp.einsum("bth,bsh->bts", x, y) @ z
+    shapes = floats(2, 8, 16), floats(2, 32, 16), floats(2, 32, 4)
+    theirs = lambda f, *arguments: jax.jit(f).lower(*arguments).compile().cost_analysis()["flops"]
+    assert flops.count(products, *shapes).matmul == theirs(products, *shapes)
     config = replace(CONFIG, unroll=L)
     parameters = jax.eval_shape(lambda: models.init(config, jax.random.key(0)))
     function = lambda p, t: models.apply(config, p, t).hidden
-    counted = flops.count(function, parameters, tokens)
-    theirs = jax.jit(function).lower(parameters, tokens).compile().cost_analysis()["flops"]
-    assert counted.matmul < theirs and counted.matmul + counted.elementwise == pytest.approx(theirs, rel=0.05)
+    counted, everything = flops.count(function, parameters, tokens).matmul, theirs(function, parameters, tokens)
+    assert 0.85 * everything < counted < everything
 
 
 def test_blockwise_attention_counts_what_it_visits():
@@ -173,12 +176,6 @@ def test_devices_under_shard_map_count_together():
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         assert flops.count(jax.jit(one), floats(8, 8), floats(8, 8)).matmul == 2 * 8**3
-
-
-def test_bytes_of_products_lookups_and_scatters():
-    assert flops.count(jnp.matmul, floats(4, 8), floats(8, 2))[2:4] == (4 * (32 + 16), 4 * 8)
-    taken = flops.count(lambda x, i: x.at[i].get(mode="clip"), floats(1000, 8), jax.ShapeDtypeStruct((5,), jnp.int32))
-    assert taken.read == taken.written == 4 * 5 * 8
 
 
 def test_convolutions_and_ragged_products():
