@@ -28,17 +28,12 @@ Tree = Any
 # Our models as Flax modules
 
 
-def as_linen(config: ModelConfig | EncoderDecoder, param_dtype=jnp.float32, partitioned: bool = False) -> Any:
-    """A `linen.Module`: `module.apply({"params": p}, tokens, **options)` is `models.apply`, `module.init` is `models.init`.
+class Transformer(linen.Module):
+    """`as_linen(config)`: `module.apply({"params": p}, tokens, **options)` is `models.apply`, `module.init` is `models.init`.
 
     `rngs={"dropout": key}` means `dropout_key=key`; without it there is no dropout. Inside another module Linen changes these
     keys by path and call. `partitioned` boxes each parameter with the names of its axes, for `linen.logical_axis_rules`.
     """
-    return Transformer(config, param_dtype, partitioned)
-
-
-class Transformer(linen.Module):
-    """The module of `as_linen`."""
 
     config: Any
     param_dtype: Any = jnp.float32
@@ -64,21 +59,19 @@ def _draw(module: Any, name: str, key: Array, spec: Tree) -> Tree:
     return jax.tree.map(box, values, spec) if module.partitioned else values
 
 
-def as_nnx(config: ModelConfig | EncoderDecoder, params: Tree) -> Any:
-    """An `nnx.Module`: `model(tokens, **options)` is `models.apply(config, params, tokens, **options)`.
+as_linen: Any = Transformer
+
+
+class NNXTransformer(nnx.Module):
+    """`as_nnx(config, params)`: `model(tokens, **options)` is `models.apply(config, params, tokens, **options)`.
 
     Each parameter is an `nnx.Param` at its path, `model.layers.attention.query.kernel`. Another Variable may replace it, or a
     module that returns the array when called (LoRA). Raises ConfigError if `params` do not match `config`.
     """
-    if wrong := mismatch(models.spec(config), params):
-        raise ConfigError(f"as_nnx: the parameters are not those of the config: {wrong}; models.init makes them")
-    return NNXTransformer(config, params)
 
-
-class NNXTransformer(nnx.Module):
-    """The module of `as_nnx`."""
-
-    def __init__(self, config, params):
+    def __init__(self, config: ModelConfig | EncoderDecoder, params: Tree):
+        if wrong := mismatch(models.spec(config), params):
+            raise ConfigError(f"as_nnx: the parameters are not those of the config: {wrong}; models.init makes them")
         self.config = config
         self.names = tuple(params)  # users may set other attributes
         for name, part in params.items():
@@ -88,11 +81,14 @@ class NNXTransformer(nnx.Module):
         return models.apply(self.config, params_of(self), tokens, **options)
 
 
+as_nnx: Any = NNXTransformer
+
+
 def _boxed(node: Any) -> Any:
     """A tree of arrays as a tree of `nnx.Param`."""
-    return (
-        nnx.Dict({name: _boxed(part) for name, part in node.items()}) if isinstance(node, Mapping) else nnx.Param(node)
-    )
+    if isinstance(node, Mapping):
+        return nnx.Dict({name: _boxed(part) for name, part in node.items()})
+    return nnx.Param(node)
 
 
 def params_of(model: Any) -> Tree:

@@ -22,7 +22,7 @@ KINDS = ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQue
 def _heads(c: Json, language_model: str = "ForCausalLM") -> dict[str, tuple]:
     """The last token that is not padding classifies a sequence."""
     sequence = Classification(tables.count_labels(c), pool="last", pooler=None, bias=False)
-    return tables.kinds_of_heads((language_model, *KINDS), sequence)
+    return tables.heads_by_class((language_model, *KINDS), sequence)
 
 
 GPT = COMMON | {
@@ -48,23 +48,23 @@ def _write_gpt2(config: ModelConfig) -> Json:
 
 
 TASKS = {"classification": "score", "token_classification": "classifier", "span": "qa_outputs"}
-H = "transformer.h.{}."
+GPT_LAYER = "transformer.h.{}."
 GPT_RULES = [
     *rules("embedding/", "transformer.", {"tokens": "wte.weight", "positions": "wpe.weight"}),
-    *rules("layers/", H, {"attention_norm": "ln_1", "feedforward_norm": "ln_2"}),
+    *rules("layers/", GPT_LAYER, {"attention_norm": "ln_1", "feedforward_norm": "ln_2"}),
     Rule("final_norm", "transformer.ln_f"),
     *rules("heads/", "", TASKS | {"language_model/kernel": "lm_head.weight"}),
 ]
 GPT2_RULES = [
+    Rule(tuple(f"layers/attention/{name}" for name in ("query", "key", "value")), GPT_LAYER + "attn.c_attn", "conv1d"),
+    Rule("layers/attention/out", GPT_LAYER + "attn.c_proj", "conv1d"),
+    *rules("layers/feedforward/", GPT_LAYER + "mlp.", {"up": "c_fc", "down": "c_proj"}, "conv1d"),
     *GPT_RULES,
-    Rule(tuple(f"layers/attention/{name}" for name in ("query", "key", "value")), H + "attn.c_attn", "conv1d"),
-    Rule("layers/attention/out", H + "attn.c_proj", "conv1d"),
-    *rules("layers/feedforward/", H + "mlp.", {"up": "c_fc", "down": "c_proj"}, "conv1d"),
 ]
 GPT_NEO_RULES = [
     *GPT_RULES,
-    *rules("layers/attention/", H + "attn.attention.", tables.PROJECTIONS),
-    *rules("layers/feedforward/", H + "mlp.", {"up": "c_fc", "down": "c_proj"}),
+    *rules("layers/attention/", GPT_LAYER + "attn.attention.", tables.PROJECTIONS),
+    *rules("layers/feedforward/", GPT_LAYER + "mlp.", {"up": "c_fc", "down": "c_proj"}),
 ]
 
 
@@ -266,7 +266,7 @@ def _read_reformer_positions(c: Json) -> Json:
 
 def _reformer_heads(c: Json) -> dict[str, tuple]:
     kinds = ("ModelWithLMHead", "ForMaskedLM", "Model", "ForSequenceClassification", "ForQuestionAnswering")
-    return tables.kinds_of_heads(kinds, Classification(tables.count_labels(c), pool="position_0"))
+    return tables.heads_by_class(kinds, Classification(tables.count_labels(c), pool="position_0"))
 
 
 def _read_reformer_heads(c: Json) -> tuple:

@@ -43,7 +43,6 @@ class Encoder(NamedTuple):
     keeps_pooler: bool = False  # in files of classes whose head does not use it
     positions: Literal["slots", "not_pad"] = "slots"
     global_tokens: dict[str, Any] = {}  # noqa: RUF012 (never written to): {class: see `Conventions`}
-    only: Json = {}  # noqa: RUF012
     read_mixer: Callable[[Json, str], Any] = lambda c, kind: None
     write_mixer: Callable[[ModelConfig], Json] = lambda config: {}
 
@@ -67,19 +66,19 @@ def _conventions(family: Encoder, c: Json) -> tables.Conventions:
 
 
 def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
-    only(c, position_embedding_type="absolute", add_cross_attention=False, **family.only)
+    only(c, position_embedding_type="absolute", add_cross_attention=False)
     fields = tables.read_fields(c, TEXT_FIELDS | {"feedforward": Key("hidden_act", family.act, ACTIVATION)})
     kind, act = tables.class_kind(c, family.name, family.kinds), fields["feedforward"]
     mixer = family.read_mixer(c, kind)
     sequence = Classification(tables.count_labels(c), pool="position_0", pooler=family.classifier_act or act)
-    heads = tables.kinds_of_heads([kind], sequence, LanguageModel(family.lm_act or act, bias=True), (POOLED,))[kind]
+    heads = tables.heads_by_class([kind], sequence, LanguageModel(family.lm_act or act, bias=True), (POOLED,))[kind]
     pooler = any("pooler." in name for name in names)
     if kind == "Model" and names and not pooler:
         heads = ()
     pooled = any(isinstance(head, Classification) for head in heads)
     # in a causal model slot 0 sees no token if it is padding: their result is NaN
     if c.get("is_decoder") and (pooled or mixer is not None):
-        part = f"the heads of {family.name + kind}" if pooled else f"attention_type={c.get('attention_type')!r}"
+        part = f"the heads of {family.name + kind}" if pooled else f"the attention of {family.name}"
         raise ConfigError(f"config.json: is_decoder=True is not supported with {part}; only a language model's head is")
     if family.keeps_pooler and kind not in POOLERS and pooler:
         heads = (*heads, POOLED)
@@ -96,7 +95,7 @@ def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
 def _write(family: Encoder, config: ModelConfig) -> Json:
     decoder = config.masks == (causal(),)
     kinds = sorted(family.kinds, key=lambda kind: (kind in ("LMHeadModel", "ForCausalLM")) != decoder)
-    kinds = tables.kinds_of_heads(kinds, Classification(2))
+    kinds = tables.heads_by_class(kinds, Classification(2))
     offset = config.positions.offset
     c = tables.write_fields(config, TEXT_FIELDS) | {
         "max_position_embeddings": config.context_length + offset, "type_vocab_size": config.embedding.token_types,
@@ -166,7 +165,7 @@ ROBERTA = Encoder(
     lm_head="lm_head.", transform=("dense", "layer_norm"), lm_act="gelu", positions="not_pad",
 )  # fmt: skip
 LONGFORMER = ROBERTA._replace(
-    name="Longformer", base="longformer", kinds=("Model", *TASKS, "ForQuestionAnswering"), only={"is_decoder": False},
+    name="Longformer", base="longformer", kinds=("Model", *TASKS, "ForQuestionAnswering"),
     global_tokens=LONGFORMER_GLOBALS, read_mixer=_read_longformer, write_mixer=_write_longformer,
 )  # fmt: skip
 BERT = Encoder(
@@ -229,14 +228,14 @@ def _write_vit(config: ModelConfig) -> Json:
     return c
 
 
-V, E = "vit.encoder.layer.{}.", "vit.embeddings."
+VIT_LAYER, VIT_EMBEDDING = "vit.encoder.layer.{}.", "vit.embeddings."
 VIT_RULES = [
-    Rule("embedding/patches", E + "patch_embeddings.projection", "patches"),
-    *rules("embedding/", E, {"class_token": "cls_token", "mask_token": "mask_token"}, "leaf2"),
-    Rule("embedding/positions", E + "position_embeddings", "leaf1"),
-    *rules("layers/", V, {"attention_norm": "layernorm_before", "feedforward_norm": "layernorm_after"}),
-    *rules("layers/attention/", V + "attention.", {n: f"attention.{n}" for n in QKV} | {"out": "output.dense"}),
-    *rules("layers/feedforward/", V, {"up": "intermediate.dense", "down": "output.dense"}),
+    Rule("embedding/patches", VIT_EMBEDDING + "patch_embeddings.projection", "patches"),
+    *rules("embedding/", VIT_EMBEDDING, {"class_token": "cls_token", "mask_token": "mask_token"}, "leaf2"),
+    Rule("embedding/positions", VIT_EMBEDDING + "position_embeddings", "leaf1"),
+    *rules("layers/", VIT_LAYER, {"attention_norm": "layernorm_before", "feedforward_norm": "layernorm_after"}),
+    *rules("layers/attention/", VIT_LAYER + "attention.", {n: f"attention.{n}" for n in QKV} | {"out": "output.dense"}),
+    *rules("layers/feedforward/", VIT_LAYER, {"up": "intermediate.dense", "down": "output.dense"}),
     *rules("", "", {"final_norm": "vit.layernorm", "heads/pooled/pooler": "vit.pooler.dense"}),
     Rule("heads/classification", "classifier"),
     Rule("heads/reconstruction", "decoder.0", "patches"),

@@ -185,7 +185,7 @@ NEXT_SENTENCE = Classification(2, pool="position_0", name="next_sentence")
 SPAN = TokenClassification(2, name="span")
 
 
-def kinds_of_heads(
+def heads_by_class(
     kinds: Collection[str], sequence: Classification, language_model=LanguageModel(), base: tuple = ()
 ) -> dict[str, tuple]:
     """The heads of each of these classes. `sequence` classifies a sequence; `base` are the heads of a bare model."""
@@ -226,7 +226,7 @@ def write_heads(heads: tuple, prefix: str, kinds: dict[str, tuple]) -> Json:
 
 
 def count_labels(c: Json) -> int:
-    return c.get("num_labels") or len(c.get("id2label") or {"0": 0, "1": 1})
+    return get(c, "num_labels", None) or len(c.get("id2label") or {"0": 0, "1": 1})
 
 
 def write_labels(labels: tuple[str, ...]) -> Json:
