@@ -39,14 +39,15 @@ NAMES = {name: ("decoder_start" if name == "start" else name) + "_token_id" for 
 
 def read_tokens(*settings: Json) -> Tokens:
     """Takes each token from the first file that has it. A negative id means no token."""
-    tokens = {}
+    tokens: dict[str, Any] = {}
     for name, key in NAMES.items():
         ids = next((c[key] for c in settings if c.get(key) is not None), [])
         ids = ids if isinstance(ids, list) else [ids]
         if any(type(i) is not int for i in ids) or (len(ids) > 1 and name != "eos"):
             raise ConfigError(f"config.json: {key}={ids!r}: expected a token, or null")
-        tokens[name] = tuple(i for i in ids if i >= 0)
-    return Tokens(**{name: ids if name == "eos" else next(iter(ids), None) for name, ids in tokens.items()})
+        ids = tuple(i for i in ids if i >= 0)
+        tokens[name] = ids if name == "eos" else next(iter(ids), None)
+    return Tokens(**tokens)
 
 
 def write_tokens(tokens: Tokens) -> Json:

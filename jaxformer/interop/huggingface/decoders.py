@@ -210,8 +210,8 @@ def _llama_rules(family: Llama, config: ModelConfig) -> list[Rule]:
 
 
 def _llama_family(llama: Llama) -> Family:
-    functions = (partial(function, llama) for function in (_read_llama, _write_llama, _llama_rules))
-    return Family(*functions, prefix="model.", aliases={"lm_head.weight": "model.embed_tokens.weight"})
+    read, write, rules = partial(_read_llama, llama), partial(_write_llama, llama), partial(_llama_rules, llama)
+    return Family(read, write, rules, "model.", aliases={"lm_head.weight": "model.embed_tokens.weight"})
 
 
 REFORMER = {field: COMMON[field] for field in ("vocab_size", "d_model", "num_heads", "init_std")} | {

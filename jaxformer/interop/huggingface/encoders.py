@@ -52,7 +52,9 @@ def encoder(family: Encoder) -> Family:
     aliases = {lm + "decoder.weight": e + "word_embeddings.weight"}
     aliases |= {lm + "decoder.bias": lm + "bias", lm + "bias": lm + "decoder.bias"}
     return Family(
-        *(partial(function, family) for function in (_read, _write, _rules)),
+        partial(_read, family),
+        partial(_write, family),
+        partial(_rules, family),
         prefix=family.base + ".",
         ignored=Family._field_defaults["ignored"] + rf"|^{re.escape(lm)}bias$",  # an untied head uses decoder.bias
         aliases=aliases,
@@ -92,11 +94,11 @@ def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
     )  # fmt: skip
 
 
-def _write(family: Encoder, config: ModelConfig) -> Json:
+def _write(family: Encoder, config: Any) -> Json:
     decoder = config.masks == (causal(),)
     kinds = sorted(family.kinds, key=lambda kind: (kind in ("LMHeadModel", "ForCausalLM")) != decoder)
     kinds = tables.heads_by_class(kinds, Classification(2))
-    offset = config.positions.offset
+    offset = getattr(config.positions, "offset", 0)
     c = tables.write_fields(config, TEXT_FIELDS) | {
         "max_position_embeddings": config.context_length + offset, "type_vocab_size": config.embedding.token_types,
     }  # fmt: skip
@@ -131,7 +133,7 @@ def _read_bigbird(c: Json, kind: str):
     return mixers.BigBird(block, random, layout="zero", dense_length=(5 + 2 * random) * block)
 
 
-def _write_bigbird(config: ModelConfig) -> Json:
+def _write_bigbird(config: Any) -> Json:
     mixer = config.mixer
     c = {"rescale_embeddings": config.embedding.scale != 1.0, "use_bias": config.has_bias("query")}
     if mixer is None:
@@ -215,7 +217,7 @@ def _read_vit(c: Json, names: Collection[str]) -> ModelConfig:
     )  # fmt: skip
 
 
-def _write_vit(config: ModelConfig) -> Json:
+def _write_vit(config: Any) -> Json:
     patches, head = config.embedding, config.heads[0] if config.heads else None
     single = lambda pair: pair[0] if len(set(pair)) == 1 else list(pair)
     c = tables.write_fields(config, VIT_FIELDS) | tables.write_heads(config.heads, "ViT", _vit_heads({})) | {

@@ -121,7 +121,7 @@ def _marian_stack(c: Json, name: str, **rest: Any) -> ModelConfig:
     )
 
 
-def _write_marian(config: EncoderDecoder) -> Json:
+def _write_marian(config: Any) -> Json:
     encoder, decoder = config.encoder, config.decoder
     sides = tables.write_fields(encoder, _side("encoder")) | tables.write_fields(decoder, _side("decoder"))
     return sides | tables.write_heads(decoder.heads, "Marian", MARIAN_HEADS) | {

@@ -1,6 +1,7 @@
 """Rotary positions of Hugging Face configs: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
 
 import math
+from typing import Any
 
 from jaxformer.errors import ConfigError
 from jaxformer.interop.huggingface.tables import Json, get, only
@@ -8,7 +9,8 @@ from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN, r
 
 LENGTH, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 ATTENTION = "attention_factor"
-SCALINGS = {  # rope_type: (our class, {their name of each of its fields: type})
+# rope_type: (our class, {their name of each of its fields: type})
+SCALINGS: dict[str, tuple[Any, dict[str, type]]] = {
     "linear": (Linear, {"factor": float}),
     "dynamic": (NTK, {"factor": float, LENGTH: int}),
     "llama3": (Llama3, {"factor": float, ORIGINAL: int, "low_freq_factor": float, "high_freq_factor": float}),
@@ -65,11 +67,11 @@ def _read_scaling(c: Json, rope: Json, kind: str):
     return scaling(*(tuple(map(float, value)) if isinstance(value, list) else value for value in values))
 
 
-def write_rope(rope: Rope) -> Json:
-    c = {"rope_theta": rope.theta, "rope_type": "default"}
+def write_rope(positions: Any) -> Json:
+    c = {"rope_theta": getattr(positions, "theta", 1e4), "rope_type": "default"}
     for kind, (scaling, fields) in SCALINGS.items():
-        if isinstance(rope.scaling, scaling):
-            values = zip(fields, vars(rope.scaling).values(), strict=True)
+        if isinstance(found := getattr(positions, "scaling", None), scaling):
+            values = zip(fields, vars(found).values(), strict=True)
             c |= {
                 name: list(value) if isinstance(value, tuple) else value for name, value in values if value is not None
             }

@@ -195,7 +195,7 @@ def heads_by_class(
         "ForNextSentencePrediction": (NEXT_SENTENCE,),
         "ForSequenceClassification": (sequence,),
         "ForMultipleChoice": (Classification(1, pool="position_0", name="multiple_choice"),),
-        "ForTokenClassification": (TokenClassification(sequence.classes),),
+        "ForTokenClassification": (TokenClassification(sequence.classes or 0),),
         "ForQuestionAnswering": (SPAN,),
     }
     return {kind: heads.get(kind, (language_model,)) for kind in kinds}
