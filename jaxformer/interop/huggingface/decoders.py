@@ -217,6 +217,7 @@ def _llama_family(llama: Llama) -> Family:
 REFORMER = {field: COMMON[field] for field in ("vocab_size", "d_model", "num_heads", "init_std")} | {
     "head_width": Key("attention_head_size", 64), "d_ff": Key("feed_forward_size"), "norm_eps": Key("layer_norm_eps", 1e-12),
     "feedforward": Key("hidden_act", "relu", ACTIVATION), "dropout_rate": Key("hidden_dropout_prob", 0.05),
+    "tie_embeddings": Key("tie_word_embeddings", False),
 }  # fmt: skip
 LSH = {
     "chunk": Key("lsh_attn_chunk_length", 64), "rounds": Key("num_hashes", 1), "seed": Key("hash_seed", 0),
@@ -247,10 +248,11 @@ def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
     parts = {"lsh": (mask, mixers.Reformer(**lsh, buckets=buckets, duplicates=True)), "local": (local_mask, mixer)}
     pattern = tables.shortest_pattern(kinds)
     pattern = tuple(kinds) if len(kinds) % len(pattern) else pattern
+    fields |= _read_reformer_positions(c) | {"tie_embeddings": False}
     return ModelConfig(
-        **fields, num_layers=len(kinds), **_read_reformer_positions(c), stack=Reversible(streams=2), use_bias="up|down|norm",
+        **fields, num_layers=len(kinds), stack=Reversible(streams=2), use_bias="up|down|norm",
         masks=tuple(parts[kind][0] for kind in pattern), mixer=tuple(parts[kind][1] for kind in pattern),
-        heads=_read_reformer_heads(c), tie_embeddings=False,
+        heads=_read_reformer_heads(c),
     )  # fmt: skip
 
 
@@ -294,7 +296,7 @@ def _write_reformer(config: ModelConfig) -> Json:
         axial = {"axial_pos_shape": positions.shape, "axial_pos_embds_dim": positions.widths}
     c = tables.write_fields(config, REFORMER) | tables.write_fields(lsh, LSH) | tables.write_fields(local, LOCAL)
     return c | axial | tables.write_heads(config.heads, "Reformer", heads) | {
-        "is_decoder": decoder, "num_hidden_layers": config.num_layers, "tie_word_embeddings": False,
+        "is_decoder": decoder, "num_hidden_layers": config.num_layers,
         "attn_layers": ["lsh" if isinstance(layer, mixers.Reformer) else "local" for layer in layers],
         "max_position_embeddings": config.context_length, "attention_head_size": config.head_size,
         "num_buckets": lsh.buckets, "hash_seed": lsh.seed or None,

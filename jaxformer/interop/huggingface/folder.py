@@ -6,7 +6,7 @@ Each tensor is read, checked and copied to the devices before the next one: the 
 import hashlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -163,29 +163,29 @@ def _read_weights(
     return unflatten_dict({path: params[path] for path in leaves}, sep="/")
 
 
-def _canonical(family: tables.Family, name: str, names) -> str | None:
-    """The entry of `names` that a tensor `name` means: old files say gamma and beta and may leave out the prefix."""
-    modern = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
-    return next((candidate for candidate in (modern, family.prefix + modern) if candidate in names), None)
+def _find(file, family: tables.Family, known: Collection[str]) -> dict[str, str]:
+    """{name in `known`: name in the file}. Old files say gamma and beta, and may leave out the prefix."""
+    found: dict[str, str] = {}
+    for name in file.names:
+        modern = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
+        canonical = modern if modern in known else family.prefix + modern
+        if canonical in found:
+            raise ConfigError(f"{file.folder}: {found[canonical]} and {name} are the same tensor; remove one")
+        if canonical in known:
+            found[canonical] = name
+    return found
 
 
 def _sources(file, family: tables.Family, tensors: dict[str, tables.Tensor]) -> tuple[dict[str, str], set[str]]:
     """({name in the tables: name in the file}, names of second copies of tied tensors)."""
-    source: dict[str, str] = {}
-    for name in file.names:
-        canonical = _canonical(family, name, tensors.keys() | family.aliases.keys())
-        if canonical in source:
-            raise ConfigError(f"{file.folder}: {source[canonical]} and {name} are the same tensor; remove one")
-        if canonical is not None:
-            source[canonical] = name
+    source = _find(file, family, tensors.keys() | family.aliases.keys())
     duplicates = set()
     for alias, first in family.aliases.items():
-        if alias in tensors or first not in tensors or alias not in source:
-            continue
-        second = source.pop(alias)
-        name = source.setdefault(first, second)
-        if name != second and _digest(file, second) == _digest(file, name):  # with other values it is unexpected
-            duplicates.add(second)
+        if alias in source and alias not in tensors and first in tensors:
+            second = source.pop(alias)
+            name = source.setdefault(first, second)
+            if name != second and _digest(file, second) == _digest(file, name):  # with other values it is unexpected
+                duplicates.add(second)
     return source, duplicates
 
 
@@ -222,12 +222,11 @@ def _with_tie(file, family: tables.Family, config: Config) -> Config:
     A separate head in the file is used even if config.json ties it (T5 v1.1 written by transformers 5). If config.json
     unties the head and the file has none, a T5 is tied (transformers 5 writes it so) and other models miss a tensor.
     """
-    stack = _last(config)
-    heads = (rule.theirs for rule in family.rules(config) if str(rule.ours).endswith("language_model/kernel"))
-    head = next(heads, None)
+    stack, rules = _last(config), family.rules(config)
+    head = next((rule.theirs for rule in rules if str(rule.ours).endswith("language_model/kernel")), None)
     if head is None or not stack.heads:
         return config
-    names = {_canonical(family, name, family.aliases.keys() | family.aliases.values()): name for name in file.names}
+    names = _find(file, family, family.aliases.keys() | family.aliases.values())
     if head not in names:
         return _with_stack(config, tie_embeddings=True) if file.config["model_type"] == "t5" else config
     table = names.get(family.aliases[head])
