@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from jaxformer.errors import ConfigError
 from jaxformer.interop.huggingface import tables
 from jaxformer.interop.huggingface.tables import ACTIVATION, GATE, GATED, Family, Json, Key, Rule, get, only, rules
 from jaxformer.masks import causal, full
@@ -31,6 +32,11 @@ def _read_t5(c: Json, names: Collection[str]) -> EncoderDecoder | ModelConfig:
     head = LanguageModel(scale=fields["d_model"] ** -0.5 if get(c, "scale_decoder_outputs", tied) else 1.0)
     kinds = {"ForConditionalGeneration": (head,), "Model": (), "EncoderModel": ()}
     kind = tables.class_kind(c, "T5", kinds)
+    buckets, distance = relative["buckets"], relative["max_distance"]
+    # half of the decoder's buckets hold one distance each, and must end before the maximum
+    if not 2 <= buckets // 2 < distance:
+        expected = f"more than half of relative_attention_num_buckets={buckets}, which must be at least 4"
+        raise ConfigError(f"config.json: relative_attention_max_distance={distance}: expected {expected}")
     encoder = ModelConfig(
         **fields, norm="rms_norm", positions=Relative(**relative), masks=(full(),), use_bias=False, attention_scale=1.0,
         heads=(), attention_dropout_rate=fields["dropout_rate"],
