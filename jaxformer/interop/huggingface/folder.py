@@ -56,11 +56,12 @@ def load(
     `allow_missing` (ours) permit exceptions; missing parameters are drawn from `key`.
     """
     file = safetensors.open_checkpoint(path, revision)
-    kind, checkpoint = _read_settings(file)
-    config = _with_tie(file, FAMILIES[kind], checkpoint.config)
+    checkpoint = _read_settings(file)
+    family = FAMILIES[file.config["model_type"]]
+    config = _with_tie(file, family, checkpoint.config)
     if heads is not None:
         config = _with_stack(config, heads=heads)
-    params = _read_weights(file, FAMILIES[kind], config, dtype, sharding, allow_unexpected, allow_missing, key)
+    params = _read_weights(file, family, config, dtype, sharding, allow_unexpected, allow_missing, key)
     labels = checkpoint.labels if _classes(config) == len(checkpoint.labels) else ()  # the head may not be loaded
     return replace(checkpoint, config=config, params=params, labels=labels)
 
@@ -71,12 +72,11 @@ def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 5_000
     A new model is `Checkpoint(config, params, Tokens(eos=(2,)))`. Raises ConfigError if no family can express the config, if
     tokens or labels are missing or inconsistent, and if `folder` is not empty.
     """
-    kind, settings = _write_settings(checkpoint.config, checkpoint.model_type)
-    settings = _with_tokens(folder, checkpoint, settings)
+    settings = _with_tokens(folder, checkpoint, _write_settings(checkpoint.config, checkpoint.model_type))
     if wrong := parameters.mismatch(models.spec(checkpoint.config), checkpoint.params):
         raise ConfigError(f"{folder}: the parameters are not those of the config: {wrong}")
     arrays, tensors = paths(checkpoint.params), []
-    for name, tensor in tables.plan(FAMILIES[kind], checkpoint.config).items():
+    for name, tensor in tables.plan(FAMILIES[settings["model_type"]], checkpoint.config).items():
         dtype = np.dtype(arrays[tensor.parts[0].path].dtype if tensor.parts else np.float32)
         tensors.append((name, tensor.shape, dtype, partial(_make_tensor, arrays, tensor)))
     settings["dtype"] = min(str(dtype) for _, _, dtype, _ in tensors)
@@ -112,8 +112,8 @@ def rope_layout(config: ModelConfig, params: Tree, layout: Literal["half", "inte
 # Reading
 
 
-def _read_settings(file: safetensors.Files) -> tuple[str, Checkpoint]:
-    """The model type of a folder, and its checkpoint without parameters."""
+def _read_settings(file: safetensors.Files) -> Checkpoint:
+    """The checkpoint of a folder without parameters."""
     kind = file.config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(
@@ -130,7 +130,7 @@ def _read_settings(file: safetensors.Files) -> tuple[str, Checkpoint]:
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{file.folder}/config.json: cannot be understood ({reason})") from error
-    return kind, Checkpoint(config, None, tokens, conventions, labels, kind)
+    return Checkpoint(config, None, tokens, conventions, labels, kind)
 
 
 def _read_weights(
@@ -317,8 +317,8 @@ def _classes(config: Config) -> int:
     return next((classes for head in _last(config).heads if (classes := getattr(head, "classes", None))), 0)
 
 
-def _write_settings(config: Config, model_type: str | None) -> tuple[str, dict]:
-    """(model_type, config.json) of the first family that can express the config: it reads the same config from its file."""
+def _write_settings(config: Config, model_type: str | None) -> dict:
+    """config.json of the first family that can express the config: it reads the same config from its file."""
     if model_type is not None and model_type not in FAMILIES:
         raise ConfigError(f"model_type={model_type!r}: expected one of {', '.join(FAMILIES)}")
     reason = ""
@@ -335,7 +335,7 @@ def _write_settings(config: Config, model_type: str | None) -> tuple[str, dict]:
         fields, read = _fields(config), _fields(copy)
         differences = [name for name in fields | read if fields.get(name, ...) != read.get(name, ...)]
         if not differences:
-            return kind, settings
+            return settings
         reason = f"cannot express {list_names(differences, str)}"
     if model_type is None:
         raise ConfigError(f"no family of {', '.join(FAMILIES)} can express this config; give model_type to see why")
