@@ -9,16 +9,14 @@ from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN, r
 
 LENGTH, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 ATTENTION = "attention_factor"
+YARN = {"beta_fast": float, "beta_slow": float, "truncate": bool}
 # rope_type: (our class, {their name of each of its fields: type})
 SCALINGS: dict[str, tuple[Any, dict[str, type]]] = {
     "linear": (Linear, {"factor": float}),
     "dynamic": (NTK, {"factor": float, LENGTH: int}),
     "llama3": (Llama3, {"factor": float, ORIGINAL: int, "low_freq_factor": float, "high_freq_factor": float}),
-    "yarn": (
-        YaRN,
-        {"factor": float, ORIGINAL: int, "beta_fast": float, "beta_slow": float, "truncate": bool, ATTENTION: float},
-    ),
-    "longrope": (LongRoPE, {"short_factor": list, "long_factor": list, ORIGINAL: int, ATTENTION: float}),
+    "yarn": (YaRN, {"factor": float, ORIGINAL: int, **YARN, ATTENTION: float}),
+    "longrope": (LongRoPE, {"short_factor": tuple, "long_factor": tuple, ORIGINAL: int, ATTENTION: float}),
 }
 
 
@@ -59,22 +57,21 @@ def _read_scaling(c: Json, rope: Json, kind: str):
         one, two = (get(rope, key, 0.0) for key in ("mscale", "mscale_all_dim"))
         if one and two and stretch > 1:
             settings.setdefault(ATTENTION, (0.1 * one * math.log(stretch) + 1) / (0.1 * two * math.log(stretch) + 1))
-        betas = {"beta_fast": rope.get("beta_fast") or 32.0, "beta_slow": rope.get("beta_slow") or 1.0}
-        settings |= {"factor": stretch} | betas
+        fast, slow = rope.get("beta_fast") or 32.0, rope.get("beta_slow") or 1.0
+        settings |= {"factor": stretch, "beta_fast": fast, "beta_slow": slow}
     if kind == "longrope":
+        settings |= {key: tuple(map(float, rope[key])) for key in ("short_factor", "long_factor")}
         settings.setdefault(ATTENTION, math.sqrt(1 + math.log(max(stretch, 1)) / math.log(original)))
-    values = [get(settings, name, type_) for name, type_ in fields.items() if name in settings]
-    return scaling(*(tuple(map(float, value)) if isinstance(value, list) else value for value in values))
+    needed = (name for name in fields if name != ATTENTION or name in settings)  # it has a default
+    return scaling(*(get(settings, name, fields[name]) for name in needed))
 
 
 def write_rope(positions: Any) -> Json:
+    found = getattr(positions, "scaling", None)
     c = {"rope_theta": getattr(positions, "theta", 1e4), "rope_type": "default"}
     for kind, (scaling, fields) in SCALINGS.items():
-        if isinstance(found := getattr(positions, "scaling", None), scaling):
+        if isinstance(found, scaling):
             values = zip(fields, vars(found).values(), strict=True)
-            c |= {
-                name: list(value) if isinstance(value, tuple) else value for name, value in values if value is not None
-            }
-            c["rope_type"] = kind
+            c |= {name: value for name, value in values if value is not None} | {"rope_type": kind}
     c.pop(LENGTH, None)  # NTK's length is the config's
     return c

@@ -87,7 +87,7 @@ def get(c: Json, name: str, default: Any = int) -> Any:
     """
     if name not in c:
         if isinstance(default, type):
-            raise ConfigError(f"config.json has no {name}, which a {c.get('model_type')} model needs")
+            raise ConfigError(f"config.json has no {name}, which this model needs")
         return default
     value = c[name]
     if value is None and (default is None or name in OPTIONAL):
