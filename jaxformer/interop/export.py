@@ -45,10 +45,9 @@ def save(
 ) -> None:
     """Writes `forward(params, tokens, *inputs) -> logits` (hidden states if there are no heads) into the folder `path`.
 
-    An encoder-decoder takes (tokens, source), a vision model takes images. `inputs` names more [B, T] integer arrays, of
+    An encoder-decoder takes (tokens, source), a vision model images. `inputs` names more [B, T] arrays of integers, of
     OPTIONAL_INPUTS. `batch=None` and `length=None` allow any size up to `context_length`, with attention in O(T^2) memory; a
-    fixed length above 512 uses the blockwise kernel. The program can be differentiated `vjp_order` times (`forward.vjp()`).
-    Raises ConfigError for invalid arguments.
+    fixed length above 512 uses the blockwise kernel. The program can be differentiated `vjp_order` times.
     """
     _check(path, config, params, batch, length, inputs, platforms, vjp_order)
     leaves, (encoder, decoder) = paths(params), _stacks(config)
@@ -60,10 +59,8 @@ def save(
     except (jax.errors.InconclusiveDimensionOperation, TypeError) as error:  # ConcretizationTypeError is a TypeError
         if batch is not None and length is not None:
             raise
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"{path}: this model needs a fixed size, give length= or batch= as well ({reason})"
-        ) from error
+        reason = f"this model needs a fixed size, give length= or batch= as well ({str(error).splitlines()[0]})"
+        raise ConfigError(f"{path}: {reason}") from error
     shape_of = lambda a: {"shape": [d if isinstance(d, int) else str(d) for d in a.shape], "dtype": str(a.dtype)}
     manifest = {
         "program": PROGRAM,
@@ -76,9 +73,7 @@ def save(
         "jax": jax.__version__,
         "model": config_description(config),
     }
-    tensors = [
-        (name, leaf.shape, np.dtype(leaf.dtype), partial(np.asarray, leaf)) for name, leaf in sorted(leaves.items())
-    ]
+    tensors = [(name, leaf.shape, leaf.dtype, partial(np.asarray, leaf)) for name, leaf in sorted(leaves.items())]
     program = exported.serialize(vjp_order=vjp_order)
     safetensors.save_checkpoint(path, manifest, tensors, shard_bytes=2**63)
     (Path(path).expanduser() / PROGRAM).write_bytes(program)
@@ -98,23 +93,21 @@ def load(path: str | Path, sharding: Any = None) -> Callable[..., Array]:
         exported = export.deserialize(bytearray(program.read_bytes()))
     except Exception as error:
         raise ConfigError(f"{program}: cannot be read ({error}); export it again with this JAX") from error
-    platform = export.default_export_platform()
-    if platform not in exported.platforms:
-        raise ConfigError(
-            f"{path}: exported for {', '.join(exported.platforms)}; export it with platforms=({platform!r},)"
-        )
+    if (platform := export.default_export_platform()) not in exported.platforms:
+        found = ", ".join(exported.platforms)
+        raise ConfigError(f"{path}: exported for {found}; export it with platforms=({platform!r},)")
     params = {name: jax.device_put(checkpoint.read(name), sharding) for name in checkpoint.names}
-    expected = {name: value for name, value in checkpoint.config["arguments"].items() if name != "params"}
 
     def forward(*arguments: Any) -> Array:
-        _check_arguments(expected, checkpoint.config["limits"], arguments)
+        _check_arguments(checkpoint.config, arguments)
         return exported.call(params, *arguments)
 
     return forward
 
 
-def _check_arguments(expected: dict[str, dict], limits: dict[str, int | None], arguments: tuple) -> None:
+def _check_arguments(manifest: dict[str, Any], arguments: tuple) -> None:
     """Raises ValueError with the expected shape; jax.export says only 'Error refining shapes'."""
+    limits, expected = manifest["limits"], {k: v for k, v in manifest["arguments"].items() if k != "params"}
     if len(arguments) != len(expected):
         raise ValueError(f"got {len(arguments)} arguments; expected {', '.join(expected)}")
     sizes: dict[Any, int] = {}
@@ -122,8 +115,7 @@ def _check_arguments(expected: dict[str, dict], limits: dict[str, int | None], a
         shape, dtype = description["shape"], description["dtype"]
         fits = len(shape) == array.ndim and str(array.dtype) == dtype
         for size, actual in zip(shape, array.shape, strict=False):
-            least = 1 if size in limits else size
-            most = (limits[size] or actual) if size in limits else size
+            least, most = (1, limits[size] or actual) if size in limits else (size, size)
             fits = fits and least <= actual <= most and sizes.setdefault(size, actual) == actual
         if not fits:
             up_to = ", ".join(f"{size} up to {limits[size]}" for size in shape if limits.get(size))
@@ -153,16 +145,13 @@ def _stacks(config: ModelConfig | EncoderDecoder) -> tuple[ModelConfig, ModelCon
 def _arguments(config, batch, length, inputs, dtype) -> dict[str, jax.ShapeDtypeStruct]:
     """The arguments of the program after the parameters, in order."""
     encoder, decoder = _stacks(config)
-    patches = decoder.embedding
+    patches, lengths = decoder.embedding, {"t": decoder.context_length}
     if isinstance(patches, Patches):
         lengths = {}
     elif isinstance(config, EncoderDecoder):
-        lengths = {"t": decoder.context_length, "s": encoder.context_length}
-    else:
-        lengths = {"t": decoder.context_length}
-    limits = (
-        [] if length else [text for name, most in lengths.items() for text in (f"{name} <= {most}", f"{name} >= 1")]
-    )
+        lengths["s"] = encoder.context_length
+    bounds = [f"{name} <= {most}" for name, most in lengths.items()] + [f"{name} >= 1" for name in lengths]
+    limits = [] if length else bounds
     sizes = ["b" if batch is None else str(batch), *(str(length) if length else name for name in lengths)]
     b, *rest = export.symbolic_shape(", ".join(sizes), constraints=limits)
     if isinstance(patches, Patches):

@@ -28,18 +28,12 @@ Tree = Any
 # Our models as Flax modules
 
 
-def as_linen(config: ModelConfig | EncoderDecoder, param_dtype=jnp.float32, partitioned: bool = False) -> Any:
-    """A `linen.Module`: `module.apply({"params": p}, tokens, **options)` returns the Output of `models.apply`.
-
-    `module.init(key, tokens, **options)["params"]` equals `models.init(config, key, param_dtype)`. `rngs={"dropout": key}`
-    means `dropout_key=key`; without it there is no dropout. Inside another module Linen changes these keys by path and call.
-    `partitioned` boxes each parameter with the names of its axes, for `linen.logical_axis_rules`.
-    """
-    return Transformer(config, param_dtype, partitioned)
-
-
 class Transformer(linen.Module):
-    """The module of `as_linen`."""
+    """`as_linen(config)`: `module.apply({"params": p}, tokens, **options)` is `models.apply`, `module.init` is `models.init`.
+
+    `rngs={"dropout": key}` means `dropout_key=key`; without it there is no dropout. Inside another module Linen changes these
+    keys by path and call. `partitioned` boxes each parameter with the names of its axes, for `linen.logical_axis_rules`.
+    """
 
     config: Any
     param_dtype: Any = jnp.float32
@@ -65,22 +59,19 @@ def _draw(module: Any, name: str, key: Array, spec: Tree) -> Tree:
     return jax.tree.map(box, values, spec) if module.partitioned else values
 
 
-def as_nnx(config: ModelConfig | EncoderDecoder, params: Tree) -> Any:
-    """An `nnx.Module`: `model(tokens, **options)` is `models.apply(config, params, tokens, **options)`.
-
-    Each parameter is an `nnx.Param` at its path, such as `model.layers.attention.query.kernel`. Another Variable may replace
-    it, or a module that, called without arguments, returns the array (LoRA). Dropout needs `dropout_key=`
-    (`rngs.dropout()`). Raises ConfigError if `params` do not match `config`.
-    """
-    if wrong := mismatch(models.spec(config), params):
-        raise ConfigError(f"as_nnx: the parameters are not those of the config: {wrong}; models.init makes them")
-    return NNXTransformer(config, params)
+as_linen: Any = Transformer
 
 
 class NNXTransformer(nnx.Module):
-    """The module of `as_nnx`."""
+    """`as_nnx(config, params)`: `model(tokens, **options)` is `models.apply(config, params, tokens, **options)`.
 
-    def __init__(self, config, params):
+    Each parameter is an `nnx.Param` at its path, `model.layers.attention.query.kernel`. Another Variable may replace it, or a
+    module that returns the array when called (LoRA). Raises ConfigError if `params` do not match `config`.
+    """
+
+    def __init__(self, config: ModelConfig | EncoderDecoder, params: Tree):
+        if wrong := mismatch(models.spec(config), params):
+            raise ConfigError(f"as_nnx: the parameters are not those of the config: {wrong}; models.init makes them")
         self.config = config
         self.names = tuple(params)  # users may set other attributes
         for name, part in params.items():
@@ -88,6 +79,9 @@ class NNXTransformer(nnx.Module):
 
     def __call__(self, tokens, **options):
         return models.apply(self.config, params_of(self), tokens, **options)
+
+
+as_nnx: Any = NNXTransformer
 
 
 def _boxed(node: Any) -> Any:
@@ -125,26 +119,26 @@ def call_with_x(module, x, context: Context):
 class FlaxFeedForward:
     """A Flax layer `[B, T, D] -> [B, T, D]` as a feed-forward: `ModelConfig(feedforward=FlaxFeedForward(my_mlp))`.
 
-    `module` is a Linen module, or for NNX a function `rngs -> nnx.Module`. Its initialisers get another key for each parameter
-    of each layer. `call(module, x, context) -> out` calls it: a Linen layer with dropout needs
-    `deterministic=context.dropout_key is None`; an NNX module trains, with that key, if there is one. Raises ConfigError for
-    state besides parameters (batch norm) and for another output shape.
+    `module` is a Linen module, or for NNX a function `rngs -> nnx.Module`. `call(module, x, context) -> out` calls it: a Linen
+    layer with dropout needs `deterministic=context.dropout_key is None`; an NNX module trains if there is that key. Raises
+    ConfigError for state besides parameters (batch norm) and for another output shape.
     """
 
     module: Callable
     call: Callable = call_with_x
 
     def __call__(self, config: ModelConfig) -> FeedForward:
-        return FeedForward(*_part("model.feedforward", self, config, _feed))
+        wrap = lambda run, *arguments: FeedForwardOutput(run(*arguments))
+        return FeedForward(*_part("model.feedforward", self, config, wrap))
 
 
 @dataclass(frozen=True)
 class FlaxMixer:
-    """A Flax layer `[B, T, D] -> [B, T, D]` as a mixer: `ModelConfig(mixer=FlaxMixer(layer, call))`. See `FlaxFeedForward`.
+    """A Flax layer as a mixer: `ModelConfig(mixer=FlaxMixer(layer, call))`. See `FlaxFeedForward`.
 
     The default call passes no mask, so it accepts only full(). Attention needs
-    `call=lambda module, x, context: module(x, mask=context.mask.dense(x.shape[1], x.shape[1]))`. A FlaxMixer cannot decode,
-    has no attention maps and sees positions only in the embedding. Raises ConfigError for config fields of attention.
+    `call=lambda module, x, context: module(x, mask=context.mask.dense(x.shape[1], x.shape[1]))`. It cannot decode, has no
+    attention maps and sees positions only in the embedding. Raises ConfigError for config fields of attention.
     """
 
     module: Callable
@@ -157,12 +151,10 @@ class FlaxMixer:
             "attention_dropout_rate": config.attention_dropout_rate != 0,
             "positions": not isinstance(config.positions, Learned | Sinusoidal | None),
         }
-        if field := next((field for field, is_set in unused.items() if is_set), None):
-            raise ConfigError(
-                f"model.{field}={getattr(config, field)}: a FlaxMixer does not read it; build it into the layer, or "
-                "use models.mixers.attention (mixer=None)"
-            )
-        return Mixer(*_part("model.mixer", self, config, partial(_mix, self)), _no_state)
+        for field in (field for field, is_set in unused.items() if is_set):
+            advice = "build it into the layer, or use models.mixers.attention (mixer=None)"
+            raise ConfigError(f"model.{field}={getattr(config, field)}: a FlaxMixer does not read it; {advice}")
+        return Mixer(*_part("model.mixer", self, config, partial(_mix, self)))
 
 
 @dataclass(frozen=True)
@@ -182,40 +174,29 @@ class FlaxModel:
         return self._build()[0]
 
     def apply(self, params: Tree, tokens: Array, dropout_key: Array | None = None, dtype=None) -> models.Output:
-        return models.Output(
-            self._build()[1](params, tokens, _context(tokens, dropout_key if self.trains else None)), None
-        )
+        context = _context(tokens, dropout_key if self.trains else None)
+        return models.Output(self._build()[1](params, tokens, context), None)
 
     def evaluation(self) -> "FlaxModel":
         return replace(self, trains=False)
 
     def _build(self) -> tuple[Tree, Callable]:
         tokens = jnp.zeros((1, self.context_length), jnp.int32)
-        build = _linen_layer if isinstance(self.module, linen.Module) else _nnx_layer
-        return build("model", self.module, self.call, lambda: (tokens, _context(tokens, None)))
+        return _layer("model", self, lambda: (tokens, _context(tokens, None)))
 
 
 def _context(tokens: Array, dropout_key: Array | None) -> Context:
     return Context(full(), jnp.arange(tokens.shape[1])[None], dropout_key=dropout_key)
 
 
-def _feed(run: Callable, params, x, context: Context) -> FeedForwardOutput:
-    return FeedForwardOutput(run(params, x, context))
-
-
 def _mix(mixer: FlaxMixer, run: Callable, params, x, context: Context) -> MixerOutput:
     if context.return_weights:
         raise NotImplementedError("FlaxMixer keeps no attention maps; models.mixers.attention (mixer=None) does")
     if mixer.call is call_with_x and context.mask.rule is not rules.full:
-        raise ConfigError(
-            f"model.mixer: {_name(mixer.module)} is called as module(x), which does not see the mask {context.mask}; give "
-            "FlaxMixer a `call` that passes it (or needs none), or set model.masks to (full(),)"
-        )
+        problem = f"{_name(mixer.module)} is called as module(x), which does not see the mask {context.mask}"
+        advice = "give FlaxMixer a `call` that passes it (or needs none), or set model.masks to (full(),)"
+        raise ConfigError(f"model.mixer: {problem}; {advice}")
     return MixerOutput(run(params, x, context))
-
-
-def _no_state(*_):
-    raise NotImplementedError("FlaxMixer cannot decode; models.mixers.attention (mixer=None) can")
 
 
 def _name(module) -> str:
@@ -227,24 +208,27 @@ def _part(where: str, layer: FlaxFeedForward | FlaxMixer, config: ModelConfig, w
     the layer. Raises ConfigError if its output has another shape.
     """
     T = config.embedding.length if isinstance(config.embedding, Patches) else config.context_length
-    mask = next(
-        (mask for mask in config.masks if mask.rule is rules.full), config.masks[0]
-    )  # every layer accepts full()
+    # every layer accepts full()
+    mask = next((mask for mask in config.masks if mask.rule is rules.full), config.masks[0])
     # the shapes of parameters may depend on T and D
     example = lambda: (jnp.zeros((1, T, config.d_model)), Context(mask, jnp.arange(T)[None]))
-    build = _linen_layer if isinstance(layer.module, linen.Module) else _nnx_layer
-    spec, run = build(where, layer.module, layer.call, example)
+    spec, run = _layer(where, layer, example)
     apply = partial(wrap, lambda params, x, context: run(params, x, context).astype(x.dtype))
-    shape = jax.eval_shape(lambda params: apply(params, *example())[0], params.abstract(spec)).shape
-    if shape != (1, T, config.d_model):
-        expected = f"{shape} of x {(1, T, config.d_model)}; expected the same shape"
-        raise ConfigError(f"{where}: {_name(layer.module)} makes {expected}")
+    found = jax.eval_shape(lambda params: apply(params, *example())[0], params.abstract(spec)).shape
+    if found != (shape := (1, T, config.d_model)):
+        raise ConfigError(f"{where}: {_name(layer.module)} makes {found} of x {shape}; expected the same shape")
     return spec, apply
 
 
+def _layer(where: str, layer: Any, example: Callable) -> tuple[Tree, Callable]:
+    """(spec, run) of a Flax layer that is called with example() = (x, context)."""
+    build = _linen_layer if isinstance(layer.module, linen.Module) else _nnx_layer
+    return build(where, layer.module, layer.call, example)
+
+
 def _linen_layer(where: str, module, call: Callable, example: Callable) -> tuple[Tree, Callable]:
-    """(spec, run) of a Linen module."""
     boxed = lambda leaf: isinstance(leaf, linen.Partitioned)
+    unboxed = lambda leaf: leaf.value if boxed(leaf) else leaf
 
     def start(key: Array) -> Tree:
         x, context = example()
@@ -252,8 +236,7 @@ def _linen_layer(where: str, module, call: Callable, example: Callable) -> tuple
 
     @jax.jit  # only parameters are returned, so XLA does not run the layer
     def draw(key: Array) -> list[Array]:
-        leaves = jax.tree.leaves(start(key)["params"], is_leaf=boxed)
-        return [leaf.value if boxed(leaf) else leaf for leaf in leaves]
+        return [unboxed(leaf) for leaf in jax.tree.leaves(start(key)["params"], is_leaf=boxed)]
 
     def run(params, x, context: Context):
         rngs = {} if context.dropout_key is None else {"dropout": context.dropout_key}
@@ -262,15 +245,11 @@ def _linen_layer(where: str, module, call: Callable, example: Callable) -> tuple
     variables = jax.eval_shape(start, random.key(0))
     _refuse_state(where, module, set(variables) - {"params"})
     leaves, structure = jax.tree.flatten(variables.get("params", {}), is_leaf=boxed)
-    specs = [
-        _leaf(draw, i, leaf.value.shape, leaf.names) if boxed(leaf) else _leaf(draw, i, leaf.shape)
-        for i, leaf in enumerate(leaves)
-    ]
+    specs = [_leaf(draw, i, unboxed(leaf).shape, getattr(leaf, "names", None)) for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(structure, specs), run
 
 
 def _nnx_layer(where: str, make: Callable, call: Callable, example: Callable) -> tuple[Tree, Callable]:
-    """(spec, run) of a function `rngs -> nnx.Module`."""
 
     def start(key: Array):
         with nnx.use_eager_sharding(False):  # the axes of its parameters belong to no mesh yet
@@ -301,10 +280,8 @@ def _nnx_layer(where: str, make: Callable, call: Callable, example: Callable) ->
 
 def _make_nnx(where: str, make: Any, key: Array) -> Any:
     if isinstance(make, nnx.Module):
-        raise ConfigError(
-            f"{where}: {_name(make)} has its values already, but each layer draws new ones: give the function that makes "
-            "it, lambda rngs: ..."
-        )
+        advice = "but each layer draws new ones: give the function that makes it, lambda rngs: ..."
+        raise ConfigError(f"{where}: {_name(make)} has its values already, {advice}")
     module = make(nnx.Rngs(key)) if callable(make) else make
     if not isinstance(module, nnx.Module):
         found = f"{_name(make)} (which makes {type(module).__name__})"
@@ -321,7 +298,7 @@ def _stream(key: Array, i: int, leaf: Any) -> Array:
     return random.split(random.fold_in(key, i), leaf.shape)
 
 
-def _leaf(draw: Callable, i: int, shape: tuple[int, ...], names=None) -> Spec:
+def _leaf(draw: Callable, i: int, shape: tuple[int, ...], names) -> Spec:
     """The Spec of the i-th parameter of draw(key)."""
     axes = (None,) * len(shape) if names is None else tuple(names)
     return Spec(shape, axes, lambda key, shape, dtype: draw(key)[i].astype(dtype))
@@ -329,7 +306,5 @@ def _leaf(draw: Callable, i: int, shape: tuple[int, ...], names=None) -> Spec:
 
 def _refuse_state(where: str, module: Any, kinds: set[str]) -> None:
     if kinds:
-        raise ConfigError(
-            f"{where}: {_name(module)} keeps {', '.join(sorted(kinds))} besides parameters; a layer here has no state: "
-            "use one without (layer norm for batch norm)"
-        )
+        advice = "a layer here has no state: use one without (layer norm for batch norm)"
+        raise ConfigError(f"{where}: {_name(module)} keeps {', '.join(sorted(kinds))} besides parameters; {advice}")

@@ -6,7 +6,6 @@ because the package needs all tensors of a file in memory.
 """
 
 import contextlib
-import fnmatch
 import io
 import json
 import math
@@ -27,10 +26,8 @@ from safetensors import SafetensorError, safe_open
 from jaxformer.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-TEXT_LIMIT = (
-    32_000_000  # bytes of JSON, enough for 200,000 tensors. The format's limit of 100 MB would need 1.4 GB to parse
-)
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+TEXT_LIMIT = 32_000_000  # bytes of JSON, for 200,000 tensors; the 100 MB of the format would take 1.4 GB to parse
 SLAB = 1 << 22  # bytes copied at once
 AGAIN = "download or convert it again"
 
@@ -69,21 +66,18 @@ class _Location(NamedTuple):
 
 @dataclass(frozen=True)
 class Files:
-    """A folder of weights that passed all checks. `names` maps each tensor to (shape, NumPy dtype name).
-
-    `config` and `generation` are config.json and generation_config.json (empty if missing).
-    """
+    """A folder of weights that passed all checks."""
 
     folder: Path
-    config: dict[str, Any] = field(repr=False)
-    generation: dict[str, Any] = field(repr=False)
-    names: dict[str, tuple[tuple[int, ...], str]] = field(repr=False)
+    config: dict[str, Any] = field(repr=False)  # config.json
+    generation: dict[str, Any] = field(repr=False)  # generation_config.json; empty if missing
+    names: dict[str, tuple[tuple[int, ...], str]] = field(repr=False)  # {tensor: (shape, NumPy dtype name)}
     _locations: dict[str, _Location] = field(repr=False)
 
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor. Raises ConfigError for an unknown name and for a file that has changed."""
         if name not in self._locations:
-            raise ConfigError(f"{self.folder}: no tensor {_display(name)}; there are {_list_names(self.names)}")
+            raise ConfigError(f"{self.folder}: no tensor {_display(name)}; there are {list_names(self.names)}")
         path, file, start, shape, dtype = self._locations[name]
         try:
             if CODES[dtype].startswith("F8"):  # the package expects these types in NumPy, which lacks them
@@ -118,23 +112,22 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
         reason = "it is a file" if os.path.isfile(folder) else getattr(error, "strerror", None) or error
         raise ConfigError(f"{folder}: not a folder of weights ({reason}); expected {SINGLE} and config.json") from None
     if "config.json" not in listing:
-        raise ConfigError(f"{folder}: no config.json, which says what model it is; there are {_list_names(listing)}")
-    config = _read_json(folder / "config.json", dict)
-    generation_file = "generation_config.json"
-    generation = _read_json(folder / generation_file, dict) if generation_file in listing else {}
+        raise ConfigError(f"{folder}: no config.json, which says what model it is; there are {list_names(listing)}")
+    files = ("config.json", "generation_config.json")
+    config, generation = (_read_json(folder / file) if file in listing else {} for file in files)
     if SINGLE in listing:
         locations = _open_file(folder / SINGLE)
     elif INDEX in listing:
         locations = _open_shards(folder, listing)
-    elif pickles := [file for file in listing if any(fnmatch.fnmatch(file, pattern) for pattern in PICKLES)]:
+    elif pickles := [file for file in listing if file.endswith(PICKLES)]:
         raise ConfigError(
-            f"{folder}: neither {SINGLE} nor {INDEX}, only pickled files ({_list_names(pickles)}): loading a pickle runs"
+            f"{folder}: neither {SINGLE} nor {INDEX}, only pickled files ({list_names(pickles)}): loading a pickle runs"
             " whatever code it contains, so we do not; where you trust it, convert it with transformers' `save_pretrained`"
             " (before version 5 with safe_serialization=True), or on the hub with huggingface.co/spaces/safetensors/convert"
         )
     else:
-        expected = f"{folder}: neither {SINGLE} nor {INDEX}; there are {_list_names(listing)}"
-        raise ConfigError(f"{expected}; give the folder that `save_pretrained` wrote")
+        found = f"there are {list_names(listing)}; give the folder that `save_pretrained` wrote"
+        raise ConfigError(f"{folder}: neither {SINGLE} nor {INDEX}; {found}")
     names = {name: (location.shape, str(location.dtype.name)) for name, location in locations.items()}
     return Files(folder, config, generation, names, locations)
 
@@ -145,10 +138,8 @@ def check_finite(name: str, array: np.ndarray) -> None:
         return
     bad = array.size - sum(np.count_nonzero(np.isfinite(slab)) for slab in _slabs(array))
     if bad:
-        raise ConfigError(
-            f"tensor {_display(name)}: {bad:,} of {array.size:,} values are NaN or infinite; the weights are damaged, or"
-            " are those of a training that diverged: take another revision or checkpoint"
-        )
+        advice = "the weights are damaged, or the training diverged: take another revision or checkpoint"
+        raise ConfigError(f"tensor {_display(name)}: {bad:,} of {array.size:,} values are NaN or infinite; {advice}")
 
 
 def save_checkpoint(
@@ -161,8 +152,7 @@ def save_checkpoint(
 
     `tensors` holds (name, shape, dtype, function that returns the array): the host holds one array at a time. A file has at
     most `shard_bytes`, unless one tensor has more. Raises ConfigError for a `folder` that is not empty or cannot be written
-    and for a dtype that the format lacks, TypeError for a config that is not JSON, ValueError for an array that is not as
-    declared and for a duplicate name. A killed save leaves `folder.unfinished`, which the next save removes.
+    and for an unknown dtype. A killed save leaves `folder.unfinished`, which the next save removes.
     """
     folder = Path(os.path.realpath(os.path.expanduser(folder)))
     text = _dumps(config)
@@ -180,7 +170,7 @@ def save_checkpoint(
             raise ConfigError(f"{folder}: exists and is not an empty folder; choose another name, or remove it first")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        _write_shards(unfinished, _shards(items, shard_bytes), total)
+        _write_shards(unfinished, items, shard_bytes)
         (unfinished / "config.json").write_text(text)
         unfinished.rename(folder)
     except BaseException as error:
@@ -225,23 +215,20 @@ def _open_shards(folder: Path, listing: list[str]) -> dict[str, _Location]:
         raise ConfigError(f"{index}: no weight_map that names the file of each tensor; {AGAIN}")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", file):
-            raise ConfigError(
-                f"{index}: {_display(name)} is to be in {_display(file)}; expected a .safetensors file in this folder;"
-                " do not trust it"
-            )
+            expected = "expected a .safetensors file in this folder; do not trust it"
+            raise ConfigError(f"{index}: {_display(name)} is to be in {_display(file)}; {expected}")
     files = sorted(set(weight_map.values()))
     if missing := [file for file in files if file not in listing]:
-        raise ConfigError(
-            f"{index}: {len(missing)} of {len(files)} files are missing: {_list_names(missing)}; download them"
-        )
+        found = f"{len(missing)} of {len(files)} files are missing: {list_names(missing)}"
+        raise ConfigError(f"{index}: {found}; download them")
     locations: dict[str, _Location] = {}
     for file in files:
         tensors = _open_file(folder / file)
         expected = {name for name in weight_map if weight_map[name] == file}
         if missing := sorted(expected - tensors.keys()):
-            raise ConfigError(f"{folder / file}: lacks {_list_names(missing)}, which {INDEX} says is there; {AGAIN}")
+            raise ConfigError(f"{folder / file}: lacks {list_names(missing)}, which {INDEX} says is there; {AGAIN}")
         if extra := sorted(tensors.keys() - expected):
-            raise ConfigError(f"{folder / file}: has {_list_names(extra)}, which {INDEX} does not list there; {AGAIN}")
+            raise ConfigError(f"{folder / file}: has {list_names(extra)}, which {INDEX} does not list there; {AGAIN}")
         locations |= tensors
     return locations
 
@@ -254,9 +241,8 @@ def _open_file(path: Path) -> dict[str, _Location]:
         if first == b"version ":
             raise ConfigError(f"{path}: a Git LFS pointer instead of the weights; run `git lfs pull` in its folder")
         if length > TEXT_LIMIT:
-            raise ConfigError(
-                f"{path}: damaged, or no safetensors file: a header of {length:,} bytes (> {TEXT_LIMIT:,})"
-            )
+            found = f"a header of {length:,} bytes (> {TEXT_LIMIT:,})"
+            raise ConfigError(f"{path}: damaged, or no safetensors file: {found}")
         if len(first) < 8 or 8 + length > size:
             raise ConfigError(f"{path}: cut short, has {size:,} bytes and a header of {8 + length:,}; {AGAIN}")
         header = _parse(stream.read(length), path, _unique)
@@ -293,7 +279,7 @@ def _reading(path: Path) -> Iterator[tuple[io.BufferedReader, int]]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def _read_json(path: Path, pairs: Callable) -> dict[str, Any]:
+def _read_json(path: Path, pairs: Callable = dict) -> dict[str, Any]:
     with _reading(path) as (stream, size):
         if size > TEXT_LIMIT:
             raise ConfigError(f"{path}: has {size:,} bytes; expected JSON of at most {TEXT_LIMIT:,}")
@@ -328,8 +314,8 @@ def _dumps(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
-def _shards(tensors: list[_Tensor], limit: int) -> list[list[_Tensor]]:
-    """Splits the tensors, in order, into shards of at most `limit` bytes; at least one shard."""
+def _write_shards(folder: Path, tensors: list[_Tensor], limit: int) -> None:
+    """One file, or several of at most `limit` bytes and their index."""
     shards, room = [[]], limit
     for tensor in tensors:
         if tensor.nbytes > room and shards[-1]:
@@ -337,17 +323,13 @@ def _shards(tensors: list[_Tensor], limit: int) -> list[list[_Tensor]]:
             room = limit
         shards[-1].append(tensor)
         room -= tensor.nbytes
-    return shards
-
-
-def _write_shards(folder: Path, shards: list[list[_Tensor]], total: int) -> None:
-    """One file, or several and their index."""
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys((tensor.name for tensor in shard), file)
         _write_file(folder / file, shard)
     if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors)
         (folder / INDEX).write_text(_dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
@@ -383,14 +365,11 @@ def _slabs(array: np.ndarray) -> Iterator[np.ndarray]:
 
 _short = reprlib.Repr()
 _short.maxstring, _short.maxlist = 120, 10
+_display = _short.repr  # a short printable form of a value from a file, which may be long or hold any character
 
 
-def _display(value: Any) -> str:
-    """A short printable form of a value from a file, which may be long or hold any character."""
-    return _short.repr(value)
-
-
-def _list_names(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str], show: Callable = _display) -> str:
+    """The first names, and how many more there are."""
     names = list(names)
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return (", ".join(map(_display, names[:5])) or "no others") + rest
+    return (", ".join(map(show, names[:5])) or "no others") + rest

@@ -324,9 +324,9 @@ def of_rules(rules: list) -> Iterator[tuple[str, Callable]]:
                 return rule
 
             yield f"table: {one} and {two} exchanged", swapped
-    kinds = {
-        rule.kind for rule in rules if "layers/" in str(rule.ours)
-    }  # heads that a model does not have change nothing
+    # heads that a model does not have change nothing, nor does a norm, which is a vector
+    matrices = [rule for rule in rules if "layers/" in str(rule.ours) and not str(rule.ours).endswith("norm")]
+    kinds = {rule.kind for rule in matrices}
     for kind, other in (("linear", "conv1d"), ("conv1d", "linear")):
         if kind in kinds:
             yield (

@@ -12,7 +12,7 @@ import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 
-from jaxformer import masks, models, params
+from jaxformer import decoding, masks, models, params
 from jaxformer.errors import ConfigError
 from jaxformer.interop.flax import FlaxFeedForward, FlaxMixer, as_linen, as_nnx, params_of
 from jaxformer.models import Classification, EncoderDecoder, ModelConfig, Patches, Relative
@@ -453,8 +453,8 @@ def test_masks_that_only_a_batch_has_and_states_are_refused():
     tree = drawn(config)
     with pytest.raises(ConfigError, match="does not see the mask"):
         models.apply(config, tree, TOKENS, segment_ids=jnp.ones_like(TOKENS))
-    with pytest.raises(NotImplementedError, match="FlaxMixer cannot decode"):
-        config.mixer(config).state(1, 8, jnp.float32)
+    with pytest.raises(NotImplementedError, match="cannot decode"):
+        decoding.init_cache(config, 1, 8)
     with pytest.raises(NotImplementedError, match="keeps no attention maps"):
         models.apply(config, tree, TOKENS, return_attention=True)
 

@@ -39,23 +39,21 @@ NAMES = {name: ("decoder_start" if name == "start" else name) + "_token_id" for 
 
 def read_tokens(*settings: Json) -> Tokens:
     """Takes each token from the first file that has it. A negative id means no token."""
-    values: dict[str, Any] = {}
+    tokens: dict[str, Any] = {}
     for name, key in NAMES.items():
-        ids = next((c[key] for c in settings if c.get(key) is not None), None)
-        ids = tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+        ids = next((c[key] for c in settings if c.get(key) is not None), [])
+        ids = ids if isinstance(ids, list) else [ids]
         if any(type(i) is not int for i in ids) or (len(ids) > 1 and name != "eos"):
             raise ConfigError(f"config.json: {key}={ids!r}: expected a token, or null")
         ids = tuple(i for i in ids if i >= 0)
-        values[name] = ids if name == "eos" else next(iter(ids), None)
-    return Tokens(**values)
+        tokens[name] = ids if name == "eos" else next(iter(ids), None)
+    return Tokens(**tokens)
 
 
 def write_tokens(tokens: Tokens) -> Json:
     """The entries of config.json for the tokens that are not None."""
-    entries = {NAMES[name]: value for name, value in vars(tokens).items() if value is not None and value != ()}
-    if len(tokens.eos) == 1:
-        entries[NAMES["eos"]] = tokens.eos[0]
-    return entries
+    values = vars(tokens) | {"eos": tokens.eos[0] if len(tokens.eos) == 1 else tokens.eos}
+    return {NAMES[name]: value for name, value in values.items() if value not in (None, ())}
 
 
 def read_labels(c: Json) -> tuple[str, ...]:
@@ -83,9 +81,9 @@ class Checkpoint:
     def apply(self, **arguments: Any) -> Output:
         """The model's output for the keyword arguments of transformers' `forward`: arrays of NumPy, torch or JAX.
 
-        They are `input_ids` or `pixel_values` `[B, C, height, width]`, and `attention_mask token_type_ids position_ids
-        global_attention_mask decoder_input_ids decoder_attention_mask`. Defaults are those of transformers. Outputs at padding
-        differ. Raises ConfigError for an argument that the model lacks, and if transformers would classify another token.
+        `input_ids` or `pixel_values` `[B, C, height, width]`; `attention_mask token_type_ids position_ids bool_masked_pos
+        global_attention_mask decoder_input_ids decoder_attention_mask`. Outputs at padding differ. Raises ConfigError for an
+        argument that the model lacks, and if transformers would classify another token.
         """
         tokens, options = self.translate(**arguments)
         output = models.apply(self.config, self.params, tokens, **options)
@@ -101,7 +99,9 @@ class Checkpoint:
         if isinstance(self.config, EncoderDecoder):
             tokens, options = _call_pair(self, arrays)
         elif isinstance(self.config.embedding, Patches):
-            tokens, options = _call_image(arrays)
+            masked = arrays.pop("bool_masked_pos", None)
+            tokens = _required(arrays, "pixel_values").transpose(0, 2, 3, 1)
+            options = {"inputs": None if masked is None else {"masked": masked.astype(bool)}}
         else:
             tokens, options = _call_text(self, arrays)
         if arrays:
@@ -110,7 +110,7 @@ class Checkpoint:
         return jax.tree.map(jnp.asarray, (tokens, options))
 
 
-# Each function removes its arguments from `arrays` and returns tokens and options for `models.apply`.
+# Each function removes its arguments from `arrays`.
 
 
 def _call_text(checkpoint: Checkpoint, arrays: Arrays) -> tuple[np.ndarray, dict]:
@@ -134,12 +134,6 @@ def _call_pair(checkpoint: Checkpoint, arrays: Arrays) -> tuple[np.ndarray, dict
         source_positions=_positions(checkpoint, config.encoder, source),
         positions=_positions(checkpoint, config.decoder, target),
     )  # fmt: skip
-
-
-def _call_image(arrays: Arrays) -> tuple[np.ndarray, dict]:
-    masked = arrays.pop("bool_masked_pos", None)
-    inputs = None if masked is None else {"masked": masked.astype(bool)}
-    return _required(arrays, "pixel_values").transpose(0, 2, 3, 1), {"inputs": inputs}
 
 
 def _required(arrays: Arrays, name: str) -> np.ndarray:

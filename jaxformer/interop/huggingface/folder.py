@@ -6,7 +6,7 @@ Each tensor is read, checked and copied to the devices before the next one: the 
 import hashlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -15,16 +15,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxformer import models
 from jaxformer import params as parameters
 from jaxformer.errors import ConfigError
 from jaxformer.interop import safetensors
-from jaxformer.interop.huggingface import decoders, encoders, pairs
+from jaxformer.interop.huggingface import decoders, encoders, pairs, tables
 from jaxformer.interop.huggingface.checkpoint import Checkpoint, read_labels, read_tokens, write_tokens
-from jaxformer.interop.huggingface.tables import Family, Part, Tensor, check_kinds, plan, shortest_pattern, write_labels
+from jaxformer.interop.safetensors import list_names
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 from jaxformer.models.mixers import BigBird, Longformer
 from jaxformer.ops.positions import Rope
@@ -34,7 +34,7 @@ Config = ModelConfig | EncoderDecoder
 Tree = Any
 # without these entries transformers assumes ids that a small vocabulary does not have
 NO_TOKENS = dict.fromkeys(f"{name}_token_id" for name in ("bos", "eos", "pad", "sep"))
-FAMILIES: dict[str, Family] = decoders.FAMILIES | encoders.FAMILIES | pairs.FAMILIES
+FAMILIES: dict[str, tables.Family] = decoders.FAMILIES | encoders.FAMILIES | pairs.FAMILIES
 
 
 def load(
@@ -48,7 +48,7 @@ def load(
     key: jax.Array | None = None,
     revision: str | None = None,
 ) -> Checkpoint:
-    """A checkpoint from a folder or from the hub: config, parameters, special tokens, conventions and labels.
+    """A checkpoint from a folder or from the hub.
 
     The default `dtype` is the file's. `sharding` is one for all parameters or a tree. `heads` replaces the heads of the file:
     `()` loads only the stack, `(Classification(3),)` is for a new task. Raises ConfigError, before it reads weights, with all
@@ -56,11 +56,12 @@ def load(
     `allow_missing` (ours) permit exceptions; missing parameters are drawn from `key`.
     """
     file = safetensors.open_checkpoint(path, revision)
-    kind, checkpoint = _read_settings(file)
-    config = _with_tie(file, FAMILIES[kind], checkpoint.config)
+    checkpoint = _read_settings(file)
+    family = FAMILIES[file.config["model_type"]]
+    config = _with_tie(file, family, checkpoint.config)
     if heads is not None:
         config = _with_stack(config, heads=heads)
-    params = _read_weights(file, FAMILIES[kind], config, dtype, sharding, allow_unexpected, allow_missing, key)
+    params = _read_weights(file, family, config, dtype, sharding, allow_unexpected, allow_missing, key)
     labels = checkpoint.labels if _classes(config) == len(checkpoint.labels) else ()  # the head may not be loaded
     return replace(checkpoint, config=config, params=params, labels=labels)
 
@@ -71,22 +72,21 @@ def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 5_000
     A new model is `Checkpoint(config, params, Tokens(eos=(2,)))`. Raises ConfigError if no family can express the config, if
     tokens or labels are missing or inconsistent, and if `folder` is not empty.
     """
-    config = checkpoint.config
-    kind, settings = _write_settings(config, checkpoint.model_type)
-    settings = _with_tokens(folder, checkpoint, settings)
-    if wrong := parameters.mismatch(models.spec(config), checkpoint.params):
+    settings = _with_tokens(folder, checkpoint, _write_settings(checkpoint.config, checkpoint.model_type))
+    if wrong := parameters.mismatch(models.spec(checkpoint.config), checkpoint.params):
         raise ConfigError(f"{folder}: the parameters are not those of the config: {wrong}")
-    arrays = paths(checkpoint.params)
-    tensors = []
-    for name, tensor in plan(FAMILIES[kind], config).items():
-        dtype = np.dtype(arrays[tensor.parts[0].path].dtype) if tensor.parts else np.dtype(np.float32)
+    arrays, tensors = paths(checkpoint.params), []
+    for name, tensor in tables.plan(FAMILIES[settings["model_type"]], checkpoint.config).items():
+        dtype = np.dtype(arrays[tensor.parts[0].path].dtype if tensor.parts else np.float32)
         tensors.append((name, tensor.shape, dtype, partial(_make_tensor, arrays, tensor)))
-    dtypes = {str(dtype) for _, _, dtype, _ in tensors}
-    safetensors.save_checkpoint(folder, settings | {"dtype": min(dtypes)}, tensors, shard_bytes)
+    settings["dtype"] = min(str(dtype) for _, _, dtype, _ in tensors)
+    safetensors.save_checkpoint(folder, settings, tensors, shard_bytes)
 
 
-def _make_tensor(arrays: dict[str, Any], tensor: Tensor) -> np.ndarray:
-    """Their tensor, made from our arrays."""
+def _make_tensor(arrays: dict[str, Any], tensor: tables.Tensor) -> np.ndarray:
+    """Their tensor, made from our arrays; zeros if their model never uses it."""
+    if not tensor.parts:
+        return np.zeros(tensor.shape, np.float32)
     return tensor.theirs([np.asarray(arrays[part.path][part.index]) for part in tensor.parts])
 
 
@@ -104,21 +104,16 @@ def rope_layout(config: ModelConfig, params: Tree, layout: Literal["half", "inte
     r = int(config.head_size * rope.fraction)
     order = np.arange(config.head_size)
     order[:r] = (order[:r].reshape(2, -1) if layout == "interleaved" else order[:r].reshape(-1, 2)).T.reshape(-1)
-    rope_parameters = re.compile(r"attention/(query|key)(_norm)?/(kernel|bias|scale)$")
-
-    def reorder(path, leaf):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return leaf[..., order] if rope_parameters.search(name) else leaf
-
-    config = replace(config, positions=replace(rope, layout=layout))
-    return config, jax.tree_util.tree_map_with_path(reorder, params)
+    rotated = re.compile(r"attention/(query|key)(_norm)?/(kernel|bias|scale)$")
+    reorder = lambda name, leaf: leaf[..., order] if rotated.search(name) else leaf
+    return replace(config, positions=replace(rope, layout=layout)), parameters.map_with_name(reorder, params)
 
 
 # Reading
 
 
-def _read_settings(file: safetensors.Files) -> tuple[str, Checkpoint]:
-    """The model type of a folder, and its checkpoint without parameters."""
+def _read_settings(file: safetensors.Files) -> Checkpoint:
+    """The checkpoint of a folder without parameters."""
     kind = file.config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(
@@ -127,7 +122,7 @@ def _read_settings(file: safetensors.Files) -> tuple[str, Checkpoint]:
         )
     family = FAMILIES[kind]
     try:
-        check_kinds(file.config, len(file.names))
+        tables.check_layers(file.config, len(file.names))
         config, tokens = family.read(file.config, file.names), read_tokens(file.generation, file.config)
         conventions, labels = family.conventions(file.config), read_labels(file.config)
     except ConfigError as error:
@@ -135,12 +130,14 @@ def _read_settings(file: safetensors.Files) -> tuple[str, Checkpoint]:
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{file.folder}/config.json: cannot be understood ({reason})") from error
-    return kind, Checkpoint(config, None, tokens, conventions, labels, kind)
+    return Checkpoint(config, None, tokens, conventions, labels, kind)
 
 
-def _read_weights(file, family: Family, config: Config, dtype, sharding, allow_unexpected, allow_missing, key) -> Tree:
+def _read_weights(
+    file, family: tables.Family, config: Config, dtype, sharding, allow_unexpected, allow_missing, key
+) -> Tree:
     """The parameters of the config, tensor by tensor. The options are those of `load`."""
-    tensors = plan(family, config, allow_missing)
+    tensors = tables.plan(family, config, allow_missing)
     source, duplicates = _sources(file, family, tensors)
     leaves = paths(models.spec(config))
     ignored = "|".join(filter(None, (family.ignored, allow_unexpected)))
@@ -166,29 +163,29 @@ def _read_weights(file, family: Family, config: Config, dtype, sharding, allow_u
     return unflatten_dict({path: params[path] for path in leaves}, sep="/")
 
 
-def _canonical(family: Family, name: str, names) -> str | None:
-    """The entry of `names` that a tensor `name` means: old files say gamma and beta and may leave out the prefix."""
-    modern = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
-    return next((candidate for candidate in (modern, family.prefix + modern) if candidate in names), None)
-
-
-def _sources(file, family: Family, tensors: dict[str, Tensor]) -> tuple[dict[str, str], set[str]]:
-    """({name in the tables: name in the file}, names of second copies of tied tensors)."""
-    source: dict[str, str] = {}
+def _find(file, family: tables.Family, known: Collection[str]) -> dict[str, str]:
+    """{name in `known`: name in the file}. Old files say gamma and beta, and may leave out the prefix."""
+    found: dict[str, str] = {}
     for name in file.names:
-        canonical = _canonical(family, name, tensors.keys() | family.aliases.keys())
-        if canonical in source:
-            raise ConfigError(f"{file.folder}: {source[canonical]} and {name} are the same tensor; remove one")
-        if canonical is not None:
-            source[canonical] = name
+        modern = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
+        canonical = modern if modern in known else family.prefix + modern
+        if canonical in found:
+            raise ConfigError(f"{file.folder}: {found[canonical]} and {name} are the same tensor; remove one")
+        if canonical in known:
+            found[canonical] = name
+    return found
+
+
+def _sources(file, family: tables.Family, tensors: dict[str, tables.Tensor]) -> tuple[dict[str, str], set[str]]:
+    """({name in the tables: name in the file}, names of second copies of tied tensors)."""
+    source = _find(file, family, tensors.keys() | family.aliases.keys())
     duplicates = set()
     for alias, first in family.aliases.items():
-        if alias in tensors or first not in tensors or alias not in source:
-            continue
-        second = source.pop(alias)
-        name = source.setdefault(first, second)
-        if name != second and _digest(file, second) == _digest(file, name):  # with other values it is unexpected
-            duplicates.add(second)
+        if alias in source and alias not in tensors and first in tensors:
+            second = source.pop(alias)
+            name = source.setdefault(first, second)
+            if name != second and _digest(file, second) == _digest(file, name):  # with other values it is unexpected
+                duplicates.add(second)
     return source, duplicates
 
 
@@ -201,13 +198,10 @@ def _check(file, tensors, source, duplicates: set[str], leaves: dict[str, Spec],
     incomplete = {part.path for name in source.keys() & tensors.keys() for part in tensors[name].parts}
     optional = lambda path: allow_missing is not None and path not in incomplete and re.search(allow_missing, path)
     missing = [f"{name} (our {path})" for path, name in absent.items() if not optional(path)]
-    shapes = []
-    for name in source.keys() & tensors.keys():
-        shape, expected = tuple(file.names[source[name]][0]), tensors[name].shape
-        if shape != expected:
-            shapes.append(f"{source[name]} {shape}, not {expected}")
+    pairs = [(name, file.names[name][0], tensors[table].shape) for table, name in source.items() if table in tensors]
+    shapes = [f"{name} {shape}, not {expected}" for name, shape, expected in pairs if shape != expected]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
-    if report := [f"{len(names)} {kind}: {_list_names(names)}" for kind, names in kinds.items() if names]:
+    if report := [f"{len(names)} {kind}: {list_names(names, str)}" for kind, names in kinds.items() if names]:
         raise ConfigError(
             f"{file.folder}: the weights are not those of its config.json: {'; '.join(report)}; see allow_missing, "
             "allow_unexpected and heads of interop.huggingface.load"
@@ -222,18 +216,17 @@ def _with_stack(config: Config, **changes) -> Config:
     return replace(config, **changes)
 
 
-def _with_tie(file, family: Family, config: Config) -> Config:
+def _with_tie(file, family: tables.Family, config: Config) -> Config:
     """The config, tied or not as the weights are.
 
     A separate head in the file is used even if config.json ties it (T5 v1.1 written by transformers 5). If config.json
     unties the head and the file has none, a T5 is tied (transformers 5 writes it so) and other models miss a tensor.
     """
-    stack = _last(config)
-    heads = (rule.theirs for rule in family.rules(config) if str(rule.ours).endswith("language_model/kernel"))
-    head = next(heads, None)
+    stack, rules = _last(config), family.rules(config)
+    head = next((rule.theirs for rule in rules if str(rule.ours).endswith("language_model/kernel")), None)
     if head is None or not stack.heads:
         return config
-    names = {_canonical(family, name, family.aliases.keys() | family.aliases.values()): name for name in file.names}
+    names = _find(file, family, family.aliases.keys() | family.aliases.values())
     if head not in names:
         return _with_stack(config, tie_embeddings=True) if file.config["model_type"] == "t5" else config
     table = names.get(family.aliases[head])
@@ -246,7 +239,7 @@ def _digest(file, name: str) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(file.read(name)).view(np.uint8).data).digest()
 
 
-def _dtypes(file, tensors: dict[str, Tensor], source: dict[str, str], dtype) -> dict[str, Any]:
+def _dtypes(file, tensors: dict[str, tables.Tensor], source: dict[str, str], dtype) -> dict[str, Any]:
     """The dtype of each leaf: `dtype`, or the widest of its tensors in the file."""
     dtypes: dict[str, Any] = {}
     for name in (name for name in tensors if name in source):
@@ -267,37 +260,37 @@ def _shardings(sharding: Any, leaves: dict[str, Spec]) -> dict[str, Any]:
         return dict.fromkeys(leaves, sharding)
     shardings = paths(sharding)
     if missing := [path for path in leaves if path not in shardings]:
-        raise ConfigError(f"sharding: none for {_list_names(missing)}; give one for each parameter, or one for all")
+        raise ConfigError(f"sharding: none for {list_names(missing, str)}; give one for each parameter, or one for all")
     return shardings
 
 
-SLAB = 1 << 24  # bytes copied at once. Smaller leaves are assembled on the host, which compiles nothing
+SLAB = 1 << 24  # bytes; smaller leaves are assembled on the host, which compiles nothing
 
 
-def _write_part(params: dict, part: Part, piece: np.ndarray, dtype, shape: tuple[int, ...], sharding) -> None:
-    """Writes a piece of our leaf of `shape` to its devices, a slab at a time."""
+def _write_part(params: dict, part: tables.Part, piece: np.ndarray, dtype, shape: tuple[int, ...], sharding) -> None:
+    """Writes a piece of our leaf of `shape`; layer by layer to its devices, if the leaf is large."""
+    if not part.index:
+        params[part.path] = jax.device_put(np.asarray(piece, dtype), sharding)
+        return
     if math.prod(shape) * dtype.itemsize <= SLAB:
         params.setdefault(part.path, np.empty(shape, dtype))[part.index] = piece
         return
-    lead, slab_sharding = len(part.index), sharding
+    lead, piece_sharding = len(part.index), sharding
     if isinstance(sharding, NamedSharding):
-        # with explicit axes JAX refuses to write a slab into an array
+        # with explicit axes JAX refuses to write a piece into an array
         sharding = NamedSharding(Mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec)
-        # the number of rows of a slab need not be divisible by the number of devices
-        slab_sharding = NamedSharding(sharding.mesh, PartitionSpec(*(None,) * (lead + 1), *sharding.spec[lead + 1 :]))
+        piece_sharding = NamedSharding(sharding.mesh, PartitionSpec(*(None,) * lead, *sharding.spec[lead:]))
     if part.path not in params:
         params[part.path] = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
-    rows = max(1, SLAB * len(piece) // max(piece.nbytes, 1))
-    for begin in range(0, len(piece), rows):
-        slab = np.ascontiguousarray(piece[begin : begin + rows], dtype)[(None,) * lead]
-        start = np.array((*part.index, begin, *(0,) * (piece.ndim - 1)), np.int32)
-        leaf = _slab_writer(sharding)(params[part.path], jax.device_put(slab, slab_sharding), start)
-        params[part.path] = jax.block_until_ready(leaf)  # queued slabs would fill the memory
+    piece = jax.device_put(np.asarray(piece, dtype)[(None,) * lead], piece_sharding)
+    start = np.array((*part.index, *(0,) * (len(shape) - lead)), np.int32)
+    leaf = _piece_writer(sharding)(params[part.path], piece, start)
+    params[part.path] = jax.block_until_ready(leaf)  # queued pieces would fill the memory
 
 
 @cache
-def _slab_writer(sharding) -> Callable:
-    write = lambda leaf, slab, start: jax.lax.dynamic_update_slice(leaf, slab, tuple(start))
+def _piece_writer(sharding) -> Callable:
+    write = lambda leaf, piece, start: jax.lax.dynamic_update_slice(leaf, piece, tuple(start))
     return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
 
@@ -316,7 +309,7 @@ def _with_tokens(folder: str | Path, checkpoint: Checkpoint, settings: dict) -> 
     classes = _classes(checkpoint.config)
     if labels and len(labels) != classes:
         raise ConfigError(f"{folder}: {len(labels)} labels for {classes} classes of model.heads")
-    return NO_TOKENS | settings | write_labels(labels) | write_tokens(tokens)
+    return NO_TOKENS | settings | tables.write_labels(labels) | write_tokens(tokens)
 
 
 def _classes(config: Config) -> int:
@@ -324,25 +317,26 @@ def _classes(config: Config) -> int:
     return next((classes for head in _last(config).heads if (classes := getattr(head, "classes", None))), 0)
 
 
-def _write_settings(config: Config, model_type: str | None) -> tuple[str, dict]:
-    """(model_type, config.json) of the first family that can express the config: it reads the same config from its file."""
+def _write_settings(config: Config, model_type: str | None) -> dict:
+    """config.json of the first family that can express the config: it reads the same config from its file."""
     if model_type is not None and model_type not in FAMILIES:
         raise ConfigError(f"model_type={model_type!r}: expected one of {', '.join(FAMILIES)}")
     reason = ""
     for kind in FAMILIES if model_type is None else [model_type]:
         family = FAMILIES[kind]
         try:
-            settings = family.write(config)
-            copy = family.read(settings, plan(family, config))
+            settings = family.write(config) | {"model_type": kind}
+            copy = family.read(settings, tables.plan(family, config))
         except (ConfigError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            reason = str(error)
+            reason = f"cannot express this config ({error})"
             continue
         if kind == "t5":  # `load` reads from the weights whether a T5 is tied
             copy = _with_stack(copy, tie_embeddings=_last(config).tie_embeddings)
-        differences = _differences(config, copy)
+        fields, read = _fields(config), _fields(copy)
+        differences = [name for name in fields | read if fields.get(name, ...) != read.get(name, ...)]
         if not differences:
-            return kind, settings
-        reason = f"cannot express {_list_names(differences)}"
+            return settings
+        reason = f"cannot express {list_names(differences, str)}"
     if model_type is None:
         raise ConfigError(f"no family of {', '.join(FAMILIES)} can express this config; give model_type to see why")
     raise ConfigError(f"model_type={model_type!r}: {reason}")
@@ -351,17 +345,22 @@ def _write_settings(config: Config, model_type: str | None) -> tuple[str, dict]:
 NOT_IN_FILES = ("remat", "unroll", "attention_implementation", "init_std", "dropout_rate", "attention_dropout_rate")
 
 
-def _differences(config: Config, copy: Config) -> list[str]:
-    """The fields that differ and change what a trained model computes."""
-    if isinstance(config, ModelConfig) and isinstance(copy, ModelConfig):
-        first, second = vars(_with_defaults(config)), vars(_with_defaults(copy))
-        return [name for name in first if name not in NOT_IN_FILES and first[name] != second[name]]
-    if isinstance(config, ModelConfig) or isinstance(copy, ModelConfig):
-        return [type(config).__name__]
-    names = ["share_embeddings"] if config.share_embeddings != copy.share_embeddings else []
-    for side in ("encoder", "decoder"):
-        names += [f"{side}.{name}" for name in _differences(getattr(config, side), getattr(copy, side))]
-    return names
+def _fields(config: Config) -> dict[str, Any]:
+    """The fields that change what a trained model computes, the same for equal models.
+
+    Defaults are numbers, `use_bias` is all paths of biases, and what a call decides and no file holds is left out.
+    """
+    if isinstance(config, EncoderDecoder):
+        sides = {"encoder": _fields(config.encoder), "decoder": _fields(config.decoder)}
+        return flatten_dict(sides, sep=".") | {"share_embeddings": config.share_embeddings}
+    biases = [path for path in paths(models.spec(config)) if path.endswith("/bias")]
+    mixers = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
+    fields = vars(config) | {
+        "num_kv_heads": config.kv_heads, "head_width": config.head_size, "d_ff": config.ff_width, "use_bias": biases,
+        "tie_embeddings": config.tie_embeddings or not config.heads,
+        "mixer": tables.shortest_pattern([_mixer_in_file(mixer) for mixer in mixers]),
+    }  # fmt: skip
+    return {name: value for name, value in fields.items() if name not in NOT_IN_FILES}
 
 
 def _last(config: Config) -> ModelConfig:
@@ -369,30 +368,7 @@ def _last(config: Config) -> ModelConfig:
     return config if isinstance(config, ModelConfig) else config.decoder
 
 
-def _with_defaults(config: ModelConfig) -> ModelConfig:
-    """With numbers for defaults and all paths of biases as `use_bias`: equal models have equal configs."""
-    biases = [path for path in paths(models.spec(config)) if path.endswith("/bias")]
-    mixers = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
-    return replace(
-        config,
-        num_kv_heads=config.kv_heads,
-        head_width=config.head_size,
-        d_ff=config.ff_width,
-        use_bias=" ".join(biases),
-        tie_embeddings=config.tie_embeddings or not config.heads,
-        mixer=shortest_pattern([_mixer_in_file(mixer) for mixer in mixers]),
-    )
-
-
 def _mixer_in_file(mixer):
-    """Without global tokens and random blocks, which a call decides and no file holds."""
-    match mixer:
-        case Longformer():
-            return Longformer(mixer.window)
-        case BigBird():
-            return BigBird(mixer.block, mixer.random)
-    return mixer
-
-
-def _list_names(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    """Without global tokens and random blocks."""
+    fields = {Longformer: ("window",), BigBird: ("block", "random")}.get(type(mixer))
+    return mixer if fields is None else tuple(getattr(mixer, field) for field in fields)

@@ -4,16 +4,19 @@ import math
 from typing import Any
 
 from jaxformer.errors import ConfigError
-from jaxformer.interop.huggingface.tables import Json, check_kinds, only
+from jaxformer.interop.huggingface.tables import Json, get, only
 from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN, rope_frequencies
 
-ORIGINAL = "original_max_position_embeddings"
-SCALINGS = {  # our class -> (rope_type, their names of our fields)
-    Linear: ("linear", ("factor",)),
-    NTK: ("dynamic", ("factor",)),  # its length is max_position_embeddings
-    Llama3: ("llama3", ("factor", ORIGINAL, "low_freq_factor", "high_freq_factor")),
-    YaRN: ("yarn", ("factor", ORIGINAL, "beta_fast", "beta_slow", "truncate", "attention_factor")),
-    LongRoPE: ("longrope", ("short_factor", "long_factor", ORIGINAL, "attention_factor")),
+LENGTH, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
+ATTENTION = "attention_factor"
+YARN = {"beta_fast": float, "beta_slow": float, "truncate": bool}
+# rope_type: (our class, {their name of each of its fields: type})
+SCALINGS: dict[str, tuple[Any, dict[str, type]]] = {
+    "linear": (Linear, {"factor": float}),
+    "dynamic": (NTK, {"factor": float, LENGTH: int}),
+    "llama3": (Llama3, {"factor": float, ORIGINAL: int, "low_freq_factor": float, "high_freq_factor": float}),
+    "yarn": (YaRN, {"factor": float, ORIGINAL: int, **YARN, ATTENTION: float}),
+    "longrope": (LongRoPE, {"short_factor": tuple, "long_factor": tuple, ORIGINAL: int, ATTENTION: float}),
 }
 
 
@@ -29,12 +32,12 @@ def read_rope(c: Json, head_width: int, theta: float = 1e4) -> Rope:
     rope = {key: value for key, value in rope.items() if value is not None}
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise ConfigError(f"config.json: rope_parameters.{nested[0]}: one rotation for all layers is supported")
-    check_kinds(rope, 0)
     kind = rope.get("rope_type", rope.get("type", "default"))
+    scaling = None
     if kind != "default":
         only({"partial_rotary_factor": c.get("partial_rotary_factor") or 1.0} | rope, partial_rotary_factor=1.0)
-    theta = rope.get("rope_theta", c.get("rope_theta", theta))
-    rotation = Rope(float(theta), 1.0, "half", _read_scaling(c, rope, kind))
+        scaling = _read_scaling(c, rope, kind)
+    rotation = Rope(get(rope if "rope_theta" in rope else c, "rope_theta", theta), 1.0, "half", scaling)
     try:
         rope_frequencies(head_width, rotation)
     except ValueError as error:
@@ -43,37 +46,32 @@ def read_rope(c: Json, head_width: int, theta: float = 1e4) -> Rope:
 
 
 def _read_scaling(c: Json, rope: Json, kind: str):
-    length: Any = c.get("max_position_embeddings")
-    original = c.get(ORIGINAL) or rope.get(ORIGINAL) or length
-    stretch = float(rope.get("factor", length / original))
-    attention_factor = rope.get("attention_factor")
-    match kind:
-        case "default":
-            return None
-        case "linear":
-            return Linear(float(rope["factor"]))
-        case "dynamic":
-            return NTK(float(rope["factor"]), length)
-        case "llama3":
-            low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-            return Llama3(float(rope["factor"]), original, low, high)
-        case "yarn":
-            if attention_factor is None and rope.get("mscale") and rope.get("mscale_all_dim") and stretch > 1:
-                one, two = (0.1 * rope[key] * math.log(stretch) + 1.0 for key in ("mscale", "mscale_all_dim"))
-                attention_factor = one / two
-            fast, slow = float(rope.get("beta_fast") or 32), float(rope.get("beta_slow") or 1)
-            return YaRN(stretch, original, fast, slow, rope.get("truncate", True), attention_factor)
-        case "longrope":
-            if attention_factor is None:
-                attention_factor = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-            short, long = (tuple(map(float, rope[key])) for key in ("short_factor", "long_factor"))
-            return LongRoPE(short, long, original, float(attention_factor))
-    raise ConfigError(f"config.json: rope_type={kind!r}: expected default, linear, dynamic, llama3, yarn or longrope")
+    if kind not in SCALINGS:
+        raise ConfigError(f"config.json: rope_type={kind!r}: expected default, {', '.join(SCALINGS)}")
+    scaling, fields = SCALINGS[kind]
+    length = get(c, LENGTH)
+    original = get(c, ORIGINAL, None) or get(rope, ORIGINAL, length)
+    stretch = get(rope, "factor", length / original)
+    settings = {"truncate": True} | rope | {LENGTH: length, ORIGINAL: original}
+    if kind == "yarn":
+        one, two = (get(rope, key, 0.0) for key in ("mscale", "mscale_all_dim"))
+        if one and two and stretch > 1:
+            settings.setdefault(ATTENTION, (0.1 * one * math.log(stretch) + 1) / (0.1 * two * math.log(stretch) + 1))
+        fast, slow = rope.get("beta_fast") or 32.0, rope.get("beta_slow") or 1.0
+        settings |= {"factor": stretch, "beta_fast": fast, "beta_slow": slow}
+    if kind == "longrope":
+        settings |= {key: tuple(map(float, rope[key])) for key in ("short_factor", "long_factor")}
+        settings.setdefault(ATTENTION, math.sqrt(1 + math.log(max(stretch, 1)) / math.log(original)))
+    needed = (name for name in fields if name != ATTENTION or name in settings)  # it has a default
+    return scaling(*(get(settings, name, fields[name]) for name in needed))
 
 
-def write_rope(rope: Rope) -> Json:
-    if rope.scaling is None:
-        return {"rope_theta": rope.theta, "rope_type": "default"}
-    kind, keys = SCALINGS[type(rope.scaling)]
-    values = {key: value for key, value in zip(keys, vars(rope.scaling).values(), strict=False) if value is not None}
-    return {"rope_theta": rope.theta, "rope_type": kind} | values
+def write_rope(positions: Any) -> Json:
+    found = getattr(positions, "scaling", None)
+    c = {"rope_theta": getattr(positions, "theta", 1e4), "rope_type": "default"}
+    for kind, (scaling, fields) in SCALINGS.items():
+        if isinstance(found, scaling):
+            values = zip(fields, vars(found).values(), strict=True)
+            c |= {name: value for name, value in values if value is not None} | {"rope_type": kind}
+    c.pop(LENGTH, None)  # NTK's length is the config's
+    return c

@@ -3,7 +3,7 @@
 import math
 import re
 import reprlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,26 +11,30 @@ import numpy as np
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import ModelConfig
+from jaxformer.models.config import Classification, LanguageModel, ModelConfig, TokenClassification
 from jaxformer.ops.feedforward import GATES
 from jaxformer.params import Spec, paths
 
 Json = dict[str, Any]
-REQUIRED: Any = ...
 
-# The layout of their module. linear: [out, in] of torch; conv1d: [in, out] of GPT-2; patches: a convolution; leaf: one
-# tensor, unchanged; leaf1, leaf2: 1 or 2 axes of length 1 in front; lines, columns: an axis of length 1 after, or before, the
-# first axis; unread: a number for each row of our leaf, which their model never uses.
-Kind = Literal["linear", "conv1d", "patches", "norm", "leaf", "leaf1", "leaf2", "lines", "columns", "unread"]
+# The layout of their module. linear: torch's, [out, in] (and norms); conv1d: GPT-2's, [in, out]; patches: a convolution;
+# leaf1, leaf2: 1 or 2 axes of length 1 in front; lines: an axis of length 1 after the first; unread: a number for each row of
+# our leaf, which their model never uses. A rule for a leaf of ours (not a module) keeps the order of its axes.
+Kind = Literal["linear", "conv1d", "patches", "leaf1", "leaf2", "lines", "unread"]
 
 
 class Rule(NamedTuple):
-    """Our module (or several that they fuse) and theirs. The first `{}` in theirs is the layer, the second the expert."""
+    """Our module or leaf (or several that they fuse) and theirs. Their first `{}` is the layer, the second the expert."""
 
     ours: str | tuple[str, ...]
     theirs: str
-    kind: Kind
+    kind: Kind = "linear"
     layers: tuple[tuple[int, int], ...] | None = None  # pairs (our layer, their layer), if the numbers differ
+
+
+def rules(ours: str, theirs: str, names: dict[str, str], kind: Kind = "linear") -> list[Rule]:
+    """A rule for each entry of `names`, {our name: their name}, with the prefixes `ours` and `theirs`."""
+    return [Rule(ours + our_name, theirs + their_name, kind) for our_name, their_name in names.items()]
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,9 @@ class Conventions:
 
 
 class Family(NamedTuple):
-    """One `model_type`.
+    """One `model_type`. `read` raises ConfigError for an unsupported setting that changes numbers; `write` is its inverse."""
 
-    `read` makes our config from config.json and the tensor names. It raises ConfigError for an unsupported setting that changes
-    numbers. `write` is its inverse.
-    """
-
-    read: Callable[[Json, Collection[str]], Any]
+    read: Callable[[Json, Collection[str]], Any]  # (config.json, names of the tensors) -> our config
     write: Callable[[Any], Json]
     rules: Callable[[Any], list[Rule]]
     prefix: str = ""  # files of base models leave it out of names
@@ -62,14 +62,53 @@ class Family(NamedTuple):
     conventions: Callable[[Json], Conventions] = lambda c: Conventions()
 
 
-# Names that most families share: {theirs: (ours, default)}.
-SIZES_AND_WIDTHS = {
-    "vocab_size": ("vocab_size", REQUIRED), "num_hidden_layers": ("num_layers", REQUIRED),
-    "hidden_size": ("d_model", REQUIRED), "num_attention_heads": ("num_heads", REQUIRED),
-    "max_position_embeddings": ("context_length", REQUIRED), "intermediate_size": ("d_ff", REQUIRED),
-    "initializer_range": ("init_std", 0.02),
-}  # fmt: skip
-PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
+# Settings
+
+
+class Key(NamedTuple):
+    """An entry of config.json, see `get`. `values` translates it: {theirs: ours}; we write the first that fits."""
+
+    name: str
+    default: Any = int
+    values: Mapping[Any, Any] | None = None
+
+
+COUNTS = (  # may be 0
+    "type_vocab_size", "num_random_blocks", "lsh_num_chunks_before", "lsh_num_chunks_after", "local_num_chunks_before",
+    "local_num_chunks_after", "hash_seed", "max_window_layers", "pad_token_id",
+)  # fmt: skip
+OPTIONAL = ("num_key_value_heads", "sliding_window", "hash_seed")  # may be null, and have a default
+
+
+def get(c: Json, name: str, default: Any = int) -> Any:
+    """An entry of config.json, of the type of its default; of a whole number or null if that is None.
+
+    A type instead of a default means that the entry must be there. Raises ConfigError.
+    """
+    if name not in c:
+        if isinstance(default, type):
+            raise ConfigError(f"config.json has no {name}, which this model needs")
+        return default
+    value = c[name]
+    if value is None and (default is None or name in OPTIONAL):
+        return None
+    kind = default if isinstance(default, type) else int if default is None else type(default)
+    least = 0 if kind is float or name in COUNTS else 1
+    names = {bool: "true or false", int: f"a whole number from {least}", float: "a number from 0"}
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if not fits or (kind in (int, float) and not least <= value <= 2**40):
+        raise ConfigError(f"config.json: {name}={reprlib.repr(value)}: expected {names.get(kind, kind.__name__)}")
+    return kind(value)
+
+
+def check_layers(c: Json, tensors: int) -> None:
+    """Refuses more layers or experts than `tensors`, the number of tensors in the file."""
+    names = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+    for name in (*names, "num_local_experts"):
+        if (get(c, name, None) or 0) > tensors:
+            raise ConfigError(f"config.json: {name}={c[name]}: the file has {tensors} tensors in all")
+
+
 ACTIVATION = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
     "silu": "silu", "swish": "silu", "tanh": "tanh", "sigmoid": "sigmoid", "gelu_python": "gelu", "gelu_10": "gelu_10",
@@ -77,102 +116,40 @@ ACTIVATION = {
     "relu6": "relu6", "leaky_relu": "leaky_relu", "hardswish": "hardswish", "mish": "mish", "laplace": "laplace",
     "linear": "identity",
 }  # fmt: skip
-NAME = {ours: theirs for theirs, ours in reversed(ACTIVATION.items())}
 GATE = {activation: gate for gate, activation in GATES.items()}
+GATED = {theirs: GATE[ours] for theirs, ours in ACTIVATION.items()}
+COMMON = {  # {our field: their entry}
+    "vocab_size": Key("vocab_size"), "num_layers": Key("num_hidden_layers"), "d_model": Key("hidden_size"),
+    "num_heads": Key("num_attention_heads"), "context_length": Key("max_position_embeddings"),
+    "d_ff": Key("intermediate_size"), "init_std": Key("initializer_range", 0.02),
+    "tie_embeddings": Key("tie_word_embeddings", True),
+}  # fmt: skip
+PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
 
 
-def read_fields(c: Json, table: dict[str, tuple[str, Any]], gated: bool = False) -> dict[str, Any]:
-    """Our fields from a table {theirs: (ours, default)}. An activation has our name, or that of its gate if `gated`."""
-    missing = [theirs for theirs, (_, default) in table.items() if default is REQUIRED and c.get(theirs) is None]
-    if missing:
-        raise ConfigError(f"config.json has no {', '.join(missing)}, which a {c.get('model_type')} model needs")
-    fields = {ours: c.get(theirs, default) for theirs, (ours, default) in table.items()}
-    for theirs, (ours, _) in table.items():
-        if ours == "feedforward":
-            name = activation(c, theirs, fields[ours])
-            fields[ours] = GATE.get(name) if gated else name
+def read_fields(c: Json, table: dict[str, Key]) -> dict[str, Any]:
+    """Our fields. Raises ConfigError for entries that are missing or have no counterpart."""
+    fields = {}
+    for ours, (name, default, values) in table.items():
+        value = get(c, name, default)
+        if values is not None and value not in values:
+            expected = ", ".join(map(str, values))
+            raise ConfigError(f"config.json: {name}={value!r} has no counterpart here; expected one of {expected}")
+        fields[ours] = value if values is None else values[value]
     return fields
 
 
-def write_fields(config: Any, table: dict[str, tuple[str, Any]]) -> Json:
-    """The inverse of `read_fields`."""
-    c = {theirs: getattr(config, ours) for theirs, (ours, _) in table.items()}
-    for theirs, (ours, default) in table.items():
-        if ours == "feedforward":
-            c[theirs] = activation_name(config.feedforward)
-        elif ours == "d_ff" and default is REQUIRED:
-            c[theirs] = config.ff_width
+def write_fields(config: Any, table: dict[str, Key]) -> Json:
+    """The inverse of `read_fields`; None for a value without a counterpart."""
+    c = {}
+    for ours, (name, default, values) in table.items():
+        value = getattr(config, ours)
+        if value is None and default is int:
+            value = getattr(config, {"d_ff": "ff_width", "head_width": "head_size"}[ours])
+        if values is not None:
+            value = next((theirs for theirs, mine in values.items() if mine == value), None)
+        c[name] = value
     return c
-
-
-def activation_name(feedforward: Any) -> str | None:
-    """Their name of an activation or of a gate's activation; None for another feed-forward."""
-    return NAME.get(GATES.get(feedforward, feedforward)) if isinstance(feedforward, str) else None
-
-
-def activation(c: Json, key: str, name: Any) -> str:
-    if name not in ACTIVATION:
-        raise ConfigError(
-            f"config.json: {key}={name!r} has no counterpart here; expected one of {', '.join(ACTIVATION)}"
-        )
-    return ACTIVATION[name]
-
-
-# The keys of config.json that we read, by the kind of their values. OPTIONAL keys may be null.
-LAYERS = {
-    "num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
-    "num_local_experts",
-}  # fmt: skip
-SIZES = {
-    "vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings", "n_positions",
-    "n_embd", "n_head", "n_inner", "num_heads", "window_size", "num_key_value_heads", "head_dim",
-    "num_experts_per_tok", "sliding_window", "d_model", "d_kv", "d_ff", "num_labels",
-    "relative_attention_num_buckets", "relative_attention_max_distance", "encoder_attention_heads",
-    "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "decoder_vocab_size", "num_channels",
-    "attention_head_size", "feed_forward_size", "block_size", "lsh_attn_chunk_length", "local_attn_chunk_length",
-    "num_hashes", "original_max_position_embeddings", "pooler_output_size", "encoder_stride",
-}  # fmt: skip
-COUNTS = {
-    "type_vocab_size", "num_random_blocks", "lsh_num_chunks_before", "lsh_num_chunks_after",
-    "local_num_chunks_before", "hash_seed", "local_num_chunks_after", "max_window_layers",
-}  # fmt: skip
-NUMBERS = {
-    "layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", "initializer_range", "init_std", "rope_theta", "factor",
-    "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "router_aux_loss_coef", "attention_factor", "mscale",
-    "mscale_all_dim", "partial_rotary_factor",
-}  # fmt: skip
-FLAGS = {
-    "tie_word_embeddings", "rescale_embeddings", "attention_bias", "mlp_bias", "use_sliding_window",
-    "share_encoder_decoder_embeddings", "scale_embedding", "scale_decoder_outputs", "qkv_bias", "truncate", "use_bias",
-    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "is_decoder", "axial_pos_embds",
-}  # fmt: skip
-OPTIONAL = {
-    "n_inner", "intermediate_size", "head_dim", "num_key_value_heads", "sliding_window", "hash_seed", "decoder_vocab_size",
-    "num_decoder_layers", "original_max_position_embeddings", "pooler_output_size",
-}  # fmt: skip
-
-
-def check_kinds(c: Json, tensors: int) -> None:
-    """Refuses values of the wrong kind, and more layers than `tensors`, the number of tensors in the file."""
-    integer = lambda least, most: lambda value: type(value) is int and least <= value <= most
-    number = lambda value: type(value) in (int, float) and 0 <= value < math.inf
-    for keys, fits, expected in (
-        (LAYERS, integer(1, tensors), f"a whole number from 1 to {tensors}, that of the file's tensors"),
-        (SIZES, integer(1, 2**40), "a whole number above 0"),
-        (COUNTS, integer(0, 2**40), "a whole number, 0 or more"),
-        (NUMBERS, number, "a number, 0 or more"),
-        (FLAGS, lambda value: type(value) is bool, "true or false"),
-    ):
-        for key in sorted(keys & c.keys()):
-            if not fits(c[key]) and not (c[key] is None and key in OPTIONAL):
-                raise ConfigError(f"config.json: {key}={reprlib.repr(c[key])}: expected {expected}")
-
-
-def layer_kinds(key: str, kinds: Any, layers: int, *allowed: str) -> list[str]:
-    """Returns `kinds` if it has one of the `allowed` kinds for each layer. Raises ConfigError."""
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in allowed for kind in kinds):
-        raise ConfigError(f"config.json: {key}={reprlib.repr(kinds)}: expected {layers} of {', '.join(allowed)}")
-    return kinds
 
 
 def only(c: Json, **allowed: Any) -> None:
@@ -182,8 +159,50 @@ def only(c: Json, **allowed: Any) -> None:
             raise ConfigError(f"config.json: {key}={c[key]!r} is not supported here; only {value!r} is")
 
 
+def layer_kinds(key: str, kinds: Any, layers: int, *allowed: str) -> list[str]:
+    """Returns `kinds` if it has one of the `allowed` kinds for each layer. Raises ConfigError."""
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in allowed for kind in kinds):
+        raise ConfigError(f"config.json: {key}={reprlib.repr(kinds)}: expected {layers} of {', '.join(allowed)}")
+    return kinds
+
+
+def shortest_pattern(items: list) -> tuple:
+    """The shortest prefix that, repeated, gives the list."""
+    fits = lambda n: all(item == items[i % n] for i, item in enumerate(items))
+    return tuple(items[: next(filter(fits, range(1, len(items) + 1)))])
+
+
+def repeated(pattern: Any, config: ModelConfig) -> list:
+    """The entry of the pattern for each layer."""
+    pattern = pattern if isinstance(pattern, tuple) else (pattern,)
+    return [pattern[i % len(pattern)] for i in range(config.num_layers)]
+
+
+# Heads. `kinds` has those of each class of transformers, by the rest of its name after `prefix`.
+
+POOLED = Classification(None, pool="position_0", name="pooled")  # BERT pools slot 0 even if it is padding
+NEXT_SENTENCE = Classification(2, pool="position_0", name="next_sentence")
+SPAN = TokenClassification(2, name="span")
+
+
+def heads_by_class(
+    kinds: Collection[str], sequence: Classification, language_model=LanguageModel(), base: tuple = ()
+) -> dict[str, tuple]:
+    """The heads of each of these classes. `sequence` classifies a sequence; `base` are the heads of a bare model."""
+    heads = {
+        "Model": base,
+        "ForPreTraining": (language_model, NEXT_SENTENCE),
+        "ForNextSentencePrediction": (NEXT_SENTENCE,),
+        "ForSequenceClassification": (sequence,),
+        "ForMultipleChoice": (Classification(1, pool="position_0", name="multiple_choice"),),
+        "ForTokenClassification": (TokenClassification(sequence.classes or 0),),
+        "ForQuestionAnswering": (SPAN,),
+    }
+    return {kind: heads.get(kind, (language_model,)) for kind in kinds}
+
+
 def class_kind(c: Json, prefix: str, kinds: Collection[str]) -> str:
-    """The class that wrote the file, without `prefix`: one of `kinds` (default: the first). Raises ConfigError."""
+    """The class that wrote the file, one of `kinds` (default: the first). Raises ConfigError."""
     names = [prefix + kind for kind in kinds]
     name = (c.get("architectures") or names)[0]
     if name not in names:
@@ -192,25 +211,22 @@ def class_kind(c: Json, prefix: str, kinds: Collection[str]) -> str:
 
 
 def read_heads(c: Json, prefix: str, kinds: dict[str, tuple]) -> tuple:
-    """The heads of the class that wrote the file."""
     return kinds[class_kind(c, prefix, kinds)]
 
 
 def write_heads(heads: tuple, prefix: str, kinds: dict[str, tuple]) -> Json:
-    """The class and labels for config.json. Raises ConfigError if no class has these heads."""
-    for kind in kinds:
-        if kinds[kind] == heads:
-            return {"architectures": [prefix + kind]} | write_labels(default_labels(*heads[:1]))
-    raise ConfigError(f"model.heads={heads}: expected those of a class {prefix}... of transformers: {kinds}")
+    """The class and the labels for config.json. Raises ConfigError if no class has heads of these names."""
+    names = lambda heads: [head.name for head in heads if head.name != "pooled"]
+    kind = next((kind for kind in kinds if names(kinds[kind]) == names(heads)), None)
+    if kind is None:
+        raise ConfigError(f"model.heads={heads}: expected those of a class {prefix}... of transformers: {kinds}")
+    classes = next((head.classes for head in heads if head.name.endswith("classification")), 0)
+    labels = tuple(f"LABEL_{i}" for i in range(classes))  # the names that transformers gives
+    return {"architectures": [prefix + kind]} | write_labels(labels)
 
 
 def count_labels(c: Json) -> int:
-    return c.get("num_labels") or len(c.get("id2label") or {"0": 0, "1": 1})
-
-
-def default_labels(head: Any = None) -> tuple[str, ...]:
-    """The class names that transformers gives to a head; none for a head without classes."""
-    return tuple(f"LABEL_{i}" for i in range(getattr(head, "classes", None) or 0))
+    return get(c, "num_labels", None) or len(c.get("id2label") or {"0": 0, "1": 1})
 
 
 def write_labels(labels: tuple[str, ...]) -> Json:
@@ -218,26 +234,10 @@ def write_labels(labels: tuple[str, ...]) -> Json:
     return {"id2label": dict(enumerate(labels)), "label2id": {n: i for i, n in enumerate(labels)}} if labels else {}
 
 
-def shortest_pattern(items: list) -> tuple:
-    """The shortest prefix that, repeated, gives the list."""
-    return next(
-        tuple(items[:n]) for n in range(1, len(items) + 1) if all(x == items[i % n] for i, x in enumerate(items))
-    )
+# Tensors
 
 
-def repeated(pattern: Any, config: ModelConfig) -> list:
-    """The entry of the pattern for each layer."""
-    pattern = pattern if isinstance(pattern, (tuple, list)) else (pattern,)
-    return [pattern[i % len(pattern)] for i in range(config.num_layers)]
-
-
-def modules(ours: str, theirs: str, names: dict[str, str], kind: Kind = "linear") -> list[Rule]:
-    """A rule for each entry of `names`, {our module: their module}, with the prefixes `ours` and `theirs`."""
-    return [Rule(ours + our_name, theirs + their_name, kind) for our_name, their_name in names.items()]
-
-
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A slice of one of our leaves: `leaf[index]`, of `shape`."""
 
     path: str
@@ -245,41 +245,29 @@ class Part:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of theirs and the parts of ours in it. Several parts are next to each other in its last axis."""
+class Tensor(NamedTuple):
+    """One tensor of theirs and the parts of ours in it, next to each other in its output axis; no parts if it is unread."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    order: Literal["same", "matrix", "patches"] = "same"
+    parts: tuple[Part, ...] = ()
+    out_first: bool = False  # their output axis is the first, ours the last
 
     def ours(self, array: np.ndarray) -> list[np.ndarray]:
-        """Its parts in our layout; none for a tensor that their model never uses."""
-        if not self.parts:
-            return []
-        if self.order == "matrix":
-            array = array.T
-        elif self.order == "patches":
+        """Its parts in our layout."""
+        if self.out_first:
             array = np.moveaxis(array, 0, -1)
         widths = [math.prod(part.shape) * array.shape[-1] // max(array.size, 1) for part in self.parts]
         pieces = np.split(array, np.cumsum(widths)[:-1], axis=-1)
         return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
 
     def theirs(self, pieces: list[np.ndarray]) -> np.ndarray:
-        """The inverse of `ours`; zeros for a tensor that their model never uses."""
-        if not pieces:
-            return np.zeros(self.shape, np.float32)
-        if self.order == "matrix":
-            return pieces[0].reshape(self.shape[::-1]).T
-        if self.order == "patches":
-            return np.moveaxis(pieces[0], -1, 0)
+        """The inverse of `ours`."""
+        shape = self.shape[1:] + self.shape[:1] if self.out_first else self.shape
         if len(pieces) == 1:
-            return pieces[0].reshape(self.shape)
-        return np.concatenate([piece.reshape(*self.shape[:-1], -1) for piece in pieces], axis=-1)
-
-
-KERNEL = {"kernel": "weight", "bias": "bias"}
-ENDINGS = {"linear": KERNEL, "conv1d": KERNEL, "patches": KERNEL, "norm": {"scale": "weight", "bias": "bias"}}
+            array = pieces[0].reshape(shape)
+        else:
+            array = np.concatenate([piece.reshape(*shape[:-1], -1) for piece in pieces], axis=-1)
+        return np.moveaxis(array, -1, 0) if self.out_first else array
 
 
 def plan(family: Family, config: Any, allow_missing: str | None = None) -> dict[str, Tensor]:
@@ -291,47 +279,40 @@ def plan(family: Family, config: Any, allow_missing: str | None = None) -> dict[
     tensors: dict[str, Tensor] = {}
     for rule in family.rules(config):
         modules = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
-        for ours, theirs in ENDINGS.get(rule.kind, {"": ""}).items():
-            names = [f"{module}/{ours}".rstrip("/") for module in modules]
+        for ours, theirs in {"": "", "/kernel": ".weight", "/scale": ".weight", "/bias": ".bias"}.items():
+            names = [module + ours for module in modules]
             if names[0] in leaves:
-                leaf_rule = rule._replace(theirs=f"{rule.theirs}.{theirs}".rstrip("."))
-                tensors |= _tensors(leaf_rule, names, [leaves[name] for name in names])
+                tensors |= _tensors(rule, rule.theirs + theirs, names, [leaves[name] for name in names])
     extra = sorted(leaves.keys() - {part.path for tensor in tensors.values() for part in tensor.parts})
     if extra := [path for path in extra if allow_missing is None or not re.search(allow_missing, path)]:
         raise ConfigError(f"this family has no place for {', '.join(extra[:4])}")
     return tensors
 
 
-def _tensors(rule: Rule, names: list[str], specs: list[Spec]) -> dict[str, Tensor]:
-    """One tensor for each layer, or each layer and expert, of our leaves."""
-    lead, kind = rule.theirs.count("{}"), rule.kind
-    if kind == "unread":
-        return {rule.theirs: Tensor(specs[0].shape[:1], ())}
-    kernel = names[0].endswith("kernel")
-    shapes = [_flat_shape(spec, lead, kind, kernel) for spec in specs]
+def _tensors(rule: Rule, theirs: str, names: list[str], specs: list[Spec]) -> dict[str, Tensor]:
+    """One tensor `theirs` for each layer, or each layer and expert, of our leaves."""
+    if rule.kind == "unread":
+        return {theirs: Tensor(specs[0].shape[:1])}
+    lead, in_module = theirs.count("{}"), theirs != rule.theirs
+    matrix = in_module and rule.kind in ("linear", "conv1d")
+    shapes = [_matrix_shape(spec, lead) if matrix else spec.shape[lead:] for spec in specs]
     shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-    order: Literal["same", "matrix", "patches"] = "same"
-    if kind == "linear" and kernel:
-        shape, order = shape[::-1], "matrix"
-    elif kind == "patches" and kernel:
-        shape, order = (shape[-1], *shape[:-1]), "patches"
-    shape = {
-        "leaf1": (1, *shape), "leaf2": (1, 1, *shape), "lines": (shape[0], 1, shape[-1]), "columns": (1, *shape),
-    }.get(kind, shape)  # fmt: skip
+    out_first = in_module and rule.kind in ("linear", "patches")
+    if out_first:
+        shape = shape[-1:] + shape[:-1]
+    shape = {"leaf1": (1, *shape), "leaf2": (1, 1, *shape), "lines": (shape[0], 1, shape[-1])}.get(rule.kind, shape)
     tensors = {}
     for index in np.ndindex(*specs[0].shape[:lead]) if rule.layers is None else rule.layers:
-        ours, theirs = (index, index) if rule.layers is None else ((index[0],), (index[1],))
-        parts = tuple(Part(name, ours, spec.shape[lead:]) for name, spec in zip(names, specs, strict=True))
-        tensors[rule.theirs.format(*theirs)] = Tensor(shape, parts, order)
+        ours, other = (index, index) if rule.layers is None else ((index[0],), (index[1],))
+        parts = (Part(name, ours, spec.shape[lead:]) for name, spec in zip(names, specs, strict=True))
+        tensors[theirs.format(*other)] = Tensor(shape, tuple(parts), out_first)
     return tensors
 
 
-def _flat_shape(spec: Spec, lead: int, kind: Kind, kernel: bool) -> tuple[int, ...]:
-    """The shape of one layer's leaf as a matrix [in, out] or a vector, without the first `lead` axes."""
+def _matrix_shape(spec: Spec, lead: int) -> tuple[int, ...]:
+    """The shape of one layer's kernel as a matrix (in, out), or of its bias as a vector, without the first `lead` axes."""
     shape, axes = spec.shape[lead:], spec.axes[lead:]
-    if kind not in ("linear", "conv1d", "norm"):
-        return shape
-    if not kernel:
+    if not spec.contracts:
         return (math.prod(shape),)
     inputs = math.prod(n for n, axis in zip(shape, axes, strict=True) if axis in spec.contracts)
     return (inputs, math.prod(shape) // inputs)
