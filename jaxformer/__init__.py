@@ -5,30 +5,17 @@ Submodules load on first use: `from jaxformer import masks, models, ops` costs w
 """
 
 import importlib
+from pathlib import Path
 
 __version__ = "0.1.0"
 
-_SUBMODULES = (
-    "analysis",
-    "config",
-    "data",
-    "decoding",
-    "errors",
-    "evaluation",
-    "interop",
-    "masks",
-    "models",
-    "ops",
-    "parallel",
-    "params",
-    "planning",
-    "sharding",
-    "training",
+_PARTS = sorted(
+    {path.stem for path in Path(__file__).parent.iterdir() if not path.name.startswith("_")} - {"cli", "builtin"}
 )
 
 
 def __getattr__(name: str):
-    if name in _SUBMODULES:
+    if name in _PARTS:
         return importlib.import_module(f"jaxformer.{name}")
     if name == "open_run":
         return importlib.import_module("jaxformer.training.run").open_run
@@ -36,4 +23,4 @@ def __getattr__(name: str):
 
 
 def __dir__():
-    return [*globals(), *_SUBMODULES, "open_run"]
+    return [*globals(), *_PARTS, "open_run"]

@@ -26,9 +26,7 @@ class Checkpoints:
     keep_best: int = 1  # how many with the lowest validation loss
 
     def __post_init__(self):
-        for name, least in (("every", 1), ("keep_latest", 1), ("keep_best", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"checkpoints.{name}={getattr(self, name)}: must be at least {least}")
+        _check_least(self, "checkpoints.", {"every": 1, "keep_latest": 1, "keep_best": 0})
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,7 @@ class Sample:
     sampling: Sampling = Sampling(temperature=0.8)  # how a token is picked
 
     def __post_init__(self):
-        if self.tokens < 1:
-            raise ConfigError(f"sample.tokens={self.tokens}: must be at least 1")
+        _check_least(self, "sample.", {"tokens": 1})
 
 
 @dataclass(frozen=True)
@@ -82,10 +79,8 @@ class Experiment:
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = execution(())  # beside metrics.jsonl
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "accumulation", "log_every", "eval_every", "max_skipped"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("eval_batches", 1 if self.eval_batches is None else self.eval_batches, 1)
-        _at_least("seed", self.seed, 0)
+        counts = dict.fromkeys(("steps", "batch_size", "accumulation", "log_every", "eval_every", "max_skipped"), 1)
+        _check_least(self, "", counts | {"seed": 0} | ({} if self.eval_batches is None else {"eval_batches": 1}))
         for name in ("optimizer", "schedule", "objective"):
             if not callable(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected a function; see Experiment.{name}")
@@ -108,6 +103,7 @@ class Experiment:
             raise ConfigError(f"ema_decay={self.ema_decay}: must be in (0, 1), or None")
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if not value >= least:
-        raise ConfigError(f"{name}={value}: must be at least {least}")
+def _check_least(config: Any, prefix: str, fields: dict[str, int]) -> None:
+    for name, least in fields.items():
+        if not getattr(config, name) >= least:
+            raise ConfigError(f"{prefix}{name}={getattr(config, name)}: must be at least {least}")
