@@ -7,6 +7,7 @@ size T x S exists only after `.dense(T, S)`; `.blocks(T, S, block)` tells a kern
 pytree. Without arrays it is hashable and may be a static argument of `jax.jit`; with arrays (`segments`, `lengths`) not.
 """
 
+# ruff: noqa: F401 (names that the package offers)
 from jaxformer.masks.mask import (
     EMPTY,
     FAR,
@@ -24,7 +25,6 @@ from jaxformer.masks.mask import (
     global_tokens,
     lengths,
     longformer,
-    parse,
     prefix,
     random_blocks,
     segments,
@@ -33,10 +33,4 @@ from jaxformer.masks.mask import (
     sparse_transformer_strided,
     strided,
     window,
-)  # fmt: skip
-
-__all__ = [
-    "EMPTY", "FAR", "FULL", "PARTIAL", "Mask", "as_mask", "bigbird", "block_sparse", "by_head", "causal", "chunked",
-    "columns", "full", "global_tokens", "lengths", "longformer", "parse", "prefix", "random_blocks", "segments",
-    "shift_invariant", "sparse_transformer_fixed", "sparse_transformer_strided", "strided", "window",
-]  # fmt: skip
+)

@@ -7,7 +7,6 @@ visible pairs that a block can have. A block with at most 0 is EMPTY, one with a
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +70,7 @@ def _static_density(mask, first, q_length, kv_length) -> float:
     for start in range(0, len(i), step):
         here = slice(start, start + step)
         a, b = i[here], j[here]
-        found = count_visible(partial(evaluate, mask), q, kv, rows[here], np.arange(block)[None], a, b)
+        found = count_visible(mask, q, kv, rows[here], np.arange(block)[None], a, b)
         if found is None:
             raise ValueError("density: the mask's rule waits for a traced value; ask outside of jit")
         visible, hidden = found
@@ -104,7 +103,7 @@ def _bounds(mask, q, kv, known_offset: bool) -> Bounds:
     total = totals(q, kv)
     known = lambda part: part.static and (known_offset or made_of(part, OF_KEYS))
     if known(mask):
-        return narrow_bounds(partial(evaluate, mask), _counts(mask, q, kv), q, kv)
+        return narrow_bounds(mask, _counts(mask, q, kv), q, kv)
     if mask.rule not in _OPERATIONS:
         return np.zeros_like(total), total
     return _OPERATIONS[mask.rule]([_bounds(part, q, kv, known_offset) for part in _grouped(mask, known)], total)
@@ -149,20 +148,11 @@ def union(bounds: Iterable[Bounds], total: Counts) -> Bounds:
     return complement(intersection([complement(each, total) for each in bounds], total), total)
 
 
-def heads(bounds: Iterable[Bounds], total: Counts) -> Bounds:
-    """Bounds of a `by_head`."""
-    low, high = zip(*bounds, strict=True)
-    return np.concatenate(low), np.concatenate(high)
-
-
 # Bounds narrowed by evaluating pairs
 
 
-def narrow_bounds(evaluate: Callable, bounds: Bounds, q: Edges, kv: Edges) -> Bounds:
-    """Evaluates a few pairs of each undecided block, then all of its pairs while the budget lasts.
-
-    `evaluate(q [M, a], kv [M, b])` gives the mask `[M, N|1, a, b]` of M blocks, or None where it is not known yet.
-    """
+def narrow_bounds(mask, bounds: Bounds, q: Edges, kv: Edges) -> Bounds:
+    """Evaluates a few pairs of each undecided block, then all of its pairs while the budget lasts."""
     total = totals(q, kv)
     for most in (SAMPLES, None):
         rows, columns = sample_grid(np.diff(q), most), sample_grid(np.diff(kv), most)
@@ -173,7 +163,7 @@ def narrow_bounds(evaluate: Callable, bounds: Bounds, q: Edges, kv: Edges) -> Bo
         step = max(1, CHUNK // pairs)
         for start in range(0, len(i), step):
             a, b = i[start : start + step], j[start : start + step]
-            found = count_visible(evaluate, q, kv, rows[None], columns[None], a, b)
+            found = count_visible(mask, q, kv, rows[None], columns[None], a, b)
             if found is None:
                 return bounds
             visible, hidden = found
@@ -198,13 +188,12 @@ def undecided(bounds: Bounds, total: Counts) -> np.ndarray:
     return ~(partial | (high == 0).all(0) | (low == total).all(0))
 
 
-def count_visible(evaluate: Callable, q, kv, rows, columns, i, j):
+def count_visible(mask, q, kv, rows, columns, i, j):
     """(visible, hidden) pairs `[N, M]` at the places `[M|1, a]`, `[M|1, b]` within M blocks (i, j); None if not known yet."""
     q_positions, kv_positions = q[i][:, None] + rows, kv[j][:, None] + columns
     last_q, last_kv = q[i + 1][:, None] - 1, kv[j + 1][:, None] - 1
-    visible = evaluate(
-        np.minimum(q_positions, last_q).astype(np.int32), np.minimum(kv_positions, last_kv).astype(np.int32)
-    )
+    inner = (np.minimum(q_positions, last_q), np.minimum(kv_positions, last_kv))
+    visible = evaluate(mask, *(positions.astype(np.int32) for positions in inner))
     if visible is None:
         return None
     inside = ((q_positions <= last_q)[:, :, None] & (kv_positions <= last_kv)[:, None, :])[:, None]
@@ -213,7 +202,7 @@ def count_visible(evaluate: Callable, q, kv, rows, columns, i, j):
 
 
 def evaluate(mask, q, kv):
-    """The mask at positions [M, T], [M, S] in NumPy, at trace time too; None where its rule depends on a traced value."""
+    """The mask `[M, N|1, T, S]` at positions [M, T], [M, S], at trace time too; None where it waits for a traced value."""
     q, kv = q[:, None, :, None], kv[:, None, None, :]
     if mask.static and made_of(mask, (*OF_DISTANCE, *_COUNTS)):
         return mask._evaluate(q, kv)
@@ -249,20 +238,13 @@ def by_distance(visible: np.ndarray, q: Edges, kv: Edges) -> Counts:
 
 def by_intervals(cuts: Edges, start: np.ndarray, end: np.ndarray, q: Edges, kv: Edges) -> Counts:
     """Counts where the queries from cuts[r] up to cuts[r + 1] see the keys start[r, n] <= position < end[r, n] for each n."""
-    start, end = (
-        np.clip(bound, kv[0], kv[-1]) for bound in (start, end)
-    )  # sums of very large bounds would wrap around
+    # sums of very large bounds would wrap around
+    start, end = np.clip(start, kv[0], kv[-1]), np.clip(end, kv[0], kv[-1])
     visible = np.zeros((len(cuts), len(kv)), np.int64)  # before each cut and each key edge
     for column, edge in enumerate(kv):
         each = (np.minimum(end, edge) - np.minimum(start, edge)).sum(1)
         visible[1:, column] = np.cumsum(each * np.diff(cuts))
     return _between(visible[None, np.searchsorted(cuts, q)])
-
-
-def by_layout(layout: np.ndarray, block: int, q: Edges, kv: Edges) -> Counts:
-    """Counts of a mask that is constant on its own blocks: `layout` [N, nq, nk] from position 0 on, hidden beyond."""
-    columns = _integral(layout.swapaxes(1, 2), block, kv).swapaxes(1, 2)
-    return _between(_integral(columns, block, q))
 
 
 def by_union(marked_q: np.ndarray, marked_kv: np.ndarray, q: Edges, kv: Edges) -> Counts:
@@ -283,6 +265,13 @@ def _integral(values, block, edges):
 def _between(integral):
     """Counts of each block from the number of visible pairs before each query edge and key edge."""
     return np.diff(np.diff(integral, axis=1), axis=2)
+
+
+def _count_layout(mask, q, kv):
+    """Of a mask that is constant on its own blocks from position 0 on, and hidden beyond."""
+    layout, block = rules.layout_of(*mask.args[1:]), mask.args[0]
+    columns = _integral(layout.swapaxes(1, 2), block, kv).swapaxes(1, 2)
+    return _between(_integral(columns, block, q))
 
 
 def _count_chunked(mask, q, kv):
@@ -322,12 +311,12 @@ _COUNTS = {
     rules.columns: _count_keys,
     rules.chunked: _count_chunked,
     rules.global_tokens: _count_global,
-    rules.block_sparse: lambda mask, q, kv: by_layout(rules.layout_of(*mask.args[1:]), mask.args[0], q, kv),
+    rules.block_sparse: _count_layout,
     rules.random_blocks: _count_random,
 }
 _OPERATIONS = {
     rules.and_: intersection,
     rules.or_: union,
     rules.not_: lambda bounds, total: complement(bounds[0], total),
-    rules.by_head: heads,
+    rules.by_head: lambda bounds, total: tuple(np.concatenate(each) for each in zip(*bounds, strict=True)),
 }
