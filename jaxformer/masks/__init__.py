@@ -2,17 +2,14 @@
 
     mask = causal() & window(256) | prefix(16)
 
-A mask is a rule over absolute positions, `(q_positions, kv_positions) -> bool`, True where a query may attend. An array of
-size T x S exists only after `.dense(T, S)`; `.blocks(T, S, block)` tells a kernel which blocks to compute. Every mask is a
-pytree. Without arrays it is hashable and may be a static argument of `jax.jit`; with arrays (`segments`, `lengths`) not.
+A mask is a rule over absolute positions, `(q_positions, kv_positions) -> bool`, True where a query may attend. Every mask is
+a pytree. Without arrays it is hashable and may be a static argument of `jax.jit`; with arrays (`segments`, `lengths`) not.
 """
 
 # ruff: noqa: F401 (names that the package offers)
+from jaxformer.masks.blocks import EMPTY, FULL, PARTIAL
 from jaxformer.masks.mask import (
-    EMPTY,
     FAR,
-    FULL,
-    PARTIAL,
     Mask,
     as_mask,
     bigbird,

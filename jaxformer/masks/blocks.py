@@ -1,8 +1,8 @@
 """Visible pairs counted block by block, in NumPy at trace time, without an array of all pairs: `Mask.blocks`.
 
 `q` and `kv` are the edges of the blocks: block (i, j) holds the queries q[i] <= position < q[i + 1] and the keys
-kv[j] <= position < kv[j + 1]. Counts have the shape `[N|1, len(q) - 1, len(kv) - 1]`. Bounds are the least and the most
-visible pairs that a block can have. A block with at most 0 is EMPTY, one with at least all is FULL, any other PARTIAL.
+kv[j] <= position < kv[j + 1]. Bounds are the least and the most visible pairs that a block can have: with at most 0 it is
+EMPTY, with at least all of them FULL, else PARTIAL.
 """
 
 from collections.abc import Callable, Iterable

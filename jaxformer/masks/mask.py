@@ -15,8 +15,6 @@ from jaxtyping import Bool, Int, Shaped
 from jaxformer.masks import blocks as block_counts
 from jaxformer.masks import rules
 
-EMPTY, PARTIAL, FULL = block_counts.EMPTY, block_counts.PARTIAL, block_counts.FULL
-
 FAR = 1 << 30  # positions lie between -FAR and FAR, so that the difference of two fits 32 bits
 
 _SYMBOLS = {rules.and_: " & ", rules.or_: " | "}
@@ -101,8 +99,8 @@ class Mask:
     def blocks(self, q_length: int, kv_length: int, block: int | tuple[int, int]) -> Int[np.ndarray, "rows columns"]:
         """EMPTY, PARTIAL or FULL for each block of `block` (or `(rows, columns)`) pairs, int8 `[ceil(T/b), ceil(S/b)]`.
 
-        NumPy at trace time, without an array of all pairs. EMPTY and FULL are proven, for every row and head. PARTIAL is
-        exact for one rule, and for combinations within `masks.blocks.BUDGET`. What arrays or a traced offset decide is PARTIAL.
+        EMPTY and FULL are proven, for every row and head. PARTIAL is exact for one rule, and for combinations within
+        `masks.blocks.BUDGET`. What arrays or a traced offset decide is PARTIAL.
         """
         rows, columns = (block, block) if isinstance(block, int | np.integer) else block
         if min(rows, columns) < 1:
@@ -110,10 +108,9 @@ class Mask:
         return block_counts.blocks(self.sized(kv_length), q_length, kv_length, rows, columns)
 
     def density(self, q_length: int, kv_length: int) -> float:
-        """Share of visible pairs, over rows and heads alike.
+        """Share of visible pairs, over rows and heads alike: exact for one rule, for functions of q - kv, and up to 2^26 pairs.
 
-        Exact for one rule and for functions of q - kv, in O(T + S), and wherever 2^26 evaluated pairs suffice. Beyond that it
-        is an estimate from queries spread evenly over the blocks.
+        Beyond that it is an estimate from queries spread evenly over the blocks.
         """
         return block_counts.density(self.sized(kv_length), q_length, kv_length)
 
@@ -129,7 +126,7 @@ class Mask:
         panels, count = dense[0, :4].astype(int), min(4, dense.shape[1])
         if block is not None:
             classes = self.blocks(q_length, kv_length, block).repeat(block, 0).repeat(block, 1)
-            panels = np.where(panels == 1, 1, 2 * (classes[:q_length, :kv_length] != EMPTY))
+            panels = np.where(panels == 1, 1, 2 * (classes[:q_length, :kv_length] != block_counts.EMPTY))
         height = 0.9 + 3 * float(np.clip(q_length / kv_length, 0.3, 2))
         figure = Figure(figsize=(0.6 + 3.4 * count, height), dpi=150, layout="constrained")
         colors = ListedColormap(["#ffffff", "#1f5d8c", "#f6e6c8"])
@@ -177,7 +174,7 @@ class Mask:
         return f"{self.name}({', '.join(map(str, shown))})"
 
     def __describe__(self) -> Any:
-        """The mask's text, and for `jaxformer.config` what the text leaves out: users' rules, and arrays."""
+        """For `jaxformer.config`: the mask's text, and what that leaves out, which is users' rules and arrays."""
         masks = _with_parts(self)
         users = [(mask.rule, mask.args) for mask in masks if mask.rule.__module__ != rules.__name__]
         hidden = [mask.args for mask in masks if mask.rule is rules.block_sparse]
@@ -276,8 +273,8 @@ def prefix(length: int | Int[Array, " B"]) -> Mask:
 def global_tokens(tokens: int | Sequence | Shaped[np.ndarray, "..."] | Shaped[Array, "..."]) -> Mask:
     """Some tokens see all keys and all queries see them: j in g or i in g (Beltagy et al. 2020, section 3.1).
 
-    `tokens` is their number (the first ones), their positions (a sequence), or by row an array `[B, G]` of positions
-    (negative: none) or `[B, length]` of booleans, which may be traced.
+    `tokens`: their number (the first ones), a sequence of positions, or by row an array `[B, G]` of positions (negative: none)
+    or `[B, length]` of booleans, which may be traced.
     """
     if isinstance(tokens, Array) or np.ndim(tokens) > 1:
         if np.ndim(tokens) != 2:
@@ -298,20 +295,19 @@ def block_sparse(layout: Sequence | Shaped[np.ndarray, "..."] | Bool[Array, "...
     (block,) = _integers("block_sparse", block=(block, 1))
     if np.ndim(layout) not in (2, 3):
         raise ValueError(f"block_sparse: a layout is [nq, nk] or [N, nq, nk]; got {np.shape(layout)}")
-    if isinstance(layout, Array):
-        return Mask(rules.block_sparse, (block,), arrays=((layout if layout.ndim == 3 else layout[None]).astype(bool),))
-    layout = np.asarray(layout, bool)
+    layout = layout.astype(bool) if isinstance(layout, Array) else np.asarray(layout, bool)
     layout = layout if layout.ndim == 3 else layout[None]
+    if isinstance(layout, Array):
+        return Mask(rules.block_sparse, (block,), arrays=(layout,))
     return Mask(rules.block_sparse, (block, layout.shape, np.packbits(layout).tobytes()))
 
 
 def random_blocks(count: int, block: int, seed: int = 0, length: int | None = None) -> Mask:
-    """Each block of `block` queries sees `count` distinct random blocks of the ceil(length / block) ones of keys.
+    """Each block of `block` queries sees `count` distinct random blocks of the ceil(length / block) ones of keys, or all.
 
-    Zaheer et al. 2020, arXiv:2007.14062. Without a `length`, a model takes its config's `context_length`, and
-    `ops.attention` the number of keys (`Mask.sized`). The draw of a query block depends on the seed, its index and the
-    number of key blocks, not on the number of queries. Query blocks beyond the last key block repeat the draws from the
-    first on. With fewer than `count` key blocks all are seen.
+    Zaheer et al. 2020, arXiv:2007.14062. Without a `length`, a model takes its config's `context_length`, and `ops.attention`
+    the number of keys (`Mask.sized`). The draw of a query block depends on the seed, its index modulo the number of key
+    blocks, and that number.
     """
     count, block, number = _integers("random_blocks", count=(count, 1), block=(block, 1), length=(length or 0, 0))
     if seed < 0:

@@ -142,12 +142,9 @@ def lookup(ids, positions):
 
 def lengths(mask, q, kv):
     q_length, kv_length = mask.arrays
-    visible = full(mask, q, kv)
-    if q_length is not None:
-        visible = visible & (q < q_length[:, None, None, None])
-    if kv_length is not None:
-        visible = visible & (kv < kv_length[:, None, None, None])
-    return visible
+    limits = ((q, q_length), (kv, kv_length))
+    inside = (x < length[:, None, None, None] for x, length in limits if length is not None)
+    return reduce(operator.and_, inside, full(mask, q, kv))
 
 
 def segment_ids(parts, q, kv):

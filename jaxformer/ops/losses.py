@@ -42,9 +42,8 @@ def cross_entropy(
     """Sum of weight * (-log softmax(logits)[label]), in float32 or better, with the sum of weights.
 
     Label smoothing e puts 1 - e on the label and e / V on every class (Szegedy et al. 2016, section 7). `z_loss` adds
-    z (log sum exp logits)^2 (Chowdhery et al. 2022, section 5). A label outside 0..V-1 makes the loss NaN, unless its
-    weight is 0. A token of weight 0 may have any logits, also NaN: their gradient is 0. A token is correct where its label
-    is the argmax of its logits (`jnp.argmax`: the first of equal ones).
+    z (log sum exp logits)^2 (Chowdhery et al. 2022, section 5). A label outside 0..V-1 makes the loss NaN. A token of weight 0
+    may have any label and logits, also NaN: their gradient is 0. A token is correct where `jnp.argmax` gives its label.
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
     logits = jnp.where(weights[..., None] == 0, 0, logits)  # 0 * NaN is NaN: select before anything is multiplied
@@ -115,8 +114,7 @@ def projected_cross_entropy(
 
     The gradients of hidden and head are formed chunk by chunk while the logits are there, so nothing is computed twice.
     By default a chunk's float32 logits take at most 64 MiB of a device (or one position's). Weights get no gradient.
-    `softcap` c maps a logit l to c tanh(l / c). On a mesh each device has the logits of its own tokens and its own part of
-    the vocabulary; gradients of the head are summed over devices once, after the last chunk.
+    `softcap` c maps a logit l to c tanh(l / c). On a mesh each device has its own tokens and its part of the vocabulary.
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
     options = _Options(chunk, softcap, label_smoothing, z_loss)
