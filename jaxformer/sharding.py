@@ -41,19 +41,15 @@ def _partition_spec(mesh: AnyMesh, rules: Rules, path: str, leaf: Spec) -> P:
         names = tuple(name for name in rules.get(axis or "", ()) if mesh.shape.get(name, 1) > 1)
         for name in names:
             if name in used:
-                raise ConfigError(
-                    f"{path}: its axes {used[name]} and {axis} would both be split over mesh.{name}; give one of them "
-                    "another rule"
-                )
+                both = f"its axes {used[name]} and {axis} would both be split over mesh.{name}"
+                raise ConfigError(f"{path}: {both}; give one of them another rule")
             used[name] = axis
         parts = math.prod(mesh.shape[name] for name in names)
-        if size % parts:
-            below, above = size // parts * parts, -(-size // parts) * parts
-            near = f"{below} or {above}" if below else str(above)
-            raise ConfigError(
-                f"{path}: {axis}={size} does not divide among {' x '.join(f'mesh.{n}={mesh.shape[n]}' for n in names)}; "
-                f"sizes that do: {near}; or a mesh axis that divides {size}"
-            )
+        if rest := size % parts:
+            near = f"{size - rest} or {size - rest + parts}" if size > rest else str(parts)
+            devices = " x ".join(f"mesh.{name}={mesh.shape[name]}" for name in names)
+            advice = f"sizes that do: {near}; or a mesh axis that divides {size}"
+            raise ConfigError(f"{path}: {axis}={size} does not divide among {devices}; {advice}")
         entries.append(_entry(names))
     return P(*entries)
 

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -49,7 +49,9 @@ class Bytes(_Tokenizer):
     """UTF-8 bytes: 256 ids, any text. Bytes that are not UTF-8 decode to U+FFFD."""
 
     vocab_size = 256
-    state: ClassVar = {"type": "bytes"}
+
+    def __init__(self):
+        self.state = {"type": "bytes"}
 
     def encode_text(self, text: str) -> np.ndarray:
         # a lone surrogate (an invalid byte of a command line) becomes a question mark
