@@ -38,10 +38,6 @@ def batches(split: Any, batch_size: int, seed: int, rows: np.ndarray | None = No
 
     The global batch holds the B examples from step*B on of an endless order, in which each epoch is a new permutation.
     """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size: {batch_size} is not positive")
-    if seed < 0:
-        raise ConfigError(f"seed: {seed} is negative")
     if len(split) == 0:
         raise ConfigError("data: the training split is empty; expected at least one example")
     # Indices are batched before examples are read: one vectorised `take_rows` replaces B small reads.
@@ -80,8 +76,6 @@ class ValidationBatches:
     """
 
     def __init__(self, split: Any, batch_size: int, rows: np.ndarray | None = None):
-        if batch_size < 1:
-            raise ConfigError(f"batch_size: {batch_size} is not positive")
         self.split, self.batch_size = split, batch_size
         self.rows = np.arange(batch_size) if rows is None else rows
 

@@ -118,28 +118,28 @@ def projected_cross_entropy(
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
     options = _Options(chunk, softcap, label_smoothing, z_loss)
-    return _projected(options, hidden, _Head(head, bias), labels, weights)
+    return _projected(options, _Tokens(hidden, labels, weights), _Head(head, bias))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _projected(options: _Options, hidden, head: _Head, labels, weights) -> TokenSums:
-    return _on_shards(_loss, options, _Tokens(hidden, labels, weights), head)[0]
+def _projected(options: _Options, tokens: _Tokens, head: _Head) -> TokenSums:
+    return _on_shards(_loss, options, tokens, head)[0]
 
 
-def _projected_forward(options: _Options, hidden, head: _Head, labels, weights):
+def _projected_forward(options: _Options, tokens: _Tokens, head: _Head):
     """The sums and, in the same pass, the gradients of the loss; the backward pass multiplies them by its cotangent.
 
     Gradients of float16 operands are float32 until then, because the cotangent may be a loss scale.
     """
-    sums, gradients = _on_shards(_loss_and_gradients, options, _Tokens(hidden, labels, weights), head)
-    return sums, (gradients, jax.tree.map(lambda a: jnp.zeros(0, a.dtype), (hidden, head)))  # empty: for their dtypes
+    sums, gradients = _on_shards(_loss_and_gradients, options, tokens, head)
+    return sums, (gradients, jax.tree.map(lambda a: jnp.zeros(0, a.dtype), (tokens.hidden, head)))  # for their dtypes
 
 
 def _projected_backward(options: _Options, residuals, cotangents: TokenSums):
     gradients, operands = residuals
     d_loss = cotangents.loss  # float32: 1 / tokens in bfloat16 would scale every gradient by the same error
     d_hidden, d_head = jax.tree.map(lambda d, a: (d * d_loss).astype(a.dtype), gradients, operands)
-    return d_hidden, d_head, None, None
+    return _Tokens(d_hidden, None, None), d_head
 
 
 _projected.defvjp(_projected_forward, _projected_backward)
