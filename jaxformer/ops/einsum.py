@@ -82,15 +82,16 @@ def _axes(spec: str) -> tuple[str, str, str]:
 def _dot(spec, a, b):
     """The product with float32 sums. The operand that has the result's first free axis goes first.
 
-    In the other order XLA:CPU has no kernel for some products ("Unsupported element type for DotThunk"). It has none for a
-    batch axis between two free ones either: then the result is made batch first, and transposed.
+    In the other order XLA:CPU has no kernel for some products ("Unsupported element type for DotThunk"). It has none either
+    where an axis of the other operand, or a batch axis, lies between two free ones: then the result is made with each
+    operand's axes together, and transposed.
     """
     a_axes, b_axes, out = _axes(spec)
     batch = "".join(axis for axis in out if axis in a_axes and axis in b_axes)
     for axes in (a_axes, b_axes):
         free = [axis for axis in axes if axis in out and axis not in batch]
-        if len(free) > 1 and batch and not out.startswith(batch) and "".join(free) not in out:
-            order = batch + "".join(axis for axis in out if axis not in batch)
+        if len(free) > 1 and not (batch and out.startswith(batch)) and "".join(free) not in out:
+            order = "".join(sorted(out, key=lambda axis: (axis not in batch, axis not in a_axes)))
             y = _cpu_barrier(_dot(f"{a_axes},{b_axes}->{order}", a, b))
             return jnp.transpose(y, [order.index(axis) for axis in out])
     free = [axis for axis in out if not (axis in a_axes and axis in b_axes)]
