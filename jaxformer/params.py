@@ -54,8 +54,8 @@ def stack(spec: Tree, layers: int) -> Tree:
 
 
 def _init_layers(init: Callable, key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
-    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(shape[0]))
-    return jax.vmap(lambda key: init(key, shape[1:], dtype))(keys)
+    draw = lambda layer: init(jax.random.fold_in(key, layer), shape[1:], dtype)
+    return jax.vmap(draw)(jnp.arange(shape[0]))
 
 
 def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:
@@ -91,20 +91,20 @@ def paths(tree: Tree) -> dict[str, Any]:
 def mismatch(spec: Tree, tree: Tree, unused: str = "$^", path: str = "") -> str | None:
     """One line on the first leaf that only one of the two trees has, or whose shapes differ; None where they agree.
 
-    The tree may hold more leaves where the regular expression `unused` matches somewhere in their path. A leaf without a
-    shape, such as a quantised weight, agrees with any.
+    The tree may hold more where the regular expression `unused` matches. A leaf without a shape (quantised) agrees with any.
     """
     if isinstance(spec, Spec):
+        if tree is None:
+            return f"{path} {spec.shape} is missing"
         shape = getattr(tree, "shape", spec.shape)
         return None if shape == spec.shape else f"{path} has shape {shape}; expected {spec.shape}"
+    tree = {} if tree is None else tree
     if not isinstance(spec, Mapping) or not isinstance(tree, Mapping):
         return None
     for name in sorted({**spec, **tree}):
         inner = f"{path}/{name}" if path else name
-        if name in spec and name in tree:
-            found = mismatch(spec[name], tree[name], unused, inner)
-        elif name in spec:
-            found = _missing(spec[name], inner)
+        if name in spec:
+            found = mismatch(spec[name], tree.get(name), unused, inner)
         else:
             found = None if re.search(unused, inner) else f"{inner} is no parameter of this config"
         if found:
@@ -112,16 +112,6 @@ def mismatch(spec: Tree, tree: Tree, unused: str = "$^", path: str = "") -> str 
     return None
 
 
-def _missing(spec: Tree, path: str) -> str | None:
-    name, leaf = next(iter(paths({path: spec}).items()), (path, None))
-    return f"{name} {leaf.shape} is missing" if leaf is not None else None
-
-
 def mask(tree: Tree, pattern: str) -> Tree:
     """True where the regular expression matches somewhere in the leaf's path (weight decay, freezing)."""
     return map_with_name(lambda name, _: bool(re.search(pattern, name)), tree)
-
-
-def cast(tree: Tree, dtype) -> Tree:
-    """Floating-point leaves in `dtype`; the others unchanged."""
-    return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)

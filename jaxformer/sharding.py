@@ -41,19 +41,15 @@ def _partition_spec(mesh: AnyMesh, rules: Rules, path: str, leaf: Spec) -> P:
         names = tuple(name for name in rules.get(axis or "", ()) if mesh.shape.get(name, 1) > 1)
         for name in names:
             if name in used:
-                raise ConfigError(
-                    f"{path}: its axes {used[name]} and {axis} would both be split over mesh.{name}; give one of them "
-                    "another rule"
-                )
+                both = f"its axes {used[name]} and {axis} would both be split over mesh.{name}"
+                raise ConfigError(f"{path}: {both}; give one of them another rule")
             used[name] = axis
         parts = math.prod(mesh.shape[name] for name in names)
-        if size % parts:
-            below, above = size // parts * parts, -(-size // parts) * parts
-            near = f"{below} or {above}" if below else str(above)
-            raise ConfigError(
-                f"{path}: {axis}={size} does not divide among {' x '.join(f'mesh.{n}={mesh.shape[n]}' for n in names)}; "
-                f"sizes that do: {near}; or a mesh axis that divides {size}"
-            )
+        if rest := size % parts:
+            near = f"{size - rest} or {size - rest + parts}" if size > rest else str(parts)
+            devices = " x ".join(f"mesh.{name}={mesh.shape[name]}" for name in names)
+            advice = f"sizes that do: {near}; or a mesh axis that divides {size}"
+            raise ConfigError(f"{path}: {axis}={size} does not divide among {devices}; {advice}")
         entries.append(_entry(names))
     return P(*entries)
 
@@ -63,9 +59,9 @@ def _entry(names: tuple[str, ...]) -> str | tuple[str, ...] | None:
     return names[0] if len(names) == 1 else names or None
 
 
-def shardings(spec: Tree, mesh: jax.sharding.Mesh, rules: Rules = PARAMETERS) -> Tree:
+def shardings(spec: Tree, mesh: jax.sharding.Mesh) -> Tree:
     """`partition_specs` as NamedShardings."""
-    return jax.tree.map(partial(NamedSharding, mesh), partition_specs(spec, mesh, rules))
+    return jax.tree.map(partial(NamedSharding, mesh), partition_specs(spec, mesh))
 
 
 def batch_sharding(mesh: jax.sharding.Mesh, batch: dict[str, Any]) -> dict[str, NamedSharding]:
@@ -85,15 +81,14 @@ def mesh_axes(name: str | None, size: int, mesh: AnyMesh | None = None) -> tuple
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    parts, found = 1, []
+    found = ()
     for axis in ACTIVATIONS.get(name or "", ()):
         if mesh.shape.get(axis, 1) == 1 or kinds[axis] == AxisType.Manual:  # a user's mesh may lack our axes
             continue
-        parts *= mesh.shape[axis]
-        if size % parts:
+        if size % mesh.shape[axis]:
             break
-        found.append(axis)
-    return tuple(found)
+        size, found = size // mesh.shape[axis], (*found, axis)
+    return found
 
 
 def with_logical_constraint(x: Array, *names: str | None) -> Array:
@@ -106,9 +101,8 @@ def with_logical_constraint(x: Array, *names: str | None) -> Array:
 def is_split() -> bool:
     """Whether there is a mesh (`jax.set_mesh`) with an axis of several devices that `jax.shard_map` has not made manual."""
     mesh = jax.sharding.get_abstract_mesh()
-    return any(
-        size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    )
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return any(size > 1 and kind != AxisType.Manual for size, kind in axes)
 
 
 def with_sharding(x: Array, spec: P) -> Array:
@@ -124,17 +118,16 @@ def with_spec_sharding(tree: Tree, spec: Tree, rules: Rules) -> Tree:
 
 
 def all_gather_weights(params: Tree, spec: Callable[[], Tree], dtype) -> Tree:
-    """Parameters of a layer, gathered over `fsdp` for its products; still split over `tensor` and `expert`.
+    """Parameters of a layer, gathered over `fsdp` for its products; the identity without a mesh (`jax.set_mesh`).
 
-    Under FSDP each weight has one all-gather a pass, of matrices in `dtype`, to which products round them anyway. Its
-    gradient has one reduce-scatter, in its own precision. `spec()` declares the same tree. Routed experts are left as they
-    are, because `ops.mixture` gathers them. The identity without a mesh (`jax.set_mesh`).
+    Each weight has one all-gather a pass, of matrices in `dtype`, to which products round them anyway, and its gradient one
+    reduce-scatter, in its own precision. `spec()` declares the same tree. `ops.mixture` gathers routed experts itself.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.shape.get("fsdp", 1) == 1:
         return params
     declared = spec()
-    gathered = partition_specs(declared, mesh, {name: axes for name, axes in PARAMETERS.items() if name != "embed"})
+    gathered = partition_specs(declared, mesh, PARAMETERS | {"embed": ()})
 
     def gather(leaf, spec, gathered, split):
         if "expert" in spec.axes:
@@ -166,25 +159,16 @@ def _is_explicit() -> bool:
 def auto_axes(specs: P | Callable[..., Tree]) -> Callable[[Function], Function]:
     """Decorator of a public function: under Explicit axes its inside is left to the compiler, as under Auto axes.
 
-    Under Explicit axes JAX refuses operations whose sharding does not follow from the operands': a product summed over a
-    split axis, a look-up in a split table. `specs` is that of the function's results: a PartitionSpec, or a function
-    (shapes of the results, *args, **kwargs) -> a tree of them.
+    JAX refuses there what does not follow from the operands' sharding: a product summed over a split axis, a look-up in a split
+    table. `specs`: of the results, a PartitionSpec or a function (shapes of the results, *args, **kwargs) -> a tree of them.
     """
-    return partial(_decorate, specs)
+    return lambda function: wraps(function)(lambda *args, **kwargs: _run(function, specs, args, kwargs))  # type: ignore
 
 
-def _decorate(specs: P | Callable[..., Tree], function: Function) -> Function:
-    @wraps(function)
-    def run(*args, **kwargs):
-        if is_split() and _is_explicit():
-            return _run_in_auto_axes(function, specs, args, kwargs)
+def _run(function: Callable, specs: P | Callable[..., Tree], args: tuple, kwargs: dict) -> Tree:
+    """`function(*args, **kwargs)`, under Explicit axes inside of `jax.sharding.auto_axes`, which takes arrays alone."""
+    if not (is_split() and _is_explicit()):
         return function(*args, **kwargs)
-
-    return run  # type: ignore[return-value]
-
-
-def _run_in_auto_axes(function: Callable, specs: P | Callable[..., Tree], args: tuple, kwargs: dict) -> Tree:
-    """`function(*args, **kwargs)` under `jax.sharding.auto_axes`, which takes arrays alone; the other leaves are constants."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
     arrays = [leaves[i] for i in places]
@@ -205,16 +189,16 @@ def activation_specs(names: Callable[[str, Any], tuple[str | None, ...]]) -> Cal
     return lambda shapes, *_, **__: map_with_name(lambda path, x: _activation_spec(x.shape, names(path, x)), shapes)
 
 
-def shard_bytes(spec: Tree, mesh: AnyMesh, itemsize: int = 4) -> dict[str, int]:
-    """Bytes of each parameter on one device."""
+def shard_bytes(spec: Tree, mesh: AnyMesh) -> dict[str, int]:
+    """Bytes of each parameter on one device, in float32."""
     leaves, specs = paths(spec), paths(partition_specs(spec, mesh))
     shapes = {path: NamedSharding(mesh, specs[path]).shard_shape(leaf.shape) for path, leaf in leaves.items()}
-    return {path: math.prod(shape) * itemsize for path, shape in shapes.items()}
+    return {path: math.prod(shape) * 4 for path, shape in shapes.items()}
 
 
-def describe(spec: Tree, mesh: AnyMesh, itemsize: int = 4) -> str:
+def describe(spec: Tree, mesh: AnyMesh) -> str:
     """Every parameter with its shape, how it is split, and its bytes on a device; the sum at the end."""
-    specs, sizes = paths(partition_specs(spec, mesh)), shard_bytes(spec, mesh, itemsize)
+    specs, sizes = paths(partition_specs(spec, mesh)), shard_bytes(spec, mesh)
     rows = [("parameter", "shape", "split", "bytes a device")]
     for path, leaf in paths(spec).items():
         split = " ".join("*".join((entry,) if isinstance(entry, str) else entry or "-") for entry in specs[path])

@@ -161,13 +161,6 @@ def test_paths_and_masks():
     assert all(type(x) is bool for x in jax.tree.leaves(params.mask(TREE, "bias")))  # optax wants Python's
 
 
-def test_cast_changes_floating_point_leaves_alone():
-    tree = {"a": jnp.ones(3), "b": jnp.arange(3), "c": jnp.array([True]), "d": jnp.ones(2, jnp.float16)}
-    cast = params.cast(tree, jnp.bfloat16)
-    assert {k: v.dtype for k, v in cast.items()} == dict(a=jnp.bfloat16, b=jnp.int32, c=jnp.bool_, d=jnp.bfloat16)
-    equal(params.cast(cast, jnp.float32)["a"], tree["a"])
-
-
 def test_a_spec_names_every_axis():
     with pytest.raises(ValueError, match=r"2 axes, names .* 1"):
         Spec((2, 3), ("embed",), zeros)

@@ -3,7 +3,8 @@
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,8 @@ def open_dataset(data: Any, model: Any) -> sources.Dataset:
     dataset = data.open(model)
     for name in ("train", "validation", "digest"):
         if not hasattr(dataset, name):
-            raise ConfigError(
-                f"data: {type(data).__name__}.open returned no .{name}; return a jaxformer.data.sources.Dataset"
-            )
+            opener = f"{type(data).__name__}.open"
+            raise ConfigError(f"data: {opener} returned no .{name}; return a jaxformer.data.sources.Dataset")
     for name in ("train", "validation"):
         split = getattr(dataset, name)
         for method in ("__len__", "__getitem__"):
@@ -36,13 +36,8 @@ def open_dataset(data: Any, model: Any) -> sources.Dataset:
 def batches(split: Any, batch_size: int, seed: int, rows: np.ndarray | None = None) -> Any:
     """A grain.MapDataset: [step] -> `rows` (None: all) of the global batch [B, T], a pure function of (seed, step).
 
-    Global batch number `step` holds the B examples from step*B on of an endless order. Each epoch is a new permutation.
-    Only `rows` are read. The global batch does not depend on the number of processes.
+    The global batch holds the B examples from step*B on of an endless order, in which each epoch is a new permutation.
     """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size: {batch_size} is not positive")
-    if seed < 0:
-        raise ConfigError(f"seed: {seed} is negative")
     if len(split) == 0:
         raise ConfigError("data: the training split is empty; expected at least one example")
     # Indices are batched before examples are read: one vectorised `take_rows` replaces B small reads.
@@ -81,8 +76,6 @@ class ValidationBatches:
     """
 
     def __init__(self, split: Any, batch_size: int, rows: np.ndarray | None = None):
-        if batch_size < 1:
-            raise ConfigError(f"batch_size: {batch_size} is not positive")
         self.split, self.batch_size = split, batch_size
         self.rows = np.arange(batch_size) if rows is None else rows
 
@@ -131,7 +124,7 @@ def _label_counts(split: Any, vocab_size: int) -> np.ndarray:
     return counts
 
 
-class Prefetch:
+class Prefetch(Iterator, AbstractContextManager):
     """Iterates over put(get(step)) for start <= step < stop; grain's thread starts at once and works `depth` steps ahead.
 
     An error of `get` or `put` becomes a RuntimeError that names the step and has the error as its cause. `close`, `with`,
@@ -152,9 +145,6 @@ class Prefetch:
         self.close = weakref.finalize(self, _close, self._items)
         self._items[0].start_prefetch()
 
-    def __iter__(self) -> "Prefetch":
-        return self
-
     def __next__(self) -> Any:
         if not self.close.alive:
             raise StopIteration
@@ -165,13 +155,9 @@ class Prefetch:
         step, batch, error = item
         if error is not None:
             self.close()
-            raise RuntimeError(
-                f"the batch of step {step} could not be made: {type(error).__name__}: {error}"
-            ) from error
+            cause = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"the batch of step {step} could not be made: {cause}") from error
         return batch
-
-    def __enter__(self) -> "Prefetch":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -66,7 +66,6 @@ class Dataset:
     description: str = ""  # one line
     vocab_size: int | None = None  # None if there are no tokens
     tokenizer: Any = None  # None if there is no text
-    source_digest: str | None = None  # sha256 (hex) of the text alone; for one file, what sha256sum prints
 
 
 def context_length(model: Any) -> int:
@@ -107,10 +106,10 @@ class Windows:
 
 
 def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
-    """Reads, splits and encodes a text. Its last `validation_fraction` is for validation.
+    """Reads, splits and encodes a text. Raises ConfigError for an unusable text and for impossible settings.
 
-    As in nanoGPT, the training part is the first int(n (1 - fraction)) bytes, or characters for the other tokenizers. BPE
-    merges are learned from the training part. Raises ConfigError for an unusable text and for impossible settings.
+    As in nanoGPT, the training part is the first int(n (1 - validation_fraction)) bytes, or characters for the other
+    tokenizers. BPE merges are learned from the training part.
     """
     if not 0 < config.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction: {config.validation_fraction} is not between 0 and 1")
@@ -138,7 +137,6 @@ def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
         description=f"{name}: {len(raw):,} bytes, sha256 {source[:16]}; {config.tokenizer}, vocabulary "
         f"{tokenizer.vocab_size:,}; {len(train):,} training and {len(validation):,} validation tokens",
         tokenizer=tokenizer,
-        source_digest=source,
     )
 
 

@@ -92,7 +92,7 @@ def example(config: Task, split: int, index: int) -> np.ndarray:
 
 
 class Examples:
-    """`length` examples of one split of a task."""
+    """`length` examples of one split of a task: tokens, labels and source int32 [T], weights float32 [T]."""
 
     def __init__(self, config: Task, split: int, length: int):
         self._length = length
@@ -103,13 +103,9 @@ class Examples:
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {name: rows[0] for name, rows in self.take_rows(np.array([range(len(self))[index]])).items()}
-
-    def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The examples at `indices` as arrays [B, T]: tokens, labels and source int32, weights float32."""
-        rows = np.stack([self._example(int(index)) for index in indices], axis=1)
-        batch = {"tokens": rows[0], "labels": rows[1], "weights": rows[2].astype(np.float32)}
-        return batch | {"source": rows[3]} if len(rows) == 4 else batch
+        tokens, labels, weights, *source = self._example(range(self._length)[index]).copy()
+        found = {"tokens": tokens, "labels": labels, "weights": weights.astype(np.float32)}
+        return found | {"source": source[0]} if source else found
 
 
 def open_task(config: Task, limit: int) -> Dataset:

@@ -25,9 +25,7 @@ class _Tokenizer:
     """A tokenizer is defined by its JSON state, which is saved to a file and hashed to a digest."""
 
     vocab_size: int
-
-    def state(self) -> dict[str, Any]:
-        raise NotImplementedError
+    state: dict[str, Any]
 
     def encode_text(self, text: str) -> np.ndarray:
         """The tokens of a long text, in the narrowest unsigned integer type for the vocabulary."""
@@ -39,11 +37,11 @@ class _Tokenizer:
     @functools.cached_property
     def digest(self) -> str:
         """sha256 (hex) of the state."""
-        return hashlib.sha256(json.dumps(self.state(), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.state, sort_keys=True).encode()).hexdigest()
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the state as JSON, for `load`."""
-        config.write_atomically(path, json.dumps(self.state()))
+        config.write_atomically(path, json.dumps(self.state))
 
 
 class Bytes(_Tokenizer):
@@ -51,8 +49,8 @@ class Bytes(_Tokenizer):
 
     vocab_size = 256
 
-    def state(self) -> dict[str, Any]:
-        return {"type": "bytes"}
+    def __init__(self):
+        self.state = {"type": "bytes"}
 
     def encode_text(self, text: str) -> np.ndarray:
         # a lone surrogate (an invalid byte of a command line) becomes a question mark
@@ -67,8 +65,8 @@ class Characters(_Tokenizer):
     """One id per character of a text, in code point order. Other characters raise ConfigError."""
 
     def __init__(self, characters: str):
-        self.characters = characters
-        self.vocab_size = len(characters)
+        self.characters, self.vocab_size = characters, len(characters)
+        self.state = {"type": "characters", "characters": characters}
         codes = _code_points(characters)
         # the last entry, -1, is for every character above the highest one
         self._ids = np.full(int(codes.max(initial=0)) + 2, -1, np.int32)
@@ -76,12 +74,7 @@ class Characters(_Tokenizer):
 
     @classmethod
     def of(cls, text: str) -> "Characters":
-        present = np.zeros(0x110000, bool)
-        present[_code_points(text)] = True
-        return cls("".join(map(chr, np.flatnonzero(present))))
-
-    def state(self) -> dict[str, Any]:
-        return {"type": "characters", "characters": self.characters}
+        return cls("".join(sorted(set(text))))
 
     def encode_text(self, text: str) -> np.ndarray:
         ids = self._ids[np.minimum(_code_points(text), len(self._ids) - 1)]
@@ -105,14 +98,14 @@ class BPE(_Tokenizer):
         # without this flag "<|endoftext|>" in a text would become the control id; the JSON does not hold the flag
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = self._tokenizer.get_vocab_size()
+        self.state = {"type": "bpe", "tokenizer": json.loads(self._tokenizer.to_str())}
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> "BPE":
         """Learns merges from `text`. The result is deterministic. A short text may give fewer than `vocab_size` ids."""
         if vocab_size < 257:
-            raise ConfigError(
-                f"data.vocab_size: bpe needs at least 257 (256 bytes and {END_OF_TEXT}), not {vocab_size}"
-            )
+            least = f"at least 257 (256 bytes and {END_OF_TEXT})"
+            raise ConfigError(f"data.vocab_size: bpe needs {least}, not {vocab_size}")
         package = require_package()
         tokenizer = package.Tokenizer(package.models.BPE())
         tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -126,9 +119,6 @@ class BPE(_Tokenizer):
         )
         tokenizer.train_from_iterator(_chunks(text), trainer)
         return cls(tokenizer.to_str())
-
-    def state(self) -> dict[str, Any]:
-        return {"type": "bpe", "tokenizer": json.loads(self._tokenizer.to_str())}
 
     def encode_text(self, text: str) -> np.ndarray:
         text = text.encode("utf-8", errors="replace").decode()  # the package refuses lone surrogates

@@ -2,16 +2,14 @@
 
     mask = causal() & window(256) | prefix(16)
 
-A mask is a rule over absolute positions, `(q_positions, kv_positions) -> bool`, True where a query may attend. An array of
-size T x S exists only after `.dense(T, S)`; `.blocks(T, S, block)` tells a kernel which blocks to compute. Every mask is a
-pytree. Without arrays it is hashable and may be a static argument of `jax.jit`; with arrays (`segments`, `lengths`) not.
+A mask is a rule over absolute positions, `(q_positions, kv_positions) -> bool`, True where a query may attend. Every mask is
+a pytree. Without arrays it is hashable and may be a static argument of `jax.jit`; with arrays (`segments`, `lengths`) not.
 """
 
+# ruff: noqa: F401 (names that the package offers)
+from jaxformer.masks.blocks import EMPTY, FULL, PARTIAL
 from jaxformer.masks.mask import (
-    EMPTY,
     FAR,
-    FULL,
-    PARTIAL,
     Mask,
     as_mask,
     bigbird,
@@ -24,7 +22,6 @@ from jaxformer.masks.mask import (
     global_tokens,
     lengths,
     longformer,
-    parse,
     prefix,
     random_blocks,
     segments,
@@ -33,10 +30,4 @@ from jaxformer.masks.mask import (
     sparse_transformer_strided,
     strided,
     window,
-)  # fmt: skip
-
-__all__ = [
-    "EMPTY", "FAR", "FULL", "PARTIAL", "Mask", "as_mask", "bigbird", "block_sparse", "by_head", "causal", "chunked",
-    "columns", "full", "global_tokens", "lengths", "longformer", "parse", "prefix", "random_blocks", "segments",
-    "shift_invariant", "sparse_transformer_fixed", "sparse_transformer_strided", "strided", "window",
-]  # fmt: skip
+)

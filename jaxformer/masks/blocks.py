@@ -1,13 +1,12 @@
 """Visible pairs counted block by block, in NumPy at trace time, without an array of all pairs: `Mask.blocks`.
 
 `q` and `kv` are the edges of the blocks: block (i, j) holds the queries q[i] <= position < q[i + 1] and the keys
-kv[j] <= position < kv[j + 1]. Counts have the shape `[N|1, len(q) - 1, len(kv) - 1]`. Bounds are the least and the most
-visible pairs that a block can have. A block with at most 0 is EMPTY, one with at least all is FULL, any other PARTIAL.
+kv[j] <= position < kv[j + 1]. Bounds are the least and the most visible pairs that a block can have: with at most 0 it is
+EMPTY, with at least all of them FULL, else PARTIAL.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 Edges = np.ndarray  # one more than there are blocks along an axis
 Counts = np.ndarray  # [N|1, rows, columns]
-Bounds = tuple[Counts, Counts]
+Bounds = tuple[Counts, ...]  # (least, most)
 
 SAMPLES = 12  # positions along each side of an undecided block that are evaluated before all are
 BUDGET = 1 << 25  # pairs that one classification may evaluate: a tenth of a second
@@ -53,8 +52,6 @@ def density(mask, q_length: int, kv_length: int) -> float:
     keys, step, visible = np.arange(kv_length)[None], max(1, CHUNK // kv_length), 0.0
     for start in range(0, rows.shape[1], step):
         values = evaluate(mask, rows[:, start : start + step], keys)
-        if values is None:
-            raise ValueError("density: the mask's arrays are traced; ask outside of jit")
         visible += values.mean() * values.shape[2]
     return float(visible / rows.shape[1])
 
@@ -67,16 +64,10 @@ def _static_density(mask, first, q_length, kv_length) -> float:
     count = low.mean(0)
     i, j = np.nonzero((low != high).any(0))
     rows = _strata(len(i), block, DENSITY_BUDGET // max(1, len(i) * block * len(low)))
-    step = max(1, CHUNK // (rows.shape[1] * block * len(low)))
-    for start in range(0, len(i), step):
-        here = slice(start, start + step)
-        a, b = i[here], j[here]
-        found = count_visible(partial(evaluate, mask), q, kv, rows[here], np.arange(block)[None], a, b)
-        if found is None:
-            raise ValueError("density: the mask's rule waits for a traced value; ask outside of jit")
-        visible, hidden = found
-        estimate = visible / np.maximum(visible + hidden, 1) * total[:, a, b]
-        count[a, b] = np.clip(estimate, low[:, a, b], high[:, a, b]).mean(0)
+    if len(i):
+        visible, hidden = count_visible(mask, q, kv, rows, np.arange(block)[None], i, j, len(low))
+        estimate = visible / np.maximum(visible + hidden, 1) * total[:, i, j]
+        count[i, j] = np.clip(estimate, low[:, i, j], high[:, i, j]).mean(0)
     return float(count.sum() / (q_length * kv_length))
 
 
@@ -104,7 +95,11 @@ def _bounds(mask, q, kv, known_offset: bool) -> Bounds:
     total = totals(q, kv)
     known = lambda part: part.static and (known_offset or made_of(part, OF_KEYS))
     if known(mask):
-        return narrow_bounds(partial(evaluate, mask), _counts(mask, q, kv), q, kv)
+        counts = _counts(mask, q, kv)
+        try:
+            return narrow_bounds(mask, counts, q, kv)
+        except TracedRule:
+            return counts
     if mask.rule not in _OPERATIONS:
         return np.zeros_like(total), total
     return _OPERATIONS[mask.rule]([_bounds(part, q, kv, known_offset) for part in _grouped(mask, known)], total)
@@ -149,39 +144,25 @@ def union(bounds: Iterable[Bounds], total: Counts) -> Bounds:
     return complement(intersection([complement(each, total) for each in bounds], total), total)
 
 
-def heads(bounds: Iterable[Bounds], total: Counts) -> Bounds:
-    """Bounds of a `by_head`."""
-    low, high = zip(*bounds, strict=True)
-    return np.concatenate(low), np.concatenate(high)
-
-
 # Bounds narrowed by evaluating pairs
 
 
-def narrow_bounds(evaluate: Callable, bounds: Bounds, q: Edges, kv: Edges) -> Bounds:
-    """Evaluates a few pairs of each undecided block, then all of its pairs while the budget lasts.
-
-    `evaluate(q [M, a], kv [M, b])` gives the mask `[M, N|1, a, b]` of M blocks, or None where it is not known yet.
-    """
+def narrow_bounds(mask, bounds: Bounds, q: Edges, kv: Edges) -> Bounds:
+    """Evaluates a few pairs of each undecided block, then all of its pairs while the budget lasts."""
     total = totals(q, kv)
     for most in (SAMPLES, None):
         rows, columns = sample_grid(np.diff(q), most), sample_grid(np.diff(kv), most)
-        pairs = len(rows) * len(columns) * len(bounds[0])
         i, j = np.nonzero(undecided(bounds, total))
         if most is None:
-            i, j = i[: BUDGET // pairs], j[: BUDGET // pairs]
-        step = max(1, CHUNK // pairs)
-        for start in range(0, len(i), step):
-            a, b = i[start : start + step], j[start : start + step]
-            found = count_visible(evaluate, q, kv, rows[None], columns[None], a, b)
-            if found is None:
-                return bounds
-            visible, hidden = found
-            shape = max(len(bounds[0]), len(visible)), *total.shape[1:]
-            low, high = (np.array(np.broadcast_to(each, shape)) for each in bounds)
-            low[:, a, b] = np.maximum(low[:, a, b], visible)
-            high[:, a, b] = np.minimum(high[:, a, b], total[:, a, b] - hidden)
-            bounds = low, high
+            affordable = BUDGET // (len(rows) * len(columns) * len(bounds[0]))
+            i, j = i[:affordable], j[:affordable]
+        if len(i) == 0:
+            break
+        visible, hidden = count_visible(mask, q, kv, rows[None], columns[None], i, j, len(bounds[0]))
+        shape = max(len(bounds[0]), len(visible)), *total.shape[1:]
+        low, high = bounds = tuple(np.array(np.broadcast_to(each, shape)) for each in bounds)
+        low[:, i, j] = np.maximum(low[:, i, j], visible)
+        high[:, i, j] = np.minimum(high[:, i, j], total[:, i, j] - hidden)
     return bounds
 
 
@@ -198,29 +179,34 @@ def undecided(bounds: Bounds, total: Counts) -> np.ndarray:
     return ~(partial | (high == 0).all(0) | (low == total).all(0))
 
 
-def count_visible(evaluate: Callable, q, kv, rows, columns, i, j):
-    """(visible, hidden) pairs `[N, M]` at the places `[M|1, a]`, `[M|1, b]` within M blocks (i, j); None if not known yet."""
-    q_positions, kv_positions = q[i][:, None] + rows, kv[j][:, None] + columns
-    last_q, last_kv = q[i + 1][:, None] - 1, kv[j + 1][:, None] - 1
-    visible = evaluate(
-        np.minimum(q_positions, last_q).astype(np.int32), np.minimum(kv_positions, last_kv).astype(np.int32)
-    )
-    if visible is None:
-        return None
-    inside = ((q_positions <= last_q)[:, :, None] & (kv_positions <= last_kv)[:, None, :])[:, None]
-    count = lambda x: np.count_nonzero(x, axis=(2, 3)).T
-    return count(visible & inside), count(~visible & inside)
+def count_visible(mask, q, kv, rows, columns, i, j, heads: int):
+    """(visible, hidden) pairs `[N, M]` at the places `[M|1, a]`, `[1, b]` within M blocks (i, j)."""
+    rows, counts = np.broadcast_to(rows, (len(i), rows.shape[1])), []
+    step = max(1, CHUNK // (rows.shape[1] * columns.size * heads))
+    for start in range(0, len(i), step):
+        here = slice(start, start + step)
+        q_positions, kv_positions = q[i[here]][:, None] + rows[here], kv[j[here]][:, None] + columns
+        last_q, last_kv = q[i[here] + 1][:, None] - 1, kv[j[here] + 1][:, None] - 1
+        visible = evaluate(mask, np.minimum(q_positions, last_q), np.minimum(kv_positions, last_kv))
+        inside = ((q_positions <= last_q)[:, :, None] & (kv_positions <= last_kv)[:, None, :])[:, None]
+        counts.append([np.count_nonzero(pairs, axis=(2, 3)).T for pairs in (visible & inside, ~visible & inside)])
+    visible, hidden = (np.concatenate(each, axis=1) for each in zip(*counts, strict=True))
+    return visible, hidden
+
+
+class TracedRule(ValueError):
+    """The mask depends on a traced value."""
 
 
 def evaluate(mask, q, kv):
-    """The mask at positions [M, T], [M, S] in NumPy, at trace time too; None where its rule depends on a traced value."""
-    q, kv = q[:, None, :, None], kv[:, None, None, :]
+    """The mask `[M, N|1, T, S]` at positions [M, T], [M, S] in NumPy, at trace time too. Raises TracedRule."""
+    q, kv = q.astype(np.int32)[:, None, :, None], kv.astype(np.int32)[:, None, None, :]
     if mask.static and made_of(mask, (*OF_DISTANCE, *_COUNTS)):
         return mask._evaluate(q, kv)
     with jax.ensure_compile_time_eval():  # a user's rule may call jax.numpy
         visible = mask._evaluate(jnp.asarray(q), jnp.asarray(kv))
     if isinstance(visible, jax.core.Tracer):
-        return None
+        raise TracedRule("density: the mask depends on a traced value; ask outside of jit")
     return np.broadcast_to(np.asarray(visible, bool), np.broadcast_shapes(np.shape(visible), q.shape, kv.shape))
 
 
@@ -249,26 +235,13 @@ def by_distance(visible: np.ndarray, q: Edges, kv: Edges) -> Counts:
 
 def by_intervals(cuts: Edges, start: np.ndarray, end: np.ndarray, q: Edges, kv: Edges) -> Counts:
     """Counts where the queries from cuts[r] up to cuts[r + 1] see the keys start[r, n] <= position < end[r, n] for each n."""
-    start, end = (
-        np.clip(bound, kv[0], kv[-1]) for bound in (start, end)
-    )  # sums of very large bounds would wrap around
+    # sums of very large bounds would wrap around
+    start, end = np.clip(start, kv[0], kv[-1]), np.clip(end, kv[0], kv[-1])
     visible = np.zeros((len(cuts), len(kv)), np.int64)  # before each cut and each key edge
     for column, edge in enumerate(kv):
         each = (np.minimum(end, edge) - np.minimum(start, edge)).sum(1)
         visible[1:, column] = np.cumsum(each * np.diff(cuts))
     return _between(visible[None, np.searchsorted(cuts, q)])
-
-
-def by_layout(layout: np.ndarray, block: int, q: Edges, kv: Edges) -> Counts:
-    """Counts of a mask that is constant on its own blocks: `layout` [N, nq, nk] from position 0 on, hidden beyond."""
-    columns = _integral(layout.swapaxes(1, 2), block, kv).swapaxes(1, 2)
-    return _between(_integral(columns, block, q))
-
-
-def by_union(marked_q: np.ndarray, marked_kv: np.ndarray, q: Edges, kv: Edges) -> Counts:
-    """Counts where a pair is visible if its query or its key is marked, given how many are marked in each block."""
-    hidden = (np.diff(q) - marked_q)[:, None] * (np.diff(kv) - marked_kv)[None]
-    return totals(q, kv) - hidden[None]
 
 
 def _integral(values, block, edges):
@@ -283,6 +256,13 @@ def _integral(values, block, edges):
 def _between(integral):
     """Counts of each block from the number of visible pairs before each query edge and key edge."""
     return np.diff(np.diff(integral, axis=1), axis=2)
+
+
+def _count_layout(mask, q, kv):
+    """Of a mask that is constant on its own blocks from position 0 on, and hidden beyond."""
+    layout, block = rules.layout_of(*mask.args[1:]), mask.args[0]
+    columns = _integral(layout.swapaxes(1, 2), block, kv).swapaxes(1, 2)
+    return _between(_integral(columns, block, q))
 
 
 def _count_chunked(mask, q, kv):
@@ -308,13 +288,14 @@ def _count_keys(mask, q, kv):
     """Of a rule of kv alone."""
     positions = np.arange(kv[0], kv[-1])
     visible = np.append(0, np.cumsum(mask._evaluate(np.zeros((1, 1, 1, 1), int), positions.reshape(1, 1, 1, -1))))
-    return by_union(0 * np.diff(q), np.diff(visible[kv - kv[0]]), q, kv)
+    return (np.diff(q)[:, None] * np.diff(visible[kv - kv[0]]))[None]
 
 
 def _count_global(mask, q, kv):
     (tokens,) = mask.args
     before = lambda edges: np.clip(edges, 0, tokens) if isinstance(tokens, int) else np.searchsorted(tokens, edges)
-    return by_union(np.diff(before(q)), np.diff(before(kv)), q, kv)
+    others = lambda edges: np.diff(edges - before(edges))  # positions of each block that are no global tokens
+    return totals(q, kv) - (others(q)[:, None] * others(kv))[None]
 
 
 _COUNTS = {
@@ -322,12 +303,12 @@ _COUNTS = {
     rules.columns: _count_keys,
     rules.chunked: _count_chunked,
     rules.global_tokens: _count_global,
-    rules.block_sparse: lambda mask, q, kv: by_layout(rules.layout_of(*mask.args[1:]), mask.args[0], q, kv),
+    rules.block_sparse: _count_layout,
     rules.random_blocks: _count_random,
 }
 _OPERATIONS = {
     rules.and_: intersection,
     rules.or_: union,
     rules.not_: lambda bounds, total: complement(bounds[0], total),
-    rules.by_head: heads,
+    rules.by_head: lambda bounds, total: tuple(np.concatenate(each) for each in zip(*bounds, strict=True)),
 }

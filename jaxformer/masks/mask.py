@@ -1,6 +1,5 @@
 """`Mask`, and the functions that build one."""
 
-import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +12,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, Shaped
 
-from jaxformer.config.expressions import evaluate
-from jaxformer.errors import ConfigError
 from jaxformer.masks import blocks as block_counts
-from jaxformer.masks import rules, text
-
-EMPTY, PARTIAL, FULL = block_counts.EMPTY, block_counts.PARTIAL, block_counts.FULL
+from jaxformer.masks import rules
 
 FAR = 1 << 30  # positions lie between -FAR and FAR, so that the difference of two fits 32 bits
+
+_SYMBOLS = {rules.and_: " & ", rules.or_: " | "}
 
 Positions = Int[Array, "..."] | Int[np.ndarray, "..."]
 
@@ -80,11 +77,7 @@ class Mask:
     @property
     def static(self) -> bool:
         """Whether the mask holds no arrays: then it can be hashed, and is known at trace time."""
-        return (
-            (self.offset is None or isinstance(self.offset, int))
-            and not self.arrays
-            and all(part.static for part in self.parts)
-        )
+        return not jax.tree.leaves(self)
 
     def conjuncts(self) -> tuple["Mask", ...]:
         """The operands of an `&`, each with the offset of the whole mask; of any other mask, the mask alone."""
@@ -106,8 +99,8 @@ class Mask:
     def blocks(self, q_length: int, kv_length: int, block: int | tuple[int, int]) -> Int[np.ndarray, "rows columns"]:
         """EMPTY, PARTIAL or FULL for each block of `block` (or `(rows, columns)`) pairs, int8 `[ceil(T/b), ceil(S/b)]`.
 
-        NumPy at trace time, without an array of all pairs. EMPTY and FULL are proven, for every row and head. PARTIAL is
-        exact for one rule, and for combinations within `masks.blocks.BUDGET`. What arrays or a traced offset decide is PARTIAL.
+        EMPTY and FULL are proven, for every row and head. PARTIAL is exact for one rule, and for combinations within
+        `masks.blocks.BUDGET`. What arrays or a traced offset decide is PARTIAL.
         """
         rows, columns = (block, block) if isinstance(block, int | np.integer) else block
         if min(rows, columns) < 1:
@@ -115,10 +108,9 @@ class Mask:
         return block_counts.blocks(self.sized(kv_length), q_length, kv_length, rows, columns)
 
     def density(self, q_length: int, kv_length: int) -> float:
-        """Share of visible pairs, over rows and heads alike.
+        """Share of visible pairs, over rows and heads alike: exact for one rule, for functions of q - kv, and up to 2^26 pairs.
 
-        Exact for one rule and for functions of q - kv, in O(T + S), and wherever 2^26 evaluated pairs suffice. Beyond that it
-        is an estimate from queries spread evenly over the blocks.
+        Beyond that it is an estimate from queries spread evenly over the blocks.
         """
         return block_counts.density(self.sized(kv_length), q_length, kv_length)
 
@@ -134,7 +126,7 @@ class Mask:
         panels, count = dense[0, :4].astype(int), min(4, dense.shape[1])
         if block is not None:
             classes = self.blocks(q_length, kv_length, block).repeat(block, 0).repeat(block, 1)
-            panels = np.where(panels == 1, 1, 2 * (classes[:q_length, :kv_length] != EMPTY))
+            panels = np.where(panels == 1, 1, 2 * (classes[:q_length, :kv_length] != block_counts.EMPTY))
         height = 0.9 + 3 * float(np.clip(q_length / kv_length, 0.3, 2))
         figure = Figure(figsize=(0.6 + 3.4 * count, height), dpi=150, layout="constrained")
         colors = ListedColormap(["#ffffff", "#1f5d8c", "#f6e6c8"])
@@ -163,15 +155,36 @@ class Mask:
         return Mask(rules.not_, parts=(replace(self, offset=None),), offset=self.offset)
 
     def __repr__(self) -> str:
-        return text.write(self)
+        """The calls that build the mask; arrays are shown by type and shape, a user's rule as `Mask(name)`."""
+        if self.offset is not None:
+            text = repr(replace(self, offset=None))
+            text = f"({text})" if self.rule in (*_SYMBOLS, rules.not_) else text
+            return f"{text}.at({self.offset if isinstance(self.offset, int) else _short(self.offset)})"
+        if self.rule in _SYMBOLS:
+            nested = lambda part: part.rule in _SYMBOLS and part.rule is not self.rule
+            return _SYMBOLS[self.rule].join(f"({part})" if nested(part) else str(part) for part in self.parts)
+        if self.rule is rules.not_:
+            return f"~({self.parts[0]})" if self.parts[0].rule in _SYMBOLS else f"~{self.parts[0]}"
+        args = self.args
+        if self.rule is rules.block_sparse and self.static:
+            args = (_short(rules.layout_of(*args[1:])), args[0])
+        shown = [*self.parts, *args, *(_short(array) for array in self.arrays if array is not None)]
+        if self.rule is not getattr(rules, self.name, None):  # a user's rule may be called causal
+            return f"Mask({', '.join(map(str, [self.name, *shown]))})"
+        return f"{self.name}({', '.join(map(str, shown))})"
 
     def __describe__(self) -> Any:
-        """The mask's text, and for `jaxformer.config` what the text leaves out: users' rules, and arrays."""
+        """For `jaxformer.config`: the mask's text, and what that leaves out, which is users' rules and arrays."""
         masks = _with_parts(self)
         users = [(mask.rule, mask.args) for mask in masks if mask.rule.__module__ != rules.__name__]
         hidden = [mask.args for mask in masks if mask.rule is rules.block_sparse]
         hidden += [mask.arrays for mask in masks if mask.arrays]
         return {"mask": str(self), "rules": users, "hidden": hidden} if users or hidden else str(self)
+
+
+def _short(array) -> str:
+    """An array by its type and shape."""
+    return f"<{array.dtype}{list(array.shape)}>"
 
 
 def _with_parts(mask: Mask) -> list[Mask]:
@@ -185,20 +198,15 @@ def _by_row(positions: Positions) -> Array:
 
 
 def _combine(rule, *masks: Mask) -> Mask:
-    offset = None
     for mask in masks:
         if not isinstance(mask, Mask):
-            raise TypeError(
-                f"a mask combines with masks, not with {type(mask).__name__}; wrap a rule as masks.Mask(rule)"
-            )
-        offset = mask.offset if offset is None else offset
-        same = mask.offset is offset or (
-            isinstance(offset, int) and isinstance(mask.offset, int) and mask.offset == offset
-        )
-        if mask.offset is not None and not same:
-            raise ValueError("masks with different query offsets do not combine; call .at(offset) once, on the result")
+            kind = type(mask).__name__
+            raise TypeError(f"a mask combines with masks, not with {kind}; wrap a rule as masks.Mask(rule)")
+    offsets = [mask.offset for mask in masks if mask.offset is not None]
+    if len({offset if isinstance(offset, int) else id(offset) for offset in offsets}) > 1:
+        raise ValueError("masks with different query offsets do not combine; call .at(offset) once, on the result")
     parts = [part for mask in masks for part in (mask.parts if mask.rule is rule is not rules.by_head else (mask,))]
-    return Mask(rule, parts=tuple(replace(part, offset=None) for part in parts), offset=offset)
+    return Mask(rule, parts=tuple(replace(part, offset=None) for part in parts), offset=offsets[0] if offsets else None)
 
 
 def as_mask(mask: Any, function: str) -> Mask:
@@ -206,21 +214,11 @@ def as_mask(mask: Any, function: str) -> Mask:
     if mask is not None and not isinstance(mask, Mask):
         raise ValueError(
             f"{function}: a mask is a value of jaxformer.masks, not "
-            f"{text.short(mask) if hasattr(mask, 'dtype') else repr(mask)}; "
+            f"{_short(mask) if hasattr(mask, 'dtype') else repr(mask)}; "
             "for padding wrap an array as masks.segments(ids) or masks.lengths(kv=lengths), for a pattern [T, S] as "
             "masks.block_sparse(pattern, 1), or give bias=jnp.where(pattern, 0, -jnp.inf)"
         )
     return full() if mask is None else mask
-
-
-def parse(string: str) -> Mask:
-    """The mask that `repr` wrote, e.g. `(causal() & window(255, 0)).at(3)`. Raises ConfigError for other text."""
-    match = re.fullmatch(r"(.*?)(?:\.at\((-?\d+)\))?", string.strip(), re.DOTALL)
-    expression, offset = match.groups() if match else (string, None)
-    mask = evaluate(expression, BUILDERS)
-    if not isinstance(mask, Mask):
-        raise ConfigError(f"mask {string!r}: expected calls such as window(255), combined with & | ~")
-    return mask if offset is None else mask.at(int(offset))
 
 
 def _integers(builder: str, **numbers) -> tuple:
@@ -275,8 +273,8 @@ def prefix(length: int | Int[Array, " B"]) -> Mask:
 def global_tokens(tokens: int | Sequence | Shaped[np.ndarray, "..."] | Shaped[Array, "..."]) -> Mask:
     """Some tokens see all keys and all queries see them: j in g or i in g (Beltagy et al. 2020, section 3.1).
 
-    `tokens` is their number (the first ones), their positions (a sequence), or by row an array `[B, G]` of positions
-    (negative: none) or `[B, length]` of booleans, which may be traced.
+    `tokens`: their number (the first ones), a sequence of positions, or by row an array `[B, G]` of positions (negative: none)
+    or `[B, length]` of booleans, which may be traced.
     """
     if isinstance(tokens, Array) or np.ndim(tokens) > 1:
         if np.ndim(tokens) != 2:
@@ -297,20 +295,19 @@ def block_sparse(layout: Sequence | Shaped[np.ndarray, "..."] | Bool[Array, "...
     (block,) = _integers("block_sparse", block=(block, 1))
     if np.ndim(layout) not in (2, 3):
         raise ValueError(f"block_sparse: a layout is [nq, nk] or [N, nq, nk]; got {np.shape(layout)}")
-    if isinstance(layout, Array):
-        return Mask(rules.block_sparse, (block,), arrays=((layout if layout.ndim == 3 else layout[None]).astype(bool),))
-    layout = np.asarray(layout, bool)
+    layout = layout.astype(bool) if isinstance(layout, Array) else np.asarray(layout, bool)
     layout = layout if layout.ndim == 3 else layout[None]
+    if isinstance(layout, Array):
+        return Mask(rules.block_sparse, (block,), arrays=(layout,))
     return Mask(rules.block_sparse, (block, layout.shape, np.packbits(layout).tobytes()))
 
 
 def random_blocks(count: int, block: int, seed: int = 0, length: int | None = None) -> Mask:
-    """Each block of `block` queries sees `count` distinct random blocks of the ceil(length / block) ones of keys.
+    """Each block of `block` queries sees `count` distinct random blocks of the ceil(length / block) ones of keys, or all.
 
-    Zaheer et al. 2020, arXiv:2007.14062. Without a `length`, a model takes its config's `context_length`, and
-    `ops.attention` the number of keys (`Mask.sized`). The draw of a query block depends on the seed, its index and the
-    number of key blocks, not on the number of queries. Query blocks beyond the last key block repeat the draws from the
-    first on. With fewer than `count` key blocks all are seen.
+    Zaheer et al. 2020, arXiv:2007.14062. Without a `length`, a model takes its config's `context_length`, and `ops.attention`
+    the number of keys (`Mask.sized`). The draw of a query block depends on the seed, its index modulo the number of key
+    blocks, and that number.
     """
     count, block, number = _integers("random_blocks", count=(count, 1), block=(block, 1), length=(length or 0, 0))
     if seed < 0:
@@ -370,12 +367,3 @@ def sparse_transformer_fixed(stride: int, columns: int) -> Mask:
 def shift_invariant(mask: Mask) -> bool:
     """Whether a mask certainly depends on the distance of positions alone, so that padding in front changes nothing."""
     return block_counts.made_of(mask, block_counts.OF_DISTANCE)
-
-
-BUILDERS = {
-    f.__name__: f
-    for f in (
-        *(full, causal, window, strided, prefix, chunked, columns, global_tokens, random_blocks),
-        *(longformer, bigbird, sparse_transformer_strided, sparse_transformer_fixed, by_head),
-    )
-}

@@ -1,7 +1,8 @@
 """The rules of the masks that `masks.mask` builds: `rule(mask, q, kv)` is True where a query at q may see a key at kv.
 
 Positions broadcast against each other, q `[B|1, 1, T, 1]` and kv `[B|1, 1, 1, S]`. They are NumPy arrays in `masks.blocks`
-(at trace time) and JAX arrays in kernels. Slow operations such as remainders act on q or kv alone, before they broadcast.
+(at trace time) and JAX arrays in kernels: `__array_namespace__` is numpy or jax.numpy. Slow operations such as remainders act
+on q or kv alone, before they broadcast.
 """
 
 import operator
@@ -24,7 +25,7 @@ def not_(mask, q, kv):
 
 
 def by_head(mask, q, kv):
-    xp = numpy_of(q)
+    xp = q.__array_namespace__()
     parts = [part._evaluate(q, kv) for part in mask.parts]
     shape = jnp.broadcast_shapes(q.shape, kv.shape, *(part.shape for part in parts))
     if shape[1] != 1:
@@ -75,14 +76,14 @@ def _marked(mask, positions):
         return (positions >= 0) & (positions < mask.args[0])
     if mask.arrays and mask.arrays[0].dtype == bool:
         return lookup(mask.arrays[0], positions)
-    xp = numpy_of(positions)
+    xp = positions.__array_namespace__()
     tokens = mask.arrays[0] if mask.arrays else xp.asarray(mask.args, xp.int32)
     tokens = tokens[:, None, None, None, :]
     return ((positions[..., None] == tokens) & (tokens >= 0)).any(-1)
 
 
 def block_sparse(mask, q, kv):
-    xp, block = numpy_of(q), mask.args[0]
+    xp, block = q.__array_namespace__(), mask.args[0]
     layout = mask.arrays[0] if mask.arrays else xp.asarray(layout_of(*mask.args[1:]))
     heads, rows, cols = layout.shape
     layout = xp.pad(layout, ((0, 0), (1, 1), (1, 1)))  # positions outside the layout read this border of False
@@ -99,7 +100,7 @@ def layout_of(shape, packed):
 
 def random_blocks(mask, q, kv):
     chosen, block = choice_of(mask), mask.args[1]
-    chosen = numpy_of(q).asarray(chosen)[q // block % len(chosen)]  # [B|1, 1, T, 1, count]
+    chosen = q.__array_namespace__().asarray(chosen)[q // block % len(chosen)]  # [B|1, 1, T, 1, count]
     return reduce(operator.or_, (kv // block == chosen[..., c] for c in range(chosen.shape[-1])))
 
 
@@ -142,12 +143,9 @@ def lookup(ids, positions):
 
 def lengths(mask, q, kv):
     q_length, kv_length = mask.arrays
-    visible = full(mask, q, kv)
-    if q_length is not None:
-        visible = visible & (q < q_length[:, None, None, None])
-    if kv_length is not None:
-        visible = visible & (kv < kv_length[:, None, None, None])
-    return visible
+    limits = ((q, q_length), (kv, kv_length))
+    inside = (x < length[:, None, None, None] for x, length in limits if length is not None)
+    return reduce(operator.and_, inside, full(mask, q, kv))
 
 
 def segment_ids(parts, q, kv):
@@ -167,11 +165,6 @@ def segment_ids(parts, q, kv):
 
 def shifted(positions, by):
     """positions + by, clipped to the ends of their integer type, because the sum could wrap around."""
-    xp, ends = numpy_of(positions), np.iinfo(positions.dtype)
+    xp, ends = positions.__array_namespace__(), np.iinfo(positions.dtype)
     by = max(-ends.max, min(by, ends.max))
     return by + (xp.minimum(positions, ends.max - by) if by > 0 else xp.maximum(positions, ends.min - by))
-
-
-def numpy_of(positions):
-    """numpy for NumPy arrays, jax.numpy for JAX arrays."""
-    return np if isinstance(positions, np.ndarray) else jnp

@@ -1,5 +1,6 @@
 """Pure functions on arrays, each usable alone: take one out into your own code."""
 
+# ruff: noqa: F401 (names that the package offers)
 from jaxformer.ops.attention import attention
 from jaxformer.ops.attention.favor import (
     favor_attention,
@@ -7,7 +8,7 @@ from jaxformer.ops.attention.favor import (
     favor_relu_features,
     orthogonal_projection,
     redraw,
-)  # fmt: skip
+)
 from jaxformer.ops.attention.linear import (
     LinearState,
     efficient_attention,
@@ -16,7 +17,7 @@ from jaxformer.ops.attention.linear import (
     linear_attention_state,
     linear_attention_step,
     relu_plus_epsilon,
-)  # fmt: skip
+)
 from jaxformer.ops.attention.low_rank import linformer_attention
 from jaxformer.ops.attention.lsh import lsh_attention, random_rotations
 from jaxformer.ops.attention.sparse import (
@@ -25,7 +26,7 @@ from jaxformer.ops.attention.sparse import (
     bigbird_layout_seeded,
     bigbird_layout_zero,
     longformer_attention,
-)  # fmt: skip
+)
 from jaxformer.ops.dropout import dropout
 from jaxformer.ops.einsum import einsum
 from jaxformer.ops.feedforward import bilinear, geglu, glu, mlp, reglu, swiglu
@@ -33,12 +34,3 @@ from jaxformer.ops.losses import cross_entropy, projected_cross_entropy
 from jaxformer.ops.mixture import balance_loss, mixture, route, router_z_loss
 from jaxformer.ops.norms import layer_norm, rms_norm
 from jaxformer.ops.positions import alibi, rope, shaw, sinusoidal, t5
-
-__all__ = [
-    "LinearState", "alibi", "attention", "balance_loss", "bigbird_attention", "bigbird_layout", "bigbird_layout_seeded",
-    "bigbird_layout_zero", "bilinear", "cross_entropy", "dropout", "efficient_attention", "einsum", "elu_plus_one",
-    "favor_attention", "favor_features", "favor_relu_features", "geglu", "glu", "layer_norm", "linear_attention",
-    "linear_attention_state", "linear_attention_step", "linformer_attention", "longformer_attention", "lsh_attention",
-    "mixture", "mlp", "orthogonal_projection", "projected_cross_entropy", "random_rotations", "redraw", "reglu",
-    "relu_plus_epsilon", "rms_norm", "rope", "route", "router_z_loss", "shaw", "sinusoidal", "swiglu", "t5",
-]  # fmt: skip

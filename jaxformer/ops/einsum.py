@@ -32,11 +32,7 @@ def einsum(
 
     x and w are first cast to `operand_dtype` (x's own). Each gradient has the dtype of its operand: a bfloat16 activation
     times a float32 parameter is a bfloat16 product with a float32 gradient. `spec` names every axis (no ellipsis), each in
-    at least two of the three.
-
-    Low-precision products have a custom VJP, because autodiff would multiply a float32 cotangent by a bfloat16 operand,
-    which is slow (on CPU five times slower). At float32 and above this is `jnp.einsum`, differentiable to any order. Under
-    Explicit axes the result is split as the operands are.
+    at least two of the three. Under Explicit axes the result is split as the operands are.
     """
     dtype, narrow = dtype or x.dtype, jnp.dtype(operand_dtype or x.dtype)
     if narrow.itemsize >= 4:
@@ -44,6 +40,7 @@ def einsum(
     return _low_precision(spec, narrow, dtype, (x.dtype, w.dtype), x, w)
 
 
+# Autodiff would multiply a float32 cotangent by a bfloat16 operand, which on CPU is five times slower.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _low_precision(spec, narrow, dtype, dtypes, x, w):
     return _dot(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
@@ -69,31 +66,11 @@ _low_precision.defvjp(_forward, _backward)
 
 
 def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x + bias over x's last axes, in x's precision; the bias's gradient is summed in float32 or better.
-
-    Autodiff would sum the cotangents of all tokens in bfloat16, which stops growing after some thousand of them.
-    """
-    bias = bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
-    if x.dtype.itemsize >= 4:
-        return x + bias.astype(x.dtype)
-    return _add_low_precision(bias.dtype, x, bias)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _add_low_precision(bias_dtype, x, bias):
-    return x + bias.astype(x.dtype)
-
-
-def _add_forward(bias_dtype, x, bias):
-    return _add_low_precision(bias_dtype, x, bias), bias.shape
-
-
-def _add_backward(bias_dtype, shape, g):
-    summed = tuple(axis for axis, size in enumerate(shape) if size == 1 and g.shape[axis] != 1)
-    return g, jnp.sum(g.astype(jnp.float32), axis=summed, keepdims=True).astype(bias_dtype)
-
-
-_add_low_precision.defvjp(_add_forward, _add_backward)
+    """x + bias over x's last axes, in x's precision; the bias's gradient is summed in float32 or better."""
+    # Broadcast before it is rounded: the other way round, autodiff would sum the cotangents of all tokens in bfloat16, which
+    # stops growing after some thousand of them.
+    wide = jnp.broadcast_to(bias.astype(jnp.promote_types(x.dtype, jnp.float32)), x.shape)
+    return x + wide.astype(x.dtype)
 
 
 def _axes(spec: str) -> tuple[str, str, str]:
@@ -105,15 +82,16 @@ def _axes(spec: str) -> tuple[str, str, str]:
 def _dot(spec, a, b):
     """The product with float32 sums. The operand that has the result's first free axis goes first.
 
-    In the other order XLA:CPU has no kernel for some products ("Unsupported element type for DotThunk"). It has none for a
-    batch axis between two free ones either: then the result is made batch first, and transposed.
+    In the other order XLA:CPU has no kernel for some products ("Unsupported element type for DotThunk"). It has none either
+    where an axis of the other operand, or a batch axis, lies between two free ones: then the result is made with each
+    operand's axes together, and transposed.
     """
     a_axes, b_axes, out = _axes(spec)
     batch = "".join(axis for axis in out if axis in a_axes and axis in b_axes)
     for axes in (a_axes, b_axes):
         free = [axis for axis in axes if axis in out and axis not in batch]
-        if len(free) > 1 and batch and not out.startswith(batch) and "".join(free) not in out:
-            order = batch + "".join(axis for axis in out if axis not in batch)
+        if len(free) > 1 and not (batch and out.startswith(batch)) and "".join(free) not in out:
+            order = "".join(sorted(out, key=lambda axis: (axis not in batch, axis not in a_axes)))
             y = _cpu_barrier(_dot(f"{a_axes},{b_axes}->{order}", a, b))
             return jnp.transpose(y, [order.index(axis) for axis in out])
     free = [axis for axis in out if not (axis in a_axes and axis in b_axes)]

@@ -31,6 +31,7 @@ class TokenSums(NamedTuple):
 
 
 @auto_axes(P())
+@jax.named_scope("loss")
 def cross_entropy(
     logits: Float[Array, "*batch V"],
     labels: Integer[Array, "*batch"],
@@ -41,9 +42,8 @@ def cross_entropy(
     """Sum of weight * (-log softmax(logits)[label]), in float32 or better, with the sum of weights.
 
     Label smoothing e puts 1 - e on the label and e / V on every class (Szegedy et al. 2016, section 7). `z_loss` adds
-    z (log sum exp logits)^2 (Chowdhery et al. 2022, section 5). A label outside 0..V-1 makes the loss NaN, unless its
-    weight is 0. A token of weight 0 may have any logits, also NaN: their gradient is 0. A token is correct where its label
-    is the argmax of its logits (`jnp.argmax`: the first of equal ones).
+    z (log sum exp logits)^2 (Chowdhery et al. 2022, section 5). A label outside 0..V-1 makes the loss NaN. A token of weight 0
+    may have any label and logits, also NaN: their gradient is 0. A token is correct where `jnp.argmax` gives its label.
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
     logits = jnp.where(weights[..., None] == 0, 0, logits)  # 0 * NaN is NaN: select before anything is multiplied
@@ -97,6 +97,7 @@ class _Tokens(NamedTuple):
 
 
 @auto_axes(P())
+@jax.named_scope("head")
 def projected_cross_entropy(
     hidden: Float[Array, "B T D"],
     head: Float[Array, "V D"],
@@ -113,94 +114,69 @@ def projected_cross_entropy(
 
     The gradients of hidden and head are formed chunk by chunk while the logits are there, so nothing is computed twice.
     By default a chunk's float32 logits take at most 64 MiB of a device (or one position's). Weights get no gradient.
-    `softcap` c maps a logit l to c tanh(l / c). On a mesh each device has the logits of its own tokens and its own part of
-    the vocabulary; gradients of the head are summed over devices once, after the last chunk.
+    `softcap` c maps a logit l to c tanh(l / c). On a mesh each device has its own tokens and its part of the vocabulary.
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
     options = _Options(chunk, softcap, label_smoothing, z_loss)
-    return _projected(options, hidden, _Head(head, bias), labels, weights)
+    return _projected(options, _Tokens(hidden, labels, weights), _Head(head, bias))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _projected(options: _Options, hidden, head: _Head, labels, weights) -> TokenSums:
-    return loss_on_shards(options, _Tokens(hidden, labels, weights), head)
+def _projected(options: _Options, tokens: _Tokens, head: _Head) -> TokenSums:
+    return _on_shards(_loss, options, tokens, head)[0]
 
 
-def _projected_forward(options: _Options, hidden, head: _Head, labels, weights):
+def _projected_forward(options: _Options, tokens: _Tokens, head: _Head):
     """The sums and, in the same pass, the gradients of the loss; the backward pass multiplies them by its cotangent.
 
     Gradients of float16 operands are float32 until then, because the cotangent may be a loss scale.
     """
-    sums, gradients = loss_and_gradients_on_shards(options, _Tokens(hidden, labels, weights), head)
-    return sums, (gradients, jax.tree.map(lambda a: jnp.zeros(0, a.dtype), (hidden, head)))  # empty: for their dtypes
+    sums, gradients = _on_shards(_loss_and_gradients, options, tokens, head)
+    return sums, (gradients, jax.tree.map(lambda a: jnp.zeros(0, a.dtype), (tokens.hidden, head)))  # for their dtypes
 
 
 def _projected_backward(options: _Options, residuals, cotangents: TokenSums):
     gradients, operands = residuals
     d_loss = cotangents.loss  # float32: 1 / tokens in bfloat16 would scale every gradient by the same error
     d_hidden, d_head = jax.tree.map(lambda d, a: (d * d_loss).astype(a.dtype), gradients, operands)
-    return d_hidden, d_head, None, None
+    return _Tokens(d_hidden, None, None), d_head
 
 
 _projected.defvjp(_projected_forward, _projected_backward)
 
 
-class _Shards(NamedTuple):
-    """The mesh axes over which tokens are split, and how arrays are."""
+def _on_shards(function, options: _Options, tokens: _Tokens, head: _Head):
+    """`function(options, tokens, head)` -> (sums, gradients) on each device of the mesh, added up over all tokens.
 
-    axes: tuple[str, ...]
-    tokens: P
-    kernel: P
-    bias: P
-
-
-def _shards(tokens: _Tokens, head: _Head) -> _Shards:
-    rows, columns = (mesh_axes(name, size) for name, size in zip(("batch", "length"), tokens.labels.shape, strict=True))
-    vocab = mesh_axes("vocab", head.kernel.shape[0]) or None
-    kernel = P(vocab, "fsdp" if "fsdp" in rows else None)
-    return _Shards(rows + columns, P(rows or None, columns or None), kernel, P(vocab))
-
-
-def _shard_map(function, shards: _Shards, tokens: _Tokens, head: _Head, out_specs):
-    """`function(tokens, head)` on each device: its own tokens, and the head gathered but for its vocabulary.
-
-    Left to the compiler, the gradient of the head would be summed over devices once a chunk.
+    A device has its own tokens, and the head gathered but for its vocabulary. Left to the compiler, the gradient of the head
+    would be summed over devices once a chunk.
     """
-    kernel = all_gather_weight(tokens.hidden.dtype, shards.bias, shards.kernel, head.kernel)
-    in_specs, axes = (shards.tokens, P()), frozenset(shards.axes)
-    mapped = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
-    return mapped(tokens, _Head(kernel, head.bias))
-
-
-def loss_on_shards(options: _Options, tokens: _Tokens, head: _Head) -> TokenSums:
-    """The sums over all tokens of the mesh."""
-    shards = _shards(tokens, head)
-    if not shards.axes:
-        return _loss(options, tokens, head)
-    return _shard_map(lambda *shard: jax.lax.psum(_loss(options, *shard), shards.axes), shards, tokens, head, P())
-
-
-def loss_and_gradients_on_shards(options: _Options, tokens: _Tokens, head: _Head):
-    """(sums, (gradient of hidden, gradient of the head)) of all tokens of the mesh; the head's is summed over devices."""
-    shards = _shards(tokens, head)
-    if not shards.axes:
-        return _loss_and_gradients(options, tokens, head)
+    rows, columns = (mesh_axes(name, size) for name, size in zip(("batch", "length"), tokens.labels.shape, strict=True))
+    axes, vocab = rows + columns, mesh_axes("vocab", head.kernel.shape[0]) or None
+    if not axes:
+        return function(options, tokens, head)
+    tokens_spec, bias_spec = P(rows or None, columns or None), P(vocab)
+    kernel_spec = P(vocab, "fsdp" if "fsdp" in rows else None)
+    head = head._replace(kernel=all_gather_weight(tokens.hidden.dtype, bias_spec, kernel_spec, head.kernel))
 
     def on_each(tokens, head):
-        sums, (d_hidden, d_head) = _loss_and_gradients(options, tokens, head)
-        return jax.lax.psum(sums, shards.axes), (d_hidden, jax.tree.map(lambda d: d[None], d_head))
+        sums, (d_hidden, d_head) = function(options, tokens, head)
+        return jax.lax.psum(sums, axes), d_hidden, jax.tree.map(lambda d: d[None], d_head)
 
-    sums, (d_hidden, d_heads) = _shard_map(on_each, shards, tokens, head, (P(), (shards.tokens, P(shards.axes))))
-    total = lambda d: with_sharding(jnp.sum(d, axis=0), shards.kernel if d.ndim == 3 else shards.bias)
+    specs = dict(in_specs=(tokens_spec, P()), out_specs=(P(), tokens_spec, P(axes)))
+    sums, d_hidden, d_heads = jax.shard_map(on_each, **specs, axis_names=frozenset(axes), check_vma=False)(tokens, head)
+    total = lambda d: with_sharding(jnp.sum(d, axis=0), kernel_spec if d.ndim == 3 else bias_spec)
     return sums, (d_hidden, jax.tree.map(total, d_heads))
 
 
-def _loss(options: _Options, tokens: _Tokens, head: _Head) -> TokenSums:
+def _loss(options: _Options, tokens: _Tokens, head: _Head):
+    """The sums without gradients."""
+
     def add(sums, chunk):
         logits = _logits(tokens.hidden.dtype, chunk.hidden, head)
         return jax.tree.map(jnp.add, sums, _chunk_loss(options, chunk, logits)[1]), None
 
-    return jax.lax.scan(add, _zero_sums(tokens), _chunks(options, tokens, head))[0]
+    return jax.lax.scan(add, _zero_sums(tokens), _chunks(options, tokens, head))[0], (None, None)
 
 
 def _loss_and_gradients(options: _Options, tokens: _Tokens, head: _Head):
@@ -235,9 +211,8 @@ def _pull_back_in_range(dtype, pullback, d_logits):
     if dtype != jnp.float16:
         return pullback(d_logits)
     _, exponent = jnp.frexp(jnp.max(jnp.abs(d_logits)))
-    factor = jnp.ldexp(
-        jnp.ones((), d_logits.dtype), jnp.minimum(15 - exponent, 100)
-    )  # the largest is below 2^15, finite
+    exponent = jnp.minimum(15 - exponent, 100)  # the largest is then below 2^15, which is finite
+    factor = jnp.ldexp(jnp.ones((), d_logits.dtype), exponent)
     return jax.tree.map(lambda d: d / factor, pullback(d_logits * factor))
 
 

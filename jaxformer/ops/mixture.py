@@ -112,42 +112,34 @@ def mixture(
     """sum_k w_k expert_{e_k}(x), where w and e are `route`d by x router; and statistics of the choices.
 
     An expert is activation(x up) down, or (activation(x gate) * (x up)) down. The router works in float32 or better
-    (Switch, section 2.4). Tokens with real=False go to no expert: their output is zero, and they count in nothing.
-
-    Without a capacity no choice is dropped. With one, an expert takes ceil(capacity top_k B T / E) choices and drops the
-    rest: first choices come before second ones (GShard, section 2.2), then the order of the batch decides. So the output
-    of a token may depend on later tokens.
+    (Switch, section 2.4). Tokens with real=False go to no expert: their output is zero, and they count in nothing. Without
+    a capacity no choice is dropped. With one, an expert takes ceil(capacity top_k B T / E) choices: first choices come
+    before second ones (GShard, section 2.2), then the order of the batch decides, so a token may depend on later ones.
 
     On a mesh (`jax.set_mesh`) each device routes its own tokens; the statistics are those of all. Tokens reach experts that
     are split over `expert` by `all_to_all` if there is a capacity, else by `gather_scatter`. Weights are gathered over
-    `fsdp`; outputs are summed over `tensor` once, after all experts of a token.
-
-    Raises ConfigError for a top_k that E experts cannot give, and for a capacity that is not above zero.
+    `fsdp`; outputs are summed over `tensor` once. Raises ConfigError for an impossible top_k or capacity.
     """
     if capacity is not None and capacity <= 0:
         raise ConfigError(f"capacity={capacity}: expected a factor above 0, or None for room without bound")
     real = jnp.ones(x.shape[:2], bool) if real is None else real
-    split = _split(x, up)
+    (B, T, D), (E, _, F), mesh = x.shape, up.shape, jax.sharding.get_abstract_mesh()
+    batch, length = mesh_axes("batch", B), mesh_axes("length", T)
+    embed = tuple(name for name in PARAMETERS["embed"] if name in batch and D % mesh.shape[name] == 0)
+    split = Split(batch, length, mesh_axes("expert", E), embed, mesh_axes("mlp", F))
     run = partial(_on_device, split, activation, top_k, normalise, capacity)
     if any(split):
-        inward, outward = P(split.experts, split.embed, split.mlp), P(split.experts, split.mlp, split.embed)
-        tokens, axes = P(split.batch, split.length), frozenset(sum(split, ()))
+        inward, outward = P(split.experts, embed, split.mlp), P(split.experts, split.mlp, embed)
+        tokens, axes = P(batch, length), frozenset(sum(split, ()))
         in_specs = tokens, P(), inward, inward, outward, tokens
         run = jax.shard_map(run, in_specs=in_specs, out_specs=(tokens, P()), axis_names=axes)
     return run(x, router, gate, up, down, real)
 
 
-def _split(x, up) -> Split:
-    batch, length = mesh_axes("batch", x.shape[0]), mesh_axes("length", x.shape[1])
-    mesh = jax.sharding.get_abstract_mesh()
-    embed = tuple(name for name in PARAMETERS["embed"] if name in batch and up.shape[1] % mesh.shape[name] == 0)
-    return Split(batch, length, mesh_axes("expert", up.shape[0]), embed, mesh_axes("mlp", up.shape[2]))
-
-
 def _on_device(split: Split, activation, top_k, normalise, capacity, x, router, gate, up, down, real):
     """`mixture` on one device: its tokens `[B, T, D]`, and its experts, with D and F as they are split."""
     (B, T, D), E = x.shape, router.shape[1]
-    logits = _router(x, router)
+    logits = einsum("btd,de->bte", _wide(x), router)
     routing = route(logits, top_k, normalise)
     chosen = jnp.where(real[:, :, None], routing.experts, E).reshape(B * T, top_k).T
     # a token takes no expert twice; the small number is for products like 1.1 x 10, which are not 11 in floating point
@@ -191,7 +183,7 @@ def local(choices: Choices, experts: Experts, E: int, room: int | None) -> Float
         product = lambda x, w: _grouped(*_alike(x, w), owners, used)
     else:
         table, product = _buckets(choices.experts, here, room), _bucket_product
-    return _combine(table, experts(product, _take(table, choices.tokens)), choices)
+    return _combine(table, experts(product, _take(choices.tokens, table.tokens)), choices)
 
 
 def all_to_all(choices: Choices, experts: Experts, E: int, room: int, axes) -> Float[Array, "N D"]:
@@ -201,7 +193,7 @@ def all_to_all(choices: Choices, experts: Experts, E: int, room: int, axes) -> F
     section 3.2), so the number of devices changes which choices are dropped.
     """
     table = _buckets(choices.experts, E, room)
-    rows = lax.all_to_all(_take(table, choices.tokens), axes, 0, 1, tiled=True)
+    rows = lax.all_to_all(_take(choices.tokens, table.tokens), axes, 0, 1, tiled=True)
     outputs = lax.all_to_all(experts(_bucket_product, rows), axes, 1, 0, tiled=True)
     return _combine(table, outputs, choices)
 
@@ -227,7 +219,7 @@ def mixture_reference(
 ) -> Float[Array, "B T D"]:
     """The output of `mixture` without a capacity, where every expert computes every token. The oracle."""
     E = router.shape[1]
-    routing = route(_router(x, router), top_k, normalise)
+    routing = route(einsum("btd,de->bte", _wide(x), router), top_k, normalise)
     weights = jnp.sum(jax.nn.one_hot(routing.experts, E, dtype=_wide(x).dtype) * routing.weights[..., None], axis=2)
     if real is not None:
         weights = jnp.where(real[:, :, None], weights, 0)
@@ -238,10 +230,6 @@ def mixture_reference(
 
 def _wide(x):
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _router(x, router):
-    return einsum("btd,de->bte", _wide(x), router)
 
 
 def _squared(logits):
@@ -286,19 +274,16 @@ _gather.defvjp(
 class _Table(NamedTuple):
     """The rows that experts compute, `[count, length, D]`: which token is in each row, and the row of each choice."""
 
-    tokens: Array  # [count * length]; N for an empty row
+    tokens: Array  # [count, length]; N for an empty row
     rows: Array  # [top_k, N]; count * length for a choice without a row
-    count: int
 
 
-def _take(table: _Table, tokens: Float[Array, "N D"]) -> Float[Array, "count length D"]:
-    rows = tokens.at[table.tokens].get(mode="fill", fill_value=0)
-    return rows.reshape(table.count, -1, tokens.shape[1])
+def _take(x: Float[Array, "N D"], rows: Int[Array, "..."]) -> Float[Array, "... D"]:
+    return x.at[rows].get(mode="fill", fill_value=0)
 
 
 def _combine(table: _Table, y: Float[Array, "count length D"], choices: Choices) -> Float[Array, "N D"]:
-    y = y.reshape(-1, y.shape[-1]).at[table.rows].get(mode="fill", fill_value=0)  # [top_k, N, D]
-    wide = _wide(y)
+    wide = _wide(_take(y.reshape(-1, y.shape[-1]), table.rows))  # [top_k, N, D]
     return jnp.sum(wide * choices.weights[:, :, None].astype(wide.dtype), axis=0).astype(choices.tokens.dtype)
 
 
@@ -338,7 +323,7 @@ def _table(experts: Int[Array, "top_k N"], sizes, first, room: int, count: int, 
     row = jnp.where((expert < E) & (rank < room), first[clipped] + rank, end)
     tokens = jnp.full(end, N, order.dtype).at[row].set(order % N, mode="drop")
     rows = jnp.zeros_like(row).at[order].set(row, unique_indices=True).reshape(experts.shape)
-    return _Table(tokens, rows, count)
+    return _Table(tokens.reshape(count, length), rows)
 
 
 # A loop over blocks instead of `lax.ragged_dot`, which on CPU (jax 0.10) multiplies every row by every expert. Unused blocks
@@ -348,10 +333,6 @@ def _table(experts: Int[Array, "top_k N"], sizes, first, room: int, count: int, 
 def _grouped(x: Float[Array, "n b D"], w: Float[Array, "E D F"], owners: Int[Array, " n"], used: Int[Array, ""]):
     """x[i] w[owners[i]] for the first `used` blocks i of x, zeros for the rest. Reverse mode, first order."""
     return _each_block("bd,df->bf", x, w.astype(x.dtype), owners, used)
-
-
-def _grouped_forward(x, w, owners, used):
-    return _grouped(x, w, owners, used), (x, w, owners, used)
 
 
 def _grouped_backward(residuals, g):
@@ -367,7 +348,7 @@ def _grouped_backward(residuals, g):
     return dx, dw.astype(w.dtype), None, None
 
 
-_grouped.defvjp(_grouped_forward, _grouped_backward)
+_grouped.defvjp(lambda *args: (_grouped(*args), args), _grouped_backward)
 
 
 def _each_block(spec, x, w, owners, used):

@@ -25,9 +25,8 @@ def sinusoidal(
 ) -> Float[Array, "B T D"]:
     """sin and cos of position / base^e_i for i < width / 2. Vaswani et al. 2017, arXiv:1706.03762, section 3.5.
 
-    `spacing`: e_i = 2i / width (paper, Marian) or i / (width/2 - 1) (tensor2tensor, fairseq, Whisper). `layout`: sine at
-    even and cosine at odd features (paper), or all sines, then all cosines (`half`: Marian, tensor2tensor). Raises
-    ValueError for other words, and for an odd width in tensor2tensor's spacing.
+    `spacing`: e_i = 2i / width (paper, Marian) or i / (width/2 - 1) (tensor2tensor, fairseq, Whisper; even widths).
+    `layout`: sine at even and cosine at odd features (paper), or all sines, then all cosines (`half`: Marian, tensor2tensor).
     """
     if width % 2 and spacing == "tensor2tensor":
         raise ValueError(f"sinusoidal: tensor2tensor pairs each sine with a cosine, in an even width; got {width}")
@@ -48,7 +47,7 @@ def _angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Arra
     A float32 product is off by 3e-5 at position 1000, 2e-3 at 100,000. Here a turn is 2^32 units, so that 32-bit integers
     wrap at whole turns. A frequency is a whole number of units a position and a rest below one.
     """
-    if _float_dtype() == jnp.float64:
+    if jnp.result_type(float) == jnp.float64:
         return positions[..., None].astype(jnp.float64) * _row3(frequencies)
     units = frequencies / (2 * math.pi) % 1 * 2.0**32
     whole = jnp.asarray(np.floor(units).astype(np.uint32))[None, None]
@@ -81,8 +80,7 @@ class NTK:
     """NTK-aware base: base * a^(r / (r - 2)) for r rotated features. Peng et al. 2023, arXiv:2309.00071, section 3.1.
 
     a = factor; or, with an `original_length`, the "dynamic" a = factor * n / original_length - (factor - 1), where n is the
-    largest position of the call + 1, at least `original_length`. As in transformers, n is that of the longest row of the
-    batch, and keys in a cache keep the rotation of their own call.
+    largest position of the call + 1, at least `original_length`. Keys in a cache keep the rotation of their own call.
     """
 
     factor: float  # new context length divided by the old one
@@ -181,23 +179,19 @@ def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope
     """Rotates each feature pair by position * theta^(-2i / r). Su et al. 2021, arXiv:2104.09864, eq. 34.
 
     Pairs are (i, i + r/2) in layout `half` (Hugging Face LLaMA, GPT-NeoX) and (2i, 2i + 1) in `interleaved` (the paper,
-    Meta's LLaMA, GPT-J); the first r = fraction * H features are rotated. The product of a rotated query and a rotated key
-    depends only on their distance. Raises ValueError where r is odd.
+    Meta's LLaMA, GPT-J); the first r = fraction * H features are rotated. Raises ValueError where r is odd.
     """
     frequencies, amplitude = rope_frequencies(x.shape[-1], config, positions)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     angles = (positions[..., None].astype(wide) * _row3(frequencies).astype(wide))[:, :, None, :]
     cos, sin = jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
     rotated, rest = jnp.split(x, [2 * len(frequencies)], axis=-1)
-    rotated = rotated.astype(wide)
-    if config.layout == "half":
-        a, b = jnp.split(rotated, 2, axis=-1)
-        rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    else:
-        a, b = rotated[..., 0::2], rotated[..., 1::2]
-        rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(rotated.shape)
-    rotated = rotated.astype(x.dtype)
-    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
+    half = config.layout == "half"
+    a, b = jnp.split(rotated.astype(wide), 2, axis=-1) if half else (rotated[..., i::2].astype(wide) for i in (0, 1))
+    pair = a * cos - b * sin, b * cos + a * sin
+    turned = jnp.concatenate(pair, axis=-1) if half else jnp.stack(pair, axis=-1).reshape(rotated.shape)
+    turned = turned.astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
 def rope_frequencies(
@@ -208,25 +202,20 @@ def rope_frequencies(
     Computed on the host in float64; for a dynamic NTK and LongRoPE from the `positions` of the call, where None stands for
     positions within the original length. Raises ValueError for an odd r and for factors that do not fit it.
     """
-    rotated = int(head_width * config.fraction)
+    rotated, scaling = int(head_width * config.fraction), config.scaling
     if config.layout not in ("interleaved", "half"):
         raise ValueError(f"rope: no layout {config.layout!r}; expected 'half' or 'interleaved'")
     if rotated % 2 or not 0 < rotated <= head_width:
-        raise ValueError(
-            f"rope: {config.fraction} of a head of {head_width} is {rotated} features; an even number must be rotated"
-        )
+        part = f"{config.fraction} of a head of {head_width} is {rotated} features"
+        raise ValueError(f"rope: {part}; an even number must be rotated")
+    if not (scaling is None or hasattr(scaling, "scale")):
+        raise ValueError(f"rope: unknown scaling {scaling!r}; expected Linear, NTK, Llama3, YaRN, LongRoPE or None")
     frequencies = config.theta ** -(np.arange(0, rotated, 2) / rotated)
-    if config.scaling is None:
-        return frequencies, 1.0
-    if not hasattr(config.scaling, "scale"):
-        expected = "Linear, NTK, Llama3, YaRN, LongRoPE or None"
-        raise ValueError(f"rope: unknown scaling {config.scaling!r}; expected {expected}")
-    return config.scaling.scale(frequencies, config.theta, positions)
+    return (frequencies, 1.0) if scaling is None else scaling.scale(frequencies, config.theta, positions)
 
 
-def _length(positions):
-    """The largest position + 1, in float32 or better."""
-    return (jnp.max(positions) + 1).astype(_float_dtype())
+def _length(positions):  # of the call
+    return (jnp.max(positions) + 1).astype(jnp.result_type(float))
 
 
 @struct.dataclass
@@ -277,7 +266,7 @@ def alibi(num_heads: int) -> Bias:
 
 
 def _alibi(bias, distances):
-    wide = _float_dtype()
+    wide = jnp.result_type(float)
     return -jnp.asarray(bias.args[0], wide)[:, None] * jnp.abs(distances).astype(wide)[None]
 
 
@@ -334,23 +323,13 @@ def _shaw(bias, q_positions, kv_positions):
 
 def within_segments(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Position of each token in its segment, a run of equal ids. Padding (0) is not counted and does not end a segment."""
-    real = segment_ids != 0
-    index = jnp.cumsum(real, axis=1, dtype=jnp.arange(0).dtype) - 1
-    before = jnp.pad(fill_padding(segment_ids)[:, :-1], [(0, 0), (1, 0)])
+    real, slots = segment_ids != 0, jnp.arange(segment_ids.shape[1])[None]
+    last_real = lax.cummax(jnp.where(real, slots, 0), axis=1)
+    before = jnp.pad(jnp.take_along_axis(segment_ids, last_real, axis=1)[:, :-1], [(0, 0), (1, 0)])
+    index = jnp.cumsum(real, axis=1, dtype=slots.dtype) - 1
     first = lax.cummax(jnp.where(real & (segment_ids != before), index, 0), axis=1)
     return jnp.maximum(index - first, 0)
 
 
-def fill_padding(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The ids, where padding (0) has the id of the last token before it."""
-    slots = jnp.arange(segment_ids.shape[1])[None]
-    return jnp.take_along_axis(segment_ids, lax.cummax(jnp.where(segment_ids != 0, slots, 0), axis=1), axis=1)
-
-
-def _float_dtype():
-    """float64 where it is enabled, else float32."""
-    return jnp.zeros(0).dtype
-
-
-def _row3(vector):
-    return jnp.asarray(vector, _float_dtype())[None, None, :]
+def _row3(vector):  # in float64 where that is enabled, else float32
+    return jnp.asarray(vector, jnp.result_type(float))[None, None, :]

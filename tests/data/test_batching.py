@@ -78,17 +78,9 @@ def test_batch_is_the_stack_of_its_examples():
             assert fast[name].dtype == slow[name].dtype and fast[name].flags.c_contiguous
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"batch_size": 0}, "batch_size: 0"),
-        ({"batch_size": 4, "seed": -1}, "seed: -1"),
-        ({"batch_size": 4, "split": []}, "empty"),
-    ],
-)
-def test_impossible_batches_are_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        batches(**({"split": split_of(9), "seed": 0} | arguments))
+def test_an_empty_split_is_refused():
+    with pytest.raises(ConfigError, match="empty"):
+        batches([], 4, seed=0)
 
 
 @given(count=st.integers(1, 60), length=st.integers(1, 9), batch_size=st.integers(1, 9))

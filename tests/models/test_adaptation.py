@@ -6,6 +6,7 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxformer import masks, models, params
@@ -141,11 +142,11 @@ def test_only_the_factors_train():
 
 
 def test_low_precision_weights_keep_their_dtype():
-    weights = params.cast(weights_of(GPT), jnp.bfloat16)
+    weights = optax.tree.cast(weights_of(GPT), jnp.bfloat16)
     factors = factors_of(GPT, "up")
     merged = adaptation.merge(weights, factors, 1.0)
-    wide = adaptation.merge(params.cast(weights, jnp.float32), factors, 1.0)
-    assert jax.tree.all(equal(merged, params.cast(wide, jnp.bfloat16)))  # summed in float32, rounded once
+    wide = adaptation.merge(optax.tree.cast(weights, jnp.float32), factors, 1.0)
+    assert jax.tree.all(equal(merged, optax.tree.cast(wide, jnp.bfloat16)))  # summed in float32, rounded once
 
 
 def test_lora_refuses_by_name():
@@ -190,7 +191,7 @@ def test_renamed_leaves_find_their_place():
 
 
 def test_other_shapes_are_reported_and_dtypes_are_the_targets():
-    source, target = weights_of(GPT), params.cast(weights_of(replace(GPT, d_ff=8), 1), jnp.bfloat16)
+    source, target = weights_of(GPT), optax.tree.cast(weights_of(replace(GPT, d_ff=8), 1), jnp.bfloat16)
     with pytest.raises(ConfigError, match=r"misshapen: layers/feedforward/down/kernel \(3, 20, 12\) for \(3, 8, 12\)"):
         adaptation.transfer(target, source)
     moved, report = adaptation.transfer(target, source, allow="feedforward/")

@@ -95,7 +95,7 @@ def test_what_may_be_there_or_wrapped():
     assert params.mismatch({"a": models.spec(MODEL)}, {"a": models.spec(MODEL) | {"layers": object()}}) is None
     with pytest.raises(ConfigError, match="parameter decoder is no parameter of this config"):
         traced(MODEL, params.abstract(models.spec(CONFIGS["pair"])))
-    with pytest.raises(ConfigError, match=r"parameter decoder/embedding/tokens .* is missing"):
+    with pytest.raises(ConfigError, match=r"parameter decoder/embedding/positions .* is missing"):
         traced(CONFIGS["pair"], params.abstract(models.spec(MODEL)))
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxformer import masks, models, params
@@ -98,9 +99,9 @@ def test_only_the_grid_changes(class_token, offset):
 
 def test_low_precision_tables_are_interpolated_in_float32():
     weights = models.init(VIT, jax.random.key(0))
-    halved = params.cast(weights, jnp.bfloat16)
+    halved = optax.tree.cast(weights, jnp.bfloat16)
     _, resized = vision.resize(VIT, halved, (14, 14))
-    _, expected = vision.resize(VIT, params.cast(halved, jnp.float32), (14, 14))
+    _, expected = vision.resize(VIT, optax.tree.cast(halved, jnp.float32), (14, 14))
     assert resized["embedding"]["positions"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(
         resized["embedding"]["positions"], expected["embedding"]["positions"].astype(jnp.bfloat16)

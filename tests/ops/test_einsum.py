@@ -1,6 +1,7 @@
 """The door of all matrix products: exact where float32 is exact, rounded once where it is not, forward and backward."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -189,3 +190,10 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(dtype):
     assert gradient.dtype == jnp.float32
     np.testing.assert_allclose(gradient, 163840.0, rtol=1e-6)  # exact but for float32 sums
     np.testing.assert_array_equal(add_bias(x, bias), 1)
+
+
+@pytest.mark.parametrize("size", [8, 24])
+def test_axes_of_both_operands_may_alternate_in_the_result(size):
+    """Talking heads: XLA:CPU has no kernel for it in bfloat16 unless each operand's axes are together."""
+    x, w = jnp.ones((2, size, size, size), jnp.bfloat16), jnp.eye(size)
+    np.testing.assert_array_equal(jax.jit(partial(einsum, "bmts,mn->bnts"))(x, w), x)

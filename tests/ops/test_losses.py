@@ -406,3 +406,15 @@ def test_under_vmap_scan_and_checkpoint():
     whole, *others = three(head)
     for other in others:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **FLOAT32), other, whole)
+
+
+def test_a_profile_names_the_head_and_the_loss():
+    hidden, head, labels = jnp.ones((2, 8, 4)), jnp.ones((16, 4)), jnp.ones((2, 8), jnp.int32)
+    projected = lambda hidden, head: projected_cross_entropy(hidden, head, labels).loss
+    plain = lambda hidden, head: cross_entropy(jnp.einsum("btd,vd->btv", hidden, head), labels).loss
+    for name, loss in (("head", projected), ("loss", plain)):
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, head).compile().as_text()
+        operations = [re.split(r"[/()]", operation) for operation in re.findall(r'op_name="([^"]*)"', text)]
+        assert any(name in parts for parts in operations), operations
+        products = [parts for parts in operations if "dot_general" in parts]
+        assert products and (name == "loss" or all(name in parts for parts in products)), products
