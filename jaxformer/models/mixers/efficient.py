@@ -50,14 +50,12 @@ class Longformer:
             tokens = self.global_tokens if flags is None else flags
             if tokens is None:
                 raise ValueError(
-                    'Longformer(global_tokens=None): which tokens are global differs by row; give inputs={"global_tokens": '
-                    "flags [B, T]} (of a question, its tokens), or set global_tokens"
+                    'Longformer(global_tokens=None): give inputs={"global_tokens": flags [B, T]} (of a question, its tokens), '
+                    "or set global_tokens"
                 )
-            out = ops.longformer_attention(
-                **heads, window=self.window, global_tokens=tokens, max_globals=self.max_globals,
-                **_options(config, context), implementation=config.attention_implementation,
-            )  # fmt: skip
-            return _zero_padding(context, out)
+            options = _options(config, context) | {"implementation": config.attention_implementation}
+            options |= dict(window=self.window, global_tokens=tokens, max_globals=self.max_globals)
+            return _zero_padding(context, ops.longformer_attention(**heads, **options))
 
         return _mixer("Longformer", config, spec, mix)
 
@@ -91,10 +89,10 @@ class BigBird:
 
     def _layout(self, config: ModelConfig, T: int) -> Array | None:
         """The random blocks of every layer `[L, N, blocks - 2, random]`; None where attention is dense."""
-        L, N = config.num_layers, config.num_heads
-        plan = (T, self.block, self.random, N)
         if self.dense_length >= T:
             return None
+        L, N = config.num_layers, config.num_heads
+        plan = (T, self.block, self.random, N)
         match self.layout:
             case "seeded":
                 draw = partial(ops.bigbird_layout_seeded, *plan, max_length=config.context_length)
@@ -130,12 +128,8 @@ class Efficient:
     chunk: int = 128  # tokens that a causal layer takes at a time
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        _no_weights("Efficient", config)
-
-        def mix(params, context, query, key, value):
-            return ops.efficient_attention(query, key, value, mask=context.mask, chunk=self.chunk)
-
-        return _mixer("Efficient", config, attention_spec(config), mix)
+        mix = lambda params, context, **heads: ops.efficient_attention(**heads, mask=context.mask, chunk=self.chunk)
+        return _mixer("Efficient", config, attention_spec(config), mix, has_weights=False)
 
 
 @dataclass(frozen=True)
@@ -179,21 +173,18 @@ class Linformer:
     sharing: Literal["headwise", "key_value", "layerwise", "none"] = "headwise"
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        T, K = config.context_length, config.kv_heads
-        one = Spec((T, self.rank), ("length", None), normal(self.rank**-0.5), ("length",))
+        shape, axes = (config.context_length, self.rank), ("length", None)
         if self.sharing == "none":
-            one = Spec((K, T, self.rank), ("kv_heads", "length", None), normal(self.rank**-0.5), ("length",))
+            shape, axes = (config.kv_heads, *shape), ("kv_heads", *axes)
         names = ("key_projection", "value_projection") if self.sharing in ("headwise", "none") else ("key_projection",)
-        projections = dict.fromkeys(names, one)
-        shared = projections if self.sharing == "layerwise" else None
+        projections = dict.fromkeys(names, Spec(shape, axes, normal(self.rank**-0.5), ("length",)))
+        in_layer, shared = ({}, projections) if self.sharing == "layerwise" else (projections, None)
 
-        def mix(params, context, query, key, value):
-            source = params if shared is None else context.shared
-            matrices = {name: source[name] for name in names}
-            return ops.linformer_attention(query, key, value, **matrices, **_options(config, context))
+        def mix(params, context, **heads):
+            matrices = {name: (params if in_layer else context.shared)[name] for name in names}
+            return ops.linformer_attention(**heads, **matrices, **_options(config, context))
 
-        spec = attention_spec(config) | ({} if shared else projections)
-        return _mixer("Linformer", config, spec, mix, shared=shared)
+        return _mixer("Linformer", config, attention_spec(config) | in_layer, mix, shared=shared)
 
 
 @dataclass(frozen=True)
@@ -219,9 +210,8 @@ class Reformer:
         N, H = config.num_heads, config.head_size
         if config.kv_heads != N:
             raise ConfigError(f"model.num_kv_heads={config.kv_heads}: Reformer has a value head for each of {N} heads")
-        full = attention_spec(config)
-        spec = {name: full[name] for name in ("query", "value", "out")}
-
+        spec = attention_spec(config)
+        del spec["key"]
         buckets = self.buckets or 2 ** max(1, int(math.log2(max(2 * config.context_length / self.chunk, 1))))
         draw = partial(ops.random_rotations, heads=N, head_size=H, rounds=self.rounds, buckets=buckets)
 
@@ -229,11 +219,9 @@ class Reformer:
             rotations = context.constants
             if self.redraw and context.dropout_key is not None:
                 rotations = draw(random.fold_in(context.dropout_key, 1))
-            return ops.lsh_attention(
-                query, value, rotations, chunk=self.chunk, chunks_before=self.chunks_before,
-                chunks_after=self.chunks_after, duplicates=self.duplicates, multiple=self.multiple,
-                **_options(config, context),
-            )  # fmt: skip
+            sizes = {name: getattr(self, name) for name in ("chunk", "chunks_before", "chunks_after", "multiple")}
+            options = _options(config, context) | {"duplicates": self.duplicates}
+            return ops.lsh_attention(query, value, rotations, **sizes, **options)
 
         constants = lambda T: _by_layer(self.seed, config.num_layers, draw)
         return _mixer("Reformer", config, spec, mix, constants=constants)
@@ -281,15 +269,20 @@ def _log_meetings(bias: Bias, q_positions, kv_positions) -> Array:
     return table[q_positions[:, None] // chunk, kv_positions[None, :] // chunk][None]
 
 
-def _mixer(name: str, config: ModelConfig, spec: Tree, mix: Callable, **rest: Any) -> Mixer:
+def _mixer(name: str, config: ModelConfig, spec: Tree, mix: Callable, has_weights: bool = True, **rest: Any) -> Mixer:
     """The frame of all: project x, rotate queries and keys, `mix(params, context, **heads)`, project back."""
-    for field, other in (
-        ("attention_softcap", config.attention_softcap is not None),
-        ("attention_scale", config.attention_scale is not None),
-        ("positions", isinstance(config.positions, (Alibi, Relative)) or callable(config.positions)),
-    ):
+    biased = isinstance(config.positions, (Alibi, Relative)) or callable(config.positions)
+    for field, other, instead in (
+        ("attention_softcap", config.attention_softcap is not None, "has none; models.mixers.attention does"),
+        ("attention_scale", config.attention_scale is not None, "has none; models.mixers.attention does"),
+        ("positions", biased, "has none; models.mixers.attention does"),
+        (
+            "attention_dropout_rate", config.attention_dropout_rate and not has_weights,
+            "has no weights to drop; set it to 0 (model.dropout_rate acts on outputs)",
+        ),
+    ):  # fmt: skip
         if other:
-            raise ConfigError(f"model.{field}={getattr(config, field)}: {name} has none; models.mixers.attention does")
+            raise ConfigError(f"model.{field}={getattr(config, field)}: {name} {instead}")
 
     def apply(params, x, context: Context) -> MixerOutput:
         if context.return_weights:
@@ -315,7 +308,6 @@ def _recurrent(
     name: str, config: ModelConfig, maps: Callable, eps: float, chunk: int, features: int | None = None
 ) -> Mixer:
     """`linear_attention` with the feature maps `maps(context)`, of (query, key); decoding carries a `LinearState`."""
-    _no_weights(name, config)
 
     def mix(params, context, query, key, value):
         of_query, of_key = maps(context)
@@ -339,7 +331,7 @@ def _recurrent(
         M = features or jax.eval_shape(maps(None)[1], jax.ShapeDtypeStruct((1, 1, K, H), dtype)).shape[-1]
         return {"products": jnp.zeros((batch, K, M, H), dtype), "sums": jnp.zeros((batch, K, M), dtype)}
 
-    return _mixer(name, config, attention_spec(config), mix, state=state)
+    return _mixer(name, config, attention_spec(config), mix, has_weights=False, state=state)
 
 
 def _options(config: ModelConfig, context: Context) -> dict[str, Any]:
@@ -349,14 +341,6 @@ def _options(config: ModelConfig, context: Context) -> dict[str, Any]:
 def _zero_padding(context: Context, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
     """Zeros where a token is padding, also where the mask lets padding see something (heads that pool `position_0`)."""
     return out if context.real is None else jnp.where(context.real[:, :, None, None], out, 0)
-
-
-def _no_weights(name: str, config: ModelConfig) -> None:
-    if config.attention_dropout_rate:
-        raise ConfigError(
-            f"model.attention_dropout_rate={config.attention_dropout_rate}: {name} has no weights to drop; set it to 0 "
-            "(model.dropout_rate acts on outputs)"
-        )
 
 
 def _by_layer(seed: int, layers: int, draw: Callable) -> Tree:

@@ -57,26 +57,20 @@ class Pipeline:
                 f"patterns of {period} masks and mixers take a multiple of {parts * period}"
             )
         few = replace(config, num_layers=config.num_layers // parts)
-        per_row = {name: getattr(context, name) for name in ROWS}
-        nothing: Any = dict.fromkeys(ROWS)
-        bare = replace(context, shared=None, dropout_key=None, **nothing)
         x, (loss, stats) = pipeline(
-            partial(run_part, few, bare), (layers.params, drawn[0]), x, (per_row, layers.masks),
-            (context.shared, context.dropout_key), repeats=self.repeats,
-            microbatches=stages if self.microbatches is None else self.microbatches,
+            partial(run_part, few), (layers.params, drawn[0]), x,
+            (replace(context, shared=None, dropout_key=None), layers.masks), (context.shared, context.dropout_key),
+            microbatches=stages if self.microbatches is None else self.microbatches, repeats=self.repeats,
         )  # fmt: skip
         return x, LayerOutput(loss=loss, stats=stats)
 
 
-ROWS = "positions", "slot_positions", "inputs", "real", "source"  # fields of `Context` that have rows, as a batch has
-
-
-def run_part(config: ModelConfig, context: Context, params, pick, x, extras, shared, part, microbatch):
+def run_part(config: ModelConfig, params, pick, x, extras, shared, part, microbatch):
     """`stage` of `pipeline`: the layers of one part on one microbatch."""
-    (per_row, masks), (weights, constants), (shared, key) = extras, params, shared
+    (context, masks), (weights, constants), (shared, key) = extras, params, shared
     if key is not None:
         key = jax.random.fold_in(key, microbatch)
-    context = replace(context, **per_row, shared=shared, dropout_key=key, layer=part * config.num_layers)
+    context = replace(context, shared=shared, dropout_key=key, layer=part * config.num_layers)
     x, output = scan.stack(config, Layers(weights, masks, None, constants), x, context, pick)
     return x, (output.loss, output.stats)
 
@@ -87,14 +81,13 @@ def bubble(stages: int, microbatches: int, repeats: int = 1) -> float:
 
 
 class Pipe(NamedTuple):
-    """A pipeline: its stage function, the number of stages, microbatches and repeats, and how the mesh has the batch."""
+    """A pipeline: its stage function, the number of stages, microbatches and repeats, and the mesh axes of its copies."""
 
     stage: Callable
     stages: int  # S
     microbatches: int  # M, of each copy of the model
     repeats: int  # R
     data: tuple[str, ...]  # ("data",) if there are several copies of the model, each with a part of the batch, else ()
-    batch_axes: tuple[str, ...]  # all mesh axes but `stage` that split the batch
 
     @property
     def ticks(self) -> int:
@@ -105,9 +98,9 @@ class StageInputs(NamedTuple):
     """What one stage has during all ticks."""
 
     params: Tree  # of its layers [L / (R S), R, ...]; without repeats [L / S, ...]
-    per_row: dict[int, Array]  # [M, rows, ...]
-    shared: dict[int, Array]
-    options: Tree  # the argument `shared` of `pipeline`
+    per_row: Tree  # leaves of `extras` [M, rows, ...]; this tree and the next have None in place of the other's leaves
+    common: Tree  # other leaves of `extras`
+    shared: Tree
     stage: Array  # its number
     copy: Array  # the number of the copy of the model that it belongs to
 
@@ -131,73 +124,59 @@ def pipeline(
 
     The mesh axes `stage` and `data` are manual, so that gradients are summed over `data` once and not every tick; layers may
     be split over the others. Each copy of the model on `data` has M microbatches of its own; `microbatch` is their number
-    among those of all copies. With R = 1 no weight moves; with R > 1 each goes once, and its gradient once back, from the
-    stage that stores it (`P("stage")`) to the one that runs it. A stage keeps the activations of all M microbatches for
-    the backward pass. Under FSDP weights are gathered, and gradients scattered, once a tick.
+    among those of all copies. With R > 1 each weight goes once, and its gradient once back, from the stage that stores it
+    (`P("stage")`) to the one that runs it. A stage keeps the activations of all M microbatches for the backward pass.
 
     Raises ConfigError where layers, rows or microbatches do not divide.
     """
     mesh, B = jax.sharding.get_abstract_mesh(), len(x)
     copies = mesh.shape["data"]
     batch_axes = tuple(axis for axis in ACTIVATIONS["batch"] if axis != "stage" and mesh.shape[axis] > 1)
-    data = ("data",) if copies > 1 else ()
-    pipe = Pipe(stage, mesh.shape["stage"], microbatches, repeats, data, batch_axes)
+    pipe = Pipe(stage, mesh.shape["stage"], microbatches, repeats, ("data",) if copies > 1 else ())
     groups = math.prod(mesh.shape[axis] for axis in batch_axes)
     _check(params, B, pipe, groups)
     by_device = lambda leaf, *entries: _place(
         leaf.reshape(groups, B // groups, *leaf.shape[1:]), batch_axes or None, *entries
     )
-    per_row, common, rebuild = split_extras(extras, B)
-    per_row = {i: _cut(by_device(leaf), microbatches, batch_axes) for i, leaf in per_row.items()}
+    per_row, others = scan.partition(extras, lambda leaf: jnp.ndim(leaf) > 0 and len(leaf) == B)
+    # what is no array does not enter shard_map: the offset of a mask remains a number
+    common, numbers = scan.partition(others, lambda leaf: hasattr(leaf, "ndim"))
+    per_row = jax.tree.map(lambda leaf: _cut(by_device(leaf), microbatches, batch_axes), per_row)
     operands = params, per_row, common, shared
-    places = P("stage"), P(None, data), P(), P()
+    places = P("stage"), P(None, pipe.data), P(), P()
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, operands)
     run = jax.shard_map(
-        partial(run_stage, pipe, rebuild, dtypes),
-        in_specs=(places, P(data, "stage"), P("stage"), P(data)), out_specs=(P(data, "stage"), P(None, "stage")),
-        axis_names={"stage", *data}, check_vma=False,  # layers know nothing of stages: their scans start from plain zeros
+        partial(run_stage, pipe, numbers, dtypes), in_specs=(places, P(pipe.data, "stage"), P("stage"), P(pipe.data)),
+        out_specs=(P(pipe.data, "stage"), P(None, "stage")), axis_names={"stage", *pipe.data},
+        check_vma=False,  # layers know nothing of stages: their scans start from plain zeros
     )  # fmt: skip
     y, reports = run(jax.tree.map(_widen, operands), by_device(x, "stage"), jnp.arange(pipe.stages), jnp.arange(copies))
     return y.reshape(B, *y.shape[2:]), jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reports)
 
 
-def split_extras(extras: Tree, B: int) -> tuple[dict[int, Array], dict[int, Array], Callable]:
-    """(leaves with B rows, other arrays, function that makes the tree of both again), leaves by their number.
-
-    What is no array stays in the function: the offset of a mask remains a number.
-    """
-    leaves, structure = jax.tree.flatten(extras)
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "ndim")}
-    per_row = {i: leaf for i, leaf in arrays.items() if leaf.ndim > 0 and len(leaf) == B}
-    numbers = {i: leaf for i, leaf in enumerate(leaves) if i not in arrays}
-    rebuild = lambda arrays: jax.tree.unflatten(structure, [leaf for _, leaf in sorted((numbers | arrays).items())])
-    return per_row, {i: leaf for i, leaf in arrays.items() if i not in per_row}, rebuild
-
-
-def run_stage(pipe: Pipe, rebuild: Callable, dtypes: Tree, operands: Tree, x: Array, stage: Array, copy: Array):
+def run_stage(pipe: Pipe, numbers: Tree, dtypes: Tree, operands: Tree, x: Array, stage: Array, copy: Array):
     """All ticks of one stage: (its rows of the result, the mean of its reports), within `jax.shard_map`."""
-    params, per_row, common, options = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), operands, dtypes)
-    here = StageInputs(_deal(params, stage[0], pipe), per_row, common, options, stage[0], copy[0])
+    params, *inputs = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), operands, dtypes)
+    here = StageInputs(_deal(params, stage[0], pipe), *inputs, stage[0], copy[0])
     buffer = _cut(_enter(x, here.stage, pipe.stages), pipe.microbatches)
-    run = partial(tick, pipe, rebuild, here)
+    run = partial(tick, pipe, numbers, here)
     (arrived, buffer), reports = lax.scan(run, (buffer[0], buffer), jnp.arange(pipe.ticks))
     buffer = keep(pipe, buffer, arrived, jnp.int32(pipe.ticks))
-    return _leave(buffer, here.stage, pipe.stages, len(x)), jax.tree.map(
-        partial(mean_report, pipe, here.stage), reports
-    )
+    rows = _leave(buffer, here.stage, pipe.stages, len(x))
+    return rows, jax.tree.map(partial(mean_report, pipe, here.stage), reports)
 
 
-def tick(pipe: Pipe, rebuild: Callable, here: StageInputs, carry: tuple[Array, Array], t: Array):
+def tick(pipe: Pipe, numbers: Tree, here: StageInputs, carry: tuple[Array, Array], t: Array):
     """One microbatch through one part, and on to the next stage: ((what arrived, the buffer), report)."""
     arrived, buffer = carry
     S, M, R = pipe.stages, pipe.microbatches, pipe.repeats
     buffer = keep(pipe, buffer, arrived, t)
     repeat, m = jnp.divmod(jnp.clip(t - here.stage, 0, R * M - 1), M)
     x = jnp.where(here.stage == 0, _row(buffer, t % M), arrived)
-    extras = rebuild({i: _row(leaf, m) for i, leaf in here.per_row.items()} | here.shared)
+    extras = scan.combine(jax.tree.map(lambda leaf: _row(leaf, m), here.per_row), scan.combine(here.common, numbers))
     pick = partial(jax.tree.map, (lambda leaf: _row(leaf, repeat)) if R > 1 else (lambda leaf: leaf))
     part, microbatch = repeat * S + here.stage, here.copy * M + m
-    y, report = pipe.stage(here.params, pick, x, extras, here.options, part, microbatch)
+    y, report = pipe.stage(here.params, pick, x, extras, here.shared, part, microbatch)
     return (lax.ppermute(y, "stage", [(i, (i + 1) % S) for i in range(S)]), buffer), report
 
 

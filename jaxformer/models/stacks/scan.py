@@ -198,6 +198,17 @@ def unstack(tree: Tree, length: int) -> list[Tree]:
     return [jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)]
 
 
+def partition(tree: Tree, keep: Callable) -> tuple[Tree, Tree]:
+    """The tree twice: with the leaves for which `keep(leaf)` holds, and with the others; None in place of the rest."""
+    pick = lambda kept: jax.tree.map(lambda leaf: leaf if bool(keep(leaf)) == kept else None, tree)
+    return pick(True), pick(False)
+
+
+def combine(tree: Tree, other: Tree) -> Tree:
+    """The tree of which `partition` made these two."""
+    return jax.tree.map(lambda a, b: b if a is None else a, tree, other, is_leaf=lambda leaf: leaf is None)
+
+
 def remat(config: ModelConfig, f: Callable) -> Callable:
     """f, keeping for the backward pass what `ModelConfig.remat` says. Gathered weights are never kept but gathered again."""
     mesh = jax.sharding.get_abstract_mesh()
