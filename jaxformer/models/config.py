@@ -31,10 +31,7 @@ class Sinusoidal:
 
 @dataclass(frozen=True)
 class Axial:
-    """Two small trained tables, for the lines and the columns of a grid that positions fill: Reformer, for long contexts.
-
-    Kitaev et al. 2020, arXiv:2001.04451, appendix; Ho et al. 2019.
-    """
+    """Two small trained tables, for the lines and columns of a grid that positions fill: Kitaev et al. 2020, appendix."""
 
     shape: tuple[int, int]  # lines and columns of the grid
     widths: tuple[int, int]  # features that each table gives; their sum is d_model
@@ -65,10 +62,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Patches:
-    """A linear map of each patch of an image `[B, height, width, channels]`: ViT, Dosovitskiy et al. 2020, arXiv:2010.11929.
-
-    Patches go row by row.
-    """
+    """A linear map of each patch of an image `[B, height, width, channels]`, row by row: Dosovitskiy et al. 2020, ViT."""
 
     image: tuple[int, int] = (224, 224)  # height and width in pixels
     patch: tuple[int, int] = (16, 16)  # height and width in pixels
@@ -107,8 +101,7 @@ class Classification:
     """Classes of a whole sequence: a linear map of one of its positions or of their mean."""
 
     classes: int | None  # None: the output is what was pooled
-    # first and last of the tokens that are not padding; position_0: the first slot, even a padded one, which then sees
-    # the tokens of the row (BERT's code)
+    # first, last: of what is not padding; position_0: slot 0, which sees the row even as padding (BERT's code)
     pool: Literal["first", "mean", "last", "position_0"] = "first"
     pooler: str | None = "tanh"  # an activation behind a linear map before the classes (BERT: tanh); None: neither
     bias: bool = True  # one for each class

@@ -1,8 +1,7 @@
 """Named systems as mixers: `ModelConfig(mixer=Performer(features=128), ...)`.
 
-Each is a frozen dataclass and a function `config -> Mixer`. It refuses by name what it cannot do: softcaps, attention maps,
-dropout on weights that do not exist, some masks, decoding of what is not causal. Local attention and the Sparse Transformer
-need no mixer: they are masks, `ModelConfig.masks`.
+Each is a function `config -> Mixer`, and refuses by name what it cannot do: softcaps, attention maps, dropout on weights that
+do not exist, some masks, decoding of what is not causal. Local attention and the Sparse Transformer are masks.
 """
 
 import math
@@ -70,9 +69,8 @@ class BigBird:
 
     block: int = 64  # tokens of a block
     random: int = 3  # random blocks that a block sees
-    # which random blocks a layer sees. seeded: as in the published checkpoints (T a multiple of the block, more than
-    # 2 random + 5 blocks); zero: as in Hugging Face's model outside training; random: drawn from `seed` (any T of at least
-    # random + 5 blocks)
+    # of random blocks. seeded: as published (T a multiple of the block, more than 2 random + 5 blocks); zero: as in Hugging
+    # Face's model outside training; random: drawn from `seed` (any T of at least random + 5 blocks)
     layout: Literal["seeded", "zero", "random"] = "seeded"
     seed: int = 0  # of the random layout
     dense_length: int = 0  # up to so many tokens all attend to all (in Hugging Face's model: (5 + 2 random) block)
@@ -120,10 +118,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Efficient:
-    """Softmax over features for queries, over the length for keys: Shen et al. 2021, arXiv:1812.01243.
-
-    Masks: full() or causal(); see `ops.efficient_attention` for the latter.
-    """
+    """Softmax over features for queries, over the length for keys: Shen et al. 2021, arXiv:1812.01243. full() or causal()."""
 
     chunk: int = 128  # tokens that a causal layer takes at a time
 
@@ -147,8 +142,7 @@ class Performer:
     chunk: int = 128  # tokens that a causal layer takes at a time
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        H = config.head_size
-        draw = lambda key: ops.orthogonal_projection(key, self.features, H)
+        draw = lambda key: ops.orthogonal_projection(key, self.features, config.head_size)
 
         def maps(context):
             if self.kernel == "relu":
@@ -191,8 +185,7 @@ class Linformer:
 class Reformer:
     """Queries that are their own keys meet in hash buckets: Kitaev et al. 2020, arXiv:2001.04451. Any mask of one head.
 
-    `apply(..., constants=rotations)` replaces the rotations drawn from `seed`. For reversible residuals see
-    `models.stacks.reversible.Reversible`.
+    `apply(..., constants=rotations)` replaces those drawn from `seed`. For reversible residuals see `stacks.reversible`.
     """
 
     chunk: int = 64  # tokens of a chunk
@@ -207,13 +200,13 @@ class Reformer:
     multiple: int | None = None  # padding fills the length up to a multiple of this; None: of chunk
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        N, H = config.num_heads, config.head_size
+        N = config.num_heads
         if config.kv_heads != N:
             raise ConfigError(f"model.num_kv_heads={config.kv_heads}: Reformer has a value head for each of {N} heads")
         spec = attention_spec(config)
         del spec["key"]
         buckets = self.buckets or 2 ** max(1, int(math.log2(max(2 * config.context_length / self.chunk, 1))))
-        draw = partial(ops.random_rotations, heads=N, head_size=H, rounds=self.rounds, buckets=buckets)
+        draw = partial(ops.random_rotations, heads=N, head_size=config.head_size, rounds=self.rounds, buckets=buckets)
 
         def mix(params, context, query, value):
             rotations = context.constants
@@ -229,10 +222,9 @@ class Reformer:
 
 @dataclass(frozen=True)
 class LocalChunks:
-    """Softmax attention to a query's own chunk, to `before` chunks before and `after` chunks after it, in a circle.
+    """Softmax attention to the chunks about a query, in a circle: the local layers of Reformer in transformers. Any mask.
 
-    These are the local layers of Reformer in transformers. The neighbour of the first chunk is the last one, and a chunk
-    that a short circle meets twice counts twice. Masks: any. For a causal stack with `before` up to 1, the mask `causal() &
+    A chunk that a short circle meets twice counts twice. For a causal stack with `before` up to 1, the mask `causal() &
     chunked(chunk, before)` is the same and faster.
     """
 
@@ -246,10 +238,7 @@ class LocalChunks:
             bias = Bias(_log_meetings, self._meetings(key.shape[1]))
             return ops.attention(query, key, value, **options | {"bias": bias})
 
-        def no_state(*_):
-            raise NotImplementedError("LocalChunks cannot decode: the circle of chunks is another for each length")
-
-        return attention(config, attend=attend)._replace(state=no_state)
+        return attention(config, attend=attend)._replace(state=partial(_no_state, "LocalChunks"))
 
     def _meetings(self, T: int) -> tuple:
         """(chunk, how often a query of each chunk meets a key of each)."""
@@ -296,12 +285,13 @@ def _mixer(name: str, config: ModelConfig, spec: Tree, mix: Callable, has_weight
         out, state = out if isinstance(out, tuple) else (out, None)
         return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state)
 
-    def no_state(*_):
-        raise NotImplementedError(
-            f"{name} cannot decode; models.mixers.attention (mixer=None), Linear and Performer can, under a causal mask"
-        )
+    return Mixer(spec, apply, **{"state": partial(_no_state, name)} | rest)
 
-    return Mixer(spec, apply, **{"state": no_state} | rest)
+
+def _no_state(name: str, *_):
+    raise NotImplementedError(
+        f"{name} cannot decode; models.mixers.attention (mixer=None), Linear and Performer can, under a causal mask"
+    )
 
 
 def _recurrent(
