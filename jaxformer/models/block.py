@@ -55,10 +55,8 @@ def feedforward(name: str, params: Tree, x: Float[Array, "B T D"]) -> Float[Arra
 def feed(config: ModelConfig) -> FeedForward:
     """The config's feed-forward."""
     if not callable(config.feedforward):
-        name = config.feedforward
-        return FeedForward(
-            feedforward_spec(config), lambda params, x, _: FeedForwardOutput(feedforward(name, params, x))
-        )
+        apply = lambda params, x, _: FeedForwardOutput(feedforward(str(config.feedforward), params, x))
+        return FeedForward(feedforward_spec(config), apply)
     made = config.feedforward(config)
     if not isinstance(made, FeedForward):
         raise ConfigError(

@@ -104,8 +104,5 @@ def table(config: ModelConfig | EncoderDecoder) -> str:
         rows.append(f"{path:<{width}}  {math.prod(leaf.shape):>15,}  {flops:>13}  {shape}")
     total = sum(params.count(leaf) for leaf in leaves.values())
     trained = training_flops(config, length)
-    rows.append(
-        f"{'total':<{width}}  {total:>15,}  {trained / 3:>13.3g}  with attention over {length} positions; "
-        f"{trained:.3g} FLOPs a trained token"
-    )
-    return "\n".join(rows)
+    note = f"with attention over {length} positions; {trained:.3g} FLOPs a trained token"
+    return "\n".join([*rows, f"{'total':<{width}}  {total:>15,}  {trained / 3:>13.3g}  {note}"])

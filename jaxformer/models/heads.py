@@ -37,7 +37,7 @@ def name(config: ModelConfig, head) -> str:
 def spec(config: ModelConfig) -> Tree:
     """Parameters of all heads that have some: `{name: tree}`."""
     names = [name(config, head) for head in config.heads]
-    for one in set(names):
+    for one in names:
         if names.count(one) > 1:
             raise ConfigError(
                 f"model.heads: {names.count(one)} of them are called {one!r}; give each a name of its own"
@@ -51,14 +51,13 @@ def _spec(config: ModelConfig, head) -> Tree:
     matrix = lambda width, out, axis, bias: params.linear((width, out), ("embed", axis), ("embed",), start, bias)
     match head:
         case LanguageModel():
-            tree: Tree = {}
-            if head.transform:
-                # the bias of the transform keeps the axis "embed"
-                square = matrix(D, D, None, False) | {"bias": Spec((D,), ("embed",), zeros)}
-                tree["transform"] = square | {"norm": norm_spec(config, D)}
+            tree: Tree = {"bias": Spec((V,), ("vocab",), zeros)} if head.bias else {}
+            if head.transform:  # its bias keeps the axis "embed"
+                bias = {"bias": Spec((D,), ("embed",), zeros)}
+                tree["transform"] = matrix(D, D, None, False) | bias | {"norm": norm_spec(config, D)}
             if not config.tie_embeddings:  # [V, D] like the embedding: one product for both
                 tree["kernel"] = Spec((V, D), ("vocab", "embed"), start, ("embed",))
-            return tree | ({"bias": Spec((V,), ("vocab",), zeros)} if head.bias else {})
+            return tree
         case Classification():
             width = head.pooler_width or config.d_model  # also of two streams
             tree = {"pooler": matrix(D, width, None, True)} if head.pooler else {}
@@ -80,9 +79,8 @@ def apply(config: ModelConfig, head, params: Tree, hidden: Float[Array, "B T D"]
         case LanguageModel():
             hidden, kernel, bias = unembedding(config, head, params, hidden, tokens_table)
             logits = ops.einsum("btd,vd->btv", hidden, kernel, dtype=wide)
-            logits = with_logical_constraint(
-                logits if bias is None else add_bias(logits, bias), "batch", "length", "vocab"
-            )
+            logits = logits if bias is None else add_bias(logits, bias)
+            logits = with_logical_constraint(logits, "batch", "length", "vocab")
             cap = config.logit_softcap
             return logits if cap is None else cap * jnp.tanh(logits / cap)
         case Classification():

@@ -51,8 +51,7 @@ class Reconstruction:
 def resize(config: ModelConfig, weights: Tree, image: tuple[int, int]) -> tuple[ModelConfig, Tree]:
     """(config, parameters) for images of another height and width: learned positions are interpolated over the grid.
 
-    Bicubic, as Hugging Face's `interpolate_pos_encoding`; Dosovitskiy et al. 2020, arXiv:2010.11929, section 3.2. The row
-    of the class token stays. Raises ConfigError for models of tokens.
+    Bicubic, as Hugging Face's `interpolate_pos_encoding`; Dosovitskiy et al. 2020, section 3.2. ConfigError for tokens.
     """
     if not isinstance(config.embedding, Patches):
         raise ConfigError("vision.resize: model.embedding is no models.Patches; for tokens see models.adaptation")

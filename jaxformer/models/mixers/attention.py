@@ -28,13 +28,11 @@ class Heads(NamedTuple):
     memo: Tree = None  # value for the next layer
 
 
+Hook = Callable | None
+
+
 def attention(
-    config: ModelConfig,
-    *,
-    extra: Tree = None,
-    prepare: Callable | None = None,
-    attend: Callable | None = None,
-    finish: Callable | None = None,
+    config: ModelConfig, *, extra: Tree = None, prepare: Hook = None, attend: Hook = None, finish: Hook = None
 ) -> Mixer:
     """Multi-head attention with the config's heads, mask, rotary positions, softcap and dropout. The default mixer.
 
