@@ -19,9 +19,7 @@ from jaxformer import models, params
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig, Patches
 from jaxformer.ops.positions import Rope
-from jaxformer.params import Spec
-
-Tree = Any
+from jaxformer.params import Spec, Tree
 
 
 def lora(spec: Tree, pattern: str, rank: int) -> dict[str, dict[str, Spec]]:

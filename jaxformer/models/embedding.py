@@ -14,10 +14,8 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import Axial, Learned, ModelConfig, Patches, Sinusoidal
 from jaxformer.models.layer import linear
 from jaxformer.ops.positions import learned, sinusoidal
-from jaxformer.params import Spec
+from jaxformer.params import Spec, Tree
 from jaxformer.sharding import with_logical_constraint
-
-Tree = Any
 
 
 def spec(config: ModelConfig) -> Tree:

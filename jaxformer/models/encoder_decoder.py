@@ -1,7 +1,6 @@
 """Two stacks of the same block: the layers of the decoder also attend to the output of the encoder. Vaswani et al. 2017."""
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,7 @@ from jaxformer.models.config import EncoderDecoder
 from jaxformer.models.layer import Source
 from jaxformer.models.mixers.attention import source_heads
 from jaxformer.models.transformer import Inputs, Output
-
-Tree = Any
+from jaxformer.params import Tree
 
 
 def spec(config: EncoderDecoder) -> Tree:

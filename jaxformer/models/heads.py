@@ -1,7 +1,7 @@
 """What reads the last hidden states: logits of tokens, classes of sequences, of positions, of images."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -15,10 +15,8 @@ from jaxformer.models.embedding import norm, norm_spec
 from jaxformer.models.layer import linear
 from jaxformer.ops.einsum import add_bias
 from jaxformer.ops.feedforward import ACTIVATIONS
-from jaxformer.params import Spec
+from jaxformer.params import Spec, Tree
 from jaxformer.sharding import with_logical_constraint
-
-Tree = Any
 
 
 class Head(NamedTuple):

@@ -1,7 +1,6 @@
 """Routed experts as a feed-forward layer: `ModelConfig(feedforward=Mixture(experts=8, top_k=2), ...)`."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from jax import Array
@@ -15,9 +14,7 @@ from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.ops.mixture import balance_loss, mixture
-from jaxformer.params import linear
-
-Tree = Any
+from jaxformer.params import Tree, linear
 
 
 @dataclass(frozen=True)

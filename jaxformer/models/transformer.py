@@ -23,10 +23,8 @@ from jaxformer.models.config import Axial, Learned, ModelConfig, Patches
 from jaxformer.models.layer import Context, Layers, Mixer, Source
 from jaxformer.models.stacks import scan
 from jaxformer.ops.positions import within_segments
-from jaxformer.params import paths
+from jaxformer.params import Tree, paths
 from jaxformer.sharding import activation_specs, auto_axes
-
-Tree = Any
 
 
 @struct.dataclass

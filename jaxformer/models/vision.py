@@ -1,7 +1,6 @@
 """Vision transformers at another resolution than they were trained at, and images as their output."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +11,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import Learned, ModelConfig, Patches
 from jaxformer.models.heads import Head
 from jaxformer.ops.einsum import add_bias
-from jaxformer.params import Spec
-
-Tree = Any
+from jaxformer.params import Spec, Tree
 
 
 @dataclass(frozen=True)

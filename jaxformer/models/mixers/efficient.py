@@ -24,9 +24,7 @@ from jaxformer.models.layer import Context, Mixer, MixerOutput, linear
 from jaxformer.models.mixers.attention import attention, attention_spec
 from jaxformer.ops.attention.linear import FeatureMap, packed, visibility
 from jaxformer.ops.positions import Bias, Rope, rope
-from jaxformer.params import Spec
-
-Tree = Any
+from jaxformer.params import Spec, Tree
 
 
 @dataclass(frozen=True)

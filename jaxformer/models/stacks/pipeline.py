@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,8 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, LayerOutput, Layers
 from jaxformer.models.stacks import scan
+from jaxformer.params import Tree
 from jaxformer.sharding import ACTIVATIONS
-
-Tree = Any
 
 
 @dataclass(frozen=True)

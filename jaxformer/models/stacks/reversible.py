@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,7 @@ from jaxformer.models.embedding import norm
 from jaxformer.models.layer import Context, LayerOutput, Layers
 from jaxformer.models.stacks import scan
 from jaxformer.models.stacks.scan import Row, combine, partition
-
-Tree = Any
+from jaxformer.params import Tree
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,7 @@ from jaxformer.models import block as blocks
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, LayerOutput, Layers, Mixer
 from jaxformer.models.mixers.attention import attention
-from jaxformer.params import paths
-
-Tree = Any
+from jaxformer.params import Tree, paths
 
 
 class Row(NamedTuple):
