@@ -27,8 +27,7 @@ def lora(spec: Tree, pattern: str, rank: int) -> dict[str, dict[str, Spec]]:
 
     W + scale a b, Hu et al. 2021, arXiv:2106.09685, section 4.1. A kernel of inputs [D] and outputs [N, H] has a [D, rank]
     and b [rank, N, H]; layers and experts have their own. The factor of the inputs starts random, of variance 1 / inputs,
-    the other at zero: the model starts as it was. Train `params.init(lora(...), key)` with `apply(config, merge(weights,
-    factors, scale), tokens)`. Raises ConfigError where nothing matches.
+    the other at zero. Train `params.init(lora(...), key)` through `merge`. ConfigError where nothing matches.
     """
     if rank < 1:
         raise ConfigError(f"lora: rank={rank}: must be at least 1")
@@ -78,8 +77,7 @@ def _factors(leaf: Spec, rank: int) -> dict[str, Spec]:
 def merge(weights: Tree, factors: Tree, scale: float | Array) -> Tree:
     """weights + scale a b, in the weights' shapes and dtypes; `scale` is alpha / rank, and -scale takes the product away.
 
-    Summed in float32, at full precision on every device. Gradients reach both; differentiate the factors alone. Raises
-    ConfigError for other shapes.
+    Summed in float32, at full precision on every device. Gradients reach both trees. ConfigError for other shapes.
     """
 
     def merged(path: str, kernel):
@@ -112,12 +110,11 @@ class Report(NamedTuple):
 def transfer(
     target: Tree, source: Tree, *, rename: Mapping[str, str] | None = None, allow: str | None = None
 ) -> tuple[Tree, Report]:
-    """(the target with the leaves of the source of the same path and shape, what was done): a partial restore.
+    """(the target with the source's leaves of the same path and shape, in the target's dtypes, what was done).
 
-    Other leaves keep the values of the target: `transfer(models.init(config, key), trained, allow="^heads/")` puts a trained
-    stack under a new head. `rename` maps regular expressions to replacements (`re.sub`, in order) of the paths of the
-    source: `{"^": "encoder/"}`. Dtypes are those of the target. Raises ConfigError if a leaf is missing, unused or of
-    another shape, unless `allow`, a regular expression, matches its (renamed) path.
+    `transfer(models.init(config, key), trained, allow="^heads/")` puts a trained stack under a new head. `rename` maps
+    regular expressions to replacements (`re.sub`, in order) of the paths of the source: `{"^": "encoder/"}`. ConfigError if
+    a leaf is missing, unused or of another shape, unless the regular expression `allow` matches its (renamed) path.
     """
     found, wanted = {}, params.paths(target)
     for path, leaf in params.paths(source).items():
@@ -153,10 +150,9 @@ def resize_vocabulary(
 ) -> tuple[Any, Tree]:
     """(config, parameters) of another vocabulary: rows cut off at the end, or new ones, which are the mean of the old.
 
-    With a mean row the probabilities of old tokens move little: Hewitt 2021, "Initializing new word embeddings for
-    pretrained language models". `noise` times the standard deviation of the old rows tells new rows apart. Every leaf with an
-    axis `vocab` changes. Of a pair both halves change; where they share no table, one may be given by itself:
-    `resize_vocabulary(pair.encoder, weights["encoder"], ...)`.
+    So the probabilities of old tokens move little: Hewitt 2021, "Initializing new word embeddings for pretrained language
+    models". `noise` times the standard deviation of the old rows tells new rows apart. Of a pair both halves change; where
+    they share no table, one may be given by itself: `resize_vocabulary(pair.encoder, weights["encoder"], ...)`.
     """
     new: Any
     if isinstance(config, EncoderDecoder):
@@ -195,8 +191,8 @@ def extend_positions(
 
     repeat: row i is the old row i mod old length (Longformer: Beltagy et al. 2020, section 5); interpolate: a straight line
     between the two nearest old rows, the first and the last as they were; new: the old rows, then initial ones of `key`.
-    A shorter length keeps the first rows, but for interpolate. The halves of a pair are given one at a time. Raises
-    ConfigError for other positions, and where other parameters depend on the length too (Linformer).
+    A shorter length keeps the first rows, but for interpolate. The halves of a pair are given one at a time. ConfigError
+    where other parameters depend on the length too (Linformer).
     """
     positions, refusal = config.positions, None
     if isinstance(config.embedding, Patches):

@@ -103,9 +103,7 @@ def sublayer(
 ):
     """(x plus the dropout of f(x), what f returned), for f the function `apply` with the parameters of that name.
 
-    pre:      x + f(norm(x))          (GPT-2, LLaMA, T5, ViT)
-    post:     norm(x + f(x))          (2017, BERT)
-    sandwich: x + norm(f(norm(x)))    (Gemma 2)
+    pre: x + f(norm(x)) (GPT-2); post: norm(x + f(x)) (2017, BERT); sandwich: x + norm(f(norm(x))) (Gemma 2).
     """
     post = config.norm_placement == "post"
     with jax.named_scope(name):

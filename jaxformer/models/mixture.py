@@ -21,8 +21,7 @@ from jaxformer.params import Tree, linear
 class Mixture:
     """Each token goes to `top_k` of the experts: Mixtral (the defaults), Switch (top_k=1, normalise=False), `ops.mixture`.
 
-    `shared` adds one expert that all tokens go through (Qwen2-MoE; without the gate DeepSeekMoE, Dai et al. 2024,
-    arXiv:2401.06066). There are no biases.
+    `shared`: Qwen2-MoE, without its gate DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066. There are no biases.
     """
 
     experts: int = 8  # how many there are

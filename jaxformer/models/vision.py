@@ -18,8 +18,7 @@ from jaxformer.params import Spec, Tree
 class Reconstruction:
     """A head: the image `[B, height, width, channels]`, each patch a linear map of its hidden state to stride^2 pixels.
 
-    With `Patches(mask_token=True)` it is SimMIM, Xie et al. 2021, arXiv:2111.09886, section 3.3. Raises ConfigError for
-    models of tokens.
+    With `Patches(mask_token=True)`: SimMIM, Xie et al. 2021, arXiv:2111.09886, section 3.3. ConfigError for tokens.
     """
 
     stride: int = 16  # pixels of a patch in each direction

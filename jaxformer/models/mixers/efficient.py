@@ -54,15 +54,14 @@ class Longformer:
             options |= dict(window=self.window, global_tokens=tokens, max_globals=self.max_globals)
             return _zero_padding(context, ops.longformer_attention(**heads, **options))
 
-        return _mixer("Longformer", config, spec, mix)
+        return _mixer(self, config, mix, spec)
 
 
 @dataclass(frozen=True)
 class BigBird:
     """Global, neighbouring and random blocks: Zaheer et al. 2020, arXiv:2007.14062, ITC. Masks: full().
 
-    `apply(..., constants=layout [L, N, blocks - 2, random])` replaces the layout. Padding yields zeros, except up to
-    `dense_length` tokens.
+    `apply(..., constants=layout [L, N, blocks - 2, random])` replaces the layout. Padding of sparse layers yields zeros.
     """
 
     block: int = 64  # tokens of a block
@@ -81,7 +80,7 @@ class BigBird:
             out = ops.bigbird_attention(query, key, value, context.constants, block=self.block, **options)
             return _zero_padding(context, out)
 
-        return _mixer("BigBird", config, attention_spec(config), mix, constants=partial(self._layout, config))
+        return _mixer(self, config, mix, constants=partial(self._layout, config))
 
     def _layout(self, config: ModelConfig, T: int) -> Array | None:
         """The random blocks of every layer `[L, N, blocks - 2, random]`; None where attention is dense."""
@@ -110,8 +109,7 @@ class Linear:
     chunk: int = 128  # tokens that a causal layer takes at a time
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        maps = lambda context: (self.feature_map, self.feature_map)
-        return _recurrent("Linear", config, maps, self.eps, self.chunk)
+        return _recurrent(self, config, lambda context: (self.feature_map, self.feature_map), self.eps)
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class Efficient:
 
     def __call__(self, config: ModelConfig) -> Mixer:
         mix = lambda params, context, **heads: ops.efficient_attention(**heads, mask=context.mask, chunk=self.chunk)
-        return _mixer("Efficient", config, attention_spec(config), mix, has_weights=False)
+        return _mixer(self, config, mix, has_weights=False)
 
 
 @dataclass(frozen=True)
@@ -130,8 +128,7 @@ class Performer:
     """FAVOR+: random features of the softmax or ReLU kernel, Choromanski et al. 2021, arXiv:2009.14794.
 
     Masks: full() or causal(), which decodes. `apply(..., constants=directions [L, features, H])` replaces those drawn from
-    `seed` (`ops.redraw` gives the key of a training step). The stabiliser of keys is 0, so that it is the same for a prefix
-    and its continuation: exponents stay below |direction|^2 / 2, some H / 2.
+    `seed`. The stabiliser of keys is 0, the same for a prefix and its continuation: exponents stay below some H / 2.
     """
 
     features: int = 256  # random directions
@@ -148,7 +145,7 @@ class Performer:
             of_query = partial(ops.favor_features, projection=context.constants)
             return of_query, partial(of_query, stabiliser=0.0)
 
-        mixer = _recurrent("Performer", config, maps, 0.0, self.chunk, self.features)
+        mixer = _recurrent(self, config, maps, 0.0, self.features)
         return mixer._replace(constants=lambda T: _by_layer(self.seed, config.num_layers, draw))
 
 
@@ -176,7 +173,7 @@ class Linformer:
             matrices = {name: (params if in_layer else context.shared)[name] for name in names}
             return ops.linformer_attention(**heads, **matrices, **_options(config, context))
 
-        return _mixer("Linformer", config, attention_spec(config) | in_layer, mix, shared=shared)
+        return _mixer(self, config, mix, attention_spec(config) | in_layer, shared=shared)
 
 
 @dataclass(frozen=True)
@@ -214,8 +211,7 @@ class Reformer:
             options = _options(config, context) | {"duplicates": self.duplicates}
             return ops.lsh_attention(query, value, rotations, **sizes, **options)
 
-        constants = lambda T: _by_layer(self.seed, config.num_layers, draw)
-        return _mixer("Reformer", config, spec, mix, constants=constants)
+        return _mixer(self, config, mix, spec, constants=lambda T: _by_layer(self.seed, config.num_layers, draw))
 
 
 @dataclass(frozen=True)
@@ -256,20 +252,22 @@ def _log_meetings(bias: Bias, q_positions, kv_positions) -> Array:
     return table[q_positions[:, None] // chunk, kv_positions[None, :] // chunk][None]
 
 
-def _mixer(name: str, config: ModelConfig, spec: Tree, mix: Callable, has_weights: bool = True, **rest: Any) -> Mixer:
+def _mixer(
+    system, config: ModelConfig, mix: Callable, spec: Tree = None, has_weights: bool = True, **rest: Any
+) -> Mixer:
     """The frame of all: project x, rotate queries and keys, `mix(params, context, **heads)`, project back."""
+    name, spec = type(system).__name__, spec or attention_spec(config)
     biased = isinstance(config.positions, (Alibi, Relative)) or callable(config.positions)
-    for field, other, instead in (
-        ("attention_softcap", config.attention_softcap is not None, "has none; models.mixers.attention does"),
-        ("attention_scale", config.attention_scale is not None, "has none; models.mixers.attention does"),
-        ("positions", biased, "has none; models.mixers.attention does"),
-        (
-            "attention_dropout_rate", config.attention_dropout_rate and not has_weights,
-            "has no weights to drop; set it to 0 (model.dropout_rate acts on outputs)",
-        ),
-    ):  # fmt: skip
+    none = "has none; models.mixers.attention does"
+    no_weights = "has no weights to drop; set it to 0 (model.dropout_rate acts on outputs)"
+    for field, other, what in (
+        ("attention_softcap", config.attention_softcap is not None, none),
+        ("attention_scale", config.attention_scale is not None, none),
+        ("positions", biased, none),
+        ("attention_dropout_rate", config.attention_dropout_rate and not has_weights, no_weights),
+    ):
         if other:
-            raise ConfigError(f"model.{field}={getattr(config, field)}: {name} {instead}")
+            raise ConfigError(f"model.{field}={getattr(config, field)}: {name} {what}")
 
     def apply(params, x, context: Context) -> MixerOutput:
         if context.return_weights:
@@ -292,14 +290,13 @@ def _no_state(name: str, *_):
     )
 
 
-def _recurrent(
-    name: str, config: ModelConfig, maps: Callable, eps: float, chunk: int, features: int | None = None
-) -> Mixer:
+def _recurrent(system, config: ModelConfig, maps: Callable, eps: float, features: int | None = None) -> Mixer:
     """`linear_attention` with the feature maps `maps(context)`, of (query, key); decoding carries a `LinearState`."""
+    name = type(system).__name__
 
     def mix(params, context, query, key, value):
         of_query, of_key = maps(context)
-        options, T = dict(eps=eps, chunk=chunk), query.shape[1]
+        options, T = dict(eps=eps, chunk=system.chunk), query.shape[1]
         view = visibility(context.mask, T, T, name)  # also refuses other masks, in the name of this mixer
         if context.state is None:
             return ops.linear_attention(query, key, value, mask=context.mask, feature_map=(of_query, of_key), **options)
@@ -319,7 +316,7 @@ def _recurrent(
         M = features or jax.eval_shape(maps(None)[1], jax.ShapeDtypeStruct((1, 1, K, H), dtype)).shape[-1]
         return {"products": jnp.zeros((batch, K, M, H), dtype), "sums": jnp.zeros((batch, K, M), dtype)}
 
-    return _mixer(name, config, attention_spec(config), mix, has_weights=False, state=state)
+    return _mixer(system, config, mix, has_weights=False, state=state)
 
 
 def _options(config: ModelConfig, context: Context) -> dict[str, Any]:

@@ -225,8 +225,7 @@ def inverse_depth_scale(config: ModelConfig) -> Mixer:
 def memory_key_values(config: ModelConfig, count: int = 16) -> Mixer:
     """`count` learned keys and values a head that every query sees, whatever its mask. Sukhbaatar et al. 2019, 1907.01470.
 
-    They have no position (no rotation, no score bias), stand before all others (returned weights are `[B, N, T, count +
-    S]`) and are not cached.
+    They have no position, stand before all others (returned weights are `[B, N, T, count + S]`) and are not cached.
     """
     shape = count, config.kv_heads, config.head_size
     leaf = Spec(shape, (None, "kv_heads", "head"), normal(config.init_std))

@@ -27,10 +27,9 @@ from jaxformer.sharding import ACTIVATIONS
 class Pipeline:
     """`stacks.scan.stack` with its layers split over the mesh axis `stage`, as `pipeline` says.
 
-    The values are those of `stacks.scan.stack`, with two exceptions. The dropout key is folded with the microbatch.
-    Auxiliary losses and figures of feed-forwards are the mean over the microbatches. Raises ConfigError where the pattern of
-    masks and mixers does not divide the layers of a stage, NotImplementedError for decoding, attention maps, hidden states
-    of each layer, a memo, and different mixers that draw constants.
+    The values are those of `stacks.scan.stack`, but the dropout key is folded with the microbatch, and auxiliary losses and
+    figures of feed-forwards are the mean over the microbatches. NotImplementedError for decoding, attention maps, hidden
+    states of each layer, a memo, and different mixers that draw constants.
     """
 
     microbatches: int | None = None  # parts of a batch; None: as many as stages
@@ -110,22 +109,19 @@ def pipeline(
 ) -> tuple[Float[Array, "B ..."], Tree]:  # fmt: skip
     """x through all layers, each stage of the mesh of `jax.set_mesh` running its own; and what they report, `[L, ...]`.
 
-    `params` are leaves `[L, ...]`. There are R S parts of L / (R S) consecutive layers, for R `repeats` and S stages; stage
-    s runs the parts r S + s. `stage(params, pick, x, extras, shared, part, microbatch) -> (x, report)` runs one part on one
-    microbatch. `pick` makes of a row of its `params` the layer to run; it must be called within what is recomputed, or
-    the scan keeps a copy of the weights for each tick. Leaves of `extras` with a leading axis B are cut like x, others go
-    to all stages, as `shared` does. Reports `[L / (R S), ...]` come back as the mean over the microbatches.
+    R = `repeats` = 1 is GPipe (Huang et al. 2018, arXiv:1811.06965), R > 1 the circular schedule (Narayanan et al. 2021,
+    arXiv:2104.04473, section 2.2). Of R S parts of consecutive layers, stage s runs the parts r S + s. At tick t of
+    R M + S - 1 it works on item i = t - s, microbatch i mod M in repeat i // M, and sends the result on (`lax.ppermute`). An
+    idle stage computes what nobody reads: skipping it saves no time and would break collectives within the layers.
 
-    R = 1 is GPipe (Huang et al. 2018, arXiv:1811.06965), R > 1 the circular schedule (Narayanan et al. 2021,
-    arXiv:2104.04473, section 2.2). At tick t stage s works on item i = t - s: microbatch i mod M in repeat i // M. There are
-    R M + S - 1 ticks, each with one `lax.ppermute` to the next stage. An idle stage computes on a microbatch whose result
-    nobody reads: skipping it saves no time and would break collectives within the layers.
+    `stage(params, pick, x, extras, shared, part, microbatch) -> (x, report)` runs one part on one microbatch. `pick` makes
+    of a row of its `params` the layer to run; it must be called within what is recomputed, or the scan keeps a copy of the
+    weights for each tick. Leaves of `extras` with a leading axis B are cut like x, others go to all stages, as `shared`
+    does. Reports `[L / (R S), ...]` come back as the mean over the microbatches.
 
-    The mesh axes `stage` and `data` are manual, so that gradients are summed over `data` once and not every tick; layers may
-    be split over the others. Each copy of the model on `data` has M microbatches of its own; `microbatch` is their number
-    among those of all copies. With R > 1 each weight goes once, and its gradient once back, from the stage that stores it
-    (`P("stage")`) to the one that runs it. A stage keeps the activations of all M microbatches for the backward pass.
-
+    The mesh axes `stage` and `data` are manual, so that gradients are summed over `data` once and not every tick. Each copy
+    of the model on `data` has M microbatches of its own; `microbatch` is their number among those of all copies. With R > 1
+    each weight goes once, and its gradient once back, from the stage that stores it (`P("stage")`) to the one that runs it.
     Raises ConfigError where layers, rows or microbatches do not divide.
     """
     mesh, B = jax.sharding.get_abstract_mesh(), len(x)

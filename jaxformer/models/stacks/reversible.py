@@ -24,9 +24,8 @@ from jaxformer.params import Tree
 class Reversible:
     """`stacks.scan.stack` with reversible residuals, as in Reformer: Kitaev et al. 2020, arXiv:2001.04451, section 3.
 
-    The mixer is f and the feed-forward g, each of its normalised stream; both streams start as x. Raises ConfigError for
-    other norms than pre-norm, NotImplementedError for decoding, attention maps, hidden states of each layer, a source, a
-    memo and auxiliary losses.
+    The mixer is f and the feed-forward g, each of its normalised stream; both streams start as x. NotImplementedError for
+    decoding, attention maps, hidden states of each layer, a source, a memo and auxiliary losses.
     """
 
     streams: int = 1  # 1: the output is the mean of the streams; 2: both side by side (the published models)
@@ -69,14 +68,13 @@ def reversible_stack(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:  # fmt: skip
     """y1 = x1 + f(layer, x2, *extra), y2 = x2 + g(layer, y1, *extra), layer after layer; f and g are pure functions.
 
-    `params` are leaves `[L, ...]`, `layer` is one slice of them. Its floating-point leaves get gradients; others (dropout
-    keys, a layer's number) are data. Where f and g are tuples, layers of different kinds take turns, and `params` is a
-    tuple too, of the layers of each kind.
+    `params` are leaves `[L, ...]`, `layer` is one slice of them. Floating-point leaves get gradients; others are data. Where
+    f and g are tuples, layers of different kinds take turns, and `params` is a tuple too, of the layers of each kind.
 
-    The backward pass recomputes x2 = y2 - g(y1) and x1 = y1 - f(x2). Activations take the memory of one layer, at any
-    depth, for the time of one more forward pass. Each layer rounds what it recomputes, so keep the two streams in float32; f
-    and g may answer in 16 bits. Where f hashes (`lsh_attention`), a token within that rounding of the edge of a bucket may
-    be recomputed into the other bucket: with rotations drawn anew each step that is noise in the gradients of a few tokens.
+    The backward pass recomputes x2 = y2 - g(y1) and x1 = y1 - f(x2): the memory of one layer, for the time of one more
+    forward pass. Each layer rounds what it recomputes, so keep the two streams in float32; f and g may answer in 16 bits.
+    Where f hashes (`lsh_attention`), a token within that rounding of the edge of a bucket may be recomputed into the other
+    bucket: with rotations drawn anew each step that is noise in the gradients of a few tokens.
     """
     if isinstance(f, tuple) and isinstance(g, tuple):
         pairs = tuple(zip(f, g, strict=True))
