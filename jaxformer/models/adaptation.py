@@ -154,10 +154,9 @@ def resize_vocabulary(
     models". `noise` times the standard deviation of the old rows tells new rows apart. Of a pair both halves change; where
     they share no table, one may be given by itself: `resize_vocabulary(pair.encoder, weights["encoder"], ...)`.
     """
-    new: Any
     if isinstance(config, EncoderDecoder):
-        halves = (replace(half, vocab_size=vocab_size) for half in (config.encoder, config.decoder))
-        new = EncoderDecoder(*halves, config.share_embeddings)
+        halves = {name: replace(getattr(config, name), vocab_size=vocab_size) for name in ("encoder", "decoder")}
+        new: Any = replace(config, **halves)
     else:
         new = replace(config, vocab_size=vocab_size)
     specs = params.paths(models.spec(config))
@@ -194,7 +193,8 @@ def extend_positions(
     A shorter length keeps the first rows, but for interpolate. The halves of a pair are given one at a time. ConfigError
     where other parameters depend on the length too (Linformer).
     """
-    positions, refusal = config.positions, None
+    positions: Any = config.positions
+    refusal = None
     if isinstance(config.embedding, Patches):
         refusal = "the positions of patches are a grid; use models.vision.resize"
     elif isinstance(positions, Axial):
@@ -205,8 +205,6 @@ def extend_positions(
         refusal = f"{kind} no table to extend; set model.context_length{scaling}"
     elif how not in ("repeat", "interpolate", "new"):
         refusal = f"how={how!r}: expected repeat, interpolate or new"
-    elif how == "new" and key is None:
-        refusal = "how='new' draws rows; give a key"
     if refusal:
         raise ConfigError(f"extend_positions: {refusal}")
     new = replace(config, context_length=context_length)
@@ -221,6 +219,8 @@ def extend_positions(
     elif how == "interpolate":
         rows = _interpolate(old, context_length)
     else:
+        if key is None:
+            raise ConfigError("extend_positions: how='new' draws rows; give a key")
         drawn = params.init({"embedding": {"positions": after[name]}}, key, table.dtype)["embedding"]["positions"]
         rows = jnp.concatenate([old, drawn[len(table) :]])[:context_length]
     return new, weights | {"embedding": weights["embedding"] | {"positions": jnp.concatenate([table[:offset], rows])}}

@@ -72,9 +72,8 @@ class Mixture:
         return tree
 
     def apply(self, params: Tree, x: Float[Array, "B T D"], context: Context) -> FeedForwardOutput:
-        kernels = {
-            name: params[name]["kernel"] if name in params else None for name in ("router", "gate", "up", "down")
-        }
+        kernels = {name: params[name]["kernel"] for name in ("router", "up", "down")}
+        kernels["gate"] = params["gate"]["kernel"] if self.activation in GATES else None
         options = dict(top_k=self.top_k, normalise=self.normalise, capacity=self.capacity, real=context.real)
         out, routed = mixture(x, **kernels, activation=activation(self.activation), **options)
         if self.shared:

@@ -148,13 +148,11 @@ def output_axes(path: str, leaf) -> tuple[str | None, ...]:
 
 def read(config: ModelConfig, params: Tree, output: Output, real=None) -> Output:
     """The output of `encode`, with what the heads of the config make of its hidden states."""
-    trees = params.get("heads", {})
+    trees, found = params.get("heads", {}), {}
     check_params({"heads": heads.spec(config)}, {"heads": trees})
-    found, table = {}, params["embedding"].get("tokens")
-    for head in config.heads:
-        name = heads.name(config, head)
+    for name, head in heads.heads(config, params["embedding"].get("tokens")).items():
         with jax.named_scope("head"):
-            found[name] = heads.apply(config, head, trees.get(name, {}), output.hidden, real, table)
+            found[name] = head.apply(trees.get(name, {}), output.hidden, real)
     return replace(output, logits=next(iter(found.values()), None), heads=found)
 
 

@@ -122,14 +122,14 @@ def pipeline(
     The mesh axes `stage` and `data` are manual, so that gradients are summed over `data` once and not every tick. Each copy
     of the model on `data` has M microbatches of its own; `microbatch` is their number among those of all copies. With R > 1
     each weight goes once, and its gradient once back, from the stage that stores it (`P("stage")`) to the one that runs it.
-    Raises ConfigError where layers, rows or microbatches do not divide.
+    Raises ConfigError where rows or microbatches do not divide.
     """
     mesh, B = jax.sharding.get_abstract_mesh(), len(x)
     copies = mesh.shape["data"]
     batch_axes = tuple(axis for axis in ACTIVATIONS["batch"] if axis != "stage" and mesh.shape[axis] > 1)
     pipe = Pipe(stage, mesh.shape["stage"], microbatches, repeats, ("data",) if copies > 1 else ())
     groups = math.prod(mesh.shape[axis] for axis in batch_axes)
-    _check(params, B, pipe, groups)
+    _check(B, pipe, groups)
     by_device = lambda leaf, *entries: _place(
         leaf.reshape(groups, B // groups, *leaf.shape[1:]), batch_axes or None, *entries
     )
@@ -151,8 +151,8 @@ def pipeline(
 
 def run_stage(pipe: Pipe, numbers: Tree, dtypes: Tree, operands: Tree, x: Array, stage: Array, copy: Array):
     """All ticks of one stage: (its rows of the result, the mean of its reports), within `jax.shard_map`."""
-    params, *inputs = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), operands, dtypes)
-    here = StageInputs(_deal(params, stage[0], pipe), *inputs, stage[0], copy[0])
+    params, per_row, common, shared = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), operands, dtypes)
+    here = StageInputs(_deal(params, stage[0], pipe), per_row, common, shared, stage[0], copy[0])
     buffer = _cut(_enter(x, here.stage, pipe.stages), pipe.microbatches)
     run = partial(tick, pipe, numbers, here)
     (arrived, buffer), reports = lax.scan(run, (buffer[0], buffer), jnp.arange(pipe.ticks))
@@ -247,16 +247,12 @@ def _deal_leaf(leaf: Array, s: Array, S: int, R: int, rounds: list[list[int]]) -
     return jnp.moveaxis(out, 0, 1)
 
 
-def _check(params: Tree, B: int, pipe: Pipe, groups: int) -> None:
+def _check(B: int, pipe: Pipe, groups: int) -> None:
     S, M, R = pipe.stages, pipe.microbatches, pipe.repeats
     if M < 1 or R < 1:
         raise ConfigError(f"mesh.microbatches={M}, mesh.repeats={R}: must be at least 1")
     if R > 1 and M < S:
         raise ConfigError(f"mesh.microbatches={M}: with mesh.repeats={R} at least as many as mesh.stage={S}")
-    for leaf in jax.tree.leaves(params):
-        if len(leaf) % (S * R):
-            parts = f"mesh.stage={S}" + (f" x mesh.repeats={R}" if R > 1 else "")
-            raise ConfigError(f"{len(leaf)} layers do not divide among {parts}; choose a divisor")
     for name, parts in (("mesh.microbatches", M), ("mesh.stage", S)):
         if B % (groups * parts):
             near = max(1, B // (groups * parts)) * groups * parts
