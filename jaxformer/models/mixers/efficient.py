@@ -300,21 +300,21 @@ def _recurrent(system, config: ModelConfig, maps: Callable, eps: float, features
         view = visibility(context.mask, T, T, name)  # also refuses other masks, in the name of this mixer
         if context.state is None:
             return ops.linear_attention(query, key, value, mask=context.mask, feature_map=(of_query, of_key), **options)
-        if not view.causal or view.queries is None or view.ids is None:
+        if not view.causal or view.ids is None:
             raise NotImplementedError(f"{name} decodes under causal() alone, not {context.mask}")
         real = view.queries[:, :, None, None]
         masked: FeatureMap = lambda x: jnp.where(real, of_key(x), 0)
         wide = jnp.promote_types(query.dtype, jnp.float32)
-        state = ops.LinearState(**{name: sums.astype(wide) for name, sums in context.state.items()})
-        state, out = ops.linear_attention_step(state, query, key, value, feature_map=(of_query, masked), **options)
+        before = jax.tree.map(lambda sums: sums.astype(wide), context.state)
+        state, out = ops.linear_attention_step(before, query, key, value, feature_map=(of_query, masked), **options)
         # The sums cannot tell two segments apart. Traced ids cannot be refused, so a row that has two becomes NaN.
         out = jnp.where(packed(view.ids)[:, None, None, None], jnp.nan, out)
-        return out, {name: getattr(state, name).astype(sums.dtype) for name, sums in context.state.items()}
+        return out, jax.tree.map(lambda sums, old: sums.astype(old.dtype), state, context.state)
 
     def state(batch: int, length: int, dtype) -> Tree:
         K, H, dtype = config.kv_heads, config.head_size, jnp.promote_types(dtype, jnp.float32)
         M = features or jax.eval_shape(maps(None)[1], jax.ShapeDtypeStruct((1, 1, K, H), dtype)).shape[-1]
-        return {"products": jnp.zeros((batch, K, M, H), dtype), "sums": jnp.zeros((batch, K, M), dtype)}
+        return ops.LinearState(jnp.zeros((batch, K, M, H), dtype), jnp.zeros((batch, K, M), dtype))
 
     return _mixer(system, config, mix, has_weights=False, state=state)
 
