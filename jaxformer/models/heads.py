@@ -1,5 +1,6 @@
 """What reads the last hidden states: logits of tokens, classes of sequences, of positions, of images."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -31,13 +32,10 @@ class Head(NamedTuple):
 def heads(config: ModelConfig, table: Array | None = None) -> dict[str, Head]:
     """The heads of the config by name; a language model may read the embedding's `table` `[V, D]`."""
     made = [_head(config, head, table) for head in config.heads]
-    names = [head.name for head in made]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(
-                f"model.heads: {names.count(name)} of them are called {name!r}; give each a name of its own"
-            )
-    return dict(zip(names, made, strict=True))
+    for name, count in Counter(head.name for head in made).items():
+        if count > 1:
+            raise ConfigError(f"model.heads: {count} of them are called {name!r}; give each a name of its own")
+    return {head.name: head for head in made}
 
 
 def spec(config: ModelConfig) -> Tree:

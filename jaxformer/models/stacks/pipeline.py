@@ -40,11 +40,9 @@ class Pipeline:
         if mesh.empty or mesh.shape.get("stage", 1) == 1:
             return scan.stack(config, layers, x, context)
         slots, stages = scan.pattern(config), mesh.shape["stage"]
-        unsupported = layers.state is not None or context.return_weights or context.return_hidden
-        if unsupported or slots[0].memo(x) is not None:
-            raise NotImplementedError(
-                "a pipeline has no cache, attention maps, hidden states or memo; mesh.stage=1 has"
-            )
+        maps, memo = context.return_weights or context.return_hidden, slots[0].memo(x)
+        if maps or layers.state is not None or memo is not None:
+            raise NotImplementedError("a pipeline: no cache, attention maps, hidden states or memo; mesh.stage=1 has")
         drawn = [slot.constants(x.shape[1]) for slot in slots] if layers.constants is None else [layers.constants]
         if not scan.alike(config) and jax.tree.leaves(drawn):
             raise NotImplementedError("a pipeline of different mixers draws no constants; mesh.stage=1 does")
