@@ -65,7 +65,10 @@ def sample(logits: Float[Array, "B V"], keys: Array, how: Sampling) -> Int[Array
     if how.temperature == 0:
         return jnp.argmax(logits, axis=-1)
     logits = logits / how.temperature
-    for limit, keep in ((how.top_k, top_k), (how.top_p, top_p), (how.min_p, min_p)):
-        if limit is not None:
-            logits = keep(logits, limit)
+    if how.top_k is not None:
+        logits = top_k(logits, how.top_k)
+    if how.top_p is not None:
+        logits = top_p(logits, how.top_p)
+    if how.min_p is not None:
+        logits = min_p(logits, how.min_p)
     return jax.vmap(jax.random.categorical)(keys, logits)
