@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,8 @@ def generate(
     ConfigError for an empty prompt, a token outside the vocabulary, more tokens than a learned position table has rows, and
     for prompts of different length beyond the original length of a dynamic NTK or LongRoPE.
     """
-    _check(config, prompts, max_tokens, sources)
+    for problem in _problems(config, prompts, max_tokens, sources):
+        raise ConfigError(f"generate: {problem}")
     tokens, segment_ids = _padded(prompts, left=True)
     source = {}
     if sources is not None:
@@ -54,47 +55,33 @@ def _padded(rows, left: bool) -> tuple[np.ndarray, np.ndarray]:
     return tokens, segment_ids
 
 
-def _check(config, prompts, max_tokens, sources) -> None:
-    pair = isinstance(config, EncoderDecoder)
+def _problems(config, prompts, max_tokens: int, sources) -> Iterator[str]:
+    """One line for each thing that does not fit the model."""
+    decoder, pair = models.last_stack(config), isinstance(config, EncoderDecoder)
     if pair != (sources is not None):
-        raise ConfigError(
-            f"generate: {'an encoder-decoder needs' if pair else 'only an encoder-decoder has'} `sources`"
-        )
-    if pair:
-        if len(sources) != len(prompts) or not all(len(s) for s in sources):
-            raise ConfigError(f"generate: {len(prompts)} prompts need as many sources, none of them empty")
-        _check_tokens("source", sources, config.encoder, max(map(len, sources), default=0))
-        config = config.decoder
-    if not prompts or not all(len(p) for p in prompts):
-        raise ConfigError("generate: a prompt is empty; give at least one token (a start token, a newline)")
+        yield f"{'an encoder-decoder needs' if pair else 'only an encoder-decoder has'} `sources`"
+    if pair and (len(sources) != len(prompts) or not all(map(len, sources))):
+        yield f"{len(prompts)} prompts need as many sources, none of them empty"
+    if not prompts or not all(map(len, prompts)):
+        yield "a prompt is empty; give at least one token (a start token, a newline)"
     if max_tokens < 1:
-        raise ConfigError(f"generate: max_tokens={max_tokens}: must be at least 1")
-    longest = max(map(len, prompts))
-    if len(set(map(len, prompts))) > 1:
-        _check_scaling(config.positions, longest + max_tokens)
-    _check_tokens("prompt", prompts, config, longest, max_tokens)
-
-
-def _check_scaling(positions, length: int) -> None:
-    """ConfigError for a rotation that depends on the longest row, for prompts of different length."""
-    for rope in positions if isinstance(positions, tuple) else (positions,):
-        scaling = rope.scaling if isinstance(rope, Rope) else None
-        if isinstance(scaling, NTK | LongRoPE) and length > (scaling.original_length or math.inf):
-            raise ConfigError(
-                f"generate: {scaling} turns all rows by the longest one, beyond its original length; give prompts of one "
-                "length, or one prompt at a time"
+        yield f"max_tokens={max_tokens}: must be at least 1"
+    texts = [("source", sources, config.encoder, 0)] if pair else []
+    for name, rows, stack, new in (*texts, ("prompt", prompts, decoder, max_tokens)):
+        for token in itertools.chain.from_iterable(rows):
+            if not 0 <= token < stack.vocab_size:
+                yield f"{name} token {token} is outside the vocabulary of {stack.vocab_size}"
+        longest, more = max(map(len, rows)), f" + {new} new" if new else ""
+        if isinstance(stack.positions, Learned | Axial) and longest + new > stack.context_length:
+            yield f"{longest} {name}{more} tokens exceed the {stack.context_length} learned positions"
+    lengths = set(map(len, prompts))
+    for rope in decoder.positions if isinstance(decoder.positions, tuple) else (decoder.positions,):
+        scaling = rope.scaling if isinstance(rope, Rope) and len(lengths) > 1 else None
+        if isinstance(scaling, NTK | LongRoPE) and max(lengths) + max_tokens > (scaling.original_length or math.inf):
+            yield (
+                f"{scaling} turns all rows by the longest one, beyond its original length; give prompts of one length, or one "
+                "prompt at a time"
             )
-
-
-def _check_tokens(name: str, rows, config: ModelConfig, longest: int, more: int = 0) -> None:
-    for token in itertools.chain.from_iterable(rows):
-        if not 0 <= token < config.vocab_size:
-            raise ConfigError(f"generate: {name} token {token} is outside the vocabulary of {config.vocab_size}")
-    if isinstance(config.positions, Learned | Axial) and longest + more > config.context_length:
-        new = f" + {more} new" if more else ""
-        raise ConfigError(
-            f"generate: {longest} {name}{new} tokens exceed the {config.context_length} learned positions"
-        )
 
 
 class Progress(NamedTuple):

@@ -49,16 +49,18 @@ def init(model: Any, key: Array, dtype=jnp.float32) -> Any:
 
 
 def apply(model: Any, params: Any, tokens: Array, **options) -> Output:
-    """Logits and hidden states; the options are those of `transformer.apply` or `encoder_decoder.apply`."""
+    """Logits and final hidden states of tokens `[B, T]` or images; the options are the fields of `Inputs`.
+
+    Raises ConfigError for parameters and inputs that do not fit the config.
+    """
     if not is_config(model):
         return model.apply(params, tokens, **options)
-    return _functions(model).apply(model, params, tokens, **options)
+    return transformer.in_explicit_axes(partial(_functions(model).apply, model))(params, Inputs(tokens, **options))
 
 
 def encode(model: ModelConfig | EncoderDecoder, params: Any, tokens: Array, **options) -> Output:
-    """`apply` without the heads: `.hidden` are the states after the final norm. The options are fields of `Inputs`."""
-    encode = partial(_functions(model).encode, model)
-    return transformer.in_explicit_axes(encode)(params, Inputs(tokens, **options))
+    """`apply` without the heads: `.hidden` are the states after the final norm."""
+    return transformer.in_explicit_axes(partial(_functions(model).encode, model))(params, Inputs(tokens, **options))
 
 
 def is_config(model: Any) -> bool:

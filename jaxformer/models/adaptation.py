@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import path_aware_map
 from jax import Array
 from jax.nn.initializers import normal, zeros
 
@@ -20,9 +19,7 @@ from jaxformer import models, params
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig, Patches
 from jaxformer.ops.positions import Rope
-from jaxformer.params import Spec
-
-Tree = Any
+from jaxformer.params import Spec, Tree
 
 
 def lora(spec: Tree, pattern: str, rank: int) -> dict[str, dict[str, Spec]]:
@@ -30,16 +27,15 @@ def lora(spec: Tree, pattern: str, rank: int) -> dict[str, dict[str, Spec]]:
 
     W + scale a b, Hu et al. 2021, arXiv:2106.09685, section 4.1. A kernel of inputs [D] and outputs [N, H] has a [D, rank]
     and b [rank, N, H]; layers and experts have their own. The factor of the inputs starts random, of variance 1 / inputs,
-    the other at zero: the model starts as it was. Train `params.init(lora(...), key)` with `apply(config, merge(weights,
-    factors, scale), tokens)`. Raises ConfigError where nothing matches.
+    the other at zero. Train `params.init(lora(...), key)` through `merge`. ConfigError where nothing matches.
     """
     if rank < 1:
         raise ConfigError(f"lora: rank={rank}: must be at least 1")
-    chosen = {path: leaf for path, leaf in params.paths(spec).items() if leaf.contracts and re.search(pattern, path)}
+    matrices = {path: leaf for path, leaf in params.paths(spec).items() if leaf.contracts}
+    chosen = {path: _factors(leaf, rank) for path, leaf in matrices.items() if re.search(pattern, path)}
     if not chosen:
-        matrices = [path for path, leaf in params.paths(spec).items() if leaf.contracts]
         raise ConfigError(f"lora: no matrix matches {pattern!r}; there are {', '.join(matrices)}")
-    return {path: _factors(leaf, rank) for path, leaf in chosen.items()}
+    return chosen
 
 
 class Adapted(NamedTuple):
@@ -79,9 +75,9 @@ def _factors(leaf: Spec, rank: int) -> dict[str, Spec]:
 
 
 def merge(weights: Tree, factors: Tree, scale: float | Array) -> Tree:
-    """weights + scale a b, in the weights' shapes and dtypes; `scale` is alpha / rank. Raises ConfigError for other shapes.
+    """weights + scale a b, in the weights' shapes and dtypes; `scale` is alpha / rank, and -scale takes the product away.
 
-    Summed in float32, at full precision on every device. Gradients reach both; differentiate the factors alone.
+    Summed in float32, at full precision on every device. Gradients reach both trees. ConfigError for other shapes.
     """
 
     def merged(path: str, kernel):
@@ -99,12 +95,7 @@ def merge(weights: Tree, factors: Tree, scale: float | Array) -> Tree:
 
     if unknown := sorted(set(factors) - set(params.paths(weights))):
         raise ConfigError(f"lora: the weights have no {', '.join(unknown)}")
-    return _by_path(merged, weights)
-
-
-def unmerge(weights: Tree, factors: Tree, scale: float | Array) -> Tree:
-    """The weights before `merge`, to rounding."""
-    return merge(weights, factors, -scale)
+    return params.map_with_name(merged, weights)
 
 
 class Report(NamedTuple):
@@ -119,12 +110,11 @@ class Report(NamedTuple):
 def transfer(
     target: Tree, source: Tree, *, rename: Mapping[str, str] | None = None, allow: str | None = None
 ) -> tuple[Tree, Report]:
-    """(the target with the leaves of the source of the same path and shape, what was done): a partial restore.
+    """(the target with the source's leaves of the same path and shape, in the target's dtypes, what was done).
 
-    Other leaves keep the values of the target: `transfer(models.init(config, key), trained, allow="^heads/")` puts a trained
-    stack under a new head. `rename` maps regular expressions to replacements (`re.sub`, in order) of the paths of the
-    source: `{"^": "encoder/"}`. Dtypes are those of the target. Raises ConfigError if a leaf is missing, unused or of
-    another shape, unless `allow`, a regular expression, matches its (renamed) path.
+    `transfer(models.init(config, key), trained, allow="^heads/")` puts a trained stack under a new head. `rename` maps
+    regular expressions to replacements (`re.sub`, in order) of the paths of the source: `{"^": "encoder/"}`. ConfigError if
+    a leaf is missing, unused or of another shape, unless the regular expression `allow` matches its (renamed) path.
     """
     found, wanted = {}, params.paths(target)
     for path, leaf in params.paths(source).items():
@@ -152,7 +142,7 @@ def transfer(
     if problems:
         raise ConfigError(f"transfer: {'; '.join(problems)}; rename them, or allow them by a regular expression")
     take = lambda path, leaf: jnp.asarray(found[path], leaf.dtype) if same.get(path) else leaf
-    return _by_path(take, target), report
+    return params.map_with_name(take, target), report
 
 
 def resize_vocabulary(
@@ -160,10 +150,9 @@ def resize_vocabulary(
 ) -> tuple[Any, Tree]:
     """(config, parameters) of another vocabulary: rows cut off at the end, or new ones, which are the mean of the old.
 
-    With a mean row the probabilities of old tokens move little: Hewitt 2021, "Initializing new word embeddings for
-    pretrained language models". `noise` times the standard deviation of the old rows tells new rows apart. Every leaf with an
-    axis `vocab` changes. Of a pair both halves change; where they share no table, one may be given by itself:
-    `resize_vocabulary(pair.encoder, weights["encoder"], ...)`.
+    So the probabilities of old tokens move little: Hewitt 2021, "Initializing new word embeddings for pretrained language
+    models". `noise` times the standard deviation of the old rows tells new rows apart. Of a pair both halves change; where
+    they share no table, one may be given by itself: `resize_vocabulary(pair.encoder, weights["encoder"], ...)`.
     """
     if isinstance(config, EncoderDecoder):
         halves = {name: replace(getattr(config, name), vocab_size=vocab_size) for name in ("encoder", "decoder")}
@@ -176,7 +165,7 @@ def resize_vocabulary(
         axes = specs[path].axes if path in specs else ()  # a decoder by itself does not know of cross-attention
         return _resize_axis(path, leaf, axes, vocab_size, key, noise) if "vocab" in axes else leaf
 
-    return new, _by_path(resized, weights)
+    return new, params.map_with_name(resized, weights)
 
 
 def _resize_axis(path: str, leaf: Array, axes, size: int, key: Array, noise: float) -> Array:
@@ -201,38 +190,39 @@ def extend_positions(
 
     repeat: row i is the old row i mod old length (Longformer: Beltagy et al. 2020, section 5); interpolate: a straight line
     between the two nearest old rows, the first and the last as they were; new: the old rows, then initial ones of `key`.
-    A shorter length keeps the first rows, but for interpolate. The halves of a pair are given one at a time. Raises
-    ConfigError for other positions, and where other parameters depend on the length too (Linformer).
+    A shorter length keeps the first rows, but for interpolate. The halves of a pair are given one at a time. ConfigError
+    where other parameters depend on the length too (Linformer).
     """
+    positions: Any = config.positions
+    refusal = None
     if isinstance(config.embedding, Patches):
-        raise ConfigError("extend_positions: the positions of patches are a grid; use models.vision.resize")
-    if isinstance(config.positions, Axial):
-        raise ConfigError(
-            "extend_positions: Axial positions fill a grid of their own; set its shape and train them anew"
-        )
-    if not isinstance(config.positions, Learned):
-        kind = f"{type(config.positions).__name__} positions have" if config.positions else "no positions have"
-        scaling = " and model.positions=Rope(scaling=...)" if isinstance(config.positions, Rope) else ""
-        raise ConfigError(f"extend_positions: {kind} no table to extend; set model.context_length{scaling}")
+        refusal = "the positions of patches are a grid; use models.vision.resize"
+    elif isinstance(positions, Axial):
+        refusal = "Axial positions fill a grid of their own; set its shape and train them anew"
+    elif not isinstance(positions, Learned):
+        kind = f"{type(positions).__name__} positions have" if positions else "no positions have"
+        scaling = " and model.positions=Rope(scaling=...)" if isinstance(positions, Rope) else ""
+        refusal = f"{kind} no table to extend; set model.context_length{scaling}"
+    elif how not in ("repeat", "interpolate", "new"):
+        refusal = f"how={how!r}: expected repeat, interpolate or new"
+    if refusal:
+        raise ConfigError(f"extend_positions: {refusal}")
     new = replace(config, context_length=context_length)
     before, after = (params.paths(models.spec(c)) for c in (config, new))
     name = "embedding/positions"
     if others := [path for path in after if path != name and after[path].shape != before[path].shape]:
         raise ConfigError(f"extend_positions: the shape of {', '.join(others)} depends on the context length too")
-    table, offset = weights["embedding"]["positions"], config.positions.offset
+    table, offset = weights["embedding"]["positions"], positions.offset
     old = table[offset:]
-    match how:
-        case "repeat":
-            rows = old[np.arange(context_length) % len(old)]
-        case "interpolate":
-            rows = _interpolate(old, context_length)
-        case "new":
-            if key is None:
-                raise ConfigError("extend_positions: how='new' draws rows; give a key")
-            drawn = params.init({"embedding": {"positions": after[name]}}, key, table.dtype)["embedding"]["positions"]
-            rows = jnp.concatenate([old, drawn[len(table) :]])[:context_length]
-        case _:
-            raise ConfigError(f"extend_positions: how={how!r}: expected repeat, interpolate or new")
+    if how == "repeat":
+        rows = old[np.arange(context_length) % len(old)]
+    elif how == "interpolate":
+        rows = _interpolate(old, context_length)
+    else:
+        if key is None:
+            raise ConfigError("extend_positions: how='new' draws rows; give a key")
+        drawn = params.init({"embedding": {"positions": after[name]}}, key, table.dtype)["embedding"]["positions"]
+        rows = jnp.concatenate([old, drawn[len(table) :]])[:context_length]
     return new, weights | {"embedding": weights["embedding"] | {"positions": jnp.concatenate([table[:offset], rows])}}
 
 
@@ -242,8 +232,3 @@ def _interpolate(rows: Array, length: int) -> Array:
     above = np.minimum(below + 1, len(rows) - 1)
     share = jnp.asarray(at - below, jnp.promote_types(rows.dtype, jnp.float32))[:, None]
     return (rows[below] * (1 - share) + rows[above] * share).astype(rows.dtype)
-
-
-def _by_path(f: Callable[[str, Any], Any], tree: Tree) -> Tree:
-    """`tree` with f(path, leaf) for each leaf, path as in `params.paths`."""
-    return path_aware_map(lambda path, leaf: f("/".join(map(str, path)), leaf), tree)

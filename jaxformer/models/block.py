@@ -29,26 +29,33 @@ from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.sharding import all_gather_weights, with_logical_constraint
 
 
-def feedforward_spec(config: ModelConfig) -> Tree:
+def feedforward_spec(config: ModelConfig, lead=(), lead_axes=()) -> Tree:
+    """Matrices of an activation or a gate; the axes of `lead` choose one of several (experts)."""
     D, F = config.d_model, config.ff_width
-    into = lambda name: linear_spec(config, name, (D, F), ("embed", "mlp"), ("embed",), config.init_std)
-    down = linear_spec(config, "down", (F, D), ("mlp", "embed"), ("mlp",), residual_std(config))
-    return {"up": into("up"), "down": down} | ({"gate": into("gate")} if config.feedforward in GATES else {})
+    into, back = ((D, F), ("embed", "mlp"), config.init_std), ((F, D), ("mlp", "embed"), residual_std(config))
+    places = {"up": into, "down": back} | ({"gate": into} if config.feedforward in GATES else {})
+    return {
+        name: linear_spec(config, name, (*lead, *shape), (*lead_axes, *axes), axes[:1], std)
+        for name, (shape, axes, std) in places.items()
+    }
 
 
-def feedforward(config: ModelConfig, params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    up, down, gate = params["up"], params["down"], params.get("gate")
-    biases, name = dict(up_bias=up.get("bias"), down_bias=down.get("bias")), str(config.feedforward)
-    if gate is None:
-        return ops.mlp(x, up["kernel"], down["kernel"], ACTIVATIONS[name], **biases)
-    activation = ACTIVATIONS[GATES[name]]
-    return ops.glu(x, gate["kernel"], up["kernel"], down["kernel"], activation, gate_bias=gate.get("bias"), **biases)
+def activation(name: str) -> Callable:
+    """The activation of that name, or that of the gate."""
+    return ACTIVATIONS[GATES.get(name, name)]
+
+
+def feedforward(name: str, params: Tree, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The activation or gate of that name between the matrices of `feedforward_spec`."""
+    kernels = {matrix: leaves["kernel"] for matrix, leaves in params.items()}
+    biases = {f"{matrix}_bias": leaves["bias"] for matrix, leaves in params.items() if "bias" in leaves}
+    return (ops.glu if name in GATES else ops.mlp)(x, **kernels, activation=activation(name), **biases)
 
 
 def feed(config: ModelConfig) -> FeedForward:
     """The config's feed-forward."""
     if not callable(config.feedforward):
-        apply = lambda params, x, context: FeedForwardOutput(feedforward(config, params, x))
+        apply = lambda params, x, _: FeedForwardOutput(feedforward(str(config.feedforward), params, x))
         return FeedForward(feedforward_spec(config), apply)
     made = config.feedforward(config)
     if not isinstance(made, FeedForward):
@@ -96,9 +103,7 @@ def sublayer(
 ):
     """(x plus the dropout of f(x), what f returned), for f the function `apply` with the parameters of that name.
 
-    pre:      x + f(norm(x))          (GPT-2, LLaMA, T5, ViT)
-    post:     norm(x + f(x))          (2017, BERT)
-    sandwich: x + norm(f(norm(x)))    (Gemma 2)
+    pre: x + f(norm(x)) (GPT-2); post: norm(x + f(x)) (2017, BERT); sandwich: x + norm(f(norm(x))) (Gemma 2).
     """
     post = config.norm_placement == "post"
     with jax.named_scope(name):

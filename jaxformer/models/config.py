@@ -1,8 +1,9 @@
 """What a model is, as data."""
 
+import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -30,10 +31,7 @@ class Sinusoidal:
 
 @dataclass(frozen=True)
 class Axial:
-    """Two small trained tables, for the lines and the columns of a grid that positions fill: Reformer, for long contexts.
-
-    Kitaev et al. 2020, arXiv:2001.04451, appendix; Ho et al. 2019.
-    """
+    """Two small trained tables, for the lines and columns of a grid that positions fill: Kitaev et al. 2020, appendix."""
 
     shape: tuple[int, int]  # lines and columns of the grid
     widths: tuple[int, int]  # features that each table gives; their sum is d_model
@@ -64,10 +62,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Patches:
-    """A linear map of each patch of an image `[B, height, width, channels]`: ViT, Dosovitskiy et al. 2020, arXiv:2010.11929.
-
-    Patches go row by row.
-    """
+    """A linear map of each patch of an image `[B, height, width, channels]`, row by row: Dosovitskiy et al. 2020, ViT."""
 
     image: tuple[int, int] = (224, 224)  # height and width in pixels
     patch: tuple[int, int] = (16, 16)  # height and width in pixels
@@ -106,8 +101,7 @@ class Classification:
     """Classes of a whole sequence: a linear map of one of its positions or of their mean."""
 
     classes: int | None  # None: the output is what was pooled
-    # first and last of the tokens that are not padding; position_0: the first slot, even a padded one, which then sees
-    # the tokens of the row (BERT's code)
+    # first, last: of what is not padding; position_0: slot 0, which sees the row even as padding (BERT's code)
     pool: Literal["first", "mean", "last", "position_0"] = "first"
     pooler: str | None = "tanh"  # an activation behind a linear map before the classes (BERT: tanh); None: neither
     bias: bool = True  # one for each class
@@ -167,16 +161,8 @@ class ModelConfig:
     unroll: int = execution(1)  # layers of one scan step; num_layers unrolls all of them
 
     def __post_init__(self):
-        _check_sizes(self)
-        _check_positions(self)
-        table = 0 if isinstance(self.embedding, Patches) else self.d_model
-        if self.tie_embeddings and self.hidden_width != table and any(isinstance(h, LanguageModel) for h in self.heads):
-            raise ConfigError(
-                f"model.heads: a LanguageModel with tie_embeddings=True reads {self.hidden_width} features by the "
-                f"embedding's rows, which have {table or 'none: they are patches'}; set it to False, or give other heads"
-            )
-        _check_words(self)
-        _check_masks(self.masks)
+        for problem in itertools.chain(_wrong_sizes(self), _wrong_words(self), _wrong_masks(self.masks)):
+            raise ConfigError(f"model.{problem}")
 
     @property
     def kv_heads(self) -> int:
@@ -200,81 +186,72 @@ class ModelConfig:
         return bool(re.fullmatch(self.use_bias, name)) if isinstance(self.use_bias, str) else self.use_bias
 
 
-def _check_sizes(config: ModelConfig) -> None:
-    for name in ("vocab_size", "num_layers", "d_model", "num_heads", "context_length", "unroll"):
-        least = 0 if name == "vocab_size" and isinstance(config.embedding, Patches) else 1
-        if getattr(config, name) < least:
-            raise ConfigError(f"model.{name}={getattr(config, name)}: must be at least {least}")
-    for name in ("num_kv_heads", "head_width", "d_ff"):
-        if getattr(config, name) is not None and getattr(config, name) < 1:
-            raise ConfigError(f"model.{name}={getattr(config, name)}: must be at least 1, or None")
-    if config.head_width is None and config.d_model % config.num_heads:
-        raise ConfigError(
-            f"model.num_heads={config.num_heads} does not divide model.d_model={config.d_model}; choose a divisor or set "
-            "model.head_width"
+def _wrong_sizes(config: ModelConfig) -> Iterator[str]:
+    """One line for each number that is out of range or does not fit another."""
+    c, positions = config, config.positions
+    patches = c.embedding if isinstance(c.embedding, Patches) else None
+    optional = "num_kv_heads", "head_width", "d_ff"
+    for name in ("vocab_size", "num_layers", "d_model", "num_heads", "context_length", "unroll", *optional):
+        value, least = getattr(c, name), 0 if patches and name == "vocab_size" else 1
+        if value is not None and value < least:
+            yield f"{name}={value}: must be at least {least}" + (", or None" if name in optional else "")
+    for name in ("dropout_rate", "attention_dropout_rate"):
+        if not 0 <= getattr(c, name) < 1:
+            yield f"{name}={getattr(c, name)}: must be in [0, 1)"
+    if c.head_width is None and c.d_model % c.num_heads:
+        yield (
+            f"num_heads={c.num_heads} does not divide model.d_model={c.d_model}; choose a divisor or set model.head_width"
         )
-    if config.num_heads % config.kv_heads:
-        raise ConfigError(
-            f"model.num_kv_heads={config.num_kv_heads} does not divide model.num_heads={config.num_heads}"
-        )
-
-
-def _check_positions(config: ModelConfig) -> None:
-    positions, patches = config.positions, config.embedding
+    if c.num_heads % c.kv_heads:
+        yield f"num_kv_heads={c.num_kv_heads} does not divide model.num_heads={c.num_heads}"
     if isinstance(positions, Axial):
-        rows, width = math.prod(positions.shape), sum(positions.widths)
-        if (rows, width) != (config.context_length, config.d_model):
-            raise ConfigError(
-                f"model.positions={positions}: makes {rows} positions of width {width}, not context_length="
-                f"{config.context_length} of d_model={config.d_model}"
-            )
-    if isinstance(positions, Learned) and isinstance(patches, Patches) and patches.length != config.context_length:
-        raise ConfigError(
-            f"model.context_length={config.context_length}: images of {patches.image} in patches of {patches.patch} "
-            f"make {patches.length} positions"
+        made, wanted = (math.prod(positions.shape), sum(positions.widths)), (c.context_length, c.d_model)
+        if made != wanted:
+            yield f"positions={positions}: makes {made[0]} positions of width {made[1]}, not {wanted[0]} of {wanted[1]}"
+    if isinstance(positions, Learned) and patches and patches.length != c.context_length:
+        shown = f"images of {patches.image} in patches of {patches.patch}"
+        yield f"context_length={c.context_length}: {shown} make {patches.length} positions"
+    table = 0 if patches else c.d_model
+    if c.tie_embeddings and c.hidden_width != table and any(isinstance(h, LanguageModel) for h in c.heads):
+        yield (
+            f"heads: a LanguageModel with tie_embeddings=True reads {c.hidden_width} features by the embedding's rows, which "
+            f"have {table or 'none: they are patches'}; set it to False, or give other heads"
         )
 
 
-def _check_words(config: ModelConfig) -> None:
-    """ConfigError for a field that holds none of the words, functions, expressions or rates that it may."""
+def _wrong_words(config: ModelConfig) -> Iterator[str]:
+    """One line for each field that holds none of the words, functions or expressions that it may."""
     feedforward, words = config.feedforward, ", ".join((*ACTIVATIONS, *GATES))
     if isinstance(feedforward, str) and feedforward not in (*ACTIVATIONS, *GATES):
-        raise ConfigError(f"model.feedforward={feedforward!r}: expected one of {words}")
+        yield f"feedforward={feedforward!r}: expected one of {words}"
     if feedforward in ACTIVATIONS.values() or (getattr(feedforward, "__module__", None) or "").startswith("jax."):
         name = getattr(feedforward, "__name__", feedforward)
-        raise ConfigError(
-            f"model.feedforward={name}: an activation is given by its name, one of {words}; any other function is "
+        yield (
+            f"feedforward={name}: an activation is given by its name, one of {words}; any other function is "
             "config -> models.layer.FeedForward"
         )
     if isinstance(config.use_bias, str):
         try:
             re.compile(config.use_bias)
         except re.error as error:
-            raise ConfigError(f"model.use_bias={config.use_bias!r}: no regular expression ({error})") from None
-    for head in config.heads:
-        for field in ("transform", "pooler"):
-            if (name := getattr(head, field, None)) is not None and name not in ACTIVATIONS:
-                raise ConfigError(f"model.heads: {field}={name!r}: expected one of {', '.join(ACTIVATIONS)}, or None")
+            yield f"use_bias={config.use_bias!r}: no regular expression ({error})"
+    for head, field in itertools.product(config.heads, ("transform", "pooler")):
+        name = getattr(head, field, None)
+        if name is not None and name not in ACTIVATIONS:
+            yield f"heads: {field}={name!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
     for name in ("norm", "norm_placement", "remat"):
-        if getattr(config, name) not in (choices := get_args(ModelConfig.__annotations__[name])):
-            raise ConfigError(f"model.{name}={getattr(config, name)!r}: expected one of {', '.join(choices)}")
-    for name in ("dropout_rate", "attention_dropout_rate"):
-        if not 0 <= getattr(config, name) < 1:
-            raise ConfigError(f"model.{name}={getattr(config, name)}: must be in [0, 1)")
+        choices = get_args(ModelConfig.__annotations__[name])
+        if getattr(config, name) not in choices:
+            yield f"{name}={getattr(config, name)!r}: expected one of {', '.join(choices)}"
 
 
-def _check_masks(patterns) -> None:
+def _wrong_masks(patterns) -> Iterator[str]:
     if not (isinstance(patterns, tuple) and patterns and all(isinstance(m, Mask) for m in patterns)):
         shown = " ".join(repr(patterns).split())  # an array takes many lines
-        raise ConfigError(
-            f"model.masks={shown}: expected a tuple of values of jaxformer.masks: (causal(),), or a pattern that "
-            "repeats over the layers"
-        )
+        yield f"masks={shown}: expected a tuple of values of jaxformer.masks: (causal(),), or a pattern of layers"
     for mask in patterns:
         if not mask.static or mask.offset is not None:
-            raise ConfigError(
-                f"model.masks: {mask} holds arrays or an offset; give masks of numbers, and rows by apply(segment_ids=...)"
-            )
+            yield f"masks: {mask} holds arrays or an offset; give masks of numbers, and rows by apply(segment_ids=...)"
 
 
 @dataclass(frozen=True)
@@ -288,9 +265,9 @@ class EncoderDecoder:
     def __post_init__(self):
         if self.encoder.heads:
             raise ConfigError("encoder.heads: the encoder of a pair has none; give heads=()")
-        widths = (self.encoder.vocab_size, self.encoder.d_model), (self.decoder.vocab_size, self.decoder.d_model)
-        if self.share_embeddings and widths[0] != widths[1]:
+        one, other = ((half.vocab_size, half.d_model) for half in (self.encoder, self.decoder))
+        if self.share_embeddings and one != other:
             raise ConfigError(
-                f"share_embeddings: encoder and decoder have tables of different (vocab_size, d_model), {widths[0]} and "
-                f"{widths[1]}; make them equal or set it to False"
+                f"share_embeddings: encoder and decoder have tables of different (vocab_size, d_model), {one} and {other}; "
+                "make them equal or set it to False"
             )

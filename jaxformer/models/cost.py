@@ -45,9 +45,9 @@ CHIPS = {
 def training_flops(config: ModelConfig | EncoderDecoder, length: int) -> int:
     """FLOPs a token of one training step: 6 for each weight in a product, 12 L N H T for full T x T attention.
 
-    2 FLOPs a multiply-add, backward twice the forward, nothing for recomputation, no discount for causal masks: the
-    convention of Chowdhery et al. 2022, appendix B ("model FLOPs"), under which MFU figures are usually quoted. Of routed
-    experts only those that a token goes to are counted. Of an encoder-decoder: for a target token and a source token.
+    The usual convention, Chowdhery et al. 2022, appendix B ("model FLOPs"): 2 FLOPs a multiply-add, backward twice the
+    forward, nothing for recomputation, no discount for causal masks. Of routed experts only those that a token goes to are
+    counted. Of an encoder-decoder: for a target token and a source token.
     """
     multiplied = sum(weight * share for weight, share in _products(config).values())
     # the decoder of a pair attends twice
@@ -104,8 +104,5 @@ def table(config: ModelConfig | EncoderDecoder) -> str:
         rows.append(f"{path:<{width}}  {math.prod(leaf.shape):>15,}  {flops:>13}  {shape}")
     total = sum(params.count(leaf) for leaf in leaves.values())
     trained = training_flops(config, length)
-    rows.append(
-        f"{'total':<{width}}  {total:>15,}  {trained / 3:>13.3g}  with attention over {length} positions; "
-        f"{trained:.3g} FLOPs a trained token"
-    )
-    return "\n".join(rows)
+    note = f"with attention over {length} positions; {trained:.3g} FLOPs a trained token"
+    return "\n".join([*rows, f"{'total':<{width}}  {total:>15,}  {trained / 3:>13.3g}  {note}"])

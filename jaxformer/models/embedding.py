@@ -14,10 +14,8 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import Axial, Learned, ModelConfig, Patches, Sinusoidal
 from jaxformer.models.layer import linear
 from jaxformer.ops.positions import learned, sinusoidal
-from jaxformer.params import Spec
+from jaxformer.params import Spec, Tree
 from jaxformer.sharding import with_logical_constraint
-
-Tree = Any
 
 
 def spec(config: ModelConfig) -> Tree:
@@ -28,9 +26,9 @@ def spec(config: ModelConfig) -> Tree:
     tree: Tree = {}
     if isinstance(how, Patches):
         shape, pixels = (how.channels, *how.patch, config.d_model), ("channel", "line", "column")
-        std, bias = math.prod(shape[:3]) ** -0.5, config.has_bias("patches")
-        tree["patches"] = params.linear(shape, (*pixels, "embed"), pixels, normal(std), bias)
-        tree |= ({"class_token": one} if how.class_token else {}) | ({"mask_token": one} if how.mask_token else {})
+        init, bias = normal(math.prod(shape[:3]) ** -0.5), config.has_bias("patches")
+        tree["patches"] = params.linear(shape, (*pixels, "embed"), pixels, init, bias)
+        tree |= {name: one for name in ("class_token", "mask_token") if getattr(how, name)}
     else:
         tree["tokens"] = rows("vocab", config.vocab_size)
         if how.token_types:
@@ -49,11 +47,10 @@ def length(config: ModelConfig, inputs: Array) -> int:
     """Positions that tokens `[B, T]` or images `[B, height, width, C]` take."""
     if not isinstance(config.embedding, Patches):
         return inputs.shape[1]
-    expected = (*config.embedding.image, config.embedding.channels)
-    if inputs.shape[1:] != expected:
+    shape, expected = inputs.shape[1:], (*config.embedding.image, config.embedding.channels)
+    if shape != expected:
         raise ConfigError(
-            f"images {inputs.shape[1:]} where model.embedding expects {expected}; resize them, or the model's position "
-            "table by models.vision.resize"
+            f"images {shape} where model.embedding expects {expected}; resize them, or the model by models.vision.resize"
         )
     return config.embedding.length
 
@@ -106,9 +103,8 @@ def _embed_images(config: ModelConfig, params: Tree, images, masked) -> Float[Ar
 def patches(images: Float[Array, "B height width C"], patch: tuple[int, int]) -> Float[Array, "B T P"]:
     """Each patch as a row (channel, then line, then column), patches row by row."""
     B, height, width, C = images.shape
-    down, across = height // patch[0], width // patch[1]
-    cut = images.reshape(B, down, patch[0], across, patch[1], C)
-    return cut.transpose(0, 1, 3, 5, 2, 4).reshape(B, down * across, -1)
+    cut = images.reshape(B, height // patch[0], patch[0], width // patch[1], patch[1], C).transpose(0, 1, 3, 5, 2, 4)
+    return cut.reshape(B, cut.shape[1] * cut.shape[2], -1)
 
 
 def norm_spec(config: ModelConfig, width: int | None = None) -> Tree:

@@ -1,13 +1,9 @@
 """Two stacks of the same block: the layers of the decoder also attend to the output of the encoder. Vaswani et al. 2017."""
 
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Int
 
 from jaxformer import masks
 from jaxformer.errors import ConfigError
@@ -16,32 +12,21 @@ from jaxformer.models.config import EncoderDecoder
 from jaxformer.models.layer import Source
 from jaxformer.models.mixers.attention import source_heads
 from jaxformer.models.transformer import Inputs, Output
-
-Tree = Any
+from jaxformer.params import Tree
 
 
 def spec(config: EncoderDecoder) -> Tree:
     """Every parameter of both stacks, `{"encoder": ..., "decoder": ...}`; a shared token table is the decoder's."""
-    encoder = dict(transformer.declared_spec(config.encoder))
+    encoder = transformer.spec(config.encoder)
     if config.share_embeddings:
-        encoder["embedding"] = {name: leaf for name, leaf in encoder["embedding"].items() if name != "tokens"}
+        encoder["embedding"].pop("tokens", None)
     if not encoder["embedding"]:
         del encoder["embedding"]
-    return {"encoder": encoder, "decoder": transformer.declared_spec(config.decoder, config.encoder.d_model)}
+    return {"encoder": encoder, "decoder": transformer.spec(config.decoder, config.encoder.d_model)}
 
 
-def apply(config: EncoderDecoder, params: Tree, tokens: Int[Array, "B T"], **options) -> Output:
-    """Logits `[B, T, V]` of target tokens given `source` tokens `[B, S]`; the options are fields of `Inputs`.
-
-    Queries see the source tokens of their own segment; where only the source has segments, all that are not padding.
-    `source_positions` replace the positions of the encoder, which restart with each segment. A `cache` needs the source
-    once, with the first tokens: it keeps what the layers read of it. For the other options see `transformer.apply`.
-    """
-    return transformer.in_explicit_axes(partial(run, config))(params, Inputs(tokens, **options))
-
-
-def run(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
-    """Both stacks, then the heads of the decoder."""
+def apply(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
+    """Both stacks, then the heads of the decoder. Target tokens see the source tokens of their own segment."""
     output = encode(config, params, inputs)
     return transformer.read(config.decoder, params["decoder"], output, inputs.real)
 
@@ -78,9 +63,9 @@ def encode_source(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Outpu
     if config.share_embeddings:
         table = {"tokens": params["decoder"]["embedding"]["tokens"]}
         tree = {**tree, "embedding": tree.get("embedding", {}) | table}
-    inputs = Inputs(
-        inputs.source, inputs.source_positions, inputs.source_segment_ids, dropout_key=inputs.dropout_key,
-        dtype=inputs.dtype, return_attention=inputs.return_attention, return_hidden=inputs.return_hidden,
+    inputs = replace(
+        inputs, tokens=inputs.source, positions=inputs.source_positions, segment_ids=inputs.source_segment_ids,
+        token_types=None, cache=None, constants=None, inputs=None, source=None,
     )  # fmt: skip
     return transformer.encode(config.encoder, tree, inputs)
 

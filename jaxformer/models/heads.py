@@ -1,7 +1,9 @@
 """What reads the last hidden states: logits of tokens, classes of sequences, of positions, of images."""
 
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -15,84 +17,75 @@ from jaxformer.models.embedding import norm, norm_spec
 from jaxformer.models.layer import linear
 from jaxformer.ops.einsum import add_bias
 from jaxformer.ops.feedforward import ACTIVATIONS
-from jaxformer.params import Spec
+from jaxformer.params import Spec, Tree
 from jaxformer.sharding import with_logical_constraint
-
-Tree = Any
 
 
 class Head(NamedTuple):
-    """A head of your own: `ModelConfig.heads` may hold any function `config -> Head`."""
+    """A head: `ModelConfig.heads` may hold any function `config -> Head`."""
 
     name: str  # the key of its parameters and of its output
     spec: Tree  # of `Spec`
-    apply: Callable  # (params, hidden [B, T, D], real [B, T] or None) -> array
+    apply: Callable  # (params, hidden [B, T, D], real [B, T], False for padding, or None) -> array, float32 or better
 
 
-def name(config: ModelConfig, head) -> str:
-    """The key of its parameters and of its output."""
-    return head(config).name if callable(head) else head.name
+def heads(config: ModelConfig, table: Array | None = None) -> dict[str, Head]:
+    """The heads of the config by name; a language model may read the embedding's `table` `[V, D]`."""
+    made = [_head(config, head, table) for head in config.heads]
+    for name, count in Counter(head.name for head in made).items():
+        if count > 1:
+            raise ConfigError(f"model.heads: {count} of them are called {name!r}; give each a name of its own")
+    return {head.name: head for head in made}
 
 
 def spec(config: ModelConfig) -> Tree:
     """Parameters of all heads that have some: `{name: tree}`."""
-    names = [name(config, head) for head in config.heads]
-    for one in set(names):
-        if names.count(one) > 1:
-            raise ConfigError(
-                f"model.heads: {names.count(one)} of them are called {one!r}; give each a name of its own"
-            )
-    trees = {key: _spec(config, head) for key, head in zip(names, config.heads, strict=True)}
-    return {key: tree for key, tree in trees.items() if tree}
+    return {name: head.spec for name, head in heads(config).items() if head.spec}
 
 
-def _spec(config: ModelConfig, head) -> Tree:
+def _head(config: ModelConfig, head, table: Array | None) -> Head:
     D, V, start = config.hidden_width, config.vocab_size, normal(config.init_std)
     matrix = lambda width, out, axis, bias: params.linear((width, out), ("embed", axis), ("embed",), start, bias)
     match head:
         case LanguageModel():
-            tree: Tree = {}
-            if head.transform:
-                # the bias of the transform keeps the axis "embed"
-                square = matrix(D, D, None, False) | {"bias": Spec((D,), ("embed",), zeros)}
-                tree["transform"] = square | {"norm": norm_spec(config, D)}
+            tree: Tree = {"bias": Spec((V,), ("vocab",), zeros)} if head.bias else {}
+            if head.transform:  # its bias keeps the axis "embed"
+                bias = {"bias": Spec((D,), ("embed",), zeros)}
+                tree["transform"] = matrix(D, D, None, False) | bias | {"norm": norm_spec(config, D)}
             if not config.tie_embeddings:  # [V, D] like the embedding: one product for both
                 tree["kernel"] = Spec((V, D), ("vocab", "embed"), start, ("embed",))
-            return tree | ({"bias": Spec((V,), ("vocab",), zeros)} if head.bias else {})
+            return Head(head.name, tree, lambda params, hidden, _: logits(config, head, params, hidden, table))
         case Classification():
             width = head.pooler_width or config.d_model  # also of two streams
             tree = {"pooler": matrix(D, width, None, True)} if head.pooler else {}
-            if head.classes is None:
-                return tree
-            return tree | matrix(width if head.pooler else D, head.classes, "class", head.bias)
+            if head.classes is not None:
+                tree |= matrix(width if head.pooler else D, head.classes, "class", head.bias)
+            return Head(head.name, tree, partial(classify, head))
         case TokenClassification():
-            return matrix(D, head.classes, "class", True)
-    return head(config).spec
+            classes = lambda params, hidden, _: linear("btd,dc->btc", hidden, params, _wide(hidden))
+            return Head(head.name, matrix(D, head.classes, "class", True), classes)
+    return head(config)
 
 
-def apply(config: ModelConfig, head, params: Tree, hidden: Float[Array, "B T D"], real, tokens_table) -> Array:
-    """The head's output: `[B, T, V]` logits, `[B, classes]` of sequences, `[B, T, classes]` of positions; float32 or better.
+def logits(config: ModelConfig, head: LanguageModel, params: Tree, hidden: Float[Array, "B T D"], table) -> Array:
+    """`[B, T, V]`: the product of `unembedding`, after the softcap."""
+    hidden, kernel, bias = unembedding(config, head, params, hidden, table)
+    found = ops.einsum("btd,vd->btv", hidden, kernel, dtype=_wide(hidden))
+    found = with_logical_constraint(found if bias is None else add_bias(found, bias), "batch", "length", "vocab")
+    cap = config.logit_softcap
+    return found if cap is None else cap * jnp.tanh(found / cap)
 
-    `params` are those of the head, `tokens_table` is the embedding `[V, D]`, `real` `[B, T]` is False for padding.
-    """
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    match head:
-        case LanguageModel():
-            hidden, kernel, bias = unembedding(config, head, params, hidden, tokens_table)
-            logits = ops.einsum("btd,vd->btv", hidden, kernel, dtype=wide)
-            logits = with_logical_constraint(
-                logits if bias is None else add_bias(logits, bias), "batch", "length", "vocab"
-            )
-            cap = config.logit_softcap
-            return logits if cap is None else cap * jnp.tanh(logits / cap)
-        case Classification():
-            pooled = pool(hidden, head.pool, real)
-            if head.pooler:
-                pooled = ACTIVATIONS[head.pooler](linear("bd,dc->bc", pooled, params["pooler"]))
-            return pooled.astype(wide) if head.classes is None else linear("bd,dc->bc", pooled, params, wide)
-        case TokenClassification():
-            return linear("btd,dc->btc", hidden, params, wide)
-    return head(config).apply(params, hidden, real)
+
+def classify(head: Classification, params: Tree, hidden: Float[Array, "B T D"], real) -> Float[Array, "B C"]:
+    """Classes of each row, or what was pooled of it."""
+    pooled, wide = pool(hidden, head.pool, real), _wide(hidden)
+    if head.pooler:
+        pooled = ACTIVATIONS[head.pooler](linear("bd,dc->bc", pooled, params["pooler"]))
+    return pooled.astype(wide) if head.classes is None else linear("bd,dc->bc", pooled, params, wide)
+
+
+def _wide(x: Array):
+    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def unembedding(config: ModelConfig, head: LanguageModel, params: Tree, hidden: Float[Array, "B T D"], tokens_table):

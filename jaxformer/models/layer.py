@@ -13,8 +13,7 @@ from jaxformer import ops, params
 from jaxformer.masks import Mask
 from jaxformer.models.config import ModelConfig
 from jaxformer.ops.einsum import add_bias
-
-Tree = Any
+from jaxformer.params import Tree
 
 
 @struct.dataclass

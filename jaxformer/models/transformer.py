@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial, reduce
+from functools import reduce
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from flax.traverse_util import unflatten_dict
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from jaxformer import masks, ops, params
 from jaxformer.errors import ConfigError
@@ -23,31 +23,29 @@ from jaxformer.models.config import Axial, Learned, ModelConfig, Patches
 from jaxformer.models.layer import Context, Layers, Mixer, Source
 from jaxformer.models.stacks import scan
 from jaxformer.ops.positions import within_segments
-from jaxformer.params import paths
+from jaxformer.params import Tree, paths
 from jaxformer.sharding import activation_specs, auto_axes
-
-Tree = Any
 
 
 @struct.dataclass
 class Inputs:
-    """What a model reads besides its parameters: the options of `apply`."""
+    """What a model reads besides its parameters: the options of `models.apply`.
+
+    Several sequences may be packed in a row: the logits of each are those that it has alone.
+    """
 
     tokens: Any  # [B, T], or images [B, height, width, C]
     positions: Any = None  # [B or 1, T], for embeddings, rotations and biases; masks count the slots of a segment
-    segment_ids: Any = (
-        None  # [B, T]; 0: padding; tokens of one number are a sequence, and see and count only each other
-    )
+    segment_ids: Any = None  # [B, T]; 0: padding; tokens of one number see and count only each other
     token_types: Any = None  # [B, T]
     cache: Any = None  # of `jaxformer.decoding`: what came before; `Output.cache` has the tokens in it
     dropout_key: Any = None  # None: nothing is dropped
     constants: Tree = None  # [L, ...], instead of what the mixers draw
-    # what mixers or the embedding read of a batch: {"global_tokens": flags [B, T]} (Longformer), {"masked": flags
-    # [B, patches]} (Patches)
+    # {"global_tokens": flags [B, T]} of Longformer, {"masked": flags [B, patches]} of Patches, or what your mixer reads
     inputs: Tree = None
-    source: Any = None  # of an encoder-decoder: the tokens of the encoder [B, S]
-    source_segment_ids: Any = None  # [B, S]
-    source_positions: Any = None  # [B or 1, S]
+    source: Any = None  # of an encoder-decoder: the tokens of the encoder [B, S]; with a cache only at the first tokens
+    source_segment_ids: Any = None  # [B, S]; without `segment_ids`, tokens see all of the source that is not padding
+    source_positions: Any = None  # [B or 1, S], instead of those that restart with each segment
     encoded: Source | None = None  # of a decoder: the output of the encoder
     dtype: Any = struct.field(pytree_node=False, default=None)  # of activations; None: that of the parameters
     return_attention: bool = struct.field(pytree_node=False, default=False)  # adds the attention maps of every layer
@@ -80,18 +78,12 @@ class Output:
 def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     """Every parameter of the model, declared once; `source_width`: of a decoder, the width of its encoder."""
     slots = scan.mixers(config)
-    tree = {
-        "embedding": embedding.spec(config),
-        "layers": _layers_spec(config, slots, source_width),
-        "heads": heads.spec(config),
-    }
-    if not tree["heads"]:
-        del tree["heads"]
-    if shared := {name: leaf for slot in slots for name, leaf in (slot.shared or {}).items()}:
-        tree["shared"] = shared
+    tree = {"embedding": embedding.spec(config), "layers": _layers_spec(config, slots, source_width)}
     if config.norm_placement != "post":
         tree["final_norm"] = embedding.norm_spec(config, config.hidden_width)
-    return tree
+    shared = {name: leaf for slot in slots for name, leaf in (slot.shared or {}).items()}
+    parts = {"heads": heads.spec(config), "shared": shared}
+    return tree | {name: part for name, part in parts.items() if part}
 
 
 def _layers_spec(config: ModelConfig, slots: tuple[Mixer, ...], source_width: int | None) -> Tree:
@@ -100,22 +92,9 @@ def _layers_spec(config: ModelConfig, slots: tuple[Mixer, ...], source_width: in
     leaves: dict[str, Any] = {}
     for path, leaf in itertools.chain.from_iterable(tree.items() for tree in trees):
         if leaves.setdefault(path, leaf).shape != leaf.shape:
-            raise ConfigError(
-                f"model.mixer: {path} has shape {leaf.shape} in one layer, {leaves[path].shape} in another"
-            )
+            raise ConfigError(f"model.mixer: {path}: shape {leaf.shape} in one layer, {leaves[path].shape} in another")
     count = {path: sum(path in trees[i % len(trees)] for i in range(config.num_layers)) for path in leaves}
     return unflatten_dict({path: params.stack(leaf, count[path]) for path, leaf in leaves.items()}, sep="/")
-
-
-_cached_spec = lru_cache(maxsize=256)(spec)
-
-
-def declared_spec(config: ModelConfig, source_width: int | None = None) -> Tree:
-    """`spec`, made once for each config that can be hashed."""
-    try:
-        return _cached_spec(config, source_width)
-    except TypeError:
-        return spec(config, source_width)
 
 
 def check_params(declared: Tree, tree: Tree) -> None:
@@ -133,48 +112,18 @@ def check_inputs(config: ModelConfig, inputs: Inputs) -> None:
     if inputs.source is not None:
         raise ConfigError("apply: only an encoder-decoder has a `source`")
     B, T = tokens.shape[0], embedding.length(config, tokens)
-    for name in ("positions", "segment_ids", "token_types"):
-        if (array := getattr(inputs, name)) is None:
-            continue
-        shapes = [(B, T), (1, T)] if name == "positions" else [(B, T)]
-        if array.shape not in shapes or not jnp.issubdtype(array.dtype, jnp.integer):
-            expected = " or ".join(str(list(shape)) for shape in shapes)
+    for name, shapes in (("positions", [[B, T], [1, T]]), ("segment_ids", [[B, T]]), ("token_types", [[B, T]])):
+        array = getattr(inputs, name)
+        if array is not None and (list(array.shape) not in shapes or not jnp.issubdtype(array.dtype, jnp.integer)):
+            expected = " or ".join(map(str, shapes))
             raise ConfigError(f"apply: {name} {array.dtype}{list(array.shape)}: expected integers {expected}")
     table = isinstance(config.positions, Learned | Axial) and inputs.positions is None and inputs.segment_ids is None
     if table and config.context_length < T:
         raise ConfigError(f"{T} tokens do not fit the {config.context_length} learned positions (model.context_length)")
 
 
-def apply(
-    config: ModelConfig,
-    params: Tree,
-    tokens: Int[Array, "B T"] | Float[Array, "B height width C"],
-    *,
-    positions: Int[Array, "#B T"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
-    token_types: Int[Array, "B T"] | None = None,
-    cache: Any = None,
-    dropout_key: Array | None = None,
-    dtype=None,
-    return_attention: bool = False,
-    return_hidden: bool = False,
-    constants: Tree = None,
-    inputs: Tree = None,
-) -> Output:
-    """Logits and final hidden states of tokens, or of images. What the options mean is written at `Inputs`.
-
-    Several sequences may be packed in a row: the logits of each are those that it has alone. Raises ConfigError for
-    parameters and inputs that do not fit the config.
-    """
-    all_inputs = Inputs(
-        tokens, positions, segment_ids, token_types, cache, dropout_key, constants, inputs, dtype=dtype,
-        return_attention=return_attention, return_hidden=return_hidden,
-    )  # fmt: skip
-    return in_explicit_axes(partial(run, config))(params, all_inputs)
-
-
-def run(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
-    """The stack, then the heads."""
+def apply(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
+    """The stack, then the heads. Raises ConfigError for parameters and inputs that do not fit the config."""
     return read(config, params, encode(config, params, inputs), inputs.real)
 
 
@@ -199,21 +148,18 @@ def output_axes(path: str, leaf) -> tuple[str | None, ...]:
 
 def read(config: ModelConfig, params: Tree, output: Output, real=None) -> Output:
     """The output of `encode`, with what the heads of the config make of its hidden states."""
-    trees = params.get("heads", {})
-    check_params({"heads": declared_spec(config).get("heads", {})}, {"heads": trees})
-    found = {}
-    for head in config.heads:
-        name = heads.name(config, head)
+    trees, found = params.get("heads", {}), {}
+    check_params({"heads": heads.spec(config)}, {"heads": trees})
+    for name, head in heads.heads(config, params["embedding"].get("tokens")).items():
         with jax.named_scope("head"):
-            table = params["embedding"].get("tokens")
-            found[name] = heads.apply(config, head, trees.get(name, {}), output.hidden, real, table)
+            found[name] = head.apply(trees.get(name, {}), output.hidden, real)
     return replace(output, logits=next(iter(found.values()), None), heads=found)
 
 
 def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
     """`apply` without the heads."""
     check_inputs(config, inputs)
-    declared = declared_spec(config, None if inputs.encoded is None else inputs.encoded.hidden.shape[-1])
+    declared = spec(config, None if inputs.encoded is None else inputs.encoded.hidden.shape[-1])
     check_params({name: part for name, part in declared.items() if name != "heads"}, params)
     context, layer_masks, cache = locate(config, params, inputs)
     embedding_key, layers_key = (None, None) if inputs.dropout_key is None else jax.random.split(inputs.dropout_key)

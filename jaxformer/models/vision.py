@@ -1,7 +1,6 @@
 """Vision transformers at another resolution than they were trained at, and images as their output."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,17 +11,14 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import Learned, ModelConfig, Patches
 from jaxformer.models.heads import Head
 from jaxformer.ops.einsum import add_bias
-from jaxformer.params import Spec
-
-Tree = Any
+from jaxformer.params import Spec, Tree
 
 
 @dataclass(frozen=True)
 class Reconstruction:
     """A head: the image `[B, height, width, channels]`, each patch a linear map of its hidden state to stride^2 pixels.
 
-    With `Patches(mask_token=True)` it is SimMIM, Xie et al. 2021, arXiv:2111.09886, section 3.3. Raises ConfigError for
-    models of tokens.
+    With `Patches(mask_token=True)`: SimMIM, Xie et al. 2021, arXiv:2111.09886, section 3.3. ConfigError for tokens.
     """
 
     stride: int = 16  # pixels of a patch in each direction
@@ -51,8 +47,7 @@ class Reconstruction:
 def resize(config: ModelConfig, weights: Tree, image: tuple[int, int]) -> tuple[ModelConfig, Tree]:
     """(config, parameters) for images of another height and width: learned positions are interpolated over the grid.
 
-    Bicubic, as Hugging Face's `interpolate_pos_encoding`; Dosovitskiy et al. 2020, arXiv:2010.11929, section 3.2. The row
-    of the class token stays. Raises ConfigError for models of tokens.
+    Bicubic, as Hugging Face's `interpolate_pos_encoding`; Dosovitskiy et al. 2020, section 3.2. ConfigError for tokens.
     """
     if not isinstance(config.embedding, Patches):
         raise ConfigError("vision.resize: model.embedding is no models.Patches; for tokens see models.adaptation")

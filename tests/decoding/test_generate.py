@@ -1,7 +1,9 @@
 """Decoding equals the forward pass, whatever the model, the mask and the padding."""
 
+import sys
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,6 +58,26 @@ def test_cached_pieces_equal_the_forward_pass(name, pieces):
         np.testing.assert_allclose(out.logits, whole[:, start : start + length], rtol=1e-5, atol=1e-5)
         cache, start = out.cache, start + length
     assert int(cache.length) == start
+
+
+def test_a_decoding_step_is_compiled_once(monkeypatch):
+    """A cache keeps its form from step to step; `generate` traces anew for other lengths alone, and its loop once."""
+    chex.clear_trace_counter()
+    config, parameters = make("llama")
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(tokens, cache):
+        return models.apply(config, parameters, tokens, cache=cache).cache
+
+    cache = decoding.init_cache(config, 2, 6)
+    for token in range(6):
+        cache = step(jnp.full((2, 1), token), cache)
+    module = sys.modules["jaxformer.decoding.generate"]
+    once = chex.assert_max_traces(n=1)(module._generate.__wrapped__)
+    monkeypatch.setattr(module, "_generate", jax.jit(once, static_argnums=range(5)))
+    for prompts in ([[1, 2], [3]], [[4], [5, 6]]):
+        decoding.generate(config, parameters, prompts, 4)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "gpt3" else ()) for n in FAMILIES])

@@ -89,7 +89,7 @@ def test_adapted_models_start_as_they_were(config):
         np.testing.assert_allclose(np.std(pair[drawn]) * inputs**0.5, 1, rtol=0.1, err_msg=path)
 
 
-def test_merge_adds_the_product_in_each_layer_and_unmerge_takes_it_away():
+def test_merge_adds_the_product_in_each_layer_and_takes_it_away():
     weights, factors = weights_of(UNTIED), factors_of(UNTIED, EVERYTHING)
     merged = merge(weights, factors, 1.5)
     before, after = params.paths(weights), params.paths(merged)
@@ -102,7 +102,7 @@ def test_merge_adds_the_product_in_each_layer_and_unmerge_takes_it_away():
         if path.startswith("layers"):
             update = np.stack([np.tensordot(a[layer], b[layer], 1) for layer in range(L)])
         np.testing.assert_allclose(after[path], before[path] + 1.5 * update, rtol=1e-5, atol=1e-6)  # float32
-    back = params.paths(jax.jit(adaptation.unmerge)(merged, factors, 1.5))
+    back = params.paths(jax.jit(adaptation.merge)(merged, factors, -1.5))
     for path in before:
         np.testing.assert_allclose(back[path], before[path], atol=1e-6)  # one rounding each way, of numbers near 1
 

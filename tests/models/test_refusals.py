@@ -3,7 +3,6 @@
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from inspect import unwrap
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from jaxformer.models import (
     Patches,
     Relative,
     adaptation,
-    encoder_decoder,
     mixers,
     vision,
 )
@@ -156,7 +154,7 @@ def test_inputs_of_other_shapes_and_types(tokens, options, message):
 def test_rows_of_a_source_and_of_a_cache():
     config = CONFIGS["pair"]
     tree = params.abstract(models.spec(config))
-    run = lambda tree, tokens, source: unwrap(encoder_decoder.apply)(config, tree, tokens, source=source)
+    run = lambda tree, tokens, source: models.apply(config, tree, tokens, source=source)
     with pytest.raises(ConfigError, match=r"source \[3, 5\] and tokens \[2, 5\]: as many rows"):
         jax.eval_shape(run, tree, IDS, ints(3, 5))
     cache = jax.eval_shape(lambda: decoding.init_cache(MODEL, 3, 5))

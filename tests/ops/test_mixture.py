@@ -372,7 +372,7 @@ def test_one_expert_a_token_counts_whole():
     one = replace(config, feedforward="swiglu")
     for t, expert in enumerate(jnp.argmax(x[0] @ layer["router"]["kernel"], axis=-1).tolist()):
         matrices = {name: {"kernel": layer[name]["kernel"][expert]} for name in ("gate", "up", "down")}
-        expected = block.feedforward(one, matrices, x[:, t : t + 1])
+        expected = block.feedforward(one.feedforward, matrices, x[:, t : t + 1])
         np.testing.assert_allclose(ours[:, t : t + 1], expected, rtol=2e-5, atol=1e-6)  # float32 sums
 
 

@@ -28,13 +28,11 @@ class Heads(NamedTuple):
     memo: Tree = None  # value for the next layer
 
 
+Hook = Callable | None
+
+
 def attention(
-    config: ModelConfig,
-    *,
-    extra: Tree = None,
-    prepare: Callable | None = None,
-    attend: Callable | None = None,
-    finish: Callable | None = None,
+    config: ModelConfig, *, extra: Tree = None, prepare: Hook = None, attend: Hook = None, finish: Hook = None
 ) -> Mixer:
     """Multi-head attention with the config's heads, mask, rotary positions, softcap and dropout. The default mixer.
 
@@ -92,17 +90,17 @@ def split_weights(result: Any) -> tuple[Array, Array | None]:
 
 def attention_spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     """Parameters of `attention`; keys and values read a source of another width, if given."""
-    D, N, K, H = config.d_model, config.num_heads, config.kv_heads, config.head_size
-
-    def into(name: str, width: int, heads: int, axis: str) -> Tree:
-        return linear_spec(config, name, (width, heads, H), ("embed", axis, "head"), ("embed",), config.init_std)
-
-    out = linear_spec(config, "out", (N, H, D), ("heads", "head", "embed"), ("heads", "head"), residual_std(config))
-    source = source_width or D
-    return {
-        "query": into("query", D, N, "heads"), "key": into("key", source, K, "kv_heads"),
-        "value": into("value", source, K, "kv_heads"), "out": out,
-    }  # fmt: skip
+    D, N, H = config.d_model, config.num_heads, config.head_size
+    source = source_width or D, config.kv_heads, H
+    tree = {}
+    for name, shape, axis in (
+        ("query", (D, N, H), "heads"),
+        ("key", source, "kv_heads"),
+        ("value", source, "kv_heads"),
+    ):
+        tree[name] = linear_spec(config, name, shape, ("embed", axis, "head"), ("embed",), config.init_std)
+    axes = "heads", "head", "embed"
+    return tree | {"out": linear_spec(config, "out", (N, H, D), axes, axes[:2], residual_std(config))}
 
 
 def relative_spec(config: ModelConfig) -> Tree:
@@ -134,9 +132,7 @@ def bias_at_positions(bias, context: Context) -> Bias | Callable | Array:
     if not context.gaps and (positions is None or by_distance):
         return bias
     if positions is None:
-        raise ConfigError(
-            "apply(positions=...) with a cache: a score bias needs the cached tokens' positions too; omit it"
-        )
+        raise ConfigError("apply(positions=...) with a cache: a bias needs the cached tokens' positions too; omit it")
     if not (callable(bias) or isinstance(bias, Bias)) or getattr(bias, "rows", ()):
         raise ConfigError(
             "model.positions: a bias by slots does not fit segment_ids, positions or a cache; return a function of "
@@ -159,10 +155,8 @@ def cross_attention(config: ModelConfig, params: Tree, x: Float[Array, "B T D"],
     """Attention from a decoder's tokens to an encoder's output, without positions. Vaswani et al. 2017, section 3.2.3."""
     source: Any = context.source
     heads = source_heads(params, source.hidden) if source.heads is None else source.heads
-    query, key, value = (
-        linear("btd,dnh->btnh", x, params["query"]),
-        *(heads[n].astype(x.dtype) for n in ("key", "value")),
-    )
+    query = linear("btd,dnh->btnh", x, params["query"])
+    key, value = (heads[name].astype(x.dtype) for name in ("key", "value"))
     options = attention_options(config, context) | {"mask": source.mask}
     out, weights = split_weights(ops.attention(query, key, value, **options))
     return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), weights=weights)

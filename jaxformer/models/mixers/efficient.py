@@ -1,8 +1,7 @@
 """Named systems as mixers: `ModelConfig(mixer=Performer(features=128), ...)`.
 
-Each is a frozen dataclass and a function `config -> Mixer`. It refuses by name what it cannot do: softcaps, attention maps,
-dropout on weights that do not exist, some masks, decoding of what is not causal. Local attention and the Sparse Transformer
-need no mixer: they are masks, `ModelConfig.masks`.
+Each is a function `config -> Mixer`, and refuses by name what it cannot do: softcaps, attention maps, dropout on weights that
+do not exist, some masks, decoding of what is not causal. Local attention and the Sparse Transformer are masks.
 """
 
 import math
@@ -25,9 +24,7 @@ from jaxformer.models.layer import Context, Mixer, MixerOutput, linear
 from jaxformer.models.mixers.attention import attention, attention_spec
 from jaxformer.ops.attention.linear import FeatureMap, packed, visibility
 from jaxformer.ops.positions import Bias, Rope, rope
-from jaxformer.params import Spec
-
-Tree = Any
+from jaxformer.params import Spec, Tree
 
 
 @dataclass(frozen=True)
@@ -50,31 +47,27 @@ class Longformer:
             tokens = self.global_tokens if flags is None else flags
             if tokens is None:
                 raise ValueError(
-                    'Longformer(global_tokens=None): which tokens are global differs by row; give inputs={"global_tokens": '
-                    "flags [B, T]} (of a question, its tokens), or set global_tokens"
+                    'Longformer(global_tokens=None): give inputs={"global_tokens": flags [B, T]} (of a question, its tokens), '
+                    "or set global_tokens"
                 )
-            out = ops.longformer_attention(
-                **heads, window=self.window, global_tokens=tokens, max_globals=self.max_globals,
-                **_options(config, context), implementation=config.attention_implementation,
-            )  # fmt: skip
-            return _zero_padding(context, out)
+            options = _options(config, context) | {"implementation": config.attention_implementation}
+            options |= dict(window=self.window, global_tokens=tokens, max_globals=self.max_globals)
+            return _zero_padding(context, ops.longformer_attention(**heads, **options))
 
-        return _mixer("Longformer", config, spec, mix)
+        return _mixer(self, config, mix, spec)
 
 
 @dataclass(frozen=True)
 class BigBird:
     """Global, neighbouring and random blocks: Zaheer et al. 2020, arXiv:2007.14062, ITC. Masks: full().
 
-    `apply(..., constants=layout [L, N, blocks - 2, random])` replaces the layout. Padding yields zeros, except up to
-    `dense_length` tokens.
+    `apply(..., constants=layout [L, N, blocks - 2, random])` replaces the layout. Padding of sparse layers yields zeros.
     """
 
     block: int = 64  # tokens of a block
     random: int = 3  # random blocks that a block sees
-    # which random blocks a layer sees. seeded: as in the published checkpoints (T a multiple of the block, more than
-    # 2 random + 5 blocks); zero: as in Hugging Face's model outside training; random: drawn from `seed` (any T of at least
-    # random + 5 blocks)
+    # of random blocks. seeded: as published (T a multiple of the block, more than 2 random + 5 blocks); zero: as in Hugging
+    # Face's model outside training; random: drawn from `seed` (any T of at least random + 5 blocks)
     layout: Literal["seeded", "zero", "random"] = "seeded"
     seed: int = 0  # of the random layout
     dense_length: int = 0  # up to so many tokens all attend to all (in Hugging Face's model: (5 + 2 random) block)
@@ -87,14 +80,14 @@ class BigBird:
             out = ops.bigbird_attention(query, key, value, context.constants, block=self.block, **options)
             return _zero_padding(context, out)
 
-        return _mixer("BigBird", config, attention_spec(config), mix, constants=partial(self._layout, config))
+        return _mixer(self, config, mix, constants=partial(self._layout, config))
 
     def _layout(self, config: ModelConfig, T: int) -> Array | None:
         """The random blocks of every layer `[L, N, blocks - 2, random]`; None where attention is dense."""
-        L, N = config.num_layers, config.num_heads
-        plan = (T, self.block, self.random, N)
         if self.dense_length >= T:
             return None
+        L, N = config.num_layers, config.num_heads
+        plan = (T, self.block, self.random, N)
         match self.layout:
             case "seeded":
                 draw = partial(ops.bigbird_layout_seeded, *plan, max_length=config.context_length)
@@ -116,26 +109,18 @@ class Linear:
     chunk: int = 128  # tokens that a causal layer takes at a time
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        maps = lambda context: (self.feature_map, self.feature_map)
-        return _recurrent("Linear", config, maps, self.eps, self.chunk)
+        return _recurrent(self, config, lambda context: (self.feature_map, self.feature_map), self.eps)
 
 
 @dataclass(frozen=True)
 class Efficient:
-    """Softmax over features for queries, over the length for keys: Shen et al. 2021, arXiv:1812.01243.
-
-    Masks: full() or causal(); see `ops.efficient_attention` for the latter.
-    """
+    """Softmax over features for queries, over the length for keys: Shen et al. 2021, arXiv:1812.01243. full() or causal()."""
 
     chunk: int = 128  # tokens that a causal layer takes at a time
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        _no_weights("Efficient", config)
-
-        def mix(params, context, query, key, value):
-            return ops.efficient_attention(query, key, value, mask=context.mask, chunk=self.chunk)
-
-        return _mixer("Efficient", config, attention_spec(config), mix)
+        mix = lambda params, context, **heads: ops.efficient_attention(**heads, mask=context.mask, chunk=self.chunk)
+        return _mixer(self, config, mix, has_weights=False)
 
 
 @dataclass(frozen=True)
@@ -143,8 +128,7 @@ class Performer:
     """FAVOR+: random features of the softmax or ReLU kernel, Choromanski et al. 2021, arXiv:2009.14794.
 
     Masks: full() or causal(), which decodes. `apply(..., constants=directions [L, features, H])` replaces those drawn from
-    `seed` (`ops.redraw` gives the key of a training step). The stabiliser of keys is 0, so that it is the same for a prefix
-    and its continuation: exponents stay below |direction|^2 / 2, some H / 2.
+    `seed`. The stabiliser of keys is 0, the same for a prefix and its continuation: exponents stay below some H / 2.
     """
 
     features: int = 256  # random directions
@@ -153,8 +137,7 @@ class Performer:
     chunk: int = 128  # tokens that a causal layer takes at a time
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        H = config.head_size
-        draw = lambda key: ops.orthogonal_projection(key, self.features, H)
+        draw = lambda key: ops.orthogonal_projection(key, self.features, config.head_size)
 
         def maps(context):
             if self.kernel == "relu":
@@ -162,7 +145,7 @@ class Performer:
             of_query = partial(ops.favor_features, projection=context.constants)
             return of_query, partial(of_query, stabiliser=0.0)
 
-        mixer = _recurrent("Performer", config, maps, 0.0, self.chunk, self.features)
+        mixer = _recurrent(self, config, maps, 0.0, self.features)
         return mixer._replace(constants=lambda T: _by_layer(self.seed, config.num_layers, draw))
 
 
@@ -179,29 +162,25 @@ class Linformer:
     sharing: Literal["headwise", "key_value", "layerwise", "none"] = "headwise"
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        T, K = config.context_length, config.kv_heads
-        one = Spec((T, self.rank), ("length", None), normal(self.rank**-0.5), ("length",))
+        shape, axes = (config.context_length, self.rank), ("length", None)
         if self.sharing == "none":
-            one = Spec((K, T, self.rank), ("kv_heads", "length", None), normal(self.rank**-0.5), ("length",))
+            shape, axes = (config.kv_heads, *shape), ("kv_heads", *axes)
         names = ("key_projection", "value_projection") if self.sharing in ("headwise", "none") else ("key_projection",)
-        projections = dict.fromkeys(names, one)
-        shared = projections if self.sharing == "layerwise" else None
+        projections = dict.fromkeys(names, Spec(shape, axes, normal(self.rank**-0.5), ("length",)))
+        in_layer, shared = ({}, projections) if self.sharing == "layerwise" else (projections, None)
 
-        def mix(params, context, query, key, value):
-            source = params if shared is None else context.shared
-            matrices = {name: source[name] for name in names}
-            return ops.linformer_attention(query, key, value, **matrices, **_options(config, context))
+        def mix(params, context, **heads):
+            matrices = {name: (params if in_layer else context.shared)[name] for name in names}
+            return ops.linformer_attention(**heads, **matrices, **_options(config, context))
 
-        spec = attention_spec(config) | ({} if shared else projections)
-        return _mixer("Linformer", config, spec, mix, shared=shared)
+        return _mixer(self, config, mix, attention_spec(config) | in_layer, shared=shared)
 
 
 @dataclass(frozen=True)
 class Reformer:
     """Queries that are their own keys meet in hash buckets: Kitaev et al. 2020, arXiv:2001.04451. Any mask of one head.
 
-    `apply(..., constants=rotations)` replaces the rotations drawn from `seed`. For reversible residuals see
-    `models.stacks.reversible.Reversible`.
+    `apply(..., constants=rotations)` replaces those drawn from `seed`. For reversible residuals see `stacks.reversible`.
     """
 
     chunk: int = 64  # tokens of a chunk
@@ -216,35 +195,30 @@ class Reformer:
     multiple: int | None = None  # padding fills the length up to a multiple of this; None: of chunk
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        N, H = config.num_heads, config.head_size
+        N = config.num_heads
         if config.kv_heads != N:
             raise ConfigError(f"model.num_kv_heads={config.kv_heads}: Reformer has a value head for each of {N} heads")
-        full = attention_spec(config)
-        spec = {name: full[name] for name in ("query", "value", "out")}
-
+        spec = attention_spec(config)
+        del spec["key"]
         buckets = self.buckets or 2 ** max(1, int(math.log2(max(2 * config.context_length / self.chunk, 1))))
-        draw = partial(ops.random_rotations, heads=N, head_size=H, rounds=self.rounds, buckets=buckets)
+        draw = partial(ops.random_rotations, heads=N, head_size=config.head_size, rounds=self.rounds, buckets=buckets)
 
         def mix(params, context, query, value):
             rotations = context.constants
             if self.redraw and context.dropout_key is not None:
                 rotations = draw(random.fold_in(context.dropout_key, 1))
-            return ops.lsh_attention(
-                query, value, rotations, chunk=self.chunk, chunks_before=self.chunks_before,
-                chunks_after=self.chunks_after, duplicates=self.duplicates, multiple=self.multiple,
-                **_options(config, context),
-            )  # fmt: skip
+            sizes = {name: getattr(self, name) for name in ("chunk", "chunks_before", "chunks_after", "multiple")}
+            options = _options(config, context) | {"duplicates": self.duplicates}
+            return ops.lsh_attention(query, value, rotations, **sizes, **options)
 
-        constants = lambda T: _by_layer(self.seed, config.num_layers, draw)
-        return _mixer("Reformer", config, spec, mix, constants=constants)
+        return _mixer(self, config, mix, spec, constants=lambda T: _by_layer(self.seed, config.num_layers, draw))
 
 
 @dataclass(frozen=True)
 class LocalChunks:
-    """Softmax attention to a query's own chunk, to `before` chunks before and `after` chunks after it, in a circle.
+    """Softmax attention to the chunks about a query, in a circle: the local layers of Reformer in transformers. Any mask.
 
-    These are the local layers of Reformer in transformers. The neighbour of the first chunk is the last one, and a chunk
-    that a short circle meets twice counts twice. Masks: any. For a causal stack with `before` up to 1, the mask `causal() &
+    A chunk that a short circle meets twice counts twice. For a causal stack with `before` up to 1, the mask `causal() &
     chunked(chunk, before)` is the same and faster.
     """
 
@@ -258,10 +232,7 @@ class LocalChunks:
             bias = Bias(_log_meetings, self._meetings(key.shape[1]))
             return ops.attention(query, key, value, **options | {"bias": bias})
 
-        def no_state(*_):
-            raise NotImplementedError("LocalChunks cannot decode: the circle of chunks is another for each length")
-
-        return attention(config, attend=attend)._replace(state=no_state)
+        return attention(config, attend=attend)._replace(state=partial(_no_state, "LocalChunks"))
 
     def _meetings(self, T: int) -> tuple:
         """(chunk, how often a query of each chunk meets a key of each)."""
@@ -281,15 +252,22 @@ def _log_meetings(bias: Bias, q_positions, kv_positions) -> Array:
     return table[q_positions[:, None] // chunk, kv_positions[None, :] // chunk][None]
 
 
-def _mixer(name: str, config: ModelConfig, spec: Tree, mix: Callable, **rest: Any) -> Mixer:
+def _mixer(
+    system, config: ModelConfig, mix: Callable, spec: Tree = None, has_weights: bool = True, **rest: Any
+) -> Mixer:
     """The frame of all: project x, rotate queries and keys, `mix(params, context, **heads)`, project back."""
-    for field, other in (
-        ("attention_softcap", config.attention_softcap is not None),
-        ("attention_scale", config.attention_scale is not None),
-        ("positions", isinstance(config.positions, (Alibi, Relative)) or callable(config.positions)),
+    name, spec = type(system).__name__, spec or attention_spec(config)
+    biased = isinstance(config.positions, (Alibi, Relative)) or callable(config.positions)
+    none = "has none; models.mixers.attention does"
+    no_weights = "has no weights to drop; set it to 0 (model.dropout_rate acts on outputs)"
+    for field, other, what in (
+        ("attention_softcap", config.attention_softcap is not None, none),
+        ("attention_scale", config.attention_scale is not None, none),
+        ("positions", biased, none),
+        ("attention_dropout_rate", config.attention_dropout_rate and not has_weights, no_weights),
     ):
         if other:
-            raise ConfigError(f"model.{field}={getattr(config, field)}: {name} has none; models.mixers.attention does")
+            raise ConfigError(f"model.{field}={getattr(config, field)}: {name} {what}")
 
     def apply(params, x, context: Context) -> MixerOutput:
         if context.return_weights:
@@ -303,43 +281,42 @@ def _mixer(name: str, config: ModelConfig, spec: Tree, mix: Callable, **rest: An
         out, state = out if isinstance(out, tuple) else (out, None)
         return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state)
 
-    def no_state(*_):
-        raise NotImplementedError(
-            f"{name} cannot decode; models.mixers.attention (mixer=None), Linear and Performer can, under a causal mask"
-        )
-
-    return Mixer(spec, apply, **{"state": no_state} | rest)
+    return Mixer(spec, apply, **{"state": partial(_no_state, name)} | rest)
 
 
-def _recurrent(
-    name: str, config: ModelConfig, maps: Callable, eps: float, chunk: int, features: int | None = None
-) -> Mixer:
+def _no_state(name: str, *_):
+    raise NotImplementedError(
+        f"{name} cannot decode; models.mixers.attention (mixer=None), Linear and Performer can, under a causal mask"
+    )
+
+
+def _recurrent(system, config: ModelConfig, maps: Callable, eps: float, features: int | None = None) -> Mixer:
     """`linear_attention` with the feature maps `maps(context)`, of (query, key); decoding carries a `LinearState`."""
-    _no_weights(name, config)
+    name = type(system).__name__
 
     def mix(params, context, query, key, value):
         of_query, of_key = maps(context)
-        options, T = dict(eps=eps, chunk=chunk), query.shape[1]
+        options, T = dict(eps=eps, chunk=system.chunk), query.shape[1]
         view = visibility(context.mask, T, T, name)  # also refuses other masks, in the name of this mixer
         if context.state is None:
             return ops.linear_attention(query, key, value, mask=context.mask, feature_map=(of_query, of_key), **options)
-        if not view.causal or view.queries is None or view.ids is None:
+        if not view.causal or view.ids is None:
             raise NotImplementedError(f"{name} decodes under causal() alone, not {context.mask}")
         real = view.queries[:, :, None, None]
         masked: FeatureMap = lambda x: jnp.where(real, of_key(x), 0)
         wide = jnp.promote_types(query.dtype, jnp.float32)
-        state = ops.LinearState(**{name: sums.astype(wide) for name, sums in context.state.items()})
-        state, out = ops.linear_attention_step(state, query, key, value, feature_map=(of_query, masked), **options)
+        before = jax.tree.map(lambda sums: sums.astype(wide), context.state)
+        state, out = ops.linear_attention_step(before, query, key, value, feature_map=(of_query, masked), **options)
         # The sums cannot tell two segments apart. Traced ids cannot be refused, so a row that has two becomes NaN.
         out = jnp.where(packed(view.ids)[:, None, None, None], jnp.nan, out)
-        return out, {name: getattr(state, name).astype(sums.dtype) for name, sums in context.state.items()}
+        return out, jax.tree.map(lambda sums, old: sums.astype(old.dtype), state, context.state)
 
     def state(batch: int, length: int, dtype) -> Tree:
         K, H, dtype = config.kv_heads, config.head_size, jnp.promote_types(dtype, jnp.float32)
         M = features or jax.eval_shape(maps(None)[1], jax.ShapeDtypeStruct((1, 1, K, H), dtype)).shape[-1]
-        return {"products": jnp.zeros((batch, K, M, H), dtype), "sums": jnp.zeros((batch, K, M), dtype)}
+        return ops.LinearState(jnp.zeros((batch, K, M, H), dtype), jnp.zeros((batch, K, M), dtype))
 
-    return _mixer(name, config, attention_spec(config), mix, state=state)
+    return _mixer(system, config, mix, has_weights=False, state=state)
 
 
 def _options(config: ModelConfig, context: Context) -> dict[str, Any]:
@@ -349,14 +326,6 @@ def _options(config: ModelConfig, context: Context) -> dict[str, Any]:
 def _zero_padding(context: Context, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
     """Zeros where a token is padding, also where the mask lets padding see something (heads that pool `position_0`)."""
     return out if context.real is None else jnp.where(context.real[:, :, None, None], out, 0)
-
-
-def _no_weights(name: str, config: ModelConfig) -> None:
-    if config.attention_dropout_rate:
-        raise ConfigError(
-            f"model.attention_dropout_rate={config.attention_dropout_rate}: {name} has no weights to drop; set it to 0 "
-            "(model.dropout_rate acts on outputs)"
-        )
 
 
 def _by_layer(seed: int, layers: int, draw: Callable) -> Tree:

@@ -36,9 +36,9 @@ from jaxformer.params import Spec
 
 
 def qk_norm(config: ModelConfig) -> Mixer:
-    """Queries and keys divided by the root mean square of each head, times a scale `[H]` that the heads share: Qwen3.
+    """RMSNorm of each head of queries and keys, before the rotation, with a scale `[H]` for all heads: Qwen3.
 
-    Henry et al. 2020, arXiv:2010.04245, with RMSNorm for the L2 norm. Before the rotation.
+    Henry et al. 2020, arXiv:2010.04245, who have the L2 norm.
     """
     scale = Spec((config.head_size,), ("head",), ones)
     return _normalized(config, scale, scale)
@@ -94,19 +94,17 @@ def gate(params: Tree, x: Float[Array, "B T D"], out: Float[Array, "B T N H"]) -
 def differential(config: ModelConfig) -> Mixer:
     """The difference of two softmaxes, (A1 - lambda A2) V. Ye et al. 2024, arXiv:2410.05258, section 2.1.
 
-    Heads n and n + N/2 are the pair A1, A2, as in Hugging Face's DiffLlama (the paper's code has 2n and 2n + 1); V is 2H
-    wide, value heads k and k + K/2 side by side. A pair's output is (1 - l) rms_norm(.) with l = 0.8 - 0.6 exp(-0.3
-    layer), and lambda = exp(q1 . k1) - exp(q2 . k2) + l of learned vectors; layers count from 0. Dropout falls on either
-    softmax; the weights returned are those of all N, before the difference. ConfigError for an odd number of key heads.
+    Heads n and n + N/2 are the pair A1, A2, as in Hugging Face's DiffLlama (the paper's code has 2n and 2n + 1), value heads k
+    and k + K/2 are V side by side. A pair's output is (1 - l) rms_norm(.) with l = 0.8 - 0.6 exp(-0.3 layer), and lambda =
+    exp(q1 . k1) - exp(q2 . k2) + l of learned vectors; layers count from 0. Dropout falls on either softmax; the weights
+    returned are those of all N, before the difference. ConfigError for an odd number of key heads.
     """
     if config.kv_heads % 2:
         raise ConfigError(f"differential attention pairs heads; {config.kv_heads} key/value heads are an odd number")
     H = config.head_size
-    extra = {
-        "lambda_query": Spec((2, H), (None, "head"), normal(0.1)),
-        "lambda_key": Spec((2, H), (None, "head"), normal(0.1)),
-        "pair_norm": {"scale": Spec((2 * H,), ("head",), ones)},
-    }
+    vectors = Spec((2, H), (None, "head"), normal(0.1))
+    norm = {"scale": Spec((2 * H,), ("head",), ones)}
+    extra = {"lambda_query": vectors, "lambda_key": vectors, "pair_norm": norm}
 
     def attend(params, context, query, key, value, **options):
         pairs = jnp.concatenate(jnp.split(value, 2, axis=2), axis=-1)
@@ -126,8 +124,8 @@ def differential(config: ModelConfig) -> Mixer:
 def talking_heads(config: ModelConfig) -> Mixer:
     """Heads mixed before and after the softmax by two matrices `[N, N]`. Shazeer et al. 2020, arXiv:2003.02436.
 
-    Both start as the identity, which is plain attention. The mask acts between the two, dropout and the returned weights
-    come after the second. Reference only: NotImplementedError for another `attention_implementation`.
+    Both start as the identity. The mask acts between the two; dropout and the returned weights come after the second.
+    NotImplementedError for another `attention_implementation` than the reference.
     """
     _reference_only(config, "talking heads")
     identity = lambda key, shape, dtype: jnp.eye(*shape, dtype=dtype)
@@ -151,8 +149,8 @@ def _talk(params: Tree, visible: Array, scores: Array, sinks) -> Array:
 def sigmoid(config: ModelConfig, bias: float | None = None) -> Mixer:
     """sigmoid(scores + bias) instead of the softmax. Ramapuram et al. 2024, arXiv:2409.04431.
 
-    `bias` is -log n by default, with n the `context_length`: were n the number of keys at hand, decoding and packed rows
-    would be another model. Reference only: NotImplementedError for another `attention_implementation`.
+    `bias` is -log(context_length) by default: with the number of keys at hand, decoding and packed rows would be another
+    model. NotImplementedError for another `attention_implementation` than the reference.
     """
     _reference_only(config, "sigmoid attention")
     bias = -math.log(config.context_length) if bias is None else bias
@@ -164,22 +162,18 @@ def sigmoid(config: ModelConfig, bias: float | None = None) -> Mixer:
 
 
 def _reference_only(config: ModelConfig, what: str):
-    if config.attention_implementation not in (None, "reference"):
-        raise NotImplementedError(
-            f"{config.attention_implementation}: no {what}; attention_implementation='reference' has it"
-        )
+    name = config.attention_implementation
+    if name not in (None, "reference"):
+        raise NotImplementedError(f"{name}: no {what}; attention_implementation='reference' has it")
 
 
 def _weighed(
     weigh, query, key, value, *, mask, return_weights, implementation, scale, dropout_rate, dropout_key, **options
 ):
     call = Call(
-        mask=mask.sized(key.shape[1]),
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        dropout_rate=dropout_rate,
-        dropout_seed=dropout_seed(dropout_rate, dropout_key),
-        **options,
-    )
+        mask=mask.sized(key.shape[1]), scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        dropout_rate=dropout_rate, dropout_seed=dropout_seed(dropout_rate, dropout_key), **options,
+    )  # fmt: skip
     out, weights = reference(query, key, value, call, weigh)
     return (out, weights) if return_weights else out
 
@@ -206,8 +200,8 @@ def value_residual(config: ModelConfig) -> Mixer:
 def temperature(config: ModelConfig, floor_scale: int = 8192, attn_scale: float = 0.1) -> Mixer:
     """Queries times 1 + attn_scale log(1 + floor((position + 1) / floor_scale)): Llama 4, for contexts of any length.
 
-    After Nakanishi 2025, arXiv:2501.19399. Llama 4 has it in its layers without rotation alone: a mixer that returns
-    `temperature(config) if config.positions is None else attention(config)`, since each layer's config has its positions.
+    After Nakanishi 2025, arXiv:2501.19399. Llama 4 has it in its layers without rotation alone, as a mixer of yours that
+    returns `temperature(config) if config.positions is None else attention(config)`.
     """
 
     def prepare(params, heads: Heads, context: Context) -> Heads:
@@ -231,8 +225,7 @@ def inverse_depth_scale(config: ModelConfig) -> Mixer:
 def memory_key_values(config: ModelConfig, count: int = 16) -> Mixer:
     """`count` learned keys and values a head that every query sees, whatever its mask. Sukhbaatar et al. 2019, 1907.01470.
 
-    They have no position (no rotation, no score bias), stand before all others (returned weights are `[B, N, T, count +
-    S]`) and are not cached.
+    They have no position, stand before all others (returned weights are `[B, N, T, count + S]`) and are not cached.
     """
     shape = count, config.kv_heads, config.head_size
     leaf = Spec(shape, (None, "kv_heads", "head"), normal(config.init_std))

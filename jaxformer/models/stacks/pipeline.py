@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,17 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, LayerOutput, Layers
 from jaxformer.models.stacks import scan
+from jaxformer.params import Tree
 from jaxformer.sharding import ACTIVATIONS
-
-Tree = Any
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """`stacks.scan.stack` with its layers split over the mesh axis `stage`, as `pipeline` says.
 
-    The values are those of `stacks.scan.stack`, with two exceptions. The dropout key is folded with the microbatch.
-    Auxiliary losses and figures of feed-forwards are the mean over the microbatches. Raises ConfigError where the pattern of
-    masks and mixers does not divide the layers of a stage, NotImplementedError for decoding, attention maps, hidden states
-    of each layer, a memo, and different mixers that draw constants.
+    The values are those of `stacks.scan.stack`, but the dropout key is folded with the microbatch, and auxiliary losses and
+    figures of feed-forwards are the mean over the microbatches. NotImplementedError for decoding, attention maps, hidden
+    states of each layer, a memo, and different mixers that draw constants.
     """
 
     microbatches: int | None = None  # parts of a batch; None: as many as stages
@@ -42,11 +40,9 @@ class Pipeline:
         if mesh.empty or mesh.shape.get("stage", 1) == 1:
             return scan.stack(config, layers, x, context)
         slots, stages = scan.pattern(config), mesh.shape["stage"]
-        unsupported = layers.state is not None or context.return_weights or context.return_hidden
-        if unsupported or slots[0].memo(x) is not None:
-            raise NotImplementedError(
-                "a pipeline has no cache, attention maps, hidden states or memo; mesh.stage=1 has"
-            )
+        maps, memo = context.return_weights or context.return_hidden, slots[0].memo(x)
+        if maps or layers.state is not None or memo is not None:
+            raise NotImplementedError("a pipeline: no cache, attention maps, hidden states or memo; mesh.stage=1 has")
         drawn = [slot.constants(x.shape[1]) for slot in slots] if layers.constants is None else [layers.constants]
         if not scan.alike(config) and jax.tree.leaves(drawn):
             raise NotImplementedError("a pipeline of different mixers draws no constants; mesh.stage=1 does")
@@ -57,26 +53,20 @@ class Pipeline:
                 f"patterns of {period} masks and mixers take a multiple of {parts * period}"
             )
         few = replace(config, num_layers=config.num_layers // parts)
-        per_row = {name: getattr(context, name) for name in ROWS}
-        nothing: Any = dict.fromkeys(ROWS)
-        bare = replace(context, shared=None, dropout_key=None, **nothing)
         x, (loss, stats) = pipeline(
-            partial(run_part, few, bare), (layers.params, drawn[0]), x, (per_row, layers.masks),
-            (context.shared, context.dropout_key), repeats=self.repeats,
-            microbatches=stages if self.microbatches is None else self.microbatches,
+            partial(run_part, few), (layers.params, drawn[0]), x,
+            (replace(context, shared=None, dropout_key=None), layers.masks), (context.shared, context.dropout_key),
+            microbatches=stages if self.microbatches is None else self.microbatches, repeats=self.repeats,
         )  # fmt: skip
         return x, LayerOutput(loss=loss, stats=stats)
 
 
-ROWS = "positions", "slot_positions", "inputs", "real", "source"  # fields of `Context` that have rows, as a batch has
-
-
-def run_part(config: ModelConfig, context: Context, params, pick, x, extras, shared, part, microbatch):
+def run_part(config: ModelConfig, params, pick, x, extras, shared, part, microbatch):
     """`stage` of `pipeline`: the layers of one part on one microbatch."""
-    (per_row, masks), (weights, constants), (shared, key) = extras, params, shared
+    (context, masks), (weights, constants), (shared, key) = extras, params, shared
     if key is not None:
         key = jax.random.fold_in(key, microbatch)
-    context = replace(context, **per_row, shared=shared, dropout_key=key, layer=part * config.num_layers)
+    context = replace(context, shared=shared, dropout_key=key, layer=part * config.num_layers)
     x, output = scan.stack(config, Layers(weights, masks, None, constants), x, context, pick)
     return x, (output.loss, output.stats)
 
@@ -87,14 +77,13 @@ def bubble(stages: int, microbatches: int, repeats: int = 1) -> float:
 
 
 class Pipe(NamedTuple):
-    """A pipeline: its stage function, the number of stages, microbatches and repeats, and how the mesh has the batch."""
+    """A pipeline: its stage function, the number of stages, microbatches and repeats, and the mesh axes of its copies."""
 
     stage: Callable
     stages: int  # S
     microbatches: int  # M, of each copy of the model
     repeats: int  # R
     data: tuple[str, ...]  # ("data",) if there are several copies of the model, each with a part of the batch, else ()
-    batch_axes: tuple[str, ...]  # all mesh axes but `stage` that split the batch
 
     @property
     def ticks(self) -> int:
@@ -105,9 +94,9 @@ class StageInputs(NamedTuple):
     """What one stage has during all ticks."""
 
     params: Tree  # of its layers [L / (R S), R, ...]; without repeats [L / S, ...]
-    per_row: dict[int, Array]  # [M, rows, ...]
-    shared: dict[int, Array]
-    options: Tree  # the argument `shared` of `pipeline`
+    per_row: Tree  # leaves of `extras` [M, rows, ...]; this tree and the next have None in place of the other's leaves
+    common: Tree  # other leaves of `extras`
+    shared: Tree
     stage: Array  # its number
     copy: Array  # the number of the copy of the model that it belongs to
 
@@ -118,86 +107,69 @@ def pipeline(
 ) -> tuple[Float[Array, "B ..."], Tree]:  # fmt: skip
     """x through all layers, each stage of the mesh of `jax.set_mesh` running its own; and what they report, `[L, ...]`.
 
-    `params` are leaves `[L, ...]`. There are R S parts of L / (R S) consecutive layers, for R `repeats` and S stages; stage
-    s runs the parts r S + s. `stage(params, pick, x, extras, shared, part, microbatch) -> (x, report)` runs one part on one
-    microbatch. `pick` makes of a row of its `params` the layer to run; it must be called within what is recomputed, or
-    the scan keeps a copy of the weights for each tick. Leaves of `extras` with a leading axis B are cut like x, others go
-    to all stages, as `shared` does. Reports `[L / (R S), ...]` come back as the mean over the microbatches.
+    R = `repeats` = 1 is GPipe (Huang et al. 2018, arXiv:1811.06965), R > 1 the circular schedule (Narayanan et al. 2021,
+    arXiv:2104.04473, section 2.2). Of R S parts of consecutive layers, stage s runs the parts r S + s. At tick t of
+    R M + S - 1 it works on item i = t - s, microbatch i mod M in repeat i // M, and sends the result on (`lax.ppermute`). An
+    idle stage computes what nobody reads: skipping it saves no time and would break collectives within the layers.
 
-    R = 1 is GPipe (Huang et al. 2018, arXiv:1811.06965), R > 1 the circular schedule (Narayanan et al. 2021,
-    arXiv:2104.04473, section 2.2). At tick t stage s works on item i = t - s: microbatch i mod M in repeat i // M. There are
-    R M + S - 1 ticks, each with one `lax.ppermute` to the next stage. An idle stage computes on a microbatch whose result
-    nobody reads: skipping it saves no time and would break collectives within the layers.
+    `stage(params, pick, x, extras, shared, part, microbatch) -> (x, report)` runs one part on one microbatch. `pick` makes
+    of a row of its `params` the layer to run; it must be called within what is recomputed, or the scan keeps a copy of the
+    weights for each tick. Leaves of `extras` with a leading axis B are cut like x, others go to all stages, as `shared`
+    does. Reports `[L / (R S), ...]` come back as the mean over the microbatches.
 
-    The mesh axes `stage` and `data` are manual, so that gradients are summed over `data` once and not every tick; layers may
-    be split over the others. Each copy of the model on `data` has M microbatches of its own; `microbatch` is their number
-    among those of all copies. With R = 1 no weight moves; with R > 1 each goes once, and its gradient once back, from the
-    stage that stores it (`P("stage")`) to the one that runs it. A stage keeps the activations of all M microbatches for
-    the backward pass. Under FSDP weights are gathered, and gradients scattered, once a tick.
-
-    Raises ConfigError where layers, rows or microbatches do not divide.
+    The mesh axes `stage` and `data` are manual, so that gradients are summed over `data` once and not every tick. Each copy
+    of the model on `data` has M microbatches of its own; `microbatch` is their number among those of all copies. With R > 1
+    each weight goes once, and its gradient once back, from the stage that stores it (`P("stage")`) to the one that runs it.
+    Raises ConfigError where rows or microbatches do not divide.
     """
     mesh, B = jax.sharding.get_abstract_mesh(), len(x)
     copies = mesh.shape["data"]
     batch_axes = tuple(axis for axis in ACTIVATIONS["batch"] if axis != "stage" and mesh.shape[axis] > 1)
-    data = ("data",) if copies > 1 else ()
-    pipe = Pipe(stage, mesh.shape["stage"], microbatches, repeats, data, batch_axes)
+    pipe = Pipe(stage, mesh.shape["stage"], microbatches, repeats, ("data",) if copies > 1 else ())
     groups = math.prod(mesh.shape[axis] for axis in batch_axes)
-    _check(params, B, pipe, groups)
+    _check(B, pipe, groups)
     by_device = lambda leaf, *entries: _place(
         leaf.reshape(groups, B // groups, *leaf.shape[1:]), batch_axes or None, *entries
     )
-    per_row, common, rebuild = split_extras(extras, B)
-    per_row = {i: _cut(by_device(leaf), microbatches, batch_axes) for i, leaf in per_row.items()}
+    per_row, others = scan.partition(extras, lambda leaf: jnp.ndim(leaf) > 0 and len(leaf) == B)
+    # what is no array does not enter shard_map: the offset of a mask remains a number
+    common, numbers = scan.partition(others, lambda leaf: hasattr(leaf, "ndim"))
+    per_row = jax.tree.map(lambda leaf: _cut(by_device(leaf), microbatches, batch_axes), per_row)
     operands = params, per_row, common, shared
-    places = P("stage"), P(None, data), P(), P()
+    places = P("stage"), P(None, pipe.data), P(), P()
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, operands)
     run = jax.shard_map(
-        partial(run_stage, pipe, rebuild, dtypes),
-        in_specs=(places, P(data, "stage"), P("stage"), P(data)), out_specs=(P(data, "stage"), P(None, "stage")),
-        axis_names={"stage", *data}, check_vma=False,  # layers know nothing of stages: their scans start from plain zeros
+        partial(run_stage, pipe, numbers, dtypes), in_specs=(places, P(pipe.data, "stage"), P("stage"), P(pipe.data)),
+        out_specs=(P(pipe.data, "stage"), P(None, "stage")), axis_names={"stage", *pipe.data},
+        check_vma=False,  # layers know nothing of stages: their scans start from plain zeros
     )  # fmt: skip
     y, reports = run(jax.tree.map(_widen, operands), by_device(x, "stage"), jnp.arange(pipe.stages), jnp.arange(copies))
     return y.reshape(B, *y.shape[2:]), jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reports)
 
 
-def split_extras(extras: Tree, B: int) -> tuple[dict[int, Array], dict[int, Array], Callable]:
-    """(leaves with B rows, other arrays, function that makes the tree of both again), leaves by their number.
-
-    What is no array stays in the function: the offset of a mask remains a number.
-    """
-    leaves, structure = jax.tree.flatten(extras)
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "ndim")}
-    per_row = {i: leaf for i, leaf in arrays.items() if leaf.ndim > 0 and len(leaf) == B}
-    numbers = {i: leaf for i, leaf in enumerate(leaves) if i not in arrays}
-    rebuild = lambda arrays: jax.tree.unflatten(structure, [leaf for _, leaf in sorted((numbers | arrays).items())])
-    return per_row, {i: leaf for i, leaf in arrays.items() if i not in per_row}, rebuild
-
-
-def run_stage(pipe: Pipe, rebuild: Callable, dtypes: Tree, operands: Tree, x: Array, stage: Array, copy: Array):
+def run_stage(pipe: Pipe, numbers: Tree, dtypes: Tree, operands: Tree, x: Array, stage: Array, copy: Array):
     """All ticks of one stage: (its rows of the result, the mean of its reports), within `jax.shard_map`."""
-    params, per_row, common, options = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), operands, dtypes)
-    here = StageInputs(_deal(params, stage[0], pipe), per_row, common, options, stage[0], copy[0])
+    params, per_row, common, shared = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), operands, dtypes)
+    here = StageInputs(_deal(params, stage[0], pipe), per_row, common, shared, stage[0], copy[0])
     buffer = _cut(_enter(x, here.stage, pipe.stages), pipe.microbatches)
-    run = partial(tick, pipe, rebuild, here)
+    run = partial(tick, pipe, numbers, here)
     (arrived, buffer), reports = lax.scan(run, (buffer[0], buffer), jnp.arange(pipe.ticks))
     buffer = keep(pipe, buffer, arrived, jnp.int32(pipe.ticks))
-    return _leave(buffer, here.stage, pipe.stages, len(x)), jax.tree.map(
-        partial(mean_report, pipe, here.stage), reports
-    )
+    rows = _leave(buffer, here.stage, pipe.stages, len(x))
+    return rows, jax.tree.map(partial(mean_report, pipe, here.stage), reports)
 
 
-def tick(pipe: Pipe, rebuild: Callable, here: StageInputs, carry: tuple[Array, Array], t: Array):
+def tick(pipe: Pipe, numbers: Tree, here: StageInputs, carry: tuple[Array, Array], t: Array):
     """One microbatch through one part, and on to the next stage: ((what arrived, the buffer), report)."""
     arrived, buffer = carry
     S, M, R = pipe.stages, pipe.microbatches, pipe.repeats
     buffer = keep(pipe, buffer, arrived, t)
     repeat, m = jnp.divmod(jnp.clip(t - here.stage, 0, R * M - 1), M)
     x = jnp.where(here.stage == 0, _row(buffer, t % M), arrived)
-    extras = rebuild({i: _row(leaf, m) for i, leaf in here.per_row.items()} | here.shared)
+    extras = scan.combine(jax.tree.map(lambda leaf: _row(leaf, m), here.per_row), scan.combine(here.common, numbers))
     pick = partial(jax.tree.map, (lambda leaf: _row(leaf, repeat)) if R > 1 else (lambda leaf: leaf))
     part, microbatch = repeat * S + here.stage, here.copy * M + m
-    y, report = pipe.stage(here.params, pick, x, extras, here.options, part, microbatch)
+    y, report = pipe.stage(here.params, pick, x, extras, here.shared, part, microbatch)
     return (lax.ppermute(y, "stage", [(i, (i + 1) % S) for i in range(S)]), buffer), report
 
 
@@ -273,16 +245,12 @@ def _deal_leaf(leaf: Array, s: Array, S: int, R: int, rounds: list[list[int]]) -
     return jnp.moveaxis(out, 0, 1)
 
 
-def _check(params: Tree, B: int, pipe: Pipe, groups: int) -> None:
+def _check(B: int, pipe: Pipe, groups: int) -> None:
     S, M, R = pipe.stages, pipe.microbatches, pipe.repeats
     if M < 1 or R < 1:
         raise ConfigError(f"mesh.microbatches={M}, mesh.repeats={R}: must be at least 1")
     if R > 1 and M < S:
         raise ConfigError(f"mesh.microbatches={M}: with mesh.repeats={R} at least as many as mesh.stage={S}")
-    for leaf in jax.tree.leaves(params):
-        if len(leaf) % (S * R):
-            parts = f"mesh.stage={S}" + (f" x mesh.repeats={R}" if R > 1 else "")
-            raise ConfigError(f"{len(leaf)} layers do not divide among {parts}; choose a divisor")
     for name, parts in (("mesh.microbatches", M), ("mesh.stage", S)):
         if B % (groups * parts):
             near = max(1, B // (groups * parts)) * groups * parts

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +16,16 @@ from jaxformer.models.config import ModelConfig
 from jaxformer.models.embedding import norm
 from jaxformer.models.layer import Context, LayerOutput, Layers
 from jaxformer.models.stacks import scan
-from jaxformer.models.stacks.scan import Row
-
-Tree = Any
+from jaxformer.models.stacks.scan import Row, combine, partition
+from jaxformer.params import Tree
 
 
 @dataclass(frozen=True)
 class Reversible:
     """`stacks.scan.stack` with reversible residuals, as in Reformer: Kitaev et al. 2020, arXiv:2001.04451, section 3.
 
-    The mixer is f and the feed-forward g, each of its normalised stream; both streams start as x. Raises ConfigError for
-    other norms than pre-norm, NotImplementedError for decoding, attention maps, hidden states of each layer, a source, a
-    memo and auxiliary losses.
+    The mixer is f and the feed-forward g, each of its normalised stream; both streams start as x. NotImplementedError for
+    decoding, attention maps, hidden states of each layer, a source, a memo and auxiliary losses.
     """
 
     streams: int = 1  # 1: the output is the mean of the streams; 2: both side by side (the published models)
@@ -69,35 +66,34 @@ def _sublayer(config: ModelConfig, dtype, name: str, apply: Callable, i: int, ro
 def reversible_stack(
     f: Callable | tuple, g: Callable | tuple, params: Tree, x1: Float[Array, "..."], x2: Float[Array, "..."], *extra: Tree
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:  # fmt: skip
-    """y1 = x1 + f(layer, x2, *extra), y2 = x2 + g(layer, y1, *extra), layer after layer. Reformer: f attends, g feeds forward.
+    """y1 = x1 + f(layer, x2, *extra), y2 = x2 + g(layer, y1, *extra), layer after layer; f and g are pure functions.
 
-    `params` is a tree of arrays stacked along a leading axis of layers, `layer` one slice of it. Its floating-point
-    leaves get gradients; others (dropout keys, a layer's number) are data. `extra` is the same for all layers: masks,
-    positions, rotations. f and g must be pure functions of these arguments. Where f and g are tuples, layers of different
-    kinds take turns, and `params` is a tuple too, of the layers of each kind.
+    `params` are leaves `[L, ...]`, `layer` is one slice of them. Floating-point leaves get gradients; others are data. Where
+    f and g are tuples, layers of different kinds take turns, and `params` is a tuple too, of the layers of each kind.
 
-    The backward pass recomputes x2 = y2 - g(y1) and x1 = y1 - f(x2). Activations take the memory of one layer, at any
-    depth, for the time of one more forward pass. Each layer rounds what it recomputes, so keep the two streams in float32; f
-    and g may answer in 16 bits. Where f hashes (`lsh_attention`), a token within that rounding of the edge of a bucket may
-    be recomputed into the other bucket: with rotations drawn anew each step that is noise in the gradients of a few tokens.
+    The backward pass recomputes x2 = y2 - g(y1) and x1 = y1 - f(x2): the memory of one layer, for the time of one more
+    forward pass. Each layer rounds what it recomputes, so keep the two streams in float32; f and g may answer in 16 bits.
+    Where f hashes (`lsh_attention`), a token within that rounding of the edge of a bucket may be recomputed into the other
+    bucket: with rotations drawn anew each step that is noise in the gradients of a few tokens.
     """
     if isinstance(f, tuple) and isinstance(g, tuple):
         pairs = tuple(zip(f, g, strict=True))
     else:
         pairs, params = ((f, g),), (params,)
-    floats, others = _split_floats(jax.tree.map(jnp.asarray, (params, extra)))
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    floats, others = partition(jax.tree.map(jnp.asarray, (params, extra)), is_float)
     return _stack(pairs, floats, others, x1, x2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _stack(pairs, floats, others, x1, x2):
-    extra = _join(floats[1], others[1])
+    extra = combine(floats[1], others[1])
 
     def step(streams, parts):
         x1, x2 = streams
-        for (f, g), layer in zip(pairs, _join(*parts), strict=True):
-            x1 = x1 + f(layer, x2, *extra).astype(x1.dtype)
-            x2 = x2 + g(layer, x1, *extra).astype(x2.dtype)
+        for pair, layer in zip(pairs, combine(*parts), strict=True):
+            for function in pair:
+                x1, x2 = x2, x1 + function(layer, x2, *extra).astype(x1.dtype)
         return (x1, x2), None
 
     return jax.lax.scan(step, (x1, x2), (floats[0], others[0]))[0]
@@ -113,14 +109,19 @@ def _stack_backward(pairs, residuals, cotangents):
     add = partial(jax.tree.map, jnp.add)
 
     def step(carry, parts):
-        (y1, y2), (d1, d2), d_extra = carry
+        (x, y), (dx, dy), d_extra = carry  # of the function before: y = its other stream + function(x)
         d_layers = []
-        for (f, g), layer, rest in reversed(list(zip(pairs, *parts, strict=True))):
-            y2, d1, from_g, extra_g = _undo(partial(_call, g, rest, others[1]), layer, extra, y1, y2, d1, d2)
-            y1, d2, from_f, extra_f = _undo(partial(_call, f, rest, others[1]), layer, extra, y2, y1, d2, d1)
-            d_extra = add(d_extra, add(extra_f, extra_g))
-            d_layers.append(add(from_f, from_g))
-        return ((y1, y2), (d1, d2), d_extra), tuple(reversed(d_layers))
+        for pair, layer, rest in reversed(list(zip(pairs, *parts, strict=True))):
+            slopes = []
+            for function in reversed(pair):
+                out, pullback = jax.vjp(partial(_call, function, rest, others[1]), layer, x, extra)
+                d_layer, more, d_more = pullback(dy.astype(out.dtype))
+                x, y, dx, dy = y - out.astype(y.dtype), x, dy, dx + more
+                slopes.insert(0, (d_layer, d_more))
+            d_layer, d_more = add(*slopes)
+            d_extra = add(d_extra, d_more)
+            d_layers.insert(0, d_layer)
+        return ((x, y), (dx, dy), d_extra), tuple(d_layers)
 
     start = (streams, cotangents, jax.tree.map(jnp.zeros_like, extra))
     (_, (d1, d2), d_extra), d_params = jax.lax.scan(step, start, (params, others[0]), reverse=True)
@@ -128,25 +129,7 @@ def _stack_backward(pairs, residuals, cotangents):
 
 
 def _call(function, rest, other_extra, layer, x, extra):
-    return function(_join(layer, rest), x, *_join(extra, other_extra))
-
-
-def _undo(call, layer, extra, x, y, dx, dy):
-    """From y + call(layer, x, extra) back to y; dx with its share of dy, and the gradients of layer and extra."""
-    out, pullback = jax.vjp(call, layer, x, extra)
-    d_layer, more, d_extra = pullback(dy.astype(out.dtype))
-    return y - out.astype(y.dtype), dx + more, d_layer, d_extra
+    return function(combine(layer, rest), x, *combine(extra, other_extra))
 
 
 _stack.defvjp(_stack_forward, _stack_backward)
-
-
-def _split_floats(tree):
-    """The tree twice: with its floating-point leaves, and with the others; None in place of the rest."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    pick = lambda floats: jax.tree.map(lambda x: x if is_float(x) == floats else None, tree)
-    return pick(True), pick(False)
-
-
-def _join(floats, others):
-    return jax.tree.map(lambda a, b: b if a is None else a, floats, others, is_leaf=lambda x: x is None)

@@ -15,9 +15,7 @@ from jaxformer.models import block as blocks
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, LayerOutput, Layers, Mixer
 from jaxformer.models.mixers.attention import attention
-from jaxformer.params import paths
-
-Tree = Any
+from jaxformer.params import Tree, paths
 
 
 class Row(NamedTuple):
@@ -196,6 +194,17 @@ def unstack(tree: Tree, length: int) -> list[Tree]:
     leaves, structure = jax.tree.flatten(tree)
     columns = [[part.reshape(leaf.shape[1:]) for part in jax.lax.split(leaf, (1,) * length)] for leaf in leaves]
     return [jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)]
+
+
+def partition(tree: Tree, keep: Callable) -> tuple[Tree, Tree]:
+    """The tree twice: with the leaves for which `keep(leaf)` holds, and with the others; None in place of the rest."""
+    pick = lambda kept: jax.tree.map(lambda leaf: leaf if bool(keep(leaf)) == kept else None, tree)
+    return pick(True), pick(False)
+
+
+def combine(tree: Tree, other: Tree) -> Tree:
+    """The tree of which `partition` made these two."""
+    return jax.tree.map(lambda a, b: b if a is None else a, tree, other, is_leaf=lambda leaf: leaf is None)
 
 
 def remat(config: ModelConfig, f: Callable) -> Callable:
