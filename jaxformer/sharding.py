@@ -12,9 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxformer.errors import ConfigError
-from jaxformer.params import Spec, map_with_name, paths
+from jaxformer.params import Spec, Tree, map_with_name, paths
 
-Tree = Any
 Function = TypeVar("Function", bound=Callable)
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 Rules = dict[str, tuple[str, ...]]

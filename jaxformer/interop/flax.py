@@ -21,9 +21,7 @@ from jaxformer.masks import full, rules
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.models.config import Learned, Sinusoidal
 from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput, Mixer, MixerOutput
-from jaxformer.params import Spec, mismatch
-
-Tree = Any
+from jaxformer.params import Spec, Tree, mismatch
 
 # Our models as Flax modules
 

@@ -4,14 +4,14 @@ JAX only maintains `pmap`. A mesh with a `data` axis computes the same numbers a
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-Tree = Any
+from jaxformer.params import Tree
+
 AXIS = "data"
 
 

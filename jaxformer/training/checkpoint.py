@@ -34,11 +34,11 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.processes import all_gather_object, first, is_first
+from jaxformer.params import Tree
 from jaxformer.training import manifest
 from jaxformer.training.fingerprint import fingerprints, key_data
 from jaxformer.training.manifest import CheckpointError, Damaged
 
-Tree = Any
 Folder = os.PathLike | str
 Log = Callable[[str], None]
 # Reading can fail with these although the files are good. Such a step is refused, not renamed.

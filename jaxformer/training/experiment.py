@@ -17,6 +17,12 @@ from jaxformer.training.optimizers import AdamW
 from jaxformer.training.schedules import Cosine
 
 
+def _check_least(config: Any, prefix: str, fields: dict[str, int]) -> None:
+    for name, least in fields.items():
+        if not getattr(config, name) >= least:
+            raise ConfigError(f"{prefix}{name}={getattr(config, name)}: must be at least {least}")
+
+
 @dataclass(frozen=True)
 class Checkpoints:
     """When to save, and what to keep. The last step is always saved."""
@@ -101,9 +107,3 @@ class Experiment:
             raise ConfigError(f"clip_norm={self.clip_norm}: must be positive, or None for no clipping")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ConfigError(f"ema_decay={self.ema_decay}: must be in (0, 1), or None")
-
-
-def _check_least(config: Any, prefix: str, fields: dict[str, int]) -> None:
-    for name, least in fields.items():
-        if not getattr(config, name) >= least:
-            raise ConfigError(f"{prefix}{name}={getattr(config, name)}: must be at least {least}")

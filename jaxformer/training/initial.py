@@ -6,7 +6,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,9 @@ from jax import Array
 
 from jaxformer import params
 from jaxformer.errors import ConfigError
+from jaxformer.params import Tree
 from jaxformer.training import checkpoint
 from jaxformer.training.recipe import Recipe
-
-Tree = Any
 
 
 @dataclass(frozen=True)

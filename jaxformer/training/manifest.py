@@ -10,9 +10,8 @@ from etils import epath
 from jax.sharding import SingleDeviceSharding
 
 from jaxformer.errors import ConfigError
+from jaxformer.params import Tree
 from jaxformer.training.fingerprint import fingerprints
-
-Tree = Any
 
 
 class CheckpointError(ConfigError):

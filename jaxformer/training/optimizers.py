@@ -18,8 +18,8 @@ from optax import contrib
 
 from jaxformer import params
 from jaxformer.errors import ConfigError
+from jaxformer.params import Tree
 
-Tree = Any
 NOT_DECAYED = r"(bias|scale)$"
 
 

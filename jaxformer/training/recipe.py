@@ -14,9 +14,9 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.stacks.pipeline import Pipeline
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel.mesh import Mesh
+from jaxformer.params import Tree
 from jaxformer.training import optimizers
 
-Tree = Any
 Loss = Callable[[Tree, dict[str, Array], Array], LossSums]
 
 

@@ -10,9 +10,9 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer import parallel, params, sharding
+from jaxformer.params import Tree
 from jaxformer.training.recipe import Recipe
 
-Tree = Any
 GROWTH_INTERVAL = 2000
 
 

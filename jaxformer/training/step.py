@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxformer import sharding
 from jaxformer.ops.losses import LossSums
+from jaxformer.params import Tree
 from jaxformer.training.recipe import Recipe
 from jaxformer.training.state import GROWTH_INTERVAL, LossScale, TrainState, gradient_rules, state_specs
 
-Tree = Any
 Batch = dict[str, Array]
 Metrics = dict[str, Array]
 

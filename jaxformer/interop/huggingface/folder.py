@@ -28,10 +28,9 @@ from jaxformer.interop.safetensors import list_names
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 from jaxformer.models.mixers import BigBird, Longformer
 from jaxformer.ops.positions import Rope
-from jaxformer.params import Spec, paths
+from jaxformer.params import Spec, Tree, paths
 
 Config = ModelConfig | EncoderDecoder
-Tree = Any
 # without these entries transformers assumes ids that a small vocabulary does not have
 NO_TOKENS = dict.fromkeys(f"{name}_token_id" for name in ("bos", "eos", "pad", "sep"))
 FAMILIES: dict[str, tables.Family] = decoders.FAMILIES | encoders.FAMILIES | pairs.FAMILIES
