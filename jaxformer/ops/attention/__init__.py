@@ -1,7 +1,6 @@
-"""Exact scaled dot-product attention: one signature, checked here, computed by the kernel that the platform has.
+"""Exact scaled dot-product attention, computed by the kernel that the platform has; all equal `reference` or refuse.
 
-The kernels `blockwise`, `ring`, `splash` and `cudnn` equal `reference` or refuse. `linear`, `low_rank`, `lsh` and `sparse`
-compute other functions, at less cost.
+`linear`, `favor`, `low_rank`, `lsh` and `sparse` compute other functions, at less cost.
 """
 
 import importlib.util
@@ -43,20 +42,16 @@ def attention(
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B N T S"]]:
     """softmax(mask(softcap(query key^T * scale + bias))) value. Vaswani et al. 2017, arXiv:1706.03762, eq. 1.
 
-    N query heads share K key/value heads, K dividing N: query head n reads key head n // (N / K) (Ainslie et al. 2023).
-    `mask` is a value of `jaxformer.masks` (default: all keys visible). The last query is aligned with the last key unless
-    the mask has an offset, `.at(offset)`. `bias` is an array, a value of `ops.positions` (`alibi`, `t5`, `shaw`), or a
-    function of absolute positions, `(q_positions [T], kv_positions [S]) -> [N, T, S]`. `scale` is 1/sqrt(H) by default.
-    `softcap` c maps a score s to c tanh(s / c) (Gemma 2). `sinks` adds one logit a head to the denominator alone. Dropout
-    acts on the weights; `return_weights` adds the weights before dropout. The softmax is float32 (float64 for float64
-    inputs). A query that sees no key yields zeros and passes no gradient.
+    Query head n reads key head n // (N / K) (Ainslie et al. 2023). The last query is aligned with the last key unless the
+    mask has an offset, `.at(offset)`. `bias` is an array, a value of `ops.positions` (`alibi`, `t5`, `shaw`), or a function
+    of absolute positions, `(q_positions [T], kv_positions [S]) -> [N, T, S]`. `scale` is 1/sqrt(H) by default. `softcap` c
+    maps a score s to c tanh(s / c) (Gemma 2). `sinks` adds one logit a head to the denominator alone. `return_weights` adds
+    the weights before dropout. The softmax is float32 or wider. A query that sees no key yields zeros and no gradient.
 
-    `implementation`: "reference" (the definition, an array [B, N, T, S]), "blockwise" (no such array; any platform),
-    "splash" (TPU), "cudnn" (GPU), "ring" (a sequence split over `context`). None takes the fastest on the platform, and
-    logs which. All give the same values and drop the same weights, or raise NotImplementedError that names what they lack.
-    On a mesh (`jax.set_mesh`) with `context` > 1, None is "ring", or what one device would take where `ring.refuses`
-    (lengths that do not divide); "reference", "blockwise" and "splash" gather keys and values on each device. ValueError
-    for shapes that do not fit.
+    `implementation`: "reference" (an array [B, N, T, S]), "blockwise" (no such array), "splash" (TPU), "cudnn" (GPU),
+    "ring" (a sequence split over the mesh axis `context`, where the others but "cudnn" gather keys and values). None takes the
+    fastest on the platform, and logs which. All give the same values and drop the same weights, or raise
+    NotImplementedError that names what they lack.
     """
     _check(query, key, value, bias, sinks, dropout_rate)
     if return_weights and implementation not in (None, "reference"):
@@ -78,16 +73,27 @@ def attention(
     return auto_axes(specs)(partial(_attend, implementation, return_weights))(query, key, value, call)
 
 
+def _check(query, key, value, bias, sinks, dropout_rate):
+    check_shapes("attention", query, key, value)
+    B, T, N, S = *query.shape[:3], key.shape[1]
+    shape = getattr(bias, "shape", (1,) * 4)
+    if len(shape) != 4 or any(a not in (1, b) for a, b in zip(shape, (B, N, T, S), strict=True)):
+        raise ValueError(f"attention: bias must broadcast as [B, N, T, S] = {(B, N, T, S)}; got {shape}")
+    if sinks is not None and sinks.shape != (N,):
+        raise ValueError(f"attention: one sink a query head, shape ({N},); got {sinks.shape}")
+    if not 0 <= dropout_rate < 1:
+        raise ValueError(f"attention: dropout_rate is a probability in [0, 1); got {dropout_rate}")
+
+
 def _attend(implementation: str | None, return_weights: bool, query, key, value, call: Call):
     match "reference" if return_weights else implementation or _choose(query, key, value, call):
         case "reference":
             if ring.devices() > 1:
                 key, value = (with_logical_constraint(x, "batch", None, "kv_heads", None) for x in (key, value))
             # the weights of a 16-bit model may have 16 bits too, unless they are returned
-            rounded = not return_weights and value.dtype.itemsize < 4
-            out, weights = reference(
-                query, key, value, call, partial(rounded_softmax, value.dtype) if rounded else softmax
-            )
+            wide = return_weights or value.dtype.itemsize >= 4
+            weigh = softmax if wide else partial(rounded_softmax, value.dtype)
+            out, weights = reference(query, key, value, call, weigh)
             return (out, weights) if return_weights else out
         case "blockwise":
             if ring.devices() > 1 and ring.refuses(query, key, value, call) is None:
@@ -115,16 +121,16 @@ def _choose(query, key, value, call: Call) -> str:
     if count > 1 and ring.refuses(query, key, value, call) is None:
         return _log_once(platform, "ring", f" of {count}")
     kernels: dict[str, Any] = {"tpu": ("splash", splash), "gpu": ("cudnn", cudnn), "cuda": ("cudnn", cudnn)}
-    if platform in kernels:
-        name, kernel = kernels[platform]
-        reason = kernel.refuses(query, key, value, call)
-        if reason is None and name == "cudnn" and platform != jax.default_backend() and not _has_cudnn():
-            reason = "cuDNN on this machine to compile for a GPU with: pip install 'jax[cuda13]'"
-        if reason is None and count == 1:
-            return _log_once(platform, name, "")
-        return _log_once(platform, "blockwise", f"; {name} has no {reason or 'such call under mesh.context'}")
-    small = query.shape[1] * key.shape[1] <= _SMALL
-    return _log_once(platform, "reference" if small else "blockwise", " (short)" if small else " (long)")
+    if platform not in kernels:
+        small = query.shape[1] * key.shape[1] <= _SMALL
+        return _log_once(platform, *(("reference", " (short)") if small else ("blockwise", " (long)")))
+    name, kernel = kernels[platform]
+    reason = kernel.refuses(query, key, value, call)
+    if reason is None and count > 1:
+        reason = "such call under mesh.context"
+    if reason is None and name == "cudnn" and platform != jax.default_backend() and not _has_cudnn():
+        reason = "cuDNN on this machine to compile for a GPU with: pip install 'jax[cuda13]'"
+    return _log_once(platform, *((name, "") if reason is None else ("blockwise", f"; {name} has no {reason}")))
 
 
 def _has_cudnn() -> bool:
@@ -135,16 +141,3 @@ def _has_cudnn() -> bool:
 def _log_once(platform: str, name: str, why: str) -> str:
     logging.getLogger("jaxformer").info("attention on %s: %s%s", platform, name, why)
     return name
-
-
-def _check(query, key, value, bias, sinks, dropout_rate):
-    check_shapes("attention", query, key, value)
-    (B, T, N, _), S = query.shape, key.shape[1]
-    if hasattr(bias, "shape") and (
-        bias.ndim != 4 or any(a not in (1, b) for a, b in zip(bias.shape, (B, N, T, S), strict=True))
-    ):
-        raise ValueError(f"attention: bias must broadcast as [B, N, T, S] = {(B, N, T, S)}; got {bias.shape}")
-    if sinks is not None and sinks.shape != (N,):
-        raise ValueError(f"attention: one sink a query head, shape ({N},); got {sinks.shape}")
-    if not 0 <= dropout_rate < 1:
-        raise ValueError(f"attention: dropout_rate is a probability in [0, 1); got {dropout_rate}")

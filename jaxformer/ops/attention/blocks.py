@@ -53,22 +53,23 @@ def choose_block(mask: Mask, T: int, S: int, heads: int) -> tuple[int, int]:
         for k in (1, 2, 4):
             if (q > 1 and q // 2 * bq >= T) or (k > 1 and k // 2 * bk >= S):
                 continue
-            visits = np.count_nonzero(_any_of(_any_of(visited, q, 0), k, 1))
+            rows = np.logical_or.reduceat(visited, np.arange(0, len(visited), q))
+            visits = np.count_nonzero(np.logical_or.reduceat(rows, np.arange(0, rows.shape[1], k), axis=1))
             best = min(best, (visits * (q * bq * k * bk + _VISIT / heads), q * bq, k * bk))
     return best[1:]
-
-
-def _any_of(blocks, count: int, axis: int):
-    """Whether any of `count` neighbours is set."""
-    return np.logical_or.reduceat(blocks, np.arange(0, blocks.shape[axis], count), axis=axis)
 
 
 # Layouts. Queries that share a key head are neighbours: row r of G * bq is query r % bq of head r // bq in its group.
 
 
+def padded(x, axis: int, block: int):
+    """x with zeros behind `axis`, up to whole blocks."""
+    return jnp.pad(x, [(0, -size % block if n == axis else 0) for n, size in enumerate(x.shape)])
+
+
 def query_blocks(grid: Grid, x):
     """[B, T, N, ...] -> [nq, B, bq, N, ...], padded with zeros."""
-    x = _padded(x, {1: -x.shape[1] % grid.bq})
+    x = padded(x, 1, grid.bq)
     return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // grid.bq, grid.bq, *x.shape[2:]), 1, 0)
 
 
@@ -127,28 +128,29 @@ class BiasRule(NamedTuple):
     places: Any = None  # [nq]: where query block i is among those of `rows`, if they are a part of all
 
     def block(self, i, j):
-        return self._evaluate(self.bias.arrays, self._rows(i), i, j)
+        evaluate, arrays, rows = self._parts(i, j)
+        return evaluate(arrays, rows)
 
     def zeros(self, dtype):
-        return zeros((self.bias.arrays, self.bias.rows), dtype)
+        return jax.tree.map(lambda x: jnp.zeros_like(x, dtype), (self.bias.arrays, self.bias.rows))
 
     def accumulate(self, total, i, j, gradient):
-        evaluate = lambda arrays, rows: self._evaluate(arrays, rows, i, j)
-        block, pullback = jax.vjp(evaluate, self.bias.arrays, self._rows(i))
+        block, pullback = jax.vjp(*self._parts(i, j))
         d_arrays, d_rows = pullback(_sum_to(gradient, block.shape).astype(block.dtype))
         arrays, rows = total
         arrays = jax.tree.map(lambda x, y: x + y.astype(x.dtype), arrays, d_arrays)
         return arrays, tuple(add_at(x, y, self._start(i)) for x, y in zip(rows, d_rows, strict=True))
 
-    def _evaluate(self, arrays, rows, i, j):
-        grid, bias = self.grid, replace(self.bias, arrays=arrays, rows=rows)
-        return bias.block(self.first + i * grid.bq, grid.bq, j * grid.bk, grid.bk)
+    def _parts(self, i, j):
+        """Block (i, j) as a function of the arrays and of the rows of query block i, and these."""
+        grid, first = self.grid, self.first + i * self.grid.bq
+        rows = tuple(lax.dynamic_slice_in_dim(x, self._start(i), grid.bq, axis=1) for x in self.bias.rows)
+        rule = lambda arrays, rows: replace(self.bias, arrays=arrays, rows=rows)
+        block = lambda *parts: rule(*parts).block(first, grid.bq, j * grid.bk, grid.bk)
+        return block, self.bias.arrays, rows
 
     def _start(self, i):
         return (i if self.places is None else self.places[i]) * self.grid.bq
-
-    def _rows(self, i):
-        return tuple(lax.dynamic_slice_in_dim(x, self._start(i), self.grid.bq, axis=1) for x in self.bias.rows)
 
 
 def _sum_to(gradient, shape):
@@ -179,15 +181,11 @@ def bias_blocks(grid: Grid, bias, first, places=None) -> BiasArray | BiasRule | 
     if bias is None:
         return None
     if isinstance(bias, Bias):
-        rows = tuple(_padded(x, {1: -x.shape[1] % grid.bq}) for x in bias.rows)
-        return BiasRule(grid, replace(bias, rows=rows), first, places)
-    blocks = zip((2, 3), (grid.bq, grid.bk), strict=True)
-    return BiasArray(grid, _padded(bias, {axis: -bias.shape[axis] % n for axis, n in blocks if bias.shape[axis] > 1}))
-
-
-def _padded(x, more: dict[int, int]):
-    """x with so many zeros behind each axis."""
-    return jnp.pad(x, [(0, more.get(axis, 0)) for axis in range(x.ndim)])
+        return BiasRule(grid, replace(bias, rows=tuple(padded(x, 1, grid.bq) for x in bias.rows)), first, places)
+    for axis, block in ((2, grid.bq), (3, grid.bk)):
+        if bias.shape[axis] > 1:
+            bias = padded(bias, axis, block)
+    return BiasArray(grid, bias)
 
 
 def bias_gradient(bias, total):
@@ -201,13 +199,6 @@ def bias_gradient(bias, total):
     return total[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
 
 
-def zeros(tree, dtype):
-    return jax.tree.map(lambda x: jnp.zeros_like(x, dtype), tree)
-
-
-# What is visited
-
-
 class Visits(NamedTuple):
     """columns[starts[i]:starts[i + 1]] are the key blocks that query block i visits."""
 
@@ -217,8 +208,10 @@ class Visits(NamedTuple):
 
 @cached_by_mask
 def find_visits(mask: Mask, grid: Grid, owners: tuple[int, ...] | None = None) -> dict[int, Visits]:
-    """The key blocks to visit, FULL and PARTIAL ones. `owners[j]`, a number below P, is the part of the keys that has
-    block j: the visits of query block i to part p then stand at i * P + p instead of i."""
+    """The key blocks to visit, FULL and PARTIAL ones.
+
+    `owners[j]`, below P, is the part of the keys that has block j: visits of query block i to part p stand at i * P + p.
+    """
     kinds = mask.blocks(grid.T, grid.S, (grid.bq, grid.bk))
     if grid.S % grid.bk:  # the last keys of the last block are padding
         kinds[:, -1] = np.minimum(kinds[:, -1], PARTIAL)

@@ -1,9 +1,8 @@
 """Exact attention without an n x n array, in plain JAX, on any platform: what the mask hides is never visited.
 
-Queries and keys are cut into blocks. `Mask.blocks` says at trace time which pairs of blocks are EMPTY, PARTIAL or FULL.
-A loop over the query blocks visits their FULL keys without the mask and their PARTIAL keys with it, and keeps a running
-maximum and sum (Milakov & Gimelshein 2018, arXiv:1805.02867; Rabe & Staats 2021, arXiv:2112.05682). The backward pass
-makes the same visits and computes the weights again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
+A loop over the query blocks visits their FULL keys (`Mask.blocks`) without the mask and their PARTIAL keys with it, and keeps
+a running maximum and sum (Rabe & Staats 2021, arXiv:2112.05682). The backward pass makes the same visits and computes the
+weights again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
 """
 
 from dataclasses import replace
@@ -28,8 +27,7 @@ def attention(
 ) -> tuple[Array, Array]:
     """The output, and the log-sum-exp `[B, T, N]` of each query's scores (its sink included; -inf: it sees no key).
 
-    `block` is (queries, keys) of a block; by default what a cost model of the mask finds cheapest. Both results are
-    differentiable, in query, key, value, sinks and the floating-point arrays of the bias.
+    `block` is (queries, keys) of a block; by default what a cost model of the mask finds cheapest. Both are differentiable.
     """
     (B, T, N, _), S = query.shape, key.shape[1]
     grid = Grid(T, S, *(block or blocks.choose_block(call.mask, T, S, B * N)))
@@ -47,14 +45,28 @@ class Tiles(NamedTuple):
     values: Any  # [B, S, K, Hv]
     places: Any = None  # [nk]: where key block j is in `keys`, if these are a part of all keys
 
-    def place(self, j):
-        return j if self.places is None else self.places[j]
+    def start(self, j):
+        """Where the keys of block j start in `keys`."""
+        return (j if self.places is None else self.places[j]) * self.grid.bk
+
+    def block(self, x, j):
+        """The keys or values of block j: `[B, K, bk, H]`."""
+        x = lax.dynamic_slice_in_dim(x, self.start(j), self.grid.bk, axis=1, allow_negative_indices=False)
+        # XLA:CPU computes a product with a transposition inside it slowly, and in bfloat16 not at all
+        return lax.optimization_barrier(x.transpose(0, 2, 1, 3))
 
     def positions(self, i, j):
         """Of the queries of block i and the keys of block j."""
         grid = self.grid
         first = self.call.mask.first(grid.T, grid.S)
         return first + i * grid.bq + jnp.arange(grid.bq), j * grid.bk + jnp.arange(grid.bk)
+
+    def dropout(self, x, i, j):
+        if self.call.dropout_seed is None:
+            return x
+        (B, K, G), rate = x.shape[:3], self.call.dropout_rate
+        keep = kept(self.call.dropout_seed, rate, (B, K * G), *self.positions(i, j))
+        return rescaled(x, keep.reshape(x.shape), rate)
 
 
 # Scores are [B, K, G, bq, bk]: query head n is group member n % G of key head n // G.
@@ -86,14 +98,6 @@ def _like_scores(x, scores):
     return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
 
-def _dropout(tiles: Tiles, x, i, j):
-    if tiles.call.dropout_seed is None:
-        return x
-    (B, K, G), rate = x.shape[:3], tiles.call.dropout_rate
-    keep = kept(tiles.call.dropout_seed, rate, (B, K * G), *tiles.positions(i, j))
-    return rescaled(x, keep.reshape(x.shape), rate)
-
-
 # Forward: a query block and its running softmax
 
 
@@ -119,14 +123,13 @@ def extend(tiles: Tiles, softmax: Softmax, q, i, at) -> Softmax:
 
     def visit(kind, j, softmax):
         top, total, out = softmax
-        place = tiles.place(j)
-        scores, _ = _scores(tiles, kind, q, _block(tiles.grid, tiles.keys, place), i, j)
+        scores, _ = _scores(tiles, kind, q, tiles.block(tiles.keys, j), i, j)
         above = jnp.maximum(top, jnp.max(scores, axis=-1))
         finite = jnp.where(above == -jnp.inf, 0, above)
         weights, shrink = jnp.exp(scores - finite[..., None]), jnp.exp(top - finite)
         total = total * shrink + jnp.sum(weights, axis=-1)
-        weights = _flat(_dropout(tiles, weights, i, j).astype(tiles.values.dtype))
-        new = einsum("bkrs,bksh->bkrh", weights, _block(tiles.grid, tiles.values, place), dtype=wide)
+        weights = _flat(tiles.dropout(weights, i, j).astype(tiles.values.dtype))
+        new = einsum("bkrs,bksh->bkrh", weights, tiles.block(tiles.values, j), dtype=wide)
         return Softmax(above, total, out * shrink[..., None] + new.reshape(out.shape))
 
     return blocks.visit_all(tiles.visits, at, visit, softmax)
@@ -144,8 +147,8 @@ def _attend(grid, query, key, value, call):
 
 
 def _tiles(grid: Grid, key, value, call) -> Tiles:
-    keys, values = (jnp.pad(x, ((0, 0), (0, -grid.S % grid.bk), (0, 0), (0, 0))) for x in (key, value))
     bias = blocks.bias_blocks(grid, call.bias, call.mask.first(grid.T, grid.S))
+    keys, values = (blocks.padded(x, 1, grid.bk) for x in (key, value))
     return Tiles(grid, call, bias, blocks.find_visits(call.mask, grid), keys, values)
 
 
@@ -163,9 +166,6 @@ def _forward(grid, query, key, value, call):
     return (out, public), (query, key, value, call, out, lse)
 
 
-# Backward
-
-
 class Row(NamedTuple):
     """A query block `[B, bq, N, ...]` in the backward pass."""
 
@@ -178,14 +178,13 @@ class Row(NamedTuple):
 class Gradients(NamedTuple):
     """Sums that every visit adds to."""
 
-    dq: Any  # of one query block, [B, K, G * bq, H]
     dk: Any
     dv: Any
     bias: Any
 
 
-def add_gradients(tiles: Tiles, sums: Gradients, row: Row, i, at) -> Gradients:
-    """`sums` with the visits of query block i that stand at `at`.
+def add_gradients(tiles: Tiles, sums: Gradients, row: Row, i, at) -> tuple[Gradients, Array]:
+    """`sums` with the visits of query block i that stand at `at`, and of these visits the gradient `[B, bq, N, H]` of q.
 
     The gradient of a row's scores is weights * (d_out . value - delta): Dao et al. 2022, appendix B.2.
     """
@@ -193,37 +192,26 @@ def add_gradients(tiles: Tiles, sums: Gradients, row: Row, i, at) -> Gradients:
     q, g = _flat(group_heads(row.q, K)), _flat(group_heads(row.g.astype(tiles.values.dtype), K))
     lse, delta = _finite_lse(row.lse)[..., None], group_heads(row.delta, K)[..., None]
 
-    def visit(kind, j, sums):
-        dq, dk, dv, d_bias = sums
-        place = tiles.place(j)
-        keys, values = (_block(tiles.grid, x, place) for x in (tiles.keys, tiles.values))
+    def visit(kind, j, state):
+        dq, (dk, dv, d_bias) = state
+        keys, values = tiles.block(tiles.keys, j), tiles.block(tiles.values, j)
         scores, slope = _scores(tiles, kind, q, keys, i, j)
         weights = jnp.exp(scores - lse)
-        dropped = _flat(_dropout(tiles, weights, i, j).astype(tiles.values.dtype))
+        dropped = _flat(tiles.dropout(weights, i, j).astype(tiles.values.dtype))
         d_weights = einsum("bkrh,bksh->bkrs", g, values, dtype=wide).reshape(weights.shape)
-        d_scores = weights * (_dropout(tiles, d_weights, i, j) - delta) * slope
+        d_scores = weights * (tiles.dropout(d_weights, i, j) - delta) * slope
         if tiles.bias is not None:
             d_bias = tiles.bias.accumulate(d_bias, i, j, d_scores)
         d_scores = _flat((d_scores * tiles.call.scale).astype(dtype))
         dq = dq + einsum("bkrs,bksh->bkrh", d_scores, keys, dtype=wide)
         # XLA:CPU computes these transposed products a third faster
-        start, by_key = place * tiles.grid.bk, lambda x: x.transpose(0, 3, 1, 2)
-        dk = blocks.add_at(dk, by_key(einsum("bkrh,bkrs->bkhs", q, d_scores, dtype=wide)), start)
-        dv = blocks.add_at(dv, by_key(einsum("bkrh,bkrs->bkhs", g, dropped, dtype=wide)), start)
-        return Gradients(dq, dk, dv, d_bias)
+        by_key = lambda x: x.transpose(0, 3, 1, 2)
+        dk = blocks.add_at(dk, by_key(einsum("bkrh,bkrs->bkhs", q, d_scores, dtype=wide)), tiles.start(j))
+        dv = blocks.add_at(dv, by_key(einsum("bkrh,bkrs->bkhs", g, dropped, dtype=wide)), tiles.start(j))
+        return dq, Gradients(dk, dv, d_bias)
 
-    return blocks.visit_all(tiles.visits, at, visit, sums)
-
-
-def zero_dq(q, K: int):
-    """The dq of `Gradients` for queries q `[B, bq, N, H]`."""
-    return jnp.zeros_like(_flat(group_heads(q, K)), jnp.promote_types(q.dtype, jnp.float32))
-
-
-def finish_dq(dq, q):
-    """dq of `Gradients` as the gradient of q `[B, bq, N, H]`."""
-    B, K, _, H = dq.shape
-    return ungroup_heads(dq.reshape(B, K, -1, q.shape[1], H)).astype(q.dtype)
+    dq, sums = blocks.visit_all(tiles.visits, at, visit, (jnp.zeros_like(q, wide), sums))
+    return sums, ungroup_heads(dq.reshape(*delta.shape[:-1], -1))
 
 
 def sink_gradient(sinks, lse, delta):
@@ -240,21 +228,20 @@ def _backward(grid, residuals, gradients):
     d_out, d_lse = gradients
     wide = jnp.promote_types(query.dtype, jnp.float32)
     tiles = _tiles(grid, key, value, call)
-    delta = lambda g, o, g_lse: jnp.sum(g.astype(wide) * o.astype(wide), axis=-1) - g_lse.astype(wide)
+    delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1) - d_lse.astype(wide)
 
     def step(sums, inputs):
-        i, q, g, o, g_lse, lse = inputs
-        row = Row(q, g, delta(g, o, g_lse), lse)
-        dq, *sums = add_gradients(tiles, Gradients(zero_dq(q, key.shape[2]), *sums), row, i, i)
-        return tuple(sums), finish_dq(dq, q)
+        i, row = inputs
+        sums, dq = add_gradients(tiles, sums, row, i, i)
+        return sums, dq.astype(query.dtype)
 
-    sums = *blocks.zeros((tiles.keys, tiles.values), wide), None if tiles.bias is None else tiles.bias.zeros(wide)
-    rows = (query_blocks(grid, x) for x in (query, d_out, out, d_lse))
-    (dk, dv, d_bias), dq = lax.scan(step, sums, (jnp.arange(grid.nq), *rows, lse))
+    d_bias = None if tiles.bias is None else tiles.bias.zeros(wide)
+    sums = Gradients(jnp.zeros_like(tiles.keys, wide), jnp.zeros_like(tiles.values, wide), d_bias)
+    q, g, block_delta = (query_blocks(grid, x) for x in (query, d_out, delta))
+    (dk, dv, d_bias), dq = lax.scan(step, sums, (jnp.arange(grid.nq), Row(q, g, block_delta, lse)))
     dk, dv = (d[:, : grid.S].astype(x.dtype) for d, x in ((dk, key), (dv, value)))
-    d_sinks = sink_gradient(call.sinks, lse, delta(d_out, out, d_lse))
-    d_bias = blocks.bias_gradient(call.bias, d_bias)
-    return join_blocks(dq, grid.T), dk, dv, replace(call, mask=None, bias=d_bias, sinks=d_sinks, dropout_seed=None)
+    d_call = call.gradient(blocks.bias_gradient(call.bias, d_bias), sink_gradient(call.sinks, lse, delta))
+    return join_blocks(dq, grid.T), dk, dv, d_call
 
 
 _attend.defvjp(_forward, _backward)
@@ -272,10 +259,3 @@ def _finite_lse(lse):
 def _flat(x):
     """[B, K, G, bq, ...] -> [B, K, G * bq, ...], the rows of a product."""
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
-
-
-def _block(grid: Grid, x, j):
-    """The keys or values of block j: `[B, K, bk, H]`."""
-    x = lax.dynamic_slice_in_dim(x, j * grid.bk, grid.bk, axis=1, allow_negative_indices=False)
-    # XLA:CPU computes a product with a transposition inside it slowly, and in bfloat16 not at all
-    return lax.optimization_barrier(x.transpose(0, 2, 1, 3))

@@ -1,10 +1,12 @@
-"""What every kernel of exact attention is given beside query, key and value."""
+"""What every kernel of exact attention is given beside query, key and value, and the refusals of all kinds of attention."""
 
+from dataclasses import replace
 from typing import Any
 
 from flax import struct
 from jax import Array
 
+from jaxformer.masks import Mask
 from jaxformer.ops.dropout import seed
 
 
@@ -19,6 +21,10 @@ class Call:
     scale: float = struct.field(pytree_node=False, default=1.0)
     softcap: float | None = struct.field(pytree_node=False, default=None)
     dropout_rate: float = struct.field(pytree_node=False, default=0.0)
+
+    def gradient(self, bias, sinks) -> "Call":
+        """The cotangent that `jax.custom_vjp` wants."""
+        return replace(self, mask=None, bias=bias, sinks=sinks, dropout_seed=None)
 
 
 def dropout_seed(rate: float, key: Array | None) -> Array | None:
@@ -35,3 +41,15 @@ def check_shapes(name: str, query: Array, key: Array, value: Array) -> None:
         raise ValueError(f"{name}: B, S, K of key and value, B and H of query and key must agree; got {shapes}")
     if query.shape[2] % key.shape[2]:
         raise ValueError(f"{name}: {key.shape[2]} key/value heads do not divide {query.shape[2]} query heads")
+
+
+def refuse(kernel: str, lacks: str | None, other: str = "blockwise") -> None:
+    """Raises NotImplementedError where `lacks` says, in a few words, what of a call the kernel cannot compute."""
+    if lacks is not None:
+        raise NotImplementedError(f"{kernel}: no {lacks}; implementation={other!r} has it")
+
+
+def mask_refusal(function: str, whole: Mask | None, part: Any, takes: str) -> NotImplementedError:
+    """The error for a mask of which a function, another one than exact attention, cannot keep a part."""
+    alternative = "attention(implementation='blockwise') takes any mask"
+    return NotImplementedError(f"{function}(mask={whole}): no {part}; it takes {takes}; {alternative}")

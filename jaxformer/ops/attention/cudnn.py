@@ -9,7 +9,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxformer.masks import Mask, rules
-from jaxformer.ops.attention.call import Call
+from jaxformer.ops.attention.call import Call, refuse
 from jaxformer.ops.attention.share import parts, share
 from jaxformer.ops.attention.splash import band
 
@@ -19,16 +19,13 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
 
     Masks: `full`, and with as many queries as keys `causal` and `window(l)`; each also `& lengths(q, kv)`. On the mesh of
     `jax.set_mesh` each device computes its share of the batch and the heads.
-
-    Raises NotImplementedError for what `refuses` names.
     """
-    if reason := refuses(query, key, value, call):
-        raise NotImplementedError(f"cudnn: no {reason}; implementation='blockwise' has it")
+    refuse("cudnn", refuses(query, key, value, call))
     (B, T), (S, K) = query.shape[:2], key.shape[1:3]
     planned, split, bias = plan(call.mask, T, S), share(B, T, K), call.bias
     assert not isinstance(planned, str)  # `refuses` would have named it
     if split.length is not None:
-        raise NotImplementedError(f"cudnn: no queries split over mesh.context={parts(split.length)}; use 'ring'")
+        refuse("cudnn", f"queries split over mesh.context={parts(split.length)}", "ring")
     lengths = {k: jnp.broadcast_to(v, B) for k, v in planned.items() if k.endswith("seq_lengths")}
     shape = (1, 1) if bias is None else bias.shape[:2]
     bias_spec = P(*(axes if n > 1 else None for n, axes in zip(shape, (split.batch, split.heads), strict=True)))
@@ -56,7 +53,7 @@ def refuses(query, key, value, call: Call) -> str | None:
         return f"values {value.shape[3]} wide beside keys {H} wide"
     if H % 8 or _widest() < H:
         return f"head width {H} (a multiple of 8, at most {_widest()} on this GPU)"
-    planned = _static_plan(call.mask, T, S)
+    planned = plan(call.mask, T, S)
     if isinstance(planned, str):
         return planned
     if bias is not None:
@@ -72,32 +69,14 @@ def refuses(query, key, value, call: Call) -> str | None:
 def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
     """The keywords of `jax.nn.dot_product_attention` that give `mask`, or in a few words what of it they cannot give.
 
-    Their masks start in the top left corner, and only a causal one may have a window. Lengths, int32 `[B]` or `[1]`, are
-    limited by the arrays: `query_seq_lengths` counts only queries that see a key, `key_value_seq_lengths` is 1 or more.
+    Lengths are int32 `[B]` or `[1]`: of queries that see a key, and of keys, at least 1.
     """
-    planned = _static_plan(mask, T, S)
-    limits = [part.arrays for part in mask.conjuncts() if part.rule is rules.lengths]
-    if isinstance(planned, str) or not limits:
-        return planned
-    offset = mask.first(T, S)
-    q_length, kv_length = jnp.full(1, T), jnp.full(1, S)
-    for q, kv in limits:
-        q_length = q_length if q is None else jnp.minimum(q_length, q - offset)
-        kv_length = kv_length if kv is None else jnp.minimum(kv_length, kv)
-    # queries further than the window from the last key see nothing, and without keys no query does
-    reach = min(T, planned["local_window_size"][0]) if "local_window_size" in planned else T
-    q_length = jnp.where(kv_length > 0, jnp.clip(q_length, 0, kv_length + reach), 0)
-    lengths = {"query_seq_lengths": q_length, "key_value_seq_lengths": jnp.maximum(kv_length, 1)}
-    return planned | {name: length.astype(jnp.int32) for name, length in lengths.items()}
-
-
-def _static_plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
     if not isinstance(mask.offset, int | None):
         return "mask at an offset that is an array"
     if T == 0 or S == 0:
         return "empty queries or keys"
-    offset = mask.first(T, S)
-    ends = band(*(part for part in mask.conjuncts() if part.rule is not rules.lengths))
+    offset, parts = mask.first(T, S), mask.conjuncts()
+    ends = band(*(part for part in parts if part.rule is not rules.lengths))
     if ends is None:
         return f"mask {mask}"
     left, right = ends
@@ -105,15 +84,26 @@ def _static_plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
         right = None  # the first query sees the last key
     if left is not None and T - 1 + offset - left <= 0:
         left = None  # the last query sees the first key
-    if left is None and right is None:
-        return {}
-    if right != 0:
-        return f"mask {mask} that is not causal"
-    if T != S or offset != 0:
-        return (
-            f"mask {mask} for {T} queries from position {offset} on and {S} keys: cuDNN's start in the top left corner"
-        )
-    return {"is_causal": True} | ({} if left is None else {"local_window_size": (left, 0)})
+    planned = {}
+    if left is not None or right is not None:
+        if right != 0:
+            return f"mask {mask} that is not causal"
+        if T != S or offset != 0:
+            start = f"{T} queries from position {offset} on and {S} keys"
+            return f"mask {mask} for {start}: cuDNN's start in the top left corner"
+        planned = {"is_causal": True} | ({} if left is None else {"local_window_size": (left, 0)})
+    limits = [part.arrays for part in parts if part.rule is rules.lengths]
+    if not limits:
+        return planned
+    q_length, kv_length = jnp.full(1, T), jnp.full(1, S)
+    for q, kv in limits:
+        q_length = q_length if q is None else jnp.minimum(q_length, q - offset)
+        kv_length = kv_length if kv is None else jnp.minimum(kv_length, kv)
+    # queries further than the window from the last key see nothing, and without keys no query does
+    reach = T if left is None else min(T, left)
+    q_length = jnp.where(kv_length > 0, jnp.clip(q_length, 0, kv_length + reach), 0)
+    lengths = {"query_seq_lengths": q_length, "key_value_seq_lengths": jnp.maximum(kv_length, 1)}
+    return planned | {name: length.astype(jnp.int32) for name, length in lengths.items()}
 
 
 def run(

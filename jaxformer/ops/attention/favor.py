@@ -26,15 +26,12 @@ def favor_attention(
     eps: float = 1e-6,
     chunk: int = 128,
 ) -> Float[Array, "B T N Hv"]:
-    """`attention` estimated by FAVOR+, with an error of O(1/sqrt(M)): Choromanski et al. 2021, eq. 5-7.
+    """`linear_attention` with `favor_features`: `attention` with an error of O(1/sqrt(M)). Choromanski et al. 2021, eq. 5-7.
 
-    `linear_attention` with `favor_features` of `projection`, which is data: see `orthogonal_projection` and `redraw`. The
-    key's `stabiliser` is by default the largest exponent of its row and head, which depends on later tokens too. It
-    cancels, except in `eps`. So a causal model is causal to the last bit only with eps = 0 or a given stabiliser (0.0 will
-    do while |k|^2 / sqrt(H) stays below 100); `linear_attention_step` needs a given one.
-
-    The variance grows with exp(|q|^2 / sqrt(H)): large queries and keys need many features. For the ReLU kernel, take
-    `linear_attention(..., feature_map=partial(favor_relu_features, projection=projection), eps=0)`.
+    `projection` is data: see `orthogonal_projection` and `redraw`. The key's `stabiliser` is by default the largest exponent
+    of its row and head, which depends on later tokens too. It cancels, except in `eps`: a model is causal to the last bit only
+    with eps = 0 or a given stabiliser (0.0 will do while |k|^2 / sqrt(H) stays below 100). The variance grows with
+    exp(|q|^2 / sqrt(H)). For the ReLU kernel take `linear_attention` with `favor_relu_features`.
     """
     check_shapes("favor_attention", query, key, value)
     if stabiliser is None:
@@ -57,9 +54,8 @@ def favor_features(
 ) -> Float[Array, "B T N M"]:
     """(exp(P z - |z|^2 / 2 - stabiliser) + eps) / sqrt(M), z = x / H^(1/4): Choromanski et al. 2021, lemma 1.
 
-    phi(q) . phi(k) has the mean exp(q . k / sqrt(H)), up to the factors exp(-stabiliser), which cancel in attention.
-    Queries may have a stabiliser for each token (the default: its largest exponent); keys share one. eps is the 1e-6 of
-    the authors' code.
+    phi(q) . phi(k) has the mean exp(q . k / sqrt(H)), up to the factors exp(-stabiliser), which cancel in attention: by
+    default each token's largest exponent, which will do for queries; keys share one. eps is that of the authors' code.
     """
     products = _project(x, projection)
     if stabiliser is None:
@@ -85,8 +81,7 @@ def orthogonal_projection(
     """Gaussian rows that are orthogonal in blocks of `width`: Choromanski et al. 2021, sec. 2.4 and 3.
 
     Row norms are those of independent Gaussian rows ("chi", unbiased) or all sqrt(width) ("constant", biased, with less
-    variance). The directions are Haar distributed: `jax.random.orthogonal` corrects the signs of a QR decomposition for
-    that. The public Performers do not, and their error stops falling near 4e-3.
+    variance). The directions are Haar distributed, unlike those of public Performers, whose error stops falling near 4e-3.
     """
     if norms not in ("chi", "constant"):
         raise ValueError(f"orthogonal_projection: norms are 'chi' or 'constant'; got {norms!r}")
@@ -99,10 +94,7 @@ def orthogonal_projection(
 
 
 def redraw(key: Array, step: int | Int[Array, ""], every: int) -> Array:
-    """The key of the projection at `step`, a new one every `every` steps. Choromanski et al. 2021, sec. 4.2.
-
-    orthogonal_projection(redraw(key, step, 1000), M, H)
-    """
+    """The key of the projection at `step`, a new one every `every` steps. Choromanski et al. 2021, sec. 4.2."""
     if every < 1:
         raise ValueError(f"redraw: every {every} steps; it takes at least 1")
     return jax.random.fold_in(key, step // every)

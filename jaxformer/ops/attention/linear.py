@@ -1,9 +1,7 @@
 """Attention in linear time: a product of feature maps instead of the exponential, so that keys can be summed once.
 
-    out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / (phi(q_i)^T sum_j phi(k_j) + eps)
-
-The sums run over the keys that the mask shows: all of them, those before the query (`causal`), those of the query's own
-segment. Every function here takes these masks and refuses others by name.
+The sums run over the keys that the mask shows: all of them, those before the query (`causal`), or those of the query's own
+segment. Functions refuse other masks by name.
 """
 
 from collections.abc import Callable
@@ -18,8 +16,9 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxformer.masks import Mask, as_mask, rules
-from jaxformer.ops.attention.call import check_shapes
+from jaxformer.ops.attention.call import check_shapes, mask_refusal
 from jaxformer.ops.einsum import einsum
+from jaxformer.ops.positions import fill_padding
 
 FeatureMap = Callable[[Array], Array]  # [B, T, N, H] -> [B, T, N, M], token by token or along the sequence
 FeatureMaps = FeatureMap | tuple[FeatureMap, FeatureMap]
@@ -48,15 +47,10 @@ def linear_attention(
 ) -> Float[Array, "B T N Hv"]:
     """phi(q) sum phi(k) v^T / (phi(q) sum phi(k) + eps). Katharopoulos et al. 2020, arXiv:2006.16236, eqs. 4-9.
 
-    K divides N as in `attention`, and there is no scale. `feature_map` is a function of `[B, T, N, H]`, or a pair of them,
-    for the query and for the key. Hidden tokens are zero when their map is called, so padding cannot leak through maps
-    along the sequence. Sums are float32 (float64 for float64 inputs). A query that sees no key yields zeros.
-
-    `mask` is `full()` or `causal()`, with or without `lengths` and `segments`. A segment is a contiguous run of one id,
-    perhaps with padding (id 0) inside; a row in which an id comes again after another id is NaN. With `causal` or
-    `segments` the sums are carried along, `chunk` tokens at a time: memory is linear in T, in the backward pass too.
-
-    Raises NotImplementedError for other masks, ValueError for shapes that do not fit.
+    `feature_map` is phi, or a pair for query and key; hidden tokens are zero when it is called. `mask` is `full()` or
+    `causal()`, with or without `lengths` and `segments` (runs of one id; a row in which an id comes again after another id is
+    NaN). Otherwise NotImplementedError. With `causal` or `segments` the sums are carried along, `chunk` tokens at a time:
+    memory is linear in T. Sums are float32 or wider. A query that sees no key yields zeros.
     """
     check_shapes("linear_attention", query, key, value)
     view = visibility(mask, query.shape[1], key.shape[1], "linear_attention")
@@ -78,9 +72,8 @@ def efficient_attention(
 ) -> Float[Array, "B T N Hv"]:
     """softmax(q over features) / sqrt(H) @ softmax(k over length)^T v. Shen et al. 2021, arXiv:1812.01243, sec. 3.2.
 
-    A softmax over the length would see the future. So under `causal()` it is exp(k) with the denominator of
-    `linear_attention`, at least 1e-3 (the form of the linear-attention-transformer package). Masks, shapes and errors as
-    in `linear_attention`.
+    Masks and errors as in `linear_attention`. Under `causal()` a softmax over the length would see the future: it is exp(k)
+    with the denominator of `linear_attention`, at least 1e-3 (the form of the linear-attention-transformer package).
     """
     check_shapes("efficient_attention", query, key, value)
     view = visibility(mask, query.shape[1], key.shape[1], "efficient_attention")
@@ -142,9 +135,6 @@ def linear_attention_step(
     return state, _divide(numerator, denominator + eps).astype(dtype)
 
 
-# Masks
-
-
 class View(NamedTuple):
     """What a mask shows: which queries see any key, which keys any query sees, and the segments."""
 
@@ -158,7 +148,7 @@ class View(NamedTuple):
         """`[B|1, n]`: the number of each position's segment in its row, from the left. Padding does not end a segment."""
         if self.ids is None:
             return jnp.zeros((1, len(positions)), jnp.int32)
-        ids = _without_padding(rules.lookup(self.ids, positions[None]))
+        ids = fill_padding(rules.lookup(self.ids, positions[None]))
         return jnp.cumsum(ids != jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1), axis=1)
 
     def refuse_recurring(self, x):
@@ -166,7 +156,7 @@ class View(NamedTuple):
         if self.ids is None:
             return x
         changes = lambda ids: jnp.sum(ids[:, 1:] != ids[:, :-1], axis=1)
-        ids = _without_padding(self.ids)
+        ids = fill_padding(self.ids)
         recurs = changes(ids) > changes(jnp.sort(ids, axis=1))
         return jnp.where(recurs.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
 
@@ -174,31 +164,19 @@ class View(NamedTuple):
 def visibility(mask: Any, T: int, S: int, function: str) -> View:
     """Reads `full() / causal() & lengths(...) & segments(ids)`. NotImplementedError, which names `function`, for the rest."""
     mask = as_mask(mask, function)
-    first = mask.first(T, S)
-    q, kv = (first + jnp.arange(T))[None], jnp.arange(S)[None]
-    causal, ids, queries, keys = False, None, jnp.ones((1, T), bool), jnp.ones((1, S), bool)
+    causal, ids, padding = False, None, []
     for part in mask.conjuncts():
         if part.rule is rules.causal:
             causal = True
         elif part.rule is rules.lengths:
-            q_length, kv_length = part.arrays
-            queries = queries if q_length is None else queries & (q < q_length[:, None])
-            keys = keys if kv_length is None else keys & (kv < kv_length[:, None])
+            padding.append(part)
         elif part.rule is rules.segments and ids is None and (part.offset is None or part.arrays[0] is part.arrays[1]):
             ids = part.arrays[0]
-            queries, keys = queries & (rules.lookup(ids, q) != 0), keys & (rules.lookup(ids, kv) != 0)
+            padding.append(part)
         elif part.rule is not rules.full:
-            raise NotImplementedError(
-                f"{function}: sums of keys cannot keep {part}, part of the mask {mask}; they keep full(), causal(), "
-                "lengths(...) and one segments(ids). attention(implementation='blockwise') takes any mask"
-            )
-    return View(causal, first, queries, keys, ids)
-
-
-def _without_padding(ids):
-    """Padding has the id of the last token before it."""
-    at = jnp.arange(ids.shape[1])[None]
-    return jnp.take_along_axis(ids, jax.lax.cummax(jnp.where(ids != 0, at, 0), axis=1), axis=1)
+            raise mask_refusal(function, mask, part, "full(), causal(), lengths(...) and one segments(ids)")
+    q_ids, kv_ids = rules.segment_ids(padding, *mask.positions(T, S))
+    return View(causal, mask.first(T, S), q_ids != 0, kv_ids != 0, ids)
 
 
 def packed(ids: Int[Array, "B L"]) -> Bool[Array, " B"]:
@@ -212,11 +190,8 @@ def _hide(x, shown):
     return jnp.where(shown.reshape(*shown.shape, *(1,) * (x.ndim - shown.ndim)), x, 0)
 
 
-# Sums
-
-
 def _weighted_sums(query, key, value, view: View, chunk: int):
-    """sum_j (q_i . k_j) v_j and sum_j (q_i . k_j) over the keys j that query i sees, for features of query and key."""
+    """sum_j (q_i . k_j) v_j and sum_j (q_i . k_j) over the keys j that query i sees."""
     query, key, value = _hide(query, view.queries), _hide(key, view.keys), _hide(value, view.keys)
     if view.causal or view.ids is not None:
         numerator, denominator, _ = _by_chunks(query, key, value, view, chunk)
@@ -258,8 +233,7 @@ def _scan(query, key, value, runs, state, within, chunk):
     """One pass over the chunks. Each query meets the keys of its run that are in `state`, and of its chunk by `within`.
 
     `within` is the mask `[chunk, chunk]` inside a chunk; with None the pass goes backwards and leaves the chunk out. The
-    backward pass recomputes the body and keeps one state a chunk: less than the chunk's keys and values, if `chunk` is at
-    least the number of features.
+    backward pass recomputes the body and keeps one state a chunk.
     """
     reverse = within is None
     edge = 0 if reverse else -1

@@ -9,6 +9,7 @@ from jaxtyping import Float
 
 from jaxformer.masks import Mask
 from jaxformer.ops.attention import attention
+from jaxformer.ops.attention.call import mask_refusal
 from jaxformer.ops.attention.linear import packed, visibility
 from jaxformer.ops.einsum import einsum
 
@@ -28,23 +29,15 @@ def linformer_attention(
 ) -> Float[Array, "B T N Hv"]:
     """softmax(q (E^T k)^T * scale) F^T v. Wang et al. 2020, arXiv:2006.04768, eq. 7.
 
-    E is `key_projection` and F `value_projection`, from L >= S positions to R rows; a shorter sequence takes the first S.
-    The paper's ways of sharing are ways of passing arrays: `[L, R]` for all heads (headwise), no F for F = E (key-value),
-    the same E in every layer (layerwise), `[K, L, R]` for none.
-
-    `mask` may be `full()`, `lengths(...)` and `segments(ids)`. Padded keys are zero before E; padded queries yield zeros.
-    Every row of E^T k mixes keys of the whole sequence, so no other mask can be kept. Of segments a row may have one, with
-    padding (id 0); a row with several is NaN, because traced ids cannot be refused.
-
-    Raises NotImplementedError for other masks, ValueError for shapes that do not fit.
+    E is `key_projection` and F `value_projection` (None: F = E), from L >= S positions to R rows, of which a sequence takes
+    the first S; for all heads or for each. `mask` may be `full()`, `lengths(...)` and `segments(ids)` with one segment a row;
+    a row with several is NaN, because traced ids cannot be refused. Padding yields zeros. NotImplementedError for other
+    masks: every row of E^T k mixes keys of the whole sequence.
     """
     T, S = query.shape[1], key.shape[1]
     view = visibility(mask, T, S, "linformer_attention")
     if view.causal:
-        raise NotImplementedError(
-            f"linformer_attention: E mixes every key with later ones, so it cannot keep the mask {mask}; linear_attention, "
-            "favor_attention and attention(implementation='blockwise') can"
-        )
+        raise mask_refusal("linformer_attention", mask, "causal()", "full(), lengths(...) and segments(ids)")
     value_projection = key_projection if value_projection is None else value_projection
     key, value = _reduce(key, key_projection, view.keys), _reduce(value, value_projection, view.keys)
     shown = view.queries[:, :, None, None]

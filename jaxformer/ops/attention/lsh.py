@@ -1,7 +1,10 @@
 """Reformer's attention: tokens meet in hash buckets, and a query is its own key. Kitaev et al. 2020, arXiv:2001.04451."""
 
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import jax
@@ -10,7 +13,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxformer.masks import Mask, as_mask, rules
-from jaxformer.ops.attention.reference import softmax
+from jaxformer.ops.attention.call import mask_refusal
+from jaxformer.ops.attention.reference import softmax, softmax_and_log_sum_exp
 from jaxformer.ops.dropout import dropout
 from jaxformer.ops.einsum import einsum
 
@@ -23,10 +27,9 @@ Rotations = Float[Array, "#N H rounds _"] | tuple[Float[Array, "#N H rounds _"],
 def random_rotations(
     key: Array, heads: int, head_size: int, rounds: int, buckets: int | tuple[int, ...], dtype=jnp.float32
 ) -> Rotations:
-    """Normal directions for `lsh_attention`, `[N, H, rounds, buckets / 2]`: a new key, new buckets.
+    """Normal directions for `lsh_attention`, `[N, H, rounds, buckets / 2]`: each has two ends.
 
-    A tuple of sizes gives a tuple of arrays, whose hashes are digits of one bucket number: (64, 64) makes 4,096 buckets
-    from 64 directions. Raises ValueError for an odd number of buckets (each direction has two ends).
+    A tuple of sizes gives a tuple of arrays, whose hashes are digits of one bucket number: (64, 64) makes 4,096 buckets.
     """
     sizes = buckets if isinstance(buckets, tuple) else (buckets,)
     if any(size < 2 or size % 2 for size in sizes):
@@ -67,31 +70,26 @@ def lsh_attention(
 ) -> Float[Array, "B T N Hv"]:
     """softmax(scale x_i . x_j / |x_j|) value over those keys j that some round of hashing puts near the query i.
 
-    Each round sorts the tokens by (bucket, position) and cuts them into chunks. A query sees its own chunk,
-    `chunks_before` chunks before it and `chunks_after` after it. The rounds form one circle, as in trax: the first chunk of
-    a round looks back at the last of the round before. Rounds are merged by the softmax of their log-sum-exp. A token sees
-    itself only where it sees nothing else. Time and memory grow with rounds * T * chunk. T is padded to a multiple of
-    `multiple`, itself a multiple of `chunk` (None: `chunk`).
-
-    A key met in several rounds, or twice in a short circle, counts once (appendix A), or with `duplicates` as often as it
-    is met (trax, Hugging Face). `within_buckets` hides keys of the same chunk but of another bucket. `scale` is 1 in trax
-    and Hugging Face, H^-0.5 in lucidrains' package; `eps` is added to a key's mean square. Rotations are data, from
-    `random_rotations`: one set for all heads or one for each. Padding (by `segments` or `lengths`) is sorted behind all
-    other tokens, so that it separates no two of them. A query that sees no key yields zeros.
-
-    Raises ValueError for shapes that do not fit, NotImplementedError for a mask that differs by head or has an offset.
+    Each round sorts the tokens by (bucket, position), padding last, and cuts them into chunks. A query sees its own chunk,
+    `chunks_before` before it and `chunks_after` after it, in one circle of all rounds, as in trax; itself only where it sees
+    nothing else. A key met several times counts once (appendix A), or with `duplicates` as often as it is met (trax, Hugging
+    Face). `within_buckets` hides keys of another bucket. T is padded to a multiple of `multiple` (None: `chunk`); `eps` is
+    added to a key's mean square. Time and memory grow with rounds * T * chunk. NotImplementedError for a mask that differs
+    by head or has an offset. A query that sees no key yields zeros.
     """
     multiple = multiple or chunk
     _check(query_key, value, rotations, chunk, chunks_before, chunks_after, multiple)
     B, T, N, _ = query_key.shape
     mask = as_mask(mask, "lsh_attention").sized(T)
-    labels = _labels(jax.lax.stop_gradient(query_key), rotations, _real(mask, T), -T % multiple)
+    labels = _labels(jax.lax.stop_gradient(query_key), rotations, mask, -T % multiple)
     order = jnp.argsort(labels, axis=-1, stable=True)
-    circle = _circle(order, chunk, chunks_before, chunks_after, duplicates)
+    total = order.shape[2] * order.shape[3] // chunk
+    shifts = _shifts(total, chunks_before, chunks_after, duplicates)
+    circle = _Circle(order, jnp.argsort(order, axis=-1), chunk, shifts)
     wide = jnp.promote_types(query_key.dtype, jnp.float32)
     keys = circle.look(circle.cut(_unit(query_key, eps).swapaxes(1, 2)))
     scores = einsum("bncqh,bnckh->bncqk", circle.cut(query_key.swapaxes(1, 2)), keys, dtype=wide) * scale
-    q = order.reshape(B, N, circle.total, chunk)
+    q = order.reshape(B, N, total, chunk)
     kv = circle.look(q)
     scores = jnp.where(q[..., None] == kv[..., None, :], _SELF, scores)
     visible = _visible(mask, q, kv, T)
@@ -100,7 +98,7 @@ def lsh_attention(
         visible = visible & (here[..., None] == circle.look(here)[..., None, :])
     if not duplicates:
         scores = scores - jnp.log(_meetings(circle, labels if within_buckets else None))
-    weights, log_total = _softmax(jnp.where(visible, scores, -jnp.inf))
+    weights, log_total = softmax_and_log_sum_exp(jnp.where(visible, scores, -jnp.inf))
     weights = dropout(weights, dropout_rate, dropout_key).astype(value.dtype)
     out = einsum("bncqk,bnckh->bncqh", weights, circle.look(circle.cut(value.swapaxes(1, 2))), dtype=wide)
     return _merge_rounds(out, log_total.reshape(labels.shape), circle.place[..., :T], value.dtype)
@@ -113,10 +111,7 @@ class _Circle:
     order: Any  # [B, N, rounds, length]: the token at each place
     place: Any  # [B, N, rounds, length]: the place of each token
     chunk: int
-    total: int  # chunks
-    before: int  # chunks that a chunk sees before it, counted once
-    after: int
-    shifts: tuple[int, ...]  # how far away the chunks that it sees are
+    shifts: Sequence[int]  # how far before a chunk those that it sees are
 
     def cut(self, x):
         """[B, N, T, ...] -> [B, N, chunks, chunk, ...]: sorted, the rounds one after another; zeros at padding."""
@@ -130,30 +125,28 @@ class _Circle:
         return jnp.concatenate([jnp.roll(x, shift, axis=2) for shift in self.shifts], axis=3)
 
 
-def _circle(order, chunk: int, chunks_before: int, chunks_after: int, duplicates: bool) -> _Circle:
-    total = order.shape[2] * order.shape[3] // chunk
-    before = min(chunks_before, total - 1)
-    after = min(chunks_after, total - 1 - before)  # a circle of few chunks shows each of them once
-    shifts = range(before, -after - 1, -1)
+def _shifts(total: int, before: int, after: int, duplicates: bool) -> Sequence[int]:
+    """How far before a chunk those that it sees are, in a circle of `total`."""
     if duplicates:
         # Hugging Face's slices meet a chunk as often as they go round, and beyond a full turn the chunk itself
-        shifts = (shift if abs(shift) <= total else 0 for shift in range(chunks_before, -chunks_after - 1, -1))
-    return _Circle(order, jnp.argsort(order, axis=-1), chunk, total, before, after, tuple(shifts))
+        return [shift if abs(shift) <= total else 0 for shift in range(before, -after - 1, -1)]
+    before = min(before, total - 1)
+    return range(before, -min(after, total - 1 - before) - 1, -1)  # a circle of few chunks shows each of them once
 
 
 def _meetings(circle: _Circle, labels):
     """How often each pair of a chunk meets in all rounds, never below 1; with `labels`, in the same bucket."""
     rounds, length = circle.order.shape[2:]
     home = circle.place // circle.chunk + length // circle.chunk * jnp.arange(rounds)[None, None, :, None]
+    total, before, after = rounds * length // circle.chunk, circle.shifts[0], -circle.shifts[-1]
 
-    def pairs(
-        x,
-    ):  # what x has at query and key in each round, [..., queries, 1, rounds, 1] and [..., 1, keys, 1, rounds]
+    def pairs(x):
+        """What x has at query and key in each round, [..., queries, 1, rounds, 1] and [..., 1, keys, 1, rounds]."""
         x = circle.cut(x.swapaxes(2, 3))
         return x[..., :, None, :, None], circle.look(x)[..., None, :, None, :]
 
     q, kv = pairs(home)
-    met = (q - kv + circle.after) % circle.total <= circle.before + circle.after
+    met = (q - kv + after) % total <= before + after
     if labels is not None:
         q, kv = pairs(labels)
         met = met & (q == kv)
@@ -172,22 +165,16 @@ def _factors(rotations):
     return rotations if isinstance(rotations, tuple) else (rotations,)
 
 
-def _labels(x, rotations, real, padding):
+def _labels(x, rotations, mask, padding):
     """(round, bucket) as one number for each token, rounds apart; padding has the last bucket of each round."""
+    t = jnp.arange(x.shape[1])[None, None, :, None]
+    hides_padding = (part for part in mask.conjuncts() if part.rule in (rules.segments, rules.lengths))
+    sees_itself = (part.rule(part, t, t)[:, 0, :, 0] for part in hides_padding)
+    real = reduce(operator.and_, sees_itself, jnp.ones((1, x.shape[1]), bool))
     buckets = math.prod(2 * R.shape[-1] for R in _factors(rotations))
     labels = jnp.where(real[:, None, None], lsh_buckets(x, rotations), buckets)
     labels = jnp.pad(labels, [(0, 0)] * 3 + [(0, padding)], constant_values=buckets)
     return labels + (buckets + 1) * jnp.arange(labels.shape[2])[None, None, :, None]
-
-
-def _real(mask: Mask, T: int):
-    """[B or 1, T]: tokens that `segments` and `lengths` do not mark as padding."""
-    real, positions = jnp.ones((1, T), bool), jnp.arange(T)
-    for part in mask.conjuncts():
-        if part.rule in (rules.segments, rules.lengths):
-            q_ids, kv_ids = rules.segment_ids([part], positions, positions)
-            real = real & (q_ids == kv_ids) & (kv_ids != 0)
-    return real
 
 
 def _unit(x, eps):
@@ -200,25 +187,11 @@ def _visible(mask, q, kv, T):
     """The mask at the positions of each chunk: [B or 1, N, chunks, queries, keys]."""
     (B, N, total, chunk), width = q.shape, kv.shape[-1]
     visible = jax.vmap(mask, (1, 1), 1)(q.reshape(B, -1, chunk), kv.reshape(B, -1, width))
-    at_zero = mask.offset is None or (isinstance(mask.offset, int) and mask.offset == 0)
-    if visible.shape[2] != 1 or not at_zero:
-        raise NotImplementedError(
-            f"lsh_attention(mask={mask}): no mask by head or with an offset; attention() has both"
-        )
+    if visible.shape[2] != 1 or not isinstance(mask.offset, int | None) or mask.offset:
+        raise mask_refusal("lsh_attention", mask, "mask by head or with an offset", "any other")
     shape = visible.shape[0], N * total, 1, chunk, width
     visible = jnp.broadcast_to(visible, shape).reshape(-1, N, total, chunk, width)
     return visible & (q < T)[..., None] & (kv < T)[..., None, :]
-
-
-def _softmax(scores):
-    """Weights and their log-sum-exp; zeros and -inf for rows of -inf, without NaN in gradients."""
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
-    exponentials = jnp.exp(scores - top)
-    total = jnp.sum(exponentials, axis=-1, keepdims=True)
-    some = total > 0
-    total = jnp.where(some, total, 1)
-    return exponentials / total, jnp.where(some, top + jnp.log(total), -jnp.inf)[..., 0]
 
 
 def _check(query_key, value, rotations, chunk, before, after, multiple):
@@ -226,10 +199,10 @@ def _check(query_key, value, rotations, chunk, before, after, multiple):
     shapes = f"query_key {query_key.shape}, value {value.shape}, rotations {[R.shape for R in factors]}"
     if query_key.shape[:3] != value.shape[:3]:
         raise ValueError(f"lsh_attention: B, T, N of query_key and value must agree; got {shapes}")
-    if any(R.ndim != 4 or R.shape[0] not in (1, N) or R.shape[1] != H for R in factors):
-        raise ValueError(f"lsh_attention: rotations are [{N} or 1, {H}, rounds, buckets / 2]; got {shapes}")
-    if len({R.shape[2] for R in factors}) != 1:
-        raise ValueError(f"lsh_attention: factors of the rotations have one number of rounds; got {shapes}")
+    fit = all(R.ndim == 4 and R.shape[0] in (1, N) and R.shape[1:3] == (H, factors[0].shape[2]) for R in factors)
+    if not fit:
+        form = f"[{N} or 1, {H}, rounds, buckets / 2]; all factors have one number of rounds"
+        raise ValueError(f"lsh_attention: rotations are {form}; got {shapes}")
     if chunk < 1 or before < 0 or after < 0 or multiple % chunk:
         sizes = f"chunk={chunk}, chunks_before={before}, chunks_after={after}, multiple={multiple}"
         raise ValueError(f"lsh_attention: chunk >= 1, the others >= 0, and chunk divides multiple; got {sizes}")

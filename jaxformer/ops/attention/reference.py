@@ -16,6 +16,11 @@ from jaxformer.ops.positions import Bias
 
 def softmax(scores: Float[Array, "B N T S"], sinks: Float[Array, " N"] | None = None) -> Float[Array, "B N T S"]:
     """exp(s_j) / (sum_j exp(s_j) + exp(sink)): rows of -inf give zeros instead of NaN."""
+    return softmax_and_log_sum_exp(scores, sinks)[0]
+
+
+def softmax_and_log_sum_exp(scores, sinks=None) -> tuple[Array, Array]:
+    """The weights, and the logarithm of what they were divided by, `[..., 1]`: -inf for rows of -inf."""
     top = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)  # `initial` is the answer for no keys at all
     if sinks is not None:
         ends = jnp.finfo(scores.dtype)  # the largest numbers act as an infinite sink does, without NaN
@@ -26,7 +31,8 @@ def softmax(scores: Float[Array, "B N T S"], sinks: Float[Array, " N"] | None = 
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - top)
-    return exponentials / jnp.where(total == 0, 1, total)
+    some = jnp.where(total == 0, 1, total)
+    return exponentials / some, jnp.where(total == 0, -jnp.inf, top + jnp.log(some))
 
 
 def reference(query: Array, key: Array, value: Array, call: Call, weigh: Callable = softmax) -> tuple[Array, Array]:
@@ -40,7 +46,12 @@ def reference(query: Array, key: Array, value: Array, call: Call, weigh: Callabl
         grouped = query.reshape(B, T, K, N // K, H)
         scores = einsum("btkgh,bskh->bkgts", grouped, key, dtype=accumulate).reshape(B, N, T, S) * call.scale
     if call.bias is not None:
-        scores = scores + _all_of(call.bias, call.mask.first(T, S), *positions).astype(accumulate)
+        bias = call.bias
+        if isinstance(bias, Bias):
+            bias = bias.block(call.mask.first(T, S), T, 0, S)
+        elif callable(bias):
+            bias = bias(*positions)
+        scores = scores + (bias if bias.ndim == 4 else bias[None]).astype(accumulate)
     if call.softcap is not None:
         scores = call.softcap * jnp.tanh(scores / call.softcap)
     weights = weigh(jnp.where(call.mask(*positions), scores, -jnp.inf), call.sinks)
@@ -53,14 +64,6 @@ def reference(query: Array, key: Array, value: Array, call: Call, weigh: Callabl
         return einsum("bnts,bsnh->btnh", dropped, value), weights
     out = einsum("bkgts,bskh->btkgh", dropped.reshape(B, K, N // K, T, S), value)
     return out.reshape(B, T, N, value.shape[-1]), weights
-
-
-def _all_of(bias, first, q_positions, kv_positions) -> Array:
-    """The bias as an array `[B|1, N|1, T|1, S|1]`."""
-    if isinstance(bias, Bias):
-        return bias.block(first, len(q_positions), 0, len(kv_positions))
-    bias = bias(q_positions, kv_positions) if callable(bias) else bias
-    return bias if bias.ndim == 4 else bias[None]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

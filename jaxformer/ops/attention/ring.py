@@ -1,10 +1,8 @@
 """Exact attention of a sequence that is split over the devices of the mesh axis `context`, by the blockwise kernel.
 
-Keys and values travel around the ring of devices; each device keeps its queries and their running softmax (Liu et al.
-2023, Ring Attention, arXiv:2310.01889). In the backward pass the gradients of keys and values travel with them. Turns that
-no device needs are left out. A causal mask gives the last devices more work than the first: then each device takes one
-chunk from the front and one from the back (zigzag: Brandon et al. 2023, Striped Attention, arXiv:2311.09431, and the
-Llama 3 report, arXiv:2407.21783, section 3.3.2).
+Keys, values and their gradients travel around the ring of devices; each keeps its queries and their running softmax (Liu
+et al. 2023, arXiv:2310.01889). A causal mask gives the last devices more work than the first: then each takes one chunk from
+the front and one from the back (zigzag: the Llama 3 report, arXiv:2407.21783, section 3.3.2).
 """
 
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from jaxformer.masks import EMPTY, Mask
 from jaxformer.ops.attention import blocks, blockwise
 from jaxformer.ops.attention.blocks import Grid, Visits, join_blocks, query_blocks
 from jaxformer.ops.attention.blockwise import Gradients, Row, Tiles
-from jaxformer.ops.attention.call import Call
+from jaxformer.ops.attention.call import Call, refuse
 from jaxformer.ops.positions import Bias
 from jaxformer.sharding import with_logical_constraint
 
@@ -42,16 +40,14 @@ def devices() -> int:
 def attention(query: Array, key: Array, value: Array, call: Call, gather: bool = False) -> Array:
     """`ops.attention` on the mesh of `jax.set_mesh`, T and S split over `context`; the compiler splits the other axes.
 
-    With P devices a forward pass permutes keys and values P - 1 times, or less where the mask leaves turns empty. Zigzag
-    adds 2 permutes for queries, 2 for keys and values, and 2 for the output. With `gather` each device collects all keys
-    and values instead, for sequences that are short enough: one all-gather, and one reduce-scatter of the gradient. Arrays
-    of masks and biases are on every device. Raises NotImplementedError for what `refuses` names.
+    With P devices a forward pass permutes keys and values P - 1 times, less where the mask leaves turns empty; zigzag adds
+    6 permutes. With `gather` each device collects all keys and values instead: one all-gather, and one reduce-scatter of
+    the gradient. Arrays of masks and biases are on every device. NotImplementedError for what `refuses` names.
     """
     (B, T, N, _), S, count = query.shape, key.shape[1], devices()
     if count == 1:
         return blockwise.attention(query, key, value, call)[0]
-    if reason := refuses(query, key, value, call):
-        raise NotImplementedError(f"ring: no {reason}; implementation='reference' has it")
+    refuse("ring", refuses(query, key, value, call), "reference")
     chunks = count * _chunks(T, S, count)
     most = blocks.choose_block(call.mask, T, S, B * N)
     divisor = lambda n, most: max(d for d in range(1, min(n, most) + 1) if n % d == 0)
@@ -59,11 +55,10 @@ def attention(query: Array, key: Array, value: Array, call: Call, gather: bool =
     plan, kv = make_plan(call.mask, grid, count, gather), jnp.concatenate([key, value], axis=-1)
     if not plan.zigzag:
         return _attend(plan, query, kv, call)
-    rows = call.bias.rows if isinstance(call.bias, Bias) else ()
-    query, rows = _exchange(count, (query, rows))
+    if isinstance(call.bias, Bias):
+        call = replace(call, bias=replace(call.bias, rows=_exchange(count, call.bias.rows)))
     kv = kv if gather else _exchange(count, kv)
-    call = replace(call, bias=replace(call.bias, rows=rows)) if rows else call
-    return _exchange(count, _attend(plan, query, kv, call), back=True)
+    return _exchange(count, _attend(plan, _exchange(count, query), kv, call), back=True)
 
 
 def refuses(query, key, value, call: Call) -> str | None:
@@ -107,16 +102,17 @@ def make_plan(mask: Mask, grid: Grid, devices: int, gather: bool) -> Plan:
     visited = mask.blocks(grid.T, grid.S, (grid.bq, grid.bk)) != EMPTY
     chunks = devices * _chunks(grid.T, grid.S, devices)
     work = visited.reshape(chunks, grid.nq // chunks, chunks, grid.nk // chunks).sum((1, 3))
-    split, zigzag = np.arange(chunks).reshape(devices, -1), False
-    if split.shape[1] == 2:  # the exchange must save more than it costs; in each turn all devices wait for the busiest
-        slowest = lambda split: _visits_by_turn(work, split, gather).max(0).sum()
-        zigzag = bool(slowest(_zigzag(devices)) < 0.9 * slowest(split))
+    split = np.arange(chunks).reshape(devices, -1)
+    # the exchange must save more than it costs; in each turn all devices wait for the busiest
+    slowest = lambda split: _visits_by_turn(work, split, gather).max(0).sum()
+    zigzag = split.shape[1] == 2 and bool(slowest(_zigzag(devices)) < 0.9 * slowest(split))
     split = _zigzag(devices) if zigzag else split
     busy = _visits_by_turn(work, split, gather) > 0
-    rows, columns = _blocks_of(split, grid.nq // chunks), _blocks_of(split, grid.nk // chunks)
+    blocks_of = lambda count: np.arange(count, dtype=np.int32).reshape(chunks, -1)[split].reshape(devices, -1)
+    rows, columns = blocks_of(grid.nq), blocks_of(grid.nk)
     owners, places = (None, None) if gather else _inverse(columns)
     visits = blocks.find_visits(mask, grid, None if owners is None else tuple(owners.tolist()))
-    return Plan(grid, gather, zigzag, rows, _inverse(rows)[1], places, visits, busy, *_turns(busy.any(0)))
+    return Plan(grid, gather, zigzag, rows, _inverse(rows)[1], places, visits, busy, *_turns(busy))
 
 
 def _visits_by_turn(work, split, gather: bool) -> np.ndarray:
@@ -131,35 +127,20 @@ def _visits_by_turn(work, split, gather: bool) -> np.ndarray:
 def _zigzag(devices: int) -> np.ndarray:
     """[devices, 2]: device d has chunks d and 2 devices - 1 - d, the even one first."""
     d = np.arange(devices)
-    return np.where((d % 2 == 0)[:, None], np.stack([d, 2 * devices - 1 - d], 1), np.stack([2 * devices - 1 - d, d], 1))
+    chunks = np.stack([d, 2 * devices - 1 - d], 1)
+    return np.where((d % 2 == 0)[:, None], chunks, chunks[:, ::-1])
 
 
-def _blocks_of(split: np.ndarray, count: int) -> np.ndarray:
-    """[devices, blocks]: the blocks of each device, of `count` blocks for each of its chunks."""
-    return (split[:, :, None] * count + np.arange(count)).reshape(len(split), -1).astype(np.int32)
+def _inverse(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The device of each block, and its place there, from the blocks of each device."""
+    return np.divmod(np.argsort(rows, axis=None).astype(np.int32), rows.shape[1])
 
 
-def _inverse(rows: np.ndarray) -> np.ndarray:
-    """[2, blocks]: the device of each block, and its place there, from the blocks of each device."""
-    found = np.empty((2, rows.size), np.int32)
-    found[:, rows] = np.indices(rows.shape)
-    return found
-
-
-def _turns(busy: Any) -> tuple[int, int]:
+def _turns(busy: np.ndarray) -> tuple[int, int]:
     """The shortest run of turns around the ring that holds all busy ones: (first, how many)."""
-    needed = np.flatnonzero(busy)
-    if not len(needed):
-        return 0, 1
-    gaps = np.diff(np.append(needed, needed[0] + len(busy)))
-    last = (
-        len(gaps) - 1 - int(np.argmax(gaps[::-1]))
-    )  # before the longest gap; of equal gaps the one that starts at home
-    first = int(needed[(last + 1) % len(needed)])
-    return first, (int(needed[last]) - first) % len(busy) + 1
-
-
-# Exchanges between devices
+    needed = np.flatnonzero(busy.any(axis=0))
+    counts = {int(first): int(((needed - first) % busy.shape[1]).max()) + 1 for first in needed}
+    return min(counts.items(), key=lambda item: item[1], default=(0, 1))
 
 
 def _on_devices(f: Callable, in_specs, out_specs) -> Callable:
@@ -168,23 +149,15 @@ def _on_devices(f: Callable, in_specs, out_specs) -> Callable:
 
 def _exchange(devices: int, tree, back: bool = False):
     """A tree of [B, length, ...]: the two neighbouring chunks of a device become its two of zigzag; `back` undoes it."""
-    exchange = partial(_exchange_here, devices, back)
+
+    def exchange(x):
+        halves = []
+        for half, chunks in zip(jnp.split(x, 2, axis=1), _zigzag(devices).T.tolist(), strict=True):
+            pairs = [(chunk // 2, device) for device, chunk in enumerate(chunks)]
+            halves.append(lax.ppermute(half, AXIS, [(b, a) for a, b in pairs] if back else pairs))
+        return jnp.concatenate(halves, axis=1)
+
     return _on_devices(partial(jax.tree.map, exchange), (SPLIT,), SPLIT)(tree)
-
-
-def _exchange_here(devices: int, back: bool, x):
-    halves = []
-    for half, chunks in zip(jnp.split(x, 2, axis=1), _zigzag(devices).T.tolist(), strict=True):
-        pairs = [(chunk // 2, device) for device, chunk in enumerate(chunks)]
-        halves.append(lax.ppermute(half, AXIS, [(b, a) for a, b in pairs] if back else pairs))
-    return jnp.concatenate(halves, axis=1)
-
-
-def _shift(plan: Plan, x, by: int):
-    """x of the device that is `by` places before this one."""
-    count = len(plan.rows)
-    pairs = [(d, (d + by) % count) for d in range(count)]
-    return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), x) if by % count else x
 
 
 def _varying(tree):
@@ -203,24 +176,26 @@ class Ring(NamedTuple):
     rows: Any  # of the device's query blocks: the running softmax, or (dq, gradient of the bias)
 
 
-def rotate(plan: Plan, ring: Ring) -> Ring:
-    return Ring(_shift(plan, ring.kv, 1), _shift(plan, ring.d_kv, 1), ring.rows)
+def _shift(plan: Plan, x, by: int):
+    """x of the device that is `by` places before this one."""
+    count = len(plan.rows)
+    pairs = [(d, (d + by) % count) for d in range(count)]
+    return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), x) if by % count else x
 
 
 def go_around(plan: Plan, attend_to: Callable, ring: Ring) -> Ring:
     """`ring = attend_to(ring, part)` for every part of the keys, as it passes by this device."""
     last = plan.first + plan.turns - 1
     ring = ring._replace(kv=_shift(plan, ring.kv, plan.first))
+
+    def turn(t, ring):
+        ring = _if_busy(plan, attend_to, ring, t)
+        return Ring(_shift(plan, ring.kv, 1), _shift(plan, ring.d_kv, 1), ring.rows)
+
     if plan.turns > 1:
-        turn = lambda t, ring: rotate(plan, _if_busy(plan, attend_to, ring, t))
         ring = lax.fori_loop(plan.first, last, turn, ring)
     ring = _if_busy(plan, attend_to, ring, last)
     return ring._replace(d_kv=_shift(plan, ring.d_kv, -last))
-
-
-def attend_to_gathered(plan: Plan, attend_to: Callable, ring: Ring) -> Ring:
-    """The same where this device has all keys: one part, which does not travel."""
-    return _if_busy(plan, attend_to, ring, 0)
 
 
 def _if_busy(plan: Plan, attend_to: Callable, ring: Ring, turn) -> Ring:
@@ -235,9 +210,8 @@ def _if_busy(plan: Plan, attend_to: Callable, ring: Ring, turn) -> Ring:
 
 def _tiles(plan: Plan, call: Call) -> Tiles:
     """The pairs of this device's queries with keys and values that come later."""
-    bias = call.bias
+    bias, first = call.bias, call.mask.first(plan.grid.T, plan.grid.S)
     bias = replace(bias, arrays=_varying(bias.arrays)) if isinstance(bias, Bias) else _varying(bias)
-    first = call.mask.first(plan.grid.T, plan.grid.S)
     bias = blocks.bias_blocks(plan.grid, bias, first, jnp.asarray(plan.row_places))
     places = None if plan.places is None else jnp.asarray(plan.places)
     return Tiles(plan.grid, call, bias, plan.visits, None, None, places)
@@ -249,26 +223,21 @@ def _row_numbers(plan: Plan, part):
     return numbers, numbers * plan.busy.shape[1] + part
 
 
-# Forward and backward
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, query, kv, call: Call):
     return _forward(plan, query, kv, call)[0]
 
 
 def _specs(plan: Plan, call: Call):
-    """How keys and values, and the call, are split over devices."""
-    bias: Any = REPLICATED
+    """How queries, keys and values, and the call, are split over devices."""
+    spec = jax.tree.map(lambda _: REPLICATED, call)
     if isinstance(call.bias, Bias):
-        rows = (SPLIT,) * len(call.bias.rows)
-        bias = replace(call.bias, arrays=(REPLICATED,) * len(call.bias.arrays), rows=rows)
-    kv = REPLICATED if plan.gather else SPLIT
-    return kv, replace(call, mask=REPLICATED, bias=bias, sinks=REPLICATED, dropout_seed=REPLICATED)
+        spec = replace(spec, bias=replace(spec.bias, rows=(SPLIT,) * len(call.bias.rows)))
+    return SPLIT, REPLICATED if plan.gather else SPLIT, spec
 
 
 def _forward(plan: Plan, query, kv, call: Call):
-    run = _on_devices(partial(_forward_here, plan), (SPLIT, *_specs(plan, call)), (SPLIT, P(AXIS)))
+    run = _on_devices(partial(_forward_here, plan), _specs(plan, call), (SPLIT, P(AXIS)))
     out, lse = checkpoint_name(run(query, kv, call), "attention")  # a policy that keeps them saves the turns
     return out, (query, kv, call, out, lse)
 
@@ -276,8 +245,7 @@ def _forward(plan: Plan, query, kv, call: Call):
 def _forward_here(plan: Plan, query, kv, call: Call):
     q, H, (K, width) = query_blocks(plan.grid, query), query.shape[3], kv.shape[2:]
     rows = jax.vmap(lambda q: blockwise.begin(q, call.sinks, K, width - H))(q)
-    pass_keys = attend_to_gathered if plan.gather else go_around
-    ring = pass_keys(plan, partial(_extend, plan, _tiles(plan, call), q), Ring(kv, None, rows))
+    ring = go_around(plan, partial(_extend, plan, _tiles(plan, call), q), Ring(kv, None, rows))
     out, lse = jax.vmap(lambda row: blockwise.finish(row, kv.dtype))(ring.rows)
     return join_blocks(out, query.shape[1]), lse
 
@@ -292,35 +260,29 @@ def _extend(plan: Plan, tiles: Tiles, q, ring: Ring, part) -> Ring:
 
 def _backward(plan: Plan, residuals, d_out):
     query, kv, call, out, lse = residuals
-    kv_spec, call_spec = _specs(plan, call)
-    in_specs = SPLIT, kv_spec, call_spec, P(AXIS), SPLIT, SPLIT
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    specs, wide = _specs(plan, call), jnp.promote_types(query.dtype, jnp.float32)
     delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1)
-    out_specs = SPLIT, P(AXIS) if plan.gather else SPLIT, call_spec.bias
-    run = _on_devices(partial(_backward_here, plan), in_specs, out_specs)
+    out_specs = SPLIT, P(AXIS) if plan.gather else SPLIT, specs[-1].bias
+    run = _on_devices(partial(_backward_here, plan), (*specs, P(AXIS), SPLIT, SPLIT), out_specs)
     d_query, d_kv, d_bias = run(query, kv, call, lse, d_out, delta)
     if plan.gather:  # summed here, where the compiler makes a reduce-scatter that keeps the other axes split
         d_kv = with_logical_constraint(d_kv.sum(0), "batch", "length", "kv_heads", None)
     d_sinks = blockwise.sink_gradient(call.sinks, lse, delta)
-    return d_query, d_kv.astype(kv.dtype), replace(call, mask=None, bias=d_bias, sinks=d_sinks, dropout_seed=None)
+    return d_query, d_kv.astype(kv.dtype), call.gradient(d_bias, d_sinks)
 
 
 def _backward_here(plan: Plan, query, kv, call: Call, lse, d_out, delta):
     q, g, delta = (query_blocks(plan.grid, x) for x in (query, d_out, delta))
-    rows, wide = Row(q, g, delta, lse), delta.dtype
-    tiles, d_kv = _tiles(plan, call), blocks.zeros(kv, wide)
-    dq = jax.vmap(lambda q: blockwise.zero_dq(q, kv.shape[2]))(rows.q)
-    d_bias = None if tiles.bias is None else tiles.bias.zeros(wide)
-    ring = Ring(kv, _varying(d_kv) if plan.gather else d_kv, (dq, d_bias))
-    pass_keys = attend_to_gathered if plan.gather else go_around
-    _, d_kv, (dq, d_bias) = pass_keys(plan, partial(_add_gradients, plan, tiles, rows), ring)
+    rows, wide, tiles = Row(q, g, delta, lse), delta.dtype, _tiles(plan, call)
+    d_kv, d_bias = jnp.zeros_like(kv, wide), None if tiles.bias is None else tiles.bias.zeros(wide)
+    ring = Ring(kv, _varying(d_kv) if plan.gather else d_kv, (jnp.zeros_like(q, wide), d_bias))
+    _, d_kv, (dq, d_bias) = go_around(plan, partial(_add_gradients, plan, tiles, rows), ring)
     if isinstance(call.bias, Bias):
         d_bias = lax.psum(d_bias[0], AXIS), d_bias[1]  # each device has its own rows
     else:
         d_bias = lax.psum(d_bias, AXIS)
-    dq = join_blocks(jax.vmap(blockwise.finish_dq)(dq, rows.q), query.shape[1])
     d_kv = d_kv[None] if plan.gather else d_kv.astype(kv.dtype)
-    return dq, d_kv, blocks.bias_gradient(call.bias, d_bias)
+    return join_blocks(dq, query.shape[1]).astype(query.dtype), d_kv, blocks.bias_gradient(call.bias, d_bias)
 
 
 def _add_gradients(plan: Plan, tiles: Tiles, rows: Row, ring: Ring, part) -> Ring:
@@ -330,10 +292,10 @@ def _add_gradients(plan: Plan, tiles: Tiles, rows: Row, ring: Ring, part) -> Rin
 
     def step(sums, inputs):
         dq, *row = inputs
-        dq, *sums = blockwise.add_gradients(tiles, Gradients(dq, *sums), *row)
-        return tuple(sums), dq
+        sums, more = blockwise.add_gradients(tiles, sums, *row)
+        return sums, dq + more
 
-    sums = ring.d_kv[..., :H], ring.d_kv[..., H:], d_bias
+    sums = Gradients(ring.d_kv[..., :H], ring.d_kv[..., H:], d_bias)
     (dk, dv, d_bias), dq = lax.scan(step, sums, (dq, rows, *_row_numbers(plan, part)))
     return Ring(ring.kv, jnp.concatenate([dk, dv], axis=-1), (dq, d_bias))
 

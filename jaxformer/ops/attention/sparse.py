@@ -12,6 +12,8 @@ from jaxtyping import Bool, Float, Int
 from jaxformer.masks import Mask, as_mask, prefix, rules, segments
 from jaxformer.masks import window as band
 from jaxformer.ops.attention import attention
+from jaxformer.ops.attention.blocks import padded
+from jaxformer.ops.attention.call import check_shapes, mask_refusal
 from jaxformer.ops.attention.reference import softmax
 from jaxformer.ops.dropout import dropout
 from jaxformer.ops.einsum import einsum
@@ -40,41 +42,32 @@ def longformer_attention(
 ) -> Float[Array, "B T N Hv"]:
     """Sliding window and global tokens, the latter with projections of their own. Beltagy et al. 2020, arXiv:2004.05150.
 
-    A local token attends to the keys at most window / 2 away and to the global tokens' keys, each once, in one softmax
-    over `key` and `value`. A global token attends from `global_query` to every `global_key`. `window` is the paper's
-    total width, even, without the token itself. `global_tokens` is their number (the first ones), their positions,
-    or by row positions `[B, G]` (negative: none) or flags `[B, T]`; without any, the three global arrays may be None.
-    `mask` hides padding (`segments`, `lengths`); a query that is padding yields zeros.
-
-    Time and memory grow with T * (window + globals) if the kernel skips hidden blocks. Traced flags need `max_globals`, the
-    most that a row may have: a row with more yields NaN. Raises ValueError for arguments that do not fit,
-    NotImplementedError for other masks.
+    A local token attends to the keys at most window / 2 away and to the global tokens' keys, each once, in one softmax. A
+    global token attends from `global_query` to every `global_key`. `global_tokens` is their number (the first ones), their
+    positions, or by row positions `[B, G]` (negative: none) or flags `[B, T]`; without any, the global arrays may be None.
+    Traced flags need `max_globals`, the most of a row: a row with more yields NaN. `mask` hides padding (`segments`,
+    `lengths`), which yields zeros; NotImplementedError for others. Cost grows with T * (window + globals).
     """
-    _check_self_attention("longformer_attention", query, key, value)
+    q_ids, kv_ids = _segment_ids("longformer_attention", mask, query, key, value)
     if window < 0 or window % 2:
         raise ValueError(f"longformer_attention: window is the total width, an even number >= 0; got {window}")
-    B, T = query.shape[:2]
+    (B, T), each = query.shape[:2], jnp.arange(len(query))[:, None]
     chosen, overfull = _chosen(global_tokens, max_globals, B, T)
     G = chosen.shape[1]
-    q_ids, kv_ids = _segment_ids("longformer_attention", mask, B, T)
     keys = (None, None) if dropout_key is None else random.split(dropout_key)
-    options = dict(scale=scale, dropout_rate=dropout_rate, implementation=implementation)
-
+    options: dict[str, Any] = dict(scale=scale, dropout_rate=dropout_rate, implementation=implementation)
     # The global keys are copied in front of all keys and hidden in their own places: then the mask is a rule of positions,
     # and the kernel knows at trace time that it is sparse.
     in_front = lambda x: jnp.concatenate([_take(x, chosen), x], axis=1)
-    local_ids = kv_ids.at[jnp.arange(B)[:, None], chosen].set(0, mode="drop")
-    visible = segments(
-        jnp.pad(q_ids, [(0, 0), (G, 0)]), jnp.concatenate([_take(kv_ids, chosen), local_ids], axis=1)
-    ) & (band(window // 2, window // 2) | prefix(G))
+    kv_local = jnp.concatenate([_take(kv_ids, chosen), kv_ids.at[each, chosen].set(0, mode="drop")], axis=1)
+    visible = segments(jnp.pad(q_ids, [(0, 0), (G, 0)]), kv_local) & (band(window // 2, window // 2) | prefix(G))
     out: Any = attention(query, in_front(key), in_front(value), mask=visible.at(G), dropout_key=keys[0], **options)
     if G:
         if global_query is None or global_key is None or global_value is None:
             raise ValueError("longformer_attention: global tokens need global_query, global_key and global_value")
-        every = segments(_take(q_ids, chosen), kv_ids)
-        rows: Any = _take(global_query, chosen)
-        rows = attention(rows, global_key, global_value, mask=every, dropout_key=keys[1], **options)
-        out = out.at[jnp.arange(B)[:, None], chosen].set(rows, mode="drop")
+        options |= dict(mask=segments(_take(q_ids, chosen), kv_ids), dropout_key=keys[1])
+        rows: Any = attention(_take(global_query, chosen), global_key, global_value, **options)
+        out = out.at[each, chosen].set(rows, mode="drop")
     return out if overfull is None else jnp.where(overfull[:, None, None, None], jnp.nan, out)
 
 
@@ -124,24 +117,19 @@ def bigbird_attention(
     """Internal transformer construction (ITC): global, neighbouring and random blocks. Zaheer et al. 2020, arXiv:2007.14062.
 
     Of the nb = ceil(T / block) blocks of queries the first and the last attend to all keys, block i between them to
-    the key blocks {0, i - 1, i, i + 1, nb - 1} and `layout[n, i - 1]`. The layout is data, `[N, nb - 2, r]`, from
-    one of the `bigbird_layout` functions. A block that it names twice, or that is among the five, counts twice in the softmax,
-    as in the authors' code. `mask` hides padding (`segments`, `lengths`); a query that is padding yields zeros.
-
-    Time and memory grow with T * block * (5 + r). Raises ValueError for shapes that do not fit, NotImplementedError for
-    other masks.
+    the key blocks {0, i - 1, i, i + 1, nb - 1} and `layout[n, i - 1]` (`[N, nb - 2, r]`, of a `bigbird_layout` function). A
+    block that it names twice, or that is among the five, counts twice in the softmax, as in the authors' code. `mask` hides
+    padding (`segments`, `lengths`), which yields zeros; NotImplementedError for others. Cost grows with T * block * (5 + r).
     """
-    _check_self_attention("bigbird_attention", query, key, value)
-    B, T, N, _ = query.shape
+    ids = _segment_ids("bigbird_attention", mask, query, key, value)
+    T, N = query.shape[1:3]
     blocks = -(-T // block)
     if layout.shape[:2] != (N, max(blocks - 2, 0)):
         raise ValueError(f"bigbird_attention: layout is [{N}, {max(blocks - 2, 0)}, r]; got {layout.shape}")
-    ids = _segment_ids("bigbird_attention", mask, B, T)
-    padded = lambda x: jnp.pad(x, [(0, 0), (0, blocks * block - T)] + [(0, 0)] * (x.ndim - 2))
-    query, key, value, q_ids, kv_ids = map(padded, (query, key, value, *ids))
+    query, key, value, q_ids, kv_ids = (padded(x, 1, block) for x in (query, key, value, *ids))
     keys = (None, None) if dropout_key is None else random.split(dropout_key)
 
-    ends = np.arange(blocks * block).reshape(blocks, block)[[0, -1] if blocks > 1 else [0]].reshape(-1)
+    ends = np.unique(np.r_[:block, -block:0] % (blocks * block))
     options = dict(scale=scale, dropout_rate=dropout_rate, dropout_key=keys[0], implementation=implementation)
     dense: Any = attention(query[:, ends], key, value, mask=segments(q_ids[:, ends], kv_ids), **options)
     parts = [dense[:, :block], dense[:, block:]]
@@ -188,10 +176,7 @@ def _neighbours(blocks):
 
 
 def bigbird_layout(key: Array, T: int, block: int, r: int, heads: int) -> Int[Array, "N rows r"]:
-    """r distinct random blocks for every inner block of queries and every head, none of them among its five.
-
-    Raises ValueError if T has too few blocks for that.
-    """
+    """r distinct random blocks for every inner block of queries and every head, none of them among its five."""
     blocks = -(-T // block)
     if blocks > 2 and blocks - 5 < r:
         raise ValueError(f"bigbird_layout: {r} random blocks beside the five need {5 + r} of them; got {blocks}")
@@ -220,10 +205,9 @@ def bigbird_layout_seeded(
 ) -> Int[np.ndarray, "N rows r"]:
     """The layout of the published checkpoints: NumPy's legacy generator, seeded by the layer's number.
 
-    Random blocks come from the first 2 r + 5. For T in `old_lengths` an older plan draws from the first 1,024 positions, for
-    `max_length` positions (the config's); there some neighbours count twice. In google-research's code 2,048 is such a
-    length too, in Hugging Face's it is not. Raises ValueError for a T that is not a multiple of `block`, or has at most
-    2 r + 5 blocks (where Hugging Face's model attends to everything).
+    Random blocks come from the first 2 r + 5. For T in `old_lengths` (in google-research's code 2,048 too) an older plan draws
+    from the first 1,024 positions, for `max_length` positions (the config's); there some neighbours count twice. ValueError
+    for a T that is no multiple of `block`, or has at most 2 r + 5 blocks (there Hugging Face's model is dense).
     """
     blocks, old = T // block, T in old_lengths
     if T % block or blocks <= 2 * r + 5:
@@ -258,21 +242,18 @@ def _old_candidates(row, block, blocks):
     return np.concatenate([np.arange(1, row - 1), np.arange(row + 2, last + 1)])
 
 
-def _segment_ids(name, mask, B, T):
-    """The mask as ids [B, T] of queries and of keys, 0 for padding. Raises NotImplementedError for any other mask."""
+def _segment_ids(name, mask, query, key, value):
+    """The mask of a self-attention as ids [B, T] of queries and of keys, 0 for padding."""
+    check_shapes(name, query, key, value)
+    B, T = query.shape[:2]
+    if key.shape[1] != T:
+        raise ValueError(f"{name}: T of query and key must agree; got query {query.shape}, key {key.shape}")
     mask = as_mask(mask, name)
     parts = [part for part in mask.conjuncts() if part.rule is not rules.full]
-    others = [part for part in parts if part.rule not in (rules.segments, rules.lengths)]
+    others: list[Any] = [part for part in parts if part.rule not in (rules.segments, rules.lengths)]
     others += [part for part in parts if part.rule is rules.segments][1:]
-    if others or not (mask.offset is None or (isinstance(mask.offset, int) and mask.offset == 0)):
-        lacks = others[0] if others else "offset"
-        raise NotImplementedError(
-            f"{name}(mask={mask}): lengths and one segments, no {lacks}; attention() takes any mask"
-        )
-    return tuple(jnp.broadcast_to(ids, (B, T)) for ids in rules.segment_ids(parts, *[jnp.arange(T)] * 2))
-
-
-def _check_self_attention(name, query, key, value):
-    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
-    if query.shape[:2] != key.shape[:2] or key.shape[:3] != value.shape[:3] or query.shape[2] % key.shape[2]:
-        raise ValueError(f"{name}: B and T of query, key and value must agree, and key heads divide N; got {shapes}")
+    if not isinstance(mask.offset, int | None) or mask.offset:
+        others.append("offset")
+    if others:
+        raise mask_refusal(name, mask, others[0], "full(), lengths(...) and one segments(ids)")
+    return tuple(jnp.broadcast_to(ids, (B, T)) for ids in rules.segment_ids(parts, *mask.positions(T, T)))

@@ -12,7 +12,8 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxformer.masks import EMPTY, FAR, FULL, PARTIAL, Mask, full, rules
-from jaxformer.ops.attention.call import Call
+from jaxformer.ops.attention.blocks import padded
+from jaxformer.ops.attention.call import Call, refuse
 from jaxformer.ops.attention.share import Share, parts, share
 
 # A sink without weight: exp(-1e38 - s) is 0 for any score s. With it, a query that sees no key divides 0 by 1. Without it
@@ -26,16 +27,11 @@ PAIR = (np.zeros(1, np.int32), np.zeros(1, np.int32))  # one query and one key, 
 def attention(query: Array, key: Array, value: Array, call: Call, interpret: bool | None = None) -> Array:
     """softmax(mask(softcap(query key^T * scale))) value, computed in the blocks that the mask leaves, forward and backward.
 
-    Static masks decide at trace time which blocks are visited; `segments` and `lengths` joined to them by `&` become
-    segment ids. Lengths are padded to whole blocks. `interpret` runs the kernel as ordinary JAX (slowly, anywhere);
-    None: on every platform but a TPU, decided when the program is lowered, so that a CPU can compile for a TPU.
-    16-bit queries are rounded again after they are scaled. Differentiable once. On the mesh of `jax.set_mesh` each device
-    computes its share of the batch, the heads and, over `context`, the queries; there it gathers keys and values.
-
-    Raises NotImplementedError for what `refuses` names.
+    `interpret` runs the kernel as ordinary JAX (slowly, anywhere); None: on every platform but a TPU, decided when the program
+    is lowered, so that a CPU can compile for a TPU. 16-bit queries are rounded again after they are scaled. Differentiable
+    once. On a mesh each device computes its share of the batch, the heads and the queries, and gathers keys and values.
     """
-    if reason := refuses(query, key, value, call):
-        raise NotImplementedError(f"splash: no {reason}; implementation='blockwise' has it")
+    refuse("splash", refuses(query, key, value, call))
     (B, T, N, H), S = query.shape, key.shape[1]
     width, split = max(H, value.shape[-1]), share(B, T, key.shape[2])
     block = _query_block(T, width, parts(split.length)), block_size(S, width)
@@ -45,10 +41,7 @@ def attention(query: Array, key: Array, value: Array, call: Call, interpret: boo
         return jnp.zeros((B, T, N, value.shape[-1]), query.dtype)
     ids = _segment_ids(dynamic, static.offset + np.arange(T), B, S, block) if dynamic else None
     scaled = (query.astype(jnp.float32) * call.scale).astype(query.dtype)
-    padded = (
-        jnp.pad(x, ((0, 0), (0, -x.shape[1] % b), (0, 0), (0, 0)))
-        for x, b in ((scaled, block[0]), (key, block[1]), (value, block[1]))
-    )
+    whole = (padded(x, 1, size) for x, size in ((scaled, block[0]), (key, block[1]), (value, block[1])))
     sinks = jnp.full((B, N), NO_SINK) if call.sinks is None else _by_row(B, call.sinks)
     kernel, kernel_spec = _kernel(tables, block, call.softcap, split)
     if interpret is not None:
@@ -58,7 +51,7 @@ def attention(query: Array, key: Array, value: Array, call: Call, interpret: boo
     by_head, gathered = P(split.batch, split.heads, split.length), P(split.batch, split.heads)
     ids_spec = None if ids is None else (P(split.batch, split.length), P(split.batch))
     in_specs = kernel_spec, by_head, gathered, gathered, gathered, ids_spec
-    out = split.run(run, in_specs, by_head, kernel, *(x.swapaxes(1, 2) for x in padded), sinks, ids)
+    out = split.run(run, in_specs, by_head, kernel, *(x.swapaxes(1, 2) for x in whole), sinks, ids)
     return out.swapaxes(1, 2)[:, :T]
 
 
@@ -74,16 +67,13 @@ def refuses(query, key, value, call: Call) -> str | None:
         return str(query.dtype)
     if not isinstance(call.mask.offset, int | None):
         return "mask at an offset that is an array"
-    dynamic = [part for part in call.mask.conjuncts() if not part.static]
-    for part in dynamic:
-        if part.rule not in (rules.segments, rules.lengths):
-            return f"mask {part} (with arrays: segments and lengths alone, joined by &)"
-    if sum(part.rule is rules.segments for part in dynamic) > 1:
-        return "second mask of segments"
     for part in call.mask.conjuncts():
+        if not part.static and part.rule not in (rules.segments, rules.lengths):
+            return f"mask {part} (with arrays: segments and lengths alone, joined by &)"
         if part.static and (isinstance(pair := _visible(part, *PAIR), jax.core.Tracer) or len(pair) > 1):
             return f"mask {part} whose rule reads arrays"
-    return None
+    segments = [part for part in call.mask.conjuncts() if part.rule is rules.segments]
+    return "second mask of segments" if len(segments) > 1 else None
 
 
 def block_size(length: int, head_width: int) -> int:
@@ -102,8 +92,7 @@ def _query_block(T: int, head_width: int, devices: int) -> int:
         return block_size(T, head_width)
     fit = [b for b in (512, 384, 256, 128) if T // devices % b == 0 and b <= block_size(b, head_width)]
     if not fit:
-        lengths = f"{T // devices} queries a device, {T} on mesh.context={devices} (multiples of 128)"
-        raise NotImplementedError(f"splash: no {lengths}; implementation='ring' has them")
+        refuse("splash", f"{T // devices} queries a device, {T} on mesh.context={devices} (multiples of 128)", "ring")
     return fit[0]
 
 
@@ -120,7 +109,7 @@ def _tables(mask: Mask, N: int, T: int, S: int, block: tuple[int, int]) -> list[
         raise ValueError(f"splash: a mask for {count} heads and queries of {N}: {mask}")
     heads = [_for_head(mask, n) for n in range(N)]
     blocks = {m: m.blocks(T, S, block) for m in set(heads)}
-    return [_as_splash(m, n if _heads(m) > 1 else 0, T, S, block, blocks[m]) for n, m in enumerate(heads)]
+    return [_table(m, n if _heads(m) > 1 else 0, T, S, block, blocks[m]) for n, m in enumerate(heads)]
 
 
 def _visible(mask: Mask, q_positions: np.ndarray, kv_positions: np.ndarray):
@@ -146,10 +135,8 @@ def _for_head(mask: Mask, head: int) -> Mask:
 
 def _segment_ids(dynamic: list[Mask], q_positions: np.ndarray, B: int, S: int, block) -> tuple[Array, Array]:
     """Ids `[B, T]`, `[B, S]`, padded: a query sees the keys with its id. Queries that see nothing have id 0."""
-    q_ids, kv_ids = (
-        jnp.pad(jnp.broadcast_to(ids, (B, ids.shape[1])).astype(jnp.int32), ((0, 0), (0, -ids.shape[1] % size)))
-        for ids, size in zip(rules.segment_ids(dynamic, q_positions, np.arange(S)), block, strict=True)
-    )
+    sides = zip(rules.segment_ids(dynamic, q_positions, np.arange(S)), block, strict=True)
+    q_ids, kv_ids = (padded(jnp.broadcast_to(ids, (B, ids.shape[1])), 1, size).astype(jnp.int32) for ids, size in sides)
     return q_ids, jnp.where(kv_ids == 0, HIDDEN, kv_ids)
 
 
@@ -196,15 +183,15 @@ _by_row.defvjp(
 )
 
 
-def _as_splash(mask: Mask, head: int, T: int, S: int, block: tuple[int, int], blocks: np.ndarray):
+def _table(mask: Mask, head: int, T: int, S: int, block: tuple[int, int], blocks: np.ndarray):
     """One head's static mask as a kernel mask: a band of keys is computed there, any other mask read from a table."""
     Table, Computed = _kinds()
-    padded = T + -T % block[0], S + -S % block[1]
+    shape = T + -T % block[0], S + -S % block[1]
     ends = band(*mask.conjuncts())
     # the computed mask does not know S: only padded queries may reach the padded keys
-    inside = ends is not None and (padded[1] == S or (ends[1] is not None and T - 1 + mask.offset + ends[1] < S))
+    inside = ends is not None and (shape[1] == S or (ends[1] is not None and T - 1 + mask.offset + ends[1] < S))
     kind = Computed if inside and (blocks == PARTIAL).any() else Table
-    return kind(mask, head, S, block, padded, blocks)
+    return kind(mask, head, S, block, shape, blocks)
 
 
 def band(*conjuncts: Mask) -> tuple[int | None, int | None] | None:
@@ -259,11 +246,11 @@ def _kinds():
 
         @property
         def q_sequence(self):
-            return np.arange(self.padded[0], dtype=np.int32)
+            return np.arange(self.shape[0], dtype=np.int32)
 
         @property
         def mask_function(self):
             ends = band(*self.mask.conjuncts()) or (None, None)
-            return theirs.LocalMask(self.padded, ends, self.mask.offset).mask_function
+            return theirs.LocalMask(self.shape, ends, self.mask.offset).mask_function
 
     return Table, Computed
