@@ -323,12 +323,17 @@ def _shaw(bias, q_positions, kv_positions):
 
 def within_segments(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Position of each token in its segment, a run of equal ids. Padding (0) is not counted and does not end a segment."""
-    real, slots = segment_ids != 0, jnp.arange(segment_ids.shape[1])[None]
-    last_real = lax.cummax(jnp.where(real, slots, 0), axis=1)
-    before = jnp.pad(jnp.take_along_axis(segment_ids, last_real, axis=1)[:, :-1], [(0, 0), (1, 0)])
-    index = jnp.cumsum(real, axis=1, dtype=slots.dtype) - 1
+    real = segment_ids != 0
+    before = jnp.pad(fill_padding(segment_ids)[:, :-1], [(0, 0), (1, 0)])
+    index = jnp.cumsum(real, axis=1, dtype=jnp.arange(0).dtype) - 1
     first = lax.cummax(jnp.where(real & (segment_ids != before), index, 0), axis=1)
     return jnp.maximum(index - first, 0)
+
+
+def fill_padding(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The ids, where padding (0) has the id of the last token before it."""
+    slots = jnp.arange(segment_ids.shape[1])[None]
+    return jnp.take_along_axis(segment_ids, lax.cummax(jnp.where(segment_ids != 0, slots, 0), axis=1), axis=1)
 
 
 def _row3(vector):  # in float64 where that is enabled, else float32

@@ -124,9 +124,11 @@ def meet(coordinator: str, count: int, index: int, limit: float) -> Peers:
 
 def _welcome(port: int, name: str, count: int, limit: float, deadline: float) -> Peers:
     """Process 0 accepts a connection from each of the others."""
-    dual = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
-    try:  # process 0 of an earlier run may still have the port
-        listener = _retry(lambda: socket.create_server(("", port), backlog=1024, **dual), deadline)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    listen = lambda: socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
+    try:
+        listener = _retry(listen, deadline)  # process 0 of an earlier run may still have the port
     except OSError as error:
         raise ConfigError(f"port {port}: process 0 cannot listen there ({error.strerror}); give another") from None
     names, connections = {0: name}, dict[int, Connection]()

@@ -30,7 +30,8 @@ class Record:
         self.path = None if path is None else epath.Path(path)
         self.lines = [] if self.path is None else read_records(self.path)
         self.loggers: list[Any] = []
-        self._grows, self._file = "://" not in str(path), None
+        self._grows = "://" not in str(path)
+        self._file: Any = None
 
     def rewind(self, step: int) -> None:
         """Forgets what happened after `step` steps were done: those steps will be done, and logged, again."""
@@ -87,7 +88,7 @@ def read_records(path: epath.PathLike) -> list[dict]:
 
 def open_loggers(names: Sequence[str], folder: epath.PathLike, run_name: str, description: dict) -> list[Any]:
     """The optional loggers by name. One that cannot start is reported and left out; the run goes on."""
-    loggers = []
+    loggers: list[Any] = []
     for name in names:
         try:
             loggers.append({"tensorboard": _TensorBoard, "wandb": _Wandb}[name](folder, run_name, description))

@@ -14,7 +14,8 @@ class Profile:
     """Traces steps 10 to 15 into `folder`; does nothing where it is None. A context manager, since a trace must end."""
 
     def __init__(self, folder: epath.Path | None, start: int):
-        self._folder, self._first, self._last, self._open = folder, start + FIRST, start + LAST, False
+        self._folder: Any = folder
+        self._first, self._last, self._open = start + FIRST, start + LAST, False
 
     def __enter__(self) -> "Profile":
         return self
