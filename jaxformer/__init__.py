@@ -9,9 +9,7 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-_PARTS = sorted(
-    {path.stem for path in Path(__file__).parent.iterdir() if not path.name.startswith("_")} - {"cli", "builtin"}
-)
+_PARTS = sorted({path.stem for path in Path(__file__).parent.iterdir() if not path.name.startswith("_")} - {"cli", "builtin"})
 
 
 def __getattr__(name: str):

@@ -113,9 +113,7 @@ def _experiment(name: str, arguments: list[str], usage: str):
     if not isinstance(source.experiment, Experiment):
         found = type(source.experiment).__name__
         raise ConfigError(f"{source.path}: experiment is a {found}; expected jaxformer.training.experiment.Experiment")
-    return replace(source, overrides=tuple(arguments)), config.override(
-        source.experiment, arguments, offered(source.names)
-    )
+    return replace(source, overrides=tuple(arguments)), config.override(source.experiment, arguments, offered(source.names))
 
 
 def _refuse_preset(name: str) -> None:
@@ -254,9 +252,7 @@ def _show_sharding(argv: list[str]) -> int:
     experiment = _shown(name, arguments, _pretraining)
     fixed = [size for axis in parallel.AXES if (size := getattr(experiment.mesh, axis)) != -1]
     if not count.isdigit() and (count or len(fixed) < len(parallel.AXES)):
-        raise ConfigError(
-            f"show --sharding: a mesh axis is -1, the devices left over; give --devices N (now {count!r})"
-        )
+        raise ConfigError(f"show --sharding: a mesh axis is -1, the devices left over; give --devices N (now {count!r})")
     sizes = experiment.mesh.shape(int(count) if count else math.prod(fixed))
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
     print(sharding.describe(models.spec(experiment.model), mesh))
@@ -274,8 +270,7 @@ def plan(argv: list[str]) -> int:
 
     topology.prepare()
 
-    from jaxformer.planning import plan as planning
-    from jaxformer.planning import search
+    from jaxformer.planning import plan as planning, search
 
     experiment = _shown(name, arguments, _pretraining)
     devices = topology.devices(where, experiment.mesh.slices)
@@ -332,17 +327,13 @@ def _folder(name: str, runs: str):
     is_experiment = name.endswith(".py") or name in config.available()
     if "/" in name and not is_experiment:
         others = [folder.path.name for folder in run_folder.runs_of(None, epath.Path(name).parent)]
-        raise ConfigError(
-            f"{name}: no run folder{did_you_mean(epath.Path(name).name, others)}; the command `runs` lists all"
-        )
+        raise ConfigError(f"{name}: no run folder{did_you_mean(epath.Path(name).name, others)}; the command `runs` lists all")
     found = run_folder.runs_of(config.load(name).name if is_experiment else name, runs)
     if not found and is_experiment:
         raise ConfigError(f"{name}: not trained yet, no run of it in {runs}/; python -m jaxformer train {name}")
     if not found:
         known = {folder.description()["name"] for folder in run_folder.runs_of(None, runs)}
-        raise ConfigError(
-            f"{name}: no run or experiment of that name{did_you_mean(name, [*known, *config.available()])}"
-        )
+        raise ConfigError(f"{name}: no run or experiment of that name{did_you_mean(name, [*known, *config.available()])}")
     newest = found[-1]
     for other in found[:-1]:
         changes = "; ".join(run_folder.compare(other.description(), newest.description())) or "nothing"

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jaxformer.errors import ConfigError
 from jaxformer.params import Spec, Tree, map_with_name, paths

@@ -284,9 +284,7 @@ def test_more_steps_of_a_finished_run_are_refused_with_what_to_do(workplace, cap
     code, _, err = run(capsys, "train", "tiny", "--steps=4", *quick)
     (folder,) = (workplace / "runs").glob("tiny-*")
     assert code == 2 and f"--initial=runs/{folder.name} --name=tiny_longer" in err and "WSD" in err
-    code, _, _ = run(
-        capsys, "train", "tiny", "--steps=4", f"--initial=runs/{folder.name}", "--name=tiny_longer", *quick
-    )
+    code, _, _ = run(capsys, "train", "tiny", "--steps=4", f"--initial=runs/{folder.name}", "--name=tiny_longer", *quick)
     assert code == 0
     first, second = (
         json.loads((path / "metrics.jsonl").read_text().splitlines()[line])["loss"]

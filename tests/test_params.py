@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.nn.initializers import normal, ones, uniform, zeros
 
 from jaxformer import params
@@ -68,9 +67,7 @@ def test_all_trees_have_one_structure(shapes):
     abstract = params.abstract(tree, jnp.bfloat16)
     jax.tree.map(lambda leaf, value: None, abstract, values)
     assert jax.tree.structure(values) == jax.tree.structure(abstract) == jax.tree.structure(params.mask(tree, "a"))
-    assert [(x.shape, x.dtype) for x in jax.tree.leaves(values)] == [
-        (x.shape, x.dtype) for x in jax.tree.leaves(abstract)
-    ]
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(values)] == [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)]
     size = sum(x.size for x in jax.tree.leaves(values))
     assert params.count(tree) == params.count(abstract) == params.count(values) == size
 

@@ -155,9 +155,7 @@ def main() -> None:
                 values.append(json.loads(done.stdout.splitlines()[-1]))
         medians = {run: statistics.median(values) for run, values in times.items()}
         for (who, precision), values in times.items():
-            print(
-                f"  {who:9} {precision:8} median {medians[who, precision]:8.2f}   all {[round(v, 1) for v in values]}"
-            )
+            print(f"  {who:9} {precision:8} median {medians[who, precision]:8.2f}   all {[round(v, 1) for v in values]}")
         best = {who: min(medians[who, precision] for precision in PRECISIONS) for who in interpreters}
         print(f"  ratio torch / jaxformer, best precision of each: {best['torch'] / best['jaxformer']:.2f}", flush=True)
 

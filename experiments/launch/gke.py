@@ -88,9 +88,7 @@ spec:
 
 def add_options(parser) -> None:
     parser.add_argument("--topology", default="", help="topology of one slice, such as v5e:4x4")
-    parser.add_argument(
-        "--slices", type=int, default=1, help="number of slices (also set the experiment's --mesh.slices)"
-    )
+    parser.add_argument("--slices", type=int, default=1, help="number of slices (also set the experiment's --mesh.slices)")
     parser.add_argument("--image", default="", help="a container image of this checkout")
     parser.add_argument("--bucket", default="", help="bucket for runs, mounted by GKE's gcsfuse driver")
     parser.add_argument("--claim", default="", help="or a PersistentVolumeClaim with many writers (Filestore)")

@@ -57,9 +57,7 @@ def script(options, arguments: list[str]) -> str:
         raise ConfigError(f"NODES={options.nodes} GPUS={options.gpus}: expected at least one node")
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", options.time):
         raise ConfigError(f"TIME={options.time}: expected hours:minutes:seconds, or days-hours:minutes:seconds")
-    lines = [f"--gpus-per-node={options.gpus}"] * bool(options.gpus) + [f"--cpus-per-task={options.cpus}"] * bool(
-        options.cpus
-    )
+    lines = [f"--gpus-per-node={options.gpus}"] * bool(options.gpus) + [f"--cpus-per-task={options.cpus}"] * bool(options.cpus)
     for option in ("partition", "account"):
         if value := getattr(options, option):
             if not re.fullmatch(r"[\w.,-]+", value):

@@ -202,9 +202,7 @@ def train(pod: Pod, bucket: str, command: list[str], retries: int, pause: float)
             return min(final)
         failures = 1 if time.monotonic() - began > STABLE else failures + 1
         if failures > retries:
-            print(
-                f"tpu_vm: gave up after {retries} restarts in a row; the last ended with {sorted(codes) or 'no answer'}"
-            )
+            print(f"tpu_vm: gave up after {retries} restarts in a row; the last ended with {sorted(codes) or 'no answer'}")
             return 1
         wait = min(pause * 2 ** (failures - 1), STABLE)
         print(
@@ -244,9 +242,7 @@ def add_options(parser) -> None:
 def launch(options, arguments: list[str]) -> int:
     if not re.fullmatch(r"[a-z][a-z0-9-]*", slices.require(options.tpu, "no TPU: give TPU=my-pod, its name")):
         raise ConfigError(f"TPU={options.tpu}: expected a name of small letters, digits and dashes")
-    slices.require(
-        options.zone, "no zone: give ZONE=, such as ZONE=us-east5-a; `gcloud compute tpus locations list` has them"
-    )
+    slices.require(options.zone, "no zone: give ZONE=, such as ZONE=us-east5-a; `gcloud compute tpus locations list` has them")
     tpu = slices.parse_tpu_vm(options.topology) if options.topology else None
     if options.bucket and options.runs:
         raise ConfigError("BUCKET and RUNS: give one of them")
@@ -264,9 +260,7 @@ def launch(options, arguments: list[str]) -> int:
     try:
         return train(pod, bucket, command, options.retries, options.pause)
     except KeyboardInterrupt:
-        print(
-            f"\ntpu_vm: detached; the run goes on, the same command attaches again. To end it: {shlex.join(pod.ssh(END))}"
-        )
+        print(f"\ntpu_vm: detached; the run goes on, the same command attaches again. To end it: {shlex.join(pod.ssh(END))}")
         return 130
 
 

@@ -61,9 +61,7 @@ def _value(node: ast.expr, names: Names) -> Any:
         case ast.Name(name):
             value = _look_up(name, names)
             return _call(name, value, [], {}) if isinstance(value, type) else value
-        case ast.Call(ast.Name(name), arguments, keywords) if len({each.arg for each in keywords} - {None}) == len(
-            keywords
-        ):
+        case ast.Call(ast.Name(name), arguments, keywords) if len({each.arg for each in keywords} - {None}) == len(keywords):
             function = _look_up(name, names)
             if not callable(function) or is_config(function):
                 raise ConfigError(f"{name} cannot be called; use it without ()")

@@ -56,9 +56,7 @@ def _order(n: int, seed: int) -> Any:
         # grain shuffles epoch e with seed + e, so neighbouring seeds would share epochs. A hash keeps them apart.
         hashed_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         if n > LARGEST:
-            raise ConfigError(
-                f"data: a split of {n:,} examples; at most {LARGEST:,} can be shuffled, return a smaller len"
-            )
+            raise ConfigError(f"data: a split of {n:,} examples; at most {LARGEST:,} can be shuffled, return a smaller len")
         return grain.MapDataset.range(n).shuffle(seed=hashed_seed).repeat()
 
     # grain's shuffle draws from at least 2**16 numbers until one is below n: 0.5 ms per index for n = 50
@@ -138,9 +136,7 @@ class Prefetch(Iterator, AbstractContextManager):
 
         steps = grain.MapDataset.range(start, stop).map(functools.partial(_attempt, get, put))
         one_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        items = grain.experimental.ThreadPrefetchIterDataset(
-            steps.to_iter_dataset(one_thread), prefetch_buffer_size=depth
-        )
+        items = grain.experimental.ThreadPrefetchIterDataset(steps.to_iter_dataset(one_thread), prefetch_buffer_size=depth)
         self._items = [iter(items)]
         self.close = weakref.finalize(self, _close, self._items)
         self._items[0].start_prefetch()

@@ -12,9 +12,7 @@ from jaxformer.ops.losses import LossSums
 from jaxformer.parallel import block_if_simulated
 
 
-def perplexity(
-    score: Callable[[Any, dict, Any], LossSums], params: Any, batches: Iterable[dict[str, Any]]
-) -> dict[str, float]:
+def perplexity(score: Callable[[Any, dict, Any], LossSums], params: Any, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
     """exp of the mean loss over every weighted token of `batches`.
 
     `score(params, batch, number of the batch) -> LossSums` should be jitted; sums stay on the device until the last batch

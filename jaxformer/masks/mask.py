@@ -12,8 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, Shaped
 
-from jaxformer.masks import blocks as block_counts
-from jaxformer.masks import rules
+from jaxformer.masks import blocks as block_counts, rules
 
 FAR = 1 << 30  # positions lie between -FAR and FAR, so that the difference of two fits 32 bits
 

@@ -136,9 +136,7 @@ class ModelConfig:
     # of each sub-layer: before it (GPT-2), behind the sum (2017), or before and behind it (Gemma 2)
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     # how tokens know their place; a tuple: one a layer, repeated; your own: config -> what `bias` of ops.attention may be
-    positions: Learned | Sinusoidal | Axial | Rope | Alibi | Relative | tuple[Rope | None, ...] | Callable | None = (
-        Learned()
-    )
+    positions: Learned | Sinusoidal | Axial | Rope | Alibi | Relative | tuple[Rope | None, ...] | Callable | None = Learned()
     masks: tuple[Mask, ...] = (causal(),)  # one a layer, repeated over the depth: (causal(), causal() & window(255))
     # None: mixers.attention; one of models.mixers or mixers.variants; or your own; a tuple: one a layer, repeated
     mixer: Callable | tuple[Callable | None, ...] | None = None
@@ -199,9 +197,7 @@ def _wrong_sizes(config: ModelConfig) -> Iterator[str]:
         if not 0 <= getattr(c, name) < 1:
             yield f"{name}={getattr(c, name)}: must be in [0, 1)"
     if c.head_width is None and c.d_model % c.num_heads:
-        yield (
-            f"num_heads={c.num_heads} does not divide model.d_model={c.d_model}; choose a divisor or set model.head_width"
-        )
+        yield (f"num_heads={c.num_heads} does not divide model.d_model={c.d_model}; choose a divisor or set model.head_width")
     if c.num_heads % c.kv_heads:
         yield f"num_kv_heads={c.num_kv_heads} does not divide model.num_heads={c.num_heads}"
     if isinstance(positions, Axial):

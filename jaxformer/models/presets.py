@@ -57,9 +57,7 @@ llama_65b = sized(llama_7b, 80, 8192, 64, d_ff=22016)
 llama2_7b = replace(llama_7b, context_length=4096, norm_eps=1e-5)
 llama2_70b = sized(llama2_7b, 80, 8192, 64, d_ff=28672, num_kv_heads=8)
 # Dubey et al. 2024, arXiv:2407.21783, table 3
-llama3_8b = replace(
-    llama2_7b, vocab_size=128256, num_kv_heads=8, d_ff=14336, context_length=8192, positions=Rope(500_000.0)
-)
+llama3_8b = replace(llama2_7b, vocab_size=128256, num_kv_heads=8, d_ff=14336, context_length=8192, positions=Rope(500_000.0))
 llama3_70b = sized(llama3_8b, 80, 8192, 64, d_ff=28672)
 # Jiang et al. 2023, arXiv:2310.06825: a query sees 4,096 keys, itself counted
 mistral_7b = replace(
@@ -104,9 +102,7 @@ longformer_base = replace(roberta_base, context_length=4096, mixer=Longformer(51
 longformer_base_mlm = replace(longformer_base, heads=(MASKED_LM,))
 longformer_large = sized(longformer_base, 24, 1024, 16)
 # Zaheer et al. 2020, arXiv:2007.14062, internal transformer construction
-bigbird_base = replace(
-    bert_base_encoder, vocab_size=50358, context_length=4096, feedforward="gelu_tanh", mixer=BigBird(64, 3)
-)
+bigbird_base = replace(bert_base_encoder, vocab_size=50358, context_length=4096, feedforward="gelu_tanh", mixer=BigBird(64, 3))
 bigbird_base_pretraining = replace(bigbird_base, heads=(LanguageModel("gelu_tanh", bias=True), NEXT_SENTENCE))
 bigbird_large = sized(bigbird_base, 24, 1024, 16)
 # Wang et al. 2020, arXiv:2006.04768, section 5: RoBERTa's base with 512 keys seen as 256, E and F shared by heads

@@ -17,8 +17,7 @@ from jaxformer import masks, ops, params
 from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask
 from jaxformer.masks.rules import lookup
-from jaxformer.models import block as blocks
-from jaxformer.models import embedding, heads
+from jaxformer.models import block as blocks, embedding, heads
 from jaxformer.models.config import Axial, Learned, ModelConfig, Patches
 from jaxformer.models.layer import Context, Layers, Mixer, Source
 from jaxformer.models.stacks import scan

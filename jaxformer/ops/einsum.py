@@ -25,9 +25,7 @@ def _result_spec(_, spec: str, x: Array, w: Array, *args, **kwargs) -> P:
 
 
 @auto_axes(_result_spec)
-def einsum(
-    spec: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype=None, *, operand_dtype=None
-) -> Float[Array, "..."]:
+def einsum(spec: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype=None, *, operand_dtype=None) -> Float[Array, "..."]:
     """Product of x and w over the shared axes of `spec`, in x's precision, summed in float32; result in `dtype` (x's).
 
     x and w are first cast to `operand_dtype` (x's own). Each gradient has the dtype of its operand: a bfloat16 activation

@@ -108,9 +108,7 @@ bilinear = partial(glu, activation=ACTIVATIONS["identity"])
 
 def _check(name: str, activation) -> None:
     if not callable(activation):
-        raise ValueError(
-            f"{name}: activation is a function, not {activation!r}; ops.feedforward.ACTIVATIONS has them by name"
-        )
+        raise ValueError(f"{name}: activation is a function, not {activation!r}; ops.feedforward.ACTIVATIONS has them by name")
 
 
 def _add(x, bias):

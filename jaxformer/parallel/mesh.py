@@ -40,9 +40,7 @@ class Mesh:
         names = ("slices", "zero1", "offload", "explicit", *AXES[1:])
         others = [name for name in names if getattr(self, name) != getattr(Mesh, name)]
         if self.backend == "pmap" and others:
-            raise ConfigError(
-                f"mesh.backend=pmap copies the model to each device: no mesh.{others[0]}; use backend=jit"
-            )
+            raise ConfigError(f"mesh.backend=pmap copies the model to each device: no mesh.{others[0]}; use backend=jit")
         if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes) or self.slices < 1:
             raise ConfigError(f"mesh={self}: axes are at least 1, and one of them may be -1 for the devices left over")
 

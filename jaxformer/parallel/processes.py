@@ -58,9 +58,7 @@ def find(environment: Mapping[str, str] = os.environ, limit: float = 300.0) -> P
     values = [environment[name] for name in names if name in environment]
     if values:
         if len(values) < 3 or not (values[1].isdecimal() and values[2].isdecimal()):
-            raise ConfigError(
-                f"expected {names[0]}=HOST:PORT, {names[1]}=COUNT and {names[2]}=INDEX, all three or none"
-            )
+            raise ConfigError(f"expected {names[0]}=HOST:PORT, {names[1]}=COUNT and {names[2]}=INDEX, all three or none")
         processes = Processes(values[0], int(values[1]), int(values[2]))
         return processes if processes.count > 1 else None
     in_job = {"JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"} & set(environment)

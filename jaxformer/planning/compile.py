@@ -237,9 +237,7 @@ def _notes(collectives: list, log: topology.Log, parameters: int, traced: Traced
             "the rest in data or tensor"
         )
     if log.resharded:
-        notes.append(
-            f"{log.resharded} arrays are made whole on every device to be split in another way (compiler's log)"
-        )
+        notes.append(f"{log.resharded} arrays are made whole on every device to be split in another way (compiler's log)")
     if (stages := sizes["stage"]) > 1:
         idle = bubble(stages, config.microbatches or stages, config.repeats)
         notes.append(f"stages idle {idle:.1%} of a step, on work that is counted and not used; more micro-batches help")

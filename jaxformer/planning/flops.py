@@ -104,9 +104,7 @@ class _Walk(NamedTuple):
         total, made = Count(), [np.zeros(v.aval.shape, v.aval.dtype) if _follows(v.aval) else None for v in eqn.outvars]
         for place in np.ndindex(*along.values()):
             here = dict.fromkeys(sizes, 0) | dict(zip(along, place, strict=True))
-            parts = [
-                v if v is None else v[_part(v.shape, s, sizes, here)] for v, s in zip(values, in_specs, strict=True)
-            ]
+            parts = [v if v is None else v[_part(v.shape, s, sizes, here)] for v, s in zip(values, in_specs, strict=True)]
             one, results = _Walk({}, {**self.places, **here} if along else self.places).closed(body, parts)
             total += one
             for i, (array, part, spec) in enumerate(zip(made, results, out_specs, strict=True)):

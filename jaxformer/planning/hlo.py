@@ -16,9 +16,7 @@ _FREE = re.compile(  # operations that move nothing
     "parameter|tuple|get-tuple-element|bitcast|constant|while|conditional|call|after-all|partition-id|replica-id|iota|"
     "opt-barrier|add-dependency|.*-done"
 )
-_NAMED = re.compile(
-    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}"
-)
+_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # of a tuple's shape, an element: a tuple or an array
 _ELEMENT = re.compile(r"\((?:[^()]|\([^()]*\))*\)|\w+\[[^\]]*\](?:\{[^}]*\})?")

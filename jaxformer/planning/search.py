@@ -95,9 +95,7 @@ def _moments(optimizer: Any, model: ModelConfig, frozen: str | None) -> float:
 
 def options(experiment: Any, base: Any) -> str:
     """The options of the command line that turn the base into the experiment."""
-    words = [
-        f"--mesh.{axis}={size}" for axis, size in vars(experiment.mesh).items() if size != getattr(base.mesh, axis)
-    ]
+    words = [f"--mesh.{axis}={size}" for axis, size in vars(experiment.mesh).items() if size != getattr(base.mesh, axis)]
     for name in ("batch_size", "accumulation", "precision"):
         if (value := getattr(experiment, name)) != getattr(base, name):
             words.append(f"--{name.replace('_', '-')}={value}")

@@ -217,9 +217,7 @@ class Manager(AbstractContextManager):
                 step, _, suffix = path.name.partition(".")
                 if step.isdecimal() and suffix == "replaced" and not (self.folder / step).exists():
                     path.rename(self.folder / step)
-                elif path.name == "deleted" or (
-                    step.isdecimal() and suffix.startswith(("replaced", "orbax-checkpoint-tmp"))
-                ):
+                elif path.name == "deleted" or (step.isdecimal() and suffix.startswith(("replaced", "orbax-checkpoint-tmp"))):
                     path.rmtree()
         except OSError as error:
             self.log(f"{self.folder}: what an earlier save or deletion left cannot be removed ({error})")

@@ -93,9 +93,7 @@ class Experiment:
         if not callable(getattr(self.data, "open", None)):
             raise ConfigError(f"data={self.data!r}: expected an object with open(model) -> Dataset")
         if not callable(self.schedule(self)):
-            raise ConfigError(
-                "schedule: expected (experiment) -> (step -> rate); for one of optax: lambda experiment: ..."
-            )
+            raise ConfigError("schedule: expected (experiment) -> (step -> rate); for one of optax: lambda experiment: ...")
         if self.frozen is not None:
             try:
                 re.compile(self.frozen)

@@ -11,10 +11,7 @@ from jaxformer.parallel.mesh import block_if_simulated
 
 def fingerprints(leaves: Iterable[Array]) -> list[str]:
     """16 hex digits for each array. All are dispatched before the first is waited for."""
-    return [
-        f"{int(a):08x}{int(b):08x}"
-        for a, b in jax.device_get([block_if_simulated(fingerprint(leaf)) for leaf in leaves])
-    ]
+    return [f"{int(a):08x}{int(b):08x}" for a, b in jax.device_get([block_if_simulated(fingerprint(leaf)) for leaf in leaves])]
 
 
 @jax.jit

@@ -33,9 +33,7 @@ class FromRun:
             raise ConfigError(f"initial={self.path}: no run folder, it has no config.json")
         description = json.loads(config.read_text())
         if description["adaptation"] is not None:
-            raise ConfigError(
-                f"initial={self.path}: it trained an adaptation; give a function with open_run(...).params"
-            )
+            raise ConfigError(f"initial={self.path}: it trained an adaptation; give a function with open_run(...).params")
         part = "params" if description["ema_decay"] is None else "ema"
         return checkpoint.restore_params(folder / "checkpoints", params.abstract(spec), self.step, part=part)[1]
 

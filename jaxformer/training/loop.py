@@ -11,8 +11,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from jaxformer import config, models, parallel
-from jaxformer import params as parameters
+from jaxformer import config, models, parallel, params as parameters
 from jaxformer.config import Source
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError

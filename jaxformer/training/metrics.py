@@ -124,9 +124,7 @@ class _Wandb:
         import wandb  # pyrefly: ignore[missing-import]
 
         place = None if "://" in str(folder) else str(folder)
-        self._run = wandb.init(
-            project="jaxformer", name=run_name, id=run_name, dir=place, config=description, resume="allow"
-        )
+        self._run = wandb.init(project="jaxformer", name=run_name, id=run_name, dir=place, config=description, resume="allow")
 
     def write(self, step, values):
         self._run.log(values, step=step)
@@ -144,9 +142,7 @@ class Console:
         if heard and sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-            self._bar = Progress(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}")
-            )
+            self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"))
             self._task = self._bar.add_task("", total=total, completed=start, text="")
             self._bar.start()
 
@@ -255,9 +251,7 @@ class Reporter:
         speed = self._speed(tokens)
         if step % self._every == 0 or step == self._last:
             self._write(step, values)
-            shown = ["loss", *sorted(values.keys() - {"loss", *QUIET}), "learning_rate"] + ["skipped"] * (
-                values["skipped"] > 0
-            )
+            shown = ["loss", *sorted(values.keys() - {"loss", *QUIET}), "learning_rate"] + ["skipped"] * (values["skipped"] > 0)
             self._console.step(step, {name: values[name] for name in shown if name in values} | speed)
 
     def _speed(self, tokens: float) -> dict[str, float]:

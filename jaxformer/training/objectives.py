@@ -55,9 +55,7 @@ class TokenCrossEntropy:
             raise ConfigError(f"model.heads={config.heads}: this objective needs a LanguageModel among them")
         head_params, table = tree.get("heads", {}).get(head.name, {}), tree["embedding"].get("tokens")
         hidden, kernel, bias = heads.unembedding(config, head, head_params, output.hidden, table)
-        sums = projected_cross_entropy(
-            hidden, kernel, labels, weights, bias=bias, softcap=config.logit_softcap, **options
-        )
+        sums = projected_cross_entropy(hidden, kernel, labels, weights, bias=bias, softcap=config.logit_softcap, **options)
         return with_reports(sums, output)
 
 

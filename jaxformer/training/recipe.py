@@ -94,9 +94,7 @@ def pipelined(model: Any, mesh: Mesh) -> Any:
     if mesh.stage == 1:
         return model
     if not isinstance(model, models.ModelConfig):
-        raise ConfigError(
-            f"mesh.stage={mesh.stage}: only a ModelConfig can be cut into stages, not {type(model).__name__}"
-        )
+        raise ConfigError(f"mesh.stage={mesh.stage}: only a ModelConfig can be cut into stages, not {type(model).__name__}")
     if model.stack is not None:
         raise ConfigError(f"mesh.stage={mesh.stage}: model.stack={model.stack} has no pipeline; leave one of them out")
     return replace(model, stack=Pipeline(mesh.microbatches, mesh.repeats))

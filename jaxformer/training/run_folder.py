@@ -162,9 +162,7 @@ def environment(data_digest: str) -> dict:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -15,9 +15,7 @@ from jaxformer.training.recipe import Recipe
 Batch = dict[str, Any]
 
 
-def on_devices(
-    mesh: jax.sharding.Mesh | None, rows: np.ndarray | None, size: int, batch: Batch
-) -> dict[str, jax.Array]:
+def on_devices(mesh: jax.sharding.Mesh | None, rows: np.ndarray | None, size: int, batch: Batch) -> dict[str, jax.Array]:
     """A batch on the device, or on those of a mesh; `rows` are what this process has of `size`, None for all."""
     if rows is not None and mesh is not None:
         return processes.global_batch(mesh, size, batch)

@@ -86,9 +86,7 @@ def state_specs(recipe: Recipe, mesh: jax.sharding.Mesh | jax.sharding.AbstractM
     def split(path, leaf):
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         tails = ("/".join(names[i:]) for i in range(len(names)))
-        parameter = next(
-            (tail for tail in tails if shapes.get(tail) == leaf.shape), None
-        )  # Adafactor's sums are smaller
+        parameter = next((tail for tail in tails if shapes.get(tail) == leaf.shape), None)  # Adafactor's sums are smaller
         if parameter is None:
             return PartitionSpec()
         return (by_gradient if names[0] == "opt_state" else by_parameter)[parameter]

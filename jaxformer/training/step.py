@@ -20,9 +20,7 @@ Batch = dict[str, Array]
 Metrics = dict[str, Array]
 
 
-def make_train_step(
-    recipe: Recipe, axis_name: str | None = None
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+def make_train_step(recipe: Recipe, axis_name: str | None = None) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """`(state, batch) -> (state, metrics)`, to be jitted with the state donated: `train_step` of a recipe.
 
     Under `jax.set_mesh` it is the step of all devices. With `axis_name` it is one copy's step under `jax.pmap`, which sums

@@ -11,8 +11,7 @@ from typing import Any
 
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxformer import config as C
 from jaxformer.config.files import read

@@ -8,8 +8,7 @@ import time
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxformer.config import ConfigError
 from jaxformer.config.expressions import evaluate, read
@@ -239,9 +238,7 @@ def extended(part):
     name = st.sampled_from(["x", "y", "__class__"])
     return st.one_of(
         st.tuples(part, operators, part).map(" ".join),
-        st.tuples(st.sampled_from(["-", "~", "not ", "*", "**", "await ", "lambda: ", "lambda x: "]), part).map(
-            "".join
-        ),
+        st.tuples(st.sampled_from(["-", "~", "not ", "*", "**", "await ", "lambda: ", "lambda x: "]), part).map("".join),
         st.lists(part, max_size=3).map(lambda items: f"({', '.join(items)})"),
         st.lists(part, max_size=3).map(lambda items: f"[{', '.join(items)}]"),
         pair.map(lambda items: f"{{{items[0]}: {items[1]}}}"),

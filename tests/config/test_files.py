@@ -68,8 +68,7 @@ def test_experiments_may_build_on_each_other(folder):
         "experiment = dataclasses.replace(first, name='second')\n"
     )
     (folder / "experiments" / "third.py").write_text(
-        "import dataclasses\nfrom .first import experiment as first\n"
-        "experiment = dataclasses.replace(first, name='third')\n"
+        "import dataclasses\nfrom .first import experiment as first\nexperiment = dataclasses.replace(first, name='third')\n"
     )
     fresh = C.describe(C.load("second"))
     assert fresh["name"] == "second" and C.load("third").name == "third"
@@ -107,16 +106,12 @@ def test_load_mistakes(folder):
     (experiments / "quickstart.py").write_text(FILE.format(name="q"))
     (experiments / "empty.py").write_text("")
     (experiments / "raises.py").write_text("import os\n\nos.environ[\n'no such variable']\n")
-    (experiments / "invalid.py").write_text(
-        "from tests_config_classes import Experiment\nExperiment(\n  'x', width=3)\n"
-    )
+    (experiments / "invalid.py").write_text("from tests_config_classes import Experiment\nExperiment(\n  'x', width=3)\n")
     (experiments / "syntax.py").write_text("x = 1\ny = (\n")
     (experiments / "bytes.py").write_bytes(b"x = '\xff'")
     assert message(C.load, "quikstart") == "no experiment 'quikstart' in experiments/; did you mean 'quickstart'?"
     assert message(C.load, "zzzz") == "no experiment 'zzzz' in experiments/"
-    assert message(C.load, "experiments/quikstart.py") == (
-        "no file experiments/quikstart.py; did you mean quickstart.py?"
-    )
+    assert message(C.load, "experiments/quikstart.py") == ("no file experiments/quikstart.py; did you mean quickstart.py?")
     before = set(sys.modules)
     assert "empty.py: defines no `experiment`" in message(C.load, "empty")
     assert "raises.py:3: KeyError: 'no such variable'" in message(C.load, "raises")

@@ -206,9 +206,7 @@ def test_partials_are_set_by_keyword():
     assert (changed.func, changed.args, changed.keywords) == (Shifted, (1,), {"word": "b", "twice": True})
     nested = Experiment("x", optimizer=functools.partial(Scaled, inner=Scaled()))
     assert override(nested, "--optimizer.inner.factor=3").optimizer.keywords == {"inner": Scaled(3.0)}
-    assert message(override, chosen, "--optimizer.wrd=b") == (
-        "--optimizer.wrd: no such option; did you mean --optimizer.word?"
-    )
+    assert message(override, chosen, "--optimizer.wrd=b") == ("--optimizer.wrd: no such option; did you mean --optimizer.word?")
 
 
 def test_names_belong_to_fields_and_those_of_the_users_file_come_first():
@@ -309,9 +307,7 @@ def test_override_mistakes(args, expected, capsys):
 
 def test_types_in_messages_read_well():
     hint = Adam | tuple[Rope | None, ...] | Callable | str | None
-    assert expressions.expected(hint) == (
-        "Adam, any number of Rope or None, a function such as Name(field=value), str or None"
-    )
+    assert expressions.expected(hint) == ("Adam, any number of Rope or None, a function such as Name(field=value), str or None")
 
 
 # The list of options

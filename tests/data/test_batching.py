@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxformer.data.batching import Prefetch, ValidationBatches, batches, open_dataset, unigram_entropy
 from jaxformer.data.sources import Dataset, Windows
@@ -119,20 +118,12 @@ def test_unigram_entropy_is_the_formula():
     rng = np.random.default_rng(0)
     train, validation = rng.integers(0, 5, 4000), rng.integers(0, 3, 700)
     parts = Windows(train.astype(np.uint8), 8), Windows(validation.astype(np.uint8), 8, stride=8)
-    p = np.array([(train[1:] == v).sum() + 1 for v in range(6)]) / (
-        3999 + 6
-    )  # id 5 never occurs: smoothed, not infinite
+    p = np.array([(train[1:] == v).sum() + 1 for v in range(6)]) / (3999 + 6)  # id 5 never occurs: smoothed, not infinite
     expected = -np.mean([np.log(p[v]) for v in validation[1:]])
     # float64 sums in another order
-    assert unigram_entropy(Dataset(*parts, vocab_size=6, digest="", description="")) == pytest.approx(
-        expected, rel=1e-12
-    )
-    as_lists = [
-        list(part) for part in parts
-    ]  # counted through batches instead, the first token of each window left out
-    assert unigram_entropy(Dataset(*as_lists, vocab_size=6, digest="", description="")) == pytest.approx(
-        expected, abs=0.01
-    )
+    assert unigram_entropy(Dataset(*parts, vocab_size=6, digest="", description="")) == pytest.approx(expected, rel=1e-12)
+    as_lists = [list(part) for part in parts]  # counted through batches instead, the first token of each window left out
+    assert unigram_entropy(Dataset(*as_lists, vocab_size=6, digest="", description="")) == pytest.approx(expected, abs=0.01)
 
 
 def test_data_without_labels_have_no_unigram_entropy():

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jaxformer.data import batching, sources
 from jaxformer.data.sources import Stdlib, Text, Windows
@@ -246,8 +245,6 @@ def test_bytes_take_any_file(tmp_path):
 
 
 def test_configs_cost_no_heavy_import():
-    code = (
-        "import sys; import jaxformer.data.sources, jaxformer.data.tasks, jaxformer.data.batching; print(*sys.modules)"
-    )
+    code = "import sys; import jaxformer.data.sources, jaxformer.data.tasks, jaxformer.data.batching; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"jax", "grain", "orbax", "tokenizers", "matplotlib"} & set(modules)

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxformer.data import batching
 from jaxformer.data.batching import batches, take_rows, unigram_entropy

@@ -4,8 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxformer.data import tokenizers
 from jaxformer.errors import ConfigError

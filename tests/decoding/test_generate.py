@@ -152,9 +152,7 @@ STACK = replace(
     GPT, num_layers=2, d_model=16, norm="rms_norm", use_bias=False, init_std=0.7, positions=Relative(8, 16), heads=(),
     masks=(masks.full(),), tie_embeddings=False,
 )  # fmt: skip
-DECODER = replace(
-    STACK, positions=Relative(8, 16, bidirectional=False), heads=(LanguageModel(),), masks=(masks.causal(),)
-)
+DECODER = replace(STACK, positions=Relative(8, 16, bidirectional=False), heads=(LanguageModel(),), masks=(masks.causal(),))
 PAIRS = {
     "t5": EncoderDecoder(STACK, DECODER),
     "learned": EncoderDecoder(

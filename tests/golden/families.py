@@ -164,18 +164,14 @@ def _vit(model: str, channels: int, **config) -> Case:
 
 
 def _longformer() -> Case:
-    config = _bert("").config | dict(
-        type_vocab_size=1, attention_window=[4, 4], pad_token_id=1, max_position_embeddings=20
-    )
+    config = _bert("").config | dict(type_vocab_size=1, attention_window=[4, 4], pad_token_id=1, max_position_embeddings=20)
     flags = np.zeros((2, 16), int)
     flags[0, [0, 7]] = flags[1, [0, 3, 9]] = 1  # another number in each row
     return Case("LongformerForMaskedLM", config, tokens(37, [16, 11], 16, pad=1, global_attention_mask=flags))
 
 
 def _bigbird() -> Case:
-    config = _bert("").config | dict(
-        attention_type="block_sparse", block_size=3, num_random_blocks=2, sep_token_id=None
-    )
+    config = _bert("").config | dict(attention_type="block_sparse", block_size=3, num_random_blocks=2, sep_token_id=None)
     config |= dict(max_position_embeddings=32)  # ten blocks: more than 5 + 2 * 2, with which it would see everything
     return Case("BigBirdForMaskedLM", config, tokens(37, [30, 25], 30))
 

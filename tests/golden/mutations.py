@@ -258,11 +258,7 @@ def of_parameters(config: ModelConfig, leaves: dict[str, Any]) -> Iterator[tuple
         "every layer the first",
         lambda leaves: (
             leaves
-            | {
-                name: jnp.broadcast_to(leaf[:1], leaf.shape)
-                for name, leaf in leaves.items()
-                if name.startswith("layers/")
-            }
+            | {name: jnp.broadcast_to(leaf[:1], leaf.shape) for name, leaf in leaves.items() if name.startswith("layers/")}
         ),
     )
     if "embedding/tokens" in leaves:
@@ -287,8 +283,7 @@ def of_parameters(config: ModelConfig, leaves: dict[str, Any]) -> Iterator[tuple
     if f"{attention}/global_query/kernel" in leaves:
         for one in ("query", "key", "value"):
             plain = lambda leaves, one=one: (
-                leaves
-                | {f"{attention}/global_{one}/{end}": leaves[f"{attention}/{one}/{end}"] for end in ("kernel", "bias")}
+                leaves | {f"{attention}/global_{one}/{end}": leaves[f"{attention}/{one}/{end}"] for end in ("kernel", "bias")}
             )
             yield f"global {one} as the local one", plain
     for name in leaves:
@@ -336,9 +331,7 @@ def of_rules(rules: list) -> Iterator[tuple[str, Callable]]:
             yield (
                 f"table: out as {other}",
                 lambda rule, kind=kind, other=other: (
-                    rule._replace(kind=other)
-                    if rule.kind == kind and str(rule.ours).endswith("attention/out")
-                    else rule
+                    rule._replace(kind=other) if rule.kind == kind and str(rule.ours).endswith("attention/out") else rule
                 ),
             )
     if any(isinstance(rule.ours, tuple) for rule in rules):

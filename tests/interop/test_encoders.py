@@ -38,9 +38,7 @@ def read(model_type, kind, **settings):
 @pytest.mark.parametrize("model_type,kind", KINDS)
 def test_every_class_is_read_and_written(model_type, kind):
     family = huggingface.FAMILIES[model_type]
-    config = read(
-        model_type, kind, is_decoder=kind.endswith(("LMHeadModel", "ForCausalLM")), attention_type="original_full"
-    )
+    config = read(model_type, kind, is_decoder=kind.endswith(("LMHeadModel", "ForCausalLM")), attention_type="original_full")
     written = family.write(config)
     assert written["architectures"] == [kind]
     assert family.read(written, plan(family, config)) == config
@@ -85,9 +83,7 @@ def test_a_head_of_its_own_matrix_has_the_decoders_bias(name, head, names, tmp_p
 
 
 def test_queries_keys_and_values_without_biases():
-    assert not any(
-        "query/bias" in path for path in paths(models.spec(read("big_bird", "BigBirdModel", use_bias=False)))
-    )
+    assert not any("query/bias" in path for path in paths(models.spec(read("big_bird", "BigBirdModel", use_bias=False))))
     assert huggingface.FAMILIES["big_bird"].write(read("big_bird", "BigBirdModel", use_bias=False))["use_bias"] is False
 
 
@@ -117,32 +113,24 @@ def test_a_pad_id_reads_the_pad_tokens_row():
     tokens = jnp.array([[5, pad, 6]])
     before = checkpoint.apply(input_ids=tokens).hidden
     moved = checkpoint.params["embedding"] | {"positions": table.at[pad].multiply(-1)}
-    other = models.apply(
-        checkpoint.config, checkpoint.params | {"embedding": moved}, tokens, positions=jnp.array([[0, -1, 1]])
-    )
+    other = models.apply(checkpoint.config, checkpoint.params | {"embedding": moved}, tokens, positions=jnp.array([[0, -1, 1]]))
     assert float(jnp.abs(other.hidden - before).max()) > 0.1
     same = checkpoint.params["embedding"] | {"positions": table.at[pad + 3 :].multiply(-1).at[:pad].multiply(-1)}
-    other = models.apply(
-        checkpoint.config, checkpoint.params | {"embedding": same}, tokens, positions=jnp.array([[0, -1, 1]])
-    )
+    other = models.apply(checkpoint.config, checkpoint.params | {"embedding": same}, tokens, positions=jnp.array([[0, -1, 1]]))
     np.testing.assert_array_equal(other.hidden, before)
 
 
 def test_a_pooler_of_another_width(tmp_path):
     change = lambda a: {name: array[:7] if "pooler" in name else array for name, array in a.items()}
     checkpoint = huggingface.load(runs.altered(tmp_path, "vit_pooled", change, pooler_output_size=7))
-    images = np.random.default_rng(0).normal(
-        size=(2, *checkpoint.config.embedding.image, checkpoint.config.embedding.channels)
-    )
+    images = np.random.default_rng(0).normal(size=(2, *checkpoint.config.embedding.image, checkpoint.config.embedding.channels))
     whole = huggingface.load(golden.folder("vit_pooled"))
     wide, narrow = (models.apply(c.config, c.params, jnp.float32(images)).heads["pooled"] for c in (whole, checkpoint))
     np.testing.assert_allclose(narrow, wide[:, :7], atol=1e-6)  # the same sums, perhaps in another order
     huggingface.save(tmp_path / "saved", checkpoint)
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["pooler_output_size"] == 7
     assert huggingface.load(tmp_path / "saved").config == checkpoint.config
-    assert (
-        huggingface.load(runs.altered(tmp_path / "null", "vit_pooled", pooler_output_size=None)).config == whole.config
-    )
+    assert huggingface.load(runs.altered(tmp_path / "null", "vit_pooled", pooler_output_size=None)).config == whole.config
 
 
 def test_masked_images_are_read_and_written(tmp_path):

@@ -354,9 +354,7 @@ def test_an_nnx_guest_drops_where_there_is_a_key():
     tree = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), spec)
     x = jnp.asarray(rng.normal(size=(2, T, D)), jnp.float32)
     up, down = tree["layers"]["0"], tree["layers"]["1"]
-    whole = (
-        np.maximum(x @ up["kernel"] + np.array(up["bias"])[None, None], 0) @ down["kernel"] + down["bias"][None, None]
-    )
+    whole = np.maximum(x @ up["kernel"] + np.array(up["bias"])[None, None], 0) @ down["kernel"] + down["bias"][None, None]
     context = Context(masks.full(), jnp.arange(T)[None])
     np.testing.assert_allclose(apply(tree, x, context).out, whole, rtol=1e-5, atol=1e-5)  # sums of 12 in float32
     outs = [apply(tree, x, replace(context, dropout_key=key)).out for key in (KEY, jax.random.PRNGKey(2))]
@@ -372,9 +370,7 @@ def test_a_guests_own_initialisers_and_names_are_kept():
     layer = models.spec(GUESTS["linen"])["layers"]["feedforward"]["Dense_1"]["kernel"]
     assert layer.axes == ("layers", "mlp", "embed")
     np.testing.assert_array_equal(layer.init(KEY, layer.shape, jnp.float32), np.ones((2, 12, D)))
-    named = FlaxFeedForward(
-        lambda rngs: nnx.Linear(D, D, kernel_metadata={"out_sharding": ("embed", None)}, rngs=rngs)
-    )(GPT)
+    named = FlaxFeedForward(lambda rngs: nnx.Linear(D, D, kernel_metadata={"out_sharding": ("embed", None)}, rngs=rngs))(GPT)
     assert named.spec["kernel"].axes == ("embed", None) and named.spec["bias"].axes == (None,)
     deviation = np.std(init(GUESTS["nnx"], KEY)["layers"]["feedforward"]["layers"]["0"]["kernel"])
     assert 0.7 < deviation * D**0.5 < 1.3  # lecun_normal, 192 draws: 5 % off by chance

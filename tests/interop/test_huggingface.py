@@ -185,18 +185,14 @@ def test_what_no_family_says_is_not_written(tmp_path):
 
     sandwich = replace(config, norm_placement="sandwich")
     assert "no family" in refusal(sandwich)
-    assert "norm_placement" in refusal(sandwich, model_type="llama") or "no place" in refusal(
-        sandwich, model_type="llama"
-    )
+    assert "norm_placement" in refusal(sandwich, model_type="llama") or "no place" in refusal(sandwich, model_type="llama")
     assert "attention_softcap" in refusal(replace(config, attention_softcap=30.0), model_type="llama")
     assert "positions" in refusal(replace(config, positions=Rope(100.0, layout="interleaved")), model_type="llama")
     assert "positions" in refusal(replace(config, positions=Rope(100.0, fraction=1 / 3)), model_type="llama")
     assert "expected one of" in refusal(config, model_type="gemma")
     assert refusal(config, model_type="gpt2") and refusal(config, model_type="t5") and refusal(config, model_type="vit")
     assert "parameters are not those" in refusal(replace(config, d_ff=24))
-    assert "final_norm/scale (18,) is missing" in refusal(
-        config, {k: v for k, v in params.items() if k != "final_norm"}
-    )
+    assert "final_norm/scale (18,) is missing" in refusal(config, {k: v for k, v in params.items() if k != "final_norm"})
     assert "extra is no parameter of this config" in refusal(config, params | {"extra": jnp.zeros(3)})
 
 
@@ -207,9 +203,7 @@ def test_rope_layouts_are_one_model(layout):
     other, moved = huggingface.rope_layout(config, params, layout)
     assert other.positions.layout == layout
     if layout == "interleaved":
-        assert not np.array_equal(
-            paths(moved)["layers/attention/key/kernel"], paths(params)["layers/attention/key/kernel"]
-        )
+        assert not np.array_equal(paths(moved)["layers/attention/key/kernel"], paths(params)["layers/attention/key/kernel"])
         found = jax.jit(partial(runs.answers, other, kept=kept))(moved)
         assert max(runs.misses(found, kept).values()) < 1e-5
         with pytest.raises(ConfigError, match="only Rope"):
@@ -436,10 +430,7 @@ def test_weights_are_laid_down_where_they_are_to_stay(slab, monkeypatch):
 
 
 def in_tree_order(tree):
-    return [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
-    ]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def test_other_heads(tmp_path):
@@ -489,9 +480,7 @@ def test_all_that_does_not_fit_is_in_one_report(tmp_path):
         return arrays | {"transformer.h.2.ln_1.weight": np.ones(15, np.float32)}
 
     said = refused(runs.altered(tmp_path, "gpt2", damage))
-    assert (
-        "4 missing: transformer.h.1.attn.c_attn.bias (our layers/attention/" in said
-    )  # the query's, key's and value's
+    assert "4 missing: transformer.h.1.attn.c_attn.bias (our layers/attention/" in said  # the query's, key's and value's
     assert "transformer.ln_f.bias (our final_norm/bias)" in said
     assert "1 unexpected: transformer.h.2.ln_1.weight" in said
     assert "1 of another shape: transformer.wpe.weight (95, 15), not (96, 15)" in said
@@ -550,9 +539,7 @@ UNSUPPORTED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name,settings", UNSUPPORTED, ids=lambda part: part if isinstance(part, str) else str(part)[:60]
-)
+@pytest.mark.parametrize("name,settings", UNSUPPORTED, ids=lambda part: part if isinstance(part, str) else str(part)[:60])
 def test_what_would_change_the_numbers_is_refused_by_name(name, settings, tmp_path):
     said = refused(runs.altered(tmp_path, name, **settings))
     key, value = list(settings.items())[-1]
@@ -730,9 +717,7 @@ def test_garbage_in_a_setting_is_refused_or_changes_nothing(name, values, tmp_pa
 
 def number_means_something(key: str) -> bool:
     """Any number above zero (or whole one) is another model, which may well be meant."""
-    return any(
-        word in key for word in ("eps", "init", "chunk", "window", "hash", "distance", "block", "pad_token_id")
-    ) or (
+    return any(word in key for word in ("eps", "init", "chunk", "window", "hash", "distance", "block", "pad_token_id")) or (
         key in ("max_position_embeddings", "n_positions", "num_experts_per_tok", "router_aux_loss_coef", "num_buckets")
     )
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -58,9 +57,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
     checkpoint = open_checkpoint(tmp_path / "new" / "model")
     assert_same(checkpoint, arrays)
     locations = checkpoint._locations.values()
-    assert not any(
-        location.start % location.dtype.itemsize for location in locations
-    )  # who maps the file needs them aligned
+    assert not any(location.start % location.dtype.itemsize for location in locations)  # who maps the file needs them aligned
     assert checkpoint.config == CONFIG and checkpoint.folder == tmp_path / "new" / "model"
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "model", "model.safetensors", "new"]
     assert (checkpoint.folder / "config.json").read_text() == json.dumps(CONFIG, indent=2, sort_keys=True) + "\n"
@@ -384,9 +381,7 @@ def test_flipped_and_missing_bytes(tmp_path, seed):
         accepted += 1
         with safe_open(path, "np", backend="pread") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            assert names == {
-                name: (tuple(part.get_shape()), DTYPES[part.get_dtype()].name) for name, part in slices.items()
-            }
+            assert names == {name: (tuple(part.get_shape()), DTYPES[part.get_dtype()].name) for name, part in slices.items()}
     assert 5 < accepted < 95  # both ends are met
 
 

@@ -52,9 +52,7 @@ def test_dry_prints_what_is_recorded(path, capsys):
 
 
 def test_a_jobset_has_a_pod_a_host_and_all_chips(capsys):
-    _, out, _ = run(
-        "gke gpt2_small --topology=v5p:4x4x8 --slices=2 --image=i --claim=c --dry -- --mesh.fsdp=-1", capsys
-    )
+    _, out, _ = run("gke gpt2_small --topology=v5p:4x4x8 --slices=2 --image=i --claim=c --dry -- --mesh.fsdp=-1", capsys)
     job = yaml.safe_load(out)["spec"]["replicatedJobs"][0]
     pod = job["template"]["spec"]["template"]["spec"]
     chips = pod["containers"][0]["resources"]["limits"]["google.com/tpu"]
@@ -77,9 +75,7 @@ def test_hosts_and_names_of_slices(text, hosts, accelerator):
     assert (found.hosts, found.accelerator) == (hosts, accelerator)  # cloud.google.com/tpu/docs: v5e, v6e, v4, v5p
 
 
-@pytest.mark.parametrize(
-    "text", ["v5e:3x5", "v5e:", "v5e", "v9:2x2", "v5p:4x4", "v5p:4x4x6", "v5p:8x4x4", "v5p:32x32x32"]
-)
+@pytest.mark.parametrize("text", ["v5e:3x5", "v5e:", "v5e", "v9:2x2", "v5p:4x4", "v5p:4x4x6", "v5p:8x4x4", "v5p:32x32x32"])
 def test_slices_that_nobody_sells(text):
     with pytest.raises(ConfigError, match=re.escape(f"TOPOLOGY={text}: ")):
         slices.parse_slice(text)
@@ -251,9 +247,7 @@ def test_a_slurm_job_queues_again_when_that_helps(tmp_path, capsys, code, ends, 
     assert (tmp_path / "requeued").exists() == requeued
     environment["SLURM_RESTART_COUNT"] = "10"
     if code == 137:  # a crash, not a preemption: ten times are enough
-        assert (
-            subprocess.run(["bash"], input=script, text=True, env=environment, capture_output=True).returncode == code
-        )
+        assert subprocess.run(["bash"], input=script, text=True, env=environment, capture_output=True).returncode == code
 
 
 def test_what_the_page_says_to_type_works(capsys):

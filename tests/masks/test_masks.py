@@ -6,14 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxformer import masks
 from jaxformer.config.expressions import evaluate
 from jaxformer.errors import ConfigError
-from jaxformer.masks import blocks as mask_blocks
-from jaxformer.masks import rules as mask_rules
+from jaxformer.masks import blocks as mask_blocks, rules as mask_rules
 from jaxformer.training.names import MODEL
 
 small = st.integers(0, 5)
@@ -258,9 +256,7 @@ def test_lengths_and_prefix_by_row():
 
 def test_masks_are_static_arguments_or_pytrees():
     static = jax.jit(lambda mask: mask.dense(3, 3), static_argnums=0)
-    np.testing.assert_array_equal(
-        static(masks.causal() | masks.prefix(1)), (masks.causal() | masks.prefix(1)).dense(3, 3)
-    )
+    np.testing.assert_array_equal(static(masks.causal() | masks.prefix(1)), (masks.causal() | masks.prefix(1)).dense(3, 3))
     traced = jax.jit(lambda mask: mask.dense(3, 3))
     mask = masks.causal() & masks.segments(jnp.array([[1, 1, 2]]))
     np.testing.assert_array_equal(traced(mask), mask.dense(3, 3))
@@ -452,9 +448,7 @@ def test_no_queries_or_no_keys(mask):
 def test_a_long_sequence_is_classified_without_an_array_of_all_pairs(mask, monkeypatch):
     looked = []
     look = mask_blocks.count_visible
-    monkeypatch.setattr(
-        mask_blocks, "count_visible", lambda *a: looked.append(a[3].size * a[4].size * len(a[5])) or look(*a)
-    )
+    monkeypatch.setattr(mask_blocks, "count_visible", lambda *a: looked.append(a[3].size * a[4].size * len(a[5])) or look(*a))
     n, block = 131_072, 512
     classes = mask.blocks(n, n, block)
     assert classes.shape == (256, 256) and sum(looked) <= 2 * mask_blocks.BUDGET

@@ -61,9 +61,7 @@ def equal(a, b):
 
 def test_factors_follow_what_a_kernel_contracts():
     """Inputs and outputs are those of the product, layers and experts have factors of their own."""
-    shapes = lambda config: jax.tree.map(
-        lambda leaf: leaf.shape, adaptation.lora(models.spec(config), EVERYTHING, RANK)
-    )
+    shapes = lambda config: jax.tree.map(lambda leaf: leaf.shape, adaptation.lora(models.spec(config), EVERYTHING, RANK))
     found = shapes(UNTIED)
     assert found["layers/attention/query/kernel"] == {"a": (L, D, RANK), "b": (L, RANK, N, H)}
     assert found["layers/attention/value/kernel"] == {"a": (L, D, RANK), "b": (L, RANK, K, H)}
@@ -263,10 +261,7 @@ def test_positions_are_repeated_interpolated_or_drawn(length, offset):
         assert longer == replace(config, context_length=length) and positions.shape == (length + offset, D)
         np.testing.assert_array_equal(positions[:offset], table[:offset])
         np.testing.assert_allclose(positions[offset:][: len(rows)], rows, atol=1e-6)  # float32
-        assert (
-            extended["layers"] is weights["layers"]
-            and extended["embedding"]["tokens"] is weights["embedding"]["tokens"]
-        )
+        assert extended["layers"] is weights["layers"] and extended["embedding"]["tokens"] is weights["embedding"]["tokens"]
         if how == "new" and length > 16:
             assert np.std(positions[offset + 16 :]) == pytest.approx(GPT.init_std, rel=0.2)  # 200 draws or more
         if how != "interpolate" or length == 16:

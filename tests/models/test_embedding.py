@@ -53,9 +53,7 @@ def embedded(config, inputs, positions=None, **options):
     return jax.tree.map(np.asarray, own), np.asarray(embedding.embed(config, own, inputs, positions, **options))
 
 
-@pytest.mark.parametrize(
-    "how", [Patches((6, 8), (2, 4)), Patches((6, 6), (3, 3), 1), Patches((4, 10), (4, 5), 2, False)]
-)
+@pytest.mark.parametrize("how", [Patches((6, 8), (2, 4)), Patches((6, 6), (3, 3), 1), Patches((4, 10), (4, 5), 2, False)])
 @pytest.mark.parametrize("use_bias", [True, "query"])
 def test_patches_are_a_convolution_with_its_stride(how, use_bias):
     config = replace(IMAGES, embedding=how, context_length=how.length, use_bias=use_bias)
@@ -76,9 +74,7 @@ def test_patches_are_a_convolution_with_its_stride(how, use_bias):
 
 def test_images_take_positions_and_are_of_one_size():
     """The class token's position is the first."""
-    config = replace(
-        IMAGES, embedding=replace(IMAGES.embedding, class_token=True), context_length=7, positions=Learned()
-    )
+    config = replace(IMAGES, embedding=replace(IMAGES.embedding, class_token=True), context_length=7, positions=Learned())
     images = jnp.float32(np.random.default_rng(3).normal(size=(B, 6, 8, 3)))
     own, x = embedded(config, images)
     _, plain = embedded(replace(config, positions=None), images)

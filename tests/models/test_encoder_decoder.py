@@ -164,9 +164,7 @@ def test_cached_decoding_equals_the_forward_pass(name):
 def test_gradients_reach_every_parameter_of_every_layer(name):
     """But a key bias, which moves all scores of a query alike."""
     config, parameters, source, target = make(name)
-    loss = lambda p: jnp.mean(
-        jnp.square(models.apply(config, p, jnp.asarray(target), source=jnp.asarray(source)).logits)
-    )
+    loss = lambda p: jnp.mean(jnp.square(models.apply(config, p, jnp.asarray(target), source=jnp.asarray(source)).logits))
     gradient = jax.jit(jax.grad(loss))(parameters)
     for path, leaf in params.paths(gradient).items():
         if "key/bias" in path:

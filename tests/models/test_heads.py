@@ -27,9 +27,7 @@ LANGUAGE = {
     "untied": replace(CONFIG, tie_embeddings=False),
     "scaled": replace(CONFIG, heads=(LanguageModel(scale=0.3, bias=True),)),
     "transformed": replace(CONFIG, heads=(LanguageModel("gelu", bias=True),)),
-    "capped": replace(
-        CONFIG, heads=(LanguageModel("relu", bias=True, scale=2.0),), logit_softcap=1.5, tie_embeddings=False
-    ),
+    "capped": replace(CONFIG, heads=(LanguageModel("relu", bias=True, scale=2.0),), logit_softcap=1.5, tie_embeddings=False),
 }
 ROUNDING = dict(rtol=1e-5, atol=1e-5)  # float32 sums of a dozen terms of order one
 

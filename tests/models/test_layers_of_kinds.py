@@ -208,9 +208,7 @@ def streams(config, parameters, tokens):
 @pytest.mark.parametrize(
     "config",
     [
-        replace(
-            PATTERNS["reformer"], stack=Reversible(streams=2), tie_embeddings=False, positions=Axial((2, 4), (5, 7))
-        ),
+        replace(PATTERNS["reformer"], stack=Reversible(streams=2), tie_embeddings=False, positions=Axial((2, 4), (5, 7))),
         pytest.param(
             replace(BASE, stack=Reversible(), mixer=(Linear(), None), masks=(masks.causal(),)), marks=pytest.mark.slow
         ),

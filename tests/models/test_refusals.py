@@ -205,7 +205,5 @@ def test_every_field_says_what_it_means():
     classes = [cls for cls in found if "models" in cls.__module__ and cls not in (models.Inputs, models.Output)]
     classes += [adaptation.Lora, pipeline.Pipeline, reversible.Reversible]
     assert {ModelConfig, Mixture, Patches, mixers.Performer, vision.Reconstruction} <= set(classes)
-    silent = [
-        f"{cls.__name__}.{field.name}" for cls in classes for field in fields(cls) if not meanings(cls).get(field.name)
-    ]
+    silent = [f"{cls.__name__}.{field.name}" for cls in classes for field in fields(cls) if not meanings(cls).get(field.name)]
     assert not silent, silent

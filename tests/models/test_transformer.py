@@ -37,9 +37,7 @@ FAMILIES = {
     "sandwich": replace(
         GPT, norm_placement="sandwich", attention_softcap=5.0, logit_softcap=7.0, embedding=Embedding(scale=24**0.5)
     ),
-    "wide_heads": replace(
-        GPT, head_width=10, d_ff=17, positions=Rope(fraction=0.4, layout="interleaved"), num_kv_heads=3
-    ),
+    "wide_heads": replace(GPT, head_width=10, d_ff=17, positions=Rope(fraction=0.4, layout="interleaved"), num_kv_heads=3),
 }
 
 
@@ -82,9 +80,7 @@ def loss_and_gradient(config, parameters, tokens, dtype=jnp.float32, maps=True):
 def test_spec_and_init_agree(name):
     config, parameters, _ = make(name)
     abstract = params.abstract(models.spec(config))
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), parameters) == jax.tree.map(
-        lambda a: (a.shape, a.dtype), abstract
-    )
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), parameters) == jax.tree.map(lambda a: (a.shape, a.dtype), abstract)
 
 
 @families
@@ -232,9 +228,7 @@ def test_bad_configs_are_refused_in_a_line(changes, said):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "wrong", [masks.causal(), (np.ones((3, 3), bool),), ("causal",)], ids=["bare", "array", "text"]
-)
+@pytest.mark.parametrize("wrong", [masks.causal(), (np.ones((3, 3), bool),), ("causal",)], ids=["bare", "array", "text"])
 def test_masks_that_are_none_are_refused_in_a_line(wrong):
     config = replace(GPT)
     object.__setattr__(config, "masks", wrong)  # the suite's own annotation checks stand before the constructor

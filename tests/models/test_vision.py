@@ -46,9 +46,7 @@ def converted():
     linear = lambda name: {"kernel": weight(f"{name}.weight").T, "bias": weight(f"{name}.bias")}
     first = "embeddings.patch_embeddings.projection"
     layer = {"attention_norm": norm("layers.0.layernorm_before"), "feedforward_norm": norm("layers.0.layernorm_after")}
-    layer["attention"] = {
-        name: linear(f"layers.0.attention.{name[0]}_proj") for name in ("query", "key", "value", "out")
-    }
+    layer["attention"] = {name: linear(f"layers.0.attention.{name[0]}_proj") for name in ("query", "key", "value", "out")}
     layer["feedforward"] = {"up": linear("layers.0.mlp.fc1"), "down": linear("layers.0.mlp.fc2")}
     tree = {
         "embedding": {
@@ -103,9 +101,7 @@ def test_low_precision_tables_are_interpolated_in_float32():
     _, resized = vision.resize(VIT, halved, (14, 14))
     _, expected = vision.resize(VIT, optax.tree.cast(halved, jnp.float32), (14, 14))
     assert resized["embedding"]["positions"].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(
-        resized["embedding"]["positions"], expected["embedding"]["positions"].astype(jnp.bfloat16)
-    )
+    np.testing.assert_array_equal(resized["embedding"]["positions"], expected["embedding"]["positions"].astype(jnp.bfloat16))
 
 
 def test_what_has_no_table_only_changes_its_config_and_what_has_no_patches_is_refused():

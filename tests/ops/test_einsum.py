@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import jaxformer
 from jaxformer.ops import einsum
@@ -95,9 +94,7 @@ def test_operands_and_cotangents_that_do_not_fit_are_rounded_once(dtype):
     exact, magnitude = truth(spec, x, w, g)
     out, dx, dw = run(spec, x, w, g, jnp.float32)
     assert (np.abs(np.float64(out) - exact[0]) <= (u + SUMS) * magnitude[0] + TINY[dtype]).all()
-    assert (
-        np.abs(np.float64(dx) - exact[1]) <= (3.01 * u + SUMS) * magnitude[1] + TINY[dtype]
-    ).all()  # w, g and result
+    assert (np.abs(np.float64(dx) - exact[1]) <= (3.01 * u + SUMS) * magnitude[1] + TINY[dtype]).all()  # w, g and result
     assert (np.abs(np.float64(dw) - exact[2]) <= (u + SUMS) * magnitude[2] + TINY[dtype]).all()
 
 

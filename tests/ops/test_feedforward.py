@@ -114,9 +114,7 @@ def test_mlp(name):
 @pytest.mark.parametrize("name", GATES)
 def test_gated_family(name):
     """The activation falls on the gate, not on the other branch."""
-    x, gate, up, down, gate_bias, up_bias, down_bias = random(
-        1, (2, 3, 4), (4, 16), (4, 16), (16, 4), (16,), (16,), (4,)
-    )
+    x, gate, up, down, gate_bias, up_bias, down_bias = random(1, (2, 3, 4), (4, 16), (4, 16), (16, 4), (16,), (16,), (4,))
     f = ACTIVATIONS[GATES[name]]
     both = jax.jit(lambda *a: (glu(*a[:4], f, *a[4:]), glu(*a[:4], f)))
     ours, plain = both(x, gate, up, down, gate_bias, up_bias, down_bias)
@@ -164,8 +162,6 @@ def test_an_activation_by_name_is_refused_in_one_line(layer):
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "reglu", "bilinear"])
 def test_gated_layers_have_their_published_names(name):
-    x, gate, up, down = (
-        jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(2, 3, 4), (4, 8), (4, 8), (8, 4)])
-    )
+    x, gate, up, down = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(2, 3, 4), (4, 8), (4, 8), (8, 4)]))
     expected = glu(x, gate, up, down, ACTIVATIONS[GATES[name]])
     np.testing.assert_array_equal(getattr(ops, name)(x, gate, up, down), expected)

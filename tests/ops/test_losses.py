@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxformer.ops import cross_entropy, projected_cross_entropy
 from jaxformer.ops.losses import TokenSums
@@ -22,9 +21,7 @@ FLOAT32 = dict(rtol=2e-6, atol=2e-5)
 def witness(logits, labels, weights, smoothing=0.0, z_loss=0.0):
     """Token by token in float64."""
     loss = weight = correct = 0.0
-    for row, label, w in zip(
-        np.float64(logits).reshape(-1, logits.shape[-1]), labels.ravel(), weights.ravel(), strict=True
-    ):
+    for row, label, w in zip(np.float64(logits).reshape(-1, logits.shape[-1]), labels.ravel(), weights.ravel(), strict=True):
         if w == 0:
             continue
         log_total = row.max() + math.log(np.exp(row - row.max()).sum())
@@ -113,9 +110,7 @@ def test_narrow_logits_are_widened_first(dtype):
 
 def test_uniform_logits_cost_the_logarithm_of_the_vocabulary():
     # one float32 logarithm
-    np.testing.assert_allclose(
-        plain(jnp.zeros((1, 4, 1000)), jnp.zeros((1, 4), int)).loss, 4 * math.log(1000), rtol=1e-6
-    )
+    np.testing.assert_allclose(plain(jnp.zeros((1, 4, 1000)), jnp.zeros((1, 4), int)).loss, 4 * math.log(1000), rtol=1e-6)
 
 
 def test_huge_logits_neither_overflow_nor_vanish():
@@ -141,9 +136,7 @@ def test_labels_out_of_range_are_legal_where_their_weight_is_zero():
     @jax.jit
     def both(hidden, head, labels):
         first = lambda h, w: cross_entropy(jnp.einsum("btd,vd->btv", h, w), labels, weights, 0.1, 1e-3).loss
-        second = lambda h, w: (
-            projected_cross_entropy(h, w, labels, weights, label_smoothing=0.1, z_loss=1e-3, chunk=3).loss
-        )
+        second = lambda h, w: projected_cross_entropy(h, w, labels, weights, label_smoothing=0.1, z_loss=1e-3, chunk=3).loss
         return [jax.value_and_grad(f, (0, 1))(hidden, head) for f in (first, second)]
 
     inside = both(hidden, head, jnp.asarray(np.where(weights == 0, 0, labels)))
@@ -175,9 +168,7 @@ def test_a_token_of_weight_zero_does_not_matter_be_it_not_finite(seed, bad):
     unused = weights[..., None] == 0
     for loss, x in ((dense, logits), (projected, hidden)):
         ours = loss((jnp.where(unused, bad, x), head), jnp.asarray(labels), weights)
-        jax.tree.map(
-            np.testing.assert_array_equal, ours, loss((jnp.where(unused, 1, x), head), jnp.asarray(labels), weights)
-        )
+        jax.tree.map(np.testing.assert_array_equal, ours, loss((jnp.where(unused, 1, x), head), jnp.asarray(labels), weights))
         assert not np.asarray(ours[1][0])[np.asarray(weights) == 0].any()
 
 
@@ -310,9 +301,7 @@ def test_narrow_hidden_states_with_a_float32_head(dtype, roundoff):
     assert sums.loss.dtype == d_head.dtype == jnp.float32 and d_hidden.dtype == dtype
     h, w = np.float64(hidden), np.float64(head)
     logits = h @ w.T
-    np.testing.assert_allclose(
-        sums, witness(logits, labels, np.ones((B, T))), rtol=1e-5
-    )  # exact products, float32 sums
+    np.testing.assert_allclose(sums, witness(logits, labels, np.ones((B, T))), rtol=1e-5)  # exact products, float32 sums
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     g = (p - np.eye(V)[labels]) / 235
     for ours, theirs in ((d_hidden, g @ w), (d_head, np.einsum("btv,btd->vd", g, h))):
@@ -353,9 +342,7 @@ def test_float16_gradients_are_formed_in_its_range(head_dtype, bound):
         assert np.linalg.norm(np.float64(ours) / factor - theirs) <= 3 * 2.0**-11 * np.linalg.norm(theirs)
     if head_dtype == jnp.float32:
         rows = np.linalg.norm(np.float64(d_head) / factor - theirs, axis=1) / np.linalg.norm(theirs, axis=1)
-        assert (np.asarray(d_head) == 0).mean() < 0.01 and np.median(
-            rows
-        ) < 2.0**-10  # each token's row, not the largest
+        assert (np.asarray(d_head) == 0).mean() < 0.01 and np.median(rows) < 2.0**-10  # each token's row, not the largest
 
 
 def test_no_array_of_all_logits_exists():

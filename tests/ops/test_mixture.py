@@ -310,9 +310,7 @@ def test_scanned_layers_are_the_unrolled_ones():
             y = layer(y, jax.tree.map(lambda a: a[i], layers))  # noqa: B023
         return jnp.sum(jnp.sin(y))
 
-    for a, b in zip(
-        *(jax.tree.leaves(jax.jit(jax.value_and_grad(f))(layers)) for f in (scanned, unrolled)), strict=True
-    ):
+    for a, b in zip(*(jax.tree.leaves(jax.jit(jax.value_and_grad(f))(layers)) for f in (scanned, unrolled)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())  # two layers of float32 sums
 
 

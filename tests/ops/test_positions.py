@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxformer.ops.positions import (
     NTK,
@@ -155,9 +154,7 @@ def test_rope_scores_depend_on_distance_alone(seed, shift, layout, fraction, sca
     query, key = (jnp.asarray(rng.normal(size=(1, 4, 1, 16)), jnp.float32) for _ in range(2))
     i, j = (jnp.asarray(rng.integers(50, 500, (1, 4))) for _ in range(2))
     config = Rope(layout=layout, fraction=fraction, scaling=scaling)
-    score = lambda s: np.einsum(
-        "btnh,bsnh->bts", *(np.float64(turn(x, p + s, config)) for x, p in ((query, i), (key, j)))
-    )
+    score = lambda s: np.einsum("btnh,bsnh->bts", *(np.float64(turn(x, p + s, config)) for x, p in ((query, i), (key, j))))
     # sixteen products of order one, angles of at most 1000
     np.testing.assert_allclose(score(shift), score(0), rtol=0, atol=100 * angle_error(1000))
 

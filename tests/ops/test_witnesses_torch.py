@@ -17,9 +17,7 @@ FLOAT64 = dict(rtol=1e-11, atol=1e-11)
 
 
 def weights_of(arrays):
-    return {
-        name.removeprefix("weights/"): jnp.asarray(x, jnp.float64) for name, x in arrays.items() if "weights/" in name
-    }
+    return {name.removeprefix("weights/"): jnp.asarray(x, jnp.float64) for name, x in arrays.items() if "weights/" in name}
 
 
 def linear(x, weight, bias=None):

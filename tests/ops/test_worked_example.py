@@ -120,9 +120,7 @@ def test_attention_gradients(x64, dtype, tolerance):
     A = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     dA = dO @ v.T
     delta = (dA * A).sum(-1, keepdims=True)
-    np.testing.assert_allclose(
-        delta, (dO * (A @ v)).sum(-1, keepdims=True), rtol=1e-12
-    )  # rowsum(dO O), the same number
+    np.testing.assert_allclose(delta, (dO * (A @ v)).sum(-1, keepdims=True), rtol=1e-12)  # rowsum(dO O), the same number
     dS = A * (dA - delta)
     expected = dS @ k / np.sqrt(2), dS.T @ q / np.sqrt(2), A.T @ dO, dS
 

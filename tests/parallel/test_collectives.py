@@ -43,9 +43,7 @@ def sent(config, **axes):
     abstract = params.abstract(models.spec(config))
     weights = jax.tree.map(lambda a, p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p), abstract, places)
     tokens = jax.ShapeDtypeStruct((16, 16), jnp.int32)
-    tokens = jax.ShapeDtypeStruct(
-        (16, 16), jnp.int32, sharding=sharding.batch_sharding(mesh, {"tokens": tokens})["tokens"]
-    )
+    tokens = jax.ShapeDtypeStruct((16, 16), jnp.int32, sharding=sharding.batch_sharding(mesh, {"tokens": tokens})["tokens"])
     with jax.set_mesh(mesh):
         step = jax.jit(jax.value_and_grad(partial(loss, config)), out_shardings=(None, places))
         found = collectives(step.lower(weights, tokens).compile().as_text(), mesh)
@@ -56,9 +54,7 @@ def test_data_sums_every_gradient_once():
     assert sent(CONFIG, data=4) == {("all-reduce", ("data",)): (6, 4 * NUMBERS + 8)}  # and two sums of the loss
 
 
-@pytest.mark.parametrize(
-    "remat, again", [("none", KERNELS), pytest.param("full", KERNELS + NORMS, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("remat, again", [("none", KERNELS), pytest.param("full", KERNELS + NORMS, marks=pytest.mark.slow)])
 def test_fsdp_gathers_each_weight_once_a_pass_and_sums_each_gradient_once(remat, again):
     """On CPU a sum that is split afterwards stays an all-reduce; for TPUs see below."""
     found = sent(replace(CONFIG, remat=remat), fsdp=4)
@@ -72,9 +68,7 @@ def test_tensor_sums_twice_a_block_and_pass(remat, again):
     """After attention and after the feed-forward; in the backward pass of what goes into them. Nothing else, but for the
     embedding, and the loss: a maximum, a sum, and the label's logit with the gradient of hidden. No logits travel."""
     found = sent(replace(CONFIG, remat=remat), tensor=4)
-    assert {key: count for key, (count, _) in found.items()} == {
-        ("all-reduce", ("tensor",)): L * (2 + 2 + again) + 1 + 3
-    }
+    assert {key: count for key, (count, _) in found.items()} == {("all-reduce", ("tensor",)): L * (2 + 2 + again) + 1 + 3}
 
 
 def test_a_ring_of_four_turns_three_times():

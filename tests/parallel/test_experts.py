@@ -93,14 +93,10 @@ def test_a_batch_that_does_not_divide(B, capacity):
 @pytest.mark.parametrize("capacity", [None, ROOM])
 def test_within_a_shard_map_over_stages_a_scan_and_a_remat(capacity):
     def stages(x, weights):
-        layer = jax.checkpoint(
-            lambda x, w: (x + 0.1 * mixture(x, *w, jax.nn.silu, top_k=2, capacity=capacity)[0], None)
-        )
+        layer = jax.checkpoint(lambda x, w: (x + 0.1 * mixture(x, *w, jax.nn.silu, top_k=2, capacity=capacity)[0], None))
         stage = lambda x, weights: jax.lax.scan(layer, x[0], weights)[0][None]
         if not jax.sharding.get_abstract_mesh().empty:
-            stage = jax.shard_map(
-                stage, in_specs=P("stage"), out_specs=P("stage"), axis_names={"stage"}, check_vma=False
-            )
+            stage = jax.shard_map(stage, in_specs=P("stage"), out_specs=P("stage"), axis_names={"stage"}, check_vma=False)
             return jnp.sum(jnp.sin(stage(x, weights)))
         halves = [jax.tree.map(lambda a: jnp.split(a, 2)[i], (x, weights)) for i in (0, 1)]  # noqa: B023
         return sum(jnp.sum(jnp.sin(stage(*half))) for half in halves)

@@ -369,9 +369,7 @@ def main(count: int, families: list[str]) -> None:
             found[outcome] += 1
             if outcome == "wrong" or os.environ.get("VERBOSE"):
                 side = {name: array.shape for name, array in drawn.call.items()}
-                print(
-                    f"{family} {seed} {outcome}: {drawn.kind.__name__} {why}\n    {drawn.settings} {side}", flush=True
-                )
+                print(f"{family} {seed} {outcome}: {drawn.kind.__name__} {why}\n    {drawn.settings} {side}", flush=True)
         total += found
         print(f"{family:12} {dict(found)}", flush=True)
     print(f"{'all':12} {dict(total)}")

@@ -22,9 +22,7 @@ from jaxformer.training.state import init_state
 from jaxformer.training.step import make_train_step
 
 B, T, D, L, V = 2, 64, 32, 3, 128
-CONFIG = ModelConfig(
-    V, L, D, num_heads=4, context_length=T, use_bias=False, heads=(), attention_implementation="reference"
-)
+CONFIG = ModelConfig(V, L, D, num_heads=4, context_length=T, use_bias=False, heads=(), attention_implementation="reference")
 floats = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
 tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
 
@@ -66,9 +64,7 @@ def test_the_closed_form_is_within_a_percent_of_the_count(name):
         attention_dropout_rate=0.0, attention_implementation="reference",
     )  # fmt: skip
     experiment = Experiment("counted", config, Stdlib(), batch_size=B, precision="bfloat16")
-    batch = {key: jax.ShapeDtypeStruct((B, 256), jnp.int32) for key in ("tokens", "labels")} | {
-        "weights": floats(B, 256)
-    }
+    batch = {key: jax.ShapeDtypeStruct((B, 256), jnp.int32) for key in ("tokens", "labels")} | {"weights": floats(B, 256)}
     recipe = build(experiment)
     counted = flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)
     assert counted.matmul == pytest.approx(cost.training_flops(config, 256) * B * 256, rel=0.01)
@@ -97,9 +93,7 @@ def test_blockwise_attention_counts_what_it_visits():
         counted = flops.count(run, query, query, query)
         assert counted.matmul == visited * B * 4 * 16 * 4 and not counted.notes
         both = flops.count(jax.grad(lambda *a, run=run: run(*a).sum(), (0, 1, 2)), query, query, query)
-        assert (
-            both.matmul == 7 / 2 * counted.matmul and not both.notes
-        )  # scores again, and two products for each of two
+        assert both.matmul == 7 / 2 * counted.matmul and not both.notes  # scores again, and two products for each of two
 
 
 def test_inside_a_model_too():
@@ -171,9 +165,7 @@ def test_devices_under_shard_map_count_together():
     mapped = jax.shard_map(lambda x, y: x @ y, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     # fsdp and tensor are manual, too, and compute the same: twice two times the work
     assert flops.count(mapped, floats(8, 8), floats(8, 8)).matmul == 4 * 2 * 8**3
-    one = jax.shard_map(
-        lambda x, y: x @ y, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"}
-    )
+    one = jax.shard_map(lambda x, y: x @ y, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"})
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         assert flops.count(jax.jit(one), floats(8, 8), floats(8, 8)).matmul == 2 * 8**3
 

@@ -12,9 +12,7 @@ MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 def compiled(body, *shapes):
-    mapped = jax.shard_map(
-        body, mesh=make_mesh(Mesh(**MESH)), in_specs=P("data", "tensor"), out_specs=P(), check_vma=False
-    )
+    mapped = jax.shard_map(body, mesh=make_mesh(Mesh(**MESH)), in_specs=P("data", "tensor"), out_specs=P(), check_vma=False)
     return jax.jit(mapped).lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile().as_text()
 
 
@@ -123,9 +121,7 @@ def test_the_largest_buffers_have_names():
 
 def test_an_exchange_beside_other_work_counts_once():
     """As the TPU compiler writes it: begun in one fusion, carried on in the next, done in the last, on one channel."""
-    gather = (
-        "  %g.{0} = bf16[1,64] all-gather(%p), channel_id=7, replica_groups={{{{0,1,2,3,4,5,6,7}}}}, dimensions={{1}}"
-    )
+    gather = "  %g.{0} = bf16[1,64] all-gather(%p), channel_id=7, replica_groups={{{{0,1,2,3,4,5,6,7}}}}, dimensions={{1}}"
     fusions = "\n".join(f"%f.{i} (p: bf16[1,8]) -> bf16[1,64] {{\n{gather.format(i)}\n}}\n" for i in range(3))
     calls = "\n".join(f"  %c.{i} = bf16[1,64] fusion(%x), kind=kCustom, calls=%f.{i}" for i in range(3))
     text = f"{fusions}\nENTRY %main (x: bf16[1,8]) -> bf16[1,64] {{\n{calls}\n}}\n"

@@ -100,12 +100,9 @@ def test_a_whole_torus_dimension_is_a_ring_and_slices_and_hosts_have_their_own_n
     torus = np.array([[Device("tpu", [x, y]) for y in range(16)] for x in range(16)])
     mesh = type("Mesh", (), {"devices": torus, "axis_names": ("data", "fsdp")})
     both, one = (
-        roofline.network([Collective("all-gather", axes, 1, 10**9)], mesh, V5E)
-        for axes in (("data", "fsdp"), ("fsdp",))
+        roofline.network([Collective("all-gather", axes, 1, 10**9)], mesh, V5E) for axes in (("data", "fsdp"), ("fsdp",))
     )
-    assert one["fsdp"] == pytest.approx(15 / 16 * 1e9 / 100e9) and both["data*fsdp"] == pytest.approx(
-        255 / 256 * 1e9 / 200e9
-    )
+    assert one["fsdp"] == pytest.approx(15 / 16 * 1e9 / 100e9) and both["data*fsdp"] == pytest.approx(255 / 256 * 1e9 / 200e9)
     h200 = cost.CHIPS["NVIDIA H200"]
     hosts = np.array([[Device("gpu", process=host) for _ in range(8)] for host in range(4)])
     mesh = type("Mesh", (), {"devices": hosts, "axis_names": ("data", "fsdp")})
@@ -185,9 +182,7 @@ def test_what_is_asked_wrongly_is_said_in_a_line(arguments, words, capsys, monke
 def test_attention_as_the_platform_would_choose():
     chosen = lambda experiment, platform: choose_attention(experiment, platform).model.attention_implementation
     assert chosen(LLAMA, "tpu") == "splash" and chosen(LLAMA, "gpu") == "blockwise"
-    assert (
-        chosen(replace(LLAMA, model=replace(LLAMA.model, attention_implementation="reference")), "tpu") == "reference"
-    )
+    assert chosen(replace(LLAMA, model=replace(LLAMA.model, attention_implementation="reference")), "tpu") == "reference"
     assert chosen(replace(LLAMA, model=replace(LLAMA.model, attention_dropout_rate=0.1)), "tpu") == "blockwise"
 
 
@@ -235,9 +230,7 @@ PICTURES = replace(
     STACK, vocab_size=0, context_length=5, embedding=models.Patches((8, 8), (4, 4)), masks=(masks.full(),),
     heads=(models.Classification(4),), positions=models.Learned(),
 )  # fmt: skip
-PAIR = models.EncoderDecoder(
-    replace(STACK, vocab_size=17, masks=(masks.full(),), heads=()), replace(STACK, vocab_size=17)
-)
+PAIR = models.EncoderDecoder(replace(STACK, vocab_size=17, masks=(masks.full(),), heads=()), replace(STACK, vocab_size=17))
 
 
 TOKENS = dict.fromkeys(("tokens", "labels", "weights"), (16, 8))

@@ -67,9 +67,7 @@ def bucket(tmp_path, monkeypatch):
 def arrays(monkeypatch):
     """What orbax would read from the bucket."""
     monkeypatch.setattr(checkpoint.ocp, "load", lambda path, names: {n: Bucket.saved[str(path)][0][n] for n in names})
-    monkeypatch.setattr(
-        checkpoint.ocp, "metadata", lambda path: SimpleNamespace(custom_metadata=Bucket.saved[str(path)][1])
-    )
+    monkeypatch.setattr(checkpoint.ocp, "metadata", lambda path: SimpleNamespace(custom_metadata=Bucket.saved[str(path)][1]))
 
 
 def test_a_run_lives_in_a_bucket(bucket, arrays, tmp_path, capsys):

@@ -21,8 +21,7 @@ import numpy as np
 import optax
 import pytest
 from flax import struct
-from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import jaxformer
 from jaxformer.errors import ConfigError
@@ -589,9 +588,7 @@ def test_a_full_disk(small_disk, capfd):
             manager.save(step, make(step, width=512))
             manager.wait()
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(make(2, width=512)))
-        assert len(log) == 2 and all(
-            "No space left" in line and f"it needs up to {size:,} bytes" in line for line in log
-        )
+        assert len(log) == 2 and all("No space left" in line and f"it needs up to {size:,} bytes" in line for line in log)
         with pytest.raises(CheckpointError, match="No space left"):
             manager.save(1, make(4, width=512), wait=True)
         assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["1"]
@@ -691,14 +688,10 @@ with open_manager({folder!r}, keep_latest=2, keep_best=1) as manager:
 @pytest.mark.fault
 def test_kill_9_during_saves(tmp_path):
     rng = random.Random(0)
-    code = CHILD.format(
-        root=str(Path(jaxformer.__file__).parents[1]), here=str(Path(__file__).parent), folder=str(tmp_path)
-    )
+    code = CHILD.format(root=str(Path(jaxformer.__file__).parents[1]), here=str(Path(__file__).parent), folder=str(tmp_path))
     done = 0
     for _ in range(8):
-        child = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         while child.stdout.readline() not in ("ready\n", ""):
             pass
         time.sleep(rng.uniform(0.3, 1.5))  # the first save takes about 0.3 s

@@ -64,9 +64,7 @@ def test_a_pair_is_scored_as_its_decoder_says():
     batch = BATCH | {"source": TOKENS[:, ::-1], "source_segment_ids": jnp.ones_like(TOKENS).at[0, 5:].set(0)}
     parameters = models.init(pair, jax.random.key(0))
     sources = {name: batch[name] for name in ("source", "source_segment_ids")}
-    expected = cross_entropy(
-        models.apply(pair, parameters, TOKENS, **sources).logits, batch["labels"], batch["weights"]
-    )
+    expected = cross_entropy(models.apply(pair, parameters, TOKENS, **sources).logits, batch["labels"], batch["weights"])
     found = TokenCrossEntropy()(pair, parameters, batch, KEYS[0], jnp.float32)
     np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-5)  # float32 sums in another order
     np.testing.assert_array_equal(found.metrics["accuracy"][0], expected.correct)

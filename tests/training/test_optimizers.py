@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxformer import models, params
 from jaxformer.errors import ConfigError
@@ -55,9 +54,7 @@ def test_adam_first_update(config):
     for path, g in gradients.items():
         decay = getattr(config, "weight_decay", 0.0) if path.split("/")[-1] in DECAYED else 0.0
         # float32: the bias-corrected ratio rounds at 1e-7 a few times
-        np.testing.assert_allclose(
-            updates[path], -(g / (jnp.abs(g) + config.eps) + decay * parameters[path]), atol=1e-5
-        )
+        np.testing.assert_allclose(updates[path], -(g / (jnp.abs(g) + config.eps) + decay * parameters[path]), atol=1e-5)
 
 
 def test_lion_is_a_sign():
@@ -103,9 +100,7 @@ def random_trees(count, seed=0):
 
     def leaf(spec):
         size = np.exp(
-            rng.normal(
-                size=(*optimizers.stack_sizes(spec), *(1,) * (len(spec.shape) - len(optimizers.stack_sizes(spec))))
-            )
+            rng.normal(size=(*optimizers.stack_sizes(spec), *(1,) * (len(spec.shape) - len(optimizers.stack_sizes(spec)))))
         )
         return jnp.asarray(rng.normal(size=spec.shape) * size, jnp.float32)
 
@@ -214,9 +209,7 @@ def test_what_is_frozen_gets_no_update_and_no_state_and_the_rest_trains_as_ever(
     for transform in (optimizers.build(config, SPEC), optimizers.build(config, SPEC, frozen)):
         state = transform.init(parameters)
         updates.append(params.paths(jax.jit(transform.update)(parameters, state, parameters)[0]))
-        sizes.append(
-            {jax.tree_util.keystr(path): leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-        )
+        sizes.append({jax.tree_util.keystr(path): leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(state)})
     for path, stays in mask.items():
         # float32: the same sums, compiled together with others
         np.testing.assert_allclose(updates[1][path], 0 if stays else updates[0][path], rtol=1e-5, atol=1e-6)
@@ -279,9 +272,7 @@ def test_schedules_keep_their_word_at_both_ends(run, kind, final, decay):
     if kind is WSD:
         length = WSD(decay=decay).decay_steps(steps)
         if warmup and warmup + length > steps:
-            with pytest.raises(
-                ConfigError, match=f"schedule.warmup={warmup}: overlaps the last {length} of steps={steps}"
-            ):
+            with pytest.raises(ConfigError, match=f"schedule.warmup={warmup}: overlaps the last {length} of steps={steps}"):
                 replace(EXPERIMENT, steps=steps, schedule=WSD(warmup, decay, final))
             return
         options = {"final": final, "decay": decay}

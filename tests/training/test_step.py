@@ -135,9 +135,7 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before():
     assert free["grad_norm"] == pytest.approx(np.linalg.norm(mean), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "precision, tolerance", [("bfloat16", 0.02), pytest.param("float16", 0.005, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("precision, tolerance", [("bfloat16", 0.02), pytest.param("float16", 0.005, marks=pytest.mark.slow)])
 def test_low_precision_follows_float32(precision, tolerance):
     """The parameters stay float32; 8 and 11 bits of mantissa in the activations move the loss by about their rounding."""
     _, exact = run(EXPERIMENT, 6)

@@ -123,9 +123,7 @@ def installed(tmp_path_factory):
 def jaxformer_in(installed, folder, *words):
     environment = os.environ | {"PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "jaxformer", *words]
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 @pytest.mark.slow

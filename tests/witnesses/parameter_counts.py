@@ -88,9 +88,7 @@ def builds() -> dict[str, tuple]:
     found["reformer_enwik8"] = "ReformerModelWithLMHead", t.ReformerConfig(**reformer)
     marian = {"transformer_base": (512, 2048, 8, 37000), "transformer_big": (1024, 4096, 16, 37000)}
     for name, (width, inner, heads, vocab) in (marian | {"transformer_base_en_fr": (512, 2048, 8, 32000)}).items():
-        sides = {
-            f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in (("layers", 6), ("ffn_dim", inner))
-        }
+        sides = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in (("layers", 6), ("ffn_dim", inner))}
         config = t.MarianConfig(
             vocab_size=vocab, d_model=width, encoder_attention_heads=heads, decoder_attention_heads=heads, **sides,
             pad_token_id=vocab - 1, decoder_start_token_id=vocab - 1, max_position_embeddings=512,
@@ -102,9 +100,7 @@ def builds() -> dict[str, tuple]:
         # transformers 5 ties the output matrix even where the published weights have their own
         found[name] = "T5ForConditionalGeneration", t.T5Config(**sizes, **gated), "", 32128 * width * (name in T5_V1_1)
     for name, (width, layers, heads, patch, image) in VIT.items():
-        sizes = dict(
-            hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * width
-        )
+        sizes = dict(hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * width)
         config = t.ViTConfig(patch_size=patch, image_size=image, num_labels=1000, **sizes)
         found[name] = "ViTForImageClassification", config
     found["vit_base_backbone"] = "ViTForImageClassification", t.ViTConfig(num_labels=0)

@@ -340,9 +340,7 @@ GPT_MASKS, NEO_MASKS = r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias
 REFORMER_ALIASES = {"lm_head.decoder.bias": "lm_head.bias"}
 FAMILIES = {
     "gpt2": Family(_read_gpt2, _write_gpt2, lambda config: GPT2_RULES, "transformer.", GPT_MASKS, GPT_ALIASES),
-    "gpt_neo": Family(
-        _read_gpt_neo, _write_gpt_neo, lambda config: GPT_NEO_RULES, "transformer.", NEO_MASKS, GPT_ALIASES
-    ),
+    "gpt_neo": Family(_read_gpt_neo, _write_gpt_neo, lambda config: GPT_NEO_RULES, "transformer.", NEO_MASKS, GPT_ALIASES),
     **{kind: _llama_family(llama) for kind, llama in LLAMAS.items()},
     "reformer": Family(
         _read_reformer, _write_reformer, _reformer_rules, "reformer.", r"mask_value_float(16|32)$", REFORMER_ALIASES

@@ -18,8 +18,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxformer import models
-from jaxformer import params as parameters
+from jaxformer import models, params as parameters
 from jaxformer.errors import ConfigError
 from jaxformer.interop import safetensors
 from jaxformer.interop.huggingface import decoders, encoders, pairs, tables
@@ -132,9 +131,7 @@ def _read_settings(file: safetensors.Files) -> Checkpoint:
     return Checkpoint(config, None, tokens, conventions, labels, kind)
 
 
-def _read_weights(
-    file, family: tables.Family, config: Config, dtype, sharding, allow_unexpected, allow_missing, key
-) -> Tree:
+def _read_weights(file, family: tables.Family, config: Config, dtype, sharding, allow_unexpected, allow_missing, key) -> Tree:
     """The parameters of the config, tensor by tensor. The options are those of `load`."""
     tensors = tables.plan(family, config, allow_missing)
     source, duplicates = _sources(file, family, tensors)

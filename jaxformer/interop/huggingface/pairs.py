@@ -122,9 +122,7 @@ def _read_marian(c: Json, names: Collection[str]) -> EncoderDecoder:
 def _marian_stack(c: Json, name: str, **rest: Any) -> ModelConfig:
     fields = tables.read_fields(c, _side(name))
     embedding = Embedding(fields["d_model"] ** 0.5 if get(c, "scale_embedding", False) else 1.0)
-    return ModelConfig(
-        **fields, **rest, norm_placement="post", positions=Sinusoidal(layout="half"), embedding=embedding
-    )
+    return ModelConfig(**fields, **rest, norm_placement="post", positions=Sinusoidal(layout="half"), embedding=embedding)
 
 
 def _write_marian(config: Any) -> Json:

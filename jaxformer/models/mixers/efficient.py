@@ -252,9 +252,7 @@ def _log_meetings(bias: Bias, q_positions, kv_positions) -> Array:
     return table[q_positions[:, None] // chunk, kv_positions[None, :] // chunk][None]
 
 
-def _mixer(
-    system, config: ModelConfig, mix: Callable, spec: Tree = None, has_weights: bool = True, **rest: Any
-) -> Mixer:
+def _mixer(system, config: ModelConfig, mix: Callable, spec: Tree = None, has_weights: bool = True, **rest: Any) -> Mixer:
     """The frame of all: project x, rotate queries and keys, `mix(params, context, **heads)`, project back."""
     name, spec = type(system).__name__, spec or attention_spec(config)
     biased = isinstance(config.positions, (Alibi, Relative)) or callable(config.positions)

@@ -167,9 +167,7 @@ def _reference_only(config: ModelConfig, what: str):
         raise NotImplementedError(f"{name}: no {what}; attention_implementation='reference' has it")
 
 
-def _weighed(
-    weigh, query, key, value, *, mask, return_weights, implementation, scale, dropout_rate, dropout_key, **options
-):
+def _weighed(weigh, query, key, value, *, mask, return_weights, implementation, scale, dropout_rate, dropout_key, **options):
     call = Call(
         mask=mask.sized(key.shape[1]), scale=query.shape[-1] ** -0.5 if scale is None else scale,
         dropout_rate=dropout_rate, dropout_seed=dropout_seed(dropout_rate, dropout_key), **options,

@@ -128,9 +128,7 @@ def pipeline(
     pipe = Pipe(stage, mesh.shape["stage"], microbatches, repeats, ("data",) if copies > 1 else ())
     groups = math.prod(mesh.shape[axis] for axis in batch_axes)
     _check(B, pipe, groups)
-    by_device = lambda leaf, *entries: _place(
-        leaf.reshape(groups, B // groups, *leaf.shape[1:]), batch_axes or None, *entries
-    )
+    by_device = lambda leaf, *entries: _place(leaf.reshape(groups, B // groups, *leaf.shape[1:]), batch_axes or None, *entries)
     per_row, others = scan.partition(extras, lambda leaf: jnp.ndim(leaf) > 0 and len(leaf) == B)
     # what is no array does not enter shard_map: the offset of a mask remains a number
     common, numbers = scan.partition(others, lambda leaf: hasattr(leaf, "ndim"))

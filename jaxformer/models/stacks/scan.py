@@ -135,9 +135,7 @@ def run_layer(config: ModelConfig, mixer: Mixer, context: Context, pick, carry, 
     params, constants = (row.params, row.constants) if pick is None else pick((row.params, row.constants))
     key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, row.layer)
     source = None if context.source is None else replace(context.source, heads=row.source_heads)
-    context = replace(
-        context, dropout_key=key, state=row.state, layer=row.layer, constants=constants, memo=memo, source=source
-    )
+    context = replace(context, dropout_key=key, state=row.state, layer=row.layer, constants=constants, memo=memo, source=source)
     output = blocks.block(config, mixer, params, x, context)
     hidden = output.hidden if context.return_hidden else None
     return (output.hidden, output.memo), output._replace(hidden=hidden, memo=None)
@@ -181,9 +179,7 @@ def rows_by_slot(config: ModelConfig, slots: tuple[Mixer, ...], rows: Row, lengt
         constants = slot.constants(length)
         if constants is not None and rows.constants is not None:
             constants = rows.constants
-        layer, constants, heads = jax.tree.map(
-            lambda leaf, i=i: leaf[i::period], (rows.layer, constants, rows.source_heads)
-        )
+        layer, constants, heads = jax.tree.map(lambda leaf, i=i: leaf[i::period], (rows.layer, constants, rows.source_heads))
         state = None if rows.state is None else rows.state[i]
         found.append(Row(layer, unflatten_dict(params, sep="/"), state, constants, heads))
     return tuple(found)

@@ -161,9 +161,7 @@ def _sum_to(gradient, shape):
 
 def add_at(x, more, start):
     """x with `more` added from `start` on along axis 1, in place inside a loop."""
-    more = more.astype(x.dtype) + lax.dynamic_slice_in_dim(
-        x, start, more.shape[1], axis=1, allow_negative_indices=False
-    )
+    more = more.astype(x.dtype) + lax.dynamic_slice_in_dim(x, start, more.shape[1], axis=1, allow_negative_indices=False)
     return lax.dynamic_update_slice_in_dim(x, more, start, axis=1, allow_negative_indices=False)
 
 

@@ -22,9 +22,7 @@ from jaxformer.ops.dropout import kept, rescaled
 from jaxformer.ops.einsum import einsum
 
 
-def attention(
-    query: Array, key: Array, value: Array, call: Call, block: tuple[int, int] | None = None
-) -> tuple[Array, Array]:
+def attention(query: Array, key: Array, value: Array, call: Call, block: tuple[int, int] | None = None) -> tuple[Array, Array]:
     """The output, and the log-sum-exp `[B, T, N]` of each query's scores (its sink included; -inf: it sees no key).
 
     `block` is (queries, keys) of a block; by default what a cost model of the mask finds cheapest. Both are differentiable.

@@ -106,9 +106,7 @@ def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
     return planned | {name: length.astype(jnp.int32) for name, length in lengths.items()}
 
 
-def run(
-    query, key, value, *, bias, scale: float, planned: dict[str, Any], implementation: Literal["cudnn", "xla"]
-) -> Array:
+def run(query, key, value, *, bias, scale: float, planned: dict[str, Any], implementation: Literal["cudnn", "xla"]) -> Array:
     """The planned call by "cudnn", or by "xla" on any platform and in any type, with the same result.
 
     Padded to even lengths: jax 0.10.2 has cuDNN's backward pass for these alone.

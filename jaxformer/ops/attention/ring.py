@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxformer.masks import EMPTY, Mask
 from jaxformer.ops.attention import blocks, blockwise

@@ -6,8 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxformer.sharding import ACTIVATIONS, mesh_axes
 

@@ -9,8 +9,7 @@ import numpy as np
 from jax import Array, random
 from jaxtyping import Bool, Float, Int
 
-from jaxformer.masks import Mask, as_mask, prefix, rules, segments
-from jaxformer.masks import window as band
+from jaxformer.masks import Mask, as_mask, prefix, rules, segments, window as band
 from jaxformer.ops.attention import attention
 from jaxformer.ops.attention.blocks import padded
 from jaxformer.ops.attention.call import check_shapes, mask_refusal

@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxformer import config as C
-from jaxformer import decoding, masks, models, ops, params
+from jaxformer import config as C, decoding, masks, models, ops, params
 from jaxformer.decoding import Sampling
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, mixers
@@ -135,9 +134,7 @@ def test_padding_is_not_seen(name):
 @pytest.mark.parametrize("name", [n for n in SYSTEMS if SYSTEMS[n].masks == CAUSAL and n != "reformer"])
 def test_causal(name):
     config, k = SYSTEMS[name], 9
-    logits, other = (
-        run(config, parameters(config), (np.asarray(TOKENS) + n * (np.arange(T) >= k)) % V) for n in (0, 1)
-    )
+    logits, other = (run(config, parameters(config), (np.asarray(TOKENS) + n * (np.arange(T) >= k)) % V) for n in (0, 1))
     close(other[:, :k], logits[:, :k])
     assert np.abs(other[:, k:] - logits[:, k:]).max() > 1e-3
 
@@ -235,9 +232,7 @@ def test_linformer_shares_what_it_says():
     shapes = {}
     for sharing in ("headwise", "key_value", "layerwise", "none"):
         paths = params.paths(models.spec(replace(BASE, mixer=mixers.Linformer(5, sharing))))
-        shapes[sharing] = sorted(
-            (path.split("/")[0], leaf.shape) for path, leaf in paths.items() if "projection" in path
-        )
+        shapes[sharing] = sorted((path.split("/")[0], leaf.shape) for path, leaf in paths.items() if "projection" in path)
     assert shapes == {
         "headwise": [("layers", (L, T, 5))] * 2,
         "key_value": [("layers", (L, T, 5))],
@@ -443,9 +438,7 @@ def test_reversible_layers_have_the_gradients_of_plain_ones(monkeypatch):
         return x1, x2
 
     with jax.enable_x64(True):
-        config = replace(
-            BASE, mixer=mixer_with_everything, masks=CAUSAL, dropout_rate=0.2, stack=reversible.Reversible()
-        )
+        config = replace(BASE, mixer=mixer_with_everything, masks=CAUSAL, dropout_rate=0.2, stack=reversible.Reversible())
         p = jax.tree.map(lambda a: jnp.asarray(np.float64(a)), parameters(config))
 
         def gradient(p):

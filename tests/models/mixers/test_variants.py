@@ -448,9 +448,7 @@ def test_bfloat16_and_attention_maps_in_shape(name):
     config = CONFIGS[name]
     p = params.abstract(models.spec(config))
     cache = jax.eval_shape(lambda: decoding.init_cache(config, 2, T, jnp.bfloat16))
-    run = lambda p, cache: models.apply(
-        config, p, jnp.asarray(TOKENS), cache=cache, dtype=jnp.bfloat16, return_attention=True
-    )
+    run = lambda p, cache: models.apply(config, p, jnp.asarray(TOKENS), cache=cache, dtype=jnp.bfloat16, return_attention=True)
     out = jax.eval_shape(run, p, cache)
     assert out.hidden.dtype == jnp.bfloat16 and out.logits.dtype == jnp.float32
     assert jax.tree.map(lambda a: a.dtype, out.cache.layers) == jax.tree.map(lambda a: a.dtype, cache.layers)

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxformer import masks, models, ops, params
 from jaxformer.errors import ConfigError
@@ -104,9 +103,7 @@ def test_stages_give_the_loss_and_gradient_of_one_device_and_send_no_weights():
         (replace(GPT, feedforward=Mixture(4, 2, d_ff=16)), Mesh(data=2, expert=2, stage=2), Pipeline()),
         (PAIR, Mesh(data=4, stage=2), Pipeline()),
     ],
-    ids=lambda one: (
-        " ".join(f"{axis}{n}" for axis, n in one.shape(8).items() if n > 1) if isinstance(one, Mesh) else None
-    ),
+    ids=lambda one: " ".join(f"{axis}{n}" for axis, n in one.shape(8).items() if n > 1) if isinstance(one, Mesh) else None,
 )
 def test_every_split_gives_what_one_device_gives(config, mesh, pipe):
     found = compare(config, mesh, pipe)

@@ -72,9 +72,7 @@ def random_mask(seed, rng, B, T, S):
         (~masks.causal(), lambda b, i, j: j > i),
     ]
     ids = np.sort(rng.integers(0, 3, (B, S)), axis=1)
-    rules.append(
-        (masks.segments(jnp.array(ids)) & masks.causal(), lambda b, i, j: j <= i and ids[b, i] == ids[b, j] != 0)
-    )
+    rules.append((masks.segments(jnp.array(ids)) & masks.causal(), lambda b, i, j: j <= i and ids[b, i] == ids[b, j] != 0))
     q_len, kv_len = rng.integers(1, S + 1, (2, B))
     by_row = masks.lengths(jnp.array(q_len), jnp.array(kv_len))
     rules.append((by_row, lambda b, i, j: i < q_len[b] and j < kv_len[b]))
@@ -277,9 +275,7 @@ def test_sinks_are_one_more_key_with_a_value_of_zero():
     (query, key, value), mask, visible, _ = random_case(2)
     (B, _, N, _), K = query.shape, key.shape[2]
     sinks = jnp.linspace(-2.0, 3.0, N)
-    wide = lambda x: np.concatenate(
-        [np.repeat(x, N // K, axis=2), np.zeros((B, 1, N, x.shape[-1]), np.float32)], axis=1
-    )
+    wide = lambda x: np.concatenate([np.repeat(x, N // K, axis=2), np.zeros((B, 1, N, x.shape[-1]), np.float32)], axis=1)
     column = np.broadcast_to(sinks[None, :, None, None], (B, N, query.shape[1], 1))
     shown = np.broadcast_to(np.where(visible, np.float32(0), np.float32(-np.inf))[:, None], (B, N, *visible.shape[1:]))
     bias = jnp.asarray(np.concatenate([shown, column], axis=-1))
@@ -338,9 +334,7 @@ def test_queries_align_with_the_last_keys_unless_told():
     T, S = 3, 5
     query, key, value = (jnp.asarray(rng.normal(size=(2, S, 2, 4)), jnp.float32) for _ in range(3))
     aligned = jax.jit(partial(attention, mask=masks.causal()))
-    np.testing.assert_allclose(
-        aligned(query[:, S - T :], key, value), aligned(query, key, value)[:, S - T :], **FLOAT32
-    )
+    np.testing.assert_allclose(aligned(query[:, S - T :], key, value), aligned(query, key, value)[:, S - T :], **FLOAT32)
     at_zero = jax.jit(partial(attention, mask=masks.causal().at(0)))
     np.testing.assert_allclose(at_zero(query[:, :T], key, value), aligned(query, key, value)[:, :T], **FLOAT32)
 

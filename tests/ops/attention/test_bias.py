@@ -51,9 +51,7 @@ def test_alibi_slopes(heads, first, last):
 def test_a_block_of_a_bias_by_distance_is_the_bias(T, S, offset):
     table = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
     block = positions.t5(table, True, 16).block(offset, T, 2, S)
-    expected = [
-        [[table[bucket(2 + j - offset - i, True, 8, 16), n] for j in range(S)] for i in range(T)] for n in range(3)
-    ]
+    expected = [[[table[bucket(2 + j - offset - i, True, 8, 16), n] for j in range(S)] for i in range(T)] for n in range(3)]
     np.testing.assert_array_equal(block[0], np.array(expected))
 
 

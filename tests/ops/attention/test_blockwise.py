@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from hypothesis import Phase, given, settings, strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jaxformer import masks
 from jaxformer.ops import positions
@@ -201,9 +199,7 @@ def test_bfloat16_is_within_its_rounding_of_a_float64_truth(data):
 
 def random_arrays(seed=0, B=2, T=12, S=12, N=4, K=2, H=8):
     rng = np.random.default_rng(seed)
-    return tuple(
-        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, H))
-    )
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, H)))
 
 
 def test_log_sum_exp_and_its_gradient():

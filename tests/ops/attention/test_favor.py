@@ -77,9 +77,7 @@ def test_projections_are_unbiased(norms):
     # entries have variance 1: the mean of 4096 has a deviation of 1/64, and five of them leave one chance in 10^4
     assert np.abs(rows.mean(0)).max() < 5 / np.sqrt(blocks)
     # of the mean square, 32768 terms with a variance of at most 2
-    assert np.abs(np.einsum("bij,bik->jk", rows, rows) / (blocks * width) - np.eye(width)).max() < 5 * np.sqrt(
-        2 / 32768
-    )
+    assert np.abs(np.einsum("bij,bik->jk", rows, rows) / (blocks * width) - np.eye(width)).max() < 5 * np.sqrt(2 / 32768)
 
 
 def test_redraw_is_a_function_of_the_step():

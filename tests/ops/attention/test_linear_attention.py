@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxformer import masks
 from jaxformer.ops.attention.favor import favor_attention
@@ -149,9 +148,7 @@ def test_the_state_of_a_packed_or_padded_row_is_that_of_its_last_segment():
         jax.tree.map(lambda a, b, row=row: np.testing.assert_allclose(a[row], b[0], **FLOAT32), state, alone)
 
 
-@pytest.mark.parametrize(
-    ("f", "causal"), [("elu", False), ("elu", True), ("shen", False), ("shen", True), ("favor", False)]
-)
+@pytest.mark.parametrize(("f", "causal"), [("elu", False), ("elu", True), ("shen", False), ("shen", True), ("favor", False)])
 def test_packed_sequences_do_not_meet_and_padding_does_not_matter(f, causal):
     """Two documents and padding in one row = each alone; NaN in the padding reaches neither values nor gradients.
 
@@ -281,9 +278,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("mask", REFUSED)
-@pytest.mark.parametrize(
-    "f", [linear_attention, efficient_attention, partial(favor_attention, projection=jnp.ones((4, 2)))]
-)
+@pytest.mark.parametrize("f", [linear_attention, efficient_attention, partial(favor_attention, projection=jnp.ones((4, 2)))])
 def test_other_masks_are_refused_by_name(f, mask):
     x = jnp.ones((1, 4, 2, 2))
     with pytest.raises(NotImplementedError) as error:

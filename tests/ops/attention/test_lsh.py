@@ -95,9 +95,7 @@ def test_equals_its_definition(seed):
     np.testing.assert_allclose(ours, expected, **FLOAT64)
 
 
-@pytest.mark.parametrize(
-    ("T", "before", "after", "multiple"), [(5, 1, 1, 4), (7, 3, 0, 4), (4, 2, 2, 4), (6, 1, 0, 12)]
-)
+@pytest.mark.parametrize(("T", "before", "after", "multiple"), [(5, 1, 1, 4), (7, 3, 0, 4), (4, 2, 2, 4), (6, 1, 0, 12)])
 def test_short_circles_and_longer_padding(T, before, after, multiple):
     """As in Hugging Face's model: a chunk met twice counts twice, beyond a full turn it is the own one; padding is chunks."""
     options = dict(before=before, after=after, scale=1.0, duplicates=True, within=False)
@@ -299,9 +297,7 @@ def reformer(weights, tokens, real, rotations, causal, chunk=4):
             if kind == "local":
                 out = ops.attention(read("query"), read("key"), read("value"), mask=local)
             else:
-                out = lsh_attention(
-                    read("query_key"), read("value"), rotations, chunk=chunk, mask=mask, duplicates=True
-                )
+                out = lsh_attention(read("query_key"), read("value"), rotations, chunk=chunk, mask=mask, duplicates=True)
             return linear(out.reshape(*x.shape[:2], -1), w["attention.output.dense.weight"])
 
         return f

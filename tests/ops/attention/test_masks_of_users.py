@@ -195,9 +195,7 @@ def test_a_users_rule_over_heads_is_asked_for_all_of_them():
         np.testing.assert_allclose(exact(by_splash, mask), expected, **FLOAT32)
 
 
-@pytest.mark.parametrize(
-    "mask", [np.ones((T, T), bool), jnp.ones((2, T), bool), "causal", 3], ids=lambda x: str(type(x))
-)
+@pytest.mark.parametrize("mask", [np.ones((T, T), bool), jnp.ones((2, T), bool), "causal", 3], ids=lambda x: str(type(x)))
 def test_what_is_no_mask_is_refused_in_one_line(mask):
     arrays = [QUERY, KEY, VALUE]
     for attend, more in {

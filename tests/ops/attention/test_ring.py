@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxformer import masks
 from jaxformer.masks import Mask
@@ -90,9 +89,7 @@ def permutes(compiled, mesh):
 QUICK = ("full", "causal", "longformer")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MASKS]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MASKS])
 def test_every_mask(name):
     assert_equal(outcome(MASKS[name], None, mesh=make_mesh(FOUR))[0], outcome(MASKS[name], "reference")[0])
 
@@ -107,9 +104,7 @@ def test_every_feature(name):
 
 
 @pytest.mark.parametrize("implementation", ["ring", slow("blockwise"), slow("reference")])
-@pytest.mark.parametrize(
-    "mesh", [slow(Mesh(context=2)), Mesh(data=2, context=2, tensor=2), slow(Mesh(context=8))], ids=str
-)
+@pytest.mark.parametrize("mesh", [slow(Mesh(context=2)), Mesh(data=2, context=2, tensor=2), slow(Mesh(context=8))], ids=str)
 def test_every_mesh(mesh, implementation):
     mesh = make_mesh(mesh)
     arrays = tuple(jnp.concatenate([x] * 2) for x in ARRAYS)  # four examples, for up to four devices
@@ -160,9 +155,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_one_device():
     truth = outcome(CAUSAL, "reference", arrays=tuple(x.astype(jnp.float32) for x in arrays))[0]
     one, many = (outcome(CAUSAL, "blockwise", arrays=arrays, mesh=mesh)[0] for mesh in (None, make_mesh(FOUR)))
     ring_ = outcome(CAUSAL, "ring", arrays=arrays, mesh=make_mesh(FOUR))[0]
-    error = lambda x: max(
-        np.abs(np.float32(a) - b).max() for a, b in zip(*map(jax.tree.leaves, (x, truth)), strict=True)
-    )
+    error = lambda x: max(np.abs(np.float32(a) - b).max() for a, b in zip(*map(jax.tree.leaves, (x, truth)), strict=True))
     # the same roundings of the same operands, in another order of sums
     assert error(ring_) <= 1.5 * error(one) and error(many) <= 1.5 * error(one)
 
@@ -209,9 +202,7 @@ def test_inside_a_shard_map_over_stages(check):
     assert_equal(many, one)
 
 
-@pytest.mark.parametrize(
-    "name, turns, zigzag", [("full", 3, 0), ("causal", 3, 6), ("window", 1, 0), ("longformer", 3, 0)]
-)
+@pytest.mark.parametrize("name, turns, zigzag", [("full", 3, 0), ("causal", 3, 6), ("window", 1, 0), ("longformer", 3, 0)])
 def test_permutes_of_a_forward_pass(name, turns, zigzag):
     """S - 1 of keys and values together; as many as the window needs; for zigzag two halves of q, of k and v, of the output.
 

@@ -273,9 +273,7 @@ def test_errors_at_the_door(call, error, words):
 
 def bert(weights, x, attend, activation, pooler):
     """Two post-norm layers and the pooler over embeddings x, as both models have them. Names are Hugging Face's."""
-    dense = lambda x, name: (
-        ops.einsum("btd,ed->bte", x, weights[f"{name}.weight"]) + weights[f"{name}.bias"][None, None]
-    )
+    dense = lambda x, name: ops.einsum("btd,ed->bte", x, weights[f"{name}.weight"]) + weights[f"{name}.bias"][None, None]
     norm = lambda x, name: ops.layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-2)
     x = norm(x, "embeddings.LayerNorm")
     for i in range(2):

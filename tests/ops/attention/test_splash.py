@@ -199,11 +199,7 @@ def test_a_long_mask_is_read_block_by_block():
     """32,768 positions: the tables hold one block a distinct pattern, not the 10^9 pairs."""
     n, block = 32768, (512, 512)
     (table,) = splash._tables(masks.longformer(256, 64).at(0), 1, n, n, block)
-    seen = {
-        table[slice(512 * i, 512 * i + 512), slice(512 * j, 512 * j + 512)].tobytes()
-        for i in (9, 20)
-        for j in range(64)
-    }
+    seen = {table[slice(512 * i, 512 * i + 512), slice(512 * j, 512 * j + 512)].tobytes() for i in (9, 20) for j in range(64)}
     assert len(seen) == 5  # hidden, the global tokens, the diagonal, and the blocks on either side of it
 
 
@@ -233,9 +229,7 @@ def test_refusals_name_what_is_missing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh", [Mesh(data=2, context=2, tensor=2), Mesh(data=2, fsdp=2, tensor=2)], ids=["context", "fsdp"]
-)
+@pytest.mark.parametrize("mesh", [Mesh(data=2, context=2, tensor=2), Mesh(data=2, fsdp=2, tensor=2)], ids=["context", "fsdp"])
 @pytest.mark.parametrize("by_head", [False, True])
 def test_on_a_mesh_each_device_has_its_share(mesh, by_head):
     """Batch, heads and, with keys gathered, queries split; inside a scan that recomputes. Equal to one device."""
@@ -253,11 +247,7 @@ def test_on_a_mesh_each_device_has_its_share(mesh, by_head):
     one = jax.jit(jax.grad(partial(loss, "reference"), range(4)))(*arrays)
     with jax.set_mesh(make_mesh(mesh)):
         many = jax.block_until_ready(jax.jit(jax.grad(partial(loss, "splash"), range(4)))(*arrays))
-        with (
-            pytest.raises(NotImplementedError, match="splash: no 3 queries a device")
-            if mesh.context > 1
-            else nullcontext()
-        ):
+        with pytest.raises(NotImplementedError, match="splash: no 3 queries a device") if mesh.context > 1 else nullcontext():
             attention(*(x[:, :6] for x in arrays[:3]), implementation="splash")
     for ours, theirs in zip(many, one, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
