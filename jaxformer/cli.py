@@ -27,6 +27,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 from jaxformer import __version__, config
 from jaxformer.errors import ConfigError, did_you_mean
@@ -72,7 +73,7 @@ def train(argv: list[str]) -> int:
     source, experiment = _experiment(name, arguments, f"python -m jaxformer train {name}")
 
     from jaxformer.analysis import figures
-    from jaxformer.parallel import processes
+    from jaxformer.parallel import peers, processes
     from jaxformer.training import loop
     from jaxformer.training.metrics import NonFinite
     from jaxformer.training.signals import Interrupted
@@ -86,8 +87,8 @@ def train(argv: list[str]) -> int:
 
     try:
         processes.initialize()
-    except processes.MissingProcess as error:
-        return _refused(error, processes.LOST)
+    except peers.MissingProcess as error:
+        return _refused(error, peers.LOST)
     return processes.run_together(body)
 
 
@@ -98,8 +99,6 @@ def _refused(error: Exception, code: int) -> int:
 
 def _experiment(name: str, arguments: list[str], usage: str):
     """(the source, the experiment with its options). Ends the program where the options are asked for."""
-    from dataclasses import replace
-
     if name not in config.available() and not name.endswith(".py"):
         _refuse_preset(name)
     source = config.read(name)
@@ -137,12 +136,10 @@ def evaluate(argv: list[str]) -> int:
 def generate(argv: list[str]) -> int:
     parser = _parser("generate")
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--min-p", type=float)
-    parser.add_argument("--seed", type=int, default=0)
+    for option, default in (("--tokens", 200), ("--temperature", 0.8), ("--seed", 0)):
+        parser.add_argument(option, type=type(default), default=default)
+    for option, kind in (("--top-k", int), ("--top-p", float), ("--min-p", float)):
+        parser.add_argument(option, type=kind)
     options = parser.parse_args(argv)
     run = _run(options)
 
@@ -276,11 +273,11 @@ def plan(argv: list[str]) -> int:
     devices = topology.devices(where, experiment.mesh.slices)
     if "--search" in flags:
         found = search.search(experiment, where, devices)
-        made = [planning.as_json(one) | {"options": search.options(other, experiment)} for other, one in found]
+        made = [asdict(one) | {"options": search.options(other, experiment)} for other, one in found]
         print(json.dumps(made) if "--json" in flags else search.table(found, experiment, name, where))
         return 0 if found and found[0][1].fits else 3
     made = planning.plan(experiment, where, devices, fast="--fast" in flags)
-    print(json.dumps(planning.as_json(made)) if "--json" in flags else planning.table(made))
+    print(json.dumps(asdict(made)) if "--json" in flags else planning.table(made))
     return 0 if made.fits else 3
 
 

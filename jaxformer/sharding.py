@@ -19,9 +19,7 @@ Rules = dict[str, tuple[str, ...]]
 
 _TENSOR: Rules = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tensor",))
 PARAMETERS: Rules = {"embed": ("fsdp",), **_TENSOR, "expert": ("expert",), "layers": ("stage",)}
-ACTIVATIONS: Rules = {
-    "batch": ("data", "fsdp", "expert", "stage"), "length": ("context",), **_TENSOR, "expert": ("expert",)
-}  # fmt: skip
+ACTIVATIONS: Rules = {"batch": ("data", "fsdp", "expert", "stage"), "length": ("context",), **_TENSOR, "expert": ("expert",)}
 
 
 def partition_specs(spec: Tree, mesh: AnyMesh, rules: Rules = PARAMETERS) -> Tree:

@@ -39,7 +39,7 @@ CHIPS = {
     "NVIDIA H100 80GB HBM3": Chip(989e12, 79.0 * GIB, 3352e9, 900e9, 50e9, 0, f"{_XLA}; peak, networks {_MLCOMMONS}"),
     "NVIDIA H200": Chip(989e12, 139.0 * GIB, 4800e9, 900e9, 50e9, 0, f"{_XLA}; mlcommons/inference_results_v4.1, 2026-11"),
     "NVIDIA B200": Chip(2250e12, 177.0 * GIB, 7672e9, 1800e9, 50e9, 0, f"{_XLA}; glennklockwood.com/garden, 2026-11"),
-}  # fmt: skip
+}
 
 
 def training_flops(config: ModelConfig | EncoderDecoder, length: int) -> int:

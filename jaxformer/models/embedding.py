@@ -50,7 +50,7 @@ def length(config: ModelConfig, inputs: Array) -> int:
     shape, expected = inputs.shape[1:], (*config.embedding.image, config.embedding.channels)
     if shape != expected:
         raise ConfigError(
-            f"images {shape} where model.embedding expects {expected}; resize them, or the model by models.vision.resize"
+            f"images {shape} where model.embedding expects {expected}; resize them or the model (models.vision.resize)"
         )
     return config.embedding.length
 

@@ -36,7 +36,7 @@ gpt2_xl = sized(gpt2_small, 48, 1600, 25)
 # 256 keys here, as in GPT-Neo. Its 13B row prints a width of 5140, which 40 heads of 128 do not make; 5120 do.
 gpt3_125m = replace(
     gpt2_small, context_length=2048, masks=(causal(), causal() & window(255)), dropout_rate=0.0, attention_dropout_rate=0.0
-)  # fmt: skip
+)
 gpt3_350m = sized(gpt3_125m, 24, 1024, 16)
 gpt3_760m = sized(gpt3_125m, 24, 1536, 16)
 gpt3_1b3 = sized(gpt3_125m, 24, 2048, 16)
@@ -60,9 +60,7 @@ llama2_70b = sized(llama2_7b, 80, 8192, 64, d_ff=28672, num_kv_heads=8)
 llama3_8b = replace(llama2_7b, vocab_size=128256, num_kv_heads=8, d_ff=14336, context_length=8192, positions=Rope(500_000.0))
 llama3_70b = sized(llama3_8b, 80, 8192, 64, d_ff=28672)
 # Jiang et al. 2023, arXiv:2310.06825: a query sees 4,096 keys, itself counted
-mistral_7b = replace(
-    llama2_7b, num_kv_heads=8, d_ff=14336, context_length=32768, masks=(causal() & window(4095),)
-)  # fmt: skip
+mistral_7b = replace(llama2_7b, num_kv_heads=8, d_ff=14336, context_length=32768, masks=(causal() & window(4095),))
 # Jiang et al. 2024, arXiv:2401.04088
 mixtral_8x7b = replace(
     mistral_7b, feedforward=Mixture(8, 2, balance_loss=0.001), masks=(causal(),), positions=Rope(1_000_000.0)
@@ -191,6 +189,4 @@ vit_base_in21k = replace(vit_base, heads=(POOLED,))
 vit_large = sized(vit_base, 24, 1024, 16)
 vit_huge = sized(cut(vit_base, 224, 14), 32, 1280, 16)
 
-PRESETS: dict[str, ModelConfig | EncoderDecoder] = {
-    name: c for name, c in list(globals().items()) if isinstance(c, (ModelConfig, EncoderDecoder))
-}
+PRESETS = {name: value for name, value in list(globals().items()) if isinstance(value, ModelConfig | EncoderDecoder)}

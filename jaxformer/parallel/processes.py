@@ -21,17 +21,12 @@ from jax._src import clusters, distributed  # cluster addresses and the key-valu
 from jax.experimental import multihost_utils
 
 from jaxformer.errors import ConfigError
-from jaxformer.parallel.peers import LOST, STUCK, MissingProcess, Peers, meet, print_error
+from jaxformer.parallel.peers import STUCK, Peers, meet, print_error
 from jaxformer.sharding import batch_sharding
 
 GRACE = 3.0  # seconds until an error is reported: if a dead process is its cause, the process is named before that
 HEARTBEAT = 20  # seconds until JAX ends the run when a machine is lost and its connections stay open
 T = TypeVar("T")
-
-__all__ = [
-    "LOST", "STUCK", "MissingProcess", "Processes", "Watchdog", "all_gather_object", "find", "first", "global_batch",
-    "initialize", "is_first", "local_rows", "reached_preemption", "run_together", "step_limit",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 """
 
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,3 @@ def table(plan: Plan) -> str:
     rows += [f"note: {note}" for note in plan.notes]
     rows.append(f"planned in {plan.compile_seconds:.0f} s, with {gib(plan.planner_bytes)} of this machine's memory")
     return "\n".join(rows)
-
-
-def as_json(plan: Plan) -> dict:
-    """The plan as values of JSON."""
-    return asdict(plan)

@@ -36,8 +36,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.parallel.processes import all_gather_object, first, is_first
 from jaxformer.params import Tree
 from jaxformer.training import manifest
-from jaxformer.training.fingerprint import fingerprints, key_data
-from jaxformer.training.manifest import CheckpointError, Damaged
+from jaxformer.training.manifest import CheckpointError, Damaged, fingerprints, key_data
 
 Folder = os.PathLike | str
 Log = Callable[[str], None]
@@ -274,7 +273,7 @@ def _newest_good(
     damage = damage or first(lambda: sorted(path.name for path in folder.glob("*.corrupt*")))
     if damage:
         raise CheckpointError(
-            f"{folder}: every checkpoint is damaged: {manifest.shortened(damage)}; to start over, delete the folder"
+            f"{folder}: every checkpoint is damaged: {manifest.shortened(damage)}; delete the folder to start over"
         )
     return None
 
@@ -302,9 +301,8 @@ def _read(path: epath.Path, abstract: Tree, prefix: str) -> tuple[Tree, dict]:
 def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
     """What orbax reads. An error of one process is raised on all."""
     # orbax refuses to save an empty array
-    data: Any = {
-        name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in numbers.items() if not leaf.size
-    }
+    empty = {name: leaf for name, leaf in numbers.items() if not leaf.size}
+    data: Any = {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in empty.items()}
     full = {name: leaf for name, leaf in numbers.items() if leaf.size}
     context = ocp.Context()
     context.pytree.loading.partial_load = True

@@ -55,17 +55,13 @@ class Experiment:
     """
 
     name: str  # of the run folder
-    # ModelConfig, EncoderDecoder, or your own object with spec() and apply(params, ...)
-    model: Any
-    # has open(model) -> Dataset: Text, Stdlib, Reverse, ..., or your own
-    data: Any
+    model: Any  # ModelConfig, EncoderDecoder, or your own object with spec() and apply(params, ...)
+    data: Any  # has open(model) -> Dataset: Text, Stdlib, Reverse, ..., or your own
     optimizer: Callable = AdamW()  # (spec) -> optax.GradientTransformation
     schedule: Callable = Cosine()  # (experiment) -> (step -> learning rate)
     objective: Callable = TokenCrossEntropy()  # (model, params, batch, key, dtype) -> LossSums
-    # a run's folder, a Hugging Face folder or name, or (spec, key) -> params; None: random
-    initial: Callable | str | None = None
-    # (spec) -> Adapted: trains that instead of the parameters, such as models.adaptation.Lora; None: the parameters
-    adaptation: Callable | None = None
+    initial: Callable | str | None = None  # a run's or Hugging Face folder or name, or (spec, key) -> params; None: random
+    adaptation: Callable | None = None  # (spec) -> Adapted, trained instead of the parameters, such as models.adaptation.Lora
     frozen: str | None = None  # regular expression: parameters whose path it matches somewhere do not train
     steps: int = 1000  # optimizer updates
     batch_size: int = 32  # examples a step

@@ -233,21 +233,12 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     elif mesh is not None:
         shardings = state_shardings(recipe, mesh), None
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=shardings)
-    model, sample = experiment.model, None
-    if can_sample(experiment, dataset):
-
-        def sample(trained: Any) -> str:
-            request, precision = experiment.sample, experiment.precision
-            params = recipe.weights(trained)
-            return samples.continue_text(model, params, request, dataset.tokenizer, experiment.seed, precision)
-
+    sample = lambda trained: samples.continue_text(
+        experiment.model, recipe.weights(trained), experiment.sample, dataset.tokenizer, experiment.seed, experiment.precision
+    )
     return Job(
-        name=experiment.name,
-        steps=experiment.steps,
-        log_every=experiment.log_every,
-        eval_every=experiment.eval_every,
+        **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},
         save_every=experiment.checkpoints.every,
-        max_skipped=experiment.max_skipped,
         metadata={"data_digest": dataset.digest, "config": config.describe(experiment)},
         batches=batching.batches(dataset.train, size, experiment.seed, rows).__getitem__,
         put=put,
@@ -255,9 +246,9 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         spread=spread,
         gather=gather,
         evaluate=scoring.evaluator(recipe, dataset, size, experiment.eval_batches, None if pmapped else mesh),
-        sample=sample,
+        sample=sample if can_sample(experiment, dataset) else None,
         profile=folder.path / "profile" if experiment.profile and processes.is_first() else None,
-        share=_peak_share(model, 1 if mesh is None else mesh.size),
+        share=_peak_share(experiment.model, 1 if mesh is None else mesh.size),
     )
 
 

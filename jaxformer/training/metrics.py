@@ -147,29 +147,20 @@ class Console:
             self._bar.start()
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        """The values of a training step."""
-        text = self._text(values) + self._left(step)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step + 1, text=text)
-        else:
-            self._line(step, text)
-
-    def evaluation(self, step: int, values: dict[str, float]) -> None:
-        """The scores after `step` steps."""
-        self._line(step - 1, self._text(values))
-
-    def _text(self, values: dict[str, float]) -> str:
-        return " ".join(f"{name} {_format(value)}" for name, value in values.items())
-
-    def _left(self, step: int) -> str:
+        """The values of a training step, and the time left."""
         now = time.monotonic()
         if self._first is None:
             self._first = now, step
         began, first = self._first
-        return f" left {(now - began) / (step - first) * (self._total - step - 1):.0f}s" if step > first else ""
+        left = f" left {(now - began) / (step - first) * (self._total - step - 1):.0f}s" if step > first else ""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step + 1, text=_text(values) + left)
+        else:
+            self.evaluation(step + 1, values, left)
 
-    def _line(self, step: int, text: str) -> None:
-        self.say(f"step {step + 1:>{len(str(self._total))}}/{self._total} {text}")
+    def evaluation(self, done: int, values: dict[str, float], left: str = "") -> None:
+        """The scores after `done` steps."""
+        self.say(f"step {done:>{len(str(self._total))}}/{self._total} {_text(values)}{left}")
 
     def say(self, text: str) -> None:
         if self._bar is not None:
@@ -181,6 +172,10 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _text(values: dict[str, float]) -> str:
+    return " ".join(f"{name} {_format(value)}" for name, value in values.items())
 
 
 def _format(value: float) -> str:

@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -125,7 +124,10 @@ class Muon:
             beta=self.momentum,
             weight_decay=self.weight_decay,
             weight_decay_mask=decayed(self, spec),
-            muon_weight_dimension_numbers=partial(_dimensions, spec),
+            # of the leaves that it is given: optax puts an empty node where another optimizer works
+            muon_weight_dimension_numbers=lambda updates: jax.tree.map(
+                lambda leaf, update: muon_dimensions(leaf) if jax.tree.leaves(update) else update, spec, updates
+            ),
         )
         # optax's Muon has Nesterov momentum for what it would hand to Adam, and decays all of it: it gets matrices alone
         adamw = AdamW(b1=self.b1, b2=self.b2, weight_decay=self.weight_decay, not_decayed=self.not_decayed)
@@ -155,9 +157,7 @@ def build(optimizer: Callable, spec: Tree, frozen: str | None = None) -> optax.G
     """
     made = optimizer(spec)
     if not isinstance(made, optax.GradientTransformation):
-        raise ConfigError(
-            f"optimizer={optimizer}: gives {type(made).__name__}; expected (spec) -> optax.GradientTransformation"
-        )
+        raise ConfigError(f"optimizer={optimizer}: gives {type(made).__name__}, not an optax.GradientTransformation")
     if frozen is None:
         return made
     matches = params.mask(spec, frozen)
@@ -180,12 +180,6 @@ def muon_dimensions(leaf: params.Spec) -> contrib.MuonDimensionNumbers | None:
     return contrib.MuonDimensionNumbers(inputs, outputs)
 
 
-def _dimensions(spec: Tree, updates: Tree) -> Tree:
-    """`muon_dimensions` of the leaves that `updates` has: optax puts an empty node where another optimizer works."""
-    dimensions = lambda leaf, update: muon_dimensions(leaf) if jax.tree.leaves(update) else update
-    return jax.tree.map(dimensions, spec, updates)
-
-
 def stack_sizes(leaf: params.Spec) -> tuple[int, ...]:
     """The sizes of a parameter's first axes along which parameters are stacked: layers, and in them experts."""
     count = next((i for i, axis in enumerate(leaf.axes) if axis not in ("layers", "expert")), len(leaf.axes))
@@ -199,17 +193,13 @@ def for_each_layer(transform: optax.GradientTransformation, spec: Tree) -> optax
     stacked alike go through one `jax.vmap`; what the transformation counts, it counts once a layer.
     """
     name = lambda leaf: "x".join(map(str, stack_sizes(leaf))) or "single"
-    groups: dict[Hashable, optax.GradientTransformation] = {
-        name(leaf): _over_stack(transform, stack_sizes(leaf)) for leaf in jax.tree.leaves(spec)
-    }
+    groups: dict[Hashable, Any] = {}
+    for leaf in jax.tree.leaves(spec):
+        init, update = transform.init, transform.update
+        for size in reversed(stack_sizes(leaf)):  # the sizes are given because all leaves of a group may be frozen
+            init, update = jax.vmap(init, axis_size=size), jax.vmap(update, axis_size=size)
+        groups[name(leaf)] = optax.GradientTransformation(init, update)
     return optax.partition(groups, jax.tree.map(name, spec))
-
-
-def _over_stack(transform: optax.GradientTransformation, sizes: tuple[int, ...]) -> optax.GradientTransformation:
-    init, update = transform.init, transform.update
-    for size in reversed(sizes):  # the sizes are given because all leaves of a group may be frozen
-        init, update = jax.vmap(init, axis_size=size), jax.vmap(update, axis_size=size)
-    return optax.GradientTransformation(init, update)
 
 
 def freeze(parameters: Tree, frozen: str | None) -> Tree:

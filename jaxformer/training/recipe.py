@@ -65,13 +65,9 @@ def build(experiment: Any) -> Recipe:
         weights=weights,
         optimizer=optimizers.build(experiment.optimizer, spec, frozen),
         schedule=experiment.schedule(experiment),
-        seed=experiment.seed,
-        precision=experiment.precision,
-        accumulation=experiment.accumulation,
-        clip_norm=experiment.clip_norm,
-        ema_decay=experiment.ema_decay,
         frozen=frozen,
         mesh=mesh,
+        **{name: getattr(experiment, name) for name in ("seed", "precision", "accumulation", "clip_norm", "ema_decay")},
     )
 
 
@@ -84,7 +80,7 @@ def checked(sums: Any) -> LossSums:
         chex.assert_shape([jnp.asarray(loss), jnp.asarray(weight)], ())
     except AssertionError:
         raise ConfigError(
-            f"objective: returned sums of shape {jnp.shape(loss)}, {jnp.shape(weight)}; loss and weight are numbers"
+            f"objective: returned shapes {jnp.shape(loss)}, {jnp.shape(weight)}; loss and weight are numbers"
         ) from None
     return LossSums(loss, weight, dict(metrics[0]) if metrics else {})
 

@@ -1,6 +1,5 @@
 """A run that was trained, opened again: `run = jaxformer.open_run("runs/quickstart-1a2b3c4d")`."""
 
-import json
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -66,17 +65,10 @@ class Run:
         if self.tokenizer is None:
             raise ConfigError(f"{self.folder.path}: has no tokenizer, so there is no text to continue")
         if not samples.continues_text(self.experiment.model):
-            raise ConfigError(
-                f"{self.folder.path}: its model sees later tokens, or has no language model: it continues no text"
-            )
+            raise ConfigError(f"{self.folder.path}: its model sees later tokens or has no language model: it continues no text")
         sample = replace(self.experiment.sample, prompt=prompt, **options)
         experiment = self.experiment
         return samples.continue_text(experiment.model, self.params, sample, self.tokenizer, seed, experiment.precision)
-
-    @property
-    def result(self) -> dict:
-        """What the end of the run wrote; empty for a run that has not ended."""
-        return json.loads(self.folder.result.read_text()) if self.folder.result.is_file() else {}
 
 
 def open_run(path: epath.PathLike, step: int | None = None) -> Run:

@@ -60,9 +60,7 @@ def open_experiment(folder: RunFolder) -> Experiment:
         near = did_you_mean(folder.path.name, others)
         raise ConfigError(f"{folder.path}: no run folder, it has no config.json{near}; the command `runs` lists all")
     if not folder.experiment.is_file():
-        raise ConfigError(
-            f"{folder.path}: has no copy of its experiment's file (it was trained from Python); open it from there"
-        )
+        raise ConfigError(f"{folder.path}: no copy of its experiment's file (it was trained from Python); open it from there")
     from jaxformer.training.names import offered
 
     facts = json.loads(folder.source.read_text())

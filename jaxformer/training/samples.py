@@ -27,9 +27,7 @@ def prompt_tokens(model: Any, sample: Sample, tokenizer: Any) -> list[int]:
     if not prompt:
         raise ConfigError("sample.prompt is empty; give at least one character, or None")
     if isinstance(model.positions, Learned) and len(prompt) >= model.context_length:
-        raise ConfigError(
-            f"sample.prompt is {len(prompt)} tokens, which leaves no room in {model.context_length} learned positions"
-        )
+        raise ConfigError(f"sample.prompt is {len(prompt)} tokens, no room in {model.context_length} learned positions")
     return prompt
 
 

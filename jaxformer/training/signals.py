@@ -12,9 +12,7 @@ class Interrupted(RuntimeError):
     """A signal ended the run after its state was saved."""
 
     def __init__(self, signum: int, step: int):
-        super().__init__(
-            f"stopped by {signal.Signals(signum).name} after step {step}, saved; the same command goes on from there"
-        )
+        super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}, saved; the same command goes on")
         self.exit_code = 128 + signum
 
 

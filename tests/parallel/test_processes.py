@@ -23,7 +23,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.parallel import peers, processes
 from jaxformer.parallel.processes import Processes
 from jaxformer.training import checkpoint, loop
-from jaxformer.training.fingerprint import fingerprints
+from jaxformer.training.manifest import fingerprints
 from jaxformer.training.recipe import build
 from jaxformer.training.run_folder import run_folder
 from jaxformer.training.state import init_state
@@ -242,7 +242,7 @@ import jax
 from jaxformer import config, parallel
 from jaxformer.parallel import processes
 from jaxformer.training import checkpoint
-from jaxformer.training.fingerprint import fingerprints
+from jaxformer.training.manifest import fingerprints
 from jaxformer.training.recipe import build
 from jaxformer.training.state import init_state, state_shardings
 processes.initialize()

@@ -29,7 +29,7 @@ LLAMA = plan.of_preset("llama_7b", presets.llama_7b)
 
 PLANNED = """
 import json, sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from jaxformer.planning import topology
 topology.prepare()
 from jaxformer.planning import plan
@@ -41,7 +41,7 @@ experiment = replace(plan.of_preset("small", model), batch_size=16)
 for name in sys.argv[1:]:
     devices = topology.devices(name)
     sized = replace(experiment, mesh=Mesh(data=1, fsdp=len(devices) // 2, tensor=2))
-    made = plan.as_json(plan.plan(sized, name, devices, fast=True))
+    made = asdict(plan.plan(sized, name, devices, fast=True))
     print(json.dumps(made | {"by_hand": trace(sized, devices).argument_bytes}))
 """
 

@@ -27,7 +27,7 @@ import jaxformer
 from jaxformer.errors import ConfigError
 from jaxformer.training import checkpoint
 from jaxformer.training.checkpoint import CheckpointError, open_manager, restore_params
-from jaxformer.training.fingerprint import fingerprints
+from jaxformer.training.manifest import fingerprints
 
 with contextlib.suppress(RuntimeError):  # the backend is up already; conftest.py has set the number
     jax.config.update("jax_num_cpu_devices", 8)

@@ -19,9 +19,7 @@ T5 = {
     "norm_eps": Key("layer_norm_epsilon", 1e-6), "dropout_rate": Key("dropout_rate", 0.1),
     "feedforward": Key("feed_forward_proj", "relu", T5_ACTIVATION),
 }  # fmt: skip
-RELATIVE = {
-    "buckets": Key("relative_attention_num_buckets", 32), "max_distance": Key("relative_attention_max_distance", 128),
-}  # fmt: skip
+RELATIVE = {"buckets": Key("relative_attention_num_buckets", 32), "max_distance": Key("relative_attention_max_distance", 128)}
 
 
 def _read_t5(c: Json, names: Collection[str]) -> EncoderDecoder | ModelConfig:

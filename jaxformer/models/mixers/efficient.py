@@ -283,9 +283,7 @@ def _mixer(system, config: ModelConfig, mix: Callable, spec: Tree = None, has_we
 
 
 def _no_state(name: str, *_):
-    raise NotImplementedError(
-        f"{name} cannot decode; models.mixers.attention (mixer=None), Linear and Performer can, under a causal mask"
-    )
+    raise NotImplementedError(f"{name} cannot decode; mixer=None, Linear and Performer can, under a causal mask")
 
 
 def _recurrent(system, config: ModelConfig, maps: Callable, eps: float, features: int | None = None) -> Mixer:

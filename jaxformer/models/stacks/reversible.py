@@ -36,9 +36,7 @@ class Reversible:
         slots = scan.pattern(config)
         unsupported = layers.state is not None or context.return_weights or context.return_hidden
         if unsupported or context.source or slots[0].memo(x) is not None:
-            raise NotImplementedError(
-                "reversible layers: no cache, attention maps, hidden states, source or memo; scan.stack has them"
-            )
+            raise NotImplementedError("reversible layers: no cache, attention maps, hidden states, source or memo")
         rows = Row(jnp.arange(config.num_layers), layers.params, constants=layers.constants)
         rows = scan.rows_by_slot(config, slots, rows, x.shape[1])
         run = partial(_sublayer, config, x.dtype)
@@ -65,7 +63,7 @@ def _sublayer(config: ModelConfig, dtype, name: str, apply: Callable, i: int, ro
 
 def reversible_stack(
     f: Callable | tuple, g: Callable | tuple, params: Tree, x1: Float[Array, "..."], x2: Float[Array, "..."], *extra: Tree
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:  # fmt: skip
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """y1 = x1 + f(layer, x2, *extra), y2 = x2 + g(layer, y1, *extra), layer after layer; f and g are pure functions.
 
     `params` are leaves `[L, ...]`, `layer` is one slice of them. Floating-point leaves get gradients; others are data. Where

@@ -119,7 +119,8 @@ def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context
         yield Group(partial(run_in_turn, each, True), (rows,))
     elif scanned:
         # each layer takes its row within what is recomputed: the loop then keeps no copy of the weights for the backward pass
-        takes = [remat(config, partial(run_row, function, i, period)) for i, function in enumerate(functions)]
+        on_row = lambda function, i, carry, rows: function(carry, unstack(rows, period)[i])
+        takes = [remat(config, partial(on_row, function, i)) for i, function in enumerate(functions)]
         step = lambda carry, rows: run_in_turn(takes, True, carry, (rows,) * period)
         cut = lambda leaf: leaf[:scanned].reshape(scanned // period, period, *leaf.shape[1:])
         yield Group(step, jax.tree.map(cut, rows))
@@ -139,11 +140,6 @@ def run_layer(config: ModelConfig, mixer: Mixer, context: Context, pick, carry, 
     output = blocks.block(config, mixer, params, x, context)
     hidden = output.hidden if context.return_hidden else None
     return (output.hidden, output.memo), output._replace(hidden=hidden, memo=None)
-
-
-def run_row(function: Callable, i: int, period: int, carry, rows: Row):
-    """A layer on the i-th of `period` rows."""
-    return function(carry, unstack(rows, period)[i])
 
 
 def run_in_turn(functions, stacked_state: bool, carry, rows):

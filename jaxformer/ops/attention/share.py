@@ -10,6 +10,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxformer.sharding import ACTIVATIONS, mesh_axes
 
+log = logging.getLogger("jaxformer")
+
 
 class Share(NamedTuple):
     """How the mesh splits a call `[B, T, N, H]`: mesh axes as entries of a PartitionSpec; None: not split."""
@@ -52,9 +54,7 @@ def share(B: int, T: int, heads: int) -> Share:
 
 @cache
 def _warn_once(name: str, size: int, axis: str) -> None:
-    logging.getLogger("jaxformer").warning(
-        "attention: %s=%d does not divide among %s; every device computes all of it", name, size, axis
-    )
+    log.warning("attention: %s=%d does not divide among %s; every device computes all of it", name, size, axis)
 
 
 def parts(entry) -> int:
