@@ -19,9 +19,6 @@ from typing import Any
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 
 
-# Whose code it is
-
-
 def name_of(unit: Any) -> str:
     """`module:name`; only the name where an experiment file defines it, since its copies are other modules."""
     module, name = getattr(unit, "__module__", None), getattr(unit, "__qualname__", None) or type(unit).__qualname__
@@ -70,9 +67,6 @@ def _file(unit: Any) -> str | None:
     return _globals(unit).get("__file__") or next((each.__code__.co_filename for each in _functions(unit)), None)
 
 
-# What it does
-
-
 def source(unit: Any, describe: Callable[[Any], Any]) -> Any:
     """The text of a user's function or class, and the globals that it uses as `describe` describes them."""
     node = syntax(unit)
@@ -119,9 +113,6 @@ def _instructions(code: types.CodeType) -> list:
     """What a function does where its text is unknown, as in `python -c`."""
     constants = [_instructions(value) if isinstance(value, types.CodeType) else repr(value) for value in code.co_consts]
     return [code.co_code.hex(), code.co_names, constants]
-
-
-# The syntax tree
 
 
 def text_of(unit: Any) -> str:

@@ -39,9 +39,6 @@ def fields(config: Any) -> dict[str, Any]:
     return {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config) if field.init}
 
 
-# Descriptions
-
-
 class _Place(NamedTuple):
     """Where in a description a value stands."""
 
@@ -173,9 +170,6 @@ def _digest(description: Any) -> str:
     number = lambda text: int(float(text)) if float(text).is_integer() else float(text)
     description = json.loads(json.dumps(description), parse_float=number)
     return _sha256(json.dumps(description, sort_keys=True).encode())[:8]
-
-
-# Comparison
 
 
 def fingerprint(config: Any) -> str:

@@ -102,9 +102,6 @@ def _rebuild(value: Any, set_to: Mapping[str, tuple[Any, str]], path: str = "") 
         raise ConfigError(f"{' '.join(below)}: {error}") from error
 
 
-# The list of options
-
-
 def help_text(config: Any, usage: str) -> str:
     """Every option with its type, its present value and one line of what it means."""
     width = max(40, min(shutil.get_terminal_size((100, 24)).columns, 140))

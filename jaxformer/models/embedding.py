@@ -49,9 +49,7 @@ def length(config: ModelConfig, inputs: Array) -> int:
         return inputs.shape[1]
     shape, expected = inputs.shape[1:], (*config.embedding.image, config.embedding.channels)
     if shape != expected:
-        raise ConfigError(
-            f"images {shape} where model.embedding expects {expected}; resize them or the model (models.vision.resize)"
-        )
+        raise ConfigError(f"images {shape} where model.embedding expects {expected}; resize them, or use models.vision.resize")
     return config.embedding.length
 
 

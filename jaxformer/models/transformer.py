@@ -164,9 +164,8 @@ def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
     embedding_key, layers_key = (None, None) if inputs.dropout_key is None else jax.random.split(inputs.dropout_key)
     masked = inputs.inputs.get("masked") if isinstance(inputs.inputs, dict) else None
     with jax.named_scope("embedding"):
-        x = embedding.embed(
-            config, params["embedding"], inputs.tokens, context.positions, inputs.token_types, inputs.dtype, masked
-        )
+        table, types = params["embedding"], inputs.token_types
+        x = embedding.embed(config, table, inputs.tokens, context.positions, types, inputs.dtype, masked)
         embedded = x = ops.dropout(x, config.dropout_rate, embedding_key)
     layers = Layers(params["layers"], layer_masks, None if cache is None else cache.layers, inputs.constants)
     x, found = (config.stack or scan.stack)(config, layers, x, replace(context, dropout_key=layers_key))

@@ -272,9 +272,7 @@ def _newest_good(
         raise CheckpointError(f"{folder}: damaged: {damage[0]}; other steps: {manifest.shortened(steps(folder))}")
     damage = damage or first(lambda: sorted(path.name for path in folder.glob("*.corrupt*")))
     if damage:
-        raise CheckpointError(
-            f"{folder}: every checkpoint is damaged: {manifest.shortened(damage)}; delete the folder to start over"
-        )
+        raise CheckpointError(f"{folder}: every checkpoint is damaged: {manifest.shortened(damage)}; delete it to start over")
     return None
 
 

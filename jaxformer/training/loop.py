@@ -87,7 +87,9 @@ def train(
     recipe = build(experiment)
     if mesh is not None:
         state_shardings(recipe, mesh)  # refuses what does not divide
-    _check_processes(experiment.mesh, mesh)
+    if jax.process_count() > 1 and (mesh is None or mesh.size < jax.device_count() or experiment.mesh.backend == "pmap"):
+        needed = f"several processes need backend=jit and all of their {jax.device_count()} devices; try --mesh.data=-1"
+        raise ConfigError(f"mesh={experiment.mesh}: {needed}")
     dataset = open_data(experiment)  # before anything is written: most mistakes show here
     if can_sample(experiment, dataset):
         samples.prompt_tokens(experiment.model, experiment.sample, dataset.tokenizer)
@@ -130,25 +132,12 @@ def train(
         return finish(job, folder, dataset, state, scores, record, console, reports)
 
 
-def _check_processes(config: parallel.Mesh, mesh) -> None:
-    if jax.process_count() == 1:
-        return
-    if mesh is None or mesh.size < jax.device_count() or config.backend == "pmap":
-        raise ConfigError(
-            f"mesh={config}: several processes need backend=jit and all of their {jax.device_count()} devices; "
-            "try --mesh.data=-1"
-        )
-
-
 def open_data(experiment: Experiment):
     """The experiment's dataset, checked against its model."""
     dataset = batching.open_dataset(experiment.data, experiment.model)
-    size = getattr(getattr(experiment.model, "decoder", experiment.model), "vocab_size", None)
-    if size is not None and dataset.vocab_size is not None and dataset.vocab_size > size:
-        raise ConfigError(
-            f"model.vocab_size={size} is too small: the data have {dataset.vocab_size} tokens; "
-            f"set --model.vocab-size={dataset.vocab_size}"
-        )
+    size, least = getattr(getattr(experiment.model, "decoder", experiment.model), "vocab_size", None), dataset.vocab_size
+    if size is not None and least is not None and least > size:
+        raise ConfigError(f"model.vocab_size={size} is too small: the data have {least} tokens; set it to {least}")
     return dataset
 
 
@@ -314,13 +303,10 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     baseline = None
     if dataset.tokenizer is not None:
         baseline = processes.first(lambda: batching.unigram_entropy(dataset))
-    rest = {name: value for name, value in scores.items() if name not in ("loss", "accuracy", *UNRECORDED)}
-    accuracy = f", accuracy {scores['accuracy']:.2%}" if "accuracy" in scores else ""
-    others = "".join(f", {name} {value:.4g}" for name, value in rest.items())
-    console.say(
-        f"validation loss {scores['loss']:.4f} nats a token, perplexity {scores['perplexity']:.3f}{accuracy}{others}"
-        + ("" if baseline is None else f" (unigram entropy {baseline:.4f})")
-    )
+    others = {name: f"{value:.4g}" for name, value in scores.items() if name not in ("loss", *UNRECORDED)}
+    words = [f"validation loss {scores['loss']:.4f} nats a token", f"perplexity {scores['perplexity']:.3f}"]
+    words += [f"{name} {value}" for name, value in others.items()]
+    console.say(", ".join(words) + ("" if baseline is None else f" (unigram entropy {baseline:.4f})"))
     text = None if job.sample is None else job.sample(state.best)
     result = Result(folder.path, job.name, parameters.count(state.params), scores, baseline, text)
     if not processes.is_first():

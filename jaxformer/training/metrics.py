@@ -52,7 +52,7 @@ class Record:
             try:
                 logger.write(step, values)
             except Exception as error:
-                log.warning("%s stopped: %s; the run goes on without it", _name(logger), _reason(error))
+                log.warning("%s stopped: %s; the run goes on without it", type(logger).__name__, _reason(error))
                 self.loggers.remove(logger)
 
     def save(self) -> None:
@@ -68,7 +68,7 @@ class Record:
             try:
                 logger.close()
             except Exception as error:  # the run has ended in its own way already
-                log.warning("%s did not close: %s", _name(logger), _reason(error))
+                log.warning("%s did not close: %s", type(logger).__name__, _reason(error))
 
     def _write_all(self) -> None:
         if self.path is not None:
@@ -95,10 +95,6 @@ def open_loggers(names: Sequence[str], folder: epath.PathLike, run_name: str, de
         except Exception as error:
             log.warning("%s is off: %s (pip install 'jaxformer[log]')", name, _reason(error))
     return loggers
-
-
-def _name(logger: Any) -> str:
-    return type(logger).__name__
 
 
 def _reason(error: Exception) -> str:
@@ -239,9 +235,8 @@ class Reporter:
             values = {name: value for name, value in values.items() if math.isfinite(value)}
         elif values["skipped"]:
             scale = f"; the loss scale is now {values['loss_scale']:g}" if "loss_scale" in values else ""
-            self._console.say(
-                f"step {step} changed nothing: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}{scale}"
-            )
+            why = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}{scale}"
+            self._console.say(f"step {step} changed nothing: {why}")
         tokens = values["tokens"] if empty else values.pop("tokens")
         speed = self._speed(tokens)
         if step % self._every == 0 or step == self._last:

@@ -20,28 +20,19 @@ def _of(module: ModuleType, names: str) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names.split()}
 
 
-MODEL = {
-    **_of(
-        masks,
-        "full causal window strided chunked columns prefix global_tokens random_blocks block_sparse by_head longformer bigbird "
-        "sparse_transformer_strided sparse_transformer_fixed",
-    ),
-    **_of(
-        models,
-        "ModelConfig EncoderDecoder Embedding Patches Learned Sinusoidal Axial Alibi Relative LanguageModel Classification "
-        "TokenClassification Mixture",
-    ),
-    **_of(positions, "Rope NTK Llama3 YaRN LongRoPE"),
-    **_of(mixers, "Efficient Performer Linformer Reformer Longformer BigBird LocalChunks"),
-    **_of(
-        variants,
-        "qk_norm qk_norm_full gated gated_by_head differential talking_heads sigmoid value_residual temperature "
-        "inverse_depth_scale memory_key_values",
-    ),
-    **_of(reversible, "Reversible"),
-    **_of(vision, "Reconstruction"),
-    **models.PRESETS,
+_OF_MODELS = {
+    masks: "full causal window strided chunked columns prefix global_tokens random_blocks block_sparse by_head longformer "
+    "bigbird sparse_transformer_strided sparse_transformer_fixed",
+    models: "ModelConfig EncoderDecoder Embedding Patches Learned Sinusoidal Axial Alibi Relative LanguageModel "
+    "Classification TokenClassification Mixture",
+    positions: "Rope NTK Llama3 YaRN LongRoPE",
+    mixers: "Efficient Performer Linformer Reformer Longformer BigBird LocalChunks",
+    variants: "qk_norm qk_norm_full gated gated_by_head differential talking_heads sigmoid value_residual temperature "
+    "inverse_depth_scale memory_key_values",
+    reversible: "Reversible",
+    vision: "Reconstruction",
 }
+MODEL = models.PRESETS | {name: found for module, names in _OF_MODELS.items() for name, found in _of(module, names).items()}
 NAMES: dict[str, Mapping[str, Any]] = {
     "model": MODEL,
     "positions": {"Linear": positions.Linear},

@@ -15,7 +15,7 @@ class Profile:
 
     def __init__(self, folder: epath.Path | None, start: int):
         self._folder: Any = folder
-        self._first, self._last, self._open = start + FIRST, start + LAST, False
+        self._first, self._last, self._traces = start + FIRST, start + LAST, None
 
     def __enter__(self) -> "Profile":
         return self
@@ -24,22 +24,22 @@ class Profile:
         if self._folder is not None and step == self._first:
             self._traces = tempfile.TemporaryDirectory()
             jax.profiler.start_trace(self._traces.name)
-            self._open = True
 
     def after(self, step: int, state: Any) -> bool:
         """Whether the trace has just ended. The last step is waited for."""
-        if not (self._open and step == self._last):
+        if self._traces is None or step != self._last:
             return False
         jax.block_until_ready(state)
         self.__exit__()
         return True
 
     def __exit__(self, *_: object) -> None:
-        if self._open:
-            self._open = False
-            jax.profiler.stop_trace()
-            with self._traces as name:  # the profiler knows no buckets
-                for file in filter(Path.is_file, Path(name).rglob("*")):
-                    target = self._folder / file.relative_to(name)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    target.write_bytes(file.read_bytes())
+        if self._traces is None:
+            return
+        jax.profiler.stop_trace()
+        with self._traces as name:  # the profiler knows no buckets
+            for file in filter(Path.is_file, Path(name).rglob("*")):
+                target = self._folder / file.relative_to(name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(file.read_bytes())
+        self._traces = None

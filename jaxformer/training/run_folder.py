@@ -50,9 +50,6 @@ def run_folder(experiment: Experiment, runs: epath.PathLike) -> RunFolder:
     return RunFolder(epath.Path(runs) / f"{experiment.name}-{config.fingerprint(experiment)}")
 
 
-# Opening a run
-
-
 def open_experiment(folder: RunFolder) -> Experiment:
     """The experiment of a run: the copy of its file, run again. Raises ConfigError where it is no longer the same."""
     if not folder.config.is_file():
@@ -81,9 +78,6 @@ def differences(description: dict, experiment: Experiment) -> list[str]:
     new_defaults = config.flat(config.describe(experiment)).keys() - config.flat(description).keys()
     new_defaults -= config.flat(config.changes(experiment)).keys()
     return compare(description, config.describe(experiment), config.execution_fields(experiment) | new_defaults)
-
-
-# All runs
 
 
 def runs_of(name: str | None, runs: epath.PathLike) -> list[RunFolder]:
@@ -120,9 +114,6 @@ def introduce(experiment: Experiment, folder: RunFolder, runs: epath.PathLike, a
             )
         lines.append(f"a new run: {other.path} differs in {'; '.join(different) or 'nothing that is described'}")
     return lines[-3:]
-
-
-# Writing
 
 
 def describe(folder: RunFolder, experiment: Experiment, source: Source | None, data_digest: str) -> list[str]:

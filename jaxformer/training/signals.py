@@ -41,13 +41,10 @@ class Signals:
 
     def _handle(self, signum, frame) -> None:
         self._received = signum
-        self._restore()
+        self.__exit__()
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _restore(self) -> None:
+    def __exit__(self, *exception) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
-
-    def __exit__(self, *exception) -> None:
-        self._restore()

@@ -59,7 +59,9 @@ def bucket(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.orbax, "CheckpointManager", Bucket)
     monkeypatch.setattr(Bucket, "saved", {})
     monkeypatch.chdir(tmp_path)
+    cache = jax.config.jax_compilation_cache_dir
     yield
+    jax.config.update("jax_compilation_cache_dir", cache)  # not this bucket's, for other tests
     files.rm("/", recursive=True)
 
 

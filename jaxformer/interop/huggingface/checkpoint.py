@@ -164,7 +164,7 @@ def _positions(checkpoint: Checkpoint, config: ModelConfig, tokens: np.ndarray, 
         positions = np.arange(tokens.shape[1])[None]
     if isinstance(config.positions, Learned | Axial) and positions.max(initial=0) >= config.context_length:
         raise ConfigError(
-            f"Checkpoint.apply: position {positions.max()} is beyond the {config.context_length} learned ones; shorten the rows"
+            f"Checkpoint.apply: position {positions.max()} is beyond the {config.context_length} learned; shorten the rows"
         )
     return positions.astype(np.int32)
 

@@ -241,9 +241,7 @@ def _dtypes(file, tensors: dict[str, tables.Tensor], source: dict[str, str], dty
     for name in (name for name in tensors if name in source):
         stored = jnp.dtype(file.names[source[name]][1])
         if not jnp.issubdtype(stored, jnp.floating):
-            raise ConfigError(
-                f"{file.folder}: {source[name]} holds {stored}, not floating-point numbers; quantised files are not read"
-            )
+            raise ConfigError(f"{file.folder}: {source[name]} holds {stored}, not floating-point numbers: quantised, not read")
         for part in tensors[name].parts:
             dtypes[part.path] = dtype or jnp.promote_types(stored, dtypes.get(part.path, stored))
     return {path: jax.dtypes.canonicalize_dtype(leaf_dtype) for path, leaf_dtype in dtypes.items()}
