@@ -157,7 +157,7 @@ def build(optimizer: Callable, spec: Tree, frozen: str | None = None) -> optax.G
     """
     made = optimizer(spec)
     if not isinstance(made, optax.GradientTransformation):
-        raise ConfigError(f"optimizer={optimizer}: gives {type(made).__name__}, not an optax.GradientTransformation")
+        raise ConfigError(f"optimizer={optimizer}: a {type(made).__name__}; expected (spec) -> optax.GradientTransformation")
     if frozen is None:
         return made
     matches = params.mask(spec, frozen)

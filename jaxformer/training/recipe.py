@@ -79,7 +79,7 @@ def checked(sums: Any) -> LossSums:
     try:
         chex.assert_shape([jnp.asarray(loss), jnp.asarray(weight)], ())
     except AssertionError:
-        raise ConfigError(f"objective: returned shapes {jnp.shape(loss)}, {jnp.shape(weight)}; both are numbers") from None
+        raise ConfigError(f"objective: shapes {jnp.shape(loss)}, {jnp.shape(weight)}; loss and weight are numbers") from None
     return LossSums(loss, weight, dict(metrics[0]) if metrics else {})
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from etils import epath
 from fsspec.implementations.memory import MemoryFileSystem
+from jax.experimental.compilation_cache import compilation_cache
 
 import jaxformer
 from jaxformer import cli
@@ -62,6 +63,7 @@ def bucket(tmp_path, monkeypatch):
     cache = jax.config.jax_compilation_cache_dir
     yield
     jax.config.update("jax_compilation_cache_dir", cache)  # not this bucket's, for other tests
+    compilation_cache.reset_cache()
     files.rm("/", recursive=True)
 
 
