@@ -15,7 +15,8 @@ class Profile:
 
     def __init__(self, folder: epath.Path | None, start: int):
         self._folder: Any = folder
-        self._first, self._last, self._traces = start + FIRST, start + LAST, None
+        self._first, self._last = start + FIRST, start + LAST
+        self._traces: Any = None  # the folder of an open trace
 
     def __enter__(self) -> "Profile":
         return self
