@@ -210,7 +210,9 @@ sys.exit(cli.main(["train", "tiny", "--steps=2000"]))
 def test_a_stuck_process_is_found_and_named(how, workplace):
     """Heartbeats go on while a process sleeps, and gloo waits for it for ever."""
     code = SLEEPS if how == "sleeps" else None
-    with Pod(2, "--steps=2000", code=code, JAXFORMER_STEP_LIMIT="8") as pod:
+    # no save at the moment of the signal: it may take 10 times as long as a step, and JAX's heartbeat would come first
+    options = ("--steps=2000", "--eval-every=1000", "--checkpoints.every=1000")
+    with Pod(2, *options, code=code, JAXFORMER_STEP_LIMIT="8") as pod:
         pod.wait_for("step    4/2000")
         if how == "stopped":
             pod.processes[1].send_signal(signal.SIGSTOP)
