@@ -18,7 +18,8 @@ def continues_text(model: Any) -> bool:
     if not isinstance(model, models.ModelConfig) or heads.language_model(model) is None:
         return False
     length = min(model.context_length, 64)
-    return not any(bool(mask.dense(length, length)[..., 0, -1].any()) for mask in model.masks)
+    # `blocks` is NumPy's work; `dense` would compile a dozen small programs
+    return not any(mask.blocks(length, length, 1)[..., 0, -1].any() for mask in model.masks)
 
 
 def prompt_tokens(model: Any, sample: Sample, tokenizer: Any) -> list[int]:
