@@ -57,7 +57,7 @@ class Record:
 
     def save(self) -> None:
         """Before a checkpoint: what was written so far is in the file."""
-        if not self._grows:
+        if not self._grows and self.lines:
             self._write_all()
 
     def close(self) -> None:

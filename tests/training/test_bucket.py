@@ -130,6 +130,8 @@ def test_checkpoints_of_a_bucket(bucket, tmp_path):
 
 def test_a_record_in_a_bucket_is_whole_before_each_checkpoint(bucket):
     path = "gs://bucket/runs/a/metrics.jsonl"
+    Record(path).close()  # of a start that failed
+    assert not epath.Path(path).exists()
     record = Record(path)
     for step in range(3):
         record.write(step, {"loss": 1.0})
