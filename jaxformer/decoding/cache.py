@@ -1,12 +1,11 @@
-"""What decoding keeps: the state of each layer's mixer, which slots hold tokens, and how many there are."""
+"""What decoding keeps of a text: the state of each layer, and how many tokens it has."""
 
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import Array, lax
-from jaxtyping import Int
 
 from jaxformer.errors import ConfigError
 from jaxformer.models import last_stack
@@ -16,26 +15,25 @@ from jaxformer.models.stacks.scan import init_state
 
 @struct.dataclass
 class Cache:
-    """What came before the next tokens, in at most S slots a row.
+    """What came before the next tokens of each row. Every array has the rows first, so rows may be taken, copied or replaced.
 
-    Past S slots the last ones are overwritten, which cannot be refused under jit: hidden states are NaN from then on.
+    Row b's token at position p is in slot p. More tokens than `room` cannot be refused under jit: hidden states are NaN then.
     """
 
-    layers: Any  # state of all mixers, as `stacks.scan.init_state` makes it
-    segment_ids: Any  # [B, S]; 0 in empty and padded slots
-    length: Any  # slots in use
+    layers: tuple  # the state of each layer's mixer
+    lengths: Any = None  # tokens of each row, [B]; None: the cache is new
     source: Any = None  # of an encoder-decoder: what its layers read of the encoder
+    room: int = struct.field(pytree_node=False, default=0)  # most tokens of a row
 
-    def extend(self, segment_ids: Int[Array, "B T"]) -> "Cache":
-        """The cache with T more slots in use; the layers write their part themselves."""
-        (B, T), (rows, S) = segment_ids.shape, self.segment_ids.shape
-        if rows != B or T > S:
-            raise ConfigError(f"apply: {B} rows of {T} tokens do not fit a cache of {rows} rows of {S} slots")
-        ids = lax.dynamic_update_slice_in_dim(self.segment_ids, segment_ids.astype(jnp.int32), self.length, axis=1)
-        return replace(self, segment_ids=ids, length=self.length + T)
+    def extend(self, rows: int, T: int, lengths=None) -> "Cache":
+        """The cache with T more tokens in each row, or `lengths` [B]; the layers write them themselves."""
+        found = len(jax.tree.leaves(self.layers)[0])
+        if rows != found or T > self.room:
+            raise ConfigError(f"apply: {rows} rows of {T} tokens do not fit a cache of {found} rows of {self.room} slots")
+        new = jnp.full(rows, T, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
+        return replace(self, lengths=new if self.lengths is None else self.lengths + new)
 
 
 def init_cache(config: ModelConfig | EncoderDecoder, batch: int, length: int, dtype=jnp.float32) -> Cache:
-    """An empty cache of `length` slots a row, keys and values in `dtype`."""
-    layers = init_state(last_stack(config), batch, length, dtype)
-    return Cache(layers, jnp.zeros((batch, length), jnp.int32), jnp.zeros((), jnp.int32))
+    """A new cache for `length` tokens a row, keys and values in `dtype`. Layers with a window keep only what it spans."""
+    return Cache(init_state(last_stack(config), batch, length, dtype), room=length)

@@ -1,58 +1,222 @@
-"""Prompts in, continuations out."""
+"""Prompts in, continuations out: rows of a batch that are refilled from the queue of prompts."""
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import Array
 
 from jaxformer import models
-from jaxformer.decoding.cache import init_cache
-from jaxformer.decoding.sampling import Sampling, sample
+from jaxformer.decoding.cache import Cache, init_cache
+from jaxformer.decoding.filters import Filter, History
+from jaxformer.decoding.sampling import Sampling, draw
+from jaxformer.decoding.steps import decode_step, prefill, prepare
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig
-from jaxformer.ops.positions import NTK, LongRoPE, Rope
+
+CHUNK = 1024  # tokens of a prompt that are read at a time
+
+
+@struct.dataclass
+class Texts:
+    """Rows of a batch: what stands in each, and what decoding needs to go on. Every array has the rows first."""
+
+    history: History
+    cache: Cache  # of all tokens but the last one
+    end: Any  # [B]: a row ends at so many tokens
+    done: Any  # [B]
+    keys: Any  # [B] of random numbers
+
+
+@struct.dataclass
+class Settings:
+    """How tokens are picked and when a row ends: arguments of the compiled program, so that other numbers compile nothing."""
+
+    filters: tuple
+    temperature: Any
+    stop_tokens: Any  # [n]; -1: none
 
 
 def generate(
     config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]], max_tokens: int, *,
-    sources: Sequence[Sequence[int]] | None = None, how: Sampling = Sampling(), key: Array | None = None,
-    stop_tokens: Sequence[int] = (), dtype=None,
+    sources: Sequence[Sequence[int]] | None = None, how: Sampling = Sampling(), filters: Sequence[Filter] = (),
+    key: Array | None = None, stop_tokens: Sequence[int] = (), stop: Callable[[list[int]], int | None] | None = None,
+    rows: int = 16, dtype=None,
 ) -> list[list[int]]:  # fmt: skip
     """Continues each prompt by at most `max_tokens` tokens, up to the first stop token, which is left out.
 
     Of an encoder-decoder, `sources` are the tokens of the encoder and a prompt is how the target begins (T5: [0]).
-    Prompts of different length are padded on the left, and each is continued exactly as it would be alone. Raises
-    ConfigError for an empty prompt, a token outside the vocabulary, more tokens than a learned position table has rows, and
-    for prompts of different length beyond the original length of a dynamic NTK or LongRoPE.
+    `filters` (`decoding.filters`, or functions of yours) come before those of `how`. `stop(new tokens)` says how many of a
+    row's new tokens to keep, or None to go on. At most `rows` texts are decoded at a time; a row that ends takes the next
+    prompt, and continues it exactly as a batch of as many rows would that had this prompt alone. Raises ConfigError for an
+    empty prompt, a token outside the vocabulary, and more tokens than a learned position table has rows.
     """
+    every = None if stop is None else 8
+    texts = serve(config, params, prompts, max_tokens, sources, how, filters, key, stop_tokens, stop, rows, dtype, every)
+    outs = {index: tokens for index, tokens, done in texts if done}
+    return [outs[i] for i in range(len(prompts))]
+
+
+def stream(config: ModelConfig | EncoderDecoder, params: Any, prompt: Sequence[int], max_tokens: int, *, every: int = 1,
+    source: Sequence[int] | None = None, how: Sampling = Sampling(), filters: Sequence[Filter] = (), key: Array | None = None,
+    stop_tokens: Sequence[int] = (), stop: Callable[[list[int]], int | None] | None = None, dtype=None,
+) -> Iterator[list[int]]:  # fmt: skip
+    """The tokens of `generate` for one prompt as they are made, `every` so many."""
+    sources, given = None if source is None else [source], 0
+    for _, tokens, _ in serve(
+        config, params, [prompt], max_tokens, sources, how, filters, key, stop_tokens, stop, 1, dtype, every
+    ):
+        if tokens[given:]:
+            yield tokens[given:]
+        given = max(given, len(tokens))
+
+
+def serve(
+    config, params, prompts, max_tokens: int, sources, how: Sampling, filters, key, stop_tokens, stop, rows: int, dtype,
+    every: int | None,
+) -> Iterator[tuple[int, list[int], bool]]:  # fmt: skip
+    """(number of a prompt, its new tokens so far, whether they are all) after `every` steps, and whenever a row ends."""
     for problem in _problems(config, prompts, max_tokens, sources):
         raise ConfigError(f"generate: {problem}")
-    tokens, segment_ids = _padded(prompts, left=True)
-    source = {}
-    if sources is not None:
-        source = dict(zip(("source", "source_segment_ids"), _padded(sources, left=False), strict=True))
-    key = jax.random.key(0) if key is None else key
     dtype = jnp.dtype(jax.tree.leaves(params)[0].dtype if dtype is None else dtype)
-    arrays = jax.device_put((tokens, segment_ids, source))
-    out = _generate(config, how, max_tokens, tuple(stop_tokens), dtype, params, *arrays, key)
-    until_stop = lambda row: list(itertools.takewhile(lambda token: token not in stop_tokens, row))
-    return [until_stop(row) for row in np.asarray(out).tolist()]
+    model = Model(config, prepare(config, params, dtype), dtype, bucket(max(map(len, prompts)) + max_tokens, config))
+    chain = (*(jax.tree_util.Partial(f) if jax.tree_util.all_leaves([f]) else f for f in filters), *how.filters())
+    stops = np.full(-(-max(1, len(stop_tokens)) // 8) * 8, -1, np.int32)
+    stops[: len(stop_tokens)] = stop_tokens
+    settings = jax.device_put(Settings(chain, np.float32(how.temperature), stops))
+    source_room = bucket(max(map(len, sources)), config.encoder) if isinstance(config, EncoderDecoder) else 0
+    key = jax.random.key(0) if key is None else key
+    texts, owners, queue = None, {}, deque(range(len(prompts)))
+    rows = min(rows, 1 << (len(prompts) - 1).bit_length())
+    while queue or owners:
+        for row in range(rows):
+            if row not in owners and queue:
+                owners[row] = index = queue.popleft()
+                source = {} if sources is None else source_inputs(sources[index], source_room)
+                one = begin(model, prompts[index], max_tokens, settings, jax.device_put(np.int32(index)), key, source)
+                texts = _repeat(rows, one) if texts is None else texts
+                texts = _insert(texts, jax.device_put(np.int32(row)), one)
+        limits = jax.device_put((np.int32(every or 2**30), np.int32(len(owners) if queue else 1)))
+        texts = _run(model.config, model.dtype, model.params, texts, settings, *limits)
+        history, done = jax.device_get((texts.history, texts.done))
+        for row, index in list(owners.items()):
+            tokens, ended = history.tokens[row, history.prompt[row] : history.length[row]].tolist(), bool(done[row])
+            if ended and tokens[-1] in stop_tokens:
+                tokens.pop()
+            if stop is not None and (keep := stop(tokens)) is not None:
+                tokens, ended = tokens[:keep], True
+                texts = replace(texts, done=_set(texts.done, jax.device_put(np.int32(row))))
+            if ended:
+                del owners[row]
+            yield index, tokens, ended
 
 
-def _padded(rows, left: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, segment ids: 1 for tokens, 0 for padding) of rows of different length."""
-    longest = max(map(len, rows))
-    tokens, segment_ids = np.zeros((2, len(rows), longest), np.int32)
-    for i, row in enumerate(rows):
-        place = slice(longest - len(row), None) if left else slice(len(row))
-        tokens[i, place], segment_ids[i, place] = row, 1
-    return tokens, segment_ids
+class Model(NamedTuple):
+    """What the compiled programs of decoding have in common."""
+
+    config: Any
+    params: Any  # as `prepare` makes them
+    dtype: Any
+    room: int  # most tokens of a row
+
+
+def bucket(length: int, config: ModelConfig | EncoderDecoder | None = None) -> int:
+    """The length to compile for: at most a quarter more, so that four programs serve all lengths from n to 2 n."""
+    step = max(16, 1 << length.bit_length() >> 3)
+    length = -(-length // step) * step
+    stack = None if config is None else models.last_stack(config)
+    return min(length, stack.context_length) if stack is not None and isinstance(stack.positions, Learned | Axial) else length
+
+
+def padded(tokens: Sequence[int], room: int) -> np.ndarray:
+    """The tokens and zeros behind them, [1, room]."""
+    return np.pad(np.asarray(tokens, np.int32), (0, room - len(tokens)))[None]
+
+
+def source_inputs(source: Sequence[int], room: int) -> dict[str, np.ndarray]:
+    """What an encoder reads of one source."""
+    return {"source": padded(source, room), "source_segment_ids": padded([1] * len(source), room)}
+
+
+def begin(model: Model, prompt: Sequence[int], max_tokens: int, settings: Settings, index, key, options: dict) -> Texts:
+    """One row: the prompt, read in pieces of at most `CHUNK` tokens, and its first new token."""
+    config, params, dtype, room = model
+    cache = logits = None
+    for start in range(0, len(prompt), CHUNK):
+        piece = prompt[start : start + CHUNK]
+        tokens = padded(piece, min(bucket(len(piece), config), CHUNK))
+        arrays = jax.device_put((tokens, np.array([len(piece)], np.int32), options))
+        logits, cache = _read(config, dtype, room, params, *arrays, cache)
+        options = {}
+    arrays = jax.device_put((padded(prompt, room), *np.array([[len(prompt)], [len(prompt) + max_tokens]], np.int32)))
+    return _start(logits, cache, *arrays, index, key, settings)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="cache")
+def _read(config, dtype, room: int, params, tokens, lengths, options, cache):
+    cache = init_cache(config, 1, room, dtype) if cache is None else cache
+    return prefill(config, params, tokens, cache, lengths=lengths, dtype=dtype, **options)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def _start(logits, cache, tokens, length, end, index, key, settings: Settings) -> Texts:
+    history = History(tokens, length, length)
+    return append(Texts(history, cache, end, length < 0, jax.random.fold_in(key, index)[None]), logits, settings)
+
+
+@partial(jax.jit, static_argnums=0)
+def _repeat(rows: int, one: Texts) -> Texts:
+    """So many rows without a text of their own yet."""
+    texts = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), one)
+    return replace(texts, done=jnp.ones(rows, bool))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _insert(texts: Texts, row, one: Texts) -> Texts:
+    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, axis=0), texts, one)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set(flags, row):
+    return flags.at[row].set(True)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _run(config, dtype, params, texts: Texts, settings: Settings, steps, least) -> Texts:
+    """Up to `steps` more tokens in each row, as long as at least `least` rows are not done."""
+
+    def advance(carry):
+        step, texts = carry
+        history = texts.history
+        last = jnp.take_along_axis(history.tokens, history.length[:, None] - 1, axis=1)
+        going = jnp.where(texts.done, 0, 1)
+        logits, cache = decode_step(config, params, last, texts.cache, lengths=going, dtype=dtype)
+        wide = jnp.promote_types(logits.dtype, jnp.float32)
+        return step + 1, append(replace(texts, cache=cache), logits[:, 0].astype(wide), settings)
+
+    more = lambda carry: (carry[0] < steps) & (jnp.sum(~carry[1].done) >= least)
+    return jax.lax.while_loop(more, advance, (jnp.int32(0), texts))[1]
+
+
+def append(texts: Texts, logits: Array, settings: Settings) -> Texts:
+    """Each row that is not done with one more token, picked by the logits [B, V]."""
+    history, done = texts.history, texts.done
+    keys = jax.vmap(jax.random.fold_in)(texts.keys, history.length - history.prompt)
+    for function in settings.filters:
+        logits = function(logits, history)
+    token = draw(logits, keys, settings.temperature)
+    slot = jnp.where(done, history.tokens.shape[1], history.length)  # nothing is written outside
+    tokens = history.tokens.at[jnp.arange(len(slot)), slot].set(token, mode="drop")
+    length = history.length + ~done
+    done = done | (token[:, None] == settings.stop_tokens).any(axis=1) | (length >= texts.end)
+    return replace(texts, history=replace(history, tokens=tokens, length=length), done=done)
 
 
 def _problems(config, prompts, max_tokens: int, sources) -> Iterator[str]:
@@ -74,44 +238,3 @@ def _problems(config, prompts, max_tokens: int, sources) -> Iterator[str]:
         longest, more = max(map(len, rows)), f" + {new} new" if new else ""
         if isinstance(stack.positions, Learned | Axial) and longest + new > stack.context_length:
             yield f"{longest} {name}{more} tokens exceed the {stack.context_length} learned positions"
-    lengths = set(map(len, prompts))
-    for rope in decoder.positions if isinstance(decoder.positions, tuple) else (decoder.positions,):
-        scaling = rope.scaling if isinstance(rope, Rope) and len(lengths) > 1 else None
-        if isinstance(scaling, NTK | LongRoPE) and max(lengths) + max_tokens > (scaling.original_length or math.inf):
-            yield (
-                f"{scaling} turns all rows by the longest one, beyond its original length; give prompts of one length, or one "
-                "prompt at a time"
-            )
-
-
-class Progress(NamedTuple):
-    """What the loop over new tokens carries."""
-
-    step: Array  # tokens that each row has
-    token: Array  # the last one of each row [B]
-    out: Array  # [B, max_tokens]
-    done: Array  # [B], True after a stop token
-    cache: Any
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _generate(config, how, max_tokens, stop_tokens, dtype, params, tokens, segment_ids, source, key):
-    B, T = tokens.shape
-    row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(B))
-    stops = jnp.array(stop_tokens, jnp.int32)
-
-    def advance(progress: Progress, tokens, **inputs) -> Progress:
-        """One more token in each row, after `tokens`."""
-        step = progress.step
-        output = models.apply(config, params, tokens, cache=progress.cache, dtype=dtype, **inputs)
-        keys = jax.vmap(lambda key: jax.random.fold_in(key, step))(row_keys)
-        token = sample(output.logits[:, -1], keys, how).astype(jnp.int32)
-        out = jax.lax.dynamic_update_slice_in_dim(progress.out, token[:, None], step, axis=1)
-        done = progress.done | (token[:, None] == stops[None, :]).any(axis=1)
-        return Progress(step + 1, token, out, done, output.cache)
-
-    cache, out = init_cache(config, B, T + max_tokens, dtype), jnp.zeros((B, max_tokens), jnp.int32)
-    start = Progress(jnp.zeros((), jnp.int32), tokens[:, -1], out, jnp.zeros(B, bool), cache)
-    first = advance(start, tokens, segment_ids=segment_ids, **source)
-    more = lambda progress: (progress.step < max_tokens) & ~progress.done.all()
-    return jax.lax.while_loop(more, lambda progress: advance(progress, progress.token[:, None]), first).out

@@ -366,3 +366,14 @@ def sparse_transformer_fixed(stride: int, columns: int) -> Mask:
 def shift_invariant(mask: Mask) -> bool:
     """Whether a mask certainly depends on the distance of positions alone, so that padding in front changes nothing."""
     return block_counts.made_of(mask, block_counts.OF_DISTANCE)
+
+
+def is_causal(mask: Mask) -> bool:
+    """Whether a mask certainly hides all later keys: `causal()`, a `window` without a right side, or `&` of those with any."""
+    return any(part.rule is rules.causal or (part.rule is rules.window and part.args[1] == 0) for part in mask.conjuncts())
+
+
+def reach(mask: Mask) -> int | None:
+    """How many positions before it a query sees at most, by the `window`s of a mask; None: all."""
+    lefts = [part.args[0] * (*part.args, 1)[2] for part in mask.conjuncts() if part.rule is rules.window]
+    return min(lefts, default=None)

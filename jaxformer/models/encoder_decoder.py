@@ -11,6 +11,7 @@ from jaxformer.models import transformer
 from jaxformer.models.config import EncoderDecoder
 from jaxformer.models.layer import Source
 from jaxformer.models.mixers.attention import source_heads
+from jaxformer.models.stacks import scan
 from jaxformer.models.transformer import Inputs, Output
 from jaxformer.params import Tree
 
@@ -43,8 +44,8 @@ def encode(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
         encoder = encode_source(config, params, replace(inputs, dropout_key=encoder_key))
         read = {"hidden": encoder.hidden, "heads": None, "segment_ids": ids}
         if cache is not None:
-            cross = params["decoder"]["layers"]["cross_attention"]
-            read["heads"] = jax.vmap(source_heads, in_axes=(0, None))(cross, encoder.hidden)
+            layers = scan.unstacked(config.decoder, params["decoder"]["layers"])
+            read["heads"] = tuple(source_heads(layer["cross_attention"], encoder.hidden) for layer in layers)
             read["segment_ids"] = jnp.ones(source.shape, jnp.int32) if ids is None else ids
             cache = replace(cache, source=read)
     if read is None:
@@ -65,7 +66,7 @@ def encode_source(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Outpu
         tree = {**tree, "embedding": tree.get("embedding", {}) | table}
     inputs = replace(
         inputs, tokens=inputs.source, positions=inputs.source_positions, segment_ids=inputs.source_segment_ids,
-        token_types=None, cache=None, constants=None, inputs=None, source=None,
+        token_types=None, cache=None, constants=None, inputs=None, source=None, lengths=None,
     )  # fmt: skip
     return transformer.encode(config.encoder, tree, inputs)
 

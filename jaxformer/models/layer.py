@@ -22,7 +22,7 @@ class Source:
 
     hidden: Any  # [B, S, D]
     mask: Mask  # which of it each query sees
-    heads: Any = None  # in decoding, its keys and values by layer: {"key", "value"}, [L, B, S, K, H]; in a layer no L
+    heads: Any = None  # in decoding, its keys and values {"key", "value"}, [B, S, K, H]: of all layers a tuple
 
 
 @struct.dataclass
@@ -35,8 +35,9 @@ class Context:
     # True: two tokens of a segment may be nearer or farther than their slots
     gaps: bool = struct.field(pytree_node=False, default=False)
     dropout_key: Any = None
-    state: Tree = None  # in decoding, what this mixer keeps (attention: cached keys and values [B, S, K, H])
-    start: Any = 0  # how many tokens the state has already
+    state: Tree = None  # in decoding, what this mixer keeps (attention: keys and values [B, K, S, H])
+    lengths: Any = None  # in decoding, how many tokens the state has of each row, [B]; None: none of any
+    room: int = struct.field(pytree_node=False, default=0)  # in decoding, how many tokens of a row the cache can take
     layer: Any = 0  # counted from 0
     shared: Tree = None  # parameters that all layers have in common
     constants: Tree = None  # what the mixer drew for this layer
@@ -69,7 +70,7 @@ class LayerOutput(NamedTuple):
     """What a layer returns; of a stack, each leaf is `[L, ...]`."""
 
     hidden: Any = None  # [B, T, D]; a stack gives it under `Context.return_hidden`
-    state: Tree = None  # of a stack of different mixers: a tuple of trees, as `stacks.scan.init_state` makes it
+    state: Tree = None  # of a stack: one for each layer
     weights: Any = None
     cross_weights: Any = None  # of the attention to a source
     memo: Tree = None
@@ -80,9 +81,9 @@ class LayerOutput(NamedTuple):
 class Layers(NamedTuple):
     """What a stack runs: `ModelConfig.stack` is a function (config, Layers, x, Context) -> (x, LayerOutput)."""
 
-    params: Tree  # [L, ...]
+    params: Tree  # [L, ...]; in decoding also a tuple: a tree for each layer
     masks: tuple[Mask, ...]  # one a layer, repeated
-    state: Tree = None  # in decoding, as `stacks.scan.init_state` makes it
+    state: tuple | None = None  # in decoding, one for each layer
     constants: Tree = None  # [L, ...]; None: the mixers draw them
 
 
@@ -104,6 +105,7 @@ class Mixer(NamedTuple):
     apply: Callable  # (params, x [B, T, D], Context) -> MixerOutput
     # for decoding: (batch, length, dtype) -> any tree of zeros [batch, ...]; None: it cannot decode
     state: Callable | None = None
+    rolls: bool = False  # whether a `length` of what the mask lets a query see is enough: a new token replaces the oldest
     shared: Tree = None  # the spec of parameters that all layers have in common
     constants: Callable = nothing  # T -> arrays [L, ...] that are drawn, not trained
     memo: Callable = nothing  # x -> the `Context.memo` of the first layer: the shapes that each layer passes on

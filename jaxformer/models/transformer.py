@@ -42,6 +42,7 @@ class Inputs:
     constants: Tree = None  # [L, ...], instead of what the mixers draw
     # {"global_tokens": flags [B, T]} of Longformer, {"masked": flags [B, patches]} of Patches, or what your mixer reads
     inputs: Tree = None
+    lengths: Any = None  # with a cache: how many of these tokens are text [B]; the rest of a row is padding
     source: Any = None  # of an encoder-decoder: the tokens of the encoder [B, S]; with a cache only at the first tokens
     source_segment_ids: Any = None  # [B, S]; without `segment_ids`, tokens see all of the source that is not padding
     source_positions: Any = None  # [B or 1, S], instead of those that restart with each segment
@@ -53,6 +54,8 @@ class Inputs:
     @property
     def real(self) -> Array | None:
         """`[B, T]`, False for padding; None where there is none."""
+        if self.lengths is not None:
+            return jnp.arange(self.tokens.shape[1]) < self.lengths[:, None]
         return None if self.segment_ids is None else self.segment_ids != 0
 
 
@@ -97,7 +100,12 @@ def _layers_spec(config: ModelConfig, slots: tuple[Mixer, ...], source_width: in
 
 
 def check_params(declared: Tree, tree: Tree) -> None:
-    """ConfigError that names the first parameter that is missing, unknown or of another shape; more heads are allowed."""
+    """ConfigError that names the first parameter that is missing, unknown or of another shape; more heads are allowed.
+
+    Layers that `decoding.prepare` took apart are not checked again.
+    """
+    if isinstance(tree.get("layers"), tuple):
+        declared, tree = ({name: part for name, part in each.items() if name != "layers"} for each in (declared, tree))
     if found := params.mismatch(declared, tree, r"(^|/)heads(/|$)"):
         raise ConfigError(f"apply: parameter {found}; models.init makes those of the config")
 
@@ -116,8 +124,12 @@ def check_inputs(config: ModelConfig, inputs: Inputs) -> None:
         if array is not None and (list(array.shape) not in shapes or not jnp.issubdtype(array.dtype, jnp.integer)):
             expected = " or ".join(map(str, shapes))
             raise ConfigError(f"apply: {name} {array.dtype}{list(array.shape)}: expected integers {expected}")
+    if (inputs.cache is None) != (inputs.lengths is None) and inputs.cache is None:
+        raise ConfigError("apply: `lengths` go with a cache; without one, segment_ids=0 marks padding")
+    if inputs.cache is not None and inputs.segment_ids is not None:
+        raise ConfigError("apply: a cache keeps one text a row; give `lengths` [B] instead of segment_ids")
     table = isinstance(config.positions, Learned | Axial) and inputs.positions is None and inputs.segment_ids is None
-    if table and config.context_length < T:
+    if table and inputs.lengths is None and config.context_length < T:
         raise ConfigError(f"{T} tokens do not fit the {config.context_length} learned positions (model.context_length)")
 
 
@@ -167,13 +179,13 @@ def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
         table, types = params["embedding"], inputs.token_types
         x = embedding.embed(config, table, inputs.tokens, context.positions, types, inputs.dtype, masked)
         embedded = x = ops.dropout(x, config.dropout_rate, embedding_key)
-    layers = Layers(params["layers"], layer_masks, None if cache is None else cache.layers, inputs.constants)
+    layers = Layers(params["layers"], layer_masks, None if inputs.cache is None else inputs.cache.layers, inputs.constants)
     x, found = (config.stack or scan.stack)(config, layers, x, replace(context, dropout_key=layers_key))
     if config.norm_placement != "post":
         with jax.named_scope("final_norm"):
             x = embedding.norm(config, params["final_norm"], x)
     if cache is not None:
-        x = jnp.where(cache.length > cache.segment_ids.shape[1], jnp.nan, x)
+        x = jnp.where(cache.lengths[:, None, None] > cache.room, jnp.nan, x)
         cache = replace(cache, layers=found.state)
     return Output(
         None, x, cache, found.weights, loss=None if found.loss is None else jnp.mean(found.loss), stats=found.stats,
@@ -184,28 +196,28 @@ def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
 
 def locate(config: ModelConfig, params: Tree, inputs: Inputs) -> tuple[Context, tuple[Mask, ...], Any]:
     """Where the tokens stand: (what all layers read, the masks of the layers, the cache with these tokens in it)."""
-    cache, segment_ids, positions = inputs.cache, inputs.segment_ids, inputs.positions
-    T, start, explicit = embedding.length(config, inputs.tokens), 0, positions is not None
-    if cache is not None:
-        start = cache.length
-        cache = cache.extend(jnp.ones_like(inputs.tokens) if segment_ids is None else segment_ids)
-        segment_ids = cache.segment_ids
-    slot_positions = None
+    cache, segment_ids, positions, slot_positions = inputs.cache, inputs.segment_ids, inputs.positions, None
+    T, explicit, before = embedding.length(config, inputs.tokens), positions is not None, None
     # what a mask draws depends on the config alone, not on a batch's padding or a cache's empty slots
     layer_masks = tuple(mask.sized(config.context_length) for mask in config.masks)
     if segment_ids is not None:
         slot_positions, visible = within_segments(segment_ids), same_segment(config, segment_ids)
-        layer_masks = tuple(at_positions(m, slot_positions, cache is not None) & visible for m in layer_masks)
+        layer_masks = tuple(at_positions(m, slot_positions) & visible for m in layer_masks)
+    if cache is not None:
+        before, cache = cache.lengths, cache.extend(*inputs.tokens.shape[:2], inputs.lengths)
+        if before is None and inputs.lengths is not None:  # padding comes last: under a causal mask no token sees it
+            hide = masks.lengths(kv=inputs.lengths)
+            layer_masks = tuple(mask if masks.is_causal(mask) else mask & hide for mask in layer_masks)
     if explicit:
         slot_positions = positions if cache is None else None
-    elif slot_positions is None:
-        positions = jnp.arange(T)[None]
+    elif slot_positions is not None:
+        positions = slot_positions
     else:
-        positions = slot_positions if cache is None else jax.lax.dynamic_slice_in_dim(slot_positions, start, T, axis=1)
-    if cache is not None:
-        layer_masks = tuple(mask.at(start) for mask in layer_masks)
+        positions = jnp.arange(T)[None] if before is None else before[:, None] + jnp.arange(T)
+        if inputs.lengths is not None:  # padding has the position of the last token: some rotations read the largest one
+            positions = jnp.minimum(positions, cache.lengths[:, None] - 1)
     context = Context(
-        masks.full(), positions, slot_positions, gaps=explicit or cache is not None, start=start,
+        masks.full(), positions, slot_positions, gaps=explicit, lengths=before, room=0 if cache is None else cache.room,
         shared=params.get("shared"), inputs=inputs.inputs, real=inputs.real, source=inputs.encoded,
         return_weights=inputs.return_attention, return_hidden=inputs.return_hidden,
     )  # fmt: skip
@@ -224,15 +236,15 @@ def same_segment(config: ModelConfig, segment_ids: Int[Array, "B T"]) -> Mask:
     return replace(masks.segments(query_ids, segment_ids), offset=None)  # both are of one sequence
 
 
-def at_positions(mask: Mask, positions: Int[Array, "B S"], gaps: bool) -> Mask:
+def at_positions(mask: Mask, positions: Int[Array, "B S"]) -> Mask:
     """The mask of tokens at these positions of their segments: a prefix or a chunk is that of the segment.
 
-    A rule of distance counts slots, which is the same unless there are `gaps`: padding within a segment.
+    A rule of distance counts slots, which is the same.
     """
     of_order = masks.causal(), masks.full()
     parts = (
         part
-        if part in of_order or (masks.shift_invariant(part) and not gaps)
+        if part in of_order or masks.shift_invariant(part)
         else Mask(_at_positions, arrays=(positions,), parts=(part,))
         for part in mask.conjuncts()
     )

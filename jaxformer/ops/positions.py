@@ -3,8 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -80,7 +82,7 @@ class NTK:
     """NTK-aware base: base * a^(r / (r - 2)) for r rotated features. Peng et al. 2023, arXiv:2309.00071, section 3.1.
 
     a = factor; or, with an `original_length`, the "dynamic" a = factor * n / original_length - (factor - 1), where n is the
-    largest position of the call + 1, at least `original_length`. Keys in a cache keep the rotation of their own call.
+    largest position of the row + 1, at least `original_length`. Keys in a cache keep the rotation of their own call.
     """
 
     factor: float  # new context length divided by the old one
@@ -100,7 +102,7 @@ class NTK:
 
 @dataclass(frozen=True)
 class LongRoPE:
-    """Each frequency divided by its own factor: of `short`, or of `long` in calls with positions beyond `original_length`.
+    """Each frequency divided by its own factor: of `short`, or of `long` in rows with positions beyond `original_length`.
 
     cos and sin are multiplied by `attention_factor`. Ding et al. 2024, arXiv:2402.13753; a call is as for `NTK`.
     """
@@ -183,9 +185,10 @@ def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope
     """
     frequencies, amplitude = rope_frequencies(x.shape[-1], config, positions)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    angles = (positions[..., None].astype(wide) * _row3(frequencies).astype(wide))[:, :, None, :]
+    frequencies = jnp.atleast_2d(jnp.asarray(frequencies, jnp.result_type(float))).astype(wide)
+    angles = (positions[..., None].astype(wide) * frequencies[:, None])[:, :, None, :]
     cos, sin = jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
-    rotated, rest = jnp.split(x, [2 * len(frequencies)], axis=-1)
+    rotated, rest = jnp.split(x, [2 * frequencies.shape[-1]], axis=-1)
     half = config.layout == "half"
     a, b = jnp.split(rotated.astype(wide), 2, axis=-1) if half else (rotated[..., i::2].astype(wide) for i in (0, 1))
     pair = a * cos - b * sin, b * cos + a * sin
@@ -214,8 +217,8 @@ def rope_frequencies(
     return (frequencies, 1.0) if scaling is None else scaling.scale(frequencies, config.theta, positions)
 
 
-def _length(positions):  # of the call
-    return (jnp.max(positions) + 1).astype(jnp.result_type(float))
+def _length(positions):  # of each row, [B, 1]
+    return (jnp.max(positions, axis=1, keepdims=True) + 1).astype(jnp.result_type(float))
 
 
 @struct.dataclass
@@ -240,6 +243,22 @@ class Bias:
             return _toeplitz(self.rule(self, distances), q_length)[None]
         bias = self.rule(self, q_start + jnp.arange(q_length), kv_start + jnp.arange(kv_length))
         return bias if bias.ndim == 4 else bias[None]
+
+
+def bias_between(bias: Bias | Callable, q: Int[Array, "#B T"], kv: Int[Array, "#B S"]) -> Float[Array, "#B N T S"]:
+    """The bias of queries and keys at these positions of their rows. Raises ValueError for a bias that differs by row."""
+    of_rows = jax.vmap(partial(_bias_of_row, bias))
+    rows = max(len(q), len(kv))
+    return of_rows(*(jnp.broadcast_to(x, (rows, x.shape[1])) for x in (q, kv)))
+
+
+def _bias_of_row(bias: Bias | Callable, q: Array, kv: Array) -> Array:
+    if isinstance(bias, Bias) and bias.by_distance:
+        return bias.rule(bias, (kv[None] - q[:, None]).reshape(-1)).reshape(-1, q.shape[0], kv.shape[0])
+    scores = bias.rule(bias, q, kv) if isinstance(bias, Bias) else bias(q, kv)
+    if scores.ndim == 4 and scores.shape[0] > 1 or getattr(bias, "rows", ()):
+        raise ValueError(f"a bias {scores.shape} by row, where positions are by row; return [N, T, S], the same for all rows")
+    return scores.reshape(scores.shape[-3:])
 
 
 def _toeplitz(diagonals: Float[Array, "N R"], rows: int) -> Float[Array, "N T S"]:

@@ -1,85 +1,102 @@
-"""Filters of sampling against a float64 witness in NumPy; against transformers in tests/parity."""
+"""From filtered logits to tokens."""
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.decoding import sampling
+from jaxformer.decoding import Sampling, sampling
+from jaxformer.decoding.filters import MinP, Temperature, TopK, TopP, Typical
+from jaxformer.errors import ConfigError
 
-V = 50_257
-rng = np.random.default_rng(0)
-ROWS = {
-    "peaked": np.concatenate([[30.0], rng.normal(size=V - 1)]),  # GPT-2's vocabulary, one token nearly sure
-    "flat": np.zeros(V),
-    "wide": 4 * rng.normal(size=V),
-    "ties": rng.integers(0, 4, 300).astype(float),
-    "filtered": np.where(np.arange(300) % 7, rng.normal(size=300), -np.inf),  # as top_k leaves it
-    "one": np.zeros(1),
-}
-SHARES = (1e-7, 0.1, 0.5, 0.9, 0.999, 1.0)
+N = 40_000
 
 
-def kept_of(filtered, logits):
-    """Which logits a filter left, each as it was."""
-    kept = np.isfinite(np.asarray(filtered))[0]
-    np.testing.assert_array_equal(np.asarray(filtered)[0][kept], logits[kept])
-    return kept
+def distance(drawn, probabilities):
+    """Chi-square of drawn tokens over its degrees of freedom: 1 +- sqrt(2 / freedom) if they have these probabilities."""
+    likely = probabilities * len(drawn) > 5
+    counts = np.bincount(drawn, minlength=len(probabilities))
+    expected = np.append(probabilities[likely], probabilities[~likely].sum()) * len(drawn)
+    observed = np.append(counts[likely], counts[~likely].sum())
+    freedom = likely.sum() - (expected[-1] == 0)
+    return ((observed - expected)[expected > 0] ** 2 / expected[expected > 0]).sum() / freedom, np.sqrt(2 / freedom)
 
 
-def probabilities_of(logits):
-    exponentials = np.exp(logits - logits.max())
-    return exponentials / exponentials.sum()
+@pytest.mark.parametrize("width", [3, 256, 300, 5000])
+@pytest.mark.parametrize("scale", [0.0, 2.0])
+def test_draws_have_the_probabilities_of_the_logits(width, scale):
+    logits = scale * np.random.default_rng(0).normal(size=width).astype(np.float32)
+    logits[::3] = -np.inf
+    logits[-1] = 0.0
+    keys = jax.random.split(jax.random.key(1), N)
+    draw = jax.jit(lambda keys: jax.vmap(lambda key: sampling.draw(jnp.asarray(logits)[None], key[None], 1.0)[0])(keys))
+    drawn = np.concatenate([draw(keys[i : i + 4000]) for i in range(0, N, 4000)])
+    assert np.isfinite(logits[drawn]).all()
+    exponentials = np.exp(logits.astype(np.float64))
+    ratio, spread = distance(drawn, exponentials / exponentials.sum())
+    assert abs(ratio - 1) < 5 * spread
 
 
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("p", SHARES)
-def test_top_p_keeps_the_fewest_of_the_likeliest(name, p):
-    """The kept are a beginning of the tokens by (probability, index), as long as p asks for and no longer."""
-    logits = ROWS[name].astype(np.float32)
-    kept = kept_of(sampling.top_p(jnp.asarray(logits)[None], p), logits)
-    probabilities = probabilities_of(logits.astype(np.float64))
-    order = np.argsort(-probabilities, kind="stable")
-    count = kept.sum()
-    assert count >= 1 and set(np.flatnonzero(kept)) == set(order[:count])
-    # float32 sums of 50,257 terms, relative to 1
-    slack = 2e-6
-    removed = probabilities[order[count:]].sum()
-    assert removed <= 1 - p + slack
-    if count > 1:
-        assert removed + probabilities[order[count - 1]] > 1 - p - slack
+def test_a_draw_follows_temperature_and_filters():
+    logits = jnp.tile(jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]])), (N, 1))
+    keys = jax.random.split(jax.random.key(0), N)
+    draw = jax.jit(sampling.sample, static_argnums=2)
+    drawn = np.asarray(draw(logits, keys, Sampling(temperature=0.5, top_k=3)))
+    ratio, spread = distance(drawn, np.array([0.25, 0.09, 0.0225, 0]) / 0.3625)
+    assert ratio < 1 + 5 * spread
+    assert (np.asarray(draw(logits, keys, Sampling(temperature=0.0))) == 0).all()
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_top_p_of_one_removes_nothing_that_float32_knows_a_probability_of(name):
-    logits = ROWS[name].astype(np.float32)
-    kept = kept_of(sampling.top_p(jnp.asarray(logits)[None], 1.0), logits)
-    np.testing.assert_array_equal(kept, probabilities_of(logits.astype(np.float64)) > 1e-38)
+def test_nothing_that_was_removed_is_drawn_whatever_the_random_number(monkeypatch):
+    """Between tokens of weight 0 and at both ends of the random numbers, with sums that round."""
+    rng = np.random.default_rng(3)
+    logits = np.where(rng.random((64, 5000)) < 0.01, 10 * rng.normal(size=(64, 5000)), -np.inf).astype(np.float32)
+    for u in (0.0, 1e-45, 1e-7, 0.3, 0.999999, 1 - 2**-23, 1.0):
+        monkeypatch.setattr(jax.random, "uniform", lambda key, u=u: jnp.float32(u))
+        drawn = np.asarray(sampling.draw(jnp.asarray(logits), jax.random.split(jax.random.key(0), 64), 1.0))
+        assert np.isfinite(logits[np.arange(64), drawn]).all(), u
+        share = np.exp(logits - logits.max(axis=1, keepdims=True)).astype(np.float64)
+        sums = np.cumsum(share / share.sum(axis=1, keepdims=True), axis=1)[np.arange(64), drawn]
+        assert (sums > u - 1e-6).all() and (
+            sums - (share / share.sum(axis=1, keepdims=True))[np.arange(64), drawn] < u + 1e-6
+        ).all()
 
 
-def test_of_equal_tokens_top_p_keeps_the_first_and_no_more_than_it_needs():
-    kept = np.isfinite(sampling.top_p(jnp.array([[0.0, 1.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]]), 0.5))
-    np.testing.assert_array_equal(kept, [[False, True, False, True], [True, True, False, False]])
-    kept = np.isfinite(sampling.top_p(jnp.array([[2.0, 2.0, 2.0, 2.0]]), 1e-6))
-    np.testing.assert_array_equal(kept, [[True, False, False, False]])
+def test_rows_of_temperature_0_are_greedy_and_each_row_is_what_it_is_alone():
+    logits = (
+        jnp.asarray(np.random.default_rng(0).normal(size=(6, 1000)).astype(np.float32)).at[3, 7].set(9.0).at[3, 500].set(9.0)
+    )
+    keys, temperatures = jax.random.split(jax.random.key(2), 6), jnp.array([1.0, 0.0, 0.5, 0.0, 1.0, 1.0])
+    draw = jax.jit(chex.assert_max_traces(sampling.draw, n=2))
+    together = np.asarray(draw(logits, keys, temperatures))
+    assert together.dtype == np.int32
+    for row in range(6):
+        assert together[row] == draw(logits[row, None], keys[row, None], temperatures[row, None])[0]
+    assert together[1] == np.argmax(logits[1]) and together[3] == 7  # of equals the first
+    np.testing.assert_array_equal(draw(logits, keys, jnp.zeros(6)), np.argmax(logits, axis=1))
 
 
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("k", [1, 7, 300, 10**6])
-def test_top_k_keeps_ties_with_the_last(name, k):
-    logits = ROWS[name].astype(np.float32)
-    kept = kept_of(sampling.top_k(jnp.asarray(logits)[None], k), logits)
-    least = np.sort(logits)[::-1][min(k, len(logits)) - 1]
-    np.testing.assert_array_equal(kept, (logits >= least) & np.isfinite(logits))
+def test_filters_come_in_the_order_of_transformers():
+    how = Sampling(0.7, top_k=40, top_p=0.9, min_p=0.05, typical=0.8)
+    expected = (Temperature(0.7), TopK(40), TopP(0.9), MinP(0.05), Typical(0.8))
+    assert jax.tree.structure(how.filters()) == jax.tree.structure(expected)
+    chex.assert_trees_all_equal(how.filters(), expected)
+    assert len(Sampling(0.0, top_k=40, typical=0.2).filters()) == 1  # greedy
 
 
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_min_p_compares_probabilities(name, dtype):
-    """Also of logits in 16 bits, whose sum with log(p) would be rounded to 1/8 of an e-fold at 30."""
-    logits = np.asarray(jnp.asarray(ROWS[name], dtype)).astype(np.float32)
-    probabilities = probabilities_of(logits.astype(np.float64))
-    for p in (1e-6, 0.05, 0.3, 1.0):
-        kept = kept_of(sampling.min_p(jnp.asarray(logits, dtype)[None], p), logits)
-        share = probabilities / probabilities.max()
-        clear = (np.abs(share - p) > 1e-5 * p) | (share == p)  # float32 exponentials
-        np.testing.assert_array_equal(kept[clear], (share >= p)[clear])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(temperature=-1.0),
+        dict(top_k=0),
+        dict(top_p=0.0),
+        dict(min_p=1.5),
+        dict(typical=0.0),
+        dict(temperature=1e-40),
+        dict(temperature=0.0, top_k=0),
+    ],
+)
+def test_bad_settings_are_refused(bad):
+    with pytest.raises(ConfigError, match="must be"):
+        Sampling(**bad)

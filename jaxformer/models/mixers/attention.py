@@ -14,7 +14,7 @@ from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Alibi, ModelConfig, Relative
 from jaxformer.models.layer import Context, Mixer, MixerOutput, Tree, linear, linear_spec, residual_std
-from jaxformer.ops.positions import Bias, Rope, alibi, rope, t5
+from jaxformer.ops.positions import Bias, Rope, alibi, bias_between, rope, t5
 from jaxformer.params import Spec
 from jaxformer.sharding import with_logical_constraint
 
@@ -50,20 +50,20 @@ def attention(
         if isinstance(config.positions, Rope):
             query = rope(query, context.positions, config.positions)
             key = rope(key, context.positions, config.positions)
-        key, value, state = extended(context, key, value)
         options = attention_options(config, context)
         if (bias := score_bias(config, context.shared)) is not None:
             options["bias"] = bias_at_positions(bias, context)
-        function = ops.attention if attend is None else partial(attend, params, context)
-        out, weights = split_weights(function(query, key, value, **options))
+        function = partial(ops.attention if attend is None else partial(attend, params, context), **options)
+        result, state = cached(function, query, key, value, context) if context.state else (function(query, key, value), None)
+        out, weights = split_weights(result)
         if finish is not None:
             out = finish(params, x, out)
         return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state, weights, memo)
 
     def state(batch: int, length: int, dtype):
-        return {name: jnp.zeros((batch, length, config.kv_heads, config.head_size), dtype) for name in ("key", "value")}
+        return {name: jnp.zeros((batch, config.kv_heads, length, config.head_size), dtype) for name in ("key", "value")}
 
-    return Mixer(attention_spec(config) | (extra or {}), apply, state, relative_spec(config))
+    return Mixer(attention_spec(config) | (extra or {}), apply, state, rolls=True, shared=relative_spec(config))
 
 
 def project(params: Tree, x: Float[Array, "B T D"]) -> Heads:
@@ -127,28 +127,20 @@ def bias_at_positions(bias, context: Context) -> Bias | Callable | Array:
     Without `gaps`, tokens of a segment are as far apart as their slots, and a bias of distance stays as it is. Raises
     ConfigError for what depends on slots: an array, a bias by row, and for positions given with a cache.
     """
-    by_distance = isinstance(bias, Bias) and bias.by_distance
+    by_distance, in_cache = isinstance(bias, Bias) and bias.by_distance, context.state is not None
     positions = context.slot_positions
-    if not context.gaps and (positions is None or by_distance):
+    if not context.gaps and (by_distance or (positions is None and not in_cache)):
         return bias
-    if positions is None:
+    if in_cache and context.gaps:
         raise ConfigError("apply(positions=...) with a cache: a bias needs the cached tokens' positions too; omit it")
     if not (callable(bias) or isinstance(bias, Bias)) or getattr(bias, "rows", ()):
         raise ConfigError(
             "model.positions: a bias by slots does not fit segment_ids, positions or a cache; return a function of "
             "(q_positions [T], kv_positions [S])"
         )
-    return lambda q, kv: jax.vmap(lambda row: _bias_of_row(bias, row[q], row[kv]))(positions)
-
-
-def _bias_of_row(bias: Bias | Callable, q: Array, kv: Array) -> Array:
-    """The bias `[N, T, S]` between tokens of one row at these positions."""
-    if isinstance(bias, Bias) and bias.by_distance:
-        return bias.rule(bias, (kv[None] - q[:, None]).reshape(-1)).reshape(-1, q.shape[0], kv.shape[0])
-    scores = bias.rule(bias, q, kv) if isinstance(bias, Bias) else bias(q, kv)
-    if scores.ndim == 4 and scores.shape[0] > 1:
-        raise ConfigError(f"model.positions: a bias {scores.shape} by row; return [N, T, S], the same for all rows")
-    return scores.reshape(scores.shape[-3:])
+    if in_cache:
+        return bias
+    return lambda q, kv: bias_between(bias, positions[:, q], positions[:, kv])
 
 
 def cross_attention(config: ModelConfig, params: Tree, x: Float[Array, "B T D"], context: Context) -> MixerOutput:
@@ -167,10 +159,81 @@ def source_heads(params: Tree, hidden: Float[Array, "B S D"]) -> Tree:
     return {name: linear("btd,dnh->btnh", hidden, params[name]) for name in ("key", "value")}
 
 
-def extended(context: Context, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]):
-    """(all keys, all values, new state): those of the cache with these written behind them, or just these without one."""
-    if context.state is None:
-        return key, value, None
-    write = lambda cached, new: lax.dynamic_update_slice_in_dim(cached, new.astype(cached.dtype), context.start, 1)
-    state = {"key": write(context.state["key"], key), "value": write(context.state["value"], value)}
-    return state["key"].astype(key.dtype), state["value"].astype(value.dtype), state
+def cached(attend: Callable, query: Array, key: Array, value: Array, context: Context) -> tuple[Any, Tree]:
+    """(attention of new tokens to themselves and to those in the cache, the state with the new ones).
+
+    The token at position p is in slot p mod S. The first tokens of a row start at position 0: they attend to each other by
+    the kernel that training has.
+    """
+    T, S = query.shape[1], context.state["key"].shape[2]
+    new = {"key": key.transpose(0, 2, 1, 3), "value": value.transpose(0, 2, 1, 3)}
+    count = jnp.full(len(query), T) if context.real is None else jnp.sum(context.real, axis=1)
+    if context.lengths is None:
+        return attend(query, key, value), {name: first_slots(context.state[name], x, count) for name, x in new.items()}
+    q, end = context.lengths[:, None] + jnp.arange(T), context.lengths + count
+    # a slot that is written stands for its new token alone: of a rolling cache, earlier queries need the old one too
+    together = T > 1 and context.room > S
+    before = _slot_positions(S, context.lengths)
+    state = {name: write_slots(context.state[name], x, q, end) for name, x in new.items()}
+    if together:
+        kv = jnp.concatenate([before, jnp.where(q < end[:, None], q, -1)], axis=1)
+        seen = {name: jnp.concatenate([context.state[name].astype(x.dtype), x], axis=2) for name, x in new.items()}
+    else:
+        kv, seen = _slot_positions(S, end), state
+    keys, values = (seen[name].astype(key.dtype).transpose(0, 2, 1, 3) for name in ("key", "value"))
+    part = lambda width, query, q: attend(
+        query, keys[:, :width], values[:, :width], positions=(q, kv[:, :width]), implementation=None
+    )
+    if context.return_weights or context.room > S:
+        return in_query_blocks(partial(part, keys.shape[1]), query, q), state
+    widths = filled_widths(S)
+    branch = jnp.searchsorted(jnp.array(widths), jnp.max(end))
+    run = lambda query, q: lax.switch(branch, [partial(part, width) for width in widths], query, q)
+    return in_query_blocks(run, query, q), state
+
+
+def _slot_positions(S: int, end: Array) -> Array:
+    """The position of the token in each slot `[B, S]`, of rows with `end` tokens; negative for an empty slot."""
+    newest = end[:, None] - 1
+    return newest - (newest - jnp.arange(S)) % S
+
+
+def filled_widths(S: int) -> list[int]:
+    """The widths, ends of a cache of S slots, of which decoding reads the first that holds all tokens: at most 8."""
+    step = max(128, -(-S // 1024) * 128)
+    return [*range(step, S, step), S]
+
+
+def first_slots(state: Array, new: Array, count: Array) -> Array:
+    """The slots `[B, K, S, H]` after the first `count` [B] of new tokens `[B, K, T, H]`: of more than S tokens, the last ones."""
+    S, T = state.shape[2], new.shape[2]
+    if T > S:
+        index = jnp.maximum(_slot_positions(S, count), 0)
+        new = jnp.take_along_axis(new, index[:, None, :, None], axis=2)
+    return lax.dynamic_update_slice_in_dim(state, new.astype(state.dtype), 0, axis=2)
+
+
+def write_slots(state: Array, new: Array, positions: Array, end: Array) -> Array:
+    """The slots with new tokens `[B, K, T, H]` of these positions `[B, T]`; those from `end` [B] on are padding."""
+    S = state.shape[2]
+    kept = (positions < end[:, None]) & (positions >= end[:, None] - S)
+    slots = jnp.where(kept, positions % S, S)
+    rows = jnp.arange(len(state))[:, None]
+    return state.at[rows, :, slots].set(new.astype(state.dtype).transpose(0, 2, 1, 3), mode="drop")
+
+
+QUERY_BLOCK = 128
+
+
+def in_query_blocks(run: Callable, query: Array, q: Array) -> Any:
+    """run(query, q), for many queries block by block: their scores are an array."""
+    B, T = q.shape
+    if T <= QUERY_BLOCK:
+        return run(query, q)
+    fill = -T % QUERY_BLOCK
+    blocks = lambda x: jnp.pad(x, [(0, 0), (0, fill)] + [(0, 0)] * (x.ndim - 2)).reshape(B, -1, QUERY_BLOCK, *x.shape[2:])
+    out = lax.map(lambda block: run(*block), (blocks(query).swapaxes(0, 1), blocks(q).swapaxes(0, 1)))
+    join = lambda x, axis: jnp.moveaxis(x, 0, axis).reshape(*x.shape[1 : axis + 1], -1, *x.shape[axis + 2 :])
+    if isinstance(out, tuple):  # and the weights [B, N, T, S]
+        return join(out[0], 1)[:, :T], join(out[1], 2)[:, :, :T]
+    return join(out, 1)[:, :T]

@@ -22,7 +22,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import Alibi, ModelConfig, Relative
 from jaxformer.models.layer import Context, Mixer, MixerOutput, linear
 from jaxformer.models.mixers.attention import attention, attention_spec
-from jaxformer.ops.attention.linear import FeatureMap, packed, visibility
+from jaxformer.ops.attention.linear import FeatureMap, visibility
 from jaxformer.ops.positions import Bias, Rope, rope
 from jaxformer.params import Spec, Tree
 
@@ -296,15 +296,13 @@ def _recurrent(system, config: ModelConfig, maps: Callable, eps: float, features
         view = visibility(context.mask, T, T, name)  # also refuses other masks, in the name of this mixer
         if context.state is None:
             return ops.linear_attention(query, key, value, mask=context.mask, feature_map=(of_query, of_key), **options)
-        if not view.causal or view.ids is None:
+        if not view.causal:
             raise NotImplementedError(f"{name} decodes under causal() alone, not {context.mask}")
-        real = view.queries[:, :, None, None]
+        real = True if context.real is None else context.real[:, :, None, None]
         masked: FeatureMap = lambda x: jnp.where(real, of_key(x), 0)
         wide = jnp.promote_types(query.dtype, jnp.float32)
         before = jax.tree.map(lambda sums: sums.astype(wide), context.state)
         state, out = ops.linear_attention_step(before, query, key, value, feature_map=(of_query, masked), **options)
-        # The sums cannot tell two segments apart. Traced ids cannot be refused, so a row that has two becomes NaN.
-        out = jnp.where(packed(view.ids)[:, None, None, None], jnp.nan, out)
         return out, jax.tree.map(lambda sums, old: sums.astype(old.dtype), state, context.state)
 
     def state(batch: int, length: int, dtype) -> Tree:

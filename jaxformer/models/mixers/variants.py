@@ -30,8 +30,8 @@ from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, Mixer, Tree, linear, linear_spec
 from jaxformer.models.mixers.attention import Heads, attention, split_weights
 from jaxformer.ops.attention.call import Call, dropout_seed
-from jaxformer.ops.attention.reference import reference, softmax
-from jaxformer.ops.positions import Bias
+from jaxformer.ops.attention.reference import reference, softmax, visible
+from jaxformer.ops.positions import Bias, bias_between
 from jaxformer.params import Spec
 
 
@@ -131,10 +131,10 @@ def talking_heads(config: ModelConfig) -> Mixer:
     identity = lambda key, shape, dtype: jnp.eye(*shape, dtype=dtype)
     mix = Spec((config.num_heads, config.num_heads), ("heads", None), identity, ("heads",))
 
-    def attend(params, context, query, key, value, *, mask, **options):
+    def attend(params, context, query, key, value, *, mask, positions=None, **options):
         mask = mask.sized(key.shape[1])
-        visible = mask(*mask.positions(query.shape[1], key.shape[1]))
-        weigh = partial(_talk, params, visible)
+        seen = visible(mask, mask.positions(query.shape[1], key.shape[1]) if positions is None else positions)
+        weigh = partial(_talk, params, seen)
         return _weighed(weigh, query, key, value, mask=replace(masks.full(), offset=mask.offset), **options)
 
     return attention(config, extra={"before_softmax": mix, "after_softmax": mix}, attend=attend)
@@ -228,11 +228,16 @@ def memory_key_values(config: ModelConfig, count: int = 16) -> Mixer:
     shape = count, config.kv_heads, config.head_size
     leaf = Spec(shape, (None, "kv_heads", "head"), normal(config.init_std))
 
-    def attend(params, context, query, key, value, *, mask, bias=None, **options):
+    def attend(params, context, query, key, value, *, mask, bias=None, positions=None, **options):
         keys = key.shape[1]
+        if positions is not None:
+            bias = bias_between(bias, *positions) if callable(bias) or isinstance(bias, Bias) else bias
+            q, kv = positions
+            before = jnp.broadcast_to(jnp.arange(count), (len(kv), count))
+            options["positions"] = q + count, jnp.concatenate([before, jnp.where(kv < 0, -1, kv + count)], axis=1)
         mask = _with_memory(mask, count, query.shape[1], keys)
-        before = lambda name, x: jnp.broadcast_to(params["memory"][name].astype(x.dtype)[None], (len(x), *shape))
-        key, value = (jnp.concatenate([before(n, x), x], axis=1) for n, x in (("key", key), ("value", value)))
+        memory = lambda name, x: jnp.broadcast_to(params["memory"][name].astype(x.dtype)[None], (len(x), *shape))
+        key, value = (jnp.concatenate([memory(n, x), x], axis=1) for n, x in (("key", key), ("value", value)))
         return ops.attention(query, key, value, mask=mask, bias=_bias_with_memory(bias, count, keys), **options)
 
     return attention(config, extra={"memory": {"key": leaf, "value": leaf}}, attend=attend)

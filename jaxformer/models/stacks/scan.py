@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 
+from jaxformer import masks
 from jaxformer.errors import ConfigError
 from jaxformer.models import block as blocks
 from jaxformer.models.config import ModelConfig
@@ -65,15 +66,30 @@ def _whole_pattern(config: ModelConfig) -> tuple[Mixer, ...]:
     return slots
 
 
-def init_state(config: ModelConfig, batch: int, length: int, dtype) -> Tree:
-    """The empty state of all layers `[L, ...]`; of different mixers a tuple: one tree for each layer of the pattern."""
-    slots = mixers(config)[:1] if alike(config) else _whole_pattern(config)
-    if any(slot.state is None for slot in slots):
-        raise NotImplementedError("a mixer without `state` cannot decode; give its Mixer(..., state=...)")
-    count = config.num_layers // len(slots)
-    repeat = lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype)
-    states = tuple(jax.tree.map(repeat, slot.state(batch, length, dtype)) for slot in slots if slot.state)
-    return states[0] if alike(config) else states
+def init_state(config: ModelConfig, batch: int, length: int, dtype) -> tuple[Tree, ...]:
+    """The empty state of each layer. A mixer that rolls keeps no more tokens than its mask lets a query see."""
+    slots, states = pattern(config), []
+    for i in range(config.num_layers):
+        slot, reach = slots[i % len(slots)], masks.reach(config.masks[i % len(config.masks)])
+        if slot.state is None:
+            raise NotImplementedError("a mixer without `state` cannot decode; give its Mixer(..., state=...)")
+        states.append(slot.state(batch, min(length, reach + 1) if slot.rolls and reach is not None else length, dtype))
+    return tuple(states)
+
+
+def unstacked(config: ModelConfig, tree: Tree) -> tuple[Tree, ...]:
+    """The parameters `[L, ...]` of all layers as one tree for each layer; a tuple is already that."""
+    if isinstance(tree, tuple):
+        return tree
+    slots, leaves = pattern(config), paths(tree)
+    source_width = config.d_model if "cross_attention" in tree else None  # any: names alone are asked for
+    names = [paths(blocks.spec(config, slot, source_width)).keys() for slot in slots]
+    layers, used = [], dict.fromkeys(leaves, 0)
+    for i in range(config.num_layers):
+        own = [path for path in leaves if path in names[i % len(slots)]]
+        layers.append(unflatten_dict({path: leaves[path][used[path]] for path in own}, sep="/"))
+        used |= {path: used[path] + 1 for path in own}
+    return tuple(layers)
 
 
 def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callable | None = None):
@@ -88,7 +104,7 @@ def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callab
         if group.scanned:
             unroll = max(1, config.unroll // len(slots))
             carry, output = jax.lax.scan(group.step, carry, group.rows, unroll=unroll)
-            output = _join_steps(output, alike(config))
+            output = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), output)
         else:
             carry, output = group.step(carry, group.rows)
         outputs.append(output)
@@ -106,28 +122,32 @@ def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context
     ]
     each = [remat(config, function) for function in functions]
     heads = None if context.source is None else context.source.heads
-    rows = Row(context.layer + jnp.arange(L), layers.params, layers.state, layers.constants, heads)
+    if layers.state is not None:
+        turns = [functions[i % period] for i in range(L)]
+        yield Group(partial(run_in_turn, turns), decoding_rows(config, slots, layers, x, heads), False)
+        return
+    rows = Row(context.layer + jnp.arange(L), layers.params, None, layers.constants, heads)
     if not alike(config):
         if any(slot.memo(x) is not None for slot in slots):
             raise ConfigError("model.mixer: a mixer that hands a memo to the next layer is the mixer of all layers")
-        yield Group(partial(run_in_turn, each, False), rows_by_slot(config, slots, rows, x.shape[1]))
+        yield Group(partial(run_in_turn, each), rows_by_slot(config, slots, rows, x.shape[1]))
         return
     if rows.constants is None:
         rows = rows._replace(constants=slots[0].constants(x.shape[1]))
     scanned = 0 if config.unroll >= L else L - L % period
     if scanned and period == 1:
-        yield Group(partial(run_in_turn, each, True), (rows,))
+        yield Group(partial(run_in_turn, each), (rows,))
     elif scanned:
         # each layer takes its row within what is recomputed: the loop then keeps no copy of the weights for the backward pass
         on_row = lambda function, i, carry, rows: function(carry, unstack(rows, period)[i])
         takes = [remat(config, partial(on_row, function, i)) for i, function in enumerate(functions)]
-        step = lambda carry, rows: run_in_turn(takes, True, carry, (rows,) * period)
+        step = lambda carry, rows: run_in_turn(takes, carry, (rows,) * period)
         cut = lambda leaf: leaf[:scanned].reshape(scanned // period, period, *leaf.shape[1:])
         yield Group(step, jax.tree.map(cut, rows))
     if scanned < L:
         remaining = jax.tree.map(lambda leaf: leaf[scanned:], rows)
         turns = [each[i % period] for i in range(L - scanned)]
-        yield Group(partial(run_in_turn, turns, True), unstack(remaining, L - scanned), False)
+        yield Group(partial(run_in_turn, turns), unstack(remaining, L - scanned), False)
 
 
 def run_layer(config: ModelConfig, mixer: Mixer, context: Context, pick, carry, row: Row):
@@ -142,23 +162,27 @@ def run_layer(config: ModelConfig, mixer: Mixer, context: Context, pick, carry, 
     return (output.hidden, output.memo), output._replace(hidden=hidden, memo=None)
 
 
-def run_in_turn(functions, stacked_state: bool, carry, rows):
-    """Layers one after another, each on its row, and their outputs stacked; states of different kinds as a tuple."""
+def decoding_rows(config: ModelConfig, slots, layers: Layers, x, heads) -> list[Row]:
+    """What each layer reads in decoding: weights and states of its own, which no loop has to cut out of a stack."""
+    rows = []
+    for i, (params, state) in enumerate(zip(unstacked(config, layers.params), layers.state or (), strict=True)):
+        drawn = slots[i % len(slots)].constants(x.shape[1])
+        constants = drawn if layers.constants is None or drawn is None else layers.constants
+        constants = jax.tree.map(lambda leaf, i=i: leaf[i], constants)
+        rows.append(Row(i, params, state, constants, None if heads is None else heads[i]))
+    return rows
+
+
+def run_in_turn(functions, carry, rows):
+    """Layers one after another, each on its row, and their outputs stacked; states as a tuple."""
     outputs = []
     for function, row in zip(functions, rows, strict=True):
         carry, output = function(carry, row)
         outputs.append(output)
-    stacked = lambda outputs: jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
-    if stacked_state:
-        return carry, stacked(outputs)
-    states = tuple(output.state for output in outputs)
-    return carry, stacked([output._replace(state=None) for output in outputs])._replace(state=states)
-
-
-def _join_steps(output: LayerOutput, stacked_state: bool) -> LayerOutput:
-    """Outputs `[steps, layers of a step, ...]` as `[L, ...]`."""
-    join = partial(jax.tree.map, lambda leaf: leaf.reshape(-1, *leaf.shape[2:]))
-    return join(output) if stacked_state else join(output._replace(state=None))._replace(state=output.state)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(output._replace(state=None) for output in outputs))
+    if outputs[0].state is None:
+        return carry, stacked
+    return carry, stacked._replace(state=tuple(output.state for output in outputs))
 
 
 def rows_by_slot(config: ModelConfig, slots: tuple[Mixer, ...], rows: Row, length: int) -> tuple[Row, ...]:
@@ -176,8 +200,7 @@ def rows_by_slot(config: ModelConfig, slots: tuple[Mixer, ...], rows: Row, lengt
         if constants is not None and rows.constants is not None:
             constants = rows.constants
         layer, constants, heads = jax.tree.map(lambda leaf, i=i: leaf[i::period], (rows.layer, constants, rows.source_heads))
-        state = None if rows.state is None else rows.state[i]
-        found.append(Row(layer, unflatten_dict(params, sep="/"), state, constants, heads))
+        found.append(Row(layer, unflatten_dict(params, sep="/"), None, constants, heads))
     return tuple(found)
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 from jax import Array
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jaxformer.masks import Mask, as_mask
 from jaxformer.ops.attention import blockwise, cudnn, ring, splash
 from jaxformer.ops.attention.call import Call, check_shapes, dropout_seed
 from jaxformer.ops.attention.reference import reference, rounded_softmax, softmax
-from jaxformer.ops.positions import Bias
+from jaxformer.ops.positions import Bias, bias_between
 from jaxformer.sharding import auto_axes, with_logical_constraint
 
 IMPLEMENTATIONS = ("reference", "blockwise", "splash", "cudnn", "ring")
@@ -39,6 +39,7 @@ def attention(
     dropout_key: Array | None = None,
     return_weights: bool = False,
     implementation: str | None = None,
+    positions: tuple[Int[Array, "#B T"], Int[Array, "#B S"]] | None = None,
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B N T S"]]:
     """softmax(mask(softcap(query key^T * scale + bias))) value. Vaswani et al. 2017, arXiv:1706.03762, eq. 1.
 
@@ -47,6 +48,8 @@ def attention(
     of absolute positions, `(q_positions [T], kv_positions [S]) -> [N, T, S]`. `scale` is 1/sqrt(H) by default. `softcap` c
     maps a score s to c tanh(s / c) (Gemma 2). `sinks` adds one logit a head to the denominator alone. `return_weights` adds
     the weights before dropout. The softmax is float32 or wider. A query that sees no key yields zeros and no gradient.
+    `positions` are the absolute positions of queries and keys where these are no ranges: a cache has rows of different
+    length, and empty slots (position -1), which nobody sees. Only the reference takes them.
 
     `implementation`: "reference" (an array [B, N, T, S]), "blockwise" (no such array), "splash" (TPU), "cudnn" (GPU),
     "ring" (a sequence split over the mesh axis `context`, where the others but "cudnn" gather keys and values). None takes the
@@ -54,13 +57,15 @@ def attention(
     NotImplementedError that names what they lack.
     """
     _check(query, key, value, bias, sinks, dropout_rate)
-    if return_weights and implementation not in (None, "reference"):
-        raise NotImplementedError(f"{implementation}: keeps no weights to return; implementation='reference' does")
+    for asked, what in ((return_weights, "weights to return"), (positions is not None, "positions by row")):
+        if asked and implementation not in (None, "reference"):
+            raise NotImplementedError(f"{implementation}: has no {what}; implementation='reference' has")
     call = Call(
         mask=as_mask(mask, "attention").sized(key.shape[1]),
-        bias=jax.tree_util.Partial(bias) if callable(bias) else bias,
+        bias=_bias_value(bias, positions),
         sinks=sinks,
         dropout_seed=dropout_seed(dropout_rate, dropout_key),
+        positions=positions,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,
         dropout_rate=dropout_rate,
@@ -85,8 +90,16 @@ def _check(query, key, value, bias, sinks, dropout_rate):
         raise ValueError(f"attention: dropout_rate is a probability in [0, 1); got {dropout_rate}")
 
 
+def _bias_value(bias, positions):
+    """A pytree: a function as a Partial; at `positions` by row, an array instead of a function or a `Bias`."""
+    if positions is not None and (callable(bias) or isinstance(bias, Bias)):
+        return bias_between(bias, *positions)
+    return jax.tree_util.Partial(bias) if callable(bias) else bias
+
+
 def _attend(implementation: str | None, return_weights: bool, query, key, value, call: Call):
-    match "reference" if return_weights else implementation or _choose(query, key, value, call):
+    only_reference = return_weights or call.positions is not None
+    match "reference" if only_reference else implementation or _choose(query, key, value, call):
         case "reference":
             if ring.devices() > 1:
                 key, value = (with_logical_constraint(x, "batch", None, "kv_heads", None) for x in (key, value))

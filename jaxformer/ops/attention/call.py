@@ -18,6 +18,7 @@ class Call:
     bias: Any = None  # an array `[B|1, N|1, T|1, S|1]`, a `positions.Bias`, or a function of positions
     sinks: Any = None  # [N]
     dropout_seed: Any = None  # uint32 [2]; None: no dropout
+    positions: Any = None  # of queries [B|1, T] and keys [B|1, S], where keys are in a cache
     scale: float = struct.field(pytree_node=False, default=1.0)
     softcap: float | None = struct.field(pytree_node=False, default=None)
     dropout_rate: float = struct.field(pytree_node=False, default=0.0)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from jaxformer.masks import Mask
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.dropout import kept, rescaled
 from jaxformer.ops.einsum import einsum
@@ -35,10 +36,16 @@ def softmax_and_log_sum_exp(scores, sinks=None) -> tuple[Array, Array]:
     return exponentials / some, jnp.where(total == 0, -jnp.inf, top + jnp.log(some))
 
 
+def visible(mask: Mask, positions: tuple[Array, Array]) -> Array:
+    """Which keys each query sees, `[B|1, N|1, T, S]`, at absolute positions `[T]`, `[S]` or by row; nobody a negative one."""
+    seen = mask(*positions)
+    return seen if positions[1].ndim == 1 else seen & (positions[1] >= 0)[:, None, None, :]
+
+
 def reference(query: Array, key: Array, value: Array, call: Call, weigh: Callable = softmax) -> tuple[Array, Array]:
     """The output, and before dropout the weights `weigh(scores, sinks)`. Scores are an array `[B, N, T, S]`."""
     (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
-    positions = call.mask.positions(T, S)
+    positions = call.mask.positions(T, S) if call.positions is None else call.positions
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
     if N == K:  # the grouped products with groups of one are slower by a tenth on XLA:CPU
         scores = einsum("btnh,bsnh->bnts", query, key, dtype=accumulate) * call.scale
@@ -54,7 +61,7 @@ def reference(query: Array, key: Array, value: Array, call: Call, weigh: Callabl
         scores = scores + (bias if bias.ndim == 4 else bias[None]).astype(accumulate)
     if call.softcap is not None:
         scores = call.softcap * jnp.tanh(scores / call.softcap)
-    weights = weigh(jnp.where(call.mask(*positions), scores, -jnp.inf), call.sinks)
+    weights = weigh(jnp.where(visible(call.mask, positions), scores, -jnp.inf), call.sinks)
     dropped = weights
     if call.dropout_seed is not None:
         keep = kept(call.dropout_seed, call.dropout_rate, (B, N), *positions)
