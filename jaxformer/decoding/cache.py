@@ -28,7 +28,7 @@ class Cache:
     def extend(self, rows: int, T: int, lengths=None) -> "Cache":
         """The cache with T more tokens in each row, or `lengths` [B]; the layers write them themselves."""
         found = len(jax.tree.leaves(self.layers)[0])
-        if rows != found or T > self.room:
+        if rows != found or self.room < T:
             raise ConfigError(f"apply: {rows} rows of {T} tokens do not fit a cache of {found} rows of {self.room} slots")
         new = jnp.full(rows, T, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
         return replace(self, lengths=new if self.lengths is None else self.lengths + new)

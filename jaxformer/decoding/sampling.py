@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from jaxformer.decoding.filters import Filter, History, MinP, Temperature, TopK, TopP, Typical
+from jaxformer.decoding.filters import Filter, MinP, Temperature, TopK, TopP, Typical
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
 """The two steps of decoding: `prefill` reads prompts, `decode_step` the tokens that follow."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -14,15 +12,8 @@ from jaxformer import models
 from jaxformer.decoding.cache import Cache
 from jaxformer.models import EncoderDecoder, ModelConfig, block
 from jaxformer.models.stacks import scan
+from jaxformer.ops.einsum import StoredWeight
 from jaxformer.params import Spec, Tree
-
-
-@struct.dataclass
-class Transposed:
-    """A weight whose axes are in another order: `values` is the weight's `transpose(order)`."""
-
-    values: Any
-    order: tuple[int, ...] = struct.field(pytree_node=False)
 
 
 def prepare(config: ModelConfig | EncoderDecoder, params: Tree, dtype=None) -> Tree:
@@ -60,7 +51,7 @@ def _prepare_stack(config: ModelConfig, lay, params: Tree, source_width: int | N
     return tree | {"layers": tuple(jax.tree.map(lay, slots[i % len(slots)], layer) for i, layer in enumerate(layers))}
 
 
-def _lay(dtype, transpose: bool, spec: Spec, leaf: Array) -> Array | Transposed:
+def _lay(dtype, transpose: bool, spec: Spec, leaf: Array) -> Array | StoredWeight:
     """A matrix in `dtype`; on CPU with the axes that products sum over last: XLA:CPU packs others anew for every product."""
     if not spec.contracts and "vocab" not in spec.axes[:-1]:  # the table of tokens may also be the head's
         return leaf
@@ -68,14 +59,7 @@ def _lay(dtype, transpose: bool, spec: Spec, leaf: Array) -> Array | Transposed:
     order = tuple(np.argsort([axis in spec.contracts for axis in spec.axes], kind="stable").tolist())
     if not transpose or "expert" in spec.axes or order == tuple(range(leaf.ndim)):
         return leaf
-    return Transposed(leaf.transpose(order), order)
-
-
-def restore(params: Tree) -> Tree:
-    """The parameters with their axes in the order that models declare: under jit, products take the transposition up."""
-    is_transposed = lambda leaf: isinstance(leaf, Transposed)
-    back = lambda leaf: leaf.values.transpose(np.argsort(leaf.order).tolist()) if is_transposed(leaf) else leaf
-    return jax.tree.map(back, params, is_leaf=is_transposed)
+    return StoredWeight(leaf.transpose(order), order)
 
 
 def prefill(
@@ -86,13 +70,13 @@ def prefill(
     `lengths` [B]: how many of a row's tokens are text; the rest is padding. Attention is that of training, of tokens from
     position 0 on under a mask that is known when it is compiled. `options` are those of `models.apply`: `dtype`, `source`.
     """
-    output = models.encode(config, restore(params), tokens, cache=cache, lengths=lengths, **options)
+    output = models.encode(config, params, tokens, cache=cache, lengths=lengths, **options)
     return _last_logits(config, params, output, lengths), output.cache
 
 
 def _last_logits(config, params, output: models.Output, lengths) -> Float[Array, "B V"]:
     """The logits of each row's last token alone: of a long prompt, all logits would be larger than the cache."""
-    stack, tree = models.last_stack(config), restore(params["decoder"] if isinstance(config, EncoderDecoder) else params)
+    stack, tree = models.last_stack(config), params["decoder"] if isinstance(config, EncoderDecoder) else params
     last = jnp.full(len(output.hidden), output.hidden.shape[1]) if lengths is None else lengths
     hidden = jnp.take_along_axis(output.hidden, last[:, None, None] - 1, axis=1)
     read = models.transformer.read(stack, tree, models.Output(None, hidden))
@@ -103,5 +87,5 @@ def decode_step(
     config: ModelConfig | EncoderDecoder, params: Tree, tokens: Int[Array, "B T"], cache: Cache, *, lengths=None, **options
 ) -> tuple[Float[Array, "B T V"], Cache]:
     """(logits after each of T tokens more, the cache with them): one token, a draft to check, or a piece of a long prompt."""
-    output = models.apply(config, restore(params), tokens, cache=cache, lengths=lengths, **options)
+    output = models.apply(config, params, tokens, cache=cache, lengths=lengths, **options)
     return output.logits, output.cache

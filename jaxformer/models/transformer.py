@@ -243,9 +243,7 @@ def at_positions(mask: Mask, positions: Int[Array, "B S"]) -> Mask:
     """
     of_order = masks.causal(), masks.full()
     parts = (
-        part
-        if part in of_order or masks.shift_invariant(part)
-        else Mask(_at_positions, arrays=(positions,), parts=(part,))
+        part if part in of_order or masks.shift_invariant(part) else Mask(_at_positions, arrays=(positions,), parts=(part,))
         for part in mask.conjuncts()
     )
     return reduce(Mask.__and__, parts)

@@ -1,14 +1,32 @@
 """The one door for every matrix product of a model."""
 
+import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from jaxformer.sharding import auto_axes
+
+
+@struct.dataclass
+class StoredWeight:
+    """A weight as decoding reads it: its `transpose(order)`, whose last axes are those that products sum over."""
+
+    values: Any
+    order: tuple[int, ...] = struct.field(pytree_node=False)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.order)
+
+
+Weight = Float[Array, "..."] | StoredWeight
 
 
 def _result_spec(_, spec: str, x: Array, w: Array, *args, **kwargs) -> P:
@@ -25,7 +43,7 @@ def _result_spec(_, spec: str, x: Array, w: Array, *args, **kwargs) -> P:
 
 
 @auto_axes(_result_spec)
-def einsum(spec: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype=None, *, operand_dtype=None) -> Float[Array, "..."]:
+def einsum(spec: str, x: Float[Array, "..."], w: Weight, dtype=None, *, operand_dtype=None) -> Float[Array, "..."]:
     """Product of x and w over the shared axes of `spec`, in x's precision, summed in float32; result in `dtype` (x's).
 
     x and w are first cast to `operand_dtype` (x's own). Each gradient has the dtype of its operand: a bfloat16 activation
@@ -33,9 +51,28 @@ def einsum(spec: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype=None
     at least two of the three. Under Explicit axes the result is split as the operands are.
     """
     dtype, narrow = dtype or x.dtype, jnp.dtype(operand_dtype or x.dtype)
+    if isinstance(w, StoredWeight):
+        return _stored_product(spec, x.astype(narrow), w).astype(dtype)
     if narrow.itemsize >= 4:
         return jnp.einsum(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
     return _low_precision(spec, narrow, dtype, (x.dtype, w.dtype), x, w)
+
+
+def _stored_product(spec: str, x: Array, w: StoredWeight) -> Array:
+    """x times a weight of decoding, where x has few rows and the time is that of reading the weight."""
+    x_axes, w_axes, out = _axes(spec)
+    summed = [axis for axis in w_axes if axis not in out]
+    rows, columns = (
+        tuple(n for n, axis in zip(shape, axes, strict=True) if axis not in summed)
+        for shape, axes in ((x.shape, x_axes), (w.values.shape, [w_axes[i] for i in w.order]))
+    )
+    x = x.reshape(math.prod(rows), -1)
+    values = w.values.reshape(-1, x.shape[1]).astype(x.dtype)
+    if x.dtype.itemsize >= 4:
+        y = jnp.einsum("mk,nk->mn", x, values) if len(x) == 1 else jnp.einsum("nk,mk->nm", values, x).T
+    else:  # XLA:CPU has no kernel for one row of 16 bits, and a fast one for two
+        y = jnp.einsum("mk,nk->mn", jnp.resize(x, (max(2, len(x)), x.shape[1])), values, preferred_element_type=jnp.float32)
+    return y[: len(x)].reshape(*rows, *columns)
 
 
 # Autodiff would multiply a float32 cotangent by a bfloat16 operand, which on CPU is five times slower.

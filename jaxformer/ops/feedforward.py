@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxformer.ops.einsum import add_bias, einsum
+from jaxformer.ops.einsum import Weight, add_bias, einsum
 
 
 @jax.custom_jvp
@@ -70,8 +70,8 @@ GATES |= {f"{name}_glu": name for name in ACTIVATIONS if name not in GATES.value
 
 def mlp(
     x: Float[Array, "B T D"],
-    up: Float[Array, "D F"],
-    down: Float[Array, "F D"],
+    up: Weight,
+    down: Weight,
     activation: Callable,
     up_bias: Float[Array, " F"] | None = None,
     down_bias: Float[Array, " D"] | None = None,
@@ -84,9 +84,9 @@ def mlp(
 
 def glu(
     x: Float[Array, "B T D"],
-    gate: Float[Array, "D F"],
-    up: Float[Array, "D F"],
-    down: Float[Array, "F D"],
+    gate: Weight,
+    up: Weight,
+    down: Weight,
     activation: Callable,
     gate_bias: Float[Array, " F"] | None = None,
     up_bias: Float[Array, " F"] | None = None,

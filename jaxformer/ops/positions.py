@@ -256,7 +256,7 @@ def _bias_of_row(bias: Bias | Callable, q: Array, kv: Array) -> Array:
     if isinstance(bias, Bias) and bias.by_distance:
         return bias.rule(bias, (kv[None] - q[:, None]).reshape(-1)).reshape(-1, q.shape[0], kv.shape[0])
     scores = bias.rule(bias, q, kv) if isinstance(bias, Bias) else bias(q, kv)
-    if scores.ndim == 4 and scores.shape[0] > 1 or getattr(bias, "rows", ()):
+    if (scores.ndim == 4 and scores.shape[0] > 1) or getattr(bias, "rows", ()):
         raise ValueError(f"a bias {scores.shape} by row, where positions are by row; return [N, T, S], the same for all rows")
     return scores.reshape(scores.shape[-3:])
 

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.nn.initializers import normal
 from jaxtyping import Float
 
@@ -14,6 +13,9 @@ from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Alibi, ModelConfig, Relative
 from jaxformer.models.layer import Context, Mixer, MixerOutput, Tree, linear, linear_spec, residual_std
+from jaxformer.ops.attention import cached as cached_attention
+from jaxformer.ops.attention.cached import Slots, first_slots, slot_positions, write_slots
+from jaxformer.ops.attention.call import Call
 from jaxformer.ops.positions import Bias, Rope, alibi, bias_between, rope, t5
 from jaxformer.params import Spec
 from jaxformer.sharding import with_logical_constraint
@@ -53,8 +55,11 @@ def attention(
         options = attention_options(config, context)
         if (bias := score_bias(config, context.shared)) is not None:
             options["bias"] = bias_at_positions(bias, context)
-        function = partial(ops.attention if attend is None else partial(attend, params, context), **options)
-        result, state = cached(function, query, key, value, context) if context.state else (function(query, key, value), None)
+        function, state = None if attend is None else partial(attend, params, context), None
+        if context.state is None:
+            result = (function or ops.attention)(query, key, value, **options)
+        else:
+            result, state = cached(function, query, key, value, context, options)
         out, weights = split_weights(result)
         if finish is not None:
             out = finish(params, x, out)
@@ -159,81 +164,37 @@ def source_heads(params: Tree, hidden: Float[Array, "B S D"]) -> Tree:
     return {name: linear("btd,dnh->btnh", hidden, params[name]) for name in ("key", "value")}
 
 
-def cached(attend: Callable, query: Array, key: Array, value: Array, context: Context) -> tuple[Any, Tree]:
+def cached(
+    attend: Callable | None, query: Array, key: Array, value: Array, context: Context, options: dict[str, Any]
+) -> tuple[Any, Tree]:
     """(attention of new tokens to themselves and to those in the cache, the state with the new ones).
 
     The token at position p is in slot p mod S. The first tokens of a row start at position 0: they attend to each other by
-    the kernel that training has.
+    the kernel that training has. A variant's `attend` and returned weights take the old keys and the new ones as an array.
     """
     T, S = query.shape[1], context.state["key"].shape[2]
-    new = {"key": key.transpose(0, 2, 1, 3), "value": value.transpose(0, 2, 1, 3)}
+    lay = lambda x: with_logical_constraint(x.transpose(0, 2, 1, 3), "batch", "kv_heads", None, None)
+    new, state = {"key": lay(key), "value": lay(value)}, context.state
     count = jnp.full(len(query), T) if context.real is None else jnp.sum(context.real, axis=1)
     if context.lengths is None:
-        return attend(query, key, value), {name: first_slots(context.state[name], x, count) for name, x in new.items()}
-    q, end = context.lengths[:, None] + jnp.arange(T), context.lengths + count
-    # a slot that is written stands for its new token alone: of a rolling cache, earlier queries need the old one too
-    together = T > 1 and context.room > S
-    before = _slot_positions(S, context.lengths)
-    state = {name: write_slots(context.state[name], x, q, end) for name, x in new.items()}
-    if together:
-        kv = jnp.concatenate([before, jnp.where(q < end[:, None], q, -1)], axis=1)
-        seen = {name: jnp.concatenate([context.state[name].astype(x.dtype), x], axis=2) for name, x in new.items()}
+        result = (attend or ops.attention)(query, key, value, **options)
+        return result, {name: first_slots(state[name], x, count) for name, x in new.items()}
+    q = context.lengths[:, None] + jnp.arange(T)
+    written = jnp.where(jnp.arange(T) < count[:, None], q, -1)
+    before = slot_positions(S, context.lengths)
+    if attend is None and not context.return_weights:
+        slots = Slots(state["key"], state["value"], before), Slots(new["key"], new["value"], written)
+        call = Call(
+            options["mask"], options.get("bias"), scale=options["scale"] or query.shape[-1] ** -0.5, softcap=options["softcap"]
+        )
+        sizes = cached_attention.widths(S) if context.room == S else [S]
+        width = jnp.searchsorted(jnp.array(sizes), jnp.max(context.lengths))
+        result = out = cached_attention.attention(query, q, *slots, call, sizes, width)
     else:
-        kv, seen = _slot_positions(S, end), state
-    keys, values = (seen[name].astype(key.dtype).transpose(0, 2, 1, 3) for name in ("key", "value"))
-    part = lambda width, query, q: attend(
-        query, keys[:, :width], values[:, :width], positions=(q, kv[:, :width]), implementation=None
-    )
-    if context.return_weights or context.room > S:
-        return in_query_blocks(partial(part, keys.shape[1]), query, q), state
-    widths = filled_widths(S)
-    branch = jnp.searchsorted(jnp.array(widths), jnp.max(end))
-    run = lambda query, q: lax.switch(branch, [partial(part, width) for width in widths], query, q)
-    return in_query_blocks(run, query, q), state
-
-
-def _slot_positions(S: int, end: Array) -> Array:
-    """The position of the token in each slot `[B, S]`, of rows with `end` tokens; negative for an empty slot."""
-    newest = end[:, None] - 1
-    return newest - (newest - jnp.arange(S)) % S
-
-
-def filled_widths(S: int) -> list[int]:
-    """The widths, ends of a cache of S slots, of which decoding reads the first that holds all tokens: at most 8."""
-    step = max(128, -(-S // 1024) * 128)
-    return [*range(step, S, step), S]
-
-
-def first_slots(state: Array, new: Array, count: Array) -> Array:
-    """The slots `[B, K, S, H]` after the first `count` [B] of new tokens `[B, K, T, H]`: of more than S tokens, the last ones."""
-    S, T = state.shape[2], new.shape[2]
-    if T > S:
-        index = jnp.maximum(_slot_positions(S, count), 0)
-        new = jnp.take_along_axis(new, index[:, None, :, None], axis=2)
-    return lax.dynamic_update_slice_in_dim(state, new.astype(state.dtype), 0, axis=2)
-
-
-def write_slots(state: Array, new: Array, positions: Array, end: Array) -> Array:
-    """The slots with new tokens `[B, K, T, H]` of these positions `[B, T]`; those from `end` [B] on are padding."""
-    S = state.shape[2]
-    kept = (positions < end[:, None]) & (positions >= end[:, None] - S)
-    slots = jnp.where(kept, positions % S, S)
-    rows = jnp.arange(len(state))[:, None]
-    return state.at[rows, :, slots].set(new.astype(state.dtype).transpose(0, 2, 1, 3), mode="drop")
-
-
-QUERY_BLOCK = 128
-
-
-def in_query_blocks(run: Callable, query: Array, q: Array) -> Any:
-    """run(query, q), for many queries block by block: their scores are an array."""
-    B, T = q.shape
-    if T <= QUERY_BLOCK:
-        return run(query, q)
-    fill = -T % QUERY_BLOCK
-    blocks = lambda x: jnp.pad(x, [(0, 0), (0, fill)] + [(0, 0)] * (x.ndim - 2)).reshape(B, -1, QUERY_BLOCK, *x.shape[2:])
-    out = lax.map(lambda block: run(*block), (blocks(query).swapaxes(0, 1), blocks(q).swapaxes(0, 1)))
-    join = lambda x, axis: jnp.moveaxis(x, 0, axis).reshape(*x.shape[1 : axis + 1], -1, *x.shape[axis + 2 :])
-    if isinstance(out, tuple):  # and the weights [B, N, T, S]
-        return join(out[0], 1)[:, :T], join(out[1], 2)[:, :, :T]
-    return join(out, 1)[:, :T]
+        keys, values = (
+            jnp.concatenate([state[name].astype(x.dtype), x], axis=2).transpose(0, 2, 1, 3) for name, x in new.items()
+        )
+        positions = q, jnp.concatenate([before, written], axis=1)
+        result = (attend or ops.attention)(query, keys, values, **options | {"positions": positions, "implementation": None})
+        out = split_weights(result)[0]
+    return result, {name: write_slots(state[name], x, written, out) for name, x in new.items()}

@@ -14,7 +14,7 @@ from jaxformer import masks
 from jaxformer.errors import ConfigError
 from jaxformer.models import block as blocks
 from jaxformer.models.config import ModelConfig
-from jaxformer.models.layer import Context, LayerOutput, Layers, Mixer
+from jaxformer.models.layer import Context, Layers, Mixer
 from jaxformer.models.mixers.attention import attention
 from jaxformer.params import Tree, paths
 

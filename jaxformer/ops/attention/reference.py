@@ -42,6 +42,20 @@ def visible(mask: Mask, positions: tuple[Array, Array]) -> Array:
     return seen if positions[1].ndim == 1 else seen & (positions[1] >= 0)[:, None, None, :]
 
 
+def visible_scores(scores: Float[Array, "B N T S"], call: Call, positions: tuple[Array, Array]) -> Float[Array, "B N T S"]:
+    """Scores with bias and softcap, -inf where the mask hides a key."""
+    if call.bias is not None:
+        bias = call.bias
+        if isinstance(bias, Bias):
+            bias = bias.block(call.mask.first(*scores.shape[2:]), scores.shape[2], 0, scores.shape[3])
+        elif callable(bias):
+            bias = bias(*positions)
+        scores = scores + (bias if bias.ndim == 4 else bias[None]).astype(scores.dtype)
+    if call.softcap is not None:
+        scores = call.softcap * jnp.tanh(scores / call.softcap)
+    return jnp.where(visible(call.mask, positions), scores, -jnp.inf)
+
+
 def reference(query: Array, key: Array, value: Array, call: Call, weigh: Callable = softmax) -> tuple[Array, Array]:
     """The output, and before dropout the weights `weigh(scores, sinks)`. Scores are an array `[B, N, T, S]`."""
     (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
@@ -52,16 +66,7 @@ def reference(query: Array, key: Array, value: Array, call: Call, weigh: Callabl
     else:
         grouped = query.reshape(B, T, K, N // K, H)
         scores = einsum("btkgh,bskh->bkgts", grouped, key, dtype=accumulate).reshape(B, N, T, S) * call.scale
-    if call.bias is not None:
-        bias = call.bias
-        if isinstance(bias, Bias):
-            bias = bias.block(call.mask.first(T, S), T, 0, S)
-        elif callable(bias):
-            bias = bias(*positions)
-        scores = scores + (bias if bias.ndim == 4 else bias[None]).astype(accumulate)
-    if call.softcap is not None:
-        scores = call.softcap * jnp.tanh(scores / call.softcap)
-    weights = weigh(jnp.where(visible(call.mask, positions), scores, -jnp.inf), call.sinks)
+    weights = weigh(visible_scores(scores, call, positions), call.sinks)
     dropped = weights
     if call.dropout_seed is not None:
         keep = kept(call.dropout_seed, call.dropout_rate, (B, N), *positions)

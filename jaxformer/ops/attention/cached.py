@@ -1,0 +1,117 @@
+"""Exact attention of few queries to keys in a cache, for decoding: one pass over keys and values, as they lie in memory."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxformer.ops.attention.call import Call
+from jaxformer.ops.attention.reference import softmax, visible_scores
+from jaxformer.ops.einsum import einsum
+from jaxformer.ops.positions import Bias, bias_between
+
+QUERY_BLOCK = 128  # queries at a time: their scores are an array
+
+
+class Slots(NamedTuple):
+    """Keys and values `[B, K, S, H]`, and the position of each `[B, S]`; -1 where there is none."""
+
+    keys: Array
+    values: Array
+    positions: Array
+
+    def first(self, width: int) -> "Slots":
+        return Slots(self.keys[:, :, :width], self.values[:, :, :width], self.positions[:, :width])
+
+
+def attention(query: Array, positions: Array, old: Slots, new: Slots, call: Call, widths: list[int], width: Array) -> Array:
+    """Attention of queries `[B, T, N, H]` at `positions` [B, T] to the slots of a cache and to new keys, of which it has none.
+
+    Of `widths` the one with the index `width` says how many of the old slots are read. Keys are not written before they are
+    read: XLA would copy the cache.
+    """
+    part = lambda w, query, positions: _attend(old.first(w), new, call, query, positions)
+    run = lambda query, positions: lax.switch(width, [partial(part, w) for w in widths], query, positions)
+    return in_blocks(run, query, positions)
+
+
+def _attend(old: Slots, new: Slots, call: Call, query: Array, positions: Array) -> Array:
+    (B, T, N, H), (K, S) = query.shape, old.keys.shape[1:3]
+    wide, kv = jnp.promote_types(query.dtype, jnp.float32), jnp.concatenate([old.positions, new.positions], axis=1)
+    if callable(call.bias) or isinstance(call.bias, Bias):
+        call = replace(call, bias=bias_between(call.bias, positions, kv))
+    grouped = query.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
+    product = lambda keys: _two_lines(lambda x: einsum("bkth,bksh->bkts", x, keys.astype(x.dtype), dtype=wide), grouped)
+    scores = jnp.concatenate([product(old.keys), product(new.keys)], axis=-1).reshape(B, N, T, -1) * call.scale
+    weights = (
+        softmax(visible_scores(scores, call, (positions, kv)), call.sinks).astype(query.dtype).reshape(B, K, -1, kv.shape[1])
+    )
+    mix = lambda weights, values: _two_lines(
+        lambda x: einsum("bkts,bksh->bkth", x, values.astype(x.dtype), dtype=wide), weights
+    )
+    out = mix(weights[..., :S], old.values) + mix(weights[..., S:], new.values)
+    return out.astype(query.dtype).reshape(B, N, T, -1).transpose(0, 2, 1, 3)
+
+
+def _product(spec: str, x: Array, slots: Array, dtype) -> Array:
+    """x `[B, K, T, n]` times keys or values; in 16 bits, one line of x as two: XLA:CPU has no kernel for one."""
+    single = x.shape[2] == 1 and x.dtype.itemsize < 4
+    found = einsum(spec, jnp.concatenate([x, x], axis=2) if single else x, slots.astype(x.dtype), dtype=dtype)
+    return found[:, :, :1] if single else found
+
+
+def in_blocks(run: Callable, query: Array, positions: Array) -> Array:
+    """run(query, positions), for many queries block by block."""
+    B, T = positions.shape
+    if T <= QUERY_BLOCK:
+        return run(query, positions)
+    cut = lambda x: jnp.pad(x, [(0, 0), (0, -T % QUERY_BLOCK)] + [(0, 0)] * (x.ndim - 2)).reshape(
+        B, -1, QUERY_BLOCK, *x.shape[2:]
+    )
+    out = lax.map(lambda block: run(*block), (cut(query).swapaxes(0, 1), cut(positions).swapaxes(0, 1)))
+    return out.swapaxes(0, 1).reshape(B, -1, *out.shape[3:])[:, :T]
+
+
+def widths(S: int) -> list[int]:
+    """How many slots of S decoding may read: multiples of 128, at most 8 of them; as few as hold all tokens are read."""
+    step = max(128, -(-S // 1024) * 128)
+    return [*range(step, S, step), S]
+
+
+def slot_positions(S: int, length: Array) -> Array:
+    """The position of the token in each of S slots, where that at p is in slot p mod S, of rows of `length` [B]: `[B, S]`.
+
+    Negative for an empty slot.
+    """
+    newest = length[:, None] - 1
+    return newest - (newest - jnp.arange(S)) % S
+
+
+def first_slots(state: Array, new: Array, count: Array) -> Array:
+    """A state `[B, K, S, H]` with the first `count` [B] of new tokens `[B, K, T, H]`; of more than S, the last ones."""
+    S, T = state.shape[2], new.shape[2]
+    if T > S:
+        index = jnp.maximum(slot_positions(S, count), 0)
+        new = jnp.take_along_axis(new, index[:, None, :, None], axis=2)
+    return lax.dynamic_update_slice_in_dim(state, new.astype(state.dtype), 0, axis=2)
+
+
+def write_slots(state: Array, new: Array, positions: Array, out: Array) -> Array:
+    """A state `[B, K, S, H]` with new tokens `[B, K, T, H]` of these positions `[B, T]`, -1 for padding.
+
+    `out` is what read the state: that the write depends on it tells XLA that it need not copy the state.
+    """
+    B, S, T = len(state), state.shape[2], new.shape[2]
+    new = (new + jnp.minimum(jnp.abs(out[:, :1, :1, :1]), 0).astype(new.dtype)).astype(state.dtype)
+    kept = (positions >= 0) & (positions > positions.max(axis=1, keepdims=True) - S)
+    if T > 1 or B > 32:
+        slots = jnp.where(kept, positions % S, S)  # outside, where nothing is written
+        return state.at[jnp.arange(B)[:, None], :, slots].set(new.transpose(0, 2, 1, 3), mode="drop")
+    for row in range(B):  # XLA:CPU makes a loop of a scatter, in bfloat16 with copies of all slots
+        place = (row, 0, positions[row, 0] % S, 0)
+        old = lax.dynamic_slice(state, place, (1, state.shape[1], 1, state.shape[3]))
+        state = lax.dynamic_update_slice(state, jnp.where(kept[row], new[row : row + 1], old), place)
+    return state
