@@ -1,0 +1,187 @@
+"""Beam search, plain and diverse: the likeliest texts rather than a likely next token. One loop over tokens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+from jax.tree_util import Partial
+from jaxtyping import Float, Int
+
+from jaxformer.decoding.filters import Filter, History
+from jaxformer.errors import ConfigError
+
+Advance = Callable[[Array, Any], tuple[Array, Any]]  # (tokens [R], cache) -> (logits [R, V], cache): one token more a row
+
+
+@struct.dataclass
+class Beams:
+    """How to search. The score of a text of n new tokens (a stop token counts) is its log-probability / n^length_penalty.
+
+    A function `(log-probabilities, lengths) -> scores` in place of the number is used as it is (`gnmt`); it rises with the
+    log-probability and, in the length, only rises or only falls. `early_stopping`, once there are `beams` finished texts:
+    True ends the search; False goes on while the best open text, at its present length, scores above the worst finished one;
+    "never" goes on while it could at any length up to the limit, which is exact. With `groups` the beams are divided into
+    groups of equal size, each a search of its own; a token costs `diversity` (in nats) for each beam of earlier groups that
+    took it at the same step. Vijayakumar et al. 2016, arXiv:1610.02424, section 4 (Hamming diversity).
+    """
+
+    beams: int = struct.field(pytree_node=False, default=4)
+    n_best: int = struct.field(pytree_node=False, default=1)
+    length_penalty: Any = 1.0
+    early_stopping: bool | str = struct.field(pytree_node=False, default=False)
+    groups: int = struct.field(pytree_node=False, default=1)
+    diversity: Any = 0.0
+
+    def __post_init__(self):
+        if not 1 <= self.n_best <= self.beams:
+            raise ConfigError(f"beams={self.beams}, n_best={self.n_best}: 1 <= n_best <= beams is needed")
+        if self.groups < 1 or self.beams % self.groups:
+            raise ConfigError(f"groups={self.groups}: must divide beams={self.beams}")
+        if self.early_stopping not in (True, False, "never"):
+            raise ConfigError(f'early_stopping={self.early_stopping!r}: must be True, False or "never"')
+        if callable(self.length_penalty) and not isinstance(self.length_penalty, Partial):  # a pytree, as jit needs
+            object.__setattr__(self, "length_penalty", Partial(self.length_penalty))
+
+    def score(self, total: Array, length: Array) -> Array:
+        """The score of texts of `length` new tokens whose log-probabilities are `total`."""
+        if callable(self.length_penalty):
+            return self.length_penalty(total, length)
+        return total / length**self.length_penalty
+
+
+def gnmt(alpha) -> Callable[[Array, Array], Array]:
+    """A length penalty: log-probability / ((5 + n) / 6)^alpha. Wu et al. 2016, arXiv:1609.08144, eq. 14."""
+    return Partial(_gnmt, alpha)
+
+
+def _gnmt(alpha, total, length):
+    return total / ((5 + length) / 6) ** alpha
+
+
+@struct.dataclass
+class BeamOutput:
+    """The best finished texts of each row, best first. A score of -inf: there are fewer texts than asked for."""
+
+    tokens: Any  # [B, n_best, S] prompt and new tokens, a stop token with them
+    length: Any  # [B, n_best] tokens in use
+    score: Any  # [B, n_best]
+
+
+class Candidates(NamedTuple):
+    """Texts of one token more, best first: `[B, ...]` in each field."""
+
+    score: Array  # log-probabilities; -inf: there is no such text
+    parent: Array  # the beam of its group that it continues
+    token: Array
+
+
+@struct.dataclass
+class Search:
+    """What the loop over tokens carries. G groups of M beams; finished texts are a `BeamOutput` with G in front of M."""
+
+    total: Any  # log-probabilities of open texts [B, G, M], best first
+    history: History  # of open texts, B x G x M rows
+    finished: BeamOutput
+    active: Any  # [B, G] whether finished texts may still change
+    row: Any  # [B x G x M] row of the cache that holds an open text without its last token
+    cache: Any
+
+
+def beam_search(
+    advance: Advance, logits: Float[Array, "B V"], cache: Any, history: History, max_tokens: Any, how: Beams,
+    stop_tokens: Int[Array, " n"], filters: Sequence[Filter] = (),
+) -> BeamOutput:  # fmt: skip
+    """The `n_best` likeliest continuations of each row that beam search finds; scores as `Beams` says. To be called under jit.
+
+    `logits` follow the texts in `history`; all leaves of `cache` have its B rows first. What is the same for all beams of a
+    row (an encoder's output) costs less inside `advance`, whose rows are `beams` neighbours for each of B, than in `cache`.
+    A text ends with one of `stop_tokens`, after `max_tokens` (a number or `[B]`, at least 1), or where S slots are full.
+    Filters change log-probabilities, in this order; what they add counts in the score.
+    """
+    (B, S), G, M = history.tokens.shape, how.groups, how.beams // how.groups
+    repeat = partial(jax.tree.map, lambda x: jnp.repeat(x, how.beams, axis=0))
+    total = jnp.full((B, G, M), -jnp.inf)
+    texts = repeat(history)
+    finished = BeamOutput(texts.tokens.reshape(B, G, M, S), texts.length.reshape(B, G, M), total)
+    total = total.at[:, :, 0].set(0.0)  # M copies of a prompt would become M copies of each text
+    row = jnp.arange(B * how.beams, dtype=jnp.int32)
+    start = Search(total, texts, finished, jnp.ones((B, G), bool), row, repeat(cache))
+    limit = jnp.minimum(max_tokens, S - history.prompt)[:, None, None]
+    choose = partial(_choose, how=how, limit=limit, stop_tokens=stop_tokens, filters=filters)
+
+    def step(search: Search) -> Search:
+        cache = jax.tree.map(lambda x: jnp.take(x, search.row, axis=0, mode="clip"), search.cache)
+        last = jnp.take_along_axis(search.history.tokens, search.history.length[:, None] - 1, axis=1, mode="clip")
+        logits, cache = advance(last[:, 0], cache)
+        return choose(replace(search, cache=cache), logits)
+
+    found = lax.while_loop(lambda search: search.active.any(), step, choose(start, repeat(logits))).finished
+    flat = jax.tree.map(lambda x: x.reshape(B, how.beams, *x.shape[3:]), found)
+    best = lax.top_k(flat.score, how.n_best)[1]
+    return jax.tree.map(lambda x: _take(x, best), flat)
+
+
+def _take(x: Array, index: Array) -> Array:
+    """x[b, ..., index[b, ..., m]] along the last axis of `index`; x may have one axis more."""
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - index.ndim)), axis=index.ndim - 1)
+
+
+def _choose(search: Search, logits, how: Beams, limit, stop_tokens, filters) -> Search:
+    """One token more in each open text; texts that end with it go to the finished ones."""
+    (B, G, M), V = search.total.shape, logits.shape[-1]
+    scores = jax.nn.log_softmax(logits.astype(jnp.float32))
+    for filter in filters:
+        scores = filter(scores, search.history)
+    total = search.total[..., None]
+    live = search.active[..., None, None] & (total > -jnp.inf)  # logits of other rows may be NaN: their cache may be full
+    best, rest = _candidates(jnp.where(live, scores.reshape(B, G, M, V) + total, -jnp.inf), how.diversity, stop_tokens)
+
+    length = search.history.length.reshape(B, G, M) + 1  # the same in all beams of a row
+    n = (length - search.history.prompt.reshape(B, G, M)).astype(jnp.float32)
+    tokens = search.history.tokens.reshape(B, G, M, -1)
+    end = lax.broadcasted_iota(jnp.int32, tokens.shape, 3) == length[..., None] - 1
+    append = lambda texts: jnp.where(end, texts.token[..., None], _take(tokens, texts.parent))
+    ended = (best.score > -jnp.inf) & (jnp.isin(best.token, stop_tokens) | (n >= limit))
+    new = BeamOutput(append(best), length, jnp.where(ended, how.score(best.score, n), -jnp.inf))
+    merged = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), search.finished, new)
+    order = lax.top_k(merged.score, M)[1]
+    finished = jax.tree.map(lambda x: _take(x, order), merged)
+
+    total = jnp.where(n >= limit, -jnp.inf, rest.score)
+    attainable = how.score(total, n)
+    if how.early_stopping == "never":  # a score that is monotone in the length is largest at one of the ends
+        attainable = jnp.maximum(attainable, how.score(total, jnp.broadcast_to(limit, n.shape).astype(jnp.float32)))
+    worst = finished.score[..., -1]  # -inf while there are fewer than M
+    active = search.active & (total[..., 0] > -jnp.inf) & (attainable[..., 0] > worst)
+    if how.early_stopping is True:
+        active &= worst == -jnp.inf
+    row = rest.parent + jnp.arange(0, B * G * M, M, dtype=jnp.int32).reshape(B, G, 1)
+    history = History(append(rest).reshape(search.history.tokens.shape), length.reshape(-1), search.history.prompt)
+    return Search(total, history, finished, active, row.reshape(-1), search.cache)
+
+
+def _candidates(totals: Float[Array, "B G M V"], diversity, stop_tokens) -> tuple[Candidates, Candidates]:
+    """(the M best texts of each group, the M best that do not end with a stop token), `[B, G, M]` each."""
+    B, G, M, V = totals.shape
+    chosen, used = [], jnp.zeros((B, 1, V))  # how many beams of earlier groups took each token
+    for group in range(G):
+        found = _top(totals[:, group] - diversity * used if group else totals[:, 0], min(V, M + stop_tokens.shape[0]))
+        open_scores = jnp.where(jnp.isin(found.token, stop_tokens), -jnp.inf, found.score)
+        score, index = lax.top_k(open_scores, M)
+        rest = Candidates(score, _take(found.parent, index), _take(found.token, index))
+        chosen.append((Candidates(*(x[:, :M] for x in found)), rest))
+        used = used.at[jnp.arange(B)[:, None], 0, rest.token].add(jnp.isfinite(score).astype(used.dtype))
+    return jax.tree.map(lambda *groups: jnp.stack(groups, axis=1), *chosen)
+
+
+def _top(totals: Float[Array, "B M V"], k: int) -> Candidates:
+    """The k best tokens of each beam, all M x k in order: with n stop tokens and k = M + n, at least M go on."""
+    B, M, _ = totals.shape
+    score, token = (x.reshape(B, M * k) for x in lax.top_k(totals, k))
+    score, index = lax.top_k(score, M * k)
+    return Candidates(score, index // k, _take(token, index))

@@ -1,0 +1,306 @@
+"""Beam search against a reference of plain lists in float64, against exhaustive search, and against forward passes."""
+
+import itertools
+import math
+from dataclasses import replace
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import decoding, models
+from jaxformer.decoding.beam import Beams, beam_search, gnmt
+from jaxformer.decoding.filters import History
+from jaxformer.errors import ConfigError
+from jaxformer.models import ModelConfig
+
+# The model of these tests is a recurrent network: its state depends on all tokens, so that a wrong cache row shows
+
+
+def network(seed, V, D=8):
+    rng = np.random.default_rng(seed)
+    return {
+        "embed": rng.normal(size=(V, D)),
+        "recur": rng.normal(size=(D, D)) / math.sqrt(D) * 1.5,
+        "out": rng.normal(size=(D, V)) * 1.2,
+    }
+
+
+def advance(weights, tokens, state):
+    state = jnp.tanh(state @ weights["recur"] + weights["embed"][tokens])
+    return state @ weights["out"], state
+
+
+def log_probabilities(weights, text):
+    state = np.zeros(weights["recur"].shape[0])
+    for token in text:
+        state = np.tanh(state @ weights["recur"] + weights["embed"][token])
+    logits = state @ weights["out"]
+    return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+
+
+@partial(jax.jit, static_argnames=("filters",))
+def search(weights, tokens, length, max_tokens, how, stop_tokens, filters=()):
+    """Prompts `tokens[b, :length[b]]` go through the network, then the search begins."""
+    B = tokens.shape[0]
+    zeros = jnp.zeros((B, weights["out"].shape[1])), jnp.zeros((B, weights["recur"].shape[0]))
+
+    def feed(slot, carry):
+        new = advance(weights, tokens[:, slot], carry[1])
+        return jax.tree.map(lambda new, old: jnp.where((slot < length)[:, None], new, old), new, carry)
+
+    logits, state = jax.lax.fori_loop(0, tokens.shape[1], feed, zeros)
+    history = History(tokens, length, length)
+    return beam_search(partial(advance, weights), logits, state, history, max_tokens, how, stop_tokens, filters)
+
+
+def run(weights, prompts, max_tokens, how, stop_tokens, filters=(), slots=None):
+    """Each row's [(new tokens, score)]."""
+    tokens = np.zeros((len(prompts), slots or max(map(len, prompts)) + max_tokens), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    single = jax.tree.map(lambda x: np.asarray(x, np.float32), weights)
+    out = search(single, tokens, np.array([len(p) for p in prompts]), max_tokens, how, np.array(stop_tokens, np.int32), filters)
+    return texts(out, prompts)
+
+
+def texts(out, prompts):
+    rows = []
+    for prompt, tokens, lengths, scores in zip(prompts, *map(np.asarray, (out.tokens, out.length, out.score)), strict=True):
+        for text in tokens:
+            assert text[: len(prompt)].tolist() == list(prompt)
+        rows.append([(t[len(prompt) : n].tolist(), float(s)) for t, n, s in zip(tokens, lengths, scores, strict=True)])
+    return rows
+
+
+def assert_same(found, expected):
+    assert [text for text, _ in found] == [list(text) for text, _ in expected]
+    # float32 sums of ten log-probabilities
+    np.testing.assert_allclose([score for _, score in found], [score for _, score in expected], rtol=1e-5, atol=1e-5)
+
+
+def reference(weights, prompt, max_tokens, how, stop_tokens, score, diversity=0.0, allowed=None, always_on=False):
+    """Beam search as it is described: lists of (log-probability, text), one row, one group after the other at each step."""
+    size = how.beams // how.groups
+    groups = [dict(running=[(0.0, ())], finished=[], done=False) for _ in range(how.groups)]
+    for n in range(1, max_tokens + 1):
+        taken = np.zeros(weights["out"].shape[1])
+        for group in groups:
+            if group["done"]:
+                continue
+            pool = []
+            for total, text in group["running"]:
+                scores = log_probabilities(weights, (*prompt, *text)) - diversity * taken
+                pool += [(total + scores[t], (*text, t)) for t in range(len(scores)) if not allowed or allowed(text, t)]
+            pool.sort(reverse=True)
+            ends = lambda text, n=n: text[-1] in stop_tokens or n == max_tokens
+            group["finished"] += [(score(total, n), text) for total, text in pool[:size] if ends(text)]
+            group["finished"] = sorted(group["finished"], reverse=True)[:size]
+            group["running"] = [entry for entry in pool if entry[1][-1] not in stop_tokens][:size]
+            for _, text in group["running"]:
+                taken[text[-1]] += 1
+            full = len(group["finished"]) == size
+            lengths = range(n, max_tokens + 1) if how.early_stopping == "never" else [n]
+            best = max((score(group["running"][0][0], m) for m in lengths), default=0) if group["running"] else -math.inf
+            improves = not full or best > group["finished"][-1][0]
+            group["done"] = not group["running"] or not improves or (how.early_stopping is True and full)
+            group["done"] &= not always_on
+    found = sorted((entry for group in groups for entry in group["finished"]), reverse=True)[: how.n_best]
+    return [(text, total) for total, text in found]
+
+
+PENALTIES = {p: (p, lambda s, n, p=p: s / n**p) for p in (0.0, 1.0, 0.6, 2.0, -1.0)}
+SEEDS = (0, 1, 6)  # in 6 a text that falls short at the limit gets better before it
+GNMT = {f"gnmt {a}": (gnmt(a), lambda s, n, a=a: s / ((5 + n) / 6) ** a) for a in (0.8, -0.8, 3.0)}
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize(("beams", "penalties"), [(1, PENALTIES), (8, PENALTIES), (3, GNMT)])
+def test_plain_beams_equal_the_reference(beams, penalties, early_stopping):
+    """Rows with prompts of different length, each as it is alone; stop tokens are among the likely ones."""
+    V, prompts = 7, [[1, 2, 3], [4], [5, 5]]
+    for seed, (penalty, score) in itertools.product(SEEDS, penalties.values()):
+        weights = network(seed, V)
+        how = Beams(beams, n_best=beams, length_penalty=penalty, early_stopping=early_stopping)
+        stop_tokens = [[1, 2, 3, 4, 5], [0, 0, 0, 2, 2]][seed % 2]
+        for row, prompt in zip(run(weights, prompts, 6, how, stop_tokens), prompts, strict=True):
+            assert_same(row, reference(weights, prompt, 6, how, stop_tokens, score))
+            if early_stopping == "never":  # loses nothing to a search that always uses all its steps
+                assert_same(row, reference(weights, prompt, 6, how, stop_tokens, score, always_on=True))
+
+
+@pytest.mark.parametrize(("groups", "early_stopping"), [(2, False), (4, "never"), (8, True)])
+def test_diverse_beams_equal_the_reference(groups, early_stopping):
+    prompts = [[1, 2, 3], [4]]
+    score = lambda s, n: s / n
+    firsts = []
+    for seed in range(3):
+        weights = network(seed, 9)
+        for diversity in (0.0, 0.7, 20.0):
+            how = Beams(8, n_best=8, early_stopping=early_stopping, groups=groups, diversity=diversity)
+            for row, prompt in zip(run(weights, prompts, 5, how, [0]), prompts, strict=True):
+                expected = reference(weights, prompt, 5, how, [0], score, diversity)
+                # two groups may find one text, with scores that differ by rounding
+                assert_same(sorted(row), sorted((list(text), total) for text, total in expected))
+                assert row == sorted(row, key=lambda entry: -entry[1])
+                firsts.append((diversity, len({text[0] for text, _ in row})))
+    mean = lambda d: np.mean([count for diversity, count in firsts if diversity == d])
+    assert mean(20.0) > mean(0.0)
+
+
+@pytest.mark.parametrize("kind", PENALTIES | GNMT)
+def test_enough_beams_find_the_best_of_all_texts(kind):
+    V, steps, prompt, stop = 3, 4, [1], 0
+    penalty, score = (PENALTIES | GNMT)[kind]
+    weights, every = network(5, V), []
+
+    def walk(text, total):
+        if text and (text[-1] == stop or len(text) == steps):
+            every.append((score(total, len(text)), text))
+            return
+        for token, more in enumerate(log_probabilities(weights, (*prompt, *text))):
+            walk((*text, token), total + more)
+
+    walk((), 0.0)
+    how = Beams(V**steps, n_best=10, length_penalty=penalty, early_stopping="never")
+    expected = [(text, s) for s, text in sorted(every, reverse=True)[:10]]
+    assert_same(run(weights, [prompt], steps, how, [stop])[0], expected)
+
+
+def first_is_four(scores, history):
+    first = (history.length == history.prompt)[:, None]
+    only = jnp.where(jnp.arange(scores.shape[-1]) == 4, 0.0, -jnp.inf)
+    return jnp.where(first, only[None], scores)
+
+
+def never_twice(scores, history):
+    """Removes every token that the text holds already, prompt included."""
+    used = jnp.arange(history.tokens.shape[1])[None] < history.length[:, None]
+    hits = (history.tokens[:, :, None] == jnp.arange(scores.shape[-1])[None, None]) & used[:, :, None]
+    return jnp.where(hits.any(axis=1), -jnp.inf, scores)
+
+
+def test_filters_see_the_text_of_their_row():
+    weights, prompts, how = network(2, 9), [[1, 2], [3]], Beams(4, n_best=3)
+    for row, prompt in zip(run(weights, prompts, 5, how, [0], (never_twice,)), prompts, strict=True):
+        allowed = lambda text, token, prompt=prompt: token not in (*prompt, *text)
+        assert_same(row, reference(weights, prompt, 5, how, [0], lambda s, n: s / n, allowed=allowed))
+    for row in run(weights, prompts, 5, how, [0], (first_is_four,)):
+        assert all(text[0] == 4 for text, _ in row) and len({tuple(text) for text, _ in row}) == 3
+
+
+def test_fewer_texts_than_beams_have_scores_of_minus_infinity():
+    """Of four tokens, one in the prompt, none twice: six orders of three; then no text can go on, and the search ends."""
+    found = run(network(0, 4), [[1]], 6, Beams(8, n_best=8, early_stopping="never"), [], (never_twice,))[0]
+    assert all(score == -math.inf for _, score in found)  # no stop token, the limit of 6 not reached: nothing is finished
+    found = run(network(0, 4), [[1]], 3, Beams(8, n_best=8), [], (never_twice,))[0]
+    assert sum(math.isfinite(score) for _, score in found) == 6
+    assert {tuple(text) for text, score in found if math.isfinite(score)} == {
+        (a, b, c) for a in (0, 2, 3) for b in (0, 2, 3) for c in (0, 2, 3) if len({a, b, c}) == 3
+    }
+
+
+def no_number_beyond_the_slots(scores, history):
+    """As of a model whose cache is full."""
+    return jnp.where((history.length >= history.tokens.shape[1])[:, None], jnp.nan, scores)
+
+
+def test_a_row_ends_where_its_slots_are_full():
+    weights, how = network(1, 7), Beams(3, n_best=3)
+    full, short = run(weights, [[1, 2, 3], [4]], 20, how, [], (no_number_beyond_the_slots,), slots=8)
+    assert_same(full, reference(weights, [1, 2, 3], 5, how, [], lambda s, n: s / n))
+    assert_same(short, reference(weights, [4], 7, how, [], lambda s, n: s / n))
+
+
+def test_limits_stop_tokens_penalties_and_diversity_are_no_constants():
+    chex.clear_trace_counter()
+    weights = jax.tree.map(np.float32, network(0, 7))
+
+    @jax.jit
+    @chex.assert_max_traces(n=2)  # a number, a function
+    def once(how, max_tokens, stop_tokens):
+        logits, state = advance(jax.tree.map(jnp.array, weights), jnp.array([1, 2]), jnp.zeros((2, 8)))
+        history = History(jnp.zeros((2, 9), jnp.int32), jnp.array([1, 1]), jnp.array([1, 1]))
+        return beam_search(
+            partial(advance, jax.tree.map(jnp.array, weights)), logits, state, history, max_tokens, how, stop_tokens
+        )
+
+    for i in range(3):
+        for penalty in (1.0 - i, gnmt(0.5 * i)):
+            how = Beams(4, 2, penalty, groups=2, diversity=0.1 * i)
+            out = once(how, 4 + i, np.array([i, 2 * i]))
+            assert out.tokens.shape == (2, 2, 9) and out.length.max() <= 5 + i
+
+
+def test_a_plain_function_is_a_length_penalty():
+    weights, score = network(3, 7), lambda total, length: total - 0.3 * length
+    how = Beams(4, 4, score, early_stopping="never")
+    assert_same(run(weights, [[1]], 5, how, [0])[0], reference(weights, [1], 5, how, [0], score))
+
+
+@pytest.mark.parametrize("bad", [dict(n_best=5), dict(beams=0), dict(n_best=0), dict(groups=3), dict(early_stopping="no")])
+def test_bad_settings_are_refused(bad):
+    with pytest.raises(ConfigError):
+        Beams(**bad)
+
+
+def rows_first(cache, to=lambda leaf: jnp.moveaxis(leaf, 0, 1)):
+    """A `decoding.Cache` whose leaves all have the rows first; `to` moves the axis of layers."""
+    source = None if cache.source is None else {**cache.source, "heads": jax.tree.map(to, cache.source["heads"])}
+    length = jnp.broadcast_to(cache.length, cache.segment_ids.shape[:1])
+    return replace(cache, layers=jax.tree.map(to, cache.layers), length=length, source=source)
+
+
+def of_model(config, params):
+    """The step of a model."""
+
+    def advance(tokens, cache):
+        cache = replace(rows_first(cache), length=cache.length[0])
+        out = models.apply(config, params, tokens[:, None], cache=cache)
+        return out.logits[:, -1], rows_first(out.cache)
+
+    return advance
+
+
+@partial(jax.jit, static_argnames=("config", "room"))
+def search_model(config, params, tokens, segment_ids, max_tokens, how, stop_tokens, room, filters=(), **source):
+    """Prompts are padded on the left in `tokens`; the history holds them from slot 0 on."""
+    B, T = tokens.shape
+    cache = decoding.init_cache(config, B, T + room)
+    out = models.apply(config, params, tokens, segment_ids=segment_ids, cache=cache, **source)
+    length = segment_ids.sum(axis=1)
+    slots = (jnp.arange(T)[None] + T - length[:, None]) % T
+    texts = jnp.pad(jnp.take_along_axis(tokens, slots, axis=1), ((0, 0), (0, room)))
+    history = History(jnp.where(jnp.arange(T + room)[None] < length[:, None], texts, 0), length, length)
+    step = of_model(config, params)
+    return beam_search(step, out.logits[:, -1], rows_first(out.cache), history, max_tokens, how, stop_tokens, filters)
+
+
+def padded(prompts):
+    tokens, ids = np.zeros((2, len(prompts), max(map(len, prompts))), np.int32)
+    for i, prompt in enumerate(prompts):
+        tokens[i, -len(prompt) :], ids[i, -len(prompt) :] = prompt, 1
+    return tokens, ids
+
+
+def test_scores_of_a_model_are_those_of_its_forward_pass():
+    config = ModelConfig(vocab_size=19, num_layers=2, d_model=24, num_heads=4, context_length=24, init_std=0.4)
+    params, prompts = jax.jit(models.init, static_argnums=0)(config, jax.random.key(3)), [[1, 2, 3, 4], [7], [4, 4]]
+    forward = jax.jit(models.apply, static_argnums=0)
+    how, stop = Beams(4, 4, length_penalty=0.7), np.array([5, 11], np.int32)
+    out = search_model(config, params, *padded(prompts), 7, how, stop, 9)
+    for prompt, row in zip(prompts, texts(out, prompts), strict=True):
+        assert len({tuple(text) for text, _ in row}) == 4
+        whole = np.zeros((4, 12), np.int32)
+        for line, (text, _) in zip(whole, row, strict=True):
+            line[: len(prompt + text)] = prompt + text
+        logits = np.asarray(forward(config, params, whole).logits, np.float64)
+        logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        for line, (text, score) in zip(logits, row, strict=True):
+            ended = [token in stop for token in text]
+            assert not any(ended[:-1]) and (ended[-1] or len(text) == 7)
+            total = sum(line[len(prompt) - 1 + i, token] for i, token in enumerate(text))
+            assert math.isclose(total / len(text) ** 0.7, score, rel_tol=1e-4)  # float32, the cache sums more slots
