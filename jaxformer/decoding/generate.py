@@ -93,7 +93,8 @@ def serve(
     settings = jax.device_put(Settings(chain, np.float32(how.temperature), stops))
     source_room = bucket(max(map(len, sources)), config.encoder) if isinstance(config, EncoderDecoder) else 0
     key = jax.random.key(0) if key is None else key
-    texts, owners, queue = None, {}, deque(range(len(prompts)))
+    texts: Any = None
+    owners, queue = {}, deque(range(len(prompts)))
     rows = min(rows, 1 << (len(prompts) - 1).bit_length())
     while queue or owners:
         for row in range(rows):

@@ -42,7 +42,7 @@ def encode(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
     encoder, read = Output(None, None), None if cache is None else cache.source
     if source is not None:
         encoder = encode_source(config, params, replace(inputs, dropout_key=encoder_key))
-        read = {"hidden": encoder.hidden, "heads": None, "segment_ids": ids}
+        read: Tree = {"hidden": encoder.hidden, "heads": None, "segment_ids": ids}
         if cache is not None:
             layers = scan.unstacked(config.decoder, params["decoder"]["layers"])
             read["heads"] = tuple(source_heads(layer["cross_attention"], encoder.hidden) for layer in layers)

@@ -184,9 +184,8 @@ def cached(
     before = slot_positions(S, context.lengths)
     if attend is None and not context.return_weights:
         slots = Slots(state["key"], state["value"], before), Slots(new["key"], new["value"], written)
-        call = Call(
-            options["mask"], options.get("bias"), scale=options["scale"] or query.shape[-1] ** -0.5, softcap=options["softcap"]
-        )
+        scale = query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
+        call = Call(options["mask"], options.get("bias"), scale=scale, softcap=options["softcap"])
         sizes = cached_attention.widths(S) if context.room == S else [S]
         width = jnp.searchsorted(jnp.array(sizes), jnp.max(context.lengths))
         result = out = cached_attention.attention(query, q, *slots, call, sizes, width)

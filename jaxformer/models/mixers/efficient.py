@@ -279,7 +279,7 @@ def _mixer(system, config: ModelConfig, mix: Callable, spec: Tree = None, has_we
         out, state = out if isinstance(out, tuple) else (out, None)
         return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state)
 
-    return Mixer(spec, apply, **{"state": partial(_no_state, name)} | rest)
+    return Mixer(spec, apply, partial(_no_state, name))._replace(**rest)
 
 
 def _no_state(name: str, *_):

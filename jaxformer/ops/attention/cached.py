@@ -44,15 +44,12 @@ def _attend(old: Slots, new: Slots, call: Call, query: Array, positions: Array) 
     if callable(call.bias) or isinstance(call.bias, Bias):
         call = replace(call, bias=bias_between(call.bias, positions, kv))
     grouped = query.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
-    product = lambda keys: _two_lines(lambda x: einsum("bkth,bksh->bkts", x, keys.astype(x.dtype), dtype=wide), grouped)
-    scores = jnp.concatenate([product(old.keys), product(new.keys)], axis=-1).reshape(B, N, T, -1) * call.scale
-    weights = (
-        softmax(visible_scores(scores, call, (positions, kv)), call.sinks).astype(query.dtype).reshape(B, K, -1, kv.shape[1])
-    )
-    mix = lambda weights, values: _two_lines(
-        lambda x: einsum("bkts,bksh->bkth", x, values.astype(x.dtype), dtype=wide), weights
-    )
-    out = mix(weights[..., :S], old.values) + mix(weights[..., S:], new.values)
+    scores = jnp.concatenate([_product("bkth,bksh->bkts", grouped, slots.keys, wide) for slots in (old, new)], axis=-1)
+    scores = visible_scores(scores.reshape(B, N, T, -1) * call.scale, call, (positions, kv))
+    weights = softmax(scores, call.sinks).astype(query.dtype).reshape(B, K, -1, kv.shape[1])
+    parts = (weights[..., :S], old.values), (weights[..., S:], new.values)
+    one, two = (_product("bkts,bksh->bkth", weights, values, wide) for weights, values in parts)
+    out = one + two
     return out.astype(query.dtype).reshape(B, N, T, -1).transpose(0, 2, 1, 3)
 
 
@@ -68,10 +65,9 @@ def in_blocks(run: Callable, query: Array, positions: Array) -> Array:
     B, T = positions.shape
     if T <= QUERY_BLOCK:
         return run(query, positions)
-    cut = lambda x: jnp.pad(x, [(0, 0), (0, -T % QUERY_BLOCK)] + [(0, 0)] * (x.ndim - 2)).reshape(
-        B, -1, QUERY_BLOCK, *x.shape[2:]
-    )
-    out = lax.map(lambda block: run(*block), (cut(query).swapaxes(0, 1), cut(positions).swapaxes(0, 1)))
+    pad = lambda x: jnp.pad(x, [(0, 0), (0, -T % QUERY_BLOCK)] + [(0, 0)] * (x.ndim - 2))
+    cut = lambda x: pad(x).reshape(B, -1, QUERY_BLOCK, *x.shape[2:]).swapaxes(0, 1)
+    out = lax.map(lambda block: run(*block), (cut(query), cut(positions)))
     return out.swapaxes(0, 1).reshape(B, -1, *out.shape[3:])[:, :T]
 
 
