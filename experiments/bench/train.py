@@ -118,14 +118,15 @@ def torch_twin(shape: str, precision: str):
     return step
 
 
-def torch_python() -> str:
-    """The interpreter of .venv-bench, made on first use."""
-    python = VENV / "bin" / "python"
-    if not (VENV / "ready").exists():
-        print(f"setting up {VENV} with torch 2.13 for CPU (once)", flush=True)
+def torch_python(*packages: str) -> str:
+    """The interpreter of .venv-bench, made on first use, with torch and these packages."""
+    python, packages = VENV / "bin" / "python", ("torch==2.13.0", "numpy", *packages)
+    ready = VENV / "ready"
+    if not ready.exists() or not set(packages) <= set(ready.read_text().split()):
+        print(f"setting up {VENV} with {', '.join(packages)} for CPU (once)", flush=True)
         subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", "torch==2.13.0", "numpy"], check=True)
-        (VENV / "ready").touch()
+        subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+        ready.write_text("\n".join(packages))
     return str(python)
 
 

@@ -1,8 +1,13 @@
-"""Autoregressive decoding over a key/value cache."""
+"""Autoregressive decoding over a key/value cache: `generate`, `stream`, `search` (beams), `score`."""
 
+from jaxformer.decoding.beam import Beams
 from jaxformer.decoding.cache import Cache, init_cache
 from jaxformer.decoding.generate import generate, stream
 from jaxformer.decoding.sampling import Sampling
+from jaxformer.decoding.search import Hypothesis, Score, score, search
 from jaxformer.decoding.steps import decode_step, prefill, prepare
 
-__all__ = ["Cache", "Sampling", "decode_step", "generate", "init_cache", "prefill", "prepare", "stream"]
+__all__ = [
+    "Beams", "Cache", "Hypothesis", "Sampling", "Score", "decode_step", "generate", "init_cache", "prefill", "prepare",
+    "score", "search", "stream",
+]  # fmt: skip

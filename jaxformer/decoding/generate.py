@@ -83,15 +83,8 @@ def serve(
     every: int | None,
 ) -> Iterator[tuple[int, list[int], bool]]:  # fmt: skip
     """(number of a prompt, its new tokens so far, whether they are all) after `every` steps, and whenever a row ends."""
-    for problem in _problems(config, prompts, max_tokens, sources):
-        raise ConfigError(f"generate: {problem}")
-    dtype = jnp.dtype(jax.tree.leaves(params)[0].dtype if dtype is None else dtype)
-    model = Model(config, prepare(config, params, dtype), dtype, bucket(max(map(len, prompts)) + max_tokens, config))
-    chain = (*(jax.tree_util.Partial(f) if jax.tree_util.all_leaves([f]) else f for f in filters), *how.filters())
-    stops = np.full(-(-max(1, len(stop_tokens)) // 8) * 8, -1, np.int32)
-    stops[: len(stop_tokens)] = stop_tokens
-    settings = jax.device_put(Settings(chain, np.float32(how.temperature), stops))
-    source_room = bucket(max(map(len, sources)), config.encoder) if isinstance(config, EncoderDecoder) else 0
+    model = open_model(config, params, prompts, max_tokens, sources, dtype)
+    settings = jax.device_put(Settings(as_filters((*filters, *how.filters())), np.float32(how.temperature), stops(stop_tokens)))
     key = jax.random.key(0) if key is None else key
     texts: Any = None
     owners, queue = {}, deque(range(len(prompts)))
@@ -100,8 +93,8 @@ def serve(
         for row in range(rows):
             if row not in owners and queue:
                 owners[row] = index = queue.popleft()
-                source = {} if sources is None else source_inputs(sources[index], source_room)
-                one = begin(model, prompts[index], max_tokens, settings, jax.device_put(np.int32(index)), key, source)
+                source = None if sources is None else sources[index]
+                one = begin(model, prompts[index], source, max_tokens, settings, jax.device_put(np.int32(index)), key)
                 texts = _repeat(rows, one) if texts is None else texts
                 texts = _insert(texts, jax.device_put(np.int32(row)), one)
         limits = jax.device_put((np.int32(every or 2**30), np.int32(len(owners) if queue else 1)))
@@ -126,14 +119,34 @@ class Model(NamedTuple):
     params: Any  # as `prepare` makes them
     dtype: Any
     room: int  # most tokens of a row
+    source_room: int  # most tokens of a source
 
 
-def bucket(length: int, config: ModelConfig | EncoderDecoder | None = None) -> int:
+def open_model(config, params, prompts, max_tokens: int, sources, dtype) -> Model:
+    """The model for these prompts. Raises ConfigError for those that do not fit it."""
+    for problem in _problems(config, prompts, max_tokens, sources):
+        raise ConfigError(f"generate: {problem}")
+    dtype = jnp.dtype(jax.tree.leaves(params)[0].dtype if dtype is None else dtype)
+    source_room = bucket(max(map(len, sources)), config.encoder) if sources is not None else 0
+    room = bucket(max(map(len, prompts)) + max_tokens, models.last_stack(config))
+    return Model(config, prepare(config, params, dtype), dtype, room, source_room)
+
+
+def as_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
+    """Filters as pytrees, which a function of a user's is not."""
+    return tuple(jax.tree_util.Partial(f) if jax.tree_util.all_leaves([f]) else f for f in filters)
+
+
+def stops(tokens: Sequence[int]) -> np.ndarray:
+    """Stop tokens, and -1 up to a multiple of 8: another number of them compiles nothing."""
+    return np.pad(np.asarray(tokens, np.int32), (0, -len(tokens) % 8 or 8 * (not tokens)), constant_values=-1)
+
+
+def bucket(length: int, config: ModelConfig) -> int:
     """The length to compile for: at most a quarter more, so that four programs serve all lengths from n to 2 n."""
     step = max(16, 1 << length.bit_length() >> 3)
     length = -(-length // step) * step
-    stack = None if config is None else models.last_stack(config)
-    return min(length, stack.context_length) if stack is not None and isinstance(stack.positions, Learned | Axial) else length
+    return min(length, config.context_length) if isinstance(config.positions, Learned | Axial) else length
 
 
 def padded(tokens: Sequence[int], room: int) -> np.ndarray:
@@ -141,23 +154,27 @@ def padded(tokens: Sequence[int], room: int) -> np.ndarray:
     return np.pad(np.asarray(tokens, np.int32), (0, room - len(tokens)))[None]
 
 
-def source_inputs(source: Sequence[int], room: int) -> dict[str, np.ndarray]:
-    """What an encoder reads of one source."""
-    return {"source": padded(source, room), "source_segment_ids": padded([1] * len(source), room)}
-
-
-def begin(model: Model, prompt: Sequence[int], max_tokens: int, settings: Settings, index, key, options: dict) -> Texts:
-    """One row: the prompt, read in pieces of at most `CHUNK` tokens, and its first new token."""
-    config, params, dtype, room = model
+def read(model: Model, prompt: Sequence[int], source: Sequence[int] | None) -> tuple[Array, Cache, History]:
+    """One row: (logits after the prompt, its cache, its history), read in pieces of at most `CHUNK` tokens."""
+    config, params, dtype, room, source_room = model
+    options = {}
+    if source is not None:
+        options = {"source": padded(source, source_room), "source_segment_ids": padded([1] * len(source), source_room)}
     cache = logits = None
     for start in range(0, len(prompt), CHUNK):
         piece = prompt[start : start + CHUNK]
-        tokens = padded(piece, min(bucket(len(piece), config), CHUNK))
+        tokens = padded(piece, min(bucket(len(piece), models.last_stack(config)), CHUNK))
         arrays = jax.device_put((tokens, np.array([len(piece)], np.int32), options))
         logits, cache = _read(config, dtype, room, params, *arrays, cache)
         options = {}
-    arrays = jax.device_put((padded(prompt, room), *np.array([[len(prompt)], [len(prompt) + max_tokens]], np.int32)))
-    return _start(logits, cache, *arrays, index, key, settings)
+    count = np.array([len(prompt)], np.int32)
+    return logits, cache, History(*jax.device_put((padded(prompt, room), count, count)))
+
+
+def begin(model: Model, prompt, source, max_tokens: int, settings: Settings, index, key) -> Texts:
+    """One row: the prompt and its first new token."""
+    end = jax.device_put(np.array([len(prompt) + max_tokens], np.int32))
+    return _start(*read(model, prompt, source), end, index, key, settings)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="cache")
@@ -167,9 +184,8 @@ def _read(config, dtype, room: int, params, tokens, lengths, options, cache):
 
 
 @partial(jax.jit, donate_argnames="cache")
-def _start(logits, cache, tokens, length, end, index, key, settings: Settings) -> Texts:
-    history = History(tokens, length, length)
-    return append(Texts(history, cache, end, length < 0, jax.random.fold_in(key, index)[None]), logits, settings)
+def _start(logits, cache, history: History, end, index, key, settings: Settings) -> Texts:
+    return append(Texts(history, cache, end, end < 0, jax.random.fold_in(key, index)[None]), logits, settings)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -68,10 +68,9 @@ def _stored_product(spec: str, x: Array, w: StoredWeight) -> Array:
     )
     x = x.reshape(math.prod(rows), -1)
     values = w.values.reshape(-1, x.shape[1]).astype(x.dtype)
-    if x.dtype.itemsize >= 4:
-        y = jnp.einsum("mk,nk->mn", x, values) if len(x) == 1 else jnp.einsum("nk,mk->nm", values, x).T
-    else:  # XLA:CPU has no kernel for one row of 16 bits, and a fast one for two
-        y = jnp.einsum("mk,nk->mn", jnp.resize(x, (max(2, len(x)), x.shape[1])), values, preferred_element_type=jnp.float32)
+    # XLA:CPU has no kernel for one row of 16 bits, and a fast one for two
+    lines = jnp.resize(x, (2, x.shape[1])) if len(x) == 1 and x.dtype.itemsize < 4 else x
+    y = jnp.einsum("mk,nk->mn", lines, values, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
     return y[: len(x)].reshape(*rows, *columns)
 
 

@@ -1,0 +1,194 @@
+"""Our decoding beside `transformers.generate`, greedy and with beams, and how much of the memory's bandwidth both reach.
+
+Each runs in its own process, in alternation; a ratio compares the best of ours with the best of theirs (precision, cache,
+eager or compiled), by the median over rounds. Above 1 we are faster. Weights are random: no figure depends on them.
+"Bandwidth" is the share of what this machine reads a second: bytes of weights and filled cache that a token needs, times
+steps a second.
+Command: make bench WHAT=decode          (sets up .venv-bench with CPU builds of torch and transformers on first use)
+         python -m experiments.bench.decode --rounds 3 --models gpt2 --rows 1 --prompts 32
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from experiments.bench.train import torch_python
+
+NEW = 64
+OURS = {"gpt2": ("float32", "bfloat16", "int8"), "llama": ("float32", "bfloat16", "int8"), "t5": ("float32",)}
+THEIRS = {
+    "gpt2": ("float32 dynamic", "bfloat16 dynamic", "float32 static", "bfloat16 static", "float32 compiled", "bfloat16 compiled"),
+    "llama": ("float32 dynamic", "bfloat16 dynamic", "float32 static", "bfloat16 static", "float32 compiled", "bfloat16 compiled"),
+    "t5": ("float32 dynamic", "bfloat16 dynamic"),
+}  # fmt: skip
+LLAMA = dict(vocab=32_000, width=768, inner=3072, layers=12, heads=12)  # 162M parameters
+T5_BEAMS = 4
+
+
+def bandwidth() -> float:
+    """Bytes a second that all cores together read, by BLAS's dot product."""
+    import os
+
+    import numpy as np
+
+    arrays = [np.ones(1 << 27, np.float32) for _ in range(os.cpu_count() or 1)]  # 512 MiB each
+    with ThreadPoolExecutor(len(arrays)) as pool:
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            list(pool.map(lambda x: x @ x, arrays))
+            times.append(time.perf_counter() - began)
+    return sum(x.nbytes for x in arrays) / statistics.median(times)
+
+
+def timed(generate, count: int = 3) -> float:
+    """Median seconds of a call, after one that does not count."""
+    generate()
+    times = []
+    for _ in range(count):
+        began = time.perf_counter()
+        generate()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def prompts(model: str, rows: int, length: int) -> list[list[int]]:
+    """The same for both."""
+    import random
+
+    draw = random.Random(0)
+    return [[draw.randrange(2, 30_000) for _ in range(length)] for _ in range(rows)]
+
+
+def ours(model: str, mode: str, rows: int, length: int):
+    """A call of `decoding.generate`, or of its beam search."""
+    import jax
+
+    from jaxformer import decoding, models
+    from jaxformer.models import PRESETS, adaptation
+
+    dtype = jax.numpy.dtype("float32" if mode == "int8" else mode)
+    config: Any = {"gpt2": PRESETS["gpt2_small"], "llama": llama(), "t5": PRESETS.get("t5_small")}[model]
+    params = jax.jit(models.init, static_argnums=0)(config, jax.random.key(0))
+    if mode == "int8":
+        params = adaptation.quantize(config, params)
+    params = jax.block_until_ready(decoding.prepare(config, params, dtype))
+    texts = prompts(model, rows, length)
+    how: dict[str, Any] = dict(how=decoding.Sampling(temperature=0.0), dtype=dtype)
+    if model == "t5":
+        return lambda: decoding.beam_search(
+            config, params, [[0]] * rows, NEW, sources=texts, how=decoding.Beams(T5_BEAMS), dtype=dtype
+        )
+    return lambda: decoding.generate(config, params, texts, NEW, **how)
+
+
+def llama():
+    from jaxformer.models import PRESETS
+
+    shape = dict(num_layers=LLAMA["layers"], d_model=LLAMA["width"], num_heads=LLAMA["heads"], d_ff=LLAMA["inner"])
+    return replace(PRESETS["llama_7b"], vocab_size=LLAMA["vocab"], context_length=1024, **shape)
+
+
+def theirs(model: str, mode: str, rows: int, length: int):
+    """A call of `transformers.generate` on a model of the same shape."""
+    import torch  # pyrefly: ignore[missing-import]
+    import transformers  # pyrefly: ignore[missing-import]
+
+    precision, cache = mode.split()
+    if model == "gpt2":
+        network = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+    elif model == "llama":
+        network = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=LLAMA["vocab"], hidden_size=LLAMA["width"], intermediate_size=LLAMA["inner"],
+            num_hidden_layers=LLAMA["layers"], num_attention_heads=LLAMA["heads"], max_position_embeddings=1024,
+        ))  # fmt: skip
+    else:
+        network = transformers.T5ForConditionalGeneration(transformers.T5Config(decoder_start_token_id=0))
+    network = network.eval().to(getattr(torch, precision))
+    ids = torch.tensor(prompts(model, rows, length))
+    options: dict[str, Any] = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    options |= dict(num_beams=T5_BEAMS) if model == "t5" else {}
+    options |= {} if cache == "dynamic" else dict(cache_implementation="static")
+    if cache == "compiled":
+        network.forward = torch.compile(network.forward)
+
+    @torch.inference_mode()
+    def generate():
+        return network.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+    return generate
+
+
+def needed(model: str, mode: str, rows: int, length: int) -> float:
+    """Bytes that one step reads at least: weights, and half-way through the text the filled cache."""
+    from jaxformer import models, params
+    from jaxformer.models import PRESETS
+
+    config: Any = PRESETS["gpt2_small"] if model == "gpt2" else llama()
+    table = 0 if config.tie_embeddings else config.vocab_size * config.d_model  # rows are looked up
+    size, kept = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 4)}[mode.split()[0]]
+    cache = 2 * config.num_layers * config.kv_heads * config.head_size * (length + NEW / 2) * rows
+    return (params.count(models.spec(config)) - table) * size + cache * kept
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", choices=OURS, default=list(OURS))
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--prompts", nargs="+", type=int, default=[32, 512])
+    parser.add_argument("--modes", nargs="+", help="only these of ours and theirs")
+    parser.add_argument("--one", nargs=5, metavar=("WHO", "MODEL", "MODE", "ROWS", "LENGTH"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        who, model, mode, rows, length = options.one
+        print(json.dumps(timed({"ours": ours, "theirs": theirs}[who](model, mode, int(rows), int(length)))))
+        return
+    interpreters = {"ours": sys.executable, "theirs": torch_python("transformers>=5.23")}
+    for model in options.models:
+        for rows in options.rows:
+            for length in options.prompts if model != "t5" else options.prompts[:1]:
+                compare(options, interpreters, model, rows, length)
+
+
+def compare(options, interpreters: dict[str, str], model: str, rows: int, length: int) -> None:
+    """One case: all modes of both in alternation, and what they come to."""
+    found: dict[tuple[str, str], list[float]] = {("ours", mode): [] for mode in OURS[model]}
+    found |= {("theirs", mode): [] for mode in THEIRS[model]}
+    found = {run: [] for run in found if options.modes is None or run[1] in options.modes}
+    reads = []
+    for _ in range(options.rounds):
+        reads.append(bandwidth())
+        for (who, mode), times in list(found.items()):
+            command = [interpreters[who], "-m", "experiments.bench.decode", "--one", who, model, mode, str(rows), str(length)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                print(f"  {who} {mode}: {(done.stderr.strip().splitlines() or ['failed'])[-1][:100]}", flush=True)
+                del found[who, mode]
+            else:
+                times.append(json.loads(done.stdout.splitlines()[-1]))
+    speed = statistics.median(reads)
+    search = f", {T5_BEAMS} beams" if model == "t5" else ""
+    print(
+        f"{model}{search}: {rows} rows, prompt {length} + {NEW}; memory {speed / 1e9:.1f} GB/s, {options.rounds} rounds",
+        flush=True,
+    )
+    rates = {run: rows * NEW / statistics.median(times) for run, times in found.items()}
+    for (who, mode), rate in rates.items():
+        share = "" if model == "t5" else f"   bandwidth {needed(model, mode, rows, length) * rate / rows / speed:5.0%}"
+        print(f"  {who:6} {mode:18} {rate:8.1f} tokens/s{share}   all {[round(t, 2) for t in found[who, mode]]} s")
+    peer = max((rate for (who, _), rate in rates.items() if who == "theirs"), default=0)
+    for name, modes in (("16 or 32 bit", ("float32", "bfloat16")), ("int8 weights", ("int8",))):
+        best = max((rates["ours", mode] for mode in modes if ("ours", mode) in rates), default=0)
+        if best and peer:
+            print(f"  ratio ours / theirs, best of each, {name}: {best / peer:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The likeliest continuations of prompts by beam search, and how likely given continuations are."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxformer import models
+from jaxformer.decoding.beam import BeamOutput, Beams, beam_search
+from jaxformer.decoding.filters import Filter
+from jaxformer.decoding.generate import as_filters, bucket, open_model, padded, read, stops
+from jaxformer.decoding.steps import decode_step
+from jaxformer.errors import ConfigError
+from jaxformer.models.config import EncoderDecoder, ModelConfig
+
+
+class Hypothesis(NamedTuple):
+    """A continuation that a search found."""
+
+    tokens: list[int]  # without the stop token
+    score: float  # as `Beams` says
+
+
+def search(
+    config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]], max_tokens: int, *,
+    sources: Sequence[Sequence[int]] | None = None, how: Beams = Beams(), filters: Sequence[Filter] = (),
+    stop_tokens: Sequence[int] = (), rows: int = 8, dtype=None,
+) -> list[list[Hypothesis]]:  # fmt: skip
+    """The `how.n_best` best continuations of each prompt, best first; `rows` prompts are searched at a time.
+
+    Arguments and errors are those of `generate`. Filters change log-probabilities, and so scores.
+    """
+    model = open_model(config, params, prompts, max_tokens, sources, dtype)
+    rows = min(rows, 1 << (len(prompts) - 1).bit_length())
+    settings = jax.device_put((np.int32(max_tokens), how, stops(stop_tokens), as_filters(filters)))
+    found = []
+    for first in range(0, len(prompts), rows):
+        numbers = range(first, min(first + rows, len(prompts)))
+        read_rows = [read(model, prompts[i], None if sources is None else sources[i]) for i in numbers]
+        read_rows += read_rows[:1] * (rows - len(numbers))  # a batch of the same size, for the same program
+        best = jax.device_get(_search(model.config, model.dtype, model.params, read_rows, *settings))
+        found += [_hypotheses(best, row, len(prompts[i]), set(stop_tokens)) for row, i in enumerate(numbers)]
+    return found
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _search(config, dtype, params, rows, max_tokens, how: Beams, stop_tokens, filters) -> BeamOutput:
+    logits, cache, history = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
+    shared = jax.tree.map(lambda x: jnp.repeat(x, how.beams, axis=0), cache.source)  # the same for all beams of a row
+
+    def advance(tokens: Array, cache):
+        logits, cache = decode_step(config, params, tokens[:, None], replace(cache, source=shared), dtype=dtype)
+        return logits[:, 0], replace(cache, source=None)
+
+    return beam_search(advance, logits, replace(cache, source=None), history, max_tokens, how, stop_tokens, filters)
+
+
+def _hypotheses(best: BeamOutput, row: int, prompt: int, stop_tokens: set[int]) -> list[Hypothesis]:
+    found = []
+    for tokens, length, score in zip(best.tokens[row], best.length[row], best.score[row].tolist(), strict=True):
+        new = tokens[prompt:length].tolist()
+        if score > -np.inf:
+            found.append(Hypothesis(new[:-1] if new and new[-1] in stop_tokens else new, score))
+    return found
+
+
+class Score(NamedTuple):
+    """How likely a continuation is."""
+
+    log_likelihood: float  # the sum over its tokens, in nats
+    greedy: bool  # whether each of its tokens is the likeliest one
+    tokens: list[float]  # log-likelihood of each token
+
+
+def score(
+    config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[int]], *, sources: Sequence[Sequence[int]] | None = None, rows: int = 8, dtype=None,
+) -> list[Score]:  # fmt: skip
+    """The log-likelihood of each continuation after its prompt, sum_t log p(y_t | x, y_<t), in batches of `rows`.
+
+    Raises ConfigError as `generate` does, and for an empty continuation.
+    """
+    if len(prompts) != len(continuations) or not all(map(len, continuations)):
+        raise ConfigError(f"score: {len(prompts)} prompts need as many continuations, none of them empty")
+    texts = [[*prompt, *new] for prompt, new in zip(prompts, continuations, strict=True)]
+    model = open_model(config, params, [text[:-1] for text in texts], 1, sources, dtype)
+    rows, found = min(rows, 1 << (len(texts) - 1).bit_length()), []
+    for first in range(0, len(texts), rows):
+        some = [*texts[first : first + rows]] + [texts[first]] * max(0, first + rows - len(texts))
+        room = bucket(max(map(len, some)) - 1, models.last_stack(config))
+        tokens, labels = (
+            np.concatenate([padded(text, room) for text in part]) for part in zip(*((t[:-1], t[1:]) for t in some))
+        )
+        ids = np.concatenate([padded([1] * (len(text) - 1), room) for text in some])
+        options = {"segment_ids": ids}
+        if sources is not None:
+            given = [*sources[first : first + rows]] + [sources[first]] * max(0, first + rows - len(texts))
+            options["source"] = np.concatenate([padded(s, model.source_room) for s in given])
+            options["source_segment_ids"] = np.concatenate([padded([1] * len(s), model.source_room) for s in given])
+        logs, greedy = jax.device_get(_score(config, model.dtype, model.params, *jax.device_put((tokens, labels, options))))
+        for row, (prompt, new) in enumerate(
+            zip(prompts[first : first + rows], continuations[first : first + rows], strict=True)
+        ):
+            place = slice(len(prompt) - 1, len(prompt) - 1 + len(new))
+            found.append(Score(float(logs[row, place].sum()), bool(greedy[row, place].all()), logs[row, place].tolist()))
+    return found
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _score(config, dtype, params, tokens, labels, options):
+    """(log-likelihood of each label, whether it is the likeliest) [B, T]; the logits of one row at a time."""
+    hidden = models.encode(config, params, tokens, dtype=dtype, **options).hidden
+    stack, tree = models.last_stack(config), params["decoder"] if isinstance(config, EncoderDecoder) else params
+
+    def row(inputs):
+        hidden, labels = inputs
+        logits = models.transformer.read(stack, tree, models.Output(None, hidden[None])).logits[0]
+        own = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+        return own - jax.nn.logsumexp(logits, axis=-1), own >= logits.max(axis=-1)
+
+    return jax.lax.map(row, (hidden, labels))
