@@ -14,8 +14,8 @@ from jaxformer.models.config import ModelConfig
 from jaxformer.models.cost import GIB
 from jaxformer.models.heads import language_model
 from jaxformer.parallel import Mesh
-from jaxformer.planning import hlo, search
-from jaxformer.planning.compile import Plan, choose_attention, compile_step, plan_step, planner_bytes
+from jaxformer.planning import hlo
+from jaxformer.planning.compile import Plan, compile_step, plan_step, planner_bytes
 from jaxformer.training.experiment import Experiment
 
 
@@ -31,16 +31,12 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     """Compiles the experiment's train step for the devices of a topology. Nothing of the model is allocated.
 
     `fast` compiles with less effort: seconds instead of a minute, and memory that is off by up to a fifth. For a step that
-    does not fit, more compiles find its largest arrays and what would help. ConfigError where the mesh does not fit the
-    devices or the model.
+    does not fit, one more compile finds its largest arrays. ConfigError where the mesh does not fit the devices or the model.
     """
     made, lowered = plan_step(experiment, name, devices, fast)
     if made.fits:
         return made
-    changes = []
-    if isinstance(experiment.model, ModelConfig):
-        changes = search.changes(choose_attention(experiment, devices[0].platform), name, devices, made, fast)
-    return replace(made, largest=_largest(lowered, devices), changes=changes, planner_bytes=planner_bytes())
+    return replace(made, largest=_largest(lowered, devices), planner_bytes=planner_bytes())
 
 
 def _largest(lowered: Any, devices: list) -> list[dict]:
@@ -78,9 +74,6 @@ def table(plan: Plan) -> str:
             + ", ".join(f"{value:.0%} ({name})" for name, value in plan.mfu.items()),
         ]
     rows += [f"large              {gib(one['bytes'])}  {one['shape']}  {one['name']}" for one in plan.largest]
-    for one in plan.changes:
-        end = "fits then" if one["fits"] else "does not fit yet"
-        rows.append(f"would help         {one['options']}: {gib(one['saved'])} less, {end}")
     rows += [f"note: {note}" for note in plan.notes]
     rows.append(f"planned in {plan.compile_seconds:.0f} s, with {gib(plan.planner_bytes)} of this machine's memory")
     return "\n".join(rows)
