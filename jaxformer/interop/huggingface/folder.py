@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from jaxformer.interop.huggingface.checkpoint import Checkpoint, read_labels, re
 from jaxformer.interop.safetensors import list_names
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 from jaxformer.models.mixers import BigBird, Longformer
-from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec, Tree, paths
 
 Config = ModelConfig | EncoderDecoder
@@ -86,25 +85,6 @@ def _make_tensor(arrays: dict[str, Any], tensor: tables.Tensor) -> np.ndarray:
     if not tensor.parts:
         return np.zeros(tensor.shape, np.float32)
     return tensor.theirs([np.asarray(arrays[part.path][part.index]) for part in tensor.parts])
-
-
-def rope_layout(config: ModelConfig, params: Tree, layout: Literal["half", "interleaved"]) -> tuple[ModelConfig, Tree]:
-    """The same model with its query and key features reordered for `layout`. Scores do not change.
-
-    `half` (Hugging Face) rotates features i and i + r/2 of r, `interleaved` (Meta) 2i and 2i + 1. Raises ConfigError for a
-    model without Rope. Su et al. 2021, arXiv:2104.09864, eq. 34.
-    """
-    rope = config.positions
-    if not isinstance(rope, Rope):
-        raise ConfigError(f"model.positions={rope}: only Rope has a layout")
-    if rope.layout == layout:
-        return config, params
-    r = int(config.head_size * rope.fraction)
-    order = np.arange(config.head_size)
-    order[:r] = (order[:r].reshape(2, -1) if layout == "interleaved" else order[:r].reshape(-1, 2)).T.reshape(-1)
-    rotated = re.compile(r"attention/(query|key)(_norm)?/(kernel|bias|scale)$")
-    reorder = lambda name, leaf: leaf[..., order] if rotated.search(name) else leaf
-    return replace(config, positions=replace(rope, layout=layout)), parameters.map_with_name(reorder, params)
 
 
 # Reading
