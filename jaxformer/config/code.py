@@ -8,6 +8,8 @@ import ast
 import functools
 import inspect
 import linecache
+import os
+import re
 import symtable
 import sys
 import sysconfig
@@ -16,6 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+INSTALLED = r"[/\\](site|dist)-packages[/\\]"
+# the folders of this library and of Python
+NOT_USERS = tuple(str(path.resolve()) + os.sep for path in (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))))
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 
 
@@ -26,19 +31,18 @@ def name_of(unit: Any) -> str:
     return name if module is None or in_experiment else f"{module}:{name}"
 
 
-@functools.lru_cache(maxsize=1024)
-def _is_users_file(file: str | None) -> bool:
-    if file is None or file.startswith("<frozen"):
+@functools.cache
+def is_users_file(file: str | None) -> bool:
+    """Whether a file belongs neither to this library, nor to an installed package, nor to Python."""
+    if file is None or file.startswith("<frozen") or re.search(INSTALLED, file):
         return False
-    path = Path(file).resolve()
-    folders = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib")).resolve())
-    installed = {"site-packages", "dist-packages"} & set(path.parts)
-    return not installed and not any(path.is_relative_to(folder) for folder in folders)
+    path = os.path.realpath(file)
+    return not re.search(INSTALLED, path) and not path.startswith(NOT_USERS)
 
 
 def is_users_module(module: Any) -> bool:
-    """Whether a module belongs neither to this library, nor to an installed package, nor to Python."""
-    return hasattr(module, "__experiment_text__") or _is_users_file(getattr(module, "__file__", None))
+    """`is_users_file` of a module."""
+    return hasattr(module, "__experiment_text__") or is_users_file(getattr(module, "__file__", None))
 
 
 def in_library(unit: Any) -> bool:
@@ -52,7 +56,7 @@ def in_library(unit: Any) -> bool:
 
 def is_users(unit: Any) -> bool:
     """Whether the user wrote a function or class."""
-    return "__experiment_text__" in _globals(unit) or _is_users_file(_file(unit))
+    return "__experiment_text__" in _globals(unit) or is_users_file(_file(unit))
 
 
 def _globals(unit: Any) -> dict[str, Any]:

@@ -299,13 +299,9 @@ def _count_global(mask, q, kv):
 
 
 _COUNTS = {
-    rules.prefix: _count_keys,
-    rules.columns: _count_keys,
-    rules.chunked: _count_chunked,
-    rules.global_tokens: _count_global,
-    rules.block_sparse: _count_layout,
-    rules.random_blocks: _count_random,
-}
+    rules.prefix: _count_keys, rules.columns: _count_keys, rules.chunked: _count_chunked,
+    rules.global_tokens: _count_global, rules.block_sparse: _count_layout, rules.random_blocks: _count_random,
+}  # fmt: skip
 _OPERATIONS = {
     rules.and_: intersection,
     rules.or_: union,

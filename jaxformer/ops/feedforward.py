@@ -39,32 +39,17 @@ def laplace(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 # jax.nn.gelu is an approximation by default; here the approximation has a name of its own
 ACTIVATIONS: dict[str, Callable] = {
-    "relu": jax.nn.relu,
-    "gelu": gelu,
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "silu": jax.nn.silu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-    "sigmoid": jax.nn.sigmoid,
-    "tanh": jnp.tanh,
-    "identity": lambda x: x,
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-    "gelu_10": lambda x: jnp.clip(gelu(x), -10, 10),
-    "relu6": jax.nn.relu6,
-    "leaky_relu": jax.nn.leaky_relu,
-    "hardswish": jax.nn.hard_swish,
-    "mish": jax.nn.mish,
+    "relu": jax.nn.relu, "gelu": gelu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True), "silu": jax.nn.silu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)), "sigmoid": jax.nn.sigmoid, "tanh": jnp.tanh, "identity": lambda x: x,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x), "gelu_10": lambda x: jnp.clip(gelu(x), -10, 10),
+    "relu6": jax.nn.relu6, "leaky_relu": jax.nn.leaky_relu, "hardswish": jax.nn.hard_swish, "mish": jax.nn.mish,
     "laplace": laplace,
-}
+}  # fmt: skip
 
 # Shazeer 2020, arXiv:2002.05202: the published name of each gated layer, and its activation
 GATES: dict[str, str] = {
-    "glu": "sigmoid",
-    "swiglu": "silu",
-    "geglu": "gelu",
-    "geglu_tanh": "gelu_tanh",
-    "reglu": "relu",
-    "bilinear": "identity",
-}
+    "glu": "sigmoid", "swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu", "bilinear": "identity",
+}  # fmt: skip
 GATES |= {f"{name}_glu": name for name in ACTIVATIONS if name not in GATES.values()}  # without a published name
 
 

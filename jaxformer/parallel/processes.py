@@ -85,14 +85,9 @@ def initialize(processes: Processes | None = None, limit: float | None = None) -
         logging.getLogger("jaxformer").setLevel(logging.ERROR)
     _peers = meet(processes.coordinator, processes.count, processes.index, limit)
     jax.distributed.initialize(
-        processes.coordinator,
-        processes.count,
-        processes.index,
-        local_device_ids=processes.local_devices,
-        cluster_detection_method="deactivate",
-        initialization_timeout=int(limit) + 60,
-        heartbeat_timeout_seconds=HEARTBEAT,
-    )
+        processes.coordinator, processes.count, processes.index, processes.local_devices,
+        cluster_detection_method="deactivate", initialization_timeout=int(limit) + 60, heartbeat_timeout_seconds=HEARTBEAT,
+    )  # fmt: skip
 
 
 def is_first() -> bool:

@@ -227,18 +227,14 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     )
     return Job(
         **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},
-        save_every=experiment.checkpoints.every,
+        save_every=experiment.checkpoints.every, put=put, step=step, spread=spread, gather=gather,
         metadata={"data_digest": dataset.digest, "config": config.describe(experiment)},
         batches=batching.batches(dataset.train, size, experiment.seed, rows).__getitem__,
-        put=put,
-        step=step,
-        spread=spread,
-        gather=gather,
         evaluate=scoring.evaluator(recipe, dataset, size, experiment.eval_batches, None if pmapped else mesh),
         sample=sample if can_sample(experiment, dataset) else None,
         profile=folder.path / "profile" if experiment.profile and processes.is_first() else None,
         share=_peak_share(experiment.model, 1 if mesh is None else mesh.size),
-    )
+    )  # fmt: skip
 
 
 def _peak_share(model: Any, devices: int) -> float | None:

@@ -48,14 +48,8 @@ def init_state(recipe: Recipe, trained: Tree = None) -> TrainState:
     scale = None
     if recipe.precision == "float16":
         scale = LossScale(jnp.float32(2.0**15), jnp.zeros((), jnp.int32))
-    return TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=trained,
-        opt_state=recipe.optimizer.init(trained),
-        ema=None if recipe.ema_decay is None else jax.tree.map(jnp.array, trained),
-        loss_scale=scale,
-        skipped=jnp.zeros((), jnp.int32),
-    )
+    zero, ema = jnp.zeros((), jnp.int32), None if recipe.ema_decay is None else jax.tree.map(jnp.array, trained)
+    return TrainState(zero, trained, recipe.optimizer.init(trained), ema, scale, skipped=jnp.zeros_like(zero))
 
 
 def first_state(recipe: Recipe, shardings: TrainState | None = None, trained: Tree = None) -> TrainState:

@@ -51,15 +51,9 @@ def encoder(family: Encoder) -> Family:
     lm, e = family.lm_head, f"{family.base}.embeddings."
     aliases = {lm + "decoder.weight": e + "word_embeddings.weight"}
     aliases |= {lm + "decoder.bias": lm + "bias", lm + "bias": lm + "decoder.bias"}
-    return Family(
-        partial(_read, family),
-        partial(_write, family),
-        partial(_rules, family),
-        prefix=family.base + ".",
-        ignored=Family._field_defaults["ignored"] + rf"|^{re.escape(lm)}bias$",  # an untied head uses decoder.bias
-        aliases=aliases,
-        conventions=partial(_conventions, family),
-    )
+    ignored = Family._field_defaults["ignored"] + rf"|^{re.escape(lm)}bias$"  # an untied head uses decoder.bias
+    read, write, rules = partial(_read, family), partial(_write, family), partial(_rules, family)
+    return Family(read, write, rules, family.base + ".", ignored, aliases, partial(_conventions, family))
 
 
 def _conventions(family: Encoder, c: Json) -> tables.Conventions:
@@ -245,9 +239,6 @@ VIT_RULES = [
 
 
 FAMILIES = {
-    "bert": encoder(BERT),
-    "roberta": encoder(ROBERTA),
-    "longformer": encoder(LONGFORMER),
-    "big_bird": encoder(BIGBIRD),
+    "bert": encoder(BERT), "roberta": encoder(ROBERTA), "longformer": encoder(LONGFORMER), "big_bird": encoder(BIGBIRD),
     "vit": Family(_read_vit, _write_vit, lambda config: VIT_RULES, "vit."),
-}
+}  # fmt: skip

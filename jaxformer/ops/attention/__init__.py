@@ -59,12 +59,9 @@ def attention(
     call = Call(
         mask=as_mask(mask, "attention").sized(key.shape[1]),
         bias=jax.tree_util.Partial(bias) if callable(bias) else bias,
-        sinks=sinks,
-        dropout_seed=dropout_seed(dropout_rate, dropout_key),
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        softcap=softcap,
-        dropout_rate=dropout_rate,
-    )
+        scale=query.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks=sinks,
+        dropout_rate=dropout_rate, dropout_seed=dropout_seed(dropout_rate, dropout_key),
+    )  # fmt: skip
 
     def specs(*_):
         rows, length, heads, _ = jax.typeof(query).sharding.spec

@@ -148,13 +148,9 @@ def _kernel(tables, block: tuple[int, int], softcap, split: Share) -> tuple[Any,
     q, kv = block
     sizes = kernels.BlockSizes(block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, block_q_dq=q, block_kv_dq=kv)
     kernel = kernels.make_splash_mha(
-        MultiHeadMask(tables),
-        block_sizes=sizes,
-        attn_logits_soft_cap=softcap,
-        head_shards=parts(split.heads),
-        q_seq_shards=parts(split.length),
-        residual_checkpoint_name="attention",
-    )
+        MultiHeadMask(tables), block_sizes=sizes, attn_logits_soft_cap=softcap, residual_checkpoint_name="attention",
+        head_shards=parts(split.heads), q_seq_shards=parts(split.length),
+    )  # fmt: skip
     if not split.manual:
         return kernel, None
     mesh = jax.sharding.get_abstract_mesh()
