@@ -140,7 +140,8 @@ def syntax(unit: Any) -> Any:
         return next((node for path, node in definitions if path == name and isinstance(node, ast.ClassDef)), None)
     code = unit.__code__
     named = [node for path, node in definitions if path.rpartition(".")[2] == code.co_name]
-    found = [node for node in named if _first_line(node) == code.co_firstlineno]
+    first_line = lambda node: min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
+    found = [node for node in named if first_line(node) == code.co_firstlineno]
     end = [position for position in code.co_positions() if None not in position][-1:]
     if len(found) > 1 and end:  # lambdas on one line: those whose bodies hold the last instruction
         line, end_line, column, end_column = end[0]
@@ -148,10 +149,6 @@ def syntax(unit: Any) -> Any:
         ends = lambda body: (end_line, end_column) <= (body.end_lineno, body.end_col_offset)
         found = [node for node in found if begins(node.body) and ends(node.body)]
     return max(found, key=lambda node: node.col_offset, default=None)  # the innermost
-
-
-def _first_line(node: Any) -> int:
-    return min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
 
 
 @functools.lru_cache(maxsize=64)

@@ -31,9 +31,6 @@ _BINARY: dict[type, Callable] = {
 }  # fmt: skip
 
 
-# Expressions
-
-
 def evaluate(text: str, names: Names) -> Any:
     """The value of an expression over `names`. Raises ConfigError for everything but literals, calls and `& | ~ + - * /`."""
     try:
@@ -145,9 +142,6 @@ def _field(name: str, field: str, value: Any, types_: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{name}({field}=...): {error}") from None
 
 
-# Words
-
-
 def read(texts: Sequence[str], hint: Any, names: Names) -> Any:
     """The value of type `hint` that is written in one or several words. Raises ConfigError, without saying where.
 
@@ -194,11 +188,8 @@ def _choices(members: Sequence[Any]) -> dict[str, Any]:
         if get_origin(member) is Literal:
             found |= {str(choice): choice for choice in get_args(member)}
         elif isinstance(member, enum.EnumMeta):
-            found |= member.__members__
+            found |= {choice.name: choice for choice in member}
     return found
-
-
-# Types
 
 
 def members_of(hint: Any) -> tuple[Any, ...]:

@@ -26,10 +26,7 @@ class _Tokenizer:
 
     vocab_size: int
     state: dict[str, Any]
-
-    def encode_text(self, text: str) -> np.ndarray:
-        """The tokens of a long text, in the narrowest unsigned integer type for the vocabulary."""
-        raise NotImplementedError
+    encode_text: Any  # the tokens of a long text, in the narrowest unsigned integer type for the vocabulary
 
     def encode(self, text: str) -> list[int]:
         return self.encode_text(text).tolist()

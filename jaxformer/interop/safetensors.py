@@ -162,9 +162,6 @@ def save_checkpoint(
         raise
 
 
-# Opening
-
-
 def _download(name: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import errors, snapshot_download
@@ -258,9 +255,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: expected a JSON object {{...}}, got {_display(value)}; {AGAIN}")
     return value
-
-
-# Writing
 
 
 def _dumps(value: Any) -> str:

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax._src import clusters, distributed  # cluster addresses and the key-value store have no public API
-from jax.experimental import multihost_utils
 
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.peers import STUCK, Peers, meet, print_error
@@ -125,14 +124,6 @@ def all_gather_object(value: T) -> list[T]:
     client.wait_at_barrier(key, _DAY)
     values = {int(name.rpartition("/")[2]): pickle.loads(data) for name, data in client.key_value_dir_get_bytes(key)}
     return [values[index] for index in range(jax.process_count())]
-
-
-def reached_preemption(step: int) -> bool:
-    """Whether all processes should save and stop after `step` because one got SIGTERM. All must ask after every step.
-
-    JAX handles SIGTERM. A Python handler would take the signal away, and no process would stop.
-    """
-    return multihost_utils.reached_preemption_sync_point(step)
 
 
 def run_together(body: Callable[[], int]) -> int:

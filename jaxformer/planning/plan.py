@@ -44,7 +44,7 @@ def _largest(lowered: Any, devices: list) -> list[dict]:
         compile_step(lowered, devices, True, xla_dump_to=folder, xla_dump_hlo_as_text=True)
         read = lambda end: "".join(path.read_text(errors="replace") for path in Path(folder).glob(f"*{end}"))
         report, text = read("after_optimizations-memory-usage-report.txt"), read("after_optimizations.txt")
-    return [one._asdict() for one in hlo.largest(report, text)]
+    return hlo.largest(report, text)
 
 
 def table(plan: Plan) -> str:

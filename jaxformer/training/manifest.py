@@ -101,8 +101,6 @@ def shortened(names: list) -> str:
 
 
 # Fingerprints of arrays: any flipped bit changes them; mesh, sharding and order of summation do not
-
-
 def fingerprints(leaves: Iterable[Array]) -> list[str]:
     """16 hex digits for each array. All are dispatched before the first is waited for."""
     return [f"{int(a):08x}{int(b):08x}" for a, b in jax.device_get([block_if_simulated(fingerprint(leaf)) for leaf in leaves])]

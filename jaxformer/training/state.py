@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer import parallel, params, sharding
@@ -57,13 +56,9 @@ def first_state(recipe: Recipe, shardings: TrainState | None = None, trained: Tr
     if trained is None:
         return jax.jit(partial(init_state, recipe), out_shardings=shardings)()
     if shardings is not None:
-        trained = jax.tree.map(_place, trained, shardings.params)
+        place = lambda leaf, sharding: jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+        trained = jax.tree.map(place, trained, shardings.params)  # every process has the arrays
     return jax.jit(partial(init_state, recipe), out_shardings=shardings)(trained)
-
-
-def _place(leaf: Array, sharding: NamedSharding) -> Array:
-    """An array that every process has, on the devices of a mesh."""
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
 
 def state_specs(recipe: Recipe, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> TrainState:

@@ -111,8 +111,6 @@ class Checkpoint:
 
 
 # Each function removes its arguments from `arrays`.
-
-
 def _call_text(checkpoint: Checkpoint, arrays: Arrays) -> tuple[np.ndarray, dict]:
     config: Any = checkpoint.config
     tokens = _required(arrays, "input_ids")

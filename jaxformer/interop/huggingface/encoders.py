@@ -115,10 +115,6 @@ def _read_longformer(c: Json, kind: str):
     return pattern if len(pattern) > 1 else pattern[0]
 
 
-def _write_longformer(config: ModelConfig) -> Json:
-    return {"attention_window": [mixer.window for mixer in tables.repeated(config.mixer, config)]}
-
-
 def _read_bigbird(c: Json, kind: str):
     if c.get("attention_type", "block_sparse") == "original_full":
         return None
@@ -162,7 +158,8 @@ ROBERTA = Encoder(
 )  # fmt: skip
 LONGFORMER = ROBERTA._replace(
     name="Longformer", base="longformer", kinds=("Model", *TASKS, "ForQuestionAnswering"),
-    global_tokens=LONGFORMER_GLOBALS, read_mixer=_read_longformer, write_mixer=_write_longformer,
+    global_tokens=LONGFORMER_GLOBALS, read_mixer=_read_longformer,
+    write_mixer=lambda config: {"attention_window": [mixer.window for mixer in tables.repeated(config.mixer, config)]},
 )  # fmt: skip
 BERT = Encoder(
     "Bert", "bert",

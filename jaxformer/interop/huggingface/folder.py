@@ -87,9 +87,6 @@ def _make_tensor(arrays: dict[str, Any], tensor: tables.Tensor) -> np.ndarray:
     return tensor.theirs([np.asarray(arrays[part.path][part.index]) for part in tensor.parts])
 
 
-# Reading
-
-
 def _read_settings(file: safetensors.Files) -> Checkpoint:
     """The checkpoint of a folder without parameters."""
     kind = file.config.get("model_type")
@@ -198,7 +195,7 @@ def _with_tie(file, family: tables.Family, config: Config) -> Config:
     A separate head in the file is used even if config.json ties it (T5 v1.1 written by transformers 5). If config.json
     unties the head and the file has none, a T5 is tied (transformers 5 writes it so) and other models miss a tensor.
     """
-    stack, rules = _last(config), family.rules(config)
+    stack, rules = models.last_stack(config), family.rules(config)
     head = next((rule.theirs for rule in rules if str(rule.ours).endswith("language_model/kernel")), None)
     if head is None or not stack.heads:
         return config
@@ -268,12 +265,9 @@ def _piece_writer(sharding) -> Callable:
     return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
 
-# Writing
-
-
 def _with_tokens(folder: str | Path, checkpoint: Checkpoint, settings: dict) -> dict:
     """config.json with the checkpoint's tokens and labels."""
-    tokens, labels, stack = checkpoint.tokens, checkpoint.labels, _last(checkpoint.config)
+    tokens, labels, stack = checkpoint.tokens, checkpoint.labels, models.last_stack(checkpoint.config)
     if settings["model_type"] == "marian" and tokens.start is None:
         expected = "the token that its targets begin with: Tokens(start=...)"
         raise ConfigError(f"{folder}: a Marian needs {expected}; got {tokens}")
@@ -288,7 +282,7 @@ def _with_tokens(folder: str | Path, checkpoint: Checkpoint, settings: dict) -> 
 
 def _classes(config: Config) -> int:
     """The number of classes of the first head that has classes, or 0."""
-    return next((classes for head in _last(config).heads if (classes := getattr(head, "classes", None))), 0)
+    return next((classes for head in models.last_stack(config).heads if (classes := getattr(head, "classes", None))), 0)
 
 
 def _write_settings(config: Config, model_type: str | None) -> dict:
@@ -305,7 +299,7 @@ def _write_settings(config: Config, model_type: str | None) -> dict:
             reason = f"cannot express this config ({error})"
             continue
         if kind == "t5":  # `load` reads from the weights whether a T5 is tied
-            copy = _with_stack(copy, tie_embeddings=_last(config).tie_embeddings)
+            copy = _with_stack(copy, tie_embeddings=models.last_stack(config).tie_embeddings)
         fields, read = _fields(config), _fields(copy)
         differences = [name for name in fields | read if fields.get(name, ...) != read.get(name, ...)]
         if not differences:
@@ -335,11 +329,6 @@ def _fields(config: Config) -> dict[str, Any]:
         "mixer": tables.shortest_pattern([_mixer_in_file(mixer) for mixer in mixers]),
     }  # fmt: skip
     return {name: value for name, value in fields.items() if name not in NOT_IN_FILES}
-
-
-def _last(config: Config) -> ModelConfig:
-    """The stack that has the heads."""
-    return config if isinstance(config, ModelConfig) else config.decoder
 
 
 def _mixer_in_file(mixer):

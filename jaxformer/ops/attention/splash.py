@@ -35,7 +35,8 @@ def attention(query: Array, key: Array, value: Array, call: Call, interpret: boo
     (B, T, N, H), S = query.shape, key.shape[1]
     width, split = max(H, value.shape[-1]), share(B, T, key.shape[2])
     block = _query_block(T, width, parts(split.length)), block_size(S, width)
-    static, dynamic = _split(call.mask, T, S)
+    dynamic = [part for part in call.mask.conjuncts() if not part.static]
+    static = reduce(and_, [part for part in call.mask.conjuncts() if part.static] or [full()]).at(call.mask.first(T, S))
     tables = _tables(static, N, T, S, block)
     if not any(table.blocks.any() for table in tables):
         return jnp.zeros((B, T, N, value.shape[-1]), query.dtype)
@@ -94,12 +95,6 @@ def _query_block(T: int, head_width: int, devices: int) -> int:
     if not fit:
         refuse("splash", f"{T // devices} queries a device, {T} on mesh.context={devices} (multiples of 128)", "ring")
     return fit[0]
-
-
-def _split(mask: Mask, T: int, S: int) -> tuple[Mask, list[Mask]]:
-    """The static part, with the first query's position as its offset, and the conjuncts that hold arrays."""
-    static = [part for part in mask.conjuncts() if part.static] or [full()]
-    return reduce(and_, static).at(mask.first(T, S)), [part for part in mask.conjuncts() if not part.static]
 
 
 def _tables(mask: Mask, N: int, T: int, S: int, block: tuple[int, int]) -> list[Any]:
