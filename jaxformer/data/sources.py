@@ -180,8 +180,7 @@ def _encode_bpe(config: Text | Stdlib, text: str, cut: int, source: str) -> tupl
         temporary.mkdir(parents=True)
         _save_tokens(temporary, tokenizer.encode_text(text[:cut]), tokenizer.encode_text(text[cut:]), tokenizer)
         loaded = _load_tokens(temporary)
-        # Memory maps stay valid after a rename. They also stay valid after `rmtree` below, which runs if another process
-        # stored its tokens first.
+        # Memory maps stay valid after this, and after the `rmtree` below if another process stored its tokens first.
         with contextlib.suppress(OSError):
             os.replace(temporary, entry)
         return loaded

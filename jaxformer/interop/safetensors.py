@@ -48,13 +48,7 @@ class _Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class _Location(NamedTuple):
-    """The file of a tensor: its path, and the open and checked file."""
-
-    path: Path
-    file: Any
-    shape: tuple[int, ...]
-    dtype: np.dtype
+Opened = dict[str, tuple[Path, Any]]  # the file of each tensor: its path, and the open and checked file
 
 
 @dataclass(frozen=True)
@@ -65,13 +59,13 @@ class Files:
     config: dict[str, Any] = field(repr=False)  # config.json
     generation: dict[str, Any] = field(repr=False)  # generation_config.json; empty if missing
     names: dict[str, tuple[tuple[int, ...], str]] = field(repr=False)  # {tensor: (shape, NumPy dtype name)}
-    _locations: dict[str, _Location] = field(repr=False)
+    _opened: Opened = field(repr=False)
 
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor. Raises ConfigError for an unknown name, and for a file that has changed."""
-        if name not in self._locations:
+        if name not in self._opened:
             raise ConfigError(f"{self.folder}: no tensor {_display(name)}; there are {list_names(self.names)}")
-        path, file, *_ = self._locations[name]
+        path, file = self._opened[name]
         try:
             return file.get_tensor(name)
         except (OSError, SafetensorError, ValueError):  # ValueError: too few bytes for the shape
@@ -100,9 +94,9 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
     files = ("config.json", "generation_config.json")
     config, generation = (_read_json(folder / file) if file in listing else {} for file in files)
     if SINGLE in listing:
-        locations = _open_file(folder / SINGLE)
+        opened = _open_file(folder / SINGLE)
     elif INDEX in listing:
-        locations = _open_shards(folder, listing)
+        opened = _open_shards(folder, listing)
     elif pickles := [file for file in listing if file.endswith(PICKLES)]:
         raise ConfigError(
             f"{folder}: neither {SINGLE} nor {INDEX}, only pickled files ({list_names(pickles)}): loading a pickle runs"
@@ -112,8 +106,9 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
     else:
         found = f"there are {list_names(listing)}; give the folder that `save_pretrained` wrote"
         raise ConfigError(f"{folder}: neither {SINGLE} nor {INDEX}; {found}")
-    names = {name: (location.shape, str(location.dtype.name)) for name, location in locations.items()}
-    return Files(folder, config, generation, names, locations)
+    parts = {name: file.get_slice(name) for name, (_, file) in opened.items()}
+    names = {name: (tuple(part.get_shape()), str(DTYPES[part.get_dtype()].name)) for name, part in parts.items()}
+    return Files(folder, config, generation, names, opened)
 
 
 def check_finite(name: str, array: np.ndarray) -> None:
@@ -185,7 +180,7 @@ def _download(name: str, revision: str | None) -> Path:
         raise ConfigError(f"{name}: no such folder here, and the hub does not give it ({reason}); {hint}") from error
 
 
-def _open_shards(folder: Path, listing: list[str]) -> dict[str, _Location]:
+def _open_shards(folder: Path, listing: list[str]) -> Opened:
     """The tensors of all files of an index. Files and index must agree."""
     index = folder / INDEX
     weight_map = _read_json(index).get("weight_map")
@@ -199,7 +194,7 @@ def _open_shards(folder: Path, listing: list[str]) -> dict[str, _Location]:
     if missing := [file for file in files if file not in listing]:
         found = f"{len(missing)} of {len(files)} files are missing: {list_names(missing)}"
         raise ConfigError(f"{index}: {found}; download them")
-    locations: dict[str, _Location] = {}
+    opened: Opened = {}
     for file in files:
         tensors = _open_file(folder / file)
         expected = {name for name in weight_map if weight_map[name] == file}
@@ -207,11 +202,11 @@ def _open_shards(folder: Path, listing: list[str]) -> dict[str, _Location]:
             raise ConfigError(f"{folder / file}: lacks {list_names(missing)}, which {INDEX} says is there; {AGAIN}")
         if extra := sorted(tensors.keys() - expected):
             raise ConfigError(f"{folder / file}: has {list_names(extra)}, which {INDEX} does not list there; {AGAIN}")
-        locations |= tensors
-    return locations
+        opened |= tensors
+    return opened
 
 
-def _open_file(path: Path) -> dict[str, _Location]:
+def _open_file(path: Path) -> Opened:
     """The tensors of one file. The package reads its header and checks that the tensors fill the file."""
     first, size = _read_bytes(path, 8)
     if first == b"version ":
@@ -221,13 +216,10 @@ def _open_file(path: Path) -> dict[str, _Location]:
     except SafetensorError as error:
         reason = _display(str(error).removeprefix("Error while deserializing header: "))
         raise ConfigError(f"{path}: damaged or cut short, has {size:,} bytes ({reason}); {AGAIN}") from None
-    locations = {}
     for name in file.keys():  # noqa: SIM118  (no mapping)
-        part = file.get_slice(name)
-        if (dtype := part.get_dtype()) not in DTYPES:
+        if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
             raise ConfigError(f"{path}: {_display(name)} has the dtype {dtype}; we read {', '.join(DTYPES)}")
-        locations[name] = _Location(path, file, tuple(part.get_shape()), DTYPES[dtype])
-    return locations
+    return dict.fromkeys(file.keys(), (path, file))
 
 
 def _read_bytes(path: Path, most: int) -> tuple[bytes, int]:

@@ -62,7 +62,6 @@ def mlp(
     down_bias: Float[Array, " D"] | None = None,
 ) -> Float[Array, "B T D"]:
     """activation(x up + b_up) down + b_down. Vaswani et al. 2017, arXiv:1706.03762, eq. 2."""
-    _check("mlp", activation)
     hidden = activation(_add(einsum("btd,df->btf", x, up), up_bias))
     return _add(einsum("btf,fd->btd", hidden, down), down_bias)
 
@@ -78,7 +77,6 @@ def glu(
     down_bias: Float[Array, " D"] | None = None,
 ) -> Float[Array, "B T D"]:
     """(activation(x gate + b_gate) * (x up + b_up)) down + b_down. Shazeer 2020, arXiv:2002.05202, eq. 6."""
-    _check("glu", activation)
     gated = activation(_add(einsum("btd,df->btf", x, gate), gate_bias))
     hidden = gated * _add(einsum("btd,df->btf", x, up), up_bias)
     return _add(einsum("btf,fd->btd", hidden, down), down_bias)
@@ -89,11 +87,6 @@ swiglu = partial(glu, activation=jax.nn.silu)
 geglu = partial(glu, activation=gelu)
 reglu = partial(glu, activation=jax.nn.relu)
 bilinear = partial(glu, activation=ACTIVATIONS["identity"])
-
-
-def _check(name: str, activation) -> None:
-    if not callable(activation):
-        raise ValueError(f"{name}: activation is a function, not {activation!r}; ops.feedforward.ACTIVATIONS has them by name")
 
 
 def _add(x, bias):

@@ -285,8 +285,7 @@ def _bucket_product(x, w):
 def _blocks(experts: Int[Array, "top_k N"], here: int, E: int):
     """(a table in blocks, each of one expert; the expert of each block; how many blocks are used). Nothing is dropped.
 
-    A block has a quarter of an expert's even share, in eights. An expert's last block is half empty on average, so an eighth
-    of the work is lost.
+    A block has a quarter of an expert's even share, in eights. Last blocks are half empty: an eighth of the work is lost.
     """
     top_k, N = experts.shape
     length = min(8 * -(-experts.size // (32 * E)), 512)

@@ -22,8 +22,7 @@ class Record:
     """metrics.jsonl, the truth about a run, one line a record; and the loggers (`write(step, values)`, `close()`) beside it.
 
     A torn last line (of a killed run) is dropped on opening. Objects of a bucket cannot grow: there `save` writes all lines
-    again. Without a path nothing is kept: the record of any process but the first. A logger that raises is reported once
-    and dropped; the run goes on.
+    again. Without a path (not on the first process) nothing is kept. A logger that raises is reported once and dropped.
     """
 
     def __init__(self, path: epath.PathLike | None):

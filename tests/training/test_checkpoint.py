@@ -335,25 +335,13 @@ def test_mismatch_is_reported_by_leaf_and_renames_nothing(tmp_path):
     del wrong.params["layers"]["query"]
     with open_manager(tmp_path) as manager, pytest.raises(ConfigError) as caught:
         manager.restore(wrong)
-    first, *rows = str(caught.value).splitlines()
-    assert f"{tmp_path}/2" in first
-    assert "1 leaves missing, 1 unexpected, 2 of another shape or dtype" in first
-    assert [row.split() for row in rows] == [
-        ["leaf", "checkpoint", "model"],
-        ["ema/new", "-", "float32[3]"],
-        ["params/embed", "float32[32,16]", "float32[33,16]"],
-        ["params/layers/query/kernel", "float32[2,16,16]", "-"],
-        ["params/layers/scale", "float32[16]", "bfloat16[16]"],
-    ]
+    assert str(caught.value) == (
+        f"{tmp_path}/2: the checkpoint does not fit the model: ema/new is nothing, and float32[3] in the model, "
+        "params/embed is float32[32,16], and float32[33,16] in the model, "
+        "params/layers/query/kernel is float32[2,16,16], and nothing in the model and 1 more; "
+        "use the config it was saved with, or another folder"
+    )
     assert checkpoint.steps(tmp_path) == [1, 2]
-
-
-def test_a_long_mismatch_is_cut(tmp_path):
-    with open_manager(tmp_path) as manager:
-        manager.save(1, {f"{i}": jnp.zeros(1) for i in range(50)})
-        with pytest.raises(CheckpointError) as caught:
-            manager.restore({"a": jax.ShapeDtypeStruct((1,), jnp.float32)})
-    assert len(str(caught.value).splitlines()) == 23 and str(caught.value).endswith("and 31 more")
 
 
 # Damage
