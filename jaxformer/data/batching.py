@@ -126,9 +126,7 @@ class Prefetch(Iterator, AbstractContextManager):
     deletion and the end of the program stop the thread. They wait for the batch that it is making.
     """
 
-    def __init__(
-        self, get: Callable[[int], Any], start: int, stop: int, depth: int = 2, put: Callable[[Any], Any] | None = None
-    ):
+    def __init__(self, get: Callable, start: int, stop: int, depth: int = 2, put: Callable | None = None):
         import grain
 
         steps = grain.MapDataset.range(start, stop).map(functools.partial(_attempt, get, put))

@@ -194,14 +194,7 @@ class Reporter:
     """
 
     def __init__(
-        self,
-        write: Callable[[int, dict[str, float]], None],
-        console: Console,
-        *,
-        every: int,
-        last: int,
-        max_skipped: int,
-        share: float | None = None,
+        self, write: Callable, console: Console, *, every: int, last: int, max_skipped: int, share: float | None = None
     ):
         self._write, self._console, self._share = write, console, share
         self._every, self._last, self._max_skipped = every, last, max_skipped

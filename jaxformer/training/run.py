@@ -89,10 +89,8 @@ def open_run(path: epath.PathLike, step: int | None = None) -> Run:
 def check_data(folder: RunFolder, metadata: dict, dataset: Any) -> None:
     """Raises ConfigError where the data are not those that the checkpoint was trained on."""
     if metadata["data_digest"] != dataset.digest:
-        raise ConfigError(
-            f"{folder.path}: the data changed since this run began (digest {metadata['data_digest'][:12]}, now "
-            f"{dataset.digest[:12]}); restore the file, or start a new run with another --name"
-        )
+        problem = f"the data changed since this run began (digest {metadata['data_digest'][:12]}, now {dataset.digest[:12]})"
+        raise ConfigError(f"{folder.path}: {problem}; restore the file, or start a new run with another --name")
 
 
 def continues_text(model: Any) -> bool:

@@ -91,10 +91,8 @@ def _read_settings(file: safetensors.Files) -> Checkpoint:
     """The checkpoint of a folder without parameters."""
     kind = file.config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(
-            f"{file.folder}/config.json: model_type {kind!r} (architectures {file.config.get('architectures')}) is not "
-            f"supported; expected one of {', '.join(FAMILIES)}"
-        )
+        found = f"model_type {kind!r} (architectures {file.config.get('architectures')})"
+        raise ConfigError(f"{file.folder}/config.json: {found} is not supported; expected one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     try:
         tables.check_layers(file.config, len(file.names))
@@ -175,10 +173,8 @@ def _check(file, tensors, source, duplicates: set[str], leaves: dict[str, Spec],
     shapes = [f"{name} {shape}, not {expected}" for name, shape, expected in pairs if shape != expected]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
     if report := [f"{len(names)} {kind}: {list_names(names, str)}" for kind, names in kinds.items() if names]:
-        raise ConfigError(
-            f"{file.folder}: the weights are not those of its config.json: {'; '.join(report)}; see allow_missing, "
-            "allow_unexpected and heads of interop.huggingface.load"
-        )
+        advice = "see allow_missing, allow_unexpected and heads of interop.huggingface.load"
+        raise ConfigError(f"{file.folder}: the weights are not those of its config.json: {'; '.join(report)}; {advice}")
     planned = {part.path for tensor in tensors.values() for part in tensor.parts}
     return [path for path in leaves if path in absent or path not in planned]
 

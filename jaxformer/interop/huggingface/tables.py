@@ -186,14 +186,11 @@ def heads_by_class(
 ) -> dict[str, tuple]:
     """The heads of each of these classes. `sequence` classifies a sequence; `base` are the heads of a bare model."""
     heads = {
-        "Model": base,
-        "ForPreTraining": (language_model, NEXT_SENTENCE),
-        "ForNextSentencePrediction": (NEXT_SENTENCE,),
-        "ForSequenceClassification": (sequence,),
+        "Model": base, "ForPreTraining": (language_model, NEXT_SENTENCE), "ForNextSentencePrediction": (NEXT_SENTENCE,),
+        "ForSequenceClassification": (sequence,), "ForQuestionAnswering": (SPAN,),
         "ForMultipleChoice": (Classification(1, pool="position_0", name="multiple_choice"),),
         "ForTokenClassification": (TokenClassification(sequence.classes or 0),),
-        "ForQuestionAnswering": (SPAN,),
-    }
+    }  # fmt: skip
     return {kind: heads.get(kind, (language_model,)) for kind in kinds}
 
 

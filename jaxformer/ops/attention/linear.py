@@ -204,10 +204,8 @@ def _weighted_sums(query, key, value, view: View, chunk: int):
 def _by_chunks(query, key, value, view: View, chunk: int, state=None):
     """Numerator, denominator and the state after the last key, on one axis of positions, padded to whole chunks."""
     if not isinstance(view.first, int):
-        raise NotImplementedError(
-            "linear attention under causal() or segments(...): the query offset must be a number, not traced; "
-            "linear_attention_step continues a sequence at any position"
-        )
+        problem = "linear attention under causal() or segments(...): the query offset must be a number, not traced"
+        raise NotImplementedError(f"{problem}; linear_attention_step continues a sequence at any position")
     (B, T, N, M), (S, K) = query.shape, key.shape[1:3]
     # queries sit at positions first ... first + T - 1 and keys at 0 ... S - 1; position -shift comes first in the arrays
     shift = max(-view.first, 0)

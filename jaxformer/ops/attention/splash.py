@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxformer.masks import EMPTY, FAR, FULL, PARTIAL, Mask, full, rules
 from jaxformer.ops.attention.blocks import padded
-from jaxformer.ops.attention.call import Call, refuse
-from jaxformer.ops.attention.share import Share, parts, share
+from jaxformer.ops.attention.call import Call, Share, parts, refuse, share
 
 # A sink without weight: exp(-1e38 - s) is 0 for any score s. With it, a query that sees no key divides 0 by 1. Without it
 # the kernel would divide by the number of hidden keys, whose score is -2.4e38, or by 0.
