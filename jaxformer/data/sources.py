@@ -127,14 +127,12 @@ def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
             advice = "take a longer text, a shorter context or another data.validation_fraction"
             raise ConfigError(f"data: the {part} part of {name} is {len(tokens):,} tokens; {needed}; {advice}")
     return Dataset(
-        train=Windows(train, context_length),
-        validation=Windows(validation, context_length, stride=context_length),
-        vocab_size=tokenizer.vocab_size,
+        train=Windows(train, context_length), validation=Windows(validation, context_length, stride=context_length),
+        vocab_size=tokenizer.vocab_size, tokenizer=tokenizer,
         digest=hashlib.sha256(f"{source} {len(train)} {len(validation)} {tokenizer.digest}".encode()).hexdigest(),
         description=f"{name}: {len(raw):,} bytes, sha256 {source[:16]}; {config.tokenizer}, vocabulary "
         f"{tokenizer.vocab_size:,}; {len(train):,} training and {len(validation):,} validation tokens",
-        tokenizer=tokenizer,
-    )
+    )  # fmt: skip
 
 
 def _encode(config: Text | Stdlib, name: str, raw: bytes, source: str) -> tuple[np.ndarray, np.ndarray, Any]:

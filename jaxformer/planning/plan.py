@@ -36,15 +36,11 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     made, lowered = plan_step(experiment, name, devices, fast)
     if made.fits:
         return made
-    return replace(made, largest=_largest(lowered, devices), planner_bytes=planner_bytes())
-
-
-def _largest(lowered: Any, devices: list) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         compile_step(lowered, devices, True, xla_dump_to=folder, xla_dump_hlo_as_text=True)
         read = lambda end: "".join(path.read_text(errors="replace") for path in Path(folder).glob(f"*{end}"))
         report, text = read("after_optimizations-memory-usage-report.txt"), read("after_optimizations.txt")
-    return hlo.largest(report, text)
+    return replace(made, largest=hlo.largest(report, text), planner_bytes=planner_bytes())
 
 
 def table(plan: Plan) -> str:

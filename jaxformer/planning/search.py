@@ -5,6 +5,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -102,15 +103,6 @@ def options(experiment: Any, base: Any) -> str:
     return " ".join([*words, f"--model.remat={experiment.model.remat}"])
 
 
-def _estimated(experiments: Iterator[Any], devices: int, chip: cost.Chip) -> Iterator[tuple[Estimate, Any]]:
-    """Each experiment whose mesh fits it, with its estimate."""
-    for one in experiments:
-        try:
-            yield estimate(one, devices, chip), one
-        except ConfigError:  # its mesh does not divide it
-            continue
-
-
 def candidates(experiment: Any, devices: int) -> Iterator[Any]:
     """The experiment on every mesh of data, fsdp, tensor (and expert) by powers of two, batch and recomputation."""
     mesh, model = experiment.mesh, experiment.model
@@ -139,7 +131,10 @@ def search(experiment: Any, name: str, devices: list, count: int = 12, most: int
         raise ConfigError(f"plan --search: model={type(experiment.model).__name__}: expected a ModelConfig")
     chip = cost.CHIPS[devices[0].device_kind]
     experiment = choose_attention(experiment, devices[0].platform)
-    pairs = list(_estimated(candidates(experiment, len(devices)), len(devices), chip))
+    pairs: list[tuple[Estimate, Any]] = []
+    for one in candidates(experiment, len(devices)):
+        with suppress(ConfigError):  # its mesh does not divide it
+            pairs.append((estimate(one, len(devices), chip), one))
     if not pairs:
         raise ConfigError(f"{name}: no mesh of {len(devices)} devices goes into the model; see show --sharding")
     fits = [pair for pair in pairs if pair[0].bytes < 1.15 * chip.memory]

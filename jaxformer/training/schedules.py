@@ -74,14 +74,14 @@ class WSD:
         return max(round(steps * self.decay), 1)
 
     def __call__(self, experiment: Any) -> Rate:
-        steps = experiment.steps
-        _check(self, steps)
-        if self.warmup and self.warmup + self.decay_steps(steps) > steps:
+        _check(self, steps := experiment.steps)
+        last = self.decay_steps(steps)
+        if self.warmup and self.warmup + last > steps:
+            advice = f"lower it or schedule.decay={self.decay}"
             raise ConfigError(
-                f"schedule.warmup={self.warmup}: overlaps the last {self.decay_steps(steps)} of steps={steps}, which decay; "
-                f"lower it or schedule.decay={self.decay}"
+                f"schedule.warmup={self.warmup}: overlaps the last {last} of steps={steps}, which decay; {advice}"
             )
-        return _decay(self, experiment, self.final, max(steps - 1 - self.decay_steps(steps), 0))
+        return _decay(self, experiment, self.final, max(steps - 1 - last, 0))
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,5 @@ def _check(schedule: Any, steps: int, ends: bool = True) -> None:
     if schedule.warmup < 0:
         raise ConfigError(f"schedule.warmup={schedule.warmup}: must be at least 0")
     if ends and schedule.warmup >= steps:
-        raise ConfigError(
-            f"schedule.warmup={schedule.warmup}: must be below steps={steps}; lower --schedule.warmup or raise --steps"
-        )
+        advice = "lower --schedule.warmup or raise --steps"
+        raise ConfigError(f"schedule.warmup={schedule.warmup}: must be below steps={steps}; {advice}")

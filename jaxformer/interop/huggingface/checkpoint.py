@@ -196,4 +196,4 @@ def _check_last(checkpoint: Checkpoint, tokens: np.ndarray, mask: np.ndarray | N
     ours = last(np.ones(tokens.shape, bool) if mask is None else mask > 0)
     if (theirs != ours).any():
         places = f"at {theirs.tolist()}; attention_mask ends rows at {ours.tolist()}; make them agree"
-        raise ConfigError(f"Checkpoint.apply: transformers reads the class at the last token but pad {pad}, {places}")
+        raise ConfigError(f"Checkpoint.apply: transformers reads the class at the last token other than pad {pad}, {places}")
