@@ -195,5 +195,5 @@ def _check_last(checkpoint: Checkpoint, tokens: np.ndarray, mask: np.ndarray | N
     theirs = last(tokens != (-1 if pad is None else pad))
     ours = last(np.ones(tokens.shape, bool) if mask is None else mask > 0)
     if (theirs != ours).any():
-        places = f"at {theirs.tolist()}; attention_mask ends rows at {ours.tolist()}; make them agree"
-        raise ConfigError(f"Checkpoint.apply: transformers reads the class at the last token other than pad {pad}, {places}")
+        places = f"the pad id {pad}, at {theirs.tolist()}; attention_mask ends rows at {ours.tolist()}; make them agree"
+        raise ConfigError(f"Checkpoint.apply: transformers reads the class at the last token that is not {places}")
