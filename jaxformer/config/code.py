@@ -8,6 +8,8 @@ import ast
 import functools
 import inspect
 import linecache
+import os
+import re
 import symtable
 import sys
 import sysconfig
@@ -16,6 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+INSTALLED = r"[/\\](site|dist)-packages[/\\]"
+# the folders of this library and of Python
+NOT_USERS = tuple(str(path.resolve()) + os.sep for path in (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))))
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 
 
@@ -26,19 +31,18 @@ def name_of(unit: Any) -> str:
     return name if module is None or in_experiment else f"{module}:{name}"
 
 
-@functools.lru_cache(maxsize=1024)
-def _is_users_file(file: str | None) -> bool:
-    if file is None or file.startswith("<frozen"):
+@functools.cache
+def is_users_file(file: str | None) -> bool:
+    """Whether a file belongs neither to this library, nor to an installed package, nor to Python."""
+    if file is None or file.startswith("<frozen") or re.search(INSTALLED, file):
         return False
-    path = Path(file).resolve()
-    folders = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("stdlib")).resolve())
-    installed = {"site-packages", "dist-packages"} & set(path.parts)
-    return not installed and not any(path.is_relative_to(folder) for folder in folders)
+    path = os.path.realpath(file)
+    return not re.search(INSTALLED, path) and not path.startswith(NOT_USERS)
 
 
 def is_users_module(module: Any) -> bool:
-    """Whether a module belongs neither to this library, nor to an installed package, nor to Python."""
-    return hasattr(module, "__experiment_text__") or _is_users_file(getattr(module, "__file__", None))
+    """`is_users_file` of a module."""
+    return hasattr(module, "__experiment_text__") or is_users_file(getattr(module, "__file__", None))
 
 
 def in_library(unit: Any) -> bool:
@@ -52,7 +56,7 @@ def in_library(unit: Any) -> bool:
 
 def is_users(unit: Any) -> bool:
     """Whether the user wrote a function or class."""
-    return "__experiment_text__" in _globals(unit) or _is_users_file(_file(unit))
+    return "__experiment_text__" in _globals(unit) or is_users_file(_file(unit))
 
 
 def _globals(unit: Any) -> dict[str, Any]:
@@ -136,7 +140,8 @@ def syntax(unit: Any) -> Any:
         return next((node for path, node in definitions if path == name and isinstance(node, ast.ClassDef)), None)
     code = unit.__code__
     named = [node for path, node in definitions if path.rpartition(".")[2] == code.co_name]
-    found = [node for node in named if _first_line(node) == code.co_firstlineno]
+    first_line = lambda node: min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
+    found = [node for node in named if first_line(node) == code.co_firstlineno]
     end = [position for position in code.co_positions() if None not in position][-1:]
     if len(found) > 1 and end:  # lambdas on one line: those whose bodies hold the last instruction
         line, end_line, column, end_column = end[0]
@@ -144,10 +149,6 @@ def syntax(unit: Any) -> Any:
         ends = lambda body: (end_line, end_column) <= (body.end_lineno, body.end_col_offset)
         found = [node for node in found if begins(node.body) and ends(node.body)]
     return max(found, key=lambda node: node.col_offset, default=None)  # the innermost
-
-
-def _first_line(node: Any) -> int:
-    return min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
 
 
 @functools.lru_cache(maxsize=64)

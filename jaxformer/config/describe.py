@@ -77,7 +77,7 @@ def _describe(value: Any, place: _Place) -> Any:
     if isinstance(value, list | tuple):
         return [inner(item) for item in value]
     if is_config(value):
-        hidden = [] if place.execution else [field.name for field in dataclasses.fields(value) if _is_execution(field)]
+        hidden = [field.name for field in dataclasses.fields(value) if "execution" in field.metadata and not place.execution]
         return _instance(value, {name: item for name, item in fields(value).items() if name not in hidden}, place)
     if isinstance(value, functools.partial):
         arguments = {"arguments": value.args} if value.args else {}
@@ -190,7 +190,8 @@ def changes(config: Any, default: Any = None) -> dict[str, Any]:
     if type(default) is type(config):
         usual, found = fields(default), {}
     else:
-        usual = _defaults(type(config))
+        default_of = lambda field: field.default if field.default_factory is MISSING else field.default_factory()
+        usual = {field.name: default_of(field) for field in dataclasses.fields(config)}  # MISSING where there is none
         found = {name: part for name, part in described.items() if name not in usual}
     for name, value in fields(config).items():
         if name not in described:  # execution
@@ -201,16 +202,6 @@ def changes(config: Any, default: Any = None) -> dict[str, Any]:
         elif usual[name] is MISSING or described[name] != _describe(usual[name], numbers_only):
             found[name] = described[name]
     return found
-
-
-def _is_execution(field: dataclasses.Field) -> bool:
-    return field.metadata.get("execution", False)
-
-
-def _defaults(cls: type) -> dict[str, Any]:
-    """The default of each field of a config class, MISSING where it has none."""
-    made = lambda field: field.default if field.default_factory is MISSING else field.default_factory()
-    return {field.name: made(field) for field in dataclasses.fields(cls)}
 
 
 def flat(description: Any, prefix: str = "") -> dict[str, Any]:
@@ -238,7 +229,7 @@ def execution_fields(config: Any, prefix: str = "") -> set[str]:
     found = set()
     for field in dataclasses.fields(config) if is_config(config) else ():
         path, value = prefix + field.name, getattr(config, field.name, None)
-        if _is_execution(field):
+        if "execution" in field.metadata:
             found |= {path} | {f"{path}.{name}" for name in flat(describe(value)) if name}
         else:
             found |= execution_fields(value, f"{path}.")

@@ -31,9 +31,6 @@ _BINARY: dict[type, Callable] = {
 }  # fmt: skip
 
 
-# Expressions
-
-
 def evaluate(text: str, names: Names) -> Any:
     """The value of an expression over `names`. Raises ConfigError for everything but literals, calls and `& | ~ + - * /`."""
     try:
@@ -145,94 +142,54 @@ def _field(name: str, field: str, value: Any, types_: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{name}({field}=...): {error}") from None
 
 
-# Words
-
-
 def read(texts: Sequence[str], hint: Any, names: Names) -> Any:
     """The value of type `hint` that is written in one or several words. Raises ConfigError, without saying where.
 
-    A str and a Literal take the word as it is. A tuple takes several words, one word, or `(a, b)`.
+    A word is what it is as an expression, if that has the type; else, for a str or a Path, the word itself. A tuple takes
+    several words, one word, or `(a, b)`.
     """
     if not texts and bool in members_of(hint):
         return True
     if len(texts) == 1:
         return _word(texts[0], hint, names)
     items = _item_types(hint, len(texts))
-    try:
-        if items is not None:
-            return convert(tuple(_word(text, item, names) for text, item in zip(texts, items, strict=True)), hint)
-    except ConfigError:
-        if not _is_plain(hint):
-            raise
-    raise ConfigError(f"expected {expected(hint)}")
+    if items is None:
+        raise ConfigError(f"expected {expected(hint)}")
+    return convert(tuple(_word(text, item, names) for text, item in zip(texts, items, strict=True)), hint)
 
 
 def _word(text: str, hint: Any, names: Names) -> Any:
-    members, plain = members_of(hint), _is_plain(hint)
-    choices = _choices(members)
-    word = text.capitalize() if bool in members else text
+    members = members_of(hint)
+    choices, word = _choices(members), text.capitalize() if bool in members else text
     if word in choices:
         return choices[word]
-    if str in members and (plain or not _is_expression(text, names)) and not _is_number_word(text, members):
-        return text
-    if Path in members:
-        return Path(text)
-    items = _item_types(hint, 1)
     try:
-        if items is not None and _is_plain(items[0]) and not text.startswith(("(", "[")) and "," not in text:
-            return convert((_word(text, items[0], names),), hint)
         value = evaluate(text, names)
+        if isinstance(value, str) and str in members:
+            return text  # with its quotes
         if isinstance(value, float) and "e" in text.lower() and int in members and value.is_integer():
             value = int(value)  # 1e4 is meant as an integer, 1.0 is not
         return convert(value, hint)
     except ConfigError as error:
-        if plain:
-            raise ConfigError(f"expected {expected(hint)}") from None
+        for member in members:
+            if member in (str, Path):
+                return member(text)
+        if items := _item_types(hint, 1):
+            return convert((_word(text, items[0], names),), hint)
         told = hint is Any or str(error).startswith("expected")
         raise ConfigError(str(error) if told else f"{error}; expected {expected(hint)}") from None
 
 
 def _choices(members: Sequence[Any]) -> dict[str, Any]:
     """The values that a type writes as words."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"None": None} if types.NoneType in members else {}
+    found |= {"True": True, "False": False} if bool in members else {}
     for member in members:
         if get_origin(member) is Literal:
             found |= {str(choice): choice for choice in get_args(member)}
         elif isinstance(member, enum.EnumMeta):
             found |= {choice.name: choice for choice in member}
-        elif member is bool:
-            found |= {"True": True, "False": False}
-        elif member is types.NoneType:
-            found["None"] = None
     return found
-
-
-def _is_plain(hint: Any) -> bool:
-    """Whether words alone write every value of a type, without calls."""
-    if members_of(hint) != (hint,) or get_origin(hint) in (tuple, list):
-        return all(map(_is_plain, get_args(hint)))
-    if get_origin(hint) is Literal or isinstance(hint, enum.EnumMeta):
-        return True
-    return hint in (str, bool, int, float, Path, types.NoneType, ...)
-
-
-def _is_expression(text: str, names: Names) -> bool:
-    """Whether a word is better read as an expression than as a string: it calls something, or is a name to choose."""
-    try:
-        tree = _parse(text)
-    except ConfigError:
-        return False
-    return text in names or any(isinstance(node, ast.Call) for node in ast.walk(tree))
-
-
-def _is_number_word(text: str, members: Sequence[Any]) -> bool:
-    try:
-        return bool({int, float} & set(members)) and _is_number(evaluate(text, {}))
-    except ConfigError:
-        return False
-
-
-# Types
 
 
 def members_of(hint: Any) -> tuple[Any, ...]:

@@ -1,18 +1,15 @@
 """Experiment files: found, run, and run again from the copy that a run folder keeps."""
 
-import ast
 import hashlib
-import importlib.util
 import os
 import sys
 import traceback
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jaxformer.config.code import is_users_module
+from jaxformer.config.code import is_users_file, is_users_module
 from jaxformer.config.describe import is_config
 from jaxformer.errors import ConfigError, did_you_mean
 
@@ -104,7 +101,7 @@ def _run(file: Any, path: Path) -> Source:
     if not is_config(getattr(module, "experiment", None)):
         del sys.modules[module.__name__]
         raise ConfigError(f"{file}: defines no `experiment`; end it with `experiment = Experiment(...)`")
-    return Source(text, str(path), module.experiment, _names(module), _imports(text, module.__package__, {}))
+    return Source(text, str(path), module.experiment, _names(module), _imports())
 
 
 def _names(module: types.ModuleType) -> dict[str, Any]:
@@ -122,32 +119,12 @@ def _is_offered(function: Any) -> bool:
     return name.split(".")[0] == "jaxformer" or is_users_module(sys.modules.get(name))
 
 
-def _imports(text: str, package: str, found: dict[str, str]) -> dict[str, str]:
-    """The sha256 of the user's files that a text imports, and of those that they import."""
-    for name in _imported(ast.parse(text), package):
-        module: Any = sys.modules.get(name)
-        file = getattr(module, "__file__", None)
-        if file is None or file in found or not file.endswith(".py") or not is_users_module(module):
-            continue
-        content = Path(file).read_bytes()
-        found[file] = hashlib.sha256(content).hexdigest()
-        _imports(content.decode(), module.__package__ or "", found)
-    return found
-
-
-def _imported(tree: ast.Module, package: str) -> Iterator[str]:
-    """Every module that import statements may name, with the packages around it."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and (package or not node.level):
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            names = [f"{base}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            parts = name.split(".")
-            yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+def _imports() -> dict[str, str]:
+    """The sha256 of the user's files that are imported by now: those of an experiment that just ran are among them."""
+    modules = [vars(module) for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    files = {str(each.get("__file__")) for each in modules if "__experiment_text__" not in each}
+    users = sorted(file for file in files if file.endswith(".py") and is_users_file(file))
+    return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in users}
 
 
 def write_atomically(path: os.PathLike | str, text: str) -> None:

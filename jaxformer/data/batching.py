@@ -1,6 +1,7 @@
 """Training batches as a function of (seed, step), validation batches in order, and prefetching."""
 
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,14 +21,10 @@ def open_dataset(data: Any, model: Any) -> sources.Dataset:
         if not hasattr(dataset, name):
             opener = f"{type(data).__name__}.open"
             raise ConfigError(f"data: {opener} returned no .{name}; return a jaxformer.data.sources.Dataset")
-    for name in ("train", "validation"):
-        split = getattr(dataset, name)
-        for method in ("__len__", "__getitem__"):
-            if not hasattr(type(split), method):
-                raise ConfigError(
-                    f"data: the {name} split {type(split).__name__} has no {method}; a split has len and [i] -> example; "
-                    "for an endless stream, let len be one epoch"
-                )
+    for name, method in itertools.product(("train", "validation"), ("__len__", "__getitem__")):
+        if not hasattr(kind := type(getattr(dataset, name)), method):
+            advice = "a split has len and [i] -> example; for an endless stream, let len be one epoch"
+            raise ConfigError(f"data: the {name} split {kind.__name__} has no {method}; {advice}")
     if not isinstance(dataset.digest, str):
         raise ConfigError(f"data: digest={dataset.digest!r}: expected a text that identifies the data")
     return dataset
@@ -129,16 +126,15 @@ class Prefetch(Iterator, AbstractContextManager):
     deletion and the end of the program stop the thread. They wait for the batch that it is making.
     """
 
-    def __init__(
-        self, get: Callable[[int], Any], start: int, stop: int, depth: int = 2, put: Callable[[Any], Any] | None = None
-    ):
+    def __init__(self, get: Callable, start: int, stop: int, depth: int = 2, put: Callable | None = None):
         import grain
 
         steps = grain.MapDataset.range(start, stop).map(functools.partial(_attempt, get, put))
         one_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         items = grain.experimental.ThreadPrefetchIterDataset(steps.to_iter_dataset(one_thread), prefetch_buffer_size=depth)
         self._items = [iter(items)]
-        self.close = weakref.finalize(self, _close, self._items)
+        # no reference remains: grain's destructor prints an error if it runs when Python has ended
+        self.close = weakref.finalize(self, lambda items: items.pop().close(), self._items)
         self._items[0].start_prefetch()
 
     def __next__(self) -> Any:
@@ -157,10 +153,6 @@ class Prefetch(Iterator, AbstractContextManager):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _close(items: list) -> None:
-    items.pop().close()  # no reference remains: grain's destructor prints an error if it runs when Python has ended
 
 
 def _attempt(get: Callable, put: Callable | None, step: int) -> tuple[int, Any, BaseException | None]:

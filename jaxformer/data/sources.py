@@ -114,10 +114,8 @@ def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
     if not 0 < config.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction: {config.validation_fraction} is not between 0 and 1")
     if (config.tokenizer == "bpe") != (config.vocab_size is not None):
-        raise ConfigError(
-            f"data.vocab_size: bpe needs one, the others have their own; it is {config.vocab_size} "
-            f"with data.tokenizer={config.tokenizer!r}"
-        )
+        advice = f"it is {config.vocab_size} with data.tokenizer={config.tokenizer!r}"
+        raise ConfigError(f"data.vocab_size: bpe needs one, the others have their own; {advice}")
     name, raw = _read_path(config) if isinstance(config, Text) else _read_stdlib()
     if not raw:
         raise ConfigError(f"data.path: {name} is empty")
@@ -125,19 +123,16 @@ def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
     train, validation, tokenizer = _encode(config, name, raw, source)
     for part, tokens, least in (("training", train, context_length + 1), ("validation", validation, 2)):
         if len(tokens) < least:
-            raise ConfigError(
-                f"data: the {part} part of {name} is {len(tokens):,} tokens; a context of {context_length:,} needs at "
-                f"least {least:,}; take a longer text, a shorter context or another data.validation_fraction"
-            )
+            needed = f"a context of {context_length:,} needs at least {least:,}"
+            advice = "take a longer text, a shorter context or another data.validation_fraction"
+            raise ConfigError(f"data: the {part} part of {name} is {len(tokens):,} tokens; {needed}; {advice}")
     return Dataset(
-        train=Windows(train, context_length),
-        validation=Windows(validation, context_length, stride=context_length),
-        vocab_size=tokenizer.vocab_size,
+        train=Windows(train, context_length), validation=Windows(validation, context_length, stride=context_length),
+        vocab_size=tokenizer.vocab_size, tokenizer=tokenizer,
         digest=hashlib.sha256(f"{source} {len(train)} {len(validation)} {tokenizer.digest}".encode()).hexdigest(),
         description=f"{name}: {len(raw):,} bytes, sha256 {source[:16]}; {config.tokenizer}, vocabulary "
         f"{tokenizer.vocab_size:,}; {len(train):,} training and {len(validation):,} validation tokens",
-        tokenizer=tokenizer,
-    )
+    )  # fmt: skip
 
 
 def _encode(config: Text | Stdlib, name: str, raw: bytes, source: str) -> tuple[np.ndarray, np.ndarray, Any]:
@@ -150,10 +145,8 @@ def _encode(config: Text | Stdlib, name: str, raw: bytes, source: str) -> tuple[
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"data.path: {name} is not UTF-8 (byte {raw[error.start]:#04x} at position {error.start:,}); "
-            "convert it, or use tokenizer='bytes'"
-        ) from None
+        problem = f"data.path: {name} is not UTF-8 (byte {raw[error.start]:#04x} at position {error.start:,})"
+        raise ConfigError(f"{problem}; convert it, or use tokenizer='bytes'") from None
     cut = int(len(text) * train_fraction)
     if config.tokenizer == "bpe":
         return _encode_bpe(config, text, cut, source)
@@ -180,8 +173,7 @@ def _encode_bpe(config: Text | Stdlib, text: str, cut: int, source: str) -> tupl
         temporary.mkdir(parents=True)
         _save_tokens(temporary, tokenizer.encode_text(text[:cut]), tokenizer.encode_text(text[cut:]), tokenizer)
         loaded = _load_tokens(temporary)
-        # Memory maps stay valid after a rename. They also stay valid after `rmtree` below, which runs if another process
-        # stored its tokens first.
+        # Memory maps stay valid after this, and after the `rmtree` below if another process stored its tokens first.
         with contextlib.suppress(OSError):
             os.replace(temporary, entry)
         return loaded

@@ -118,10 +118,8 @@ def open_task(config: Task, limit: int) -> Dataset:
     train, validation = Examples(config, 0, config.examples), Examples(config, 1, config.validation_examples)
     length = len(train[0]["tokens"])
     if length > limit:
-        raise ConfigError(
-            f"data.length: an example of {config} is {length} tokens, longer than the context of {limit}; "
-            f"lower data.length or raise the context to {length}"
-        )
+        problem = f"data.length: an example of {config} is {length} tokens, longer than the context of {limit}"
+        raise ConfigError(f"{problem}; lower data.length or raise the context to {length}")
     # The digest includes examples because another NumPy version may draw other numbers from the same seed.
     content = [example(config, split, index).tobytes() for split in (0, 1) for index in range(16)]
     return Dataset(

@@ -26,10 +26,7 @@ class _Tokenizer:
 
     vocab_size: int
     state: dict[str, Any]
-
-    def encode_text(self, text: str) -> np.ndarray:
-        """The tokens of a long text, in the narrowest unsigned integer type for the vocabulary."""
-        raise NotImplementedError
+    encode_text: Any  # the tokens of a long text, in the narrowest unsigned integer type for the vocabulary
 
     def encode(self, text: str) -> list[int]:
         return self.encode_text(text).tolist()
@@ -80,10 +77,8 @@ class Characters(_Tokenizer):
         ids = self._ids[np.minimum(_code_points(text), len(self._ids) - 1)]
         if ids.min(initial=0) < 0:
             at = int(np.argmin(ids))
-            raise ConfigError(
-                f"character {text[at]!r} (position {at}) is not among the {self.vocab_size} of the training text; "
-                "remove it, or train with tokenizer='bytes'"
-            )
+            problem = f"character {text[at]!r} (position {at}) is not among the {self.vocab_size} of the training text"
+            raise ConfigError(f"{problem}; remove it, or train with tokenizer='bytes'")
         return ids.astype(np.min_scalar_type(max(self.vocab_size - 1, 0)))
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
@@ -111,12 +106,9 @@ class BPE(_Tokenizer):
         tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = package.decoders.ByteLevel()
         trainer = package.trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            min_frequency=2,
-            special_tokens=[END_OF_TEXT],
+            vocab_size=vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False,
             initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        )
+        )  # fmt: skip
         tokenizer.train_from_iterator(_chunks(text), trainer)
         return cls(tokenizer.to_str())
 

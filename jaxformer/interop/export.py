@@ -63,16 +63,12 @@ def save(
         raise ConfigError(f"{path}: {reason}") from error
     shape_of = lambda a: {"shape": [d if isinstance(d, int) else str(d) for d in a.shape], "dtype": str(a.dtype)}
     manifest = {
-        "program": PROGRAM,
+        "program": PROGRAM, "result": shape_of(exported.out_avals[0]), "model": config_description(config),
         "arguments": {"params": "model.safetensors"} | {name: shape_of(a) for name, a in arguments.items()},
         "limits": {"b": None, "t": decoder.context_length, "s": encoder.context_length},
-        "result": shape_of(exported.out_avals[0]),
-        "platforms": list(exported.platforms),
-        "vjp_order": vjp_order,
-        "calling_convention_version": exported.calling_convention_version,
-        "jax": jax.__version__,
-        "model": config_description(config),
-    }
+        "platforms": list(exported.platforms), "vjp_order": vjp_order,
+        "calling_convention_version": exported.calling_convention_version, "jax": jax.__version__,
+    }  # fmt: skip
     tensors = [(name, leaf.shape, leaf.dtype, partial(np.asarray, leaf)) for name, leaf in sorted(leaves.items())]
     program = exported.serialize(vjp_order=vjp_order)
     safetensors.save_checkpoint(path, manifest, tensors, shard_bytes=2**63)

@@ -23,8 +23,6 @@ from jaxformer.models.config import Learned, Sinusoidal
 from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput, Mixer, MixerOutput
 from jaxformer.params import Spec, Tree, mismatch
 
-# Our models as Flax modules
-
 
 class Transformer(linen.Module):
     """`as_linen(config)`: `module.apply({"params": p}, tokens, **options)` is `models.apply`, `module.init` is `models.init`.
@@ -103,9 +101,6 @@ def _plain(node: Any) -> Any:
     if isinstance(node, nnx.Dict):
         return {name: _plain(node[name]) for name in node}
     return _plain(node()) if callable(node) else node
-
-
-# Flax layers in our models
 
 
 def call_with_x(module, x, context: Context):

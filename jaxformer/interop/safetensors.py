@@ -1,12 +1,9 @@
 """A folder of Hugging Face weights, read and written one tensor at a time.
 
 The `safetensors` package reads and checks the files, with pread: if a mapped file becomes shorter, the process dies (SIGBUS).
-We check what it does not check: the size of the header, duplicate keys, links and pipes. We write the files ourselves
-because the package needs all tensors of a file in memory.
+We write the files ourselves because the package needs all tensors of a file in memory.
 """
 
-import contextlib
-import io
 import json
 import math
 import os
@@ -14,7 +11,7 @@ import re
 import reprlib
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,14 +24,11 @@ from jaxformer.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-TEXT_LIMIT = 32_000_000  # bytes of JSON, for 200,000 tensors; the 100 MB of the format would take 1.4 GB to parse
-SLAB = 1 << 22  # bytes copied at once
+TEXT_LIMIT = 32_000_000  # bytes of JSON, for 200,000 tensors
 AGAIN = "download or convert it again"
 
 DTYPES: dict[str, np.dtype] = {code: np.dtype(scalar) for code, scalar in {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "C64": np.complex64,
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "C64": np.complex64,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }.items()}  # fmt: skip
@@ -54,14 +48,7 @@ class _Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class _Location(NamedTuple):
-    """The file of a tensor (its path, and the open and checked file) and the tensor's first byte in it."""
-
-    path: Path
-    file: Any
-    start: int
-    shape: tuple[int, ...]
-    dtype: np.dtype
+Opened = dict[str, tuple[Path, Any]]  # the file of each tensor: its path, and the open and checked file
 
 
 @dataclass(frozen=True)
@@ -72,26 +59,17 @@ class Files:
     config: dict[str, Any] = field(repr=False)  # config.json
     generation: dict[str, Any] = field(repr=False)  # generation_config.json; empty if missing
     names: dict[str, tuple[tuple[int, ...], str]] = field(repr=False)  # {tensor: (shape, NumPy dtype name)}
-    _locations: dict[str, _Location] = field(repr=False)
+    _opened: Opened = field(repr=False)
 
     def read(self, name: str) -> np.ndarray:
-        """Reads one tensor. Raises ConfigError for an unknown name and for a file that has changed."""
-        if name not in self._locations:
+        """Reads one tensor. Raises ConfigError for an unknown name, and for a file that has changed."""
+        if name not in self._opened:
             raise ConfigError(f"{self.folder}: no tensor {_display(name)}; there are {list_names(self.names)}")
-        path, file, start, shape, dtype = self._locations[name]
+        path, file = self._opened[name]
         try:
-            if CODES[dtype].startswith("F8"):  # the package expects these types in NumPy, which lacks them
-                array = np.fromfile(path, dtype, math.prod(shape), offset=start).reshape(shape)
-            else:
-                array = file.get_tensor(name)
-        except MemoryError:
-            size = math.prod(shape) * dtype.itemsize
-            raise ConfigError(f"{path}: no memory for {_display(name)}, which has {size:,} bytes") from None
+            return file.get_tensor(name)
         except (OSError, SafetensorError, ValueError):  # ValueError: too few bytes for the shape
             raise ConfigError(f"{path}: cut short since it was opened, {_display(name)} is gone; {AGAIN}") from None
-        if dtype == np.bool_ and array.view(np.uint8).max(initial=0) > 1:
-            raise ConfigError(f"{path}: {_display(name)} holds bytes that are neither true (1) nor false (0); {AGAIN}")
-        return array
 
 
 def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Files:
@@ -116,9 +94,9 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
     files = ("config.json", "generation_config.json")
     config, generation = (_read_json(folder / file) if file in listing else {} for file in files)
     if SINGLE in listing:
-        locations = _open_file(folder / SINGLE)
+        opened = _open_file(folder / SINGLE)
     elif INDEX in listing:
-        locations = _open_shards(folder, listing)
+        opened = _open_shards(folder, listing)
     elif pickles := [file for file in listing if file.endswith(PICKLES)]:
         raise ConfigError(
             f"{folder}: neither {SINGLE} nor {INDEX}, only pickled files ({list_names(pickles)}): loading a pickle runs"
@@ -128,16 +106,14 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
     else:
         found = f"there are {list_names(listing)}; give the folder that `save_pretrained` wrote"
         raise ConfigError(f"{folder}: neither {SINGLE} nor {INDEX}; {found}")
-    names = {name: (location.shape, str(location.dtype.name)) for name, location in locations.items()}
-    return Files(folder, config, generation, names, locations)
+    parts = {name: file.get_slice(name) for name, (_, file) in opened.items()}
+    names = {name: (tuple(part.get_shape()), str(DTYPES[part.get_dtype()].name)) for name, part in parts.items()}
+    return Files(folder, config, generation, names, opened)
 
 
 def check_finite(name: str, array: np.ndarray) -> None:
-    """Raises ConfigError if a value is NaN or infinite. Copies a few megabytes at a time."""
-    if array.dtype.kind in "biu":
-        return
-    bad = array.size - sum(np.count_nonzero(np.isfinite(slab)) for slab in _slabs(array))
-    if bad:
+    """Raises ConfigError if a value is NaN or infinite."""
+    if bad := array.size - np.count_nonzero(np.isfinite(array)):
         advice = "the weights are damaged, or the training diverged: take another revision or checkpoint"
         raise ConfigError(f"tensor {_display(name)}: {bad:,} of {array.size:,} values are NaN or infinite; {advice}")
 
@@ -181,9 +157,6 @@ def save_checkpoint(
         raise
 
 
-# Opening
-
-
 def _download(name: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import errors, snapshot_download
@@ -207,10 +180,10 @@ def _download(name: str, revision: str | None) -> Path:
         raise ConfigError(f"{name}: no such folder here, and the hub does not give it ({reason}); {hint}") from error
 
 
-def _open_shards(folder: Path, listing: list[str]) -> dict[str, _Location]:
+def _open_shards(folder: Path, listing: list[str]) -> Opened:
     """The tensors of all files of an index. Files and index must agree."""
     index = folder / INDEX
-    weight_map = _read_json(index, _unique).get("weight_map")
+    weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{index}: no weight_map that names the file of each tensor; {AGAIN}")
     for name, file in weight_map.items():
@@ -221,7 +194,7 @@ def _open_shards(folder: Path, listing: list[str]) -> dict[str, _Location]:
     if missing := [file for file in files if file not in listing]:
         found = f"{len(missing)} of {len(files)} files are missing: {list_names(missing)}"
         raise ConfigError(f"{index}: {found}; download them")
-    locations: dict[str, _Location] = {}
+    opened: Opened = {}
     for file in files:
         tensors = _open_file(folder / file)
         expected = {name for name in weight_map if weight_map[name] == file}
@@ -229,85 +202,51 @@ def _open_shards(folder: Path, listing: list[str]) -> dict[str, _Location]:
             raise ConfigError(f"{folder / file}: lacks {list_names(missing)}, which {INDEX} says is there; {AGAIN}")
         if extra := sorted(tensors.keys() - expected):
             raise ConfigError(f"{folder / file}: has {list_names(extra)}, which {INDEX} does not list there; {AGAIN}")
-        locations |= tensors
-    return locations
+        opened |= tensors
+    return opened
 
 
-def _open_file(path: Path) -> dict[str, _Location]:
-    """The tensors of one file. It starts with the header's length (8 bytes) and the header, JSON of dtypes and shapes."""
-    with _reading(path) as (stream, size):
-        first = stream.read(8)
-        length = int.from_bytes(first, "little")
-        if first == b"version ":
-            raise ConfigError(f"{path}: a Git LFS pointer instead of the weights; run `git lfs pull` in its folder")
-        if length > TEXT_LIMIT:
-            found = f"a header of {length:,} bytes (> {TEXT_LIMIT:,})"
-            raise ConfigError(f"{path}: damaged, or no safetensors file: {found}")
-        if len(first) < 8 or 8 + length > size:
-            raise ConfigError(f"{path}: cut short, has {size:,} bytes and a header of {8 + length:,}; {AGAIN}")
-        header = _parse(stream.read(length), path, _unique)
-        try:
-            file = safe_open(path, "np", backend="pread")
-        except SafetensorError as error:
-            reason = _display(str(error).removeprefix("Error while deserializing header: "))
-            raise ConfigError(f"{path}: damaged or cut short, has {size:,} bytes ({reason}); {AGAIN}") from None
-    header.pop("__metadata__", None)
-    locations = {}
-    for name, entry in header.items():
-        # the package accepts also a list as a tensor's entry, and an object as its dtype
-        dtype, shape = (entry["dtype"], entry["shape"]) if isinstance(entry, dict) else (entry, [])
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise ConfigError(f"{path}: {_display(name)} has the dtype {_display(dtype)}; we read {', '.join(DTYPES)}")
-        if len(shape) > 64:
-            raise ConfigError(f"{path}: {_display(name)} has {len(shape)} axes; NumPy has at most 64")
-        locations[name] = _Location(path, file, 8 + length + entry["data_offsets"][0], tuple(shape), DTYPES[dtype])
-    return locations
+def _open_file(path: Path) -> Opened:
+    """The tensors of one file. The package reads its header and checks that the tensors fill the file."""
+    first, size = _read_bytes(path, 8)
+    if first == b"version ":
+        raise ConfigError(f"{path}: a Git LFS pointer instead of the weights; run `git lfs pull` in its folder")
+    try:
+        file = safe_open(path, "np", backend="pread")
+    except SafetensorError as error:
+        reason = _display(str(error).removeprefix("Error while deserializing header: "))
+        raise ConfigError(f"{path}: damaged or cut short, has {size:,} bytes ({reason}); {AGAIN}") from None
+    for name in file.keys():  # noqa: SIM118  (no mapping)
+        if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
+            raise ConfigError(f"{path}: {_display(name)} has the dtype {dtype}; we read {', '.join(DTYPES)}")
+    return dict.fromkeys(file.keys(), (path, file))
 
 
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[tuple[io.BufferedReader, int]]:
-    """The open file and its size. Raises ConfigError if it is not a readable file."""
+def _read_bytes(path: Path, most: int) -> tuple[bytes, int]:
+    """The first bytes of a file, at most so many, and its size. Raises ConfigError if it is not a readable file."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # before opening: a pipe would wait for a writer
             raise ConfigError(f"{path}: not a file; expected one that `save_pretrained` wrote")
         with path.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if not size:
-                raise ConfigError(f"{path}: empty; {AGAIN}")
-            yield stream, size
+            text, size = stream.read(most), os.fstat(stream.fileno()).st_size
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if not size:
+        raise ConfigError(f"{path}: empty; {AGAIN}")
+    return text, size
 
 
-def _read_json(path: Path, pairs: Callable = dict) -> dict[str, Any]:
-    with _reading(path) as (stream, size):
-        if size > TEXT_LIMIT:
-            raise ConfigError(f"{path}: has {size:,} bytes; expected JSON of at most {TEXT_LIMIT:,}")
-        return _parse(stream.read(size), path, pairs)
-
-
-def _parse(text: bytes, path: Path, pairs: Callable) -> dict[str, Any]:
-    """A JSON object; `pairs` makes a dict from a list of pairs."""
+def _read_json(path: Path) -> dict[str, Any]:
+    text, size = _read_bytes(path, TEXT_LIMIT)
+    if size > TEXT_LIMIT:
+        raise ConfigError(f"{path}: has {size:,} bytes; expected JSON of at most {TEXT_LIMIT:,}")
     try:
-        value = json.loads(text.decode(), object_pairs_hook=pairs)
+        value = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: its JSON cannot be read ({error}); {AGAIN}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: expected a JSON object {{...}}, got {_display(value)}; {AGAIN}")
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError for a duplicate key: readers disagree about which value counts."""
-    value = {}
-    for key, item in pairs:
-        if key in value:
-            raise ValueError(f"the key {_display(key)} appears twice")
-        value[key] = item
-    return value
-
-
-# Writing
 
 
 def _dumps(value: Any) -> str:
@@ -348,19 +287,10 @@ def _write_file(path: Path, tensors: list[_Tensor]) -> None:
             array = np.asarray(make())
             if array.shape != shape or array.dtype != dtype:
                 raise ValueError(f"{name}: declared as {dtype}{list(shape)}, made as {array.dtype}{list(array.shape)}")
-            for slab in _slabs(array):
-                stream.write(slab.reshape(-1).view(np.uint8).data)
+            stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             del array  # before the next one is made
         stream.flush()
         os.fsync(stream.fileno())  # on disk before the rename
-
-
-def _slabs(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Contiguous pieces along the first axis: a transposed view needs no full copy."""
-    array = np.atleast_1d(array)
-    rows = max(1, SLAB // max(1, array[:1].nbytes))
-    for start in range(0, len(array), rows):
-        yield np.ascontiguousarray(array[start : start + rows])
 
 
 _short = reprlib.Repr()

@@ -78,8 +78,6 @@ def _strata(times: int, length: int, most: int) -> np.ndarray:
 
 
 # Bounds of a mask, from its structure
-
-
 def made_of(mask, allowed) -> bool:
     """Whether a mask holds no arrays and combines these rules alone."""
     if mask.rule in _OPERATIONS:
@@ -145,8 +143,6 @@ def union(bounds: Iterable[Bounds], total: Counts) -> Bounds:
 
 
 # Bounds narrowed by evaluating pairs
-
-
 def narrow_bounds(mask, bounds: Bounds, q: Edges, kv: Edges) -> Bounds:
     """Evaluates a few pairs of each undecided block, then all of its pairs while the budget lasts."""
     total = totals(q, kv)
@@ -208,9 +204,6 @@ def evaluate(mask, q, kv):
     if isinstance(visible, jax.core.Tracer):
         raise TracedRule("density: the mask depends on a traced value; ask outside of jit")
     return np.broadcast_to(np.asarray(visible, bool), np.broadcast_shapes(np.shape(visible), q.shape, kv.shape))
-
-
-# Exact counts
 
 
 def edges(first: int, length: int, block: int) -> Edges:
@@ -299,13 +292,9 @@ def _count_global(mask, q, kv):
 
 
 _COUNTS = {
-    rules.prefix: _count_keys,
-    rules.columns: _count_keys,
-    rules.chunked: _count_chunked,
-    rules.global_tokens: _count_global,
-    rules.block_sparse: _count_layout,
-    rules.random_blocks: _count_random,
-}
+    rules.prefix: _count_keys, rules.columns: _count_keys, rules.chunked: _count_chunked,
+    rules.global_tokens: _count_global, rules.block_sparse: _count_layout, rules.random_blocks: _count_random,
+}  # fmt: skip
 _OPERATIONS = {
     rules.and_: intersection,
     rules.or_: union,

@@ -305,12 +305,10 @@ def random_blocks(count: int, block: int, seed: int = 0, length: int | None = No
     """Each block of `block` queries sees `count` distinct random blocks of the ceil(length / block) ones of keys, or all.
 
     Zaheer et al. 2020, arXiv:2007.14062. Without a `length`, a model takes its config's `context_length`, and `ops.attention`
-    the number of keys (`Mask.sized`). The draw of a query block depends on the seed, its index modulo the number of key
-    blocks, and that number.
+    the number of keys (`Mask.sized`). A query block draws by the seed, the number of key blocks and its index modulo that.
     """
-    count, block, number = _integers("random_blocks", count=(count, 1), block=(block, 1), length=(length or 0, 0))
-    if seed < 0:
-        raise ValueError(f"random_blocks: a seed is >= 0; got {seed}")
+    sizes = dict(count=(count, 1), block=(block, 1), seed=(seed, 0), length=(length or 0, 0))
+    count, block, seed, number = _integers("random_blocks", **sizes)
     return Mask(rules.random_blocks, (count, block, seed) if length is None else (count, block, seed, number))
 
 
@@ -331,8 +329,6 @@ def segments(q: Int[Array, "B T"], kv: Int[Array, "B S"] | None = None) -> Mask:
 
 def lengths(q: Int[Array, " B"] | None = None, kv: Int[Array, " B"] | None = None) -> Mask:
     """Right-padded rows: queries before `q[b]` see keys before `kv[b]`; None does not limit that side."""
-    if q is None and kv is None:
-        raise ValueError("lengths(q, kv): give the lengths of at least one side")
     return Mask(rules.lengths, arrays=(q, kv), offset=None if q is None else 0)
 
 

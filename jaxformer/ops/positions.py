@@ -211,8 +211,6 @@ def rope_frequencies(
     if rotated % 2 or not 0 < rotated <= head_width:
         part = f"{config.fraction} of a head of {head_width} is {rotated} features"
         raise ValueError(f"rope: {part}; an even number must be rotated")
-    if not (scaling is None or hasattr(scaling, "scale")):
-        raise ValueError(f"rope: unknown scaling {scaling!r}; expected Linear, NTK, Llama3, YaRN, LongRoPE or None")
     frequencies = config.theta ** -(np.arange(0, rotated, 2) / rotated)
     return (frequencies, 1.0) if scaling is None else scaling.scale(frequencies, config.theta, positions)
 
@@ -276,8 +274,6 @@ def alibi(num_heads: int) -> Bias:
 
     m_n = 2^(-8 n / N) for a power of two N; else the slopes of the power below, then every second of the power above.
     """
-    if num_heads < 1:
-        raise ValueError(f"alibi: one slope a head, for at least one head; got {num_heads}")
     below = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * n / below) for n in range(1, below + 1)]
     slopes += [2 ** (-4 * n / below) for n in range(1, 2 * (num_heads - below), 2)]
@@ -323,8 +319,7 @@ def t5_bucket(distances: Int[Array, "..."], bidirectional: bool, max_distance: i
 def shaw(query: Float[Array, "B T N H"], table: Float[Array, "R H"], scale: float | None = None) -> Bias:
     """scale q_i . a[clip(j - i, -k, k) + k] for a table of R = 2 k + 1 relative keys. Shaw et al. 2018, arXiv:1803.02155.
 
-    Equation 5: q_i (k_j + a_ij) / sqrt(H) is the score of the keys plus this bias. `scale` is 1/sqrt(H) by default, and
-    must be that of `attention`.
+    Equation 5: q_i (k_j + a_ij) / sqrt(H) is the keys' score plus this bias. `scale` (1/sqrt(H)) must be that of `attention`.
     """
     if table.shape[0] % 2 != 1 or table.shape[1] != query.shape[-1]:
         raise ValueError(f"shaw: a table [2 k + 1, H] of relative keys; got {table.shape} for queries {query.shape}")

@@ -32,27 +32,17 @@ class Peers:
 
     def __init__(self, index: int, names: list[str], connections: dict[int, Connection]):
         self.index, self.names, self.connections = index, names, connections
-        self._reports = dict.fromkeys(connections, (-1, 0.0))  # (step, time) of the last report
         self._working, self._all_finished, self._ending = set(connections), threading.Event(), threading.Lock()
         threading.Thread(target=self._watch, name="peers", daemon=True).start()
 
     def send(self, **message: Any) -> None:
-        """To all connections: `step` reports where this process is."""
+        """To all connections."""
         for connection in self.connections.values():
             send(connection, **message)
 
     def fail(self, code: int, text: str) -> NoReturn:
         """Ends all processes. Each prints one line that names this process as the cause."""
         self._end(code, f"{self.names[self.index]}: {text}")
-
-    def slow_processes(self, step: int, patience: float) -> str:
-        """Names those that sent no report for `patience` seconds, or else those with the lowest steps."""
-        steps = {index: report[0] for index, report in self._reports.items()} | {self.index: step}
-        silent = [index for index, (_, when) in self._reports.items() if time.monotonic() - when > patience]
-        slow = silent or [index for index in steps if steps[index] < max(steps.values())]
-        problem = "does not answer" if silent else f"is behind, the others are at step {max(steps.values())}"
-        names = ", ".join(f"{self.names[index]} at step {max(steps[index], 0)}" for index in sorted(slow))
-        return f"{names}: {problem}" if slow else "all processes are at that step"
 
     def leave(self) -> None:
         """Waits until every process has called this."""
@@ -75,8 +65,6 @@ class Peers:
                         self._end(LOST, f"{self.names[index]} is gone")
                 elif "code" in message:
                     self._end(**message, notify=self.index == 0)
-                elif "step" in message:
-                    self._reports[index] = (message["step"], time.monotonic())
                 else:
                     self._working.discard(index)
                     if not self._working:

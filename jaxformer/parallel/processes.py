@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax._src import clusters, distributed  # cluster addresses and the key-value store have no public API
-from jax.experimental import multihost_utils
 
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.peers import STUCK, Peers, meet, print_error
@@ -85,14 +84,9 @@ def initialize(processes: Processes | None = None, limit: float | None = None) -
         logging.getLogger("jaxformer").setLevel(logging.ERROR)
     _peers = meet(processes.coordinator, processes.count, processes.index, limit)
     jax.distributed.initialize(
-        processes.coordinator,
-        processes.count,
-        processes.index,
-        local_device_ids=processes.local_devices,
-        cluster_detection_method="deactivate",
-        initialization_timeout=int(limit) + 60,
-        heartbeat_timeout_seconds=HEARTBEAT,
-    )
+        processes.coordinator, processes.count, processes.index, processes.local_devices,
+        cluster_detection_method="deactivate", initialization_timeout=int(limit) + 60, heartbeat_timeout_seconds=HEARTBEAT,
+    )  # fmt: skip
 
 
 def is_first() -> bool:
@@ -130,14 +124,6 @@ def all_gather_object(value: T) -> list[T]:
     client.wait_at_barrier(key, _DAY)
     values = {int(name.rpartition("/")[2]): pickle.loads(data) for name, data in client.key_value_dir_get_bytes(key)}
     return [values[index] for index in range(jax.process_count())]
-
-
-def reached_preemption(step: int) -> bool:
-    """Whether all processes should save and stop after `step` because one got SIGTERM. All must ask after every step.
-
-    JAX handles SIGTERM. A Python handler would take the signal away, and no process would stop.
-    """
-    return multihost_utils.reached_preemption_sync_point(step)
 
 
 def run_together(body: Callable[[], int]) -> int:
@@ -180,7 +166,7 @@ def global_batch(mesh: jax.sharding.Mesh, size: int, batch: dict[str, np.ndarray
 
 
 class Watchdog(contextlib.AbstractContextManager):
-    """Ends the run if no `beat` comes for `limit` seconds (None: never). Prints all stacks and names the slow process."""
+    """Ends the run if no `beat` comes for `limit` seconds (None: never), and prints the stacks of all threads."""
 
     def __init__(self, limit: float | None):
         self._limit, self._closed = limit, threading.Event()
@@ -196,16 +182,11 @@ class Watchdog(contextlib.AbstractContextManager):
         self._closed.set()
 
     def _watch(self, limit: float) -> None:
-        tick = min(2.0, limit / 4)
-        # only process 0 knows the steps of all others, so it reports first
-        grace = 0.0 if _peers is None or _peers.index == 0 else 5.0
-        while not self._closed.wait(tick):
-            if _peers is not None:
-                _peers.send(step=self._step)
-            if time.monotonic() > self._deadline + grace:
+        while not self._closed.wait(min(2.0, limit / 4)):
+            if time.monotonic() > self._deadline:
                 text = f"no step ended for {limit:g} s, at step {self._step}"
                 if _peers is not None:
-                    _peers.fail(STUCK, f"{text}; {_peers.slow_processes(self._step, 3 * tick)}")
+                    _peers.fail(STUCK, text)
                 print_error(text, stacks=True)
                 os._exit(STUCK)
 

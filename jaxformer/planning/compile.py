@@ -62,7 +62,6 @@ class Plan:
     planner_bytes: int  # peak host memory of planning
     notes: list[str]
     largest: list[dict] = field(default_factory=list)
-    changes: list[dict] = field(default_factory=list)
 
 
 class Traced(NamedTuple):

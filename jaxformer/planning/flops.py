@@ -21,8 +21,7 @@ LARGEST = 2**20  # entries of a constant that is followed through the program
 class Count(NamedTuple):
     """What a function computes, over all devices.
 
-    matmul: FLOPs of products, two a multiply-add. notes: what could not be counted exactly, and whether the count is an
-    upper or a lower bound.
+    matmul: FLOPs of products, two a multiply-add. notes: what is not counted exactly, as an upper or a lower bound.
     """
 
     matmul: float = 0.0

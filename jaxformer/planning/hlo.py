@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -182,25 +182,20 @@ def _size(dtype: str, dims: str) -> float:
     return float(math.prod(int(n) for n in dims.split(",") if n) * width)
 
 
-class Buffer(NamedTuple):
-    """A piece of a device's memory, by the largest array that it holds."""
+def largest(report: str, text: str, count: int = 8) -> list[dict]:
+    """The largest buffers of a program, by the compiler's memory-usage report and the names in the program's text.
 
-    bytes: int
-    shape: str
-    name: str
-
-
-def largest(report: str, text: str, count: int = 8) -> list[Buffer]:
-    """The largest buffers of a program, by the compiler's memory-usage report and the names in the program's text."""
+    Each as `{"bytes", "shape", "name"}` of the largest array that it holds.
+    """
     names: dict[str, Counter] = defaultdict(Counter)
     for shape, name in re.findall(r"= (\w+\[[\d,]*\])\S* (?!bitcast|get-tuple|tuple).*?op_name=\"([^\"]*)\"", text):
         names[shape][_plain(name)] += 1000 if name.startswith("args[") else 1  # prefer a name that the user gave
-    found = []
+    found: list[dict[str, Any]] = []
     for size, unit, shapes in re.findall(r"\);\s+([\d.]+)(\w*i?B);\s+\d+;\s+\d+; (.*)", report):
         first = max(re.findall(r"\w+\[[\d,]*\]", shapes), key=_in_memory)
         called = names[first].most_common(1)[0][0] if names[first] else "-"
-        found.append(Buffer(int(float(size) * _UNITS[unit]), first, called))
-    return sorted(found, key=lambda one: -one.bytes)[:count]
+        found.append({"bytes": int(float(size) * _UNITS[unit]), "shape": first, "name": called})
+    return sorted(found, key=lambda one: -one["bytes"])[:count]
 
 
 def _plain(name: str) -> str:

@@ -14,8 +14,8 @@ from jaxformer.models.config import ModelConfig
 from jaxformer.models.cost import GIB
 from jaxformer.models.heads import language_model
 from jaxformer.parallel import Mesh
-from jaxformer.planning import hlo, search
-from jaxformer.planning.compile import Plan, choose_attention, compile_step, plan_step, planner_bytes
+from jaxformer.planning import hlo
+from jaxformer.planning.compile import Plan, compile_step, plan_step, planner_bytes
 from jaxformer.training.experiment import Experiment
 
 
@@ -31,24 +31,16 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     """Compiles the experiment's train step for the devices of a topology. Nothing of the model is allocated.
 
     `fast` compiles with less effort: seconds instead of a minute, and memory that is off by up to a fifth. For a step that
-    does not fit, more compiles find its largest arrays and what would help. ConfigError where the mesh does not fit the
-    devices or the model.
+    does not fit, one more compile finds its largest arrays. ConfigError where the mesh does not fit the devices or the model.
     """
     made, lowered = plan_step(experiment, name, devices, fast)
     if made.fits:
         return made
-    changes = []
-    if isinstance(experiment.model, ModelConfig):
-        changes = search.changes(choose_attention(experiment, devices[0].platform), name, devices, made, fast)
-    return replace(made, largest=_largest(lowered, devices), changes=changes, planner_bytes=planner_bytes())
-
-
-def _largest(lowered: Any, devices: list) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         compile_step(lowered, devices, True, xla_dump_to=folder, xla_dump_hlo_as_text=True)
         read = lambda end: "".join(path.read_text(errors="replace") for path in Path(folder).glob(f"*{end}"))
         report, text = read("after_optimizations-memory-usage-report.txt"), read("after_optimizations.txt")
-    return [one._asdict() for one in hlo.largest(report, text)]
+    return replace(made, largest=hlo.largest(report, text), planner_bytes=planner_bytes())
 
 
 def table(plan: Plan) -> str:
@@ -78,9 +70,6 @@ def table(plan: Plan) -> str:
             + ", ".join(f"{value:.0%} ({name})" for name, value in plan.mfu.items()),
         ]
     rows += [f"large              {gib(one['bytes'])}  {one['shape']}  {one['name']}" for one in plan.largest]
-    for one in plan.changes:
-        end = "fits then" if one["fits"] else "does not fit yet"
-        rows.append(f"would help         {one['options']}: {gib(one['saved'])} less, {end}")
     rows += [f"note: {note}" for note in plan.notes]
     rows.append(f"planned in {plan.compile_seconds:.0f} s, with {gib(plan.planner_bytes)} of this machine's memory")
     return "\n".join(rows)

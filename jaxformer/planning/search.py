@@ -5,7 +5,8 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import is_dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -96,90 +97,10 @@ def _moments(optimizer: Any, model: ModelConfig, frozen: str | None) -> float:
 def options(experiment: Any, base: Any) -> str:
     """The options of the command line that turn the base into the experiment."""
     words = [f"--mesh.{axis}={size}" for axis, size in vars(experiment.mesh).items() if size != getattr(base.mesh, axis)]
-    for name in ("batch_size", "accumulation", "precision"):
+    for name in ("batch_size", "accumulation"):
         if (value := getattr(experiment, name)) != getattr(base, name):
             words.append(f"--{name.replace('_', '-')}={value}")
-    for name in ("remat", "attention_implementation"):
-        if getattr(base.model, name) not in (None, value := getattr(experiment.model, name)):  # None: the platform's
-            words.append(f"--model.{name.replace('_', '-')}={value}")
-    return " ".join(words).replace("=True", "")
-
-
-def changes(experiment: Any, name: str, devices: list, made: Any, fast: bool, tries: int = 5) -> list[dict]:
-    """The three changes of one thing that save most of a device's memory: by closed form first, then compiled.
-
-    Where none of them is enough, the best two together are the first of the three. Each as JSON: its options, the bytes that
-    it saves on a device, and whether the step fits then.
-    """
-    chip, platform = cost.CHIPS[devices[0].device_kind], devices[0].platform
-    sized = replace(experiment, mesh=replace(experiment.mesh, **experiment.mesh.shape(len(devices))))
-    estimated = _estimated(_changes(sized, platform), len(devices), chip)
-    likely = [other for _, other in sorted(estimated, key=lambda pair: pair[0].bytes)][:tries]
-    base = made.peak_bytes
-    if platform == "tpu" and not fast:  # fast compiles are compared with a fast one
-        base = plan_step(sized, name, devices, fast=True)[0].peak_bytes or base
-
-    def tried(other: Any) -> tuple[dict, Any] | None:
-        words = options(other, sized)
-        _progress(words)
-        try:
-            plan, _ = plan_step(other, name, devices, fast=True)
-        except Exception as error:  # whatever the reason: this change does not help, others may
-            _progress(f"   {str(error).splitlines()[0][:200]}")
-            return None
-        return {"options": words, "saved": base - plan.peak_bytes, "fits": plan.fits}, other
-
-    found = [one for one in map(tried, likely) if one and one[0]["saved"] > base / 100]
-    found.sort(key=lambda one: -one[0]["saved"])
-    enough = len(found) < 2 or any(change["fits"] for change, _ in found)
-    if not enough and (together := tried(_both(sized, found[0][1], found[1][1]))):
-        found = [together, *found]
-    return [change for change, _ in found[:3]]
-
-
-def _estimated(experiments: Iterator[Any], devices: int, chip: cost.Chip) -> Iterator[tuple[Estimate, Any]]:
-    """Each experiment whose mesh fits it, with its estimate."""
-    for one in experiments:
-        try:
-            yield estimate(one, devices, chip), one
-        except ConfigError:  # its mesh does not divide it
-            continue
-
-
-def _both(base: Any, one: Any, other: Any) -> Any:
-    """The base with the changes of two variants; where both change a field, the first one's."""
-    changed = {}
-    for name in vars(base):
-        a, b, start = getattr(one, name), getattr(other, name), getattr(base, name)
-        both = is_dataclass(start) and a != start and b != start
-        changed[name] = _both(start, a, b) if both else b if a == start else a
-    return replace(base, **changed)
-
-
-def _changes(base: Any, platform: str) -> Iterator[Any]:
-    mesh, model = base.mesh, base.model
-    if model.remat != "full":
-        yield replace(base, model=replace(model, remat="full"))
-    if model.attention_implementation == "reference":
-        kernel = "splash" if platform == "tpu" else "blockwise"
-        yield replace(base, model=replace(model, attention_implementation=kernel))
-    if base.precision == "float32":
-        yield replace(base, precision="bfloat16")
-    micro = base.batch_size // (math.prod(getattr(mesh, axis) for axis in ROWS) * base.accumulation)
-    if micro > 1:
-        for parts in {2, micro}:
-            if micro % parts == 0:
-                yield replace(base, accumulation=base.accumulation * parts)
-    for give, take in itertools.permutations(("data", "fsdp", "tensor"), 2):
-        if getattr(mesh, give) % 2 == 0:
-            sizes = {give: getattr(mesh, give) // 2, take: getattr(mesh, take) * 2}
-            passes = base.accumulation * (2 if take == "tensor" else 1)  # keeps the sequences a pass and device
-            if passes * micro <= base.batch_size:
-                yield replace(base, mesh=replace(mesh, **sizes), accumulation=passes)
-    if not mesh.zero1 and mesh.data > 1:
-        yield replace(base, mesh=replace(mesh, zero1=True))
-    if not mesh.offload and platform == "tpu":
-        yield replace(base, mesh=replace(mesh, offload=True))
+    return " ".join([*words, f"--model.remat={experiment.model.remat}"])
 
 
 def candidates(experiment: Any, devices: int) -> Iterator[Any]:
@@ -210,7 +131,10 @@ def search(experiment: Any, name: str, devices: list, count: int = 12, most: int
         raise ConfigError(f"plan --search: model={type(experiment.model).__name__}: expected a ModelConfig")
     chip = cost.CHIPS[devices[0].device_kind]
     experiment = choose_attention(experiment, devices[0].platform)
-    pairs = list(_estimated(candidates(experiment, len(devices)), len(devices), chip))
+    pairs: list[tuple[Estimate, Any]] = []
+    for one in candidates(experiment, len(devices)):
+        with suppress(ConfigError):  # its mesh does not divide it
+            pairs.append((estimate(one, len(devices), chip), one))
     if not pairs:
         raise ConfigError(f"{name}: no mesh of {len(devices)} devices goes into the model; see show --sharding")
     fits = [pair for pair in pairs if pair[0].bytes < 1.15 * chip.memory]

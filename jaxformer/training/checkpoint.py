@@ -6,9 +6,7 @@ and fingerprint of each leaf, and `restore` compares them. The folder may be a U
 
     STEP                                  a complete checkpoint
     STEP.orbax-checkpoint-tmp, deleted/   left by a killed save or deletion; removed when the folder is opened
-    STEP.replaced     the earlier version of a step that is being saved again; comes back if that save fails
     STEP.corrupt      damaged; kept for inspection, never read again
-    STEP.abandoned    was newer than the step that a run went back to (`restore(step=...)`) and then saved from
 """
 
 import errno
@@ -122,9 +120,9 @@ class Manager(AbstractContextManager):
     ) -> None:
         """Starts to save; when this returns the state may be donated. Waits for a save still running, never skips one.
 
-        A step that exists is replaced when the new one is complete. A save that fails leaves no step, and is logged;
-        with `wait` it raises CheckpointError. `metadata` is JSON (TypeError otherwise). The lowest `metric` is best, NaN is
-        worse than any number, None is no candidate.
+        A save that fails, as it does where that step or a later one exists, leaves no step, and is logged; with `wait` it
+        raises CheckpointError. `metadata` is JSON (TypeError otherwise). The lowest `metric` is best, NaN is worse than any
+        number, None is no candidate.
         """
         self.wait()
         self._problem = None
@@ -198,25 +196,20 @@ class Manager(AbstractContextManager):
     def _make_room(self, step: int, size: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._tidy()
-        for later in (other for other in self.steps() if other > step):
-            name = _rename(self.folder / str(later), "abandoned").name
-            self.log(f"{self.folder}: step {later} is newer than step {step}, which is now saved; renamed to {name}")
-        if (self.folder / str(step)).exists():
-            _rename(self.folder / str(step), "replaced")
+        if later := [other for other in self.steps() if other >= step]:
+            raise ConfigError(f"step {later[-1]} exists; move what is newer to another folder first")
         # Here a full disk gives one error. Later, each of orbax's writes fails with a traceback of its own on stderr.
         if _is_local(self.folder) and shutil.disk_usage(self.folder).free < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _tidy(self) -> None:
-        """Ends or undoes what a killed or failed save or deletion began. Only while no save is running."""
+        """Removes what a killed or failed save or deletion left. Only while no save is running."""
         if not is_first():
             return
         try:
             for path in self.folder.iterdir():
                 step, _, suffix = path.name.partition(".")
-                if step.isdecimal() and suffix == "replaced" and not (self.folder / step).exists():
-                    path.rename(self.folder / step)
-                elif path.name == "deleted" or (step.isdecimal() and suffix.startswith(("replaced", "orbax-checkpoint-tmp"))):
+                if path.name == "deleted" or (step.isdecimal() and suffix.startswith("orbax-checkpoint-tmp")):
                     path.rmtree()
         except OSError as error:
             self.log(f"{self.folder}: what an earlier save or deletion left cannot be removed ({error})")

@@ -18,13 +18,13 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import cost
 from jaxformer.models.stacks.pipeline import bubble
 from jaxformer.parallel import pmap, processes
-from jaxformer.training import checkpoint, optimizers, samples, scoring
+from jaxformer.training import checkpoint, optimizers
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.initial import first_params
 from jaxformer.training.metrics import Console, Record, Reporter, open_loggers
 from jaxformer.training.profile import FIRST, Profile
 from jaxformer.training.recipe import Recipe, build
-from jaxformer.training.run import check_data
+from jaxformer.training.run import check_data, continue_text, continues_text, evaluator, on_devices, prompt_tokens
 from jaxformer.training.run_folder import RunFolder, describe, introduce, run_folder
 from jaxformer.training.signals import Interrupted, Signals
 from jaxformer.training.state import TrainState, first_state, init_state, state_shardings
@@ -92,7 +92,7 @@ def train(
         raise ConfigError(f"mesh={experiment.mesh}: {needed}")
     dataset = open_data(experiment)  # before anything is written: most mistakes show here
     if can_sample(experiment, dataset):
-        samples.prompt_tokens(experiment.model, experiment.sample, dataset.tokenizer)
+        prompt_tokens(experiment.model, experiment.sample, dataset.tokenizer)
     if dataset.digest != processes.first(lambda: dataset.digest):
         raise ConfigError("the data here are not those of process 0; give every host the same files")
     asked = () if source is None else source.overrides
@@ -143,7 +143,7 @@ def open_data(experiment: Experiment):
 
 def can_sample(experiment: Experiment, dataset) -> bool:
     """Whether the run can end with a text that the model continues."""
-    return dataset.tokenizer is not None and samples.continues_text(experiment.model)
+    return dataset.tokenizer is not None and continues_text(experiment.model)
 
 
 def use_compilation_cache(runs: epath.PathLike) -> None:
@@ -213,7 +213,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     size = experiment.batch_size
     rows = processes.local_rows(mesh, size)
     pmapped = experiment.mesh.backend == "pmap" and mesh is not None
-    step, put = jax.jit(make_train_step(recipe), donate_argnums=0), partial(scoring.on_devices, mesh, rows, size)
+    step, put = jax.jit(make_train_step(recipe), donate_argnums=0), partial(on_devices, mesh, rows, size)
     spread = gather = lambda state: state
     if pmapped:
         devices = mesh.devices.ravel().tolist()
@@ -222,23 +222,19 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     elif mesh is not None:
         shardings = state_shardings(recipe, mesh), None
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=shardings)
-    sample = lambda trained: samples.continue_text(
+    sample = lambda trained: continue_text(
         experiment.model, recipe.weights(trained), experiment.sample, dataset.tokenizer, experiment.seed, experiment.precision
     )
     return Job(
         **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},
-        save_every=experiment.checkpoints.every,
+        save_every=experiment.checkpoints.every, put=put, step=step, spread=spread, gather=gather,
         metadata={"data_digest": dataset.digest, "config": config.describe(experiment)},
         batches=batching.batches(dataset.train, size, experiment.seed, rows).__getitem__,
-        put=put,
-        step=step,
-        spread=spread,
-        gather=gather,
-        evaluate=scoring.evaluator(recipe, dataset, size, experiment.eval_batches, None if pmapped else mesh),
+        evaluate=evaluator(recipe, dataset, size, experiment.eval_batches, None if pmapped else mesh),
         sample=sample if can_sample(experiment, dataset) else None,
         profile=folder.path / "profile" if experiment.profile and processes.is_first() else None,
         share=_peak_share(experiment.model, 1 if mesh is None else mesh.size),
-    )
+    )  # fmt: skip
 
 
 def _peak_share(model: Any, devices: int) -> float | None:

@@ -17,10 +17,7 @@ from jaxformer.params import Tree
 
 
 class CheckpointError(ConfigError):
-    """No checkpoint fits or is good, or a save that had to succeed failed. One line; a table may follow."""
-
-    def __init__(self, message: str):
-        ValueError.__init__(self, message)  # ConfigError's own would fold lines
+    """No checkpoint fits or is good, or a save that had to succeed failed."""
 
 
 class Damaged(Exception):
@@ -57,22 +54,14 @@ def describe(leaves: dict[str, jax.Array]) -> dict[str, dict]:
 
 
 def compare(path: epath.Path, saved: dict[str, dict], wanted: dict[str, Any]) -> None:
+    """Raises CheckpointError, with the first leaves, where the checkpoint has others than the model."""
     text = lambda shape, dtype: f"{dtype}[{','.join(map(str, shape))}]"
     left = {name: text(leaf["shape"], leaf["dtype"]) for name, leaf in saved.items()}
     right = {name: text(leaf.shape, leaf.dtype) for name, leaf in wanted.items()}
-    rows = [(name, left.get(name, "-"), right.get(name, "-")) for name in sorted(left | right)]
-    rows = [row for row in rows if row[1] != row[2]]
-    if not rows:
-        return
-    missing, unexpected = (sum(row[column] == "-" for row in rows) for column in (1, 2))
-    other = len(rows) - missing - unexpected
-    summary = f"{missing} leaves missing, {unexpected} unexpected, {other} of another shape or dtype"
-    table = [("leaf", "checkpoint", "model"), *rows[:20]]
-    a, b = (max(len(row[column]) for row in table) for column in (0, 1))
-    lines = [f"  {row[0]:{a}}  {row[1]:{b}}  {row[2]}" for row in table]
-    lines += [f"  and {len(rows) - 20} more"] * (len(rows) > 20)
-    advice = "use the config it was saved with, or another folder"
-    raise CheckpointError("\n".join([f"{path}: the checkpoint does not fit the model: {summary}; {advice}", *lines]))
+    pairs = {name: (left.get(name, "nothing"), right.get(name, "nothing")) for name in sorted(left | right)}
+    if rows := [f"{name} is {a}, and {b} in the model" for name, (a, b) in pairs.items() if a != b]:
+        advice = "use the config it was saved with, or another folder"
+        raise CheckpointError(f"{path}: the checkpoint does not fit the model: {shortened(rows)}; {advice}")
 
 
 def named_leaves(tree: Tree, prefix: str = "") -> list[tuple[str, Any]]:
@@ -101,8 +90,6 @@ def shortened(names: list) -> str:
 
 
 # Fingerprints of arrays: any flipped bit changes them; mesh, sharding and order of summation do not
-
-
 def fingerprints(leaves: Iterable[Array]) -> list[str]:
     """16 hex digits for each array. All are dispatched before the first is waited for."""
     return [f"{int(a):08x}{int(b):08x}" for a, b in jax.device_get([block_if_simulated(fingerprint(leaf)) for leaf in leaves])]
@@ -112,9 +99,8 @@ def fingerprints(leaves: Iterable[Array]) -> list[str]:
 def fingerprint(leaf: Array) -> Array:
     """`[sum_i h_i, sum_i h_i (2i + 1)] mod 2^32` over logical indices i, with `h_i = mix(bits_i ^ hash(i))`.
 
-    The mix is one to one and odd weights are invertible, so one changed value always changes both sums. It also spreads
-    every bit over the word, without which two flipped signs would cancel. One pass over the data: on a CPU
-    that is 20 times as fast as two separate sums.
+    The mix is one to one and odd weights are invertible, so one changed value always changes both sums. It spreads every bit
+    over the word: two flipped signs would cancel. On a CPU one pass over the data is 20 times as fast as two sums.
     """
     bits = to_bits(jax.device_put(leaf, jax.memory.Space.Device))  # it may lie in host memory
     index = jnp.zeros(bits.shape, jnp.uint32)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,8 +23,7 @@ class Record:
     """metrics.jsonl, the truth about a run, one line a record; and the loggers (`write(step, values)`, `close()`) beside it.
 
     A torn last line (of a killed run) is dropped on opening. Objects of a bucket cannot grow: there `save` writes all lines
-    again. Without a path nothing is kept: the record of any process but the first. A logger that raises is reported once
-    and dropped; the run goes on.
+    again. Without a path (not on the first process) nothing is kept. A logger that raises is reported once and dropped.
     """
 
     def __init__(self, path: epath.PathLike | None):
@@ -52,7 +52,7 @@ class Record:
             try:
                 logger.write(step, values)
             except Exception as error:
-                log.warning("%s stopped: %s; the run goes on without it", type(logger).__name__, _reason(error))
+                log.warning("%s stopped: %s; the run goes on without it", _name(logger), _reason(error))
                 self.loggers.remove(logger)
 
     def save(self) -> None:
@@ -68,7 +68,7 @@ class Record:
             try:
                 logger.close()
             except Exception as error:  # the run has ended in its own way already
-                log.warning("%s did not close: %s", type(logger).__name__, _reason(error))
+                log.warning("%s did not close: %s", _name(logger), _reason(error))
 
     def _write_all(self) -> None:
         if self.path is not None:
@@ -91,42 +91,34 @@ def open_loggers(names: Sequence[str], folder: epath.PathLike, run_name: str, de
     loggers: list[Any] = []
     for name in names:
         try:
-            loggers.append({"tensorboard": _TensorBoard, "wandb": _Wandb}[name](folder, run_name, description))
+            loggers.append({"tensorboard": _tensorboard, "wandb": _wandb}[name](folder, run_name, description))
         except Exception as error:
             log.warning("%s is off: %s (pip install 'jaxformer[log]')", name, _reason(error))
     return loggers
+
+
+def _name(logger: Any) -> str:
+    return getattr(logger, "name", type(logger).__name__)
 
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class _TensorBoard:
-    def __init__(self, folder: epath.PathLike, run_name: str, description: dict):
-        from tensorboardX import SummaryWriter
+def _tensorboard(folder: epath.PathLike, run_name: str, description: dict) -> SimpleNamespace:
+    from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(os.path.join(folder, "tensorboard"), flush_secs=5)  # a killed run loses no more
-
-    def write(self, step, values):
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self):
-        self._writer.close()
+    writer = SummaryWriter(os.path.join(folder, "tensorboard"), flush_secs=5)  # a killed run loses no more
+    write = lambda step, values: [writer.add_scalar(name, value, step) for name, value in values.items()]
+    return SimpleNamespace(name="tensorboard", write=write, close=writer.close)
 
 
-class _Wandb:
-    def __init__(self, folder: epath.PathLike, run_name: str, description: dict):
-        import wandb  # pyrefly: ignore[missing-import]
+def _wandb(folder: epath.PathLike, run_name: str, description: dict) -> SimpleNamespace:
+    import wandb  # pyrefly: ignore[missing-import]
 
-        place = None if "://" in str(folder) else str(folder)
-        self._run = wandb.init(project="jaxformer", name=run_name, id=run_name, dir=place, config=description, resume="allow")
-
-    def write(self, step, values):
-        self._run.log(values, step=step)
-
-    def close(self):
-        self._run.finish()
+    place = None if "://" in str(folder) else str(folder)
+    run = wandb.init(project="jaxformer", name=run_name, id=run_name, dir=place, config=description, resume="allow")
+    return SimpleNamespace(name="wandb", write=lambda step, values: run.log(values, step=step), close=run.finish)
 
 
 class Console:
@@ -195,14 +187,7 @@ class Reporter:
     """
 
     def __init__(
-        self,
-        write: Callable[[int, dict[str, float]], None],
-        console: Console,
-        *,
-        every: int,
-        last: int,
-        max_skipped: int,
-        share: float | None = None,
+        self, write: Callable, console: Console, *, every: int, last: int, max_skipped: int, share: float | None = None
     ):
         self._write, self._console, self._share = write, console, share
         self._every, self._last, self._max_skipped = every, last, max_skipped

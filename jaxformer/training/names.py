@@ -34,20 +34,15 @@ _OF_MODELS = {
 }
 MODEL = models.PRESETS | {name: found for module, names in _OF_MODELS.items() for name, found in _of(module, names).items()}
 NAMES: dict[str, Mapping[str, Any]] = {
-    "model": MODEL,
-    "positions": {"Linear": positions.Linear},
-    "scaling": {"Linear": positions.Linear},
-    "mixer": {"Linear": mixers.Linear},
+    "model": MODEL, "mixer": {"Linear": mixers.Linear},
+    "positions": {"Linear": positions.Linear}, "scaling": {"Linear": positions.Linear},
     "data": _of(sources, "Text Stdlib") | _of(tasks, "Reverse Copy Sort Recall"),
     "optimizer": _of(optimizers, "Adam AdamW Adafactor Lion Muon"),
     "schedule": _of(schedules, "Noam Cosine Linear WSD Constant"),
     "objective": _of(objectives, "TokenCrossEntropy ClassCrossEntropy"),
-    "initial": _of(initial, "FromRun HuggingFace"),
-    "adaptation": _of(adaptation, "Lora"),
-    "mesh": {"Mesh": Mesh},
-    "checkpoints": {"Checkpoints": Checkpoints},
-    "sample": {"Sample": Sample, "Sampling": Sampling},
-}
+    "initial": _of(initial, "FromRun HuggingFace"), "adaptation": _of(adaptation, "Lora"),
+    "mesh": {"Mesh": Mesh}, "checkpoints": {"Checkpoints": Checkpoints}, "sample": {"Sample": Sample, "Sampling": Sampling},
+}  # fmt: skip
 
 
 def offered(own: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -78,11 +78,8 @@ class Adafactor:
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
-        layer = optax.chain(
-            optax.scale_by_factored_rms(decay_rate=self.decay_rate),
-            optax.clip_by_block_rms(self.clipping_threshold),
-            optax.scale_by_param_block_rms(),
-        )
+        factored = optax.scale_by_factored_rms(decay_rate=self.decay_rate)
+        layer = optax.chain(factored, optax.clip_by_block_rms(self.clipping_threshold), optax.scale_by_param_block_rms())
         return optax.chain(for_each_layer(layer, spec), weight_decay(self, spec), optax.scale(-1))
 
 
@@ -119,16 +116,13 @@ class Muon:
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
         muon = contrib.muon(
-            learning_rate=1.0,
-            ns_steps=self.newton_schulz_steps,
-            beta=self.momentum,
-            weight_decay=self.weight_decay,
-            weight_decay_mask=decayed(self, spec),
+            learning_rate=1.0, ns_steps=self.newton_schulz_steps, beta=self.momentum,
+            weight_decay=self.weight_decay, weight_decay_mask=decayed(self, spec),
             # of the leaves that it is given: optax puts an empty node where another optimizer works
             muon_weight_dimension_numbers=lambda updates: jax.tree.map(
                 lambda leaf, update: muon_dimensions(leaf) if jax.tree.leaves(update) else update, spec, updates
             ),
-        )
+        )  # fmt: skip
         # optax's Muon has Nesterov momentum for what it would hand to Adam, and decays all of it: it gets matrices alone
         adamw = AdamW(b1=self.b1, b2=self.b2, weight_decay=self.weight_decay, not_decayed=self.not_decayed)
         others = optax.chain(adamw(spec), optax.scale(self.adam_learning_rate / self.learning_rate))

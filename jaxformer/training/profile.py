@@ -1,6 +1,7 @@
 """A trace of a few steps, for TensorBoard's profiler, XProf or Perfetto."""
 
 import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,13 @@ from etils import epath
 FIRST, LAST = 10, 15  # counted from the start of the process: the first steps compile
 
 
-class Profile:
+class Profile(AbstractContextManager):
     """Traces steps 10 to 15 into `folder`; does nothing where it is None. A context manager, since a trace must end."""
 
     def __init__(self, folder: epath.Path | None, start: int):
         self._folder: Any = folder
         self._first, self._last = start + FIRST, start + LAST
         self._traces: Any = None  # the folder of an open trace
-
-    def __enter__(self) -> "Profile":
-        return self
 
     def before(self, step: int) -> None:
         if self._folder is not None and step == self._first:

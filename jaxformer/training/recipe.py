@@ -59,16 +59,10 @@ def build(experiment: Any) -> Recipe:
         return checked(objective(scored, weights(trained), batch, key, dtype))
 
     return Recipe(
-        spec=spec,
-        loss=loss,
-        score=score,
-        weights=weights,
-        optimizer=optimizers.build(experiment.optimizer, spec, frozen),
-        schedule=experiment.schedule(experiment),
-        frozen=frozen,
-        mesh=mesh,
+        spec=spec, loss=loss, score=score, weights=weights, frozen=frozen, mesh=mesh,
+        optimizer=optimizers.build(experiment.optimizer, spec, frozen), schedule=experiment.schedule(experiment),
         **{name: getattr(experiment, name) for name in ("seed", "precision", "accumulation", "clip_norm", "ema_decay")},
-    )
+    )  # fmt: skip
 
 
 def checked(sums: Any) -> LossSums:

@@ -138,15 +138,11 @@ def environment(data_digest: str) -> dict:
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     devices = jax.devices()
     return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
+        "python": platform.python_version(), "platform": platform.platform(),
         "packages": {name: importlib.metadata.version(name) for name in packages},
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain")),
-        "device": devices[0].device_kind,
-        "device_count": len(devices),
-        "data_digest": data_digest,
-    }
+        "commit": _git("rev-parse", "HEAD"), "uncommitted_changes": bool(_git("status", "--porcelain")),
+        "device": devices[0].device_kind, "device_count": len(devices), "data_digest": data_digest,
+    }  # fmt: skip
 
 
 def _git(*arguments: str) -> str | None:

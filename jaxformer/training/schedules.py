@@ -47,9 +47,7 @@ class Cosine:
     final: float = 0.1  # share of the peak at the last step
 
     def __call__(self, experiment: Any) -> Rate:
-        _check(self, experiment.steps)
-        shape = lambda done: (1 - jnp.cos(jnp.pi * done)) / 2
-        return _decay(experiment, self.warmup, self.final, max(self.warmup, 1) - 1, shape)
+        return _decay(self, experiment, self.final, shape=lambda done: (1 - jnp.cos(jnp.pi * done)) / 2)
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,7 @@ class Linear:
     final: float = 0.0  # share of the peak at the last step
 
     def __call__(self, experiment: Any) -> Rate:
-        _check(self, experiment.steps)
-        return _decay(experiment, self.warmup, self.final, max(self.warmup, 1) - 1)
+        return _decay(self, experiment, self.final)
 
 
 @dataclass(frozen=True)
@@ -77,14 +74,14 @@ class WSD:
         return max(round(steps * self.decay), 1)
 
     def __call__(self, experiment: Any) -> Rate:
-        steps = experiment.steps
-        _check(self, steps)
-        if self.warmup and self.warmup + self.decay_steps(steps) > steps:
+        _check(self, steps := experiment.steps)
+        last = self.decay_steps(steps)
+        if self.warmup and self.warmup + last > steps:
+            advice = f"lower it or schedule.decay={self.decay}"
             raise ConfigError(
-                f"schedule.warmup={self.warmup}: overlaps the last {self.decay_steps(steps)} of steps={steps}, which decay; "
-                f"lower it or schedule.decay={self.decay}"
+                f"schedule.warmup={self.warmup}: overlaps the last {last} of steps={steps}, which decay; {advice}"
             )
-        return _decay(experiment, self.warmup, self.final, max(steps - 1 - self.decay_steps(steps), 0))
+        return _decay(self, experiment, self.final, max(steps - 1 - last, 0))
 
 
 @dataclass(frozen=True)
@@ -94,18 +91,20 @@ class Constant:
     warmup: int = 0  # steps until the peak
 
     def __call__(self, experiment: Any) -> Rate:
-        _check(self, experiment.steps)
-        return _decay(experiment, self.warmup, 1.0, max(self.warmup, 1) - 1)
+        return _decay(self, experiment, 1.0)
 
 
-def _decay(experiment: Any, warmup: int, final: float, start: int, shape: Callable = lambda done: done) -> Rate:
+def _decay(schedule: Any, experiment: Any, final: float, start: int | None = None, shape: Callable = lambda x: x) -> Rate:
     """Warm-up, the peak up to step `start`, then down to `final` times the peak; `shape` maps [0, 1] onto itself."""
+    _check(schedule, experiment.steps)
     peak, last = getattr(experiment.optimizer, "learning_rate", 1.0), experiment.steps - 1
+    warmup = max(schedule.warmup, 1)
+    start = warmup - 1 if start is None else start
 
     def rate(step):
         step = jnp.asarray(step, jnp.float32)
         done = shape(jnp.clip((step - start) / max(last - start, 1), 0, 1))
-        return peak * jnp.minimum((step + 1) / max(warmup, 1), 1) * (done * final + (1 - done))
+        return peak * jnp.minimum((step + 1) / warmup, 1) * (done * final + (1 - done))
 
     return rate
 
@@ -117,6 +116,5 @@ def _check(schedule: Any, steps: int, ends: bool = True) -> None:
     if schedule.warmup < 0:
         raise ConfigError(f"schedule.warmup={schedule.warmup}: must be at least 0")
     if ends and schedule.warmup >= steps:
-        raise ConfigError(
-            f"schedule.warmup={schedule.warmup}: must be below steps={steps}; lower --schedule.warmup or raise --steps"
-        )
+        advice = "lower --schedule.warmup or raise --steps"
+        raise ConfigError(f"schedule.warmup={schedule.warmup}: must be below steps={steps}; {advice}")

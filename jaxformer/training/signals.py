@@ -4,8 +4,7 @@ import os
 import signal
 
 import jax
-
-from jaxformer.parallel import processes
+from jax.experimental import multihost_utils
 
 
 class Interrupted(RuntimeError):
@@ -19,7 +18,8 @@ class Interrupted(RuntimeError):
 class Signals:
     """Remembers SIGTERM and SIGINT, so that a run ends between two steps; the second one ends it at once.
 
-    With several processes SIGTERM is JAX's, whose preemption service tells the others; SIGINT becomes one.
+    With several processes SIGTERM is JAX's, whose preemption service tells the others; SIGINT becomes one. A Python handler
+    would take the signal away, and no process would stop.
     """
 
     def __init__(self):
@@ -36,7 +36,7 @@ class Signals:
     def after(self, step: int) -> int:
         """The signal to stop on now that so many steps are done, 0 for none. To be asked after every step."""
         if self._several:
-            return signal.SIGTERM if processes.reached_preemption(step) else 0
+            return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else 0
         return self._received
 
     def _handle(self, signum, frame) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer import parallel, params, sharding
@@ -48,14 +47,8 @@ def init_state(recipe: Recipe, trained: Tree = None) -> TrainState:
     scale = None
     if recipe.precision == "float16":
         scale = LossScale(jnp.float32(2.0**15), jnp.zeros((), jnp.int32))
-    return TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=trained,
-        opt_state=recipe.optimizer.init(trained),
-        ema=None if recipe.ema_decay is None else jax.tree.map(jnp.array, trained),
-        loss_scale=scale,
-        skipped=jnp.zeros((), jnp.int32),
-    )
+    zero, ema = jnp.zeros((), jnp.int32), None if recipe.ema_decay is None else jax.tree.map(jnp.array, trained)
+    return TrainState(zero, trained, recipe.optimizer.init(trained), ema, scale, skipped=jnp.zeros_like(zero))
 
 
 def first_state(recipe: Recipe, shardings: TrainState | None = None, trained: Tree = None) -> TrainState:
@@ -63,13 +56,9 @@ def first_state(recipe: Recipe, shardings: TrainState | None = None, trained: Tr
     if trained is None:
         return jax.jit(partial(init_state, recipe), out_shardings=shardings)()
     if shardings is not None:
-        trained = jax.tree.map(_place, trained, shardings.params)
+        place = lambda leaf, sharding: jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+        trained = jax.tree.map(place, trained, shardings.params)  # every process has the arrays
     return jax.jit(partial(init_state, recipe), out_shardings=shardings)(trained)
-
-
-def _place(leaf: Array, sharding: NamedSharding) -> Array:
-    """An array that every process has, on the devices of a mesh."""
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
 
 def state_specs(recipe: Recipe, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> TrainState:

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -194,34 +193,6 @@ def test_what_no_family_says_is_not_written(tmp_path):
     assert "parameters are not those" in refusal(replace(config, d_ff=24))
     assert "final_norm/scale (18,) is missing" in refusal(config, {k: v for k, v in params.items() if k != "final_norm"})
     assert "extra is no parameter of this config" in refusal(config, params | {"extra": jnp.zeros(3)})
-
-
-@pytest.mark.parametrize("layout", ["interleaved", "half"])
-def test_rope_layouts_are_one_model(layout):
-    config, params = load("llama_gqa")
-    kept = golden.witness("llama_gqa")
-    other, moved = huggingface.rope_layout(config, params, layout)
-    assert other.positions.layout == layout
-    if layout == "interleaved":
-        assert not np.array_equal(paths(moved)["layers/attention/key/kernel"], paths(params)["layers/attention/key/kernel"])
-        found = jax.jit(partial(runs.answers, other, kept=kept))(moved)
-        assert max(runs.misses(found, kept).values()) < 1e-5
-        with pytest.raises(ConfigError, match="only Rope"):
-            huggingface.rope_layout(replace(config, positions=None), params, layout)
-    back, same = huggingface.rope_layout(other, moved, "half")
-    assert back == config
-    assert_same(same, params)
-
-
-def test_rope_layout_of_a_part_of_the_head():
-    """Of six features the first four turn: (0, 2), (1, 3) become (0, 1), (2, 3); biases and per-head norms move along."""
-    config, params = load("llama_gqa")
-    config = replace(config, positions=Rope(fraction=4 / 6))
-    _, moved = huggingface.rope_layout(config, params, "interleaved")
-    before, after = paths(params), paths(moved)
-    for name in before:
-        order = [0, 2, 1, 3, 4, 5] if "/query/" in name or "/key/" in name else slice(None)
-        np.testing.assert_array_equal(after[name], before[name][..., order])
 
 
 # Dialects: what other versions wrote of the same model

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -348,5 +347,3 @@ def test_errors():
         rope_frequencies(32, Rope(scaling=LongRoPE(SHORT, (1.0,) * 3, OLD)))
     with pytest.raises(ValueError, match="at least 4"):
         rope_frequencies(2, Rope(scaling=NTK(2.0)))
-    with pytest.raises(ValueError, match="scaling"):
-        inspect.unwrap(rope_frequencies)(8, SimpleNamespace(theta=1e4, fraction=1.0, layout="half", scaling="linear"))

@@ -74,7 +74,6 @@ def test_what_does_not_fit_is_an_answer():
     assert run.returncode == 3, run.stderr
     made = json.loads(run.stdout)
     assert not made["fits"] and made["peak_bytes"] > made["capacity_bytes"] and len(made["largest"]) >= 3
-    assert made["changes"] and all(one["saved"] > 0 and one["options"].startswith("--") for one in made["changes"])
 
 
 def test_rings_take_what_rings_take():

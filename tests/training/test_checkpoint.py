@@ -293,28 +293,16 @@ def test_nan_loses_to_any_number(tmp_path):
     assert checkpoint.steps(tmp_path) == [1, 3]
 
 
-def test_a_step_can_be_saved_again(tmp_path):
-    with open_manager(tmp_path, keep_latest=2) as manager:
-        manager.save(1, make(1))
-        manager.save(1, make(7), {"again": True}, wait=True)
-        _, state, metadata = manager.restore(abstract(make(1)))
-    assert metadata == {"again": True}
-    assert_same(state, make(7))
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]
-
-
-def test_going_back_puts_the_later_steps_aside(tmp_path):
-    saved(tmp_path, [1, 2, 3])
-    log = []
-    with open_manager(tmp_path, keep_latest=2, log=log.append) as manager:
-        manager.restore(abstract(make(1)), step=1)
-        manager.save(2, make(9))
-        manager.wait()
-        step, state, _ = manager.restore(abstract(make(1)))
-    assert step == 2
-    assert_same(state, make(9))
-    assert (tmp_path / "3.abandoned").is_dir()
-    assert len(log) == 1 and "step 3 is newer than step 2" in log[0]
+def test_a_step_is_saved_once_and_in_order(tmp_path):
+    with open_manager(tmp_path) as manager:
+        for step in (1, 3):
+            manager.save(step, make(step), wait=True)
+        for step in (2, 3):
+            with pytest.raises(CheckpointError, match=f"step {step} was not saved: .*step 3 exists"):
+                manager.save(step, make(7), wait=True)
+        manager.save(4, make(4), wait=True)
+        assert manager.steps() == [1, 3, 4]
+        assert_same(manager.restore(abstract(make(1)), step=3)[1], make(3))
 
 
 # Readers
@@ -347,25 +335,13 @@ def test_mismatch_is_reported_by_leaf_and_renames_nothing(tmp_path):
     del wrong.params["layers"]["query"]
     with open_manager(tmp_path) as manager, pytest.raises(ConfigError) as caught:
         manager.restore(wrong)
-    first, *rows = str(caught.value).splitlines()
-    assert f"{tmp_path}/2" in first
-    assert "1 leaves missing, 1 unexpected, 2 of another shape or dtype" in first
-    assert [row.split() for row in rows] == [
-        ["leaf", "checkpoint", "model"],
-        ["ema/new", "-", "float32[3]"],
-        ["params/embed", "float32[32,16]", "float32[33,16]"],
-        ["params/layers/query/kernel", "float32[2,16,16]", "-"],
-        ["params/layers/scale", "float32[16]", "bfloat16[16]"],
-    ]
+    assert str(caught.value) == (
+        f"{tmp_path}/2: the checkpoint does not fit the model: ema/new is nothing, and float32[3] in the model, "
+        "params/embed is float32[32,16], and float32[33,16] in the model, "
+        "params/layers/query/kernel is float32[2,16,16], and nothing in the model and 1 more; "
+        "use the config it was saved with, or another folder"
+    )
     assert checkpoint.steps(tmp_path) == [1, 2]
-
-
-def test_a_long_mismatch_is_cut(tmp_path):
-    with open_manager(tmp_path) as manager:
-        manager.save(1, {f"{i}": jnp.zeros(1) for i in range(50)})
-        with pytest.raises(CheckpointError) as caught:
-            manager.restore({"a": jax.ShapeDtypeStruct((1,), jnp.float32)})
-    assert len(str(caught.value).splitlines()) == 23 and str(caught.value).endswith("and 31 more")
 
 
 # Damage
@@ -428,8 +404,8 @@ def test_damage_to_any_file_is_harmless_or_detected(two_steps, tmp_path, damage,
         damaged_copy(two_steps, tmp_path / "c", damage, path.relative_to(two_steps / "2"), rng)
         found += assert_harmless_or_detected(tmp_path / "c")
         with open_manager(tmp_path / "c") as manager:
-            manager.save(2, make(2), wait=True)  # the run continues and reaches that step again
-            assert_same(manager.restore(abstract(make(1)))[1], make(2))
+            manager.save(3, make(3), wait=True)  # the run continues
+            assert_same(manager.restore(abstract(make(1)))[1], make(3))
     assert found >= 3
     assert capfd.readouterr().err == ""
 
@@ -497,8 +473,10 @@ def test_several_damaged_steps_and_none_good(tmp_path):
 
 @reads_damage
 def test_a_step_damaged_twice_keeps_both(tmp_path):
+    saved(tmp_path, [1])
     for _ in range(2):
-        saved(tmp_path, [1, 2])
+        with open_manager(tmp_path) as manager:
+            manager.save(2, make(2), wait=True)
         spoil_arrays(tmp_path / "2")
         with open_manager(tmp_path) as manager:
             manager.restore(abstract(make(1)))
@@ -590,7 +568,7 @@ def test_a_full_disk(small_disk, capfd):
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(make(2, width=512)))
         assert len(log) == 2 and all("No space left" in line and f"it needs up to {size:,} bytes" in line for line in log)
         with pytest.raises(CheckpointError, match="No space left"):
-            manager.save(1, make(4, width=512), wait=True)
+            manager.save(4, make(4, width=512), wait=True)
         assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["1"]
         assert_same(manager.restore(abstract(make(1)))[1], make(1))
         manager.save(5, make(5), wait=True)
@@ -658,9 +636,7 @@ def test_opening_tidies_up_after_a_kill(tmp_path):
     shutil.copytree(tmp_path / "1", tmp_path / "4.orbax-checkpoint-tmp")
     shutil.copytree(tmp_path / "1", tmp_path / "4.orbax-checkpoint-tmp-123")
     shutil.copytree(tmp_path / "1", tmp_path / "deleted" / "0")
-    (tmp_path / "2").rename(tmp_path / "2.replaced")  # killed while 2 was being saved again
-    shutil.copytree(tmp_path / "3", tmp_path / "3.replaced")  # killed after
-    others = ["notes", "x.orbax-checkpoint-tmp", "7.corrupt", "7.abandoned"]
+    others = ["notes", "x.orbax-checkpoint-tmp", "7.corrupt"]
     for name in others:
         (tmp_path / name).mkdir()
     with open_manager(tmp_path) as manager:
@@ -679,9 +655,8 @@ with open_manager({folder!r}, keep_latest=2, keep_best=1) as manager:
     print("ready", flush=True)
     while True:
         step += 1
-        for again in range(2):  # every other save replaces one
-            manager.save(step, make(step), {{"step": step}}, metric=(step * 7) % 5)
-        print(step, flush=True)
+        manager.save(step, make(step), {{"step": step}}, metric=(step * 7) % 5)
+        print(step - 1, flush=True)
 """
 
 
@@ -698,7 +673,7 @@ def test_kill_9_during_saves(tmp_path):
         child.send_signal(signal.SIGKILL)
         printed, errors = child.communicate()
         assert errors == ""
-        # A step is printed once its first save is whole and its second has begun.
+        # A step is printed once its save is whole and that of the next one has begun.
         done = max([done, *(int(line) for line in printed.split("\n")[:-1] if line.isdecimal())])
         log = []
         with open_manager(tmp_path, log=log.append) as manager:

@@ -12,9 +12,9 @@ from jaxformer import models
 from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
-from jaxformer.training import Checkpoints, Experiment, loop, scoring
+from jaxformer.training import Checkpoints, Experiment, loop
 from jaxformer.training.recipe import build
-from jaxformer.training.run import open_run
+from jaxformer.training.run import evaluator, open_run
 from jaxformer.training.state import init_state
 from jaxformer.training.step import make_train_step
 
@@ -100,7 +100,7 @@ def test_weights_of_hugging_face_are_a_beginning(tmp_path):
     run = loop.train(replace(tuned, steps=1), tmp_path)
     recipe = build(replace(tuned, steps=1))
     dataset = loop.open_data(tuned)
-    expected = scoring.evaluator(recipe, dataset, TINY.batch_size, TINY.eval_batches)(weights)
+    expected = evaluator(recipe, dataset, TINY.batch_size, TINY.eval_batches)(weights)
     assert run.validation == expected
 
 

@@ -10,7 +10,7 @@ rules of `tables`. `interop.safetensors` reads and writes the files.
 """
 
 from jaxformer.interop.huggingface.checkpoint import Checkpoint, Tokens
-from jaxformer.interop.huggingface.folder import FAMILIES, load, rope_layout, save
+from jaxformer.interop.huggingface.folder import FAMILIES, load, save
 from jaxformer.interop.huggingface.tables import Conventions
 
-__all__ = ["FAMILIES", "Checkpoint", "Conventions", "Tokens", "load", "rope_layout", "save"]
+__all__ = ["FAMILIES", "Checkpoint", "Conventions", "Tokens", "load", "save"]

@@ -111,8 +111,6 @@ class Checkpoint:
 
 
 # Each function removes its arguments from `arrays`.
-
-
 def _call_text(checkpoint: Checkpoint, arrays: Arrays) -> tuple[np.ndarray, dict]:
     config: Any = checkpoint.config
     tokens = _required(arrays, "input_ids")
@@ -181,10 +179,8 @@ def _global_tokens(checkpoint: Checkpoint, tokens: np.ndarray, arrays: Arrays) -
         return None
     separators = tokens == sep
     if (separators.sum(axis=1) != 3).any():
-        raise ConfigError(
-            f"Checkpoint.apply: a row of question and text has three separators ({sep}); these have "
-            f"{separators.sum(axis=1).tolist()}; give global_attention_mask"
-        )
+        advice = f"these have {separators.sum(axis=1).tolist()}; give global_attention_mask"
+        raise ConfigError(f"Checkpoint.apply: a row of question and text has three separators ({sep}); {advice}")
     first, slots = separators.argmax(axis=1)[:, None], np.arange(tokens.shape[1])[None]
     return slots < first if rule == "question" else slots > first + 1
 
@@ -199,7 +195,5 @@ def _check_last(checkpoint: Checkpoint, tokens: np.ndarray, mask: np.ndarray | N
     theirs = last(tokens != (-1 if pad is None else pad))
     ours = last(np.ones(tokens.shape, bool) if mask is None else mask > 0)
     if (theirs != ours).any():
-        raise ConfigError(
-            f"Checkpoint.apply: transformers reads the class at the last token that is not the pad id {pad}, at "
-            f"{theirs.tolist()}; attention_mask ends rows at {ours.tolist()}; make them agree"
-        )
+        places = f"the pad id {pad}, at {theirs.tolist()}; attention_mask ends rows at {ours.tolist()}; make them agree"
+        raise ConfigError(f"Checkpoint.apply: transformers reads the class at the last token that is not {places}")

@@ -51,15 +51,9 @@ def encoder(family: Encoder) -> Family:
     lm, e = family.lm_head, f"{family.base}.embeddings."
     aliases = {lm + "decoder.weight": e + "word_embeddings.weight"}
     aliases |= {lm + "decoder.bias": lm + "bias", lm + "bias": lm + "decoder.bias"}
-    return Family(
-        partial(_read, family),
-        partial(_write, family),
-        partial(_rules, family),
-        prefix=family.base + ".",
-        ignored=Family._field_defaults["ignored"] + rf"|^{re.escape(lm)}bias$",  # an untied head uses decoder.bias
-        aliases=aliases,
-        conventions=partial(_conventions, family),
-    )
+    ignored = Family._field_defaults["ignored"] + rf"|^{re.escape(lm)}bias$"  # an untied head uses decoder.bias
+    read, write, rules = partial(_read, family), partial(_write, family), partial(_rules, family)
+    return Family(read, write, rules, family.base + ".", ignored, aliases, partial(_conventions, family))
 
 
 def _conventions(family: Encoder, c: Json) -> tables.Conventions:
@@ -121,10 +115,6 @@ def _read_longformer(c: Json, kind: str):
     return pattern if len(pattern) > 1 else pattern[0]
 
 
-def _write_longformer(config: ModelConfig) -> Json:
-    return {"attention_window": [mixer.window for mixer in tables.repeated(config.mixer, config)]}
-
-
 def _read_bigbird(c: Json, kind: str):
     if c.get("attention_type", "block_sparse") == "original_full":
         return None
@@ -168,7 +158,8 @@ ROBERTA = Encoder(
 )  # fmt: skip
 LONGFORMER = ROBERTA._replace(
     name="Longformer", base="longformer", kinds=("Model", *TASKS, "ForQuestionAnswering"),
-    global_tokens=LONGFORMER_GLOBALS, read_mixer=_read_longformer, write_mixer=_write_longformer,
+    global_tokens=LONGFORMER_GLOBALS, read_mixer=_read_longformer,
+    write_mixer=lambda config: {"attention_window": [mixer.window for mixer in tables.repeated(config.mixer, config)]},
 )  # fmt: skip
 BERT = Encoder(
     "Bert", "bert",
@@ -245,9 +236,6 @@ VIT_RULES = [
 
 
 FAMILIES = {
-    "bert": encoder(BERT),
-    "roberta": encoder(ROBERTA),
-    "longformer": encoder(LONGFORMER),
-    "big_bird": encoder(BIGBIRD),
+    "bert": encoder(BERT), "roberta": encoder(ROBERTA), "longformer": encoder(LONGFORMER), "big_bird": encoder(BIGBIRD),
     "vit": Family(_read_vit, _write_vit, lambda config: VIT_RULES, "vit."),
-}
+}  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from jaxformer.interop.huggingface.checkpoint import Checkpoint, read_labels, re
 from jaxformer.interop.safetensors import list_names
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 from jaxformer.models.mixers import BigBird, Longformer
-from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec, Tree, paths
 
 Config = ModelConfig | EncoderDecoder
@@ -88,36 +87,12 @@ def _make_tensor(arrays: dict[str, Any], tensor: tables.Tensor) -> np.ndarray:
     return tensor.theirs([np.asarray(arrays[part.path][part.index]) for part in tensor.parts])
 
 
-def rope_layout(config: ModelConfig, params: Tree, layout: Literal["half", "interleaved"]) -> tuple[ModelConfig, Tree]:
-    """The same model with its query and key features reordered for `layout`. Scores do not change.
-
-    `half` (Hugging Face) rotates features i and i + r/2 of r, `interleaved` (Meta) 2i and 2i + 1. Raises ConfigError for a
-    model without Rope. Su et al. 2021, arXiv:2104.09864, eq. 34.
-    """
-    rope = config.positions
-    if not isinstance(rope, Rope):
-        raise ConfigError(f"model.positions={rope}: only Rope has a layout")
-    if rope.layout == layout:
-        return config, params
-    r = int(config.head_size * rope.fraction)
-    order = np.arange(config.head_size)
-    order[:r] = (order[:r].reshape(2, -1) if layout == "interleaved" else order[:r].reshape(-1, 2)).T.reshape(-1)
-    rotated = re.compile(r"attention/(query|key)(_norm)?/(kernel|bias|scale)$")
-    reorder = lambda name, leaf: leaf[..., order] if rotated.search(name) else leaf
-    return replace(config, positions=replace(rope, layout=layout)), parameters.map_with_name(reorder, params)
-
-
-# Reading
-
-
 def _read_settings(file: safetensors.Files) -> Checkpoint:
     """The checkpoint of a folder without parameters."""
     kind = file.config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(
-            f"{file.folder}/config.json: model_type {kind!r} (architectures {file.config.get('architectures')}) is not "
-            f"supported; expected one of {', '.join(FAMILIES)}"
-        )
+        found = f"model_type {kind!r} (architectures {file.config.get('architectures')})"
+        raise ConfigError(f"{file.folder}/config.json: {found} is not supported; expected one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     try:
         tables.check_layers(file.config, len(file.names))
@@ -198,10 +173,8 @@ def _check(file, tensors, source, duplicates: set[str], leaves: dict[str, Spec],
     shapes = [f"{name} {shape}, not {expected}" for name, shape, expected in pairs if shape != expected]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
     if report := [f"{len(names)} {kind}: {list_names(names, str)}" for kind, names in kinds.items() if names]:
-        raise ConfigError(
-            f"{file.folder}: the weights are not those of its config.json: {'; '.join(report)}; see allow_missing, "
-            "allow_unexpected and heads of interop.huggingface.load"
-        )
+        advice = "see allow_missing, allow_unexpected and heads of interop.huggingface.load"
+        raise ConfigError(f"{file.folder}: the weights are not those of its config.json: {'; '.join(report)}; {advice}")
     planned = {part.path for tensor in tensors.values() for part in tensor.parts}
     return [path for path in leaves if path in absent or path not in planned]
 
@@ -218,7 +191,7 @@ def _with_tie(file, family: tables.Family, config: Config) -> Config:
     A separate head in the file is used even if config.json ties it (T5 v1.1 written by transformers 5). If config.json
     unties the head and the file has none, a T5 is tied (transformers 5 writes it so) and other models miss a tensor.
     """
-    stack, rules = _last(config), family.rules(config)
+    stack, rules = models.last_stack(config), family.rules(config)
     head = next((rule.theirs for rule in rules if str(rule.ours).endswith("language_model/kernel")), None)
     if head is None or not stack.heads:
         return config
@@ -288,12 +261,9 @@ def _piece_writer(sharding) -> Callable:
     return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
 
-# Writing
-
-
 def _with_tokens(folder: str | Path, checkpoint: Checkpoint, settings: dict) -> dict:
     """config.json with the checkpoint's tokens and labels."""
-    tokens, labels, stack = checkpoint.tokens, checkpoint.labels, _last(checkpoint.config)
+    tokens, labels, stack = checkpoint.tokens, checkpoint.labels, models.last_stack(checkpoint.config)
     if settings["model_type"] == "marian" and tokens.start is None:
         expected = "the token that its targets begin with: Tokens(start=...)"
         raise ConfigError(f"{folder}: a Marian needs {expected}; got {tokens}")
@@ -308,7 +278,7 @@ def _with_tokens(folder: str | Path, checkpoint: Checkpoint, settings: dict) -> 
 
 def _classes(config: Config) -> int:
     """The number of classes of the first head that has classes, or 0."""
-    return next((classes for head in _last(config).heads if (classes := getattr(head, "classes", None))), 0)
+    return next((classes for head in models.last_stack(config).heads if (classes := getattr(head, "classes", None))), 0)
 
 
 def _write_settings(config: Config, model_type: str | None) -> dict:
@@ -325,7 +295,7 @@ def _write_settings(config: Config, model_type: str | None) -> dict:
             reason = f"cannot express this config ({error})"
             continue
         if kind == "t5":  # `load` reads from the weights whether a T5 is tied
-            copy = _with_stack(copy, tie_embeddings=_last(config).tie_embeddings)
+            copy = _with_stack(copy, tie_embeddings=models.last_stack(config).tie_embeddings)
         fields, read = _fields(config), _fields(copy)
         differences = [name for name in fields | read if fields.get(name, ...) != read.get(name, ...)]
         if not differences:
@@ -355,11 +325,6 @@ def _fields(config: Config) -> dict[str, Any]:
         "mixer": tables.shortest_pattern([_mixer_in_file(mixer) for mixer in mixers]),
     }  # fmt: skip
     return {name: value for name, value in fields.items() if name not in NOT_IN_FILES}
-
-
-def _last(config: Config) -> ModelConfig:
-    """The stack that has the heads."""
-    return config if isinstance(config, ModelConfig) else config.decoder
 
 
 def _mixer_in_file(mixer):

@@ -62,9 +62,6 @@ class Family(NamedTuple):
     conventions: Callable[[Json], Conventions] = lambda c: Conventions()
 
 
-# Settings
-
-
 class Key(NamedTuple):
     """An entry of config.json, see `get`. `values` translates it: {theirs: ours}; we write the first that fits."""
 
@@ -179,7 +176,6 @@ def repeated(pattern: Any, config: ModelConfig) -> list:
 
 
 # Heads. `kinds` has those of each class of transformers, by the rest of its name after `prefix`.
-
 POOLED = Classification(None, pool="position_0", name="pooled")  # BERT pools slot 0 even if it is padding
 NEXT_SENTENCE = Classification(2, pool="position_0", name="next_sentence")
 SPAN = TokenClassification(2, name="span")
@@ -190,14 +186,11 @@ def heads_by_class(
 ) -> dict[str, tuple]:
     """The heads of each of these classes. `sequence` classifies a sequence; `base` are the heads of a bare model."""
     heads = {
-        "Model": base,
-        "ForPreTraining": (language_model, NEXT_SENTENCE),
-        "ForNextSentencePrediction": (NEXT_SENTENCE,),
-        "ForSequenceClassification": (sequence,),
+        "Model": base, "ForPreTraining": (language_model, NEXT_SENTENCE), "ForNextSentencePrediction": (NEXT_SENTENCE,),
+        "ForSequenceClassification": (sequence,), "ForQuestionAnswering": (SPAN,),
         "ForMultipleChoice": (Classification(1, pool="position_0", name="multiple_choice"),),
         "ForTokenClassification": (TokenClassification(sequence.classes or 0),),
-        "ForQuestionAnswering": (SPAN,),
-    }
+    }  # fmt: skip
     return {kind: heads.get(kind, (language_model,)) for kind in kinds}
 
 
@@ -232,9 +225,6 @@ def count_labels(c: Json) -> int:
 def write_labels(labels: tuple[str, ...]) -> Json:
     """The entries of config.json for the class names, if any."""
     return {"id2label": dict(enumerate(labels)), "label2id": {n: i for i, n in enumerate(labels)}} if labels else {}
-
-
-# Tensors
 
 
 class Part(NamedTuple):

@@ -62,14 +62,10 @@ def attention(
             raise NotImplementedError(f"{implementation}: has no {what}; implementation='reference' has")
     call = Call(
         mask=as_mask(mask, "attention").sized(key.shape[1]),
-        bias=_bias_value(bias, positions),
-        sinks=sinks,
-        dropout_seed=dropout_seed(dropout_rate, dropout_key),
-        positions=positions,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        softcap=softcap,
-        dropout_rate=dropout_rate,
-    )
+        bias=_bias_value(bias, positions), positions=positions,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks=sinks,
+        dropout_rate=dropout_rate, dropout_seed=dropout_seed(dropout_rate, dropout_key),
+    )  # fmt: skip
 
     def specs(*_):
         rows, length, heads, _ = jax.typeof(query).sharding.spec
@@ -141,13 +137,10 @@ def _choose(query, key, value, call: Call) -> str:
     reason = kernel.refuses(query, key, value, call)
     if reason is None and count > 1:
         reason = "such call under mesh.context"
-    if reason is None and name == "cudnn" and platform != jax.default_backend() and not _has_cudnn():
+    installed = lambda: importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+    if reason is None and name == "cudnn" and platform != jax.default_backend() and not installed():
         reason = "cuDNN on this machine to compile for a GPU with: pip install 'jax[cuda13]'"
     return _log_once(platform, *((name, "") if reason is None else ("blockwise", f"; {name} has no {reason}")))
-
-
-def _has_cudnn() -> bool:
-    return bool(importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn"))
 
 
 @cache

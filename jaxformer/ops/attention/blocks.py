@@ -23,13 +23,8 @@ class Grid:
     bq: int
     bk: int
 
-    @property
-    def nq(self) -> int:
-        return -(-self.T // self.bq)
-
-    @property
-    def nk(self) -> int:
-        return -(-self.S // self.bk)
+    nq = property(lambda self: -(-self.T // self.bq))
+    nk = property(lambda self: -(-self.S // self.bk))
 
 
 def cached_by_mask(f: Callable) -> Callable:
@@ -60,8 +55,6 @@ def choose_block(mask: Mask, T: int, S: int, heads: int) -> tuple[int, int]:
 
 
 # Layouts. Queries that share a key head are neighbours: row r of G * bq is query r % bq of head r // bq in its group.
-
-
 def padded(x, axis: int, block: int):
     """x with zeros behind `axis`, up to whole blocks."""
     return jnp.pad(x, [(0, -size % block if n == axis else 0) for n, size in enumerate(x.shape)])

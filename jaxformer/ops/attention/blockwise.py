@@ -68,8 +68,6 @@ class Tiles(NamedTuple):
 
 
 # Scores are [B, K, G, bq, bk]: query head n is group member n % G of key head n // G.
-
-
 def _scores(tiles: Tiles, kind: int, q, k, i, j):
     """Masked scores of block (i, j), and the derivative of the softcap."""
     (B, K, _, _), wide = q.shape, jnp.promote_types(q.dtype, jnp.float32)
@@ -97,8 +95,6 @@ def _like_scores(x, scores):
 
 
 # Forward: a query block and its running softmax
-
-
 class Softmax(NamedTuple):
     """The running softmax of a query block: maximum and sum `[B, K, G, bq]`, output `[B, K, G, bq, Hv]`."""
 

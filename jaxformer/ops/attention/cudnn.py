@@ -9,8 +9,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxformer.masks import Mask, rules
-from jaxformer.ops.attention.call import Call, refuse
-from jaxformer.ops.attention.share import parts, share
+from jaxformer.ops.attention.call import Call, parts, refuse, share
 from jaxformer.ops.attention.splash import band
 
 

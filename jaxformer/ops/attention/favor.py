@@ -95,6 +95,4 @@ def orthogonal_projection(
 
 def redraw(key: Array, step: int | Int[Array, ""], every: int) -> Array:
     """The key of the projection at `step`, a new one every `every` steps. Choromanski et al. 2021, sec. 4.2."""
-    if every < 1:
-        raise ValueError(f"redraw: every {every} steps; it takes at least 1")
     return jax.random.fold_in(key, step // every)

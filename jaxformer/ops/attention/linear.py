@@ -204,10 +204,8 @@ def _weighted_sums(query, key, value, view: View, chunk: int):
 def _by_chunks(query, key, value, view: View, chunk: int, state=None):
     """Numerator, denominator and the state after the last key, on one axis of positions, padded to whole chunks."""
     if not isinstance(view.first, int):
-        raise NotImplementedError(
-            "linear attention under causal() or segments(...): the query offset must be a number, not traced; "
-            "linear_attention_step continues a sequence at any position"
-        )
+        problem = "linear attention under causal() or segments(...): the query offset must be a number, not traced"
+        raise NotImplementedError(f"{problem}; linear_attention_step continues a sequence at any position")
     (B, T, N, M), (S, K) = query.shape, key.shape[1:3]
     # queries sit at positions first ... first + T - 1 and keys at 0 ... S - 1; position -shift comes first in the arrays
     shift = max(-view.first, 0)
@@ -285,10 +283,7 @@ def _softmax_over_keys(key, view: View):
 
 
 def _pair(feature_map):
-    maps = feature_map if isinstance(feature_map, tuple) else (feature_map, feature_map)
-    if len(maps) != 2 or not all(map(callable, maps)):
-        raise ValueError(f"linear attention: feature_map is a function, or a pair of them; got {feature_map!r}")
-    return maps
+    return feature_map if isinstance(feature_map, tuple) else (feature_map, feature_map)
 
 
 def _widen(*arrays):

@@ -52,10 +52,8 @@ def _reduce(x, projection, shown):
     S, K = x.shape[1:3]
     fits = projection.ndim == 2 or (projection.ndim == 3 and projection.shape[0] == K)
     if not fits or projection.shape[-2] < S:
-        raise ValueError(
-            f"linformer_attention: a projection is [L, R] or [{K}, L, R] with L >= {S}, the keys' length; "
-            f"got {projection.shape} for keys or values {x.shape}"
-        )
+        problem = f"linformer_attention: a projection is [L, R] or [{K}, L, R] with L >= {S}, the keys' length"
+        raise ValueError(f"{problem}; got {projection.shape} for keys or values {x.shape}")
     x = jnp.where(shown[:, :, None, None], x, 0)
     if projection.ndim == 2:
         reduced = jnp.moveaxis(einsum("bskh,sr->bkhr", x, projection[:S]), -1, 1)

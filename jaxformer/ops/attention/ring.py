@@ -73,8 +73,6 @@ def refuses(query, key, value, call: Call) -> str | None:
 
 
 # The plan, made at trace time
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Which device attends to what, and when. A part is the keys that one device begins with, or all if gathered."""
@@ -165,8 +163,6 @@ def _varying(tree):
 
 
 # The ring, seen from one device
-
-
 class Ring(NamedTuple):
     """What is on a device during one turn: keys and values with their gradient, which travel, and what stays."""
 

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxformer.masks import EMPTY, FAR, FULL, PARTIAL, Mask, full, rules
 from jaxformer.ops.attention.blocks import padded
-from jaxformer.ops.attention.call import Call, refuse
-from jaxformer.ops.attention.share import Share, parts, share
+from jaxformer.ops.attention.call import Call, Share, parts, refuse, share
 
 # A sink without weight: exp(-1e38 - s) is 0 for any score s. With it, a query that sees no key divides 0 by 1. Without it
 # the kernel would divide by the number of hidden keys, whose score is -2.4e38, or by 0.
@@ -35,7 +34,8 @@ def attention(query: Array, key: Array, value: Array, call: Call, interpret: boo
     (B, T, N, H), S = query.shape, key.shape[1]
     width, split = max(H, value.shape[-1]), share(B, T, key.shape[2])
     block = _query_block(T, width, parts(split.length)), block_size(S, width)
-    static, dynamic = _split(call.mask, T, S)
+    dynamic = [part for part in call.mask.conjuncts() if not part.static]
+    static = reduce(and_, [part for part in call.mask.conjuncts() if part.static] or [full()]).at(call.mask.first(T, S))
     tables = _tables(static, N, T, S, block)
     if not any(table.blocks.any() for table in tables):
         return jnp.zeros((B, T, N, value.shape[-1]), query.dtype)
@@ -96,12 +96,6 @@ def _query_block(T: int, head_width: int, devices: int) -> int:
     return fit[0]
 
 
-def _split(mask: Mask, T: int, S: int) -> tuple[Mask, list[Mask]]:
-    """The static part, with the first query's position as its offset, and the conjuncts that hold arrays."""
-    static = [part for part in mask.conjuncts() if part.static] or [full()]
-    return reduce(and_, static).at(mask.first(T, S)), [part for part in mask.conjuncts() if not part.static]
-
-
 def _tables(mask: Mask, N: int, T: int, S: int, block: tuple[int, int]) -> list[Any]:
     """A static mask as one kernel mask for each head; heads that see the same are equal."""
     count = _heads(mask)
@@ -148,13 +142,9 @@ def _kernel(tables, block: tuple[int, int], softcap, split: Share) -> tuple[Any,
     q, kv = block
     sizes = kernels.BlockSizes(block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, block_q_dq=q, block_kv_dq=kv)
     kernel = kernels.make_splash_mha(
-        MultiHeadMask(tables),
-        block_sizes=sizes,
-        attn_logits_soft_cap=softcap,
-        head_shards=parts(split.heads),
-        q_seq_shards=parts(split.length),
-        residual_checkpoint_name="attention",
-    )
+        MultiHeadMask(tables), block_sizes=sizes, attn_logits_soft_cap=softcap, residual_checkpoint_name="attention",
+        head_shards=parts(split.heads), q_seq_shards=parts(split.length),
+    )  # fmt: skip
     if not split.manual:
         return kernel, None
     mesh = jax.sharding.get_abstract_mesh()

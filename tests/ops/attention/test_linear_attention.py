@@ -308,13 +308,6 @@ def test_errors_at_the_door(shapes, words):
         inspect.unwrap(linear_attention)(*map(jnp.ones, shapes))
 
 
-@pytest.mark.parametrize("maps", ["elu", (elu_plus_one, "elu"), (elu_plus_one,) * 3])
-def test_a_feature_map_by_name_is_refused_in_one_line(maps):
-    x = jnp.ones((1, 2, 1, 2))
-    with pytest.raises(ValueError, match="feature_map is a function, or a pair"):
-        inspect.unwrap(linear_attention)(x, x, x, feature_map=maps)
-
-
 def test_katharopoulos_and_shen():
     """The recurrence of Katharopoulos et al., and linear-attention-transformer's two forms of Shen et al.; all float64."""
     with jax.enable_x64(True):
