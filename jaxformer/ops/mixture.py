@@ -214,6 +214,20 @@ def gather_scatter(choices: Choices, experts: Experts, E: int, room, axes, token
     return lax.psum_scatter(out, axes, tiled=True) if tokens_split else lax.psum(out, axes)
 
 
+def mixture_reference(
+    x: Float[Array, "B T D"], router, gate, up, down, activation: Callable, *, top_k: int, normalise=True, real=None
+) -> Float[Array, "B T D"]:
+    """The output of `mixture` without a capacity, where every expert computes every token. The oracle."""
+    E = router.shape[1]
+    routing = route(einsum("btd,de->bte", _wide(x), router), top_k, normalise)
+    weights = jnp.sum(jax.nn.one_hot(routing.experts, E, dtype=_wide(x).dtype) * routing.weights[..., None], axis=2)
+    if real is not None:
+        weights = jnp.where(real[:, :, None], weights, 0)
+    copies = jnp.broadcast_to(x[None], (E, *x.shape))
+    y = Experts(gate, up, down, activation)(partial(einsum, "ebtd,edf->ebtf"), copies)
+    return jnp.sum(_wide(y) * jnp.moveaxis(weights, 2, 0)[..., None], axis=0).astype(x.dtype)
+
+
 def _wide(x):
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 

@@ -15,28 +15,11 @@ from jaxformer.masks import full
 from jaxformer.models import block
 from jaxformer.models.layer import Context
 from jaxformer.models.mixture import Mixture
-from jaxformer.ops.einsum import einsum
-from jaxformer.ops.mixture import Experts, balance_loss, mixture, route, router_z_loss
+from jaxformer.ops.mixture import balance_loss, mixture, mixture_reference, route, router_z_loss
 from jaxformer.parallel import Mesh, block_if_simulated, make_mesh
 from jaxformer.params import paths
 
 run = jax.jit(mixture, static_argnames=("activation", "top_k", "normalise", "capacity"))
-
-
-def wide(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def mixture_reference(x, router, gate, up, down, activation, *, top_k, normalise=True, real=None):
-    """The output of `mixture` without a capacity, where every expert computes every token. The oracle."""
-    E = router.shape[1]
-    routing = route(einsum("btd,de->bte", wide(x), router), top_k, normalise)
-    weights = jnp.sum(jax.nn.one_hot(routing.experts, E, dtype=wide(x).dtype) * routing.weights[..., None], axis=2)
-    if real is not None:
-        weights = jnp.where(real[:, :, None], weights, 0)
-    copies = jnp.broadcast_to(x[None], (E, *x.shape))
-    y = Experts(gate, up, down, activation)(partial(einsum, "ebtd,edf->ebtf"), copies)
-    return jnp.sum(wide(y) * jnp.moveaxis(weights, 2, 0)[..., None], axis=0).astype(x.dtype)
 
 
 def random(seed, *shapes, dtype=jnp.float32):
