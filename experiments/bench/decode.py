@@ -22,11 +22,8 @@ from experiments.bench.train import torch_python
 
 NEW = 64
 OURS = {"gpt2": ("float32", "bfloat16", "int8"), "llama": ("float32", "bfloat16", "int8"), "t5": ("float32",)}
-THEIRS = {
-    "gpt2": ("float32 dynamic", "bfloat16 dynamic", "float32 static", "bfloat16 static", "float32 compiled", "bfloat16 compiled"),
-    "llama": ("float32 dynamic", "bfloat16 dynamic", "float32 static", "bfloat16 static", "float32 compiled", "bfloat16 compiled"),
-    "t5": ("float32 dynamic", "bfloat16 dynamic"),
-}  # fmt: skip
+EVERY = tuple(f"{precision} {cache}" for cache in ("dynamic", "static", "compiled") for precision in ("float32", "bfloat16"))
+THEIRS = {"gpt2": EVERY, "llama": EVERY, "t5": EVERY[:2]}
 LLAMA = dict(vocab=32_000, width=768, inner=3072, layers=12, heads=12)  # 162M parameters
 T5_BEAMS = 4
 
@@ -74,7 +71,7 @@ def ours(model: str, mode: str, rows: int, length: int):
     from jaxformer.models import PRESETS, adaptation
 
     dtype = jax.numpy.dtype("float32" if mode == "int8" else mode)
-    config: Any = {"gpt2": PRESETS["gpt2_small"], "llama": llama(), "t5": PRESETS.get("t5_small")}[model]
+    config: Any = {"gpt2": PRESETS["gpt2_small"], "llama": llama(), "t5": PRESETS["t5_small"]}[model]
     params = jax.jit(models.init, static_argnums=0)(config, jax.random.key(0))
     if mode == "int8":
         params = adaptation.quantize(config, params)
@@ -82,17 +79,16 @@ def ours(model: str, mode: str, rows: int, length: int):
     texts = prompts(model, rows, length)
     how: dict[str, Any] = dict(how=decoding.Sampling(temperature=0.0), dtype=dtype)
     if model == "t5":
-        return lambda: decoding.beam_search(
-            config, params, [[0]] * rows, NEW, sources=texts, how=decoding.Beams(T5_BEAMS), dtype=dtype
-        )
+        beams = decoding.Beams(T5_BEAMS)
+        return lambda: decoding.search(config, params, [[0]] * rows, NEW, sources=texts, how=beams, dtype=dtype)
     return lambda: decoding.generate(config, params, texts, NEW, **how)
 
 
-def llama():
-    from jaxformer.models import PRESETS
+def llama() -> Any:
+    from jaxformer.models.presets import llama_7b
 
     shape = dict(num_layers=LLAMA["layers"], d_model=LLAMA["width"], num_heads=LLAMA["heads"], d_ff=LLAMA["inner"])
-    return replace(PRESETS["llama_7b"], vocab_size=LLAMA["vocab"], context_length=1024, **shape)
+    return replace(llama_7b, vocab_size=LLAMA["vocab"], context_length=1024, **shape)
 
 
 def theirs(model: str, mode: str, rows: int, length: int):

@@ -93,9 +93,7 @@ def score(
     for first in range(0, len(texts), rows):
         some = [*texts[first : first + rows]] + [texts[first]] * max(0, first + rows - len(texts))
         room = bucket(max(map(len, some)) - 1, models.last_stack(config))
-        tokens, labels = (
-            np.concatenate([padded(text, room) for text in part]) for part in zip(*((t[:-1], t[1:]) for t in some))
-        )
+        tokens, labels = (np.concatenate([padded(text[part], room) for text in some]) for part in (slice(-1), slice(1, None)))
         ids = np.concatenate([padded([1] * (len(text) - 1), room) for text in some])
         options = {"segment_ids": ids}
         if sources is not None:
