@@ -154,13 +154,12 @@ def padded(tokens: Sequence[int], room: int) -> np.ndarray:
     return np.pad(np.asarray(tokens, np.int32), (0, room - len(tokens)))[None]
 
 
-def read(model: Model, prompt: Sequence[int], source: Sequence[int] | None) -> tuple[Array, Cache, History]:
+def read(model: Model, prompt: Sequence[int], source: Sequence[int] | None) -> tuple[Any, Any, History]:
     """One row: (logits after the prompt, its cache, its history), read in pieces of at most `CHUNK` tokens."""
     config, params, dtype, room, source_room = model
-    options = {}
+    options, logits, cache = {}, None, None
     if source is not None:
         options = {"source": padded(source, source_room), "source_segment_ids": padded([1] * len(source), source_room)}
-    cache = logits = None
     for start in range(0, len(prompt), CHUNK):
         piece = prompt[start : start + CHUNK]
         tokens = padded(piece, min(bucket(len(piece), models.last_stack(config)), CHUNK))

@@ -122,7 +122,7 @@ def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context
     ]
     each = [remat(config, function) for function in functions]
     heads = None if context.source is None else context.source.heads
-    if layers.state is not None:
+    if isinstance(layers.params, tuple) or layers.state is not None:
         turns = [functions[i % period] for i in range(L)]
         yield Group(partial(run_in_turn, turns), decoding_rows(config, slots, layers, x, heads), False)
         return
@@ -163,9 +163,9 @@ def run_layer(config: ModelConfig, mixer: Mixer, context: Context, pick, carry, 
 
 
 def decoding_rows(config: ModelConfig, slots, layers: Layers, x, heads) -> list[Row]:
-    """What each layer reads in decoding: weights and states of its own, which no loop has to cut out of a stack."""
-    rows = []
-    for i, (params, state) in enumerate(zip(unstacked(config, layers.params), layers.state or (), strict=True)):
+    """What each layer reads in decoding: weights and a state of its own, which no loop has to cut out of a stack."""
+    rows, states = [], layers.state or (None,) * config.num_layers
+    for i, (params, state) in enumerate(zip(unstacked(config, layers.params), states, strict=True)):
         drawn = slots[i % len(slots)].constants(x.shape[1])
         constants = drawn if layers.constants is None or drawn is None else layers.constants
         constants = jax.tree.map(lambda leaf, i=i: leaf[i], constants)
