@@ -38,6 +38,20 @@ def quantize(config: ModelConfig | EncoderDecoder, params: Tree) -> Tree:
     return _prepare(config, partial(_in_int8, models.last_stack(config).tie_embeddings), params)
 
 
+def round_to_int8(spec: Tree, params: Tree) -> Tree:
+    """Plain parameters with matrices rounded as `quantize` does, to measure what that costs."""
+
+    def rounded(spec: Spec, leaf: Array) -> Array:
+        summed = spec.contracts or (("embed",) if _is_table(spec) else ())
+        if not summed or "expert" in spec.axes:
+            return leaf
+        axes = tuple(i for i, axis in enumerate(spec.axes) if axis in summed)
+        scale = jnp.maximum(jnp.max(jnp.abs(leaf), axis=axes, keepdims=True), 1e-30) / 127
+        return (jnp.round(leaf / scale) * scale).astype(leaf.dtype)
+
+    return jax.tree.map(rounded, spec, params)
+
+
 def is_prepared(config: ModelConfig | EncoderDecoder, params: Tree) -> bool:
     """Whether `prepare` made these parameters."""
     tree = params["decoder"] if isinstance(config, EncoderDecoder) else params
