@@ -96,8 +96,9 @@ class NTK:
             if positions is None:
                 return frequencies, 1.0
             factor = factor * jnp.maximum(_length(positions) / self.original_length, 1) - (factor - 1)
-        exponent = np.arange(0, rotated, 2) / rotated
-        return frequencies[None] * factor ** (-exponent * rotated / (rotated - 2))[None], 1.0
+            frequencies = frequencies[None]
+        exponent = np.arange(0, rotated, 2).reshape(frequencies.shape) / rotated
+        return frequencies * factor ** (-exponent * rotated / (rotated - 2)), 1.0
 
 
 @dataclass(frozen=True)
