@@ -232,7 +232,7 @@ def append(texts: Texts, logits: Array, settings: Settings) -> Texts:
     slot = jnp.where(done, history.tokens.shape[1], history.length)  # nothing is written outside
     tokens = history.tokens.at[jnp.arange(len(slot)), slot].set(token, mode="drop")
     length = history.length + ~done
-    done = done | (token[:, None] == settings.stop_tokens).any(axis=1) | (length >= texts.end)
+    done = done | (token[:, None] == settings.stop_tokens[None]).any(axis=1) | (length >= texts.end)
     return replace(texts, history=replace(history, tokens=tokens, length=length), done=done)
 
 
