@@ -90,6 +90,7 @@ def serve(
     owners, queue = {}, deque(range(len(prompts)))
     rows = min(rows, 1 << (len(prompts) - 1).bit_length())
     while queue or owners:
+        steps = every or 2**30
         for row in range(rows):
             if row not in owners and queue:
                 owners[row] = index = queue.popleft()
@@ -97,7 +98,8 @@ def serve(
                 one = begin(model, prompts[index], source, max_tokens, settings, jax.device_put(np.int32(index)), key)
                 texts = _repeat(rows, one) if texts is None else texts
                 texts = _insert(texts, jax.device_put(np.int32(row)), one)
-        limits = jax.device_put((np.int32(every or 2**30), np.int32(len(owners) if queue else 1)))
+                steps = steps if every is None else 0  # a first token is shown at once
+        limits = jax.device_put((np.int32(steps), np.int32(len(owners) if queue else 1)))
         texts = _run(model.config, model.dtype, model.params, texts, settings, *limits)
         history, done = jax.device_get((texts.history, texts.done))
         for row, index in list(owners.items()):
