@@ -55,7 +55,7 @@ class Inputs:
     def real(self) -> Array | None:
         """`[B, T]`, False for padding; None where there is none."""
         if self.lengths is not None:
-            return jnp.arange(self.tokens.shape[1]) < self.lengths[:, None]
+            return jnp.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
         return None if self.segment_ids is None else self.segment_ids != 0
 
 
@@ -213,7 +213,7 @@ def locate(config: ModelConfig, params: Tree, inputs: Inputs) -> tuple[Context, 
     elif slot_positions is not None:
         positions = slot_positions
     else:
-        positions = jnp.arange(T)[None] if before is None else before[:, None] + jnp.arange(T)
+        positions = jnp.arange(T)[None] if before is None else before[:, None] + jnp.arange(T)[None]
         if inputs.lengths is not None:  # padding has the position of the last token: some rotations read the largest one
             positions = jnp.minimum(positions, cache.lengths[:, None] - 1)
     context = Context(

@@ -96,7 +96,8 @@ class NTK:
             if positions is None:
                 return frequencies, 1.0
             factor = factor * jnp.maximum(_length(positions) / self.original_length, 1) - (factor - 1)
-        exponent = np.arange(0, rotated, 2) / rotated
+            frequencies = frequencies[None]
+        exponent = np.arange(0, rotated, 2).reshape(frequencies.shape) / rotated
         return frequencies * factor ** (-exponent * rotated / (rotated - 2)), 1.0
 
 
@@ -118,7 +119,7 @@ class LongRoPE:
             raise ValueError(f"rope: LongRoPE needs {pairs} factors; got {sizes[0]} short, {sizes[1]} long")
         near, far = frequencies / np.array(self.short), frequencies / np.array(self.long)
         if positions is not None:
-            near = jnp.where(_length(positions) > self.original_length, far, near)
+            near = jnp.where(_length(positions) > self.original_length, far[None], near[None])
         return near, self.attention_factor
 
 

@@ -208,13 +208,12 @@ def test_blockwise_attention_has_the_biases_too(name):
 
 @pytest.mark.parametrize("name", ["alibi", "t5"])
 def test_distances_do_not_see_the_cache_nor_padding(name):
-    """A prompt padded on the left, then a token at a time; the cache has more slots than tokens."""
+    """A prompt padded on the right, then a token at a time; the cache has more slots than tokens."""
     config = BIASES[name]
     parameters = random(config)
-    ids = jnp.array([[0, 0, 1, 1, 1]] * B)
-    prompt = jnp.concatenate([jnp.full((B, 2), 7), tokens()[:, :3]], axis=1)
-    out = apply(config, parameters, prompt, segment_ids=ids, cache=decoding.init_cache(config, B, 10))
-    np.testing.assert_allclose(out.logits[:, 2:], logits(name)[:, :3], **ROUNDING)
+    prompt = jnp.concatenate([tokens()[:, :3], jnp.full((B, 2), 7)], axis=1)
+    out = apply(config, parameters, prompt, lengths=jnp.full(B, 3), cache=decoding.init_cache(config, B, 10))
+    np.testing.assert_allclose(out.logits[:, :3], logits(name)[:, :3], **ROUNDING)
     for k in range(3, T):
         out = apply(config, parameters, tokens()[:, k : k + 1], cache=out.cache)
         np.testing.assert_allclose(out.logits[:, 0], logits(name)[:, k], **ROUNDING)

@@ -142,22 +142,21 @@ def test_packed_pairs_are_the_pairs_alone(name):
 
 @families
 def test_cached_decoding_equals_the_forward_pass(name):
-    """The source is given once; prompts that are padded on the left continue as they would alone."""
+    """The source is given once; prompts that are padded continue as they would alone."""
     config, parameters, source, target = make(name)
     for padding in (0, 2):
-        ids = np.array([[0] * padding + [1] * (5 - padding)] * B, np.int32)
-        prompt = beside(junk(padding), target[:, : 5 - padding])
+        prompt = beside(target[:, : 5 - padding], junk(padding))
         cache = decoding.init_cache(config, B, 9)
         source_ids = np.array([[1] * S + [0] * 2] * B, np.int32)
         out = apply(
-            config, parameters, prompt, source=beside(source, junk(2)), source_segment_ids=source_ids, segment_ids=ids,
-            cache=cache,
+            config, parameters, prompt, source=beside(source, junk(2)), source_segment_ids=source_ids,
+            lengths=np.full(B, 5 - padding), cache=cache,
         )  # fmt: skip
-        close(out.logits[:, padding:], alone(name)[:, : 5 - padding])
+        close(out.logits[:, : 5 - padding], alone(name)[:, : 5 - padding])
         for k in range(5 - padding, T):
             out = apply(config, parameters, target[:, k : k + 1], cache=out.cache)
             close(out.logits[:, 0], alone(name)[:, k])
-        assert int(out.cache.length) == T + padding
+        assert out.cache.lengths.tolist() == [T] * B
 
 
 @pytest.mark.parametrize("name", ["t5", "unequal"])

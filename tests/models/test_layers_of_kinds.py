@@ -182,7 +182,7 @@ def test_a_pattern_with_a_mixer_that_cannot_decode_says_so():
     with pytest.raises(ConfigError, match="num_layers=5 is no multiple of the pattern of 2"):
         decoding.init_cache(replace(CACHED["attention and Performer"], num_layers=5), 1, 8)
     cache = decoding.init_cache(replace(BASE, mixer=(Linear(), Linear())), 1, 8)
-    assert {leaf.shape[0] for leaf in jax.tree.leaves(cache.layers)} == {L}
+    assert len(cache.layers) == L and {leaf.shape[0] for leaf in jax.tree.leaves(cache.layers)} == {1}  # rows first
 
 
 def test_a_decoder_of_different_kinds_reads_its_source():

@@ -1,4 +1,4 @@
-"""A row's logits are those of the row alone: whatever pads it, is packed with it, or was cached before it."""
+"""A row's logits are those of the row alone: whatever pads it, is packed with it, or was cached before it or beside it."""
 
 import itertools
 from dataclasses import replace
@@ -106,11 +106,10 @@ def check_rows_alone(config):
 
 
 def check_decoding(config, one, first):
-    """`first` tokens, behind padding in one row of two, then the others one by one, in a cache with more room than that."""
-    prompt = joined((JUNK[first:], ONE[:first]), (ONE[:first], ONE[first:]))
-    segments = jnp.array([ids((0, T - first), (1, first)), ids((1, T))], jnp.int32)
-    out = run(config, prompt, segment_ids=segments, cache=decoding.init_cache(config, 2, 12))
-    close(out.logits[0, T - first :], one[:first])
+    """`first` tokens, before padding in one row of two, then the others one by one, in a cache with more room than that."""
+    prompt = joined((ONE[:first], JUNK[first:]), (ONE[:first], ONE[first:]))
+    out = run(config, prompt, lengths=jnp.array([first, T]), cache=decoding.init_cache(config, 2, 12))
+    close(out.logits[0, :first], one[:first])
     close(out.logits[1], one)
     for k in range(first, T):
         out = run(config, np.full((2, 1), ONE[k]), cache=out.cache)
@@ -169,17 +168,20 @@ TURNS = {
     "name", [pytest.param(n, marks=() if n in ("learned", "places", "window") else pytest.mark.slow) for n in TURNS]
 )
 def test_a_second_turn_that_is_padded(name):
-    """The next tokens of two rows, of different number: in a cache, padding may lie within a segment."""
+    """The next tokens of two rows, of different number; then one row waits while the other goes on."""
     config = replace(MODEL, **TURNS[name])
     one, other = np.asarray(run(config, np.stack([ONE, OTHER])).logits)
     cache = run(config, np.stack([ONE, OTHER])[:, :1], cache=decoding.init_cache(config, 2, 9)).cache
-    turn = joined((JUNK[:2], ONE[1:3]), (OTHER[1:5], ()))
-    out = run(config, turn, segment_ids=jnp.array([[0, 0, 1, 1], [1] * 4]), cache=cache)
-    close(out.logits[0, 2:], one[1:3])
-    close(out.logits[1], other[1:])
+    turn = joined((ONE[1:3], JUNK[:2]), (OTHER[1:4], JUNK[:1]))
+    out = run(config, turn, lengths=jnp.array([2, 3]), cache=cache)
+    close(out.logits[0, :2], one[1:3])
+    close(out.logits[1, :3], other[1:4])
     for k in (3, 4):
-        out = run(config, np.full((2, 1), ONE[k]), cache=out.cache)
+        out = run(config, np.full((2, 1), ONE[k]), lengths=jnp.array([1, 0]), cache=out.cache)
         close(out.logits[0, 0], one[k])
+    out = run(config, np.full((2, 1), OTHER[4]), lengths=jnp.array([0, 1]), cache=out.cache)
+    close(out.logits[1, 0], other[4])
+    assert out.cache.lengths.tolist() == [T, T]
 
 
 @pytest.mark.parametrize(("name", "mixer"), [("places", "attention"), ("relative", "memory")])
@@ -212,6 +214,9 @@ def test_what_depends_on_slots_is_refused():
         config = replace(MODEL, positions=POSITIONS[name])
         with pytest.raises(ConfigError, match="the cached tokens' positions"):
             run(config, row, positions=jnp.arange(2 * T)[None], cache=decoding.init_cache(config, 1, 12))
+    for positions in (array, by_row):
+        with pytest.raises(ConfigError, match="positions: a bias"):
+            run(replace(MODEL, positions=positions), row, cache=decoding.init_cache(MODEL, 1, 12))
     with pytest.raises(ConfigError, match="1 rows of 10 tokens do not fit a cache of 1 rows of 9 slots"):
         run(MODEL, row, cache=decoding.init_cache(MODEL, 1, 9))
 

@@ -160,6 +160,10 @@ def test_rows_of_a_source_and_of_a_cache():
     cache = jax.eval_shape(lambda: decoding.init_cache(MODEL, 3, 5))
     with pytest.raises(ConfigError, match="2 rows of 5 tokens do not fit a cache of 3 rows of 5 slots"):
         traced(MODEL, params.abstract(models.spec(MODEL)), cache=cache)
+    with pytest.raises(ConfigError, match="a cache keeps one text a row; give `lengths`"):
+        traced(MODEL, params.abstract(models.spec(MODEL)), cache=cache, segment_ids=ints(2, 5))
+    with pytest.raises(ConfigError, match="`lengths` go with a cache; without one, segment_ids=0 marks padding"):
+        traced(MODEL, params.abstract(models.spec(MODEL)), lengths=ints(2))
 
 
 @pytest.mark.parametrize(

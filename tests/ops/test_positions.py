@@ -276,21 +276,25 @@ def test_scaling_formulas(scaling, expected, sharpen):
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("length", [3, OLD, OLD + 1, 1000])
 def test_scalings_that_read_the_positions_of_the_call(length, fraction):
-    """transformers: a = factor n / L - (factor - 1) of a dynamic base, or the long factors, where n = max(position) + 1 > L."""
-    growth = 4.0 * max(length, OLD) / OLD - 3.0
-    factors = LONG if length > OLD else SHORT
-    positions, width = jnp.array([[0, 1, 2], [2, 5, length - 1]]), int(32 / fraction)
+    """transformers: a = factor n / L - (factor - 1) of a dynamic base, or the long factors, where n = max(position) + 1 > L.
+
+    Of each row its own n: a row beside a longer one is turned as it is alone.
+    """
+    positions, width = jnp.array([[0, 1, 2], [0, 1, length - 1]]), int(32 / fraction)
+    growth = [4.0 * max(n, OLD) / OLD - 3.0 for n in (3, length)]
+    factors = [LONG if n > OLD else SHORT for n in (3, length)]
     find = jax.jit(lambda p, s: rope_frequencies(width, Rope(THETA, fraction, scaling=s), p)[0], static_argnums=1)
     for scaling, expected in (
-        (NTK(4.0, OLD), rebased(THETA * growth ** (32 / 30))),
-        (LongRoPE(SHORT, LONG, OLD, 1.2), [f / by for f, by in zip(PLAIN, factors, strict=True)]),
+        (NTK(4.0, OLD), [rebased(THETA * each ** (32 / 30)) for each in growth]),
+        (LongRoPE(SHORT, LONG, OLD, 1.2), [[f / by for f, by in zip(PLAIN, each, strict=True)] for each in factors]),
     ):
         np.testing.assert_allclose(find(positions, scaling), expected, rtol=1e-6)  # one power in float32
         x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 1, width)), jnp.float32)
         ours = turn(x, positions, Rope(THETA, fraction, scaling=scaling))
         sharpen = getattr(scaling, "attention_factor", 1.0)
-        wanted = rotated(x, np.asarray(positions), expected, "half", sharpen)
-        np.testing.assert_allclose(ours, wanted, rtol=0, atol=10 * angle_error(1000))
+        for row in range(2):
+            wanted = rotated(x[row : row + 1], np.asarray(positions)[row : row + 1], expected[row], "half", sharpen)
+            np.testing.assert_allclose(ours[row : row + 1], wanted, rtol=0, atol=10 * angle_error(1000))
 
 
 def test_yarn_sharpens_the_scores():

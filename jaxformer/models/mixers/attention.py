@@ -179,8 +179,8 @@ def cached(
     if context.lengths is None:
         result = (attend or ops.attention)(query, key, value, **options)
         return result, {name: first_slots(state[name], x, count) for name, x in new.items()}
-    q = context.lengths[:, None] + jnp.arange(T)
-    written = jnp.where(jnp.arange(T) < count[:, None], q, -1)
+    q = context.lengths[:, None] + jnp.arange(T)[None]
+    written = jnp.where(jnp.arange(T)[None] < count[:, None], q, -1)
     before = slot_positions(S, context.lengths)
     if attend is None and not context.return_weights:
         slots = Slots(state["key"], state["value"], before), Slots(new["key"], new["value"], written)

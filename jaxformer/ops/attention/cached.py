@@ -83,7 +83,7 @@ def slot_positions(S: int, length: Array) -> Array:
     Negative for an empty slot.
     """
     newest = length[:, None] - 1
-    return newest - (newest - jnp.arange(S)) % S
+    return newest - (newest - jnp.arange(S)[None]) % S
 
 
 def first_slots(state: Array, new: Array, count: Array) -> Array:
