@@ -96,7 +96,7 @@ def serve(
                 source = None if sources is None else sources[index]
                 one = begin(model, prompts[index], source, max_tokens, settings, jax.device_put(np.int32(index)), key)
                 texts = _repeat(rows, one) if texts is None else texts
-                texts = _insert(texts, jax.device_put(np.int32(row)), one)
+                texts = insert(texts, jax.device_put(np.int32(row)), one)
         limits = jax.device_put((np.int32(every or 2**30), np.int32(len(owners) if queue else 1)))
         texts = _run(model.config, model.dtype, model.params, texts, settings, *limits)
         history, done = jax.device_get((texts.history, texts.done))
@@ -120,6 +120,7 @@ class Model(NamedTuple):
     dtype: Any
     room: int  # most tokens of a row
     source_room: int  # most tokens of a source
+    ahead: int = 0  # how many tokens its caches can take back
 
 
 def open_model(config, params, prompts, max_tokens: int, sources, dtype) -> Model:
@@ -156,7 +157,7 @@ def padded(tokens: Sequence[int], room: int) -> np.ndarray:
 
 def read(model: Model, prompt: Sequence[int], source: Sequence[int] | None) -> tuple[Any, Any, History]:
     """One row: (logits after the prompt, its cache, its history), read in pieces of at most `CHUNK` tokens."""
-    config, params, dtype, room, source_room = model
+    config, params, dtype, room, source_room, ahead = model
     options, logits, cache = {}, None, None
     if source is not None:
         options = {"source": padded(source, source_room), "source_segment_ids": padded([1] * len(source), source_room)}
@@ -164,7 +165,7 @@ def read(model: Model, prompt: Sequence[int], source: Sequence[int] | None) -> t
         piece = prompt[start : start + CHUNK]
         tokens = padded(piece, min(bucket(len(piece), models.last_stack(config)), CHUNK))
         arrays = jax.device_put((tokens, np.array([len(piece)], np.int32), options))
-        logits, cache = _read(config, dtype, room, params, *arrays, cache)
+        logits, cache = _read(config, dtype, room, ahead, params, *arrays, cache)
         options = {}
     count = np.array([len(prompt)], np.int32)
     return logits, cache, History(*jax.device_put((padded(prompt, room), count, count)))
@@ -176,9 +177,9 @@ def begin(model: Model, prompt, source, max_tokens: int, settings: Settings, ind
     return _start(*read(model, prompt, source), end, index, key, settings)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="cache")
-def _read(config, dtype, room: int, params, tokens, lengths, options, cache):
-    cache = init_cache(config, 1, room, dtype) if cache is None else cache
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnames="cache")
+def _read(config, dtype, room: int, ahead: int, params, tokens, lengths, options, cache):
+    cache = init_cache(config, 1, room, dtype, ahead) if cache is None else cache
     return prefill(config, params, tokens, cache, lengths=lengths, dtype=dtype, **options)
 
 
@@ -195,8 +196,9 @@ def _repeat(rows: int, one: Texts) -> Texts:
 
 
 @partial(jax.jit, donate_argnums=0)
-def _insert(texts: Texts, row, one: Texts) -> Texts:
-    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, axis=0), texts, one)
+def insert(tree: Any, row, one: Any) -> Any:
+    """The tree with another row in place of this one; every array has the rows first, `one` has a single row."""
+    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, axis=0), tree, one)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -231,7 +233,7 @@ def append(texts: Texts, logits: Array, settings: Settings) -> Texts:
     slot = jnp.where(done, history.tokens.shape[1], history.length)  # nothing is written outside
     tokens = history.tokens.at[jnp.arange(len(slot)), slot].set(token, mode="drop")
     length = history.length + ~done
-    done = done | (token[:, None] == settings.stop_tokens).any(axis=1) | (length >= texts.end)
+    done = done | jnp.isin(token, settings.stop_tokens) | (length >= texts.end)
     return replace(texts, history=replace(history, tokens=tokens, length=length), done=done)
 
 
