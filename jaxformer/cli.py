@@ -1,8 +1,10 @@
 """python -m jaxformer COMMAND: the only place that reads argv.
 
     train EXPERIMENT [--runs DIR] [--key.path=value ...]      trains, or resumes, experiments/EXPERIMENT.py
-    evaluate RUN [--step N]                                   scores a run's checkpoint on its validation split
-    generate RUN --prompt TEXT [--tokens N] [--temperature X] [--top-k K] [--top-p P] [--min-p P] [--seed S] [--step N]
+    evaluate RUN [--step N] [--int8] [--mesh.tensor=N ...]    scores a run's checkpoint on its validation split
+    generate RUN --prompt TEXT | --prompts FILE.jsonl --out FILE.jsonl [--tokens N] [--temperature X] [--top-k K] [--top-p P]
+             [--min-p P] [--typical P] [--filter "Repetition(1.2)"] [--beams N [--n-best N] [--length-penalty X]]
+             [--stop TEXT] [--seed S] [--step N] [--mesh.tensor=N ...]
     list                                                      every experiment and preset, with one line of what it is
     runs [--runs DIR]                                         every run, with its step and its scores
     compare RUN RUN                                           what differs between two runs, and their scores
@@ -127,27 +129,69 @@ def _refuse_preset(name: str) -> None:
 
 
 def evaluate(argv: list[str]) -> int:
-    options = _parser("evaluate").parse_args(argv)
-    run = _run(options)
-    print(json.dumps({"run": str(run.folder.path), **run.evaluate()}))
+    parser = _parser("evaluate")
+    parser.add_argument("--int8", action="store_true", help="also with weights in 8 bits")
+    options, overrides = parser.parse_known_args(argv)
+    run = _run(options, overrides)
+    print(json.dumps({"run": str(run.folder.path), **run.evaluate(options.int8)}))
     return 0
 
 
 def generate(argv: list[str]) -> int:
     parser = _parser("generate")
-    parser.add_argument("--prompt", required=True)
-    for option, default in (("--tokens", 200), ("--temperature", 0.8), ("--seed", 0)):
+    parser.add_argument("--prompt")
+    parser.add_argument("--prompts", help='a file of lines {"prompt": "..."}')
+    parser.add_argument("--out", help="where the lines with their texts go")
+    for option, default in (
+        ("--tokens", 200),
+        ("--temperature", 0.8),
+        ("--seed", 0),
+        ("--n-best", 1),
+        ("--length-penalty", 1.0),
+    ):
         parser.add_argument(option, type=type(default), default=default)
-    for option, kind in (("--top-k", int), ("--top-p", float), ("--min-p", float)):
+    for option, kind in (("--top-k", int), ("--top-p", float), ("--min-p", float), ("--typical", float), ("--beams", int)):
         parser.add_argument(option, type=kind)
-    options = parser.parse_args(argv)
-    run = _run(options)
+    for option in ("--filter", "--stop"):
+        parser.add_argument(option, action="append", default=[])
+    options, overrides = parser.parse_known_args(argv)
+    if (options.prompt is None) == (options.prompts is None) or (options.out is None) != (options.prompts is None):
+        raise ConfigError("generate: give --prompt TEXT, or --prompts FILE.jsonl with --out FILE.jsonl")
+    run = _run(options, overrides)
 
-    from jaxformer.decoding import Sampling
+    from jaxformer.decoding import Beams, Sampling, filters
 
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
-    print(run.generate(options.prompt, seed=options.seed, tokens=options.tokens, sampling=sampling))
+    names = {name: getattr(filters, name) for name in filters.__all__}
+    how = dict(
+        sampling=Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.typical),
+        seed=options.seed, tokens=options.tokens, stop=options.stop,
+        filters=[config.expressions.evaluate(text, names) for text in options.filter],
+    )  # fmt: skip
+    beams = options.beams and Beams(options.beams, options.n_best, options.length_penalty)
+    if options.prompts is not None:
+        _generate_file(run, options.prompts, options.out, beams=beams, **how)
+    elif beams:
+        for text in run.continue_all([options.prompt], beams=beams, **how)[0]:
+            print(options.prompt + text)
+    else:
+        print(options.prompt, end="", flush=True)
+        for piece in run.stream(options.prompt, **how):
+            print(piece, end="", flush=True)
+        print()
     return 0
+
+
+def _generate_file(run, source: str, target: str, **how) -> None:
+    """Continues each line of a file, {"prompt": ...}, as a line {"prompt": ..., "texts": [...]} of another."""
+    from etils import epath
+
+    try:
+        prompts = [json.loads(line)["prompt"] for line in epath.Path(source).read_text().splitlines() if line.strip()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f'{source}: {error!r}; each line must be {{"prompt": "..."}}') from error
+    lines = zip(prompts, run.continue_all(prompts, **how), strict=True)
+    config.write_atomically(epath.Path(target), "".join(json.dumps({"prompt": p, "texts": texts}) + "\n" for p, texts in lines))
+    print(f"{len(prompts)} prompts continued in {target}")
 
 
 def list_all(argv: list[str]) -> int:
@@ -302,12 +346,12 @@ def _parser(command: str) -> _Parser:
     return parser
 
 
-def _run(options):
-    """The run that the command line names."""
+def _run(options, overrides: Sequence[str] = ()):
+    """The run that the command line names, on the mesh that it asks for."""
     from jaxformer.training import loop
     from jaxformer.training.run import open_run
 
-    run = open_run(_folder(options.run, options.runs).path, options.step)
+    run = open_run(_folder(options.run, options.runs).path, options.step, overrides)
     loop.use_compilation_cache(run.folder.path.parent)
     return run
 

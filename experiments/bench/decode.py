@@ -68,13 +68,13 @@ def ours(model: str, mode: str, rows: int, length: int):
     import jax
 
     from jaxformer import decoding, models
-    from jaxformer.models import PRESETS, adaptation
+    from jaxformer.models import PRESETS
 
     dtype = jax.numpy.dtype("float32" if mode == "int8" else mode)
     config: Any = {"gpt2": PRESETS["gpt2_small"], "llama": llama(), "t5": PRESETS["t5_small"]}[model]
     params = jax.jit(models.init, static_argnums=0)(config, jax.random.key(0))
     if mode == "int8":
-        params = adaptation.quantize(config, params)
+        params = decoding.quantize(config, params)
     params = jax.block_until_ready(decoding.prepare(config, params, dtype))
     texts = prompts(model, rows, length)
     how: dict[str, Any] = dict(how=decoding.Sampling(temperature=0.0), dtype=dtype)

@@ -5,9 +5,9 @@ from jaxformer.decoding.cache import Cache, init_cache
 from jaxformer.decoding.generate import generate, stream
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.decoding.search import Hypothesis, Score, score, search
-from jaxformer.decoding.steps import decode_step, prefill, prepare
+from jaxformer.decoding.steps import decode_step, prefill, prepare, quantize, round_to_int8
 
 __all__ = [
     "Beams", "Cache", "Hypothesis", "Sampling", "Score", "decode_step", "generate", "init_cache", "prefill", "prepare",
-    "score", "search", "stream",
+    "quantize", "round_to_int8", "score", "search", "stream",
 ]  # fmt: skip

@@ -18,6 +18,11 @@ from jaxtyping import Bool, Float, Int
 
 from jaxformer.errors import ConfigError
 
+__all__ = [
+    "BadWords", "ForcedPrefix", "Frequency", "LogitBias", "MinLength", "MinP", "NoRepeatNgram", "Presence", "Repetition",
+    "Temperature", "TopK", "TopP", "Typical",
+]  # fmt: skip
+
 
 @struct.dataclass
 class History:

@@ -127,7 +127,8 @@ def open_model(config, params, prompts, max_tokens: int, sources, dtype) -> Mode
     """The model for these prompts. Raises ConfigError for those that do not fit it."""
     for problem in _problems(config, prompts, max_tokens, sources):
         raise ConfigError(f"generate: {problem}")
-    dtype = jnp.dtype(jax.tree.leaves(params)[0].dtype if dtype is None else dtype)
+    floats = (leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
+    dtype = jnp.dtype(next(floats) if dtype is None else dtype)
     source_room = bucket(max(map(len, sources)), config.encoder) if sources is not None else 0
     room = bucket(max(map(len, prompts)) + max_tokens, models.last_stack(config))
     return Model(config, prepare(config, params, dtype), dtype, room, source_room)

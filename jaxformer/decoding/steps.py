@@ -1,5 +1,6 @@
 """The two steps of decoding: `prefill` reads prompts, `decode_step` the tokens that follow."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -12,8 +13,9 @@ from jaxformer import models
 from jaxformer.decoding.cache import Cache
 from jaxformer.models import EncoderDecoder, ModelConfig, block
 from jaxformer.models.stacks import scan
-from jaxformer.ops.einsum import StoredWeight
+from jaxformer.ops.einsum import StoredWeight, int8_weight
 from jaxformer.params import Spec, Tree
+from jaxformer.sharding import is_split
 
 
 def prepare(config: ModelConfig | EncoderDecoder, params: Tree, dtype=None) -> Tree:
@@ -21,11 +23,33 @@ def prepare(config: ModelConfig | EncoderDecoder, params: Tree, dtype=None) -> T
 
     All functions of `jaxformer.decoding` take these parameters, and plain ones, which they prepare at each call.
     """
-    if is_prepared(config, params):
-        return params
     leaves = jax.tree.leaves(params)
     platforms = {device.platform for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices()}
-    return _prepare(config, dtype, platforms == {"cpu"}, params)
+    store = partial(_transposed if platforms == {"cpu"} and not is_split() else _cast, dtype)
+    return params if is_prepared(config, params) else _prepare(config, store, params)
+
+
+def quantize(config: ModelConfig | EncoderDecoder, params: Tree) -> Tree:
+    """The parameters of `prepare` with matrices in 8 bits: `ops.einsum` multiplies by them, other functions refuse them.
+
+    An output channel has one scale, max |w| / 127. Routed experts keep their precision, and so does a table of tokens that
+    is not the head's.
+    """
+    return _prepare(config, partial(_in_int8, models.last_stack(config).tie_embeddings), params)
+
+
+def round_to_int8(spec: Tree, params: Tree) -> Tree:
+    """Plain parameters with matrices rounded as `quantize` does, to measure what that costs."""
+
+    def rounded(spec: Spec, leaf: Array) -> Array:
+        summed = spec.contracts or (("embed",) if _is_table(spec) else ())
+        if not summed or "expert" in spec.axes:
+            return leaf
+        axes = tuple(i for i, axis in enumerate(spec.axes) if axis in summed)
+        scale = jnp.maximum(jnp.max(jnp.abs(leaf), axis=axes, keepdims=True), 1e-30) / 127
+        return (jnp.round(leaf / scale) * scale).astype(leaf.dtype)
+
+    return jax.tree.map(rounded, spec, params)
 
 
 def is_prepared(config: ModelConfig | EncoderDecoder, params: Tree) -> bool:
@@ -34,32 +58,46 @@ def is_prepared(config: ModelConfig | EncoderDecoder, params: Tree) -> bool:
     return isinstance(tree["layers"], tuple)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _prepare(config, dtype, transpose: bool, params):
-    lay = partial(_lay, dtype, transpose)
+@partial(jax.jit, static_argnums=(0, 1))
+def _prepare(config, store: Callable, params):
     if isinstance(config, EncoderDecoder):
-        return params | {"decoder": _prepare_stack(config.decoder, lay, params["decoder"], config.encoder.d_model)}
-    return _prepare_stack(config, lay, params)
+        return params | {"decoder": _prepare_stack(config.decoder, store, params["decoder"], config.encoder.d_model)}
+    return _prepare_stack(config, store, params)
 
 
-def _prepare_stack(config: ModelConfig, lay, params: Tree, source_width: int | None = None) -> Tree:
+def _prepare_stack(config: ModelConfig, store, params: Tree, source_width: int | None = None) -> Tree:
     slots = [block.spec(config, mixer, source_width) for mixer in scan.pattern(config)]
     layers = scan.unstacked(config, params["layers"])
     tree = {name: part for name, part in params.items() if name != "layers"}
     spec = {name: part for name, part in models.transformer.spec(config, source_width).items() if name in tree}
-    tree = jax.tree.map(lay, spec, {name: tree[name] for name in spec}) | {n: part for n, part in tree.items() if n not in spec}
-    return tree | {"layers": tuple(jax.tree.map(lay, slots[i % len(slots)], layer) for i, layer in enumerate(layers))}
+    tree |= jax.tree.map(store, spec, {name: tree[name] for name in spec})
+    return tree | {"layers": tuple(jax.tree.map(store, slots[i % len(slots)], layer) for i, layer in enumerate(layers))}
 
 
-def _lay(dtype, transpose: bool, spec: Spec, leaf: Array) -> Array | StoredWeight:
-    """A matrix in `dtype`; on CPU with the axes that products sum over last: XLA:CPU packs others anew for every product."""
-    if not spec.contracts and "vocab" not in spec.axes[:-1]:  # the table of tokens may also be the head's
-        return leaf
-    leaf = leaf.astype(dtype or leaf.dtype)
-    order = tuple(np.argsort([axis in spec.contracts for axis in spec.axes], kind="stable").tolist())
-    if not transpose or "expert" in spec.axes or order == tuple(range(leaf.ndim)):
-        return leaf
-    return StoredWeight(leaf.transpose(order), order)
+def _cast(dtype, spec: Spec, leaf: Array) -> Array:
+    """A matrix in `dtype`; also the table of tokens, which may be the head's."""
+    return leaf.astype(dtype or leaf.dtype) if spec.contracts or _is_table(spec) else leaf
+
+
+def _transposed(dtype, spec: Spec, leaf: Array) -> Array | StoredWeight:
+    """The same, with the axes that products sum over last: XLA:CPU packs other matrices anew for every product."""
+    order, leaf = _order(spec), _cast(dtype, spec, leaf)
+    stays = not spec.contracts or "expert" in spec.axes or order == tuple(range(leaf.ndim))
+    return leaf if stays else StoredWeight(leaf.transpose(order), None, order)
+
+
+def _in_int8(tied: bool, spec: Spec, leaf: Array) -> Array | StoredWeight:
+    if _is_table(spec) and (tied or spec.contracts):
+        return int8_weight(leaf, (0, 1), 1)
+    return int8_weight(leaf, _order(spec), len(spec.contracts)) if spec.contracts and "expert" not in spec.axes else leaf
+
+
+def _order(spec: Spec) -> tuple[int, ...]:
+    return tuple(np.argsort([axis in spec.contracts for axis in spec.axes], kind="stable").tolist())
+
+
+def _is_table(spec: Spec) -> bool:
+    return spec.axes == ("vocab", "embed")
 
 
 def prefill(

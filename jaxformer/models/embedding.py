@@ -13,6 +13,7 @@ from jaxformer import ops, params
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Axial, Learned, ModelConfig, Patches, Sinusoidal
 from jaxformer.models.layer import linear
+from jaxformer.ops.einsum import StoredWeight
 from jaxformer.ops.positions import learned, sinusoidal
 from jaxformer.params import Spec, Tree
 from jaxformer.sharding import with_logical_constraint
@@ -64,9 +65,13 @@ def embed(
         dtype = dtype or params["patches"]["kernel"].dtype
         x = _embed_images(config, params, inputs.astype(dtype), masked)
     else:
-        dtype = dtype or params["tokens"].dtype
-        # NaN for tokens outside the table
-        x = learned(inputs, with_logical_constraint(params["tokens"], "vocab", None)) * config.embedding.scale
+        dtype = dtype or getattr(params["tokens"], "dtype", jnp.float32)
+        table = params["tokens"]
+        if isinstance(table, StoredWeight):
+            x = table.rows(inputs, dtype)
+        else:  # NaN for tokens outside the table
+            x = learned(inputs, with_logical_constraint(table, "vocab", None))
+        x = x * config.embedding.scale
         if config.embedding.token_types:
             types = jnp.zeros_like(inputs) if token_types is None else token_types
             x = x + learned(types, params["token_types"])

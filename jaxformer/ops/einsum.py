@@ -9,21 +9,39 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jaxformer.sharding import auto_axes
 
 
 @struct.dataclass
 class StoredWeight:
-    """A weight as decoding reads it: its `transpose(order)`, whose last axes are those that products sum over."""
+    """A weight as decoding reads it: its `transpose(order)`, whose last axes are those that products sum over.
+
+    Of int8 `values` the weight is values * scale, with one scale for each output channel: the axes of `values` that are not
+    summed over.
+    """
 
     values: Any
-    order: tuple[int, ...] = struct.field(pytree_node=False)
+    scale: Any = None
+    order: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     @property
     def ndim(self) -> int:
         return len(self.order)
+
+    def rows(self, index: Int[Array, "..."], dtype) -> Float[Array, "... D"]:
+        """Rows of a table [V, D], which a look-up reads."""
+        rows = jnp.take(self.values, index, axis=0).astype(dtype)
+        return rows if self.scale is None else rows * self.scale[index][..., None].astype(dtype)
+
+
+def int8_weight(w: Float[Array, "..."], order: tuple[int, ...], summed: int) -> StoredWeight:
+    """w in 8 bits, with a scale max |w| / 127 for each output channel; the last `summed` axes of `order` are summed over."""
+    w = w.transpose(order)
+    axes = tuple(range(w.ndim - summed, w.ndim))
+    scale = jnp.maximum(jnp.max(jnp.abs(w), axis=axes, keepdims=True).astype(jnp.float32), 1e-30) / 127
+    return StoredWeight(jnp.round(w / scale).astype(jnp.int8), scale.squeeze(axes), order)
 
 
 Weight = Float[Array, "..."] | StoredWeight
@@ -67,11 +85,31 @@ def _stored_product(spec: str, x: Array, w: StoredWeight) -> Array:
         for shape, axes in ((x.shape, x_axes), (w.values.shape, [w_axes[i] for i in w.order]))
     )
     x = x.reshape(math.prod(rows), -1)
-    values = w.values.reshape(-1, x.shape[1]).astype(x.dtype)
+    values = w.values.reshape(-1, x.shape[1])
+    if w.scale is None:
+        y = _lines_product(x, values.astype(x.dtype))
+    else:
+        wide = lambda x, values: _lines_product(x, values.astype(x.dtype))
+        y = jax.lax.platform_dependent(x, values, cpu=_int8_product, default=wide) * w.scale.reshape(-1)
+    return y.reshape(*rows, *columns)
+
+
+def _lines_product(x: Array, values: Array) -> Array:
     # XLA:CPU has no kernel for one row of 16 bits, and a fast one for two
     lines = jnp.resize(x, (2, x.shape[1])) if len(x) == 1 and x.dtype.itemsize < 4 else x
-    y = jnp.einsum("mk,nk->mn", lines, values, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
-    return y[: len(x)].reshape(*rows, *columns)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.einsum("mk,nk->mn", lines, values, preferred_element_type=wide)[: len(x)]
+
+
+def _int8_product(x: Array, values: Array) -> Array:
+    """x times int8 values, as products of int8: x is high + low / 254, in units of its rows, which is x to 16 bits."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    unit = jnp.maximum(jnp.max(jnp.abs(x.astype(wide)), axis=1, keepdims=True), 1e-30) / 127
+    x = x.astype(wide) / unit
+    high = jnp.round(x)
+    lines = jnp.concatenate([high, jnp.round((x - high) * 254)]).astype(jnp.int8)
+    y = jnp.einsum("mk,nk->mn", lines, values, preferred_element_type=jnp.int32).astype(wide)
+    return (y[: len(x)] + y[len(x) :] / 254) * unit
 
 
 # Autodiff would multiply a float32 cotangent by a bfloat16 operand, which on CPU is five times slower.

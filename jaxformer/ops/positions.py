@@ -13,6 +13,7 @@ from flax import struct
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from jaxformer.errors import ConfigError
 from jaxformer.ops.einsum import einsum
 
 Layout = Literal["interleaved", "half"]
@@ -245,7 +246,7 @@ class Bias:
 
 
 def bias_between(bias: Bias | Callable, q: Int[Array, "#B T"], kv: Int[Array, "#B S"]) -> Float[Array, "#B N T S"]:
-    """The bias of queries and keys at these positions of their rows. Raises ValueError for a bias that differs by row."""
+    """The bias of queries and keys at these positions of their rows. Raises ConfigError for a bias that differs by row."""
     of_rows = jax.vmap(partial(_bias_of_row, bias))
     rows = max(len(q), len(kv))
     return of_rows(*(jnp.broadcast_to(x, (rows, x.shape[1])) for x in (q, kv)))
@@ -256,7 +257,7 @@ def _bias_of_row(bias: Bias | Callable, q: Array, kv: Array) -> Array:
         return bias.rule(bias, (kv[None] - q[:, None]).reshape(-1)).reshape(-1, q.shape[0], kv.shape[0])
     scores = bias.rule(bias, q, kv) if isinstance(bias, Bias) else bias(q, kv)
     if (scores.ndim == 4 and scores.shape[0] > 1) or getattr(bias, "rows", ()):
-        raise ValueError(f"a bias {scores.shape} by row, where positions are by row; return [N, T, S], the same for all rows")
+        raise ConfigError(f"positions: a bias {scores.shape} by row; return [N, T, S], the same for all rows")
     return scores.reshape(scores.shape[-3:])
 
 

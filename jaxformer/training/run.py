@@ -1,7 +1,9 @@
 """A run that was trained, opened again (`run = jaxformer.open_run("runs/quickstart-1a2b3c4d")`); its scores and its texts."""
 
+import contextlib
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -10,9 +12,9 @@ import jax
 import numpy as np
 from etils import epath
 
-from jaxformer import models, sharding
+from jaxformer import config, models, parallel, sharding
 from jaxformer.data import batching, tokenizers
-from jaxformer.decoding import generate
+from jaxformer.decoding import Beams, generate, round_to_int8, search, stream
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.perplexity import perplexity
 from jaxformer.models import heads
@@ -21,9 +23,10 @@ from jaxformer.parallel import processes
 from jaxformer.training import checkpoint
 from jaxformer.training.experiment import Experiment, Sample
 from jaxformer.training.metrics import read_records
+from jaxformer.training.names import NAMES
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run_folder import RunFolder, open_experiment
-from jaxformer.training.state import init_state
+from jaxformer.training.state import init_state, state_shardings
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,15 +44,33 @@ class Run:
 
     @cached_property
     def checkpoint(self) -> tuple[int, Any, dict]:
-        """(step, the tree that trained, metadata): averaged parameters where there are any."""
+        """(step, the tree that trained, metadata): averaged parameters where there are any, split over the mesh."""
         abstract = jax.eval_shape(partial(init_state, self.recipe))
-        part = "params" if abstract.ema is None else "ema"
-        return checkpoint.restore_params(self.folder.checkpoints, abstract.params, self.step, part=part)
+        part, leaves = "params" if abstract.ema is None else "ema", abstract.params
+        if self.mesh is not None:
+            put = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            leaves = jax.tree.map(put, leaves, state_shardings(self.recipe, self.mesh).params)
+        return checkpoint.restore_params(self.folder.checkpoints, leaves, self.step, part=part)
+
+    @cached_property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """The mesh of the run; None for one device, and where the run had more devices than there are."""
+        config, count = self.experiment.mesh, jax.device_count()
+        sizes = [getattr(config, axis) for axis in parallel.AXES]
+        if math.prod(size for size in sizes if size != -1) > count:
+            logging.getLogger("jaxformer").info("the run's mesh needs more than %d devices: on one device", count)
+            return None
+        return None if config.backend == "pmap" else parallel.run_mesh(config, self.experiment.batch_size)
 
     @property
     def params(self) -> Any:
         """The model's parameters; of an adaptation, merged."""
-        return self.recipe.weights(self.checkpoint[1])
+        with self.on_mesh():
+            return self.recipe.weights(self.checkpoint[1])
+
+    def on_mesh(self) -> contextlib.AbstractContextManager:
+        """Inside, what is computed is split over the run's mesh."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @property
     def metrics(self) -> list[dict]:
@@ -61,29 +82,99 @@ class Run:
         """The tokenizer of the data, or None."""
         return tokenizers.load(self.folder.tokenizer) if self.folder.tokenizer.is_file() else None
 
-    def evaluate(self) -> dict[str, Any]:
-        """Scores on the validation split."""
+    def evaluate(self, int8: bool = False) -> dict[str, Any]:
+        """Scores on the validation split; under `int8` also those with weights rounded to 8 bits (`decoding.quantize`)."""
         dataset = batching.open_dataset(self.experiment.data, self.experiment.model)
         step, trained, metadata = self.checkpoint
         check_data(self.folder, metadata, dataset)
-        score = evaluator(self.recipe, dataset, self.experiment.batch_size, self.experiment.eval_batches)
-        return {"step": step, **score(trained)}
+        score = evaluator(self.recipe, dataset, self.experiment.batch_size, self.experiment.eval_batches, self.mesh)
+        with self.on_mesh():
+            found = {"step": step, **score(trained)}
+            if int8:
+                rounded = score(jax.jit(partial(round_to_int8, self.recipe.spec))(trained))
+                found |= {f"int8_{name}": value for name, value in rounded.items()}
+            return found
 
     def generate(self, prompt: str, seed: int = 0, **options) -> str:
-        """The prompt and what the model makes of it; `options` are those of `Sample`."""
+        """The prompt and what the model makes of it; `options` are those of `stream`."""
+        return prompt + "".join(self.stream(prompt, seed, **options))
+
+    def stream(self, prompt: str, seed: int = 0, filters=(), stop: Sequence[str] = (), **options) -> Iterator[str]:
+        """Pieces of the text after a prompt, as they are made, up to the first of the strings `stop`; options of `Sample`."""
+        sample, tokens = self._sample(prompt, options)
+        model, decode, shown = self.experiment.model, self.tokenizer.decode, 0
+        with self.on_mesh():
+            new = []
+            for piece in stream(
+                model, self.params, tokens, room_for(model, sample, tokens), how=sample.sampling, filters=filters,
+                key=jax.random.key(seed), stop=stop_strings(decode, stop), dtype=jax.numpy.dtype(self.experiment.precision),
+            ):  # fmt: skip
+                new += piece
+                text = before_stop(decode([*tokens, *new])[len(decode(tokens)) :], stop)
+                ready = len(text) - _held_back(text, stop)
+                yield text[shown:ready]
+                shown = max(shown, ready)
+            yield before_stop(decode([*tokens, *new])[len(decode(tokens)) :], stop)[shown:]
+
+    def continue_all(
+        self, prompts: Sequence[str], seed: int = 0, filters=(), stop: Sequence[str] = (), beams: Beams | None = None, **options
+    ) -> list[list[str]]:
+        """Texts after each prompt: one, or the `n_best` of a beam search; `options` are those of `Sample`."""
+        model, decode, dtype = self.experiment.model, self.tokenizer.decode, jax.numpy.dtype(self.experiment.precision)
+        samples = [self._sample(prompt, options) for prompt in prompts]
+        rows = [tokens for _, tokens in samples]
+        most = min(room_for(model, *sample) for sample in samples)
+        with self.on_mesh():
+            if beams is not None:
+                found = search(model, self.params, rows, most, how=beams, filters=filters, dtype=dtype)
+                outs = [[hypothesis.tokens for hypothesis in some] for some in found]
+            else:
+                key, ends = jax.random.key(seed), stop_strings(decode, stop)
+                how = samples[0][0].sampling
+                outs = generate(model, self.params, rows, most, how=how, filters=filters, key=key, stop=ends, dtype=dtype)
+                outs = [[out] for out in outs]
+        text = lambda tokens, out: before_stop(decode([*tokens, *out])[len(decode(tokens)) :], stop)
+        return [[text(tokens, out) for out in some] for tokens, some in zip(rows, outs, strict=True)]
+
+    def _sample(self, prompt: str, options: dict[str, Any]) -> tuple[Sample, list[int]]:
+        """(how to continue a prompt, its tokens). Raises ConfigError where the run continues no text."""
         if self.tokenizer is None:
             raise ConfigError(f"{self.folder.path}: has no tokenizer, so there is no text to continue")
         if not continues_text(self.experiment.model):
             raise ConfigError(f"{self.folder.path}: its model sees later tokens or has no language model: it continues no text")
         sample = replace(self.experiment.sample, prompt=prompt, **options)
-        experiment = self.experiment
-        return continue_text(experiment.model, self.params, sample, self.tokenizer, seed, experiment.precision)
+        return sample, prompt_tokens(self.experiment.model, sample, self.tokenizer)
 
 
-def open_run(path: epath.PathLike, step: int | None = None) -> Run:
-    """The run in a folder. Raises ConfigError where there is none, or where its experiment is no longer the same."""
+def open_run(path: epath.PathLike, step: int | None = None, overrides: Sequence[str] = ()) -> Run:
+    """The run in a folder; `overrides` as on the command line, of fields that decide no numbers: `--mesh.tensor=4`.
+
+    Raises ConfigError where there is no run, or where its experiment is no longer the same.
+    """
     folder = RunFolder(epath.Path(path))
-    return Run(folder, open_experiment(folder), step)
+    experiment = open_experiment(folder)
+    changed = config.override(experiment, overrides, NAMES) if overrides else experiment
+    if config.fingerprint(changed) != config.fingerprint(experiment):
+        raise ConfigError(f"{folder.path}: {' '.join(overrides)} would make it another run; only --mesh.… may change here")
+    return Run(folder, changed, step)
+
+
+def stop_strings(decode: Callable[[list[int]], str], strings: Sequence[str]) -> Callable[[list[int]], int | None] | None:
+    """`stop` of `generate` for strings, which may begin in one token and end in another. None without strings."""
+    if not strings:
+        return None
+    return lambda tokens: len(tokens) if any(string in decode(tokens) for string in strings) else None
+
+
+def before_stop(text: str, strings: Sequence[str]) -> str:
+    """The text up to the first of the strings."""
+    return text[: min((text.index(string) for string in strings if string in text), default=len(text))]
+
+
+def _held_back(text: str, strings: Sequence[str]) -> int:
+    """How many characters at the end may not be shown yet: part of a stop string, or of a character."""
+    starts = (string[:n] for string in strings for n in range(len(string), 0, -1))
+    return max((len(start) for start in starts if text.endswith(start)), default=int(text.endswith("\ufffd")))
 
 
 def check_data(folder: RunFolder, metadata: dict, dataset: Any) -> None:
@@ -114,12 +205,14 @@ def prompt_tokens(model: Any, sample: Sample, tokenizer: Any) -> list[int]:
 
 def continue_text(model: Any, params: Any, sample: Sample, tokenizer: Any, seed: int, precision: str) -> str:
     """The sample's prompt and what the model makes of it."""
-    prompt = prompt_tokens(model, sample, tokenizer)
-    room = model.context_length - len(prompt) if isinstance(model.positions, Learned) else math.inf
-    dtype, key = jax.numpy.dtype(precision), jax.random.key(seed)
-    tokens = int(min(sample.tokens, room))
-    (out,) = generate(model, params, [prompt], tokens, how=sample.sampling, key=key, dtype=dtype)
+    prompt, dtype, key = prompt_tokens(model, sample, tokenizer), jax.numpy.dtype(precision), jax.random.key(seed)
+    (out,) = generate(model, params, [prompt], room_for(model, sample, prompt), how=sample.sampling, key=key, dtype=dtype)
     return tokenizer.decode([*prompt, *out])
+
+
+def room_for(model: Any, sample: Sample, prompt: Sequence[int]) -> int:
+    """How many tokens a sample may have: not more than learned positions are left."""
+    return min(sample.tokens, model.context_length - len(prompt)) if isinstance(model.positions, Learned) else sample.tokens
 
 
 def on_devices(mesh: jax.sharding.Mesh | None, rows: np.ndarray | None, size: int, batch: dict[str, Any]) -> dict:

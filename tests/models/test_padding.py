@@ -214,9 +214,11 @@ def test_what_depends_on_slots_is_refused():
         config = replace(MODEL, positions=POSITIONS[name])
         with pytest.raises(ConfigError, match="the cached tokens' positions"):
             run(config, row, positions=jnp.arange(2 * T)[None], cache=decoding.init_cache(config, 1, 12))
-    for positions in (array, by_row):
-        with pytest.raises(ConfigError, match="positions: a bias"):
-            run(replace(MODEL, positions=positions), row, cache=decoding.init_cache(MODEL, 1, 12))
+    with pytest.raises(ConfigError, match="positions: a bias"):
+        run(replace(MODEL, positions=array), row, cache=decoding.init_cache(MODEL, 1, 12))
+    cache = run(MODEL, row, cache=decoding.init_cache(MODEL, 1, 12)).cache
+    with pytest.raises(ConfigError, match="positions: a bias"):
+        run(replace(MODEL, positions=by_row), row[:, :1], cache=cache)
     with pytest.raises(ConfigError, match="1 rows of 10 tokens do not fit a cache of 1 rows of 9 slots"):
         run(MODEL, row, cache=decoding.init_cache(MODEL, 1, 9))
 
