@@ -4,7 +4,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +42,11 @@ class Settings:
     filters: tuple
     temperature: Any
     stop_tokens: Any  # [n]; -1: none
+
+    def filtered(self, logits: Array, history: History) -> Array:
+        """The logits [B, V] after all filters."""
+        wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        return reduce(lambda logits, function: function(logits, history), self.filters, wide)
 
 
 def generate(
@@ -95,7 +100,8 @@ def serve(
                 owners[row] = index = queue.popleft()
                 source = None if sources is None else sources[index]
                 one = begin(model, prompts[index], source, max_tokens, settings, jax.device_put(np.int32(index)), key)
-                texts = _repeat(rows, one) if texts is None else texts
+                if texts is None:  # rows without a text of their own yet
+                    texts = replace(repeat(rows, one), done=jax.device_put(np.ones(rows, bool)))
                 texts = insert(texts, jax.device_put(np.int32(row)), one)
         limits = jax.device_put((np.int32(every or 2**30), np.int32(len(owners) if queue else 1)))
         texts = _run(model.config, model.dtype, model.params, texts, settings, *limits)
@@ -123,7 +129,7 @@ class Model(NamedTuple):
     ahead: int = 0  # how many tokens its caches can take back
 
 
-def open_model(config, params, prompts, max_tokens: int, sources, dtype) -> Model:
+def open_model(config, params, prompts, max_tokens: int, sources, dtype, ahead: int = 0) -> Model:
     """The model for these prompts. Raises ConfigError for those that do not fit it."""
     for problem in _problems(config, prompts, max_tokens, sources):
         raise ConfigError(f"generate: {problem}")
@@ -131,7 +137,7 @@ def open_model(config, params, prompts, max_tokens: int, sources, dtype) -> Mode
     dtype = jnp.dtype(next(floats) if dtype is None else dtype)
     source_room = bucket(max(map(len, sources)), config.encoder) if sources is not None else 0
     room = bucket(max(map(len, prompts)) + max_tokens, models.last_stack(config))
-    return Model(config, prepare(config, params, dtype), dtype, room, source_room)
+    return Model(config, prepare(config, params, dtype), dtype, room, source_room, ahead)
 
 
 def as_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
@@ -190,10 +196,9 @@ def _start(logits, cache, history: History, end, index, key, settings: Settings)
 
 
 @partial(jax.jit, static_argnums=0)
-def _repeat(rows: int, one: Texts) -> Texts:
-    """So many rows without a text of their own yet."""
-    texts = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), one)
-    return replace(texts, done=jnp.ones(rows, bool))
+def repeat(rows: int, one: Any) -> Any:
+    """A tree of one row as one of so many equal rows."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), one)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -217,8 +222,7 @@ def _run(config, dtype, params, texts: Texts, settings: Settings, steps, least) 
         last = jnp.take_along_axis(history.tokens, history.length[:, None] - 1, axis=1)
         going = jnp.where(texts.done, 0, 1)
         logits, cache = decode_step(config, params, last, texts.cache, lengths=going, dtype=dtype)
-        wide = jnp.promote_types(logits.dtype, jnp.float32)
-        return step + 1, append(replace(texts, cache=cache), logits[:, 0].astype(wide), settings)
+        return step + 1, append(replace(texts, cache=cache), logits[:, 0], settings)
 
     more = lambda carry: (carry[0] < steps) & (jnp.sum(~carry[1].done) >= least)
     return jax.lax.while_loop(more, advance, (jnp.int32(0), texts))[1]
@@ -228,14 +232,10 @@ def append(texts: Texts, logits: Array, settings: Settings) -> Texts:
     """Each row that is not done with one more token, picked by the logits [B, V]."""
     history, done = texts.history, texts.done
     keys = jax.vmap(jax.random.fold_in)(texts.keys, history.length - history.prompt)
-    for function in settings.filters:
-        logits = function(logits, history)
-    token = draw(logits, keys, settings.temperature)
-    slot = jnp.where(done, history.tokens.shape[1], history.length)  # nothing is written outside
-    tokens = history.tokens.at[jnp.arange(len(slot)), slot].set(token, mode="drop")
-    length = history.length + ~done
-    done = done | jnp.isin(token, settings.stop_tokens) | (length >= texts.end)
-    return replace(texts, history=replace(history, tokens=tokens, length=length), done=done)
+    token = draw(settings.filtered(logits, history), keys, settings.temperature)
+    history = history.extend(token[:, None], jnp.where(done, 0, 1))
+    done = done | jnp.isin(token, settings.stop_tokens) | (history.length >= texts.end)
+    return replace(texts, history=history, done=done)
 
 
 def _problems(config, prompts, max_tokens: int, sources) -> Iterator[str]:

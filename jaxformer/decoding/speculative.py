@@ -3,9 +3,9 @@
 Leviathan et al. 2023, arXiv:2211.17192, algorithm 1; Chen et al. 2023, arXiv:2302.01318.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 
 from jaxformer import masks, models
 from jaxformer.decoding.filters import Filter, History
-from jaxformer.decoding.generate import Model, Settings, Texts, append, as_filters, insert, open_model, read, stops
-from jaxformer.decoding.sampling import Sampling, draw
+from jaxformer.decoding.generate import Settings, Texts, append, as_filters, insert, open_model, read, repeat, stops
+from jaxformer.decoding.sampling import Sampling, draw, probabilities
 from jaxformer.decoding.steps import decode_step
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, ModelConfig
@@ -27,7 +27,7 @@ from jaxformer.models.config import EncoderDecoder, ModelConfig
 class Speculation(NamedTuple):
     """Continuations, and how well the draft foresaw them."""
 
-    tokens: list[list[int]]  # what `generate` returns
+    tokens: list[list[int]]  # as `generate` returns them
     proposed: list[int]  # for each prompt, tokens of the draft that the model judged
     accepted: list[int]  # how many of these it took
 
@@ -35,8 +35,8 @@ class Speculation(NamedTuple):
 class Proposal(NamedTuple):
     """What a draft proposes."""
 
-    tokens: Array  # [B, ahead]
-    probabilities: Array | None  # [B, ahead, V], from which each was drawn; None: there was no choice
+    tokens: Array  # [B, A]
+    probabilities: Array | None = None  # [B, A, V], from which each was drawn; None: there was no choice
     cache: Any = None  # of the draft
 
 
@@ -49,21 +49,20 @@ class Draft:
     dtype: Any = struct.field(pytree_node=False, default=None)
 
     def propose(self, ahead: int, history: History, cache: Any, most, keys, settings: Settings) -> Proposal:
-        """Tokens drawn one after another; of row b, no more than `most[b]` matter. Each step reads the last two tokens.
+        """Tokens drawn one after another, of which row b needs `most[b]`.
 
-        When all tokens of a round were taken, the last two are new to the cache. Otherwise one of them is read again.
+        Each step reads two tokens: both are new if the model took all of the last proposal; else one is read again.
         """
         config = _causal(self.config)
 
         def step(carry, i):
             history, cache = carry
             two = jnp.take_along_axis(history.tokens, history.length[:, None] + jnp.array([[-2, -1]]), axis=1)
-            cache, going = replace(cache, lengths=history.length - 2), i < most
-            logits, cache = decode_step(config, self.params, two, cache, lengths=jnp.where(going, 2, 0), dtype=self.dtype)
-            logits = _filtered(logits[:, 1], history, settings)
+            cache, new = replace(cache, lengths=history.length - 2), jnp.where(i < most, 1, 0)
+            logits, cache = decode_step(config, self.params, two, cache, lengths=2 * new, dtype=self.dtype)
+            logits = settings.filtered(logits[:, 1], history)
             token = draw(logits, _fold(keys, i), settings.temperature)
-            history = _extended(history, token[:, None], going.astype(jnp.int32))
-            return (history, cache), (token, _probabilities(logits, settings.temperature))
+            return (history.extend(token[:, None], new), cache), (token, probabilities(logits, settings.temperature))
 
         (_, cache), (tokens, q) = lax.scan(step, (history, cache), jnp.arange(ahead))
         return Proposal(tokens.T, q.swapaxes(0, 1), cache)
@@ -71,16 +70,16 @@ class Draft:
 
 @struct.dataclass
 class Lookup:
-    """No model: what followed the last tokens of a row where they stood before in it. Saxena 2023, prompt lookup decoding.
+    """No model: what followed where the last tokens of a row, at most n, stood before. Saxena 2023, prompt lookup decoding.
 
-    Of places where at most n last tokens stood before, the longest match counts, then the latest. Beyond the end of the row
-    the proposal repeats itself. Where there is no match it is the beginning of the row.
+    The longest match counts, of equals the latest; what would follow the end of the row repeats from the match on. A row
+    without a match proposes its beginning.
     """
 
     n: int = struct.field(pytree_node=False, default=3)
 
     def propose(self, ahead: int, history: History, cache: Any, most, keys, settings: Settings) -> Proposal:
-        """The same `ahead` tokens whatever the settings are."""
+        """The tokens after the match, `ahead` of them."""
         tokens, length = history.tokens, history.length[:, None]
         ends = jnp.arange(tokens.shape[1])[None]  # slots behind a match
         same, matched = ends < length, jnp.zeros(tokens.shape, jnp.int32)
@@ -89,17 +88,7 @@ class Lookup:
             same &= (ends > i) & (jnp.roll(tokens, i + 1, axis=1) == last)
             matched += same
         best = jnp.argmax(jnp.where(matched > 0, matched * tokens.shape[1] + ends, 0), axis=1, keepdims=True)
-        return Proposal(jnp.take_along_axis(tokens, best + jnp.arange(ahead)[None] % (length - best), axis=1), None)
-
-
-@struct.dataclass
-class Rows:
-    """Rows of a batch, with what speculation adds to them."""
-
-    texts: Texts
-    cache: Any  # of the draft
-    proposed: Any  # [B]
-    accepted: Any  # [B]
+        return Proposal(jnp.take_along_axis(tokens, best + jnp.arange(ahead)[None] % (length - best), axis=1))
 
 
 def speculate(
@@ -107,110 +96,114 @@ def speculate(
     draft: Draft | Lookup, ahead: int = 4, sources: Sequence[Sequence[int]] | None = None, how: Sampling = Sampling(),
     filters: Sequence[Filter] = (), key: Array | None = None, stop_tokens: Sequence[int] = (), rows: int = 16, dtype=None,
 ) -> Speculation:  # fmt: skip
-    """Continuations with the distribution of `generate`, in fewer steps of the model: at temperature 0 the same tokens.
+    """Continuations with the distribution of `generate`, in fewer steps of the model; at temperature 0 the same tokens.
 
-    A step checks `ahead` tokens of the draft, whose logits pass the same filters. Prompts are continued in batches of `rows`.
-    Arguments and errors are those of `generate`; ConfigError also for a draft of another vocabulary, NotImplementedError for a
-    mixer that cannot take tokens back.
+    A step checks `ahead` tokens of the draft, whose logits pass the same filters. `rows` prompts are continued at a time,
+    until the last of them is done. Arguments and errors are those of `generate`; ConfigError also for a draft of another
+    vocabulary, NotImplementedError for a mixer that cannot take tokens back and for rotations by the length of a call.
     """
-    sizes = [models.last_stack(c).vocab_size for c in (config, getattr(draft, "config", config))]
-    if ahead < 1 or getattr(draft, "n", 1) < 1 or sizes[0] != sizes[1]:
-        raise ConfigError(f"speculate: ahead={ahead}, {draft.__class__.__name__} of vocabulary {sizes[1]}, not {sizes[0]}")
-    opened = [open_model(config, params, prompts, max_tokens, sources, dtype)._replace(ahead=ahead)]
+    room = partial(open_model, prompts=prompts, max_tokens=max_tokens, ahead=ahead)
+    opened = [room(config, params, sources=sources, dtype=dtype)]
+    for problem in _problems(config, draft, ahead):
+        raise ConfigError(f"speculate: {problem}")
     if isinstance(draft, Draft):
         given = sources if isinstance(draft.config, EncoderDecoder) else None
-        opened += [open_model(draft.config, draft.params, prompts, max_tokens, given, draft.dtype)._replace(ahead=ahead)]
+        opened += [room(draft.config, draft.params, sources=given, dtype=draft.dtype)]
         draft = replace(draft, params=opened[1].params, dtype=opened[1].dtype)
     settings = jax.device_put(Settings(as_filters((*filters, *how.filters())), np.float32(how.temperature), stops(stop_tokens)))
     key, rows = jax.random.key(0) if key is None else key, min(rows, 1 << (len(prompts) - 1).bit_length())
-    found = Speculation([], [], [])
+    found, main = Speculation([], [], []), opened[0]
     for first in range(0, len(prompts), rows):
         texts = [(list(prompts[i]), sources and list(sources[i])) for i in range(first, min(first + rows, len(prompts)))]
-        index, end = np.full(rows, -1, np.int32), np.zeros(rows, np.int32)  # -1: an empty row
-        index[: len(texts)] = first + np.arange(len(texts))
-        end[: len(texts)] = [len(prompt) + max_tokens for prompt, _ in texts]
-        batch, arrays = _read_batch(opened, texts, rows), jax.device_put((index, end))
-        main = opened[0]
-        ended = jax.device_get(_run(main.config, main.dtype, ahead, main.params, draft, batch, *arrays, key, settings))
-        for row in range(len(texts)):
-            tokens = ended[0].tokens[row, ended[0].prompt[row] : ended[0].length[row]].tolist()
+        ends = np.pad(np.array([len(prompt) + max_tokens for prompt, _ in texts], np.int32), (0, rows - len(texts)))
+        numbers = jax.device_put((ends, np.arange(first, first + rows, dtype=np.int32)))
+        (logits, history), caches = _read_rows(opened, texts, rows)
+        arrays = main.params, draft, logits, history, caches, *numbers, key, settings
+        texts, _, counts = _run(main.config, main.dtype, ahead, *arrays)
+        history, counts = jax.device_get((texts.history, counts))
+        for row in np.flatnonzero(ends):
+            tokens = history.tokens[row, history.prompt[row] : history.length[row]].tolist()
             found.tokens.append(tokens[:-1] if tokens[-1] in stop_tokens else tokens)
-            found.proposed.append(int(ended[1][row]))
-            found.accepted.append(int(ended[2][row]))
+            found.proposed.append(int(counts[row, 0]))
+            found.accepted.append(int(counts[row, 1]))
     return found
 
 
-def _read_batch(opened: list[Model], texts: list, rows: int) -> Any:
-    """What each model has read of the texts, one a row; the first text stands in all other rows."""
+def _problems(config, draft, ahead: int) -> Iterator[str]:
+    """One line for each thing that does not fit."""
+    sizes = [models.last_stack(c).vocab_size for c in (config, getattr(draft, "config", config))]
+    if sizes[0] != sizes[1]:
+        yield f"a draft of {sizes[1]} tokens for a model of {sizes[0]}; both need the same vocabulary"
+    if ahead < 1 or getattr(draft, "n", 1) < 1:
+        yield f"ahead={ahead}, {draft}: must be at least 1"
+
+
+def _read_rows(opened: list, texts: list, rows: int) -> tuple[tuple[Array, History], list]:
+    """((logits, history) of the model, caches of all models) after these texts, one a row; the first stands in all others."""
     batch: Any = None
     for row, (prompt, source) in enumerate(texts):
         if batch is None or (prompt, source) != texts[0]:
             one = [read(model, prompt, source if model.source_room else None) for model in opened]
-            batch = _repeat(rows, one) if batch is None else insert(batch, jax.device_put(np.int32(row)), one)
+            one = one[0][::2], [cache for _, cache, _ in one]
+            batch = repeat(rows, one) if batch is None else insert(batch, jax.device_put(np.int32(row)), one)
     return batch
 
 
-@partial(jax.jit, static_argnums=0)
-def _repeat(rows: int, one: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), one)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="batch")
-def _run(config, dtype, ahead: int, params, draft, batch, index, end, key, settings: Settings) -> tuple[History, Array, Array]:
-    """(all rows until they are done, tokens proposed [B], tokens accepted [B])."""
-    keys, (logits, cache, history) = jax.vmap(jax.random.fold_in, (None, 0))(key, index), batch[0]
-    texts = append(Texts(history, cache, end, index < 0, keys), logits, settings)
-    rows = Rows(texts, batch[1][1] if len(batch) > 1 else None, jnp.zeros_like(end), jnp.zeros_like(end))
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="caches")
+def _run(config, dtype, ahead: int, params, draft, logits, history, caches, ends, index, key, settings):
+    """(the texts when all are done, the cache of the draft, how many tokens were proposed and accepted [B, 2])."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
+    texts = append(Texts(history, caches[0], ends, ends == 0, keys), logits, settings)
+    start = texts, caches[-1] if len(caches) > 1 else None, jnp.zeros((len(ends), 2), jnp.int32)
     step = partial(_round, _causal(config), dtype, ahead, params, draft, settings)
-    rows = lax.while_loop(lambda rows: ~rows.texts.done.all(), step, rows)
-    return rows.texts.history, rows.proposed, rows.accepted
+    return lax.while_loop(lambda carry: ~carry[0].done.all(), step, start)
 
 
-def _round(config, dtype, ahead: int, params, draft, settings: Settings, rows: Rows) -> Rows:
-    """Each row that is not done with the tokens of its draft that are accepted, and one more."""
-    texts, history = rows.texts, rows.texts.history
-    most = jnp.where(texts.done, 0, jnp.minimum(texts.end - history.length - 1, ahead))  # no token beyond the limit is read
+def _round(config, dtype, ahead: int, params, draft, settings: Settings, carry):
+    """In each row that is not done, the tokens of the draft that are accepted, and one more."""
+    texts, cache, counts = carry
+    history, going = texts.history, jnp.where(texts.done, 0, 1)
+    most = going * jnp.minimum(texts.end - history.length - 1, ahead)  # so that no token beyond the limit is read
     keys = _fold(texts.keys, history.length - history.prompt)
-    proposal = draft.propose(ahead, history, rows.cache, most, keys, settings)
-    tokens, slots = _extended(history, proposal.tokens, most).tokens, history.length[:, None] + jnp.arange(ahead + 1)[None]
-    checked = jnp.take_along_axis(tokens, slots - 1, axis=1, mode="clip")
+    proposal = draft.propose(ahead, history, cache, most, keys, settings)
+    tokens, slots = history.extend(proposal.tokens, most).tokens, history.length[:, None] + jnp.arange(ahead + 1)[None]
+    last = jnp.take_along_axis(tokens, slots - 1, axis=1, mode="clip")
     cache = replace(texts.cache, lengths=history.length - 1)  # what was rejected is taken back
-    logits, cache = decode_step(config, params, checked, cache, lengths=jnp.where(texts.done, 0, most + 1), dtype=dtype)
-    repeat = partial(jnp.repeat, repeats=ahead + 1, axis=0)
-    each = History(repeat(tokens), slots.reshape(-1), repeat(history.prompt))
-    p = _probabilities(_filtered(logits.reshape(-1, logits.shape[-1]), each, settings), settings.temperature)
+    logits, cache = decode_step(config, params, last, cache, lengths=going + most, dtype=dtype)
+    each = History(*(jnp.repeat(x, ahead + 1, axis=0) for x in (tokens, history.length, history.prompt)))
+    each = replace(each, length=slots.reshape(-1))
+    p = probabilities(settings.filtered(logits.reshape(len(slots) * (ahead + 1), -1), each), settings.temperature)
     new, taken = accept(p.reshape(logits.shape), proposal, most, keys, settings.temperature)
-    stopped = jnp.isin(new, settings.stop_tokens) & (slots - history.length[:, None] <= taken[:, None])
-    count = jnp.where(stopped.any(axis=1), jnp.argmax(stopped, axis=1), taken) + 1
-    history = _extended(history, new, jnp.where(texts.done, 0, count))
-    done = texts.done | stopped.any(axis=1) | (history.length >= texts.end)
-    texts = replace(texts, history=history, cache=cache, done=done)
-    return Rows(texts, proposal.cache, rows.proposed + most, rows.accepted + taken)
+    stop = jnp.isin(new, settings.stop_tokens) & (jnp.arange(ahead + 1)[None] <= taken[:, None])
+    stopped = stop.any(axis=1)
+    history = history.extend(new, going * (jnp.where(stopped, jnp.argmax(stop, axis=1), taken) + 1))
+    done = texts.done | stopped | (history.length >= texts.end)
+    return replace(texts, history=history, cache=cache, done=done), proposal.cache, counts + jnp.stack([most, taken], axis=1)
 
 
 def accept(
-    p: Float[Array, "B A1 V"], proposal: Proposal, most: Int[Array, " B"], keys: Array, temperature: Any
-) -> tuple[Int[Array, "B A1"], Int[Array, " B"]]:
-    """(the new tokens, how many proposed ones are among them): then comes one more token, and then anything.
+    p: Float[Array, "B T V"], proposal: Proposal, most: Int[Array, " B"], keys: Array, temperature: Any
+) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+    """(new tokens, how many of them were proposed): these, then one more; the rest of a row is its copy.
 
     A token d that was drawn from q is taken with probability min(1, p(d) / q(d)), up to `most` and to the first that is not;
-    the one more is drawn from max(p - q, 0), or p if there was none to reject: so all are drawn from p.
+    the one more is drawn from max(p - q, 0), or from p where none was rejected: so that all follow p.
     """
     A, q = proposal.tokens.shape[1], proposal.probabilities
     q = jax.nn.one_hot(proposal.tokens, p.shape[2]) if q is None else q
     of_token = lambda x: jnp.take_along_axis(x, proposal.tokens[..., None], axis=2)[..., 0]
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, (A,)))(_fold(keys, A))
-    accepted = (uniform * of_token(q) < of_token(p[:, :A])) & (jnp.arange(A)[None] < most[:, None])
+    level = jax.vmap(lambda key: jax.random.uniform(key, (A,)))(_fold(keys, A))
+    accepted = (level * of_token(q) < of_token(p[:, :A])) & (jnp.arange(A)[None] < most[:, None])
     taken = jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1)
-    own, drafted = (jnp.take_along_axis(x, taken[:, None, None], axis=1, mode="clip")[:, 0] for x in (p, q))
-    rest = jnp.where((taken < most)[:, None], jnp.maximum(own - drafted, 0), own)
-    rest = jnp.where(rest.sum(axis=1, keepdims=True) > 0, rest, own)  # p = q but for rounding
-    one = draw(jnp.log(rest), _fold(keys, A + 1), temperature)
-    return jnp.where(jnp.arange(A + 1)[None] < taken[:, None], jnp.pad(proposal.tokens, ((0, 0), (0, 1))), one[:, None]), taken
+    p, q = (jnp.take_along_axis(x, taken[:, None, None], axis=1, mode="clip")[:, 0] for x in (p, q))
+    rest = jnp.where((taken < most)[:, None], jnp.maximum(p - q, 0), p)
+    rest = jnp.where(rest.sum(axis=1, keepdims=True) > 0, rest, p)  # p = q but for rounding
+    more = draw(jnp.log(rest), _fold(keys, A + 1), temperature)[:, None]
+    return jnp.where(jnp.arange(A + 1)[None] < taken[:, None], jnp.pad(proposal.tokens, ((0, 0), (0, 1))), more), taken
 
 
 def _causal(config):
-    """The config, with masks under which no token sees a later one, as if each were read alone: a prefix would."""
+    """The config, with masks under which no token sees a later one, as if each were read alone. A prefix shows later ones."""
     if isinstance(config, EncoderDecoder):
         return replace(config, decoder=_causal(config.decoder))
     return replace(config, masks=tuple(m if masks.is_causal(m) else m & masks.causal() for m in config.masks))
@@ -218,22 +211,3 @@ def _causal(config):
 
 def _fold(keys: Array, numbers) -> Array:
     return jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(numbers, keys.shape))
-
-
-def _filtered(logits: Float[Array, "R V"], history: History, settings: Settings) -> Float[Array, "R V"]:
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    return reduce(lambda logits, function: function(logits, history), settings.filters, wide)
-
-
-def _probabilities(logits: Float[Array, "R V"], temperature: Any) -> Float[Array, "R V"]:
-    """What `draw` draws from: at temperature 0 the likeliest token."""
-    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
-    return jnp.where(temperature == 0, greedy, jax.nn.softmax(logits, axis=-1))
-
-
-def _extended(history: History, tokens: Int[Array, "B n"], count: Int[Array, " B"]) -> History:
-    """Each row with the first `count` of its new tokens behind it."""
-    i = jnp.arange(tokens.shape[1])[None]
-    slots = jnp.where(i < count[:, None], history.length[:, None] + i, history.tokens.shape[1])  # nothing is written outside
-    tokens = history.tokens.at[jnp.arange(len(tokens))[:, None], slots].set(tokens, mode="drop")
-    return History(tokens, history.length + count, history.prompt)
