@@ -3,7 +3,7 @@
 Leviathan et al. 2023, arXiv:2211.17192, algorithm 1; Chen et al. 2023, arXiv:2302.01318.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from jaxformer.decoding.sampling import Sampling, draw, probabilities
 from jaxformer.decoding.steps import decode_step
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, ModelConfig
+from jaxformer.ops.positions import NTK, LongRoPE
 
 
 class Speculation(NamedTuple):
@@ -104,8 +105,7 @@ def speculate(
     """
     room = partial(open_model, prompts=prompts, max_tokens=max_tokens, ahead=ahead)
     opened = [room(config, params, sources=sources, dtype=dtype)]
-    for problem in _problems(config, draft, ahead):
-        raise ConfigError(f"speculate: {problem}")
+    _check(config, draft, ahead, max(map(len, prompts)) + max_tokens)
     if isinstance(draft, Draft):
         given = sources if isinstance(draft.config, EncoderDecoder) else None
         opened += [room(draft.config, draft.params, sources=given, dtype=draft.dtype)]
@@ -129,13 +129,18 @@ def speculate(
     return found
 
 
-def _problems(config, draft, ahead: int) -> Iterator[str]:
-    """One line for each thing that does not fit."""
-    sizes = [models.last_stack(c).vocab_size for c in (config, getattr(draft, "config", config))]
-    if sizes[0] != sizes[1]:
-        yield f"a draft of {sizes[1]} tokens for a model of {sizes[0]}; both need the same vocabulary"
+def _check(config, draft, ahead: int, room: int) -> None:
+    """Raises what `speculate` says."""
+    stack = models.last_stack(config)
+    size = models.last_stack(getattr(draft, "config", config)).vocab_size
+    if size != stack.vocab_size:
+        raise ConfigError(f"speculate: a draft of {size} tokens for a model of {stack.vocab_size}: not one vocabulary")
     if ahead < 1 or getattr(draft, "n", 1) < 1:
-        yield f"ahead={ahead}, {draft}: must be at least 1"
+        raise ConfigError(f"speculate: ahead={ahead}, {draft}: must be at least 1")
+    for positions in stack.positions if isinstance(stack.positions, tuple) else (stack.positions,):
+        scaling = getattr(positions, "scaling", None)
+        if isinstance(scaling, NTK | LongRoPE) and room > (scaling.original_length or room):
+            raise NotImplementedError(f"speculate: {scaling} turns tokens of a step alike beyond its original length")
 
 
 def _read_rows(opened: list, texts: list, rows: int) -> tuple[tuple[Array, History], list]:
