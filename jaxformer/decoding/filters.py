@@ -32,6 +32,13 @@ class History:
     length: Any  # [B]: tokens in use
     prompt: Any  # [B]: how many of them are the prompt
 
+    def extend(self, tokens: Int[Array, "B n"], count: Int[Array, " B"]) -> "History":
+        """Each row with the first `count` of its n tokens more."""
+        i = jnp.arange(tokens.shape[1])[None]
+        slots = jnp.where(i < count[:, None], self.length[:, None] + i, self.tokens.shape[1])  # nothing is written outside
+        tokens = self.tokens.at[jnp.arange(len(tokens))[:, None], slots].set(tokens, mode="drop")
+        return History(tokens, self.length + count, self.prompt)
+
 
 Logits = Float[Array, "B V"]
 Filter = Callable[[Array, History], Array]  # (logits [B, V] float32, history) -> logits
