@@ -33,16 +33,9 @@ OPTIONAL_INPUTS = ("positions", "segment_ids", "token_types", "source_segment_id
 
 
 def save(
-    path: str | Path,
-    config: ModelConfig | EncoderDecoder,
-    params: Any,
-    *,
-    batch: int | None = None,
-    length: int | None = None,
-    inputs: tuple[str, ...] = (),
-    platforms: tuple[str, ...] = ("cpu", "tpu", "cuda"),
-    vjp_order: int = 0,
-) -> None:
+    path: str | Path, config: ModelConfig | EncoderDecoder, params: Any, *, batch: int | None = None, length: int | None = None,
+    inputs: tuple[str, ...] = (), platforms: tuple[str, ...] = ("cpu", "tpu", "cuda"), vjp_order: int = 0,
+) -> None:  # fmt: skip
     """Writes `forward(params, tokens, *inputs) -> logits` (hidden states if there are no heads) into the folder `path`.
 
     An encoder-decoder takes (tokens, source), a vision model images. `inputs` names more [B, T] arrays of integers, of

@@ -119,11 +119,9 @@ def check_finite(name: str, array: np.ndarray) -> None:
 
 
 def save_checkpoint(
-    folder: str | Path,
-    config: dict[str, Any],
-    tensors: Iterable[tuple[str, tuple[int, ...], Any, Callable[[], Any]]],
+    folder: str | Path, config: dict[str, Any], tensors: Iterable[tuple[str, tuple[int, ...], Any, Callable[[], Any]]],
     shard_bytes: int = 5_000_000_000,
-) -> None:
+) -> None:  # fmt: skip
     """Writes a folder that `open_checkpoint` and transformers' `from_pretrained` open. It appears when it is complete.
 
     `tensors` holds (name, shape, dtype, function that returns the array): the host holds one array at a time. A file has at

@@ -19,12 +19,9 @@ Layout = Literal["interleaved", "half"]
 
 
 def sinusoidal(
-    positions: Int[Array, "B T"],
-    width: int,
-    layout: Layout = "interleaved",
-    spacing: Literal["paper", "tensor2tensor"] = "paper",
-    base: float = 10_000.0,
-) -> Float[Array, "B T D"]:
+    positions: Int[Array, "B T"], width: int, layout: Layout = "interleaved",
+    spacing: Literal["paper", "tensor2tensor"] = "paper", base: float = 10_000.0,
+) -> Float[Array, "B T D"]:  # fmt: skip
     """sin and cos of position / base^e_i for i < width / 2. Vaswani et al. 2017, arXiv:1706.03762, section 3.5.
 
     `spacing`: e_i = 2i / width (paper, Marian) or i / (width/2 - 1) (tensor2tensor, fairseq, Whisper; even widths).

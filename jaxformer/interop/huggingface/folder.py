@@ -35,16 +35,9 @@ FAMILIES: dict[str, tables.Family] = decoders.FAMILIES | encoders.FAMILIES | pai
 
 
 def load(
-    path: str | Path,
-    *,
-    heads: tuple | None = None,
-    dtype=None,
-    sharding: Any = None,
-    allow_unexpected: str | None = None,
-    allow_missing: str | None = None,
-    key: jax.Array | None = None,
-    revision: str | None = None,
-) -> Checkpoint:
+    path: str | Path, *, heads: tuple | None = None, dtype=None, sharding: Any = None, allow_unexpected: str | None = None,
+    allow_missing: str | None = None, key: jax.Array | None = None, revision: str | None = None,
+) -> Checkpoint:  # fmt: skip
     """A checkpoint from a folder or from the hub.
 
     The default `dtype` is the file's. `sharding` is one for all parameters or a tree. `heads` replaces the heads of the file:

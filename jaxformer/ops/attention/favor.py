@@ -16,16 +16,10 @@ from jaxformer.ops.einsum import einsum
 
 @jax.named_scope("favor_attention")
 def favor_attention(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
-    projection: Float[Array, "M H"],
-    *,
-    mask: Mask | None = None,
-    stabiliser: float | Float[Array, "#B 1 #K 1"] | None = None,
-    eps: float = 1e-6,
-    chunk: int = 128,
-) -> Float[Array, "B T N Hv"]:
+    query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"],
+    projection: Float[Array, "M H"], *, mask: Mask | None = None, stabiliser: float | Float[Array, "#B 1 #K 1"] | None = None,
+    eps: float = 1e-6, chunk: int = 128,
+) -> Float[Array, "B T N Hv"]:  # fmt: skip
     """`linear_attention` with `favor_features`: `attention` with an error of O(1/sqrt(M)). Choromanski et al. 2021, eq. 5-7.
 
     `projection` is data: see `orthogonal_projection` and `redraw`. The key's `stabiliser` is by default the largest exponent
@@ -46,12 +40,9 @@ def favor_attention(
 
 
 def favor_features(
-    x: Float[Array, "B T N H"],
-    projection: Float[Array, "M H"],
-    *,
-    stabiliser: float | Float[Array, "#B #T #N 1"] | None = None,
-    eps: float = 1e-6,
-) -> Float[Array, "B T N M"]:
+    x: Float[Array, "B T N H"], projection: Float[Array, "M H"], *,
+    stabiliser: float | Float[Array, "#B #T #N 1"] | None = None, eps: float = 1e-6,
+) -> Float[Array, "B T N M"]:  # fmt: skip
     """(exp(P z - |z|^2 / 2 - stabiliser) + eps) / sqrt(M), z = x / H^(1/4): Choromanski et al. 2021, lemma 1.
 
     phi(q) . phi(k) has the mean exp(q . k / sqrt(H)), up to the factors exp(-stabiliser), which cancel in attention: by
