@@ -83,8 +83,7 @@ def load(path: str | Path, sharding: Any = None) -> Callable[..., Array]:
     except Exception as error:
         raise ConfigError(f"{program}: cannot be read ({error}); export it again with this JAX") from error
     if (platform := export.default_export_platform()) not in exported.platforms:
-        found = ", ".join(exported.platforms)
-        raise ConfigError(f"{path}: exported for {found}; export it with platforms=({platform!r},)")
+        raise ConfigError(f"{path}: exported for {', '.join(exported.platforms)}; export it with platforms=({platform!r},)")
     params = {name: jax.device_put(checkpoint.read(name), sharding) for name in checkpoint.names}
 
     def forward(*arguments: Any) -> Array:

@@ -209,10 +209,8 @@ def _wrong_sizes(config: ModelConfig) -> Iterator[str]:
         yield f"context_length={c.context_length}: {shown} make {patches.length} positions"
     table = 0 if patches else c.d_model
     if c.tie_embeddings and c.hidden_width != table and any(isinstance(h, LanguageModel) for h in c.heads):
-        yield (
-            f"heads: a LanguageModel with tie_embeddings=True reads {c.hidden_width} features by the embedding's rows, which "
-            f"have {table or 'none: they are patches'}; set it to False, or give other heads"
-        )
+        have = f"which have {table or 'none: they are patches'}; set it to False, or give other heads"
+        yield f"heads: a LanguageModel with tie_embeddings=True reads {c.hidden_width} features by the embedding's rows, {have}"
 
 
 def _wrong_words(config: ModelConfig) -> Iterator[str]:
@@ -222,10 +220,8 @@ def _wrong_words(config: ModelConfig) -> Iterator[str]:
         yield f"feedforward={feedforward!r}: expected one of {words}"
     if feedforward in ACTIVATIONS.values() or (getattr(feedforward, "__module__", None) or "").startswith("jax."):
         name = getattr(feedforward, "__name__", feedforward)
-        yield (
-            f"feedforward={name}: an activation is given by its name, one of {words}; any other function is "
-            "config -> models.layer.FeedForward"
-        )
+        own = "a function of yours is config -> models.layer.FeedForward"
+        yield f"feedforward={name}: an activation is given by its name, one of {words}; {own}"
     if isinstance(config.use_bias, str):
         try:
             re.compile(config.use_bias)
@@ -263,7 +259,5 @@ class EncoderDecoder:
             raise ConfigError("encoder.heads: the encoder of a pair has none; give heads=()")
         one, other = ((half.vocab_size, half.d_model) for half in (self.encoder, self.decoder))
         if self.share_embeddings and one != other:
-            raise ConfigError(
-                f"share_embeddings: encoder and decoder have tables of different (vocab_size, d_model), {one} and {other}; "
-                "make them equal or set it to False"
-            )
+            sizes = f"encoder and decoder have tables of different (vocab_size, d_model), {one} and {other}"
+            raise ConfigError(f"share_embeddings: {sizes}; make them equal or set it to False")

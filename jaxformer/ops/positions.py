@@ -206,8 +206,7 @@ def rope_frequencies(
     if config.layout not in ("interleaved", "half"):
         raise ValueError(f"rope: no layout {config.layout!r}; expected 'half' or 'interleaved'")
     if rotated % 2 or not 0 < rotated <= head_width:
-        part = f"{config.fraction} of a head of {head_width} is {rotated} features"
-        raise ValueError(f"rope: {part}; an even number must be rotated")
+        raise ValueError(f"rope: {config.fraction} of a head of {head_width} is {rotated} features, which must be even")
     frequencies = config.theta ** -(np.arange(0, rotated, 2) / rotated)
     return (frequencies, 1.0) if scaling is None else scaling.scale(frequencies, config.theta, positions)
 

@@ -77,10 +77,8 @@ class WSD:
         _check(self, steps := experiment.steps)
         last = self.decay_steps(steps)
         if self.warmup and self.warmup + last > steps:
-            advice = f"lower it or schedule.decay={self.decay}"
-            raise ConfigError(
-                f"schedule.warmup={self.warmup}: overlaps the last {last} of steps={steps}, which decay; {advice}"
-            )
+            overlap = f"overlaps the last {last} of steps={steps}, which decay; lower it or schedule.decay={self.decay}"
+            raise ConfigError(f"schedule.warmup={self.warmup}: {overlap}")
         return _decay(self, experiment, self.final, max(steps - 1 - last, 0))
 
 
@@ -116,5 +114,4 @@ def _check(schedule: Any, steps: int, ends: bool = True) -> None:
     if schedule.warmup < 0:
         raise ConfigError(f"schedule.warmup={schedule.warmup}: must be at least 0")
     if ends and schedule.warmup >= steps:
-        advice = "lower --schedule.warmup or raise --steps"
-        raise ConfigError(f"schedule.warmup={schedule.warmup}: must be below steps={steps}; {advice}")
+        raise ConfigError(f"schedule.warmup={schedule.warmup}: must be below steps={steps}; lower it or raise steps")
