@@ -66,21 +66,14 @@ def _project(x, projection):
     return einsum("btnh,mh->btnm", x * x.shape[-1] ** -0.25, projection)
 
 
-def orthogonal_projection(
-    key: Array, features: int, width: int, *, norms: str = "chi", dtype: Any = jnp.float32
-) -> Float[Array, "features width"]:
-    """Gaussian rows that are orthogonal in blocks of `width`: Choromanski et al. 2021, sec. 2.4 and 3.
+def orthogonal_projection(key: Array, features: int, width: int, dtype: Any = jnp.float32) -> Float[Array, "features width"]:
+    """Gaussian rows that are orthogonal in blocks of `width`, unbiased: Choromanski et al. 2021, sec. 2.4 and 3.
 
-    Row norms are those of independent Gaussian rows ("chi", unbiased) or all sqrt(width) ("constant", biased, with less
-    variance). The directions are Haar distributed, unlike those of public Performers, whose error stops falling near 4e-3.
+    The directions are Haar distributed, unlike those of public Performers, whose error stops falling near 4e-3.
     """
-    if norms not in ("chi", "constant"):
-        raise ValueError(f"orthogonal_projection: norms are 'chi' or 'constant'; got {norms!r}")
     directions, lengths = jax.random.split(key)
     blocks = jax.random.orthogonal(directions, width, (-(-features // width),), dtype)
     rows = blocks.reshape(-1, width)[:features]
-    if norms == "constant":
-        return rows * width**0.5
     return rows * jnp.linalg.norm(jax.random.normal(lengths, rows.shape, dtype), axis=1, keepdims=True)
 
 

@@ -84,21 +84,6 @@ class LinearState:
     sums: Any
 
 
-def linear_attention_state(
-    key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"], *, mask: Mask | None = None,
-    feature_map: FeatureMaps = elu_plus_one,
-) -> LinearState:  # fmt: skip
-    """The state after these keys, for `linear_attention_step`; with segments, of each row's last one. Padding is skipped."""
-    S = key.shape[1]
-    view = visibility(mask, S, S, "linear_attention_state")
-    key, value, _ = _widen(key, value)
-    features = _hide(_pair(feature_map)[1](_hide(key, view.keys)), view.keys)
-    if S:
-        runs = view.runs(jnp.arange(S))
-        features = view.refuse_recurring(_hide(features, runs == runs[:, -1:]))
-    return _sum_keys(features, _hide(value, view.keys))
-
-
 @jax.named_scope("linear_attention_step")
 def linear_attention_step(
     state: LinearState, query: Float[Array, "B T N H"], key: Float[Array, "B T K H"], value: Float[Array, "B T K Hv"], *,
@@ -162,8 +147,7 @@ def visibility(mask: Any, T: int, S: int, function: str) -> View:
 
 def packed(ids: Int[Array, "B L"]) -> Bool[Array, " B"]:
     """Whether a row of ids has several segments that are not padding, 0."""
-    smallest = jnp.min(jnp.where(ids == 0, jnp.iinfo(ids.dtype).max, ids), axis=1)
-    return jnp.max(ids, axis=1) > smallest
+    return jnp.max(ids, axis=1) > jnp.min(jnp.where(ids == 0, jnp.iinfo(ids.dtype).max, ids), axis=1)
 
 
 def _hide(x, shown):
