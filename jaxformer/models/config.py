@@ -75,15 +75,9 @@ class Patches:
             if part < 1 or size % part:
                 raise ConfigError(f"embedding.patch={self.patch} does not divide embedding.image={self.image}")
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Patches down and across."""
-        return self.image[0] // self.patch[0], self.image[1] // self.patch[1]
-
-    @property
-    def length(self) -> int:
-        """Positions of one image."""
-        return math.prod(self.grid) + self.class_token
+    # patches down and across, and positions of one image
+    grid = property(lambda self: (self.image[0] // self.patch[0], self.image[1] // self.patch[1]))
+    length = property(lambda self: math.prod(self.grid) + self.class_token)
 
 
 @dataclass(frozen=True)
@@ -162,22 +156,11 @@ class ModelConfig:
         for problem in itertools.chain(_wrong_sizes(self), _wrong_words(self), _wrong_masks(self.masks)):
             raise ConfigError(f"model.{problem}")
 
-    @property
-    def kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.head_width or self.d_model // self.num_heads
-
-    @property
-    def ff_width(self) -> int:
-        return self.d_ff or 4 * self.d_model
-
-    @property
-    def hidden_width(self) -> int:
-        """Of what the heads read: D, or 2 D of a reversible stack that gives both streams."""
-        return self.d_model * getattr(self.stack, "streams", 1)
+    kv_heads = property(lambda self: self.num_kv_heads or self.num_heads)
+    head_size = property(lambda self: self.head_width or self.d_model // self.num_heads)
+    ff_width = property(lambda self: self.d_ff or 4 * self.d_model)
+    # of what the heads read: D, or 2 D of a reversible stack that gives both streams
+    hidden_width = property(lambda self: self.d_model * getattr(self.stack, "streams", 1))
 
     def has_bias(self, name: str) -> bool:
         """Whether the linear map or norm of that name has a bias."""

@@ -69,13 +69,9 @@ class WSD:
     decay: float = 0.2  # share of the run that decays
     final: float = 0.0  # share of the peak at the last step
 
-    def decay_steps(self, steps: int) -> int:
-        """How many of a run's last steps are below the peak."""
-        return max(round(steps * self.decay), 1)
-
     def __call__(self, experiment: Any) -> Rate:
         _check(self, steps := experiment.steps)
-        last = self.decay_steps(steps)
+        last = max(round(steps * self.decay), 1)  # steps below the peak
         if self.warmup and self.warmup + last > steps:
             overlap = f"overlaps the last {last} of steps={steps}, which decay; lower it or schedule.decay={self.decay}"
             raise ConfigError(f"schedule.warmup={self.warmup}: {overlap}")
