@@ -3,6 +3,10 @@
 import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +114,23 @@ def test_weights_in_8_bits_are_scored_beside(trained):
     with contextlib.chdir(trained.parents[1]):
         scores = jaxformer.open_run(trained).evaluate(int8=True)
     assert scores["int8_loss"] != scores["loss"] and scores["int8_loss"] == pytest.approx(scores["loss"], abs=0.05)
+
+
+def test_a_second_process_compiles_nothing_again(trained):
+    """`generate` in a process of its own, twice: the second finds every program in the compilation cache."""
+    script = (
+        "import sys, jax\n"
+        "from jaxformer import cli\n"
+        "misses = []\n"
+        "count = lambda name, **_: misses.append(name) if name.endswith('cache_misses') else None\n"
+        "jax.monitoring.register_event_listener(count)\n"
+        f"assert cli.main(['generate', {str(trained)!r}, '--prompt', 'the ', '--tokens=5', '--top-k=3']) == 0\n"
+        "print('misses', len(misses))\n"
+    )
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
+    counts = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=trained.parents[1], env=env)
+        assert done.returncode == 0, done.stderr
+        counts.append(int(done.stdout.split()[-1]))
+    assert counts[0] > 0 and counts[1] == 0
