@@ -146,7 +146,7 @@ def traffic(text: str, branch: int | None = None) -> float:
         result = _in_memory(op.shape)
         sizes = [_in_memory(inside[name].shape) if name in inside else 0.0 for name in op.operands]
         if op.code == "fusion" and op.called[0] in computations:
-            moved = _fusion(computations[op.called[0]], sizes, result)
+            moved = _fusion(computations, computations[op.called[0]], sizes, result)
         elif op.code in _PIECES:
             moved = 2 * result
         elif op.code == "slice-start":  # of what it reads, a part, and where to
@@ -162,22 +162,33 @@ def traffic(text: str, branch: int | None = None) -> float:
     return total
 
 
-def _fusion(inside: Computation, operands: list[float], result: float) -> float:
+def _fusion(computations: dict[str, Computation], inside: Computation, operands: list[float], result: float) -> float:
     """Bytes that a fusion moves."""
     total = 0.0
     for name, op in inside.items():
-        if op.code != "parameter" or int(op.operands[0]) >= len(operands):
-            continue
-        size, users = operands[int(op.operands[0])], [other for other in inside.values() if name in other.operands]
-        if users and all(user.code in _PIECES and user.operands[0] == name for user in users):
-            total += min(size, sum(_in_memory(user.shape) for user in users))
-        elif not any(user.code == "dynamic-update-slice" and user.operands[0] == name for user in users):
-            total += size
+        if op.code == "parameter" and int(op.operands[0]) < len(operands):
+            total += _read(computations, inside, name, operands[int(op.operands[0])])
     pieces = [other.operands[1] for other in inside.values() if other.code == "dynamic-update-slice"]
     updates = [_in_memory(inside[piece].shape) for piece in pieces if piece in inside]
     root = _root(inside)
     in_place = updates and root and (root.code in ("bitcast", "tuple") or "dynamic-update-slice" in root.line)
     return total + (sum(updates) if in_place else result)
+
+
+def _read(computations: dict[str, Computation], inside: Computation, name: str, size: float) -> float:
+    """Bytes that the operations of a fusion read of an array of that name and size; fusions in it may cut out a piece."""
+    users, total = [other for other in inside.values() if name in other.operands], 0.0
+    for user in users:
+        body = computations.get(user.called[0], {}) if user.code == "fusion" else {}
+        number = str(user.operands.index(name))
+        entry = next((key for key, op in body.items() if op.code == "parameter" and op.operands[0] == number), "")
+        if entry:
+            total += _read(computations, body, entry, size)
+        elif user.code in _PIECES and user.operands[0] == name:
+            total += _in_memory(user.shape) if size else 0.0
+        elif user.code != "dynamic-update-slice" or user.operands[0] != name:
+            return size
+    return min(size, total) if users else size
 
 
 def _in_memory(shapes: str) -> float:
