@@ -30,8 +30,7 @@ class Slots(NamedTuple):
 def attention(query: Array, positions: Array, old: Slots, new: Slots, call: Call, widths: list[int], width: Array) -> Array:
     """Attention of queries `[B, T, N, H]` at `positions` [B, T] to the slots of a cache and to new keys, of which it has none.
 
-    Of `widths` the one with the index `width` says how many of the old slots are read. Keys are not written before they are
-    read: XLA would copy the cache.
+    Of `widths` the one with the index `width` says how many of the old slots are read.
     """
     part = lambda w, query, positions: _attend(old.first(w), new, call, query, positions)
     run = lambda query, positions: lax.switch(width, [partial(part, w) for w in widths], query, positions)
@@ -95,19 +94,31 @@ def first_slots(state: Array, new: Array, count: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(state, new.astype(state.dtype), 0, axis=2)
 
 
+def write_token(state: Array, new: Array, positions: Array) -> Array:
+    """A state `[B, K, S, H]` with one new token a row, `[B, K, 1, H]`, of these positions `[B, 1]`; -1 writes nothing.
+
+    The slot is empty or has a token that the new one does not see, so it may be written before the state is read: XLA then
+    keeps one copy of the state, and the TPU's compiler does not fetch the slots that attention leaves out.
+    """
+    K, S, H = state.shape[1:]
+    pair = min(2, S)  # of a single slot, the TPU's compiler lays the whole state out anew
+    for row in range(len(state)):  # XLA:CPU makes a loop of a scatter, in bfloat16 with copies of all slots
+        slot = positions[row, 0] % S
+        place = (row, 0, jnp.minimum(slot, S - pair), 0)
+        hit = (jnp.arange(pair) == slot - place[2]) & (positions[row] >= 0)
+        old = lax.dynamic_slice(state, place, (1, K, pair, H))
+        piece = jnp.where(hit[None, None, :, None], new[row : row + 1].astype(state.dtype), old)
+        state = lax.dynamic_update_slice(state, piece, place)
+    return state
+
+
 def write_slots(state: Array, new: Array, positions: Array, out: Array) -> Array:
     """A state `[B, K, S, H]` with new tokens `[B, K, T, H]` of these positions `[B, T]`, -1 for padding.
 
     `out` is what read the state: that the write depends on it tells XLA that it need not copy the state.
     """
-    B, S, T = len(state), state.shape[2], new.shape[2]
+    B, S = len(state), state.shape[2]
     new = (new + jnp.minimum(jnp.abs(out[:, :1, :1, :1]), 0).astype(new.dtype)).astype(state.dtype)
     kept = (positions >= 0) & (positions > positions.max(axis=1, keepdims=True) - S)
-    if T > 1 or B > 32:
-        slots = jnp.where(kept, positions % S, S)  # outside, where nothing is written
-        return state.at[jnp.arange(B)[:, None], :, slots].set(new.transpose(0, 2, 1, 3), mode="drop")
-    for row in range(B):  # XLA:CPU makes a loop of a scatter, in bfloat16 with copies of all slots
-        place = (row, 0, positions[row, 0] % S, 0)
-        old = lax.dynamic_slice(state, place, (1, state.shape[1], 1, state.shape[3]))
-        state = lax.dynamic_update_slice(state, jnp.where(kept[row], new[row : row + 1], old), place)
-    return state
+    slots = jnp.where(kept, positions % S, S)  # outside, where nothing is written
+    return state.at[jnp.arange(B)[:, None], :, slots].set(new.transpose(0, 2, 1, 3), mode="drop")
