@@ -68,7 +68,7 @@ def _whole_pattern(config: ModelConfig) -> tuple[Mixer, ...]:
 
 def init_state(config: ModelConfig, batch: int, length: int, dtype) -> tuple[Tree, ...]:
     """The empty state of each layer. A mixer that rolls keeps no more tokens than its mask lets a query see."""
-    slots, states = pattern(config), []
+    slots, states = (pattern if alike(config) else _whole_pattern)(config), []
     for i in range(config.num_layers):
         slot, reach = slots[i % len(slots)], masks.reach(config.masks[i % len(config.masks)])
         if slot.state is None:
