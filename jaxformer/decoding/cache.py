@@ -37,8 +37,9 @@ class Cache:
 def init_cache(
     config: ModelConfig | EncoderDecoder, batch: int, length: int, dtype: Any = jnp.float32, ahead: int = 0
 ) -> Cache:
-    """A new cache for `length` tokens a row, keys and values in `dtype`. Layers with a window keep only what it spans.
+    """A new cache for `length` tokens a row, keys and values in `dtype` (int8: with a scale for each token and head).
 
+    Layers with a window keep only what it spans.
     With `ahead`, they keep so many tokens more, and a lower number in `lengths` takes up to so many back.
     """
     return Cache(init_state(last_stack(config), batch, length, dtype, ahead), room=length)

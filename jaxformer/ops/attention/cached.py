@@ -37,10 +37,8 @@ def as_array(slots: "Array | Int8Slots", dtype) -> Array:
 
 def write(how: Callable, state: dict[str, Any], new: dict[str, Array], *places) -> dict[str, Any]:
     """The state of a layer after `how(old slots, new ones, *places)` of its keys and values, in the precision that it has."""
-    kept = lambda old, x: in_int8(x) if isinstance(old, Int8Slots) else x
-    return {
-        name: jax.tree.map(lambda old, x: how(old, x, *places), state[name], kept(state[name], x)) for name, x in new.items()
-    }
+    new = {name: in_int8(x) if isinstance(state[name], Int8Slots) else x for name, x in new.items()}
+    return jax.tree.map(lambda old, x: how(old, x, *places), state, new)
 
 
 class Slots(NamedTuple):
