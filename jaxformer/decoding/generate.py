@@ -53,30 +53,33 @@ def generate(
     config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]], max_tokens: int, *,
     sources: Sequence[Sequence[int]] | None = None, how: Sampling = Sampling(), filters: Sequence[Filter] = (),
     key: Array | None = None, stop_tokens: Sequence[int] = (), stop: Callable[[list[int]], int | None] | None = None,
-    rows: int = 16, dtype=None,
+    rows: int = 16, dtype=None, cache_dtype=None,
 ) -> list[list[int]]:  # fmt: skip
     """Continues each prompt by at most `max_tokens` tokens, up to the first stop token, which is left out.
 
     Of an encoder-decoder, `sources` are the tokens of the encoder and a prompt is how the target begins (T5: [0]).
     `filters` (`decoding.filters`, or functions of yours) come before those of `how`. `stop(new tokens)` says how many of a
     row's new tokens to keep, or None to go on. At most `rows` texts are decoded at a time; a row that ends takes the next
-    prompt, and continues it exactly as a batch of as many rows would that had this prompt alone. Raises ConfigError for an
-    empty prompt, a token outside the vocabulary, and more tokens than a learned position table has rows.
+    prompt. A row's tokens do not depend on its neighbours; the last bits of its logits do where these are longer than the
+    next multiple of 128. `cache_dtype` is that of keys and values, such as int8. Raises ConfigError for an empty prompt, a
+    token outside the vocabulary, and more tokens than a learned position table has rows.
     """
     every = None if stop is None else 8
-    texts = serve(config, params, prompts, max_tokens, sources, how, filters, key, stop_tokens, stop, rows, dtype, every)
+    texts = serve(
+        config, params, prompts, max_tokens, sources, how, filters, key, stop_tokens, stop, rows, (dtype, cache_dtype), every
+    )
     outs = {index: tokens for index, tokens, done in texts if done}
     return [outs[i] for i in range(len(prompts))]
 
 
 def stream(config: ModelConfig | EncoderDecoder, params: Any, prompt: Sequence[int], max_tokens: int, *, every: int = 1,
     source: Sequence[int] | None = None, how: Sampling = Sampling(), filters: Sequence[Filter] = (), key: Array | None = None,
-    stop_tokens: Sequence[int] = (), stop: Callable[[list[int]], int | None] | None = None, dtype=None,
+    stop_tokens: Sequence[int] = (), stop: Callable[[list[int]], int | None] | None = None, dtype=None, cache_dtype=None,
 ) -> Iterator[list[int]]:  # fmt: skip
     """The tokens of `generate` for one prompt as they are made, `every` so many."""
     sources, given = None if source is None else [source], 0
     for _, tokens, _ in serve(
-        config, params, [prompt], max_tokens, sources, how, filters, key, stop_tokens, stop, 1, dtype, every
+        config, params, [prompt], max_tokens, sources, how, filters, key, stop_tokens, stop, 1, (dtype, cache_dtype), every
     ):
         if tokens[given:]:
             yield tokens[given:]
@@ -84,11 +87,11 @@ def stream(config: ModelConfig | EncoderDecoder, params: Any, prompt: Sequence[i
 
 
 def serve(
-    config, params, prompts, max_tokens: int, sources, how: Sampling, filters, key, stop_tokens, stop, rows: int, dtype,
+    config, params, prompts, max_tokens: int, sources, how: Sampling, filters, key, stop_tokens, stop, rows: int, dtypes,
     every: int | None,
 ) -> Iterator[tuple[int, list[int], bool]]:  # fmt: skip
     """(number of a prompt, its new tokens so far, whether they are all) after `every` steps, and whenever a row ends."""
-    model = open_model(config, params, prompts, max_tokens, sources, dtype)
+    model = open_model(config, params, prompts, max_tokens, sources, *dtypes)
     settings = jax.device_put(Settings(as_filters((*filters, *how.filters())), np.float32(how.temperature), stops(stop_tokens)))
     key = jax.random.key(0) if key is None else key
     texts: Any = None
@@ -128,10 +131,11 @@ class Model(NamedTuple):
     dtype: Any
     room: int  # most tokens of a row
     source_room: int  # most tokens of a source
+    cache_dtype: Any
     ahead: int = 0  # how many tokens its caches can take back
 
 
-def open_model(config, params, prompts, max_tokens: int, sources, dtype, ahead: int = 0) -> Model:
+def open_model(config, params, prompts, max_tokens: int, sources, dtype=None, cache_dtype=None, ahead: int = 0) -> Model:
     """The model for these prompts. Raises ConfigError for those that do not fit it."""
     for problem in _problems(config, prompts, max_tokens, sources):
         raise ConfigError(f"generate: {problem}")
@@ -139,7 +143,9 @@ def open_model(config, params, prompts, max_tokens: int, sources, dtype, ahead: 
     dtype = jnp.dtype(next(floats) if dtype is None else dtype)
     source_room = bucket(max(map(len, sources)), config.encoder) if sources is not None else 0
     room = bucket(max(map(len, prompts)) + max_tokens, models.last_stack(config))
-    return Model(config, prepare(config, params, dtype), dtype, room, source_room, ahead)
+    if cache_dtype is None:  # to write one token, XLA:CPU makes a cache of 16 bits one of 32, and back
+        cache_dtype = jnp.promote_types(dtype, jnp.float32) if jax.default_backend() == "cpu" else dtype
+    return Model(config, prepare(config, params, dtype), dtype, room, source_room, jnp.dtype(cache_dtype), ahead)
 
 
 def as_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
@@ -166,7 +172,7 @@ def padded(tokens: Sequence[int], room: int) -> np.ndarray:
 
 def read(model: Model, prompt: Sequence[int], source: Sequence[int] | None) -> tuple[Any, Any, History]:
     """One row: (logits after the prompt, its cache, its history), read in pieces of at most `CHUNK` tokens."""
-    config, params, dtype, room, source_room, ahead = model
+    config, params, dtype, room, source_room, cache_dtype, ahead = model
     options, logits, cache = {}, None, None
     if source is not None:
         options = {"source": padded(source, source_room), "source_segment_ids": padded([1] * len(source), source_room)}
@@ -174,7 +180,7 @@ def read(model: Model, prompt: Sequence[int], source: Sequence[int] | None) -> t
         piece = prompt[start : start + CHUNK]
         tokens = padded(piece, min(bucket(len(piece), models.last_stack(config)), CHUNK))
         arrays = jax.device_put((tokens, np.array([len(piece)], np.int32), options))
-        logits, cache = _read(config, dtype, room, ahead, params, *arrays, cache)
+        logits, cache = _read(config, dtype, (room, cache_dtype, ahead), params, *arrays, cache)
         options = {}
     count = np.array([len(prompt)], np.int32)
     return logits, cache, History(*jax.device_put((padded(prompt, room), count, count)))
@@ -186,9 +192,9 @@ def begin(model: Model, prompt, source, max_tokens: int, settings: Settings, ind
     return _start(*read(model, prompt, source), end, index, key, settings)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnames="cache")
-def _read(config, dtype, room: int, ahead: int, params, tokens, lengths, options, cache):
-    cache = init_cache(config, 1, room, dtype, ahead) if cache is None else cache
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="cache")
+def _read(config, dtype, sizes, params, tokens, lengths, options, cache):
+    cache = init_cache(config, 1, *sizes) if cache is None else cache
     return prefill(config, params, tokens, cache, lengths=lengths, dtype=dtype, **options)
 
 

@@ -35,7 +35,7 @@ def as_array(slots: "Array | Int8Slots", dtype) -> Array:
     return (slots.values * slots.scale if isinstance(slots, Int8Slots) else slots).astype(dtype)
 
 
-def write(how: Callable, state: dict[str, Any], new: dict[str, Array], *places) -> dict[str, Any]:
+def write(how: Callable, state: dict[str, Any], new: dict[str, Any], *places) -> dict[str, Any]:
     """The state of a layer after `how(old slots, new ones, *places)` of its keys and values, in the precision that it has."""
     new = {name: in_int8(x) if isinstance(state[name], Int8Slots) else x for name, x in new.items()}
     return jax.tree.map(lambda old, x: how(old, x, *places), state, new)
