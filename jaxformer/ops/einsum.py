@@ -90,7 +90,7 @@ def _stored_product(spec: str, x: Array, w: StoredWeight) -> Array:
         y = _lines_product(x, values.astype(x.dtype))
     else:
         wide = lambda x, values: _lines_product(x, values.astype(x.dtype))
-        y = jax.lax.platform_dependent(x, values, cpu=_int8_product, default=wide) * w.scale.reshape(-1)
+        y = jax.lax.platform_dependent(x, values, cpu=_int8_product, default=wide) * w.scale.reshape(1, -1)
     return y.reshape(*rows, *columns)
 
 

@@ -1,6 +1,7 @@
 """Generation: what greedy decoding finds, rows that are refilled, stops, streams, refusals, and what is compiled."""
 
 import itertools
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -320,3 +321,42 @@ def test_prompts_longer_than_a_piece_are_read_in_pieces(monkeypatch):
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ConfigError):
         Sampling(**bad)
+
+
+@pytest.mark.parametrize("name", ["gpt3", "llama"])
+def test_long_prompts_are_read_in_pieces_and_keys_may_have_8_bits(name, monkeypatch):
+    """Pieces of 8 tokens, of which the first is read as training reads it, give the tokens of the whole prompt."""
+    config, parameters = make(name)
+    config = replace(config, context_length=64)
+    parameters = models.init(config, jax.random.key(3))
+    prompts, greedy = [[7 * i % V for i in range(n)] for n in (37, 5, 20)], Sampling(temperature=0.0)
+    whole = decoding.generate(config, parameters, prompts, 6, how=greedy)
+    assert decoding.generate(config, parameters, prompts, 6, how=greedy, cache_dtype=jnp.int8) == whole
+    monkeypatch.setattr(sys.modules["jaxformer.decoding.generate"], "CHUNK", 8)
+    assert decoding.generate(config, parameters, prompts, 6, how=greedy) == whole
+
+
+def test_a_cache_in_8_bits_costs_as_much_as_its_rounding():
+    """A key or value is off by at most half of 1/127 of its head's largest: logits by a few percent of their spread."""
+    config, parameters = make("llama")
+    tokens = jax.random.randint(jax.random.key(0), (4, 20), 0, V)
+    whole, cache = apply(config, parameters, tokens).logits, decoding.init_cache(config, 4, 20, jnp.int8)
+    out = apply(config, parameters, tokens[:, :10], cache=cache)
+    rest = apply(config, parameters, tokens[:, 10:], cache=out.cache).logits
+    error, spread = jnp.abs(rest - whole[:, 10:]).max(), jnp.abs(whole).max()
+    assert 0 < error < 0.05 * spread
+    assert out.cache.layers[0]["key"].values.dtype == jnp.int8
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_weights_in_8_bits(name):
+    """A weight is off by at most half of 1/127 of its channel's largest; without the rounding, products are the same."""
+    config, parameters = make(name)
+    tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, V)
+    small = decoding.quantize(config, parameters)
+    plain = decoding.round_to_int8(models.spec(config), parameters)
+    found, expected = (apply(config, tree, tokens).logits for tree in (small, plain))
+    # activations have 16 bits in products of int8 on CPU
+    np.testing.assert_allclose(found, expected, atol=2e-3 * float(jnp.abs(expected).max()))
+    assert float(jnp.abs(expected - apply(config, parameters, tokens).logits).max()) > 1e-2
+    assert len(decoding.generate(config, small, [[1, 2], [3]], 4)[0]) == 4
