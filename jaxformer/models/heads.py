@@ -15,7 +15,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import Classification, LanguageModel, ModelConfig, TokenClassification
 from jaxformer.models.embedding import norm, norm_spec
 from jaxformer.models.layer import linear
-from jaxformer.ops.einsum import add_bias
+from jaxformer.ops.einsum import Weight, add_bias
 from jaxformer.ops.feedforward import ACTIVATIONS
 from jaxformer.params import Spec, Tree
 from jaxformer.sharding import with_logical_constraint
@@ -29,7 +29,7 @@ class Head(NamedTuple):
     apply: Callable  # (params, hidden [B, T, D], real [B, T], False for padding, or None) -> array, float32 or better
 
 
-def heads(config: ModelConfig, table: Array | None = None) -> dict[str, Head]:
+def heads(config: ModelConfig, table: Weight | None = None) -> dict[str, Head]:
     """The heads of the config by name; a language model may read the embedding's `table` `[V, D]`."""
     made = [_head(config, head, table) for head in config.heads]
     for name, count in Counter(head.name for head in made).items():
@@ -43,7 +43,7 @@ def spec(config: ModelConfig) -> Tree:
     return {name: head.spec for name, head in heads(config).items() if head.spec}
 
 
-def _head(config: ModelConfig, head, table: Array | None) -> Head:
+def _head(config: ModelConfig, head, table: Weight | None) -> Head:
     D, V, start = config.hidden_width, config.vocab_size, normal(config.init_std)
     matrix = lambda width, out, axis, bias: params.linear((width, out), ("embed", axis), ("embed",), start, bias)
     match head:
