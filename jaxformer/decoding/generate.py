@@ -178,6 +178,21 @@ def read(model: Model, prompt: Sequence[int], source: Sequence[int] | None) -> t
     return logits, cache, History(*jax.device_put((padded(prompt, room), count, count)))
 
 
+def read_rows(opened: list[Model], prompts, sources, numbers, rows: int) -> tuple[Array, History, list[Cache]]:
+    """(logits, history, caches of all models) after the prompts of these numbers, one a row; in further rows is the first.
+
+    A prompt like the first is not read again, so that many samples for one prompt begin at once.
+    """
+    batch: Any = None
+    texts = [(list(prompts[i]), None if sources is None else list(sources[i])) for i in numbers if i < len(prompts)]
+    for row, (prompt, source) in enumerate(texts):
+        if batch is None or (prompt, source) != texts[0]:
+            found = [read(model, prompt, source if model.source_room else None) for model in opened]
+            one = found[0][0], found[0][2], [cache for _, cache, _ in found]
+            batch = repeat(rows, one) if batch is None else insert(batch, jax.device_put(np.int32(row)), one)
+    return batch
+
+
 def begin(model: Model, prompt, source, max_tokens: int, settings: Settings, index, key) -> Texts:
     """One row: the prompt and its first new token."""
     end = jax.device_put(np.array([len(prompt) + max_tokens], np.int32))

@@ -34,11 +34,10 @@ T5 = EncoderDecoder(
     STACK, replace(STACK, positions=Relative(8, 16, bidirectional=False), heads=(LanguageModel(),), masks=(masks.causal(),))
 )
 MODELS = {
-    "gpt2": GPT,
     "llama": LLAMA,  # texts are longer than its windows
     "t5": T5,
     "alibi": replace(GPT, positions=Alibi()),
-    "prefix": replace(GPT, masks=(masks.causal() | masks.prefix(4),)),  # longer than a prompt
+    "gpt2": replace(GPT, masks=(masks.causal() | masks.prefix(4),)),  # longer than a prompt
 }
 PROMPTS, SOURCES = [[1, 2, 3, 4, 5], [7], [4] * 8], [[1, 2, 3, 4], [8, 9], [3, 1, 4]]
 LIMIT, GREEDY, KEY = 17, Sampling(temperature=0.0), jax.random.key(0)
