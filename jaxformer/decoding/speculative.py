@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 
 from jaxformer import masks, models
 from jaxformer.decoding.filters import Filter, History
-from jaxformer.decoding.generate import Settings, Texts, append, as_filters, open_model, read_rows, stops
+from jaxformer.decoding.generate import Settings, Texts, append, as_filters, new_tokens, open_model, read_rows, stops
 from jaxformer.decoding.sampling import Sampling, draw, probabilities
 from jaxformer.decoding.steps import decode_step
 from jaxformer.errors import ConfigError
@@ -118,8 +118,7 @@ def speculate(
         texts, _, counts = _run(main.config, main.dtype, ahead, main.params, draft, *batch, *numbers, key, settings)
         history, counts = jax.device_get((texts.history, counts))
         for row in range(len(ends)):
-            tokens = history.tokens[row, history.prompt[row] : history.length[row]].tolist()
-            found.tokens.append(tokens[:-1] if tokens[-1] in stop_tokens else tokens)
+            found.tokens.append(new_tokens(history, row, stop_tokens))
             found.proposed.append(int(counts[row, 0]))
             found.accepted.append(int(counts[row, 1]))
     return found
