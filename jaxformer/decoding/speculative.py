@@ -190,7 +190,7 @@ def accept(
     return jnp.where(jnp.arange(A + 1)[None] < taken[:, None], jnp.pad(proposal.tokens, ((0, 0), (0, 1))), more), taken
 
 
-def _causal(config):
+def _causal(config: Any) -> Any:
     """The config, with masks under which no token sees a later one, as if each were read alone. A prefix shows later ones."""
     if isinstance(config, EncoderDecoder):
         return replace(config, decoder=_causal(config.decoder))
