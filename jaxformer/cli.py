@@ -302,7 +302,9 @@ def _show_sharding(argv: list[str]) -> int:
 
 def plan(argv: list[str]) -> int:
     argv, where = _take(argv, "--topology", "")
-    flags = {flag for flag in argv if flag in ("--fast", "--json", "--search")}
+    flags = {flag for flag in argv if flag in ("--fast", "--json", "--search", "--decode")}
+    argv, rows = _take(argv, "--rows", "8")
+    argv, length = _take(argv, "--length", "2048")
     name, arguments = _name([word for word in argv if word not in flags], "plan EXPERIMENT|PRESET --topology v5e:2x2")
     if not where:
         raise ConfigError("plan: give --topology, such as v5e:2x2, v5p:8x8x8 or h200:1x4x8")
@@ -311,7 +313,7 @@ def plan(argv: list[str]) -> int:
 
     topology.prepare()
 
-    from jaxformer.planning import plan as planning, search
+    from jaxformer.planning import decode, plan as planning, search
 
     experiment = _shown(name, arguments, _pretraining)
     devices = topology.devices(where, experiment.mesh.slices)
@@ -320,6 +322,12 @@ def plan(argv: list[str]) -> int:
         made = [asdict(one) | {"options": search.options(other, experiment)} for other, one in found]
         print(json.dumps(made) if "--json" in flags else search.table(found, experiment, name, where))
         return 0 if found and found[0][1].fits else 3
+    if "--decode" in flags:
+        if not (rows.isdigit() and length.isdigit() and int(rows) * int(length)):
+            raise ConfigError(f"plan --decode: --rows={rows} --length={length}: expected numbers of at least 1")
+        made = decode.plan_decode(experiment, where, devices, int(rows), int(length), fast="--fast" in flags)
+        print(json.dumps(asdict(made)) if "--json" in flags else decode.table(made))
+        return 0 if made.fits else 3
     made = planning.plan(experiment, where, devices, fast="--fast" in flags)
     print(json.dumps(asdict(made)) if "--json" in flags else planning.table(made))
     return 0 if made.fits else 3

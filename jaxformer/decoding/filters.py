@@ -6,6 +6,7 @@ n-gram are static.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -47,18 +48,19 @@ Filter = Callable[[Array, History], Array]  # (logits [B, V] float32, history) -
 def filter_of(valid: Callable, must: str, dtype: Any = np.float32) -> Callable[[Callable], Callable[..., Filter]]:
     """Of a function (number, logits, history) -> logits makes one from a number to a filter; ConfigError if it is not valid."""
 
-    def constructor(function):
-        def construct(number, *more):
-            if isinstance(number, int | float | Sequence | np.ndarray | np.generic):  # tracers pass
-                if not np.all(valid(np.asarray(number))):
-                    raise ConfigError(f"{function.__name__}({number}): must be {must}")
-                number = np.asarray(number, dtype)
-            return Partial(function, number, *more)
+    return partial(_constructor, valid, must, dtype)
 
-        construct.__name__, construct.__doc__ = function.__name__, function.__doc__
-        return construct
 
-    return constructor
+def _constructor(valid: Callable, must: str, dtype: Any, function: Callable) -> Callable[..., Filter]:
+    def construct(number, *more):
+        if isinstance(number, int | float | Sequence | np.ndarray | np.generic):  # tracers pass
+            if not np.all(valid(np.asarray(number))):
+                raise ConfigError(f"{function.__name__}({number}): must be {must}")
+            number = np.asarray(number, dtype)
+        return Partial(function, number, *more)
+
+    construct.__name__, construct.__doc__ = function.__name__, function.__doc__
+    return construct
 
 
 @filter_of(lambda t: (t == 0) | (t >= 1e-6) & (t < np.inf), "0 (greedy), or finite and at least 1e-6")

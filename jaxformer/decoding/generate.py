@@ -95,6 +95,7 @@ def serve(
     owners, queue = {}, deque(range(len(prompts)))
     rows = min(rows, 1 << (len(prompts) - 1).bit_length())
     while queue or owners:
+        steps = every or 2**30
         for row in range(rows):
             if row not in owners and queue:
                 owners[row] = index = queue.popleft()
@@ -103,7 +104,8 @@ def serve(
                 if texts is None:  # rows without a text of their own yet
                     texts = replace(repeat(rows, one), done=jax.device_put(np.ones(rows, bool)))
                 texts = insert(texts, jax.device_put(np.int32(row)), one)
-        limits = jax.device_put((np.int32(every or 2**30), np.int32(len(owners) if queue else 1)))
+                steps = steps if every is None else 0  # a first token is shown at once
+        limits = jax.device_put((np.int32(steps), np.int32(len(owners) if queue else 1)))
         texts = _run(model.config, model.dtype, model.params, texts, settings, *limits)
         history, done = jax.device_get((texts.history, texts.done))
         for row, index in list(owners.items()):

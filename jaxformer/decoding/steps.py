@@ -23,8 +23,8 @@ def prepare(config: ModelConfig | EncoderDecoder, params: Tree, dtype=None) -> T
 
     All functions of `jaxformer.decoding` take these parameters, and plain ones, which they prepare at each call.
     """
-    leaves = jax.tree.leaves(params)
-    platforms = {device.platform for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices()}
+    leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
+    platforms = {device.platform for leaf in leaves for device in leaf.devices()}
     store = partial(_transposed if platforms == {"cpu"} and not is_split() else _cast, dtype)
     return params if is_prepared(config, params) else _prepare(config, store, params)
 

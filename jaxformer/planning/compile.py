@@ -148,7 +148,7 @@ def plan_step(experiment: Any, name: str, devices: list, fast: bool = False) -> 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = traced.stage.lower()
     compiled, log = compile_step(lowered, devices, fast)
-    memory = _memory(compiled, log, traced.argument_bytes)
+    memory = memory_of(compiled, log, traced.argument_bytes)
     text = (compiled.as_text() or "") if compiled else ""
     collectives, moved = hlo.collectives(text, mesh), hlo.traffic(text)
     tokens, length = _tokens(traced)
@@ -202,7 +202,7 @@ def compile_step(lowered: Any, devices: list, fast: bool, **options: Any) -> tup
     return None, log
 
 
-def _memory(compiled: Any, log: topology.Log, argument_bytes: int) -> dict[str, Any]:
+def memory_of(compiled: Any, log: topology.Log, argument_bytes: int) -> dict[str, Any]:
     """The fields of a plan about memory; of a program that did not fit, by the compiler's message."""
     if compiled is None:
         found = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\)", log.text)

@@ -16,6 +16,7 @@ _FREE = re.compile(  # operations that move nothing
     "parameter|tuple|get-tuple-element|bitcast|constant|while|conditional|call|after-all|partition-id|replica-id|iota|"
     "opt-barrier|add-dependency|.*-done"
 )
+_PIECES = ("slice", "dynamic-slice", "gather")  # operations that read no more of their operand than they return
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # of a tuple's shape, an element: a tuple or an array
@@ -85,8 +86,8 @@ def _parse(text: str) -> dict[str, Computation]:
     return computations
 
 
-def _visited(computations: dict[str, Computation]) -> Iterator[Visit]:
-    """Every operation, also those inside fusions and loops."""
+def _visited(computations: dict[str, Computation], branch: int | None = None) -> Iterator[Visit]:
+    """Every operation, also those inside fusions and loops; of a conditional those of all branches, or of one, by its number."""
     todo = [("ENTRY", 1, False)]
     while todo:
         name, times, fused = todo.pop()
@@ -96,7 +97,9 @@ def _visited(computations: dict[str, Computation]) -> Iterator[Visit]:
             if op.kind:
                 continue  # the sum that a reduction applies exchanges nothing
             turns = _turns(op.line, computations) if op.code == "while" else 1
-            todo += [(body, times * turns, fused or op.code == "fusion") for body in op.called]
+            one = branch is not None and op.code == "conditional"
+            called = op.called[min(branch, len(op.called) - 1) :][:1] if one else op.called
+            todo += [(body, times * turns, fused or op.code == "fusion") for body in called]
 
 
 def collectives(text: str, mesh) -> list[Collective]:
@@ -127,23 +130,30 @@ def collectives(text: str, mesh) -> list[Collective]:
     return sorted(found, key=lambda one: -one.bytes)
 
 
-def traffic(text: str) -> float:
+def traffic(text: str, branch: int | None = None) -> float:
     """Bytes that a device reads from and writes to its memory in one run of a program, loops multiplied out.
+
+    Of a conditional, all branches count, or the one with that number (the last, if there are fewer).
 
     Each operation reads its operands and writes its results. Where a fusion cuts a piece out of an array, or writes one into
     it, the size of the piece counts. Arrays in the chip's fast memory (S(1) in their layout) do not count.
     """
     computations = _parse(text)
     total = 0.0
-    for op, inside, times, fused in _visited(computations):
-        if fused or _FREE.fullmatch(op.code):
+    for op, inside, times, fused in _visited(computations, branch):
+        if fused or _FREE.fullmatch(op.code) or "ConcatBitcast" in op.line:
             continue
         result = _in_memory(op.shape)
         sizes = [_in_memory(inside[name].shape) if name in inside else 0.0 for name in op.operands]
         if op.code == "fusion" and op.called[0] in computations:
-            moved = _fusion(computations[op.called[0]], sizes, result)
-        elif op.code == "dynamic-slice":
+            moved = _fusion(computations, computations[op.called[0]], sizes, result)
+        elif op.code in _PIECES:
             moved = 2 * result
+        elif op.code == "slice-start":  # of what it reads, a part, and where to
+            moved = 2 * _size(*re.findall(r"(\w+)\[([\d,]*)\]", op.shape)[-2])
+            moved -= moved / 2 if "S(1)" in _ELEMENT.findall(op.shape[1:])[1] else 0
+        elif op.code == "copy-start":  # where to, and what it reads
+            moved = result
         elif op.code == "dynamic-update-slice":
             moved = 2 * sizes[1]
         else:
@@ -152,22 +162,33 @@ def traffic(text: str) -> float:
     return total
 
 
-def _fusion(inside: Computation, operands: list[float], result: float) -> float:
+def _fusion(computations: dict[str, Computation], inside: Computation, operands: list[float], result: float) -> float:
     """Bytes that a fusion moves."""
     total = 0.0
     for name, op in inside.items():
-        if op.code != "parameter" or int(op.operands[0]) >= len(operands):
-            continue
-        size, users = operands[int(op.operands[0])], [other for other in inside.values() if name in other.operands]
-        if users and all(user.code == "dynamic-slice" for user in users):
-            total += min(size, sum(_in_memory(user.shape) for user in users))
-        elif not any(user.code == "dynamic-update-slice" and user.operands[0] == name for user in users):
-            total += size
+        if op.code == "parameter" and int(op.operands[0]) < len(operands):
+            total += _read(computations, inside, name, operands[int(op.operands[0])])
     pieces = [other.operands[1] for other in inside.values() if other.code == "dynamic-update-slice"]
     updates = [_in_memory(inside[piece].shape) for piece in pieces if piece in inside]
     root = _root(inside)
     in_place = updates and root and (root.code in ("bitcast", "tuple") or "dynamic-update-slice" in root.line)
     return total + (sum(updates) if in_place else result)
+
+
+def _read(computations: dict[str, Computation], inside: Computation, name: str, size: float) -> float:
+    """Bytes that the operations of a fusion read of an array of that name and size; fusions in it may cut out a piece."""
+    users, total = [other for other in inside.values() if name in other.operands], 0.0
+    for user in users:
+        body = computations.get(user.called[0], {}) if user.code == "fusion" else {}
+        number = str(user.operands.index(name))
+        entry = next((key for key, op in body.items() if op.code == "parameter" and op.operands[0] == number), "")
+        if entry:
+            total += _read(computations, body, entry, size)
+        elif user.code in _PIECES and user.operands[0] == name:
+            total += _in_memory(user.shape) if size else 0.0
+        elif user.code != "dynamic-update-slice" or user.operands[0] != name:
+            return size
+    return min(size, total) if users else size
 
 
 def _in_memory(shapes: str) -> float:

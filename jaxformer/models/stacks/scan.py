@@ -71,7 +71,7 @@ def init_state(config: ModelConfig, batch: int, length: int, dtype, ahead: int =
 
     So many tokens may be taken back. Raises NotImplementedError for a mixer that has no state, or cannot take tokens back.
     """
-    slots, states = pattern(config), []
+    slots, states = (pattern if alike(config) else _whole_pattern)(config), []
     kinds = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
     for i in range(config.num_layers):
         slot, reach, kind = slots[i % len(slots)], masks.reach(config.masks[i % len(config.masks)]), kinds[i % len(kinds)]

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -16,22 +17,46 @@ from jaxformer.ops.positions import Bias, bias_between
 QUERY_BLOCK = 128  # queries at a time: their scores are an array
 
 
-class Slots(NamedTuple):
-    """Keys and values `[B, K, S, H]`, and the position of each `[B, S]`; -1 where there is none."""
+class Int8Slots(NamedTuple):
+    """Keys or values in 8 bits, values * scale: a token of a head has one scale, max |x| / 127."""
 
-    keys: Array
-    values: Array
+    values: Array  # int8 [B, K, S, H]
+    scale: Array  # float32 [B, K, S, 1]
+
+
+def in_int8(x: Array) -> Int8Slots:
+    """`[B, K, S, H]` in 8 bits."""
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32), 1e-30) / 127
+    return Int8Slots(jnp.round(x / scale).astype(jnp.int8), scale)
+
+
+def as_array(slots: "Array | Int8Slots", dtype) -> Array:
+    """Keys or values as an array."""
+    return (slots.values * slots.scale if isinstance(slots, Int8Slots) else slots).astype(dtype)
+
+
+def write(how: Callable, state: dict[str, Any], new: dict[str, Array], *places) -> dict[str, Any]:
+    """The state of a layer after `how(old slots, new ones, *places)` of its keys and values, in the precision that it has."""
+    new = {name: in_int8(x) if isinstance(state[name], Int8Slots) else x for name, x in new.items()}
+    return jax.tree.map(lambda old, x: how(old, x, *places), state, new)
+
+
+class Slots(NamedTuple):
+    """Keys and values `[B, K, S, H]`, arrays or `Int8Slots`, and the position of each `[B, S]`; -1 where there is none."""
+
+    keys: Any
+    values: Any
     positions: Array
 
     def first(self, width: int) -> "Slots":
-        return Slots(self.keys[:, :, :width], self.values[:, :, :width], self.positions[:, :width])
+        keys, values = jax.tree.map(lambda x: x[:, :, :width], (self.keys, self.values))
+        return Slots(keys, values, self.positions[:, :width])
 
 
 def attention(query: Array, positions: Array, old: Slots, new: Slots, call: Call, widths: list[int], width: Array) -> Array:
     """Attention of queries `[B, T, N, H]` at `positions` [B, T] to the slots of a cache and to new keys, of which it has none.
 
-    Of `widths` the one with the index `width` says how many of the old slots are read. Keys are not written before they are
-    read: XLA would copy the cache.
+    Of `widths` the one with the index `width` says how many of the old slots are read.
     """
     part = lambda w, query, positions: _attend(old.first(w), new, call, query, positions)
     run = lambda query, positions: lax.switch(width, [partial(part, w) for w in widths], query, positions)
@@ -39,7 +64,7 @@ def attention(query: Array, positions: Array, old: Slots, new: Slots, call: Call
 
 
 def _attend(old: Slots, new: Slots, call: Call, query: Array, positions: Array) -> Array:
-    (B, T, N, H), (K, S) = query.shape, old.keys.shape[1:3]
+    (B, T, N, H), (K, S) = query.shape, jax.tree.leaves(old.keys)[0].shape[1:3]
     wide, kv = jnp.promote_types(query.dtype, jnp.float32), jnp.concatenate([old.positions, new.positions], axis=1)
     if callable(call.bias) or isinstance(call.bias, Bias):
         call = replace(call, bias=bias_between(call.bias, positions, kv))
@@ -47,15 +72,19 @@ def _attend(old: Slots, new: Slots, call: Call, query: Array, positions: Array) 
     scores = jnp.concatenate([_product("bkth,bksh->bkts", grouped, slots.keys, wide) for slots in (old, new)], axis=-1)
     scores = visible_scores(scores.reshape(B, N, T, -1) * call.scale, call, (positions, kv))
     weights = softmax(scores, call.sinks).astype(query.dtype).reshape(B, K, -1, kv.shape[1])
-    parts = (weights[..., :S], old.values), (weights[..., S:], new.values)
-    one, two = (_product("bkts,bksh->bkth", weights, values, wide) for weights, values in parts)
-    out = one + two
+    one = _product("bkts,bksh->bkth", weights[..., :S], old.values, wide)
+    out = one + _product("bkts,bksh->bkth", weights[..., S:], new.values, wide)
     return out.astype(query.dtype).reshape(B, N, T, -1).transpose(0, 2, 1, 3)
 
 
-def _product(spec: str, x: Array, slots: Array, dtype) -> Array:
-    """x `[B, K, T, n]` times keys or values; in 16 bits, one line of x as two: XLA:CPU has no kernel for one."""
-    single = x.shape[2] == 1 and x.dtype.itemsize < 4
+def _product(spec: str, x: Array, slots: "Array | Int8Slots", dtype) -> Array:
+    """x `[B, K, T, n]` times keys or values, in the wider of their precisions."""
+    if isinstance(slots, Int8Slots):
+        scale, keys = slots.scale.swapaxes(2, 3), spec.endswith("s")
+        found = _product(spec, x if keys else (x * scale).astype(x.dtype), slots.values.astype(x.dtype), dtype)
+        return found * scale if keys else found
+    x = x.astype(jnp.promote_types(x.dtype, slots.dtype))
+    single = x.shape[2] == 1 and x.dtype.itemsize < 4  # XLA:CPU has no kernel for one line of 16 bits
     found = einsum(spec, jnp.concatenate([x, x], axis=2) if single else x, slots.astype(x.dtype), dtype=dtype)
     return found[:, :, :1] if single else found
 
@@ -95,19 +124,31 @@ def first_slots(state: Array, new: Array, count: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(state, new.astype(state.dtype), 0, axis=2)
 
 
+def write_token(state: Array, new: Array, positions: Array) -> Array:
+    """A state `[B, K, S, H]` with one new token a row, `[B, K, 1, H]`, of these positions `[B, 1]`; -1 writes nothing.
+
+    The slot is empty or has a token that the new one does not see, so it may be written before the state is read: XLA then
+    keeps one copy of the state, and the TPU's compiler does not fetch the slots that attention leaves out.
+    """
+    K, S, H = state.shape[1:]
+    new = new.astype(state.dtype)
+    pair = min(2, S)  # of a single slot, the TPU's compiler lays the whole state out anew
+    for row in range(len(state)):  # XLA:CPU makes a loop of a scatter, in bfloat16 with copies of all slots
+        slot = positions[row, 0] % S
+        place = (row, 0, jnp.minimum(slot, S - pair), 0)
+        hit = (jnp.arange(pair) == slot - place[2]) & (positions[row] >= 0)
+        old = lax.dynamic_slice(state, place, (1, K, pair, H))
+        state = lax.dynamic_update_slice(state, jnp.where(hit[None, None, :, None], new[row : row + 1], old), place)
+    return state
+
+
 def write_slots(state: Array, new: Array, positions: Array, out: Array) -> Array:
     """A state `[B, K, S, H]` with new tokens `[B, K, T, H]` of these positions `[B, T]`, -1 for padding.
 
     `out` is what read the state: that the write depends on it tells XLA that it need not copy the state.
     """
-    B, S, T = len(state), state.shape[2], new.shape[2]
+    B, S = len(state), state.shape[2]
     new = (new + jnp.minimum(jnp.abs(out[:, :1, :1, :1]), 0).astype(new.dtype)).astype(state.dtype)
     kept = (positions >= 0) & (positions > positions.max(axis=1, keepdims=True) - S)
-    if T > 1 or B > 32:
-        slots = jnp.where(kept, positions % S, S)  # outside, where nothing is written
-        return state.at[jnp.arange(B)[:, None], :, slots].set(new.transpose(0, 2, 1, 3), mode="drop")
-    for row in range(B):  # XLA:CPU makes a loop of a scatter, in bfloat16 with copies of all slots
-        place = (row, 0, positions[row, 0] % S, 0)
-        old = lax.dynamic_slice(state, place, (1, state.shape[1], 1, state.shape[3]))
-        state = lax.dynamic_update_slice(state, jnp.where(kept[row], new[row : row + 1], old), place)
-    return state
+    slots = jnp.where(kept, positions % S, S)  # outside, where nothing is written
+    return state.at[jnp.arange(B)[:, None], :, slots].set(new.transpose(0, 2, 1, 3), mode="drop")

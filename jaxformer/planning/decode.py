@@ -1,0 +1,140 @@
+"""Decoding planned before its devices are rented: prefill and the step of one token a row, compiled for a topology."""
+
+import math
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from jaxformer import decoding, models, parallel, params, sharding
+from jaxformer.decoding.generate import CHUNK
+from jaxformer.errors import ConfigError
+from jaxformer.models import ModelConfig, block, cost
+from jaxformer.models.cost import GIB
+from jaxformer.models.stacks import scan
+from jaxformer.ops.attention.cached import widths
+from jaxformer.planning import hlo, roofline
+from jaxformer.planning.compile import compile_step, memory_of
+
+KERNELS = {"splash": "splash", "cudnn": "__cudnn"}  # and how a program names them
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """What one token more for each of `rows` texts of `length` tokens costs a device. Bytes are the compiler's."""
+
+    topology: str
+    chip: str
+    mesh: dict[str, int]
+    rows: int
+    length: int
+    weight_bytes: int
+    cache_bytes: int
+    temporary_bytes: int  # of the step or of prefill, whichever needs more
+    peak_bytes: int
+    capacity_bytes: int
+    fits: bool
+    donated: bool  # the new cache takes the memory of the old one
+    needed_bytes: int  # weights that a product reads, and the filled part of the cache
+    moved_bytes: float  # by the step as it is compiled
+    collectives: list[dict]
+    seconds: dict[str, float]
+    tokens_per_second: float  # of all rows, by memory and network
+    bound: float  # the same where a step moves no more than it needs
+    kernel: str  # of attention inside prefill
+    compile_seconds: float
+
+
+def plan_decode(
+    experiment: Any, name: str, devices: list, rows: int = 8, length: int = 2048, room: int | None = None, fast: bool = False
+) -> DecodePlan:
+    """Compiles prefill of a prompt and the step that follows, with `length` tokens in a cache of `room` (as many).
+
+    Rows are split over `data`, heads over `tensor`. ConfigError where the mesh does not fit the devices or the model.
+    """
+    began, config, chip = time.monotonic(), experiment.model, cost.CHIPS[devices[0].device_kind]
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(f"plan --decode: model={type(config).__name__}: expected a ModelConfig, one stack")
+    mesh, dtype = parallel.make_mesh(experiment.mesh, devices), jnp.dtype(experiment.precision)
+    room, layers = room or length, [block.spec(config, mixer) for mixer in scan.pattern(config)]
+    spec = models.spec(config) | {"layers": tuple(layers[i % len(layers)] for i in range(config.num_layers))}
+    made = jax.eval_shape(lambda: decoding.prepare(config, models.init(config, jax.random.key(0)), dtype))
+    weights = jax.tree.map(partial(_placed, mesh), made, sharding.partition_specs(spec, mesh))
+    read = params.paths(weights)
+    if not config.tie_embeddings:  # rows of the table are looked up
+        read.pop("embedding/tokens", None)
+
+    def compiled(function, rows: int, tokens: int, used: bool):
+        shapes = jax.eval_shape(partial(decoding.init_cache, config, rows, room, dtype))
+        shapes = replace(shapes, lengths=jax.ShapeDtypeStruct((rows,), jnp.int32) if used else None)
+        cache = jax.tree.map(lambda leaf: _placed(mesh, leaf, _state_spec(mesh, leaf.shape)), shapes)
+        new = jax.ShapeDtypeStruct((rows, tokens), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+        new = [_placed(mesh, leaf, _state_spec(mesh, leaf.shape)) for leaf in new]
+        call = lambda weights, cache, tokens, lengths: function(config, weights, tokens, cache, lengths=lengths, dtype=dtype)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = jax.jit(call, donate_argnums=1).lower(weights, cache, *new)
+        program, log = compile_step(lowered, devices, fast)
+        return program, memory_of(program, log, _bytes((weights, cache, new))), cache
+
+    prefill, first, _ = compiled(decoding.prefill, 1, min(length, CHUNK), False)
+    step, size, cache = compiled(decoding.decode_step, rows, 1, True)
+    text = (step.as_text() or "") if step else ""
+    found = hlo.collectives(text, mesh)
+    needed = _bytes(read) + _bytes(cache) * length // room
+    moved = hlo.traffic(text, sum(width < length for width in widths(room))) or needed
+    network = roofline.network(found, mesh, chip)
+    seconds = {"compute": 2 * rows * params.count(spec) / len(devices) / chip.peak, "memory": moved / chip.bandwidth}
+    peak = max(size["peak_bytes"], first["peak_bytes"])
+    return DecodePlan(
+        topology=name, chip=devices[0].device_kind, mesh={k: v for k, v in mesh.shape.items() if v > 1}, rows=rows,
+        length=length, weight_bytes=_bytes(weights), cache_bytes=_bytes(cache),
+        temporary_bytes=max(size["temporary_bytes"], first["temporary_bytes"]), peak_bytes=peak,
+        capacity_bytes=int(chip.memory), fits=bool(step and prefill) and peak <= chip.memory, donated=size["donated"],
+        needed_bytes=needed, moved_bytes=moved, collectives=[one._asdict() for one in found], seconds=seconds | network,
+        tokens_per_second=rows / (max(seconds.values()) + sum(network.values())), bound=rows * chip.bandwidth / needed,
+        kernel=next((kernel for kernel, mark in KERNELS.items() if prefill and mark in prefill.as_text()), "blockwise"),
+        compile_seconds=time.monotonic() - began,
+    )  # fmt: skip
+
+
+def _placed(mesh, leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def _state_spec(mesh, shape: tuple[int, ...]) -> Any:
+    """Rows over `data`, heads over `tensor`."""
+    names = ("batch", "kv_heads") if len(shape) == 4 else ("batch",)
+    return P(*(sharding.mesh_axes(name, size, mesh) or None for name, size in zip(names, shape, strict=False)))
+
+
+def _bytes(tree: Any) -> int:
+    """Bytes on a device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def table(plan: DecodePlan) -> str:
+    """The plan in words."""
+    gib = lambda size: f"{size / GIB:.2f} GiB"
+    mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "data=1"
+    rows = [
+        f"{plan.topology}: {plan.chip}, {mesh}; {plan.rows} rows of {plan.length:,} tokens",
+        f"memory a device    {gib(plan.weight_bytes)} weights, {gib(plan.cache_bytes)} cache, {gib(plan.temporary_bytes)} "
+        f"temporaries, {gib(plan.peak_bytes)} peak of {gib(plan.capacity_bytes)}: {'fits' if plan.fits else 'DOES NOT FIT'}",
+        f"cache in place     {'yes' if plan.donated else 'no'}",
+        f"prefill            attention by {plan.kernel}",
+        f"a step moves       {gib(plan.moved_bytes)} a device, {plan.moved_bytes / plan.needed_bytes:.2f} x weights and cache",
+    ]
+    for one in plan.collectives:
+        axes = "*".join(one["axes"]) or "-"
+        rows.append(f"{one['kind']:<18} {one['count']:>5} a step over {axes}, {one['bytes'] / 2**20:,.2f} MiB a device")
+    parts = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in plan.seconds.items())
+    rows += [
+        f"roofline, an estimate: {parts}",
+        f"at best            {plan.tokens_per_second:,.0f} tokens/s; {plan.bound:,.0f} by the bandwidth of memory alone",
+        f"planned in {plan.compile_seconds:.0f} s",
+    ]
+    return "\n".join(rows)
