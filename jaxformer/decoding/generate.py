@@ -112,9 +112,7 @@ def serve(
         texts = _run(model.config, model.dtype, model.params, texts, settings, *limits)
         history, done = jax.device_get((texts.history, texts.done))
         for row, index in list(owners.items()):
-            tokens, ended = history.tokens[row, history.prompt[row] : history.length[row]].tolist(), bool(done[row])
-            if ended and tokens[-1] in stop_tokens:
-                tokens.pop()
+            tokens, ended = new_tokens(history, row, stop_tokens), bool(done[row])
             if stop is not None and (keep := stop(tokens)) is not None:
                 tokens, ended = tokens[:keep], True
                 texts = replace(texts, done=_set(texts.done, jax.device_put(np.int32(row))))
@@ -184,6 +182,27 @@ def read(model: Model, prompt: Sequence[int], source: Sequence[int] | None) -> t
         options = {}
     count = np.array([len(prompt)], np.int32)
     return logits, cache, History(*jax.device_put((padded(prompt, room), count, count)))
+
+
+def read_rows(opened: list[Model], prompts, sources, numbers, rows: int) -> tuple[Array, History, list[Cache]]:
+    """(logits, history, caches of all models) after the prompts of these numbers, one a row; in further rows is the first.
+
+    A prompt like the first is not read again, so that many samples for one prompt begin at once.
+    """
+    batch: Any = None
+    texts = [(list(prompts[i]), None if sources is None else list(sources[i])) for i in numbers if i < len(prompts)]
+    for row, (prompt, source) in enumerate(texts):
+        if batch is None or (prompt, source) != texts[0]:
+            found = [read(model, prompt, source if model.source_room else None) for model in opened]
+            one = found[0][0], found[0][2], [cache for _, cache, _ in found]
+            batch = repeat(rows, one) if batch is None else insert(batch, jax.device_put(np.int32(row)), one)
+    return batch
+
+
+def new_tokens(history: History, row: int, stop_tokens: Sequence[int]) -> list[int]:
+    """What follows the prompt of a row, up to its stop token. The arrays are on the host."""
+    tokens = history.tokens[row, history.prompt[row] : history.length[row]].tolist()
+    return tokens[:-1] if tokens[-1] in stop_tokens else tokens
 
 
 def begin(model: Model, prompt, source, max_tokens: int, settings: Settings, index, key) -> Texts:

@@ -13,7 +13,7 @@ from jax import Array
 from jaxformer import models
 from jaxformer.decoding.beam import BeamOutput, Beams, beam_search
 from jaxformer.decoding.filters import Filter
-from jaxformer.decoding.generate import as_filters, bucket, open_model, padded, read, stops
+from jaxformer.decoding.generate import as_filters, bucket, open_model, padded, read_rows, stops
 from jaxformer.decoding.steps import decode_step
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, ModelConfig
@@ -41,16 +41,15 @@ def search(
     found = []
     for first in range(0, len(prompts), rows):
         numbers = range(first, min(first + rows, len(prompts)))
-        read_rows = [read(model, prompts[i], None if sources is None else sources[i]) for i in numbers]
-        read_rows += read_rows[:1] * (rows - len(numbers))  # a batch of the same size, for the same program
-        best = jax.device_get(_search(model.config, model.dtype, model.params, read_rows, *settings))
+        batch = read_rows([model], prompts, sources, numbers, rows)
+        best = jax.device_get(_search(model.config, model.dtype, model.params, *batch, *settings))
         found += [_hypotheses(best, row, len(prompts[i]), set(stop_tokens)) for row, i in enumerate(numbers)]
     return found
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _search(config, dtype, params, rows, max_tokens, how: Beams, stop_tokens, filters) -> BeamOutput:
-    logits, cache, history = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
+def _search(config, dtype, params, logits, history, caches, max_tokens, how: Beams, stop_tokens, filters) -> BeamOutput:
+    (cache,) = caches
     shared = jax.tree.map(lambda x: jnp.repeat(x, how.beams, axis=0), cache.source)  # the same for all beams of a row
 
     def advance(tokens: Array, cache):

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 
 from jaxformer import masks, models
 from jaxformer.decoding.filters import Filter, History
-from jaxformer.decoding.generate import Settings, Texts, append, as_filters, insert, open_model, read, repeat, stops
+from jaxformer.decoding.generate import Settings, Texts, append, as_filters, new_tokens, open_model, read_rows, stops
 from jaxformer.decoding.sampling import Sampling, draw, probabilities
 from jaxformer.decoding.steps import decode_step
 from jaxformer.errors import ConfigError
@@ -50,14 +50,12 @@ class Draft:
     dtype: Any = struct.field(pytree_node=False, default=None)
 
     def propose(self, ahead: int, history: History, cache: Any, most, keys, settings: Settings) -> Proposal:
-        """Tokens drawn one after another, of which row b needs `most[b]`.
-
-        Each step reads two tokens: both are new if the model took all of the last proposal; else one is read again.
-        """
+        """Tokens drawn one after another, of which row b needs `most[b]`."""
         config = _causal(self.config)
 
         def step(carry, i):
             history, cache = carry
+            # after a proposal that was taken whole, two tokens are new to the cache; otherwise one of two is read again
             two = jnp.take_along_axis(history.tokens, history.length[:, None] + jnp.array([[-2, -1]]), axis=1)
             cache, new = replace(cache, lengths=history.length - 2), jnp.where(i < most, 1, 0)
             logits, cache = decode_step(config, self.params, two, cache, lengths=2 * new, dtype=self.dtype)
@@ -103,27 +101,24 @@ def speculate(
     until the last of them is done. Arguments and errors are those of `generate`; ConfigError also for a draft of another
     vocabulary, NotImplementedError for a mixer that cannot take tokens back and for rotations by the length of a call.
     """
-    room = partial(open_model, prompts=prompts, max_tokens=max_tokens, ahead=ahead)
-    opened = [room(config, params, sources=sources, dtype=dtype)]
-    _check(config, draft, ahead, max(map(len, prompts)) + max_tokens)
+    _check(config, draft, ahead, max(map(len, prompts), default=0) + max_tokens)
+    opened = [open_model(config, params, prompts, max_tokens, sources, dtype, ahead)]
     if isinstance(draft, Draft):
         given = sources if isinstance(draft.config, EncoderDecoder) else None
-        opened += [room(draft.config, draft.params, sources=given, dtype=draft.dtype)]
+        opened += [open_model(draft.config, draft.params, prompts, max_tokens, given, draft.dtype, ahead)]
         draft = replace(draft, params=opened[1].params, dtype=opened[1].dtype)
     settings = jax.device_put(Settings(as_filters((*filters, *how.filters())), np.float32(how.temperature), stops(stop_tokens)))
     key, rows = jax.random.key(0) if key is None else key, min(rows, 1 << (len(prompts) - 1).bit_length())
     found, main = Speculation([], [], []), opened[0]
     for first in range(0, len(prompts), rows):
-        texts = [(list(prompts[i]), sources and list(sources[i])) for i in range(first, min(first + rows, len(prompts)))]
-        ends = np.pad(np.array([len(prompt) + max_tokens for prompt, _ in texts], np.int32), (0, rows - len(texts)))
-        numbers = jax.device_put((ends, np.arange(first, first + rows, dtype=np.int32)))
-        (logits, history), caches = _read_rows(opened, texts, rows)
-        arrays = main.params, draft, logits, history, caches, *numbers, key, settings
-        texts, _, counts = _run(main.config, main.dtype, ahead, *arrays)
+        ends = np.array([len(prompt) + max_tokens for prompt in prompts[first : first + rows]], np.int32)
+        index = np.arange(first, first + rows, dtype=np.int32)
+        numbers = jax.device_put((np.pad(ends, (0, rows - len(ends))), index))  # no text ends at 0: such rows are empty
+        batch = read_rows(opened, prompts, sources, index, rows)
+        texts, _, counts = _run(main.config, main.dtype, ahead, main.params, draft, *batch, *numbers, key, settings)
         history, counts = jax.device_get((texts.history, counts))
-        for row in np.flatnonzero(ends):
-            tokens = history.tokens[row, history.prompt[row] : history.length[row]].tolist()
-            found.tokens.append(tokens[:-1] if tokens[-1] in stop_tokens else tokens)
+        for row in range(len(ends)):
+            found.tokens.append(new_tokens(history, row, stop_tokens))
             found.proposed.append(int(counts[row, 0]))
             found.accepted.append(int(counts[row, 1]))
     return found
@@ -131,8 +126,7 @@ def speculate(
 
 def _check(config, draft, ahead: int, room: int) -> None:
     """Raises what `speculate` says."""
-    stack = models.last_stack(config)
-    size = models.last_stack(getattr(draft, "config", config)).vocab_size
+    stack, size = models.last_stack(config), models.last_stack(getattr(draft, "config", config)).vocab_size
     if size != stack.vocab_size:
         raise ConfigError(f"speculate: a draft of {size} tokens for a model of {stack.vocab_size}: not one vocabulary")
     if ahead < 1 or getattr(draft, "n", 1) < 1:
@@ -143,20 +137,9 @@ def _check(config, draft, ahead: int, room: int) -> None:
             raise NotImplementedError(f"speculate: {scaling} turns tokens of a step alike beyond its original length")
 
 
-def _read_rows(opened: list, texts: list, rows: int) -> tuple[tuple[Array, History], list]:
-    """((logits, history) of the model, caches of all models) after these texts, one a row; the first stands in all others."""
-    batch: Any = None
-    for row, (prompt, source) in enumerate(texts):
-        if batch is None or (prompt, source) != texts[0]:
-            one = [read(model, prompt, source if model.source_room else None) for model in opened]
-            one = one[0][::2], [cache for _, cache, _ in one]
-            batch = repeat(rows, one) if batch is None else insert(batch, jax.device_put(np.int32(row)), one)
-    return batch
-
-
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="caches")
 def _run(config, dtype, ahead: int, params, draft, logits, history, caches, ends, index, key, settings):
-    """(the texts when all are done, the cache of the draft, how many tokens were proposed and accepted [B, 2])."""
+    """(the texts when all are done, the cache of the draft, [B, 2] how many tokens were proposed and accepted)."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
     texts = append(Texts(history, caches[0], ends, ends == 0, keys), logits, settings)
     start = texts, caches[-1] if len(caches) > 1 else None, jnp.zeros((len(ends), 2), jnp.int32)
@@ -175,8 +158,8 @@ def _round(config, dtype, ahead: int, params, draft, settings: Settings, carry):
     last = jnp.take_along_axis(tokens, slots - 1, axis=1, mode="clip")
     cache = replace(texts.cache, lengths=history.length - 1)  # what was rejected is taken back
     logits, cache = decode_step(config, params, last, cache, lengths=going + most, dtype=dtype)
-    each = History(*(jnp.repeat(x, ahead + 1, axis=0) for x in (tokens, history.length, history.prompt)))
-    each = replace(each, length=slots.reshape(-1))
+    repeated = jax.tree.map(lambda x: jnp.repeat(x, ahead + 1, axis=0), replace(history, tokens=tokens))
+    each = replace(repeated, length=slots.reshape(-1))
     p = probabilities(settings.filtered(logits.reshape(len(slots) * (ahead + 1), -1), each), settings.temperature)
     new, taken = accept(p.reshape(logits.shape), proposal, most, keys, settings.temperature)
     stop = jnp.isin(new, settings.stop_tokens) & (jnp.arange(ahead + 1)[None] <= taken[:, None])

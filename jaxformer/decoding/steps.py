@@ -25,8 +25,8 @@ def prepare(config: ModelConfig | EncoderDecoder, params: Tree, dtype=None) -> T
     """
     leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
     platforms = {device.platform for leaf in leaves for device in leaf.devices()}
-    store = partial(_transposed if platforms == {"cpu"} and not is_split() else _cast, dtype)
-    return params if is_prepared(config, params) else _prepare(config, store, params)
+    store = _transposed if platforms == {"cpu"} and not is_split() else _cast
+    return params if is_prepared(config, params) else _prepare(config, store, dtype, params)
 
 
 def quantize(config: ModelConfig | EncoderDecoder, params: Tree) -> Tree:
@@ -35,7 +35,7 @@ def quantize(config: ModelConfig | EncoderDecoder, params: Tree) -> Tree:
     An output channel has one scale, max |w| / 127. Routed experts keep their precision, and so does a table of tokens that
     is not the head's.
     """
-    return _prepare(config, partial(_in_int8, models.last_stack(config).tie_embeddings), params)
+    return _prepare(config, _in_int8, models.last_stack(config).tie_embeddings, params)
 
 
 def round_to_int8(spec: Tree, params: Tree) -> Tree:
@@ -58,8 +58,9 @@ def is_prepared(config: ModelConfig | EncoderDecoder, params: Tree) -> bool:
     return isinstance(tree["layers"], tuple)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _prepare(config, store: Callable, params):
+@partial(jax.jit, static_argnums=(0, 1, 2))  # two equal `partial`s differ: one of them as argument would compile anew
+def _prepare(config, store: Callable, option, params):
+    store = partial(store, option)
     if isinstance(config, EncoderDecoder):
         return params | {"decoder": _prepare_stack(config.decoder, store, params["decoder"], config.encoder.d_model)}
     return _prepare_stack(config, store, params)

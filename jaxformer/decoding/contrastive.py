@@ -1,0 +1,79 @@
+"""Contrastive search: likely tokens whose hidden states are unlike those before. Su et al. 2022, arXiv:2202.06417."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer import models
+from jaxformer.decoding.cache import init_cache
+from jaxformer.decoding.filters import Filter, History
+from jaxformer.decoding.generate import Settings, as_filters, bucket, new_tokens, open_model, padded, stops
+from jaxformer.errors import ConfigError
+from jaxformer.models.config import EncoderDecoder, ModelConfig
+
+
+def contrast(
+    config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]], max_tokens: int, *, k: int = 4,
+    alpha: float = 0.6, sources: Sequence[Sequence[int]] | None = None, filters: Sequence[Filter] = (),
+    stop_tokens: Sequence[int] = (), rows: int = 16, dtype=None,
+) -> list[list[int]]:  # fmt: skip
+    """Continuations by argmax_v (1 - alpha) p(v) - alpha max_j cos(h_v, h_j), v of the k likeliest, j of all tokens before.
+
+    h are final hidden states (section 3.2, eq. 5). Other arguments and errors are those of `generate`; ConfigError also for
+    an alpha outside [0, 1] and a k that is no number of tokens.
+    """
+    if not (0 <= alpha <= 1 and 1 <= k <= models.last_stack(config).vocab_size):
+        raise ConfigError(f"contrast: k={k}, alpha={alpha}: k must be 1 to the size of the vocabulary, alpha in [0, 1]")
+    model = open_model(config, params, prompts, max_tokens, sources, dtype)
+    settings = jax.device_put((np.float32(alpha), Settings(as_filters(filters), np.float32(1), stops(stop_tokens))))
+    rows, found = min(rows, 1 << (len(prompts) - 1).bit_length()), []
+    for first in range(0, len(prompts), rows):
+        index = [min(i, len(prompts) - 1) for i in range(first, first + rows)]
+        texts, options = [prompts[i] for i in index], {}
+        T, lengths = bucket(max(map(len, texts)), models.last_stack(config)), np.array([len(text) for text in texts], np.int32)
+        if sources is not None:
+            options["source"] = np.concatenate([padded(sources[i], model.source_room) for i in index])
+            options["source_segment_ids"] = np.concatenate([padded([1] * len(sources[i]), model.source_room) for i in index])
+        arrays = jax.device_put((np.concatenate([padded(text, T) for text in texts]), lengths, lengths + max_tokens, options))
+        history = jax.device_get(_run(config, model.dtype, model.room, k, model.params, *arrays, *settings))
+        found += [new_tokens(history, row, stop_tokens) for row in range(min(rows, len(prompts) - first))]
+    return found
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _run(config, dtype, room: int, k: int, params, tokens, lengths, ends, options, alpha, settings: Settings) -> History:
+    B, T = tokens.shape
+    stack, tree = models.last_stack(config), params["decoder"] if isinstance(config, EncoderDecoder) else params
+    encode = partial(models.encode, config, params, dtype=dtype)
+    output = encode(tokens, cache=init_cache(config, B, room, dtype), lengths=lengths, **options)
+    source = jax.tree.map(lambda x: jnp.repeat(x, k, axis=0), output.cache.source)  # the same for all tokens that are tried
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    states = jnp.pad(unit(output.hidden.astype(jnp.float32)), ((0, 0), (0, room - T), (0, 0)))
+
+    def step(carry):
+        history, cache, states, last, done = carry
+        logits = models.transformer.read(stack, tree, models.Output(None, last)).logits[:, 0]
+        p, tried = jax.lax.top_k(jax.nn.softmax(settings.filtered(logits, history), axis=-1), k)
+        going = jnp.where(done, 0, 1)
+        wide = jax.tree.map(lambda x: jnp.repeat(x, k, axis=0), cache)
+        output = encode(tried.reshape(-1, 1), cache=replace(wide, source=source), lengths=jnp.repeat(going, k))
+        own = unit(output.hidden.astype(jnp.float32)).reshape(B, k, -1)
+        cosines = jnp.einsum("bkd,bsd->bks", own, states, precision="highest")
+        penalty = jnp.where(jnp.arange(room)[None, None] < history.length[:, None, None], cosines, -1).max(axis=2)
+        best = jnp.argmax(jnp.where(p > 0, (1 - alpha) * p - alpha * penalty, -jnp.inf), axis=1)
+        take = lambda x: jnp.take(x, jnp.arange(B) * k + best, axis=0)
+        states = states.at[jnp.arange(B), history.length].set(take(own.reshape(B * k, -1)), mode="drop")
+        token = take(tried.reshape(-1))
+        history = history.extend(token[:, None], going)
+        done = done | jnp.isin(token, settings.stop_tokens) | (history.length >= ends)
+        return history, jax.tree.map(take, replace(output.cache, source=None)), states, take(output.hidden), done
+
+    last = jnp.take_along_axis(output.hidden, lengths[:, None, None] - 1, axis=1)
+    history = History(jnp.pad(tokens, ((0, 0), (0, room - T))), lengths, lengths)
+    start = history, replace(output.cache, source=None), states, last, lengths < 0
+    return jax.lax.while_loop(lambda carry: ~carry[4].all(), step, start)[0]
