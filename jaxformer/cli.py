@@ -302,7 +302,10 @@ def _show_sharding(argv: list[str]) -> int:
 
 def plan(argv: list[str]) -> int:
     argv, where = _take(argv, "--topology", "")
-    (argv, rows), flags = _take(argv, "--rows", "8"), {flag for flag in argv if flag in ("--fast", "--json", "--search", "--decode")}
+    (argv, rows), flags = (
+        _take(argv, "--rows", "8"),
+        {flag for flag in argv if flag in ("--fast", "--json", "--search", "--decode")},
+    )
     argv, length = _take(argv, "--length", "2048")
     name, arguments = _name([word for word in argv if word not in flags], "plan EXPERIMENT|PRESET --topology v5e:2x2")
     if not where:

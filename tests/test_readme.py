@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README, DECODING = ((ROOT / name).read_text() for name in ("README.md", "docs/decoding.md"))
+BLOCKS = re.findall(r"```python\n(.*?)```", README + DECODING, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("index", range(len(BLOCKS)))

@@ -19,8 +19,7 @@ def open_dataset(data: Any, model: Any) -> sources.Dataset:
     dataset = data.open(model)
     for name in ("train", "validation", "digest"):
         if not hasattr(dataset, name):
-            opener = f"{type(data).__name__}.open"
-            raise ConfigError(f"data: {opener} returned no .{name}; return a jaxformer.data.sources.Dataset")
+            raise ConfigError(f"data: {type(data).__name__}.open returned no .{name}; return a jaxformer.data.sources.Dataset")
     for name, method in itertools.product(("train", "validation"), ("__len__", "__getitem__")):
         if not hasattr(kind := type(getattr(dataset, name)), method):
             advice = "a split has len and [i] -> example; for an endless stream, let len be one epoch"
@@ -147,8 +146,7 @@ class Prefetch(Iterator, AbstractContextManager):
         step, batch, error = item
         if error is not None:
             self.close()
-            cause = f"{type(error).__name__}: {error}"
-            raise RuntimeError(f"the batch of step {step} could not be made: {cause}") from error
+            raise RuntimeError(f"the batch of step {step} could not be made: {type(error).__name__}: {error}") from error
         return batch
 
     def __exit__(self, *_: object) -> None:

@@ -99,8 +99,7 @@ class BPE(_Tokenizer):
     def train(cls, text: str, vocab_size: int) -> "BPE":
         """Learns merges from `text`. The result is deterministic. A short text may give fewer than `vocab_size` ids."""
         if vocab_size < 257:
-            least = f"at least 257 (256 bytes and {END_OF_TEXT})"
-            raise ConfigError(f"data.vocab_size: bpe needs {least}, not {vocab_size}")
+            raise ConfigError(f"data.vocab_size: bpe needs at least 257 (256 bytes and {END_OF_TEXT}), not {vocab_size}")
         package = require_package()
         tokenizer = package.Tokenizer(package.models.BPE())
         tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,13 +1,14 @@
-"""Autoregressive decoding over a key/value cache: `generate`, `stream`, `search` (beams), `score`."""
+"""Autoregressive decoding over a key/value cache: `generate`, `stream`, `speculate`, `search` (beams), `score`."""
 
 from jaxformer.decoding.beam import Beams
 from jaxformer.decoding.cache import Cache, init_cache
 from jaxformer.decoding.generate import generate, stream
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.decoding.search import Hypothesis, Score, score, search
+from jaxformer.decoding.speculative import Draft, Lookup, Speculation, speculate
 from jaxformer.decoding.steps import decode_step, prefill, prepare, quantize, round_to_int8
 
 __all__ = [
-    "Beams", "Cache", "Hypothesis", "Sampling", "Score", "decode_step", "generate", "init_cache", "prefill", "prepare",
-    "quantize", "round_to_int8", "score", "search", "stream",
+    "Beams", "Cache", "Draft", "Hypothesis", "Lookup", "Sampling", "Score", "Speculation", "decode_step", "generate",
+    "init_cache", "prefill", "prepare", "quantize", "round_to_int8", "score", "search", "speculate", "stream",
 ]  # fmt: skip

@@ -34,6 +34,11 @@ class Cache:
         return replace(self, lengths=new if self.lengths is None else self.lengths + new)
 
 
-def init_cache(config: ModelConfig | EncoderDecoder, batch: int, length: int, dtype=jnp.float32) -> Cache:
-    """A new cache for `length` tokens a row, keys and values in `dtype`. Layers with a window keep only what it spans."""
-    return Cache(init_state(last_stack(config), batch, length, dtype), room=length)
+def init_cache(
+    config: ModelConfig | EncoderDecoder, batch: int, length: int, dtype: Any = jnp.float32, ahead: int = 0
+) -> Cache:
+    """A new cache for `length` tokens a row, keys and values in `dtype`. Layers with a window keep only what it spans.
+
+    With `ahead`, they keep so many tokens more, and a lower number in `lengths` takes up to so many back.
+    """
+    return Cache(init_state(last_stack(config), batch, length, dtype, ahead), room=length)

@@ -6,6 +6,7 @@ n-gram are static.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,6 +33,13 @@ class History:
     length: Any  # [B]: tokens in use
     prompt: Any  # [B]: how many of them are the prompt
 
+    def extend(self, tokens: Int[Array, "B n"], count: Int[Array, " B"]) -> "History":
+        """Each row with the first `count` of its n tokens more."""
+        i = jnp.arange(tokens.shape[1])[None]
+        slots = jnp.where(i < count[:, None], self.length[:, None] + i, self.tokens.shape[1])  # nothing is written outside
+        tokens = self.tokens.at[jnp.arange(len(tokens))[:, None], slots].set(tokens, mode="drop")
+        return History(tokens, self.length + count, self.prompt)
+
 
 Logits = Float[Array, "B V"]
 Filter = Callable[[Array, History], Array]  # (logits [B, V] float32, history) -> logits
@@ -40,18 +48,19 @@ Filter = Callable[[Array, History], Array]  # (logits [B, V] float32, history) -
 def filter_of(valid: Callable, must: str, dtype: Any = np.float32) -> Callable[[Callable], Callable[..., Filter]]:
     """Of a function (number, logits, history) -> logits makes one from a number to a filter; ConfigError if it is not valid."""
 
-    def constructor(function):
-        def construct(number, *more):
-            if isinstance(number, int | float | Sequence | np.ndarray | np.generic):  # tracers pass
-                if not np.all(valid(np.asarray(number))):
-                    raise ConfigError(f"{function.__name__}({number}): must be {must}")
-                number = np.asarray(number, dtype)
-            return Partial(function, number, *more)
+    return partial(_constructor, valid, must, dtype)
 
-        construct.__name__, construct.__doc__ = function.__name__, function.__doc__
-        return construct
 
-    return constructor
+def _constructor(valid: Callable, must: str, dtype: Any, function: Callable) -> Callable[..., Filter]:
+    def construct(number, *more):
+        if isinstance(number, int | float | Sequence | np.ndarray | np.generic):  # tracers pass
+            if not np.all(valid(np.asarray(number))):
+                raise ConfigError(f"{function.__name__}({number}): must be {must}")
+            number = np.asarray(number, dtype)
+        return Partial(function, number, *more)
+
+    construct.__name__, construct.__doc__ = function.__name__, function.__doc__
+    return construct
 
 
 @filter_of(lambda t: (t == 0) | (t >= 1e-6) & (t < np.inf), "0 (greedy), or finite and at least 1e-6")

@@ -4,7 +4,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +42,11 @@ class Settings:
     filters: tuple
     temperature: Any
     stop_tokens: Any  # [n]; -1: none
+
+    def filtered(self, logits: Array, history: History) -> Array:
+        """The logits [B, V] after all filters."""
+        wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        return reduce(lambda logits, function: function(logits, history), self.filters, wide)
 
 
 def generate(
@@ -90,14 +95,17 @@ def serve(
     owners, queue = {}, deque(range(len(prompts)))
     rows = min(rows, 1 << (len(prompts) - 1).bit_length())
     while queue or owners:
+        steps = every or 2**30
         for row in range(rows):
             if row not in owners and queue:
                 owners[row] = index = queue.popleft()
                 source = None if sources is None else sources[index]
                 one = begin(model, prompts[index], source, max_tokens, settings, jax.device_put(np.int32(index)), key)
-                texts = _repeat(rows, one) if texts is None else texts
-                texts = _insert(texts, jax.device_put(np.int32(row)), one)
-        limits = jax.device_put((np.int32(every or 2**30), np.int32(len(owners) if queue else 1)))
+                if texts is None:  # rows without a text of their own yet
+                    texts = replace(repeat(rows, one), done=jax.device_put(np.ones(rows, bool)))
+                texts = insert(texts, jax.device_put(np.int32(row)), one)
+                steps = steps if every is None else 0  # a first token is shown at once
+        limits = jax.device_put((np.int32(steps), np.int32(len(owners) if queue else 1)))
         texts = _run(model.config, model.dtype, model.params, texts, settings, *limits)
         history, done = jax.device_get((texts.history, texts.done))
         for row, index in list(owners.items()):
@@ -120,9 +128,10 @@ class Model(NamedTuple):
     dtype: Any
     room: int  # most tokens of a row
     source_room: int  # most tokens of a source
+    ahead: int = 0  # how many tokens its caches can take back
 
 
-def open_model(config, params, prompts, max_tokens: int, sources, dtype) -> Model:
+def open_model(config, params, prompts, max_tokens: int, sources, dtype, ahead: int = 0) -> Model:
     """The model for these prompts. Raises ConfigError for those that do not fit it."""
     for problem in _problems(config, prompts, max_tokens, sources):
         raise ConfigError(f"generate: {problem}")
@@ -130,7 +139,7 @@ def open_model(config, params, prompts, max_tokens: int, sources, dtype) -> Mode
     dtype = jnp.dtype(next(floats) if dtype is None else dtype)
     source_room = bucket(max(map(len, sources)), config.encoder) if sources is not None else 0
     room = bucket(max(map(len, prompts)) + max_tokens, models.last_stack(config))
-    return Model(config, prepare(config, params, dtype), dtype, room, source_room)
+    return Model(config, prepare(config, params, dtype), dtype, room, source_room, ahead)
 
 
 def as_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
@@ -157,7 +166,7 @@ def padded(tokens: Sequence[int], room: int) -> np.ndarray:
 
 def read(model: Model, prompt: Sequence[int], source: Sequence[int] | None) -> tuple[Any, Any, History]:
     """One row: (logits after the prompt, its cache, its history), read in pieces of at most `CHUNK` tokens."""
-    config, params, dtype, room, source_room = model
+    config, params, dtype, room, source_room, ahead = model
     options, logits, cache = {}, None, None
     if source is not None:
         options = {"source": padded(source, source_room), "source_segment_ids": padded([1] * len(source), source_room)}
@@ -165,7 +174,7 @@ def read(model: Model, prompt: Sequence[int], source: Sequence[int] | None) -> t
         piece = prompt[start : start + CHUNK]
         tokens = padded(piece, min(bucket(len(piece), models.last_stack(config)), CHUNK))
         arrays = jax.device_put((tokens, np.array([len(piece)], np.int32), options))
-        logits, cache = _read(config, dtype, room, params, *arrays, cache)
+        logits, cache = _read(config, dtype, room, ahead, params, *arrays, cache)
         options = {}
     count = np.array([len(prompt)], np.int32)
     return logits, cache, History(*jax.device_put((padded(prompt, room), count, count)))
@@ -177,9 +186,9 @@ def begin(model: Model, prompt, source, max_tokens: int, settings: Settings, ind
     return _start(*read(model, prompt, source), end, index, key, settings)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="cache")
-def _read(config, dtype, room: int, params, tokens, lengths, options, cache):
-    cache = init_cache(config, 1, room, dtype) if cache is None else cache
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnames="cache")
+def _read(config, dtype, room: int, ahead: int, params, tokens, lengths, options, cache):
+    cache = init_cache(config, 1, room, dtype, ahead) if cache is None else cache
     return prefill(config, params, tokens, cache, lengths=lengths, dtype=dtype, **options)
 
 
@@ -189,15 +198,15 @@ def _start(logits, cache, history: History, end, index, key, settings: Settings)
 
 
 @partial(jax.jit, static_argnums=0)
-def _repeat(rows: int, one: Texts) -> Texts:
-    """So many rows without a text of their own yet."""
-    texts = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), one)
-    return replace(texts, done=jnp.ones(rows, bool))
+def repeat(rows: int, one: Any) -> Any:
+    """A tree of one row as one of so many equal rows."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), one)
 
 
 @partial(jax.jit, donate_argnums=0)
-def _insert(texts: Texts, row, one: Texts) -> Texts:
-    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, axis=0), texts, one)
+def insert(tree: Any, row, one: Any) -> Any:
+    """The tree with another row in place of this one; every array has the rows first, `one` has a single row."""
+    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, axis=0), tree, one)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -215,8 +224,7 @@ def _run(config, dtype, params, texts: Texts, settings: Settings, steps, least) 
         last = jnp.take_along_axis(history.tokens, history.length[:, None] - 1, axis=1)
         going = jnp.where(texts.done, 0, 1)
         logits, cache = decode_step(config, params, last, texts.cache, lengths=going, dtype=dtype)
-        wide = jnp.promote_types(logits.dtype, jnp.float32)
-        return step + 1, append(replace(texts, cache=cache), logits[:, 0].astype(wide), settings)
+        return step + 1, append(replace(texts, cache=cache), logits[:, 0], settings)
 
     more = lambda carry: (carry[0] < steps) & (jnp.sum(~carry[1].done) >= least)
     return jax.lax.while_loop(more, advance, (jnp.int32(0), texts))[1]
@@ -226,14 +234,10 @@ def append(texts: Texts, logits: Array, settings: Settings) -> Texts:
     """Each row that is not done with one more token, picked by the logits [B, V]."""
     history, done = texts.history, texts.done
     keys = jax.vmap(jax.random.fold_in)(texts.keys, history.length - history.prompt)
-    for function in settings.filters:
-        logits = function(logits, history)
-    token = draw(logits, keys, settings.temperature)
-    slot = jnp.where(done, history.tokens.shape[1], history.length)  # nothing is written outside
-    tokens = history.tokens.at[jnp.arange(len(slot)), slot].set(token, mode="drop")
-    length = history.length + ~done
-    done = done | (token[:, None] == settings.stop_tokens).any(axis=1) | (length >= texts.end)
-    return replace(texts, history=replace(history, tokens=tokens, length=length), done=done)
+    token = draw(settings.filtered(logits, history), keys, settings.temperature)
+    history = history.extend(token[:, None], jnp.where(done, 0, 1))
+    done = done | jnp.isin(token, settings.stop_tokens) | (history.length >= texts.end)
+    return replace(texts, history=history, done=done)
 
 
 def _problems(config, prompts, max_tokens: int, sources) -> Iterator[str]:

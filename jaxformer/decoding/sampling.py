@@ -53,6 +53,12 @@ def draw(logits: Float[Array, "B V"], keys: Array, temperature: Any) -> Int[Arra
     return jax.lax.cond(greedy_rows.all(), lambda: greedy, drawn)
 
 
+def probabilities(logits: Float[Array, "B V"], temperature: Any) -> Float[Array, "B V"]:
+    """What `draw` draws from, for a temperature that all rows have."""
+    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=logits.dtype)
+    return jnp.where(temperature == 0, greedy, jax.nn.softmax(logits, axis=-1))
+
+
 def _pass(weights: Float[Array, "B n"], level: Float[Array, "B 1"]) -> tuple[Int[Array, "B 1"], Float[Array, "B 1"]]:
     """Where the running sum of weights first is above `level`, and what of the level is left there. Never at a weight of 0."""
     sums = jnp.cumsum(weights, axis=-1)

@@ -33,16 +33,9 @@ OPTIONAL_INPUTS = ("positions", "segment_ids", "token_types", "source_segment_id
 
 
 def save(
-    path: str | Path,
-    config: ModelConfig | EncoderDecoder,
-    params: Any,
-    *,
-    batch: int | None = None,
-    length: int | None = None,
-    inputs: tuple[str, ...] = (),
-    platforms: tuple[str, ...] = ("cpu", "tpu", "cuda"),
-    vjp_order: int = 0,
-) -> None:
+    path: str | Path, config: ModelConfig | EncoderDecoder, params: Any, *, batch: int | None = None, length: int | None = None,
+    inputs: tuple[str, ...] = (), platforms: tuple[str, ...] = ("cpu", "tpu", "cuda"), vjp_order: int = 0,
+) -> None:  # fmt: skip
     """Writes `forward(params, tokens, *inputs) -> logits` (hidden states if there are no heads) into the folder `path`.
 
     An encoder-decoder takes (tokens, source), a vision model images. `inputs` names more [B, T] arrays of integers, of
@@ -90,8 +83,7 @@ def load(path: str | Path, sharding: Any = None) -> Callable[..., Array]:
     except Exception as error:
         raise ConfigError(f"{program}: cannot be read ({error}); export it again with this JAX") from error
     if (platform := export.default_export_platform()) not in exported.platforms:
-        found = ", ".join(exported.platforms)
-        raise ConfigError(f"{path}: exported for {found}; export it with platforms=({platform!r},)")
+        raise ConfigError(f"{path}: exported for {', '.join(exported.platforms)}; export it with platforms=({platform!r},)")
     params = {name: jax.device_put(checkpoint.read(name), sharding) for name in checkpoint.names}
 
     def forward(*arguments: Any) -> Array:

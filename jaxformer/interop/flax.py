@@ -186,9 +186,8 @@ def _mix(mixer: FlaxMixer, run: Callable, params, x, context: Context) -> MixerO
     if context.return_weights:
         raise NotImplementedError("FlaxMixer keeps no attention maps; models.mixers.attention (mixer=None) does")
     if mixer.call is call_with_x and context.mask.rule is not rules.full:
-        problem = f"{_name(mixer.module)} is called as module(x), which does not see the mask {context.mask}"
-        advice = "give FlaxMixer a `call` that passes it (or needs none), or set model.masks to (full(),)"
-        raise ConfigError(f"model.mixer: {problem}; {advice}")
+        problem = f"model.mixer: {_name(mixer.module)} is called as module(x), which does not see the mask {context.mask}"
+        raise ConfigError(f"{problem}; give FlaxMixer a `call` that passes it (or needs none), or set model.masks to (full(),)")
     return MixerOutput(run(params, x, context))
 
 
@@ -273,12 +272,11 @@ def _nnx_layer(where: str, make: Callable, call: Callable, example: Callable) ->
 
 def _make_nnx(where: str, make: Any, key: Array) -> Any:
     if isinstance(make, nnx.Module):
-        advice = "but each layer draws new ones: give the function that makes it, lambda rngs: ..."
-        raise ConfigError(f"{where}: {_name(make)} has its values already, {advice}")
+        raise ConfigError(f"{where}: {_name(make)} has its values already; give the function that makes it, lambda rngs: ...")
     module = make(nnx.Rngs(key)) if callable(make) else make
     if not isinstance(module, nnx.Module):
-        found = f"{_name(make)} (which makes {type(module).__name__})"
-        raise ConfigError(f"{where}: expected a linen.Module or a function rngs -> nnx.Module, got {found}")
+        made = type(module).__name__
+        raise ConfigError(f"{where}: {_name(make)} makes {made}; expected a linen.Module or a function rngs -> nnx.Module")
     return module
 
 

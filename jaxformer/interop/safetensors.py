@@ -114,16 +114,14 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
 def check_finite(name: str, array: np.ndarray) -> None:
     """Raises ConfigError if a value is NaN or infinite."""
     if bad := array.size - np.count_nonzero(np.isfinite(array)):
-        advice = "the weights are damaged, or the training diverged: take another revision or checkpoint"
-        raise ConfigError(f"tensor {_display(name)}: {bad:,} of {array.size:,} values are NaN or infinite; {advice}")
+        problem = f"tensor {_display(name)}: {bad:,} of {array.size:,} values are NaN or infinite"
+        raise ConfigError(f"{problem}: damaged weights, or a training that diverged; take another revision or checkpoint")
 
 
 def save_checkpoint(
-    folder: str | Path,
-    config: dict[str, Any],
-    tensors: Iterable[tuple[str, tuple[int, ...], Any, Callable[[], Any]]],
+    folder: str | Path, config: dict[str, Any], tensors: Iterable[tuple[str, tuple[int, ...], Any, Callable[[], Any]]],
     shard_bytes: int = 5_000_000_000,
-) -> None:
+) -> None:  # fmt: skip
     """Writes a folder that `open_checkpoint` and transformers' `from_pretrained` open. It appears when it is complete.
 
     `tensors` holds (name, shape, dtype, function that returns the array): the host holds one array at a time. A file has at
@@ -137,8 +135,7 @@ def save_checkpoint(
         raise ValueError(f"{folder}: two tensors have one name, or one is called __metadata__")
     for item in items:
         if item.dtype not in CODES:
-            problem = f"safetensors has no dtype {item.dtype} for {item.name!r}"
-            raise ConfigError(f"{folder}: {problem}; cast it to one of {', '.join(DTYPES)}")
+            raise ConfigError(f"{folder}: no dtype {item.dtype} for {item.name!r} in safetensors; cast to {', '.join(DTYPES)}")
     total = sum(item.nbytes for item in items)
     unfinished = folder.parent / f"{folder.name}.unfinished"
     try:
@@ -152,8 +149,8 @@ def save_checkpoint(
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, OSError):
-            reason = f"{error.strerror or error}; it needs {total:,} bytes"
-            raise ConfigError(f"{folder}: not saved ({reason}); choose another folder, or make room") from error
+            reason = f"not saved ({error.strerror or error}; it needs {total:,} bytes)"
+            raise ConfigError(f"{folder}: {reason}; choose another folder, or make room") from error
         raise
 
 
@@ -192,8 +189,7 @@ def _open_shards(folder: Path, listing: list[str]) -> Opened:
             raise ConfigError(f"{index}: {_display(name)} is to be in {_display(file)}; {expected}")
     files = sorted(set(weight_map.values()))
     if missing := [file for file in files if file not in listing]:
-        found = f"{len(missing)} of {len(files)} files are missing: {list_names(missing)}"
-        raise ConfigError(f"{index}: {found}; download them")
+        raise ConfigError(f"{index}: {len(missing)} of {len(files)} files are missing: {list_names(missing)}; download them")
     opened: Opened = {}
     for file in files:
         tensors = _open_file(folder / file)

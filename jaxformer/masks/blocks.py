@@ -296,8 +296,6 @@ _COUNTS = {
     rules.global_tokens: _count_global, rules.block_sparse: _count_layout, rules.random_blocks: _count_random,
 }  # fmt: skip
 _OPERATIONS = {
-    rules.and_: intersection,
-    rules.or_: union,
-    rules.not_: lambda bounds, total: complement(bounds[0], total),
+    rules.and_: intersection, rules.or_: union, rules.not_: lambda bounds, total: complement(bounds[0], total),
     rules.by_head: lambda bounds, total: tuple(np.concatenate(each) for each in zip(*bounds, strict=True)),
-}
+}  # fmt: skip

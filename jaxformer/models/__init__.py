@@ -4,6 +4,7 @@ The functions here take a `ModelConfig` (`models.transformer`), an `EncoderDecod
 of your own: an object with methods `spec()` and `apply(params, tokens, ...)`.
 """
 
+# ruff: noqa: F401, I001 (names that the package offers)
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,28 +15,12 @@ from jax import Array
 from jaxformer import params
 from jaxformer.models import encoder_decoder, transformer
 from jaxformer.models.config import (
-    Alibi,
-    Axial,
-    Classification,
-    Embedding,
-    EncoderDecoder,
-    LanguageModel,
-    Learned,
-    ModelConfig,
-    Patches,
-    Relative,
-    Sinusoidal,
-    TokenClassification,
-)
+    Alibi, Axial, Classification, Embedding, EncoderDecoder, LanguageModel, Learned, ModelConfig, Patches, Relative,
+    Sinusoidal, TokenClassification,
+)  # fmt: skip
 from jaxformer.models.mixture import Mixture
 from jaxformer.models.presets import PRESETS
 from jaxformer.models.transformer import Inputs, Output
-
-__all__ = [
-    "PRESETS", "Alibi", "Axial", "Classification", "Embedding", "EncoderDecoder", "Inputs", "LanguageModel", "Learned",
-    "Mixture", "ModelConfig", "Output", "Patches", "Relative", "Sinusoidal", "TokenClassification", "apply", "encode",
-    "evaluation", "init", "is_config", "last_stack", "spec",
-]  # fmt: skip
 
 
 def spec(model: Any) -> Any:

@@ -126,11 +126,9 @@ def transfer(
         found[name] = leaf
     same = {path: wanted[path].shape == found[path].shape for path in wanted if path in found}
     report = Report(
-        taken=[path for path, equal in same.items() if equal],
-        missing=[path for path in wanted if path not in found],
-        unused=[path for path in found if path not in wanted],
-        misshapen=[path for path, equal in same.items() if not equal],
-    )
+        taken=[path for path, equal in same.items() if equal], missing=[path for path in wanted if path not in found],
+        unused=[path for path in found if path not in wanted], misshapen=[path for path, equal in same.items() if not equal],
+    )  # fmt: skip
     problems = []
     for kind in ("missing", "unused", "misshapen"):
         names = [path for path in getattr(report, kind) if allow is None or not re.search(allow, path)]

@@ -59,10 +59,8 @@ def feed(config: ModelConfig) -> FeedForward:
         return FeedForward(feedforward_spec(config), apply)
     made = config.feedforward(config)
     if not isinstance(made, FeedForward):
-        raise ConfigError(
-            f"model.feedforward={config.feedforward}: returned a {type(made).__name__}; expected a function config -> "
-            "models.layer.FeedForward, or the name of an activation"
-        )
+        found = f"model.feedforward={config.feedforward}: returned a {type(made).__name__}"
+        raise ConfigError(f"{found}; expected a function config -> models.layer.FeedForward, or the name of an activation")
     return made
 
 

@@ -75,15 +75,9 @@ class Patches:
             if part < 1 or size % part:
                 raise ConfigError(f"embedding.patch={self.patch} does not divide embedding.image={self.image}")
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Patches down and across."""
-        return self.image[0] // self.patch[0], self.image[1] // self.patch[1]
-
-    @property
-    def length(self) -> int:
-        """Positions of one image."""
-        return math.prod(self.grid) + self.class_token
+    # patches down and across, and positions of one image
+    grid = property(lambda self: (self.image[0] // self.patch[0], self.image[1] // self.patch[1]))
+    length = property(lambda self: math.prod(self.grid) + self.class_token)
 
 
 @dataclass(frozen=True)
@@ -162,22 +156,11 @@ class ModelConfig:
         for problem in itertools.chain(_wrong_sizes(self), _wrong_words(self), _wrong_masks(self.masks)):
             raise ConfigError(f"model.{problem}")
 
-    @property
-    def kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.head_width or self.d_model // self.num_heads
-
-    @property
-    def ff_width(self) -> int:
-        return self.d_ff or 4 * self.d_model
-
-    @property
-    def hidden_width(self) -> int:
-        """Of what the heads read: D, or 2 D of a reversible stack that gives both streams."""
-        return self.d_model * getattr(self.stack, "streams", 1)
+    kv_heads = property(lambda self: self.num_kv_heads or self.num_heads)
+    head_size = property(lambda self: self.head_width or self.d_model // self.num_heads)
+    ff_width = property(lambda self: self.d_ff or 4 * self.d_model)
+    # of what the heads read: D, or 2 D of a reversible stack that gives both streams
+    hidden_width = property(lambda self: self.d_model * getattr(self.stack, "streams", 1))
 
     def has_bias(self, name: str) -> bool:
         """Whether the linear map or norm of that name has a bias."""
@@ -209,10 +192,8 @@ def _wrong_sizes(config: ModelConfig) -> Iterator[str]:
         yield f"context_length={c.context_length}: {shown} make {patches.length} positions"
     table = 0 if patches else c.d_model
     if c.tie_embeddings and c.hidden_width != table and any(isinstance(h, LanguageModel) for h in c.heads):
-        yield (
-            f"heads: a LanguageModel with tie_embeddings=True reads {c.hidden_width} features by the embedding's rows, which "
-            f"have {table or 'none: they are patches'}; set it to False, or give other heads"
-        )
+        have = f"which have {table or 'none: they are patches'}; set it to False, or give other heads"
+        yield f"heads: a LanguageModel with tie_embeddings=True reads {c.hidden_width} features by the embedding's rows, {have}"
 
 
 def _wrong_words(config: ModelConfig) -> Iterator[str]:
@@ -222,10 +203,8 @@ def _wrong_words(config: ModelConfig) -> Iterator[str]:
         yield f"feedforward={feedforward!r}: expected one of {words}"
     if feedforward in ACTIVATIONS.values() or (getattr(feedforward, "__module__", None) or "").startswith("jax."):
         name = getattr(feedforward, "__name__", feedforward)
-        yield (
-            f"feedforward={name}: an activation is given by its name, one of {words}; any other function is "
-            "config -> models.layer.FeedForward"
-        )
+        own = "a function of yours is config -> models.layer.FeedForward"
+        yield f"feedforward={name}: an activation is given by its name, one of {words}; {own}"
     if isinstance(config.use_bias, str):
         try:
             re.compile(config.use_bias)
@@ -263,7 +242,5 @@ class EncoderDecoder:
             raise ConfigError("encoder.heads: the encoder of a pair has none; give heads=()")
         one, other = ((half.vocab_size, half.d_model) for half in (self.encoder, self.decoder))
         if self.share_embeddings and one != other:
-            raise ConfigError(
-                f"share_embeddings: encoder and decoder have tables of different (vocab_size, d_model), {one} and {other}; "
-                "make them equal or set it to False"
-            )
+            sizes = f"encoder and decoder have tables of different (vocab_size, d_model), {one} and {other}"
+            raise ConfigError(f"share_embeddings: {sizes}; make them equal or set it to False")

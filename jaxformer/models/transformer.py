@@ -215,7 +215,7 @@ def locate(config: ModelConfig, params: Tree, inputs: Inputs) -> tuple[Context, 
     else:
         positions = jnp.arange(T)[None] if before is None else before[:, None] + jnp.arange(T)[None]
         if inputs.lengths is not None:  # padding has the position of the last token: some rotations read the largest one
-            positions = jnp.minimum(positions, cache.lengths[:, None] - 1)
+            positions = jnp.clip(positions, 0, cache.lengths[:, None] - 1)
     context = Context(
         masks.full(), positions, slot_positions, gaps=explicit, lengths=before, room=0 if cache is None else cache.room,
         shared=params.get("shared"), inputs=inputs.inputs, real=inputs.real, source=inputs.encoded,

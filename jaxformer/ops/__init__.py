@@ -4,8 +4,7 @@
 from jaxformer.ops.attention import attention
 from jaxformer.ops.attention.favor import favor_attention, favor_features, favor_relu_features, orthogonal_projection, redraw
 from jaxformer.ops.attention.linear import (
-    LinearState, efficient_attention, elu_plus_one, linear_attention, linear_attention_state, linear_attention_step,
-    relu_plus_epsilon,
+    LinearState, efficient_attention, elu_plus_one, linear_attention, linear_attention_step, relu_plus_epsilon,
 )  # fmt: skip
 from jaxformer.ops.attention.low_rank import linformer_attention
 from jaxformer.ops.attention.lsh import lsh_attention, random_rotations

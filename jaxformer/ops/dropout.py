@@ -25,12 +25,8 @@ def seed(key: Array) -> UInt32[Array, "2"]:
 
 
 def kept(
-    seed: UInt32[Array, "2"],
-    rate: float,
-    rows: tuple[int, int],
-    q_positions: Int[Array, " T"],
-    kv_positions: Int[Array, " S"],
-) -> Bool[Array, "B N T S"]:
+    seed: UInt32[Array, "2"], rate: float, rows: tuple[int, int], q_positions: Int[Array, " T"], kv_positions: Int[Array, " S"],
+) -> Bool[Array, "B N T S"]:  # fmt: skip
     """Which attention weights stay: a hash of (seed, row, head, query position, key position), for `rows` = (B, N).
 
     Any block of it can be computed alone, so a kernel that never holds all weights drops the same as the reference. The

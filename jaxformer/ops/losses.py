@@ -33,12 +33,9 @@ class TokenSums(NamedTuple):
 @auto_axes(P())
 @jax.named_scope("loss")
 def cross_entropy(
-    logits: Float[Array, "*batch V"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, "*batch"] | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> TokenSums:
+    logits: Float[Array, "*batch V"], labels: Integer[Array, "*batch"], weights: Float[Array, "*batch"] | None = None,
+    label_smoothing: float = 0.0, z_loss: float = 0.0,
+) -> TokenSums:  # fmt: skip
     """Sum of weight * (-log softmax(logits)[label]), in float32 or better, with the sum of weights.
 
     Label smoothing e puts 1 - e on the label and e / V on every class (Szegedy et al. 2016, section 7). `z_loss` adds
@@ -99,17 +96,10 @@ class _Tokens(NamedTuple):
 @auto_axes(P())
 @jax.named_scope("head")
 def projected_cross_entropy(
-    hidden: Float[Array, "B T D"],
-    head: Float[Array, "V D"],
-    labels: Integer[Array, "B T"],
-    weights: Float[Array, "B T"] | None = None,
-    *,
-    bias: Float[Array, " V"] | None = None,
-    softcap: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    chunk: int | None = None,
-) -> TokenSums:
+    hidden: Float[Array, "B T D"], head: Float[Array, "V D"], labels: Integer[Array, "B T"],
+    weights: Float[Array, "B T"] | None = None, *, bias: Float[Array, " V"] | None = None, softcap: float | None = None,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, chunk: int | None = None,
+) -> TokenSums:  # fmt: skip
     """`cross_entropy(hidden @ head^T + bias, ...)` with the logits of only `chunk` positions of T at a time.
 
     The gradients of hidden and head are formed chunk by chunk while the logits are there, so nothing is computed twice.

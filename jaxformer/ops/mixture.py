@@ -97,18 +97,10 @@ class Split(NamedTuple):
 
 
 def mixture(
-    x: Float[Array, "B T D"],
-    router: Float[Array, "D E"],
-    gate: Float[Array, "E D F"] | None,
-    up: Float[Array, "E D F"],
-    down: Float[Array, "E F D"],
-    activation: Callable,
-    *,
-    top_k: int,
-    normalise: bool = True,
-    capacity: float | None = None,
+    x: Float[Array, "B T D"], router: Float[Array, "D E"], gate: Float[Array, "E D F"] | None, up: Float[Array, "E D F"],
+    down: Float[Array, "E F D"], activation: Callable, *, top_k: int, normalise: bool = True, capacity: float | None = None,
     real: Bool[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B T D"], RoutingStatistics]:
+) -> tuple[Float[Array, "B T D"], RoutingStatistics]:  # fmt: skip
     """sum_k w_k expert_{e_k}(x), where w and e are `route`d by x router; and statistics of the choices.
 
     An expert is activation(x up) down, or (activation(x gate) * (x up)) down. The router works in float32 or better

@@ -20,12 +20,9 @@ Layout = Literal["interleaved", "half"]
 
 
 def sinusoidal(
-    positions: Int[Array, "B T"],
-    width: int,
-    layout: Layout = "interleaved",
-    spacing: Literal["paper", "tensor2tensor"] = "paper",
-    base: float = 10_000.0,
-) -> Float[Array, "B T D"]:
+    positions: Int[Array, "B T"], width: int, layout: Layout = "interleaved",
+    spacing: Literal["paper", "tensor2tensor"] = "paper", base: float = 10_000.0,
+) -> Float[Array, "B T D"]:  # fmt: skip
     """sin and cos of position / base^e_i for i < width / 2. Vaswani et al. 2017, arXiv:1706.03762, section 3.5.
 
     `spacing`: e_i = 2i / width (paper, Marian) or i / (width/2 - 1) (tensor2tensor, fairseq, Whisper; even widths).
@@ -211,8 +208,7 @@ def rope_frequencies(
     if config.layout not in ("interleaved", "half"):
         raise ValueError(f"rope: no layout {config.layout!r}; expected 'half' or 'interleaved'")
     if rotated % 2 or not 0 < rotated <= head_width:
-        part = f"{config.fraction} of a head of {head_width} is {rotated} features"
-        raise ValueError(f"rope: {part}; an even number must be rotated")
+        raise ValueError(f"rope: {config.fraction} of a head of {head_width} is {rotated} features, which must be even")
     frequencies = config.theta ** -(np.arange(0, rotated, 2) / rotated)
     return (frequencies, 1.0) if scaling is None else scaling.scale(frequencies, config.theta, positions)
 

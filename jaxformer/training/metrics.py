@@ -210,10 +210,9 @@ class Reporter:
         self._waiting = None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if values["skipped"] >= self._max_skipped:
-            raise NonFinite(
-                f"loss or gradient not finite for {int(values['skipped'])} steps in a row, up to step {step} (loss "
-                f"{values['loss']}, gradient norm {values['grad_norm']}); lower --optimizer.learning-rate or look at the data"
-            )
+            times = f"{int(values['skipped'])} steps in a row, up to step {step}"
+            found = f"loss {values['loss']}, gradient norm {values['grad_norm']}"
+            raise NonFinite(f"not finite for {times} ({found}); lower --optimizer.learning-rate or look at the data")
         empty = values["tokens"] <= 0 and math.isfinite(values["grad_norm"])
         if empty:  # it has no mean loss: the record says how many tokens there were instead
             self._console.say(f"step {step} changed nothing: the weights of its batch sum to {values['tokens']:g}")

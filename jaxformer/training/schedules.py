@@ -69,18 +69,12 @@ class WSD:
     decay: float = 0.2  # share of the run that decays
     final: float = 0.0  # share of the peak at the last step
 
-    def decay_steps(self, steps: int) -> int:
-        """How many of a run's last steps are below the peak."""
-        return max(round(steps * self.decay), 1)
-
     def __call__(self, experiment: Any) -> Rate:
         _check(self, steps := experiment.steps)
-        last = self.decay_steps(steps)
+        last = max(round(steps * self.decay), 1)  # steps below the peak
         if self.warmup and self.warmup + last > steps:
-            advice = f"lower it or schedule.decay={self.decay}"
-            raise ConfigError(
-                f"schedule.warmup={self.warmup}: overlaps the last {last} of steps={steps}, which decay; {advice}"
-            )
+            overlap = f"overlaps the last {last} of steps={steps}, which decay; lower it or schedule.decay={self.decay}"
+            raise ConfigError(f"schedule.warmup={self.warmup}: {overlap}")
         return _decay(self, experiment, self.final, max(steps - 1 - last, 0))
 
 
@@ -116,5 +110,4 @@ def _check(schedule: Any, steps: int, ends: bool = True) -> None:
     if schedule.warmup < 0:
         raise ConfigError(f"schedule.warmup={schedule.warmup}: must be at least 0")
     if ends and schedule.warmup >= steps:
-        advice = "lower --schedule.warmup or raise --steps"
-        raise ConfigError(f"schedule.warmup={schedule.warmup}: must be below steps={steps}; {advice}")
+        raise ConfigError(f"schedule.warmup={schedule.warmup}: must be below steps={steps}; lower it or raise steps")

@@ -1,7 +1,8 @@
-"""Decoding equals the forward pass, whatever the model, the mask and the padding."""
+"""Generation: what greedy decoding finds, rows that are refilled, stops, streams, refusals, and what is compiled."""
 
-import sys
+import itertools
 from dataclasses import replace
+from functools import partial
 
 import chex
 import jax
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxformer import decoding, masks, models, params
-from jaxformer.decoding import Sampling, sampling
+from jaxformer.decoding import Sampling, filters
+from jaxformer.decoding.generate import bucket
 from jaxformer.errors import ConfigError
 from jaxformer.models import EncoderDecoder, LanguageModel, Learned, ModelConfig, Relative, Sinusoidal
 from jaxformer.ops.positions import NTK, LongRoPE, Rope
@@ -42,42 +44,19 @@ def make(name):
     return config, models.init(config, jax.random.key(3))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("pieces", [(4, 1, 1, 1, 1, 1), (1,) * 9, (3, 2, 4)])
-def test_cached_pieces_equal_the_forward_pass(name, pieces):
-    config, parameters = make(name)
-    if name == "prefix" and pieces[0] < 3:
-        pytest.skip("a prefix is seen whole or not at all: tokens before its end need it to be there")
-    tokens = jax.random.randint(jax.random.key(0), (2, sum(pieces)), 0, V)
-    whole = apply(config, parameters, tokens).logits
-    cache = decoding.init_cache(config, 2, 12)  # more room than tokens: empty slots must stay unseen
-    start = 0
-    for length in pieces:
-        out = apply(config, parameters, tokens[:, start : start + length], cache=cache)
-        # the same float32 products, summed over more (masked) keys
-        np.testing.assert_allclose(out.logits, whole[:, start : start + length], rtol=1e-5, atol=1e-5)
-        cache, start = out.cache, start + length
-    assert int(cache.length) == start
-
-
-def test_a_decoding_step_is_compiled_once(monkeypatch):
-    """A cache keeps its form from step to step; `generate` traces anew for other lengths alone, and its loop once."""
+def test_a_decoding_step_is_compiled_once():
+    """A cache keeps its form from step to step; only the first call, which makes it, has another."""
     chex.clear_trace_counter()
     config, parameters = make("llama")
 
     @jax.jit
-    @chex.assert_max_traces(n=1)
+    @chex.assert_max_traces(n=2)
     def step(tokens, cache):
         return models.apply(config, parameters, tokens, cache=cache).cache
 
     cache = decoding.init_cache(config, 2, 6)
     for token in range(6):
         cache = step(jnp.full((2, 1), token), cache)
-    module = sys.modules["jaxformer.decoding.generate"]
-    once = chex.assert_max_traces(n=1)(module._generate.__wrapped__)
-    monkeypatch.setattr(module, "_generate", jax.jit(once, static_argnums=range(5)))
-    for prompts in ([[1, 2], [3]], [[4], [5, 6]]):
-        decoding.generate(config, parameters, prompts, 4)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "gpt3" else ()) for n in FAMILIES])
@@ -94,13 +73,12 @@ def test_greedy_generation_equals_repeated_forward_passes_for_ragged_prompts(nam
 
 @pytest.mark.parametrize("scaling", [NTK(4.0, 8), LongRoPE((1.0,) * 3, (2.0,) * 3, 8)])
 def test_ragged_prompts_are_not_turned_by_the_longest_row(scaling):
-    """A row beside a longer one would have other logits than alone."""
-    config = replace(GPT, positions=Rope(scaling=scaling))
-    params = models.init(config, jax.random.key(0))
-    with pytest.raises(ConfigError, match="by the longest one"):
-        decoding.generate(config, params, [[1, 2], [3]], 7)
-    assert len(decoding.generate(config, params, [[1, 2], [3]], 6)) == 2  # within the original length
-    assert len(decoding.generate(config, params, [[1, 2], [3, 4]], 7)) == 2
+    """A row beside a longer one has the tokens that it has alone, also where the rotation depends on the length."""
+    config = replace(GPT, positions=Rope(scaling=scaling), num_layers=1)
+    parameters, greedy = models.init(config, jax.random.key(0)), Sampling(temperature=0.0)
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [3]]
+    together = decoding.generate(config, parameters, prompts, 7, how=greedy)
+    assert together == [decoding.generate(config, parameters, [prompt], 7, how=greedy)[0] for prompt in prompts]
 
 
 @pytest.mark.parametrize("slots", [9, 12, 40])
@@ -195,33 +173,137 @@ def test_pairs_need_sources_that_fit():
         decoding.generate(GPT, shapes, [[0]], 8, sources=[[1]])
 
 
-def probabilities(logits):
-    return np.asarray(jax.nn.softmax(logits, axis=-1))
+# Rows that are refilled
+
+PROMPTS = [np.random.default_rng(n).integers(0, V, 1 + 5 * n % 23).tolist() for n in range(13)]
+SERVED = replace(GPT, num_layers=2, positions=Rope(), num_kv_heads=2, context_length=32)
+SETTINGS = {
+    "greedy": dict(how=Sampling(temperature=0.0)),
+    "sampled": dict(how=Sampling(temperature=0.8, top_k=9, top_p=0.95)),
+    "filtered": dict(how=Sampling(), filters=(filters.Repetition(1.3), filters.NoRepeatNgram(2)), stop_tokens=(3,)),
+    "stopped": dict(how=Sampling(), stop=lambda tokens: tokens.index(5) + 1 if 5 in tokens else None),
+}
 
 
-def test_filters_against_their_definitions():
-    for seed in range(20):
-        logits = jax.random.normal(jax.random.key(seed), (3, V)) * 2
-        p = probabilities(logits)
-        kept = np.isfinite(np.asarray(sampling.top_k(logits, 4)))
-        np.testing.assert_array_equal(kept, p >= np.sort(p)[:, -4:-3])
-        kept = np.isfinite(np.asarray(sampling.min_p(logits, 0.2)))
-        np.testing.assert_array_equal(kept, p >= 0.2 * p.max(axis=-1, keepdims=True))
-        kept = np.isfinite(np.asarray(sampling.top_p(logits, 0.7)))
-        for row in range(3):
-            order = np.argsort(-p[row])
-            count = int(np.searchsorted(np.cumsum(p[row][order]), 0.7)) + 1
-            assert set(np.flatnonzero(kept[row])) == set(order[:count])
+def recording(logs):
+    """A filter that keeps the logits of every call, with what stands in the rows."""
+
+    def record(logits, history):
+        jax.debug.callback(lambda *arrays: logs.append(tuple(map(np.asarray, arrays))), logits, *jax.tree.leaves(history))
+        return logits
+
+    return record
 
 
-def test_frequencies_follow_the_filtered_distribution():
-    logits = jnp.tile(jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]])), (20_000, 1))
-    keys = jax.random.split(jax.random.key(0), 20_000)
-    drawn = np.asarray(sampling.sample(logits, keys, Sampling(temperature=0.5, top_k=3)))
-    expected = np.array([0.25, 0.09, 0.0225, 0]) / 0.3625
-    # 20,000 draws: the standard error is at most 0.0036
-    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 20_000, expected, atol=0.015)
-    assert (np.asarray(sampling.sample(logits, keys, Sampling(temperature=0.0))) == 0).all()
+def served(logs, most):
+    """The logits, bit by bit, by the text that they follow; of rows in use, which have 2 to `most` - 1 new tokens then."""
+    found = {}
+    for logits, tokens, lengths, prompts in logs:
+        for row, text, length, prompt in zip(logits, tokens, lengths, prompts, strict=True):
+            if 2 <= length - prompt < most:
+                found.setdefault(tuple(text[:length].tolist()), set()).add(row.tobytes())
+    return found
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n != "stopped" else pytest.mark.slow) for n in SETTINGS])
+def test_a_row_that_is_refilled_continues_its_prompt_as_if_alone(name):
+    """13 prompts in 4 rows: the tokens that each has beside others, with its own random numbers."""
+    parameters, options = models.init(SERVED, jax.random.key(3)), SETTINGS[name] | {"key": jax.random.key(5), "rows": 4}
+    together = decoding.generate(SERVED, parameters, PROMPTS, 12, **options)
+    assert len(set(map(len, together))) == 1 or name in ("filtered", "stopped")
+    longest = [0] * max(map(len, PROMPTS))  # makes the same room
+    for index in (0, 4, 7, 12):
+        # its place in the queue decides its random numbers
+        alone = [[0]] * index + [PROMPTS[index], longest, [0], [0]]
+        assert decoding.generate(SERVED, parameters, alone, 12, **options)[index] == together[index], index
+
+
+def test_logits_of_a_row_are_bit_by_bit_those_of_the_prompt_alone():
+    """Float32, one device, as many rows and as much room: neighbours, and who was in the row before, change no bit."""
+    parameters, longest, most = models.init(SERVED, jax.random.key(3)), max(PROMPTS, key=len), 12
+    run = partial(decoding.generate, SERVED, parameters, max_tokens=most, how=Sampling(temperature=0.0), rows=4)
+    together, alone = [], []
+    everything = run(PROMPTS, filters=(recording(together),))
+    record = recording(alone)
+    for index in (1, 7, 12):
+        assert run([PROMPTS[index], longest, [0], [0]], filters=(record,))[0] == everything[index]
+    jax.effects_barrier()
+    together, alone = served(together, most), served(alone, most)
+    shared = [text for text in alone if text in together]
+    assert len(shared) >= 3 * (most - 2)
+    assert all(len(together[text]) == 1 and together[text] == alone[text] for text in shared)
+
+
+class Compilations:
+    """How many programs XLA compiled."""
+
+    def __init__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self)
+
+    def __call__(self, event, duration, **_):
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+
+def test_other_prompts_and_settings_compile_nothing():
+    """50 prompts of random lengths within a bucket; other temperatures, k, p, token counts and stop tokens."""
+    config = replace(SERVED, num_layers=1, d_ff=8)
+    parameters, rng, compiled = models.init(config, jax.random.key(3)), np.random.default_rng(0), Compilations()
+    draw = lambda count: [rng.integers(0, V, n).tolist() for n in rng.integers(17, 33, count)]
+
+    def run(prompts, max_tokens, temperature, top_k, top_p, stops, seed):
+        how = Sampling(temperature, top_k, top_p)
+        decoding.generate(
+            config, parameters, prompts, max_tokens, how=how, filters=(filters.MinP(0.01 * seed),), stop_tokens=stops,
+            key=jax.random.key(seed), rows=4,
+        )  # fmt: skip
+
+    longest = [rng.integers(0, V, 32).tolist()]  # of one bucket with max_tokens from 13 to 16
+    assert bucket(32 + 13) == bucket(32 + 16) and bucket(17) == bucket(32)
+    run(draw(8) + longest, 14, 0.9, 5, 0.9, [1], 1)
+    assert compiled.count > 0
+    before = compiled.count
+    for i in range(7):
+        run(draw(6 + i % 3) + longest, 13 + i % 4, 0.5 + 0.1 * i, 2 + i, 0.6 + 0.05 * i, list(range(i)), i + 2)
+    assert compiled.count == before
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_stream_gives_the_tokens_of_generate(every):
+    parameters, how = models.init(SERVED, jax.random.key(3)), Sampling(temperature=0.7)
+    options = dict(how=how, key=jax.random.key(2))
+    whole = decoding.generate(SERVED, parameters, [PROMPTS[5]], 11, rows=1, **options)[0]
+    parts = list(decoding.stream(SERVED, parameters, PROMPTS[5], 11, every=every, **options))
+    assert list(itertools.chain(*parts)) == whole and all(parts) and len(parts) >= 10 // every
+    stop = whole[6]
+    parts = list(decoding.stream(SERVED, parameters, PROMPTS[5], 11, every=every, stop_tokens=[stop], **options))
+    assert list(itertools.chain(*parts)) == whole[: whole.index(stop)]
+
+
+def test_a_function_of_the_new_tokens_ends_a_row():
+    """It is asked after some steps, and what it cuts is gone; the row takes the next prompt."""
+    parameters = models.init(SERVED, jax.random.key(3))
+    run = partial(decoding.generate, SERVED, parameters, PROMPTS[:5], 12, key=jax.random.key(1), rows=2)
+    free, asked = run(), []
+
+    def stop(tokens):
+        asked.append(len(tokens))
+        return 4 if len(tokens) >= 4 else None
+
+    assert run(stop=stop) == [tokens[:4] for tokens in free]
+    assert max(asked) <= 12 and run(stop=lambda tokens: None) == free
+    assert run(stop=lambda tokens: 0) == [[]] * 5
+
+
+@pytest.mark.slow
+def test_prompts_longer_than_a_piece_are_read_in_pieces(monkeypatch):
+    """The same tokens, whatever the length of the pieces; prompts end within, at and behind the end of one."""
+    parameters = models.init(SERVED, jax.random.key(3))
+    prompts = [np.random.default_rng(n).integers(0, V, n).tolist() for n in (15, 16, 17, 33, 64)]
+    run = partial(decoding.generate, SERVED, parameters, prompts, 6, how=Sampling(temperature=0.0))
+    whole = run()
+    monkeypatch.setattr("jaxformer.decoding.generate.CHUNK", 16)
+    assert run() == whole
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 
+from jaxformer import decoding
 from jaxformer.decoding.beam import Beams
 from jaxformer.decoding.filters import ForcedPrefix, MinLength, NoRepeatNgram, Repetition
-from tests.decoding.test_beam import padded, search_model, texts
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 
@@ -29,6 +29,14 @@ FAMILIES = {
 }
 EQUAL = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [5, 8, 9, 7, 9]]
 RAGGED = [[3, 1, 4, 1, 5], [9], [7, 9, 3]]
+
+
+def padded(prompts):
+    """(tokens, 1 where they are text), padded on the left."""
+    tokens, ids = np.zeros((2, len(prompts), max(map(len, prompts))), np.int32)
+    for i, prompt in enumerate(prompts):
+        tokens[i, -len(prompt) :], ids[i, -len(prompt) :] = prompt, 1
+    return tokens, ids
 
 
 @cache
@@ -76,18 +84,17 @@ def theirs(name, prompts, how, steps, stop_tokens, **options):
     for text, score in zip(sequences.tolist(), scores.tolist(), strict=True):
         end = next((i + 1 for i, token in enumerate(text) if token in stop_tokens), len(text))
         assert all(token == PAD for token in text[end:]) or not stop_tokens
-        rows.append((text[:end], score))
+        cut = end - 1 if end and text[end - 1] in stop_tokens else end  # ours leaves the stop token out
+        rows.append((text[:cut], score))
     return [rows[i : i + how.n_best] for i in range(0, len(rows), how.n_best)]
 
 
 def ours(name, prompts, how, steps, stop_tokens, filters=()):
     model, config, params = both(name)
-    source = {}
-    if model.config.is_encoder_decoder:
-        sources, mask = (np.flip(x, axis=1) for x in padded([p[::-1] for p in prompts]))
-        source, prompts = dict(source=sources, source_segment_ids=mask), [[START]] * len(prompts)
-    stop = np.resize(np.array(stop_tokens or (-1,), np.int32), 3)  # one program for all
-    return texts(search_model(config, params, *padded(prompts), steps, how, stop, STEPS, filters, **source), prompts)
+    pair = model.config.is_encoder_decoder
+    prompts, sources = ([[START]] * len(prompts), prompts) if pair else (prompts, None)
+    found = decoding.search(config, params, prompts, steps, sources=sources, how=how, filters=filters, stop_tokens=stop_tokens)
+    return [[(text, score) for text, score in row] for row in found]
 
 
 @cache

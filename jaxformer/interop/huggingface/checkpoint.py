@@ -146,8 +146,7 @@ def _flags(arrays: Arrays, name: str, tokens: np.ndarray) -> np.ndarray | None:
     if flags is None:
         return None
     if flags.shape != tokens.shape or not np.isin(flags, (0, 1)).all():
-        expected = f"expected 0 and 1, of the tokens' shape {tokens.shape}"
-        raise ConfigError(f"Checkpoint.apply: {name} {flags.shape}: {expected}")
+        raise ConfigError(f"Checkpoint.apply: {name} {flags.shape}: expected 0 and 1, of the tokens' shape {tokens.shape}")
     return flags.astype(np.int32)
 
 
@@ -160,10 +159,9 @@ def _positions(checkpoint: Checkpoint, config: ModelConfig, tokens: np.ndarray, 
         positions = np.where(is_token, is_token.cumsum(axis=1) - 1, -1)
     else:
         positions = np.arange(tokens.shape[1])[None]
-    if isinstance(config.positions, Learned | Axial) and positions.max(initial=0) >= config.context_length:
-        raise ConfigError(
-            f"Checkpoint.apply: position {positions.max()} is beyond the {config.context_length} learned; shorten the rows"
-        )
+    last, length = positions.max(initial=0), config.context_length
+    if isinstance(config.positions, Learned | Axial) and last >= length:
+        raise ConfigError(f"Checkpoint.apply: position {last} is beyond the {length} learned; shorten the rows")
     return positions.astype(np.int32)
 
 

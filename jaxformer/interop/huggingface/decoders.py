@@ -261,8 +261,7 @@ def _read_reformer_positions(c: Json) -> Json:
         return {"context_length": get(c, "max_position_embeddings"), "positions": Learned()}
     shape, widths = c["axial_pos_shape"], c["axial_pos_embds_dim"]
     if [len(shape), len(widths)] != [2, 2] or any(type(n) is not int or n < 1 for n in (*shape, *widths)):
-        expected = "expected two sizes each"
-        raise ConfigError(f"config.json: axial_pos_shape={shape}, axial_pos_embds_dim={widths}: {expected}")
+        raise ConfigError(f"config.json: axial_pos_shape={shape}, axial_pos_embds_dim={widths}: expected two sizes each")
     return {"context_length": math.prod(shape), "positions": Axial(tuple(shape), tuple(widths))}
 
 

@@ -108,8 +108,7 @@ def _read_longformer(c: Json, kind: str):
     windows, layers = c.get("attention_window", 512), c["num_hidden_layers"]
     windows = windows if isinstance(windows, list) else [windows] * layers
     if len(windows) != layers or any(type(width) is not int or width < 2 or width % 2 for width in windows):
-        expected = "expected an even number, one for each layer"
-        raise ConfigError(f"config.json: attention_window={reprlib.repr(windows)}: {expected}")
+        raise ConfigError(f"config.json: attention_window={reprlib.repr(windows)}: expected an even number for each layer")
     tokens = None if kind in LONGFORMER_GLOBALS else int(kind == "ForSequenceClassification")
     pattern = tuple(mixers.Longformer(width, tokens) for width in tables.shortest_pattern(windows))
     return pattern if len(pattern) > 1 else pattern[0]
@@ -198,8 +197,7 @@ def _read_vit(c: Json, names: Collection[str]) -> ModelConfig:
     image, patch = (pair(c.get(key, default)) for key, default in (("image_size", 224), ("patch_size", 16)))
     patches = Patches(image, patch, get(c, "num_channels", 3), mask_token=masked)
     if masked and patches.grid[0] != patches.grid[1]:  # transformers assumes a square grid
-        expected = "ViTForMaskedImageModeling is supported for square grids only"
-        raise ConfigError(f"config.json: image_size={c.get('image_size')}: {expected}")
+        raise ConfigError(f"config.json: image_size={c.get('image_size')}: ViTForMaskedImageModeling needs a square grid")
     if heads[0].name == "pooled" and names and not any("pooler." in name for name in names):
         heads = ()
     return ModelConfig(

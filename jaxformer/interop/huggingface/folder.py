@@ -35,16 +35,9 @@ FAMILIES: dict[str, tables.Family] = decoders.FAMILIES | encoders.FAMILIES | pai
 
 
 def load(
-    path: str | Path,
-    *,
-    heads: tuple | None = None,
-    dtype=None,
-    sharding: Any = None,
-    allow_unexpected: str | None = None,
-    allow_missing: str | None = None,
-    key: jax.Array | None = None,
-    revision: str | None = None,
-) -> Checkpoint:
+    path: str | Path, *, heads: tuple | None = None, dtype=None, sharding: Any = None, allow_unexpected: str | None = None,
+    allow_missing: str | None = None, key: jax.Array | None = None, revision: str | None = None,
+) -> Checkpoint:  # fmt: skip
     """A checkpoint from a folder or from the hub.
 
     The default `dtype` is the file's. `sharding` is one for all parameters or a tree. `heads` replaces the heads of the file:
@@ -101,8 +94,7 @@ def _read_settings(file: safetensors.Files) -> Checkpoint:
     except ConfigError as error:
         raise ConfigError(f"{file.folder}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{file.folder}/config.json: cannot be understood ({reason})") from error
+        raise ConfigError(f"{file.folder}/config.json: cannot be understood ({type(error).__name__}: {error})") from error
     return Checkpoint(config, None, tokens, conventions, labels, kind)
 
 
@@ -265,8 +257,7 @@ def _with_tokens(folder: str | Path, checkpoint: Checkpoint, settings: dict) -> 
     """config.json with the checkpoint's tokens and labels."""
     tokens, labels, stack = checkpoint.tokens, checkpoint.labels, models.last_stack(checkpoint.config)
     if settings["model_type"] == "marian" and tokens.start is None:
-        expected = "the token that its targets begin with: Tokens(start=...)"
-        raise ConfigError(f"{folder}: a Marian needs {expected}; got {tokens}")
+        raise ConfigError(f"{folder}: a Marian needs the token that targets begin with, Tokens(start=...); got {tokens}")
     offset = getattr(stack.positions, "offset", 0)  # their first position is the pad id + 1
     if offset and tokens.pad not in (None, offset - 1):
         raise ConfigError(f"{folder}: tokens.pad={tokens.pad}; the offset of model.positions makes it {offset - 1}")

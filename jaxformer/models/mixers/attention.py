@@ -14,7 +14,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import Alibi, ModelConfig, Relative
 from jaxformer.models.layer import Context, Mixer, MixerOutput, Tree, linear, linear_spec, residual_std
 from jaxformer.ops.attention import cached as cached_attention
-from jaxformer.ops.attention.cached import Slots, first_slots, slot_positions, write_slots, write_token
+from jaxformer.ops.attention.cached import Slots, as_array, first_slots, slot_positions, write_slots, write_token
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.positions import Bias, Rope, alibi, bias_between, rope, t5
 from jaxformer.params import Spec
@@ -66,7 +66,8 @@ def attention(
         return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state, weights, memo)
 
     def state(batch: int, length: int, dtype):
-        return {name: jnp.zeros((batch, config.kv_heads, length, config.head_size), dtype) for name in ("key", "value")}
+        zeros = jnp.zeros((batch, config.kv_heads, length, config.head_size), dtype)
+        return dict.fromkeys(("key", "value"), cached_attention.in_int8(zeros) if dtype == jnp.int8 else zeros)
 
     return Mixer(attention_spec(config) | (extra or {}), apply, state, rolls=True, shared=relative_spec(config))
 
@@ -172,19 +173,19 @@ def cached(
     The token at position p is in slot p mod S. The first tokens of a row start at position 0: they attend to each other by
     the kernel that training has. A variant's `attend` and returned weights take the old keys and the new ones as an array.
     """
-    T, S = query.shape[1], context.state["key"].shape[2]
+    T, S = query.shape[1], jax.tree.leaves(context.state["key"])[0].shape[2]
     lay = lambda x: with_logical_constraint(x.transpose(0, 2, 1, 3), "batch", "kv_heads", None, None)
     new, state = {"key": lay(key), "value": lay(value)}, context.state
     count = jnp.full(len(query), T) if context.real is None else jnp.sum(context.real, axis=1)
     if context.lengths is None:
         result = (attend or ops.attention)(query, key, value, **options)
-        return result, {name: first_slots(state[name], x, count) for name, x in new.items()}
+        return result, cached_attention.write(first_slots, state, new, count)
     q = context.lengths[:, None] + jnp.arange(T)[None]
     written = jnp.where(jnp.arange(T)[None] < count[:, None], q, -1)
     before = slot_positions(S, context.lengths)
     early = T == 1 and len(query) <= 32
     if early:
-        state = {name: write_token(state[name], x, written) for name, x in new.items()}
+        state = cached_attention.write(write_token, state, new, written)
     if attend is None and not context.return_weights:
         slots = Slots(state["key"], state["value"], before), Slots(new["key"], new["value"], written)
         scale = query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
@@ -194,9 +195,9 @@ def cached(
         result = out = cached_attention.attention(query, q, *slots, call, sizes, width)
     else:
         keys, values = (
-            jnp.concatenate([state[name].astype(x.dtype), x], axis=2).transpose(0, 2, 1, 3) for name, x in new.items()
+            jnp.concatenate([as_array(state[name], x.dtype), x], axis=2).transpose(0, 2, 1, 3) for name, x in new.items()
         )
         positions = q, jnp.concatenate([before, written], axis=1)
         result = (attend or ops.attention)(query, keys, values, **options | {"positions": positions, "implementation": None})
         out = split_weights(result)[0]
-    return result, state if early else {name: write_slots(state[name], x, written, out) for name, x in new.items()}
+    return result, state if early else cached_attention.write(write_slots, state, new, written, out)

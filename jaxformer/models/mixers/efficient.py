@@ -46,10 +46,7 @@ class Longformer:
             flags = (context.inputs or {}).get("global_tokens")
             tokens = self.global_tokens if flags is None else flags
             if tokens is None:
-                raise ValueError(
-                    'Longformer(global_tokens=None): give inputs={"global_tokens": flags [B, T]} (of a question, its tokens), '
-                    "or set global_tokens"
-                )
+                raise ValueError('Longformer(global_tokens=None): give inputs={"global_tokens": flags [B, T]} in each call')
             options = _options(config, context) | {"implementation": config.attention_implementation}
             options |= dict(window=self.window, global_tokens=tokens, max_globals=self.max_globals)
             return _zero_padding(context, ops.longformer_attention(**heads, **options))

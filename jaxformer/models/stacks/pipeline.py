@@ -48,10 +48,9 @@ class Pipeline:
             raise NotImplementedError("a pipeline of different mixers draws no constants; mesh.stage=1 does")
         parts, period = stages * self.repeats, len(slots)
         if config.num_layers % (parts * period):
-            raise ConfigError(
-                f"model.num_layers={config.num_layers}: mesh.stage={stages} x mesh.repeats={self.repeats} parts of whole "
-                f"patterns of {period} masks and mixers take a multiple of {parts * period}"
-            )
+            rule = f"parts of whole patterns of {period} masks and mixers take a multiple of {parts * period}"
+            found = f"model.num_layers={config.num_layers}: mesh.stage={stages} x mesh.repeats={self.repeats}"
+            raise ConfigError(f"{found} {rule}")
         few = replace(config, num_layers=config.num_layers // parts)
         x, (loss, stats) = pipeline(
             partial(run_part, few), (layers.params, drawn[0]), x,

@@ -66,14 +66,22 @@ def _whole_pattern(config: ModelConfig) -> tuple[Mixer, ...]:
     return slots
 
 
-def init_state(config: ModelConfig, batch: int, length: int, dtype) -> tuple[Tree, ...]:
-    """The empty state of each layer. A mixer that rolls keeps no more tokens than its mask lets a query see."""
+def init_state(config: ModelConfig, batch: int, length: int, dtype, ahead: int = 0) -> tuple[Tree, ...]:
+    """The empty state of each layer. A mixer that rolls keeps no more tokens than its mask lets a query see, and `ahead`.
+
+    So many tokens may be taken back. Raises NotImplementedError for a mixer that has no state, or cannot take tokens back.
+    """
     slots, states = pattern(config), []
+    kinds = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
     for i in range(config.num_layers):
-        slot, reach = slots[i % len(slots)], masks.reach(config.masks[i % len(config.masks)])
+        slot, reach, kind = slots[i % len(slots)], masks.reach(config.masks[i % len(config.masks)]), kinds[i % len(kinds)]
         if slot.state is None:
             raise NotImplementedError("a mixer without `state` cannot decode; give its Mixer(..., state=...)")
-        states.append(slot.state(batch, min(length, reach + 1) if slot.rolls and reach is not None else length, dtype))
+        keep = length if reach is None or not slot.rolls else min(length, reach + 1 + ahead)
+        states.append(slot.state(batch, keep, dtype))
+        if ahead and not slot.rolls:  # sums of all tokens
+            name = getattr(kind, "__name__", type(kind).__name__)
+            raise NotImplementedError(f"speculate: {name} cannot take tokens back: its Mixer has rolls=False")
     return tuple(states)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,42 @@ from jaxformer.sharding import is_split, mesh_axes
 QUERY_BLOCK = 128  # queries at a time: their scores are an array
 
 
-class Slots(NamedTuple):
-    """Keys and values `[B, K, S, H]`, and the position of each `[B, S]`; -1 where there is none."""
+class Int8Slots(NamedTuple):
+    """Keys or values in 8 bits, values * scale: a token of a head has one scale, max |x| / 127."""
 
-    keys: Array
-    values: Array
+    values: Array  # int8 [B, K, S, H]
+    scale: Array  # float32 [B, K, S, 1]
+
+
+def in_int8(x: Array) -> Int8Slots:
+    """`[B, K, S, H]` in 8 bits."""
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32), 1e-30) / 127
+    return Int8Slots(jnp.round(x / scale).astype(jnp.int8), scale)
+
+
+def as_array(slots: "Array | Int8Slots", dtype) -> Array:
+    """Keys or values as an array."""
+    return (slots.values * slots.scale if isinstance(slots, Int8Slots) else slots).astype(dtype)
+
+
+def write(how: Callable, state: dict[str, Any], new: dict[str, Array], *places) -> dict[str, Any]:
+    """The state of a layer after `how(old slots, new ones, *places)` of its keys and values, in the precision that it has."""
+    kept = lambda old, x: in_int8(x) if isinstance(old, Int8Slots) else x
+    return {
+        name: jax.tree.map(lambda old, x: how(old, x, *places), state[name], kept(state[name], x)) for name, x in new.items()
+    }
+
+
+class Slots(NamedTuple):
+    """Keys and values `[B, K, S, H]`, arrays or `Int8Slots`, and the position of each `[B, S]`; -1 where there is none."""
+
+    keys: Any
+    values: Any
     positions: Array
 
     def first(self, width: int) -> "Slots":
-        return Slots(self.keys[:, :, :width], self.values[:, :, :width], self.positions[:, :width])
+        keys, values = jax.tree.map(lambda x: x[:, :, :width], (self.keys, self.values))
+        return Slots(keys, values, self.positions[:, :width])
 
 
 def attention(query: Array, positions: Array, old: Slots, new: Slots, call: Call, widths: list[int], width: Array) -> Array:
@@ -41,7 +68,7 @@ def attention(query: Array, positions: Array, old: Slots, new: Slots, call: Call
 
 
 def _attend(old: Slots, new: Slots, call: Call, query: Array, positions: Array) -> Array:
-    (B, T, N, H), (K, S) = query.shape, old.keys.shape[1:3]
+    (B, T, N, H), (K, S) = query.shape, jax.tree.leaves(old.keys)[0].shape[1:3]
     wide, kv = jnp.promote_types(query.dtype, jnp.float32), jnp.concatenate([old.positions, new.positions], axis=1)
     if callable(call.bias) or isinstance(call.bias, Bias):
         call = replace(call, bias=bias_between(call.bias, positions, kv))
@@ -49,15 +76,19 @@ def _attend(old: Slots, new: Slots, call: Call, query: Array, positions: Array) 
     scores = jnp.concatenate([_product("bkth,bksh->bkts", grouped, slots.keys, wide) for slots in (old, new)], axis=-1)
     scores = visible_scores(scores.reshape(B, N, T, -1) * call.scale, call, (positions, kv))
     weights = softmax(scores, call.sinks).astype(query.dtype).reshape(B, K, -1, kv.shape[1])
-    parts = (weights[..., :S], old.values), (weights[..., S:], new.values)
-    one, two = (_product("bkts,bksh->bkth", weights, values, wide) for weights, values in parts)
-    out = one + two
+    one = _product("bkts,bksh->bkth", weights[..., :S], old.values, wide)
+    out = one + _product("bkts,bksh->bkth", weights[..., S:], new.values, wide)
     return out.astype(query.dtype).reshape(B, N, T, -1).transpose(0, 2, 1, 3)
 
 
-def _product(spec: str, x: Array, slots: Array, dtype) -> Array:
-    """x `[B, K, T, n]` times keys or values; in 16 bits, one line of x as two: XLA:CPU has no kernel for one."""
-    single = x.shape[2] == 1 and x.dtype.itemsize < 4
+def _product(spec: str, x: Array, slots: "Array | Int8Slots", dtype) -> Array:
+    """x `[B, K, T, n]` times keys or values, in the wider of their precisions."""
+    if isinstance(slots, Int8Slots):
+        scale, keys = slots.scale.swapaxes(2, 3), spec.endswith("s")
+        found = _product(spec, x if keys else (x * scale).astype(x.dtype), slots.values.astype(x.dtype), dtype)
+        return found * scale if keys else found
+    x = x.astype(jnp.promote_types(x.dtype, slots.dtype))
+    single = x.shape[2] == 1 and x.dtype.itemsize < 4  # XLA:CPU has no kernel for one line of 16 bits
     found = einsum(spec, jnp.concatenate([x, x], axis=2) if single else x, slots.astype(x.dtype), dtype=dtype)
     return found[:, :, :1] if single else found
 
@@ -113,14 +144,14 @@ def write_token(state: Array, new: Array, positions: Array) -> Array:
 
 def _write_token(state: Array, new: Array, positions: Array) -> Array:
     K, S, H = state.shape[1:]
+    new = new.astype(state.dtype)
     pair = min(2, S)  # of a single slot, the TPU's compiler lays the whole state out anew
     for row in range(len(state)):  # XLA:CPU makes a loop of a scatter, in bfloat16 with copies of all slots
         slot = positions[row, 0] % S
         place = (row, 0, jnp.minimum(slot, S - pair), 0)
         hit = (jnp.arange(pair) == slot - place[2]) & (positions[row] >= 0)
         old = lax.dynamic_slice(state, place, (1, K, pair, H))
-        piece = jnp.where(hit[None, None, :, None], new[row : row + 1].astype(state.dtype), old)
-        state = lax.dynamic_update_slice(state, piece, place)
+        state = lax.dynamic_update_slice(state, jnp.where(hit[None, None, :, None], new[row : row + 1], old), place)
     return state
 
 

@@ -36,15 +36,9 @@ def relu_plus_epsilon(x: Float[Array, "..."], eps: float = 1e-3) -> Float[Array,
 
 @jax.named_scope("linear_attention")
 def linear_attention(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
-    *,
-    mask: Mask | None = None,
-    feature_map: FeatureMaps = elu_plus_one,
-    eps: float = 1e-6,
-    chunk: int = 128,
-) -> Float[Array, "B T N Hv"]:
+    query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"], *, mask: Mask | None = None,
+    feature_map: FeatureMaps = elu_plus_one, eps: float = 1e-6, chunk: int = 128,
+) -> Float[Array, "B T N Hv"]:  # fmt: skip
     """phi(q) sum phi(k) v^T / (phi(q) sum phi(k) + eps). Katharopoulos et al. 2020, arXiv:2006.16236, eqs. 4-9.
 
     `feature_map` is phi, or a pair for query and key; hidden tokens are zero when it is called. `mask` is `full()` or
@@ -63,13 +57,9 @@ def linear_attention(
 
 @jax.named_scope("efficient_attention")
 def efficient_attention(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
-    *,
-    mask: Mask | None = None,
+    query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"], *, mask: Mask | None = None,
     chunk: int = 128,
-) -> Float[Array, "B T N Hv"]:
+) -> Float[Array, "B T N Hv"]:  # fmt: skip
     """softmax(q over features) / sqrt(H) @ softmax(k over length)^T v. Shen et al. 2021, arXiv:1812.01243, sec. 3.2.
 
     Masks and errors as in `linear_attention`. Under `causal()` a softmax over the length would see the future: it is exp(k)
@@ -94,35 +84,11 @@ class LinearState:
     sums: Any
 
 
-def linear_attention_state(
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
-    *,
-    mask: Mask | None = None,
-    feature_map: FeatureMaps = elu_plus_one,
-) -> LinearState:
-    """The state after these keys, for `linear_attention_step`; with segments, of each row's last one. Padding is skipped."""
-    S = key.shape[1]
-    view = visibility(mask, S, S, "linear_attention_state")
-    key, value, _ = _widen(key, value)
-    features = _hide(_pair(feature_map)[1](_hide(key, view.keys)), view.keys)
-    if S:
-        runs = view.runs(jnp.arange(S))
-        features = view.refuse_recurring(_hide(features, runs == runs[:, -1:]))
-    return _sum_keys(features, _hide(value, view.keys))
-
-
 @jax.named_scope("linear_attention_step")
 def linear_attention_step(
-    state: LinearState,
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K Hv"],
-    *,
-    feature_map: FeatureMaps = elu_plus_one,
-    eps: float = 1e-6,
-    chunk: int = 128,
-) -> tuple[LinearState, Float[Array, "B T N Hv"]]:
+    state: LinearState, query: Float[Array, "B T N H"], key: Float[Array, "B T K H"], value: Float[Array, "B T K Hv"], *,
+    feature_map: FeatureMaps = elu_plus_one, eps: float = 1e-6, chunk: int = 128,
+) -> tuple[LinearState, Float[Array, "B T N Hv"]]:  # fmt: skip
     """T further tokens (one, when decoding) of a causal sequence: the new state and their outputs.
 
     state += phi(k) v^T, then out = phi(q) state: Katharopoulos et al. 2020, arXiv:2006.16236, eqs. 16-20.
@@ -181,8 +147,7 @@ def visibility(mask: Any, T: int, S: int, function: str) -> View:
 
 def packed(ids: Int[Array, "B L"]) -> Bool[Array, " B"]:
     """Whether a row of ids has several segments that are not padding, 0."""
-    smallest = jnp.min(jnp.where(ids == 0, jnp.iinfo(ids.dtype).max, ids), axis=1)
-    return jnp.max(ids, axis=1) > smallest
+    return jnp.max(ids, axis=1) > jnp.min(jnp.where(ids == 0, jnp.iinfo(ids.dtype).max, ids), axis=1)
 
 
 def _hide(x, shown):

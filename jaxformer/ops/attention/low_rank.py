@@ -16,17 +16,11 @@ from jaxformer.ops.einsum import einsum
 
 @jax.named_scope("linformer_attention")
 def linformer_attention(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
+    query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"],
     key_projection: Float[Array, "L R"] | Float[Array, "K L R"],
-    value_projection: Float[Array, "L R"] | Float[Array, "K L R"] | None = None,
-    *,
-    mask: Mask | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-) -> Float[Array, "B T N Hv"]:
+    value_projection: Float[Array, "L R"] | Float[Array, "K L R"] | None = None, *, mask: Mask | None = None,
+    scale: float | None = None, dropout_rate: float = 0.0, dropout_key: Array | None = None,
+) -> Float[Array, "B T N Hv"]:  # fmt: skip
     """softmax(q (E^T k)^T * scale) F^T v. Wang et al. 2020, arXiv:2006.04768, eq. 7.
 
     E is `key_projection` and F `value_projection` (None: F = E), from L >= S positions to R rows, of which a sequence takes

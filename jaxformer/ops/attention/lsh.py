@@ -52,22 +52,11 @@ def lsh_buckets(x: Float[Array, "B T N H"], rotations: Rotations) -> Int[Array, 
 
 @jax.named_scope("lsh_attention")
 def lsh_attention(
-    query_key: Float[Array, "B T N H"],
-    value: Float[Array, "B T N Hv"],
-    rotations: Rotations,
-    *,
-    chunk: int,
-    mask: Mask | None = None,
-    chunks_before: int = 1,
-    chunks_after: int = 0,
-    scale: float = 1.0,
-    duplicates: bool = False,
-    within_buckets: bool = False,
-    eps: float = 1e-6,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
+    query_key: Float[Array, "B T N H"], value: Float[Array, "B T N Hv"], rotations: Rotations, *, chunk: int,
+    mask: Mask | None = None, chunks_before: int = 1, chunks_after: int = 0, scale: float = 1.0, duplicates: bool = False,
+    within_buckets: bool = False, eps: float = 1e-6, dropout_rate: float = 0.0, dropout_key: Array | None = None,
     multiple: int | None = None,
-) -> Float[Array, "B T N Hv"]:
+) -> Float[Array, "B T N Hv"]:  # fmt: skip
     """softmax(scale x_i . x_j / |x_j|) value over those keys j that some round of hashing puts near the query i.
 
     Each round sorts the tokens by (bucket, position), padding last, and cuts them into chunks. A query sees its own chunk,

@@ -23,22 +23,12 @@ Tokens = int | Sequence[int] | Int[np.ndarray, "..."] | Int[Array, "B G"] | Bool
 
 @jax.named_scope("longformer_attention")
 def longformer_attention(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K Hv"],
-    global_query: Float[Array, "B T N H"] | None,
-    global_key: Float[Array, "B T K H"] | None,
-    global_value: Float[Array, "B T K Hv"] | None,
-    *,
-    window: int,
-    global_tokens: Tokens = 0,
-    max_globals: int | None = None,
-    mask: Mask | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
+    query: Float[Array, "B T N H"], key: Float[Array, "B T K H"], value: Float[Array, "B T K Hv"],
+    global_query: Float[Array, "B T N H"] | None, global_key: Float[Array, "B T K H"] | None,
+    global_value: Float[Array, "B T K Hv"] | None, *, window: int, global_tokens: Tokens = 0, max_globals: int | None = None,
+    mask: Mask | None = None, scale: float | None = None, dropout_rate: float = 0.0, dropout_key: Array | None = None,
     implementation: str | None = None,
-) -> Float[Array, "B T N Hv"]:
+) -> Float[Array, "B T N Hv"]:  # fmt: skip
     """Sliding window and global tokens, the latter with projections of their own. Beltagy et al. 2020, arXiv:2004.05150.
 
     A local token attends to the keys at most window / 2 away and to the global tokens' keys, each once, in one softmax. A
@@ -101,18 +91,10 @@ def _take(x, indices):
 
 @jax.named_scope("bigbird_attention")
 def bigbird_attention(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K Hv"],
-    layout: Layout,
-    *,
-    block: int,
-    mask: Mask | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    implementation: str | None = None,
-) -> Float[Array, "B T N Hv"]:
+    query: Float[Array, "B T N H"], key: Float[Array, "B T K H"], value: Float[Array, "B T K Hv"], layout: Layout, *,
+    block: int, mask: Mask | None = None, scale: float | None = None, dropout_rate: float = 0.0,
+    dropout_key: Array | None = None, implementation: str | None = None,
+) -> Float[Array, "B T N Hv"]:  # fmt: skip
     """Internal transformer construction (ITC): global, neighbouring and random blocks. Zaheer et al. 2020, arXiv:2007.14062.
 
     Of the nb = ceil(T / block) blocks of queries the first and the last attend to all keys, block i between them to
@@ -193,15 +175,9 @@ def bigbird_layout_zero(T: int, block: int, r: int, heads: int) -> Int[np.ndarra
 
 
 def bigbird_layout_seeded(
-    T: int,
-    block: int,
-    r: int,
-    heads: int,
-    layer: int,
-    *,
-    max_length: int = 4096,
+    T: int, block: int, r: int, heads: int, layer: int, *, max_length: int = 4096,
     old_lengths: tuple[int, ...] = (1024, 3072, 4096),
-) -> Int[np.ndarray, "N rows r"]:
+) -> Int[np.ndarray, "N rows r"]:  # fmt: skip
     """The layout of the published checkpoints: NumPy's legacy generator, seeded by the layer's number.
 
     Random blocks come from the first 2 r + 5. For T in `old_lengths` (in google-research's code 2,048 too) an older plan draws

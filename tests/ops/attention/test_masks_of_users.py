@@ -113,7 +113,6 @@ OTHERS = {
     "ops.attention.linear.efficient_attention": lambda mask: ops.efficient_attention(QUERY, KEY, VALUE, mask=mask),
     "ops.attention.favor.favor_attention": lambda mask: ops.favor_attention(QUERY, KEY, VALUE, jnp.eye(4), mask=mask),
     "ops.attention.linear.linear_attention": lambda mask: ops.linear_attention(QUERY, KEY, VALUE, mask=mask),
-    "ops.attention.linear.linear_attention_state": lambda mask: ops.linear_attention_state(KEY, VALUE, mask=mask),
     "ops.attention.linear.visibility": lambda mask: ops.linear_attention(QUERY, KEY, VALUE, mask=mask),
     "ops.attention.low_rank.linformer_attention": lambda mask: ops.linformer_attention(
         QUERY, KEY, VALUE, jnp.ones((T, 3)), mask=mask
@@ -212,5 +211,3 @@ def test_what_is_no_mask_is_refused_in_one_line(mask):
     rotations = ops.random_rotations(jax.random.key(1), N, 4, 2, 2)
     with pytest.raises(ValueError, match="lsh_attention: a mask is a value"):
         inspect.unwrap(ops.lsh_attention)(QUERY, VALUE, rotations, chunk=4, mask=mask)
-    with pytest.raises(ValueError, match="linear_attention_state: a mask is a value"):
-        inspect.unwrap(ops.linear_attention_state)(KEY, VALUE, mask=mask)

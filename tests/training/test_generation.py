@@ -1,0 +1,136 @@
+"""What a run makes of prompts: streamed, from a file, with beams, filters and stop strings, and on a mesh."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxformer
+from jaxformer import cli
+from jaxformer.errors import ConfigError
+from jaxformer.training import run as runs
+from tests.tiny import furnish
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run."""
+    folder = furnish(tmp_path_factory.mktemp("trained"))
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        assert cli.main(["train", "tiny"]) == 0
+    return next((folder / "runs").glob("tiny-*"))
+
+
+def generate(capsys, trained, *options):
+    with contextlib.chdir(trained.parents[1]):
+        code = cli.main(["generate", str(trained), *options])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_pieces_make_up_the_text(trained):
+    run = jaxformer.open_run(trained)
+    pieces = list(run.stream("the ", seed=3, tokens=7))
+    assert "".join(pieces) == run.generate("the ", seed=3, tokens=7)[4:]
+    assert sum(map(bool, pieces)) > 2
+
+
+def test_a_stop_string_ends_the_text_and_is_left_out(trained):
+    run = jaxformer.open_run(trained)
+    free = run.generate("the ", tokens=10)[4:]
+    for string in {free[3:5], free[2:6], free[:1]}:  # characters are tokens: the string lies across their border
+        before = free[: free.index(string)]
+        assert "".join(run.stream("the ", tokens=10, stop=[string])) == before
+        assert run.continue_all(["the ", "a"], tokens=10, stop=[string, "never"])[0] == [before]
+
+
+def test_part_of_a_stop_string_is_held_back_until_it_is_decided():
+    assert runs._held_back("abc<e", ["<end>", "e!"]) == 2
+    assert runs._held_back("abc", ["<end>"]) == 0
+    assert runs._held_back("caf\ufffd", []) == 1
+    assert runs.before_stop("one two one", ["two", "wo"]) == "one "
+
+
+def test_a_file_of_prompts_becomes_a_file_of_texts(trained, tmp_path, capsys):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "the "}\n\n{"prompt": "a"}\n{"prompt": "there "}\n')
+    options = ["--prompts", str(source), "--out", str(target), "--tokens=6"]
+    code, out, _ = generate(
+        capsys, trained, *options, "--temperature=0", "--filter", "Repetition(1.5)", "--filter=NoRepeatNgram(2)"
+    )
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    assert code == 0 and "3 prompts" in out and [line["prompt"] for line in lines] == ["the ", "a", "there "]
+    assert all(len(line["texts"]) == 1 and 0 < len(line["texts"][0]) <= 6 for line in lines)  # bytes may join to characters
+    code, *_ = generate(capsys, trained, *options, "--beams=3", "--n-best=2", "--length-penalty=0.5")
+    best = [json.loads(line)["texts"] for line in target.read_text().splitlines()]
+    assert code == 0 and [len(texts) for texts in best] == [2, 2, 2] and best[0][0] != best[0][1]
+    code, out, _ = generate(capsys, trained, "--prompt", "the ", "--tokens=6", "--beams=3", "--length-penalty=0.5")
+    assert out.splitlines()[-1] == "the " + best[0][0]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ([], "give --prompt TEXT"),
+        (["--prompt=a", "--prompts=b"], "give --prompt TEXT"),
+        (["--prompt=a", "--out=b"], "give --prompt TEXT"),
+        (["--prompts=none.jsonl", "--out=x"], "none.jsonl"),
+        (["--prompt=a", "--filter=TopK(0)"], "TopK(0)"),
+        (["--prompt=a", "--filter=Nothing(1)"], "Nothing"),
+        (["--prompt=a", "--beams=2", "--n-best=3"], "n_best=3"),
+        (["--prompt=a", "--model.d-model=32"], "only --mesh."),
+        (["--prompt=a", "--temprature=1"], "temprature"),
+    ],
+)
+def test_what_does_not_fit_gets_one_line(trained, capsys, options, said):
+    code, _, err = generate(capsys, trained, *options)
+    assert code == 2 and said in err and err.strip().count("\n") == 0
+
+
+@pytest.mark.parametrize("mesh", [["--mesh.tensor=2", "--mesh.data=2"], ["--mesh.fsdp=4"]])
+def test_a_mesh_changes_nothing(trained, mesh):
+    one, split = jaxformer.open_run(trained), jaxformer.open_run(trained, overrides=mesh)
+    kernel = split.params["layers"]["feedforward"]["up"]["kernel"]
+    assert len(kernel.sharding.device_set) == 4 and not kernel.sharding.is_fully_replicated
+    assert split.generate("the ", tokens=8) == one.generate("the ", tokens=8)
+    with contextlib.chdir(trained.parents[1]):
+        found, expected = split.evaluate(), one.evaluate()
+    assert found == pytest.approx(expected, rel=1e-5)  # float32, summed in another order
+
+
+def test_a_mesh_that_is_not_here_becomes_one_device(trained):
+    run = jaxformer.open_run(trained, overrides=["--mesh.fsdp=512"])
+    assert run.mesh is None and run.generate("the ", tokens=3).startswith("the ")
+    with pytest.raises(ConfigError, match="another run"):
+        jaxformer.open_run(trained, overrides=["--steps=7"])
+
+
+def test_weights_in_8_bits_are_scored_beside(trained):
+    with contextlib.chdir(trained.parents[1]):
+        scores = jaxformer.open_run(trained).evaluate(int8=True)
+    assert scores["int8_loss"] != scores["loss"] and scores["int8_loss"] == pytest.approx(scores["loss"], abs=0.05)
+
+
+def test_a_second_process_compiles_nothing_again(trained):
+    """`generate` in a process of its own, twice: the second finds every program in the compilation cache."""
+    script = (
+        "import sys, jax\n"
+        "from jaxformer import cli\n"
+        "misses = []\n"
+        "count = lambda name, **_: misses.append(name) if name.endswith('cache_misses') else None\n"
+        "jax.monitoring.register_event_listener(count)\n"
+        f"assert cli.main(['generate', {str(trained)!r}, '--prompt', 'the ', '--tokens=5', '--top-k=3']) == 0\n"
+        "print('misses', len(misses))\n"
+    )
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
+    counts = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=trained.parents[1], env=env)
+        assert done.returncode == 0, done.stderr
+        counts.append(int(done.stdout.split()[-1]))
+    assert counts[0] > 0 and counts[1] == 0
