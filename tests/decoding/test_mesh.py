@@ -19,7 +19,7 @@ CONFIG = replace(
 )
 MESHES = {
     "data": Mesh(data=8), "tensor": Mesh(data=2, tensor=4), "fsdp": Mesh(data=1, fsdp=8),
-    "all": Mesh(data=2, fsdp=2, tensor=2), "explicit": Mesh(data=2, fsdp=2, tensor=2, explicit=True),
+    "all": Mesh(data=2, fsdp=2, tensor=2),
 }  # fmt: skip
 PROMPTS = [np.random.default_rng(n).integers(0, 128, n).tolist() for n in (5, 9, 3, 17, 8, 2, 11, 6, 4)]
 
