@@ -60,34 +60,26 @@ def plan_decode(
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"plan --decode: model={type(config).__name__}: expected a ModelConfig, one stack")
     mesh, dtype = parallel.make_mesh(experiment.mesh, devices), jnp.dtype(experiment.precision)
-    room, layers = room or length, [block.spec(config, mixer) for mixer in scan.pattern(config)]
-    spec = models.spec(config) | {"layers": tuple(layers[i % len(layers)] for i in range(config.num_layers))}
-    made = jax.eval_shape(lambda: decoding.prepare(config, models.init(config, jax.random.key(0)), dtype))
-    weights = jax.tree.map(partial(_placed, mesh), made, sharding.partition_specs(spec, mesh))
-    read = params.paths(weights)
-    if not config.tie_embeddings:  # rows of the table are looked up
-        read.pop("embedding/tokens", None)
+    room = room or length
 
-    def compiled(function, rows: int, tokens: int, used: bool):
-        shapes = jax.eval_shape(partial(decoding.init_cache, config, rows, room, dtype))
-        shapes = replace(shapes, lengths=jax.ShapeDtypeStruct((rows,), jnp.int32) if used else None)
-        cache = jax.tree.map(lambda leaf: _placed(mesh, leaf, _state_spec(mesh, leaf.shape)), shapes)
-        new = jax.ShapeDtypeStruct((rows, tokens), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
-        new = [_placed(mesh, leaf, _state_spec(mesh, leaf.shape)) for leaf in new]
+    def compiled(function, *shape):
+        weights, cache, *new = arguments = abstract_arguments(config, mesh, dtype, *shape)
         call = lambda weights, cache, tokens, lengths: function(config, weights, tokens, cache, lengths=lengths, dtype=dtype)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            lowered = jax.jit(call, donate_argnums=1).lower(weights, cache, *new)
+            lowered = jax.jit(call, donate_argnums=1).lower(*arguments)
         program, log = compile_step(lowered, devices, fast)
-        return program, memory_of(program, log, _bytes((weights, cache, new))), cache
+        return program, memory_of(program, log, _bytes(arguments)), weights, cache
 
-    prefill, first, _ = compiled(decoding.prefill, 1, min(length, CHUNK), False)
-    step, size, cache = compiled(decoding.decode_step, rows, 1, True)
+    prefill, first, *_ = compiled(decoding.prefill, 1, min(length, CHUNK), room, False)
+    step, size, weights, cache = compiled(decoding.decode_step, rows, 1, room, True)
     text = (step.as_text() or "") if step else ""
-    found = hlo.collectives(text, mesh)
+    found, read = hlo.collectives(text, mesh), params.paths(weights)
+    if not config.tie_embeddings:  # rows of the table are looked up
+        read.pop("embedding/tokens", None)
     needed = _bytes(read) + _bytes(cache) * length // room
     moved = hlo.traffic(text, sum(width < length for width in widths(room))) or needed
     network = roofline.network(found, mesh, chip)
-    seconds = {"compute": 2 * rows * params.count(spec) / len(devices) / chip.peak, "memory": moved / chip.bandwidth}
+    seconds = {"compute": 2 * rows * params.count(models.spec(config)) / len(devices) / chip.peak, "memory": moved / chip.bandwidth}
     peak = max(size["peak_bytes"], first["peak_bytes"])
     return DecodePlan(
         topology=name, chip=devices[0].device_kind, mesh={k: v for k, v in mesh.shape.items() if v > 1}, rows=rows,
@@ -99,6 +91,18 @@ def plan_decode(
         kernel=next((kernel for kernel, mark in KERNELS.items() if prefill and mark in prefill.as_text()), "blockwise"),
         compile_seconds=time.monotonic() - began,
     )  # fmt: skip
+
+
+def abstract_arguments(config: ModelConfig, mesh, dtype, rows: int, tokens: int, room: int, used: bool) -> list[Any]:
+    """Shapes on a mesh: prepared parameters, a cache that is new or `used`, new tokens, how many of them are text."""
+    layers = [block.spec(config, mixer) for mixer in scan.pattern(config)]
+    spec = models.spec(config) | {"layers": tuple(layers[i % len(layers)] for i in range(config.num_layers))}
+    made = jax.eval_shape(lambda: decoding.prepare(config, models.init(config, jax.random.key(0)), dtype))
+    number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    cache = jax.eval_shape(partial(decoding.init_cache, config, rows, room, dtype))
+    states = replace(cache, lengths=number(rows) if used else None), number(rows, tokens), number(rows)
+    placed = [jax.tree.map(lambda leaf: _placed(mesh, leaf, _state_spec(mesh, leaf.shape)), state) for state in states]
+    return [jax.tree.map(partial(_placed, mesh), made, sharding.partition_specs(spec, mesh)), *placed]
 
 
 def _placed(mesh, leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec as P
 
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.attention.reference import softmax, visible_scores
 from jaxformer.ops.einsum import einsum
 from jaxformer.ops.positions import Bias, bias_between
+from jaxformer.sharding import is_split, mesh_axes
 
 QUERY_BLOCK = 128  # queries at a time: their scores are an array
 
@@ -128,8 +130,17 @@ def write_token(state: Array, new: Array, positions: Array) -> Array:
     """A state `[B, K, S, H]` with one new token a row, `[B, K, 1, H]`, of these positions `[B, 1]`; -1 writes nothing.
 
     The slot is empty or has a token that the new one does not see, so it may be written before the state is read: XLA then
-    keeps one copy of the state, and the TPU's compiler does not fetch the slots that attention leaves out.
+    keeps one copy of the state, and the TPU's compiler does not fetch the slots that attention leaves out. On a mesh each
+    device writes its own rows and heads.
     """
+    if not is_split():
+        return _write_token(state, new, positions)
+    rows, heads = mesh_axes("batch", len(state)) or None, mesh_axes("kv_heads", state.shape[1]) or None
+    specs = P(rows, heads), P(rows, heads), P(rows)
+    return jax.shard_map(_write_token, in_specs=specs, out_specs=specs[0], check_vma=False)(state, new, positions)
+
+
+def _write_token(state: Array, new: Array, positions: Array) -> Array:
     K, S, H = state.shape[1:]
     new = new.astype(state.dtype)
     pair = min(2, S)  # of a single slot, the TPU's compiler lays the whole state out anew
