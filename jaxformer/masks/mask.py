@@ -211,12 +211,9 @@ def _combine(rule, *masks: Mask) -> Mask:
 def as_mask(mask: Any, function: str) -> Mask:
     """`mask`, or `full()` for None. Raises ValueError, which names the function, for anything else, such as an array."""
     if mask is not None and not isinstance(mask, Mask):
-        raise ValueError(
-            f"{function}: a mask is a value of jaxformer.masks, not "
-            f"{_short(mask) if hasattr(mask, 'dtype') else repr(mask)}; "
-            "for padding wrap an array as masks.segments(ids) or masks.lengths(kv=lengths), for a pattern [T, S] as "
-            "masks.block_sparse(pattern, 1), or give bias=jnp.where(pattern, 0, -jnp.inf)"
-        )
+        found = _short(mask) if hasattr(mask, "dtype") else repr(mask)
+        wraps = "masks.segments(ids) or masks.lengths(kv=lengths) wrap padding, masks.block_sparse(pattern, 1) a pattern [T, S]"
+        raise ValueError(f"{function}: a mask is a value of jaxformer.masks, not {found}; {wraps}")
     return full() if mask is None else mask
 
 

@@ -93,8 +93,7 @@ def _embed_images(config: ModelConfig, params: Tree, images, masked) -> Float[Ar
             raise ConfigError("inputs: masked patches, but model.embedding has no mask token; set mask_token=True")
         x = jnp.where(masked[..., None], row("mask_token"), x)
     if how.class_token:
-        first = jnp.broadcast_to(row("class_token"), (x.shape[0], 1, config.d_model))
-        x = jnp.concatenate([first, x], axis=1)
+        x = jnp.concatenate([jnp.broadcast_to(row("class_token"), (len(x), 1, config.d_model)), x], axis=1)
     return x
 
 

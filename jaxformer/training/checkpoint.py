@@ -222,9 +222,6 @@ class Manager(AbstractContextManager):
         self.log(f"{self.folder}: step {step} is damaged: {why}; {then}, trying an older one")
 
 
-open_manager = Manager
-
-
 def steps(folder: Folder) -> list[int]:
     """The complete steps in a folder, in order; none if there is no such folder."""
     try:

@@ -99,7 +99,7 @@ def train(
     lines = processes.first(lambda: [] if folder.config.is_file() else introduce(experiment, folder, runs, asked))
     with contextlib.ExitStack() as stack:
         keep = dict(keep_latest=experiment.checkpoints.keep_latest, keep_best=experiment.checkpoints.keep_best)
-        manager = stack.enter_context(checkpoint.open_manager(folder.checkpoints, **keep))  # holds the run's lock
+        manager = stack.enter_context(checkpoint.Manager(folder.checkpoints, **keep))  # holds the run's lock
         use_compilation_cache(runs)
         keep_memory()
         if mesh is not None and experiment.mesh.backend == "jit":
@@ -220,8 +220,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         step, put = pmap.step(make_train_step(recipe, pmap.AXIS), devices), partial(pmap.shard, devices=devices)
         spread, gather = partial(pmap.replicate, devices=devices), pmap.unreplicate
     elif mesh is not None:
-        shardings = state_shardings(recipe, mesh), None
-        step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=shardings)
+        step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(state_shardings(recipe, mesh), None))
     sample = lambda trained: continue_text(
         experiment.model, recipe.weights(trained), experiment.sample, dataset.tokenizer, experiment.seed, experiment.precision
     )

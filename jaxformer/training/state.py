@@ -85,8 +85,7 @@ def state_specs(recipe: Recipe, mesh: jax.sharding.Mesh | jax.sharding.AbstractM
 
 def gradient_rules(mesh: parallel.Mesh) -> sharding.Rules:
     """The rules by which gradients and optimizer state are split."""
-    zero1 = {"embed": (*sharding.PARAMETERS["embed"], "data")} if mesh.zero1 else {}
-    return sharding.PARAMETERS | zero1
+    return sharding.PARAMETERS | ({"embed": (*sharding.PARAMETERS["embed"], "data")} if mesh.zero1 else {})
 
 
 def state_shardings(recipe: Recipe, mesh: jax.sharding.Mesh) -> TrainState:
