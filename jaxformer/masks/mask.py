@@ -113,28 +113,17 @@ class Mask:
         """
         return block_counts.density(self.sized(kv_length), q_length, kv_length)
 
-    def plot(self, q_length: int, kv_length: int, path: Path | None = None, block: int | None = None) -> Any:
-        """The mask's first row as a matplotlib figure, also written to `path`: one panel for each head, at most four.
-
-        `block` draws the grid of `.blocks` and tints what is not EMPTY.
-        """
+    def plot(self, q_length: int, kv_length: int, path: Path | None = None) -> Any:
+        """The mask's first row as a matplotlib figure, also written to `path`: one panel for each head, at most four."""
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
 
         dense = np.asarray(self.dense(q_length, kv_length))
-        panels, count = dense[0, :4].astype(int), min(4, dense.shape[1])
-        if block is not None:
-            classes = self.blocks(q_length, kv_length, block).repeat(block, 0).repeat(block, 1)
-            panels = np.where(panels == 1, 1, 2 * (classes[:q_length, :kv_length] != block_counts.EMPTY))
-        height = 0.9 + 3 * float(np.clip(q_length / kv_length, 0.3, 2))
+        count, height = min(4, dense.shape[1]), 0.9 + 3 * float(np.clip(q_length / kv_length, 0.3, 2))
         figure = Figure(figsize=(0.6 + 3.4 * count, height), dpi=150, layout="constrained")
-        colors = ListedColormap(["#ffffff", "#1f5d8c", "#f6e6c8"])
         for head, axes in enumerate(figure.subplots(1, count, squeeze=False)[0]):
-            for n in range(block, max(q_length, kv_length), block) if block else ():
-                for line, length in ((axes.axhline, q_length), (axes.axvline, kv_length)):
-                    if n < length:
-                        line(n - 0.5, color="#b9c3cc", linewidth=0.4)
-            axes.imshow(panels[head], cmap=colors, vmin=0, vmax=2, interpolation_stage="rgba")
+            colors = ListedColormap(["#ffffff", "#1f5d8c"])
+            axes.imshow(dense[0, head], cmap=colors, vmin=0, vmax=1, interpolation_stage="rgba")
             axes.set(xlabel="key", ylabel="query" if head == 0 else None)
             axes.set_title(f"head {head}" if count > 1 else "", fontsize=8)
         title = f"{self}: {dense.mean():.1%} visible"
