@@ -32,8 +32,7 @@ def sinusoidal(
     if layout not in ("interleaved", "half") or spacing not in ("paper", "tensor2tensor"):
         raise ValueError(f"sinusoidal: no layout {layout!r} with spacing {spacing!r}; see the docstring")
     i = np.arange(-(-width // 2))
-    exponent = 2 * i / width if spacing == "paper" else i / max(width // 2 - 1, 1)
-    angles = _angles(positions, base**-exponent)
+    angles = _angles(positions, base ** -(2 * i / width if spacing == "paper" else i / max(width // 2 - 1, 1)))
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     if layout == "half":
         return jnp.concatenate([sin, cos[..., : width // 2]], axis=-1)
