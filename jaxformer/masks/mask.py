@@ -73,10 +73,8 @@ class Mask:
         """The rule's name, to print. A user's rule may have the name of one of ours: to recognise a rule, compare `rule`."""
         return getattr(self.rule, "__name__", type(self.rule).__name__).strip("_")
 
-    @property
-    def static(self) -> bool:
-        """Whether the mask holds no arrays: then it can be hashed, and is known at trace time."""
-        return not jax.tree.leaves(self)
+    # whether the mask holds no arrays: then it can be hashed, and is known at trace time
+    static = property(lambda self: not jax.tree.leaves(self))
 
     def conjuncts(self) -> tuple["Mask", ...]:
         """The operands of an `&`, each with the offset of the whole mask; of any other mask, the mask alone."""

@@ -53,9 +53,7 @@ def length(config: ModelConfig, inputs: Array) -> int:
     return config.embedding.length
 
 
-def embed(
-    config: ModelConfig, params: Tree, inputs, positions, token_types=None, dtype=None, masked=None
-) -> Float[Array, "B T D"]:
+def embed(config: ModelConfig, params, inputs, positions, token_types=None, dtype=None, masked=None) -> Float[Array, "B T D"]:
     """Rows of tokens times the scale, or patches of images, plus token types and absolute positions; then a norm, if any.
 
     `masked` flags `[B, patches]` of an image stand for the mask token. Raises ConfigError where the model has none.

@@ -28,7 +28,8 @@ def spec(config: EncoderDecoder) -> Tree:
 
 def apply(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
     """Both stacks, then the heads of the decoder. Target tokens see the source tokens of their own segment."""
-    return transformer.read(config.decoder, params["decoder"], encode(config, params, inputs), inputs.real)
+    output = encode(config, params, inputs)
+    return transformer.read(config.decoder, params["decoder"], output, inputs.real)
 
 
 def encode(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:

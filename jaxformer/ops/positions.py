@@ -193,9 +193,7 @@ def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
-def rope_frequencies(
-    head_width: int, config: Rope, positions: Int[Array, "#B T"] | None = None
-) -> tuple[np.ndarray | Array, float]:
+def rope_frequencies(head_width: int, config: Rope, positions: Int[Array, "#B T"] | None = None) -> tuple[Any, float]:
     """Radians a position for each of r/2 pairs, and a factor on cos and sin (1 except for YaRN and LongRoPE).
 
     Computed on the host in float64; for a dynamic NTK and LongRoPE from the `positions` of the call, where None stands for

@@ -170,9 +170,7 @@ def keep_memory() -> None:
         mallopt(-4, 0)  # M_MMAP_MAX
 
 
-def restore(
-    recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh, begin: Callable[[], Any]
-) -> tuple[TrainState, int]:
+def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh, begin) -> tuple[TrainState, int]:
     """The newest good state, or that of the parameters `begin()`, on the mesh; the record goes back to the same step."""
     abstract, shardings = jax.eval_shape(partial(init_state, recipe)), None
     if mesh is not None and recipe.mesh.backend == "jit":
@@ -246,11 +244,8 @@ def _peak_share(model: Any, devices: int) -> float | None:
 
 def loop(
     job: Job, manager, state: TrainState, start: int, record: Record, console: Console, watchdog
-) -> tuple[TrainState, dict[str, float]]:
-    """Steps `start` to the end: the last state and its scores.
-
-    Metrics of a step are fetched after the next one is on its way, so the device never waits.
-    """
+) -> tuple[TrainState, dict]:
+    """Steps `start` to the end. Metrics of a step are fetched after the next one is on its way, so the device never waits."""
     scores: dict[str, float] = {}
     state = job.spread(state)
     options = dict(every=job.log_every, last=job.steps - 1, max_skipped=job.max_skipped, share=job.share)

@@ -34,10 +34,8 @@ class TrainState:
     loss_scale: Any = None  # LossScale, for float16
     skipped: Any = 0  # non-finite steps in a row, up to now
 
-    @property
-    def best(self) -> Any:
-        """What is scored and sampled from: the averaged parameters where there are any."""
-        return self.params if self.ema is None else self.ema
+    # what is scored and sampled from: the averaged parameters where there are any
+    best = property(lambda self: self.params if self.ema is None else self.ema)
 
 
 def init_state(recipe: Recipe, trained: Tree = None) -> TrainState:

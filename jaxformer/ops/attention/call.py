@@ -83,10 +83,7 @@ class Share(NamedTuple):
         call = jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.manual), check_vma=False)
         return jax.jit(call)(*arrays)
 
-    @property
-    def spec(self) -> P:
-        """Of an array `[B, T, N, H]`."""
-        return P(self.batch, self.length, self.heads)
+    spec = property(lambda self: P(self.batch, self.length, self.heads))  # of an array `[B, T, N, H]`
 
 
 def share(B: int, T: int, heads: int) -> Share:
