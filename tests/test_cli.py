@@ -146,10 +146,10 @@ def test_changed_data_is_refused_on_resume(trained, capsys):
 
 def test_two_trainers_do_not_share_a_run(workplace, capsys):
     from jaxformer import config
-    from jaxformer.training.checkpoint import open_manager
+    from jaxformer.training.checkpoint import Manager
     from jaxformer.training.run_folder import run_folder
 
-    with open_manager(run_folder(config.load("tiny"), "runs").checkpoints):
+    with Manager(run_folder(config.load("tiny"), "runs").checkpoints):
         code, _, err = run(capsys, "train", "tiny")
     assert code == 2 and f"pid {os.getpid()}" in err and err.count("\n") == 1
 

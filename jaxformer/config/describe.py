@@ -181,10 +181,7 @@ def fingerprint(config: Any) -> str:
 
 
 def changes(config: Any, default: Any = None) -> dict[str, Any]:
-    """The description of what a config does not share with `default`, or with its class's defaults.
-
-    Fields made by `execution` are left out.
-    """
+    """The description of what a config does not share with `default` or its class's defaults, without `execution` fields."""
     numbers_only = _Place(execution=False)
     described = _describe(config, numbers_only)
     if type(default) is type(config):

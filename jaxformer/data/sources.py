@@ -99,10 +99,9 @@ class Windows:
         positions = np.asarray(indices)[:, None] * self.stride + np.arange(self.length + 1)
         rows = self.tokens[np.minimum(positions, len(self.tokens) - 1)]
         return {
-            "tokens": rows[:, :-1].astype(np.int32),
-            "labels": rows[:, 1:].astype(np.int32),
+            "tokens": rows[:, :-1].astype(np.int32), "labels": rows[:, 1:].astype(np.int32),
             "weights": (positions[:, 1:] < len(self.tokens)).astype(np.float32),
-        }
+        }  # fmt: skip
 
 
 def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
@@ -123,9 +122,8 @@ def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
     train, validation, tokenizer = _encode(config, name, raw, source)
     for part, tokens, least in (("training", train, context_length + 1), ("validation", validation, 2)):
         if len(tokens) < least:
-            needed = f"a context of {context_length:,} needs at least {least:,}"
-            advice = "take a longer text, a shorter context or another data.validation_fraction"
-            raise ConfigError(f"data: the {part} part of {name} is {len(tokens):,} tokens; {needed}; {advice}")
+            needed = f"{len(tokens):,} tokens; a context of {context_length:,} needs at least {least:,}; take a longer text"
+            raise ConfigError(f"data: the {part} part of {name} is {needed} or another data.validation_fraction")
     return Dataset(
         train=Windows(train, context_length), validation=Windows(validation, context_length, stride=context_length),
         vocab_size=tokenizer.vocab_size, tokenizer=tokenizer,

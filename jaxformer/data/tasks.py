@@ -123,9 +123,8 @@ def open_task(config: Task, limit: int) -> Dataset:
     # The digest includes examples because another NumPy version may draw other numbers from the same seed.
     content = [example(config, split, index).tobytes() for split in (0, 1) for index in range(16)]
     return Dataset(
-        train=train,
-        validation=validation,
+        train=train, validation=validation,
         vocab_size=config.vocab_size + (getattr(config, "form", None) in ("causal", "pair")),
         digest=hashlib.sha256(repr(config).encode() + b"".join(content)).hexdigest(),
         description=f"{config}: {length} tokens an example",
-    )
+    )  # fmt: skip

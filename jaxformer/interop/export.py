@@ -120,8 +120,7 @@ def _portable(config: Any, length: int | None) -> Any:
 
 
 def _forward(config, names: tuple[str, ...], leaves: dict[str, Array], first: Array, *arguments: Array) -> Array:
-    options = dict(zip(names, arguments, strict=True))
-    output = models.apply(config, unflatten_dict(leaves, sep="/"), first, **options)
+    output = models.apply(config, unflatten_dict(leaves, sep="/"), first, **dict(zip(names, arguments, strict=True)))
     return output.hidden if output.logits is None else output.logits
 
 

@@ -47,7 +47,6 @@ class Transformer(linen.Module):
 
 
 def _draw(module: Any, name: str, key: Array, spec: Tree) -> Tree:
-    """Initial values of one part of a Linen model."""
     # `self.param` would fold in the number of earlier parameters. Our keys already depend on the path.
     key = module.scope.rngs["params"].as_jax_rng() if module.has_rng("params") else key
     values = params.init({name: spec}, key, module.param_dtype)[name]
@@ -95,7 +94,6 @@ def params_of(model: Any) -> Tree:
 
 
 def _plain(node: Any) -> Any:
-    """The inverse of `_boxed`."""
     if isinstance(node, nnx.Variable):
         return node.get_value()
     if isinstance(node, nnx.Dict):
@@ -139,11 +137,10 @@ class FlaxMixer:
 
     def __call__(self, config: ModelConfig) -> Mixer:
         unused = {
-            "attention_softcap": config.attention_softcap is not None,
-            "attention_scale": config.attention_scale is not None,
+            "attention_softcap": config.attention_softcap is not None, "attention_scale": config.attention_scale is not None,
             "attention_dropout_rate": config.attention_dropout_rate != 0,
             "positions": not isinstance(config.positions, Learned | Sinusoidal | None),
-        }
+        }  # fmt: skip
         for field in (field for field, is_set in unused.items() if is_set):
             advice = "build it into the layer, or use models.mixers.attention (mixer=None)"
             raise ConfigError(f"model.{field}={getattr(config, field)}: a FlaxMixer does not read it; {advice}")
@@ -290,7 +287,6 @@ def _stream(key: Array, i: int, leaf: Any) -> Array:
 
 
 def _leaf(draw: Callable, i: int, shape: tuple[int, ...], names) -> Spec:
-    """The Spec of the i-th parameter of draw(key)."""
     axes = (None,) * len(shape) if names is None else tuple(names)
     return Spec(shape, axes, lambda key, shape, dtype: draw(key)[i].astype(dtype))
 

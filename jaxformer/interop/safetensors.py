@@ -43,9 +43,7 @@ class _Tensor(NamedTuple):
     dtype: np.dtype
     make: Callable[[], Any]
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    nbytes = property(lambda self: math.prod(self.shape) * self.dtype.itemsize)
 
 
 Opened = dict[str, tuple[Path, Any]]  # the file of each tensor: its path, and the open and checked file

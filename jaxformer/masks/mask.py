@@ -73,10 +73,8 @@ class Mask:
         """The rule's name, to print. A user's rule may have the name of one of ours: to recognise a rule, compare `rule`."""
         return getattr(self.rule, "__name__", type(self.rule).__name__).strip("_")
 
-    @property
-    def static(self) -> bool:
-        """Whether the mask holds no arrays: then it can be hashed, and is known at trace time."""
-        return not jax.tree.leaves(self)
+    # whether the mask holds no arrays: then it can be hashed, and is known at trace time
+    static = property(lambda self: not jax.tree.leaves(self))
 
     def conjuncts(self) -> tuple["Mask", ...]:
         """The operands of an `&`, each with the offset of the whole mask; of any other mask, the mask alone."""
@@ -113,28 +111,17 @@ class Mask:
         """
         return block_counts.density(self.sized(kv_length), q_length, kv_length)
 
-    def plot(self, q_length: int, kv_length: int, path: Path | None = None, block: int | None = None) -> Any:
-        """The mask's first row as a matplotlib figure, also written to `path`: one panel for each head, at most four.
-
-        `block` draws the grid of `.blocks` and tints what is not EMPTY.
-        """
+    def plot(self, q_length: int, kv_length: int, path: Path | None = None) -> Any:
+        """The mask's first row as a matplotlib figure, also written to `path`: one panel for each head, at most four."""
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
 
         dense = np.asarray(self.dense(q_length, kv_length))
-        panels, count = dense[0, :4].astype(int), min(4, dense.shape[1])
-        if block is not None:
-            classes = self.blocks(q_length, kv_length, block).repeat(block, 0).repeat(block, 1)
-            panels = np.where(panels == 1, 1, 2 * (classes[:q_length, :kv_length] != block_counts.EMPTY))
-        height = 0.9 + 3 * float(np.clip(q_length / kv_length, 0.3, 2))
+        count, height = min(4, dense.shape[1]), 0.9 + 3 * float(np.clip(q_length / kv_length, 0.3, 2))
         figure = Figure(figsize=(0.6 + 3.4 * count, height), dpi=150, layout="constrained")
-        colors = ListedColormap(["#ffffff", "#1f5d8c", "#f6e6c8"])
         for head, axes in enumerate(figure.subplots(1, count, squeeze=False)[0]):
-            for n in range(block, max(q_length, kv_length), block) if block else ():
-                for line, length in ((axes.axhline, q_length), (axes.axvline, kv_length)):
-                    if n < length:
-                        line(n - 0.5, color="#b9c3cc", linewidth=0.4)
-            axes.imshow(panels[head], cmap=colors, vmin=0, vmax=2, interpolation_stage="rgba")
+            colors = ListedColormap(["#ffffff", "#1f5d8c"])
+            axes.imshow(dense[0, head], cmap=colors, vmin=0, vmax=1, interpolation_stage="rgba")
             axes.set(xlabel="key", ylabel="query" if head == 0 else None)
             axes.set_title(f"head {head}" if count > 1 else "", fontsize=8)
         title = f"{self}: {dense.mean():.1%} visible"
@@ -211,12 +198,9 @@ def _combine(rule, *masks: Mask) -> Mask:
 def as_mask(mask: Any, function: str) -> Mask:
     """`mask`, or `full()` for None. Raises ValueError, which names the function, for anything else, such as an array."""
     if mask is not None and not isinstance(mask, Mask):
-        raise ValueError(
-            f"{function}: a mask is a value of jaxformer.masks, not "
-            f"{_short(mask) if hasattr(mask, 'dtype') else repr(mask)}; "
-            "for padding wrap an array as masks.segments(ids) or masks.lengths(kv=lengths), for a pattern [T, S] as "
-            "masks.block_sparse(pattern, 1), or give bias=jnp.where(pattern, 0, -jnp.inf)"
-        )
+        found = _short(mask) if hasattr(mask, "dtype") else repr(mask)
+        wraps = "masks.segments(ids) or masks.lengths(kv=lengths) wrap padding, masks.block_sparse(pattern, 1) a pattern [T, S]"
+        raise ValueError(f"{function}: a mask is a value of jaxformer.masks, not {found}; {wraps}")
     return full() if mask is None else mask
 
 

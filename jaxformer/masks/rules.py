@@ -63,8 +63,7 @@ def columns(mask, q, kv):
 
 
 def prefix(mask, q, kv):
-    length = mask.args[0] if mask.args else mask.arrays[0][:, None, None, None]
-    return (kv < length) & (q == q)
+    return (kv < (mask.args[0] if mask.args else mask.arrays[0][:, None, None, None])) & (q == q)
 
 
 def global_tokens(mask, q, kv):
@@ -137,8 +136,7 @@ def lookup(ids, positions):
     flat = jnp.where(flat < 0, ids.shape[1], flat)  # a negative index would count from the end
     (rows,) = jnp.broadcast_shapes(ids.shape[:1], flat.shape[:1])  # export has symbols for sizes
     ids, flat = (jnp.broadcast_to(x, (rows, x.shape[1])) for x in (ids, flat))
-    found = jnp.take_along_axis(ids, flat, axis=1, mode="fill", fill_value=0)
-    return found.reshape(rows, *positions.shape[1:])
+    return jnp.take_along_axis(ids, flat, axis=1, mode="fill", fill_value=0).reshape(rows, *positions.shape[1:])
 
 
 def lengths(mask, q, kv):

@@ -90,8 +90,7 @@ def merge(weights: Tree, factors: Tree, scale: float | Array) -> Tree:
         lead, rank = a.shape[:batch], a.shape[-1]
         wide = jnp.promote_types(kernel.dtype, jnp.float32)
         a, b = a.reshape(*lead, -1, rank).astype(wide), b.reshape(*lead, rank, -1).astype(wide)
-        update = jnp.matmul(a, b, precision="highest").reshape(kernel.shape)
-        return (kernel + scale * update).astype(kernel.dtype)
+        return (kernel + scale * jnp.matmul(a, b, precision="highest").reshape(kernel.shape)).astype(kernel.dtype)
 
     if unknown := sorted(set(factors) - set(params.paths(weights))):
         raise ConfigError(f"lora: the weights have no {', '.join(unknown)}")
@@ -167,7 +166,6 @@ def resize_vocabulary(
 
 
 def _resize_axis(path: str, leaf: Array, axes, size: int, key: Array, noise: float) -> Array:
-    """The leaf with `size` rows along its axis `vocab`."""
     axis = axes.index("vocab")
     old = leaf.shape[axis]
     if size <= old:

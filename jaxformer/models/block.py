@@ -1,5 +1,6 @@
 """One layer: a mixer across positions, a feed-forward within them, norms where the config puts them."""
 
+# ruff: noqa: I001 (a list of names on few lines)
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,16 +15,8 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.embedding import norm, norm_spec
 from jaxformer.models.layer import (
-    Context,
-    FeedForward,
-    FeedForwardOutput,
-    LayerOutput,
-    Mixer,
-    MixerOutput,
-    Tree,
-    linear_spec,
-    residual_std,
-)
+    Context, FeedForward, FeedForwardOutput, LayerOutput, Mixer, MixerOutput, Tree, linear_spec, residual_std,
+)  # fmt: skip
 from jaxformer.models.mixers.attention import attention_spec, cross_attention
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.sharding import all_gather_weights, with_logical_constraint
@@ -96,9 +89,7 @@ class DropoutKeys(NamedTuple):
         return cls(attention, attention_out, cross, cross_out, random.fold_in(key, 4), feedforward_out)
 
 
-def sublayer(
-    config: ModelConfig, params: Tree, name: str, apply: Callable, keys: DropoutKeys, x: Float[Array, "B T D"], context
-):
+def sublayer(config: ModelConfig, params, name: str, apply: Callable, keys: DropoutKeys, x: Float[Array, "B T D"], context):
     """(x plus the dropout of f(x), what f returned), for f the function `apply` with the parameters of that name.
 
     pre: x + f(norm(x)) (GPT-2); post: norm(x + f(x)) (2017, BERT); sandwich: x + norm(f(norm(x))) (Gemma 2).

@@ -54,9 +54,7 @@ def length(config: ModelConfig, inputs: Array) -> int:
     return config.embedding.length
 
 
-def embed(
-    config: ModelConfig, params: Tree, inputs, positions, token_types=None, dtype=None, masked=None
-) -> Float[Array, "B T D"]:
+def embed(config: ModelConfig, params, inputs, positions, token_types=None, dtype=None, masked=None) -> Float[Array, "B T D"]:
     """Rows of tokens times the scale, or patches of images, plus token types and absolute positions; then a norm, if any.
 
     `masked` flags `[B, patches]` of an image stand for the mask token. Raises ConfigError where the model has none.
@@ -98,8 +96,7 @@ def _embed_images(config: ModelConfig, params: Tree, images, masked) -> Float[Ar
             raise ConfigError("inputs: masked patches, but model.embedding has no mask token; set mask_token=True")
         x = jnp.where(masked[..., None], row("mask_token"), x)
     if how.class_token:
-        first = jnp.broadcast_to(row("class_token"), (x.shape[0], 1, config.d_model))
-        x = jnp.concatenate([first, x], axis=1)
+        x = jnp.concatenate([jnp.broadcast_to(row("class_token"), (len(x), 1, config.d_model)), x], axis=1)
     return x
 
 

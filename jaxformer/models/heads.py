@@ -98,8 +98,7 @@ def unembedding(config: ModelConfig, head: LanguageModel, params: Tree, hidden: 
         hidden = norm(config, params["transform"]["norm"], hidden)
     if head.scale != 1.0:
         hidden = hidden * head.scale
-    kernel = tokens_table if config.tie_embeddings else params["kernel"]
-    return hidden, kernel, params.get("bias")
+    return hidden, tokens_table if config.tie_embeddings else params["kernel"], params.get("bias")
 
 
 def pool(hidden: Float[Array, "B T D"], how: str, real: Bool[Array, "B T"] | None = None) -> Float[Array, "B D"]:
@@ -107,8 +106,7 @@ def pool(hidden: Float[Array, "B T D"], how: str, real: Bool[Array, "B T"] | Non
     flags = jnp.ones(hidden.shape[:2], bool) if real is None else real
     match how:
         case "mean":
-            weights = flags / jnp.maximum(flags.sum(axis=1, keepdims=True), 1)
-            return ops.einsum("btd,bt->bd", hidden, weights)
+            return ops.einsum("btd,bt->bd", hidden, flags / jnp.maximum(flags.sum(axis=1, keepdims=True), 1))
         case "position_0":
             return hidden[:, 0]
         case "first":

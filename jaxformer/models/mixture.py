@@ -43,11 +43,7 @@ class Mixture:
             ("top_k", 1 <= self.top_k <= self.experts, f"must be 1 to {self.experts}, the number of experts"),
             ("activation", self.activation in words, f"expected one of {', '.join(words)}"),
             ("d_ff", self.d_ff is None or self.d_ff >= 1, "must be at least 1, or None"),
-            (
-                "normalise",
-                not lone,
-                "a lone weight is 1 and teaches nothing; set it to False for top_k=1, or a balance_loss",
-            ),
+            ("normalise", not lone, "a lone weight is 1 and teaches nothing; for top_k=1 set it to False, or a balance_loss"),
             ("shared", self.shared >= 0, "must be at least 0"),
             ("shared_gate", self.shared or not self.shared_gate, "there is no shared expert; set shared to its width"),
             ("capacity", self.capacity is None or self.capacity > 0, "must be above 0, or None"),

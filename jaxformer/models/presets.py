@@ -1,20 +1,12 @@
 """Published systems as configs. Parameter counts are checked against other people's implementations in the tests."""
 
+# ruff: noqa: I001 (a list of names on few lines)
 from dataclasses import replace
 
 from jaxformer.masks import causal, chunked, full, window
 from jaxformer.models.config import (
-    Axial,
-    Classification,
-    Embedding,
-    EncoderDecoder,
-    LanguageModel,
-    Learned,
-    ModelConfig,
-    Patches,
-    Relative,
-    Sinusoidal,
-)
+    Axial, Classification, Embedding, EncoderDecoder, LanguageModel, Learned, ModelConfig, Patches, Relative, Sinusoidal,
+)  # fmt: skip
 from jaxformer.models.mixers import BigBird, Linformer, Longformer, Performer, Reformer
 from jaxformer.models.mixture import Mixture
 from jaxformer.models.stacks.reversible import Reversible
@@ -62,9 +54,7 @@ llama3_70b = sized(llama3_8b, 80, 8192, 64, d_ff=28672)
 # Jiang et al. 2023, arXiv:2310.06825: a query sees 4,096 keys, itself counted
 mistral_7b = replace(llama2_7b, num_kv_heads=8, d_ff=14336, context_length=32768, masks=(causal() & window(4095),))
 # Jiang et al. 2024, arXiv:2401.04088
-mixtral_8x7b = replace(
-    mistral_7b, feedforward=Mixture(8, 2, balance_loss=0.001), masks=(causal(),), positions=Rope(1_000_000.0)
-)
+mixtral_8x7b = replace(mistral_7b, feedforward=Mixture(8, 2, balance_loss=0.001), masks=(causal(),), positions=Rope(1e6))
 # Yang et al. 2024, arXiv:2407.10671, table 1: biases on queries, keys and values alone
 qwen2_7b = sized(
     llama_7b, 28, 3584, 28, vocab_size=152064, num_kv_heads=4, d_ff=18944, context_length=32768,

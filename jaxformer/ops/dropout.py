@@ -19,11 +19,6 @@ def rescaled(x: Float[Array, "..."], keep: Bool[Array, "..."], rate: float) -> F
     return jnp.where(keep, wide / (1.0 - rate), 0).astype(x.dtype)
 
 
-def seed(key: Array) -> UInt32[Array, "2"]:
-    """64 random bits from a key of any implementation."""
-    return jax.random.bits(key, (2,), jnp.uint32)
-
-
 def kept(
     seed: UInt32[Array, "2"], rate: float, rows: tuple[int, int], q_positions: Int[Array, " T"], kv_positions: Int[Array, " S"],
 ) -> Bool[Array, "B N T S"]:  # fmt: skip

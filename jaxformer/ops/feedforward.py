@@ -68,8 +68,7 @@ def glu(
     down_bias: Float[Array, " D"] | None = None,
 ) -> Float[Array, "B T D"]:  # fmt: skip
     """(activation(x gate + b_gate) * (x up + b_up)) down + b_down. Shazeer 2020, arXiv:2002.05202, eq. 6."""
-    gated = activation(_add(einsum("btd,df->btf", x, gate), gate_bias))
-    hidden = gated * _add(einsum("btd,df->btf", x, up), up_bias)
+    hidden = activation(_add(einsum("btd,df->btf", x, gate), gate_bias)) * _add(einsum("btd,df->btf", x, up), up_bias)
     return _add(einsum("btf,fd->btd", hidden, down), down_bias)
 
 

@@ -160,8 +160,6 @@ def _on_shards(function, options: _Options, tokens: _Tokens, head: _Head):
 
 
 def _loss(options: _Options, tokens: _Tokens, head: _Head):
-    """The sums without gradients."""
-
     def add(sums, chunk):
         logits = _logits(tokens.hidden.dtype, chunk.hidden, head)
         return jax.tree.map(jnp.add, sums, _chunk_loss(options, chunk, logits)[1]), None

@@ -155,16 +155,12 @@ def _on_device(split: Split, activation, top_k, normalise, capacity, x, router, 
 
 
 def _statistics(split: Split, logits, routing: Routing, chosen, real, room: int) -> RoutingStatistics:
-    """Statistics of the tokens of all devices."""
     total = lambda a: lax.psum(a, split.batch + split.length)
     sizes, top_k = _sizes(chosen, logits.shape[-1]), chosen.shape[0]
     asked, dropped = total(jnp.sum(sizes)), total(jnp.sum(jnp.maximum(sizes - room, 0)))
-    return RoutingStatistics(
-        fraction=total(sizes).astype(logits.dtype) * top_k / jnp.maximum(asked, 1),
-        probability=_mean(routing.probabilities, real, total),
-        dropped=dropped.astype(logits.dtype) / jnp.maximum(asked, 1),
-        z=_mean(_squared(logits), real, total),
-    )
+    fraction = total(sizes).astype(logits.dtype) * top_k / jnp.maximum(asked, 1)
+    probability, z = _mean(routing.probabilities, real, total), _mean(_squared(logits), real, total)
+    return RoutingStatistics(fraction, probability, dropped.astype(logits.dtype) / jnp.maximum(asked, 1), z)
 
 
 def local(choices: Choices, experts: Experts, E: int, room: int | None) -> Float[Array, "N D"]:

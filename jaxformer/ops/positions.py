@@ -33,8 +33,7 @@ def sinusoidal(
     if layout not in ("interleaved", "half") or spacing not in ("paper", "tensor2tensor"):
         raise ValueError(f"sinusoidal: no layout {layout!r} with spacing {spacing!r}; see the docstring")
     i = np.arange(-(-width // 2))
-    exponent = 2 * i / width if spacing == "paper" else i / max(width // 2 - 1, 1)
-    angles = _angles(positions, base**-exponent)
+    angles = _angles(positions, base ** -(2 * i / width if spacing == "paper" else i / max(width // 2 - 1, 1)))
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     if layout == "half":
         return jnp.concatenate([sin, cos[..., : width // 2]], axis=-1)
@@ -196,9 +195,7 @@ def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
-def rope_frequencies(
-    head_width: int, config: Rope, positions: Int[Array, "#B T"] | None = None
-) -> tuple[np.ndarray | Array, float]:
+def rope_frequencies(head_width: int, config: Rope, positions: Int[Array, "#B T"] | None = None) -> tuple[Any, float]:
     """Radians a position for each of r/2 pairs, and a factor on cos and sin (1 except for YaRN and LongRoPE).
 
     Computed on the host in float64; for a dynamic NTK and LongRoPE from the `positions` of the call, where None stands for

@@ -66,8 +66,7 @@ def run_mesh(config: Mesh, batch_size: int) -> jax.sharding.Mesh | None:
     devices = jax.devices()
     if -1 not in sizes and math.prod(sizes) <= len(devices):
         devices = devices[: math.prod(sizes)]
-    shape = config.shape(len(devices))
-    check_batch(config, shape, batch_size)
+    check_batch(config, config.shape(len(devices)), batch_size)
     return None if len(devices) == 1 else make_mesh(config, devices)
 
 

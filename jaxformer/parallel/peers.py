@@ -36,7 +36,6 @@ class Peers:
         threading.Thread(target=self._watch, name="peers", daemon=True).start()
 
     def send(self, **message: Any) -> None:
-        """To all connections."""
         for connection in self.connections.values():
             send(connection, **message)
 

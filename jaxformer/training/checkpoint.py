@@ -115,9 +115,7 @@ class Manager(AbstractContextManager):
         """The steps on disk, in order."""
         return steps(self.folder)
 
-    def save(
-        self, step: int, state: Tree, metadata: dict | None = None, metric: float | None = None, wait: bool = False
-    ) -> None:
+    def save(self, step: int, state: Tree, metadata: dict | None = None, metric: float | None = None, wait: bool = False):
         """Starts to save; when this returns the state may be donated. Waits for a save still running, never skips one.
 
         A save that fails, as it does where that step or a later one exists, leaves no step, and is logged; with `wait` it
@@ -220,9 +218,6 @@ class Manager(AbstractContextManager):
         except OSError as error:
             then = f"it cannot be renamed ({error})"
         self.log(f"{self.folder}: step {step} is damaged: {why}; {then}, trying an older one")
-
-
-open_manager = Manager
 
 
 def steps(folder: Folder) -> list[int]:

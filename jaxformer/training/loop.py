@@ -99,7 +99,7 @@ def train(
     lines = processes.first(lambda: [] if folder.config.is_file() else introduce(experiment, folder, runs, asked))
     with contextlib.ExitStack() as stack:
         keep = dict(keep_latest=experiment.checkpoints.keep_latest, keep_best=experiment.checkpoints.keep_best)
-        manager = stack.enter_context(checkpoint.open_manager(folder.checkpoints, **keep))  # holds the run's lock
+        manager = stack.enter_context(checkpoint.Manager(folder.checkpoints, **keep))  # holds the run's lock
         use_compilation_cache(runs)
         keep_memory()
         if mesh is not None and experiment.mesh.backend == "jit":
@@ -170,9 +170,7 @@ def keep_memory() -> None:
         mallopt(-4, 0)  # M_MMAP_MAX
 
 
-def restore(
-    recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh, begin: Callable[[], Any]
-) -> tuple[TrainState, int]:
+def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh, begin) -> tuple[TrainState, int]:
     """The newest good state, or that of the parameters `begin()`, on the mesh; the record goes back to the same step."""
     abstract, shardings = jax.eval_shape(partial(init_state, recipe)), None
     if mesh is not None and recipe.mesh.backend == "jit":
@@ -220,8 +218,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         step, put = pmap.step(make_train_step(recipe, pmap.AXIS), devices), partial(pmap.shard, devices=devices)
         spread, gather = partial(pmap.replicate, devices=devices), pmap.unreplicate
     elif mesh is not None:
-        shardings = state_shardings(recipe, mesh), None
-        step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=shardings)
+        step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(state_shardings(recipe, mesh), None))
     sample = lambda trained: continue_text(
         experiment.model, recipe.weights(trained), experiment.sample, dataset.tokenizer, experiment.seed, experiment.precision
     )
@@ -247,11 +244,8 @@ def _peak_share(model: Any, devices: int) -> float | None:
 
 def loop(
     job: Job, manager, state: TrainState, start: int, record: Record, console: Console, watchdog
-) -> tuple[TrainState, dict[str, float]]:
-    """Steps `start` to the end: the last state and its scores.
-
-    Metrics of a step are fetched after the next one is on its way, so the device never waits.
-    """
+) -> tuple[TrainState, dict]:
+    """Steps `start` to the end. Metrics of a step are fetched after the next one is on its way, so the device never waits."""
     scores: dict[str, float] = {}
     state = job.spread(state)
     options = dict(every=job.log_every, last=job.steps - 1, max_skipped=job.max_skipped, share=job.share)

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,9 +186,7 @@ class Reporter:
     one token a second uses; None where it is not known.
     """
 
-    def __init__(
-        self, write: Callable, console: Console, *, every: int, last: int, max_skipped: int, share: float | None = None
-    ):
+    def __init__(self, write, console: Console, *, every: int, last: int, max_skipped: int, share: float | None = None):
         self._write, self._console, self._share = write, console, share
         self._every, self._last, self._max_skipped = every, last, max_skipped
         self._waiting: tuple[int, dict] | None = None

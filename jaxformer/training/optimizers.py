@@ -60,14 +60,12 @@ class AdamW:
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
-        adam = optax.scale_by_adam(self.b1, self.b2, self.eps)
-        return optax.chain(adam, weight_decay(self, spec), optax.scale(-1))
+        return optax.chain(optax.scale_by_adam(self.b1, self.b2, self.eps), weight_decay(self, spec), optax.scale(-1))
 
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Factored second moments, updates relative to the parameter's scale, layer by layer. Shazeer & Stern 2018,
-    arXiv:1804.04235; matrices with a side below 128 are not factored, as in optax."""
+    """Factored second moments, updates relative to a parameter's scale: Shazeer & Stern 2018. Sides below 128: not factored."""
 
     learning_rate: float = 1e-2  # peak of the schedule
     decay_rate: float = 0.8  # exponent of the second moment's decay
@@ -211,12 +209,8 @@ def routes(optimizer: Any, spec: Tree, frozen: str | None = None) -> dict[str, s
     def route(path, leaf):
         if frozen is not None and re.search(frozen, path):
             return "frozen"
-        name = optimizer.route(leaf) if hasattr(optimizer, "route") else name_of(optimizer)
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        name = optimizer.route(leaf) if hasattr(optimizer, "route") else name
         return f"{name}{' + decay' if has_decay.get(path) else ''}"
 
     return {path: route(path, leaf) for path, leaf in params.paths(spec).items()}
-
-
-def name_of(optimizer: Any) -> str:
-    """The optimizer's name, to print."""
-    return getattr(optimizer, "__name__", type(optimizer).__name__)

@@ -34,10 +34,8 @@ class TrainState:
     loss_scale: Any = None  # LossScale, for float16
     skipped: Any = 0  # non-finite steps in a row, up to now
 
-    @property
-    def best(self) -> Any:
-        """What is scored and sampled from: the averaged parameters where there are any."""
-        return self.params if self.ema is None else self.ema
+    # what is scored and sampled from: the averaged parameters where there are any
+    best = property(lambda self: self.params if self.ema is None else self.ema)
 
 
 def init_state(recipe: Recipe, trained: Tree = None) -> TrainState:
@@ -85,8 +83,7 @@ def state_specs(recipe: Recipe, mesh: jax.sharding.Mesh | jax.sharding.AbstractM
 
 def gradient_rules(mesh: parallel.Mesh) -> sharding.Rules:
     """The rules by which gradients and optimizer state are split."""
-    zero1 = {"embed": (*sharding.PARAMETERS["embed"], "data")} if mesh.zero1 else {}
-    return sharding.PARAMETERS | zero1
+    return sharding.PARAMETERS | ({"embed": (*sharding.PARAMETERS["embed"], "data")} if mesh.zero1 else {})
 
 
 def state_shardings(recipe: Recipe, mesh: jax.sharding.Mesh) -> TrainState:

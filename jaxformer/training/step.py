@@ -60,8 +60,7 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     new = replace(count(new, finite, empty), step=state.step + 1)
     metrics = {"loss": (sums.loss, sums.weight), **sums.metrics}
     metrics = {name: jnp.where(empty, jnp.nan, mean(*pair)) for name, pair in metrics.items()}
-    metrics |= {"tokens": sums.weight, "grad_norm": norm, "learning_rate": rate}
-    metrics |= {"skipped": new.skipped}
+    metrics |= {"tokens": sums.weight, "grad_norm": norm, "learning_rate": rate, "skipped": new.skipped}
     if new.loss_scale is not None:
         metrics["loss_scale"] = new.loss_scale.value
     return new, metrics
@@ -144,9 +143,7 @@ def accumulate(recipe: Recipe, params: Tree, batch: Batch, key: Array, scale) ->
 
 def average(decay: float | None, ema: Tree, params: Tree) -> Tree:
     """ema * decay + params * (1 - decay), or None where there is no average."""
-    if decay is None:
-        return None
-    return jax.tree.map(lambda e, p: e * decay + p * (1 - decay), ema, params)
+    return None if decay is None else jax.tree.map(lambda e, p: e * decay + p * (1 - decay), ema, params)
 
 
 def rescale(scale: LossScale | None, finite: Array) -> LossScale | None:

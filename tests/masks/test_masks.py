@@ -553,7 +553,7 @@ def test_pictures_are_written(tmp_path):
         ("heads", masks.by_head(*[masks.causal()] * 5), 4),
         ("rows", masks.causal() & masks.segments(ids), 1),
     ):
-        figure = mask.plot(16, 16, tmp_path / "new" / f"{name}.png", block=4)
+        figure = mask.plot(16, 16, tmp_path / "new" / f"{name}.png")
         assert (tmp_path / "new" / f"{name}.png").stat().st_size > 1000
         assert len(figure.axes) == panels
     assert masks.causal().plot(3, 5) is not None

@@ -226,7 +226,7 @@ def test_a_stuck_process_ends_the_run(how, workplace):
 @pytest.mark.slow
 def test_an_error_of_one_process_ends_all(workplace):
     folder = run_folder(config.load("tiny"), "runs")
-    with checkpoint.open_manager(folder.checkpoints), Pod(2) as pod:
+    with checkpoint.Manager(folder.checkpoints), Pod(2) as pod:
         assert pod.codes() == {0: 2, 1: 2}
         for i in range(2):
             assert f"another trainer holds this run (pid {os.getpid()}" in pod.said(i), pod.said(i)
@@ -250,7 +250,7 @@ recipe = build(config.load("tiny"))
 mesh = parallel.run_mesh(parallel.Mesh({axes}), 8)
 places = state_shardings(recipe, mesh)
 def body():
-    with jax.set_mesh(mesh), checkpoint.open_manager("kept") as manager:
+    with jax.set_mesh(mesh), checkpoint.Manager("kept") as manager:
         state = jax.jit(partial(init_state, recipe), out_shardings=places)()
         if {save}:
             manager.save(3, state, dict(x=1), wait=True)
@@ -276,7 +276,7 @@ def test_a_checkpoint_of_four_processes_is_restored_exactly_anywhere(workplace):
         assert prints(pod) == {saved}
     recipe = build(config.load("tiny"))
     abstract = jax.eval_shape(lambda: init_state(recipe))
-    with checkpoint.open_manager("kept") as manager:  # one process, one device
+    with checkpoint.Manager("kept") as manager:  # one process, one device
         step, state, metadata = manager.restore(abstract)
     assert (step, metadata) == (3, {"x": 1}) and " ".join(fingerprints(jax.tree.leaves(state))) == saved
     first = jax.jit(lambda: init_state(recipe))()

@@ -15,7 +15,7 @@ import jaxformer
 from jaxformer import cli
 from jaxformer.errors import ConfigError
 from jaxformer.training import checkpoint
-from jaxformer.training.checkpoint import CheckpointError, open_manager, restore_params
+from jaxformer.training.checkpoint import CheckpointError, Manager, restore_params
 from jaxformer.training.metrics import Record
 from tests.tiny import furnish
 
@@ -113,7 +113,7 @@ def test_checkpoints_of_a_bucket(bucket, tmp_path):
     state = lambda step: {"a": jnp.arange(4.0) + step}
     abstract = jax.eval_shape(lambda: state(0))
     folder = "gs://bucket/runs/a/checkpoints"
-    with open_manager(folder) as manager:
+    with Manager(folder) as manager:
         assert str(manager.folder) == folder and manager.restore(abstract) is None
         for step in (1, 2, 3):
             manager.save(step, state(step), wait=True)
@@ -145,6 +145,6 @@ def test_a_url_whose_packages_are_missing_gets_one_line(monkeypatch):
         raise ImportError("No module named 'gcsfs'")
 
     monkeypatch.setattr(type(epath.backend.fsspec_backend), "_get_filesystem", missing)
-    for read in (open_manager, lambda folder: restore_params(folder, {"a": jax.ShapeDtypeStruct((), "float32")})):
+    for read in (Manager, lambda folder: restore_params(folder, {"a": jax.ShapeDtypeStruct((), "float32")})):
         with pytest.raises(ConfigError, match="gs://bucket/a: No module named 'gcsfs'; gs:// needs `pip install 'jaxf"):
             read("gs://bucket/a")

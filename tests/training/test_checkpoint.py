@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDevi
 import jaxformer
 from jaxformer.errors import ConfigError
 from jaxformer.training import checkpoint
-from jaxformer.training.checkpoint import CheckpointError, open_manager, restore_params
+from jaxformer.training.checkpoint import CheckpointError, Manager, restore_params
 from jaxformer.training.manifest import fingerprints
 
 with contextlib.suppress(RuntimeError):  # the backend is up already; conftest.py has set the number
@@ -76,7 +76,7 @@ def abstract(state):
 def saved(folder: Path, steps, **options) -> list[str]:
     """Writes `make(step)` for each step; returns what was logged."""
     log = []
-    with open_manager(folder, keep_latest=len(steps), log=log.append, **options) as manager:
+    with Manager(folder, keep_latest=len(steps), log=log.append, **options) as manager:
         for step in steps:
             manager.save(step, make(step), {"step": step}, wait=True)
     return log
@@ -179,7 +179,7 @@ def test_round_trip_is_exact_and_gives_back_the_same_types(tmp_path):
         "list": [jnp.zeros(2), (jnp.ones(1),)],
     }
     state = make(3, ema=odd)
-    with open_manager(tmp_path) as manager:
+    with Manager(tmp_path) as manager:
         assert manager.restore(abstract(state)) is None
         manager.save(3, state, {"config": {"name": "x", "sizes": [1, 2]}, "digest": "ab"}, metric=1.25)
         step, restored, metadata = manager.restore(abstract(state))
@@ -190,7 +190,7 @@ def test_round_trip_is_exact_and_gives_back_the_same_types(tmp_path):
 
 def test_state_may_be_donated_and_changed_while_it_is_saved(tmp_path):
     step = jax.jit(lambda s: jax.tree.map(lambda a: a + 1 if a.dtype != jnp.uint32 else a, s), donate_argnums=0)
-    with open_manager(tmp_path, keep_latest=9) as manager:
+    with Manager(tmp_path, keep_latest=9) as manager:
         for i in range(4):
             state = make(i, width=256)
             manager.save(i, state)
@@ -201,7 +201,7 @@ def test_state_may_be_donated_and_changed_while_it_is_saved(tmp_path):
 
 
 def test_no_save_is_skipped_while_another_runs(tmp_path):
-    with open_manager(tmp_path, keep_latest=8) as manager:
+    with Manager(tmp_path, keep_latest=8) as manager:
         for step in range(8):
             manager.save(step, make(step))
     assert checkpoint.steps(tmp_path) == list(range(8))
@@ -217,7 +217,7 @@ def test_restores_onto_any_mesh(tmp_path):
     state = make(1, ema={"typed": jax.random.split(jax.random.key(0), 8), "empty": jnp.zeros((0, 8))})
     sharded = jax.tree.map(jax.device_put, state, on((4, 2), state))
     assert len(sharded.params["embed"].sharding.device_set) == 8
-    with open_manager(tmp_path) as manager:
+    with Manager(tmp_path) as manager:
         manager.save(1, sharded)
         for shardings in (on((4, 2), state), on((2, 4), state), on((1, 8), state), None):
             struct_ = abstract(state)
@@ -238,13 +238,13 @@ def test_sharding_that_does_not_divide_is_not_called_damage(tmp_path):
     odd = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract(make(1)))
     scale = jax.ShapeDtypeStruct((2, 16, 16), jnp.float32, sharding=NamedSharding(mesh, P("a")))
     odd.params["layers"]["query"]["kernel"] = scale
-    with open_manager(tmp_path) as manager, pytest.raises(ValueError, match="partitioned 8 times"):
+    with Manager(tmp_path) as manager, pytest.raises(ValueError, match="partitioned 8 times"):
         manager.restore(odd)
     assert checkpoint.steps(tmp_path) == [1]
 
 
 def test_metadata_must_be_json_and_paths_unique(tmp_path):
-    with open_manager(tmp_path) as manager:
+    with Manager(tmp_path) as manager:
         with pytest.raises(TypeError):
             manager.save(1, make(1), {"f": print})
         with pytest.raises(ValueError, match="same path"):
@@ -254,7 +254,7 @@ def test_metadata_must_be_json_and_paths_unique(tmp_path):
 
 def test_no_implicit_transfers(tmp_path):
     state = make(1)
-    with open_manager(tmp_path) as manager, jax.transfer_guard("disallow"):
+    with Manager(tmp_path) as manager, jax.transfer_guard("disallow"):
         manager.save(1, state, wait=True)
         manager.restore(abstract(state))
 
@@ -279,7 +279,7 @@ def test_keeps_the_latest_and_the_best(tmp_path, seed):
     draw = lambda: rng.choice([None, math.nan, math.inf, rng.random(), rng.random(), rng.random()])
     history = [(10 * i, draw()) for i in range(7)]
     for part in (history[:4], history[4:]):  # the second manager has to read the metrics from disk
-        with open_manager(tmp_path, keep_latest=latest, keep_best=best) as manager:
+        with Manager(tmp_path, keep_latest=latest, keep_best=best) as manager:
             for step, metric in part:
                 manager.save(step, {"a": jnp.float32(step)}, metric=metric)
     assert set(checkpoint.steps(tmp_path)) == expected_kept(history, latest, best)
@@ -287,14 +287,14 @@ def test_keeps_the_latest_and_the_best(tmp_path, seed):
 
 
 def test_nan_loses_to_any_number(tmp_path):
-    with open_manager(tmp_path, keep_latest=1, keep_best=1) as manager:
+    with Manager(tmp_path, keep_latest=1, keep_best=1) as manager:
         for step, metric in enumerate([math.nan, 5.0, math.nan, None]):
             manager.save(step, {"a": jnp.zeros(1)}, metric=metric)
     assert checkpoint.steps(tmp_path) == [1, 3]
 
 
 def test_a_step_is_saved_once_and_in_order(tmp_path):
-    with open_manager(tmp_path) as manager:
+    with Manager(tmp_path) as manager:
         for step in (1, 3):
             manager.save(step, make(step), wait=True)
         for step in (2, 3):
@@ -312,7 +312,7 @@ def test_a_step_is_saved_once_and_in_order(tmp_path):
 def test_params_alone(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint there"):
         restore_params(tmp_path / "none", abstract(make(1).params))
-    with open_manager(tmp_path) as manager:  # readers do not mind the writer
+    with Manager(tmp_path) as manager:  # readers do not mind the writer
         for step in (1, 2):
             manager.save(step, make(step), {"step": step}, wait=True)
         step, params, metadata = restore_params(tmp_path, abstract(make(1).params))
@@ -333,7 +333,7 @@ def test_mismatch_is_reported_by_leaf_and_renames_nothing(tmp_path):
     wrong.params["embed"] = jax.ShapeDtypeStruct((33, 16), jnp.float32)
     wrong.params["layers"]["scale"] = jax.ShapeDtypeStruct((16,), jnp.bfloat16)
     del wrong.params["layers"]["query"]
-    with open_manager(tmp_path) as manager, pytest.raises(ConfigError) as caught:
+    with Manager(tmp_path) as manager, pytest.raises(ConfigError) as caught:
         manager.restore(wrong)
     assert str(caught.value) == (
         f"{tmp_path}/2: the checkpoint does not fit the model: ema/new is nothing, and float32[3] in the model, "
@@ -387,7 +387,7 @@ def spoil_arrays(step: Path) -> None:
 def assert_harmless_or_detected(folder: Path) -> bool:
     """Whether step 2 was found damaged. What comes back is in any case what was saved."""
     log = []
-    with open_manager(folder, log=log.append) as manager:
+    with Manager(folder, log=log.append) as manager:
         step, state, metadata = manager.restore(abstract(make(1)))
     assert_same(state, make(step))
     assert metadata == {"step": step}
@@ -403,7 +403,7 @@ def test_damage_to_any_file_is_harmless_or_detected(two_steps, tmp_path, damage,
     for path in data_files(two_steps / "2"):
         damaged_copy(two_steps, tmp_path / "c", damage, path.relative_to(two_steps / "2"), rng)
         found += assert_harmless_or_detected(tmp_path / "c")
-        with open_manager(tmp_path / "c") as manager:
+        with Manager(tmp_path / "c") as manager:
             manager.save(3, make(3), wait=True)  # the run continues
             assert_same(manager.restore(abstract(make(1)))[1], make(3))
     assert found >= 3
@@ -448,7 +448,7 @@ def test_a_leaf_that_differs_is_named(tmp_path, monkeypatch):
     real = checkpoint.orbax.args.StandardSave
     spoil = lambda data: {**data, "params/embed": data["params/embed"].at[3, 5].multiply(1.0000001)}
     log = []
-    with open_manager(tmp_path, log=log.append) as manager:
+    with Manager(tmp_path, log=log.append) as manager:
         manager.save(1, make(1), wait=True)
         monkeypatch.setattr(checkpoint.orbax.args, "StandardSave", lambda data: real(spoil(data)))
         manager.save(2, make(2), wait=True)
@@ -461,13 +461,13 @@ def test_several_damaged_steps_and_none_good(tmp_path):
     saved(tmp_path, [1, 2, 3])
     for step in (2, 3):
         spoil_arrays(tmp_path / str(step))
-    with open_manager(tmp_path) as manager:
+    with Manager(tmp_path) as manager:
         assert manager.restore(abstract(make(1)))[0] == 1
         assert checkpoint.steps(tmp_path) == [1]
         spoil_arrays(tmp_path / "1")
         with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path}: every checkpoint is damaged: 1 (")):
             manager.restore(abstract(make(1)))
-    with open_manager(tmp_path) as manager, pytest.raises(CheckpointError, match=r"1\.corrupt, 2\.corrupt, 3\.corrupt"):
+    with Manager(tmp_path) as manager, pytest.raises(CheckpointError, match=r"1\.corrupt, 2\.corrupt, 3\.corrupt"):
         manager.restore(abstract(make(1)))  # a restart does not begin at zero in silence either
 
 
@@ -475,10 +475,10 @@ def test_several_damaged_steps_and_none_good(tmp_path):
 def test_a_step_damaged_twice_keeps_both(tmp_path):
     saved(tmp_path, [1])
     for _ in range(2):
-        with open_manager(tmp_path) as manager:
+        with Manager(tmp_path) as manager:
             manager.save(2, make(2), wait=True)
         spoil_arrays(tmp_path / "2")
-        with open_manager(tmp_path) as manager:
+        with Manager(tmp_path) as manager:
             manager.restore(abstract(make(1)))
     assert {path.name for path in tmp_path.iterdir()} == {"1", "2.corrupt", "2.corrupt-2"}
 
@@ -486,7 +486,7 @@ def test_a_step_damaged_twice_keeps_both(tmp_path):
 @reads_damage
 def test_a_named_step_does_not_fall_back(tmp_path):
     saved(tmp_path, [1, 2])
-    with open_manager(tmp_path) as manager:
+    with Manager(tmp_path) as manager:
         with pytest.raises(CheckpointError, match="no checkpoint of step 5; there are 1, 2"):
             manager.restore(abstract(make(1)), step=5)
         assert manager.restore(abstract(make(1)), step=1)[0] == 1
@@ -506,7 +506,7 @@ def test_what_is_no_damage_is_refused_and_renames_nothing(tmp_path, monkeypatch)
 
     monkeypatch.setattr(checkpoint.ocp, "load", load)
     with (
-        open_manager(tmp_path) as manager,
+        Manager(tmp_path) as manager,
         pytest.raises(CheckpointError, match=r"2: the checkpoint cannot be read: .*DENIED"),
     ):
         manager.restore(abstract(make(1)))
@@ -516,7 +516,7 @@ def test_what_is_no_damage_is_refused_and_renames_nothing(tmp_path, monkeypatch)
 def test_a_step_under_another_number_is_refused(tmp_path):
     saved(tmp_path, [1])
     (tmp_path / "1").rename(tmp_path / "8")
-    with open_manager(tmp_path) as manager, pytest.raises(CheckpointError, match="is that of another step"):
+    with Manager(tmp_path) as manager, pytest.raises(CheckpointError, match="is that of another step"):
         manager.restore(abstract(make(1)))
 
 
@@ -525,7 +525,7 @@ def test_a_step_under_another_number_is_refused(tmp_path):
 
 def test_a_failed_save_is_one_line_and_the_next_one_works(tmp_path, monkeypatch):
     log = []
-    with open_manager(tmp_path, log=log.append) as manager:
+    with Manager(tmp_path, log=log.append) as manager:
         manager.save(1, make(1))
         manager.wait()
 
@@ -560,7 +560,7 @@ def small_disk(tmp_path):
 
 def test_a_full_disk(small_disk, capfd):
     log = []
-    with open_manager(small_disk / "checkpoints", log=log.append) as manager:
+    with Manager(small_disk / "checkpoints", log=log.append) as manager:
         manager.save(1, make(1))
         for step in (2, 3):  # 6 MB
             manager.save(step, make(step, width=512))
@@ -589,7 +589,7 @@ def test_a_full_disk(small_disk, capfd):
 def test_a_disk_that_fills_up_during_a_save(small_disk, monkeypatch):
     room = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: room)
-    with open_manager(small_disk / "checkpoints") as manager:
+    with Manager(small_disk / "checkpoints") as manager:
         manager.save(1, make(1), wait=True)
         with pytest.raises(CheckpointError, match="No space left"):
             manager.save(2, make(2, width=512), wait=True)
@@ -603,13 +603,13 @@ def test_a_disk_that_fills_up_during_a_save(small_disk, monkeypatch):
 def test_a_folder_that_cannot_be_used(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
-        open_manager(tmp_path / "file" / "checkpoints")
+        Manager(tmp_path / "file" / "checkpoints")
     with pytest.raises(ConfigError, match="keep_latest=0"):
-        open_manager(tmp_path, keep_latest=0)
+        Manager(tmp_path, keep_latest=0)
 
 
 def test_a_folder_that_is_removed_comes_back(tmp_path):
-    with open_manager(tmp_path / "c") as manager:
+    with Manager(tmp_path / "c") as manager:
         manager.save(1, make(1), wait=True)
         shutil.rmtree(tmp_path / "c")
         manager.save(2, make(2), wait=True)
@@ -617,16 +617,16 @@ def test_a_folder_that_is_removed_comes_back(tmp_path):
 
 
 def test_two_managers(tmp_path):
-    with open_manager(tmp_path / "a") as first:
+    with Manager(tmp_path / "a") as first:
         first.save(1, make(1, width=256))
         with pytest.raises(ConfigError, match="another trainer holds this run"):
-            open_manager(tmp_path / "a")
-        with open_manager(tmp_path / "b") as other:  # another run in the same process
+            Manager(tmp_path / "a")
+        with Manager(tmp_path / "b") as other:  # another run in the same process
             other.save(1, make(5))
             first.save(2, make(2, width=256))
             other.save(2, make(6))
         assert_same(first.restore(abstract(make(1, width=256)))[1], make(2, width=256))
-    with open_manager(tmp_path / "a") as second:
+    with Manager(tmp_path / "a") as second:
         assert second.steps() == [1, 2]
         assert_same(restore_params(tmp_path / "b", abstract(make(1).params))[1], make(6).params)
 
@@ -639,7 +639,7 @@ def test_opening_tidies_up_after_a_kill(tmp_path):
     others = ["notes", "x.orbax-checkpoint-tmp", "7.corrupt"]
     for name in others:
         (tmp_path / name).mkdir()
-    with open_manager(tmp_path) as manager:
+    with Manager(tmp_path) as manager:
         assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "3", *others}
         for step in (1, 2, 3):
             assert_same(manager.restore(abstract(make(1)), step=step)[1], make(step))
@@ -648,8 +648,8 @@ def test_opening_tidies_up_after_a_kill(tmp_path):
 CHILD = """
 import sys
 sys.path[:0] = [{root!r}, {here!r}]
-from test_checkpoint import make, abstract, open_manager
-with open_manager({folder!r}, keep_latest=2, keep_best=1) as manager:
+from test_checkpoint import make, abstract, Manager
+with Manager({folder!r}, keep_latest=2, keep_best=1) as manager:
     found = manager.restore(abstract(make(0)))
     step = 0 if found is None else found[0]
     print("ready", flush=True)
@@ -676,7 +676,7 @@ def test_kill_9_during_saves(tmp_path):
         # A step is printed once its save is whole and that of the next one has begun.
         done = max([done, *(int(line) for line in printed.split("\n")[:-1] if line.isdecimal())])
         log = []
-        with open_manager(tmp_path, log=log.append) as manager:
+        with Manager(tmp_path, log=log.append) as manager:
             steps = manager.steps()
             assert log == [] and not [p for p in tmp_path.iterdir() if not p.name.isdecimal()]
             assert (max(steps) if steps else 0) >= done and len(steps) <= 4
@@ -699,7 +699,7 @@ def test_a_save_blocks_for_milliseconds(tmp_path, capsys):
     state = jax.block_until_ready(make(1, width=700))
     count = sum(leaf.size for leaf in jax.tree.leaves(state))
     rows = []
-    with open_manager(tmp_path, keep_latest=9) as manager:
+    with Manager(tmp_path, keep_latest=9) as manager:
         for step in range(4):
             start = time.perf_counter()
             manager.save(step, state)

@@ -307,7 +307,7 @@ def test_schedules_agree_with_optax_where_it_counts_alike():
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (Cosine(warmup=20), "schedule.warmup=20: must be below steps=20; lower --schedule.warmup or raise --steps"),
+        (Cosine(warmup=20), "schedule.warmup=20: must be below steps=20; lower it or raise steps"),
         (Constant(warmup=21), "schedule.warmup=21: must be below steps=20"),
         (WSD(warmup=11, decay=0.5), "schedule.warmup=11: overlaps the last 10 of steps=20"),
         (WSD(decay=1.5), "schedule.decay=1.5: must be in"),

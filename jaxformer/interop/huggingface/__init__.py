@@ -9,8 +9,7 @@
 rules of `tables`. `interop.safetensors` reads and writes the files.
 """
 
+# ruff: noqa: F401 (names that the package offers)
 from jaxformer.interop.huggingface.checkpoint import Checkpoint, Tokens
 from jaxformer.interop.huggingface.folder import FAMILIES, load, save
 from jaxformer.interop.huggingface.tables import Conventions
-
-__all__ = ["FAMILIES", "Checkpoint", "Conventions", "Tokens", "load", "save"]

@@ -72,7 +72,6 @@ def _t5_rules(config: EncoderDecoder | ModelConfig) -> list[Rule]:
 
 
 def _t5_stack(ours: str, theirs: str, config: ModelConfig) -> list[Rule]:
-    """The rules of one stack. `ours` and `theirs` are its names."""
     parts = {"attention": "SelfAttention", "cross_attention": "EncDecAttention", "feedforward": "DenseReluDense"}
     if theirs == "encoder":
         del parts["cross_attention"]
@@ -96,7 +95,6 @@ MARIAN_HEADS = {"MTModel": (LanguageModel(bias=True),), "Model": ()}
 
 
 def _side(name: str) -> dict[str, Key]:
-    """The entries of "encoder" or "decoder"."""
     sizes = {"num_layers": "layers", "num_heads": "attention_heads", "d_ff": "ffn_dim"}
     return MARIAN | {ours: Key(f"{name}_{theirs}") for ours, theirs in sizes.items()}
 

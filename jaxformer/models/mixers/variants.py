@@ -103,8 +103,7 @@ def differential(config: ModelConfig) -> Mixer:
         raise ConfigError(f"differential attention pairs heads; {config.kv_heads} key/value heads are an odd number")
     H = config.head_size
     vectors = Spec((2, H), (None, "head"), normal(0.1))
-    norm = {"scale": Spec((2 * H,), ("head",), ones)}
-    extra = {"lambda_query": vectors, "lambda_key": vectors, "pair_norm": norm}
+    extra = {"lambda_query": vectors, "lambda_key": vectors, "pair_norm": {"scale": Spec((2 * H,), ("head",), ones)}}
 
     def attend(params, context, query, key, value, **options):
         pairs = jnp.concatenate(jnp.split(value, 2, axis=2), axis=-1)
@@ -162,8 +161,7 @@ def sigmoid(config: ModelConfig, bias: float | None = None) -> Mixer:
 
 
 def _reference_only(config: ModelConfig, what: str):
-    name = config.attention_implementation
-    if name not in (None, "reference"):
+    if (name := config.attention_implementation) not in (None, "reference"):
         raise NotImplementedError(f"{name}: no {what}; attention_implementation='reference' has it")
 
 

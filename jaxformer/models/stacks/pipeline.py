@@ -84,9 +84,7 @@ class Pipe(NamedTuple):
     repeats: int  # R
     data: tuple[str, ...]  # ("data",) if there are several copies of the model, each with a part of the batch, else ()
 
-    @property
-    def ticks(self) -> int:
-        return self.repeats * self.microbatches + self.stages - 1
+    ticks = property(lambda self: self.repeats * self.microbatches + self.stages - 1)
 
 
 class StageInputs(NamedTuple):
@@ -179,8 +177,7 @@ def keep(pipe: Pipe, buffer: Array, arrived: Array, t: Array) -> Array:
 def mean_report(pipe: Pipe, stage: Array, leaf: Array) -> Array:
     """Reports of all ticks `[ticks, ...]` as the mean over the microbatches `[R, ...]`."""
     R, M = pipe.repeats, pipe.microbatches
-    leaf = lax.dynamic_slice_in_dim(leaf, stage, R * M).reshape(R, M, *leaf.shape[1:])
-    return lax.pmean(leaf.mean(1), pipe.data)
+    return lax.pmean(lax.dynamic_slice_in_dim(leaf, stage, R * M).reshape(R, M, *leaf.shape[1:]).mean(1), pipe.data)
 
 
 def _widen(x: Array) -> Array:

@@ -10,12 +10,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jax import Array
 from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxformer.masks import Mask
-from jaxformer.ops.dropout import seed
 from jaxformer.sharding import ACTIVATIONS, mesh_axes
 
 
@@ -38,8 +38,8 @@ class Call:
 
 
 def dropout_seed(rate: float, key: Array | None) -> Array | None:
-    """The seed of a call's dropout, or None where nothing is dropped."""
-    return None if key is None or rate == 0 else seed(key)
+    """The seed of a call's dropout, 64 random bits, or None where nothing is dropped."""
+    return None if key is None or rate == 0 else jax.random.bits(key, (2,), jnp.uint32)
 
 
 def check_shapes(name: str, query: Array, key: Array, value: Array) -> None:
@@ -83,10 +83,7 @@ class Share(NamedTuple):
         call = jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.manual), check_vma=False)
         return jax.jit(call)(*arrays)
 
-    @property
-    def spec(self) -> P:
-        """Of an array `[B, T, N, H]`."""
-        return P(self.batch, self.length, self.heads)
+    spec = property(lambda self: P(self.batch, self.length, self.heads))  # of an array `[B, T, N, H]`
 
 
 def share(B: int, T: int, heads: int) -> Share:

@@ -32,8 +32,7 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     def here(query, key, value, bias, lengths):
         return run(query, key, value, bias=bias, scale=call.scale, planned=planned | lengths, implementation="cudnn")
 
-    in_specs = *[split.spec] * 3, bias_spec, P(split.batch)
-    return split.run(here, in_specs, split.spec, query, key, value, bias, lengths)
+    return split.run(here, (*[split.spec] * 3, bias_spec, P(split.batch)), split.spec, query, key, value, bias, lengths)
 
 
 def refuses(query, key, value, call: Call) -> str | None:

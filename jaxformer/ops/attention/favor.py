@@ -55,9 +55,7 @@ def favor_features(
     return projection.shape[0] ** -0.5 * (jnp.exp(products - norm - stabiliser) + eps)
 
 
-def favor_relu_features(
-    x: Float[Array, "B T N H"], projection: Float[Array, "M H"], eps: float = 1e-3
-) -> Float[Array, "B T N M"]:
+def favor_relu_features(x: Float[Array, "B T N H"], projection: Float[Array, "M H"], eps=1e-3) -> Float[Array, "B T N M"]:
     """max(P z, 0) + eps, z = x / H^(1/4): the ReLU kernel of Choromanski et al. 2021, sec. 4; eps as in their code."""
     return relu_plus_epsilon(_project(x, projection), eps)
 

@@ -123,8 +123,8 @@ class View(NamedTuple):
             return x
         changes = lambda ids: jnp.sum(ids[:, 1:] != ids[:, :-1], axis=1)
         ids = fill_padding(self.ids)
-        recurs = changes(ids) > changes(jnp.sort(ids, axis=1))
-        return jnp.where(recurs.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+        recurs = (changes(ids) > changes(jnp.sort(ids, axis=1))).reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.where(recurs, jnp.nan, x)
 
 
 def visibility(mask: Any, T: int, S: int, function: str) -> View:

@@ -90,7 +90,10 @@ def lsh_attention(
     weights, log_total = softmax_and_log_sum_exp(jnp.where(visible, scores, -jnp.inf))
     weights = dropout(weights, dropout_rate, dropout_key).astype(value.dtype)
     out = einsum("bncqk,bnckh->bncqh", weights, circle.look(circle.cut(value.swapaxes(1, 2))), dtype=wide)
-    return _merge_rounds(out, log_total.reshape(labels.shape), circle.place[..., :T], value.dtype)
+    out, log_total, place = out.reshape(*labels.shape, -1), log_total.reshape(labels.shape), circle.place[..., :T]
+    by_round = jnp.take_along_axis(out, place[..., None], axis=3)
+    shares = softmax(jnp.take_along_axis(log_total, place, axis=3).swapaxes(2, 3))
+    return einsum("bntr,bnrth->btnh", shares, by_round, dtype=value.dtype)
 
 
 @dataclass(frozen=True)
@@ -140,14 +143,6 @@ def _meetings(circle: _Circle, labels):
         q, kv = pairs(labels)
         met = met & (q == kv)
     return jnp.maximum(jnp.sum(met, axis=(-2, -1)), 1)
-
-
-def _merge_rounds(out, log_total, place, dtype):
-    """The outputs of each token's rounds, weighted by the softmax of their log-sum-exp: `[B, T, N, Hv]`."""
-    out = out.reshape(*log_total.shape, -1)
-    out = jnp.take_along_axis(out, place[..., None], axis=3)
-    log_total = jnp.take_along_axis(log_total, place, axis=3)
-    return einsum("bntr,bnrth->btnh", softmax(log_total.swapaxes(2, 3)), out, dtype=dtype)
 
 
 def _factors(rotations):

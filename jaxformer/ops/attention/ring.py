@@ -262,8 +262,7 @@ def _backward(plan: Plan, residuals, d_out):
     d_query, d_kv, d_bias = run(query, kv, call, lse, d_out, delta)
     if plan.gather:  # summed here, where the compiler makes a reduce-scatter that keeps the other axes split
         d_kv = with_logical_constraint(d_kv.sum(0), "batch", "length", "kv_heads", None)
-    d_sinks = blockwise.sink_gradient(call.sinks, lse, delta)
-    return d_query, d_kv.astype(kv.dtype), call.gradient(d_bias, d_sinks)
+    return d_query, d_kv.astype(kv.dtype), call.gradient(d_bias, blockwise.sink_gradient(call.sinks, lse, delta))
 
 
 def _backward_here(plan: Plan, query, kv, call: Call, lse, d_out, delta):
@@ -281,7 +280,6 @@ def _backward_here(plan: Plan, query, kv, call: Call, lse, d_out, delta):
 
 
 def _add_gradients(plan: Plan, tiles: Tiles, rows: Row, ring: Ring, part) -> Ring:
-    """The sums of gradients, with what each query block and this part of the keys add to them."""
     H, (dq, d_bias) = rows.q.shape[-1], ring.rows
     tiles = tiles._replace(keys=ring.kv[..., :H], values=ring.kv[..., H:])
 

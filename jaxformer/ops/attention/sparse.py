@@ -73,8 +73,7 @@ def _chosen(tokens, max_globals, B, T):
         raise ValueError(f"longformer_attention: global tokens are [{B}, G] or flags [{B}, {T}]; got {tokens.shape}")
     if tokens.dtype != bool:
         tokens = jnp.sort(jnp.where(tokens < 0, T, tokens), axis=1)
-        again = jnp.pad(tokens[:, 1:] == tokens[:, :-1], [(0, 0), (1, 0)])
-        return jnp.where(again, T, tokens), None
+        return jnp.where(jnp.pad(tokens[:, 1:] == tokens[:, :-1], [(0, 0), (1, 0)]), T, tokens), None
     if max_globals is None:
         if isinstance(tokens, jax.core.Tracer):
             raise ValueError("longformer_attention: traced flags of global tokens need max_globals, the most of a row")
