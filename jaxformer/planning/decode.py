@@ -63,7 +63,7 @@ def plan_decode(
     room = room or length
 
     def compiled(function, *shape):
-        weights, cache, *new = arguments = abstract_arguments(config, mesh, dtype, *shape)
+        weights, cache, *_ = arguments = abstract_arguments(config, mesh, dtype, *shape)
         call = lambda weights, cache, tokens, lengths: function(config, weights, tokens, cache, lengths=lengths, dtype=dtype)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = jax.jit(call, donate_argnums=1).lower(*arguments)
@@ -79,7 +79,8 @@ def plan_decode(
     needed = _bytes(read) + _bytes(cache) * length // room
     moved = hlo.traffic(text, sum(width < length for width in widths(room))) or needed
     network = roofline.network(found, mesh, chip)
-    seconds = {"compute": 2 * rows * params.count(models.spec(config)) / len(devices) / chip.peak, "memory": moved / chip.bandwidth}
+    operations = 2 * rows * params.count(models.spec(config)) / len(devices)
+    seconds = {"compute": operations / chip.peak, "memory": moved / chip.bandwidth}
     peak = max(size["peak_bytes"], first["peak_bytes"])
     return DecodePlan(
         topology=name, chip=devices[0].device_kind, mesh={k: v for k, v in mesh.shape.items() if v > 1}, rows=rows,
