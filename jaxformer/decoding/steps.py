@@ -40,9 +40,10 @@ def quantize(config: ModelConfig | EncoderDecoder, params: Tree) -> Tree:
 
 def round_to_int8(spec: Tree, params: Tree) -> Tree:
     """Plain parameters with matrices rounded as `quantize` does, to measure what that costs."""
+    tied = not any(_is_table(leaf) and leaf.contracts for leaf in jax.tree.leaves(spec))
 
     def rounded(spec: Spec, leaf: Array) -> Array:
-        summed = spec.contracts or (("embed",) if _is_table(spec) else ())
+        summed = spec.contracts or (("embed",) if tied and _is_table(spec) else ())
         if not summed or "expert" in spec.axes:
             return leaf
         axes = tuple(i for i, axis in enumerate(spec.axes) if axis in summed)

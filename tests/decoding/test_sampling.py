@@ -1,5 +1,7 @@
 """From filtered logits to tokens."""
 
+from functools import partial
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -41,7 +43,13 @@ def test_draws_have_the_probabilities_of_the_logits(width, scale):
 def test_a_draw_follows_temperature_and_filters():
     logits = jnp.tile(jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]])), (N, 1))
     keys = jax.random.split(jax.random.key(0), N)
-    draw = jax.jit(sampling.sample, static_argnums=2)
+
+    @partial(jax.jit, static_argnums=2)
+    def draw(logits, keys, how):
+        for function in how.filters():
+            logits = function(logits, None)
+        return sampling.draw(logits, keys, how.temperature)
+
     drawn = np.asarray(draw(logits, keys, Sampling(temperature=0.5, top_k=3)))
     ratio, spread = distance(drawn, np.array([0.25, 0.09, 0.0225, 0]) / 0.3625)
     assert ratio < 1 + 5 * spread
