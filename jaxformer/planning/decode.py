@@ -63,7 +63,7 @@ def plan_decode(
     room = room or length
 
     def compiled(function, *shape):
-        weights, cache, *new = arguments = abstract_arguments(config, mesh, dtype, *shape)
+        weights, cache, *_ = arguments = abstract_arguments(config, mesh, dtype, *shape)
         call = lambda weights, cache, tokens, lengths: function(config, weights, tokens, cache, lengths=lengths, dtype=dtype)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = jax.jit(call, donate_argnums=1).lower(*arguments)
@@ -79,13 +79,17 @@ def plan_decode(
     needed = _bytes(read) + _bytes(cache) * length // room
     moved = hlo.traffic(text, sum(width < length for width in widths(room))) or needed
     network = roofline.network(found, mesh, chip)
-    seconds = {"compute": 2 * rows * params.count(models.spec(config)) / len(devices) / chip.peak, "memory": moved / chip.bandwidth}
-    peak = max(size["peak_bytes"], first["peak_bytes"])
+    seconds = {
+        "compute": 2 * rows * params.count(models.spec(config)) / len(devices) / chip.peak,
+        "memory": moved / chip.bandwidth,
+    }
+    peak, temporary = (max(size[name], first[name]) for name in ("peak_bytes", "temporary_bytes"))
+    donated = bool(step) and step.memory_analysis().alias_size_in_bytes >= 0.99 * _bytes(cache)
     return DecodePlan(
         topology=name, chip=devices[0].device_kind, mesh={k: v for k, v in mesh.shape.items() if v > 1}, rows=rows,
         length=length, weight_bytes=_bytes(weights), cache_bytes=_bytes(cache),
-        temporary_bytes=max(size["temporary_bytes"], first["temporary_bytes"]), peak_bytes=peak,
-        capacity_bytes=int(chip.memory), fits=bool(step and prefill) and peak <= chip.memory, donated=size["donated"],
+        temporary_bytes=temporary, peak_bytes=peak,
+        capacity_bytes=int(chip.memory), fits=bool(step and prefill) and peak <= chip.memory, donated=donated,
         needed_bytes=needed, moved_bytes=moved, collectives=[one._asdict() for one in found], seconds=seconds | network,
         tokens_per_second=rows / (max(seconds.values()) + sum(network.values())), bound=rows * chip.bandwidth / needed,
         kernel=next((kernel for kernel, mark in KERNELS.items() if prefill and mark in prefill.as_text()), "blockwise"),
