@@ -63,7 +63,7 @@ def test_a_plan_of_decoding_for_devices_that_are_here(monkeypatch):
     assert made.cache_bytes == heads + 2 * 4  # and the lengths of two rows
     assert {(one["kind"], one["axes"]) for one in made.collectives} == {("all-reduce", ("data",)), ("all-reduce", ("tensor",))}
     assert made.fits and made.donated and made.needed_bytes < made.weight_bytes + made.cache_bytes
-    assert "2 x tensor=4; 4 rows of 256 tokens" in decode.table(made)
+    assert "data=2 x tensor=4; 4 rows of 256 tokens" in decode.table(made)
 
 
 def test_rows_and_length_are_numbers(capsys, monkeypatch):
