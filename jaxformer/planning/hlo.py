@@ -97,8 +97,9 @@ def _visited(computations: dict[str, Computation], branch: int | None = None) ->
             if op.kind:
                 continue  # the sum that a reduction applies exchanges nothing
             turns = _turns(op.line, computations) if op.code == "while" else 1
-            one = branch is not None and op.code == "conditional"
-            called = op.called[min(branch, len(op.called) - 1) :][:1] if one else op.called
+            called = op.called
+            if branch is not None and op.code == "conditional":
+                called = called[min(branch, len(called) - 1) :][:1]
             todo += [(body, times * turns, fused or op.code == "fusion") for body in called]
 
 
