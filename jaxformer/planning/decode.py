@@ -1,7 +1,6 @@
 """Decoding planned before its devices are rented: prefill and the step of one token a row, compiled for a topology."""
 
 import math
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,11 +26,7 @@ KERNELS = {"splash": "splash", "cudnn": "__cudnn"}  # and how a program names th
 class DecodePlan:
     """What one token more for each of `rows` texts of `length` tokens costs a device. Bytes are the compiler's."""
 
-    topology: str
-    chip: str
-    mesh: dict[str, int]
-    rows: int
-    length: int
+    where: str  # devices, mesh, rows and length
     weight_bytes: int
     cache_bytes: int
     temporary_bytes: int  # of the step or of prefill, whichever needs more
@@ -46,7 +41,6 @@ class DecodePlan:
     tokens_per_second: float  # of all rows, by memory and network
     bound: float  # the same where a step moves no more than it needs
     kernel: str  # of attention inside prefill
-    compile_seconds: float
 
 
 def plan_decode(
@@ -56,11 +50,10 @@ def plan_decode(
 
     Rows are split over `data`, heads over `tensor`. ConfigError where the mesh does not fit the devices or the model.
     """
-    began, config, chip = time.monotonic(), experiment.model, cost.CHIPS[devices[0].device_kind]
+    config, chip = experiment.model, cost.CHIPS[devices[0].device_kind]
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"plan --decode: model={type(config).__name__}: expected a ModelConfig, one stack")
-    mesh, dtype = parallel.make_mesh(experiment.mesh, devices), jnp.dtype(experiment.precision)
-    room = room or length
+    mesh, dtype, room = parallel.make_mesh(experiment.mesh, devices), jnp.dtype(experiment.precision), room or length
 
     def compiled(function, *shape):
         weights, cache, *_ = arguments = abstract_arguments(config, mesh, dtype, *shape)
@@ -78,19 +71,17 @@ def plan_decode(
         read.pop("embedding/tokens", None)
     needed = _bytes(read) + _bytes(cache) * length // room
     moved = hlo.traffic(text, sum(width < length for width in widths(room))) or needed
-    network = roofline.network(found, mesh, chip)
-    operations = 2 * rows * params.count(models.spec(config)) / len(devices)
-    seconds = {"compute": operations / chip.peak, "memory": moved / chip.bandwidth}
-    peak = max(size["peak_bytes"], first["peak_bytes"])
+    seconds = {"memory": moved / chip.bandwidth} | roofline.network(found, mesh, chip)
+    peak, temporary = (max(size[name], first[name]) for name in ("peak_bytes", "temporary_bytes"))
+    split = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "data=1"
     return DecodePlan(
-        topology=name, chip=devices[0].device_kind, mesh={k: v for k, v in mesh.shape.items() if v > 1}, rows=rows,
-        length=length, weight_bytes=_bytes(weights), cache_bytes=_bytes(cache),
-        temporary_bytes=max(size["temporary_bytes"], first["temporary_bytes"]), peak_bytes=peak,
-        capacity_bytes=int(chip.memory), fits=bool(step and prefill) and peak <= chip.memory, donated=size["donated"],
-        needed_bytes=needed, moved_bytes=moved, collectives=[one._asdict() for one in found], seconds=seconds | network,
-        tokens_per_second=rows / (max(seconds.values()) + sum(network.values())), bound=rows * chip.bandwidth / needed,
+        f"{name}: {len(devices)} x {devices[0].device_kind}, {split}; {rows} rows of {length:,} tokens",
+        weight_bytes=_bytes(weights), cache_bytes=_bytes(cache), temporary_bytes=temporary, peak_bytes=peak,
+        capacity_bytes=int(chip.memory), fits=bool(step and prefill) and peak <= chip.memory,
+        donated=bool(step) and step.memory_analysis().alias_size_in_bytes >= 0.99 * _bytes(cache),
+        needed_bytes=needed, moved_bytes=moved, collectives=[one._asdict() for one in found], seconds=seconds,
+        tokens_per_second=rows / sum(seconds.values()), bound=rows * chip.bandwidth / needed,
         kernel=next((kernel for kernel, mark in KERNELS.items() if prefill and mark in prefill.as_text()), "blockwise"),
-        compile_seconds=time.monotonic() - began,
     )  # fmt: skip
 
 
@@ -124,9 +115,8 @@ def _bytes(tree: Any) -> int:
 def table(plan: DecodePlan) -> str:
     """The plan in words."""
     gib = lambda size: f"{size / GIB:.2f} GiB"
-    mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "data=1"
     rows = [
-        f"{plan.topology}: {plan.chip}, {mesh}; {plan.rows} rows of {plan.length:,} tokens",
+        plan.where,
         f"memory a device    {gib(plan.weight_bytes)} weights, {gib(plan.cache_bytes)} cache, {gib(plan.temporary_bytes)} "
         f"temporaries, {gib(plan.peak_bytes)} peak of {gib(plan.capacity_bytes)}: {'fits' if plan.fits else 'DOES NOT FIT'}",
         f"cache in place     {'yes' if plan.donated else 'no'}",
@@ -137,9 +127,5 @@ def table(plan: DecodePlan) -> str:
         axes = "*".join(one["axes"]) or "-"
         rows.append(f"{one['kind']:<18} {one['count']:>5} a step over {axes}, {one['bytes'] / 2**20:,.2f} MiB a device")
     parts = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in plan.seconds.items())
-    rows += [
-        f"roofline, an estimate: {parts}",
-        f"at best            {plan.tokens_per_second:,.0f} tokens/s; {plan.bound:,.0f} by the bandwidth of memory alone",
-        f"planned in {plan.compile_seconds:.0f} s",
-    ]
-    return "\n".join(rows)
+    best = f"{plan.tokens_per_second:,.0f} tokens/s; {plan.bound:,.0f} by the bandwidth of memory alone"
+    return "\n".join([*rows, f"roofline, an estimate: {parts}", f"at best            {best}"])

@@ -87,7 +87,7 @@ def _parse(text: str) -> dict[str, Computation]:
 
 
 def _visited(computations: dict[str, Computation], branch: int | None = None) -> Iterator[Visit]:
-    """Every operation, also those in fusions and loops; of a conditional those of all branches, or of one, by its number."""
+    """Every operation, also inside fusions and loops; of a conditional in all branches, or in that of a number."""
     todo = [("ENTRY", 1, False)]
     while todo:
         name, times, fused = todo.pop()

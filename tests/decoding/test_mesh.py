@@ -29,7 +29,7 @@ def exchanges(mesh):
     arguments = abstract_arguments(CONFIG, mesh, jnp.dtype("float32"), 8, 1, 256, True)
     step = jax.jit(lambda weights, cache, tokens, going: decoding.decode_step(CONFIG, weights, tokens, cache, lengths=going))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        text = step.lower(*arguments).compile().as_text()
+        text = step.lower(*arguments).compile().as_text() or ""
     return {(one.kind, one.axes): (one.count, one.bytes) for one in hlo.collectives(text, mesh)}
 
 

@@ -1,0 +1,73 @@
+"""Plans of decoding: by the compilers for devices that are not here, where they are installed."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jaxformer import cli
+from jaxformer.models import presets
+from jaxformer.parallel import Mesh
+from jaxformer.planning import decode, plan, topology
+
+PLANNED = """
+import json, sys
+from dataclasses import asdict, replace
+from jaxformer.planning import topology
+topology.prepare()
+from jaxformer.planning import decode, plan
+from jaxformer.models import presets
+from jaxformer.parallel import Mesh
+grouped = replace(presets.llama2_70b, num_layers=4, d_model=1024, num_heads=8, num_kv_heads=2, d_ff=4096, vocab_size=32000)
+for model in (presets.gpt2_small, grouped):
+    experiment = replace(plan.of_preset("any", model), mesh=Mesh(data=1))
+    name = sys.argv[1]
+    print(json.dumps(asdict(decode.plan_decode(experiment, name, topology.devices(name)[:1], 8, 576, 1024))))
+"""
+
+
+def check(name: str, kernel: str, most: tuple[float, float]) -> None:
+    run = subprocess.run([sys.executable, "-c", PLANNED, name], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    for one, limit in zip(map(json.loads, run.stdout.splitlines()), most, strict=True):
+        assert one["fits"] and one["donated"] and one["kernel"] == kernel and not one["collectives"]
+        assert 0.9 < one["moved_bytes"] / one["needed_bytes"] <= limit, one["moved_bytes"] / one["needed_bytes"]
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs pip install 'jaxformer[tpu]'")
+def test_a_step_on_a_tpu_moves_the_weights_and_the_filled_cache_once():
+    """GPT-2 small and grouped heads, 576 of 1024 slots filled: no slot is fetched that attention leaves out."""
+    check("v5e:1x1", "splash", (1.15, 1.15))
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs pip install 'jaxformer[plan-gpu]'")
+def test_a_step_on_a_gpu_moves_no_more_than_it_did():
+    """XLA:GPU cuts the filled slots out as an array, most of it in the chip's L2, before it multiplies: 2.24 and 1.38."""
+    has_cudnn = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+    check("h200:1x1x1", "cudnn" if has_cudnn else "blockwise", (2.4, 1.5))
+
+
+def test_a_plan_of_decoding_for_devices_that_are_here(monkeypatch):
+    """The same code for this process's own devices: what a device holds and what it exchanges."""
+    monkeypatch.setitem(decode.cost.CHIPS, "cpu", decode.cost.CHIPS["TPU v5 lite"])
+    model = replace(presets.llama2_70b, num_layers=2, d_model=64, num_heads=8, num_kv_heads=4, d_ff=128, vocab_size=128)
+    experiment = replace(plan.of_preset("small", model), mesh=Mesh(data=2, tensor=4))
+    made = decode.plan_decode(experiment, "here", jax.devices(), rows=4, length=256)
+    heads = 2 * 2 * (4 // 2) * (4 // 4) * 256 * model.head_size * 2  # keys and values, layers, rows, heads, in bfloat16
+    assert made.cache_bytes == heads + 2 * 4  # and the lengths of two rows
+    assert {(one["kind"], one["axes"]) for one in made.collectives} == {("all-reduce", ("data",)), ("all-reduce", ("tensor",))}
+    assert made.fits and made.donated and made.needed_bytes < made.weight_bytes + made.cache_bytes
+    assert "data=2 x tensor=4; 4 rows of 256 tokens" in decode.table(made)
+
+
+def test_rows_and_length_are_numbers(capsys, monkeypatch):
+    monkeypatch.setattr(topology, "prepare", lambda: None)
+    monkeypatch.setattr(topology, "devices", lambda *_: jax.devices())
+    assert cli.main(["plan", "gpt2_small", "--topology", "v5e:2x2", "--decode", "--rows", "many"]) == 2
+    assert "--rows=many --length=2048: expected numbers" in capsys.readouterr().err
