@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
 from jaxformer import models
 from jaxformer.decoding.cache import Cache, init_cache
@@ -20,6 +21,7 @@ from jaxformer.decoding.sampling import Sampling, draw
 from jaxformer.decoding.steps import decode_step, prefill, prepare
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig
+from jaxformer.sharding import is_split, mesh_axes, with_logical_constraint, with_sharding
 
 CHUNK = 1024  # tokens of a prompt that are read at a time
 
@@ -224,8 +226,14 @@ def _start(logits, cache, history: History, end, index, key, settings: Settings)
 
 @partial(jax.jit, static_argnums=0)
 def repeat(rows: int, one: Any) -> Any:
-    """A tree of one row as one of so many equal rows."""
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), one)
+    """A tree of one row as one of so many equal rows, split over the mesh where there is one."""
+    split = partial(P, mesh_axes("batch", rows) or None)
+
+    def repeated(x):
+        x = jnp.broadcast_to(x, (rows, *x.shape[1:]))
+        return with_sharding(x, split(*[P.UNCONSTRAINED] * (x.ndim - 1))) if is_split() else x
+
+    return jax.tree.map(repeated, one)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -258,6 +266,7 @@ def _run(config, dtype, params, texts: Texts, settings: Settings, steps, least) 
 def append(texts: Texts, logits: Array, settings: Settings) -> Texts:
     """Each row that is not done with one more token, picked by the logits [B, V]."""
     history, done = texts.history, texts.done
+    logits = with_logical_constraint(logits, "batch", None)  # filters go over a vocabulary many times
     keys = jax.vmap(jax.random.fold_in)(texts.keys, history.length - history.prompt)
     token = draw(settings.filtered(logits, history), keys, settings.temperature)
     history = history.extend(token[:, None], jnp.where(done, 0, 1))

@@ -85,7 +85,7 @@ def _transposed(dtype, spec: Spec, leaf: Array) -> Array | StoredWeight:
     """The same, with the axes that products sum over last: XLA:CPU packs other matrices anew for every product."""
     order, leaf = _order(spec), _cast(dtype, spec, leaf)
     stays = not spec.contracts or "expert" in spec.axes or order == tuple(range(leaf.ndim))
-    return leaf if stays else StoredWeight(leaf.transpose(order), None, order)
+    return leaf if stays else StoredWeight(leaf.transpose(order), order)
 
 
 def _in_int8(tied: bool, spec: Spec, leaf: Array) -> Array | StoredWeight:

@@ -23,8 +23,8 @@ class StoredWeight:
     """
 
     values: Any
+    order: tuple[int, ...] = struct.field(pytree_node=False)
     scale: Any = None
-    order: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     @property
     def ndim(self) -> int:
@@ -41,7 +41,7 @@ def int8_weight(w: Float[Array, "..."], order: tuple[int, ...], summed: int) -> 
     w = w.transpose(order)
     axes = tuple(range(w.ndim - summed, w.ndim))
     scale = jnp.maximum(jnp.max(jnp.abs(w), axis=axes, keepdims=True).astype(jnp.float32), 1e-30) / 127
-    return StoredWeight(jnp.round(w / scale).astype(jnp.int8), scale.squeeze(axes), order)
+    return StoredWeight(jnp.round(w / scale).astype(jnp.int8), order, scale.squeeze(axes))
 
 
 Weight = Float[Array, "..."] | StoredWeight
