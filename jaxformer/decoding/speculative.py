@@ -102,10 +102,10 @@ def speculate(
     vocabulary, NotImplementedError for a mixer that cannot take tokens back and for rotations by the length of a call.
     """
     _check(config, draft, ahead, max(map(len, prompts), default=0) + max_tokens)
-    opened = [open_model(config, params, prompts, max_tokens, sources, dtype, ahead)]
+    opened = [open_model(config, params, prompts, max_tokens, sources, dtype, ahead=ahead)]
     if isinstance(draft, Draft):
         given = sources if isinstance(draft.config, EncoderDecoder) else None
-        opened += [open_model(draft.config, draft.params, prompts, max_tokens, given, draft.dtype, ahead)]
+        opened += [open_model(draft.config, draft.params, prompts, max_tokens, given, draft.dtype, ahead=ahead)]
         draft = replace(draft, params=opened[1].params, dtype=opened[1].dtype)
     settings = jax.device_put(Settings(as_filters((*filters, *how.filters())), np.float32(how.temperature), stops(stop_tokens)))
     key, rows = jax.random.key(0) if key is None else key, min(rows, 1 << (len(prompts) - 1).bit_length())

@@ -105,10 +105,10 @@ class Mixer(NamedTuple):
     apply: Callable  # (params, x [B, T, D], Context) -> MixerOutput
     # for decoding: (batch, length, dtype) -> any tree of zeros [batch, ...]; None: it cannot decode
     state: Callable | None = None
-    rolls: bool = False  # whether a `length` of what the mask lets a query see is enough: a new token replaces the oldest
     shared: Tree = None  # the spec of parameters that all layers have in common
     constants: Callable = nothing  # T -> arrays [L, ...] that are drawn, not trained
     memo: Callable = nothing  # x -> the `Context.memo` of the first layer: the shapes that each layer passes on
+    rolls: bool = False  # whether a `length` of what the mask lets a query see is enough: a new token replaces the oldest
 
 
 def linear_spec(config: ModelConfig, name: str, shape, axes, contracts, std: float) -> Tree:

@@ -319,7 +319,9 @@ def test_params_alone(tmp_path):
         assert step == 2 and metadata == {"step": 2}
         assert_same(params, make(2).params)
         assert_same(restore_params(tmp_path, abstract(make(1).params), step=1)[1], make(1).params)
-    with pytest.raises(CheckpointError, match=r"params/layers/scale +float32\[16\] +-"):
+    with pytest.raises(
+        CheckpointError, match=r"does not fit the model: .*params/layers/scale is float32\[16\], and nothing in the model"
+    ):
         restore_params(tmp_path, {"embed": jax.ShapeDtypeStruct((32, 16), jnp.float32)})
     spoil_arrays(tmp_path / "2")
     before = sorted(tmp_path.rglob("*"))

@@ -322,7 +322,7 @@ def test_the_choice_is_made_by_length_and_said_once(caplog):
 
 def test_what_no_kernel_has_is_refused_by_name():
     arrays = random_arrays()
-    with pytest.raises(NotImplementedError, match=r"blockwise: keeps no weights.*reference"):
+    with pytest.raises(NotImplementedError, match=r"blockwise: has no weights.*reference"):
         attention(*arrays, implementation="blockwise", return_weights=True)
     with pytest.raises(NotImplementedError, match=r"'flash'.*blockwise"):
         attention(*arrays, implementation="flash")

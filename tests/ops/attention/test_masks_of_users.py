@@ -15,7 +15,7 @@ import pytest
 
 from jaxformer import masks, ops
 from jaxformer.masks import Mask, rules
-from jaxformer.ops.attention import blocks, blockwise, cudnn, ring, splash
+from jaxformer.ops.attention import blocks, blockwise, cached, cudnn, ring, splash
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.attention.reference import reference
 
@@ -76,7 +76,8 @@ def by_splash(query, key, value, *, mask, scale):
     """What the kernel is told to show, and the reference: the kernel itself takes a second to compile."""
     if reason := splash.refuses(query, key, value, Call(mask, scale=scale)):
         raise NotImplementedError(reason)
-    static, dynamic = splash._split(mask, T, T)
+    dynamic = [part for part in mask.conjuncts() if not part.static]
+    static = reduce(and_, [part for part in mask.conjuncts() if part.static] or [masks.full()]).at(mask.first(T, T))
     q, kv = np.arange(128)[:, None], np.arange(128)[None]
     shown = [
         table.mask_function(q, kv) if hasattr(table, "mask_function") else table[slice(0, 128), slice(0, 128)]
@@ -90,6 +91,15 @@ def softmax_of_reference(query, key, value, *, mask, scale):
     return reference(query, key, value, Call(mask.sized(T), scale=scale))[0]
 
 
+def by_cache(query, key, value, *, mask, scale):
+    """All keys in the slots of a cache, and one that no query sees as the new one."""
+    slots = lambda x: x.transpose(0, 2, 1, 3)
+    B, places = len(query), jnp.broadcast_to(jnp.arange(T)[None], (len(query), T))
+    old = cached.Slots(slots(key), slots(value), places)
+    new = cached.Slots(slots(key[:, :1]), slots(value[:, :1]), jnp.full((B, 1), -1))
+    return cached.attention(query, places, old, new, Call(mask.sized(T), scale=scale), [T], jnp.int32(0))
+
+
 def called(attend):
     """A kernel as a function of its mask and scale."""
     return lambda *arrays, mask, scale: attend(*arrays, Call(mask, scale=scale))
@@ -97,6 +107,7 @@ def called(attend):
 
 EXACT = {
     "ops.attention.blockwise.attention": called(lambda *args: blockwise.attention(*args)[0]),
+    "ops.attention.cached.attention": by_cache,
     "ops.attention.cudnn.attention": by_cudnn,
     "ops.attention.ring.attention": called(ring.attention),
     "ops.attention.splash.attention": by_splash,
@@ -110,6 +121,8 @@ OTHERS = {
     "ops.attention.cudnn.refuses": lambda mask: isinstance(cudnn.plan(mask, T, T), str),
     "ops.attention.ring.refuses": lambda mask: ring.refuses(QUERY, KEY, VALUE, Call(mask)),
     "ops.attention.splash.refuses": lambda mask: exact(by_splash, mask),
+    "ops.attention.reference.visible": lambda mask: exact(softmax_of_reference, mask),
+    "ops.attention.reference.visible_scores": lambda mask: exact(softmax_of_reference, mask),
     "ops.attention.linear.efficient_attention": lambda mask: ops.efficient_attention(QUERY, KEY, VALUE, mask=mask),
     "ops.attention.favor.favor_attention": lambda mask: ops.favor_attention(QUERY, KEY, VALUE, jnp.eye(4), mask=mask),
     "ops.attention.linear.linear_attention": lambda mask: ops.linear_attention(QUERY, KEY, VALUE, mask=mask),
