@@ -13,7 +13,7 @@ from jaxformer import models
 from jaxformer.decoding.cache import Cache
 from jaxformer.models import EncoderDecoder, ModelConfig, block
 from jaxformer.models.stacks import scan
-from jaxformer.ops.einsum import StoredWeight, int8_weight
+from jaxformer.ops.einsum import StoredWeight, int8_scale, int8_weight
 from jaxformer.params import Spec, Tree
 from jaxformer.sharding import is_split
 
@@ -47,7 +47,7 @@ def round_to_int8(spec: Tree, params: Tree) -> Tree:
         if not summed or "expert" in spec.axes:
             return leaf
         axes = tuple(i for i, axis in enumerate(spec.axes) if axis in summed)
-        scale = jnp.maximum(jnp.max(jnp.abs(leaf), axis=axes, keepdims=True), 1e-30) / 127
+        scale = int8_scale(leaf, axes)
         return (jnp.round(leaf / scale) * scale).astype(leaf.dtype)
 
     return jax.tree.map(rounded, spec, params)
@@ -105,10 +105,11 @@ def _is_table(spec: Spec) -> bool:
 def prefill(
     config: ModelConfig | EncoderDecoder, params: Tree, tokens: Int[Array, "B T"], cache: Cache, *, lengths=None, **options
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """(logits after the last token of each prompt, the cache with all of them); `cache` is new.
+    """(logits after the last token of each prompt, the cache with all of them), of whole prompts or of their next piece.
 
-    `lengths` [B]: how many of a row's tokens are text; the rest is padding. Attention is that of training, of tokens from
-    position 0 on under a mask that is known when it is compiled. `options` are those of `models.apply`: `dtype`, `source`.
+    `lengths` [B]: how many of a row's tokens are text; the rest is padding. In a new cache, attention is that of training, of
+    tokens from position 0 on under a mask that is known when it is compiled; later pieces read the cache. `options` are
+    those of `models.apply`: `dtype`, `source`. Raises ConfigError for rows or tokens that do not fit the cache.
     """
     output = models.encode(config, params, tokens, cache=cache, lengths=lengths, **options)
     return _last_logits(config, params, output, lengths), output.cache

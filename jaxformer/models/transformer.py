@@ -124,7 +124,7 @@ def check_inputs(config: ModelConfig, inputs: Inputs) -> None:
         if array is not None and (list(array.shape) not in shapes or not jnp.issubdtype(array.dtype, jnp.integer)):
             expected = " or ".join(map(str, shapes))
             raise ConfigError(f"apply: {name} {array.dtype}{list(array.shape)}: expected integers {expected}")
-    if (inputs.cache is None) != (inputs.lengths is None) and inputs.cache is None:
+    if inputs.cache is None and inputs.lengths is not None:
         raise ConfigError("apply: `lengths` go with a cache; without one, segment_ids=0 marks padding")
     if inputs.cache is not None and inputs.segment_ids is not None:
         raise ConfigError("apply: a cache keeps one text a row; give `lengths` [B] instead of segment_ids")
@@ -239,7 +239,7 @@ def same_segment(config: ModelConfig, segment_ids: Int[Array, "B T"]) -> Mask:
 def at_positions(mask: Mask, positions: Int[Array, "B S"]) -> Mask:
     """The mask of tokens at these positions of their segments: a prefix or a chunk is that of the segment.
 
-    A rule of distance counts slots, which is the same.
+    A rule of distance stays as it is: positions of a segment are as far apart as its slots.
     """
     of_order = masks.causal(), masks.full()
     parts = (

@@ -36,11 +36,16 @@ class StoredWeight:
         return rows if self.scale is None else rows * self.scale[index][..., None].astype(dtype)
 
 
+def int8_scale(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
+    """max |x| / 127 over these axes, which stay with size 1: what x is divided by to fit 8 bits, in float32."""
+    return jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(jnp.float32), 1e-30) / 127
+
+
 def int8_weight(w: Float[Array, "..."], order: tuple[int, ...], summed: int) -> StoredWeight:
     """w in 8 bits, with a scale max |w| / 127 for each output channel; the last `summed` axes of `order` are summed over."""
     w = w.transpose(order)
     axes = tuple(range(w.ndim - summed, w.ndim))
-    scale = jnp.maximum(jnp.max(jnp.abs(w), axis=axes, keepdims=True).astype(jnp.float32), 1e-30) / 127
+    scale = int8_scale(w, axes)
     return StoredWeight(jnp.round(w / scale).astype(jnp.int8), order, scale.squeeze(axes))
 
 

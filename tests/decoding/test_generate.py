@@ -307,22 +307,6 @@ def test_prompts_longer_than_a_piece_are_read_in_pieces(monkeypatch):
     assert run() == whole
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        dict(temperature=-1.0),
-        dict(top_k=0),
-        dict(top_p=0.0),
-        dict(min_p=1.5),
-        dict(temperature=float("nan")),
-        dict(temperature=1e-40),
-    ],
-)
-def test_bad_settings_are_refused(bad):
-    with pytest.raises(ConfigError):
-        Sampling(**bad)
-
-
 @pytest.mark.parametrize("name", ["gpt3", "llama"])
 def test_long_prompts_are_read_in_pieces_and_keys_may_have_8_bits(name, monkeypatch):
     """Pieces of 8 tokens, of which the first is read as training reads it, give the tokens of the whole prompt."""

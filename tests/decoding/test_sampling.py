@@ -101,6 +101,7 @@ def test_filters_come_in_the_order_of_transformers():
         dict(top_p=0.0),
         dict(min_p=1.5),
         dict(typical=0.0),
+        dict(temperature=float("nan")),
         dict(temperature=1e-40),
         dict(temperature=0.0, top_k=0),
     ],

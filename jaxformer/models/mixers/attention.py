@@ -68,7 +68,9 @@ def attention(
 
     def state(batch: int, length: int, dtype):
         zeros = jnp.zeros((batch, config.kv_heads, length, config.head_size), dtype)
-        return dict.fromkeys(("key", "value"), cached_attention.in_int8(zeros) if dtype == jnp.int8 else zeros)
+        return dict.fromkeys(
+            ("key", "value"), cached_attention.in_int8(zeros.astype(jnp.float32)) if dtype == jnp.int8 else zeros
+        )
 
     return Mixer(attention_spec(config) | (extra or {}), apply, state, rolls=True, shared=relative_spec(config))
 

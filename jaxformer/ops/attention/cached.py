@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.attention.reference import softmax, visible_scores
-from jaxformer.ops.einsum import einsum
+from jaxformer.ops.einsum import einsum, int8_scale
 from jaxformer.ops.positions import Bias, bias_between
 from jaxformer.sharding import is_split, mesh_axes
 
@@ -28,7 +28,7 @@ class Int8Slots(NamedTuple):
 
 def in_int8(x: Array) -> Int8Slots:
     """`[B, K, S, H]` in 8 bits."""
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32), 1e-30) / 127
+    scale = int8_scale(x, (-1,))
     return Int8Slots(jnp.round(x / scale).astype(jnp.int8), scale)
 
 
