@@ -103,7 +103,7 @@ def is_split() -> bool:
 
 def with_sharding(x: Array, spec: P) -> Array:
     """x split by `spec`: a reshard under Explicit axes, a constraint for the compiler under Auto axes."""
-    return (jax.sharding.reshard if _is_explicit() else jax.lax.with_sharding_constraint)(x, spec)
+    return (jax.sharding.reshard if is_explicit() else jax.lax.with_sharding_constraint)(x, spec)
 
 
 def with_spec_sharding(tree: Tree, spec: Tree, rules: Rules) -> Tree:
@@ -125,12 +125,12 @@ def all_gather_weights(params: Tree, spec: Callable[[], Tree], dtype) -> Tree:
     declared = spec()
     gathered = partition_specs(declared, mesh, PARAMETERS | {"embed": ()})
 
-    def gather(leaf, spec, gathered, split):
-        if "expert" in spec.axes:
+    def gather(spec, leaf, gathered, split):
+        if "expert" in spec.axes or not isinstance(leaf, Array):  # weights in 8 bits stay split
             return leaf
         return all_gather_weight(dtype if spec.contracts else leaf.dtype, gathered, split, leaf)
 
-    return jax.tree.map(gather, params, declared, gathered, partition_specs(declared, mesh))
+    return jax.tree.map(gather, declared, params, gathered, partition_specs(declared, mesh))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -148,7 +148,8 @@ all_gather_weight.defvjp(
 )
 
 
-def _is_explicit() -> bool:
+def is_explicit() -> bool:
+    """Whether the mesh has Explicit axes."""
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
@@ -163,7 +164,7 @@ def auto_axes(specs: P | Callable[..., Tree]) -> Callable[[Function], Function]:
 
 def _run(function: Callable, specs: P | Callable[..., Tree], args: tuple, kwargs: dict) -> Tree:
     """`function(*args, **kwargs)`, under Explicit axes inside of `jax.sharding.auto_axes`, which takes arrays alone."""
-    if not (is_split() and _is_explicit()):
+    if not (is_split() and is_explicit()):
         return function(*args, **kwargs)
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]

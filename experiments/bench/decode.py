@@ -3,7 +3,7 @@
 Each runs in its own process, in alternation; a ratio compares the best of ours with the best of theirs (precision, cache,
 eager or compiled), by the median over rounds. Above 1 we are faster. Weights are random: no figure depends on them.
 "Bandwidth" is the share of what this machine reads a second: bytes of weights and filled cache that a token needs, times
-steps a second.
+steps a second. First come two ratios of ours alone: beams beside greedy decoding, a first token beside a forward pass.
 Command: make bench WHAT=decode          (sets up .venv-bench with CPU builds of torch and transformers on first use)
          python -m experiments.bench.decode --rounds 3 --models gpt2 --rows 1 --prompts 32
 """
@@ -131,6 +131,36 @@ def needed(model: str, mode: str, rows: int, length: int) -> float:
     return (params.count(models.spec(config)) - table) * size + cache * kept
 
 
+def compare_with_ourselves(rounds: int) -> None:
+    """GPT-2 small in float32, one row: 4 beams beside greedy decoding, a first token beside a forward pass of 512 tokens."""
+    import jax
+
+    from jaxformer import decoding, models
+    from jaxformer.models import PRESETS
+
+    config = PRESETS["gpt2_small"]
+    params = jax.jit(models.init, static_argnums=0)(config, jax.random.key(0))
+    prepared = jax.block_until_ready(decoding.prepare(config, params))
+    (short,), (long,) = prompts("gpt2", 1, 32), prompts("gpt2", 1, 512)
+    tokens = jax.device_put(jax.numpy.array([long]))
+    forward = jax.jit(lambda params, tokens: models.apply(config, params, tokens).logits)
+    greedy = decoding.Sampling(temperature=0.0)
+    calls = {
+        "greedy": lambda: decoding.generate(config, prepared, [short], NEW, how=greedy),
+        "4 beams": lambda: decoding.search(config, prepared, [short], NEW, how=decoding.Beams(4)),
+        "first token": lambda: next(decoding.stream(config, prepared, long, NEW, how=greedy)),
+        "forward": lambda: jax.block_until_ready(forward(params, tokens)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(timed(call, 1))
+    median = {name: statistics.median(each) for name, each in times.items()}
+    print(f"ours alone, {rounds} rounds: " + ", ".join(f"{name} {1e3 * value:.0f} ms" for name, value in median.items()))
+    print(f"  ratio 4 beams / greedy, of {NEW} tokens: {median['4 beams'] / median['greedy']:.2f}")
+    print(f"  ratio first token of 512 / forward pass: {median['first token'] / median['forward']:.2f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -144,6 +174,8 @@ def main() -> None:
         who, model, mode, rows, length = options.one
         print(json.dumps(timed({"ours": ours, "theirs": theirs}[who](model, mode, int(rows), int(length)))))
         return
+    if "gpt2" in options.models:
+        compare_with_ourselves(max(3, options.rounds))
     interpreters = {"ours": sys.executable, "theirs": torch_python("transformers>=5.23")}
     for model in options.models:
         for rows in options.rows:

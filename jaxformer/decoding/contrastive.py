@@ -51,7 +51,7 @@ def _run(config, dtype, room: int, k: int, params, tokens, lengths, ends, option
     stack, tree = models.last_stack(config), params["decoder"] if isinstance(config, EncoderDecoder) else params
     encode = partial(models.encode, config, params, dtype=dtype)
     output = encode(tokens, cache=init_cache(config, B, room, dtype), lengths=lengths, **options)
-    source = jax.tree.map(lambda x: jnp.repeat(x, k, axis=0), output.cache.source)  # the same for all tokens that are tried
+    source = output.cache.source  # which all tokens that are tried share
     unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
     states = jnp.pad(unit(output.hidden.astype(jnp.float32)), ((0, 0), (0, room - T), (0, 0)))
 

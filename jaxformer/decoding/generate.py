@@ -21,7 +21,7 @@ from jaxformer.decoding.sampling import Sampling, draw
 from jaxformer.decoding.steps import decode_step, prefill, prepare
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig
-from jaxformer.sharding import is_split, mesh_axes, with_logical_constraint, with_sharding
+from jaxformer.sharding import is_explicit, is_split, mesh_axes, with_logical_constraint, with_sharding
 
 CHUNK = 1024  # tokens of a prompt that are read at a time
 
@@ -277,6 +277,8 @@ def append(texts: Texts, logits: Array, settings: Settings) -> Texts:
 def _problems(config, prompts, max_tokens: int, sources) -> Iterator[str]:
     """One line for each thing that does not fit the model."""
     decoder, pair = models.last_stack(config), isinstance(config, EncoderDecoder)
+    if is_explicit():
+        yield "a mesh of Explicit axes is for training; put the parameters on one of Auto axes"
     if pair != (sources is not None):
         yield f"{'an encoder-decoder needs' if pair else 'only an encoder-decoder has'} `sources`"
     if pair and (len(sources) != len(prompts) or not all(map(len, sources))):

@@ -50,10 +50,10 @@ def search(
 @partial(jax.jit, static_argnums=(0, 1))
 def _search(config, dtype, params, logits, history, caches, max_tokens, how: Beams, stop_tokens, filters) -> BeamOutput:
     (cache,) = caches
-    shared = jax.tree.map(lambda x: jnp.repeat(x, how.beams, axis=0), cache.source)  # the same for all beams of a row
+    source = cache.source  # which all beams of a text share
 
     def advance(tokens: Array, cache):
-        logits, cache = decode_step(config, params, tokens[:, None], replace(cache, source=shared), dtype=dtype)
+        logits, cache = decode_step(config, params, tokens[:, None], replace(cache, source=source), dtype=dtype)
         return logits[:, 0], replace(cache, source=None)
 
     return beam_search(advance, logits, replace(cache, source=None), history, max_tokens, how, stop_tokens, filters)

@@ -75,6 +75,7 @@ def _visible(tokens, segment_ids, source_segment_ids) -> masks.Mask:
     """Which source tokens each target token sees."""
     if source_segment_ids is None:
         return masks.full()
-    if segment_ids is None:
-        return masks.segments(jnp.ones_like(tokens), (source_segment_ids != 0).astype(jnp.int32))
+    if segment_ids is None:  # in decoding, rows may share a source
+        rows = len(source_segment_ids)
+        return masks.segments(jnp.ones((rows, tokens.size // rows), jnp.int32), (source_segment_ids != 0).astype(jnp.int32))
     return masks.segments(segment_ids, source_segment_ids)

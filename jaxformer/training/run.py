@@ -54,8 +54,8 @@ class Run:
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh | None:
-        """The mesh of the run; None for one device, and where the run had more devices than there are."""
-        config, count = self.experiment.mesh, jax.device_count()
+        """The run's mesh, with Auto axes; None for one device, and where the run had more devices than there are."""
+        config, count = replace(self.experiment.mesh, explicit=False), jax.device_count()
         sizes = [getattr(config, axis) for axis in parallel.AXES]
         if math.prod(size for size in sizes if size != -1) > count:
             logging.getLogger("jaxformer").info("the run's mesh needs more than %d devices: on one device", count)

@@ -323,3 +323,15 @@ def test_rows_of_a_cache_may_be_taken_copied_and_replaced():
             out = apply(config, drawn(config), TOKENS[order, at + i][:, None], cache=state)
             close(out.logits[:, 0], forward(config)[order, at + i])
             state = out.cache
+
+
+@pytest.mark.parametrize("name", ["transformer_base", "t5_small"])
+def test_neighbours_share_a_source(name):
+    """Two sources for four rows are those sources repeated: attention to a source is the same for the beams of a text."""
+    config, tokens = FAMILIES[name], jnp.asarray(TOKENS[:2])
+    params, first, others = drawn(config), tokens[:, :1], jnp.repeat(tokens, 2, axis=0)[:, 1:3]
+    _, cache = decoding.prefill(config, params, first, decoding.init_cache(config, 2, ROOM), source=SOURCE[:2])
+    twice = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), tree)
+    expected, _ = decoding.decode_step(config, params, others, twice(cache))
+    found, _ = decoding.decode_step(config, params, others, replace(twice(cache), source=cache.source))
+    close(found, expected)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxformer import decoding, models, sharding
+from jaxformer.errors import ConfigError
 from jaxformer.models import presets
 from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.planning import hlo
@@ -62,3 +63,20 @@ def test_a_mesh_gives_the_tokens_of_one_device(name):
     split = jax.device_put(params, sharding.shardings(models.spec(CONFIG), mesh))
     with jax.set_mesh(mesh):
         assert decoding.generate(CONFIG, split, PROMPTS, 12, rows=8) == alone
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_gives_the_tokens_of_one_device_in_8_bits(name):
+    """Weights in 8 bits are not gathered: `fsdp` sums their partial products."""
+    params = jax.jit(partial(models.init, CONFIG))(jax.random.key(0))
+    alone = decoding.generate(CONFIG, decoding.quantize(CONFIG, params), PROMPTS[:3], 6)
+    mesh = make_mesh(MESHES[name])
+    split = jax.device_put(params, sharding.shardings(models.spec(CONFIG), mesh))
+    with jax.set_mesh(mesh):
+        assert decoding.generate(CONFIG, decoding.quantize(CONFIG, split), PROMPTS[:3], 6) == alone
+
+
+def test_explicit_axes_are_refused():
+    mesh = make_mesh(Mesh(data=2, fsdp=2, tensor=2, explicit=True))
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match="Explicit axes"):
+        decoding.generate(CONFIG, {}, PROMPTS[:3], 6)

@@ -153,19 +153,23 @@ def bias_at_positions(bias, context: Context) -> Bias | Callable | Array:
 
 
 def cross_attention(config: ModelConfig, params: Tree, x: Float[Array, "B T D"], context: Context) -> MixerOutput:
-    """Attention from a decoder's tokens to an encoder's output, without positions. Vaswani et al. 2017, section 3.2.3."""
+    """Attention from a decoder's tokens to an encoder's output, without positions. Vaswani et al. 2017, section 3.2.3.
+
+    In decoding there may be fewer sources than rows: neighbours, such as the beams of a text, read the same one.
+    """
     source: Any = context.source
     heads = source_heads(params, source.hidden) if source.heads is None else source.heads
     query = linear("btd,dnh->btnh", x, params["query"])
-    key, value = (heads[name].astype(x.dtype) for name in ("key", "value"))
+    key, value = (heads[name].swapaxes(1, 2).astype(x.dtype) for name in ("key", "value"))
     options = attention_options(config, context) | {"mask": source.mask}
-    out, weights = split_weights(ops.attention(query, key, value, **options))
-    return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), weights=weights)
+    together = query.reshape(len(key), -1, *query.shape[2:])
+    out, weights = split_weights(ops.attention(together, key, value, **options))
+    return MixerOutput(linear("btnh,nhd->btd", out.reshape(query.shape), params["out"]), weights=weights)
 
 
 def source_heads(params: Tree, hidden: Float[Array, "B S D"]) -> Tree:
-    """Keys and values `[B, S, K, H]` of an encoder's output."""
-    return {name: linear("btd,dnh->btnh", hidden, params[name]) for name in ("key", "value")}
+    """Keys and values of an encoder's output, `[B, K, S, H]` as in a cache."""
+    return {name: linear("btd,dnh->btnh", hidden, params[name]).swapaxes(1, 2) for name in ("key", "value")}
 
 
 def cached(
