@@ -24,6 +24,7 @@ from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig
 from jaxformer.sharding import is_explicit, is_split, mesh_axes, with_logical_constraint, with_sharding
 
 CHUNK = 1024  # tokens of a prompt that are read at a time
+SLOTS = 128  # the room of a cache is a multiple of these
 
 
 @struct.dataclass
@@ -62,8 +63,8 @@ def generate(
     Of an encoder-decoder, `sources` are the tokens of the encoder and a prompt is how the target begins (T5: [0]).
     `filters` (`decoding.filters`, or functions of yours) come before those of `how`. `stop(new tokens)` says how many of a
     row's new tokens to keep, or None to go on. At most `rows` texts are decoded at a time; a row that ends takes the next
-    prompt. A row's tokens do not depend on its neighbours; the last bits of its logits do where these are longer than the
-    next multiple of 128. `cache_dtype` is that of keys and values, such as int8. Raises ConfigError for an empty prompt, a
+    prompt. A row's tokens do not depend on its neighbours; the last bits of its logits do where these fill more slots of the
+    cache, in steps of 128. `cache_dtype` is that of keys and values, such as int8. Raises ConfigError for an empty prompt, a
     token outside the vocabulary, and more tokens than a learned position table has rows.
     """
     every = None if stop is None else 8
@@ -94,6 +95,8 @@ def serve(
 ) -> Iterator[tuple[int, list[int], bool]]:  # fmt: skip
     """(number of a prompt, its new tokens so far, whether they are all) after `every` steps, and whenever a row ends."""
     model = open_model(config, params, prompts, max_tokens, sources, *dtypes)
+    # sums over a number of slots that is no multiple of these round otherwise
+    model = model._replace(room=-(-model.room // SLOTS) * SLOTS)
     settings = jax.device_put(Settings(as_filters((*filters, *how.filters())), np.float32(how.temperature), stops(stop_tokens)))
     key = jax.random.key(0) if key is None else key
     texts: Any = None
