@@ -35,19 +35,13 @@ from jaxformer import __version__, config
 from jaxformer.errors import ConfigError, did_you_mean
 
 
-class _Handler(logging.StreamHandler):
-    """Writes to the stderr of the moment: a progress bar on the terminal stands in for it, and keeps its place."""
-
-    stream = property(lambda self: sys.stderr, lambda self, _: None)  # pyrefly: ignore[bad-override]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands = {
         "train": train, "evaluate": evaluate, "generate": generate, "list": list_all, "runs": runs, "compare": compare,
         "show": show, "plan": plan,
     }  # fmt: skip
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[_Handler()])
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("jaxformer").setLevel(logging.INFO)
     try:
         if not argv or argv[0] in ("-h", "--help"):
@@ -70,9 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(argv: list[str]) -> int:
-    argv, runs = _take(argv, "--runs", "runs")
-    name, arguments = _name(argv, "train EXPERIMENT")
-    source, experiment = _experiment(name, arguments, f"python -m jaxformer train {name}")
+    parser = _parser("train", "EXPERIMENT")
+    parser.add_argument("--runs", default="runs")
+    options, overrides = parser.parse_known_args(argv)
+    source, experiment = _experiment(options.name, overrides)
 
     from jaxformer.analysis import figures
     from jaxformer.parallel import peers, processes
@@ -82,7 +77,7 @@ def train(argv: list[str]) -> int:
 
     def body() -> int:
         try:
-            loop.train(experiment, runs, source, reports=[figures.loss_report])
+            loop.train(experiment, options.runs, source, reports=[figures.loss_report])
         except (NonFinite, Interrupted) as error:
             return _refused(error, 3 if isinstance(error, NonFinite) else error.exit_code)
         return 0
@@ -99,37 +94,30 @@ def _refused(error: Exception, code: int) -> int:
     return code
 
 
-def _experiment(name: str, arguments: list[str], usage: str):
+def _experiment(name: str, overrides: list[str]):
     """(the source, the experiment with its options). Ends the program where the options are asked for."""
     if name not in config.available() and not name.endswith(".py"):
-        _refuse_preset(name)
+        from jaxformer.models import PRESETS
+
+        if name in PRESETS:
+            raise ConfigError(f"{name} is a preset, a model without data; train it in an experiment (--model {name})")
     source = config.read(name)
-    if "--help" in arguments or "-h" in arguments:
-        print(config.help_text(source.experiment, usage))
+    if "--help" in overrides or "-h" in overrides:
+        print(config.help_text(source.experiment, f"python -m jaxformer train {name}"))
         raise SystemExit(0)
 
     from jaxformer.training.experiment import Experiment
-    from jaxformer.training.names import offered
+    from jaxformer.training.names import NAMES
 
     if not isinstance(source.experiment, Experiment):
         found = type(source.experiment).__name__
         raise ConfigError(f"{source.path}: experiment is a {found}; expected jaxformer.training.experiment.Experiment")
-    return replace(source, overrides=tuple(arguments)), config.override(source.experiment, arguments, offered(source.names))
-
-
-def _refuse_preset(name: str) -> None:
-    """Raises ConfigError for the name of a preset, which is a model and no experiment."""
-    from jaxformer.models import PRESETS
-
-    if name in PRESETS:
-        raise ConfigError(
-            f"{name} is a preset, a model without data; show it (python -m jaxformer show {name}), or train it in an "
-            f"experiment (--model {name})"
-        )
+    experiment = config.override(source.experiment, overrides, {**NAMES, "": source.names})
+    return replace(source, overrides=tuple(overrides)), experiment
 
 
 def evaluate(argv: list[str]) -> int:
-    parser = _parser("evaluate")
+    parser = _run_parser("evaluate")
     parser.add_argument("--int8", action="store_true", help="also with weights in 8 bits")
     options, overrides = parser.parse_known_args(argv)
     run = _run(options, overrides)
@@ -138,18 +126,12 @@ def evaluate(argv: list[str]) -> int:
 
 
 def generate(argv: list[str]) -> int:
-    parser = _parser("generate")
+    parser = _run_parser("generate")
     parser.add_argument("--prompt")
     parser.add_argument("--prompts", help='a file of lines {"prompt": "..."}')
     parser.add_argument("--out", help="where the lines with their texts go")
-    for option, default in (
-        ("--tokens", 200),
-        ("--temperature", 0.8),
-        ("--seed", 0),
-        ("--n-best", 1),
-        ("--length-penalty", 1.0),
-    ):
-        parser.add_argument(option, type=type(default), default=default)
+    for option, default in {"tokens": 200, "temperature": 0.8, "seed": 0, "n-best": 1, "length-penalty": 1.0}.items():
+        parser.add_argument(f"--{option}", type=type(default), default=default)
     for option, kind in (("--top-k", int), ("--top-p", float), ("--min-p", float), ("--typical", float), ("--beams", int)):
         parser.add_argument(option, type=kind)
     for option in ("--filter", "--stop"):
@@ -210,11 +192,13 @@ def list_all(argv: list[str]) -> int:
 
 
 def runs(argv: list[str]) -> int:
-    argv, where = _take(argv, "--runs", "runs")
+    parser = _parser("runs", "EXPERIMENT", nargs="?")
+    parser.add_argument("--runs", default="runs")
+    options = parser.parse_args(argv)
 
     from jaxformer.training.run_folder import runs_of
 
-    for folder in runs_of(argv[0] if argv else None, where):
+    for folder in runs_of(options.name, options.runs):
         print(f"{folder.path}  {_scores(folder)}")
     return 0
 
@@ -232,13 +216,13 @@ def _scores(folder) -> str:
 
 
 def compare(argv: list[str]) -> int:
-    argv, where = _take(argv, "--runs", "runs")
-    if len(argv) != 2:
-        raise ConfigError("usage: python -m jaxformer compare RUN RUN")
+    parser = _parser("compare", "RUN", nargs=2)
+    parser.add_argument("--runs", default="runs")
+    options = parser.parse_args(argv)
 
     from jaxformer.training import run_folder
 
-    folders = [_folder(name, where) for name in argv]
+    folders = [_folder(name, options.runs) for name in options.name]
     for folder in folders:
         print(f"{folder.path}  {_scores(folder)}")
     one, other = (folder.description() for folder in folders)
@@ -247,15 +231,19 @@ def compare(argv: list[str]) -> int:
 
 
 def show(argv: list[str]) -> int:
-    if "--sharding" in argv:
-        return _show_sharding([word for word in argv if word != "--sharding"])
-    name, arguments = _name(argv, "show EXPERIMENT|PRESET")
+    parser = _parser("show", "EXPERIMENT|PRESET")
+    parser.add_argument("--sharding", action="store_true")
+    parser.add_argument("--devices", type=int)
+    options, overrides = parser.parse_known_args(argv)
 
     from jaxformer import models
     from jaxformer.models import PRESETS, cost
     from jaxformer.training.experiment import Experiment
 
-    shown = _shown(name, arguments, lambda name: PRESETS[name])
+    if options.sharding:
+        print(_sharding(_shown(options.name, overrides, _pretraining), options.devices))
+        return 0
+    shown = _shown(options.name, overrides, lambda name: PRESETS[name])
     model = shown.model if isinstance(shown, Experiment) else shown
     print(json.dumps(config.describe(shown), indent=2))
     if models.is_config(model):
@@ -267,46 +255,42 @@ def show(argv: list[str]) -> int:
     return 0
 
 
-def _shown(name: str, arguments: list[str], preset):
+def _shown(name: str, overrides: list[str], preset):
     """An experiment with its options, or what `preset` makes of a preset's name."""
     from jaxformer.models import PRESETS
     from jaxformer.training.names import MODEL, NAMES
 
-    usage = f"python -m jaxformer show {name}"
-    if name not in PRESETS:
-        if name not in config.available() and not name.endswith(".py"):
-            near = did_you_mean(name, [*config.available(), *PRESETS])
-            raise ConfigError(f"{name}: no experiment or preset of that name{near}; the command `list` shows all")
-        return _experiment(name, arguments, usage)[1]
-    made = preset(name)
-    return config.override(made, arguments, {**NAMES, "": MODEL})
+    if name in PRESETS:
+        return config.override(preset(name), overrides, {**NAMES, "": MODEL})
+    if name not in config.available() and not name.endswith(".py"):
+        near = did_you_mean(name, [*config.available(), *PRESETS])
+        raise ConfigError(f"{name}: no experiment or preset of that name{near}; the command `list` shows all")
+    return _experiment(name, overrides)[1]
 
 
-def _show_sharding(argv: list[str]) -> int:
-    argv, count = _take(argv, "--devices", "")
-    name, arguments = _name(argv, "show EXPERIMENT|PRESET --sharding [--devices N]")
-
+def _sharding(experiment, devices: int | None) -> str:
+    """How each parameter of an experiment is split over its mesh of so many devices."""
     import jax
 
     from jaxformer import models, parallel, sharding
 
-    experiment = _shown(name, arguments, _pretraining)
-    fixed = [size for axis in parallel.AXES if (size := getattr(experiment.mesh, axis)) != -1]
-    if not count.isdigit() and (count or len(fixed) < len(parallel.AXES)):
-        raise ConfigError(f"show --sharding: a mesh axis is -1, the devices left over; give --devices N (now {count!r})")
-    sizes = experiment.mesh.shape(int(count) if count else math.prod(fixed))
-    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    print(sharding.describe(models.spec(experiment.model), mesh))
-    return 0
+    sizes = [getattr(experiment.mesh, axis) for axis in parallel.AXES]
+    if devices is None and -1 in sizes:
+        raise ConfigError("show --sharding: a mesh axis is -1, the devices left over; give --devices N")
+    shape = experiment.mesh.shape(math.prod(sizes) if devices is None else devices)
+    mesh = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
+    return sharding.describe(models.spec(experiment.model), mesh)
 
 
 def plan(argv: list[str]) -> int:
-    argv, where = _take(argv, "--topology", "")
-    flags = {flag for flag in argv if flag in ("--fast", "--json", "--search", "--decode")}
-    argv, rows = _take(argv, "--rows", "8")
-    argv, length = _take(argv, "--length", "2048")
-    name, arguments = _name([word for word in argv if word not in flags], "plan EXPERIMENT|PRESET --topology v5e:2x2")
-    if not where:
+    parser = _parser("plan", "EXPERIMENT|PRESET")
+    parser.add_argument("--topology")
+    for flag in ("--search", "--decode", "--fast", "--json"):
+        parser.add_argument(flag, action="store_true")
+    for option, default in (("--rows", 8), ("--length", 2048)):
+        parser.add_argument(option, type=int, default=default)
+    options, overrides = parser.parse_known_args(argv)
+    if options.topology is None:
         raise ConfigError("plan: give --topology, such as v5e:2x2, v5p:8x8x8 or h200:1x4x8")
 
     from jaxformer.planning import topology
@@ -315,21 +299,20 @@ def plan(argv: list[str]) -> int:
 
     from jaxformer.planning import decode, plan as planning, search
 
-    experiment = _shown(name, arguments, _pretraining)
-    devices = topology.devices(where, experiment.mesh.slices)
-    if "--search" in flags:
-        found = search.search(experiment, where, devices)
+    experiment = _shown(options.name, overrides, _pretraining)
+    devices = topology.devices(options.topology, experiment.mesh.slices)
+    if options.search:
+        found = search.search(experiment, options.topology, devices)
         made = [asdict(one) | {"options": search.options(other, experiment)} for other, one in found]
-        print(json.dumps(made) if "--json" in flags else search.table(found, experiment, name, where))
+        print(json.dumps(made) if options.json else search.table(found, experiment, options.name, options.topology))
         return 0 if found and found[0][1].fits else 3
-    if "--decode" in flags:
-        if not (rows.isdigit() and length.isdigit() and int(rows) * int(length)):
-            raise ConfigError(f"plan --decode: --rows={rows} --length={length}: expected numbers of at least 1")
-        made = decode.plan_decode(experiment, where, devices, int(rows), int(length), fast="--fast" in flags)
-        print(json.dumps(asdict(made)) if "--json" in flags else decode.table(made))
-        return 0 if made.fits else 3
-    made = planning.plan(experiment, where, devices, fast="--fast" in flags)
-    print(json.dumps(asdict(made)) if "--json" in flags else planning.table(made))
+    if options.decode:
+        made = decode.plan_decode(experiment, options.topology, devices, options.rows, options.length, fast=options.fast)
+        table = decode.table(made)
+    else:
+        made = planning.plan(experiment, options.topology, devices, fast=options.fast)
+        table = planning.table(made)
+    print(json.dumps(asdict(made)) if options.json else table)
     return 0 if made.fits else 3
 
 
@@ -343,12 +326,19 @@ def _pretraining(name: str):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise ConfigError(f"{self.prog}: {message}")
+        raise ConfigError(f"{self.prog}: {message}; {self.format_usage()}")
 
 
-def _parser(command: str) -> _Parser:
-    parser = _Parser(prog=f"python -m jaxformer {command}", allow_abbrev=False)
-    parser.add_argument("run", help="a run folder, or the name of an experiment")
+def _parser(command: str, name: str, nargs: int | str | None = None) -> _Parser:
+    """Of a command's own options. What `parse_known_args` leaves over are options of an experiment, `--help` too."""
+    parser = _Parser(prog=f"python -m jaxformer {command}", add_help=False, allow_abbrev=False)
+    parser.add_argument("name", metavar=name, nargs=nargs)
+    return parser
+
+
+def _run_parser(command: str) -> _Parser:
+    parser = _parser(command, "RUN")
+    parser.add_argument("-h", "--help", action="help")
     parser.add_argument("--runs", default="runs", help="where run folders live")
     parser.add_argument("--step", type=int, help="which checkpoint; the newest by default")
     return parser
@@ -359,7 +349,7 @@ def _run(options, overrides: Sequence[str] = ()):
     from jaxformer.training import loop
     from jaxformer.training.run import open_run
 
-    run = open_run(_folder(options.run, options.runs).path, options.step, overrides)
+    run = open_run(_folder(options.name, options.runs).path, options.step, overrides)
     loop.use_compilation_cache(run.folder.path.parent)
     return run
 
@@ -374,31 +364,12 @@ def _folder(name: str, runs: str):
         if path.is_dir():
             return run_folder.RunFolder(path)
     is_experiment = name.endswith(".py") or name in config.available()
-    if "/" in name and not is_experiment:
-        others = [folder.path.name for folder in run_folder.runs_of(None, epath.Path(name).parent)]
-        raise ConfigError(f"{name}: no run folder{did_you_mean(epath.Path(name).name, others)}; the command `runs` lists all")
     found = run_folder.runs_of(config.load(name).name if is_experiment else name, runs)
-    if not found and is_experiment:
-        raise ConfigError(f"{name}: not trained yet, no run of it in {runs}/; python -m jaxformer train {name}")
     if not found:
-        known = {folder.description()["name"] for folder in run_folder.runs_of(None, runs)}
-        raise ConfigError(f"{name}: no run or experiment of that name{did_you_mean(name, [*known, *config.available()])}")
+        near = did_you_mean(name, [str(folder.path) for folder in run_folder.runs_of(None, runs)])
+        raise ConfigError(f"{name}: no run folder, or not trained yet: no run of it in {runs}/{near}; `runs` lists all")
     newest = found[-1]
     for other in found[:-1]:
         changes = "; ".join(run_folder.compare(other.description(), newest.description())) or "nothing"
         print(f"{newest.path} is the newest run; {other.path} differs in {changes}", file=sys.stderr)
     return newest
-
-
-def _name(argv: list[str], usage: str) -> tuple[str, list[str]]:
-    if not argv or argv[0].startswith("-"):
-        raise ConfigError(f"usage: python -m jaxformer {usage} [--key.path=value ...]")
-    return argv[0], argv[1:]
-
-
-def _take(argv: list[str], option: str, default: str) -> tuple[list[str], str]:
-    """Removes `option VALUE` or `option=VALUE` from argv: (what is left, VALUE)."""
-    parser = _Parser(prog="python -m jaxformer", add_help=False, allow_abbrev=False)
-    parser.add_argument(option, dest="value", default=default)
-    found, rest = parser.parse_known_args(argv)
-    return rest, found.value

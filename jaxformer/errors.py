@@ -17,10 +17,8 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     choices = list(choices)
     last = lambda name: name.split(".")[-1].strip("-'")
     same_end = [name for name in choices if last(name) == last(word)]
-    if not same_end and 1 < len(last(word)) < 4:  # so short a word is near to many
+    if not same_end and len(last(word)) > 1:
         same_end = [name for name in choices if "".join(re.findall(r"(?:^|[-_])(\w)", last(name))) == last(word)]
-        ends = difflib.get_close_matches(last(word), map(last, choices), cutoff=0.75)
-        choices = [name for name in choices if last(name) in ends]
     cutoff = 0.0 if same_end else 0.75 if "." in word else 0.6  # dotted names are alike by their shared beginning
     found = difflib.get_close_matches(word, same_end or choices, n=1, cutoff=cutoff)
     return f"; did you mean {found[0]}?" if found else ""

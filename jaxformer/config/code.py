@@ -1,7 +1,7 @@
 """The code of a function or class as JSON: its source without comments, and what it uses from around it.
 
 The source comes from the file's syntax tree, so formatting does not matter. A function of an installed library is only
-a name.
+a name, and so is one without a file.
 """
 
 import ast
@@ -72,17 +72,15 @@ def _file(unit: Any) -> str | None:
 
 
 def source(unit: Any, describe: Callable[[Any], Any]) -> Any:
-    """The text of a user's function or class, and the globals that it uses as `describe` describes them."""
+    """The text of a user's function or class, and the globals that it uses as `describe` describes them; None without text."""
     node = syntax(unit)
-    if node is not None:
-        text, names, attributes = _read(node)
-        values = _globals(unit)
-        used = {name: values[name] for name in sorted(names & values.keys())}
-        used |= {name: value for name in sorted(attributes) if (value := _attribute(name, values)) is not None}
-        return {"text": text, "uses": {name: describe(value) for name, value in used.items()}}
-    if isinstance(unit, type):  # made by a call, such as make_dataclass
-        return {member.__name__: describe(member) for member in _functions(unit) if syntax(member) is not None}
-    return _instructions(unit.__code__)
+    if node is None:
+        return None
+    text, names, attributes = _read(node)
+    values = _globals(unit)
+    used = {name: values[name] for name in sorted(names & values.keys())}
+    used |= {name: value for name in sorted(attributes) if (value := _attribute(name, values)) is not None}
+    return {"text": text, "uses": {name: describe(value) for name, value in used.items()}}
 
 
 def closure(unit: Any) -> dict[str, Any]:
@@ -113,12 +111,6 @@ def _functions(unit: Any) -> list[types.FunctionType]:
     return [each for each in functions if each.__code__.co_filename != "<string>" and is_users(each)]
 
 
-def _instructions(code: types.CodeType) -> list:
-    """What a function does where its text is unknown, as in `python -c`."""
-    constants = [_instructions(value) if isinstance(value, types.CodeType) else repr(value) for value in code.co_consts]
-    return [code.co_code.hex(), code.co_names, constants]
-
-
 def text_of(unit: Any) -> str:
     """The text of the file that a function or class comes from; of an experiment file as it was when it ran."""
     text = _globals(unit).get("__experiment_text__")
@@ -142,9 +134,10 @@ def syntax(unit: Any) -> Any:
     named = [node for path, node in definitions if path.rpartition(".")[2] == code.co_name]
     first_line = lambda node: min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
     found = [node for node in named if first_line(node) == code.co_firstlineno]
-    end = [position for position in code.co_positions() if None not in position][-1:]
-    if len(found) > 1 and end:  # lambdas on one line: those whose bodies hold the last instruction
-        line, end_line, column, end_column = end[0]
+    # of every instruction (line, end line, column, end column); in Python 3.11 a return has no width
+    positions = [position for position in code.co_positions() if None not in position and position[::2] != position[1::2]]
+    if len(found) > 1 and positions:  # lambdas on one line: those whose bodies hold the last instruction
+        line, end_line, column, end_column = positions[-1]
         begins = lambda body: (body.lineno, body.col_offset) <= (line, column)
         ends = lambda body: (end_line, end_column) <= (body.end_lineno, body.end_col_offset)
         found = [node for node in found if begins(node.body) and ends(node.body)]

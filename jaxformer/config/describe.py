@@ -4,13 +4,11 @@ A description is JSON. A function is described by its name, its code and what it
 partial or a user's own class tells one experiment from another. Nothing is ever built from a description.
 """
 
-import copyreg
 import dataclasses
 import enum
 import functools
 import hashlib
 import json
-import operator
 import types
 from collections.abc import Mapping, Set
 from dataclasses import MISSING
@@ -31,9 +29,7 @@ def is_config(value: Any) -> bool:
 
 
 def fields(config: Any) -> dict[str, Any]:
-    """The values of a config's fields by name; the keywords of a partial."""
-    if isinstance(config, functools.partial):
-        return dict(config.keywords)
+    """The values of a config's fields by name."""
     if not is_config(config):
         return {}
     return {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config) if field.init}
@@ -70,8 +66,7 @@ def _describe(value: Any, place: _Place) -> Any:
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else json.dumps(inner(key)): inner(item) for key, item in value.items()}
     if isinstance(value, Set):
-        alone = lambda: place._replace(seen=None if place.seen is None else dict(place.seen))  # sets have no order
-        return sorted((_describe(item, alone()) for item in value), key=json.dumps)
+        return sorted((inner(item) for item in value), key=json.dumps)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return _instance(value, dict(zip(value._fields, value, strict=True)), place)
     if isinstance(value, list | tuple):
@@ -90,34 +85,20 @@ def _describe(value: Any, place: _Place) -> Any:
 
 
 def _object(value: Any, place: _Place) -> Any:
-    """A value of no kind that is known, by what pickle would keep of it. No text with an address in memory enters."""
+    """A value of no kind that is known: its attributes, or else its text where no address in memory is in it."""
     if isinstance(value, types.ModuleType):
         return value.__name__
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, bytes):
-        return {"type": f"bytes[{len(value)}]", "sha256": _sha256(value)}
     if hasattr(value, "__wrapped__"):  # jax.jit, jax.custom_vjp, functools.cache
         others = {name: item for name, item in getattr(value, "__dict__", {}).items() if name[0] != "_"}
         return _describe({"wrapped": value.__wrapped__, **others} if others else value.__wrapped__, place)
     if callable(value) and hasattr(value, "__qualname__"):  # of C
         return code.name_of(value)
-    try:
-        reduce = copyreg.dispatch_table.get(type(value), operator.methodcaller("__reduce_ex__", 2))
-        reduced: Any = reduce(value)
-    except Exception:  # a lock, an open file: nothing to compare
-        return _instance(value, {}, place)
-    if isinstance(reduced, str):
-        return reduced
-    function, arguments, state, *items = (*reduced, None)
-    states = [part for part in (state if isinstance(state, tuple) else (state,)) if part is not None]
-    parts: dict[str, Any] = {"state": state}
-    if all(isinstance(part, dict) for part in states):  # __dict__ and __slots__
-        parts = {name: part for each in states for name, part in each.items()}
-    arguments = arguments[1:] if function.__name__ == "__newobj__" else arguments
-    items = [list(item) for item in items if item is not None]  # of a subclass of list or dict
-    parts |= {name: part for name, part in (("arguments", arguments), ("items", items)) if part}
-    return _instance(value, parts, place)
+    if attributes := getattr(value, "__dict__", None):
+        return _instance(value, attributes, place)
+    text = repr(value)
+    return _instance(value, {} if " at 0x" in text else {"text": text}, place)
 
 
 def _instance(value: Any, parts: Mapping[str, Any], place: _Place) -> dict[str, Any]:
@@ -158,18 +139,16 @@ def _array(value: Any, inner) -> dict[str, Any]:
 
         array = np.asarray(jax.random.key_data(value))
     kind = {"type": f"{value.dtype}{list(value.shape)}"}
-    return kind | ({"items": inner(array.tolist())} if array.dtype == object else {"sha256": _sha256(array.tobytes())})
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+    if array.dtype == object:
+        return kind | {"items": inner(array.tolist())}
+    return kind | {"sha256": hashlib.sha256(array.tobytes()).hexdigest()}
 
 
 def _digest(description: Any) -> str:
     """Eight hex digits of a description. 2 and 2.0 are equal, as they are in Python."""
     number = lambda text: int(float(text)) if float(text).is_integer() else float(text)
     description = json.loads(json.dumps(description), parse_float=number)
-    return _sha256(json.dumps(description, sort_keys=True).encode())[:8]
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def fingerprint(config: Any) -> str:

@@ -7,7 +7,6 @@ The text is read as a syntax tree. A node that is not in `_value` is refused, an
 
 import ast
 import dataclasses
-import enum
 import functools
 import inspect
 import operator
@@ -25,14 +24,11 @@ Names = Mapping[str, Any]
 
 LONGEST = 10_000  # characters; numbers and nesting stay small with it
 _UNARY: dict[type, Callable] = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert}
-_BINARY: dict[type, Callable] = {
-    ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.Add: operator.add, ast.Sub: operator.sub,
-    ast.Mult: operator.mul, ast.Div: operator.truediv,
-}  # fmt: skip
+_BINARY: dict[type, Callable] = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_}
 
 
 def evaluate(text: str, names: Names) -> Any:
-    """The value of an expression over `names`. Raises ConfigError for everything but literals, calls and `& | ~ + - * /`."""
+    """The value of an expression over `names`. Raises ConfigError for everything but literals, calls and `& | ~`."""
     try:
         return _value(_parse(text), names)
     except ConfigError:
@@ -54,7 +50,9 @@ def _parse(text: str) -> ast.expr:
 def _value(node: ast.expr, names: Names) -> Any:
     match node:
         case ast.Constant(None | bool() | int() | float() | str() as value):
-            return _bounded(value)
+            if isinstance(value, int) and value.bit_length() > 1000:  # no float can hold it
+                raise ConfigError("the number is too large")
+            return value
         case ast.Name(name):
             value = _look_up(name, names)
             return _call(name, value, [], {}) if isinstance(value, type) else value
@@ -73,26 +71,12 @@ def _value(node: ast.expr, names: Names) -> Any:
             if _is_number(value) != isinstance(sign, ast.Invert):
                 return _UNARY[type(sign)](value)
         case ast.BinOp(left, sign, right) if type(sign) in _BINARY:
-            a, b = _value(left, names), _value(right, names)
-            if isinstance(sign, ast.BitAnd | ast.BitOr):
-                for side, value in ((left, a), (right, b)):
-                    if isinstance(value, types.FunctionType):
-                        raise ConfigError(f"{ast.unparse(side)} is a function; write {ast.unparse(side)}(...)")
-                return _BINARY[type(sign)](a, b)
-            if _is_number(a) and _is_number(b):
-                return _bounded(_BINARY[type(sign)](a, b))
+            return _BINARY[type(sign)](_value(left, names), _value(right, names))
     raise ConfigError(f"{_short(ast.unparse(node))!r}: expected a literal or a call such as Name(field=value)")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _bounded(value: Any) -> Any:
-    """The value; an integer that no float can hold is refused."""
-    if isinstance(value, int) and value.bit_length() > 1000:
-        raise ConfigError("the number is too large")
-    return value
 
 
 def _short(text: str) -> str:
@@ -109,30 +93,15 @@ def _look_up(name: str, names: Names) -> Any:
 
 def _call(name: str, function: Callable, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
     """The result of a call. Arguments of a config are converted to the types of its fields."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of C
-        return function(*arguments, **named)
-    parameters = {each.name: each for each in signature.parameters.values() if each.kind is not each.VAR_POSITIONAL}
-    open_ended = [each.name for each in parameters.values() if each.kind is each.VAR_KEYWORD]
-    for word in [] if open_ended else named:
-        if word not in parameters:
-            near = did_you_mean(word, parameters) or f"; it has {', '.join(signature.parameters) or 'none'}"
-            raise ConfigError(f"{name}: no argument {word!r}{near}")
-    needed = [each.name for each in parameters.values() if each.default is each.empty and each.name not in open_ended]
-    missing = [word for word in needed[len(arguments) :] if word not in named]
-    if missing:
-        raise ConfigError(f"{name} needs {', '.join(missing)}; write {name}({missing[0]}=...)")
+    signature = inspect.signature(function)
     try:
         bound = signature.bind(*arguments, **named)
-        if dataclasses.is_dataclass(function):
-            types_ = hints(typing.cast(type, function))
-            bound.arguments = {field: _field(name, field, value, types_) for field, value in bound.arguments.items()}
-        return function(*bound.args, **bound.kwargs)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{name}(...): {str(error) or type(error).__name__}") from error
+    except TypeError as error:
+        raise ConfigError(f"{name}({', '.join(signature.parameters)}): {error}") from None
+    if dataclasses.is_dataclass(function):
+        types_ = hints(typing.cast(type, function))
+        bound.arguments = {field: _field(name, field, value, types_) for field, value in bound.arguments.items()}
+    return function(*bound.args, **bound.kwargs)
 
 
 def _field(name: str, field: str, value: Any, types_: Mapping[str, Any]) -> Any:
@@ -160,9 +129,12 @@ def read(texts: Sequence[str], hint: Any, names: Names) -> Any:
 
 def _word(text: str, hint: Any, names: Names) -> Any:
     members = members_of(hint)
-    choices, word = _choices(members), text.capitalize() if bool in members else text
-    if word in choices:
-        return choices[word]
+    if bool in members and text in ("true", "false"):
+        return text == "true"
+    for member in members:
+        for choice in get_args(member) if get_origin(member) is Literal else ():
+            if text == str(choice):
+                return choice
     try:
         value = evaluate(text, names)
         if isinstance(value, str) and str in members:
@@ -178,18 +150,6 @@ def _word(text: str, hint: Any, names: Names) -> Any:
             return convert((_word(text, items[0], names),), hint)
         told = hint is Any or str(error).startswith("expected")
         raise ConfigError(str(error) if told else f"{error}; expected {expected(hint)}") from None
-
-
-def _choices(members: Sequence[Any]) -> dict[str, Any]:
-    """The values that a type writes as words."""
-    found: dict[str, Any] = {"None": None} if types.NoneType in members else {}
-    found |= {"True": True, "False": False} if bool in members else {}
-    for member in members:
-        if get_origin(member) is Literal:
-            found |= {str(choice): choice for choice in get_args(member)}
-        elif isinstance(member, enum.EnumMeta):
-            found |= {choice.name: choice for choice in member}
-    return found
 
 
 def members_of(hint: Any) -> tuple[Any, ...]:
@@ -235,12 +195,11 @@ def _as(value: Any, hint: Any) -> list[Any]:
 
 
 def _sequence(value: Any, hint: Any, made: type) -> list[Any]:
-    values = value if isinstance(value, tuple | list) else (value,)
-    items = _item_types(hint, len(values))
-    if items is None or (values is not value and get_args(hint)[-1:] != (...,)):
+    items = _item_types(hint, len(value)) if isinstance(value, tuple | list) else None
+    if items is None:
         return []
     try:
-        return [made(convert(item, kind) for item, kind in zip(values, items, strict=True))]
+        return [made(convert(item, kind) for item, kind in zip(value, items, strict=True))]
     except ConfigError:
         return []
 
@@ -263,8 +222,6 @@ def expected(hint: Any) -> str:
         return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, members))}"
-    if isinstance(hint, enum.EnumMeta):
-        return f"one of {', '.join(choice.name for choice in hint)}"
     if get_origin(hint) in (tuple, list):
         several = get_origin(hint) is list or members[-1] is ...
         return f"any number of {expected(members[0])}" if several else " ".join(map(expected, members))
@@ -281,6 +238,4 @@ def shown(value: Any) -> str:
         return "(" + ", ".join(map(shown, value)) + ("," if len(value) == 1 else "") + ")"
     if value is None or isinstance(value, str | bool | int | float | Path) or hasattr(value, "__describe__"):
         return _short(" ".join(repr(value).split()))
-    if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
-        return f"{value.dtype}{list(value.shape)}"
     return getattr(value, "__name__", None) or f"{type(value).__name__}(...)"

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import re
 import shutil
 import textwrap
 import tokenize
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxformer.config import code, expressions
-from jaxformer.config.describe import fields, is_config
+from jaxformer.config.describe import fields
 from jaxformer.config.expressions import hints
 from jaxformer.errors import ConfigError, did_you_mean
 
@@ -20,7 +19,7 @@ Config = TypeVar("Config")
 
 
 def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
-    """The config with options applied: `--model.d-model=64`, `--optimizer "Lion(weight_decay=0.1)"`, `--model.no-use-bias`.
+    """The config with options applied: `--model.d-model=64`, `--optimizer "Lion(weight_decay=0.1)"`.
 
     Hyphen and underscore are one, and the last of equal options wins. `names` are what an expression may call: by
     the first or last part of the option, `""` for every option. Raises ConfigError for an unknown option, a value of
@@ -29,9 +28,6 @@ def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[st
     options = {_option(path): (path, value, hint) for path, value, hint in walk(config)}
     set_to: dict[str, tuple[Any, str]] = {}
     for option, words, values in sorted(_split(args), key=lambda split: split[0].count(".")):  # the outer ones first
-        positive = re.sub(r"(^--|\.)no-(?=[^.]*$)", r"\1", option)
-        if option not in options and not values and bool in expressions.members_of(options.get(positive, [None])[-1]):
-            option, values = positive, ["False"]
         if option not in options:
             leaves = [name for name, (_, value, _) in options.items() if not fields(value)]
             raise ConfigError(f"{words[0].partition('=')[0]}: no such option{did_you_mean(option, leaves)}")
@@ -62,9 +58,8 @@ def _option(path: str) -> str:
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted path, value, type) of every field of a config, and of the configs in it."""
-    types = hints(type(config)) if is_config(config) else {}
     for name, value in fields(config).items():
-        yield prefix + name, value, types.get(name, str if isinstance(value, str) else Any)
+        yield prefix + name, value, hints(type(config))[name]
         if not hasattr(value, "__describe__"):
             yield from walk(value, f"{prefix}{name}.")
 
@@ -93,8 +88,6 @@ def _rebuild(value: Any, set_to: Mapping[str, tuple[Any, str]], path: str = "") 
         return value
     children = {name: _rebuild(child, set_to, inside + name) for name, child in fields(value).items()}
     try:
-        if isinstance(value, functools.partial):
-            return functools.partial(value.func, *value.args, **children)
         return dataclasses.replace(value, **children)
     except ConfigError:
         raise
@@ -116,17 +109,10 @@ def help_text(config: Any, usage: str) -> str:
             kind, now = f"{type(value).__name__}(...)", ""
             meaning = meaning or first_paragraph(type(value))
         else:
-            kind, now = _kind(hint), f" = {expressions.shown(value)}"
+            kind, now = expressions.expected(hint), f" = {expressions.shown(value)}"
         lines += wrap(f"{_option(path)}  {kind}{now}")
         lines += wrap(meaning, initial_indent=" " * 6)
     return "\n".join(lines) + "\n"
-
-
-def _kind(hint: Any) -> str:
-    """A type as the list of options shows it: INT|None."""
-    members = expressions.members_of(hint)
-    words = ["FUNCTION" if "function" in expressions.expected(each) else expressions.expected(each) for each in members]
-    return "|".join(word.removeprefix("one of ").replace(", ", ",") for word in words).upper().replace("NONE", "None")
 
 
 def first_paragraph(cls: type) -> str:
@@ -153,4 +139,4 @@ def meanings(cls: type) -> dict[str, str]:
                     first -= 1
                 here = [comments[line] for line in range(first, (field.end_lineno or first) + 1) if line in comments]
                 found[field.target.id] = " ".join(here)
-    return {name: re.sub(r"^noqa\S*.*?(\)|$)", "", text).lstrip("; ") for name, text in found.items()}
+    return found

@@ -11,7 +11,6 @@ and fingerprint of each leaf, and `restore` compares them. The folder may be a U
 
 import errno
 import fcntl
-import itertools
 import logging
 import math
 import os
@@ -55,8 +54,6 @@ class LatestAndBest:
     """
 
     def __init__(self, folder: epath.Path, latest: int, best: int):
-        if latest < 1 or best < 0:
-            raise ConfigError(f"keep_latest={latest} must be at least 1 and keep_best={best} at least 0")
         self.folder, self.latest, self.best = folder, latest, best
         self.metrics: dict[int, float | None] = {}
 
@@ -213,11 +210,10 @@ class Manager(AbstractContextManager):
             self.log(f"{self.folder}: what an earlier save or deletion left cannot be removed ({error})")
 
     def _put_aside(self, step: int, why: str) -> None:
-        try:
-            then = f"renamed to {_rename(self.folder / str(step), 'corrupt').name}"
-        except OSError as error:
-            then = f"it cannot be renamed ({error})"
-        self.log(f"{self.folder}: step {step} is damaged: {why}; {then}, trying an older one")
+        earlier = len(list(self.folder.glob(f"{step}.corrupt*")))
+        name = f"{step}.corrupt-{earlier + 1}" if earlier else f"{step}.corrupt"
+        (self.folder / str(step)).rename(self.folder / name)
+        self.log(f"{self.folder}: step {step} is damaged: {why}; renamed to {name}, trying an older one")
 
 
 def steps(folder: Folder) -> list[int]:
@@ -343,13 +339,6 @@ def _lock(folder: epath.Path) -> IO[str]:
     handle.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}")
     handle.flush()
     return handle
-
-
-def _rename(path: epath.Path, suffix: str) -> epath.Path:
-    """Renames to PATH.suffix, or PATH.suffix-2 and so on if that exists."""
-    numbers = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
-    targets = (path.with_name(f"{path.name}.{suffix}{number}") for number in numbers)
-    return path.rename(next(target for target in targets if not target.exists()))
 
 
 def _reason(error: BaseException) -> str:

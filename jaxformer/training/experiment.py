@@ -77,7 +77,7 @@ class Experiment:
     eval_batches: int | None = execution(None)  # batches an evaluation; None: the whole validation split
     checkpoints: Checkpoints = execution(Checkpoints())  # when to save, and what to keep
     sample: Sample = execution(Sample())  # text to continue at the end
-    profile: bool = execution(False)  # writes a trace of steps 10 to 15 into the run's folder
+    profile: bool = execution(False)  # traces steps 10 to 15 into the run's folder; of a bucket, into a temporary one here
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = execution(())  # beside metrics.jsonl
 
     def __post_init__(self):

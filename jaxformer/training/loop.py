@@ -16,13 +16,12 @@ from jaxformer.config import Source
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.models import cost
-from jaxformer.models.stacks.pipeline import bubble
 from jaxformer.parallel import pmap, processes
 from jaxformer.training import checkpoint, optimizers
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.initial import first_params
 from jaxformer.training.metrics import Console, Record, Reporter, open_loggers
-from jaxformer.training.profile import FIRST, Profile
+from jaxformer.training.profile import FIRST, Profile, trace_folder
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run import check_data, continue_text, continues_text, evaluator, on_devices, prompt_tokens
 from jaxformer.training.run_folder import RunFolder, describe, introduce, run_folder
@@ -52,7 +51,7 @@ class Job:
     gather: Callable[[Any], TrainState]  # back to an ordinary one
     evaluate: Callable[[Any], dict[str, float]]
     sample: Callable[[Any], str] | None  # params -> text
-    profile: epath.Path | None  # where a trace of some steps goes
+    profile: str | None  # where a trace of some steps goes
     share: float | None  # of all devices' FLOP/s that one token a second uses
 
 
@@ -95,8 +94,7 @@ def train(
         prompt_tokens(experiment.model, experiment.sample, dataset.tokenizer)
     if dataset.digest != processes.first(lambda: dataset.digest):
         raise ConfigError("the data here are not those of process 0; give every host the same files")
-    asked = () if source is None else source.overrides
-    lines = processes.first(lambda: [] if folder.config.is_file() else introduce(experiment, folder, runs, asked))
+    lines = processes.first(lambda: [] if folder.config.is_file() else introduce(experiment, runs))
     with contextlib.ExitStack() as stack:
         keep = dict(keep_latest=experiment.checkpoints.keep_latest, keep_best=experiment.checkpoints.keep_best)
         manager = stack.enter_context(checkpoint.Manager(folder.checkpoints, **keep))  # holds the run's lock
@@ -108,14 +106,11 @@ def train(
         stack.callback(record.close)
         begin = partial(first_params, experiment.initial, models.spec(experiment.model), recipe)
         state, start = restore(recipe, folder, dataset, manager, record, mesh, begin)
-        free = config.execution_fields(experiment)
         for change in processes.first(lambda: describe(folder, experiment, source, dataset.digest)):
-            free_field = change.partition(":")[0] in free
-            log.warning("%s: %s", "changed since the last start" if free_field else "config differs", change)
+            log.warning("changed since the last start: %s", change)
         if dataset.tokenizer is not None:
             processes.first(lambda: dataset.tokenizer.save(folder.tokenizer))
-        console = Console(experiment.steps, start, heard=processes.is_first())
-        stack.callback(console.close)
+        console = Console(experiment.steps, heard=processes.is_first())
         if processes.is_first():
             description = config.describe(experiment)
             record.loggers = open_loggers(experiment.loggers, folder.path, folder.path.name, description)
@@ -200,9 +195,6 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
         lines.append(f"mesh: {shape} of {mesh.size} devices")
         if jax.process_count() > 1:
             lines[-1] += f" in {jax.process_count()} processes"
-        if (stages := mesh.shape["stage"]) > 1:
-            idle = bubble(stages, experiment.mesh.microbatches or stages, experiment.mesh.repeats)
-            lines[-1] += f"; the pipeline idles {idle:.1%} of a step"
     return [*lines, f"resuming after step {start}"] if start else lines
 
 
@@ -229,7 +221,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         batches=batching.batches(dataset.train, size, experiment.seed, rows).__getitem__,
         evaluate=evaluator(recipe, dataset, size, experiment.eval_batches, None if pmapped else mesh),
         sample=sample if can_sample(experiment, dataset) else None,
-        profile=folder.path / "profile" if experiment.profile and processes.is_first() else None,
+        profile=trace_folder(folder.path) if experiment.profile and processes.is_first() else None,
         share=_peak_share(experiment.model, 1 if mesh is None else mesh.size),
     )  # fmt: skip
 

@@ -1,13 +1,11 @@
-"""The record of a run (metrics.jsonl), optional loggers beside it, and what the terminal shows."""
+"""The record of a run (metrics.jsonl), optional loggers beside it, and the lines that are printed."""
 
 import json
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,7 @@ log = logging.getLogger("jaxformer")
 
 
 class Record:
-    """metrics.jsonl, the truth about a run, one line a record; and the loggers (`write(step, values)`, `close()`) beside it.
+    """metrics.jsonl, the truth about a run, a line a record; and loggers beside it (`name`, `write(step, values)`, `close()`).
 
     A torn last line (of a killed run) is dropped on opening. Objects of a bucket cannot grow: there `save` writes all lines
     again. Without a path (not on the first process) nothing is kept. A logger that raises is reported once and dropped.
@@ -31,13 +29,10 @@ class Record:
         self.lines = [] if self.path is None else read_records(self.path)
         self.loggers: list[Any] = []
         self._grows = "://" not in str(path)
-        self._file: Any = None
 
     def rewind(self, step: int) -> None:
         """Forgets what happened after `step` steps were done: those steps will be done, and logged, again."""
         self.lines = [r for r in self.lines if r["step"] < step or ("validation_loss" in r and r["step"] <= step)]
-        if self._file is not None:
-            self._file = self._file.close()
         self._write_all()
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -46,13 +41,13 @@ class Record:
         line = {"step": step, **values}
         self.lines.append(line)
         if self._grows:
-            self._file = self._file or Path(self.path).open("a", buffering=1)  # noqa: SIM115
-            self._file.write(json.dumps(line) + "\n")
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
         for logger in list(self.loggers):
             try:
                 logger.write(step, values)
             except Exception as error:
-                log.warning("%s stopped: %s; the run goes on without it", _name(logger), _reason(error))
+                log.warning("%s stopped: %s; the run goes on without it", logger.name, _reason(error))
                 self.loggers.remove(logger)
 
     def save(self) -> None:
@@ -62,13 +57,11 @@ class Record:
 
     def close(self) -> None:
         self.save()
-        if self._file is not None:
-            self._file = self._file.close()
         for logger in self.loggers:
             try:
                 logger.close()
             except Exception as error:  # the run has ended in its own way already
-                log.warning("%s did not close: %s", _name(logger), _reason(error))
+                log.warning("%s did not close: %s", logger.name, _reason(error))
 
     def _write_all(self) -> None:
         if self.path is not None:
@@ -97,10 +90,6 @@ def open_loggers(names: Sequence[str], folder: epath.PathLike, run_name: str, de
     return loggers
 
 
-def _name(logger: Any) -> str:
-    return getattr(logger, "name", type(logger).__name__)
-
-
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
@@ -122,17 +111,11 @@ def _wandb(folder: epath.PathLike, run_name: str, description: dict) -> SimpleNa
 
 
 class Console:
-    """A progress bar on a terminal; one plain line for each log anywhere else; nothing unless `heard`."""
+    """Prints a line for each log and each evaluation; nothing unless `heard`."""
 
-    def __init__(self, total: int, start: int, heard: bool = True):
-        self._total, self._bar, self._heard = total, None, heard
+    def __init__(self, total: int, heard: bool = True):
+        self._total, self._heard = total, heard
         self._first: tuple[float, int] | None = None  # when the first step was done, and which: not the compiler's time
-        if heard and sys.stdout.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-            self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"))
-            self._task = self._bar.add_task("", total=total, completed=start, text="")
-            self._bar.start()
 
     def step(self, step: int, values: dict[str, float]) -> None:
         """The values of a training step, and the time left."""
@@ -141,29 +124,16 @@ class Console:
             self._first = now, step
         began, first = self._first
         left = f" left {(now - began) / (step - first) * (self._total - step - 1):.0f}s" if step > first else ""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step + 1, text=_text(values) + left)
-        else:
-            self.evaluation(step + 1, values, left)
+        self.evaluation(step + 1, values, left)
 
     def evaluation(self, done: int, values: dict[str, float], left: str = "") -> None:
         """The scores after `done` steps."""
-        self.say(f"step {done:>{len(str(self._total))}}/{self._total} {_text(values)}{left}")
+        text = " ".join(f"{name} {_format(value)}" for name, value in values.items())
+        self.say(f"step {done:>{len(str(self._total))}}/{self._total} {text}{left}")
 
     def say(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        elif self._heard:
+        if self._heard:
             print(text, flush=True)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-
-def _text(values: dict[str, float]) -> str:
-    return " ".join(f"{name} {_format(value)}" for name, value in values.items())
 
 
 def _format(value: float) -> str:

@@ -1,4 +1,7 @@
-"""What expressions of the command line may call, by the field that they set: the closed list of the library's own."""
+"""What expressions of the command line may call, by the field that they set: the closed list of the library's own.
+
+What an experiment file offers belongs to every field: `{**NAMES, "": source.names}`.
+"""
 
 from collections.abc import Mapping
 from types import ModuleType
@@ -43,8 +46,3 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "initial": _of(initial, "FromRun HuggingFace"), "adaptation": _of(adaptation, "Lora"),
     "mesh": {"Mesh": Mesh}, "checkpoints": {"Checkpoints": Checkpoints}, "sample": {"Sample": Sample, "Sampling": Sampling},
 }  # fmt: skip
-
-
-def offered(own: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """`NAMES`, with what an experiment file offers for every field."""
-    return {**NAMES, "": own}

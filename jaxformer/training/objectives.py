@@ -32,12 +32,6 @@ class TokenCrossEntropy:
     label_smoothing: float = 0.0  # share of the target spread over all classes; not in what is scored
     z_loss: float = 0.0  # weight of (log sum exp of the logits)^2; not in what is scored
 
-    def __post_init__(self):
-        if not 0 <= self.label_smoothing < 1:
-            raise ConfigError(f"objective.label_smoothing={self.label_smoothing}: must be in [0, 1)")
-        if not self.z_loss >= 0:
-            raise ConfigError(f"objective.z_loss={self.z_loss}: must be at least 0")
-
     def evaluation(self) -> "TokenCrossEntropy":
         return TokenCrossEntropy()
 

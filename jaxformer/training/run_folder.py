@@ -9,7 +9,6 @@ import json
 import logging
 import platform
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from etils import epath
 
 from jaxformer import config
 from jaxformer.config import Source
-from jaxformer.errors import ConfigError, did_you_mean
+from jaxformer.errors import ConfigError
 from jaxformer.training.experiment import Experiment
 
 log = logging.getLogger("jaxformer")
@@ -53,16 +52,14 @@ def run_folder(experiment: Experiment, runs: epath.PathLike) -> RunFolder:
 def open_experiment(folder: RunFolder) -> Experiment:
     """The experiment of a run: the copy of its file, run again. Raises ConfigError where it is no longer the same."""
     if not folder.config.is_file():
-        others = [path.parent.name for path in folder.path.parent.glob("*/config.json")]
-        near = did_you_mean(folder.path.name, others)
-        raise ConfigError(f"{folder.path}: no run folder, it has no config.json{near}; the command `runs` lists all")
+        raise ConfigError(f"{folder.path}: no run folder, it has no config.json; the command `runs` lists all")
     if not folder.experiment.is_file():
         raise ConfigError(f"{folder.path}: no copy of its experiment's file (it was trained from Python); open it from there")
-    from jaxformer.training.names import offered
+    from jaxformer.training.names import NAMES
 
     facts = json.loads(folder.source.read_text())
     source = config.again(folder.experiment, facts)
-    experiment = config.override(source.experiment, source.overrides, offered(source.names))
+    experiment = config.override(source.experiment, source.overrides, {**NAMES, "": source.names})
     digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
     changed = [path for path, expected in facts["imports"].items() if digest(Path(path)) != expected]
     advice = f"; {', '.join(changed)} changed since this run began" if changed else "; is this library another version?"
@@ -93,27 +90,11 @@ def compare(one: dict, other: dict, ignore: frozenset[str] | set[str] = frozense
     return [f"{name}: {old} -> {new}" for name, (old, new) in config.diff(one, other).items() if name not in ignore]
 
 
-def introduce(experiment: Experiment, folder: RunFolder, runs: epath.PathLike, asked: Sequence[str] = ()) -> list[str]:
-    """What a new run prints of the other runs of its experiment, the three newest.
-
-    A schedule's rates depend on the number of steps: a finished run is no beginning of a longer one. Raises ConfigError
-    where the options `asked` for more steps of a finished run.
-    """
-    lines, described = [], config.describe(experiment)
-    for other in runs_of(experiment.name, runs):
-        if other.path == folder.path:
-            continue
-        earlier = other.description()
-        different = compare(earlier, described, config.execution_fields(experiment))
-        longer = [line.partition(":")[0] for line in different] == ["steps"] and experiment.steps > earlier["steps"]
-        if longer and other.result.is_file() and any(word.startswith("--steps") for word in asked):
-            raise ConfigError(
-                f"{other.path} is this experiment, finished after {earlier['steps']} steps; its schedule ended there. To go on "
-                f"from its parameters: --initial={other.path} --name={experiment.name}_longer, with a schedule that warms up "
-                f"(a WSD schedule goes on best); to train {experiment.steps} steps from the beginning: another --name"
-            )
-        lines.append(f"a new run: {other.path} differs in {'; '.join(different) or 'nothing that is described'}")
-    return lines[-3:]
+def introduce(experiment: Experiment, runs: epath.PathLike) -> list[str]:
+    """What a new run prints of the other runs of its experiment, the three newest."""
+    described, ignore = config.describe(experiment), config.execution_fields(experiment)
+    different = lambda other: "; ".join(compare(other.description(), described, ignore))
+    return [f"a new run: {other.path} differs in {different(other)}" for other in runs_of(experiment.name, runs)[-3:]]
 
 
 def describe(folder: RunFolder, experiment: Experiment, source: Source | None, data_digest: str) -> list[str]:

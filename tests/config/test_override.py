@@ -15,7 +15,7 @@ from jaxformer import config as C
 from jaxformer.config import expressions
 from jaxformer.config.override import walk
 from jaxformer.masks import Mask, causal, prefix, window
-from tests.config.values import Adam, Colour, Lion, Scaled, first_mixer, message, second_mixer
+from tests.config.values import Adam, Lion, Scaled, first_mixer, message, second_mixer
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,6 @@ class Experiment:
     patterns: tuple[str, ...] = ()
     widths: list[int] = field(default_factory=list)
     file: Path = Path("x")
-    colour: Colour = Colour.red
     cache: int | str = 0
     level: Literal[1, 2] = 1
 
@@ -102,7 +101,6 @@ def override(experiment, *args):
         (["--steps=7"], "steps", 7),
         (["--steps", "7"], "steps", 7),
         (["--steps=1e4"], "steps", 10_000),
-        (["--steps=4*25"], "steps", 100),
         (["--steps=1", "--steps=-2"], "steps", -2),
         (["--steps", "-2"], "steps", -2),
         (["--name=-x"], "name", "-x"),
@@ -120,8 +118,7 @@ def override(experiment, *args):
         (["--model.bias=False"], "model.bias", False),
         (["--model.bias=false"], "model.bias", False),
         (["--model.bias", "False"], "model.bias", False),
-        (["--model.no-bias"], "model.bias", False),
-        (["--model.no-bias", "--model.bias"], "model.bias", True),
+        (["--model.bias=False", "--model.bias"], "model.bias", True),
         (["--model.norm=rms"], "model.norm", "rms"),
         (["--model.window=5"], "model.window", 5),
         (["--model.window=1e3"], "model.window", 1000),
@@ -143,7 +140,6 @@ def override(experiment, *args):
         (["--patterns=Adam"], "patterns", ("Adam",)),
         (["--patterns=('a', 'b')"], "patterns", ("a", "b")),
         (["--file=runs/a-1"], "file", Path("runs/a-1")),
-        (["--colour=blue"], "colour", Colour.blue),
         (["--cache=7"], "cache", 7),
         (["--cache=a/b"], "cache", "a/b"),
         (["--level=2"], "level", 2),
@@ -199,16 +195,6 @@ def test_override_reaches_the_chosen_member_and_nothing_else():
     assert heads == {"model.heads": (4, 2)}
 
 
-def test_partials_are_set_by_keyword():
-    partial = functools.partial(Shifted, 1, word="a", twice=False)
-    chosen = Experiment("x", optimizer=partial)
-    changed = override(chosen, "--optimizer.word=b", "--optimizer.twice=True").optimizer
-    assert (changed.func, changed.args, changed.keywords) == (Shifted, (1,), {"word": "b", "twice": True})
-    nested = Experiment("x", optimizer=functools.partial(Scaled, inner=Scaled()))
-    assert override(nested, "--optimizer.inner.factor=3").optimizer.keywords == {"inner": Scaled(3.0)}
-    assert message(override, chosen, "--optimizer.wrd=b") == ("--optimizer.wrd: no such option; did you mean --optimizer.word?")
-
-
 def test_names_belong_to_fields_and_those_of_the_users_file_come_first():
     library = lambda: "library"
     library.__module__ = "jaxformer.somewhere"
@@ -254,14 +240,13 @@ def test_names_belong_to_fields_and_those_of_the_users_file_come_first():
         (["--loggers", "x"], "--loggers x: there is no 'x' to choose from; expected one of tensorboard, wandb"),
         (["--loggers", "x", "wandb"], "--loggers x wandb: there is no 'x' to choose from; expected one of tensorboard, wandb"),
         (["--level=3"], "--level=3: expected one of 1, 2, got 3"),
-        (["--colour=green"], "--colour=green: there is no 'green' to choose from; expected one of red, blue"),
         (
             ["--model.masks=causal"],
             "--model.masks=causal: expected Mask, got causal",
         ),
         (
             ["--model.masks", "causal & window(3)"],
-            "--model.masks causal & window(3): causal is a function; write causal(...); expected Mask",
+            "--model.masks causal & window(3): unsupported operand type(s) for &: 'function' and 'Mask'; expected Mask",
         ),
         (
             ["--model.mixer=scond_mixer"],
@@ -282,11 +267,7 @@ def test_names_belong_to_fields_and_those_of_the_users_file_come_first():
         (["--optimizer=first_mixer"], "--optimizer=first_mixer: expected Adam or Lion, got first_mixer"),
         (
             ["--optimizer", "Lion(rate=1)"],
-            "--optimizer Lion(rate=1): Lion: no argument 'rate'; it has learning_rate, weight_decay; expected Adam or Lion",
-        ),
-        (
-            ["--optimizer", "Lion(learning_rat=1)"],
-            "--optimizer Lion(learning_rat=1): Lion: no argument 'learning_rat'; did you mean learning_rate?; "
+            "--optimizer Lion(rate=1): Lion(learning_rate, weight_decay): got an unexpected keyword argument 'rate'; "
             "expected Adam or Lion",
         ),
         (
@@ -295,7 +276,7 @@ def test_names_belong_to_fields_and_those_of_the_users_file_come_first():
         ),
         (
             ["--model.mixer=Shifted"],
-            "--model.mixer=Shifted: Shifted needs by, word; write Shifted(by=...); "
+            "--model.mixer=Shifted: Shifted(by, word, twice): missing a required argument: 'by'; "
             "expected a function such as Name(field=value)",
         ),
         (["--data", "f"], "--data f: there is no 'f' to choose from"),
@@ -343,16 +324,16 @@ def test_help_says_type_value_and_meaning(monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
     text = C.help_text(FULL, "show full")
     lines = text.splitlines()
-    assert lines[lines.index("--model.heads  INT = 4") + 1] == "      must divide the width"
-    assert lines[lines.index("--model.bias  BOOL = True") + 1] == "      whether linear maps add a bias"
-    assert "--model.norm  LAYER,RMS = 'layer'" in lines
-    assert "--model.window  INT|None = 3" in lines
-    assert "--model.other-mixer  FUNCTION|None = second_mixer" in lines
-    assert "--model.masks  ANY NUMBER OF MASK = (causal(), window(3, 3))" in text or "causal()" in text
-    assert "--initial  FUNCTION|STR|None = None" in lines
+    assert lines[lines.index("--model.heads  int = 4") + 1] == "      must divide the width"
+    assert lines[lines.index("--model.bias  bool = True") + 1] == "      whether linear maps add a bias"
+    assert "--model.norm  one of layer, rms = 'layer'" in lines
+    assert "--model.window  int or None = 3" in lines
+    assert "--model.other-mixer  a function such as Name(field=value) or None = second_mixer" in lines
+    assert "--model.masks  any number of Mask = (causal(), window(3, 3))" in text or "causal()" in text
+    assert "--initial  a function such as Name(field=value), str or None = None" in lines
     scaled = C.help_text(Experiment("x", Model(8, mixer=Scaled())), "x").splitlines()
     assert scaled[scaled.index("--model.mixer  Scaled(...)") + 1] == "      A function that is a config."
-    assert scaled[scaled.index("--model.mixer.factor  FLOAT = 2.0") + 1] == "      multiplies the input"
+    assert scaled[scaled.index("--model.mixer.factor  float = 2.0") + 1] == "      multiplies the input"
 
 
 @pytest.mark.parametrize(
@@ -386,6 +367,6 @@ def test_help_of_every_experiment(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in C.available():
         text = C.help_text(C.load(name), name)
-        assert " at 0x" not in text and "--model.num-layers  INT = " in text
+        assert " at 0x" not in text and "--model.num-layers  int = " in text
     for name in [name for name in sys.modules if name.startswith("experiment")]:
         del sys.modules[name]

@@ -70,4 +70,4 @@ def test_rows_and_length_are_numbers(capsys, monkeypatch):
     monkeypatch.setattr(topology, "prepare", lambda: None)
     monkeypatch.setattr(topology, "devices", lambda *_: jax.devices())
     assert cli.main(["plan", "gpt2_small", "--topology", "v5e:2x2", "--decode", "--rows", "many"]) == 2
-    assert "--rows=many --length=2048: expected numbers" in capsys.readouterr().err
+    assert "argument --rows: invalid int value: 'many'" in capsys.readouterr().err

@@ -11,7 +11,7 @@ EMPTY = GOOD | {"loss": float("nan"), "accuracy": float("nan"), "tokens": 0.0, "
 
 class Listener(Console):
     def __init__(self):
-        super().__init__(total=20, start=0, heard=False)
+        super().__init__(total=20, heard=False)
         self.lines, self.logged = [], []
 
     def say(self, text):
