@@ -6,14 +6,10 @@ it reads. `weights` is always present.
 """
 
 import contextlib
-import difflib
 import hashlib
-import json
-import logging
 import os
-import shutil
 import sysconfig
-import uuid
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +18,7 @@ import numpy as np
 
 from jaxformer.config import execution
 from jaxformer.data import tokenizers
-from jaxformer.errors import ConfigError
-
-log = logging.getLogger(__name__)
+from jaxformer.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -154,49 +148,25 @@ def _encode(config: Text | Stdlib, name: str, raw: bytes, source: str) -> tuple[
 
 
 def _encode_bpe(config: Text | Stdlib, text: str, cut: int, source: str) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Tokens from the cache. If they are not there, they are made and stored. Several processes may do it at once."""
-    tokenizers.require_package()
+    """Memory-mapped tokens from the cache, which stores them the first time. Several processes may do it at once."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxformer"
     folder = Path(config.cache or default).expanduser()
     key = hashlib.sha256(f"layout 1 {source} {cut} {config.vocab_size}".encode()).hexdigest()[:24]
-    entry, temporary = folder / f"tokens-{key}", folder / f".tokens-{key}-{uuid.uuid4().hex}"
-    if entry.exists():
-        try:
-            return _load_tokens(entry)
-        except (OSError, ValueError, EOFError) as error:
-            log.warning("cached tokens in %s are damaged (%s); they are made again", entry, error)
-            shutil.rmtree(entry, ignore_errors=True)
-    tokenizer = tokenizers.BPE.train(text[:cut], config.vocab_size or 0)
+    entry = folder / f"tokens-{key}"
     try:
-        temporary.mkdir(parents=True)
-        _save_tokens(temporary, tokenizer.encode_text(text[:cut]), tokenizer.encode_text(text[cut:]), tokenizer)
-        loaded = _load_tokens(temporary)
-        # Memory maps stay valid after this, and after the `rmtree` below if another process stored its tokens first.
-        with contextlib.suppress(OSError):
-            os.replace(temporary, entry)
-        return loaded
+        if not entry.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                tokenizer = tokenizers.BPE.train(text[:cut], config.vocab_size or 0)
+                np.save(f"{temporary}/train.npy", tokenizer.encode_text(text[:cut]))
+                np.save(f"{temporary}/validation.npy", tokenizer.encode_text(text[cut:]))
+                tokenizer.save(f"{temporary}/tokenizer.json")
+                with contextlib.suppress(OSError):  # another process stored its tokens first
+                    os.replace(temporary, entry)
+        train, validation = (np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r")) for name in ("train", "validation"))
     except OSError as error:
         raise ConfigError(f"data.cache: cannot keep tokens in {folder} ({error.strerror}); choose another") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _save_tokens(folder: Path, train: np.ndarray, validation: np.ndarray, tokenizer: Any) -> None:
-    np.save(folder / "train.npy", train)
-    np.save(folder / "validation.npy", validation)
-    tokenizer.save(folder / "tokenizer.json")
-    digests = [hashlib.sha256(part.data).hexdigest() for part in (train, validation)]
-    (folder / "digests.json").write_text(json.dumps([*digests, tokenizer.digest]))
-
-
-def _load_tokens(folder: Path) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Memory-mapped tokens and their tokenizer. Raises ValueError if a digest differs (1 s per GB)."""
-    parts = [np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ("train", "validation")]
-    tokenizer = tokenizers.load(folder / "tokenizer.json")
-    digests = [hashlib.sha256(part.data).hexdigest() for part in parts]
-    if json.loads((folder / "digests.json").read_text()) != [*digests, tokenizer.digest]:
-        raise ValueError("digests differ")
-    return parts[0], parts[1], tokenizer
+    return train, validation, tokenizers.load(entry / "tokenizer.json")
 
 
 def _read_path(config: Text) -> tuple[str, bytes]:
@@ -210,10 +180,9 @@ def _read_path(config: Text) -> tuple[str, bytes]:
         return f"{path} ({len(files)} files)", b"".join((path / file).read_bytes() for file in files)
     except FileNotFoundError:
         names = os.listdir(path.parent) if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, n=1)
-        hint = f"did you mean {str(path.parent / near[0])!r}?" if near else "give the file with --data.path=…"
+        hint = did_you_mean(repr(path.name), map(repr, names)) or "; give the file with --data.path=…"
         hint += f"; get it from {config.origin}" if config.origin else ""
-        raise ConfigError(f"data.path: there is no {config.path!r} (looked for {path.absolute()}); {hint}") from None
+        raise ConfigError(f"data.path: there is no {config.path!r} (looked for {path.absolute()}){hint}") from None
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename or path} ({error.strerror})") from error
 
