@@ -4,7 +4,9 @@ import functools
 import itertools
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,15 +19,9 @@ from jaxformer.errors import ConfigError
 def open_dataset(data: Any, model: Any) -> sources.Dataset:
     """`data.open(model)`. Raises ConfigError if the result is not a data set."""
     dataset = data.open(model)
-    for name in ("train", "validation", "digest"):
-        if not hasattr(dataset, name):
-            raise ConfigError(f"data: {type(data).__name__}.open returned no .{name}; return a jaxformer.data.sources.Dataset")
-    for name, method in itertools.product(("train", "validation"), ("__len__", "__getitem__")):
-        if not hasattr(kind := type(getattr(dataset, name)), method):
-            advice = "a split has len and [i] -> example; for an endless stream, let len be one epoch"
-            raise ConfigError(f"data: the {name} split {kind.__name__} has no {method}; {advice}")
-    if not isinstance(dataset.digest, str):
-        raise ConfigError(f"data: digest={dataset.digest!r}: expected a text that identifies the data")
+    if not isinstance(dataset, sources.Dataset):
+        advice = "return a jaxformer.data.sources.Dataset"
+        raise ConfigError(f"data: {type(data).__name__}.open returned a {type(dataset).__name__}; {advice}")
     return dataset
 
 
@@ -41,9 +37,6 @@ def batches(split: Any, batch_size: int, seed: int, rows: np.ndarray | None = No
     return _order(len(split), seed).batch(batch_size).map(lambda indices: take_rows(split, indices[selection]))
 
 
-LARGEST = 2**32 - 1  # grain's shuffle has indices of 32 bits
-
-
 def _order(n: int, seed: int) -> Any:
     """An endless grain.MapDataset of indices below n. Every epoch is another permutation."""
     import grain  # takes 1 s: errors about missing files come before it
@@ -51,8 +44,8 @@ def _order(n: int, seed: int) -> Any:
     if n > 1 << 16:
         # grain shuffles epoch e with seed + e, so neighbouring seeds would share epochs. A hash keeps them apart.
         hashed_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        if n > LARGEST:
-            raise ConfigError(f"data: a split of {n:,} examples; at most {LARGEST:,} can be shuffled, return a smaller len")
+        if n >= 2**32:  # grain's shuffle has indices of 32 bits
+            raise ConfigError(f"data: a split of {n:,} examples; at most {2**32 - 1:,} can be shuffled, return a smaller len")
         return grain.MapDataset.range(n).shuffle(seed=hashed_seed).repeat()
 
     # grain's shuffle draws from at least 2**16 numbers until one is below n: 0.5 ms per index for n = 50
@@ -97,66 +90,47 @@ def take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
 def unigram_entropy(dataset: sources.Dataset) -> float | None:
     """-sum_v q(v) ln p(v) in nats per token: the best loss of a model that ignores its context.
 
-    q are validation frequencies, p are training frequencies with add-one smoothing. Splits without `tokens` are counted
-    over at most 4,096 examples. None for data without a vocabulary or without labels.
+    q are validation frequencies, p are training frequencies with add-one smoothing. None if the splits have no `tokens`.
     """
     size = dataset.vocab_size
-    if not size or not (hasattr(dataset.train, "tokens") or "labels" in take_rows(dataset.train, np.arange(1))):
+    if not size or not (hasattr(dataset.train, "tokens") and hasattr(dataset.validation, "tokens")):
         return None
-    train, validation = (_label_counts(split, size) for split in (dataset.train, dataset.validation))
+    train, validation = (_token_counts(split.tokens[1:], size) for split in (dataset.train, dataset.validation))
     log_probability = np.log((train + 1) / (train.sum() + size))
     return float(-(validation @ log_probability) / validation.sum())
 
 
-def _label_counts(split: Any, vocab_size: int) -> np.ndarray:
-    if not hasattr(split, "tokens"):
-        batch = take_rows(split, np.arange(min(len(split), 4096)))
-        return np.bincount(batch["labels"].ravel(), batch["weights"].ravel(), vocab_size)
+def _token_counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     counts = np.zeros(vocab_size)
-    for start in range(1, len(split.tokens), 1 << 22):  # bincount copies its input to 8-byte integers
-        counts += np.bincount(split.tokens[start : start + (1 << 22)], minlength=vocab_size)
+    for start in range(0, len(tokens), 1 << 22):  # bincount copies its input to 8-byte integers
+        counts += np.bincount(tokens[start : start + (1 << 22)], minlength=vocab_size)
     return counts
 
 
 class Prefetch(Iterator, AbstractContextManager):
-    """Iterates over put(get(step)) for start <= step < stop; grain's thread starts at once and works `depth` steps ahead.
+    """Iterates over put(get(step)) for start <= step < stop; a thread starts at once and works `depth` steps ahead.
 
-    An error of `get` or `put` becomes a RuntimeError that names the step and has the error as its cause. `close`, `with`,
-    deletion and the end of the program stop the thread. They wait for the batch that it is making.
+    An error of `get` or `put` becomes a RuntimeError that names the step and has the error as its cause. `close`, `with`
+    and deletion stop the thread, after the batch that it is making. The end of the program waits for all that it has begun.
     """
 
     def __init__(self, get: Callable, start: int, stop: int, depth: int = 2, put: Callable | None = None):
-        import grain
-
-        steps = grain.MapDataset.range(start, stop).map(functools.partial(_attempt, get, put))
-        one_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        items = grain.experimental.ThreadPrefetchIterDataset(steps.to_iter_dataset(one_thread), prefetch_buffer_size=depth)
-        self._items = [iter(items)]
-        # no reference remains: grain's destructor prints an error if it runs when Python has ended
-        self.close = weakref.finalize(self, lambda items: items.pop().close(), self._items)
-        self._items[0].start_prefetch()
+        pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        make = get if put is None else lambda step: put(get(step))
+        self._submitted = ((step, pool.submit(make, step)) for step in range(start, stop))
+        self._ahead = deque(itertools.islice(self._submitted, depth + 1))
+        self.close = weakref.finalize(self, pool.shutdown, cancel_futures=True)
 
     def __next__(self) -> Any:
-        if not self.close.alive:
-            raise StopIteration
-        item = next(self._items[0], None)
-        if item is None:
+        if not self._ahead or not self.close.alive:
             self.close()
             raise StopIteration
-        step, batch, error = item
-        if error is not None:
+        step, batch = self._ahead.popleft()
+        self._ahead.extend(itertools.islice(self._submitted, 1))
+        if error := batch.exception():
             self.close()
             raise RuntimeError(f"the batch of step {step} could not be made: {type(error).__name__}: {error}") from error
-        return batch
+        return batch.result()
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _attempt(get: Callable, put: Callable | None, step: int) -> tuple[int, Any, BaseException | None]:
-    """(step, batch, error). grain passes on only Exception; after a SystemExit its consumer would wait for ever."""
-    try:
-        batch = get(step)
-        return step, batch if put is None else put(batch), None
-    except BaseException as error:
-        return step, None, error
