@@ -1,7 +1,5 @@
 """Pictures of a run."""
 
-import io
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,16 +7,9 @@ from etils import epath
 
 
 def loss_report(result: Any, records: Sequence[dict]) -> str:
-    """Draws the loss curve of a finished run into its folder; returns a line with its path."""
-    path = result.folder / "figures" / "loss.png"
-    loss_curve(records, path, f"{result.name}: {result.parameters:,} parameters", result.baseline)
-    return f"loss curve: {path}"
+    """Draws training and validation loss (nats a token) against step into a finished run's folder; returns a line to print.
 
-
-def loss_curve(records: Sequence[dict], path: os.PathLike, title: str, baseline: float | None = None) -> None:
-    """Training and validation loss (nats a token) against step, written to `path` as PNG.
-
-    `records` are the lines of metrics.jsonl; `baseline` is a horizontal line to beat (the unigram entropy).
+    `records` are the lines of metrics.jsonl. `result.baseline`, the unigram entropy, is a horizontal line to beat.
     """
     from matplotlib.figure import Figure  # the import takes half a second
 
@@ -35,16 +26,17 @@ def loss_curve(records: Sequence[dict], path: os.PathLike, title: str, baseline:
         axes.plot(steps, losses, "o-", color="#c0392b", markersize=4, linewidth=1.2, label="validation")
         place = dict(textcoords="offset points", xytext=(-4, 8), ha="right", color="#c0392b")
         axes.annotate(f"{losses[-1]:.3f}", validation[-1], **place)
-    if baseline is not None:
-        axes.axhline(baseline, color="#777777", linestyle=":", linewidth=1, label=f"unigram entropy {baseline:.3f}")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    if result.baseline is not None:
+        label = f"unigram entropy {result.baseline:.3f}"
+        axes.axhline(result.baseline, color="#777777", linestyle=":", linewidth=1, label=label)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=f"{result.name}: {result.parameters:,} parameters")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    path = epath.Path(path)
+    path = epath.Path(result.folder) / "figures" / "loss.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(png.getvalue())
+    with path.open("wb") as file:
+        figure.savefig(file, format="png")
+    return f"loss curve: {path}"
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
