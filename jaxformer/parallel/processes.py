@@ -75,7 +75,7 @@ def initialize(processes: Processes | None = None, limit: float | None = None) -
     Raises ConfigError if addresses or numbers disagree.
     """
     global _peers
-    limit = _seconds("JAXFORMER_JOIN_LIMIT", 300.0) if limit is None else limit
+    limit = float(os.environ.get("JAXFORMER_JOIN_LIMIT", 300.0)) if limit is None else limit
     processes = processes or find(limit=limit)
     if processes is None or distributed.global_state.client is not None:
         return
@@ -193,14 +193,7 @@ class Watchdog(contextlib.AbstractContextManager):
 
 def step_limit() -> float | None:
     """The seconds that a step may take: JAXFORMER_STEP_LIMIT (0: no limit). Default: 300, and no limit for one process."""
-    return _seconds("JAXFORMER_STEP_LIMIT", 0.0 if _peers is None else 300.0) or None
-
-
-def _seconds(name: str, default: float) -> float:
-    try:
-        return float(os.environ.get(name, default))
-    except ValueError:
-        raise ConfigError(f"{name}={os.environ[name]}: expected a number of seconds") from None
+    return float(os.environ.get("JAXFORMER_STEP_LIMIT", 0.0 if _peers is None else 300.0)) or None
 
 
 _DAY = 24 * 3600 * 1000  # ms; a dead process ends the run, and with it the wait

@@ -424,12 +424,6 @@ def test_bad_variables_get_one_line(change):
         processes.find({"JAXFORMER_PROCESS": "1"})
 
 
-def test_a_limit_that_is_no_number_gets_one_line(monkeypatch):
-    monkeypatch.setenv("JAXFORMER_STEP_LIMIT", "soon")
-    with pytest.raises(ConfigError, match="JAXFORMER_STEP_LIMIT=soon"):
-        processes.step_limit()
-
-
 # ---- one process
 
 
