@@ -59,7 +59,7 @@ def _order(n: int, seed: int) -> Any:
 class ValidationBatches:
     """The split once, in order, as batches [B, ...]. Rows of weight 0 fill the last batch. `rows` as in `batches`.
 
-    Weights are [B, ...], for tokens or for examples. Raises ConfigError for examples without weights.
+    Weights are [B, ...], for tokens or for examples.
     """
 
     def __init__(self, split: Any, batch_size: int, rows: np.ndarray | None = None):
@@ -72,8 +72,6 @@ class ValidationBatches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         indices = range(len(self))[index] * self.batch_size + self.rows
         batch = take_rows(self.split, np.minimum(indices, len(self.split) - 1))
-        if "weights" not in batch:
-            raise ConfigError(f"data: validation examples have no weights, only {', '.join(batch)}; add weights of 1")
         weights = np.asarray(batch["weights"])
         real = (indices < len(self.split)).reshape(-1, *(1,) * (weights.ndim - 1))
         return batch | {"weights": np.where(real, weights, 0).astype(np.float32)}

@@ -108,11 +108,6 @@ def test_validation_fills_up_weights_of_any_rank(count, batch_size, shape):
     assert not found[count:].any() and found.dtype == np.float32
 
 
-def test_validation_examples_without_weights_are_refused():
-    with pytest.raises(ConfigError, match="have no weights, only image, labels; add weights of 1"):
-        ValidationBatches([{"image": np.zeros(2), "labels": np.int32(0)}] * 3, 2)[0]
-
-
 def test_unigram_entropy_is_the_formula():
     rng = np.random.default_rng(0)
     train, validation = rng.integers(0, 5, 4000), rng.integers(0, 3, 700)
