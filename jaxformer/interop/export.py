@@ -8,7 +8,6 @@ model.safetensors is the program's first argument, {path: array}. config.json de
 model. JAX can load a program for at least six months (docs.jax.dev/export).
 """
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,6 +27,7 @@ from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.params import mismatch, paths
 
 PROGRAM = "forward.stablehlo"
+PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
 LONG = 512  # above this length the blockwise kernel costs less than the reference attention's [B, N, T, T]
 OPTIONAL_INPUTS = ("positions", "segment_ids", "token_types", "source_segment_ids")
 
@@ -42,8 +42,13 @@ def save(
     OPTIONAL_INPUTS. `batch=None` and `length=None` allow any size up to `context_length`, with attention in O(T^2) memory; a
     fixed length above 512 uses the blockwise kernel. The program can be differentiated `vjp_order` times.
     """
-    _check(path, config, params, batch, length, inputs, platforms, vjp_order)
-    leaves, (encoder, decoder) = paths(params), _stacks(config)
+    if wrong := mismatch(models.spec(config), params):
+        raise ConfigError(f"{path}: the parameters are not those of the config: {wrong}")
+    if unknown := [name for name in platforms if name not in PLATFORMS]:
+        raise ConfigError(f"platforms={tuple(platforms)}: expected some of {', '.join(PLATFORMS)} ({unknown})")
+    if unknown := [name for name in inputs if name not in OPTIONAL_INPUTS]:
+        raise ConfigError(f"inputs={unknown}: expected some of {', '.join(OPTIONAL_INPUTS)}")
+    leaves = paths(params)
     arguments = _arguments(config, batch, length, inputs, next(iter(leaves.values())).dtype)
     forward = jax.jit(partial(_forward, _portable(config, length), tuple(arguments)[1:]))
     shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
@@ -58,9 +63,8 @@ def save(
     manifest = {
         "program": PROGRAM, "result": shape_of(exported.out_avals[0]), "model": config_description(config),
         "arguments": {"params": "model.safetensors"} | {name: shape_of(a) for name, a in arguments.items()},
-        "limits": {"b": None, "t": decoder.context_length, "s": encoder.context_length},
-        "platforms": list(exported.platforms), "vjp_order": vjp_order,
-        "calling_convention_version": exported.calling_convention_version, "jax": jax.__version__,
+        "limits": list(_lengths(config).values()), "platforms": list(exported.platforms), "vjp_order": vjp_order,
+        "jax": jax.__version__,
     }  # fmt: skip
     tensors = [(name, leaf.shape, leaf.dtype, partial(np.asarray, leaf)) for name, leaf in sorted(leaves.items())]
     program = exported.serialize(vjp_order=vjp_order)
@@ -71,43 +75,23 @@ def save(
 def load(path: str | Path, sharding: Any = None) -> Callable[..., Array]:
     """`forward(tokens, ...) -> logits` from an exported folder, with parameters on the default device or on `sharding`.
 
-    Raises ConfigError for another folder, and for a program that this JAX or this platform cannot run.
+    Raises ConfigError for another folder, and for a program that this JAX cannot read.
     """
     checkpoint = safetensors.open_checkpoint(Path(path))
     program = checkpoint.folder / PROGRAM
-    if not program.is_file():
-        raise ConfigError(f"{path}: has no {PROGRAM}; expected a complete folder of interop.export")
-    _need_flatbuffers()
     try:
         exported = export.deserialize(bytearray(program.read_bytes()))
     except Exception as error:
         raise ConfigError(f"{program}: cannot be read ({error}); export it again with this JAX") from error
-    if (platform := export.default_export_platform()) not in exported.platforms:
-        raise ConfigError(f"{path}: exported for {', '.join(exported.platforms)}; export it with platforms=({platform!r},)")
     params = {name: jax.device_put(checkpoint.read(name), sharding) for name in checkpoint.names}
 
     def forward(*arguments: Any) -> Array:
-        _check_arguments(checkpoint.config, arguments)
+        for array, limit in zip(arguments, checkpoint.config["limits"], strict=False):
+            if array.ndim == 2 and not 1 <= array.shape[1] <= limit:  # jax.export says only 'Error refining shapes'
+                raise ValueError(f"{path}: {array.shape[1]} tokens in a row; expected 1 to {limit}")
         return exported.call(params, *arguments)
 
     return forward
-
-
-def _check_arguments(manifest: dict[str, Any], arguments: tuple) -> None:
-    """Raises ValueError with the expected shape; jax.export says only 'Error refining shapes'."""
-    limits, expected = manifest["limits"], {k: v for k, v in manifest["arguments"].items() if k != "params"}
-    if len(arguments) != len(expected):
-        raise ValueError(f"got {len(arguments)} arguments; expected {', '.join(expected)}")
-    sizes: dict[Any, int] = {}
-    for (name, description), array in zip(expected.items(), arguments, strict=True):
-        shape, dtype = description["shape"], description["dtype"]
-        fits = len(shape) == array.ndim and str(array.dtype) == dtype
-        for size, actual in zip(shape, array.shape, strict=False):
-            least, most = (1, limits[size] or actual) if size in limits else (size, size)
-            fits = fits and least <= actual <= most and sizes.setdefault(size, actual) == actual
-        if not fits:
-            up_to = ", ".join(f"{size} up to {limits[size]}" for size in shape if limits.get(size))
-            raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}; expected {dtype}{shape} {up_to}".rstrip())
 
 
 def _portable(config: Any, length: int | None) -> Any:
@@ -124,48 +108,22 @@ def _forward(config, names: tuple[str, ...], leaves: dict[str, Array], first: Ar
     return output.hidden if output.logits is None else output.logits
 
 
-def _stacks(config: ModelConfig | EncoderDecoder) -> tuple[ModelConfig, ModelConfig]:
-    """(encoder, decoder); a single stack is both."""
-    return (config.encoder, config.decoder) if isinstance(config, EncoderDecoder) else (config, config)
+def _lengths(config: ModelConfig | EncoderDecoder) -> dict[str, int]:
+    """The symbol and the limit of the length of the tokens, then of the source."""
+    if isinstance(config, EncoderDecoder):
+        return {"t": config.decoder.context_length, "s": config.encoder.context_length}
+    return {} if isinstance(config.embedding, Patches) else {"t": config.context_length}
 
 
 def _arguments(config, batch, length, inputs, dtype) -> dict[str, jax.ShapeDtypeStruct]:
     """The arguments of the program after the parameters, in order."""
-    encoder, decoder = _stacks(config)
-    patches, lengths = decoder.embedding, {"t": decoder.context_length}
-    if isinstance(patches, Patches):
-        lengths = {}
-    elif isinstance(config, EncoderDecoder):
-        lengths["s"] = encoder.context_length
+    stack, lengths = models.last_stack(config), _lengths(config)
     bounds = [f"{name} <= {most}" for name, most in lengths.items()] + [f"{name} >= 1" for name in lengths]
     limits = [] if length else bounds
     sizes = ["b" if batch is None else str(batch), *(str(length) if length else name for name in lengths)]
     b, *rest = export.symbolic_shape(", ".join(sizes), constraints=limits)
-    if isinstance(patches, Patches):
-        return {"images": jax.ShapeDtypeStruct((b, *patches.image, patches.channels), dtype)}
-    integers = dict(zip(("tokens", "source"), rest, strict=False))
+    images, integers = {}, dict(zip(("tokens", "source"), rest, strict=False))
+    if isinstance(stack.embedding, Patches):
+        images["images"] = jax.ShapeDtypeStruct((b, *stack.embedding.image, stack.embedding.channels), dtype)
     integers |= {name: rest[name.startswith("source")] for name in inputs}
-    return {name: jax.ShapeDtypeStruct((b, size), np.int32) for name, size in integers.items()}
-
-
-def _check(path, config, params, batch, length, inputs, platforms, vjp_order) -> None:
-    _need_flatbuffers()
-    stack = _stacks(config)[1]
-    if wrong := mismatch(models.spec(config), params):
-        raise ConfigError(f"{path}: the parameters are not those of the config: {wrong}")
-    if length is not None and not 1 <= length <= stack.context_length:
-        raise ConfigError(f"length={length}: expected 1 to context_length={stack.context_length}")
-    if batch is not None and batch < 1:
-        raise ConfigError(f"batch={batch}: must be at least 1, or None for any")
-    allowed = OPTIONAL_INPUTS if isinstance(config, EncoderDecoder) else OPTIONAL_INPUTS[:-1]
-    if unknown := [name for name in inputs if name not in allowed or isinstance(stack.embedding, Patches)]:
-        raise ConfigError(f"inputs={unknown}: expected some of {', '.join(allowed)}, for a model of tokens")
-    if unknown := [name for name in platforms if name not in ("cpu", "tpu", "cuda", "rocm")] or not platforms:
-        raise ConfigError(f"platforms={tuple(platforms)}: expected some of cpu, tpu, cuda, rocm ({unknown})")
-    if vjp_order < 0:
-        raise ConfigError(f"vjp_order={vjp_order}: must be 0 or more")
-
-
-def _need_flatbuffers() -> None:
-    if importlib.util.find_spec("flatbuffers") is None:
-        raise ConfigError("jax.export needs flatbuffers, which is not installed: pip install 'jaxformer[export]'")
+    return images | {name: jax.ShapeDtypeStruct((b, size), np.int32) for name, size in integers.items()}

@@ -88,8 +88,6 @@ def _boxed(node: Any) -> Any:
 
 def params_of(model: Any) -> Tree:
     """The parameters of a model of `as_nnx` as a plain tree. A module that replaces a parameter is called."""
-    if not isinstance(model, NNXTransformer):
-        raise ConfigError(f"params_of: expected a model of as_nnx, got {type(model).__name__}")
     return {name: _plain(getattr(model, name)) for name in model.names}
 
 
@@ -239,10 +237,12 @@ def _linen_layer(where: str, module, call: Callable, example: Callable) -> tuple
 
 
 def _nnx_layer(where: str, make: Callable, call: Callable, example: Callable) -> tuple[Tree, Callable]:
+    if isinstance(make, nnx.Module):
+        raise ConfigError(f"{where}: {_name(make)} has its values already; give the function that makes it, lambda rngs: ...")
 
     def start(key: Array):
         with nnx.use_eager_sharding(False):  # the axes of its parameters belong to no mesh yet
-            return nnx.split(_make_nnx(where, make, key), nnx.Param, nnx.RngState, ...)
+            return nnx.split(make(nnx.Rngs(key)), nnx.Param, nnx.RngState, ...)
 
     @jax.jit
     def draw(key: Array) -> list[Array]:
@@ -265,16 +265,6 @@ def _nnx_layer(where: str, make: Callable, call: Callable, example: Callable) ->
         return call(module, x, context)
 
     return unflatten_dict(dict(zip(names, specs, strict=True))), run
-
-
-def _make_nnx(where: str, make: Any, key: Array) -> Any:
-    if isinstance(make, nnx.Module):
-        raise ConfigError(f"{where}: {_name(make)} has its values already; give the function that makes it, lambda rngs: ...")
-    module = make(nnx.Rngs(key)) if callable(make) else make
-    if not isinstance(module, nnx.Module):
-        made = type(module).__name__
-        raise ConfigError(f"{where}: {_name(make)} makes {made}; expected a linen.Module or a function rngs -> nnx.Module")
-    return module
 
 
 def _stream(key: Array, i: int, leaf: Any) -> Array:

@@ -1,7 +1,8 @@
-"""`Checkpoint`: tokens, labels and conventions of a Hugging Face checkpoint, read, kept and written; T5's encoder alone."""
+"""`Checkpoint`: tokens and labels of a Hugging Face checkpoint, read, kept and written; T5's encoder alone."""
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,10 @@ import pytest
 from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.interop import huggingface
-from jaxformer.interop.huggingface import Checkpoint, Conventions, Tokens
-from jaxformer.models import Classification, EncoderDecoder, ModelConfig, TokenClassification
+from jaxformer.interop.huggingface import Checkpoint, Tokens
+from jaxformer.models import EncoderDecoder, TokenClassification
 from tests import golden
-
-TINY: dict = dict(vocab_size=19, num_layers=1, d_model=8, num_heads=2, context_length=12)
+from tests.interop import calls
 
 
 def settings(folder) -> dict:
@@ -33,7 +33,7 @@ def test_a_call_in_their_words_gives_their_outputs(name):
     kept = golden.witness(name)
     checkpoint = huggingface.load(golden.folder(name))
     arguments = {key.removeprefix("inputs/"): array for key, array in kept.items() if key.startswith("inputs/")}
-    output = checkpoint.apply(**arguments)
+    output = calls.apply(checkpoint, **arguments)
     wanted = {key.removeprefix("outputs/"): array for key, array in kept.items() if key.startswith("outputs/")}
     logits = {"prediction_logits", "logits"} & wanted.keys()
     found, want = (output.logits, wanted[logits.pop()]) if logits else (output.hidden, wanted["last_hidden_state"])
@@ -112,71 +112,15 @@ def test_a_t5_encoder_alone(tmp_path):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again.params, encoder.params))
     tokens = jnp.arange(10).reshape(2, 5)
     hidden = models.encoder_decoder.encode_source(pair.config, pair.params, models.Inputs(None, source=tokens)).hidden
-    np.testing.assert_array_equal(again.apply(input_ids=tokens).hidden, hidden)
+    np.testing.assert_array_equal(models.apply(again.config, again.params, tokens).hidden, hidden)
 
 
-def roberta(**conventions) -> Checkpoint:
-    checkpoint = huggingface.load(golden.folder("roberta_mlm"))
-    return replace(checkpoint, conventions=Conventions(**conventions))
-
-
-def test_roberta_counts_tokens_that_are_not_the_pad_id():
-    """Whatever the attention mask says: a pad id inside a row keeps the position of no token, -1."""
-    checkpoint = roberta(positions="not_pad")
-    pad = checkpoint.tokens.pad
-    tokens = jnp.array([[5, pad, 6, 7], [pad, 8, 9, 5]])
-    mask = jnp.ones((2, 4), jnp.int32)
-    positions = jnp.array([[0, -1, 1, 2], [-1, 0, 1, 2]])
-    want = models.apply(checkpoint.config, checkpoint.params, tokens, segment_ids=mask, positions=positions).logits
-    assert np.isfinite(want).all()
-    np.testing.assert_array_equal(checkpoint.apply(input_ids=tokens, attention_mask=mask).logits, want)
-    shifted = checkpoint.apply(input_ids=tokens, attention_mask=mask, position_ids=positions + pad + 1).logits
-    np.testing.assert_array_equal(shifted, want)
-
-
-def test_slots_count_padding_too():
+def test_positions_that_count_padding_too():
+    """As those of transformers do, which `models.apply` is told."""
     checkpoint = huggingface.load(golden.folder("gpt2"))
     tokens = jnp.array([[0, 0, 5, 6, 7]])
     mask = jnp.array([[0, 0, 1, 1, 1]])
-    found = checkpoint.apply(input_ids=tokens, attention_mask=mask).logits[:, 2:]
-    places = jnp.arange(2, 5)[None]
-    want = models.apply(checkpoint.config, checkpoint.params, tokens[:, 2:], positions=places).logits
+    run = partial(models.apply, checkpoint.config, checkpoint.params)
+    found = run(tokens, segment_ids=mask, positions=jnp.arange(5)[None]).logits[:, 2:]
+    want = run(tokens[:, 2:], positions=jnp.arange(2, 5)[None]).logits
     np.testing.assert_allclose(found, want, atol=2e-6)  # float32 sums of 5 terms, 2 of them 0
-
-
-@pytest.mark.parametrize(
-    "name,arguments,words",
-    [
-        ("gpt2", dict(input_ids=np.ones((1, 3), int), past_key_values=np.ones(1)), "takes no past_key_values"),
-        ("gpt2", dict(attention_mask=np.ones((1, 3), int)), "needs input_ids"),
-        ("gpt2", dict(input_ids=np.ones((1, 3), int), attention_mask=np.ones((1, 1, 3, 3))), "attention_mask"),
-        ("gpt2", dict(input_ids=np.ones((1, 3), int), token_type_ids=np.ones((1, 3), int)), "token_type_ids"),
-        ("gpt2", dict(input_ids=np.ones((1, 300), int)), "beyond"),
-        ("t5", dict(input_ids=np.ones((1, 3), int)), "needs decoder_input_ids"),
-        ("vit", dict(input_ids=np.ones((1, 3), int)), "needs pixel_values"),
-    ],
-)
-def test_arguments_that_a_model_does_not_have_are_refused(name, arguments, words):
-    with pytest.raises(ConfigError, match=words):
-        huggingface.load(golden.folder(name)).apply(**arguments)
-
-
-def test_a_last_token_that_transformers_finds_elsewhere_is_refused():
-    config = ModelConfig(**TINY, heads=(Classification(2, pool="last", pooler=None, bias=False),))
-    checkpoint = Checkpoint(config, models.init(config, jax.random.key(0)), Tokens(pad=0))
-    tokens, mask = np.array([[5, 6, 0, 0]]), np.array([[1, 1, 0, 0]])
-    want = models.apply(config, checkpoint.params, jnp.asarray(tokens[:, :2])).logits
-    np.testing.assert_allclose(checkpoint.apply(input_ids=tokens, attention_mask=mask).logits, want, atol=1e-6)
-    with pytest.raises(ConfigError, match="pad id 0"):
-        checkpoint.apply(input_ids=tokens)
-    with pytest.raises(ConfigError, match="pad id None"):
-        replace(checkpoint, tokens=Tokens()).apply(input_ids=tokens, attention_mask=mask)
-
-
-def test_multiple_choice_comes_as_choices():
-    config = ModelConfig(**TINY, heads=(Classification(1),))
-    params = models.init(config, jax.random.key(0))
-    tokens = np.arange(24).reshape(2, 3, 4) % 19
-    found = Checkpoint(config, params, conventions=Conventions(choices=True)).apply(input_ids=tokens).logits
-    want = models.apply(config, params, jnp.asarray(tokens.reshape(6, 4))).logits.reshape(2, 3)
-    np.testing.assert_array_equal(found, want)

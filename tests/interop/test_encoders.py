@@ -1,4 +1,4 @@
-"""BERT and its relatives, and ViT: their classes, their heads of their own matrix, and how transformers calls them."""
+"""BERT and its relatives, and ViT: their classes and their heads of their own matrix."""
 
 import json
 
@@ -11,10 +11,10 @@ from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.interop import huggingface
 from jaxformer.interop.huggingface import encoders
-from jaxformer.interop.huggingface.tables import Conventions, plan
+from jaxformer.interop.huggingface.tables import plan
 from jaxformer.params import paths
 from tests import golden
-from tests.interop import golden_runs as runs
+from tests.interop import calls, golden_runs as runs
 
 SIZES = dict(
     vocab_size=11, hidden_size=6, num_hidden_layers=2, num_attention_heads=2, intermediate_size=5, pad_token_id=1,
@@ -46,16 +46,13 @@ def test_every_class_is_read_and_written(model_type, kind):
     assert str(config.masks[0]) == ("causal()" if written.get("is_decoder") else "full()")
 
 
-@pytest.mark.parametrize("model_type,kind", KINDS)
-def test_how_transformers_calls_each_class(model_type, kind):
-    positions = "not_pad" if model_type in ("roberta", "longformer") else "slots"
-    globals_ = {"LongformerForQuestionAnswering": "question", "LongformerForMultipleChoice": "choice"}.get(kind, "none")
-    wanted = Conventions(positions, globals_, kind.endswith("MultipleChoice"))
-    assert huggingface.FAMILIES[model_type].conventions({"architectures": [kind]}) == wanted
-    if model_type == "longformer":
-        tokens = {"LongformerForSequenceClassification": 1, "none": 0}.get(kind, 0) if globals_ == "none" else None
-        mixers = read(model_type, kind).mixer
-        assert [(mixer.window, mixer.global_tokens) for mixer in mixers] == [(2, tokens), (4, tokens)]
+@pytest.mark.parametrize("kind", encoders.LONGFORMER.kinds)
+def test_global_tokens_of_each_class(kind):
+    """The first one for a sequence, none, or (None) those of each call."""
+    given_in_calls = kind in ("ForQuestionAnswering", "ForMultipleChoice")
+    tokens = None if given_in_calls else int(kind == "ForSequenceClassification")
+    mixers = read("longformer", "Longformer" + kind).mixer
+    assert [(mixer.window, mixer.global_tokens) for mixer in mixers] == [(2, tokens), (4, tokens)]
 
 
 @pytest.mark.parametrize("name,head", [("bert_mlm", "cls.predictions."), ("roberta_mlm", "lm_head.")])
@@ -111,7 +108,7 @@ def test_a_pad_id_reads_the_pad_tokens_row():
     checkpoint = huggingface.load(golden.folder("roberta_mlm"))
     pad, table = checkpoint.tokens.pad, checkpoint.params["embedding"]["positions"]
     tokens = jnp.array([[5, pad, 6]])
-    before = checkpoint.apply(input_ids=tokens).hidden
+    before = calls.apply(checkpoint, input_ids=tokens).hidden
     moved = checkpoint.params["embedding"] | {"positions": table.at[pad].multiply(-1)}
     other = models.apply(checkpoint.config, checkpoint.params | {"embedding": moved}, tokens, positions=jnp.array([[0, -1, 1]]))
     assert float(jnp.abs(other.hidden - before).max()) > 0.1
@@ -149,7 +146,7 @@ def test_masked_images_are_read_and_written(tmp_path):
     again = huggingface.load(tmp_path / "saved")
     assert again.config == config
     images, masked = np.ones((2, 2, 6, 6), np.float32), np.eye(2, 4)
-    found = again.apply(pixel_values=images, bool_masked_pos=masked).heads["reconstruction"]
+    found = calls.apply(again, pixel_values=images, bool_masked_pos=masked).heads["reconstruction"]
     options = {"inputs": {"masked": jnp.asarray(masked) > 0}}
     want = models.apply(config, params, jnp.asarray(images.transpose(0, 2, 3, 1)), **options).heads["reconstruction"]
     assert found.shape == (2, 4, 4, 2)

@@ -95,15 +95,9 @@ def test_load_gives_a_function_of_tokens(tmp_path, dtype):
             np.asarray(models.apply(GPT, weights, jnp.asarray(tokens(*shape))).logits, np.float32),
             rtol=1e-5 if dtype == jnp.float32 else 0.05, atol=1e-5 if dtype == jnp.float32 else 0.05,
         )  # fmt: skip
-    for wrong in (
-        (tokens(1, 13),),
-        (tokens(0, 3),),
-        (tokens(3),),
-        (tokens(1, 3).astype(np.int64),),
-        (tokens(1, 3),) * 2,
-    ):
-        with pytest.raises(ValueError, match=r"expected (int32\['b', 't'\] t up to 12|tokens)"):
-            forward(*wrong)
+    for wrong in (tokens(1, 13), tokens(1, 0), tokens(3), tokens(1, 3).astype(np.float32)):
+        with pytest.raises(ValueError, match=r"(0|13) tokens in a row; expected 1 to 12|(Rank|Dtype) mismatch for args\[1\]"):
+            forward(wrong)
 
 
 @pytest.mark.slow
@@ -130,11 +124,8 @@ def test_every_kind_of_model(tmp_path, case):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"length": 13}, "context_length=12"),
-        ({"batch": 0}, "batch=0"),
         ({"inputs": ("mask",)}, "segment_ids"),
         ({"platforms": ("gpu",)}, "cuda"),
-        ({"vjp_order": -1}, "vjp_order=-1"),
     ],
 )
 def test_mistakes_are_answered_at_the_door(tmp_path, options, says):
@@ -146,13 +137,12 @@ def test_mistakes_are_answered_at_the_door(tmp_path, options, says):
 def test_what_does_not_belong_together_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="not those of the config: embedding/tokens"):
         export.save(tmp_path / "gpt", replace(GPT, vocab_size=14), drawn(GPT))
-    with pytest.raises(ConfigError, match=r"no forward\.stablehlo"):
-        export.save(tmp_path / "gpt", GPT, drawn(GPT), batch=1, length=2)
-        (tmp_path / "gpt" / "forward.stablehlo").unlink()
-        export.load(tmp_path / "gpt")
     export.save(tmp_path / "tpu", GPT, drawn(GPT), batch=1, length=2, platforms=("tpu",))
-    with pytest.raises(ConfigError, match="exported for tpu"):
-        export.load(tmp_path / "tpu")
+    with pytest.raises(ValueError, match=r"exported for platforms.*tpu"):
+        export.load(tmp_path / "tpu")(tokens(1, 2))
     (tmp_path / "tpu" / "forward.stablehlo").write_bytes(b"nothing of the kind")
     with pytest.raises(ConfigError, match="cannot be read"):
+        export.load(tmp_path / "tpu")
+    (tmp_path / "tpu" / "forward.stablehlo").unlink()
+    with pytest.raises(ConfigError, match=r"forward\.stablehlo: cannot be read .*No such file"):
         export.load(tmp_path / "tpu")

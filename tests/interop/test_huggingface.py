@@ -376,10 +376,7 @@ def test_no_layer_is_rounded_to_the_dtype_of_another(first, tmp_path):
         assert leaf.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("slab", [huggingface.folder.SLAB, 0])
-def test_weights_are_laid_down_where_they_are_to_stay(slab, monkeypatch):
-    """Stacks put together on the host, and on the devices as large ones are (tensors in one piece and layer by layer)."""
-    monkeypatch.setattr(huggingface.folder, "SLAB", slab)
+def test_weights_are_laid_down_where_they_are_to_stay():
     config, params = load("mixtral")
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     spec = {"up": (None, None, "model"), "out": (None, None, None, "model"), "tokens": (None, "model")}
@@ -728,7 +725,7 @@ else:
 
 @pytest.mark.slow
 def test_the_host_never_holds_the_model_twice(tmp_path):
-    """Peak of resident memory while loading some 670 MB: the parameters and, at most, the tensor that is being read."""
+    """Peak of resident memory while loading some 670 MB: the parameters and, at most, the one whose tensors are being read."""
 
     def run(what):
         command = [sys.executable, "-c", PEAK, what, str(tmp_path / "model")]

@@ -29,6 +29,7 @@ from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.interop import huggingface
 from tests.golden.write import EXACT, redraw
+from tests.interop import calls
 
 FAMILIES = {
     "bert": "Bert", "big_bird": "BigBird", "gpt2": "GPT2", "gpt_neo": "GPTNeo", "llama": "Llama", "longformer": "Longformer",
@@ -330,11 +331,11 @@ def difference(drawn: Drawn, checkpoint: huggingface.Checkpoint) -> str | None:
 
 
 def answer(drawn: Drawn, checkpoint: huggingface.Checkpoint) -> models.Output:
-    """`Checkpoint.apply`, with the rotations that a Reformer drew."""
+    """Our output, with the rotations that a Reformer drew."""
     constants = rotations(drawn.model.config, checkpoint.config)
     if constants is None:
-        return checkpoint.apply(**drawn.call)
-    tokens, options = checkpoint.translate(**drawn.call)
+        return calls.apply(checkpoint, **drawn.call)
+    tokens, options = calls.translate(checkpoint, **drawn.call)
     return models.apply(checkpoint.config, checkpoint.params, tokens, constants=constants, **options)
 
 

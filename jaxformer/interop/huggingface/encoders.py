@@ -4,7 +4,7 @@ import re
 import reprlib
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxformer.errors import ConfigError
 from jaxformer.interop.huggingface import tables
@@ -28,7 +28,7 @@ TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForMultipleChoice", "ForTo
 
 
 class Encoder(NamedTuple):
-    """BERT or a relative: its names, heads and conventions."""
+    """BERT or a relative: its names and heads."""
 
     name: str  # prefix of its class names
     base: str  # prefix of its base model's tensors
@@ -41,8 +41,7 @@ class Encoder(NamedTuple):
     lm_act: str | None = None  # for the language model's head; None: hidden_act
     classifier_act: str | None = "tanh"  # None: hidden_act
     keeps_pooler: bool = False  # in files of classes whose head does not use it
-    positions: Literal["slots", "not_pad"] = "slots"
-    global_tokens: dict[str, Any] = {}  # noqa: RUF012 (never written to): {class: see `Conventions`}
+    pad_position: bool = False  # the table has a row for each id up to the pad id before that of position 0
     read_mixer: Callable[[Json, str], Any] = lambda c, kind: None
     write_mixer: Callable[[ModelConfig], Json] = lambda config: {}
 
@@ -53,12 +52,7 @@ def encoder(family: Encoder) -> Family:
     aliases |= {lm + "decoder.bias": lm + "bias", lm + "bias": lm + "decoder.bias"}
     ignored = Family._field_defaults["ignored"] + rf"|^{re.escape(lm)}bias$"  # an untied head uses decoder.bias
     read, write, rules = partial(_read, family), partial(_write, family), partial(_rules, family)
-    return Family(read, write, rules, family.base + ".", ignored, aliases, partial(_conventions, family))
-
-
-def _conventions(family: Encoder, c: Json) -> tables.Conventions:
-    kind = tables.class_kind(c, family.name, family.kinds)
-    return tables.Conventions(family.positions, family.global_tokens.get(kind, "none"), kind == "ForMultipleChoice")
+    return Family(read, write, rules, family.base + ".", ignored, aliases)
 
 
 def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
@@ -78,8 +72,7 @@ def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
         raise ConfigError(f"config.json: is_decoder=True is not supported with {part}; only a language model's head is")
     if family.keeps_pooler and kind not in POOLERS and pooler:
         heads = (*heads, POOLED)
-    # rows of the position table before position 0, the last of which belongs to the pad token
-    offset = 0 if family.positions == "slots" else get(c, "pad_token_id", 1) + 1
+    offset = get(c, "pad_token_id", 1) + 1 if family.pad_position else 0
     scale = c["hidden_size"] ** 0.5 if get(c, "rescale_embeddings", False) else 1.0
     return ModelConfig(
         **fields | {"context_length": fields["context_length"] - offset},
@@ -100,8 +93,7 @@ def _write(family: Encoder, config: Any) -> Json:
     return c | family.write_mixer(config) | tables.write_heads(config.heads, family.name, kinds)
 
 
-# {class: default global tokens of a Longformer}, see `Conventions`
-LONGFORMER_GLOBALS = {"ForQuestionAnswering": "question", "ForMultipleChoice": "choice"}
+GIVEN_GLOBALS = ("ForQuestionAnswering", "ForMultipleChoice")  # classes whose global tokens come with each call
 
 
 def _read_longformer(c: Json, kind: str):
@@ -109,7 +101,7 @@ def _read_longformer(c: Json, kind: str):
     windows = windows if isinstance(windows, list) else [windows] * layers
     if len(windows) != layers or any(type(width) is not int or width < 2 or width % 2 for width in windows):
         raise ConfigError(f"config.json: attention_window={reprlib.repr(windows)}: expected an even number for each layer")
-    tokens = None if kind in LONGFORMER_GLOBALS else int(kind == "ForSequenceClassification")
+    tokens = None if kind in GIVEN_GLOBALS else int(kind == "ForSequenceClassification")
     pattern = tuple(mixers.Longformer(width, tokens) for width in tables.shortest_pattern(windows))
     return pattern if len(pattern) > 1 else pattern[0]
 
@@ -153,11 +145,11 @@ def _rules(family: Encoder, config: ModelConfig) -> list[Rule]:
 
 ROBERTA = Encoder(
     "Roberta", "roberta", ("Model", *TASKS, "ForCausalLM", "ForQuestionAnswering"),
-    lm_head="lm_head.", transform=("dense", "layer_norm"), lm_act="gelu", positions="not_pad",
+    lm_head="lm_head.", transform=("dense", "layer_norm"), lm_act="gelu", pad_position=True,
 )  # fmt: skip
 LONGFORMER = ROBERTA._replace(
     name="Longformer", base="longformer", kinds=("Model", *TASKS, "ForQuestionAnswering"),
-    global_tokens=LONGFORMER_GLOBALS, read_mixer=_read_longformer,
+    read_mixer=_read_longformer,
     write_mixer=lambda config: {"attention_window": [mixer.window for mixer in tables.repeated(config.mixer, config)]},
 )  # fmt: skip
 BERT = Encoder(

@@ -1,14 +1,13 @@
 """Reads a checkpoint from a Hugging Face folder, and writes one.
 
-Each tensor is read, checked and copied to the devices before the next one: the host never holds two models.
+Each parameter goes to its devices once the tensors of its layers are read: the host never holds the whole model.
 """
 
-import hashlib
-import math
 import re
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from jaxformer import models, params as parameters
 from jaxformer.errors import ConfigError
@@ -56,7 +55,7 @@ def load(
     return replace(checkpoint, config=config, params=params, labels=labels)
 
 
-def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 5_000_000_000) -> None:
+def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 2_000_000_000) -> None:
     """Writes config.json and safetensors files of at most `shard_bytes`, which transformers can open.
 
     A new model is `Checkpoint(config, params, Tokens(eos=(2,)))`. Raises ConfigError if no family can express the config, if
@@ -90,16 +89,16 @@ def _read_settings(file: safetensors.Files) -> Checkpoint:
     try:
         tables.check_layers(file.config, len(file.names))
         config, tokens = family.read(file.config, file.names), read_tokens(file.generation, file.config)
-        conventions, labels = family.conventions(file.config), read_labels(file.config)
+        labels = read_labels(file.config)
     except ConfigError as error:
         raise ConfigError(f"{file.folder}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as error:
         raise ConfigError(f"{file.folder}/config.json: cannot be understood ({type(error).__name__}: {error})") from error
-    return Checkpoint(config, None, tokens, conventions, labels, kind)
+    return Checkpoint(config, None, tokens, labels, kind)
 
 
 def _read_weights(file, family: tables.Family, config: Config, dtype, sharding, allow_unexpected, allow_missing, key) -> Tree:
-    """The parameters of the config, tensor by tensor. The options are those of `load`."""
+    """The parameters of the config, one after the other. The options are those of `load`."""
     tensors = tables.plan(family, config, allow_missing)
     source, duplicates = _sources(file, family, tensors)
     leaves = paths(models.spec(config))
@@ -109,16 +108,24 @@ def _read_weights(file, family: tables.Family, config: Config, dtype, sharding, 
         raise ConfigError(f"{missing[0]} is missing in the file and may be; give `key` to draw it")
     shardings = _shardings(sharding, leaves)
     dtypes = _dtypes(file, tensors, source, dtype)
+    pending = Counter(part.path for name, tensor in tensors.items() if name in source for part in tensor.parts)
+    host: dict[str, np.ndarray] = {}
     params: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        if name in source and tensor.parts:
-            array = file.read(source[name])
-            safetensors.check_finite(source[name], array)
-            for part, piece in zip(tensor.parts, tensor.ours(array), strict=True):
-                _write_part(params, part, piece, dtypes[part.path], leaves[part.path].shape, shardings[part.path])
-            del array, piece  # before the next tensor is read
-    for path, leaf in list(params.items()):
-        params[path] = jax.device_put(leaf, shardings[path])  # small leaves are still on the host
+        if name not in source or not tensor.parts:
+            continue
+        array = file.read(source[name])
+        safetensors.check_finite(source[name], array)
+        for part, piece in zip(tensor.parts, tensor.ours(array), strict=True):
+            path = part.path
+            if path not in host:
+                host[path] = np.empty(leaves[path].shape, dtypes[path])
+            host[path][part.index] = piece
+            pending[path] -= 1
+            if not pending[path]:
+                leaf = host.pop(path)
+                copy = jax.make_array_from_callback(leaf.shape, shardings[path], leaf.__getitem__)
+                params[path] = jax.block_until_ready(copy)  # copies under way would keep their leaves on the host
     for path in missing:
         fallback = dtype or next(iter(dtypes.values()), jnp.float32)
         tree = parameters.init(unflatten_dict({path: leaves[path]}, sep="/"), key, fallback)
@@ -132,8 +139,6 @@ def _find(file, family: tables.Family, known: Collection[str]) -> dict[str, str]
     for name in file.names:
         modern = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
         canonical = modern if modern in known else family.prefix + modern
-        if canonical in found:
-            raise ConfigError(f"{file.folder}: {found[canonical]} and {name} are the same tensor; remove one")
         if canonical in known:
             found[canonical] = name
     return found
@@ -147,7 +152,7 @@ def _sources(file, family: tables.Family, tensors: dict[str, tables.Tensor]) -> 
         if alias in source and alias not in tensors and first in tensors:
             second = source.pop(alias)
             name = source.setdefault(first, second)
-            if name != second and _digest(file, second) == _digest(file, name):  # with other values it is unexpected
+            if name != second and np.array_equal(file.read(second), file.read(name)):  # with other values it is unexpected
                 duplicates.add(second)
     return source, duplicates
 
@@ -191,13 +196,9 @@ def _with_tie(file, family: tables.Family, config: Config) -> Config:
     if head not in names:
         return _with_stack(config, tie_embeddings=True) if file.config["model_type"] == "t5" else config
     table = names.get(family.aliases[head])
-    if stack.tie_embeddings and table is not None and _digest(file, names[head]) != _digest(file, table):
+    if stack.tie_embeddings and table is not None and not np.array_equal(file.read(names[head]), file.read(table)):
         return _with_stack(config, tie_embeddings=False)
     return config
-
-
-def _digest(file, name: str) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(file.read(name)).view(np.uint8).data).digest()
 
 
 def _dtypes(file, tensors: dict[str, tables.Tensor], source: dict[str, str], dtype) -> dict[str, Any]:
@@ -221,36 +222,6 @@ def _shardings(sharding: Any, leaves: dict[str, Spec]) -> dict[str, Any]:
     if missing := [path for path in leaves if path not in shardings]:
         raise ConfigError(f"sharding: none for {list_names(missing, str)}; give one for each parameter, or one for all")
     return shardings
-
-
-SLAB = 1 << 24  # bytes; smaller leaves are assembled on the host, which compiles nothing
-
-
-def _write_part(params: dict, part: tables.Part, piece: np.ndarray, dtype, shape: tuple[int, ...], sharding) -> None:
-    """Writes a piece of our leaf of `shape`; layer by layer to its devices, if the leaf is large."""
-    if not part.index:
-        params[part.path] = jax.device_put(np.asarray(piece, dtype), sharding)
-        return
-    if math.prod(shape) * dtype.itemsize <= SLAB:
-        params.setdefault(part.path, np.empty(shape, dtype))[part.index] = piece
-        return
-    lead, piece_sharding = len(part.index), sharding
-    if isinstance(sharding, NamedSharding):
-        # with explicit axes JAX refuses to write a piece into an array
-        sharding = NamedSharding(Mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec)
-        piece_sharding = NamedSharding(sharding.mesh, PartitionSpec(*(None,) * lead, *sharding.spec[lead:]))
-    if part.path not in params:
-        params[part.path] = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
-    piece = jax.device_put(np.asarray(piece, dtype)[(None,) * lead], piece_sharding)
-    start = np.array((*part.index, *(0,) * (len(shape) - lead)), np.int32)
-    leaf = _piece_writer(sharding)(params[part.path], piece, start)
-    params[part.path] = jax.block_until_ready(leaf)  # queued pieces would fill the memory
-
-
-@cache
-def _piece_writer(sharding) -> Callable:
-    write = lambda leaf, piece, start: jax.lax.dynamic_update_slice(leaf, piece, tuple(start))
-    return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
 
 def _with_tokens(folder: str | Path, checkpoint: Checkpoint, settings: dict) -> dict:

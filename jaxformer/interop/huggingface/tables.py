@@ -4,7 +4,6 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -37,19 +36,6 @@ def rules(ours: str, theirs: str, names: dict[str, str], kind: Kind = "linear") 
     return [Rule(ours + our_name, theirs + their_name, kind) for our_name, their_name in names.items()]
 
 
-@dataclass(frozen=True)
-class Conventions:
-    """Defaults of transformers' `forward` that change numbers. `Checkpoint.apply` uses them.
-
-    `positions`: "slots" counts all tokens of a row; "not_pad" (RoBERTa, Longformer) skips the pad id, which has position -1.
-    `global_tokens` of a Longformer: those of its config, those before the first separator, or those after the second.
-    """
-
-    positions: Literal["slots", "not_pad"] = "slots"
-    global_tokens: Literal["none", "question", "choice"] = "none"
-    choices: bool = False  # tokens are [B, choices, T]
-
-
 class Family(NamedTuple):
     """One `model_type`. `read` raises ConfigError for an unsupported setting that changes numbers; `write` is its inverse."""
 
@@ -59,7 +45,6 @@ class Family(NamedTuple):
     prefix: str = ""  # files of base models leave it out of names
     ignored: str = r"position_ids$|\.rotary_emb\.inv_freq$"  # buffers
     aliases: dict[str, str] = {}  # noqa: RUF012 (never written to): {second name of a tied tensor: its first name}
-    conventions: Callable[[Json], Conventions] = lambda c: Conventions()
 
 
 class Key(NamedTuple):
