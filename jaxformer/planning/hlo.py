@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "send")
-WIDTHS = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
 _BEGIN = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _OP = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^)]*)\)")  # name, shape, opcode, operands
 _FREE = re.compile(  # operations that move nothing
@@ -199,33 +198,17 @@ def _in_memory(shapes: str) -> float:
 
 
 def _size(dtype: str, dims: str) -> float:
-    digits = re.search(r"\d+", dtype)
-    width = WIDTHS.get(dtype, int(digits[0]) / 8 if digits else 0.0)
-    return float(math.prod(int(n) for n in dims.split(",") if n) * width)
+    bits = re.search(r"\d+", dtype.replace("pred", "u8"))
+    return math.prod(int(n) for n in dims.split(",") if n) * (int(bits[0]) if bits else 0) / 8
 
 
-def largest(report: str, text: str, count: int = 8) -> list[dict]:
-    """The largest buffers of a program, by the compiler's memory-usage report and the names in the program's text.
-
-    Each as `{"bytes", "shape", "name"}` of the largest array that it holds.
-    """
-    names: dict[str, Counter] = defaultdict(Counter)
-    for shape, name in re.findall(r"= (\w+\[[\d,]*\])\S* (?!bitcast|get-tuple|tuple).*?op_name=\"([^\"]*)\"", text):
-        names[shape][_plain(name)] += 1000 if name.startswith("args[") else 1  # prefer a name that the user gave
+def largest(report: str, count: int = 8) -> list[dict]:
+    """The largest buffers in the compiler's memory-usage report, each as `{"bytes", "shape"}` of the largest array it holds."""
     found: list[dict[str, Any]] = []
     for size, unit, shapes in re.findall(r"\);\s+([\d.]+)(\w*i?B);\s+\d+;\s+\d+; (.*)", report):
         first = max(re.findall(r"\w+\[[\d,]*\]", shapes), key=_in_memory)
-        called = names[first].most_common(1)[0][0] if names[first] else "-"
-        found.append({"bytes": int(float(size) * _UNITS[unit]), "shape": first, "name": called})
+        found.append({"bytes": int(float(size) * _UNITS[unit]), "shape": first})
     return sorted(found, key=lambda one: -one["bytes"])[:count]
-
-
-def _plain(name: str) -> str:
-    """`params/layers/query/kernel` of an argument; of an operation's path the last words, without those of all paths."""
-    if name.startswith("args["):
-        return "/".join(re.findall(r"\w+", name.partition(".")[2])) or name
-    begin = r"jit\(\w+\)|while|body|closed_call|cond|branch.*"
-    return "/".join([part for part in name.split("/") if not re.fullmatch(begin, part)][-4:])
 
 
 def _turns(line: str, computations: dict[str, Computation]) -> int:

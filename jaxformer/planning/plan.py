@@ -3,20 +3,58 @@
 `topology.prepare` must run before JAX is imported.
 """
 
-import tempfile
-from dataclasses import replace
-from pathlib import Path
+import time
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import jax
+
+from jaxformer import models, parallel, params
 from jaxformer.data.sources import Stdlib
 from jaxformer.errors import ConfigError
+from jaxformer.models import cost
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.cost import GIB
 from jaxformer.models.heads import language_model
+from jaxformer.models.stacks.pipeline import bubble
 from jaxformer.parallel import Mesh
-from jaxformer.planning import hlo
-from jaxformer.planning.compile import Plan, compile_step, plan_step, planner_bytes
+from jaxformer.planning import flops, hlo, roofline, topology
+from jaxformer.planning.compile import compile_step, memory_of, trace
 from jaxformer.training.experiment import Experiment
+from jaxformer.training.recipe import build
+from jaxformer.training.state import init_state
+from jaxformer.training.step import make_train_step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step costs a device. Bytes and collectives are the compiler's, `flops` counted; `seconds` are an estimate."""
+
+    topology: str
+    chip: str
+    devices: int
+    mesh: dict[str, int]
+    parameters: int
+    tokens: int  # of a step
+    flops: float  # products of a step on all devices as it runs: with recomputation, without masked blocks
+    model_flops: int  # with full attention and no recomputation: 6 N + 12 L N H T a token
+    argument_bytes: int
+    temporary_bytes: int
+    host_bytes: int  # of a device's arrays, in its host's memory
+    peak_bytes: int
+    capacity_bytes: int
+    fits: bool
+    donated: bool  # the new state takes the memory of the old one
+    moved_bytes: float  # through a device's memory
+    collectives: list[dict]
+    seconds: dict[str, float]  # compute, memory, and of the network by mesh axes
+    step_seconds: float
+    tokens_per_second: float
+    mfu: dict[str, float]  # at that speed
+    compile_seconds: float
+    notes: list[str]
+    largest: list[dict]  # arrays of a step that does not fit
 
 
 def of_preset(name: str, model: Any) -> Any:
@@ -30,32 +68,71 @@ def of_preset(name: str, model: Any) -> Any:
 def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     """Compiles the experiment's train step for the devices of a topology. Nothing of the model is allocated.
 
-    `fast` compiles with less effort: seconds instead of a minute, and memory that is off by up to a fifth. For a step that
-    does not fit, one more compile finds its largest arrays. ConfigError where the mesh does not fit the devices or the model.
+    `fast` compiles with less effort: seconds instead of a minute, and memory that is off by up to a fifth. ConfigError
+    where the mesh does not fit the devices or the model.
     """
-    made, lowered = plan_step(experiment, name, devices, fast)
-    if made.fits:
-        return made
-    with tempfile.TemporaryDirectory() as folder:
-        compile_step(lowered, devices, True, xla_dump_to=folder, xla_dump_hlo_as_text=True)
-        read = lambda end: "".join(path.read_text(errors="replace") for path in Path(folder).glob(f"*{end}"))
-        report, text = read("after_optimizations-memory-usage-report.txt"), read("after_optimizations.txt")
-    return replace(made, largest=hlo.largest(report, text), planner_bytes=planner_bytes())
+    began = time.monotonic()
+    traced = trace(experiment, devices)
+    model, mesh, kind = experiment.model, traced.mesh, devices[0].device_kind
+    chip, parameters = cost.CHIPS[kind], params.count(models.spec(model))
+    counted = flops.of_jaxpr(traced.stage.jaxpr)
+    if counted.notes & {flops.ROWS, flops.ONCE}:  # a device's share of routed tokens depends on the data, their sum not
+        counted = _on_one_device(experiment, traced.batch, devices)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = traced.stage.lower()
+    compiled, log = compile_step(lowered, devices, fast)
+    memory = memory_of(compiled, log, traced.argument_bytes)
+    text = (compiled.as_text() or "") if compiled else ""
+    collectives, moved = hlo.collectives(text, mesh), hlo.traffic(text)
+    length = models.last_stack(model).context_length  # of images: patches
+    if "tokens" in traced.batch:
+        length = traced.batch["tokens"].shape[1]
+    tokens = experiment.batch_size * length
+    seconds = {"compute": counted.matmul / len(devices) / chip.peak, "memory": moved / chip.bandwidth}
+    seconds |= roofline.network(collectives, mesh, chip)
+    step_seconds = roofline.step(seconds)
+    speed = tokens / step_seconds
+    return Plan(
+        topology=name, chip=kind, devices=len(devices), mesh={k: v for k, v in mesh.shape.items() if v > 1},
+        parameters=parameters, tokens=tokens, flops=counted.matmul, model_flops=cost.training_flops(model, length) * tokens,
+        capacity_bytes=int(chip.memory), fits=compiled is not None and memory["peak_bytes"] <= chip.memory, **memory,
+        moved_bytes=moved, collectives=[one._asdict() for one in collectives], seconds=seconds,
+        step_seconds=step_seconds, tokens_per_second=speed,
+        mfu=cost.utilization(model, length, speed, len(devices), kind), compile_seconds=time.monotonic() - began,
+        notes=[*traced.notes, *sorted(counted.notes), *_notes(log, experiment.mesh, mesh.shape["stage"])],
+        largest=[] if compiled else hlo.largest(log.text),
+    )  # fmt: skip
+
+
+def _notes(log: topology.Log, config: Mesh, stages: int) -> list[str]:
+    """What makes the step slow, in words."""
+    notes = []
+    if log.resharded:
+        notes.append(f"{log.resharded} arrays are made whole on every device to be split in another way (compiler's log)")
+    if stages > 1:
+        idle = bubble(stages, config.microbatches or stages, config.repeats)
+        notes.append(f"stages idle {idle:.1%} of a step, on work that is counted and not used; more micro-batches help")
+    return notes
+
+
+def _on_one_device(experiment: Any, batch: dict[str, Any], devices: list) -> flops.Count:
+    """What the step computes on a single device that is large enough."""
+    recipe = build(replace(experiment, mesh=Mesh(data=1)))
+    with jax.sharding.use_abstract_mesh(parallel.make_mesh(recipe.mesh, devices[:1]).abstract_mesh):
+        return flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)
 
 
 def table(plan: Plan) -> str:
     """The plan in words."""
     gib = lambda size: f"{size / GIB:.2f} GiB"
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "data=1"
-    room = gib(abs(plan.capacity_bytes - plan.peak_bytes))
-    room = f"fits, {room} free" if plan.fits else f"DOES NOT FIT, {room} too much"
     host = f", {gib(plan.host_bytes)} on the host" if plan.host_bytes else ""
     rows = [
         f"{plan.topology}: {plan.devices} x {plan.chip}, {mesh}",
         f"parameters         {plan.parameters:,}",
         f"FLOPs a step       {plan.flops:.4g} counted, with recomputation; {plan.model_flops:.4g} of the model alone",
         f"memory a device    {gib(plan.argument_bytes)} arguments, {gib(plan.temporary_bytes)} temporaries{host}, "
-        f"{gib(plan.peak_bytes)} peak of {gib(plan.capacity_bytes)}: {room}",
+        f"{gib(plan.peak_bytes)} peak of {gib(plan.capacity_bytes)}: {'fits' if plan.fits else 'DOES NOT FIT'}",
     ]
     if plan.donated or plan.fits:
         rows.append(f"state in place     {'yes' if plan.donated else 'no'}")
@@ -69,7 +146,6 @@ def table(plan: Plan) -> str:
             f"at best            {plan.tokens_per_second:,.0f} tokens/s, MFU "
             + ", ".join(f"{value:.0%} ({name})" for name, value in plan.mfu.items()),
         ]
-    rows += [f"large              {gib(one['bytes'])}  {one['shape']}  {one['name']}" for one in plan.largest]
+    rows += [f"large              {gib(one['bytes'])}  {one['shape']}" for one in plan.largest]
     rows += [f"note: {note}" for note in plan.notes]
-    rows.append(f"planned in {plan.compile_seconds:.0f} s, with {gib(plan.planner_bytes)} of this machine's memory")
-    return "\n".join(rows)
+    return "\n".join([*rows, f"planned in {plan.compile_seconds:.0f} s"])

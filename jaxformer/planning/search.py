@@ -16,10 +16,9 @@ from jaxformer import models, parallel, params, sharding
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, cost
 from jaxformer.models.cost import GIB
-from jaxformer.planning.compile import Plan, choose_attention, plan_step
+from jaxformer.planning.plan import Plan, plan
 from jaxformer.training import optimizers
 
-ROWS = ("data", "fsdp", "expert", "stage")  # the axes that divide a batch
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # sequences a device and pass
 
 
@@ -38,49 +37,40 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     model, mesh = experiment.model, experiment.mesh
     shape = mesh.shape(devices)
     split = shape["tensor"]
-    local, gathered = _bytes(model, tuple(shape.items())), _bytes(model, (("fsdp", shape["fsdp"]),)) * shape["fsdp"]
+    local, gathered = _bytes(model, tuple(shape.values())), 4.0 * params.count(models.spec(model))
     width = 4 if experiment.precision == "float32" else 2
     moments = _moments(experiment.optimizer, model, experiment.frozen) + (experiment.ema_decay is not None)
     state = 2 * local if mesh.offload else local * (1 + moments / (shape["data"] if mesh.zero1 else 1))
-    gradients = local * (1 if experiment.accumulation == 1 else 2)
 
-    rows = math.prod(shape[axis] for axis in ROWS)
-    tokens = experiment.batch_size / rows / experiment.accumulation * model.context_length / shape["context"]
+    rows = math.prod(shape[axis] for axis in sharding.ACTIVATIONS["batch"])
+    tokens = experiment.batch_size / rows * model.context_length / shape["context"]
     D, N, K, H, L = model.d_model, model.num_heads, model.kv_heads, model.head_size, model.num_layers / shape["stage"]
     experts = getattr(model.feedforward, "top_k", 1)
     inner = tokens * width * (2 * (N + K) * H + 3 * experts * model.ff_width) / split
-    stream, scores = tokens * D * width, 0.0
-    if model.attention_implementation == "reference":
-        scores = tokens * model.context_length * N / split * (12 + width)
-    saved = {  # of a layer, for the backward pass
-        "full": stream,
-        "attention": stream + tokens * width * N * H / split,
-        "dots": inner + 2 * stream,
-        "none": 1.5 * inner + 4 * stream + scores,
-    }[model.remat]
+    stream = tokens * D * width
+    attended = tokens * N * H * width / split
+    # of a layer, for the backward pass
+    saved = {"full": stream, "attention": stream + attended, "dots": inner + 2 * stream, "none": 1.5 * inner + 4 * stream}
     table = 4.0 * model.vocab_size * D
     layer = (gathered - table) / model.num_layers / split / shape["expert"]
-    working = layer * (1 + 2 * width / 4) + 2 * inner + 4 * stream + scores + 2 * table / split
-    peak = state + gradients + L * saved + working + 3 * 2**26
+    working = layer * (1 + 2 * width / 4) + 2 * inner + 4 * stream + 2 * table / split
+    peak = state + local + L * saved[model.remat] + working + 3 * 2**26
 
     total = cost.training_flops(model, model.context_length) * experiment.batch_size * model.context_length
-    attended = 12 * model.num_layers * N * H * experiment.batch_size * model.context_length**2
-    again = {"full": 4 / 3, "attention": (4 - attended / total) / 3, "dots": 1.03, "none": 1.0}[model.remat]
-    link = chip.network / chip.links if chip.links else chip.network / 2
+    again = {"full": 1.33, "attention": 1.3, "dots": 1.03, "none": 1.0}[model.remat]
+    link = chip.network / (chip.links or 2)
     far = link if chip.links or devices <= 8 else chip.outside * 8
-    passes = experiment.accumulation
-    weights = (2 * width + 4) * gathered / 4 / split / shape["expert"] * passes if shape["fsdp"] > 1 else 0
+    weights = (2 * width + 4) * gathered / 4 / split / shape["expert"] if shape["fsdp"] > 1 else 0
     summed = 2 * local if shape["data"] > 1 else 0
-    reduced = (6 if model.remat in ("full", "attention") else 4) * 2 * L * stream * passes * (split - 1) / split
+    reduced = (6 if model.remat in ("full", "attention") else 4) * 2 * L * stream * (split - 1) / split
     blocking = total * again / devices / chip.peak + reduced / link
     return Estimate(peak, max(blocking, (weights + summed) / far))
 
 
 @cache
-def _bytes(model: ModelConfig, shape: tuple) -> float:
+def _bytes(model: ModelConfig, shape: tuple[int, ...]) -> float:
     """Bytes of a device's parameters in float32."""
-    sizes = {**dict.fromkeys(parallel.AXES, 1), **dict(shape)}
-    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), parallel.AXES)
+    mesh = jax.sharding.AbstractMesh(shape, parallel.AXES)
     return float(sum(sharding.shard_bytes(models.spec(model), mesh).values()))
 
 
@@ -130,7 +120,6 @@ def search(experiment: Any, name: str, devices: list, count: int = 12, most: int
     if not isinstance(experiment.model, ModelConfig):
         raise ConfigError(f"plan --search: model={type(experiment.model).__name__}: expected a ModelConfig")
     chip = cost.CHIPS[devices[0].device_kind]
-    experiment = choose_attention(experiment, devices[0].platform)
     pairs: list[tuple[Estimate, Any]] = []
     for one in candidates(experiment, len(devices)):
         with suppress(ConfigError):  # its mesh does not divide it
@@ -143,13 +132,14 @@ def search(experiment: Any, name: str, devices: list, count: int = 12, most: int
     found: list[tuple[Any, Plan]] = []
     for number, (_, one) in enumerate(_varied([*fits, *others])[:most], 1):
         try:
-            made, _ = plan_step(one, name, devices, fast=True)
+            made = plan(one, name, devices, fast=True)
         except (ConfigError, NotImplementedError) as error:
-            _progress(f"{number}: {options(one, experiment)}: {error}")
+            print(f"{number}: {options(one, experiment)}: {error}", file=sys.stderr, flush=True)
             continue
         found.append((one, made))
         words = f"{made.tokens_per_second:,.0f} tokens/s" if made.fits else "does not fit"
-        _progress(f"{number}: {options(one, experiment)}: {made.peak_bytes / GIB:.1f} GiB, {words}")
+        words = f"{number}: {options(one, experiment)}: {made.peak_bytes / GIB:.1f} GiB, {words}"
+        print(words, file=sys.stderr, flush=True)
         if sum(made.fits for _, made in found) >= count:
             break
     return sorted(found, key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second, pair[1].peak_bytes))
@@ -179,7 +169,3 @@ def table(found: list[tuple[Any, Any]], base: Any, name: str, topology: str) -> 
     if fits:
         rows.append(f'make plan EXP={name} TOPOLOGY={topology} ARGS="{options(found[0][0], base)}"')
     return "\n".join(rows)
-
-
-def _progress(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)

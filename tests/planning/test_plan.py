@@ -18,7 +18,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import cost, presets
 from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.planning import plan, roofline, search, topology
-from jaxformer.planning.compile import choose_attention, trace
+from jaxformer.planning.compile import trace
 from jaxformer.planning.hlo import Collective
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.objectives import ClassCrossEntropy, TokenCrossEntropy
@@ -42,7 +42,8 @@ for name in sys.argv[1:]:
     devices = topology.devices(name)
     sized = replace(experiment, mesh=Mesh(data=1, fsdp=len(devices) // 2, tensor=2))
     made = asdict(plan.plan(sized, name, devices, fast=True))
-    print(json.dumps(made | {"by_hand": trace(sized, devices).argument_bytes}))
+    traced = trace(sized, devices)
+    print(json.dumps(made | {"by_hand": traced.argument_bytes, "splash": "splash" in str(traced.stage.jaxpr)}))
 """
 
 
@@ -61,8 +62,8 @@ def test_small_models_are_planned_for_every_generation():
         assert one["by_hand"] <= one["argument_bytes"] <= 1.01 * one["by_hand"] + 60 * 2**12
         kinds = {(found["kind"], axis) for found in one["collectives"] for axis in found["axes"]}
         assert ("all-gather", "fsdp") in kinds and any(axis == "tensor" for _, axis in kinds)
-        assert one["model_flops"] == pytest.approx(one["closed_form"], rel=0.01)
         assert one["flops"] > one["model_flops"] and one["moved_bytes"] > one["argument_bytes"]
+        assert one["splash"]  # the kernel of a real run
 
 
 @pytest.mark.aot
@@ -138,7 +139,6 @@ def test_the_estimate_knows_what_saves_memory():
     assert state < size(replace(base, model=replace(base.model, remat="full"), batch_size=16)) < 1.4 * state
     for other in (
         replace(base, model=replace(base.model, remat="full")),
-        replace(base, accumulation=4),
         replace(base, mesh=Mesh(data=1, fsdp=16)),
     ):
         assert size(other) < size(base)
@@ -176,13 +176,6 @@ def test_what_is_asked_wrongly_is_said_in_a_line(arguments, words, capsys, monke
     monkeypatch.setattr(topology, "prepare", lambda: None)
     assert cli.main(["plan", *arguments]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_attention_as_the_platform_would_choose():
-    chosen = lambda experiment, platform: choose_attention(experiment, platform).model.attention_implementation
-    assert chosen(LLAMA, "tpu") == "splash" and chosen(LLAMA, "gpu") == "blockwise"
-    assert chosen(replace(LLAMA, model=replace(LLAMA.model, attention_implementation="reference")), "tpu") == "reference"
-    assert chosen(replace(LLAMA, model=replace(LLAMA.model, attention_dropout_rate=0.1)), "tpu") == "blockwise"
 
 
 def test_the_compilers_log_is_heard(tmp_path, monkeypatch):
