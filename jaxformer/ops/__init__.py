@@ -2,9 +2,9 @@
 
 # ruff: noqa: F401, I001 (names that the package offers)
 from jaxformer.ops.attention import attention
-from jaxformer.ops.attention.favor import favor_attention, favor_features, favor_relu_features, orthogonal_projection, redraw
+from jaxformer.ops.attention.favor import favor_attention, favor_features, favor_relu_features, orthogonal_projection
 from jaxformer.ops.attention.linear import (
-    LinearState, efficient_attention, elu_plus_one, linear_attention, linear_attention_step, relu_plus_epsilon,
+    LinearState, efficient_attention, elu_plus_one, linear_attention, linear_attention_step,
 )  # fmt: skip
 from jaxformer.ops.attention.low_rank import linformer_attention
 from jaxformer.ops.attention.lsh import lsh_attention, random_rotations
@@ -15,6 +15,6 @@ from jaxformer.ops.dropout import dropout
 from jaxformer.ops.einsum import einsum
 from jaxformer.ops.feedforward import bilinear, geglu, glu, mlp, reglu, swiglu
 from jaxformer.ops.losses import cross_entropy, projected_cross_entropy
-from jaxformer.ops.mixture import balance_loss, mixture, route, router_z_loss
+from jaxformer.ops.mixture import balance_loss, mixture, route
 from jaxformer.ops.norms import layer_norm, rms_norm
 from jaxformer.ops.positions import alibi, rope, shaw, sinusoidal, t5

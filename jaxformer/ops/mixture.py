@@ -15,7 +15,6 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from jaxformer.errors import ConfigError
 from jaxformer.ops.einsum import einsum
 from jaxformer.sharding import PARAMETERS, mesh_axes
 
@@ -34,18 +33,15 @@ class RoutingStatistics(NamedTuple):
     fraction: Array  # [E], choices of each expert a token; the sum is top_k
     probability: Array  # [E], mean of the softmax
     dropped: Array  # share of the choices for which an expert had no room
-    z: Array  # the router's z-loss
+    z: Array  # the router's z-loss, which keeps logits small: the mean of logsumexp(logits)^2. ST-MoE, eq. 5
 
 
 def route(logits: Float[Array, "*batch E"], top_k: int, normalise: bool = True) -> Routing:
     """The top_k largest of softmax(logits), in float32 or better; `normalise` makes their weights sum to one.
 
     With it this is Mixtral (section 2.1: a softmax over the top_k logits), without it Switch (eq. 2). Of equal ones the
-    first expert wins. Raises ConfigError for a top_k that E experts cannot give.
+    first expert wins.
     """
-    E = logits.shape[-1]
-    if not 1 <= top_k <= E:
-        raise ConfigError(f"top_k={top_k}: expected 1 to {E}, the number of experts")
     probabilities = jax.nn.softmax(_wide(logits), axis=-1)
     weights, experts = lax.top_k(probabilities, top_k)
     if normalise:
@@ -56,12 +52,6 @@ def route(logits: Float[Array, "*batch E"], top_k: int, normalise: bool = True) 
 def balance_loss(fraction: Float[Array, " E"], probability: Float[Array, " E"]) -> Float[Array, ""]:
     """E sum_e fraction_e probability_e: from top_k, where experts get the same, up to E. Switch, eq. 4-6."""
     return fraction.shape[0] * jnp.sum(fraction * probability)
-
-
-def router_z_loss(logits: Float[Array, "*batch E"], real: Bool[Array, "*batch"] | None = None) -> Float[Array, ""]:
-    """The mean over tokens of logsumexp(logits)^2, which keeps logits small. ST-MoE, eq. 5."""
-    real = jnp.ones(logits.shape[:-1], bool) if real is None else real
-    return _mean(_squared(logits), real)
 
 
 class Experts(NamedTuple):
@@ -110,10 +100,8 @@ def mixture(
 
     On a mesh (`jax.set_mesh`) each device routes its own tokens; the statistics are those of all. Tokens reach experts that
     are split over `expert` by `all_to_all` if there is a capacity, else by `gather_scatter`. Weights are gathered over
-    `fsdp`; outputs are summed over `tensor` once. Raises ConfigError for an impossible top_k or capacity.
+    `fsdp`; outputs are summed over `tensor` once.
     """
-    if capacity is not None and capacity <= 0:
-        raise ConfigError(f"capacity={capacity}: expected a factor above 0, or None for room without bound")
     real = jnp.ones(x.shape[:2], bool) if real is None else real
     (B, T, D), (E, _, F), mesh = x.shape, up.shape, jax.sharding.get_abstract_mesh()
     batch, length = mesh_axes("batch", B), mesh_axes("length", T)
@@ -159,7 +147,8 @@ def _statistics(split: Split, logits, routing: Routing, chosen, real, room: int)
     sizes, top_k = _sizes(chosen, logits.shape[-1]), chosen.shape[0]
     asked, dropped = total(jnp.sum(sizes)), total(jnp.sum(jnp.maximum(sizes - room, 0)))
     fraction = total(sizes).astype(logits.dtype) * top_k / jnp.maximum(asked, 1)
-    probability, z = _mean(routing.probabilities, real, total), _mean(_squared(logits), real, total)
+    probability = _mean(routing.probabilities, real, total)
+    z = _mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), real, total)
     return RoutingStatistics(fraction, probability, dropped.astype(logits.dtype) / jnp.maximum(asked, 1), z)
 
 
@@ -202,29 +191,11 @@ def gather_scatter(choices: Choices, experts: Experts, E: int, room, axes, token
     return lax.psum_scatter(out, axes, tiled=True) if tokens_split else lax.psum(out, axes)
 
 
-def mixture_reference(
-    x: Float[Array, "B T D"], router, gate, up, down, activation: Callable, *, top_k: int, normalise=True, real=None
-) -> Float[Array, "B T D"]:
-    """The output of `mixture` without a capacity, where every expert computes every token. The oracle."""
-    E = router.shape[1]
-    routing = route(einsum("btd,de->bte", _wide(x), router), top_k, normalise)
-    weights = jnp.sum(jax.nn.one_hot(routing.experts, E, dtype=_wide(x).dtype) * routing.weights[..., None], axis=2)
-    if real is not None:
-        weights = jnp.where(real[:, :, None], weights, 0)
-    copies = jnp.broadcast_to(x[None], (E, *x.shape))
-    y = Experts(gate, up, down, activation)(partial(einsum, "ebtd,edf->ebtf"), copies)
-    return jnp.sum(_wide(y) * jnp.moveaxis(weights, 2, 0)[..., None], axis=0).astype(x.dtype)
-
-
 def _wide(x):
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _squared(logits):
-    return jnp.square(jax.nn.logsumexp(_wide(logits), axis=-1))
-
-
-def _mean(x, real, total=lambda a: a):
+def _mean(x, real, total):
     """The mean over the real tokens; x has the axes of `real`, and perhaps others behind them. `total` sums over devices."""
     flags = real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim))
     sums = jnp.sum(jnp.where(flags, x, 0), axis=tuple(range(real.ndim)))

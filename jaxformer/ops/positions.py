@@ -28,8 +28,6 @@ def sinusoidal(
     `spacing`: e_i = 2i / width (paper, Marian) or i / (width/2 - 1) (tensor2tensor, fairseq, Whisper; even widths).
     `layout`: sine at even and cosine at odd features (paper), or all sines, then all cosines (`half`: Marian, tensor2tensor).
     """
-    if width % 2 and spacing == "tensor2tensor":
-        raise ValueError(f"sinusoidal: tensor2tensor pairs each sine with a cosine, in an even width; got {width}")
     if layout not in ("interleaved", "half") or spacing not in ("paper", "tensor2tensor"):
         raise ValueError(f"sinusoidal: no layout {layout!r} with spacing {spacing!r}; see the docstring")
     i = np.arange(-(-width // 2))
@@ -47,10 +45,10 @@ def _angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Arra
     wrap at whole turns. A frequency is a whole number of units a position and a rest below one.
     """
     if jnp.result_type(float) == jnp.float64:
-        return positions[..., None].astype(jnp.float64) * _row3(frequencies)
+        return positions[..., None].astype(jnp.float64) * jnp.asarray(frequencies)[None, None]
     units = frequencies / (2 * math.pi) % 1 * 2.0**32
     whole = jnp.asarray(np.floor(units).astype(np.uint32))[None, None]
-    rests = positions[..., None].astype(jnp.float32) * _row3(units % 1)
+    rests = positions[..., None].astype(jnp.float32) * jnp.asarray(units % 1, jnp.float32)[None, None]
     carried = jnp.floor(rests)
     count = positions[..., None].astype(jnp.uint32) * whole + carried.astype(jnp.int32).astype(jnp.uint32)
     return (count.astype(jnp.int32).astype(jnp.float32) + (rests - carried)) * (2 * math.pi / 2**32)
@@ -87,8 +85,6 @@ class NTK:
 
     def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
         rotated, factor = 2 * len(frequencies), self.factor
-        if rotated < 4:
-            raise ValueError(f"rope: NTK needs at least 4 rotated features, for r / (r - 2); got {rotated}")
         if self.original_length is not None:
             if positions is None:
                 return frequencies, 1.0
@@ -343,7 +339,3 @@ def fill_padding(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The ids, where padding (0) has the id of the last token before it."""
     slots = jnp.arange(segment_ids.shape[1])[None]
     return jnp.take_along_axis(segment_ids, lax.cummax(jnp.where(segment_ids != 0, slots, 0), axis=1), axis=1)
-
-
-def _row3(vector):  # in float64 where that is enabled, else float32
-    return jnp.asarray(vector, jnp.result_type(float))[None, None, :]

@@ -52,9 +52,9 @@ def attention(
     length, and empty slots (position -1), which nobody sees. Only the reference takes them.
 
     `implementation`: "reference" (an array [B, N, T, S]), "blockwise" (no such array), "splash" (TPU), "cudnn" (GPU),
-    "ring" (a sequence split over the mesh axis `context`, where the others but "cudnn" gather keys and values). None takes the
-    fastest on the platform, and logs which. All give the same values and drop the same weights, or raise
-    NotImplementedError that names what they lack.
+    "ring" (a sequence split over the mesh axis `context`; "blockwise" is the same there, "reference" and "splash" gather keys
+    and values). None takes the fastest on the platform, and logs which. All give the same values and drop the same weights, or
+    raise NotImplementedError that names what they lack.
     """
     _check(query, key, value, bias, sinks, dropout_rate)
     for asked, what in ((return_weights, "weights to return"), (positions is not None, "positions by row")):
@@ -106,7 +106,7 @@ def _attend(implementation: str | None, return_weights: bool, query, key, value,
             return (out, weights) if return_weights else out
         case "blockwise":
             if ring.devices() > 1 and ring.refuses(query, key, value, call) is None:
-                return ring.attention(query, key, value, call, gather=True)
+                return ring.attention(query, key, value, call)
             return blockwise.attention(query, key, value, call)[0]
         case "splash":
             return splash.attention(query, key, value, call)

@@ -118,7 +118,6 @@ class BiasRule(NamedTuple):
     grid: Grid
     bias: Bias
     first: Any  # the position of the first query
-    places: Any = None  # [nq]: where query block i is among those of `rows`, if they are a part of all
 
     def block(self, i, j):
         evaluate, arrays, rows = self._parts(i, j)
@@ -132,18 +131,15 @@ class BiasRule(NamedTuple):
         d_arrays, d_rows = pullback(_sum_to(gradient, block.shape).astype(block.dtype))
         arrays, rows = total
         arrays = jax.tree.map(lambda x, y: x + y.astype(x.dtype), arrays, d_arrays)
-        return arrays, tuple(add_at(x, y, self._start(i)) for x, y in zip(rows, d_rows, strict=True))
+        return arrays, tuple(add_at(x, y, i * self.grid.bq) for x, y in zip(rows, d_rows, strict=True))
 
     def _parts(self, i, j):
         """Block (i, j) as a function of the arrays and of the rows of query block i, and these."""
-        grid, first = self.grid, self.first + i * self.grid.bq
-        rows = tuple(lax.dynamic_slice_in_dim(x, self._start(i), grid.bq, axis=1) for x in self.bias.rows)
+        grid, start = self.grid, i * self.grid.bq
+        rows = tuple(lax.dynamic_slice_in_dim(x, start, grid.bq, axis=1) for x in self.bias.rows)
         rule = lambda arrays, rows: replace(self.bias, arrays=arrays, rows=rows)
-        block = lambda *parts: rule(*parts).block(first, grid.bq, j * grid.bk, grid.bk)
+        block = lambda *parts: rule(*parts).block(self.first + start, grid.bq, j * grid.bk, grid.bk)
         return block, self.bias.arrays, rows
-
-    def _start(self, i):
-        return (i if self.places is None else self.places[i]) * self.grid.bq
 
 
 def _sum_to(gradient, shape):
@@ -167,12 +163,12 @@ def differentiable(grid: Grid, bias):
     return Bias(lambda b, q, kv: function(q, kv, *b.arrays), arrays=tuple(arrays))
 
 
-def bias_blocks(grid: Grid, bias, first, places=None) -> BiasArray | BiasRule | None:
+def bias_blocks(grid: Grid, bias, first) -> BiasArray | BiasRule | None:
     """The bias by blocks; `first` is the position of the first query."""
     if bias is None:
         return None
     if isinstance(bias, Bias):
-        return BiasRule(grid, replace(bias, rows=tuple(padded(x, 1, grid.bq) for x in bias.rows)), first, places)
+        return BiasRule(grid, replace(bias, rows=tuple(padded(x, 1, grid.bq) for x in bias.rows)), first)
     for axis, block in ((2, grid.bq), (3, grid.bk)):
         if bias.shape[axis] > 1:
             bias = padded(bias, axis, block)

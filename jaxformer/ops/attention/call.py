@@ -3,10 +3,8 @@
 And the refusals of all kinds of attention.
 """
 
-import logging
 import math
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +14,7 @@ from jax import Array
 from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxformer.masks import Mask
-from jaxformer.sharding import ACTIVATIONS, mesh_axes
+from jaxformer.sharding import mesh_axes
 
 
 @struct.dataclass
@@ -87,27 +85,14 @@ class Share(NamedTuple):
 
 
 def share(B: int, T: int, heads: int) -> Share:
-    """How the mesh of `jax.set_mesh` splits a call. A size that does not divide is not split, and a warning says so."""
+    """How the mesh of `jax.set_mesh` splits a call. A size that does not divide is not split: every device has all of it."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = frozenset(axis for axis, kind in kinds.items() if kind != AxisType.Manual)
     if mesh.empty or mesh.size == 1 or not manual:
         return Share()
-
-    def entry(name: str, size: int):
-        split = mesh_axes(name, size)
-        for axis in ACTIVATIONS[name]:
-            if axis in manual and mesh.shape[axis] > 1 and axis not in split:
-                _warn_once(name, size, f"mesh.{axis}={mesh.shape[axis]}")
-        return split or None
-
+    entry = lambda name, size: mesh_axes(name, size) or None
     return Share(entry("batch", B), entry("length", T), entry("heads", heads), manual)
-
-
-@cache
-def _warn_once(name: str, size: int, axis: str) -> None:
-    problem = "attention: %s=%d does not divide among %s; every device computes all of it"
-    logging.getLogger("jaxformer").warning(problem, name, size, axis)
 
 
 def parts(entry) -> int:

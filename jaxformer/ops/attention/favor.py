@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from jaxformer.masks import Mask
 from jaxformer.ops.attention.call import check_shapes
-from jaxformer.ops.attention.linear import linear_attention, relu_plus_epsilon, visibility
+from jaxformer.ops.attention.linear import linear_attention, visibility
 from jaxformer.ops.einsum import einsum
 
 
@@ -22,10 +22,10 @@ def favor_attention(
 ) -> Float[Array, "B T N Hv"]:  # fmt: skip
     """`linear_attention` with `favor_features`: `attention` with an error of O(1/sqrt(M)). Choromanski et al. 2021, eq. 5-7.
 
-    `projection` is data: see `orthogonal_projection` and `redraw`. The key's `stabiliser` is by default the largest exponent
-    of its row and head, which depends on later tokens too. It cancels, except in `eps`: a model is causal to the last bit only
-    with eps = 0 or a given stabiliser (0.0 will do while |k|^2 / sqrt(H) stays below 100). The variance grows with
-    exp(|q|^2 / sqrt(H)). For the ReLU kernel take `linear_attention` with `favor_relu_features`.
+    `projection` is data: see `orthogonal_projection`. The key's `stabiliser` is by default the largest exponent of its row and
+    head, which depends on later tokens too. It cancels, except in `eps`: a model is causal to the last bit only with eps = 0 or
+    a given stabiliser (0.0 will do while |k|^2 / sqrt(H) stays below 100). The variance grows with exp(|q|^2 / sqrt(H)). For
+    the ReLU kernel take `linear_attention` with `favor_relu_features`.
     """
     check_shapes("favor_attention", query, key, value)
     if stabiliser is None:
@@ -57,7 +57,7 @@ def favor_features(
 
 def favor_relu_features(x: Float[Array, "B T N H"], projection: Float[Array, "M H"], eps=1e-3) -> Float[Array, "B T N M"]:
     """max(P z, 0) + eps, z = x / H^(1/4): the ReLU kernel of Choromanski et al. 2021, sec. 4; eps as in their code."""
-    return relu_plus_epsilon(_project(x, projection), eps)
+    return jax.nn.relu(_project(x, projection)) + eps
 
 
 def _project(x, projection):
@@ -73,8 +73,3 @@ def orthogonal_projection(key: Array, features: int, width: int, dtype: Any = jn
     blocks = jax.random.orthogonal(directions, width, (-(-features // width),), dtype)
     rows = blocks.reshape(-1, width)[:features]
     return rows * jnp.linalg.norm(jax.random.normal(lengths, rows.shape, dtype), axis=1, keepdims=True)
-
-
-def redraw(key: Array, step: int | Int[Array, ""], every: int) -> Array:
-    """The key of the projection at `step`, a new one every `every` steps. Choromanski et al. 2021, sec. 4.2."""
-    return jax.random.fold_in(key, step // every)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from jaxformer.masks import Mask, as_mask, rules
 from jaxformer.ops.attention.call import check_shapes, mask_refusal
@@ -27,11 +27,6 @@ FeatureMaps = FeatureMap | tuple[FeatureMap, FeatureMap]
 def elu_plus_one(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """x + 1 above zero, e^x below. Katharopoulos et al. 2020, arXiv:2006.16236, eq. 7."""
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
-
-
-def relu_plus_epsilon(x: Float[Array, "..."], eps: float = 1e-3) -> Float[Array, "..."]:
-    """max(x, 0) + eps: never all zero, so every query has something to divide by."""
-    return jax.nn.relu(x) + eps
 
 
 @jax.named_scope("linear_attention")
@@ -96,19 +91,22 @@ def linear_attention_step(
     check_shapes("linear_attention_step", query, key, value)
     query, key, value, dtype = _widen(query, key, value)
     of_query, of_key = _pair(feature_map)
-    view = View(True, 0, jnp.array(True), jnp.array(True), None)
+    view = View(True, 0, jnp.ones((1, 1), int), jnp.ones((1, 1), int), None)
     numerator, denominator, state = _by_chunks(of_query(query), of_key(key), value, view, chunk, state)
     return state, _divide(numerator, denominator + eps).astype(dtype)
 
 
 class View(NamedTuple):
-    """What a mask shows: which queries see any key, which keys any query sees, and the segments."""
+    """What a mask shows: a query sees the keys with its own number, if causal those before it. 0 is padding."""
 
     causal: bool
     first: Any  # the absolute position of the first query
-    queries: Bool[Array, "#B T"]
-    keys: Bool[Array, "#B S"]
+    q_ids: Int[Array, "#B T"]
+    kv_ids: Int[Array, "#B S"]
     ids: Int[Array, "#B L"] | None  # segments by absolute position
+
+    queries = property(lambda self: self.q_ids != 0)
+    keys = property(lambda self: self.kv_ids != 0)
 
     def runs(self, positions):
         """`[B|1, n]`: the number of each position's segment in its row, from the left. Padding does not end a segment."""
@@ -127,12 +125,12 @@ class View(NamedTuple):
         return jnp.where(recurs, jnp.nan, x)
 
 
-def visibility(mask: Any, T: int, S: int, function: str) -> View:
+def visibility(mask: Any, T: int, S: int, function: str, takes_causal: bool = True) -> View:
     """Reads `full() / causal() & lengths(...) & segments(ids)`. NotImplementedError, which names `function`, for the rest."""
     mask = as_mask(mask, function)
     causal, ids, padding = False, None, []
     for part in mask.conjuncts():
-        if part.rule is rules.causal:
+        if part.rule is rules.causal and takes_causal:
             causal = True
         elif part.rule is rules.lengths:
             padding.append(part)
@@ -140,14 +138,10 @@ def visibility(mask: Any, T: int, S: int, function: str) -> View:
             ids = part.arrays[0]
             padding.append(part)
         elif part.rule is not rules.full:
-            raise mask_refusal(function, mask, part, "full(), causal(), lengths(...) and one segments(ids)")
+            takes = "full(), causal()" if takes_causal else "full()"
+            raise mask_refusal(function, mask, part, f"{takes}, lengths(...) and one segments(ids)")
     q_ids, kv_ids = rules.segment_ids(padding, *mask.positions(T, S))
-    return View(causal, mask.first(T, S), q_ids != 0, kv_ids != 0, ids)
-
-
-def packed(ids: Int[Array, "B L"]) -> Bool[Array, " B"]:
-    """Whether a row of ids has several segments that are not padding, 0."""
-    return jnp.max(ids, axis=1) > jnp.min(jnp.where(ids == 0, jnp.iinfo(ids.dtype).max, ids), axis=1)
+    return View(causal, mask.first(T, S), q_ids, kv_ids, ids)
 
 
 def _hide(x, shown):

@@ -9,8 +9,7 @@ from jaxtyping import Float
 
 from jaxformer.masks import Mask
 from jaxformer.ops.attention import attention
-from jaxformer.ops.attention.call import mask_refusal
-from jaxformer.ops.attention.linear import packed, visibility
+from jaxformer.ops.attention.linear import visibility
 from jaxformer.ops.einsum import einsum
 
 
@@ -28,26 +27,22 @@ def linformer_attention(
     a row with several is NaN, because traced ids cannot be refused. Padding yields zeros. NotImplementedError for other
     masks: every row of E^T k mixes keys of the whole sequence.
     """
-    T, S = query.shape[1], key.shape[1]
-    view = visibility(mask, T, S, "linformer_attention")
-    if view.causal:
-        raise mask_refusal("linformer_attention", mask, "causal()", "full(), lengths(...) and segments(ids)")
+    view = visibility(mask, query.shape[1], key.shape[1], "linformer_attention", takes_causal=False)
     value_projection = key_projection if value_projection is None else value_projection
     key, value = _reduce(key, key_projection, view.keys), _reduce(value, value_projection, view.keys)
     shown = view.queries[:, :, None, None]
     query = jnp.where(shown, query, 0)
     out: Any = attention(query, key, value, scale=scale, dropout_rate=dropout_rate, dropout_key=dropout_key)
     out = jnp.where(shown, out, 0)
-    return out if view.ids is None else jnp.where(packed(view.ids)[:, None, None, None], jnp.nan, out)
+    if (ids := view.ids) is None:
+        return out
+    least = jnp.min(ids, axis=1, where=ids != 0, initial=jnp.iinfo(ids.dtype).max)
+    return jnp.where((jnp.max(ids, axis=1) > least)[:, None, None, None], jnp.nan, out)
 
 
 def _reduce(x, projection, shown):
     """E^T x, `[B, S, K, H]` to `[B, R, K, H]`, without the positions that are padding."""
-    S, K = x.shape[1:3]
-    fits = projection.ndim == 2 or (projection.ndim == 3 and projection.shape[0] == K)
-    if not fits or projection.shape[-2] < S:
-        problem = f"linformer_attention: a projection is [L, R] or [{K}, L, R] with L >= {S}, the keys' length"
-        raise ValueError(f"{problem}; got {projection.shape} for keys or values {x.shape}")
+    S = x.shape[1]
     x = jnp.where(shown[:, :, None, None], x, 0)
     if projection.ndim == 2:
         reduced = jnp.moveaxis(einsum("bskh,sr->bkhr", x, projection[:S]), -1, 1)

@@ -13,7 +13,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxformer.masks import Mask, as_mask, rules
-from jaxformer.ops.attention.call import mask_refusal
+from jaxformer.ops.attention.call import check_shapes, mask_refusal
 from jaxformer.ops.attention.reference import softmax, softmax_and_log_sum_exp
 from jaxformer.ops.dropout import dropout
 from jaxformer.ops.einsum import einsum
@@ -54,23 +54,21 @@ def lsh_buckets(x: Float[Array, "B T N H"], rotations: Rotations) -> Int[Array, 
 def lsh_attention(
     query_key: Float[Array, "B T N H"], value: Float[Array, "B T N Hv"], rotations: Rotations, *, chunk: int,
     mask: Mask | None = None, chunks_before: int = 1, chunks_after: int = 0, scale: float = 1.0, duplicates: bool = False,
-    within_buckets: bool = False, eps: float = 1e-6, dropout_rate: float = 0.0, dropout_key: Array | None = None,
-    multiple: int | None = None,
+    eps: float = 1e-6, dropout_rate: float = 0.0, dropout_key: Array | None = None, multiple: int | None = None,
 ) -> Float[Array, "B T N Hv"]:  # fmt: skip
     """softmax(scale x_i . x_j / |x_j|) value over those keys j that some round of hashing puts near the query i.
 
     Each round sorts the tokens by (bucket, position), padding last, and cuts them into chunks. A query sees its own chunk,
     `chunks_before` before it and `chunks_after` after it, in one circle of all rounds, as in trax; itself only where it sees
     nothing else. A key met several times counts once (appendix A), or with `duplicates` as often as it is met (trax, Hugging
-    Face). `within_buckets` hides keys of another bucket. T is padded to a multiple of `multiple` (None: `chunk`); `eps` is
-    added to a key's mean square. Time and memory grow with rounds * T * chunk. NotImplementedError for a mask that differs
-    by head or has an offset. A query that sees no key yields zeros.
+    Face). T is padded to a multiple of `multiple` (None: `chunk`), itself a multiple of `chunk`; `eps` is added to a key's mean
+    square. Time and memory grow with rounds * T * chunk. NotImplementedError for a mask that differs by head or has an offset.
+    A query that sees no key yields zeros.
     """
-    multiple = multiple or chunk
-    _check(query_key, value, rotations, chunk, chunks_before, chunks_after, multiple)
+    check_shapes("lsh_attention", query_key, query_key, value)
     B, T, N, _ = query_key.shape
     mask = as_mask(mask, "lsh_attention").sized(T)
-    labels = _labels(jax.lax.stop_gradient(query_key), rotations, mask, -T % multiple)
+    labels = _labels(jax.lax.stop_gradient(query_key), rotations, mask, -T % (multiple or chunk))
     order = jnp.argsort(labels, axis=-1, stable=True)
     total = order.shape[2] * order.shape[3] // chunk
     shifts = _shifts(total, chunks_before, chunks_after, duplicates)
@@ -81,13 +79,9 @@ def lsh_attention(
     q = order.reshape(B, N, total, chunk)
     kv = circle.look(q)
     scores = jnp.where(q[..., None] == kv[..., None, :], _SELF, scores)
-    visible = _visible(mask, q, kv, T)
-    if within_buckets:
-        here = jnp.take_along_axis(labels, order, axis=-1).reshape(q.shape)
-        visible = visible & (here[..., None] == circle.look(here)[..., None, :])
     if not duplicates:
-        scores = scores - jnp.log(_meetings(circle, labels if within_buckets else None))
-    weights, log_total = softmax_and_log_sum_exp(jnp.where(visible, scores, -jnp.inf))
+        scores = scores - jnp.log(_meetings(circle))
+    weights, log_total = softmax_and_log_sum_exp(jnp.where(_visible(mask, q, kv, T), scores, -jnp.inf))
     weights = dropout(weights, dropout_rate, dropout_key).astype(value.dtype)
     out = einsum("bncqk,bnckh->bncqh", weights, circle.look(circle.cut(value.swapaxes(1, 2))), dtype=wide)
     out, log_total, place = out.reshape(*labels.shape, -1), log_total.reshape(labels.shape), circle.place[..., :T]
@@ -126,22 +120,14 @@ def _shifts(total: int, before: int, after: int, duplicates: bool) -> Sequence[i
     return range(before, -min(after, total - 1 - before) - 1, -1)  # a circle of few chunks shows each of them once
 
 
-def _meetings(circle: _Circle, labels):
-    """How often each pair of a chunk meets in all rounds, never below 1; with `labels`, in the same bucket."""
+def _meetings(circle: _Circle):
+    """How often each pair of a chunk meets in all rounds, never below 1."""
     rounds, length = circle.order.shape[2:]
     home = circle.place // circle.chunk + length // circle.chunk * jnp.arange(rounds)[None, None, :, None]
     total, before, after = rounds * length // circle.chunk, circle.shifts[0], -circle.shifts[-1]
-
-    def pairs(x):
-        """What x has at query and key in each round, [..., queries, 1, rounds, 1] and [..., 1, keys, 1, rounds]."""
-        x = circle.cut(x.swapaxes(2, 3))
-        return x[..., :, None, :, None], circle.look(x)[..., None, :, None, :]
-
-    q, kv = pairs(home)
-    met = (q - kv + after) % total <= before + after
-    if labels is not None:
-        q, kv = pairs(labels)
-        met = met & (q == kv)
+    q = circle.cut(home.swapaxes(2, 3))  # [..., queries, rounds]: the chunk of each query in each round
+    kv = circle.look(q)
+    met = (q[..., :, None, :, None] - kv[..., None, :, None, :] + after) % total <= before + after
     return jnp.maximum(jnp.sum(met, axis=(-2, -1)), 1)
 
 
@@ -176,17 +162,3 @@ def _visible(mask, q, kv, T):
     shape = visible.shape[0], N * total, 1, chunk, width
     visible = jnp.broadcast_to(visible, shape).reshape(-1, N, total, chunk, width)
     return visible & (q < T)[..., None] & (kv < T)[..., None, :]
-
-
-def _check(query_key, value, rotations, chunk, before, after, multiple):
-    (_, _, N, H), factors = query_key.shape, _factors(rotations)
-    shapes = f"query_key {query_key.shape}, value {value.shape}, rotations {[R.shape for R in factors]}"
-    if query_key.shape[:3] != value.shape[:3]:
-        raise ValueError(f"lsh_attention: B, T, N of query_key and value must agree; got {shapes}")
-    fit = all(R.ndim == 4 and R.shape[0] in (1, N) and R.shape[1:3] == (H, factors[0].shape[2]) for R in factors)
-    if not fit:
-        form = f"[{N} or 1, {H}, rounds, buckets / 2]; all factors have one number of rounds"
-        raise ValueError(f"lsh_attention: rotations are {form}; got {shapes}")
-    if chunk < 1 or before < 0 or after < 0 or multiple % chunk:
-        sizes = f"chunk={chunk}, chunks_before={before}, chunks_after={after}, multiple={multiple}"
-        raise ValueError(f"lsh_attention: chunk >= 1, the others >= 0, and chunk divides multiple; got {sizes}")

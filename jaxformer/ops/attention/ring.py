@@ -6,7 +6,7 @@ the front and one from the back (zigzag: the Llama 3 report, arXiv:2407.21783, s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,11 +22,9 @@ from jaxformer.ops.attention import blocks, blockwise
 from jaxformer.ops.attention.blocks import Grid, Visits, join_blocks, query_blocks
 from jaxformer.ops.attention.blockwise import Gradients, Row, Tiles
 from jaxformer.ops.attention.call import Call, refuse
-from jaxformer.ops.positions import Bias
-from jaxformer.sharding import with_logical_constraint
 
 AXIS = "context"
-SPLIT, REPLICATED = P(None, AXIS), P()  # arrays [B, T, ...] split over the devices, and arrays that all devices have
+SPLIT = P(None, AXIS)  # an array [B, T, ...] split over the devices
 
 
 def devices() -> int:
@@ -36,28 +34,24 @@ def devices() -> int:
     return 1 if kinds.get(AXIS, AxisType.Manual) == AxisType.Manual else mesh.shape[AXIS]
 
 
-def attention(query: Array, key: Array, value: Array, call: Call, gather: bool = False) -> Array:
+def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     """`ops.attention` on the mesh of `jax.set_mesh`, T and S split over `context`; the compiler splits the other axes.
 
     With P devices a forward pass permutes keys and values P - 1 times, less where the mask leaves turns empty; zigzag adds
-    6 permutes. With `gather` each device collects all keys and values instead: one all-gather, and one reduce-scatter of
-    the gradient. Arrays of masks and biases are on every device. NotImplementedError for what `refuses` names.
+    6 permutes. Arrays of masks and biases are on every device. NotImplementedError for what `refuses` names.
     """
     (B, T, N, _), S, count = query.shape, key.shape[1], devices()
     if count == 1:
         return blockwise.attention(query, key, value, call)[0]
     refuse("ring", refuses(query, key, value, call), "reference")
-    chunks = count * _chunks(T, S, count)
+    chunks = 2 * count if T % (2 * count) == 0 == S % (2 * count) else count  # zigzag needs two for each device
     most = blocks.choose_block(call.mask, T, S, B * N)
     divisor = lambda n, most: max(d for d in range(1, min(n, most) + 1) if n % d == 0)
     grid = Grid(T, S, *(divisor(n // chunks, size) for n, size in zip((T, S), most, strict=True)))
-    plan, kv = make_plan(call.mask, grid, count, gather), jnp.concatenate([key, value], axis=-1)
+    plan, kv = make_plan(call.mask, grid, count, chunks), jnp.concatenate([key, value], axis=-1)
     if not plan.zigzag:
         return _attend(plan, query, kv, call)
-    if isinstance(call.bias, Bias):
-        call = replace(call, bias=replace(call.bias, rows=_exchange(count, call.bias.rows)))
-    kv = kv if gather else _exchange(count, kv)
-    return _exchange(count, _attend(plan, _exchange(count, query), kv, call), back=True)
+    return _exchange(count, _attend(plan, _exchange(count, query), _exchange(count, kv), call), back=True)
 
 
 def refuses(query, key, value, call: Call) -> str | None:
@@ -67,57 +61,46 @@ def refuses(query, key, value, call: Call) -> str | None:
         return f"{T} queries and {S} keys on {count} devices (mesh.context must divide them)"
     if key.dtype != value.dtype:
         return f"keys and values of two types, {key.dtype} and {value.dtype}"
-    if callable(call.bias):
-        return "bias that is a function (a `positions.Bias` may have your own rule)"
+    if callable(call.bias) or getattr(call.bias, "rows", ()):
+        return "bias that is a function or has rows, as `shaw` (a `positions.Bias` may have your own rule)"
     return None
 
 
 # The plan, made at trace time
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which device attends to what, and when. A part is the keys that one device begins with, or all if gathered."""
+    """Which device attends to what, and when. A part is the keys that one device begins with."""
 
     grid: Grid  # of all devices together
-    gather: bool
     zigzag: bool
     rows: np.ndarray  # [devices, blocks]: the query blocks of each device
-    row_places: np.ndarray  # [query blocks]: where each is on its device
-    places: np.ndarray | None  # [key blocks]: where each is in its part; None: in order
+    places: np.ndarray  # [key blocks]: where each is in its part
     visits: dict[int, Visits]
     busy: np.ndarray  # [devices, turns]: whether a device visits any block
     first: int  # device d meets part d - t in turns t = first, first + 1, ...
     turns: int
 
 
-def _chunks(T: int, S: int, devices: int) -> int:
-    """Chunks of each device: two, which zigzag needs, if the lengths divide."""
-    return 2 if T % (2 * devices) == 0 == S % (2 * devices) else 1
-
-
 @blocks.cached_by_mask
-def make_plan(mask: Mask, grid: Grid, devices: int, gather: bool) -> Plan:
+def make_plan(mask: Mask, grid: Grid, devices: int, chunks: int) -> Plan:
     visited = mask.blocks(grid.T, grid.S, (grid.bq, grid.bk)) != EMPTY
-    chunks = devices * _chunks(grid.T, grid.S, devices)
     work = visited.reshape(chunks, grid.nq // chunks, chunks, grid.nk // chunks).sum((1, 3))
     split = np.arange(chunks).reshape(devices, -1)
     # the exchange must save more than it costs; in each turn all devices wait for the busiest
-    slowest = lambda split: _visits_by_turn(work, split, gather).max(0).sum()
+    slowest = lambda split: _visits_by_turn(work, split).max(0).sum()
     zigzag = split.shape[1] == 2 and bool(slowest(_zigzag(devices)) < 0.9 * slowest(split))
     split = _zigzag(devices) if zigzag else split
-    busy = _visits_by_turn(work, split, gather) > 0
+    busy = _visits_by_turn(work, split) > 0
     blocks_of = lambda count: np.arange(count, dtype=np.int32).reshape(chunks, -1)[split].reshape(devices, -1)
     rows, columns = blocks_of(grid.nq), blocks_of(grid.nk)
-    owners, places = (None, None) if gather else _inverse(columns)
-    visits = blocks.find_visits(mask, grid, None if owners is None else tuple(owners.tolist()))
-    return Plan(grid, gather, zigzag, rows, _inverse(rows)[1], places, visits, busy, *_turns(busy))
+    owners, places = np.divmod(np.argsort(columns, axis=None).astype(np.int32), columns.shape[1])
+    visits = blocks.find_visits(mask, grid, tuple(owners.tolist()))
+    return Plan(grid, zigzag, rows, places, visits, busy, *_turns(busy))
 
 
-def _visits_by_turn(work, split, gather: bool) -> np.ndarray:
-    """[devices, turns]: in turn t device d visits the keys that device d - t began with, or if gathered, all of them."""
-    mine = work[split].sum(1)
-    if gather:
-        return mine.sum(1, keepdims=True)
-    d = np.arange(len(split))
+def _visits_by_turn(work, split) -> np.ndarray:
+    """[devices, turns]: in turn t device d visits the keys that device d - t began with."""
+    mine, d = work[split].sum(1), np.arange(len(split))
     return np.stack([mine[d[:, None], split[d - t]].sum(1) for t in d], 1)
 
 
@@ -126,11 +109,6 @@ def _zigzag(devices: int) -> np.ndarray:
     d = np.arange(devices)
     chunks = np.stack([d, 2 * devices - 1 - d], 1)
     return np.where((d % 2 == 0)[:, None], chunks, chunks[:, ::-1])
-
-
-def _inverse(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The device of each block, and its place there, from the blocks of each device."""
-    return np.divmod(np.argsort(rows, axis=None).astype(np.int32), rows.shape[1])
 
 
 def _turns(busy: np.ndarray) -> tuple[int, int]:
@@ -144,8 +122,8 @@ def _on_devices(f: Callable, in_specs, out_specs) -> Callable:
     return jax.jit(jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names={AXIS}))
 
 
-def _exchange(devices: int, tree, back: bool = False):
-    """A tree of [B, length, ...]: the two neighbouring chunks of a device become its two of zigzag; `back` undoes it."""
+def _exchange(devices: int, x, back: bool = False):
+    """[B, length, ...]: the two neighbouring chunks of a device become its two of zigzag; `back` undoes it."""
 
     def exchange(x):
         halves = []
@@ -154,12 +132,7 @@ def _exchange(devices: int, tree, back: bool = False):
             halves.append(lax.ppermute(half, AXIS, [(b, a) for a, b in pairs] if back else pairs))
         return jnp.concatenate(halves, axis=1)
 
-    return _on_devices(partial(jax.tree.map, exchange), (SPLIT,), SPLIT)(tree)
-
-
-def _varying(tree):
-    """The tree as different on each device: then gradients are summed over devices once, at the end."""
-    return jax.tree.map(lambda x: lax.pcast(x, AXIS, to="varying"), tree)
+    return _on_devices(exchange, (SPLIT,), SPLIT)(x)
 
 
 # The ring, seen from one device
@@ -205,11 +178,10 @@ def _if_busy(plan: Plan, attend_to: Callable, ring: Ring, turn) -> Ring:
 
 def _tiles(plan: Plan, call: Call) -> Tiles:
     """The pairs of this device's queries with keys and values that come later."""
-    bias, first = call.bias, call.mask.first(plan.grid.T, plan.grid.S)
-    bias = replace(bias, arrays=_varying(bias.arrays)) if isinstance(bias, Bias) else _varying(bias)
-    bias = blocks.bias_blocks(plan.grid, bias, first, jnp.asarray(plan.row_places))
-    places = None if plan.places is None else jnp.asarray(plan.places)
-    return Tiles(plan.grid, call, bias, plan.visits, None, None, places)
+    # as different on each device: then its gradient is summed over devices once, at the end
+    bias = jax.tree.map(lambda x: lax.pcast(x, AXIS, to="varying"), call.bias)
+    bias = blocks.bias_blocks(plan.grid, bias, call.mask.first(plan.grid.T, plan.grid.S))
+    return Tiles(plan.grid, call, bias, plan.visits, None, None, jnp.asarray(plan.places))
 
 
 def _row_numbers(plan: Plan, part):
@@ -223,16 +195,8 @@ def _attend(plan: Plan, query, kv, call: Call):
     return _forward(plan, query, kv, call)[0]
 
 
-def _specs(plan: Plan, call: Call):
-    """How queries, keys and values, and the call, are split over devices."""
-    spec = jax.tree.map(lambda _: REPLICATED, call)
-    if isinstance(call.bias, Bias):
-        spec = replace(spec, bias=replace(spec.bias, rows=(SPLIT,) * len(call.bias.rows)))
-    return SPLIT, REPLICATED if plan.gather else SPLIT, spec
-
-
 def _forward(plan: Plan, query, kv, call: Call):
-    run = _on_devices(partial(_forward_here, plan), _specs(plan, call), (SPLIT, P(AXIS)))
+    run = _on_devices(partial(_forward_here, plan), (SPLIT, SPLIT, P()), (SPLIT, P(AXIS)))
     out, lse = checkpoint_name(run(query, kv, call), "attention")  # a policy that keeps them saves the turns
     return out, (query, kv, call, out, lse)
 
@@ -255,28 +219,22 @@ def _extend(plan: Plan, tiles: Tiles, q, ring: Ring, part) -> Ring:
 
 def _backward(plan: Plan, residuals, d_out):
     query, kv, call, out, lse = residuals
-    specs, wide = _specs(plan, call), jnp.promote_types(query.dtype, jnp.float32)
+    wide = jnp.promote_types(query.dtype, jnp.float32)
     delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1)
-    out_specs = SPLIT, P(AXIS) if plan.gather else SPLIT, specs[-1].bias
-    run = _on_devices(partial(_backward_here, plan), (*specs, P(AXIS), SPLIT, SPLIT), out_specs)
+    in_specs = SPLIT, SPLIT, P(), P(AXIS), SPLIT, SPLIT
+    run = _on_devices(partial(_backward_here, plan), in_specs, (SPLIT, SPLIT, P()))
     d_query, d_kv, d_bias = run(query, kv, call, lse, d_out, delta)
-    if plan.gather:  # summed here, where the compiler makes a reduce-scatter that keeps the other axes split
-        d_kv = with_logical_constraint(d_kv.sum(0), "batch", "length", "kv_heads", None)
-    return d_query, d_kv.astype(kv.dtype), call.gradient(d_bias, blockwise.sink_gradient(call.sinks, lse, delta))
+    return d_query, d_kv, call.gradient(d_bias, blockwise.sink_gradient(call.sinks, lse, delta))
 
 
 def _backward_here(plan: Plan, query, kv, call: Call, lse, d_out, delta):
     q, g, delta = (query_blocks(plan.grid, x) for x in (query, d_out, delta))
     rows, wide, tiles = Row(q, g, delta, lse), delta.dtype, _tiles(plan, call)
-    d_kv, d_bias = jnp.zeros_like(kv, wide), None if tiles.bias is None else tiles.bias.zeros(wide)
-    ring = Ring(kv, _varying(d_kv) if plan.gather else d_kv, (jnp.zeros_like(q, wide), d_bias))
+    d_bias = None if tiles.bias is None else tiles.bias.zeros(wide)
+    ring = Ring(kv, jnp.zeros_like(kv, wide), (jnp.zeros_like(q, wide), d_bias))
     _, d_kv, (dq, d_bias) = go_around(plan, partial(_add_gradients, plan, tiles, rows), ring)
-    if isinstance(call.bias, Bias):
-        d_bias = lax.psum(d_bias[0], AXIS), d_bias[1]  # each device has its own rows
-    else:
-        d_bias = lax.psum(d_bias, AXIS)
-    d_kv = d_kv[None] if plan.gather else d_kv.astype(kv.dtype)
-    return join_blocks(dq, query.shape[1]).astype(query.dtype), d_kv, blocks.bias_gradient(call.bias, d_bias)
+    d_bias = blocks.bias_gradient(call.bias, lax.psum(d_bias, AXIS))
+    return join_blocks(dq, query.shape[1]).astype(query.dtype), d_kv.astype(kv.dtype), d_bias
 
 
 def _add_gradients(plan: Plan, tiles: Tiles, rows: Row, ring: Ring, part) -> Ring:

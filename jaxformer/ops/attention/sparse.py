@@ -9,16 +9,17 @@ import numpy as np
 from jax import Array, random
 from jaxtyping import Bool, Float, Int
 
-from jaxformer.masks import Mask, as_mask, prefix, rules, segments, window as band
+from jaxformer.masks import Mask, prefix, segments, window as band
 from jaxformer.ops.attention import attention
 from jaxformer.ops.attention.blocks import padded
 from jaxformer.ops.attention.call import check_shapes, mask_refusal
+from jaxformer.ops.attention.linear import visibility
 from jaxformer.ops.attention.reference import softmax
 from jaxformer.ops.dropout import dropout
 from jaxformer.ops.einsum import einsum
 
 Layout = Int[Array, "N rows r"] | Int[np.ndarray, "N rows r"]
-Tokens = int | Sequence[int] | Int[np.ndarray, "..."] | Int[Array, "B G"] | Bool[Array, "B T"] | Bool[np.ndarray, "B T"]
+Tokens = int | Sequence[int] | Int[np.ndarray, "..."] | Bool[Array, "B T"] | Bool[np.ndarray, "B T"]
 
 
 @jax.named_scope("longformer_attention")
@@ -33,9 +34,9 @@ def longformer_attention(
 
     A local token attends to the keys at most window / 2 away and to the global tokens' keys, each once, in one softmax. A
     global token attends from `global_query` to every `global_key`. `global_tokens` is their number (the first ones), their
-    positions, or by row positions `[B, G]` (negative: none) or flags `[B, T]`; without any, the global arrays may be None.
-    Traced flags need `max_globals`, the most of a row: a row with more yields NaN. `mask` hides padding (`segments`,
-    `lengths`), which yields zeros; NotImplementedError for others. Cost grows with T * (window + globals).
+    positions, or flags `[B, T]`; without any, the global arrays may be None. Traced flags need `max_globals`, the most of a
+    row: a row with more yields NaN. `mask` hides padding (`segments`, `lengths`), which yields zeros; NotImplementedError for
+    others. Cost grows with T * (window + globals).
     """
     q_ids, kv_ids = _segment_ids("longformer_attention", mask, query, key, value)
     if window < 0 or window % 2:
@@ -65,15 +66,12 @@ def _chosen(tokens, max_globals, B, T):
     if isinstance(tokens, int | np.integer):
         tokens = range(tokens)
     if np.ndim(tokens) == 1:
-        tokens = sorted(set(np.asarray(tokens).tolist()))
-        if tokens and not 0 <= tokens[0] <= tokens[-1] < T:
+        positions = np.unique(np.array(tokens, np.int32))
+        if len(positions) and not 0 <= positions[0] <= positions[-1] < T:
             raise ValueError(f"longformer_attention: global tokens are among 0 to {T - 1}; got {tokens}")
-        tokens = jnp.broadcast_to(jnp.array(tokens, jnp.int32)[None], (B, len(tokens)))
-    if tokens.ndim != 2 or tokens.shape[0] != B or (tokens.dtype == bool and tokens.shape[1] != T):
-        raise ValueError(f"longformer_attention: global tokens are [{B}, G] or flags [{B}, {T}]; got {tokens.shape}")
-    if tokens.dtype != bool:
-        tokens = jnp.sort(jnp.where(tokens < 0, T, tokens), axis=1)
-        return jnp.where(jnp.pad(tokens[:, 1:] == tokens[:, :-1], [(0, 0), (1, 0)]), T, tokens), None
+        return jnp.broadcast_to(jnp.asarray(positions)[None], (B, len(positions))), None
+    if tokens.shape != (B, T) or tokens.dtype != bool:
+        raise ValueError(f"longformer_attention: global tokens by row are flags [{B}, {T}]; got {tokens.dtype} {tokens.shape}")
     if max_globals is None:
         if isinstance(tokens, jax.core.Tracer):
             raise ValueError("longformer_attention: traced flags of global tokens need max_globals, the most of a row")
@@ -174,20 +172,17 @@ def bigbird_layout_zero(T: int, block: int, r: int, heads: int) -> Int[np.ndarra
 
 
 def bigbird_layout_seeded(
-    T: int, block: int, r: int, heads: int, layer: int, *, max_length: int = 4096,
-    old_lengths: tuple[int, ...] = (1024, 3072, 4096),
-) -> Int[np.ndarray, "N rows r"]:  # fmt: skip
+    T: int, block: int, r: int, heads: int, layer: int, *, max_length: int = 4096
+) -> Int[np.ndarray, "N rows r"]:
     """The layout of the published checkpoints: NumPy's legacy generator, seeded by the layer's number.
 
-    Random blocks come from the first 2 r + 5. For T in `old_lengths` (in google-research's code 2,048 too) an older plan draws
-    from the first 1,024 positions, for `max_length` positions (the config's); there some neighbours count twice. ValueError
-    for a T that is no multiple of `block`, or has at most 2 r + 5 blocks (there Hugging Face's model is dense).
+    Random blocks come from the first 2 r + 5. For the published lengths 1,024, 3,072 and 4,096 an older plan draws from the
+    first 1,024 positions, for `max_length` positions (the config's); there some neighbours count twice. ValueError for a T that
+    is no multiple of `block`, or has at most 2 r + 5 blocks (there Hugging Face's model is dense).
     """
-    blocks, old = T // block, T in old_lengths
+    blocks, old = T // block, T in (1024, 3072, 4096)
     if T % block or blocks <= 2 * r + 5:
         raise ValueError(f"bigbird_layout_seeded: T is a multiple of block {block}, > {2 * r + 5} blocks; got {T}")
-    if old and max_length < T:
-        raise ValueError(f"bigbird_layout_seeded: T = {T} is beyond max_length = {max_length}")
     state = np.random.RandomState(layer)
     planned = max_length // block if old else blocks  # rows beyond T are drawn too: they advance the generator
     layout = np.zeros((heads, planned, r), np.int32)
@@ -222,12 +217,7 @@ def _segment_ids(name, mask, query, key, value):
     B, T = query.shape[:2]
     if key.shape[1] != T:
         raise ValueError(f"{name}: T of query and key must agree; got query {query.shape}, key {key.shape}")
-    mask = as_mask(mask, name)
-    parts = [part for part in mask.conjuncts() if part.rule is not rules.full]
-    others: list[Any] = [part for part in parts if part.rule not in (rules.segments, rules.lengths)]
-    others += [part for part in parts if part.rule is rules.segments][1:]
-    if not isinstance(mask.offset, int | None) or mask.offset:
-        others.append("offset")
-    if others:
-        raise mask_refusal(name, mask, others[0], "full(), lengths(...) and one segments(ids)")
-    return tuple(jnp.broadcast_to(ids, (B, T)) for ids in rules.segment_ids(parts, *mask.positions(T, T)))
+    view = visibility(mask, T, T, name, takes_causal=False)
+    if not isinstance(view.first, int) or view.first:
+        raise mask_refusal(name, mask, "offset", "the positions of a self-attention")
+    return tuple(jnp.broadcast_to(ids, (B, T)) for ids in (view.q_ids, view.kv_ids))

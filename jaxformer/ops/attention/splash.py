@@ -23,12 +23,12 @@ DTYPES = (jnp.float32, jnp.bfloat16)
 PAIR = (np.zeros(1, np.int32), np.zeros(1, np.int32))  # one query and one key, to look at what shape a mask has
 
 
-def attention(query: Array, key: Array, value: Array, call: Call, interpret: bool | None = None) -> Array:
+def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     """softmax(mask(softcap(query key^T * scale))) value, computed in the blocks that the mask leaves, forward and backward.
 
-    `interpret` runs the kernel as ordinary JAX (slowly, anywhere); None: on every platform but a TPU, decided when the program
-    is lowered, so that a CPU can compile for a TPU. 16-bit queries are rounded again after they are scaled. Differentiable
-    once. On a mesh each device computes its share of the batch, the heads and the queries, and gathers keys and values.
+    On every platform but a TPU the kernel runs as ordinary JAX, slowly; that is decided when the program is lowered, so that a
+    CPU can compile for a TPU. 16-bit queries are rounded again after they are scaled. Differentiable once. On a mesh each
+    device computes its share of the batch, the heads and the queries, and gathers keys and values.
     """
     refuse("splash", refuses(query, key, value, call))
     (B, T, N, H), S = query.shape, key.shape[1]
@@ -44,10 +44,7 @@ def attention(query: Array, key: Array, value: Array, call: Call, interpret: boo
     whole = (padded(x, 1, size) for x, size in ((scaled, block[0]), (key, block[1]), (value, block[1])))
     sinks = jnp.full((B, N), NO_SINK) if call.sinks is None else _by_row(B, call.sinks)
     kernel, kernel_spec = _kernel(tables, block, call.softcap, split)
-    if interpret is not None:
-        run = partial(_run, interpret)
-    else:
-        run = partial(jax.lax.platform_dependent, tpu=partial(_run, False), default=partial(_run, True))
+    run = partial(jax.lax.platform_dependent, tpu=partial(_run, False), default=partial(_run, True))
     by_head, gathered = P(split.batch, split.heads, split.length), P(split.batch, split.heads)
     ids_spec = None if ids is None else (P(split.batch, split.length), P(split.batch))
     in_specs = kernel_spec, by_head, gathered, gathered, gathered, ids_spec

@@ -1,7 +1,6 @@
 """FAVOR+ against the exact softmax, the distribution its projections should have, and performer-pytorch."""
 
 from functools import partial
-from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from jaxformer.ops.attention.favor import (
     favor_features,
     favor_relu_features,
     orthogonal_projection,
-    redraw,
 )
 from jaxformer.ops.attention.linear import LinearState, linear_attention, linear_attention_step
 from tests.witnesses import load
@@ -73,14 +71,6 @@ def test_projections_are_unbiased():
     assert np.abs(rows.mean(0)).max() < 5 / np.sqrt(blocks)
     # of the mean square, 32768 terms with a variance of at most 2
     assert np.abs(np.einsum("bij,bik->jk", rows, rows) / (blocks * width) - np.eye(width)).max() < 5 * np.sqrt(2 / 32768)
-
-
-def test_redraw_is_a_function_of_the_step():
-    keys = [jax.random.key_data(redraw(jax.random.key(0), step, 100)) for step in (0, 99, 100, 199, 200)]
-    same = [bool((a == b).all()) for a, b in pairwise(keys)]
-    assert same == [True, False, True, False]
-    traced = jax.jit(lambda step: jax.random.key_data(redraw(jax.random.key(0), step, 100)))(150)
-    np.testing.assert_array_equal(traced, keys[2])
 
 
 @pytest.mark.parametrize("seed", range(3))

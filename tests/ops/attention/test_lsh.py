@@ -18,9 +18,7 @@ from tests.witnesses import load
 FLOAT64 = dict(rtol=1e-10, atol=1e-10)
 
 
-def definition(
-    query_key, value, rotations, chunk, visible, before, after, scale, duplicates, within, count=None, multiple=None
-):
+def definition(query_key, value, rotations, chunk, visible, before, after, scale, duplicates, count=None, multiple=None):
     """One query at a time. `visible` is [B, T, T]; a token that cannot see itself is padding, and hashes last.
 
     A pair that met m times, n of them in the same round for both, counts `count(m, n)`: m with duplicates, else 1.
@@ -49,8 +47,7 @@ def definition(
                     window = [(where[r][i] + d * (abs(d) <= total)) % total for d in range(-before, after + 1)]
                     window = window if duplicates else {(where[r][i] + d) % total for d in range(-before, after + 1)}
                     for met, j in [pair for c in window for pair in circle[c]]:
-                        same = met == r and bucket[met, j] == bucket[r, i]
-                        if visible[b, i, j] and (same or not within):
+                        if visible[b, i, j]:
                             met_at.setdefault(j, []).append(met == r)
                 keys = [j for j in met_at if j != i or set(met_at) == {i}]
                 if keys:
@@ -73,7 +70,7 @@ def test_equals_its_definition(seed):
     rng = np.random.default_rng(seed)
     T = int(rng.integers(5, 20))
     chunk, before, after = int(rng.integers(2, 5)), int(rng.integers(0, 3)), int(rng.integers(0, 2))
-    options = dict(duplicates=bool(seed & 1), scale=float(rng.uniform(0.4, 1.5)), within_buckets=bool(seed & 2))
+    options = dict(duplicates=bool(seed & 1), scale=float(rng.uniform(0.4, 1.5)))
     i = np.arange(T)
     length = rng.integers(1, T + 1, 2)
     ids = rng.integers(0, 3, (2, T))
@@ -90,7 +87,7 @@ def test_equals_its_definition(seed):
         query_key, value, rotations = case(seed, T, rounds=int(rng.integers(1, 4)))
         f = partial(lsh_attention, chunk=chunk, chunks_before=before, chunks_after=after, eps=0.0, mask=mask, **options)
         ours = jax.jit(f)(query_key, value, rotations)
-        sizes = (chunk, visible, before, after, options["scale"], options["duplicates"], options["within_buckets"])
+        sizes = (chunk, visible, before, after, options["scale"], options["duplicates"])
         expected = definition(*map(np.asarray, (query_key, value, rotations)), *sizes)
     np.testing.assert_allclose(ours, expected, **FLOAT64)
 
@@ -98,7 +95,7 @@ def test_equals_its_definition(seed):
 @pytest.mark.parametrize(("T", "before", "after", "multiple"), [(5, 1, 1, 4), (7, 3, 0, 4), (4, 2, 2, 4), (6, 1, 0, 12)])
 def test_short_circles_and_longer_padding(T, before, after, multiple):
     """As in Hugging Face's model: a chunk met twice counts twice, beyond a full turn it is the own one; padding is chunks."""
-    options = dict(before=before, after=after, scale=1.0, duplicates=True, within=False)
+    options = dict(before=before, after=after, scale=1.0, duplicates=True)
     i = np.arange(T)
     with jax.enable_x64(True):
         inputs = case(T, T, rounds=1 + T % 2)
@@ -237,9 +234,6 @@ def test_dropout_falls_on_weights():
     [
         (dict(mask=masks.by_head(masks.causal(), masks.full())), NotImplementedError, "by_head"),
         (dict(mask=masks.causal().at(3)), NotImplementedError, "at\\(3\\)"),
-        (dict(chunk=0), ValueError, "chunk >= 1"),
-        (dict(rotations=jnp.ones((3, 4, 2, 2))), ValueError, "rotations are"),
-        (dict(rotations=(jnp.ones((2, 4, 2, 2)), jnp.ones((2, 4, 3, 2)))), ValueError, "one number of rounds"),
         (dict(value=jnp.ones((2, 7, 2, 4))), ValueError, "must agree"),
     ],
 )
@@ -250,14 +244,14 @@ def test_errors_at_the_door(change, error, words):
         inspect.unwrap(lsh_attention)(**arguments)
 
 
-@pytest.mark.parametrize("mode", ["011", "111", "100", "001"])
+@pytest.mark.parametrize("mode", ["011", "111", "001"])
 def test_lucidrains(mode):
-    """reformer-pytorch's LSHAttention: causal, allow_duplicate_attention, attend_across_buckets."""
+    """reformer-pytorch's LSHAttention: causal, allow_duplicate_attention; always with attend_across_buckets."""
     fixture = load("lsh_attention")
-    causal, duplicates, across = (digit == "1" for digit in mode)
+    causal, duplicates, _ = (digit == "1" for digit in mode)
     with jax.enable_x64(True):
         query_key, value = (jnp.asarray(fixture[name])[:, :, None] for name in ("query_key", "value"))
-        options = dict(duplicates=duplicates, within_buckets=not across, scale=query_key.shape[-1] ** -0.5, eps=0.0)
+        options = dict(duplicates=duplicates, scale=query_key.shape[-1] ** -0.5, eps=0.0)
         mask = masks.causal() if causal else None
         f = jax.jit(partial(lsh_attention, chunk=4, mask=mask, **options))
         ours = np.asarray(f(query_key, value, jnp.asarray(fixture["rotations"])))[:, :, 0]
@@ -269,7 +263,7 @@ def test_lucidrains(mode):
     # Here the package is wrong, and known to be. A pair that meets only where one round ends and the next begins has a
     # count of 0 in the same round, and log(0 + 1e-9) makes it a billion times as heavy. With that count our definition
     # gives the package's answer; only queries of a round's first chunk, which look back across the border, are touched.
-    sizes = (4, np.ones((2, 32, 32), bool), 1, 0, options["scale"], False, False)
+    sizes = (4, np.ones((2, 32, 32), bool), 1, 0, options["scale"], False)
     arrays = (np.asarray(query_key), np.asarray(value), fixture["rotations"])
     theirs = definition(*arrays, *sizes, count=lambda m, n: m / (n + 1e-9))[:, :, 0]
     np.testing.assert_allclose(theirs, fixture["out/001"], rtol=0, atol=1e-7)

@@ -52,7 +52,6 @@ OPTIONS = {
 }
 LEARNED = {  # (what is learned, options from it and the query)
     "t5": (normal(8, N), lambda table, q: dict(bias=positions.t5(table, True, 16))),
-    "shaw": (normal(5, H), lambda table, q: dict(bias=positions.shaw(q, table))),
     "array": (normal(1, N, T, T), lambda table, q: dict(bias=table)),
     "sinks": (normal(N), lambda sinks, q: dict(sinks=sinks, softcap=3.0)),
 }
@@ -97,7 +96,7 @@ def test_every_mask(name):
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", ["t5", *map(slow, ("sinks", "shaw", "array", *OPTIONS))])
+@pytest.mark.parametrize("name", ["t5", *map(slow, ("sinks", "array", *OPTIONS))])
 def test_every_feature(name):
     mask = MASKS["segments"]
     assert_equal(outcome(mask, "ring", name, mesh=make_mesh(FOUR))[0], outcome(mask, "reference", name)[0])
@@ -111,7 +110,7 @@ def test_every_mesh(mesh, implementation):
     many, compiled = outcome(CAUSAL, implementation, "dropout", arrays, mesh)
     assert_equal(many, outcome(CAUSAL, "reference", "dropout", arrays)[0])
     gathers = {x.axes for x in hlo.collectives(compiled.as_text(), mesh) if x.kind == "all-gather"}
-    assert gathers <= ({("context",)} if implementation != "ring" else set())  # batch and heads stay split
+    assert gathers <= ({("context",)} if implementation == "reference" else set())  # batch and heads stay split
 
 
 @pytest.mark.slow
@@ -222,8 +221,8 @@ def test_permutes_of_a_backward_pass():
     assert permutes(outcome(MASKS["full"], "ring", mesh=mesh)[1], mesh) == 3 + (3 + 4)
 
 
-def plan(mask: Mask, devices: int, T: int = 64, gather: bool = False):
-    return ring.make_plan(mask, Grid(T, T, 4, 4), devices, gather)
+def plan(mask: Mask, devices: int, T: int = 64):
+    return ring.make_plan(mask, Grid(T, T, 4, 4), devices, 2 * devices)
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
@@ -260,6 +259,8 @@ def test_the_lengths_that_it_takes():
             attention(*short, implementation="ring")
         with pytest.raises(NotImplementedError, match="bias that is a function"):
             attention(*ARRAYS, bias=lambda i, j: jnp.zeros((N, len(i), len(j))), implementation="ring")
+        with pytest.raises(NotImplementedError, match="or has rows, as `shaw`"):
+            attention(*ARRAYS, bias=positions.shaw(ARRAYS[0], normal(5, H)), implementation="ring")
         # what is not split is one device's business: decoding, a length that is no multiple
         whole = jax.block_until_ready(jax.jit(attention)(*short))
     np.testing.assert_allclose(whole, attention(*short, implementation="reference"), rtol=1e-5, atol=1e-5)

@@ -62,7 +62,6 @@ TOKENS = {
     "none": (0, np.zeros((2, 13), bool)),
     "number": (3, np.broadcast_to(np.arange(13) < 3, (2, 13))),
     "positions": ((5, 1, 5), np.broadcast_to(np.isin(np.arange(13), (1, 5)), (2, 13))),
-    "positions by row": (jnp.array([[7, 0, -1], [9, 2, 3]]), FLAGS),
     "flags": (FLAGS, FLAGS),
 }
 
@@ -227,15 +226,13 @@ def test_random_layout(r):
 
 
 def test_hugging_face_layouts():
-    """The layouts its model draws in training, the published lengths among them; 2,048 by google-research's plan."""
+    """The layouts its model draws in training, the published lengths among them."""
     cases = {k.removeprefix("layout/"): v for k, v in load("bigbird").items() if k.startswith("layout/")}
     for case, expected in cases.items():
         np.testing.assert_array_equal(bigbird_layout_seeded(*map(int, case.split("-"))), expected)
-    old = bigbird_layout_seeded(2048, 64, 3, 2, 2, old_lengths=(1024, 2048, 3072, 4096))
-    np.testing.assert_array_equal(old, cases["3072-64-3-2-2"][:, :30])  # one draw for 4,096 positions, cut off
-    for T, words in ((50, "multiple"), (36, "> 9 blocks"), (1024, "max_length")):
+    for T, words in ((50, "multiple"), (36, "> 9 blocks")):
         with pytest.raises(ValueError, match=words):
-            bigbird_layout_seeded(T, 4, 2, 2, 0, max_length=512)
+            bigbird_layout_seeded(T, 4, 2, 2, 0)
 
 
 x = jnp.ones((2, 12, 2, 4))
