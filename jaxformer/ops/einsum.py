@@ -96,7 +96,7 @@ def _stored_product(spec: str, x: Array, w: StoredWeight) -> Array:
     if w.scale is None:
         y = _lines_product(x, values.astype(x.dtype))
     else:
-        wide = lambda x, values: _lines_product(x, values.astype(x.dtype))
+        wide = lambda x, values: _lines_product(x, _cpu_barrier(values.astype(x.dtype)))  # XLA:CPU would convert in a slow loop
         on_cpu = _int8_product if len(x) <= FEW_ROWS else wide
         y = jax.lax.platform_dependent(x, values, cpu=on_cpu, default=wide) * w.scale.reshape(1, -1)
     return y.reshape(*rows, *columns)

@@ -85,6 +85,8 @@ class NTK:
 
     def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
         rotated, factor = 2 * len(frequencies), self.factor
+        if rotated < 4:
+            raise ValueError(f"rope: NTK needs at least 4 rotated features, for r / (r - 2); got {rotated}")
         if self.original_length is not None:
             if positions is None:
                 return frequencies, 1.0
