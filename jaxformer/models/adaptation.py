@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,7 @@ from jax.nn.initializers import normal, zeros
 
 from jaxformer import models, params
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig, Patches
-from jaxformer.ops.positions import Rope
+from jaxformer.models.config import EncoderDecoder, Learned, ModelConfig, Patches
 from jaxformer.params import Spec, Tree
 
 
@@ -29,8 +28,6 @@ def lora(spec: Tree, pattern: str, rank: int) -> dict[str, dict[str, Spec]]:
     and b [rank, N, H]; layers and experts have their own. The factor of the inputs starts random, of variance 1 / inputs,
     the other at zero. Train `params.init(lora(...), key)` through `merge`. ConfigError where nothing matches.
     """
-    if rank < 1:
-        raise ConfigError(f"lora: rank={rank}: must be at least 1")
     matrices = {path: leaf for path, leaf in params.paths(spec).items() if leaf.contracts}
     chosen = {path: _factors(leaf, rank) for path, leaf in matrices.items() if re.search(pattern, path)}
     if not chosen:
@@ -123,22 +120,23 @@ def transfer(
         if name in found:
             raise ConfigError(f"transfer: rename gives {path} and another leaf the path {name}; make them differ")
         found[name] = leaf
-    same = {path: wanted[path].shape == found[path].shape for path in wanted if path in found}
+    both = [path for path in wanted if path in found]
     report = Report(
-        taken=[path for path, equal in same.items() if equal], missing=[path for path in wanted if path not in found],
-        unused=[path for path in found if path not in wanted], misshapen=[path for path, equal in same.items() if not equal],
-    )  # fmt: skip
+        taken=[path for path in both if found[path].shape == wanted[path].shape],
+        missing=[path for path in wanted if path not in found],
+        unused=[path for path in found if path not in wanted],
+        misshapen=[path for path in both if found[path].shape != wanted[path].shape],
+    )
     problems = []
     for kind in ("missing", "unused", "misshapen"):
         names = [path for path in getattr(report, kind) if allow is None or not re.search(allow, path)]
         if kind == "misshapen":
             names = [f"{path} {found[path].shape} for {wanted[path].shape}" for path in names]
         if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            problems.append(f"{kind}: {', '.join(names[:5])}{more}")
+            problems.append(f"{kind}: {', '.join(names)}")
     if problems:
         raise ConfigError(f"transfer: {'; '.join(problems)}; rename them, or allow them by a regular expression")
-    take = lambda path, leaf: jnp.asarray(found[path], leaf.dtype) if same.get(path) else leaf
+    take = lambda path, leaf: jnp.asarray(found[path], leaf.dtype) if path in report.taken else leaf
     return params.map_with_name(take, target), report
 
 
@@ -178,53 +176,17 @@ def _resize_axis(path: str, leaf: Array, axes, size: int, key: Array, noise: flo
     return jnp.concatenate([leaf, drawn.astype(leaf.dtype)], axis=axis)
 
 
-def extend_positions(
-    config: ModelConfig, weights: Tree, context_length: int,
-    how: Literal["repeat", "interpolate", "new"] = "repeat", key: Array | None = None,
-) -> tuple[ModelConfig, Tree]:  # fmt: skip
-    """(config, parameters) of another context length, for `Learned` positions; rows of the offset stay.
+def extend_positions(config: ModelConfig, weights: Tree, context_length: int) -> tuple[ModelConfig, Tree]:
+    """(config, parameters) of another context length, for `Learned` positions: row i is the old row i mod old length.
 
-    repeat: row i is the old row i mod old length (Longformer: Beltagy et al. 2020, section 5); interpolate: a straight line
-    between the two nearest old rows, the first and the last as they were; new: the old rows, then initial ones of `key`.
-    A shorter length keeps the first rows, but for interpolate. The halves of a pair are given one at a time. ConfigError
-    where other parameters depend on the length too (Linformer).
+    As Longformer was made from RoBERTa: Beltagy et al. 2020, section 5. A shorter length keeps the first rows; rows of the
+    offset stay. The halves of a pair are given one at a time. ConfigError for positions that are no table of tokens.
     """
     positions: Any = config.positions
-    refusal = None
-    if isinstance(config.embedding, Patches):
-        refusal = "the positions of patches are a grid; use models.vision.resize"
-    elif isinstance(positions, Axial):
-        refusal = "Axial positions fill a grid of their own; set its shape and train them anew"
-    elif not isinstance(positions, Learned):
-        kind = f"{type(positions).__name__} positions have" if positions else "no positions have"
-        scaling = " and model.positions=Rope(scaling=...)" if isinstance(positions, Rope) else ""
-        refusal = f"{kind} no table to extend; set model.context_length{scaling}"
-    elif how not in ("repeat", "interpolate", "new"):
-        refusal = f"how={how!r}: expected repeat, interpolate or new"
-    if refusal:
-        raise ConfigError(f"extend_positions: {refusal}")
-    new = replace(config, context_length=context_length)
-    before, after = (params.paths(models.spec(c)) for c in (config, new))
-    name = "embedding/positions"
-    if others := [path for path in after if path != name and after[path].shape != before[path].shape]:
-        raise ConfigError(f"extend_positions: the shape of {', '.join(others)} depends on the context length too")
+    if not isinstance(positions, Learned) or isinstance(config.embedding, Patches):
+        others = "for patches use models.vision.resize, for others set model.context_length (and Rope(scaling=...))"
+        raise ConfigError(f"extend_positions: the positions are no table of Learned rows for tokens; {others}")
     table, offset = weights["embedding"]["positions"], positions.offset
-    old = table[offset:]
-    if how == "repeat":
-        rows = old[np.arange(context_length) % len(old)]
-    elif how == "interpolate":
-        rows = _interpolate(old, context_length)
-    else:
-        if key is None:
-            raise ConfigError("extend_positions: how='new' draws rows; give a key")
-        drawn = params.init({"embedding": {"positions": after[name]}}, key, table.dtype)["embedding"]["positions"]
-        rows = jnp.concatenate([old, drawn[len(table) :]])[:context_length]
-    return new, weights | {"embedding": weights["embedding"] | {"positions": jnp.concatenate([table[:offset], rows])}}
-
-
-def _interpolate(rows: Array, length: int) -> Array:
-    at = np.linspace(0, len(rows) - 1, length)
-    below = np.minimum(at.astype(int), max(len(rows) - 2, 0))
-    above = np.minimum(below + 1, len(rows) - 1)
-    share = jnp.asarray(at - below, jnp.promote_types(rows.dtype, jnp.float32))[:, None]
-    return (rows[below] * (1 - share) + rows[above] * share).astype(rows.dtype)
+    rows = table[offset:][np.arange(context_length) % config.context_length]
+    embedding = weights["embedding"] | {"positions": jnp.concatenate([table[:offset], rows])}
+    return replace(config, context_length=context_length), weights | {"embedding": embedding}

@@ -187,9 +187,6 @@ def _wrong_sizes(config: ModelConfig) -> Iterator[str]:
         made, wanted = (math.prod(positions.shape), sum(positions.widths)), (c.context_length, c.d_model)
         if made != wanted:
             yield f"positions={positions}: makes {made[0]} positions of width {made[1]}, not {wanted[0]} of {wanted[1]}"
-    if isinstance(positions, Learned) and patches and patches.length != c.context_length:
-        shown = f"images of {patches.image} in patches of {patches.patch}"
-        yield f"context_length={c.context_length}: {shown} make {patches.length} positions"
     table = 0 if patches else c.d_model
     if c.tie_embeddings and c.hidden_width != table and any(isinstance(h, LanguageModel) for h in c.heads):
         have = f"which have {table or 'none: they are patches'}; set it to False, or give other heads"
@@ -205,11 +202,6 @@ def _wrong_words(config: ModelConfig) -> Iterator[str]:
         name = getattr(feedforward, "__name__", feedforward)
         own = "a function of yours is config -> models.layer.FeedForward"
         yield f"feedforward={name}: an activation is given by its name, one of {words}; {own}"
-    if isinstance(config.use_bias, str):
-        try:
-            re.compile(config.use_bias)
-        except re.error as error:
-            yield f"use_bias={config.use_bias!r}: no regular expression ({error})"
     for head, field in itertools.product(config.heads, ("transform", "pooler")):
         name = getattr(head, field, None)
         if name is not None and name not in ACTIVATIONS:

@@ -30,8 +30,7 @@ _OF_MODELS = {
     "Classification TokenClassification Mixture",
     positions: "Rope NTK Llama3 YaRN LongRoPE",
     mixers: "Efficient Performer Linformer Reformer Longformer BigBird LocalChunks",
-    variants: "qk_norm qk_norm_full gated gated_by_head differential talking_heads sigmoid value_residual temperature "
-    "inverse_depth_scale memory_key_values",
+    variants: "qk_norm qk_norm_full gated differential sigmoid value_residual temperature inverse_depth_scale",
     reversible: "Reversible",
     vision: "Reconstruction",
 }

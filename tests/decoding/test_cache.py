@@ -47,10 +47,9 @@ MASKS = {
 }  # fmt: skip
 MIXERS = {
     "qk_norm": variants.qk_norm, "qk_norm_full": variants.qk_norm_full, "gated": variants.gated,
-    "gated_by_head": variants.gated_by_head, "differential": variants.differential,
-    "talking_heads": variants.talking_heads, "sigmoid": variants.sigmoid, "value_residual": variants.value_residual,
+    "differential": variants.differential, "sigmoid": variants.sigmoid, "value_residual": variants.value_residual,
     "temperature": partial(variants.temperature, floor_scale=2, attn_scale=0.5),
-    "inverse_depth_scale": variants.inverse_depth_scale, "memory": partial(variants.memory_key_values, count=2),
+    "inverse_depth_scale": variants.inverse_depth_scale,
     "linear": mixers.Linear(), "performer": mixers.Performer(features=8), "relu": mixers.Performer(8, kernel="relu"),
     "in turn": (None, mixers.Linear(), variants.gated, mixers.Performer(features=8)),
 }  # fmt: skip
@@ -70,9 +69,9 @@ CONFIGS |= {
     "t5 in a window, capped": replace(
         MODEL, positions=Relative(6, 8, False), masks=(causal() & masks.window(3),), attention_softcap=0.7
     ),
-    "memory in a window": replace(MODEL, masks=(causal() & masks.window(3),), mixer=MIXERS["memory"]),
-    "talking heads in a window": replace(MODEL, masks=(causal() & masks.window(3),), mixer=MIXERS["talking_heads"]),
-    "your bias on memory": replace(MODEL, positions=places, mixer=MIXERS["memory"]),
+    "differential in a window": replace(MODEL, masks=(causal() & masks.window(3),), mixer=MIXERS["differential"]),
+    "sigmoid in a window": replace(MODEL, masks=(causal() & masks.window(3),), mixer=MIXERS["sigmoid"]),
+    "your bias on sigmoid": replace(MODEL, positions=places, mixer=MIXERS["sigmoid"]),
 }  # fmt: skip
 
 
@@ -161,7 +160,7 @@ def whole(name, schedule):
 CASES = [case for case in itertools.product(CONFIGS, SCHEDULES) if whole(*case)]
 FAST = {
     *("dilated", "chunked", "prefix", "bigbird", "by_head", "layers in turn", "t5 in a window, capped", "learned", "your bias"),
-    *("differential", "talking_heads", "in turn", "memory in a window", "gpt3_125m", "t5_small"),
+    *("differential", "sigmoid", "in turn", "differential in a window", "gpt3_125m", "t5_small"),
 }  # the others take a minute more
 
 
@@ -216,7 +215,7 @@ def test_a_window_keeps_only_what_it_spans(name):
 LONG = {
     "causal": MODEL, "window": replace(MODEL, masks=(causal() & masks.window(40),)),
     "t5": replace(MODEL, positions=Relative(32, 128, False), attention_softcap=1.0),
-    "by_head": CONFIGS["by_head"], "prefix": CONFIGS["prefix"], "talking_heads": CONFIGS["talking_heads"],
+    "by_head": CONFIGS["by_head"], "prefix": CONFIGS["prefix"], "sigmoid": CONFIGS["sigmoid"],
     "linear": CONFIGS["linear"],
 }  # fmt: skip
 
@@ -252,9 +251,7 @@ def test_rows_in_a_batch_are_the_rows_alone(scaling):
 
 @pytest.mark.parametrize(
     ("name",),
-    some(
-        [(n,) for n in ("gpt3_125m", "mixtral_8x7b", "qwen2_05b", "t5_small", "in turn", "memory", "gated")], FAST.__contains__
-    ),
+    some([(n,) for n in ("gpt3_125m", "mixtral_8x7b", "qwen2_05b", "t5_small", "in turn", "gated")], FAST.__contains__),
 )
 def test_prepared_parameters_are_the_plain_ones(name):
     config = {**CONFIGS, **FAMILIES}[name]
@@ -292,7 +289,7 @@ def test_bfloat16_rounds_no_more_than_the_forward_pass(name, schedule):
         assert np.abs(found - wanted).max() < 10 * 2**-8 * np.abs(exact).max()
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "linear", "memory", "t5_small"])
+@pytest.mark.parametrize("name", ["causal", "window", "linear", "differential", "t5_small"])
 def test_a_row_with_more_tokens_than_room_is_nan_and_no_other(name):
     config = {"causal": MODEL, **CONFIGS, **FAMILIES}[name]
     full = decode(config, [(5, 3, 1), (3, 2, 1), (1, 1, 1), (1, 1, 1), (1, 0, 1)], room=8)
@@ -301,7 +298,7 @@ def test_a_row_with_more_tokens_than_room_is_nan_and_no_other(name):
     close([full[0][:8], *full[1:]], expected)
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "alibi", "softcap", "memory", "differential"])
+@pytest.mark.parametrize("name", ["causal", "window", "alibi", "softcap", "sigmoid", "differential"])
 def test_returned_maps_come_with_the_same_logits(name):
     config = {"causal": MODEL, **CONFIGS}[name]
     run = partial(step, return_attention=True)

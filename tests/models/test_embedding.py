@@ -137,12 +137,10 @@ def test_tables_end_where_the_context_does(positions):
     "build, said",
     [
         (lambda: Patches((6, 8), (2, 3)), r"patch=\(2, 3\) does not divide embedding.image=\(6, 8\)"),
-        (lambda: replace(IMAGES, positions=Learned(), context_length=7), "make 6 positions"),
         (lambda: replace(IMAGES, heads=(LanguageModel(),)), "none: they are patches"),
         (lambda: replace(TEXT, vocab_size=0), "vocab_size=0"),
         (lambda: replace(TEXT, positions=Axial((2, 4), (5, 3))), "makes 8 positions of width 8"),
         (lambda: replace(TEXT, positions=Axial((2, 3), (5, 5))), "makes 6 positions of width 10"),
-        (lambda: replace(TEXT, use_bias="(query"), "no regular expression"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(build, said):

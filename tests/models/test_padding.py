@@ -56,10 +56,8 @@ POSITIONS = {
 BIASES = "alibi", "relative", "steps", "places", "rule", "distances"
 MIXERS = {
     "attention": None, "qk_norm": variants.qk_norm, "qk_norm_full": variants.qk_norm_full, "gated": variants.gated,
-    "gated_by_head": variants.gated_by_head, "differential": variants.differential,
-    "talking_heads": variants.talking_heads, "sigmoid": variants.sigmoid, "value_residual": variants.value_residual,
+    "differential": variants.differential, "sigmoid": variants.sigmoid, "value_residual": variants.value_residual,
     "temperature": partial(variants.temperature, floor_scale=2, attn_scale=0.5),
-    "memory": partial(variants.memory_key_values, count=2),
 }  # fmt: skip
 MASKS = {
     "window": causal() & masks.window(2), "chunked": causal() & masks.chunked(2, 1), "prefix": causal() | masks.prefix(2),
@@ -117,7 +115,7 @@ def check_decoding(config, one, first):
 
 
 SOME = [(p, "attention") for p in ("learned", "rope", "relative", "places", "rule")]
-SOME += [(p, "memory") for p in ("alibi", "places")]
+SOME += [(p, "sigmoid") for p in ("alibi", "places")]
 REST = [pair for pair in itertools.product(POSITIONS, MIXERS) if pair not in SOME]
 
 
@@ -133,7 +131,7 @@ def test_positions_and_variants(positions, mixer):
 
 
 @pytest.mark.parametrize(
-    ("name", "mixer"), [*((name, "attention") for name in MASKS), *slowly((name, "memory") for name in MASKS)]
+    ("name", "mixer"), [*((name, "attention") for name in MASKS), *slowly((name, "sigmoid") for name in MASKS)]
 )
 def test_masks_on_absolute_positions(name, mixer):
     """A prefix or a chunk is the sequence's own."""
@@ -184,7 +182,7 @@ def test_a_second_turn_that_is_padded(name):
     assert out.cache.lengths.tolist() == [T, T]
 
 
-@pytest.mark.parametrize(("name", "mixer"), [("places", "attention"), ("relative", "memory")])
+@pytest.mark.parametrize(("name", "mixer"), [("places", "attention"), ("relative", "differential")])
 def test_blockwise_and_its_gradient_equal_the_reference(name, mixer):
     tokens = jnp.asarray(joined((JUNK, ONE), (OTHER, ONE)))
     segments = jnp.array([ids((0, T), (1, T)), ids((1, T), (2, T))], jnp.int32)

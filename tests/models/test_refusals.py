@@ -193,11 +193,6 @@ def test_choices_that_there_are_not(change, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_feedforward_that_returns_something_else():
-    with pytest.raises(ConfigError, match=r"model.feedforward=.*: returned a tuple; expected a function config ->"):
-        models.spec(replace(MODEL, feedforward=lambda config: ({}, None)))
-
-
 def test_a_source_belongs_to_an_encoder_decoder():
     with pytest.raises(ConfigError, match="only an encoder-decoder has a `source`"):
         models.encode(MODEL, models.init(MODEL, jax.random.key(0)), jnp.ones((2, 5), int), source=jnp.ones((2, 5), int))

@@ -346,3 +346,5 @@ def test_errors():
             rope(jnp.ones((1, 1, 1, width)), jnp.array([[0]]), Rope(fraction=fraction))
     with pytest.raises(ValueError, match="16 factors; got 16 short, 3 long"):
         rope_frequencies(32, Rope(scaling=LongRoPE(SHORT, (1.0,) * 3, OLD)))
+    with pytest.raises(ValueError, match="at least 4"):
+        rope_frequencies(2, Rope(scaling=NTK(2.0)))

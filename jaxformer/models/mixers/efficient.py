@@ -154,16 +154,13 @@ class Linformer:
     """
 
     rank: int = 256  # rows of keys and values that remain
-    # headwise: E and F of each layer for all its heads; key_value: F = E; layerwise: one E = F for all layers; none: E and
-    # F of each head
-    sharing: Literal["headwise", "key_value", "layerwise", "none"] = "headwise"
+    # headwise: E and F of each layer for all its heads; key_value: F = E; layerwise: one E = F for all layers
+    sharing: Literal["headwise", "key_value", "layerwise"] = "headwise"
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        shape, axes = (config.context_length, self.rank), ("length", None)
-        if self.sharing == "none":
-            shape, axes = (config.kv_heads, *shape), ("kv_heads", *axes)
-        names = ("key_projection", "value_projection") if self.sharing in ("headwise", "none") else ("key_projection",)
-        projections = dict.fromkeys(names, Spec(shape, axes, normal(self.rank**-0.5), ("length",)))
+        matrix = Spec((config.context_length, self.rank), ("length", None), normal(self.rank**-0.5), ("length",))
+        names = ("key_projection", "value_projection") if self.sharing == "headwise" else ("key_projection",)
+        projections = dict.fromkeys(names, matrix)
         in_layer, shared = ({}, projections) if self.sharing == "layerwise" else (projections, None)
 
         def mix(params, context, **heads):

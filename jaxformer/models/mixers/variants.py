@@ -14,8 +14,7 @@ Layers without positions (NoPE; SmolLM3, Llama 4) need no mixer: `positions=(Rop
 """
 
 import math
-from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +22,14 @@ from jax import Array
 from jax.nn.initializers import constant, normal, ones
 from jaxtyping import Float
 
-from jaxformer import masks, ops
+from jaxformer import ops
 from jaxformer.errors import ConfigError
-from jaxformer.masks import Mask
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, Mixer, Tree, linear, linear_spec
 from jaxformer.models.mixers.attention import Heads, attention, split_weights
 from jaxformer.ops.attention.call import Call, dropout_seed
-from jaxformer.ops.attention.reference import reference, softmax, visible
-from jaxformer.ops.positions import Bias, bias_between
+from jaxformer.ops.attention.reference import reference
+from jaxformer.ops.positions import bias_between
 from jaxformer.params import Spec
 
 
@@ -71,23 +69,13 @@ def gated(config: ModelConfig) -> Mixer:
 
     Qiu et al. 2025, arXiv:2505.06708, the elementwise gate after the values are weighed (G1).
     """
-    return _gated(config, (config.d_model, config.num_heads, config.head_size), ("embed", "heads", "head"))
-
-
-def gated_by_head(config: ModelConfig) -> Mixer:
-    """One gate a head: sigmoid(x W) for W `[D, N]`. Bondarenko et al. 2023, arXiv:2306.12929; Qiu et al. 2025."""
-    return _gated(config, (config.d_model, config.num_heads), ("embed", "heads"))
-
-
-def _gated(config: ModelConfig, shape, axes) -> Mixer:
+    shape, axes = (config.d_model, config.num_heads, config.head_size), ("embed", "heads", "head")
     extra = {"gate": linear_spec(config, "gate", shape, axes, ("embed",), config.init_std)}
     return attention(config, extra=extra, finish=gate)
 
 
 def gate(params: Tree, x: Float[Array, "B T D"], out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-    """`finish` of `gated` and `gated_by_head`."""
-    if params["gate"]["kernel"].ndim == 2:
-        return out * jax.nn.sigmoid(linear("btd,dn->btn", x, params["gate"]))[..., None]
+    """`finish` of `gated`."""
     return out * jax.nn.sigmoid(linear("btd,dnh->btnh", x, params["gate"]))
 
 
@@ -120,58 +108,29 @@ def differential(config: ModelConfig) -> Mixer:
     return attention(config, extra=extra, attend=attend)
 
 
-def talking_heads(config: ModelConfig) -> Mixer:
-    """Heads mixed before and after the softmax by two matrices `[N, N]`. Shazeer et al. 2020, arXiv:2003.02436.
-
-    Both start as the identity. The mask acts between the two; dropout and the returned weights come after the second.
-    NotImplementedError for another `attention_implementation` than the reference.
-    """
-    _reference_only(config, "talking heads")
-    identity = lambda key, shape, dtype: jnp.eye(*shape, dtype=dtype)
-    mix = Spec((config.num_heads, config.num_heads), ("heads", None), identity, ("heads",))
-
-    def attend(params, context, query, key, value, *, mask, positions=None, **options):
-        mask = mask.sized(key.shape[1])
-        seen = visible(mask, mask.positions(query.shape[1], key.shape[1]) if positions is None else positions)
-        weigh = partial(_talk, params, seen)
-        return _weighed(weigh, query, key, value, mask=replace(masks.full(), offset=mask.offset), **options)
-
-    return attention(config, extra={"before_softmax": mix, "after_softmax": mix}, attend=attend)
-
-
-def _talk(params: Tree, visible: Array, scores: Array, sinks) -> Array:
-    scores = ops.einsum("bmts,mn->bnts", scores, params["before_softmax"])
-    weights = softmax(jnp.where(visible, scores, -jnp.inf))
-    return ops.einsum("bmts,mn->bnts", weights, params["after_softmax"])
-
-
 def sigmoid(config: ModelConfig, bias: float | None = None) -> Mixer:
     """sigmoid(scores + bias) instead of the softmax. Ramapuram et al. 2024, arXiv:2409.04431.
 
     `bias` is -log(context_length) by default: with the number of keys at hand, decoding and packed rows would be another
     model. NotImplementedError for another `attention_implementation` than the reference.
     """
-    _reference_only(config, "sigmoid attention")
+    if (name := config.attention_implementation) not in (None, "reference"):
+        raise NotImplementedError(f"{name}: no sigmoid attention; attention_implementation='reference' has it")
     bias = -math.log(config.context_length) if bias is None else bias
 
-    def attend(params, context, query, key, value, **options):
-        return _weighed(lambda scores, sinks: jax.nn.sigmoid(scores + bias), query, key, value, **options)
+    def attend(
+        params, context, query, key, value, *, mask, return_weights, implementation, scale, dropout_rate, dropout_key, **options
+    ):
+        if {"bias", "positions"} <= options.keys():  # in a cache each row has positions of its own
+            options["bias"] = bias_between(options["bias"], *options["positions"])
+        call = Call(
+            mask=mask.sized(key.shape[1]), scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            dropout_rate=dropout_rate, dropout_seed=dropout_seed(dropout_rate, dropout_key), **options,
+        )  # fmt: skip
+        out, weights = reference(query, key, value, call, lambda scores, sinks: jax.nn.sigmoid(scores + bias))
+        return (out, weights) if return_weights else out
 
     return attention(config, attend=attend)
-
-
-def _reference_only(config: ModelConfig, what: str):
-    if (name := config.attention_implementation) not in (None, "reference"):
-        raise NotImplementedError(f"{name}: no {what}; attention_implementation='reference' has it")
-
-
-def _weighed(weigh, query, key, value, *, mask, return_weights, implementation, scale, dropout_rate, dropout_key, **options):
-    call = Call(
-        mask=mask.sized(key.shape[1]), scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        dropout_rate=dropout_rate, dropout_seed=dropout_seed(dropout_rate, dropout_key), **options,
-    )  # fmt: skip
-    out, weights = reference(query, key, value, call, weigh)
-    return (out, weights) if return_weights else out
 
 
 def value_residual(config: ModelConfig) -> Mixer:
@@ -216,56 +175,3 @@ def inverse_depth_scale(config: ModelConfig) -> Mixer:
         return heads._replace(query=(heads.query / (jnp.asarray(context.layer, wide) + 1)).astype(heads.query.dtype))
 
     return attention(config, prepare=prepare)
-
-
-def memory_key_values(config: ModelConfig, count: int = 16) -> Mixer:
-    """`count` learned keys and values a head that every query sees, whatever its mask. Sukhbaatar et al. 2019, 1907.01470.
-
-    They have no position, stand before all others (returned weights are `[B, N, T, count + S]`) and are not cached.
-    """
-    shape = count, config.kv_heads, config.head_size
-    leaf = Spec(shape, (None, "kv_heads", "head"), normal(config.init_std))
-
-    def attend(params, context, query, key, value, *, mask, bias=None, positions=None, **options):
-        keys = key.shape[1]
-        if positions is not None:
-            bias = bias_between(bias, *positions) if callable(bias) or isinstance(bias, Bias) else bias
-            q, kv = positions
-            before = jnp.broadcast_to(jnp.arange(count), (len(kv), count))
-            options["positions"] = q + count, jnp.concatenate([before, jnp.where(kv < 0, -1, kv + count)], axis=1)
-        mask = _with_memory(mask, count, query.shape[1], keys)
-        memory = lambda name, x: jnp.broadcast_to(params["memory"][name].astype(x.dtype)[None], (len(x), *shape))
-        key, value = (jnp.concatenate([memory(n, x), x], axis=1) for n, x in (("key", key), ("value", value)))
-        return ops.attention(query, key, value, mask=mask, bias=_bias_with_memory(bias, count, keys), **options)
-
-    return attention(config, extra={"memory": {"key": leaf, "value": leaf}}, attend=attend)
-
-
-def _with_memory(mask: Mask, count: int, T: int, S: int) -> Mask:
-    """The mask for `count` keys that all see and S behind them. Queries move along, so rules of distance stay as they are."""
-    first = S - T if mask.offset is None else mask.offset
-    parts = (replace(part, offset=None) for part in mask.sized(S).conjuncts())
-    moved = (part if masks.shift_invariant(part) else Mask(_moved, (count,), parts=(part,)) for part in parts)
-    return (masks.prefix(count) | reduce(Mask.__and__, moved)).at(first + count)
-
-
-def _moved(mask, q, kv):
-    (count,), (part,) = mask.args, mask.parts
-    return part._evaluate(q - count, kv - count)
-
-
-def _bias_with_memory(bias, count: int, keys: int):
-    """The score bias for `count` keys that get none and those behind them, at their own positions."""
-    if bias is None:
-        return None
-    if not (callable(bias) or isinstance(bias, Bias)):
-        return jnp.pad(jnp.broadcast_to(bias, (*bias.shape[:3], keys)), [(0, 0)] * 3 + [(count, 0)])
-
-    def score(q, kv):
-        if isinstance(bias, Bias):  # both are ranges of positions
-            scores = bias.block(q[0] - count, q.shape[0], kv[0] - count, kv.shape[0])
-        else:
-            scores = bias(q - count, kv - count)
-        return jnp.where((kv < count).reshape((1,) * (scores.ndim - 1) + (-1,)), 0, scores)
-
-    return score

@@ -241,8 +241,6 @@ def _deal_leaf(leaf: Array, s: Array, S: int, R: int, rounds: list[list[int]]) -
 
 def _check(B: int, pipe: Pipe, groups: int) -> None:
     S, M, R = pipe.stages, pipe.microbatches, pipe.repeats
-    if M < 1 or R < 1:
-        raise ConfigError(f"mesh.microbatches={M}, mesh.repeats={R}: must be at least 1")
     if R > 1 and M < S:
         raise ConfigError(f"mesh.microbatches={M}: with mesh.repeats={R} at least as many as mesh.stage={S}")
     for name, parts in (("mesh.microbatches", M), ("mesh.stage", S)):

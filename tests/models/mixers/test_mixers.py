@@ -33,7 +33,7 @@ SYSTEMS = {
     "efficient_full": replace(BASE, mixer=mixers.Efficient()),
     "performer": replace(BASE, mixer=mixers.Performer(12, chunk=4), masks=CAUSAL, num_kv_heads=1),
     "performer_full": replace(BASE, mixer=mixers.Performer(12, "relu")),
-    "linformer": replace(BASE, mixer=mixers.Linformer(5, "none"), num_kv_heads=1),
+    "linformer": replace(BASE, mixer=mixers.Linformer(5), num_kv_heads=1),
     "linformer_layerwise": replace(BASE, mixer=mixers.Linformer(5, "layerwise"), positions=Rope()),
     "reformer": replace(BASE, mixer=mixers.Reformer(4), masks=CAUSAL, positions=Rope()),
     "reformer_full": replace(BASE, mixer=mixers.Reformer(4, buckets=(2, 4), chunks_after=1)),
@@ -230,14 +230,13 @@ def test_linformer_of_full_rank_is_attention():
 
 def test_linformer_shares_what_it_says():
     shapes = {}
-    for sharing in ("headwise", "key_value", "layerwise", "none"):
+    for sharing in ("headwise", "key_value", "layerwise"):
         paths = params.paths(models.spec(replace(BASE, mixer=mixers.Linformer(5, sharing))))
         shapes[sharing] = sorted((path.split("/")[0], leaf.shape) for path, leaf in paths.items() if "projection" in path)
     assert shapes == {
         "headwise": [("layers", (L, T, 5))] * 2,
         "key_value": [("layers", (L, T, 5))],
         "layerwise": [("shared", (T, 5))],
-        "none": [("layers", (L, 2, T, 5))] * 2,
     }
 
 

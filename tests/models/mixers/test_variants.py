@@ -11,7 +11,7 @@ import pytest
 
 from jaxformer import decoding, masks, models, params
 from jaxformer.errors import ConfigError
-from jaxformer.models import Alibi, ModelConfig
+from jaxformer.models import ModelConfig
 from jaxformer.models.layer import Context
 from jaxformer.models.mixers import attention, variants
 from jaxformer.models.stacks import scan
@@ -135,12 +135,12 @@ def test_models_of_transformers(name):
         np.testing.assert_allclose(logits, arrays[f"{name}/logits"], **HF)
 
 
-def layer_out(config, ours, x, layer=0, memo=None, mask=masks.causal()):
+def layer_out(config, ours, x, layer=0, memo=None):
     """One mixer on its own, in float64."""
 
     @jit
     def run(ours, x, memo):
-        context = Context(mask, jnp.arange(x.shape[1])[None], layer=layer, memo=memo)
+        context = Context(masks.causal(), jnp.arange(x.shape[1])[None], layer=layer, memo=memo)
         mixed = scan.mixers(config)[0].apply(ours, x, context)
         return mixed.out, mixed.memo
 
@@ -182,13 +182,6 @@ def x_extra(name, w):
     match name:
         case "gated":
             return {"gate": {"kernel": heads(w["to_v_gate.weight"], variants_x.N)}}
-        case "gated_by_head":
-            return {"gate": {"kernel": w["to_v_head_gate.weight"].T, "bias": w["to_v_head_gate.bias"]}}
-        case "talking_heads":  # the first of the two is added to the scores
-            before, after = (w[f"attend.{when}_softmax_talking_heads.weight"][:, :, 0, 0].T for when in ("pre", "post"))
-            return {"before_softmax": np.eye(variants_x.N) + before, "after_softmax": after}
-        case "memory" | "memory_window" | "memory_alibi":
-            return {"memory": {kind: w[f"mem_{kind[0]}"].transpose(1, 0, 2) for kind in ("key", "value")}}
         case "residual_first":
             return {"value_mix": np.full(2, np.nan)}
         case "residual_second":
@@ -199,15 +192,7 @@ def x_extra(name, w):
 
 X_LAYERS: dict[str, Any] = {
     "gated": (variants.gated, X),
-    "gated_by_head": (variants.gated_by_head, X),
     "sigmoid": (partial(variants.sigmoid, bias=0.0), FLOAT64),  # no softmax at all
-    "talking_heads": (variants.talking_heads, X),
-    "memory": (partial(variants.memory_key_values, count=variants_x.COUNT), X),
-    "memory_window": (partial(variants.memory_key_values, count=variants_x.COUNT), X),
-    "memory_alibi": (
-        lambda config: variants.memory_key_values(replace(config, positions=Alibi()), variants_x.COUNT),
-        X,
-    ),
 }
 
 
@@ -221,9 +206,8 @@ def x_layer(name, mixer, **options):
 @pytest.mark.parametrize("name", X_LAYERS)
 def test_layers_of_x_transformers(name):
     mixer, tolerance = X_LAYERS[name]
-    mask = masks.causal() & masks.window(2) if name == "memory_window" else masks.causal()
     with jax.enable_x64(True):
-        out, _, expected = x_layer(name, mixer, mask=mask)
+        out, _, expected = x_layer(name, mixer)
         np.testing.assert_allclose(out, expected, **tolerance)
 
 
@@ -285,14 +269,6 @@ def test_sigmoid_attention_as_defined():
         np.testing.assert_allclose(layer_out(config, p, x)[0], expected, **FLOAT64)
 
 
-def test_talking_heads_as_defined():
-    with jax.enable_x64(True):
-        config = replace(PLAIN, mixer=variants.talking_heads)
-        p, x = drawn(variants.talking_heads(config).spec), np.random.default_rng(1).normal(size=(2, 5, D))
-        weigh = lambda scores: p["after_softmax"].T @ softmax(p["before_softmax"].T @ scores)
-        np.testing.assert_allclose(layer_out(config, p, x)[0], defined(p, x, weigh), **FLOAT64)
-
-
 def test_value_residual_as_defined():
     """Two numbers a layer that need not sum to one."""
     with jax.enable_x64(True):
@@ -332,7 +308,7 @@ def test_differential_attention_as_defined():
 
 # All of them as models
 
-V, T, COUNT = 13, 8, 3
+V, T = 13, 8
 MODEL = ModelConfig(
     vocab_size=V, num_layers=2, d_model=16, num_heads=4, num_kv_heads=2, context_length=16, positions=Rope(),
     feedforward="relu", d_ff=16, norm="rms_norm", use_bias=False,
@@ -341,13 +317,10 @@ MIXERS = {
     "qk_norm": variants.qk_norm,
     "qk_norm_full": variants.qk_norm_full,
     "gated": variants.gated,
-    "gated_by_head": variants.gated_by_head,
     "differential": variants.differential,
-    "talking_heads": variants.talking_heads,
     "sigmoid": partial(variants.sigmoid, bias=-1.0),
     "value_residual": variants.value_residual,
     "temperature": partial(variants.temperature, floor_scale=2, attn_scale=0.5),
-    "memory_key_values": partial(variants.memory_key_values, count=COUNT),
     "inverse_depth_scale": variants.inverse_depth_scale,
 }
 DEEP = (
@@ -452,7 +425,7 @@ def test_bfloat16_and_attention_maps_in_shape(name):
     out = jax.eval_shape(run, p, cache)
     assert out.hidden.dtype == jnp.bfloat16 and out.logits.dtype == jnp.float32
     assert jax.tree.map(lambda a: a.dtype, out.cache.layers) == jax.tree.map(lambda a: a.dtype, cache.layers)
-    assert out.attention.shape == (config.num_layers, 2, 4, T, T + COUNT * (name == "memory_key_values"))
+    assert out.attention.shape == (config.num_layers, 2, 4, T, T)
     assert jax.eval_shape(lambda p: run(p, None), p).hidden.dtype == jnp.bfloat16
 
 
@@ -464,45 +437,16 @@ def mixed(config, p, x, mask):
     return run(*jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (p, x)))
 
 
-@pytest.mark.parametrize("name", ["differential", "memory_key_values"])
-def test_blockwise_equals_the_reference(name):
-    """Values wider than keys; a mask behind learned keys, with segments and rules that are not of distance alone."""
-    config, x = CONFIGS[name], np.random.default_rng(1).normal(size=(2, T, 16))
+def test_blockwise_equals_the_reference():
+    """Values wider than keys, with segments and rules that are not of distance alone."""
+    config, x = CONFIGS["differential"], np.random.default_rng(1).normal(size=(2, T, 16))
     mask = masks.causal() & (masks.window(2) | masks.global_tokens((1,)))
     mask = mask & masks.segments(jnp.array([[1] * 3 + [2] * 5] * 2))
     expected, blockwise = (
-        mixed(replace(config, attention_implementation=kind), drawn(MIXERS[name](config).spec), x, mask)
+        mixed(replace(config, attention_implementation=kind), drawn(variants.differential(config).spec), x, mask)
         for kind in ("reference", "blockwise")
     )
     close(blockwise, expected)
-
-
-def test_memory_is_seen_by_all_and_hides_nothing():
-    """The mask in front of which keys were put: theirs is True, the rest as it was, at any offset and by head."""
-    some = [
-        masks.causal(), masks.causal() & masks.window(2), masks.causal() & masks.prefix(3) | masks.chunked(2),
-        masks.causal() & masks.segments(jnp.array([[1, 1, 2, 2, 2, 0]])), masks.random_blocks(1, 2),
-        masks.by_head(masks.causal(), masks.strided(2)), ~masks.causal(),
-    ]  # fmt: skip
-    some.append(some[2].at(1))
-
-    @jit
-    def dense(some):
-        return [(mask.dense(4, 6), variants._with_memory(mask, COUNT, 4, 6).dense(4, 6 + COUNT)) for mask in some]
-
-    for mask, (before, moved) in zip(some, dense(some), strict=True):
-        assert moved[..., :COUNT].all()
-        np.testing.assert_array_equal(moved[..., COUNT:], before, err_msg=str(mask))
-    # rules of distance stay what kernels know them as
-    assert str(variants._with_memory(masks.causal(), 16, 4, 4)) == "(prefix(16) | causal()).at(16)"
-
-
-def test_talking_heads_start_as_attention():
-    config, x = CONFIGS["talking_heads"], np.random.default_rng(1).normal(size=(2, T, 16))
-    spec = MIXERS["talking_heads"](config).spec
-    p, mix = drawn(spec), spec["before_softmax"]
-    p |= dict.fromkeys(("before_softmax", "after_softmax"), mix.init(jax.random.key(0), mix.shape, jnp.float32))
-    close(mixed(config, p, x, masks.causal()), mixed(replace(config, mixer=None), p, x, masks.causal()))
 
 
 def test_inverse_depth_scale_is_smaller_queries():
@@ -517,10 +461,9 @@ def test_inverse_depth_scale_is_smaller_queries():
 
 
 def test_what_is_refused():
-    for mixer, what in ((variants.talking_heads, "talking heads"), (variants.sigmoid, "sigmoid attention")):
-        for kernel in ("blockwise", "splash", "cudnn"):
-            with pytest.raises(NotImplementedError, match=f"{kernel}: no {what}; .*'reference' has it"):
-                models.spec(replace(MODEL, mixer=mixer, attention_implementation=kernel))
-        assert models.spec(replace(MODEL, mixer=mixer, attention_implementation="reference"))
+    for kernel in ("blockwise", "splash", "cudnn"):
+        with pytest.raises(NotImplementedError, match=f"{kernel}: no sigmoid attention; .*'reference' has it"):
+            models.spec(replace(MODEL, mixer=variants.sigmoid, attention_implementation=kernel))
+    assert models.spec(replace(MODEL, mixer=variants.sigmoid, attention_implementation="reference"))
     with pytest.raises(ConfigError, match="pairs heads; 1 key/value heads are an odd number"):
         models.spec(replace(MODEL, num_kv_heads=1, mixer=variants.differential))

@@ -204,7 +204,6 @@ def test_the_bubble_is_the_share_of_idle_ticks():
         (DEEP, Pipeline(2, repeats=2), "mesh.microbatches=2: with mesh.repeats=2 at least as many as mesh.stage=4"),
         (GPT, Pipeline(repeats=2), "model.num_layers=4: mesh.stage=4 x mesh.repeats=2 parts .* a multiple of 8"),
         (replace(LOCAL, num_layers=4), Pipeline(), "whole patterns of 2 masks and mixers take a multiple of 8"),
-        (GPT, Pipeline(0), "mesh.microbatches=0, mesh.repeats=1: must be at least 1"),
     ],
 )
 def test_what_does_not_come_out_even_is_refused_in_words(config, pipe, said):
