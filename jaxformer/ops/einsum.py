@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from jaxformer.sharding import auto_axes
 
-FEW_ROWS = 8  # up to here XLA:CPU is faster with int8 operands than with a weight that it first makes float32
+FEW_ROWS = 128  # up to here XLA:CPU is faster with int8 operands than with a weight that it first makes float32
 
 
 @struct.dataclass
