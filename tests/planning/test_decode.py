@@ -47,10 +47,10 @@ def test_a_step_on_a_tpu_moves_the_weights_and_the_filled_cache_once():
 
 @pytest.mark.aot
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs pip install 'jaxformer[plan-gpu]'")
-def test_a_step_on_a_gpu_moves_no_more_than_it_did():
-    """XLA:GPU cuts the filled slots out as an array, most of it in the chip's L2, before it multiplies: 2.24 and 1.38."""
+def test_a_step_on_a_gpu_moves_little_more():
+    """1.19 and 1.21: 640 slots are read for 576, partial sums of products are written, and a group's values are cut out."""
     has_cudnn = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
-    check("h200:1x1x1", "cudnn" if has_cudnn else "blockwise", (2.4, 1.5))
+    check("h200:1x1x1", "cudnn" if has_cudnn else "blockwise", (1.22, 1.25))
 
 
 def test_a_plan_of_decoding_for_devices_that_are_here(monkeypatch):

@@ -17,6 +17,7 @@ from jaxformer.ops.positions import Bias, bias_between
 from jaxformer.sharding import is_split, mesh_axes
 
 QUERY_BLOCK = 128  # queries at a time: their scores are an array
+FEW_QUERIES = 16  # of a key head, for which a GPU needs no kernel of products
 
 
 class Int8Slots(NamedTuple):
@@ -85,10 +86,24 @@ def _product(spec: str, x: Array, slots: "Array | Int8Slots", dtype) -> Array:
         scale, keys = slots.scale.swapaxes(2, 3), spec.endswith("s")
         found = _product(spec, x if keys else (x * scale).astype(x.dtype), slots.values.astype(x.dtype), dtype)
         return found * scale if keys else found
+    small = x.shape[2] <= (FEW_QUERIES if spec.endswith("s") else 1)
+    on_gpu = partial(_sums if small else _dot, spec, dtype)
+    return lax.platform_dependent(x, slots, cuda=on_gpu, default=partial(_dot, spec, dtype))
+
+
+def _dot(spec: str, dtype, x: Array, slots: Array) -> Array:
     x = x.astype(jnp.promote_types(x.dtype, slots.dtype))
     single = x.shape[2] == 1 and x.dtype.itemsize < 4  # XLA:CPU has no kernel for one line of 16 bits
     found = einsum(spec, jnp.concatenate([x, x], axis=2) if single else x, slots.astype(x.dtype), dtype=dtype)
     return found[:, :, :1] if single else found
+
+
+def _sums(spec: str, dtype, x: Array, slots: Array) -> Array:
+    """The same without a product's kernel, for which XLA:GPU would first write the filled slots to an array."""
+    x, slots = x.astype(dtype), slots.astype(dtype)
+    if spec.endswith("s"):
+        return jnp.sum(x[:, :, :, None] * slots[:, :, None], axis=-1)
+    return jnp.sum(x[:, :, 0, :, None] * slots, axis=2)[:, :, None]
 
 
 def in_blocks(run: Callable, query: Array, positions: Array) -> Array:
@@ -142,7 +157,7 @@ def write_token(state: Array, new: Array, positions: Array) -> Array:
 
 def _write_token(state: Array, new: Array, positions: Array) -> Array:
     K, S, H = state.shape[1:]
-    new = new.astype(state.dtype)
+    new = lax.optimization_barrier(new.astype(state.dtype))  # XLA:GPU would make it anew for each row
     pair = min(2, S)  # of a single slot, the TPU's compiler lays the whole state out anew
     for row in range(len(state)):  # XLA:CPU makes a loop of a scatter, in bfloat16 with copies of all slots
         slot = positions[row, 0] % S

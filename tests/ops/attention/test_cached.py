@@ -249,3 +249,12 @@ def test_every_product_of_decoding_is_one_of_these(monkeypatch):
         state = decoding.init_cache(config, 1, 8)
         jax.eval_shape(partial(decoding.prefill, config, **source), params, jnp.ones((1, 2), int), state)
     assert seen and seen <= set(SPECS), seen - set(SPECS)
+
+
+@pytest.mark.parametrize(("spec", "T"), [("bkth,bksh->bkts", 1), ("bkth,bksh->bkts", 5), ("bkts,bksh->bkth", 1)])
+def test_sums_of_a_gpu_are_the_products(spec, T):
+    rng = np.random.default_rng(0)
+    n = 6 if spec.startswith("bkth") else 9
+    x, slots = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((2, 3, T, n), (2, 3, 9, 6)))
+    found, expected = (function(spec, jnp.float32, x, slots) for function in (cached._sums, cached._dot))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)  # float32 sums of nine numbers of order one
