@@ -1,6 +1,7 @@
 """Experiments, and the run that they describe. What an experiment file needs is here."""
 
 # ruff: noqa: F401 (names that the package offers)
+from jaxformer.training.corruption import MaskedTokens, SpanCorruption
 from jaxformer.training.experiment import Checkpoints, Experiment, Sample
 from jaxformer.training.initial import FromRun, HuggingFace
 from jaxformer.training.objectives import ClassCrossEntropy, TokenCrossEntropy

@@ -15,7 +15,7 @@ from jaxformer.models.mixers import variants
 from jaxformer.models.stacks import reversible
 from jaxformer.ops import positions
 from jaxformer.parallel.mesh import Mesh
-from jaxformer.training import initial, objectives, optimizers, schedules
+from jaxformer.training import corruption, initial, objectives, optimizers, schedules
 from jaxformer.training.experiment import Checkpoints, Sample
 
 
@@ -41,7 +41,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "data": _of(sources, "Text Stdlib") | _of(tasks, "Reverse Copy Sort Recall"),
     "optimizer": _of(optimizers, "Adam AdamW Adafactor Lion Muon"),
     "schedule": _of(schedules, "Noam Cosine Linear WSD Constant"),
-    "objective": _of(objectives, "TokenCrossEntropy ClassCrossEntropy"),
+    "objective": _of(objectives, "TokenCrossEntropy ClassCrossEntropy") | _of(corruption, "MaskedTokens SpanCorruption"),
     "initial": _of(initial, "FromRun HuggingFace"), "adaptation": _of(adaptation, "Lora"),
     "mesh": {"Mesh": Mesh}, "checkpoints": {"Checkpoints": Checkpoints}, "sample": {"Sample": Sample, "Sampling": Sampling},
 }  # fmt: skip

@@ -1,0 +1,36 @@
+"""BERT's masked language model on bytes: an encoder fills in 15 % hidden bytes of the source text of Python's standard library.
+
+Devlin et al. 2018, arXiv:1810.04805, section 3.1, without next-sentence prediction.
+Expected: validation loss about 1.3 nats a hidden byte (the text's unigram entropy is 3.2).
+Time: about three minutes on two CPU cores.
+Command: make train EXP=masked_bytes
+"""
+
+from jaxformer.data.sources import Stdlib
+from jaxformer.masks import full
+from jaxformer.models import ModelConfig
+from jaxformer.ops.positions import Rope
+from jaxformer.training import AdamW, Cosine, Experiment, MaskedTokens
+
+experiment = Experiment(
+    name="masked_bytes",
+    model=ModelConfig(
+        vocab_size=257,  # bytes, and what stands for a hidden one
+        num_layers=4,
+        d_model=128,
+        num_heads=4,
+        context_length=128,
+        feedforward="gelu",
+        positions=Rope(),
+        masks=(full(),),
+        unroll=4,
+    ),
+    data=Stdlib(),
+    objective=MaskedTokens(mask_token=256),
+    optimizer=AdamW(learning_rate=3e-3, b2=0.98),
+    schedule=Cosine(warmup=50),
+    steps=1500,
+    batch_size=32,
+    eval_every=500,
+    eval_batches=40,
+)

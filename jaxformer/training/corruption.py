@@ -1,0 +1,143 @@
+"""Text made into a task of its own: hidden tokens (BERT) and corrupted spans (T5), as functions of a random key and objectives.
+
+The key is a function of (seed, step), so a run that is resumed hides the same tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int
+
+from jaxformer import models
+from jaxformer.errors import ConfigError
+from jaxformer.ops.losses import LossSums
+from jaxformer.training.objectives import Batch, TokenCrossEntropy
+
+
+def hide_tokens(
+    key: Array, tokens: Int[Array, "B T"], mask_token: int, rate: float = 0.15, word_starts: Bool[Array, "B T"] | None = None
+) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
+    """(the text with some tokens hidden, which they are). Devlin et al. 2018, arXiv:1810.04805, section 3.1.
+
+    Each word is chosen with probability `rate`. Of the chosen tokens 80 % become `mask_token`, 10 % a random one of the ids
+    below it, 10 % stay as they are. A word is a token, or all from one of `word_starts` to the next.
+    """
+    choose, kind, draw = jax.random.split(key, 3)
+    if word_starts is None:
+        chosen = jax.random.bernoulli(choose, rate, tokens.shape)
+    else:
+        words = jax.random.bernoulli(choose, rate, (len(tokens), tokens.shape[1] + 1))
+        chosen = jnp.take_along_axis(words, jnp.cumsum(word_starts, axis=1), axis=1)
+    share = jax.random.uniform(kind, tokens.shape)
+    others = jax.random.randint(draw, tokens.shape, 0, mask_token, tokens.dtype)
+    hidden = jnp.where(share < 0.8, mask_token, jnp.where(share < 0.9, others, tokens))
+    return jnp.where(chosen, hidden, tokens), chosen
+
+
+def span_counts(length: int, rate: float = 0.15, mean_span: float = 3.0) -> tuple[int, int]:
+    """(corrupted tokens, spans) of a text: its share `rate`, in spans of this mean length, at least one of each.
+
+    The source has length - tokens + spans + 1 tokens, the target tokens + spans + 1: of 568 tokens 512 and 114.
+    """
+    tokens = min(max(round(length * rate), 1), length - 1)
+    return tokens, min(max(round(tokens / mean_span), 1), tokens, length - tokens)
+
+
+def corrupt_spans(
+    key: Array, tokens: Int[Array, "B T"], sentinel: int, end: int, rate: float = 0.15, mean_span: float = 3.0
+) -> tuple[Int[Array, "B S"], Int[Array, "B U"]]:
+    """(source, target): in the source each span is one sentinel, in the target each sentinel is followed by its span.
+
+    Sentinels are `sentinel`, `sentinel` - 1, ...; both texts end with `end`. The lengths of spans, and of what stays between
+    them, are a random partition, the same number in each row. Raffel et al. 2020, arXiv:1910.10683, section 3.1.4.
+    """
+    T = tokens.shape[1]
+    count, spans = span_counts(T, rate, mean_span)
+
+    def corrupt(key: Array, row: Array) -> tuple[Array, Array]:
+        lengths = [_partition(each, n, spans) for each, n in zip(jax.random.split(key), (T - count, count), strict=True)]
+        borders = jnp.cumsum(jnp.stack(lengths, axis=1).reshape(-1))
+        part = jnp.searchsorted(borders, jnp.arange(T), side="right")  # 0: stays, 1: first span, 2: stays, ...
+        in_span = part % 2 == 1
+        starts = in_span & (part != jnp.concatenate([jnp.zeros(1, part.dtype), part[:-1]]))
+        marks = jnp.where(starts, sentinel - part // 2, -1)
+        source = jnp.where(starts, marks, jnp.where(in_span, -1, row))
+        target = jnp.stack([marks, jnp.where(in_span, row, -1)], axis=1).reshape(-1)
+        return _kept(source, T - count + spans, end), _kept(target, count + spans, end)
+
+    return jax.vmap(corrupt)(jax.random.split(key, len(tokens)), tokens)
+
+
+def _partition(key: Array, total: int, parts: int) -> Int[Array, " parts"]:
+    """Positive numbers with this sum: all partitions are as likely."""
+    order = jax.random.permutation(key, total - 1)[: parts - 1]
+    ends = jnp.sort(jnp.append(order + 1, jnp.array([0, total])))
+    return jnp.diff(ends)
+
+
+def _kept(row: Array, count: int, end: int) -> Array:
+    """The `count` entries that are not negative, in their order, and `end`."""
+    return jnp.append(row[jnp.argsort(row < 0, stable=True)[:count]], end)
+
+
+@dataclass(frozen=True)
+class MaskedTokens:
+    """BERT's masked language model: cross entropy of the tokens that `hide_tokens` chooses, given the others.
+
+    It reads `tokens` and `weights` `[B, T]` of any text; a token of weight 0 (padding) is never chosen.
+    `word_starts` `[B, T]`, if the data have it, hides whole words.
+    """
+
+    mask_token: int  # what stands for a hidden token: an id above those of the text
+    rate: float = 0.15  # share of words that are hidden
+
+    def __post_init__(self):
+        if not 0 < self.rate < 1:
+            raise ConfigError(f"objective.rate={self.rate}: must be in (0, 1)")
+
+    def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
+        if self.mask_token >= (size := _vocab_size(model, self.mask_token)):
+            raise ConfigError(f"objective.mask_token={self.mask_token}: model.vocab_size={size} must be larger")
+        choose, inside = jax.random.split(key)
+        tokens, weights = batch["tokens"], batch["weights"]
+        inputs, chosen = hide_tokens(choose, tokens, self.mask_token, self.rate, batch.get("word_starts"))
+        inputs = jnp.where(weights > 0, inputs, tokens)
+        batch = batch | {"tokens": inputs, "labels": tokens, "weights": jnp.where(chosen, weights, 0)}
+        return TokenCrossEntropy()(model, params, batch, inside, dtype)
+
+
+@dataclass(frozen=True)
+class SpanCorruption:
+    """T5's pre-training of an encoder-decoder: cross entropy of the target of `corrupt_spans` given its source.
+
+    It reads `tokens` and `weights` `[B, T]` of any text; a row that is not full of text has weight 0.
+    """
+
+    sentinel: int  # the first of the sentinels, which count down: the ids above those of the text and `end`
+    end: int  # ends source and target
+    start: int = 0  # begins the decoder's input
+    rate: float = 0.15  # share of corrupted tokens
+    mean_span: float = 3.0  # tokens
+
+    def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
+        tokens = batch["tokens"]
+        _, spans = span_counts(tokens.shape[1], self.rate, self.mean_span)
+        size = _vocab_size(model, self.sentinel)
+        if not self.end < self.sentinel - spans + 1 <= self.sentinel < size:
+            problem = f"{spans} sentinels from {self.sentinel} down must lie between end={self.end} and model.vocab_size={size}"
+            raise ConfigError(f"objective: {problem}")
+        corrupt, inside = jax.random.split(key)
+        source, labels = corrupt_spans(corrupt, tokens, self.sentinel, self.end, self.rate, self.mean_span)
+        inputs = jnp.concatenate([jnp.full_like(labels[:, :1], self.start), labels[:, :-1]], axis=1)
+        full = jnp.all(batch["weights"] > 0, axis=1, keepdims=True)
+        weights = jnp.broadcast_to(full, labels.shape).astype(batch["weights"].dtype)
+        pair = {"source": source, "tokens": inputs, "labels": labels, "weights": weights}
+        return TokenCrossEntropy()(model, params, pair, inside, dtype)
+
+
+def _vocab_size(model: Any, largest: int) -> int:
+    """Of a model that is no config, as large as it must be."""
+    return models.last_stack(model).vocab_size if models.is_config(model) else largest + 1
