@@ -29,8 +29,8 @@ experiment = Experiment(
     objective=MaskedTokens(mask_token=256),
     optimizer=AdamW(learning_rate=3e-3, b2=0.98),
     schedule=Cosine(warmup=50),
-    steps=1500,
+    steps=600,
     batch_size=32,
-    eval_every=500,
+    eval_every=300,
     eval_batches=40,
 )
