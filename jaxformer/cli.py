@@ -156,8 +156,9 @@ def generate(argv: list[str]) -> int:
         for text in run.continue_all([options.prompt], beams=beams, **how)[0]:
             print(options.prompt + text)
     else:
-        print(options.prompt, end="", flush=True)
-        for piece in run.stream(options.prompt, **how):
+        pieces = run.stream(options.prompt, **how)
+        print(options.prompt + next(pieces, ""), end="", flush=True)  # together: while the first is made, logs may be printed
+        for piece in pieces:
             print(piece, end="", flush=True)
         print()
     return 0
