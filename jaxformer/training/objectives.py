@@ -32,6 +32,11 @@ class TokenCrossEntropy:
     label_smoothing: float = 0.0  # share of the target spread over all classes; not in what is scored
     z_loss: float = 0.0  # weight of (log sum exp of the logits)^2; not in what is scored
 
+    def __post_init__(self):
+        if not (0 <= self.label_smoothing < 1 and self.z_loss >= 0):
+            problem = f"label_smoothing={self.label_smoothing} must be in [0, 1), z_loss={self.z_loss} at least 0"
+            raise ConfigError(f"objective: {problem}")
+
     def evaluation(self) -> "TokenCrossEntropy":
         return TokenCrossEntropy()
 

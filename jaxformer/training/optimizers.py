@@ -27,6 +27,8 @@ def _check(optimizer) -> None:
         rate = getattr(optimizer, name, 1.0)
         if not (math.isfinite(rate) and rate > 0):
             raise ConfigError(f"optimizer.{name}={rate}: must be a positive finite number")
+    if getattr(optimizer, "weight_decay", 0.0) < 0:
+        raise ConfigError(f"optimizer.weight_decay={optimizer.weight_decay}: must be at least 0")
 
 
 @dataclass(frozen=True)

@@ -107,5 +107,7 @@ def _check(schedule: Any, steps: int, ends: bool = True) -> None:
     for name in ("final", "decay"):
         if not 0 <= getattr(schedule, name, 0.0) <= 1:
             raise ConfigError(f"schedule.{name}={getattr(schedule, name)}: must be in [0, 1]")
+    if schedule.warmup < 0:
+        raise ConfigError(f"schedule.warmup={schedule.warmup}: must be at least 0")
     if ends and schedule.warmup >= steps:
         raise ConfigError(f"schedule.warmup={schedule.warmup}: must be below steps={steps}; lower it or raise steps")

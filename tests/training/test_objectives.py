@@ -9,12 +9,13 @@ import pytest
 from flax import linen, nnx
 
 from jaxformer import models
+from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.interop.flax import FlaxModel
 from jaxformer.masks import causal, full
 from jaxformer.models import Classification, EncoderDecoder, Mixture, ModelConfig, Patches, mixers
 from jaxformer.ops import cross_entropy
-from jaxformer.training import ClassCrossEntropy, Experiment, TokenCrossEntropy
+from jaxformer.training import AdamW, ClassCrossEntropy, Constant, Experiment, TokenCrossEntropy
 from jaxformer.training.recipe import build
 
 CONFIG = ModelConfig(vocab_size=13, num_layers=2, d_model=16, num_heads=2, context_length=8, init_std=0.3)
@@ -152,3 +153,17 @@ def test_a_flax_model_is_a_model(model):
     parameters = models.init(model, jax.random.key(0))
     logits = models.apply(model, parameters, TOKENS).logits
     np.testing.assert_allclose(scored[0], cross_entropy(logits, BATCH["labels"], BATCH["weights"]).loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: TokenCrossEntropy(label_smoothing=1.0), r"objective: label_smoothing=1.0 must be in \[0, 1\)"),
+        (lambda: TokenCrossEntropy(z_loss=-1e-4), "z_loss=-0.0001 at least 0"),
+        (lambda: Constant(warmup=-1)(Experiment("x", None, Reverse())), "schedule.warmup=-1: must be at least 0"),
+        (lambda: AdamW(weight_decay=-0.1)({}), "optimizer.weight_decay=-0.1: must be at least 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(make, said):
+    with pytest.raises(ConfigError, match=said):
+        make()
