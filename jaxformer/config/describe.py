@@ -9,6 +9,7 @@ import enum
 import functools
 import hashlib
 import json
+import re
 import types
 from collections.abc import Mapping, Set
 from dataclasses import MISSING
@@ -95,7 +96,10 @@ def _object(value: Any, place: _Place) -> Any:
         return _describe({"wrapped": value.__wrapped__, **others} if others else value.__wrapped__, place)
     if callable(value) and hasattr(value, "__qualname__"):  # of C
         return code.name_of(value)
-    if attributes := getattr(value, "__dict__", None):
+    if isinstance(value, re.Pattern):  # whose text is cut short
+        return _instance(value, {"pattern": value.pattern, "flags": value.flags}, place)
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
+    if attributes := {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}:
         return _instance(value, attributes, place)
     text = repr(value)
     return _instance(value, {} if " at 0x" in text else {"text": text}, place)

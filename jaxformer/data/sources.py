@@ -161,9 +161,12 @@ def _encode_bpe(config: Text | Stdlib, text: str, cut: int, source: str) -> tupl
                 np.save(f"{temporary}/train.npy", tokenizer.encode_text(text[:cut]))
                 np.save(f"{temporary}/validation.npy", tokenizer.encode_text(text[cut:]))
                 tokenizer.save(f"{temporary}/tokenizer.json")
+                os.chmod(temporary, 0o755)  # of temporary folders it is 0700
                 with contextlib.suppress(OSError):  # another process stored its tokens first
                     os.replace(temporary, entry)
         train, validation = (np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r")) for name in ("train", "validation"))
+    except (ValueError, EOFError) as error:
+        raise ConfigError(f"data.cache: {entry} is damaged ({error}); remove it") from error
     except OSError as error:
         raise ConfigError(f"data.cache: cannot keep tokens in {folder} ({error.strerror}); choose another") from error
     return train, validation, tokenizers.load(entry / "tokenizer.json")

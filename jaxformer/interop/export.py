@@ -46,8 +46,9 @@ def save(
         raise ConfigError(f"{path}: the parameters are not those of the config: {wrong}")
     if unknown := [name for name in platforms if name not in PLATFORMS]:
         raise ConfigError(f"platforms={tuple(platforms)}: expected some of {', '.join(PLATFORMS)} ({unknown})")
-    if unknown := [name for name in inputs if name not in OPTIONAL_INPUTS]:
-        raise ConfigError(f"inputs={unknown}: expected some of {', '.join(OPTIONAL_INPUTS)}")
+    allowed = OPTIONAL_INPUTS if isinstance(config, EncoderDecoder) else OPTIONAL_INPUTS[:-1]
+    if unknown := [name for name in inputs if name not in allowed or isinstance(models.last_stack(config).embedding, Patches)]:
+        raise ConfigError(f"inputs={unknown}: expected some of {', '.join(allowed)}, for a model of tokens")
     leaves = paths(params)
     arguments = _arguments(config, batch, length, inputs, next(iter(leaves.values())).dtype)
     forward = jax.jit(partial(_forward, _portable(config, length), tuple(arguments)[1:]))

@@ -142,7 +142,8 @@ def _open_shards(index: Path, listing: list[str]) -> dict[str, Any]:
         raise ConfigError(f"{index}: {len(missing)} of {len(files)} files are missing: {list_names(missing)}; download them")
     opened: dict[str, Any] = {}
     for file in files:
-        opened |= _open_file(index.parent / file)
+        found = _open_file(index.parent / file)  # of a tensor in two files, the index says which counts
+        opened |= {name: tensors for name, tensors in found.items() if weight_map.get(name, file) == file}
     if missing := sorted(weight_map.keys() - opened.keys()):
         raise ConfigError(f"{index}: lists {list_names(missing)}, which no file has; {AGAIN}")
     return opened
@@ -180,6 +181,8 @@ def _write_shards(folder: Path, tensors: Iterable[tuple], limit: int) -> None:
     """One file, or several of at most `limit` bytes and their index."""
     shards, room, total = [{}], limit, 0
     for name, shape, dtype, make in tensors:
+        if any(name in shard for shard in shards):
+            raise ValueError(f"{folder}: two tensors are called {name}")
         size = math.prod(shape) * np.dtype(dtype).itemsize
         if size > room and shards[-1]:
             shards.append({})
@@ -199,6 +202,8 @@ def _write_shards(folder: Path, tensors: Iterable[tuple], limit: int) -> None:
 def _write_file(path: Path, tensors: dict[str, Callable[[], Any]]) -> None:
     arrays = {name: np.asarray(make(), order="C") for name, make in tensors.items()}  # the package writes memory as it is
     save_file(arrays, path, {"format": "pt"})  # without the format transformers refuses the file
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # on disk before the rename
 
 
 _short = reprlib.Repr()

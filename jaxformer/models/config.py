@@ -187,6 +187,9 @@ def _wrong_sizes(config: ModelConfig) -> Iterator[str]:
         made, wanted = (math.prod(positions.shape), sum(positions.widths)), (c.context_length, c.d_model)
         if made != wanted:
             yield f"positions={positions}: makes {made[0]} positions of width {made[1]}, not {wanted[0]} of {wanted[1]}"
+    if isinstance(positions, Learned) and patches and patches.length != c.context_length:
+        shown = f"images of {patches.image} in patches of {patches.patch}"
+        yield f"context_length={c.context_length}: {shown} make {patches.length} positions"
     table = 0 if patches else c.d_model
     if c.tie_embeddings and c.hidden_width != table and any(isinstance(h, LanguageModel) for h in c.heads):
         have = f"which have {table or 'none: they are patches'}; set it to False, or give other heads"

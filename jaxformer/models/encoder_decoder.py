@@ -76,6 +76,6 @@ def _visible(tokens, segment_ids, source_segment_ids) -> masks.Mask:
     if source_segment_ids is None:
         return masks.full()
     if segment_ids is None:  # in decoding, rows may share a source
-        rows = len(source_segment_ids)
+        rows = source_segment_ids.shape[0]
         return masks.segments(jnp.ones((rows, tokens.size // rows), jnp.int32), (source_segment_ids != 0).astype(jnp.int32))
     return masks.segments(segment_ids, source_segment_ids)

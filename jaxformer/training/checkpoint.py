@@ -212,8 +212,12 @@ class Manager(AbstractContextManager):
     def _put_aside(self, step: int, why: str) -> None:
         earlier = len(list(self.folder.glob(f"{step}.corrupt*")))
         name = f"{step}.corrupt-{earlier + 1}" if earlier else f"{step}.corrupt"
-        (self.folder / str(step)).rename(self.folder / name)
-        self.log(f"{self.folder}: step {step} is damaged: {why}; renamed to {name}, trying an older one")
+        try:
+            (self.folder / str(step)).rename(self.folder / name)
+            then = f"renamed to {name}"
+        except OSError as error:
+            then = f"it cannot be renamed ({error})"
+        self.log(f"{self.folder}: step {step} is damaged: {why}; {then}, trying an older one")
 
 
 def steps(folder: Folder) -> list[int]:

@@ -113,7 +113,7 @@ class MaskedTokens:
 class SpanCorruption:
     """T5's pre-training of an encoder-decoder: cross entropy of the target of `corrupt_spans` given its source.
 
-    It reads `tokens` and `weights` `[B, T]` of any text; a row that is not full of text has weight 0.
+    It reads `tokens` and `weights` `[B, T]`: one text a row, not packed ones; a row that is not full has weight 0.
     """
 
     sentinel: int  # the first of the sentinels, which count down: the ids above those of the text and `end`
@@ -121,6 +121,10 @@ class SpanCorruption:
     start: int = 0  # begins the decoder's input
     rate: float = 0.15  # share of corrupted tokens
     mean_span: float = 3.0  # tokens
+
+    def __post_init__(self):
+        if not (0 < self.rate < 1 and self.mean_span >= 1):
+            raise ConfigError(f"objective: rate={self.rate} must be in (0, 1), mean_span={self.mean_span} at least 1")
 
     def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
         tokens = batch["tokens"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -367,6 +368,6 @@ def test_help_of_every_experiment(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in C.available():
         text = C.help_text(C.load(name), name)
-        assert " at 0x" not in text and "--model.num-layers  int = " in text
+        assert " at 0x" not in text and re.search(r"--model(\.decoder)?\.num-layers  int = ", text)
     for name in [name for name in sys.modules if name.startswith("experiment")]:
         del sys.modules[name]

@@ -95,6 +95,21 @@ def test_shards_hold_no_more_than_they_may_and_the_index_names_all(tmp_path):
         assert sum(there) <= 200 or len(there) == 1  # 180 + 21 bytes do not fit into one
 
 
+def test_of_a_tensor_in_two_files_the_index_says_which_counts(tmp_path):
+    arrays = {name: np.full(50, i, np.float32) for i, name in enumerate("abc")}
+    save_checkpoint(tmp_path / "model", CONFIG, listed(arrays), shard_bytes=200)
+    stale = {"a": np.full(50, 9, np.float32), "c": arrays["c"]}
+    weights.save_file(stale, tmp_path / "model" / "model-00003-of-00003.safetensors", {"format": "pt"})
+    assert_same(open_checkpoint(tmp_path / "model"), arrays)
+
+
+def test_two_tensors_of_one_name_are_not_written(tmp_path):
+    arrays = {"a": np.zeros(2, np.float32)}
+    with pytest.raises(ValueError, match="two tensors are called a"):
+        save_checkpoint(tmp_path / "model", CONFIG, [*listed(arrays), *listed(arrays)])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_transposed_array_is_written_in_its_own_order(tmp_path):
     arrays = {"kernel": np.arange(3_000_000, dtype=np.float32).reshape(1000, 3000).T}  # several slabs
     save_checkpoint(tmp_path / "model", CONFIG, listed(arrays))

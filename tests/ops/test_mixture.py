@@ -405,6 +405,8 @@ def test_a_model_of_one_expert_is_the_dense_model():
         (dict(top_k=0), "model.feedforward.top_k=0"),
         (dict(experts=0), "model.feedforward.top_k=2: must be 1 to 0"),
         (dict(activation="swish"), "model.feedforward.activation='swish'"),
+        (dict(capacity=0.0), "model.feedforward.capacity=0.0"),
+        (dict(balance_loss=-1.0), "model.feedforward.balance_loss=-1.0"),
         (dict(top_k=1), "model.feedforward.normalise=True"),
     ],
 )

@@ -60,6 +60,12 @@ def test_a_key_decides_and_rows_differ():
     assert (first == again).all() and (first != other).any() and (first[0] != first[1]).any()
 
 
+@pytest.mark.parametrize("bad", [dict(rate=0.0), dict(rate=1.5), dict(mean_span=0.5)])
+def test_spans_that_cannot_be_are_refused(bad):
+    with pytest.raises(ConfigError, match=r"objective: rate=.* must be in \(0, 1\), mean_span=.* at least 1"):
+        SpanCorruption(SENTINEL, END, **bad)
+
+
 def test_lengths_of_t5():
     assert span_counts(568) == (85, 28)
     source, target = corrupt_spans(jax.random.key(0), text(1, 568), SENTINEL, END)

@@ -162,7 +162,7 @@ def cross_attention(config: ModelConfig, params: Tree, x: Float[Array, "B T D"],
     query = linear("btd,dnh->btnh", x, params["query"])
     key, value = (heads[name].swapaxes(1, 2).astype(x.dtype) for name in ("key", "value"))
     options = attention_options(config, context) | {"mask": source.mask}
-    together = query.reshape(len(key), -1, *query.shape[2:])
+    together = query.reshape(key.shape[0], -1, *query.shape[2:])
     out, weights = split_weights(ops.attention(together, key, value, **options))
     return MixerOutput(linear("btnh,nhd->btd", out.reshape(query.shape), params["out"]), weights=weights)
 
