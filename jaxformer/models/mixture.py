@@ -35,10 +35,10 @@ class Mixture:
     def __post_init__(self):
         words = (*ACTIVATIONS, *GATES)
         lone = self.normalise and self.top_k == 1 < self.experts and not self.balance_loss
-        losses = min(self.balance_loss, self.router_z_loss)
         for field, right, expected in (
             ("capacity", self.capacity is None or self.capacity > 0, "must be above 0, or None"),
-            ("balance_loss", losses >= 0, "no loss has a negative weight"),
+            ("balance_loss", self.balance_loss >= 0, "must be at least 0"),
+            ("router_z_loss", self.router_z_loss >= 0, "must be at least 0"),
             ("top_k", 1 <= self.top_k <= self.experts, f"must be 1 to {self.experts}, the number of experts"),
             ("activation", self.activation in words, f"expected one of {', '.join(words)}"),
             ("normalise", not lone, "a lone weight is 1 and teaches nothing; for top_k=1 set it to False, or a balance_loss"),

@@ -407,6 +407,7 @@ def test_a_model_of_one_expert_is_the_dense_model():
         (dict(activation="swish"), "model.feedforward.activation='swish'"),
         (dict(capacity=0.0), "model.feedforward.capacity=0.0"),
         (dict(balance_loss=-1.0), "model.feedforward.balance_loss=-1.0"),
+        (dict(router_z_loss=-1.0), "model.feedforward.router_z_loss=-1.0"),
         (dict(top_k=1), "model.feedforward.normalise=True"),
     ],
 )

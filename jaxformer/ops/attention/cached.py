@@ -17,7 +17,7 @@ from jaxformer.ops.positions import Bias, bias_between
 from jaxformer.sharding import is_split, mesh_axes
 
 QUERY_BLOCK = 128  # queries at a time: their scores are an array
-FEW_QUERIES = 16  # of a key head, for which a GPU needs no kernel of products
+FEW_QUERIES = 16  # up to so many queries of a key head, a GPU computes scores without the kernel of a product
 
 
 class Int8Slots(NamedTuple):
