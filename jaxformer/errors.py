@@ -1,8 +1,9 @@
 """The one error that a user sees as a line instead of a traceback."""
 
+import contextlib
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class ConfigError(ValueError):
@@ -22,3 +23,12 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     cutoff = 0.0 if same_end else 0.75 if "." in word else 0.6  # dotted names are alike by their shared beginning
     found = difflib.get_close_matches(word, same_end or choices, n=1, cutoff=cutoff)
     return f"; did you mean {found[0]}?" if found else ""
+
+
+@contextlib.contextmanager
+def package_of(extra: str) -> Iterator[None]:
+    """Around an import of a package that only an extra of ours installs. Raises ConfigError where it is missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"this needs the package {error.name}; pip install 'jaxformer[{extra}]'") from None

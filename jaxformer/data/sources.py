@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,14 @@ class Stdlib:
 
     def open(self, model: Any) -> "Dataset":
         return open_text(self, context_length(model))
+
+
+class Question(NamedTuple):
+    """An example whose answer a model writes; a split may have a sequence of them, `questions`."""
+
+    prompt: list[int]  # how the answer begins; of a decoder alone, what it continues
+    reference: str  # the right answer
+    source: Any = None  # of an encoder-decoder: its tokens, or an image
 
 
 @dataclass(frozen=True, eq=False)

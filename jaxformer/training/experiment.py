@@ -29,7 +29,8 @@ class Checkpoints:
 
     every: int = 500  # steps
     keep_latest: int = 2  # how many of the newest
-    keep_best: int = 1  # how many with the lowest validation loss
+    keep_best: int = 1  # how many of the best
+    best: str = "loss"  # the score that ranks them, lowest first; "-NAME", such as "-bleu": highest first
 
     def __post_init__(self):
         _check_least(self, "checkpoints.", {"every": 1, "keep_latest": 1, "keep_best": 0})
@@ -71,6 +72,7 @@ class Experiment:
     ema_decay: float | None = None  # decay of averaged parameters, which are then scored; None: no average
     seed: int = 0  # of parameters, batches, dropout and samples
     max_skipped: int = 10  # non-finite steps in a row before the run gives up
+    metrics: tuple[Callable, ...] = execution(())  # what else is scored: (evaluation.metric.Evaluation) -> {name: number}
     mesh: Mesh = execution(Mesh(data=1))  # devices; one by default
     log_every: int = execution(10)  # steps between two lines of metrics.jsonl
     eval_every: int = execution(500)  # steps between two evaluations

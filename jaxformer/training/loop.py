@@ -42,6 +42,7 @@ class Job:
     log_every: int
     eval_every: int
     save_every: int
+    best: str  # the score that ranks checkpoints
     max_skipped: int
     metadata: dict[str, Any]  # of every checkpoint
     batches: Callable[[int], dict[str, Any]]  # step -> this process's rows
@@ -49,7 +50,7 @@ class Job:
     step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
     spread: Callable[[TrainState], Any]  # the state as `step` takes it
     gather: Callable[[Any], TrainState]  # back to an ordinary one
-    evaluate: Callable[[Any], dict[str, float]]
+    evaluate: Callable[..., dict[str, Any]]
     sample: Callable[[Any], str] | None  # params -> text
     profile: str | None  # where a trace of some steps goes
     share: float | None  # of all devices' FLOP/s that one token a second uses
@@ -62,7 +63,7 @@ class Result:
     folder: epath.Path
     name: str
     parameters: int
-    validation: dict[str, float]
+    validation: dict[str, Any]  # numbers, and texts such as the signature of a score
     baseline: float | None  # unigram entropy of the validation text, nats a token
     sample: str | None
 
@@ -122,7 +123,7 @@ def train(
             state, scores = loop(job, manager, state, start, record, console, watchdog)
         else:
             console.say(f"this run is finished: {job.steps} steps are done in {folder.path}")
-            scores = job.evaluate(state.best)
+            scores = job.evaluate(state.best, final=True)
         watchdog.beat(job.steps, patience=LONG)
         return finish(job, folder, dataset, state, scores, record, console, reports)
 
@@ -216,10 +217,11 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     )
     return Job(
         **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},
-        save_every=experiment.checkpoints.every, put=put, step=step, spread=spread, gather=gather,
+        save_every=experiment.checkpoints.every, best=experiment.checkpoints.best,
+        put=put, step=step, spread=spread, gather=gather,
         metadata={"data_digest": dataset.digest, "config": config.describe(experiment)},
         batches=batching.batches(dataset.train, size, experiment.seed, rows).__getitem__,
-        evaluate=evaluator(recipe, dataset, size, experiment.eval_batches, None if pmapped else mesh),
+        evaluate=evaluator(experiment, recipe, dataset, None if pmapped else mesh),
         sample=sample if can_sample(experiment, dataset) else None,
         profile=trace_folder(folder.path) if experiment.profile and processes.is_first() else None,
         share=_peak_share(experiment.model, 1 if mesh is None else mesh.size),
@@ -262,15 +264,17 @@ def loop(
                 continue
             report.now()
             watchdog.beat(step, patience=LONG)
-            validation = None
+            rank = None
             if evaluates:
-                scores = job.evaluate(job.gather(state).best)
-                validation = scores["loss"]
-                record.write(done, {f"validation_{name}": scores[name] for name in scores if name not in UNRECORDED})
-                console.evaluation(done, {"validation_loss": validation, "perplexity": scores["perplexity"]})
+                scores = job.evaluate(job.gather(state).best, final=last)
+                rank = ranked(scores, job.best)
+                numbers = {name: value for name, value in scores.items() if not isinstance(value, str)}
+                record.write(done, {f"validation_{name}": numbers[name] for name in numbers if name not in UNRECORDED})
+                others = {name: value for name, value in numbers.items() if name not in ("loss", *UNRECORDED)}
+                console.evaluation(done, {"validation_loss": scores["loss"], "perplexity": scores["perplexity"], **others})
             if saves:
                 record.save()
-                manager.save(done, job.gather(state), job.metadata, validation, wait=last or bool(stop))
+                manager.save(done, job.gather(state), job.metadata, rank, wait=last or bool(stop))
             report.restart_clock()
             if stop and not last:
                 raise Interrupted(stop, done)
@@ -280,12 +284,22 @@ def loop(
 UNRECORDED = ("perplexity", "bits", "tokens")  # they follow from the loss, or never change
 
 
+def ranked(scores: dict[str, Any], best: str) -> float:
+    """The number by which a checkpoint is ranked, lowest first. Raises ConfigError for a score that there is not."""
+    name = best.removeprefix("-")
+    if not isinstance(scores.get(name), (int, float)):
+        names = ", ".join(name for name, value in scores.items() if not isinstance(value, str))
+        raise ConfigError(f"checkpoints.best={best!r}: an evaluation here gives {names}; name one, or one with a minus")
+    return -scores[name] if best.startswith("-") else scores[name]
+
+
 def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console, reports: Sequence[Report]) -> Result:
     """Final scores, a sample, and what `reports` make of the result."""
     baseline = None
     if dataset.tokenizer is not None:
         baseline = processes.first(lambda: batching.unigram_entropy(dataset))
-    others = {name: f"{value:.4g}" for name, value in scores.items() if name not in ("loss", *UNRECORDED)}
+    shown = lambda value: value if isinstance(value, str) else f"{value:.4g}"
+    others = {name: shown(value) for name, value in scores.items() if name not in ("loss", *UNRECORDED)}
     words = [f"validation loss {scores['loss']:.4f} nats a token", f"perplexity {scores['perplexity']:.3f}"]
     words += [f"{name} {value}" for name, value in others.items()]
     console.say(", ".join(words) + ("" if baseline is None else f" (unigram entropy {baseline:.4f})"))

@@ -16,6 +16,7 @@ from jaxformer import config, models, parallel, sharding
 from jaxformer.data import batching, tokenizers
 from jaxformer.decoding import Beams, generate, round_to_int8, search, stream
 from jaxformer.errors import ConfigError
+from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.perplexity import perplexity
 from jaxformer.models import heads
 from jaxformer.models.config import Learned
@@ -87,9 +88,9 @@ class Run:
         dataset = batching.open_dataset(self.experiment.data, self.experiment.model)
         step, trained, metadata = self.checkpoint
         check_data(self.folder, metadata, dataset)
-        score = evaluator(self.recipe, dataset, self.experiment.batch_size, self.experiment.eval_batches, self.mesh)
+        score = evaluator(self.experiment, self.recipe, dataset, self.mesh)
         with self.on_mesh():
-            found = {"step": step, **score(trained)}
+            found = {"step": step, **score(trained, final=True)}
             if int8:
                 rounded = score(jax.jit(partial(round_to_int8, self.recipe.spec))(trained))
                 found |= {f"int8_{name}": value for name, value in rounded.items()}
@@ -223,9 +224,9 @@ def on_devices(mesh: jax.sharding.Mesh | None, rows: np.ndarray | None, size: in
 
 
 def evaluator(
-    recipe: Recipe, dataset: Any, size: int, limit: int | None = None, mesh: jax.sharding.Mesh | None = None
-) -> Callable[[Any], dict[str, float]]:
-    """(trained) -> scores over the validation split, or over its first `limit` batches of `size` examples.
+    experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sharding.Mesh | None = None
+) -> Callable[..., dict[str, Any]]:
+    """(trained, final=False) -> scores over the validation split, or over its first `eval_batches`; then the metrics.
 
     The random key of a batch is a function of the seed and its number, the same at every evaluation.
     """
@@ -235,7 +236,20 @@ def evaluator(
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 2), number)
         return recipe.score(trained, batch, key)
 
+    size, limit = experiment.batch_size, experiment.eval_batches
     rows = processes.local_rows(mesh, size)
-    batches = batching.ValidationBatches(dataset.validation, size, rows)
-    count = len(batches) if limit is None else min(limit, len(batches))
-    return lambda trained: perplexity(score, trained, (on_devices(mesh, rows, size, batches[i]) for i in range(count)))
+    validation = batching.ValidationBatches(dataset.validation, size, rows)
+    count = len(validation) if limit is None else min(limit, len(validation))
+    batches = lambda: (on_devices(mesh, rows, size, validation[i]) for i in range(count))
+
+    def evaluate(trained: Any, final: bool = False) -> dict[str, Any]:
+        scores: dict[str, Any] = perplexity(score, trained, batches())
+        metrics = [metric for metric in experiment.metrics if final or not getattr(metric, "only_final", False)]
+        if metrics:
+            model, weights = models.evaluation(experiment.model), recipe.weights(trained)
+            scored = Evaluation(model, weights, dataset, batches, experiment.precision, experiment.seed)
+            for metric in metrics:
+                scores |= metric(scored)
+        return scores
+
+    return evaluate

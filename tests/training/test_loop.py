@@ -100,7 +100,7 @@ def test_weights_of_hugging_face_are_a_beginning(tmp_path):
     run = loop.train(replace(tuned, steps=1), tmp_path)
     recipe = build(replace(tuned, steps=1))
     dataset = loop.open_data(tuned)
-    expected = evaluator(recipe, dataset, TINY.batch_size, TINY.eval_batches)(weights)
+    expected = evaluator(tuned, recipe, dataset)(weights)
     assert run.validation == expected
 
 
