@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -30,6 +30,15 @@ class _Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self.encode_text(text).tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The tokens of each of many short texts, int32."""
+        return [self.encode_text(text).astype(np.int32) for text in texts]
+
+    @property
+    def end(self) -> int:
+        """The token that ends a text: here an id above those of the text."""
+        return self.vocab_size
 
     @functools.cached_property
     def digest(self) -> str:
@@ -120,6 +129,14 @@ class BPE(_Tokenizer):
             encodings = self._tokenizer.encode_batch_fast(chunks[start : start + 64])
             parts.extend(np.array(encoding.ids, dtype) for encoding in encodings)
         return np.concatenate(parts)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        texts = [text.encode("utf-8", errors="replace").decode() for text in texts]
+        return [np.array(encoding.ids, np.int32) for encoding in self._tokenizer.encode_batch_fast(texts)]
+
+    @property
+    def end(self) -> int:
+        return self._tokenizer.token_to_id(END_OF_TEXT)
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
