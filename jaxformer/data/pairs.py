@@ -2,8 +2,9 @@
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -42,26 +43,24 @@ class Packed:
     open_rows: int = 64
 
     def __call__(self, examples: Sequence[Example], lengths: tuple[int, int]) -> "Rows":
-        done: list[list[int]] = []
-        rows: list[tuple[list[int], list[int]]] = []  # (pairs, room left of source and target)
+        rows: list[list[int]] = []
+        open_rows: list[tuple[int, list[int]]] = []  # (number, room left of the source and of the target)
         for number in np.random.default_rng(0).permutation(len(examples)).tolist():
-            needed = len(examples[number].source), len(examples[number].tokens)
-            for members, room in rows:
-                if needed[0] <= room[0] and needed[1] <= room[1]:
-                    break
-            else:
-                if len(rows) == self.open_rows:
-                    done.append(rows.pop(0)[0])
-                members, room = [], list(lengths)
-                rows.append((members, room))
-            members.append(number)
-            room[:] = room[0] - needed[0], room[1] - needed[1]
-        return Rows(examples, [*done, *(members for members, _ in rows)], [lengths])
+            s, t = len(examples[number].source), len(examples[number].tokens)
+            found = next(((row, room) for row, room in open_rows if s <= room[0] and t <= room[1]), None)
+            if found is None:
+                found = len(rows), list(lengths)
+                rows.append([])
+                open_rows = [*open_rows[-self.open_rows + 1 :], found]
+            row, room = found
+            rows[row].append(number)
+            room[:] = room[0] - s, room[1] - t
+        return Rows(examples, rows, [lengths])
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """One pair in a row; a batch holds pairs of about the same length, padded to the smallest of `lengths` that fits all.
+    """One pair in a row; a batch holds pairs of about one length, padded to the first of `lengths` that fits all.
 
     The model's own lengths are always among them. A program is compiled for each length.
     """
@@ -69,8 +68,11 @@ class Buckets:
     lengths: tuple[int, ...] = (16, 32, 64)
 
     def __call__(self, examples: Sequence[Example], lengths: tuple[int, int]) -> "Rows":
-        shapes = [(min(n, lengths[0]), min(n, lengths[1])) for n in sorted(self.lengths) if n < max(lengths)]
-        return Rows(examples, [[number] for number in range(len(examples))], [*shapes, lengths])
+        shapes = [(min(n, lengths[0]), min(n, lengths[1])) for n in sorted(self.lengths) if n < max(lengths)] + [lengths]
+        sizes = [(len(example.source), len(example.tokens)) for example in examples]
+        kinds = np.array([next(i for i, (S, T) in enumerate(shapes) if s <= S and t <= T) for s, t in sizes])
+        groups = [group for i in range(len(shapes)) if len(group := np.flatnonzero(kinds == i))]
+        return Rows(examples, [[number] for number in range(len(examples))], shapes, batch_indices=partial(Batches, groups))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +86,7 @@ class Rows:
     members: list[list[int]]  # the pairs of each row
     shapes: list[tuple[int, int]]  # the smallest first
     questions: Sequence[Question] = ()
+    batch_indices: Callable | None = None  # (seed, batch_size) -> [step] -> rows of one shape; None: any rows
 
     def __len__(self) -> int:
         return len(self.members)
@@ -92,10 +95,10 @@ class Rows:
         return {name: rows[0] for name, rows in self.take_rows(np.array([range(len(self))[index]])).items()}
 
     def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows at `indices`, padded with zeros to the shape that holds all of them."""
-        S, T = self.shapes[max(self.shape_of(int(index)) for index in indices)]
-        batch = {name: np.zeros((len(indices), T), np.int32) for name in ("tokens", "labels", "segment_ids")}
-        batch["weights"] = np.zeros((len(indices), T), np.float32)
+        """The rows at `indices`, padded with zeros to the first shape that holds all of them."""
+        S, T = self.shape(indices)
+        batch: dict[str, np.ndarray] = {"weights": np.zeros((len(indices), T), np.float32)}
+        batch |= {name: np.zeros((len(indices), T), np.int32) for name in ("tokens", "labels", "segment_ids")}
         batch |= {name: np.zeros((len(indices), S), np.int32) for name in ("source", "source_segment_ids") if S}
         for row, index in enumerate(indices):
             begin = source_begin = 0
@@ -112,46 +115,42 @@ class Rows:
                     batch["source_segment_ids"][row, there] = segment
         return batch
 
-    def shape_of(self, index: int) -> int:
-        """The number of the first shape that holds a row."""
-        if len(self.shapes) == 1:
-            return 0
-        (number,) = self.members[index]
-        s, t = len(self.examples[number].source), len(self.examples[number].tokens)
-        return next(i for i, (S, T) in enumerate(self.shapes) if s <= S and t <= T)
-
-    def batch_indices(self, seed: int, batch_size: int) -> Any:
-        """Of rows of several shapes, the rows of each step, all of one shape; None: any row may stand beside any other."""
-        return None if len(self.shapes) == 1 else Batches(self, seed, batch_size)
+    def shape(self, indices: Iterable[int]) -> tuple[int, int]:
+        """The first shape (source length, target length) that holds the rows."""
+        sizes = [[(len(self.examples[i].source), len(self.examples[i].tokens)) for i in self.members[row]] for row in indices]
+        s, t = np.max([np.sum(row, axis=0) for row in sizes], axis=0)
+        return next((S, T) for S, T in self.shapes if s <= S and t <= T)
 
     def padding(self) -> float:
         """The share of what the rows hold that is padding, of sources and targets together."""
-        rooms = sum(sum(self.shapes[self.shape_of(index)]) for index in range(len(self)))
-        return 1 - sum(len(example.source) + len(example.tokens) for example in self.examples) / rooms
+        room = sum(sum(self.shape([row])) for row in range(len(self)))
+        return 1 - sum(len(example.source) + len(example.tokens) for example in self.examples) / room
 
 
 class Batches:
-    """[step] -> indices of one shape. In an epoch, each shape's rows are shuffled and cut; the last batch of a shape is
-    filled from its beginning; then all batches are shuffled. A function of (seed, step)."""
+    """[step] -> row indices of one group, a function of (seed, step): `groups` are the rows of each shape.
 
-    def __init__(self, rows: Rows, seed: int, batch_size: int):
-        shapes = np.array([rows.shape_of(index) for index in range(len(rows))])
-        self.groups = [found for i in range(len(rows.shapes)) if len(found := np.flatnonzero(shapes == i))]
-        self.seed, self.batch_size, self._epoch = seed, batch_size, (-1, np.zeros((0, batch_size), int))
-        self.count = sum(-(-len(group) // batch_size) for group in self.groups)
+    In an epoch each group is shuffled and cut into batches, the last one filled from its beginning; then all are shuffled.
+    """
+
+    def __init__(self, groups: Sequence[np.ndarray], seed: int, batch_size: int):
+        self.groups, self.seed = groups, seed
+        self.shapes = [(-(-len(group) // batch_size), batch_size) for group in groups]
+        self.count = sum(count for count, _ in self.shapes)
+        self._epoch = (-1, np.zeros((0, batch_size), int))
 
     def __getitem__(self, step: int) -> np.ndarray:
         epoch, index = divmod(step, self.count)
         if self._epoch[0] != epoch:
-            rng, cut = np.random.default_rng((self.seed, epoch)), self.batch_size
-            batches = [np.resize(rng.permutation(group), (-(-len(group) // cut), cut)) for group in self.groups]
+            rng = np.random.default_rng((self.seed, epoch))
+            batches = [np.resize(rng.permutation(group), shape) for group, shape in zip(self.groups, self.shapes, strict=True)]
             self._epoch = epoch, rng.permutation(np.concatenate(batches))
         return self._epoch[1][index]
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs from two files of lines, `train`.SOURCE and `train`.TARGET (.gz too), or fields of .jsonl, .parquet and hf:NAME#SPLIT.
+    """Pairs from two files of lines, `train`.SOURCE and `train`.TARGET (.gz too), or fields of what `data.records` reads.
 
     Source and target share a vocabulary, learned from the training pairs. Every text ends with the tokenizer's `end`, and a
     target begins with it. A decoder alone reads source and target as one text, of which the target is learned.
@@ -168,10 +167,13 @@ class Pairs:
 
     def open(self, model: Any) -> Dataset:
         problems = Problems(self.bad_rows)
-        train = list(self._pairs(self.train, problems))
-        validation = list(self._pairs(self.validation, problems))
-        tokenizer = self._learn(train)
-        return open_pairs(train, validation, tokenizer, model, self.rows, problems, f"{self.train} ({self.source}-{self.target})")
+        train, validation = (list(self._pairs(path, problems)) for path in (self.train, self.validation))
+        name = f"{self.train} ({self.source}-{self.target})"
+        return open_pairs(train, validation, self._learn(train), model, self.rows, problems, name)
+
+    def question(self, model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
+        """A text as a model that was trained on these pairs is asked for its answer."""
+        return question(model, tokenizer, text, reference)
 
     def _learn(self, pairs: Sequence[Pair]) -> Any:
         if self.tokenizer == "bytes":
@@ -191,12 +193,12 @@ class Pairs:
     def _lines(self, path: str, problems: Problems) -> Iterator[tuple[str, str, str]]:
         files = [f"{path}.{ending}" for ending in (self.source, self.target)]
         files = [file if Path(file).exists() else f"{file}.gz" if Path(f"{file}.gz").exists() else file for file in files]
-        for source, target in itertools.zip_longest(*(lines(file, problems) for file in files)):
-            if source is None or target is None:
-                there, missing = (target or source)[0], files[0 if source is None else 1]
-                problems.add(there, "no line beside it", f" in {missing}")
-            elif source[1] is not None and target[1] is not None:
-                yield source[0], source[1], target[1]
+        texts = (lines(file, problems) for file in files)
+        for (place, source), (other, target) in itertools.zip_longest(*texts, fillvalue=("", None)):
+            if not (place and other):
+                problems.add(place or other, "no line beside it", f" in {files[1] if place else files[0]}")
+            elif source is not None and target is not None:
+                yield place, source, target
 
 
 def open_pairs(
@@ -215,10 +217,7 @@ def open_pairs(
         splits.append(found)
     learned, held_out = ([example for _, example in found] for found in splits)
     made, scored = rows(learned, lengths), Packed()(held_out, lengths)
-    questions = [
-        Question(example.tokens[: int(np.argmax(example.weights)) + 1].tolist(), pair.target, example.source.tolist() or None)
-        for pair, example in splits[1]
-    ]
+    questions = [question(model, tokenizer, pair.source, pair.target) for pair, _ in splits[1]]
     content = hashlib.sha256(f"{tokenizer.digest} {rows} {lengths}".encode())
     for example in itertools.chain(learned, held_out):
         content.update(example.source.tobytes() + example.tokens.tobytes() + example.labels.tobytes())
@@ -229,6 +228,12 @@ def open_pairs(
         description=f"{name}: {len(learned):,} training and {len(held_out):,} validation pairs, {tokens:,} target tokens, "
         f"vocabulary {tokenizer.vocab_size:,}; {len(made):,} rows, {made.padding():.1%} padding{problems}",
     )  # fmt: skip
+
+
+def question(model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
+    """A text as a model that was trained on pairs is asked for its answer."""
+    source = [*tokenizer.encode(text), tokenizer.end]
+    return Question([tokenizer.end], reference, source) if hasattr(model, "encoder") else Question(source, reference)
 
 
 def _encoded(
