@@ -7,13 +7,14 @@ Command: make train EXP=translate ARGS="--data.train=multi30k/train --data.valid
 """
 
 from dataclasses import replace
+from typing import Any
 
 from jaxformer.data.pairs import Pairs
 from jaxformer.models.presets import transformer_2017
 from jaxformer.training import Adam, Checkpoints, Experiment, Noam, TokenCrossEntropy
 
 small = transformer_2017(256, 512, 4, vocab_size=4000, dropout=0.1)
-size = dict(num_layers=3, context_length=80, norm_placement="pre", unroll=3)
+size: dict[str, Any] = dict(num_layers=3, context_length=80, norm_placement="pre", unroll=3)
 
 experiment = Experiment(
     name="translate",
