@@ -28,16 +28,24 @@ def open_dataset(data: Any, model: Any) -> sources.Dataset:
 def batches(split: Any, batch_size: int, seed: int, rows: np.ndarray | None = None) -> Any:
     """A grain.MapDataset: [step] -> `rows` (None: all) of the global batch [B, T], a pure function of (seed, step).
 
-    The global batch holds the B examples from step*B on of an endless order, in which each epoch is a new permutation.
+    The global batch holds the B examples from step*B on of an endless order, in which each epoch is a new permutation. A
+    split that chooses for itself has `batch_indices(seed, batch_size)`: an endless sequence, [step] -> B indices.
     """
     if len(split) == 0:
         raise ConfigError("data: the training split is empty; expected at least one example")
-    # Indices are batched before examples are read: one vectorised `take_rows` replaces B small reads.
     selection = slice(None) if rows is None else rows
-    return _order(len(split), seed).batch(batch_size).map(lambda indices: take_rows(split, indices[selection]))
+    if hasattr(split, "batch_indices"):
+        import grain
+
+        chosen = split.batch_indices(seed, batch_size)
+        indices = grain.MapDataset.range(sys.maxsize).map(lambda step: np.asarray(chosen[step]))
+    else:
+        indices = order(len(split), seed).batch(batch_size)
+    # Indices are batched before examples are read: one vectorised `take_rows` replaces B small reads.
+    return indices.map(lambda indices: take_rows(split, indices[selection]))
 
 
-def _order(n: int, seed: int) -> Any:
+def order(n: int, seed: int) -> Any:
     """An endless grain.MapDataset of indices below n. Every epoch is another permutation."""
     import grain  # takes 1 s: errors about missing files come before it
 

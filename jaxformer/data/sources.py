@@ -1,8 +1,9 @@
 """Text files as next-token data. `Stdlib` is the source of Python's standard library, which every machine has.
 
 A data set is any object with `open(model) -> Dataset`. A `Dataset` has two splits. A split has `len` and
-`[i] -> {name: array}`, and optionally `take_rows(indices)`, which makes a batch at once. The objective decides which names
-it reads. `weights` is always present.
+`[i] -> {name: array}`, and optionally `take_rows(indices)`, which makes a batch at once, and `batch_indices(seed, batch_size)`,
+an endless sequence [step] -> B indices that replaces the shuffled order. The objective decides which names it reads.
+`weights` is always present.
 """
 
 import contextlib
