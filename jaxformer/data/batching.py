@@ -34,11 +34,18 @@ def batches(split: Any, batch_size: int, seed: int, rows: np.ndarray | None = No
     if len(split) == 0:
         raise ConfigError("data: the training split is empty; expected at least one example")
     selection = slice(None) if rows is None else rows
+<<<<<<< HEAD
     choose = getattr(split, "batch_indices", None)
     if choose is not None:
         import grain
 
         chosen = choose(seed, batch_size)
+=======
+    if hasattr(split, "batch_indices"):
+        import grain
+
+        chosen = split.batch_indices(seed, batch_size)
+>>>>>>> corpus
         indices = grain.MapDataset.range(sys.maxsize).map(lambda step: np.asarray(chosen[step]))
     else:
         indices = order(len(split), seed).batch(batch_size)
@@ -97,20 +104,22 @@ def take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
 def unigram_entropy(dataset: sources.Dataset) -> float | None:
     """-sum_v q(v) ln p(v) in nats per token: the best loss of a model that ignores its context.
 
-    q are validation frequencies, p are training frequencies with add-one smoothing. None if the splits have no `tokens`.
+    q are validation frequencies, p are training frequencies with add-one smoothing. None if the splits have no `tokens`. Of
+    more than 2^28 tokens, evenly spaced pieces are counted.
     """
     size = dataset.vocab_size
     if not size or not (hasattr(dataset.train, "tokens") and hasattr(dataset.validation, "tokens")):
         return None
-    train, validation = (_token_counts(split.tokens[1:], size) for split in (dataset.train, dataset.validation))
+    train, validation = (_token_counts(split.tokens, size) for split in (dataset.train, dataset.validation))
     log_probability = np.log((train + 1) / (train.sum() + size))
     return float(-(validation @ log_probability) / validation.sum())
 
 
-def _token_counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    counts = np.zeros(vocab_size)
-    for start in range(0, len(tokens), 1 << 22):  # bincount copies its input to 8-byte integers
-        counts += np.bincount(tokens[start : start + (1 << 22)], minlength=vocab_size)
+def _token_counts(tokens: np.ndarray, vocab_size: int, piece: int = 1 << 22) -> np.ndarray:
+    """Of all tokens but the first, which nobody predicts. bincount copies a piece to 8-byte integers."""
+    counts, starts = np.zeros(vocab_size), range(1, len(tokens), piece)
+    for start in starts[:: -(-len(starts) // 64)]:
+        counts += np.bincount(tokens[start : start + piece], minlength=vocab_size)
     return counts
 
 

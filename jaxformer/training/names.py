@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxformer import masks, models
-from jaxformer.data import pairs, sources, tasks
+from jaxformer.data import corpus, mixing, pairs, sources, tasks
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.models import adaptation, mixers, vision
 from jaxformer.models.mixers import variants
@@ -38,7 +38,8 @@ MODEL = models.PRESETS | {name: found for module, names in _OF_MODELS.items() fo
 NAMES: dict[str, Mapping[str, Any]] = {
     "model": MODEL, "mixer": {"Linear": mixers.Linear},
     "positions": {"Linear": positions.Linear}, "scaling": {"Linear": positions.Linear},
-    "data": _of(sources, "Text Stdlib") | _of(pairs, "Pairs") | _of(tasks, "Reverse Copy Sort Recall"),
+    "data": _of(sources, "Text Stdlib") | _of(tasks, "Reverse Copy Sort Recall") | _of(pairs, "Pairs Packed Buckets")
+    | _of(corpus, "Corpus") | _of(mixing, "Mixed"),
     "optimizer": _of(optimizers, "Adam AdamW Adafactor Lion Muon"),
     "schedule": _of(schedules, "Noam Cosine Linear WSD Constant"),
     "objective": _of(objectives, "TokenCrossEntropy ClassCrossEntropy") | _of(corruption, "MaskedTokens SpanCorruption"),
