@@ -28,7 +28,7 @@ experiment = Experiment(
         unroll=4,
     ),
     data=Digits(),
-    objective=ClassCrossEntropy(label_smoothing=0.1, augment=(Move(degrees=10, pixels=1),)),
+    objective=ClassCrossEntropy(label_smoothing=0.1, augment=(Move(degrees=10.0, pixels=1.0),)),
     optimizer=AdamW(learning_rate=2e-3, b2=0.98),
     schedule=Cosine(warmup=100),
     steps=2000,

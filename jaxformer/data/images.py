@@ -45,7 +45,7 @@ class Digits:
     def open(self, model: Any) -> Dataset:
         with package_of("vision"):
             from sklearn.datasets import load_digits
-        pixels, labels = load_digits(return_X_y=True)
+        pixels, labels = map(np.asarray, load_digits(return_X_y=True))
         if not 0 < self.validation_examples < len(labels):
             raise ConfigError(f"data.validation_examples={self.validation_examples}: must be from 1 to {len(labels) - 1}")
         _check_labels(model, labels, "digits of scikit-learn: image {}".format, Problems())
@@ -90,7 +90,7 @@ class Images:
 def _open_array(config: Images, path: str, model: Any, problems: Problems) -> tuple[Split, bytes]:
     """(the split of a .npz file, a digest of it)."""
     try:
-        with np.load(path) as file:
+        with open(path, "rb") as raw, np.load(raw) as file:
             images, labels = file["images"], file["labels"]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(f"data: cannot read {path} ({error}); expected a .npz file with `images` and `labels`") from None
@@ -167,5 +167,5 @@ def _decoded(config: Images, files: list[Path], indices: np.ndarray) -> tuple[np
             return np.zeros(shape, np.uint8), 0.0
 
     with ThreadPoolExecutor() as pool:
-        images, weights = zip(*pool.map(decode, indices), strict=True)
+        images, weights = zip(*pool.map(decode, indices.tolist()), strict=True)
     return _scaled(np.stack(images), config.values)[0], np.array(weights)
