@@ -9,7 +9,6 @@ Command: make train EXP=caption_digits
 """
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ LETTERS = Characters.of(" ".join(WORDS) + "\n")  # a caption begins and ends wit
 LENGTH = 3 * len("three") + 3  # tokens of the longest caption: three words, two spaces and a newline
 
 
-class Rows(Sequence):
+class Rows:
     """Rows of three digits: 000 to 999 in an order of the seed, and again, written with digits of the split.
 
     Row i is a function of (seed, i).
@@ -53,7 +52,7 @@ class Rows(Sequence):
         images = [self.images[digit][rng.integers(len(self.images[digit]))] for digit in digits]
         return np.concatenate(images, axis=1), " ".join(WORDS[digit] for digit in digits)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         image, caption = self.row(index)
         text = LETTERS.encode(f"\n{caption}\n")
         tokens = np.pad(text, (0, LENGTH + 1 - len(text))).astype(np.int32)

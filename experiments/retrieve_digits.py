@@ -30,11 +30,17 @@ from jaxformer.training import AdamW, Cosine, Experiment
 from jaxformer.training.augment import Move
 
 
-class Pairs(Rows):
-    """Rows of three digits with their captions, as a tower reads them."""
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Rows of three digits with their captions, as towers read them."""
 
-    def __getitem__(self, index):  # pyrefly: ignore[bad-override]  (other arrays)
-        image, caption = self.row(index)
+    rows: Rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image, caption = self.rows.row(index)
         text = LETTERS.encode(caption)
         tokens = np.pad(text, (0, LENGTH - len(text))).astype(np.int32)
         real = (np.arange(LENGTH) < len(text)).astype(np.int32)
@@ -51,8 +57,8 @@ class PairsOfDigits:
 
     def open(self, model: Any) -> Dataset:
         digits = Digits().open(None)
-        train = Pairs(digits.train, self.examples, self.seed)
-        validation = Pairs(digits.validation, self.validation_examples, self.seed + 1)
+        train = Pairs(Rows(digits.train, self.examples, self.seed))
+        validation = Pairs(Rows(digits.validation, self.validation_examples, self.seed + 1))
         digest = hashlib.sha256(f"{digits.digest} {LETTERS.digest} {self}".encode()).hexdigest()
         return Dataset(train, validation, digest, f"rows of three {digits.description}")
 

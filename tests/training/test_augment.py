@@ -86,10 +86,9 @@ def test_a_move_is_scipys_affine_map():
         turn, down, across = np.asarray(jax.random.uniform(key, (3,), minval=-1.0), np.float64)
         angle, middle = np.deg2rad(30) * turn, np.array([3.5, 4.5])
         matrix = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-        offset = middle - matrix @ (middle + [1.5 * down, 1.5 * across])
-        channels = [
-            scipy.ndimage.affine_transform(image[..., c], matrix, offset, order=1, mode="grid-constant") for c in range(3)
-        ]
+        shift = 1.5 * np.array([down, across])
+        options = dict(offset=middle - matrix @ (middle + shift), order=1, mode="grid-constant")
+        channels = [scipy.ndimage.affine_transform(image[..., c], matrix, **options) for c in range(3)]
         np.testing.assert_allclose(Move(30.0, 1.5)(key, IMAGES[0]), np.stack(channels, axis=-1), atol=1e-4)
     np.testing.assert_allclose(Move(0.0, 0.0)(KEYS[0], IMAGES[0]), image, atol=1e-6)
 
