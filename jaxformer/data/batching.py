@@ -34,18 +34,11 @@ def batches(split: Any, batch_size: int, seed: int, rows: np.ndarray | None = No
     if len(split) == 0:
         raise ConfigError("data: the training split is empty; expected at least one example")
     selection = slice(None) if rows is None else rows
-<<<<<<< HEAD
     choose = getattr(split, "batch_indices", None)
     if choose is not None:
         import grain
 
         chosen = choose(seed, batch_size)
-=======
-    if hasattr(split, "batch_indices"):
-        import grain
-
-        chosen = split.batch_indices(seed, batch_size)
->>>>>>> corpus
         indices = grain.MapDataset.range(sys.maxsize).map(lambda step: np.asarray(chosen[step]))
     else:
         indices = order(len(split), seed).batch(batch_size)

@@ -9,12 +9,8 @@ import functools
 import hashlib
 import json
 import os
-<<<<<<< HEAD
-from collections.abc import Iterable, Iterator, Sequence
-=======
 import sys
-from collections.abc import Iterable, Iterator
->>>>>>> corpus
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
