@@ -9,7 +9,6 @@ across the gap. A docstring of the validation split may have neighbours of its m
 import ast
 import functools
 import hashlib
-import re
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +71,7 @@ class Docstrings:
 
 
 class Pairs:
-    """CLS first SEP second SEP: tokens, segment_ids (0: padding), token_types, weights [T]; labels [], 1 if one follows the other."""
+    """CLS first SEP second SEP: tokens, segment_ids (0: padding), token_types, weights [T]; labels: 1 if it follows."""
 
     def __init__(self, config, tokenizer, texts, split, length):
         self.config, self.split, self.length, self.count = config, split, length, 4 if split else config.pairs
