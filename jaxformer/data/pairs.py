@@ -115,7 +115,7 @@ class Rows:
                     batch["source_segment_ids"][row, there] = segment
         return batch
 
-    def shape(self, indices: Iterable[int]) -> tuple[int, int]:
+    def shape(self, indices: Iterable) -> tuple[int, int]:
         """The first shape (source length, target length) that holds the rows."""
         sizes = [[(len(self.examples[i].source), len(self.examples[i].tokens)) for i in self.members[row]] for row in indices]
         s, t = np.max([np.sum(row, axis=0) for row in sizes], axis=0)
@@ -218,7 +218,7 @@ def open_pairs(
     learned, held_out = ([example for _, example in found] for found in splits)
     made, scored = rows(learned, lengths), Packed()(held_out, lengths)
     questions = [question(model, tokenizer, pair.source, pair.target) for pair, _ in splits[1]]
-    content = hashlib.sha256(f"{tokenizer.digest} {rows} {lengths}".encode())
+    content = hashlib.sha256(f"{tokenizer.digest} {lengths}".encode())
     for example in itertools.chain(learned, held_out):
         content.update(example.source.tobytes() + example.tokens.tobytes() + example.labels.tobytes())
     tokens = sum(int(example.weights.sum()) for example in learned)
