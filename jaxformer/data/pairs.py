@@ -40,7 +40,7 @@ class Packed:
     Pairs are taken in a random order, and each goes into the first of `open_rows` that has room.
     """
 
-    open_rows: int = 64
+    open_rows: int = 64  # rows that are filled at a time
 
     def __call__(self, examples: Sequence[Example], lengths: tuple[int, int]) -> "Rows":
         rows: list[list[int]] = []
@@ -65,7 +65,7 @@ class Buckets:
     The model's own lengths are always among them. A program is compiled for each length.
     """
 
-    lengths: tuple[int, ...] = (16, 32, 64)
+    lengths: tuple[int, ...] = (16, 32, 64)  # tokens of a source and of a target
 
     def __call__(self, examples: Sequence[Example], lengths: tuple[int, int]) -> "Rows":
         shapes = [(min(n, lengths[0]), min(n, lengths[1])) for n in sorted(self.lengths) if n < max(lengths)] + [lengths]
@@ -157,7 +157,7 @@ class Pairs:
     """
 
     train: str  # of files of lines the path without the ending
-    validation: str
+    validation: str  # likewise
     source: str = "source"  # the ending of the file of sources, or the field
     target: str = "target"
     tokenizer: Literal["bpe", "bytes"] = "bpe"  # what a token is
