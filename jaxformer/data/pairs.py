@@ -157,12 +157,12 @@ class Pairs:
     """
 
     train: str  # of files of lines the path without the ending
-    validation: str  # likewise
+    validation: str  # the same of validation pairs
     source: str = "source"  # the ending of the file of sources, or the field
-    target: str = "target"
+    target: str = "target"  # the same of targets
     tokenizer: Literal["bpe", "bytes"] = "bpe"  # what a token is
     vocab_size: int | None = 8000  # bpe only
-    rows: Callable = Packed()  # (examples, (S, T)) -> training rows: Packed or Buckets
+    rows: Callable = Packed()  # (examples, (S, T)) -> Rows for training: Packed or Buckets
     bad_rows: Policy = "error"  # rows that are empty, damaged or longer than the context
 
     def open(self, model: Any) -> Dataset:

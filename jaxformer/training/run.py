@@ -177,7 +177,7 @@ def open_run(path: epath.PathLike, step: int | None = None, overrides: Sequence[
     changed = config.override(experiment, overrides, NAMES) if overrides else experiment
     if config.fingerprint(changed) != config.fingerprint(experiment):
         raise ConfigError(
-            f"{folder.path}: {' '.join(overrides)} would make it another run; --mesh.… and --metrics may change here"
+            f"{folder.path}: {' '.join(overrides)} would make it another run; only --mesh.… and --metrics may change here"
         )
     return Run(folder, changed, step, average)
 
