@@ -46,14 +46,12 @@ def linear(shape, axes, contracts: tuple[str, ...], init: Callable, bias: bool =
 def stack(spec: Tree, layers: int) -> Tree:
     """The same parameters for `layers` layers, along a new first axis `layers`; each layer draws its own values."""
 
-    def stacked(leaf: Spec) -> Spec:
-        def init(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
-            draw = lambda layer: leaf.init(jax.random.fold_in(key, layer), shape[1:], dtype)
-            return jax.vmap(draw)(jnp.arange(shape[0]))
+    def init_layers(init: Callable, key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
+        draw = lambda layer: init(jax.random.fold_in(key, layer), shape[1:], dtype)
+        return jax.vmap(draw)(jnp.arange(shape[0]))
 
-        return replace(leaf, shape=(layers, *leaf.shape), axes=("layers", *leaf.axes), init=init)
-
-    return jax.tree.map(stacked, spec)
+    sizes = lambda leaf: {"shape": (layers, *leaf.shape), "axes": ("layers", *leaf.axes)}
+    return jax.tree.map(lambda leaf: replace(leaf, **sizes(leaf), init=partial(init_layers, leaf.init)), spec)
 
 
 def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:
