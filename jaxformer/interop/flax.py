@@ -1,8 +1,4 @@
-"""Our models as Flax modules (Linen or NNX), and Flax layers as parts of our models.
-
-`as_linen(config)`, `as_nnx(config, params)` and `params_of(model)` keep the paths of the parameters, so checkpoints, decay
-masks and shardings stay valid. `FlaxMixer(module)` and `FlaxFeedForward(module)` wrap Flax layers.
-"""
+"""Our models as Flax modules (Linen or NNX) with the same paths of parameters, and Flax layers as parts of our models."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,8 +1,4 @@
-"""A folder of Hugging Face weights, read one tensor at a time and written one file at a time.
-
-The `safetensors` package reads and writes the files. It reads with pread: if a mapped file becomes shorter, the process dies
-(SIGBUS).
-"""
+"""A folder of Hugging Face weights, read one tensor at a time and written one file at a time by the `safetensors` package."""
 
 import json
 import math
@@ -51,8 +47,7 @@ class Files:
 def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Files:
     """Opens a local folder or a hub repository (`org/name`; `revision`: a branch, tag or commit) and reads all headers.
 
-    A name is a path if it exists, is absolute, is a `Path` or starts with `.` or `~`. Raises ConfigError for pickled weights
-    and for missing or damaged files.
+    What exists, is absolute, a `Path` or starts with `.` or `~` is a path. ConfigError for pickles, missing or damaged files.
     """
     folder = Path(os.path.expanduser(path_or_name))
     local = isinstance(path_or_name, Path) or folder.is_absolute() or path_or_name.startswith((".", "~"))
@@ -153,7 +148,7 @@ def _open_file(path: Path) -> dict[str, Any]:
     """{tensor: open file} of one file. The package reads its header and checks that the tensors fill the file."""
     try:
         path.open("rb").close()  # of a file that may not be read, the package says that there is none
-        file = safe_open(path, "np", backend="pread")
+        file = safe_open(path, "np", backend="pread")  # if a mapped file becomes shorter, the process dies (SIGBUS)
     except (OSError, SafetensorError) as error:
         reason = _display(str(error).removeprefix("Error while deserializing header: "))
         raise ConfigError(f"{path}: cannot be read, damaged or cut short ({reason}); {AGAIN}") from None
@@ -194,16 +189,12 @@ def _write_shards(folder: Path, tensors: Iterable[tuple], limit: int) -> None:
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys(shard, file)
-        _write_file(folder / file, shard)
+        arrays = {name: np.asarray(make(), order="C") for name, make in shard.items()}  # the package writes memory as it is
+        save_file(arrays, folder / file, {"format": "pt"})  # without the format transformers refuses the file
+        with (folder / file).open("rb") as written:
+            os.fsync(written.fileno())  # on disk before the rename
     if len(shards) > 1:
         (folder / INDEX).write_text(_dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
-
-
-def _write_file(path: Path, tensors: dict[str, Callable[[], Any]]) -> None:
-    arrays = {name: np.asarray(make(), order="C") for name, make in tensors.items()}  # the package writes memory as it is
-    save_file(arrays, path, {"format": "pt"})  # without the format transformers refuses the file
-    with path.open("rb") as file:
-        os.fsync(file.fileno())  # on disk before the rename
 
 
 _short = reprlib.Repr()

@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 
 from jaxformer.errors import ConfigError
 from jaxformer.interop.huggingface import tables
-from jaxformer.interop.huggingface.rope import read_rope, write_rope
 from jaxformer.interop.huggingface.tables import ACTIVATION, COMMON, GATED, Family, Json, Key, Rule, get, only, rules
 from jaxformer.masks import Mask, causal, chunked, full, window
 from jaxformer.models import mixers
@@ -48,23 +47,21 @@ def _write_gpt2(config: ModelConfig) -> Json:
 
 
 TASKS = {"classification": "score", "token_classification": "classifier", "span": "qa_outputs"}
-GPT_LAYER = "transformer.h.{}."
+GPT_LAYER, GPT_MLP = "transformer.h.{}.", {"feedforward/up": "mlp.c_fc", "feedforward/down": "mlp.c_proj"}
 GPT_RULES = [
-    *rules("embedding/", "transformer.", {"tokens": "wte.weight", "positions": "wpe.weight"}),
+    *rules("", "transformer.", {"embedding/tokens": "wte.weight", "embedding/positions": "wpe.weight", "final_norm": "ln_f"}),
     *rules("layers/", GPT_LAYER, {"attention_norm": "ln_1", "feedforward_norm": "ln_2"}),
-    Rule("final_norm", "transformer.ln_f"),
     *rules("heads/", "", TASKS | {"language_model/kernel": "lm_head.weight"}),
 ]
 GPT2_RULES = [
     Rule(tuple(f"layers/attention/{name}" for name in ("query", "key", "value")), GPT_LAYER + "attn.c_attn", "conv1d"),
-    Rule("layers/attention/out", GPT_LAYER + "attn.c_proj", "conv1d"),
-    *rules("layers/feedforward/", GPT_LAYER + "mlp.", {"up": "c_fc", "down": "c_proj"}, "conv1d"),
+    *rules("layers/", GPT_LAYER, {"attention/out": "attn.c_proj"} | GPT_MLP, "conv1d"),
     *GPT_RULES,
 ]
 GPT_NEO_RULES = [
     *GPT_RULES,
     *rules("layers/attention/", GPT_LAYER + "attn.attention.", tables.PROJECTIONS),
-    *rules("layers/feedforward/", GPT_LAYER + "mlp.", {"up": "c_fc", "down": "c_proj"}),
+    *rules("layers/", GPT_LAYER, GPT_MLP),
 ]
 
 
@@ -153,7 +150,7 @@ def _read_llama(family: Llama, c: Json, names: Collection[str]) -> ModelConfig:
     fields["head_width"] = fields["head_width"] or family.head_width or (D // N if D % N else None)
     biases = [family.bias, *(layers for flag, layers in family.biases.items() if get(c, flag, False))]
     return ModelConfig(
-        **fields, norm="rms_norm", positions=read_rope(c, fields["head_width"] or D // N, family.theta),
+        **fields, norm="rms_norm", positions=tables.read_rope(c, fields["head_width"] or D // N, family.theta),
         masks=_llama_masks(family, c), use_bias="|".join(filter(None, biases)) or False, mixer=family.mixer,
         heads=tables.read_heads(c, family.name, _heads(c)),
     )  # fmt: skip
@@ -178,7 +175,7 @@ def _write_llama(family: Llama, config: ModelConfig) -> Json:
     windows = [left_window(mask) for mask in tables.repeated(config.masks, config)]
     width = next(filter(None, windows), None)
     c = tables.write_fields(config, family.fields) | tables.write_heads(config.heads, family.name, _heads({})) | {
-        "num_key_value_heads": config.kv_heads, "rope_parameters": write_rope(config.positions),
+        "num_key_value_heads": config.kv_heads, "rope_parameters": tables.write_rope(config.positions),
         "head_dim": config.head_size if family.head_width else config.head_width,
     }  # fmt: skip
     if c["head_dim"] is None:
@@ -309,19 +306,16 @@ def _reformer_rules(config: ModelConfig) -> list[Rule]:
     layers = tables.repeated(config.mixer, config)
     local = [i for i, mixer in enumerate(layers) if not isinstance(mixer, mixers.Reformer)]
     hashing = tuple((i, i) for i in range(config.num_layers) if i not in local)
-    positions = e + "position_embeddings."
     result = [
-        Rule("embedding/tokens", e + "word_embeddings.weight"),
-        Rule("embedding/positions", positions + "embedding.weight"),
-        Rule("embedding/positions/lines", positions + "weights.0", "lines"),
-        Rule("embedding/positions/columns", positions + "weights.1", "leaf1"),
+        *rules("embedding/", e, {"tokens": "word_embeddings.weight", "positions": "position_embeddings.embedding.weight"}),
+        Rule("embedding/positions/lines", e + "position_embeddings.weights.0", "lines"),
+        Rule("embedding/positions/columns", e + "position_embeddings.weights.1", "leaf1"),
         Rule("layers/attention/query", attention + "query", layers=tuple((i, i) for i in local)),
         Rule("layers/attention/query", attention + "query_key", layers=hashing),
         Rule("layers/attention/key", attention + "key", layers=tuple(enumerate(local))),
         Rule("layers/attention/value", attention + "value"),
         *rules("layers/attention", layer + "attention.", {"_norm": "layer_norm", "/out": "output.dense"}),
-        Rule("layers/feedforward_norm", feedforward + "layer_norm"),
-        *rules("layers/feedforward/", feedforward, {"up": "dense.dense", "down": "output.dense"}),
+        *rules("layers/feedforward", feedforward, {"_norm": "layer_norm", "/up": "dense.dense", "/down": "output.dense"}),
         Rule("final_norm", "reformer.encoder.layer_norm"),
         *rules("heads/", "", {"language_model/kernel": "lm_head.decoder.weight", "span": "qa_outputs"}),
         *rules("heads/classification", "classifier.", {"/pooler": "dense", "": "out_proj"}),
