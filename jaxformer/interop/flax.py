@@ -50,9 +50,6 @@ def _draw(module: Any, name: str, key: Array, spec: Tree) -> Tree:
     return jax.tree.map(box, values, spec) if module.partitioned else values
 
 
-as_linen: Any = Transformer
-
-
 class NNXTransformer(nnx.Module):
     """`as_nnx(config, params)`: `model(tokens, **options)` is `models.apply(config, params, tokens, **options)`.
 
@@ -72,6 +69,7 @@ class NNXTransformer(nnx.Module):
         return models.apply(self.config, params_of(self), tokens, **options)
 
 
+as_linen: Any = Transformer
 as_nnx: Any = NNXTransformer
 
 

@@ -19,7 +19,6 @@ from jaxformer.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 AGAIN = "download or convert it again"
 
 DTYPES: dict[str, np.dtype] = {code: np.dtype(scalar) for code, scalar in {
@@ -27,6 +26,9 @@ DTYPES: dict[str, np.dtype] = {code: np.dtype(scalar) for code, scalar in {
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }.items()}  # fmt: skip
+_short = reprlib.Repr()
+_short.maxstring, _short.maxlist = 120, 10
+_display = _short.repr  # a short printable form of a value from a file, which may be long or hold any character
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
         opened = _open_file(folder / SINGLE)
     elif INDEX in listing:
         opened = _open_shards(folder / INDEX, listing)
-    elif pickles := [file for file in listing if file.endswith(PICKLES)]:
+    elif pickles := [file for file in listing if file.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))]:
         raise ConfigError(
             f"{folder}: neither {SINGLE} nor {INDEX}, only pickled files ({list_names(pickles)}): loading a pickle runs"
             " whatever code it contains, so we do not; where you trust it, convert it with transformers' `save_pretrained`"
@@ -195,11 +197,6 @@ def _write_shards(folder: Path, tensors: Iterable[tuple], limit: int) -> None:
             os.fsync(written.fileno())  # on disk before the rename
     if len(shards) > 1:
         (folder / INDEX).write_text(_dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
-
-
-_short = reprlib.Repr()
-_short.maxstring, _short.maxlist = 120, 10
-_display = _short.repr  # a short printable form of a value from a file, which may be long or hold any character
 
 
 def list_names(names: Iterable[str], show: Callable = _display) -> str:

@@ -63,8 +63,6 @@ GPT_NEO_RULES = [
     *rules("layers/attention/", GPT_LAYER + "attn.attention.", tables.PROJECTIONS),
     *rules("layers/", GPT_LAYER, GPT_MLP),
 ]
-
-
 GPT_NEO = GPT | {
     "num_layers": Key("num_layers"), "num_heads": Key("num_heads"), "dropout_rate": Key("resid_dropout", 0.0),
     "attention_dropout_rate": Key("attention_dropout", 0.0),
@@ -97,9 +95,6 @@ def left_window(mask: Mask) -> int | None:
     return next((left + 1 for left in sides if mask == causal() & window(left)), None)
 
 
-ALL_BIASES = "query|key|value|out"
-
-
 class Llama(NamedTuple):
     """LLaMA or a relative: the defaults of config.json, and its differences from LLaMA."""
 
@@ -124,6 +119,7 @@ class Llama(NamedTuple):
         }  # fmt: skip
 
 
+ALL_BIASES = "query|key|value|out"
 LLAMAS = {
     "llama": Llama("Llama", biases={"attention_bias": ALL_BIASES, "mlp_bias": "gate|up|down"}),
     "mistral": Llama("Mistral", kv_heads=8, window=4096, windows="every layer", span_base="model."),

@@ -21,8 +21,6 @@ FIELDS = COMMON | {
     "dropout_rate": Key("hidden_dropout_prob", 0.1), "attention_dropout_rate": Key("attention_probs_dropout_prob", 0.1),
 }  # fmt: skip
 TEXT_FIELDS = FIELDS | {"masks": Key("is_decoder", False, {False: (full(),), True: (causal(),)})}
-
-
 POOLERS = ("Model", "ForPreTraining", "ForNextSentencePrediction", "ForMultipleChoice")  # classes that use the pooler
 TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification")
 
@@ -159,7 +157,6 @@ BIGBIRD = Encoder(  # without BigBirdForQuestionAnswering, whose head also reads
     classifier_act=None, keeps_pooler=True, read_mixer=_read_bigbird, write_mixer=_write_bigbird,
 )  # fmt: skip
 
-
 VIT_FIELDS = {ours: key for ours, key in FIELDS.items() if ours not in ("vocab_size", "context_length", "tie_embeddings")} | {
     "dropout_rate": Key("hidden_dropout_prob", 0.0), "attention_dropout_rate": Key("attention_probs_dropout_prob", 0.0),
     "use_bias": Key("qkv_bias", True, {True: True, False: NO_QKV}),
@@ -220,8 +217,6 @@ VIT_RULES = [
     Rule("heads/classification", "classifier"),
     Rule("heads/reconstruction", "decoder.0", "patches"),
 ]
-
-
 FAMILIES = {
     "bert": encoder(BERT), "roberta": encoder(ROBERTA), "longformer": encoder(LONGFORMER), "big_bird": encoder(BIGBIRD),
     "vit": Family(_read_vit, _write_vit, lambda config: VIT_RULES, "vit."),

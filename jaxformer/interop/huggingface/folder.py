@@ -310,9 +310,6 @@ def _write_settings(config: Config, model_type: str | None) -> dict:
     raise ConfigError(f"model_type={model_type!r}: {reason}")
 
 
-NOT_IN_FILES = ("remat", "unroll", "attention_implementation", "init_std", "dropout_rate", "attention_dropout_rate")
-
-
 def _fields(config: Config) -> dict[str, Any]:
     """The fields that change what a trained model computes, the same for equal models; what a call decides is left out."""
     if isinstance(config, EncoderDecoder):
@@ -325,7 +322,8 @@ def _fields(config: Config) -> dict[str, Any]:
         "tie_embeddings": config.tie_embeddings or not config.heads,
         "mixer": tables.shortest_pattern([_mixer_in_file(mixer) for mixer in mixers]),
     }  # fmt: skip
-    return {name: value for name, value in fields.items() if name not in NOT_IN_FILES}
+    unread = ("remat", "unroll", "attention_implementation", "init_std", "dropout_rate", "attention_dropout_rate")
+    return {name: value for name, value in fields.items() if name not in unread}
 
 
 def _mixer_in_file(mixer):

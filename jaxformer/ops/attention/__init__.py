@@ -18,8 +18,6 @@ from jaxformer.ops.attention.reference import reference, rounded_softmax, softma
 from jaxformer.ops.positions import Bias, bias_between
 from jaxformer.sharding import auto_axes, with_logical_constraint
 
-IMPLEMENTATIONS = ("reference", "blockwise", "splash", "cudnn", "ring")
-
 
 @jax.named_scope("attention")
 def attention(
@@ -94,12 +92,8 @@ def _attend(implementation: str | None, return_weights: bool, query, key, value,
             return splash.attention(query, key, value, call)
         case "cudnn":
             return cudnn.attention(query, key, value, call)
-    raise NotImplementedError(f"attention(implementation={implementation!r}): there are {', '.join(IMPLEMENTATIONS)}")
-
-
-# Up to here the score array is small, and the reference is differentiable to any order. At this size blockwise is faster
-# by a third on XLA:CPU (experiments/bench/attention.py).
-_SMALL = 512 * 512
+    known = "reference, blockwise, splash, cudnn, ring"
+    raise NotImplementedError(f"attention(implementation={implementation!r}): there are {known}")
 
 
 def _choose(query, key, value, call: Call) -> str:
@@ -111,7 +105,8 @@ def _choose(query, key, value, call: Call) -> str:
         return _log_once(platform, "ring", f" of {count}")
     kernels: dict[str, Any] = {"tpu": ("splash", splash), "gpu": ("cudnn", cudnn), "cuda": ("cudnn", cudnn)}
     if platform not in kernels:
-        small = query.shape[1] * key.shape[1] <= _SMALL
+        # the reference is differentiable to any order; at this size blockwise is faster by a third (bench/attention.py)
+        small = query.shape[1] * key.shape[1] <= 512 * 512
         return _log_once(platform, *(("reference", " (short)") if small else ("blockwise", " (long)")))
     name, kernel = kernels[platform]
     reason = kernel.refuses(query, key, value, call)

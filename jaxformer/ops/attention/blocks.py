@@ -33,9 +33,6 @@ def cached_by_mask(f: Callable) -> Callable:
     return lambda mask, *rest: (cached if mask.static else f)(mask, *rest)
 
 
-_VISIT = 2_500.0  # the fixed price of a visit, in pairs of one head: measured on XLA:CPU
-
-
 @cached_by_mask
 def choose_block(mask: Mask, T: int, S: int, heads: int) -> tuple[int, int]:
     """The (queries, keys) of a block for which all visited pairs, plus a fixed price for each visit, are cheapest."""
@@ -43,14 +40,14 @@ def choose_block(mask: Mask, T: int, S: int, heads: int) -> tuple[int, int]:
         return 1, 1
     bq, bk = (min(n, 64 << (n // 32_768).bit_length()) for n in (T, S))  # the finest: about 500 blocks a side at most
     visited = mask.blocks(T, S, (bq, bk)) != EMPTY
-    best = (np.inf, 0, 0)
+    best, price = (np.inf, 0, 0), 2_500.0 / heads  # of a visit, in pairs: measured on XLA:CPU
     for q in (1, 2, 4, 8):
         for k in (1, 2, 4):
             if (q > 1 and q // 2 * bq >= T) or (k > 1 and k // 2 * bk >= S):
                 continue
             rows = np.logical_or.reduceat(visited, np.arange(0, len(visited), q))
             visits = np.count_nonzero(np.logical_or.reduceat(rows, np.arange(0, rows.shape[1], k), axis=1))
-            best = min(best, (visits * (q * bq * k * bk + _VISIT / heads), q * bq, k * bk))
+            best = min(best, (visits * (q * bq * k * bk + price), q * bq, k * bk))
     return best[1:]
 
 

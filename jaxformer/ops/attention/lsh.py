@@ -14,9 +14,6 @@ from jaxformer.ops.attention.reference import softmax, softmax_and_log_sum_exp
 from jaxformer.ops.dropout import dropout
 from jaxformer.ops.einsum import einsum
 
-# The score of a token with itself: below every other score, so that it counts only where nothing else is visible.
-_SELF = -1e5
-
 Rotations = Float[Array, "#N H rounds _"] | tuple[Float[Array, "#N H rounds _"], ...]
 
 
@@ -77,7 +74,8 @@ def lsh_attention(
     scores = einsum("bncqh,bnckh->bncqk", circle.cut(query_key.swapaxes(1, 2)), keys, dtype=wide) * scale
     q = order.reshape(B, N, total, chunk)
     kv = circle.look(q)
-    scores = jnp.where(q[..., None] == kv[..., None, :], _SELF, scores)
+    # with itself: below every other score, so that it counts only where nothing else is visible
+    scores = jnp.where(q[..., None] == kv[..., None, :], -1e5, scores)
     if not duplicates:
         scores = scores - jnp.log(_meetings(circle))
     weights, log_total = softmax_and_log_sum_exp(jnp.where(_visible(mask, q, kv, T), scores, -jnp.inf))

@@ -19,7 +19,6 @@ from jaxformer.ops.attention.call import Call, Share, parts, refuse, share
 # the kernel would divide by the number of hidden keys, whose score is -2.4e38, or by 0.
 NO_SINK = -1e38
 HIDDEN = np.iinfo(np.int32).min  # the segment of keys that nobody sees
-DTYPES = (jnp.float32, jnp.bfloat16)
 PAIR = (np.zeros(1, np.int32), np.zeros(1, np.int32))  # one query and one key, to look at what shape a mask has
 
 
@@ -59,7 +58,7 @@ def refuses(query, key, value, call: Call) -> str | None:
         return "dropout"
     if not query.dtype == key.dtype == value.dtype:
         return f"query, key, value of different types: {query.dtype}, {key.dtype}, {value.dtype}"
-    if query.dtype not in DTYPES:
+    if query.dtype not in (jnp.float32, jnp.bfloat16):
         return str(query.dtype)
     if not isinstance(call.mask.offset, int | None):
         return "mask at an offset that is an array"
