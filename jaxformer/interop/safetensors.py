@@ -191,12 +191,16 @@ def _write_shards(folder: Path, tensors: Iterable[tuple], limit: int) -> None:
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys(shard, file)
-        arrays = {name: np.asarray(make(), order="C") for name, make in shard.items()}  # the package writes memory as it is
-        save_file(arrays, folder / file, {"format": "pt"})  # without the format transformers refuses the file
-        with (folder / file).open("rb") as written:
-            os.fsync(written.fileno())  # on disk before the rename
+        _write_file(folder / file, shard)
     if len(shards) > 1:
         (folder / INDEX).write_text(_dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+
+
+def _write_file(path: Path, tensors: dict[str, Callable[[], Any]]) -> None:  # its arrays are gone before the next file's
+    arrays = {name: np.asarray(make(), order="C") for name, make in tensors.items()}  # the package writes memory as it is
+    save_file(arrays, path, {"format": "pt"})  # without the format transformers refuses the file
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # on disk before the rename
 
 
 def list_names(names: Iterable[str], show: Callable = _display) -> str:
