@@ -16,14 +16,6 @@ from jaxformer.models.mixture import Mixture
 from jaxformer.models.stacks.reversible import Reversible
 
 KINDS = ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-
-
-def _heads(c: Json, language_model: str = "ForCausalLM") -> dict[str, tuple]:
-    """The last token that is not padding classifies a sequence."""
-    sequence = Classification(tables.count_labels(c), pool="last", pooler=None, bias=False)
-    return tables.heads_by_class((language_model, *KINDS), sequence)
-
-
 GPT = COMMON | {
     "d_ff": Key("intermediate_size", None), "feedforward": Key("activation_function", "gelu_new", ACTIVATION),
     "norm_eps": Key("layer_norm_epsilon", 1e-5),
@@ -34,6 +26,25 @@ GPT2 = GPT | {
     "attention_scale": Key("scale_attn_weights", True, {True: None, False: 1.0}),
     "mixer": Key("scale_attn_by_inverse_layer_idx", False, {False: None, True: variants.inverse_depth_scale}),
 }  # fmt: skip
+REFORMER = {field: COMMON[field] for field in ("vocab_size", "d_model", "num_heads", "init_std")} | {
+    "head_width": Key("attention_head_size", 64), "d_ff": Key("feed_forward_size"), "norm_eps": Key("layer_norm_eps", 1e-12),
+    "feedforward": Key("hidden_act", "relu", ACTIVATION), "dropout_rate": Key("hidden_dropout_prob", 0.05),
+    "tie_embeddings": Key("tie_word_embeddings", False),
+}  # fmt: skip
+LSH = {
+    "chunk": Key("lsh_attn_chunk_length", 64), "rounds": Key("num_hashes", 1), "seed": Key("hash_seed", 0),
+    "chunks_before": Key("lsh_num_chunks_before", 1), "chunks_after": Key("lsh_num_chunks_after", 0),
+}  # fmt: skip
+LOCAL = {
+    "chunk": Key("local_attn_chunk_length", 64), "before": Key("local_num_chunks_before", 1),
+    "after": Key("local_num_chunks_after", 0),
+}  # fmt: skip
+
+
+def _heads(c: Json, language_model: str = "ForCausalLM") -> dict[str, tuple]:
+    """The last token that is not padding classifies a sequence."""
+    sequence = Classification(tables.count_labels(c), pool="last", pooler=None, bias=False)
+    return tables.heads_by_class((language_model, *KINDS), sequence)
 
 
 def _read_gpt2(c: Json, names: Collection[str]) -> ModelConfig:
@@ -205,21 +216,6 @@ def _llama_rules(family: Llama, config: ModelConfig) -> list[Rule]:
 def _llama_family(llama: Llama) -> Family:
     read, write, rules = partial(_read_llama, llama), partial(_write_llama, llama), partial(_llama_rules, llama)
     return Family(read, write, rules, "model.", aliases={"lm_head.weight": "model.embed_tokens.weight"})
-
-
-REFORMER = {field: COMMON[field] for field in ("vocab_size", "d_model", "num_heads", "init_std")} | {
-    "head_width": Key("attention_head_size", 64), "d_ff": Key("feed_forward_size"), "norm_eps": Key("layer_norm_eps", 1e-12),
-    "feedforward": Key("hidden_act", "relu", ACTIVATION), "dropout_rate": Key("hidden_dropout_prob", 0.05),
-    "tie_embeddings": Key("tie_word_embeddings", False),
-}  # fmt: skip
-LSH = {
-    "chunk": Key("lsh_attn_chunk_length", 64), "rounds": Key("num_hashes", 1), "seed": Key("hash_seed", 0),
-    "chunks_before": Key("lsh_num_chunks_before", 1), "chunks_after": Key("lsh_num_chunks_after", 0),
-}  # fmt: skip
-LOCAL = {
-    "chunk": Key("local_attn_chunk_length", 64), "before": Key("local_num_chunks_before", 1),
-    "after": Key("local_num_chunks_after", 0),
-}  # fmt: skip
 
 
 def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:

@@ -56,13 +56,6 @@ class Key(NamedTuple):
     values: Mapping[Any, Any] | None = None
 
 
-COUNTS = (  # may be 0
-    "type_vocab_size", "num_random_blocks", "lsh_num_chunks_before", "lsh_num_chunks_after", "local_num_chunks_before",
-    "local_num_chunks_after", "hash_seed", "max_window_layers", "pad_token_id",
-)  # fmt: skip
-OPTIONAL = ("num_key_value_heads", "sliding_window", "hash_seed")  # may be null, and have a default
-
-
 def get(c: Json, name: str, default: Any = int) -> Any:
     """An entry of config.json, of the type of its default (None: a whole number or null; a type: it must be there)."""
     if name not in c:
@@ -105,6 +98,11 @@ COMMON = {  # {our field: their entry}
     "tie_embeddings": Key("tie_word_embeddings", True),
 }  # fmt: skip
 PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
+COUNTS = (  # may be 0
+    "type_vocab_size", "num_random_blocks", "lsh_num_chunks_before", "lsh_num_chunks_after", "local_num_chunks_before",
+    "local_num_chunks_after", "hash_seed", "max_window_layers", "pad_token_id",
+)  # fmt: skip
+OPTIONAL = ("num_key_value_heads", "sliding_window", "hash_seed")  # may be null, and have a default
 
 
 def read_fields(c: Json, table: dict[str, Key]) -> dict[str, Any]:
