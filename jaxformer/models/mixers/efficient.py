@@ -87,7 +87,8 @@ class BigBird:
         plan = (T, self.block, self.random, N)
         match self.layout:
             case "seeded":
-                return jnp.stack([jnp.asarray(ops.bigbird_layout_seeded(*plan, layer)) for layer in range(L)])
+                draw = partial(ops.bigbird_layout_seeded, *plan, max_length=config.context_length)
+                return jnp.stack([jnp.asarray(draw(layer)) for layer in range(L)])
             case "zero":
                 return jnp.asarray(np.stack([ops.bigbird_layout_zero(*plan)] * L))
             case "random":

@@ -34,8 +34,9 @@ def longformer_attention(
 
     A local token attends to the keys at most window / 2 away and to the global tokens' keys, each once, in one softmax. A
     global token attends from `global_query` to every `global_key`. `global_tokens` is their number (the first ones), their
-    positions, or flags `[B, T]`; without any, the global arrays may be None. Traced flags need `max_globals`: a row with more
-    yields NaN. `mask` hides padding (`segments`, `lengths`), which yields zeros; NotImplementedError for other masks.
+    positions, or flags `[B, T]`; without any, the global arrays may be None. Traced flags need `max_globals`, the most of a
+    row: a row with more yields NaN. `mask` hides padding (`segments`, `lengths`), which yields zeros; NotImplementedError for
+    others. Cost grows with T * (window + globals).
     """
     q_ids, kv_ids = _segment_ids("longformer_attention", mask, query, key, value)
     if window < 0 or window % 2:
@@ -170,22 +171,44 @@ def bigbird_layout_zero(T: int, block: int, r: int, heads: int) -> Int[np.ndarra
     return np.zeros((heads, max(-(-T // block) - 2, 0), r), np.int32)
 
 
-def bigbird_layout_seeded(T: int, block: int, r: int, heads: int, layer: int) -> Int[np.ndarray, "N rows r"]:
-    """The layout of Hugging Face's model in training: NumPy's legacy generator, seeded by the layer's number.
+def bigbird_layout_seeded(
+    T: int, block: int, r: int, heads: int, layer: int, *, max_length: int = 4096
+) -> Int[np.ndarray, "N rows r"]:
+    """The layout of the published checkpoints: NumPy's legacy generator, seeded by the layer's number.
 
-    Random blocks come from the first 2 r + 5. (For T = 1,024, 3,072 and 4,096 its model has an older plan, which is not here.)
-    ValueError for a T that is no multiple of `block`, or has at most 2 r + 5 blocks (there its model is dense).
+    Random blocks come from the first 2 r + 5. For the published lengths 1,024, 3,072 and 4,096 an older plan draws from the
+    first 1,024 positions, for `max_length` positions (the config's); there some neighbours count twice. ValueError for a T that
+    is no multiple of `block`, or has at most 2 r + 5 blocks (there Hugging Face's model is dense).
     """
-    blocks, end = T // block, 2 * r + 5
-    if T % block or blocks <= end:
-        raise ValueError(f"bigbird_layout_seeded: T is a multiple of block {block}, > {end} blocks; got {T}")
-    state, layout = np.random.RandomState(layer), np.zeros((heads, blocks, r), np.int32)
-    for row in range(1, blocks - 1):
-        # its five, as if there were no blocks but those that may be drawn
-        five = {0, row - 1, row, row + 1, end - 1} | {1: {end - 2}, end - 2: {1}}.get(row, set())
-        for head in range(heads):
-            layout[head, row] = [j for j in state.permutation(end) if j not in five][:r]
-    return layout[:, 1:-1]
+    blocks, old = T // block, T in (1024, 3072, 4096)
+    if T % block or blocks <= 2 * r + 5:
+        raise ValueError(f"bigbird_layout_seeded: T is a multiple of block {block}, > {2 * r + 5} blocks; got {T}")
+    state = np.random.RandomState(layer)
+    planned = max_length // block if old else blocks  # rows beyond T are drawn too: they advance the generator
+    layout = np.zeros((heads, planned, r), np.int32)
+    rows = [(head, row) for head in range(heads) for row in range(1, planned - 1)]
+    for head, row in rows if old else sorted(rows, key=lambda pair: pair[1]):  # the newer plan draws row by row
+        candidates = _old_candidates(row, block, planned) if old else np.arange(2 * r + 5)
+        drop = set() if old else _dropped(row, 2 * r + 5)
+        drawn = [j for j in state.permutation(candidates) if j not in drop][:r]
+        if len(drawn) < r:
+            raise ValueError(f"bigbird_layout_seeded: block {row} finds {len(drawn)} of {r} blocks of {block}")
+        layout[head, row] = drawn
+    return layout[:, 1 : blocks - 1]
+
+
+def _dropped(row, end):
+    """Blocks of 0 .. end - 1 that a row may not draw: its five, as if there were no more blocks."""
+    return {0, row - 1, row, row + 1, end - 1} | ({end - 2} if row == 1 else set()) | ({1} if row == end - 2 else set())
+
+
+def _old_candidates(row, block, blocks):
+    """Inner blocks of the first 1,024 positions, without the row's neighbours if the row is among them."""
+    last = 1024 // block - 1 if 2 * block < 1024 else blocks - 1
+    last = min(last, blocks - 2)
+    if row >= blocks - 3 or row - 2 > last:
+        return np.arange(1, last + 1)
+    return np.concatenate([np.arange(1, row - 1), np.arange(row + 2, last + 1)])
 
 
 def _segment_ids(name, mask, query, key, value):

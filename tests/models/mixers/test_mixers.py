@@ -310,7 +310,7 @@ def test_bigbird_layouts():
     config = replace(BASE, mixer=mixers.BigBird(1, 1, "seeded"))
     layouts = scan.mixers(config)[0].constants(T)
     for layer in range(L):
-        np.testing.assert_array_equal(layouts[layer], ops.bigbird_layout_seeded(T, 1, 1, 2, layer))
+        np.testing.assert_array_equal(layouts[layer], ops.bigbird_layout_seeded(T, 1, 1, 2, layer, max_length=T))
     zero = scan.mixers(replace(BASE, mixer=mixers.BigBird(2, 3, "zero")))[0].constants(T)
     assert zero.shape == (L, 2, 6, 3) and not zero.any()
 
