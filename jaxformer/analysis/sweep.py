@@ -146,7 +146,9 @@ def figure(trials: Sequence[Trial], path: epath.Path) -> str:
             scale("log")
     axes.set(xlabel=name, ylabel=best.removeprefix("-"), title=f"{trials[0].experiment.name}: {len(trials)} runs")
     axes.grid(alpha=0.25)
-    if len(lines) > 1:
+    if any(trial.problem for trial in trials):
+        axes.plot([], [], "kx", label="failed")
+    if len(axes.get_lines()) > 2:
         axes.legend(frameon=False, fontsize=8)
     with path.open("wb") as file:
         drawn.savefig(file, format="png")

@@ -11,6 +11,7 @@ from jaxformer import masks, models
 from jaxformer.data import corpus, images, labelled, mixing, pairs, sources, tasks
 from jaxformer.decoding.beam import Beams, gnmt
 from jaxformer.decoding.sampling import Sampling
+from jaxformer.evaluation import generation, perplexity, text_metrics
 from jaxformer.models import adaptation, mixers, vision
 from jaxformer.models.mixers import variants
 from jaxformer.models.stacks import reversible
@@ -42,6 +43,8 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "data": _of(sources, "Text Stdlib") | _of(tasks, "Reverse Copy Sort Recall") | _of(pairs, "Pairs Packed Buckets")
     | _of(corpus, "Corpus") | _of(mixing, "Mixed") | _of(images, "Digits Images") | _of(labelled, "Labelled"),
     "optimizer": _of(optimizers, "Adam AdamW Adafactor Lion Muon"),
+    "metrics": _of(generation, "Generated") | _of(perplexity, "StridedPerplexity")
+    | _of(text_metrics, "bleu chrf rouge exact_match token_f1"),
     "schedule": _of(schedules, "Noam Cosine Linear WSD Constant"),
     "objective": _of(objectives, "TokenCrossEntropy ClassCrossEntropy") | _of(spans, "SpanCrossEntropy")
     | _of(corruption, "MaskedTokens NextSentence PrefixLanguageModel SpanCorruption")
