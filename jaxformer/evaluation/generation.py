@@ -22,8 +22,8 @@ class Generated:
     `text_metrics` has bleu, chrf, rouge, exact_match and token_f1.
     """
 
-    scores: tuple[Score, ...]
-    how: Beams | Sampling = Sampling(temperature=0.0)
+    scores: tuple[Score, ...]  # functions of (answers, references)
+    how: Beams | Sampling = Sampling(temperature=0.0)  # how a token is picked, or an answer is searched
     max_tokens: int = 128  # of an answer
     examples: int | None = None  # the first so many questions; None: all
     rows: int = 32  # answers that are written at a time

@@ -37,6 +37,7 @@ _OF_MODELS = {
     vision: "Reconstruction",
 }
 MODEL = models.PRESETS | {name: found for module, names in _OF_MODELS.items() for name, found in _of(module, names).items()}
+ANSWERS = {"Sampling": Sampling, "Beams": Beams, "gnmt": gnmt}
 NAMES: dict[str, Mapping[str, Any]] = {
     "model": MODEL, "mixer": {"Linear": mixers.Linear},
     "positions": {"Linear": positions.Linear}, "scaling": {"Linear": positions.Linear},
@@ -50,5 +51,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
     | _of(corruption, "MaskedTokens NextSentence PrefixLanguageModel SpanCorruption")
     | _of(augment, "Flip Crop ResizedCrop Move"),
     "initial": _of(initial, "FromRun HuggingFace"), "adaptation": _of(adaptation, "Lora"),
-    "mesh": {"Mesh": Mesh}, "checkpoints": {"Checkpoints": Checkpoints}, "sample": {"Sample": Sample, "Sampling": Sampling, "Beams": Beams, "gnmt": gnmt},
+    "metrics": _of(generation, "Generated") | _of(text_metrics, "bleu chrf rouge exact_match token_f1")
+    | _of(perplexity, "StridedPerplexity") | ANSWERS,
+    "mesh": {"Mesh": Mesh}, "checkpoints": {"Checkpoints": Checkpoints}, "sample": {"Sample": Sample} | ANSWERS,
 }  # fmt: skip

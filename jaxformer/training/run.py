@@ -176,7 +176,9 @@ def open_run(path: epath.PathLike, step: int | None = None, overrides: Sequence[
     experiment = open_experiment(folder)
     changed = config.override(experiment, overrides, NAMES) if overrides else experiment
     if config.fingerprint(changed) != config.fingerprint(experiment):
-        raise ConfigError(f"{folder.path}: {' '.join(overrides)} would make it another run; only --mesh.… may change here")
+        raise ConfigError(
+            f"{folder.path}: {' '.join(overrides)} would make it another run; only --mesh.… and --metrics may change here"
+        )
     return Run(folder, changed, step, average)
 
 
