@@ -44,8 +44,6 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "data": _of(sources, "Text Stdlib") | _of(tasks, "Reverse Copy Sort Recall") | _of(pairs, "Pairs Packed Buckets")
     | _of(corpus, "Corpus") | _of(mixing, "Mixed") | _of(images, "Digits Images") | _of(labelled, "Labelled"),
     "optimizer": _of(optimizers, "Adam AdamW Adafactor Lion Muon"),
-    "metrics": _of(generation, "Generated") | _of(perplexity, "StridedPerplexity")
-    | _of(text_metrics, "bleu chrf rouge exact_match token_f1"),
     "schedule": _of(schedules, "Noam Cosine Linear WSD Constant"),
     "objective": _of(objectives, "TokenCrossEntropy ClassCrossEntropy") | _of(spans, "SpanCrossEntropy")
     | _of(corruption, "MaskedTokens NextSentence PrefixLanguageModel SpanCorruption")
