@@ -81,8 +81,10 @@ def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.
     folders = [run_folder(trial.experiment, runs) for trial in trials]
     if len({folder.path for folder in folders}) < len(trials):
         raise ConfigError("--grid: two combinations are the same run; vary what decides numbers, and each value once")
-    for trial in trials:
-        build(trial.experiment)  # refuses what does not fit together, before the first run starts
+    for trial, folder in zip(trials, folders, strict=True):
+        if not folder.result.is_file():  # what does not fit together is refused before the first run starts
+            build(trial.experiment)
+            loop.open_data(trial.experiment)
     ended = []
     for number, (trial, folder) in enumerate(zip(trials, folders, strict=True), 1):
         words = " ".join(f"--{name}={value}" for name, value in trial.options.items())
