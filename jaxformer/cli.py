@@ -1,8 +1,6 @@
 """python -m jaxformer COMMAND: the only place that reads argv.
 
     train EXPERIMENT [--runs DIR] [--key.path=value ...]      trains, or resumes, experiments/EXPERIMENT.py
-    sweep EXPERIMENT --grid "--a.b=1,2 --c=x,y" [--runs DIR] [--key.path=value ...]
-                                                              trains every combination; one table and one figure at the end
     evaluate RUN [--step N] [--average N] [--int8] [--mesh.tensor=N ...]
                                                               scores a run's checkpoint, or the mean of its last N, on its
                                                               validation split
@@ -34,7 +32,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -46,21 +44,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands = {
         "train": train, "evaluate": evaluate, "generate": generate, "list": list_all, "runs": runs, "compare": compare,
-        "show": show, "plan": plan, "harness": run_harness, "sweep": run_sweep,
+        "show": show, "plan": plan, "harness": run_harness,
     }  # fmt: skip
+    if not argv or argv[0] in ("-h", "--help", "--version"):
+        print(__version__ if argv == ["--version"] else __doc__)
+        return 0
+    if argv[0] not in commands:
+        near = did_you_mean(argv[0], commands)
+        return _refused(ConfigError(f"{argv[0]}: no such command{near}; expected one of {', '.join(commands)}"), 2)
+    return run(commands[argv[0]], argv[1:])
+
+
+def run(command: Callable[[list[str]], int], argv: list[str]) -> int:
+    """The exit code of a command; what the user can mend is one line on stderr."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("jaxformer").setLevel(logging.INFO)
     try:
-        if not argv or argv[0] in ("-h", "--help"):
-            print(__doc__)
-            return 0
-        if argv[0] == "--version":
-            print(__version__)
-            return 0
-        if argv[0] not in commands:
-            near = did_you_mean(argv[0], commands)
-            raise ConfigError(f"{argv[0]}: no such command{near}; expected one of {', '.join(commands)}")
-        return commands[argv[0]](argv[1:])
+        return command(argv)
     except (ConfigError, NotImplementedError) as error:  # a mixer refuses what it cannot do by name
         return _refused(error, 2)
     except SystemExit as end:  # the options were asked for
@@ -74,7 +74,7 @@ def train(argv: list[str]) -> int:
     parser = _parser("train", "EXPERIMENT")
     parser.add_argument("--runs", default="runs")
     options, overrides = parser.parse_known_args(argv)
-    source, experiment = _experiment(options.name, overrides)
+    source, experiment = read_experiment(options.name, overrides)
 
     from jaxformer.analysis import figures
     from jaxformer.parallel import peers, processes
@@ -96,35 +96,12 @@ def train(argv: list[str]) -> int:
     return processes.run_together(body)
 
 
-def run_sweep(argv: list[str]) -> int:
-    if "--grid" in argv[:-1]:  # its value begins like an option
-        at = argv.index("--grid")
-        argv = [*argv[:at], f"--grid={argv[at + 1]}", *argv[at + 2 :]]
-    parser = _parser("sweep", "EXPERIMENT")
-    parser.add_argument("--runs", default="runs")
-    parser.add_argument("--grid", required=True)
-    options, overrides = parser.parse_known_args(argv)
-
-    from jaxformer.analysis import figures, sweep
-    from jaxformer.training.signals import Interrupted
-
-    trials = []
-    for combination in sweep.combinations(options.grid):
-        words = [f"--{name}={value}" for name, value in combination.items()]
-        trials.append(sweep.Trial(combination, *_experiment(options.name, [*overrides, *words])))
-    try:
-        ended = sweep.sweep(trials, options.runs, reports=[figures.loss_report])
-    except Interrupted as error:
-        return _refused(error, error.exit_code)
-    return 3 if all(trial.problem for trial in ended) else 0
-
-
 def _refused(error: Exception, code: int) -> int:
     print(f"jaxformer: {error}", file=sys.stderr)
     return code
 
 
-def _experiment(name: str, overrides: list[str]):
+def read_experiment(name: str, overrides: list[str]):
     """(the source, the experiment with its options). Ends the program where the options are asked for."""
     if name not in config.available() and not name.endswith(".py"):
         from jaxformer.models import PRESETS
@@ -324,7 +301,7 @@ def _shown(name: str, overrides: list[str], preset):
     if name not in config.available() and not name.endswith(".py"):
         near = did_you_mean(name, [*config.available(), *PRESETS])
         raise ConfigError(f"{name}: no experiment or preset of that name{near}; the command `list` shows all")
-    return _experiment(name, overrides)[1]
+    return read_experiment(name, overrides)[1]
 
 
 def _sharding(experiment, devices: int | None) -> str:

@@ -1,22 +1,31 @@
-"""An experiment trained with every combination of some options, one after the other; at the end one table and one figure."""
+"""An experiment trained with every combination of some options, one after the other; at the end one table and one figure.
 
+    python -m experiments.sweep EXPERIMENT --grid "--a.b=1,2 --c=x,y" [--runs DIR] [--key.path=value ...]
+
+Each combination is an ordinary run: a killed sweep goes on where it was. Exit codes are those of `python -m jaxformer`.
+"""
+
+import argparse
 import hashlib
 import itertools
 import json
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 from etils import epath
 
-from jaxformer import config
+from jaxformer import cli, config
+from jaxformer.analysis import figures
 from jaxformer.errors import ConfigError
 from jaxformer.training import loop
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.metrics import NonFinite
 from jaxformer.training.recipe import build
 from jaxformer.training.run_folder import run_folder
+from jaxformer.training.signals import Interrupted
 
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 
@@ -162,3 +171,28 @@ def _is_number(text: str) -> bool:
         return math.isfinite(float(text))
     except ValueError:
         return False
+
+
+def main(argv: list[str]) -> int:
+    if "--grid" in argv[:-1]:  # its value begins like an option
+        at = argv.index("--grid")
+        argv = [*argv[:at], f"--grid={argv[at + 1]}", *argv[at + 2 :]]
+    parser = argparse.ArgumentParser("sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", metavar="EXPERIMENT")
+    parser.add_argument("--runs", default="runs")
+    parser.add_argument("--grid", required=True)
+    options, overrides = parser.parse_known_args(argv)
+    trials = []
+    for combination in combinations(options.grid):
+        words = [f"--{name}={value}" for name, value in combination.items()]
+        trials.append(Trial(combination, *cli.read_experiment(options.name, [*overrides, *words])))
+    try:
+        ended = sweep(trials, options.runs, reports=[figures.loss_report])
+    except Interrupted as error:
+        print(f"sweep: {error}", file=sys.stderr)
+        return error.exit_code
+    return 3 if all(trial.problem for trial in ended) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(main, sys.argv[1:]))

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
+from experiments import sweep as sweeps
+from experiments.sweep import combinations
 from jaxformer import cli
-from jaxformer.analysis.sweep import combinations
 from jaxformer.errors import ConfigError
 from jaxformer.training import loop
 from tests.tiny import furnish
@@ -22,7 +23,7 @@ def runs(tmp_path, monkeypatch):
 
 
 def sweep(grid, *more):
-    return cli.main(["sweep", "tiny", "--grid", grid, "--steps=2", *QUICK, *more])
+    return cli.run(sweeps.main, ["tiny", "--grid", grid, "--steps=2", *QUICK, *more])
 
 
 def rows(runs):
