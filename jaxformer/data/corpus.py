@@ -126,8 +126,8 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
     digest = " ".join(str(value) for value in (*(index.digest for index in indices), len(train), tokenizer.digest))
     kind = config.tokenizer if config.tokenizer in ("bytes", "bpe") else f"tokenizer {config.tokenizer}"
     return Dataset(
-        train=Windows(train, context_length, config.stride or context_length),  # pyrefly: ignore[bad-argument-type]
-        validation=Windows(validation, context_length, context_length),  # pyrefly: ignore[bad-argument-type]
+        train=Windows(train, context_length, config.stride or context_length),
+        validation=Windows(validation, context_length, context_length),
         vocab_size=tokenizer.vocab_size, tokenizer=tokenizer, digest=hashlib.sha256(digest.encode()).hexdigest(),
         description=f"{config.path}: {indices[0].documents:,} documents, {indices[0].bytes:,} bytes; {kind}, vocabulary "
         f"{tokenizer.vocab_size:,}; {len(train):,} training and {len(validation):,} validation tokens"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxformer.data import batching, sources
 from jaxformer.data.sources import Stdlib, Text, Windows
@@ -33,6 +33,7 @@ def text(tmp_path):
 
 
 @given(st.integers(2, 200), st.integers(1, 40))
+@settings(deadline=None)
 def test_training_windows_are_all_offsets(n, length):
     tokens = np.arange(n, dtype=np.uint8)
     windows = Windows(tokens, length)
@@ -47,6 +48,7 @@ def test_training_windows_are_all_offsets(n, length):
 
 
 @given(st.integers(2, 200), st.integers(1, 40))
+@settings(deadline=None)
 def test_validation_windows_predict_every_token_once(n, length):
     tokens = np.arange(n, dtype=np.uint8)
     rows = list(Windows(tokens, length, stride=length))  # also: iteration ends
