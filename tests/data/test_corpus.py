@@ -187,6 +187,7 @@ OPEN = (
 )
 
 
+@pytest.mark.slow
 def test_a_killed_command_goes_on_and_two_at_once_agree(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(jsonl(DOCUMENTS) * 3000)
@@ -222,7 +223,7 @@ def test_damaged_tokens_are_refused(small, texts):
 
 def test_byte_pairs_are_learned_from_a_sample_without_the_validation_part(small, texts, tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
-    config = replace(texts, path=f"{texts.path}/b/d.jsonl", tokenizer="bpe", vocab_size=300)
+    config = replace(texts, path=f"{texts.path}/b/d.jsonl", tokenizer="bpe", vocab_size=300, validation_fraction=0.5)
     seen = []
     train = tokenizers.BPE.train
     monkeypatch.setattr(tokenizers.BPE, "train", lambda text, size: seen.append(text) or train(text, size))
@@ -266,7 +267,7 @@ def bad_settings():
     yield "no size", dict(tokenizer="bpe"), r"data\.vocab_size: tokenizer='bpe' needs one"
     yield "stride", dict(stride=0), r"data\.stride=0: must be at least 1"
     yield "end", dict(end_of_text="</s>"), r"data\.end_of_text: the tokenizer 'bytes' has no '</s>'"
-    yield "field", dict(field="txt"), r"d\.jsonl:1: no field 'txt'; did you mean text\?"
+    yield "field", dict(field="txt"), r"\.(jsonl|jsonl\.gz|parquet):1: no field 'txt'; did you mean text\?"
     yield "tokenizer", dict(tokenizer="/no/such/tokenizer.json"), r"data\.tokenizer='/no/such/tokenizer\.json'"
 
 
@@ -299,7 +300,7 @@ def test_bad_rows_are_left_out_and_counted(texts, tmp_path):
     found = dataset.description.split("; ")[-1]
     expected = {
         "1 not UTF-8": r"a\.txt:2 \(byte 0xff at position 1\)", "1 'text' is no text": r"d\.jsonl:2 but int",
-        "1 not JSON": r"d\.jsonl:3", "1 no field 'text'": r"d\.jsonl:4; did you mean text", "2 empty": r"empty\.jsonl",
+        "1 not JSON": r"d\.jsonl:3", "1 no field 'text'": r"d\.jsonl:4; did you mean tex\?", "2 empty": r"empty\.jsonl",
         "1 not readable as Parquet": r"f\.parquet",
     }  # fmt: skip
     assert "7 rows skipped" in dataset.description, dataset.description

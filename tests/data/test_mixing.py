@@ -43,7 +43,7 @@ def rows(batches, steps):
 
 
 @given(st.lists(st.integers(1, 1 << 20), min_size=1, max_size=6), st.integers(0, 10**12))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_shares_hold_everywhere(shares, start):
     positions = start + np.arange(500)
     counts = before(positions, shares)
@@ -97,10 +97,10 @@ def test_hosts_together_hold_the_same_batch():
 def test_large_splits_are_shuffled_too():
     counts = (70_000, 80_000)
     split = mixed(1, 1, counts=counts).train
-    found = rows(batching.batches(split, 1000, seed=0), range(20))
+    found = rows(batching.batches(split, 500, seed=0), range(20))
     for source, count in enumerate(counts):
         seen = found[found[:, 0] == source, 1]
-        assert len(np.unique(seen)) == len(seen) == 10_000 and seen.max() > count * 0.95
+        assert len(np.unique(seen)) == len(seen) == 5_000 and seen.max() > count * 0.95
 
 
 def test_validation_is_all_validations_in_order():
