@@ -18,11 +18,10 @@ WHOLE = 1 << 20  # shares are counted in parts of this
 class Mixed:
     """Training examples of several sources in fixed shares, in every batch; their validations one after another.
 
-    `sources` are (share, data), shares relative to their sum: ((0.7, Corpus("web/")), (0.3, Stdlib())). Each source goes
-    through epochs of its own. Raises ConfigError for sources that differ in arrays or in tokenizer.
+    Each source goes through epochs of its own. All must give the same arrays and have the same tokenizer.
     """
 
-    sources: tuple[tuple[float | int, Any], ...]
+    sources: tuple[tuple[float | int, Any], ...]  # (share of their sum, data): ((0.7, Corpus("web/")), (0.3, Stdlib()))
 
     def open(self, model: Any) -> Dataset:
         return open_mixture(self, model)
