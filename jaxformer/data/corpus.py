@@ -123,9 +123,8 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
         raise ConfigError(f"data.validation_fraction: {config.validation_fraction} is not between 0 and 1")
     if (config.tokenizer == "bpe") != (config.vocab_size is not None):
         raise ConfigError("data.vocab_size: tokenizer='bpe' needs one, every other tokenizer has its own")
-    for name, value in {"stride": config.stride, "jobs": config.jobs}.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"data.{name}={value}: must be at least 1")
+    if min(value for value in (1, config.stride, config.jobs) if value is not None) < 1:
+        raise ConfigError(f"data.stride={config.stride}, data.jobs={config.jobs}: must be at least 1, or None")
     folder = cache_folder(config.cache)
     try:
         tokenizer = _tokenizer(config, folder)
@@ -252,8 +251,7 @@ def _sample(path: str, field: str, left_out: float) -> Iterator[str]:
 
 def _open_tokens(config: Corpus, path: str, tokenizer: Any, folder: Path) -> tuple[Tokens, Index]:
     """All tokens of a path, from the cache or new."""
-    named = config.end_of_text and getattr(tokenizer, "id_of", lambda _: None)(config.end_of_text)
-    if (end := named if config.end_of_text else tokenizer.end_of_text) is None:
+    if (end := tokenizer.id_of(config.end_of_text) if config.end_of_text else tokenizer.end_of_text) is None:
         name = repr(config.end_of_text or " ".join(tokenizers.ENDS))
         raise ConfigError(f"data.end_of_text: the tokenizer {config.tokenizer!r} has no {name}; name its token for the end")
     entry = folder / f"corpus-{_key(config, path, tokenizer.digest)}"
@@ -274,8 +272,7 @@ def _open_tokens(config: Corpus, path: str, tokenizer: Any, folder: Path) -> tup
 def _encode(entry: Path, path: str, jobs: int) -> None:
     """Runs the processes that encode the missing parts, and sums up. Several commands may do so at once."""
     progress = _Progress(entry)
-    missing = progress.missing()
-    if len(missing) == 1 and not path.startswith("hf:"):
+    if len(missing := progress.missing()) == 1 and not path.startswith("hf:"):
         encode_part(entry, missing[0])
     elif missing:
         random.shuffle(missing)  # two commands that encode the same corpus share the work
@@ -394,8 +391,7 @@ def _write_shard(path: Path, documents: Iterator[tuple[str, bool]], tokenizer: A
             total.update(tokens=len(tokens), documents=int(ends), bytes=len(text.encode("utf-8", "replace")))
             if os.getppid() != parent:
                 raise SystemExit("the command that asked for this is gone")
-            if total["bytes"] >= limit:
-                last = False
+            if not (last := total["bytes"] < limit):
                 break
         os.fchmod(file.fileno(), 0o644)  # of temporary files it is 0600
     with contextlib.suppress(FileNotFoundError):  # another command has finished the corpus and tidied up

@@ -35,6 +35,10 @@ class _Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self.encode_text(text).tolist()
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a control token, such as </s>; None if there is none of that name."""
+        return None
+
     @functools.cached_property
     def digest(self) -> str:
         """sha256 (hex) of the state."""
@@ -125,7 +129,6 @@ class BPE(_Tokenizer):
         return cls(tokenizer.to_str())
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token, such as a control token, that is written like this; None if there is none."""
         return self._tokenizer.token_to_id(token)
 
     def encode_text(self, text: str) -> np.ndarray:
