@@ -381,19 +381,20 @@ def encode_part(entry: Path, number: int) -> None:
 
 def _write_shard(path: Path, documents: Iterator[tuple[str, bool]], tokenizer: Any, end: int, limit: int) -> Index:
     """Tokens of documents until their text has `limit` bytes. The file appears when it is complete."""
-    digest, parent, total = hashlib.sha256(), os.getppid(), Counter(tokens=0, documents=0, bytes=0)
-    dtype, last = np.min_scalar_type(tokenizer.vocab_size - 1), True
+    digest, parent, count, size, last = hashlib.sha256(), os.getppid(), 0, 0, True
+    end_of_text = np.array(end, np.min_scalar_type(tokenizer.vocab_size - 1))
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".unfinished", delete=False) as file:
         for text, ends in documents:
-            tokens = np.append(tokenizer.encode_text(text), [end] * ends).astype(dtype)
-            file.write(data := tokens.tobytes())
+            data = tokenizer.encode_text(text).tobytes() + end_of_text.tobytes() * ends
+            file.write(data)
             digest.update(data)
-            total.update(tokens=len(tokens), documents=int(ends), bytes=len(text.encode("utf-8", "replace")))
+            count, size = count + ends, size + len(text.encode("utf-8", "replace"))
             if os.getppid() != parent:
                 raise SystemExit("the command that asked for this is gone")
-            if not (last := total["bytes"] < limit):
+            if not (last := size < limit):
                 break
         os.fchmod(file.fileno(), 0o644)  # of temporary files it is 0600
+        tokens = file.tell() // end_of_text.itemsize
     with contextlib.suppress(FileNotFoundError):  # another command has finished the corpus and tidied up
         os.replace(file.name, path)
-    return Index(total["tokens"], total["documents"], total["bytes"], digest.hexdigest(), {}, {}, last)
+    return Index(tokens, count, size, digest.hexdigest(), {}, {}, last)
