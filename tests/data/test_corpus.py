@@ -413,7 +413,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """VmHWM, the highest resident memory of the process, pages of files included, in kB: of 30 MB and of 300 MB."""
     found = {}
     for size in (30, 300):
-        file, block = tmp_path / f"{size}.jsonl", jsonl(DOCUMENTS) * 100
+        file, block = tmp_path / f"{size}.jsonl", jsonl(["".join(DOCUMENTS)] * 100)
         with open(file, "w") as out:
             for _ in range(size * 10**6 // len(block)):
                 out.write(block)

@@ -208,6 +208,16 @@ def test_bad_input_is_one_line(make, message, text, tmp_path):
     assert sorted(os.listdir(tmp_path)) == before
 
 
+def test_a_text_that_would_fill_the_memory_is_refused(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LARGEST_TEXT", 6000)
+    open_dataset(text, 8)  # 4,800 bytes
+    (tmp_path / "more.txt").write_text("more" * 500)
+    for path in (tmp_path, tmp_path / "large.bin"):
+        (tmp_path / "large.bin").write_bytes(bytes(6001))
+        with pytest.raises(ConfigError, match=r"data\.path: 6,\d+ bytes; Text takes at most 6,000 into memory; .*Corpus\(path"):
+            open_dataset(Text(str(path)), 8)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 def test_unreadable_file_is_one_line(text):
     os.chmod(text.path, 0)
