@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,8 @@ from jaxformer.data.sources import Dataset, Windows, cache_folder, check_lengths
 from jaxformer.errors import ConfigError
 
 log = logging.getLogger("jaxformer")
-ROWS = (".jsonl", ".jsonl.gz", ".parquet")  # every other file is one text
+ROWS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")  # every other file is one text
+ENDINGS = (".txt", ".txt.gz", *ROWS)  # what is read of a folder
 PART = 1 << 27  # bytes that one process encodes, or after which a stream notes its state
 SAMPLE = 1 << 26  # characters from which byte pairs are learned
 
@@ -75,7 +77,6 @@ class Tokens:
         return self.stop - self.start
 
     def part(self, start: int, stop: int) -> "Tokens":
-        """tokens[start:stop], without reading them."""
         return Tokens(self.files, self.sizes, self.dtype, self.start + start, self.start + stop)
 
     def __getitem__(self, key: Any) -> np.ndarray:
@@ -156,21 +157,20 @@ def _files(path: str) -> list[str]:
         return [path]
     path = os.path.expanduser(path)
     if os.path.isdir(path):
-        found = glob.glob(f"{glob.escape(path)}/**", recursive=True)
-        found = [file for file in found if file.endswith((".txt", ".txt.gz", *ROWS))]
+        found = [file for file in glob.glob(f"{glob.escape(path)}/**", recursive=True) if file.endswith(ENDINGS)]
     else:
         found = glob.glob(path, recursive=True)
     if files := sorted(file for file in found if os.path.isfile(file)):
         return files
-    endings = ", ".join((".txt", ".txt.gz", *ROWS))
-    raise ConfigError(f"data.path: no file in {path!r} (looked in {os.getcwd()}); expected a file, or a folder of {endings}")
+    raise ConfigError(f"data.path: no file in {path!r} (looked in {os.getcwd()}); expected files of {' '.join(ENDINGS)}")
 
 
 def _key(config: Corpus, path: str, *more: Any) -> str:
     """A digest of the files as they are now. A file that changes has another size or time, so no file is read for it."""
-    stats = [(file, os.stat(file)) for file in _files(path) if not file.startswith("hf:")]
-    files = [(os.path.abspath(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats] or path
-    words = ["layout 1", files, config.field, config.bad_rows, config.end_of_text, *more]
+    stream = re.match("hf:([^,#]*)", path)  # its files if it is a local folder, else nothing but its name
+    found = _files(path) if stream is None else sorted(glob.glob(f"{glob.escape(stream[1])}/**/*.*", recursive=True))
+    files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in found]
+    words = ["layout 1", stream and stream.string, files, config.field, config.bad_rows, config.end_of_text, *more]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:24]
 
 
@@ -193,13 +193,12 @@ def _documents(
 ) -> Iterator[tuple[str, bool]]:
     """(text, whether a document ends with it), for the stretches of a part."""
     for path, *bounds in group:
-        part = Part(*bounds)
         if not path.startswith("hf:") and os.path.getsize(path) == 0:
             problems.add(path, "empty")
         elif not path.startswith("hf:") and not path.endswith(ROWS):
-            yield from _pieces(path, part, problems)
+            yield from _pieces(path, Part(*bounds), problems)
         else:
-            for place, (text,) in records(path, [field], problems, part, stream):
+            for place, (text,) in records(path, [field], problems, Part(*bounds), stream):
                 if not isinstance(text, str):
                     problems.add(place, f"{field!r} is no text", f" but {type(text).__name__}")
                 elif text:
@@ -320,33 +319,34 @@ class _Progress:
 
 def _run_workers(entry: Path, path: str, missing: list[int], jobs: int, progress: _Progress) -> None:
     """One process a part: its memory goes with it. Raises ConfigError for the first bad row, and ends the others."""
-    # -P: files of the folder where the command runs do not shadow modules
-    command = [sys.executable, "-P", "-c", "from jaxformer.data import corpus; corpus.work()", str(entry)]
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
     running: dict[int, subprocess.Popen] = {}
     printed = time.monotonic()
-    try:
+    with tempfile.TemporaryDirectory() as errors, contextlib.ExitStack() as stack:
+        stack.callback(lambda: [(process.kill(), process.wait()) for process in running.values()])
         while missing or running:
             while missing and len(running) < jobs:
                 part = missing.pop()
-                running[part] = subprocess.Popen([*command, str(part)], env=environment, stderr=subprocess.PIPE, text=True)
+                running[part] = _start_worker(entry, part, f"{errors}/{part}")
             time.sleep(0.1)
             for part in [part for part, process in running.items() if process.poll() is not None]:
-                process = running.pop(part)
-                words = process.communicate()[1].strip()
-                if process.returncode == 2:
+                code, words = running.pop(part).returncode, Path(errors, str(part)).read_text().strip()
+                if code == 2:
                     raise ConfigError(words.splitlines()[-1])
-                if process.returncode:
-                    problem = f"encoding part {part} of {path} ended with code {process.returncode}"
-                    raise RuntimeError(f"{problem}; finished parts are kept, start again. {words[-2000:]}")
+                if code:
+                    problem = f"encoding part {part} of {path} ended with code {code}; finished parts are kept, start again"
+                    raise RuntimeError(f"{problem}. {words[-2000:]}")
             if time.monotonic() - printed > 5 or not (missing or running):
                 printed = time.monotonic()
                 log.info("encoding %s: %s", path, progress)
-    finally:
-        for process in running.values():
-            process.kill()
-            process.communicate()
+
+
+def _start_worker(entry: Path, part: int, errors: str) -> subprocess.Popen:
+    # -P: files of the folder where the command runs do not shadow modules
+    command = [sys.executable, "-P", "-c", "from jaxformer.data import corpus; corpus.work()", str(entry), str(part)]
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+    with open(errors, "w") as file:
+        return subprocess.Popen(command, env=environment, stderr=file)
 
 
 def work() -> None:
@@ -374,9 +374,9 @@ def encode_part(entry: Path, number: int) -> None:
         index = _write_shard(entry / f"{name}.tokens", documents, tokenizer, plan["end"], PART if stream else sys.maxsize)
         index = index._replace(counts=problems.counts, first=problems.first)
         index._replace(state=stream.state() if stream and not index.last else None).save(entry / f"{name}.json")
+        problems.counts, problems.first = {}, {}
         if index.last:
             return
-        problems.counts, problems.first = {}, {}
 
 
 def _write_shard(path: Path, documents: Iterator[tuple[str, bool]], tokenizer: Any, end: int, limit: int) -> Index:

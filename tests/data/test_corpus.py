@@ -349,6 +349,12 @@ def test_a_data_set_is_encoded_in_several_shards_with_states(small, hub):
     assert len([name for name in names if name.startswith("000001")]) > 2
 
 
+def test_a_local_data_set_that_changes_is_encoded_again(small, hub, tmp_path):
+    open_dataset(hub)
+    (tmp_path / "set" / "1.jsonl").write_text(jsonl(DOCUMENTS[:2]))
+    assert documents_of(open_dataset(hub)) == DOCUMENTS[:30] + DOCUMENTS[:2]
+
+
 def test_a_killed_stream_goes_on_from_its_state(small, hub, tmp_path, monkeypatch):
     whole = open_dataset(hub).digest
     save, saved = corpus.Index.save, []
