@@ -1,13 +1,17 @@
 """GPT-2 small (124M) from scratch: Radford et al. 2019, with the training recipe of nanoGPT on OpenWebText.
 
-Expected: validation loss about 2.85 nats a GPT-2 token after 600,000 steps (nanoGPT's README). The tokenizer here is
-trained on your own text, so compare in bits a byte. Time: about four days on 8 A100 by the same README. Not run by us:
-this needs real hardware. Command: make train EXP=gpt2_small ARGS="--data.path=openwebtext/"
+Expected: validation loss about 2.85 nats a GPT-2 token after 600,000 steps (nanoGPT's README). Time: about four days on
+8 A100 by the same README. Not run by us: this needs real hardware. What starts and reads its data was run, with one layer.
+Data: a folder of .txt, .jsonl or .parquet files (docs/data.md), or a data set of the Hugging Face hub, which is streamed
+once (54 GB of text become 18 GB of tokens in ~/.cache/jaxformer; --data.cache=DIR puts them elsewhere).
+Command: make train EXP=gpt2_small ARGS="--data.path=openwebtext/"
+     or: make train EXP=gpt2_small ARGS="--data.path=hf:Skylion007/openwebtext#train"
+Without a network: --data.tokenizer=gpt2/tokenizer.json, or --data.tokenizer=bpe --data.vocab-size=50257
 """
 
 from dataclasses import replace
 
-from jaxformer.data.sources import Text
+from jaxformer.data.corpus import Corpus
 from jaxformer.models.presets import gpt2_small
 from jaxformer.training import AdamW, Checkpoints, Cosine, Experiment, Sample
 
@@ -15,13 +19,7 @@ experiment = Experiment(
     name="gpt2_small",
     # the vocabulary rounded up to a multiple of 128 makes whole tiles of the largest product
     model=replace(gpt2_small, vocab_size=50304, dropout_rate=0.0, attention_dropout_rate=0.0, use_bias=False),
-    data=Text(
-        path="openwebtext/",
-        tokenizer="bpe",
-        vocab_size=50257,
-        validation_fraction=0.0005,
-        origin="https://huggingface.co/datasets/Skylion007/openwebtext (text files of 54 GB); any folder of .txt files will do",
-    ),
+    data=Corpus(path="openwebtext/", tokenizer="openai-community/gpt2", validation_fraction=0.0005),
     optimizer=AdamW(learning_rate=6e-4, b2=0.95),
     schedule=Cosine(warmup=2000, final=0.1),
     steps=600_000,

@@ -1,14 +1,17 @@
 """LLaMA 7B: Touvron et al. 2023, arXiv:2302.13971, table 2, on your own text.
 
-Expected: the paper trains on a trillion tokens (its figure 1: 1.76 nats a token or so at the end). The tokenizer here is
-trained on your text, so compare in bits a byte. Time: 82,432 A100 hours by the paper's table 15. Not run by us: this needs
-a pod. Look first, for nothing: make plan EXP=llama_7b TOPOLOGY=v5e:16x16
+Expected: the paper trains on a trillion tokens (its figure 1: 1.76 nats a token or so at the end). Byte pairs are learned from
+your text, so compare in bits a byte; --data.tokenizer=DIR/tokenizer.json --data.vocab-size=None takes a tokenizer of your own.
+Time: 82,432 A100 hours by the paper's table 15. Not run by us: this needs a pod. What starts and reads its data was run, with
+one layer. Look first, for nothing: make plan EXP=llama_7b TOPOLOGY=v5e:16x16
+Data: a folder of .txt, .jsonl or .parquet files (docs/data.md) that all hosts see, or hf:NAME,CONFIG#SPLIT. Encode it once on
+one host into a shared folder (--data.cache=/mnt/bucket/tokens), since every host encodes what it does not find.
 Command: make pod-train EXP=llama_7b TPU=my-pod ZONE=... TOPOLOGY=v5e:16x16 BUCKET=... ARGS="--data.path=/mnt/bucket/text/"
 """
 
 from dataclasses import replace
 
-from jaxformer.data.sources import Text
+from jaxformer.data.corpus import Corpus
 from jaxformer.models.presets import llama_7b
 from jaxformer.parallel import Mesh
 from jaxformer.training import AdamW, Checkpoints, Cosine, Experiment
@@ -16,7 +19,7 @@ from jaxformer.training import AdamW, Checkpoints, Cosine, Experiment
 experiment = Experiment(
     name="llama_7b",
     model=replace(llama_7b, remat="full"),
-    data=Text(path="text/", tokenizer="bpe", vocab_size=32000, validation_fraction=0.0005),
+    data=Corpus(path="text/", tokenizer="bpe", vocab_size=32000, validation_fraction=0.0005),
     mesh=Mesh(data=-1, fsdp=64),
     optimizer=AdamW(learning_rate=3e-4, b2=0.95),
     schedule=Cosine(warmup=2000, final=0.1),

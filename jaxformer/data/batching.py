@@ -108,7 +108,7 @@ def unigram_entropy(dataset: sources.Dataset) -> float | None:
     return float(-(validation @ log_probability) / validation.sum())
 
 
-def _token_counts(tokens: np.ndarray, vocab_size: int, piece: int = 1 << 22) -> np.ndarray:
+def _token_counts(tokens: Any, vocab_size: int, piece: int = 1 << 22) -> np.ndarray:
     """Of all tokens but the first, which nobody predicts. bincount copies a piece to 8-byte integers."""
     counts, starts = np.zeros(vocab_size), range(1, len(tokens), piece)
     for start in starts[:: -(-len(starts) // 64)]:

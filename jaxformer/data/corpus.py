@@ -1,7 +1,7 @@
 """Text of any size: encoded once, by several processes, into files of tokens. Training reads windows of these files.
 
-A cache entry is a folder: plan.json says what to encode, tokenizer.json how; 00012-000.tokens holds tokens of part 12 and
-00012-000.json, written after it, what they are; index.json, written last, sums up. Whatever is killed goes on from there.
+A cache entry is a folder: plan.json says what to encode, tokenizer.json how; 000012-0000.tokens holds tokens of part 12,
+000012-0000.json, written after it, says what they are; index.json, written last, sums up. What is killed goes on from there.
 """
 
 import contextlib
@@ -12,12 +12,13 @@ import json
 import logging
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +32,9 @@ from jaxformer.data.sources import Dataset, Windows, cache_folder, check_lengths
 from jaxformer.errors import ConfigError
 
 log = logging.getLogger("jaxformer")
-ENDINGS = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
-PART = 1 << 27  # bytes of a file that one process encodes at a time
-SHARD = 1 << 27  # bytes of text after which a stream notes its state
+ROWS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")  # every other file is one text
+ENDINGS = (".txt", ".txt.gz", *ROWS)  # what is read of a folder
+PART = 1 << 27  # bytes that one process encodes, or after which a stream notes its state
 SAMPLE = 1 << 26  # characters from which byte pairs are learned
 
 
@@ -75,30 +76,46 @@ class Tokens:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def split(self, position: int) -> "tuple[Tokens, Tokens]":
-        """The tokens before `position`, and the others."""
-        middle = self.start + position
-        bounds = ((self.start, middle), (middle, self.stop))
-        first, second = (Tokens(self.files, self.sizes, self.dtype, *bound) for bound in bounds)
-        return first, second
+    def part(self, start: int, stop: int) -> "Tokens":
+        return Tokens(self.files, self.sizes, self.dtype, self.start + start, self.start + stop)
 
     def __getitem__(self, key: Any) -> np.ndarray:
         if isinstance(key, slice):
-            start, stop, _ = key.indices(len(self))
-            return self._read(start, stop)
+            return self._read(*key.indices(len(self))[:2])
         return np.stack([self._read(int(row[0]), int(row[-1]) + 1)[row - row[0]] for row in key])
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        start, stop, found = start + self.start, stop + self.start, []
-        file = int(np.searchsorted(self.ends, start, side="right"))
+        start, stop, found = start + self.start, stop + self.start, [np.zeros(0, self.dtype)]
+        number = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
-            end, first = int(self.ends[file]), int(self.ends[file]) - self.sizes[file]
-            offset, count = (start - first) * self.dtype.itemsize, min(stop, end) - start
-            found.append(np.fromfile(self.files[file], self.dtype, count, offset=offset))
+            file, end = self.files[number], int(self.ends[number])
+            count, offset = min(stop, end) - start, start - (end - self.sizes[number])
+            found.append(np.fromfile(file, self.dtype, count, offset=offset * self.dtype.itemsize))
             if len(found[-1]) < count:
-                raise ConfigError(f"data.cache: {self.files[file]} is damaged; remove {self.files[file].parent}")
-            start, file = start + count, file + 1
-        return found[0] if len(found) == 1 else np.concatenate([np.zeros(0, self.dtype), *found])
+                raise ConfigError(f"data.cache: {file} is damaged; remove {file.parent}")
+            start, number = start + count, number + 1
+        return np.concatenate(found)
+
+
+class Index(NamedTuple):
+    """What a shard holds, or all shards together."""
+
+    tokens: int
+    documents: int
+    bytes: int  # of text
+    digest: str  # of the tokens
+    counts: dict[str, int]  # as in Problems
+    first: dict[str, str]
+    last: bool = True  # whether the part ends here
+    state: dict[str, Any] | None = None  # of a stream, where its next shard begins
+    shards: dict[str, int] | None = None  # of a whole: tokens by name
+
+    def save(self, file: Path) -> None:
+        write_atomically(file, json.dumps(self._asdict()))
+
+    @classmethod
+    def load(cls, file: Path) -> "Index":
+        return cls(**json.loads(file.read_text()))
 
 
 def open_corpus(config: Corpus, context_length: int) -> Dataset:
@@ -107,31 +124,28 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
         raise ConfigError(f"data.validation_fraction: {config.validation_fraction} is not between 0 and 1")
     if (config.tokenizer == "bpe") != (config.vocab_size is not None):
         raise ConfigError("data.vocab_size: tokenizer='bpe' needs one, every other tokenizer has its own")
-    for name, value in {"stride": config.stride, "jobs": config.jobs}.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"data.{name}={value}: must be at least 1")
+    if min(value for value in (1, config.stride, config.jobs) if value is not None) < 1:
+        raise ConfigError(f"data.stride={config.stride}, data.jobs={config.jobs}: must be at least 1, or None")
     folder = cache_folder(config.cache)
     try:
         tokenizer = _tokenizer(config, folder)
-        train, index = _encoded(config, config.path, tokenizer, folder)
-        indices = [index]
-        if config.validation is None:
-            train, validation = train.split(int(len(train) * (1 - config.validation_fraction)))
-        else:
-            validation, index = _encoded(config, config.validation, tokenizer, folder)
-            indices.append(index)
+        paths = [config.path] if config.validation is None else [config.path, config.validation]
+        opened = [_open_tokens(config, path, tokenizer, folder) for path in paths]
     except OSError as error:
-        raise ConfigError(f"data: cannot read {config.path} or keep tokens in {folder} ({error})") from error
+        raise ConfigError(f"data: cannot read {config.path}, or keep tokens in {folder} ({error})") from error
+    train, validation, index = opened[0][0], opened[-1][0], opened[0][1]
+    if config.validation is None:
+        cut = int(len(train) * (1 - config.validation_fraction))
+        train, validation = train.part(0, cut), train.part(cut, len(train))
     check_lengths(config.path, context_length, train, validation)
-    digest = " ".join(str(value) for value in (*(index.digest for index in indices), len(train), tokenizer.digest))
-    kind = config.tokenizer if config.tokenizer in ("bytes", "bpe") else f"tokenizer {config.tokenizer}"
+    digest = f"{[index.digest for _, index in opened]} {len(train)} {tokenizer.digest}"
     return Dataset(
-        train=Windows(train, context_length, config.stride or context_length),  # pyrefly: ignore[bad-argument-type]
-        validation=Windows(validation, context_length, context_length),  # pyrefly: ignore[bad-argument-type]
+        train=Windows(train, context_length, config.stride or context_length),
+        validation=Windows(validation, context_length, context_length),
         vocab_size=tokenizer.vocab_size, tokenizer=tokenizer, digest=hashlib.sha256(digest.encode()).hexdigest(),
-        description=f"{config.path}: {indices[0].documents:,} documents, {indices[0].bytes:,} bytes; {kind}, vocabulary "
-        f"{tokenizer.vocab_size:,}; {len(train):,} training and {len(validation):,} validation tokens"
-        + "".join(str(Problems("skip", index.counts, index.first)) for index in indices),
+        description=f"{config.path}: {index.documents:,} documents, {index.bytes:,} bytes; tokenizer {config.tokenizer}, "
+        f"vocabulary {tokenizer.vocab_size:,}; {len(train):,} training and {len(validation):,} validation tokens"
+        + "".join(str(Problems("skip", index.counts, index.first)) for _, index in opened),
     )  # fmt: skip
 
 
@@ -148,15 +162,60 @@ def _files(path: str) -> list[str]:
         found = glob.glob(path, recursive=True)
     if files := sorted(file for file in found if os.path.isfile(file)):
         return files
-    raise ConfigError(f"data.path: no file in {path!r} (looked in {os.getcwd()}); expected files of {', '.join(ENDINGS)}")
+    raise ConfigError(f"data.path: no file in {path!r} (looked in {os.getcwd()}); expected files of {' '.join(ENDINGS)}")
 
 
-def _identity(config: Corpus, path: str, *more: Any) -> str:
-    """A key for the files as they are now. A file that changes has another size or time; nothing is read for it."""
-    stats = [(file, os.stat(file)) for file in _files(path) if not file.startswith("hf:")]
-    files = [(os.path.abspath(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats] or path
-    key = json.dumps(["layout 1", files, config.field, config.bad_rows, config.end_of_text, *more])
-    return hashlib.sha256(key.encode()).hexdigest()[:24]
+def _key(config: Corpus, path: str, *more: Any) -> str:
+    """A digest of the files as they are now. A file that changes has another size or time, so no file is read for it."""
+    stream = re.match("hf:([^,#]*)", path)  # its files if it is a local folder, else nothing but its name
+    found = _files(path) if stream is None else sorted(glob.glob(f"{glob.escape(stream[1])}/**/*.*", recursive=True))
+    files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in found]
+    words = ["layout 1", stream and stream.string, files, config.field, config.bad_rows, config.end_of_text, *more]
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:24]
+
+
+def _groups(path: str) -> list[list[tuple[str, int, int | None]]]:
+    """The parts: stretches (file, start, stop) of about PART bytes together. A shard of a stream is alone."""
+    groups, room = [], 0.0
+    for file in _files(path):
+        stretches = parts(file, PART)
+        size = PART if file.startswith("hf:") else os.path.getsize(file) / len(stretches)
+        for stretch in stretches:
+            if not groups or size > room:
+                groups, room = [*groups, []], PART
+            groups[-1].append((file, *stretch))
+            room -= size
+    return groups
+
+
+def _documents(
+    group: Sequence[Sequence], field: str, problems: Problems, stream: Stream | None = None
+) -> Iterator[tuple[str, bool]]:
+    """(text, whether a document ends with it), for the stretches of a part."""
+    for path, *bounds in group:
+        if not path.startswith("hf:") and os.path.getsize(path) == 0:
+            problems.add(path, "empty")
+        elif not path.startswith("hf:") and not path.endswith(ROWS):
+            yield from _pieces(path, Part(*bounds), problems)
+        else:
+            for place, (text,) in records(path, [field], problems, Part(*bounds), stream):
+                if not isinstance(text, str):
+                    problems.add(place, f"{field!r} is no text", f" but {type(text).__name__}")
+                elif text:
+                    yield text, True
+
+
+def _pieces(path: str, part: Part, problems: Problems) -> Iterator[tuple[str, bool]]:
+    """A file of text in pieces of about a megabyte. Its line ends become \\n."""
+    piece, size = [], 0
+    for _, text in lines(path, problems, part):
+        if text is not None:
+            piece.append(f"{text}\n")
+            size += len(text) + 1
+        if size > 1 << 20:
+            yield "".join(piece), False
+            piece, size = [], 0
+    yield "".join(piece), part.stop is None
 
 
 def _tokenizer(config: Corpus, folder: Path) -> Any:
@@ -164,107 +223,55 @@ def _tokenizer(config: Corpus, folder: Path) -> Any:
         return tokenizers.Bytes()
     if config.vocab_size is None:
         return tokenizers.hugging_face(config.tokenizer)
-    fraction = config.validation_fraction if config.validation is None else 0.0
-    saved = folder / f"tokenizer-{_identity(config, config.path, config.vocab_size, fraction)}.json"
+    left_out = config.validation_fraction if config.validation is None else 0.0
+    saved = folder / f"tokenizer-{_key(config, config.path, config.vocab_size, left_out)}.json"
     if not saved.exists():
         log.info("learning %s byte pairs from a sample of %s", f"{config.vocab_size:,}", config.path)
-        text = "".join(_sample(config.path, config.field, fraction))
+        text = "".join(_sample(config.path, config.field, left_out))
         tokenizers.BPE.train(text, config.vocab_size).save(saved)
     return tokenizers.load(saved)
 
 
 def _sample(path: str, field: str, left_out: float) -> Iterator[str]:
     """The beginnings of up to 64 parts, evenly spaced among all but the last fraction `left_out` of them."""
-    found = [(file, part) for file in _files(path) for part in parts(file, PART)]
-    found = found[: max(1, int(len(found) * (1 - left_out)))]
-    found = found[:: -(-len(found) // 64)]
-    for file, part in found:
-        size = 0
-        for text, _ in _documents(file, part, field, Problems("skip")):
-            yield text[: SAMPLE // len(found) - size]
-            if (size := size + len(text)) >= SAMPLE // len(found):
+    groups = _groups(path)
+    groups = groups[: max(1, int(len(groups) * (1 - left_out)))]
+    groups = groups[:: -(-len(groups) // 64)]
+    for group in groups:
+        left = SAMPLE // len(groups)
+        for text, _ in _documents(group, field, Problems("skip")):
+            yield text[:left]
+            if (left := left - len(text)) <= 0:
                 break
-
-
-def _documents(
-    path: str, part: Part, field: str, problems: Problems, stream: Stream | None = None
-) -> Iterator[tuple[str, bool]]:
-    """(text, whether a document ends with it). Files of text come in pieces of about a megabyte; line ends become \\n."""
-    if not path.startswith("hf:") and not path.removesuffix(".gz").endswith((".jsonl", ".json", ".parquet")):
-        piece, size, empty = [], 0, True
-        for _, text in lines(path, problems, part):
-            if text is None:
-                continue
-            piece.append(f"{text}\n")
-            if (size := size + len(text)) > 1 << 20:
-                yield "".join(piece), False
-                piece, size = [], 0
-            empty = False
-        if empty and not part.start:
-            problems.add(path, "empty")
-        elif piece or part.stop is None:
-            yield "".join(piece), part.stop is None
-        return
-    empty = not path.startswith("hf:")
-    for place, (text,) in records(path, [field], problems, part, stream):
-        empty = False
-        if not isinstance(text, str):
-            problems.add(place, f"{field!r} is no text", f" but {type(text).__name__}")
-        elif text:
-            yield text, True
-    if empty and os.path.getsize(path) == 0:
-        problems.add(path, "empty")
 
 
 # --- encoding
 
 
-class Index(NamedTuple):
-    """What a shard holds, or all shards together."""
-
-    tokens: int
-    documents: int
-    bytes: int  # of text
-    digest: str  # of the tokens
-    counts: dict[str, int]  # as in Problems
-    first: dict[str, str]
-    last: bool = True  # whether the part ends here
-    state: dict[str, Any] | None = None  # of a stream, where the next shard begins
-    shards: list[tuple[str, int]] | None = None  # of a whole: name and tokens of each
-
-
-def _encoded(config: Corpus, path: str, tokenizer: Any, folder: Path) -> tuple[Tokens, Index]:
+def _open_tokens(config: Corpus, path: str, tokenizer: Any, folder: Path) -> tuple[Tokens, Index]:
     """All tokens of a path, from the cache or new."""
-    named = config.end_of_text and getattr(tokenizer, "id_of", lambda _: None)(config.end_of_text)
-    end = named if config.end_of_text else tokenizer.end_of_text
-    if end is None:
+    if (end := tokenizer.id_of(config.end_of_text) if config.end_of_text else tokenizer.end_of_text) is None:
         name = repr(config.end_of_text or " ".join(tokenizers.ENDS))
-        raise ConfigError(
-            f"data.end_of_text: the tokenizer {config.tokenizer!r} has no {name}; name its token that ends a text"
-        )
-    entry = folder / f"corpus-{_identity(config, path, tokenizer.digest)}"
+        raise ConfigError(f"data.end_of_text: the tokenizer {config.tokenizer!r} has no {name}; name its token for the end")
+    entry = folder / f"corpus-{_key(config, path, tokenizer.digest)}"
     if not (entry / "index.json").exists():
         if not (entry / "plan.json").exists():
-            found = [(file, *part) for file in _files(path) for part in parts(file, PART)]
-            plan = {"parts": found, "field": config.field, "policy": config.bad_rows, "end": end}
+            plan = {"groups": _groups(path), "field": config.field, "policy": config.bad_rows, "end": end}
             tokenizer.save(entry / "tokenizer.json")
             write_atomically(entry / "plan.json", json.dumps(plan))
         _encode(entry, path, config.jobs or os.cpu_count() or 1)
-    index = _load(entry / "index.json")
-    sizes, dtype = dict(index.shards or []), np.min_scalar_type(tokenizer.vocab_size - 1)
-    for name, size in sizes.items():
-        file = entry / f"{name}.tokens"
+    index, dtype = Index.load(entry / "index.json"), np.min_scalar_type(tokenizer.vocab_size - 1)
+    sizes = {entry / f"{name}.tokens": size for name, size in (index.shards or {}).items()}
+    for file, size in sizes.items():
         if not file.exists() or file.stat().st_size != size * dtype.itemsize:
             raise ConfigError(f"data.cache: {file} is damaged; remove {entry}")
-    return Tokens([entry / f"{name}.tokens" for name in sizes], list(sizes.values()), dtype), index
+    return Tokens(list(sizes), list(sizes.values()), dtype), index
 
 
 def _encode(entry: Path, path: str, jobs: int) -> None:
     """Runs the processes that encode the missing parts, and sums up. Several commands may do so at once."""
-    plan = json.loads((entry / "plan.json").read_text())
-    progress = _Progress(entry, len(plan["parts"]))
-    missing = progress.missing()
-    if len(missing) == 1 and not path.startswith("hf:"):
+    progress = _Progress(entry)
+    if len(missing := progress.missing()) == 1 and not path.startswith("hf:"):
         encode_part(entry, missing[0])
     elif missing:
         random.shuffle(missing)  # two commands that encode the same corpus share the work
@@ -273,7 +280,7 @@ def _encode(entry: Path, path: str, jobs: int) -> None:
     total = progress.total()
     if not total.tokens:
         raise ConfigError(f"data.path: {path} has no text{Problems('skip', total.counts, total.first)}")
-    _save(entry / "index.json", total)
+    total.save(entry / "index.json")
     for leftover in entry.glob("*.unfinished"):
         leftover.unlink(missing_ok=True)
 
@@ -281,26 +288,26 @@ def _encode(entry: Path, path: str, jobs: int) -> None:
 class _Progress:
     """The finished shards of a cache entry, by name."""
 
-    def __init__(self, entry: Path, parts: int):
-        self.entry, self.parts, self.shards = entry, parts, dict[str, Index]()
+    def __init__(self, entry: Path):
+        self.entry, self.shards = entry, dict[str, Index]()
+        self.parts = len(json.loads((entry / "plan.json").read_text())["groups"])
         self.start, self.left, self.bytes = time.monotonic(), len(self.missing()), self.total().bytes
 
     def missing(self) -> list[int]:
         """The parts that are not finished, by another look at the folder."""
-        names = [name.removesuffix(".json") for name in os.listdir(self.entry) if name[0].isdigit() and name.endswith(".json")]
-        self.shards |= {name: _load(self.entry / f"{name}.json") for name in names if name not in self.shards}
+        names = {name.removesuffix(".json") for name in os.listdir(self.entry) if name[0].isdigit() and name.endswith(".json")}
+        self.shards |= {name: Index.load(self.entry / f"{name}.json") for name in names - self.shards.keys()}
         finished = {int(name.partition("-")[0]) for name, index in self.shards.items() if index.last}
         return [part for part in range(self.parts) if part not in finished]
 
     def total(self) -> Index:
-        found = sorted(self.shards.items())
-        tokens, documents, size = (sum(getattr(i, name) for _, i in found) for name in ("tokens", "documents", "bytes"))
-        counts, first = Counter[str](), {}
-        for _, index in found:
+        found, counts, first = dict(sorted(self.shards.items())), Counter[str](), {}
+        tokens, documents, size = (sum(getattr(i, name) for i in found.values()) for name in ("tokens", "documents", "bytes"))
+        for index in found.values():
             counts.update(index.counts)
             first = index.first | first
-        digest = hashlib.sha256(" ".join(index.digest for _, index in found).encode()).hexdigest()
-        shards = [(name, index.tokens) for name, index in found if index.tokens]
+        digest = hashlib.sha256(" ".join(index.digest for index in found.values()).encode()).hexdigest()
+        shards = {name: index.tokens for name, index in found.items() if index.tokens}
         return Index(tokens, documents, size, digest, dict(counts), first, shards=shards)
 
     def __str__(self) -> str:
@@ -312,35 +319,34 @@ class _Progress:
 
 def _run_workers(entry: Path, path: str, missing: list[int], jobs: int, progress: _Progress) -> None:
     """One process a part: its memory goes with it. Raises ConfigError for the first bad row, and ends the others."""
-    code = "from jaxformer.data import corpus; corpus.work()"
-    # -P: files of the folder where the command runs do not shadow modules
-    root = str(Path(__file__).parents[2])
-    paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
     running: dict[int, subprocess.Popen] = {}
-    said = time.monotonic()
-    try:
+    printed = time.monotonic()
+    with tempfile.TemporaryDirectory() as errors, contextlib.ExitStack() as stack:
+        stack.callback(lambda: [(process.kill(), process.wait()) for process in running.values()])
         while missing or running:
             while missing and len(running) < jobs:
                 part = missing.pop()
-                command = [sys.executable, "-P", "-c", code, str(entry), str(part)]
-                running[part] = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+                running[part] = _start_worker(entry, part, f"{errors}/{part}")
             time.sleep(0.1)
             for part in [part for part, process in running.items() if process.poll() is not None]:
-                process = running.pop(part)
-                words = process.communicate()[1].strip()
-                if process.returncode == 2:
+                code, words = running.pop(part).returncode, Path(errors, str(part)).read_text().strip()
+                if code == 2:
                     raise ConfigError(words.splitlines()[-1])
-                if process.returncode:
-                    problem = f"encoding part {part} of {path} ended with code {process.returncode}"
-                    raise RuntimeError(f"{problem}; finished parts are kept, start again. {words[-2000:]}")
-            if time.monotonic() - said > 5 or not (missing or running):
-                said = time.monotonic()
+                if code:
+                    problem = f"encoding part {part} of {path} ended with code {code}; finished parts are kept, start again"
+                    raise RuntimeError(f"{problem}. {words[-2000:]}")
+            if time.monotonic() - printed > 5 or not (missing or running):
+                printed = time.monotonic()
                 log.info("encoding %s: %s", path, progress)
-    finally:
-        for process in running.values():
-            process.kill()
-            process.communicate()
+
+
+def _start_worker(entry: Path, part: int, errors: str) -> subprocess.Popen:
+    # -P: files of the folder where the command runs do not shadow modules
+    command = [sys.executable, "-P", "-c", "from jaxformer.data import corpus; corpus.work()", str(entry), str(part)]
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+    with open(errors, "w") as file:
+        return subprocess.Popen(command, env=environment, stderr=file)
 
 
 def work() -> None:
@@ -353,50 +359,42 @@ def work() -> None:
 
 
 def encode_part(entry: Path, number: int) -> None:
-    """Writes the missing shards of a part: one for a part of a file, more for a stream."""
+    """Writes the missing shards of a part: one for files, one for each PART bytes of a stream."""
     plan, tokenizer = json.loads((entry / "plan.json").read_text()), tokenizers.load(entry / "tokenizer.json")
-    path, *bounds = plan["parts"][number]
-    part, problems = Part(*bounds), Problems(plan["policy"])
-    done = [_load(file) for file in sorted(entry.glob(f"{number:06}-*.json"))]
+    group, problems = plan["groups"][number], Problems(plan["policy"])
+    done = [Index.load(file) for file in sorted(entry.glob(f"{number:06}-*.json"))]
     if done and done[-1].last:
         return
-    stream = Stream(path, part, done[-1].state if done else None) if path.startswith("hf:") else None
-    documents = _documents(path, part, plan["field"], problems, stream)
+    stream = None
+    if group[0][0].startswith("hf:"):
+        stream = Stream(group[0][0], Part(*group[0][1:]), done[-1].state if done else None)
+    documents = _documents(group, plan["field"], problems, stream)
     for count in itertools.count(len(done)):
         name = f"{number:06}-{count:04}"
-        index = _write_shard(entry / f"{name}.tokens", documents, tokenizer, plan["end"], SHARD if stream else sys.maxsize)
-        state = stream.state() if stream and not index.last else None
-        _save(entry / f"{name}.json", index._replace(counts=dict(problems.counts), first=dict(problems.first), state=state))
-        problems.counts.clear()
-        problems.first.clear()
+        index = _write_shard(entry / f"{name}.tokens", documents, tokenizer, plan["end"], PART if stream else sys.maxsize)
+        index = index._replace(counts=problems.counts, first=problems.first)
+        index._replace(state=stream.state() if stream and not index.last else None).save(entry / f"{name}.json")
+        problems.counts, problems.first = {}, {}
         if index.last:
             return
 
 
 def _write_shard(path: Path, documents: Iterator[tuple[str, bool]], tokenizer: Any, end: int, limit: int) -> Index:
     """Tokens of documents until their text has `limit` bytes. The file appears when it is complete."""
-    digest, parent, total = hashlib.sha256(), os.getppid(), Counter(tokens=0, documents=0, bytes=0)
-    dtype, last = np.min_scalar_type(tokenizer.vocab_size - 1), True
+    digest, parent, count, size, last = hashlib.sha256(), os.getppid(), 0, 0, True
+    end_of_text = np.array(end, np.min_scalar_type(tokenizer.vocab_size - 1))
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".unfinished", delete=False) as file:
         for text, ends in documents:
-            tokens = np.append(tokenizer.encode_text(text), np.array([end] * ends, dtype)).astype(dtype, copy=False)
-            file.write(tokens.tobytes())
-            digest.update(tokens)
-            total.update(tokens=len(tokens), documents=int(ends), bytes=len(text.encode("utf-8", "replace")))
+            data = tokenizer.encode_text(text).tobytes() + end_of_text.tobytes() * ends
+            file.write(data)
+            digest.update(data)
+            count, size = count + ends, size + len(text.encode("utf-8", "replace"))
             if os.getppid() != parent:
                 raise SystemExit("the command that asked for this is gone")
-            if total["bytes"] >= limit:
-                last = False
+            if not (last := size < limit):
                 break
-        os.fsync(file.fileno())
+        os.fchmod(file.fileno(), 0o644)  # of temporary files it is 0600
+        tokens = file.tell() // end_of_text.itemsize
     with contextlib.suppress(FileNotFoundError):  # another command has finished the corpus and tidied up
         os.replace(file.name, path)
-    return Index(**total, digest=digest.hexdigest(), counts={}, first={}, last=last)
-
-
-def _load(file: Path) -> Index:
-    return Index(**json.loads(file.read_text()))
-
-
-def _save(file: Path, index: Index) -> None:
-    write_atomically(file, json.dumps(index._asdict()))
+    return Index(tokens, count, size, digest.hexdigest(), {}, {}, last)

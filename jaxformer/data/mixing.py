@@ -1,7 +1,7 @@
 """A weighted mixture of data sets, as a function of (seed, step)."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,14 @@ WHOLE = 1 << 20  # shares are counted in parts of this
 class Mixed:
     """Training examples of several sources in fixed shares, in every batch; their validations one after another.
 
-    `sources` are (share, data), shares relative to their sum: ((0.7, Corpus("web/")), (0.3, Stdlib())). Each source goes
-    through epochs of its own. Raises ConfigError for sources that differ in arrays or in tokenizer.
+    Each source goes through epochs of its own. All must give the same arrays and have the same tokenizer.
     """
 
+<<<<<<< HEAD
     sources: tuple[tuple[float, Any], ...]  # (share, data)
+=======
+    sources: tuple[tuple[float | int, Any], ...]  # (share of their sum, data): ((0.7, Corpus("web/")), (0.3, Stdlib()))
+>>>>>>> corpus
 
     def open(self, model: Any) -> Dataset:
         return open_mixture(self, model)
@@ -54,17 +57,18 @@ class Mixture:
         return {name: np.concatenate([part[name] for part in taken])[order] for name in taken[0]}
 
     def batch_indices(self, seed: int, batch_size: int) -> "Order":
-        seeds = np.random.SeedSequence(seed).generate_state(len(self.splits))
-        firsts = [int(end) - len(split) for end, split in zip(self.ends, self.splits, strict=True)]
-        orders = [batching.order(len(split), int(seed)) for split, seed in zip(self.splits, seeds, strict=True)]
-        return Order([lambda i, o=o, f=f: f + o[i] for o, f in zip(orders, firsts, strict=True)], self.shares, batch_size)
+        """[step] -> the indices of a batch: each split gives its next ones, in epochs of its own order."""
+        seeds = np.random.SeedSequence(seed).generate_state(len(self.splits)).tolist()
+        orders = [batching.order(len(split), seed) for split, seed in zip(self.splits, seeds, strict=True)]
+        return Order(orders, [0, *self.ends[:-1].tolist()], self.shares, batch_size)
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """[step] -> the indices of a batch: each source gives its next ones, `orders[k](i)` the i-th of source k."""
+    """[step] -> the indices of a batch."""
 
-    orders: Sequence[Callable[[int], int]]
+    orders: Sequence[Any]  # orders[k][i]: the i-th example that source k gives
+    firsts: Sequence[int]  # the index of its first example
     shares: Sequence[int]
     batch_size: int
 
@@ -72,7 +76,7 @@ class Order:
         positions = step * self.batch_size + np.arange(self.batch_size + 1)
         counts = before(positions, self.shares)
         owners = np.argmax(np.diff(counts), axis=0)
-        return np.array([self.orders[k](int(counts[k, row])) for row, k in enumerate(owners)])
+        return np.array([self.firsts[k] + self.orders[k][int(counts[k, row])] for row, k in enumerate(owners)])
 
 
 def before(positions: np.ndarray, shares: Sequence[int]) -> np.ndarray:
@@ -96,7 +100,7 @@ def open_mixture(config: Mixed, model: Any) -> Dataset:
     for number, dataset in enumerate(datasets):
         if len(dataset.train) == 0:
             raise ConfigError(f"data.sources[{number}] has no training example ({dataset.description})")
-        if hasattr(dataset.train, "batch_indices"):
+        if getattr(dataset.train, "batch_indices", None) is not None:
             raise ConfigError(f"data.sources[{number}] chooses its own batches ({dataset.description}); it cannot be mixed")
         if (found := _kind(dataset)) != (first := _kind(datasets[0])):
             raise ConfigError(f"data.sources[{number}] gives {found}, but data.sources[0] {first}; all must be alike")

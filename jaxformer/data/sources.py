@@ -89,7 +89,7 @@ class Windows:
     of weight 0 fills the last window.
     """
 
-    tokens: np.ndarray
+    tokens: Any  # an array, or what is indexed like one
     length: int
     stride: int = 1
 

@@ -35,6 +35,7 @@ class _Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self.encode_text(text).tolist()
 
+<<<<<<< HEAD
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each of many short texts, int32."""
         return [self.encode_text(text).astype(np.int32) for text in texts]
@@ -43,6 +44,11 @@ class _Tokenizer:
     def end(self) -> int:
         """The token that ends a text: here an id above those of the text."""
         return self.vocab_size
+=======
+    def id_of(self, token: str) -> int | None:
+        """The id of a control token, such as </s>; None if there is none of that name."""
+        return None
+>>>>>>> corpus
 
     @functools.cached_property
     def digest(self) -> str:
@@ -134,7 +140,6 @@ class BPE(_Tokenizer):
         return cls(tokenizer.to_str())
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token, such as a control token, that is written like this; None if there is none."""
         return self._tokenizer.token_to_id(token)
 
     def encode_text(self, text: str) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxformer.data.batching import Prefetch, ValidationBatches, batches, open_dataset, unigram_entropy
+from jaxformer.data.batching import Prefetch, ValidationBatches, _token_counts, batches, open_dataset, unigram_entropy
 from jaxformer.data.sources import Dataset, Windows
 from jaxformer.errors import ConfigError
 
@@ -136,6 +136,13 @@ def test_unigram_entropy_is_the_formula():
     expected = -np.mean([np.log(p[v]) for v in validation[1:]])
     # float64 sums in another order
     assert unigram_entropy(Dataset(*parts, vocab_size=6, digest="", description="")) == pytest.approx(expected, rel=1e-12)
+
+
+def test_unigrams_of_many_tokens_are_counted_in_evenly_spaced_pieces():
+    tokens = np.repeat(np.arange(100, dtype=np.uint8), 1000)  # 10,000 pieces of 10 tokens, of which 64 are counted
+    counts = _token_counts(tokens, 100, piece=10)
+    assert counts.sum() == 10 * 64 and counts.max() <= 10
+    np.testing.assert_array_equal(_token_counts(tokens, 100, piece=2000), [999, *[1000] * 99])
 
 
 def test_data_without_a_text_have_no_unigram_entropy():

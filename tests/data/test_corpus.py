@@ -44,9 +44,8 @@ def jsonl(documents):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Parts and shards of 500 bytes, in this process."""
+    """Parts of 500 bytes, in this process."""
     monkeypatch.setattr(corpus, "PART", 500)
-    monkeypatch.setattr(corpus, "SHARD", 500)
 
     def run(entry, path, missing, jobs, progress):
         for part in missing:
@@ -81,13 +80,18 @@ def test_every_document_is_followed_by_the_end(small, texts):
     assert "47 documents" in dataset.description and dataset.vocab_size == 256
     tokens = len(all_tokens(dataset))
     assert len(dataset.train.tokens) == int(tokens * 0.9)
-    entry = corpus._identity(texts, texts.path, dataset.tokenizer.digest)
+    entry = corpus._key(texts, texts.path, dataset.tokenizer.digest)
     assert len(list((corpus.Path(texts.cache) / f"corpus-{entry}").glob("*.tokens"))) > 8
 
 
-def test_processes_encode_the_same(texts):
+def test_processes_encode_the_same(texts, monkeypatch):
+    monkeypatch.setattr(corpus, "PART", 4000)  # of this process: it plans
     dataset = open_dataset(texts)
     assert documents_of(dataset) == WHOLE
+
+
+def test_small_files_are_encoded_together(texts):
+    assert len(corpus._groups(texts.path)) == 1
 
 
 def test_tokens_do_not_depend_on_the_parts(small, texts, monkeypatch, tmp_path):
@@ -119,7 +123,8 @@ def test_tokens_of_files_are_the_array(sizes, length, cut):
         for file, piece in zip(files, np.split(whole, np.cumsum(sizes)[:-1]), strict=True):
             file.write_bytes(piece.tobytes())
         tokens = Tokens(files, sizes, np.uint16)
-        first, second = tokens.split(cut := min(cut, len(whole)))
+        cut = min(cut, len(whole))
+        first, second = tokens.part(0, cut), tokens.part(cut, len(whole))
         np.testing.assert_array_equal(first[:], whole[:cut])
         np.testing.assert_array_equal(second[:], whole[cut:])
         for start in range(len(whole)):
@@ -187,6 +192,7 @@ OPEN = (
 )
 
 
+@pytest.mark.slow
 def test_a_killed_command_goes_on_and_two_at_once_agree(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(jsonl(DOCUMENTS) * 3000)
@@ -222,7 +228,7 @@ def test_damaged_tokens_are_refused(small, texts):
 
 def test_byte_pairs_are_learned_from_a_sample_without_the_validation_part(small, texts, tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
-    config = replace(texts, path=f"{texts.path}/b/d.jsonl", tokenizer="bpe", vocab_size=300)
+    config = replace(texts, path=f"{texts.path}/b/d.jsonl", tokenizer="bpe", vocab_size=300, validation_fraction=0.5)
     seen = []
     train = tokenizers.BPE.train
     monkeypatch.setattr(tokenizers.BPE, "train", lambda text, size: seen.append(text) or train(text, size))
@@ -264,9 +270,9 @@ def bad_settings():
     yield "fraction", dict(validation_fraction=1.0), r"validation_fraction: 1\.0 is not between"
     yield "size", dict(vocab_size=300), r"data\.vocab_size: tokenizer='bpe' needs one"
     yield "no size", dict(tokenizer="bpe"), r"data\.vocab_size: tokenizer='bpe' needs one"
-    yield "stride", dict(stride=0), r"data\.stride=0: must be at least 1"
+    yield "stride", dict(stride=0), r"data\.stride=0, data\.jobs=2: must be at least 1"
     yield "end", dict(end_of_text="</s>"), r"data\.end_of_text: the tokenizer 'bytes' has no '</s>'"
-    yield "field", dict(field="txt"), r"d\.jsonl:1: no field 'txt'; did you mean text\?"
+    yield "field", dict(field="txt"), r"\.(jsonl|jsonl\.gz|parquet):\d+: no field 'txt'; did you mean text\?"
     yield "tokenizer", dict(tokenizer="/no/such/tokenizer.json"), r"data\.tokenizer='/no/such/tokenizer\.json'"
 
 
@@ -291,15 +297,16 @@ def spoil(folder):
     (folder / "empty.jsonl").write_text("")
 
 
-def test_bad_rows_are_left_out_and_counted(texts, tmp_path):
+def test_bad_rows_are_left_out_and_counted(texts, tmp_path, monkeypatch):
     """In processes of their own, so counts travel through files."""
     spoil(tmp_path / "texts")
+    monkeypatch.setattr(corpus, "PART", 200)
     dataset = open_dataset(replace(texts, bad_rows="skip"))
     assert documents_of(dataset) == ["good\ngood too\n", WHOLE[1], "one", "two", *DOCUMENTS[40:50]]
     found = dataset.description.split("; ")[-1]
     expected = {
         "1 not UTF-8": r"a\.txt:2 \(byte 0xff at position 1\)", "1 'text' is no text": r"d\.jsonl:2 but int",
-        "1 not JSON": r"d\.jsonl:3", "1 no field 'text'": r"d\.jsonl:4; did you mean text", "2 empty": r"empty\.jsonl",
+        "1 not JSON": r"d\.jsonl:3", "1 no field 'text'": r"d\.jsonl:4; did you mean tex\?", "2 empty": r"empty\.jsonl",
         "1 not readable as Parquet": r"f\.parquet",
     }  # fmt: skip
     assert "7 rows skipped" in dataset.description, dataset.description
@@ -307,8 +314,9 @@ def test_bad_rows_are_left_out_and_counted(texts, tmp_path):
         assert re.search(rf"{re.escape(kind)} \(first [^,]*{place}", dataset.description), (kind, found)
 
 
-def test_a_bad_row_ends_all_processes_with_its_line(texts, tmp_path):
+def test_a_bad_row_ends_all_processes_with_its_line(texts, tmp_path, monkeypatch):
     spoil(tmp_path / "texts")
+    monkeypatch.setattr(corpus, "PART", 1000)
     for name in ("f.parquet", "empty.txt", "empty.jsonl", "a.txt"):
         (tmp_path / "texts" / name).unlink()
     with pytest.raises(ConfigError, match=r"d\.jsonl:2: 'text' is no text but int; mend it"):
@@ -341,25 +349,31 @@ def test_a_data_set_is_encoded_in_several_shards_with_states(small, hub):
     assert len([name for name in names if name.startswith("000001")]) > 2
 
 
+def test_a_local_data_set_that_changes_is_encoded_again(small, hub, tmp_path):
+    open_dataset(hub)
+    (tmp_path / "set" / "1.jsonl").write_text(jsonl(DOCUMENTS[:2]))
+    assert documents_of(open_dataset(hub)) == DOCUMENTS[:30] + DOCUMENTS[:2]
+
+
 def test_a_killed_stream_goes_on_from_its_state(small, hub, tmp_path, monkeypatch):
     whole = open_dataset(hub).digest
-    save, saved = corpus._save, []
+    save, saved = corpus.Index.save, []
 
-    def killed(file, index):
-        save(file, index)
+    def killed(index, file):
+        save(index, file)
         saved.append(file.name)
         if len(saved) == 2:
             raise KeyboardInterrupt
 
     again = replace(hub, cache=str(tmp_path / "again"))
-    monkeypatch.setattr(corpus, "_save", killed)
+    monkeypatch.setattr(corpus.Index, "save", killed)
     with pytest.raises(KeyboardInterrupt):
         open_dataset(again)
     read = []
     records = corpus.records
     counted = lambda *arguments: (read.append(place) or (place, row) for place, row in records(*arguments))
     monkeypatch.setattr(corpus, "records", counted)
-    monkeypatch.setattr(corpus, "_save", save)
+    monkeypatch.setattr(corpus.Index, "save", save)
     assert open_dataset(again).digest == whole
     assert len(read) < 50  # of 60 rows
 
@@ -405,7 +419,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """VmHWM, the highest resident memory of the process, pages of files included, in kB: of 30 MB and of 300 MB."""
     found = {}
     for size in (30, 300):
-        file, block = tmp_path / f"{size}.jsonl", jsonl(DOCUMENTS) * 100
+        file, block = tmp_path / f"{size}.jsonl", jsonl(["".join(DOCUMENTS)] * 100)
         with open(file, "w") as out:
             for _ in range(size * 10**6 // len(block)):
                 out.write(block)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxformer.data import batching, sources
 from jaxformer.data.sources import Stdlib, Text, Windows
@@ -33,6 +33,7 @@ def text(tmp_path):
 
 
 @given(st.integers(2, 200), st.integers(1, 40))
+@settings(deadline=None)
 def test_training_windows_are_all_offsets(n, length):
     tokens = np.arange(n, dtype=np.uint8)
     windows = Windows(tokens, length)
@@ -47,6 +48,7 @@ def test_training_windows_are_all_offsets(n, length):
 
 
 @given(st.integers(2, 200), st.integers(1, 40))
+@settings(deadline=None)
 def test_validation_windows_predict_every_token_once(n, length):
     tokens = np.arange(n, dtype=np.uint8)
     rows = list(Windows(tokens, length, stride=length))  # also: iteration ends
@@ -204,6 +206,16 @@ def test_bad_input_is_one_line(make, message, text, tmp_path):
         open_dataset(make(text, tmp_path), 16)
     assert "\n" not in str(caught.value)
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_text_that_would_fill_the_memory_is_refused(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LARGEST_TEXT", 6000)
+    open_dataset(text, 8)  # 4,800 bytes
+    (tmp_path / "more.txt").write_text("more" * 500)
+    for path in (tmp_path, tmp_path / "large.bin"):
+        (tmp_path / "large.bin").write_bytes(bytes(6001))
+        with pytest.raises(ConfigError, match=r"data\.path: 6,\d+ bytes; Text takes at most 6,000 into memory; .*Corpus\(path"):
+            open_dataset(Text(str(path)), 8)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

@@ -1,5 +1,6 @@
 """Round trips over any text, saved state, and the control ids that a text must not be able to write."""
 
+import json
 import sys
 
 import numpy as np
@@ -129,3 +130,20 @@ def test_a_file_that_is_no_tokenizer_is_refused(content, tmp_path):
         path.write_text(content)
     with pytest.raises(ConfigError, match="not a saved tokenizer"):
         tokenizers.load(path)
+
+
+def test_a_tokenizer_that_begins_every_text_with_a_space_cuts_no_text(monkeypatch):
+    package = pytest.importorskip("tokenizers")
+    trained = package.Tokenizer.from_str(json.dumps(make("bpe").state["tokenizer"]))
+    trained.normalizer = package.normalizers.Prepend("_")
+    prepending = tokenizers.BPE(trained.to_str())
+    text = "ab\n" * 30_000
+    assert prepending.decode(prepending.encode(text)) == "_" + text
+    assert make("bpe")._chunk == 1 << 16 < len(text)
+
+
+def test_the_end_of_text_is_no_text():
+    assert tokenizers.Bytes().end_of_text not in "".join(map(chr, range(0x11000))).encode("utf-8", "replace")
+    assert tokenizers.Characters("ab").end_of_text is None and tokenizers.Bytes().id_of("</s>") is None
+    bpe = make("bpe")
+    assert bpe.end_of_text == bpe.id_of(tokenizers.END_OF_TEXT) not in bpe.encode(TEXT)
