@@ -21,11 +21,7 @@ class Mixed:
     Each source goes through epochs of its own. All must give the same arrays and have the same tokenizer.
     """
 
-<<<<<<< HEAD
-    sources: tuple[tuple[float, Any], ...]  # (share, data)
-=======
     sources: tuple[tuple[float | int, Any], ...]  # (share of their sum, data): ((0.7, Corpus("web/")), (0.3, Stdlib()))
->>>>>>> corpus
 
     def open(self, model: Any) -> Dataset:
         return open_mixture(self, model)

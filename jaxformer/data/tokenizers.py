@@ -35,7 +35,6 @@ class _Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self.encode_text(text).tolist()
 
-<<<<<<< HEAD
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each of many short texts, int32."""
         return [self.encode_text(text).astype(np.int32) for text in texts]
@@ -44,11 +43,10 @@ class _Tokenizer:
     def end(self) -> int:
         """The token that ends a text: here an id above those of the text."""
         return self.vocab_size
-=======
+
     def id_of(self, token: str) -> int | None:
         """The id of a control token, such as </s>; None if there is none of that name."""
         return None
->>>>>>> corpus
 
     @functools.cached_property
     def digest(self) -> str:
