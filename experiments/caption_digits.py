@@ -93,7 +93,7 @@ def with_moved_digits(move: Move, key: jax.Array, images: jax.Array) -> jax.Arra
 class MovedDigits:
     """Cross entropy of the caption. In training each digit of the image is turned and shifted a little."""
 
-    move: Move = Move(degrees=10.0, pixels=1.0)  # of a digit
+    move: Move = Move(degrees=5.0, pixels=0.5)  # of a digit
 
     def evaluation(self) -> TokenCrossEntropy:
         return TokenCrossEntropy()
@@ -105,20 +105,28 @@ class MovedDigits:
 
 
 decoder = ModelConfig(
-    vocab_size=LETTERS.vocab_size, num_layers=2, d_model=64, num_heads=4, context_length=LENGTH, dropout_rate=0.1, unroll=2
+    vocab_size=LETTERS.vocab_size,
+    num_layers=2,
+    d_model=64,
+    num_heads=4,
+    context_length=LENGTH,
+    init_std=0.1,
+    dropout_rate=0.1,
+    unroll=2,
 )
-patches = Patches(image=(8, 24), patch=(2, 2), channels=1, class_token=False)
+patches = Patches(image=(8, 24), patch=(4, 4), channels=1, class_token=False)
 encoder = ModelConfig(
     vocab_size=0,
-    num_layers=4,
+    num_layers=3,
     d_model=64,
     num_heads=4,
     context_length=patches.length,
     embedding=patches,
     masks=(full(),),
     heads=(),
+    init_std=0.1,
     dropout_rate=0.1,
-    unroll=4,
+    unroll=3,
 )
 
 experiment = Experiment(
@@ -128,8 +136,8 @@ experiment = Experiment(
     objective=MovedDigits(),
     optimizer=AdamW(learning_rate=2e-3, b2=0.98),
     schedule=Cosine(warmup=100),
-    steps=1500,
-    batch_size=32,
+    steps=1000,
+    batch_size=64,
     log_every=100,
-    eval_every=500,
+    eval_every=250,
 )

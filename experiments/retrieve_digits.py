@@ -90,7 +90,7 @@ class TwoTowers:
 class Contrastive:
     """The mean of two cross entropies: each image picks its text among all of the batch, and each text its image."""
 
-    move: Move | None = Move(degrees=10.0, pixels=1.0)  # of each digit, in training
+    move: Move | None = Move(degrees=5.0, pixels=0.5)  # of each digit, in training
 
     def evaluation(self) -> "Contrastive":
         return replace(self, move=None)
@@ -108,18 +108,19 @@ class Contrastive:
         return LossSums((of_images.loss + of_texts.loss) / 2, of_images.weight, accuracies)
 
 
-patches = Patches(image=(8, 24), patch=(2, 2), channels=1, class_token=False)
+patches = Patches(image=(8, 24), patch=(4, 4), channels=1, class_token=False)
 image = ModelConfig(
     vocab_size=0,
-    num_layers=4,
+    num_layers=3,
     d_model=64,
     num_heads=4,
     context_length=patches.length,
     embedding=patches,
     masks=(full(),),
     heads=(Classification(64, pool="mean", pooler=None, bias=False),),
+    init_std=0.1,
     dropout_rate=0.1,
-    unroll=4,
+    unroll=3,
 )
 text = ModelConfig(
     vocab_size=LETTERS.vocab_size,
@@ -129,6 +130,7 @@ text = ModelConfig(
     context_length=LENGTH,
     masks=(full(),),
     heads=(Classification(64, pool="mean", pooler=None, bias=False),),
+    init_std=0.1,
     dropout_rate=0.1,
     unroll=2,
 )
