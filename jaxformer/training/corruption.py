@@ -1,6 +1,6 @@
-"""Text made into a task of its own: hidden tokens (BERT) and corrupted spans (T5), as functions of a random key and objectives.
+"""Text made into a task of its own: hidden tokens and next sentences (BERT), corrupted spans and prefixes (T5).
 
-The key is a function of (seed, step), so a run that is resumed hides the same tokens.
+Objectives, and functions of a random key. The key is a function of (seed, step): a resumed run hides the same tokens.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,11 @@ from jaxtyping import Bool, Int
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
-from jaxformer.ops.losses import LossSums
-from jaxformer.training.objectives import Batch, TokenCrossEntropy
+from jaxformer.masks import EMPTY, FULL
+from jaxformer.models import heads
+from jaxformer.ops.losses import LossSums, cross_entropy, projected_cross_entropy
+from jaxformer.ops.positions import within_segments
+from jaxformer.training.objectives import INPUTS, Batch, TokenCrossEntropy, with_reports
 
 
 def hide_tokens(
@@ -99,14 +102,81 @@ class MaskedTokens:
             raise ConfigError(f"objective.rate={self.rate}: must be in (0, 1)")
 
     def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
+        choose, inside = jax.random.split(key)
+        return TokenCrossEntropy()(model, params, self.hidden(model, batch, choose), inside, dtype)
+
+    def hidden(self, model: Any, batch: Batch, key: Array) -> Batch:
+        """The batch with some tokens hidden; its labels are the tokens, its weights those of the hidden ones."""
         if self.mask_token >= (size := _vocab_size(model, self.mask_token)):
             raise ConfigError(f"objective.mask_token={self.mask_token}: model.vocab_size={size} must be larger")
-        choose, inside = jax.random.split(key)
         tokens, weights = batch["tokens"], batch["weights"]
-        inputs, chosen = hide_tokens(choose, tokens, self.mask_token, self.rate, batch.get("word_starts"))
+        inputs, chosen = hide_tokens(key, tokens, self.mask_token, self.rate, batch.get("word_starts"))
         inputs = jnp.where(weights > 0, inputs, tokens)
-        batch = batch | {"tokens": inputs, "labels": tokens, "weights": jnp.where(chosen, weights, 0)}
-        return TokenCrossEntropy()(model, params, batch, inside, dtype)
+        return batch | {"tokens": inputs, "labels": tokens, "weights": jnp.where(chosen, weights, 0)}
+
+
+@dataclass(frozen=True)
+class NextSentence:
+    """BERT's pre-training: mean loss of hidden tokens + mean loss of `labels` `[B]`, one pass of the model for both.
+
+    Two sentences a row; the label says whether the second follows the first. `weights` `[B, T]` are those of `MaskedTokens`,
+    0 for CLS, SEP and padding; a row without a weight has no label. The sums of a batch are those of its hidden tokens; the
+    mean loss of its labels counts once for each of them. So in a mean over batches (accumulation, evaluation) the labels of
+    a batch weigh as its hidden tokens do; `masked_loss` and `sentence_loss` are means over all tokens and over all rows.
+    Devlin et al. 2018, arXiv:1810.04805, section 3.1, task 2.
+    """
+
+    masked: MaskedTokens  # which tokens are hidden
+    head: str = "next_sentence"  # the name of a Classification head with two classes
+
+    def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
+        words = heads.language_model(model) if isinstance(model, models.ModelConfig) else None
+        if words is None or self.head not in (head.name for head in model.heads):
+            raise ConfigError(
+                f"objective: needs a ModelConfig with a LanguageModel and a Classification(2, name={self.head!r})"
+            )
+        choose, inside = jax.random.split(key)
+        hidden = self.masked.hidden(model, batch, choose)
+        inputs = {name: batch[name] for name in INPUTS if name in batch}
+        output = models.apply(model, params, hidden["tokens"], dropout_key=inside, dtype=dtype, **inputs)
+        table, tree = params["embedding"]["tokens"], params.get("heads", {}).get(words.name, {})
+        states, kernel, bias = heads.unembedding(model, words, tree, output.hidden, table)
+        options = dict(bias=bias, softcap=model.logit_softcap)
+        tokens = projected_cross_entropy(states, kernel, hidden["labels"], hidden["weights"], **options)
+        rows = jnp.any(batch["weights"] > 0, axis=1).astype(batch["weights"].dtype)
+        sentences = cross_entropy(output.heads[self.head], batch["labels"], rows)
+        sums = with_reports(tokens, output)
+        joint = sums.loss + sentences.loss * (tokens.weight / jnp.maximum(sentences.weight, 1))
+        return LossSums(joint, sums.weight, sums.metrics | {
+            "masked_loss": (tokens.loss, tokens.weight), "sentence_loss": (sentences.loss, sentences.weight),
+            "sentence_accuracy": (sentences.correct, sentences.weight),
+        })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PrefixLanguageModel:
+    """Cross entropy of the tokens behind a prefix, whose tokens all see each other. Raffel et al. 2020, section 3.2.1.
+
+    It reads next-token data. The model has the mask `causal() | prefix(n)` with the same n; any other is refused that
+    does not show the whole prefix, or shows more of what comes behind it than `causal()`.
+    """
+
+    prefix: int  # tokens of a text that are given
+
+    def __post_init__(self):
+        if self.prefix < 1:
+            raise ConfigError(f"objective.prefix={self.prefix}: must be at least 1")
+
+    def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
+        tokens, n = batch["tokens"], self.prefix
+        T = tokens.shape[1]
+        for mask in models.last_stack(model).masks if models.is_config(model) else ():
+            seen = mask.blocks(T, T, (T, n))[0, 0] == FULL
+            if not (seen and n < T) or mask.blocks(T, T, n)[0, -1] != EMPTY:
+                raise ConfigError(f"objective.prefix={n}: {T} tokens under {mask}; give model.masks=(causal() | prefix({n}),)")
+        positions = within_segments(batch["segment_ids"]) if "segment_ids" in batch else jnp.arange(T)[None]
+        weights = jnp.where(positions >= n - 1, batch["weights"], 0)  # the label of position n - 1 is the first one behind it
+        return TokenCrossEntropy()(model, params, batch | {"weights": weights}, key, dtype)
 
 
 @dataclass(frozen=True)

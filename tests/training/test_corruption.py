@@ -1,4 +1,4 @@
-"""Hidden tokens and corrupted spans: their statistics, what can be read back from them, and the losses of a batch by hand."""
+"""Hidden tokens, next sentences, prefixes, corrupted spans: statistics, what can be read back, losses of a batch by hand."""
 
 import math
 from dataclasses import replace
@@ -10,9 +10,18 @@ import pytest
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
-from jaxformer.masks import full
-from jaxformer.models import EncoderDecoder, ModelConfig
-from jaxformer.training.corruption import MaskedTokens, SpanCorruption, _partition, corrupt_spans, hide_tokens, span_counts
+from jaxformer.masks import causal, full, prefix, window
+from jaxformer.models import Classification, Embedding, EncoderDecoder, LanguageModel, ModelConfig
+from jaxformer.training.corruption import (
+    MaskedTokens,
+    NextSentence,
+    PrefixLanguageModel,
+    SpanCorruption,
+    _partition,
+    corrupt_spans,
+    hide_tokens,
+    span_counts,
+)  # fmt: skip
 
 MASK, END, SENTINEL = 50, 51, 99
 
@@ -148,3 +157,91 @@ def test_the_loss_of_spans_by_hand():
         ConfigError, match=r"objective: 1 sentinels from 100 down must lie between end=51 and model.vocab_size=100"
     ):
         SpanCorruption(100, END)(config, params, {"tokens": tokens, "weights": weights}, key, jnp.float32)
+
+
+SENTENCES = ModelConfig(
+    SENTINEL + 1, 1, 16, 2, context_length=32, masks=(full(),), embedding=Embedding(token_types=2), init_std=0.3,
+    heads=(LanguageModel(bias=True), Classification(2, name="next_sentence")),
+)  # fmt: skip
+
+
+def pairs(rows, length, seed=0):
+    """CLS (51) first SEP (52) second SEP padding, as data sets give them."""
+    rng = np.random.default_rng(seed)
+    ends = rng.integers(10, length + 1, rows)[:, None]
+    middles, slots = ends // 2, np.arange(length)
+    special = (slots == 0) | (slots == middles) | (slots == ends - 1)
+    tokens = np.where(special, np.where(slots == 0, 51, 52), rng.integers(0, MASK, (rows, length)))
+    real = slots < ends
+    batch = {
+        "tokens": np.where(real, tokens, 0).astype(np.int32), "weights": (real & ~special).astype(np.float32),
+        "segment_ids": real.astype(np.int32), "token_types": ((slots > middles) & real).astype(np.int32),
+        "labels": rng.integers(0, 2, rows).astype(np.int32),
+    }  # fmt: skip
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def test_the_loss_of_next_sentences_by_hand():
+    params, batch, key = models.init(SENTENCES, jax.random.key(0)), pairs(5, 32), jax.random.key(7)
+    batch["weights"] = batch["weights"].at[4].set(0)  # a row that only fills the batch
+    sums = jax.jit(NextSentence(MaskedTokens(MASK)), static_argnums=(0, 4))(SENTENCES, params, batch, key, jnp.float32)
+    hidden, chosen = hide_tokens(jax.random.split(key)[0], batch["tokens"], MASK)
+    inputs, counted = jnp.where(batch["weights"] > 0, hidden, batch["tokens"]), np.asarray(chosen * batch["weights"])
+    output = models.apply(SENTENCES, params, inputs, segment_ids=batch["segment_ids"], token_types=batch["token_types"])
+    masked = cross_entropy(output.logits, np.asarray(batch["tokens"]), counted) / counted.sum()
+    rows = np.array([1, 1, 1, 1, 0])
+    sentences = cross_entropy(output.heads["next_sentence"], np.asarray(batch["labels"]), rows) / 4
+    assert float(sums.weight) == counted.sum() > 0
+    assert float(sums.loss / sums.weight) == pytest.approx(masked + sentences, rel=1e-5)  # float32
+    found = {name: float(total / weight) for name, (total, weight) in sums.metrics.items()}
+    right = np.argmax(output.heads["next_sentence"], -1) == np.asarray(batch["labels"])
+    expected = {"masked_loss": masked, "sentence_loss": sentences, "sentence_accuracy": right[:4].mean()}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("heads", [(LanguageModel(),), (Classification(2, name="next_sentence"),)])
+def test_next_sentences_need_both_heads(heads):
+    config = replace(SENTENCES, heads=heads)
+    with pytest.raises(ConfigError, match=r"heads LanguageModel\(\) and Classification\(2, name='next_sentence'\)"):
+        NextSentence(MaskedTokens(MASK))(config, {}, pairs(2, 16), jax.random.key(0), jnp.float32)
+
+
+def test_special_tokens_are_never_hidden():
+    batch = pairs(3000, 64)
+    config = replace(SENTENCES, vocab_size=60)
+    hidden = jax.jit(MaskedTokens(MASK).hidden, static_argnums=0)(config, batch, jax.random.key(3))
+    tokens, found, chosen = (np.asarray(x) for x in (batch["tokens"], hidden["tokens"], hidden["weights"] > 0))
+    may = np.asarray(batch["weights"] > 0)
+    assert may.sum() > 1e5 and within(chosen.sum(), may.sum(), 0.15) and not (chosen & ~may).any()
+    assert (found[~chosen] == tokens[~chosen]).all() and within((found[chosen] == MASK).sum(), chosen.sum(), 0.8)
+    assert (found[chosen] <= MASK).all()  # no special token is drawn either
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_loss_behind_a_prefix_by_hand(packed):
+    config = ModelConfig(MASK, 2, 16, 2, context_length=32, masks=(causal() | prefix(5),), init_std=0.3)
+    params, rows = models.init(config, jax.random.key(0)), text(3, 17)
+    batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:], "weights": jnp.ones((3, 16)).at[1, 12:].set(0)}
+    counted, options = np.array(batch["weights"]), {}
+    counted[:, :4] = 0  # labels 1 to 4 are of the prefix
+    if packed:  # two texts in a row, each with a prefix of its own
+        options["segment_ids"] = jnp.asarray(np.repeat([[1] * 7 + [2] * 9], 3, axis=0), jnp.int32)
+        counted[:, 7:11] = 0
+    sums = PrefixLanguageModel(5)(config, params, batch | options, jax.random.key(0), jnp.float32)
+    logits = models.apply(config, params, batch["tokens"], **options).logits
+    assert float(sums.weight) == counted.sum() > 0
+    assert float(sums.loss) == pytest.approx(cross_entropy(logits, np.asarray(batch["labels"]), counted), rel=1e-5)  # float32
+
+
+@pytest.mark.parametrize(
+    "mask", [causal(), full(), causal() | prefix(4), causal() | prefix(6), causal() & window(3) | prefix(9)]
+)
+def test_masks_that_do_not_show_the_prefix_are_refused(mask):
+    config = ModelConfig(MASK, 1, 16, 2, context_length=32, masks=(mask,))
+    batch = {"tokens": text(2, 16), "labels": text(2, 16), "weights": jnp.ones((2, 16))}
+    with pytest.raises(
+        ConfigError, match=r"objective.prefix=5: 16 tokens under .*; give model.masks=\(causal\(\) \| prefix\(5\),\)"
+    ):
+        PrefixLanguageModel(5)(config, models.init(config, jax.random.key(0)), batch, jax.random.key(0), jnp.float32)
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        PrefixLanguageModel(0)

@@ -1,0 +1,147 @@
+"""BERT's pre-training, hidden tokens and next sentences, on the docstrings of Python's standard library.
+
+Devlin et al. 2018, arXiv:1810.04805, section 3.1. As there, a "sentence" is a span of running text: up to 40 words. The second
+one follows the first, or is of another docstring, as often. Both kinds of pairs have the same lengths in words, begin at a
+word, have no line breaks, and end at the end of a docstring as often: what is left is what the sentences say, and grammar
+across the gap. A docstring of the validation split may have neighbours of its module in the training split.
+"""
+
+import ast
+import functools
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxformer.data import batching, tokenizers
+from jaxformer.data.sources import Dataset
+from jaxformer.evaluation.metric import Evaluation
+from jaxformer.masks import full
+from jaxformer.models import Classification, Embedding, LanguageModel, ModelConfig
+from jaxformer.training import AdamW, Cosine, Experiment, MaskedTokens, NextSentence
+
+SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+VOCABULARY = 2048
+MASK, CLS, SEP = VOCABULARY, VOCABULARY + 1, VOCABULARY + 2
+
+
+@functools.lru_cache(maxsize=1)
+def docstrings() -> list[tuple[str, str]]:
+    """(file, docstring with single spaces) of each module, class and function of the standard library; no text twice."""
+    root, found = Path(sysconfig.get_path("stdlib")), {}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if SKIP & set(name.parts) or name.parts[0].startswith("config-"):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            continue  # templates of lib2to3, which are no Python 3
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = " ".join((ast.get_docstring(node) or "").split())
+                found.setdefault(text, name.as_posix())
+    return [(name, text) for text, name in found.items() if text]
+
+
+@dataclass(frozen=True)
+class Docstrings:
+    """Pairs of sentences; every tenth docstring is for validation. Pair i is a function of (seed, split, i)."""
+
+    words: int = 40  # longest sentence; shorter ones have at least 8
+    least: int = 32  # words of a docstring that is used
+    pairs: int = 16  # of each docstring in training; 4 in validation
+    seed: int = 0  # of the pairs
+
+    def open(self, model) -> Dataset:
+        texts = [text for _, text in docstrings() if len(text.split()) >= self.least]
+        parts = [text for i, text in enumerate(texts) if i % 10], texts[::10]
+        tokenizer = tokenizers.BPE.train("\n".join(parts[0]), VOCABULARY)
+        length, vocabulary = model.context_length, tokenizer.vocab_size
+        train, validation = (Pairs(self, tokenizer, texts, i, length) for i, texts in enumerate(parts))
+        return Dataset(
+            train, validation, vocab_size=SEP + 1, tokenizer=tokenizer,
+            digest=hashlib.sha256(f"{self} {length} {tokenizer.digest} {parts}".encode()).hexdigest(),
+            description=f"{len(parts[0]):,} docstrings and {len(parts[1]):,} for validation, {len(train.tokens):,} and "
+            f"{len(validation.tokens):,} tokens; vocabulary {vocabulary:,}",
+        )  # fmt: skip
+
+
+class Pairs:
+    """CLS first SEP second SEP: tokens, segment_ids (0: padding), token_types, weights [T]; labels: 1 if it follows."""
+
+    def __init__(self, config, tokenizer, texts, split, length):
+        self.config, self.split, self.length, self.count = config, split, length, 4 if split else config.pairs
+        words = sorted({word for text in texts for word in text.split()})
+        ids = {word: tokenizer.encode(" " + word) for word in words}
+        self.texts = [[ids[word] for word in text.split()] for text in texts]
+        self.tokens = np.concatenate([np.concatenate(text) for text in self.texts])  # for the unigram entropy
+
+    def __len__(self):
+        return self.count * len(self.texts)
+
+    def __getitem__(self, index):
+        rng, most = np.random.default_rng((self.config.seed, self.split, index)), self.config.words
+        text = self.texts[index % len(self.texts)]
+        cut = int(rng.integers(8, len(text) - 8 + 1))
+        first, second, follows = text[max(0, cut - most) : cut], text[cut : cut + most], int(rng.integers(2))
+        if not follows:
+            ends = len(text) - cut <= most
+            while True:  # another docstring, which is long enough
+                other = self.texts[(index + int(rng.integers(1, len(self.texts)))) % len(self.texts)]
+                start = len(other) - len(second) if ends else int(rng.integers(8, max(9, len(other) - most)))
+                if start >= 8 and start + len(second) + (not ends) <= len(other):
+                    break
+            second = other[start : start + len(second)]
+        half = (self.length - 3) // 2
+        a, b = np.concatenate(first)[-half:], np.concatenate(second)[:half]
+        tokens, weights = np.zeros(self.length, np.int32), np.zeros(self.length, np.float32)
+        end = len(a) + len(b) + 3
+        tokens[:end] = np.concatenate([[CLS], a, [SEP], b, [SEP]])
+        weights[:end] = tokens[:end] < MASK
+        slots = np.arange(self.length)
+        return {
+            "tokens": tokens, "weights": weights, "segment_ids": (slots < end).astype(np.int32),
+            "token_types": ((slots > len(a) + 1) & (slots < end)).astype(np.int32), "labels": np.int32(follows),
+        }  # fmt: skip
+
+
+def margin(scored: Evaluation) -> dict[str, float]:
+    """How far the mean loss of hidden tokens is below the unigram entropy, nats a token."""
+    score = jax.jit(functools.partial(experiment.objective, scored.model, dtype=scored.precision))
+    sums = [
+        score(scored.params, batch, key=jax.random.key(i)).metrics["masked_loss"] for i, batch in enumerate(scored.batches())
+    ]
+    loss, weight = (float(sum(part)) for part in zip(*sums, strict=True))
+    entropy = batching.unigram_entropy(scored.dataset)
+    return {"unigram_entropy": entropy, "below_unigram_entropy": entropy - loss / weight}
+
+
+margin.only_final = True
+
+experiment = Experiment(
+    name="bert_pretrain",
+    model=ModelConfig(
+        vocab_size=SEP + 1,
+        num_layers=3,
+        d_model=128,
+        num_heads=4,
+        context_length=128,
+        feedforward="gelu",
+        masks=(full(),),
+        embedding=Embedding(norm=True, token_types=2),
+        heads=(LanguageModel(transform="gelu", bias=True), Classification(2, name="next_sentence")),
+        unroll=3,
+    ),
+    data=Docstrings(),
+    objective=NextSentence(MaskedTokens(MASK)),
+    optimizer=AdamW(learning_rate=2e-3, b2=0.98),
+    schedule=Cosine(warmup=100),
+    steps=1500,
+    batch_size=32,
+    eval_every=250,
+    metrics=(margin,),
+)

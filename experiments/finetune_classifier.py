@@ -1,0 +1,99 @@
+"""From a pre-trained encoder to a classifier: which package of Python's standard library a docstring is of, 20 classes.
+
+Devlin et al. 2018, arXiv:1810.04805, section 4: a new head on the first token, all parameters are trained. The beginning is a
+run of bert_pretrain, or a Hugging Face folder of an encoder; without one (no --initial) the model starts at random.
+"""
+
+import collections
+import functools
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+import jaxformer
+from experiments.bert_pretrain import CLS, SEP, VOCABULARY, docstrings, experiment as pretraining
+from jaxformer import params
+from jaxformer.data import tokenizers
+from jaxformer.data.labelled import LabelledTexts
+from jaxformer.data.sources import Dataset
+from jaxformer.evaluation.metric import Evaluation
+from jaxformer.interop import huggingface
+from jaxformer.models import Classification
+from jaxformer.training import AdamW, ClassCrossEntropy, Cosine, Experiment
+
+CLASSES = 20
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """The parameters of a run or of a Hugging Face folder but for its heads, which start at random."""
+
+    path: str  # the run's folder, or the one with config.json and safetensors
+
+    def __call__(self, spec, key):
+        is_run = (Path(self.path) / "checkpoints").is_dir()
+        found = jaxformer.open_run(self.path).params if is_run else huggingface.load(self.path).params
+        return params.init(spec, key) | {name: tree for name, tree in found.items() if name != "heads"}
+
+
+@functools.lru_cache(maxsize=1)
+def labelled() -> tuple[list[str], list[tuple[str, int]]]:
+    """(packages, docstrings of at least 8 words with the number of their package); the 20 packages that have most."""
+    found = [(name.split("/")[0].removesuffix(".py"), text) for name, text in docstrings() if len(text.split()) >= 8]
+    packages = sorted(name for name, _ in collections.Counter(name for name, _ in found).most_common(CLASSES))
+    return packages, [(text, packages.index(name)) for name, text in found if name in packages]
+
+
+@dataclass(frozen=True)
+class Packages:
+    """Every tenth docstring is for validation."""
+
+    tokenizer: str | None = None  # the tokenizer.json of the pre-trained model; None: learned here, for a random beginning
+    first: int = CLS  # the id in front of a text
+    last: int = SEP  # the id behind it
+
+    def open(self, model) -> Dataset:
+        packages, rows = labelled()
+        parts = [row for i, row in enumerate(rows) if i % 10], rows[::10]
+        tokenizer = self.read([text for text, _ in parts[0]])
+        length, splits = model.context_length, []
+        for part in parts:
+            tokens = [tokenizer.encode(" " + text)[: length - 2] for text, _ in part]
+            tokens = [np.array([self.first, *ids, self.last], np.int32) for ids in tokens]
+            splits.append(LabelledTexts(tokens, [label for _, label in part], length))
+        return Dataset(
+            *splits, vocab_size=max(tokenizer.vocab_size, self.first + 1, self.last + 1), tokenizer=tokenizer,
+            digest=hashlib.sha256(f"{self.first} {self.last} {length} {tokenizer.digest} {parts}".encode()).hexdigest(),
+            description=f"{len(parts[0]):,} docstrings and {len(parts[1]):,} for validation, of {', '.join(packages)}",
+        )  # fmt: skip
+
+    def read(self, texts: list[str]):
+        if self.tokenizer is None:
+            return tokenizers.BPE.train("\n".join(texts), VOCABULARY)
+        text = Path(self.tokenizer).read_text()  # ours, or one of Hugging Face
+        return tokenizers.BPE(text) if "model" in json.loads(text) else tokenizers.load(self.tokenizer)
+
+
+def majority(scored: Evaluation) -> dict[str, float]:
+    """The accuracy of always giving the class that is most frequent in the validation split."""
+    counts = np.bincount(scored.dataset.validation.labels)
+    return {"majority": float(counts.max() / counts.sum())}
+
+
+majority.only_final = True
+
+experiment = Experiment(
+    name="finetune_classifier",
+    model=replace(pretraining.model, heads=(Classification(CLASSES),), dropout_rate=0.1),
+    data=Packages(),
+    objective=ClassCrossEntropy(),
+    optimizer=AdamW(learning_rate=5e-4, b2=0.98),
+    schedule=Cosine(warmup=50),
+    steps=400,
+    batch_size=32,
+    eval_every=100,
+    metrics=(majority,),
+)

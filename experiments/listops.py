@@ -1,0 +1,131 @@
+"""ListOps: the value, 0 to 9, of nested lists such as [MAX 2 9 [MIN 4 7 ] 0 ]. Every kind of attention learns it here.
+
+Nangia & Bowman 2018, arXiv:1804.06028; operators and the shape of the trees as in Long Range Arena (Tay et al. 2020,
+arXiv:2011.04006, section 2.2.1): MIN, MAX, MED (the median, rounded down) and SM (the sum modulo 10) of 2 to `args` values,
+each of which is a list with probability 1/4, down to `depth`. Expressions of any length: --data.shortest and --data.longest,
+with --model.context-length. Long Range Arena has 500 to 2000 tokens, depth and args 10.
+"""
+
+import functools
+import hashlib
+import random
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxformer.data.sources import Dataset, context_length
+from jaxformer.errors import ConfigError
+from jaxformer.evaluation.metric import Evaluation
+from jaxformer.masks import full
+from jaxformer.models import Classification, ModelConfig
+from jaxformer.training import AdamW, ClassCrossEntropy, Cosine, Experiment
+
+OPERATORS = ("MIN", "MAX", "MED", "SM")  # ids 10 to 13; digits are 0 to 9, the end of a list is 14
+END = 14
+
+
+def value(operator: str, values: list[int]) -> int:
+    """What a list is worth."""
+    match operator:
+        case "MIN":
+            return min(values)
+        case "MAX":
+            return max(values)
+        case "MED":
+            return int(statistics.median(values))
+        case _:
+            return sum(values) % 10
+
+
+def expression(rng: random.Random, depth: int, args: int, nested: bool = False) -> tuple[list[int], int]:
+    """(tokens, value) of a random tree."""
+    if nested and (depth == 0 or rng.random() > 0.25):
+        digit = rng.randrange(10)
+        return [digit], digit
+    operator = rng.randrange(len(OPERATORS))
+    parts = [expression(rng, depth - 1, args, nested=True) for _ in range(rng.randint(2, args))]
+    tokens = [token for part, _ in parts for token in part]
+    return [10 + operator, *tokens, END], value(OPERATORS[operator], [each for _, each in parts])
+
+
+@dataclass(frozen=True)
+class ListOps:
+    """Expression i is a function of (seed, split, i)."""
+
+    shortest: int = 16  # tokens of an expression
+    longest: int = 64  # tokens of an expression
+    depth: int = 4  # of the trees
+    args: int = 5  # most values of a list
+    examples: int = 20_000  # of the training split
+    validation_examples: int = 1000  # of the validation split
+    seed: int = 0  # of the expressions
+
+    def open(self, model) -> Dataset:
+        if (length := context_length(model)) < self.longest:
+            raise ConfigError(f"data.longest={self.longest}: more than model.context_length={length}")
+        train, validation = (Expressions(self, split, length) for split in (0, 1))
+        sample = b"".join(train[i]["tokens"].tobytes() for i in range(16))  # another Python may draw other numbers
+        digest = hashlib.sha256(f"{self} {length}".encode() + sample).hexdigest()
+        return Dataset(train, validation, digest, description=str(self), vocab_size=END + 1)
+
+
+class Expressions:
+    """Example i: tokens, segment_ids (0: padding) int32 [T], labels int32, weights float32."""
+
+    def __init__(self, config: ListOps, split: int, length: int):
+        self.config, self.split, self.length = config, split, length
+        self._draw = functools.lru_cache(maxsize=1 << 16)(self._drawn)
+
+    def __len__(self) -> int:
+        return self.config.validation_examples if self.split else self.config.examples
+
+    def _drawn(self, index: int) -> tuple[list[int], int]:
+        rng, config = random.Random(f"{self.config.seed} {self.split} {index}"), self.config
+        while True:  # until the length is right
+            tokens, result = expression(rng, config.depth, config.args)
+            if config.shortest <= len(tokens) <= config.longest:
+                return tokens, result
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        tokens, result = self._draw(range(len(self))[index])
+        padding = (0, self.length - len(tokens))
+        return {
+            "tokens": np.pad(np.array(tokens, np.int32), padding),
+            "segment_ids": np.pad(np.ones(len(tokens), np.int32), padding),
+            "labels": np.int32(result), "weights": np.float32(1),
+        }  # fmt: skip
+
+
+def majority(scored: Evaluation) -> dict[str, float]:
+    """The accuracy of always giving the class that is most frequent in the validation split."""
+    split = scored.dataset.validation
+    counts = np.bincount([split[i]["labels"] for i in range(len(split))])
+    return {"majority": float(counts.max() / counts.sum())}
+
+
+majority.only_final = True
+
+experiment = Experiment(
+    name="listops",
+    model=ModelConfig(
+        vocab_size=END + 1,
+        num_layers=2,
+        d_model=64,
+        num_heads=4,
+        context_length=64,
+        feedforward="gelu",
+        masks=(full(),),
+        heads=(Classification(10, pool="mean"),),
+        init_std=0.1,
+        unroll=2,
+    ),
+    data=ListOps(),
+    objective=ClassCrossEntropy(),
+    optimizer=AdamW(learning_rate=2e-3, b2=0.98),
+    schedule=Cosine(warmup=50),
+    steps=800,
+    batch_size=64,
+    eval_every=400,
+    metrics=(majority,),
+)

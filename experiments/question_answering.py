@@ -1,0 +1,120 @@
+"""Answers as spans: a passage of facts and a question, of which the model marks the first and the last word of the answer.
+
+Devlin et al. 2018, arXiv:1810.04805, section 4.2 (SQuAD), on passages that are generated: four sentences such as "The red box
+holds 1 7 coins." or "Anna hid the old map in the dark mill.", and a question about one of them. All four speak of different
+things and people, but share colours, places and numbers; a validation passage is never one of training.
+"""
+# ruff: noqa: SIM905 (words in a line are read at once)
+
+import functools
+import hashlib
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxformer.data.sources import Dataset, context_length
+from jaxformer.masks import full
+from jaxformer.models import Embedding, ModelConfig, TokenClassification
+from jaxformer.training import AdamW, Cosine, Experiment, SpanCrossEntropy
+
+PEOPLE = "Anna Bela Chen Dina Emil Fatou Goran Hana Ivan Juma Kofi Lena Mara Nuri Olga Pedro".split()
+THINGS = "box lamp map coin ring key book cup drum flag kite pen rope shoe stone sword".split()
+QUALITIES = "red blue green black white old new small large round heavy light dry cold warm soft".split()
+PLACES = "mill barn cave tower well garden cellar attic bridge forest harbour market".split()
+OTHERS = "[CLS] [SEP] . ? The the holds coins hid in lives near How many does hold Where did hide What is live who".split()
+WORDS = (*OTHERS, *"0123456789", *PEOPLE, *THINGS, *QUALITIES, *PLACES)
+IDS = {word: i for i, word in enumerate(WORDS)}
+
+
+def fact(rng: random.Random, person: str, thing: str) -> tuple[list[str], int, list[str], list[str]]:
+    """(sentence, where the answer begins in it, question, answer), about a person or a thing that no other fact is about."""
+    quality, other = rng.sample(QUALITIES, 2)
+    place, number = rng.choice(PLACES), list(str(rng.randrange(1000)))
+    match rng.randrange(4):
+        case 0:
+            sentence = ["The", quality, thing, "holds", *number, "coins", "."]
+            return sentence, 4, ["How", "many", "coins", "does", "the", quality, thing, "hold", "?"], number
+        case 1:
+            sentence = [person, "hid", "the", quality, thing, "in", "the", other, place, "."]
+            return sentence, 6, ["Where", "did", person, "hide", "the", thing, "?"], ["the", other, place]
+        case 2:
+            sentence = [person, "hid", "the", quality, thing, "in", "the", other, place, "."]
+            return sentence, 2, ["What", "did", person, "hide", "?"], ["the", quality, thing]
+        case _:
+            sentence = [person, "lives", "near", "the", other, place, "."]
+            return sentence, 3, ["Where", "does", person, "live", "?"], ["the", other, place]
+
+
+@dataclass(frozen=True)
+class Passages:
+    """Passage i is a function of (seed, split, i)."""
+
+    facts: int = 4  # sentences of a passage
+    examples: int = 200_000  # of the training split
+    validation_examples: int = 1000  # of the validation split
+    seed: int = 0  # of the passages
+
+    def open(self, model) -> Dataset:
+        train, validation = (Questions(self, split, context_length(model)) for split in (0, 1))
+        sample = b"".join(train[i]["tokens"].tobytes() for i in range(16))  # another Python may draw other numbers
+        digest = hashlib.sha256(f"{self} {train.length} {WORDS}".encode() + sample).hexdigest()
+        return Dataset(train, validation, digest, description=str(self), vocab_size=len(WORDS))
+
+
+class Questions:
+    """[CLS] question [SEP] passage: tokens, segment_ids (0: padding), token_types, passage int32 [T], labels int32 [2]."""
+
+    def __init__(self, config: Passages, split: int, length: int):
+        self.config, self.split, self.length = config, split, length
+        self.text = functools.lru_cache(maxsize=1 << 16)(self._text)
+
+    def __len__(self) -> int:
+        return self.config.validation_examples if self.split else self.config.examples
+
+    def _text(self, index: int) -> tuple[list[str], list[str], int, int]:
+        """(question, passage, first and last word of the answer in it)."""
+        rng, count = random.Random(f"{self.config.seed} {self.split} {index}"), self.config.facts
+        people, things = (rng.sample(names, count) for names in (PEOPLE, THINGS))
+        facts = [fact(rng, *names) for names in zip(people, things, strict=True)]
+        chosen = rng.randrange(count)
+        _, begin, question, answer = facts[chosen]
+        first = sum(len(sentence) for sentence, *_ in facts[:chosen]) + begin
+        return question, [word for sentence, *_ in facts for word in sentence], first, first + len(answer) - 1
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        question, passage, first, last = self.text(range(len(self))[index])
+        before, slots = len(question) + 2, np.arange(self.length)
+        tokens = np.zeros(self.length, np.int32)
+        tokens[: before + len(passage)] = [IDS[word] for word in ["[CLS]", *question, "[SEP]", *passage]]
+        in_passage = (slots >= before) & (slots < before + len(passage))
+        return {
+            "tokens": tokens, "segment_ids": (slots < before + len(passage)).astype(np.int32),
+            "token_types": in_passage.astype(np.int32), "passage": in_passage.astype(np.int32),
+            "labels": np.array([before + first, before + last], np.int32), "weights": np.float32(1),
+        }  # fmt: skip
+
+
+experiment = Experiment(
+    name="question_answering",
+    model=ModelConfig(
+        vocab_size=len(WORDS),
+        num_layers=3,
+        d_model=64,
+        num_heads=4,
+        context_length=56,
+        feedforward="gelu",
+        masks=(full(),),
+        embedding=Embedding(norm=True, token_types=2),
+        heads=(TokenClassification(2),),
+        init_std=0.1,
+        unroll=3,
+    ),
+    data=Passages(),
+    objective=SpanCrossEntropy(),
+    optimizer=AdamW(learning_rate=2e-3, b2=0.98),
+    schedule=Cosine(warmup=100),
+    steps=2500,
+    batch_size=64,
+    eval_every=500,
+)

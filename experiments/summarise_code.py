@@ -1,0 +1,81 @@
+"""What a function does, in a sentence: from the source of the functions of Python's standard library to their docstrings.
+
+The source is a function without its docstring, with the layout that ast.unparse gives it; the target is the first paragraph of
+the docstring. Every tenth function is for validation; it may have neighbours of its class in training. An encoder-decoder with
+a shared vocabulary (Vaswani et al. 2017).
+"""
+
+import ast
+import sysconfig
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from experiments.bert_pretrain import SKIP
+from jaxformer.data import pairs, tokenizers
+from jaxformer.data.records import Problems
+from jaxformer.data.sources import Dataset
+from jaxformer.evaluation.generation import Generated
+from jaxformer.evaluation.text_metrics import bleu, rouge
+from jaxformer.masks import full
+from jaxformer.models import EncoderDecoder, ModelConfig
+from jaxformer.training import AdamW, Cosine, Experiment
+
+
+def functions() -> list[pairs.Pair]:
+    """(where, source, first paragraph of the docstring) of each function that has both; no source twice."""
+    root, found = Path(sysconfig.get_path("stdlib")), {}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if SKIP & set(name.parts) or name.parts[0].startswith("config-"):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            continue  # templates of lib2to3, which are no Python 3
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
+                summary = " ".join((ast.get_docstring(node) or "").strip().split("\n\n")[0].split())
+                node.body = node.body[1:] if summary else node.body
+                if summary:
+                    source = ast.unparse(node)
+                    found.setdefault(source, pairs.Pair(f"{name}:{node.lineno}", source, summary))
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Functions:
+    """Pairs of source and summary. Sources are cut; pairs that still do not fit the model are left out and counted."""
+
+    vocab_size: int = 4000  # byte pairs, of sources and targets
+    characters: int = 400  # of a source that are read
+
+    def open(self, model) -> Dataset:
+        found = [pair._replace(source=pair.source[: self.characters]) for pair in functions()]
+        learned, held_out = [pair for i, pair in enumerate(found) if i % 10], found[::10]
+        tokenizer = tokenizers.BPE.train("\n".join(f"{pair.source}\n{pair.target}" for pair in learned), self.vocab_size)
+        rows = pairs.Buckets((48, 96))
+        return pairs.open_pairs(learned, held_out, tokenizer, model, rows, Problems("skip"), "functions")
+
+
+stack = ModelConfig(
+    vocab_size=4000,
+    num_layers=2,
+    d_model=128,
+    num_heads=4,
+    context_length=40,
+    feedforward="gelu",
+    dropout_rate=0.1,
+    init_std=0.05,
+    unroll=2,
+)
+experiment = Experiment(
+    name="summarise_code",
+    model=EncoderDecoder(encoder=replace(stack, heads=(), masks=(full(),), context_length=160), decoder=stack),
+    data=Functions(),
+    optimizer=AdamW(learning_rate=2e-3, b2=0.98),
+    schedule=Cosine(warmup=100),
+    steps=1500,
+    batch_size=32,
+    eval_every=250,
+    metrics=(Generated(scores=(rouge, bleu), max_tokens=40, examples=200),),
+)

@@ -1,0 +1,113 @@
+"""Texts with a class each, from rows of files."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxformer.data import tokenizers
+from jaxformer.data.records import Policy, Problems, records
+from jaxformer.data.sources import Dataset, context_length
+from jaxformer.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Rows of .jsonl or .parquet files or of hf:NAME#SPLIT, with a text and its class, for `ClassCrossEntropy`.
+
+    A class is a number below the classes of the model's head, or a name: the names of the training rows, in the order of
+    the alphabet, are 0, 1, ... A text that is longer than the context is cut and counted, or it is a bad row.
+    """
+
+    train: str  # file of the training rows
+    validation: str  # file of the validation rows
+    text: str = "text"  # field of the text
+    label: str = "label"  # field of the class
+    tokenizer: str = "bytes"  # bytes, characters or bpe (of the training texts), or a run's tokenizer.json
+    vocab_size: int | None = None  # bpe only
+    first_token: int | None = None  # an id in front of every text (BERT: that of CLS); None: none
+    long_texts: Literal["cut", "bad"] = "cut"  # what becomes of a text longer than the context
+    bad_rows: Policy = "error"  # what becomes of a bad row
+
+    def open(self, model: Any) -> Dataset:
+        classes = next((head.classes for head in getattr(model, "heads", ()) if getattr(head, "classes", None)), None)
+        if classes is None:
+            raise ConfigError("data: labelled texts need a model with a head Classification(classes)")
+        return open_labelled(self, context_length(model), classes)
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledTexts:
+    """Example i: tokens and segment_ids (0: padding) int32 [T], labels int32, weights float32."""
+
+    texts: list[np.ndarray]  # the tokens of each
+    labels: list[int]
+    length: int
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        tokens = self.texts[index][: self.length]
+        padding = (0, self.length - len(tokens))
+        arrays = {"tokens": np.pad(tokens, padding), "segment_ids": np.pad(np.ones_like(tokens), padding)}
+        return arrays | {"labels": np.int32(self.labels[index]), "weights": np.float32(1)}
+
+
+def open_labelled(config: Labelled, length: int, classes: int) -> Dataset:
+    """Reads, checks and encodes the rows of both files. Raises ConfigError for bad rows, as `config.bad_rows` has it."""
+    problems, paths = Problems(config.bad_rows), (config.train, config.validation)
+    rows = [_rows(config, path, problems) for path in paths]
+    names = sorted({label for _, _, label in rows[0] if isinstance(label, str)})
+    tokenizer, splits = _tokenizer(config, [text for _, text, _ in rows[0]]), []
+    front = [] if config.first_token is None else [config.first_token]
+    for path, part in zip(paths, rows, strict=True):
+        split = LabelledTexts([], [], length)
+        for place, text, label in part:
+            number = names.index(label) if label in names else label
+            tokens = np.array([*front, *tokenizer.encode(text)], np.int32)
+            if not isinstance(number, int) or not 0 <= number < classes:
+                problems.add(
+                    place, "label out of range", f" ({label!r}; {classes} classes{': ' if names else ''}{names or ''})"
+                )
+            elif len(tokens) > length and config.long_texts == "bad":
+                problems.add(place, "too long", f" ({len(tokens)} tokens, model.context_length={length})")
+            else:
+                split.texts.append(tokens)
+                split.labels.append(number)
+        if not split.texts:
+            raise ConfigError(f"data: {path} has no row to read{problems}")
+        splits.append(split)
+    digest = hashlib.sha256(f"{tokenizer.digest} {length} {[split.labels for split in splits]}".encode())
+    digest.update(b"|".join(tokens.tobytes() for split in splits for tokens in split.texts))
+    cut = sum(len(tokens) > length for split in splits for tokens in split.texts)
+    shown = " and ".join(f"{path}: {len(split):,} texts" for path, split in zip(paths, splits, strict=True))
+    return Dataset(
+        *splits, digest=digest.hexdigest(), description=f"{shown}, {classes} classes, {cut:,} cut to {length} tokens{problems}",
+        vocab_size=max(tokenizer.vocab_size, *(token + 1 for token in front), 0), tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+def _rows(config: Labelled, path: str, problems: Problems) -> list[tuple[str, str, Any]]:
+    """(place, text, label) of the rows that have a text."""
+    rows = []
+    for place, (text, label) in records(path, (config.text, config.label), problems):
+        if isinstance(text, str) and text.strip():
+            rows.append((place, text, label))
+        else:
+            problems.add(place, "no text", f" in the field {config.text!r}")
+    return rows
+
+
+def _tokenizer(config: Labelled, texts: list[str]) -> Any:
+    if (config.tokenizer == "bpe") != (config.vocab_size is not None):
+        raise ConfigError(f"data.vocab_size={config.vocab_size}: bpe needs one, other tokenizers have their own")
+    match config.tokenizer:
+        case "bytes":
+            return tokenizers.Bytes()
+        case "characters":
+            return tokenizers.Characters.of("".join(texts))
+        case "bpe":
+            return tokenizers.BPE.train("\n".join(texts), config.vocab_size or 0)
+    return tokenizers.load(config.tokenizer)
