@@ -3,7 +3,7 @@
 Encoder and decoder of Vaswani et al. 2017, arXiv:1706.03762, with the patches of Dosovitskiy et al. 2020, arXiv:2010.11929, as
 the source. Rows of training are made from the training digits of scikit-learn, those of validation from other digits.
 Needs pip install 'jaxformer[vision]'.
-Expected: at least 90 % of 500 unseen rows are written without a mistake.
+Expected: at least 90 % of 500 unseen rows are written without a mistake (exact_match).
 Time: about five minutes on two CPU cores.
 Command: make train EXP=caption_digits
 """
@@ -18,6 +18,9 @@ import numpy as np
 from jaxformer.data.images import Digits
 from jaxformer.data.sources import Dataset, Question
 from jaxformer.data.tokenizers import Characters
+from jaxformer.decoding import Beams
+from jaxformer.evaluation.generation import Generated
+from jaxformer.evaluation.text_metrics import exact_match
 from jaxformer.masks import full
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.ops.losses import LossSums
@@ -25,8 +28,9 @@ from jaxformer.training import AdamW, Cosine, Experiment, TokenCrossEntropy
 from jaxformer.training.augment import Move, augmented
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-LETTERS = Characters.of(" ".join(WORDS) + "\n")  # a caption begins and ends with a newline
-LENGTH = 3 * len("three") + 3  # tokens of the longest caption: three words, two spaces and a newline
+LETTERS = Characters.of(" ".join(WORDS))
+END = LETTERS.end  # the token before and behind a caption
+LENGTH = 3 * len("three") + 3  # tokens of the longest caption: three words, two spaces and the end
 
 
 class Rows:
@@ -54,16 +58,16 @@ class Rows:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         image, caption = self.row(index)
-        text = LETTERS.encode(f"\n{caption}\n")
+        text = [END, *LETTERS.encode(caption), END]
         tokens = np.pad(text, (0, LENGTH + 1 - len(text))).astype(np.int32)
         weights = (np.arange(LENGTH) < len(text) - 1).astype(np.float32)
         return {"source": image, "tokens": tokens[:-1], "labels": tokens[1:], "weights": weights}
 
     @property
     def questions(self) -> list[Question]:
-        """What a model is asked: to write the caption of an image. A newline begins it."""
+        """What a model is asked: to write the caption of an image."""
         rows = map(self.row, range(self.count))
-        return [Question(LETTERS.encode("\n"), caption, image) for image, caption in rows]
+        return [Question([END], caption, image) for image, caption in rows]
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class RowsOfDigits:
         train = Rows(digits.train, self.examples, self.seed)
         validation = Rows(digits.validation, self.validation_examples, self.seed + 1)
         digest = hashlib.sha256(f"{digits.digest} {LETTERS.digest} {self}".encode()).hexdigest()
-        return Dataset(train, validation, digest, f"rows of three {digits.description}", LETTERS.vocab_size, LETTERS)
+        return Dataset(train, validation, digest, f"rows of three {digits.description}", END + 1, LETTERS)
 
 
 def with_moved_digits(move: Move, key: jax.Array, images: jax.Array) -> jax.Array:
@@ -105,7 +109,7 @@ class MovedDigits:
 
 
 decoder = ModelConfig(
-    vocab_size=LETTERS.vocab_size,
+    vocab_size=END + 1,
     num_layers=2,
     d_model=64,
     num_heads=4,
@@ -136,8 +140,9 @@ experiment = Experiment(
     objective=MovedDigits(),
     optimizer=AdamW(learning_rate=2e-3, b2=0.98),
     schedule=Cosine(warmup=100),
-    steps=1000,
+    steps=600,
     batch_size=64,
     log_every=100,
-    eval_every=250,
+    eval_every=200,
+    metrics=(Generated((exact_match,), how=Beams(beams=4)),),
 )

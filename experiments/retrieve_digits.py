@@ -142,8 +142,8 @@ experiment = Experiment(
     objective=Contrastive(),
     optimizer=AdamW(learning_rate=2e-3, b2=0.98, not_decayed=r"(bias|scale|factor)$"),
     schedule=Cosine(warmup=100),
-    steps=1000,
+    steps=600,
     batch_size=100,
     log_every=100,
-    eval_every=250,
+    eval_every=200,
 )
