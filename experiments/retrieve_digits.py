@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.nn.initializers import constant
 
-from experiments.caption_digits import LENGTH, LETTERS, Rows, with_moved_digits
+from experiments.caption_digits import WORDS, Rows, with_moved_digits
 from jaxformer import models
 from jaxformer.data.images import Digits
 from jaxformer.data.sources import Dataset
@@ -32,7 +32,7 @@ from jaxformer.training.augment import Move
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Rows of three digits with their captions, as towers read them."""
+    """Rows of three digits and their captions, of which a word is a token."""
 
     rows: Rows
 
@@ -41,10 +41,8 @@ class Pairs:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, caption = self.rows.row(index)
-        text = LETTERS.encode(caption)
-        tokens = np.pad(text, (0, LENGTH - len(text))).astype(np.int32)
-        real = (np.arange(LENGTH) < len(text)).astype(np.int32)
-        return {"images": image, "tokens": tokens, "segment_ids": real, "weights": np.float32(1)}
+        tokens = np.array([WORDS.index(word) for word in caption.split()], np.int32)
+        return {"images": image, "tokens": tokens, "weights": np.float32(1)}
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class PairsOfDigits:
         digits = Digits().open(None)
         train = Pairs(Rows(digits.train, self.examples, self.seed))
         validation = Pairs(Rows(digits.validation, self.validation_examples, self.seed + 1))
-        digest = hashlib.sha256(f"{digits.digest} {LETTERS.digest} {self}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{digits.digest} {self}".encode()).hexdigest()
         return Dataset(train, validation, digest, f"rows of three {digits.description}")
 
 
@@ -77,12 +75,11 @@ class TwoTowers:
     def evaluation(self) -> "TwoTowers":
         return TwoTowers(models.evaluation(self.image), models.evaluation(self.text))
 
-    def apply(self, params, images, tokens, segment_ids, dropout_key, dtype=None):
+    def apply(self, params, images, tokens, dropout_key, dtype=None):
         image_key, text_key = jax.random.split(dropout_key)
         unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
         image = models.apply(self.image, params["image"], images, dropout_key=image_key, dtype=dtype)
-        options = dict(segment_ids=segment_ids, dropout_key=text_key, dtype=dtype)
-        text = models.apply(self.text, params["text"], tokens, **options)
+        text = models.apply(self.text, params["text"], tokens, dropout_key=text_key, dtype=dtype)
         return unit(image.logits), unit(text.logits), jnp.exp(params["factor"])
 
 
@@ -99,7 +96,7 @@ class Contrastive:
         move_key, key = jax.random.split(key)
         pixels, weights = batch["images"], batch["weights"]
         pixels = pixels if self.move is None else with_moved_digits(self.move, move_key, pixels)
-        images, texts, factor = model.apply(params, pixels, batch["tokens"], batch["segment_ids"], key, dtype)
+        images, texts, factor = model.apply(params, pixels, batch["tokens"], key, dtype)
         logits = factor * jnp.einsum("ie,te->it", images, texts)
         logits = jnp.where(weights[:, None] * weights[None] > 0, logits, -1e9)  # rows of weight 0 are nobody's answer
         mine = jnp.arange(len(logits))
@@ -119,19 +116,17 @@ image = ModelConfig(
     masks=(full(),),
     heads=(Classification(64, pool="mean", pooler=None, bias=False),),
     init_std=0.1,
-    dropout_rate=0.1,
     unroll=3,
 )
 text = ModelConfig(
-    vocab_size=LETTERS.vocab_size,
+    vocab_size=len(WORDS),
     num_layers=2,
     d_model=64,
     num_heads=4,
-    context_length=LENGTH,
+    context_length=3,
     masks=(full(),),
     heads=(Classification(64, pool="mean", pooler=None, bias=False),),
     init_std=0.1,
-    dropout_rate=0.1,
     unroll=2,
 )
 

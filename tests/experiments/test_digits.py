@@ -72,7 +72,7 @@ def test_a_caption_is_scored_as_it_is_and_trained_on_moved_digits():
 
 def small_towers():
     model = retrieve_digits.experiment.model
-    small = dict(num_layers=1, d_model=16, num_heads=2, unroll=1, dropout_rate=0.0)
+    small = dict(num_layers=1, d_model=16, num_heads=2, unroll=1)
     model = retrieve_digits.TwoTowers(replace(model.image, **small), replace(model.text, **small))
     batch = take_rows(retrieve_digits.PairsOfDigits(examples=100).open(None).train, np.arange(16))
     return model, models.init(model, jax.random.key(0)), {name: jnp.asarray(rows) for name, rows in batch.items()}
@@ -83,7 +83,7 @@ def test_the_contrastive_loss_is_the_papers_in_float64():
     batch["weights"] = batch["weights"].at[13:].set(0)  # padding of a last batch
     key, objective = jax.random.key(1), retrieve_digits.Contrastive(move=None)
     sums = objective(model, parameters, batch, key, jnp.float32)
-    images, texts, factor = model.apply(parameters, batch["images"], batch["tokens"], batch["segment_ids"], key)
+    images, texts, factor = model.apply(parameters, batch["images"], batch["tokens"], key)
     images, texts = (np.asarray(x, np.float64)[:13] for x in (images, texts))
     np.testing.assert_allclose(np.linalg.norm(images, axis=1), 1, rtol=1e-5)
     np.testing.assert_allclose(factor, 1 / 0.07, rtol=1e-5)
