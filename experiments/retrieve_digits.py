@@ -3,8 +3,9 @@
 CLIP, Radford et al. 2021, arXiv:2103.00020, section 2.3. The model is no ModelConfig but a class of this file. An image is
 compared with every caption of the batch, on a mesh too: the batch is one array over all devices.
 Needs pip install 'jaxformer[vision]'.
-Expected: of 100 unseen rows, all with different captions, at least 95 % find theirs first (validation_accuracy).
-Time: about five minutes on two CPU cores.
+Expected: of 100 unseen rows, all with different captions, 97 images find their caption first (validation_accuracy), and 98
+captions their image (of_texts); seed 0.
+Time: 60 seconds of CPU time, so about a minute on two cores.
 Command: make train EXP=retrieve_digits
 """
 
