@@ -13,7 +13,7 @@ from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.interop.flax import FlaxModel
 from jaxformer.masks import causal, full
-from jaxformer.models import Classification, EncoderDecoder, Mixture, ModelConfig, Patches, mixers
+from jaxformer.models import Classification, EncoderDecoder, Mixture, ModelConfig, Patches, TokenClassification, mixers
 from jaxformer.ops import cross_entropy
 from jaxformer.training import AdamW, ClassCrossEntropy, Constant, Experiment, TokenCrossEntropy
 from jaxformer.training.recipe import build
@@ -81,8 +81,24 @@ def test_images_have_classes():
     found = ClassCrossEntropy()(images, parameters, batch, KEYS[0], jnp.float32)
     logits = models.apply(images, parameters, batch["images"]).logits
     np.testing.assert_allclose(found.loss, -jax.nn.log_softmax(logits)[jnp.arange(3), jnp.arange(3)].sum(), rtol=1e-5)
-    with pytest.raises(ConfigError, match="Classification head"):
-        ClassCrossEntropy()(CONFIG, models.init(CONFIG, KEYS[0]), BATCH, KEYS[0], jnp.float32)
+    with pytest.raises(ConfigError, match=r"logits \[4, 3\], labels \[4\], weights \[4, 1\].*Classification head"):
+        ClassCrossEntropy()(images, parameters, batch | {"weights": jnp.ones((4, 1))}, KEYS[0], jnp.float32)
+
+
+def test_positions_have_classes():
+    """Labels [B, T] are of tokens: by hand in float64; labels [B] do not fit them."""
+    tagger = replace(CONFIG, heads=(TokenClassification(3),))
+    parameters = models.init(tagger, jax.random.key(0))
+    batch = BATCH | {"labels": BATCH["labels"] % 3}
+    found = ClassCrossEntropy()(tagger, parameters, batch, KEYS[0], jnp.float32)
+    logits = np.asarray(models.apply(tagger, parameters, TOKENS).logits, np.float64)
+    logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    lost = -np.take_along_axis(logs, np.asarray(batch["labels"])[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(found.loss, (lost * np.asarray(batch["weights"])).sum(), rtol=1e-5)
+    np.testing.assert_allclose(found.weight, batch["weights"].sum())
+    rows = {"labels": batch["labels"][:, 0], "weights": batch["weights"][:, 0]}
+    with pytest.raises(ConfigError, match=r"logits \[\d+, \d+, 3\], labels \[\d+\]"):
+        ClassCrossEntropy()(tagger, parameters, batch | rows, KEYS[0], jnp.float32)
 
 
 def test_routed_experts_report_their_load():
