@@ -171,8 +171,8 @@ class PrefixLanguageModel:
         tokens, n = batch["tokens"], self.prefix
         T = tokens.shape[1]
         for mask in models.last_stack(model).masks if models.is_config(model) else ():
-            seen = mask.blocks(T, T, (T, n))[0, 0] == FULL
-            if not (seen and n < T) or mask.blocks(T, T, n)[0, -1] != EMPTY:
+            shown, hidden = mask.blocks(T, T, (T, n))[0, 0] == FULL, mask.blocks(n + 1, n + 1, 1)[:n, n] == EMPTY
+            if n >= T or not (shown and hidden.all()):
                 raise ConfigError(f"objective.prefix={n}: {T} tokens under {mask}; give model.masks=(causal() | prefix({n}),)")
         positions = within_segments(batch["segment_ids"]) if "segment_ids" in batch else jnp.arange(T)[None]
         weights = jnp.where(positions >= n - 1, batch["weights"], 0)  # the label of position n - 1 is the first one behind it
