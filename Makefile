@@ -7,7 +7,7 @@ WHAT ?= train
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train evaluate generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-all aot parity lint format bench clean
+.PHONY: help train sweep evaluate harness generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-all aot parity lint format bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -15,6 +15,12 @@ help:            ## this list
 
 train: .venv/ready     ## train or resume an experiment: EXP=shakespeare_char ARGS="--data.path=... --steps=500"
 	@$(BIN)/python -m jaxformer train $(EXP) $(ARGS)
+
+sweep: .venv/ready     ## train every combination of options: EXP=quickstart GRID="--optimizer.learning-rate=1e-4,3e-4 --seed=0,1"
+	@$(BIN)/python -m jaxformer sweep $(EXP) --grid '$(GRID)' $(ARGS)
+
+harness: .venv/ready   ## tasks of lm-evaluation-harness on a run: EXP=quickstart TASKS=arc_easy (pip install 'jaxformer[harness]')
+	@$(BIN)/python -m jaxformer harness $(EXP) --tasks '$(TASKS)' $(ARGS)
 
 evaluate: .venv/ready  ## score a run on its validation split: EXP=quickstart, or a run folder
 	@$(BIN)/python -m jaxformer evaluate $(EXP) $(ARGS)

@@ -1,10 +1,16 @@
 """python -m jaxformer COMMAND: the only place that reads argv.
 
     train EXPERIMENT [--runs DIR] [--key.path=value ...]      trains, or resumes, experiments/EXPERIMENT.py
-    evaluate RUN [--step N] [--int8] [--mesh.tensor=N ...]    scores a run's checkpoint on its validation split
+    sweep EXPERIMENT --grid "--a.b=1,2 --c=x,y" [--runs DIR] [--key.path=value ...]
+                                                              trains every combination; one table and one figure at the end
+    evaluate RUN [--step N] [--average N] [--int8] [--mesh.tensor=N ...]
+                                                              scores a run's checkpoint, or the mean of its last N, on its
+                                                              validation split
     generate RUN --prompt TEXT | --prompts FILE.jsonl --out FILE.jsonl [--tokens N] [--temperature X] [--top-k K] [--top-p P]
              [--min-p P] [--typical P] [--filter "Repetition(1.2)"] [--beams N [--n-best N] [--length-penalty X]]
-             [--stop TEXT] [--seed S] [--step N] [--mesh.tensor=N ...]
+             [--stop TEXT] [--seed S] [--step N] [--average N] [--mesh.tensor=N ...]
+    harness RUN --tasks NAME,... [--include DIR] [--limit N] [--step N] [--mesh.tensor=N ...]
+                                                              tasks of lm-evaluation-harness; writes harness.json into the run
     list                                                      every experiment and preset, with one line of what it is
     runs [--runs DIR]                                         every run, with its step and its scores
     compare RUN RUN                                           what differs between two runs, and their scores
@@ -28,8 +34,9 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from jaxformer import __version__, config
 from jaxformer.errors import ConfigError, did_you_mean
@@ -39,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands = {
         "train": train, "evaluate": evaluate, "generate": generate, "list": list_all, "runs": runs, "compare": compare,
-        "show": show, "plan": plan,
+        "show": show, "plan": plan, "harness": run_harness, "sweep": run_sweep,
     }  # fmt: skip
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("jaxformer").setLevel(logging.INFO)
@@ -89,6 +96,29 @@ def train(argv: list[str]) -> int:
     return processes.run_together(body)
 
 
+def run_sweep(argv: list[str]) -> int:
+    if "--grid" in argv[:-1]:  # its value begins like an option
+        at = argv.index("--grid")
+        argv = [*argv[:at], f"--grid={argv[at + 1]}", *argv[at + 2 :]]
+    parser = _parser("sweep", "EXPERIMENT")
+    parser.add_argument("--runs", default="runs")
+    parser.add_argument("--grid", required=True)
+    options, overrides = parser.parse_known_args(argv)
+
+    from jaxformer.analysis import figures, sweep
+    from jaxformer.training.signals import Interrupted
+
+    trials = []
+    for combination in sweep.combinations(options.grid):
+        words = [f"--{name}={value}" for name, value in combination.items()]
+        trials.append(sweep.Trial(combination, *_experiment(options.name, [*overrides, *words])))
+    try:
+        ended = sweep.sweep(trials, options.runs, reports=[figures.loss_report])
+    except Interrupted as error:
+        return _refused(error, error.exit_code)
+    return 3 if all(trial.problem for trial in ended) else 0
+
+
 def _refused(error: Exception, code: int) -> int:
     print(f"jaxformer: {error}", file=sys.stderr)
     return code
@@ -130,10 +160,11 @@ def generate(argv: list[str]) -> int:
     parser.add_argument("--prompt")
     parser.add_argument("--prompts", help='a file of lines {"prompt": "..."}')
     parser.add_argument("--out", help="where the lines with their texts go")
-    for option, default in {"tokens": 200, "temperature": 0.8, "seed": 0, "n-best": 1, "length-penalty": 1.0}.items():
-        parser.add_argument(f"--{option}", type=type(default), default=default)
-    for option, kind in (("--top-k", int), ("--top-p", float), ("--min-p", float), ("--typical", float), ("--beams", int)):
-        parser.add_argument(option, type=kind)
+    parser.add_argument("--seed", type=int, default=0)
+    kinds: dict[type, str] = {int: "tokens top-k beams n-best", float: "temperature top-p min-p typical length-penalty"}
+    for kind, names in kinds.items():
+        for name in names.split():
+            parser.add_argument(f"--{name}", type=kind)
     for option in ("--filter", "--stop"):
         parser.add_argument(option, action="append", default=[])
     options, overrides = parser.parse_known_args(argv)
@@ -144,20 +175,20 @@ def generate(argv: list[str]) -> int:
     from jaxformer.decoding import Beams, Sampling, filters
 
     names = {name: getattr(filters, name) for name in filters.__all__}
-    how = dict(
-        sampling=Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.typical),
-        seed=options.seed, tokens=options.tokens, stop=options.stop,
-        filters=[config.expressions.evaluate(text, names) for text in options.filter],
-    )  # fmt: skip
-    beams = options.beams and Beams(options.beams, options.n_best, options.length_penalty)
+    given: Callable = lambda names: {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    how: dict[str, Any] = given(("seed", "tokens", "stop"))
+    how["filters"] = [config.expressions.evaluate(text, names) for text in options.filter]
+    picks, search = given(("temperature", "top_k", "top_p", "min_p", "typical")), given(("beams", "n_best", "length_penalty"))
+    if picks or search:  # otherwise as the experiment says
+        how["sampling"] = Beams(**search) if search else Sampling(**{"temperature": 0.8, **picks})
     if options.prompts is not None:
-        _generate_file(run, options.prompts, options.out, beams=beams, **how)
-    elif beams:
-        for text in run.continue_all([options.prompt], beams=beams, **how)[0]:
-            print(options.prompt + text)
+        _generate_file(run, options.prompts, options.out, **how)
+    elif options.n_best is not None:
+        for text in run.continue_all([options.prompt], **how)[0]:
+            print(run.opening(options.prompt) + text)
     else:
         pieces = run.stream(options.prompt, **how)
-        print(options.prompt + next(pieces, ""), end="", flush=True)  # together: while the first is made, logs may be printed
+        print(run.opening(options.prompt) + next(pieces, ""), end="", flush=True)  # together: a log may come before the first
         for piece in pieces:
             print(piece, end="", flush=True)
         print()
@@ -175,6 +206,37 @@ def _generate_file(run, source: str, target: str, **how) -> None:
     lines = zip(prompts, run.continue_all(prompts, **how), strict=True)
     config.write_atomically(epath.Path(target), "".join(json.dumps({"prompt": p, "texts": texts}) + "\n" for p, texts in lines))
     print(f"{len(prompts)} prompts continued in {target}")
+
+
+def run_harness(argv: list[str]) -> int:
+    parser = _run_parser("harness")
+    parser.add_argument("--tasks", required=True, help="names, with commas between them")
+    parser.add_argument("--include", help="a folder with YAML files of tasks")
+    parser.add_argument("--limit", type=int, help="only so many examples of each task")
+    options, overrides = parser.parse_known_args(argv)
+    run = _run(options, overrides)
+
+    import jax
+
+    from jaxformer import models
+    from jaxformer.evaluation import harness
+    from jaxformer.training.run import continues_text
+
+    experiment = run.experiment
+    if run.tokenizer is None or not continues_text(experiment.model):
+        raise ConfigError(
+            f"{run.folder.path}: its model continues no text; the harness needs a language model with a tokenizer"
+        )
+    model, dtype = models.evaluation(experiment.model), jax.numpy.dtype(experiment.precision)
+    with run.on_mesh():
+        lm = harness.model(model, run.params, run.tokenizer, dtype=dtype)
+        results, table = harness.evaluate(lm, options.tasks.split(","), options.include, options.limit)
+    print(table)
+    path = run.folder.path / "harness.json"
+    written = {"step": run.checkpoint[0], "limit": options.limit, **results}
+    config.write_atomically(path, json.dumps(written, default=str, indent=2))
+    print(f"all results: {path}")
+    return 0
 
 
 def list_all(argv: list[str]) -> int:
@@ -342,6 +404,7 @@ def _run_parser(command: str) -> _Parser:
     parser.add_argument("-h", "--help", action="help")
     parser.add_argument("--runs", default="runs", help="where run folders live")
     parser.add_argument("--step", type=int, help="which checkpoint; the newest by default")
+    parser.add_argument("--average", type=int, default=1, help="the mean of so many checkpoints up to that one")
     return parser
 
 
@@ -350,7 +413,7 @@ def _run(options, overrides: Sequence[str] = ()):
     from jaxformer.training import loop
     from jaxformer.training.run import open_run
 
-    run = open_run(_folder(options.name, options.runs).path, options.step, overrides)
+    run = open_run(_folder(options.name, options.runs).path, options.step, overrides, options.average)
     loop.use_compilation_cache(run.folder.path.parent)
     return run
 

@@ -28,16 +28,25 @@ def open_dataset(data: Any, model: Any) -> sources.Dataset:
 def batches(split: Any, batch_size: int, seed: int, rows: np.ndarray | None = None) -> Any:
     """A grain.MapDataset: [step] -> `rows` (None: all) of the global batch [B, T], a pure function of (seed, step).
 
-    The global batch holds the B examples from step*B on of an endless order, in which each epoch is a new permutation.
+    The global batch holds the B examples from step*B on of an endless order, in which each epoch is a new permutation. A
+    split that chooses for itself has `batch_indices(seed, batch_size)`: an endless sequence, [step] -> B indices.
     """
     if len(split) == 0:
         raise ConfigError("data: the training split is empty; expected at least one example")
-    # Indices are batched before examples are read: one vectorised `take_rows` replaces B small reads.
     selection = slice(None) if rows is None else rows
-    return _order(len(split), seed).batch(batch_size).map(lambda indices: take_rows(split, indices[selection]))
+    choose = getattr(split, "batch_indices", None)
+    if choose is not None:
+        import grain
+
+        chosen = choose(seed, batch_size)
+        indices = grain.MapDataset.range(sys.maxsize).map(lambda step: np.asarray(chosen[step]))
+    else:
+        indices = order(len(split), seed).batch(batch_size)
+    # Indices are batched before examples are read: one vectorised `take_rows` replaces B small reads.
+    return indices.map(lambda indices: take_rows(split, indices[selection]))
 
 
-def _order(n: int, seed: int) -> Any:
+def order(n: int, seed: int) -> Any:
     """An endless grain.MapDataset of indices below n. Every epoch is another permutation."""
     import grain  # takes 1 s: errors about missing files come before it
 
@@ -88,20 +97,22 @@ def take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
 def unigram_entropy(dataset: sources.Dataset) -> float | None:
     """-sum_v q(v) ln p(v) in nats per token: the best loss of a model that ignores its context.
 
-    q are validation frequencies, p are training frequencies with add-one smoothing. None if the splits have no `tokens`.
+    q are validation frequencies, p are training frequencies with add-one smoothing. None if the splits have no `tokens`. Of
+    more than 2^28 tokens, evenly spaced pieces are counted.
     """
     size = dataset.vocab_size
     if not size or not (hasattr(dataset.train, "tokens") and hasattr(dataset.validation, "tokens")):
         return None
-    train, validation = (_token_counts(split.tokens[1:], size) for split in (dataset.train, dataset.validation))
+    train, validation = (_token_counts(split.tokens, size) for split in (dataset.train, dataset.validation))
     log_probability = np.log((train + 1) / (train.sum() + size))
     return float(-(validation @ log_probability) / validation.sum())
 
 
-def _token_counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    counts = np.zeros(vocab_size)
-    for start in range(0, len(tokens), 1 << 22):  # bincount copies its input to 8-byte integers
-        counts += np.bincount(tokens[start : start + (1 << 22)], minlength=vocab_size)
+def _token_counts(tokens: np.ndarray, vocab_size: int, piece: int = 1 << 22) -> np.ndarray:
+    """Of all tokens but the first, which nobody predicts. bincount copies a piece to 8-byte integers."""
+    counts, starts = np.zeros(vocab_size), range(1, len(tokens), piece)
+    for start in starts[:: -(-len(starts) // 64)]:
+        counts += np.bincount(tokens[start : start + piece], minlength=vocab_size)
     return counts
 
 

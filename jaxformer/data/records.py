@@ -1,10 +1,13 @@
 """Rows of files: lines of text, JSONL, Parquet and Hugging Face data sets. A bad row is skipped and counted, or refused."""
 
+import functools
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from etils import epath
 
@@ -21,12 +24,13 @@ class Problems:
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
 
-    def add(self, place: str, kind: str, detail: str = "") -> None:
+    def add(self, place: object, kind: str, detail: str = "") -> None:
         """Raises ConfigError under "error". `kind` is what is counted: the same words for all rows of that kind."""
         if self.policy == "error":
             raise ConfigError(f"{place}: {kind}{detail}; mend it, or leave such rows out with --data.bad-rows=skip")
         self.counts[kind] = self.counts.get(kind, 0) + 1
-        self.first.setdefault(kind, place + detail)
+        if kind not in self.first:
+            self.first[kind] = f"{place}{detail}"
 
     def __str__(self) -> str:
         """Of no problem: empty. Otherwise "; 3 rows skipped: 2 empty (first train.de:17), 1 not UTF-8 (first train.de:20)"."""
@@ -34,23 +38,70 @@ class Problems:
         return f"; {sum(self.counts.values()):,} rows skipped: {kinds}" if kinds else ""
 
 
-def lines(path: str, problems: Problems) -> Iterator[tuple[str, str | None]]:
+class Part(NamedTuple):
+    """A stretch of a file that can be read alone: bytes of lines, row groups of Parquet, shards of a Hugging Face data set.
+
+    A line belongs to the part in which it begins.
+    """
+
+    start: int = 0
+    stop: int | None = None  # None: the end
+
+
+class _Place(NamedTuple):
+    """A line of a later part of a file. Its number is counted only when it is printed."""
+
+    path: str
+    start: int
+    number: int  # in the part, from 1
+
+    def __str__(self) -> str:
+        return f"{self.path}:{_lines_before(self.path, self.start) + self.number}"
+
+
+def parts(path: str, size: int) -> list[Part]:
+    """Parts of about `size` bytes that together are the file: one for a .gz file; a Hugging Face data set has its own."""
+    if path.startswith("hf:"):
+        return [Part(i, i + 1) for i in range(_hugging_face(path).num_shards)]
+    if path.endswith(".gz"):
+        return [Part()]
+    if not path.endswith(".parquet"):
+        cuts = list(range(0, epath.Path(path).stat().length, size)) or [0]
+        return [Part(*cut) for cut in zip(cuts, [*cuts[1:], None], strict=True)]
+    file = _open_parquet(path, Problems("skip"))
+    found, start, bytes_of_part = [], 0, 0
+    for group in range(file.num_row_groups if file else 0):
+        if bytes_of_part >= size:
+            found, start, bytes_of_part = [*found, Part(start, group)], group, 0
+        bytes_of_part += file.metadata.row_group(group).total_byte_size
+    return [*found, Part(start)]
+
+
+def lines(path: str, problems: Problems, part: Part = Part()) -> Iterator[tuple[Any, str | None]]:
     """(place, text) for each line of a file, which may end in .gz. The text of a line that is not UTF-8 is None."""
-    for number, raw in enumerate(_raw_lines(path), 1):
-        place = f"{path}:{number}"
-        try:
-            yield place, raw.decode("utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            problems.add(place, "not UTF-8", f" (byte {raw[error.start]:#04x} at position {error.start})")
-            yield place, None
+    number = 0
+    try:
+        for number, raw in enumerate(_raw_lines(path, part), 1):
+            place = _Place(path, part.start, number) if part.start else f"{path}:{number}"
+            try:
+                text = raw.decode("utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                problems.add(place, "not UTF-8", f" (byte {raw[error.start]:#04x} at position {error.start})")
+                text = None
+            yield place, text
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        problems.add(f"{path}:{number + 1}", "not readable to the end", f" ({error})")
 
 
-def records(path: str, fields: Sequence[str], problems: Problems) -> Iterator[tuple[str, list[Any]]]:
+def records(
+    path: str, fields: Sequence[str], problems: Problems, part: Part = Part(), stream: "Stream | None" = None
+) -> Iterator[tuple[Any, list[Any]]]:
     """(place, the values of `fields`) for each row of a .jsonl or .parquet file or of hf:NAME[,CONFIG]#SPLIT.
 
-    A field may lie deeper: "translation.de". Hugging Face data sets are streamed. Raises ConfigError for what cannot be read.
+    A field may lie deeper: "translation.de". Hugging Face data sets are streamed, from `stream` if there is one. Raises
+    ConfigError for what cannot be read.
     """
-    for place, row in _rows(path, problems):
+    for place, row in _rows(path, fields, problems, part, stream):
         values = [_value(row, name) for name in fields]
         missing = [name for name, value in zip(fields, values, strict=True) if value is None]
         if missing:
@@ -60,59 +111,106 @@ def records(path: str, fields: Sequence[str], problems: Problems) -> Iterator[tu
             yield place, values
 
 
-def _rows(path: str, problems: Problems) -> Iterator[tuple[str, Any]]:
+class Stream:
+    """(place, row) for the rows of a Hugging Face data set, or for some of its shards. From `state()` another goes on."""
+
+    def __init__(self, path: str, part: Part = Part(), state: dict[str, Any] | None = None):
+        self._rows, self._name, self._number = _hugging_face(path), path, 0
+        if part.stop is not None:
+            self._rows = self._rows.shard(num_shards=self._rows.num_shards, index=part.start)
+            self._name = f"{path} shard {part.start}"
+        if state is not None:
+            self._number = state["number"]
+            self._rows.load_state_dict(state["rows"])
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        rows = iter(self._rows)
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # of readers, compression and network
+                raise ConfigError(f"data: cannot read {self._name} after row {self._number} ({_words(error)})") from error
+            self._number += 1
+            yield f"{self._name}:{self._number}", row
+
+    def state(self) -> dict[str, Any]:
+        """After the last row that was read, as JSON."""
+        return {"number": self._number, "rows": self._rows.state_dict()}
+
+
+def _rows(path: str, fields: Sequence[str], problems: Problems, part: Part, stream: Stream | None) -> Iterable[tuple[Any, Any]]:
     if path.startswith("hf:"):
-        return _hugging_face(path)
+        return stream or Stream(path, part)
     name = path.removesuffix(".gz")
-    if name.endswith(".parquet"):
-        return _parquet(path, problems)
+    if path.endswith(".parquet"):
+        return _parquet(path, fields, problems, part)
     if name.endswith((".jsonl", ".json")):
-        return _jsonl(path, problems)
+        return _jsonl(path, problems, part)
     raise ConfigError(f"data: {path}: rows are read from .jsonl[.gz] and .parquet files and from hf:NAME#SPLIT")
 
 
-def _jsonl(path: str, problems: Problems) -> Iterator[tuple[str, Any]]:
-    for place, text in lines(path, problems):
+def _jsonl(path: str, problems: Problems, part: Part) -> Iterator[tuple[Any, Any]]:
+    for place, text in lines(path, problems, part):
         if text is None or not text.strip():
             continue
         try:
             row = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problems.add(place, "not JSON", f" ({error})")
         else:
             yield place, row
 
 
-def _parquet(path: str, problems: Problems) -> Iterator[tuple[str, Any]]:
+def _open_parquet(path: str, problems: Problems) -> Any:
     with package_of("data"):
         from pyarrow import parquet
     try:
-        file = parquet.ParquetFile(path)
+        return parquet.ParquetFile(path)
+    except FileNotFoundError:
+        raise ConfigError(f"data: there is no {path}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"data: cannot read {path} ({error})") from None
-    number = 0
-    for group in range(file.num_row_groups):
-        count = file.metadata.row_group(group).num_rows
+        problems.add(path, "not readable as Parquet", f" ({error})")
+    return None
+
+
+def _parquet(path: str, fields: Sequence[str], problems: Problems, part: Part) -> Iterator[tuple[str, Any]]:
+    file = _open_parquet(path, problems)
+    if file is None:
+        return
+    columns = {name.split(".")[0] for name in fields}
+    columns = sorted(columns) if columns <= set(file.schema_arrow.names) else None
+    sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+    for group in range(file.num_row_groups)[part.start : part.stop]:
+        number, end = sum(sizes[:group]), sum(sizes[: group + 1])
         try:
-            rows = file.read_row_group(group).to_pylist()
+            for batch in file.iter_batches(1000, [group], columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", row
         except (OSError, ValueError) as error:
-            problems.add(f"{path}: rows {number + 1} to {number + count}", "not readable", f" ({error})")
-        else:
-            yield from ((f"{path}:{number + i}", row) for i, row in enumerate(rows, 1))
-        number += count
+            problems.add(f"{path}: rows {number + 1} to {end}", "row group not readable", f" ({error})")
 
 
-def _hugging_face(path: str) -> Iterator[tuple[str, Any]]:
+def _hugging_face(path: str) -> Any:
+    """An iterable data set; of a folder that `save_to_disk` wrote, in at most 64 shards."""
     name, _, split = path.removeprefix("hf:").partition("#")
     name, _, config = name.partition(",")
     with package_of("data"):
         import datasets
     try:
-        rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-        for number, row in enumerate(rows, 1):
-            yield f"{path}:{number}", row
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"data: cannot read {path} ({type(error).__name__}: {error})") from None
+        if not any((Path(name) / file).exists() for file in ("state.json", "dataset_dict.json")):
+            return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+        found = datasets.load_from_disk(name)
+        rows: Any = found[split or "train"] if isinstance(found, dict) else found
+        return rows.to_iterable_dataset(num_shards=max(1, min(64, len(rows))))
+    except Exception as error:  # of the hub, of files and of settings
+        raise ConfigError(f"data: cannot read {path} ({_words(error)})") from error
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def _value(row: Any, name: str) -> Any:
@@ -121,11 +219,31 @@ def _value(row: Any, name: str) -> Any:
     return row
 
 
-def _raw_lines(path: str) -> Iterator[bytes]:
+def _raw_lines(path: str, part: Part) -> Iterator[bytes]:
     try:
         with epath.Path(path).open("rb") as file:
-            yield from gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
+            if part.start:
+                file.seek(part.start - 1)
+                file.readline()  # the rest of a line that begins in the part before
+            position = file.tell()
+            for raw in gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file:
+                if part.stop is not None and position >= part.stop:
+                    return
+                position += len(raw)
+                yield raw
     except FileNotFoundError:
         raise ConfigError(f"data: there is no {path}") from None
-    except (OSError, EOFError) as error:
+    except gzip.BadGzipFile:
+        raise
+    except OSError as error:
         raise ConfigError(f"data: cannot read {path} ({error})") from None
+
+
+@functools.lru_cache(maxsize=16)
+def _lines_before(path: str, start: int) -> int:
+    """How many lines of a file begin before the byte `start` > 0."""
+    count, left = 1, start - 1
+    with epath.Path(path).open("rb") as file:
+        while left and (block := file.read(min(left, 1 << 20))):
+            count, left = count + block.count(b"\n"), left - len(block)
+    return count

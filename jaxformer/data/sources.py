@@ -1,8 +1,9 @@
 """Text files as next-token data. `Stdlib` is the source of Python's standard library, which every machine has.
 
 A data set is any object with `open(model) -> Dataset`. A `Dataset` has two splits. A split has `len` and
-`[i] -> {name: array}`, and optionally `take_rows(indices)`, which makes a batch at once. The objective decides which names
-it reads. `weights` is always present.
+`[i] -> {name: array}`, and optionally `take_rows(indices)`, which makes a batch at once, and `batch_indices(seed, batch_size)`,
+an endless sequence [step] -> B indices that replaces the shuffled order. The objective decides which names it reads.
+`weights` is always present.
 """
 
 import contextlib
@@ -20,10 +21,12 @@ from jaxformer.config import execution
 from jaxformer.data import tokenizers
 from jaxformer.errors import ConfigError, did_you_mean
 
+LARGEST_TEXT = 10**9  # bytes that `Text` reads into memory
+
 
 @dataclass(frozen=True)
 class Text:
-    """A text file, or a folder of text files read in the order of their paths."""
+    """A text file, or a folder of text files read in the order of their paths: at most 1 GB. `corpus.Corpus` reads any size."""
 
     path: str  # relative to the folder where the command runs
     tokenizer: Literal["bytes", "characters", "bpe"] = "bytes"  # what a token is
@@ -122,10 +125,7 @@ def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
         raise ConfigError(f"data.path: {name} is empty")
     source = hashlib.sha256(raw).hexdigest()
     train, validation, tokenizer = _encode(config, name, raw, source)
-    for part, tokens, least in (("training", train, context_length + 1), ("validation", validation, 2)):
-        if len(tokens) < least:
-            needed = f"{len(tokens):,} tokens; a context of {context_length:,} needs at least {least:,}; take a longer text"
-            raise ConfigError(f"data: the {part} part of {name} is {needed} or another data.validation_fraction")
+    check_lengths(name, context_length, train, validation)
     return Dataset(
         train=Windows(train, context_length), validation=Windows(validation, context_length, stride=context_length),
         vocab_size=tokenizer.vocab_size, tokenizer=tokenizer,
@@ -133,6 +133,19 @@ def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
         description=f"{name}: {len(raw):,} bytes, sha256 {source[:16]}; {config.tokenizer}, vocabulary "
         f"{tokenizer.vocab_size:,}; {len(train):,} training and {len(validation):,} validation tokens",
     )  # fmt: skip
+
+
+def check_lengths(name: str, context_length: int, train: Any, validation: Any) -> None:
+    """Raises ConfigError if a split has no window."""
+    for part, tokens, least in (("training", train, context_length + 1), ("validation", validation, 2)):
+        if len(tokens) < least:
+            needed = f"{len(tokens):,} tokens; a context of {context_length:,} needs at least {least:,}; take a longer text"
+            raise ConfigError(f"data: the {part} part of {name} is {needed} or another data.validation_fraction")
+
+
+def cache_folder(cache: str | None) -> Path:
+    """Where tokens are kept: the folder `cache`, else ~/.cache/jaxformer."""
+    return Path(cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxformer").expanduser()
 
 
 def _encode(config: Text | Stdlib, name: str, raw: bytes, source: str) -> tuple[np.ndarray, np.ndarray, Any]:
@@ -157,8 +170,7 @@ def _encode(config: Text | Stdlib, name: str, raw: bytes, source: str) -> tuple[
 
 def _encode_bpe(config: Text | Stdlib, text: str, cut: int, source: str) -> tuple[np.ndarray, np.ndarray, Any]:
     """Memory-mapped tokens from the cache, which stores them the first time. Several processes may do it at once."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxformer"
-    folder = Path(config.cache or default).expanduser()
+    folder = cache_folder(config.cache)
     key = hashlib.sha256(f"layout 1 {source} {cut} {config.vocab_size}".encode()).hexdigest()[:24]
     entry = folder / f"tokens-{key}"
     try:
@@ -184,11 +196,11 @@ def _read_path(config: Text) -> tuple[str, bytes]:
     path = Path(config.path).expanduser()
     try:
         if not path.is_dir():
-            return str(path), path.read_bytes()
+            return str(path), _read_files([path])
         files = sorted(file.relative_to(path).as_posix() for file in path.glob(config.pattern) if file.is_file())
         if not files:
             raise ConfigError(f"data.path: no file in {path} matches data.pattern={config.pattern!r}")
-        return f"{path} ({len(files)} files)", b"".join((path / file).read_bytes() for file in files)
+        return f"{path} ({len(files)} files)", _read_files([path / file for file in files])
     except FileNotFoundError:
         names = os.listdir(path.parent) if path.parent.is_dir() else []
         hint = did_you_mean(repr(path.name), map(repr, names)) or "; give the file with --data.path=…"
@@ -196,6 +208,13 @@ def _read_path(config: Text) -> tuple[str, bytes]:
         raise ConfigError(f"data.path: there is no {config.path!r} (looked for {path.absolute()}){hint}") from None
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename or path} ({error.strerror})") from error
+
+
+def _read_files(files: list[Path]) -> bytes:
+    if (size := sum(file.stat().st_size for file in files)) > LARGEST_TEXT:
+        advice = "read it with data=Corpus(path=…), whose tokens stay on disk"
+        raise ConfigError(f"data.path: {size:,} bytes; Text takes at most {LARGEST_TEXT:,} into memory; {advice}")
+    return b"".join(file.read_bytes() for file in files)
 
 
 def _read_stdlib() -> tuple[str, bytes]:

@@ -1,23 +1,26 @@
 """Text to integers and back: bytes, characters and byte-level byte-pair encoding.
 
 A tokenizer has `encode(str) -> list[int]`, `encode_text(str) -> array`, `decode(ids) -> str`, `vocab_size`, `digest` and
-`save(path)`. `load(path)` reads it again, so a run folder can keep its tokenizer.
+`save(path)`. `load(path)` reads it again, so a run folder can keep its tokenizer. `end_of_text` is the id that ends a
+document, which no text can hold, or None.
 """
 
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
 from etils import epath
 
 from jaxformer import config
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, package_of
 
 END_OF_TEXT = "<|endoftext|>"
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # of GPT-2, Llama 3, Llama and T5, Gemma, BERT
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # the text of an id above the vocabulary, which padded vocabularies have
 
 
@@ -25,11 +28,21 @@ class _Tokenizer:
     """A tokenizer is defined by its JSON state, which is saved to a file and hashed to a digest."""
 
     vocab_size: int
+    end_of_text: int | None = None
     state: dict[str, Any]
     encode_text: Any  # the tokens of a long text, in the narrowest unsigned integer type for the vocabulary
 
     def encode(self, text: str) -> list[int]:
         return self.encode_text(text).tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The tokens of each of many short texts, int32."""
+        return [self.encode_text(text).astype(np.int32) for text in texts]
+
+    @property
+    def end(self) -> int:
+        """The token that ends a text: here an id above those of the text."""
+        return self.vocab_size
 
     @functools.cached_property
     def digest(self) -> str:
@@ -42,9 +55,10 @@ class _Tokenizer:
 
 
 class Bytes(_Tokenizer):
-    """UTF-8 bytes: 256 ids, any text. Bytes that are not UTF-8 decode to U+FFFD."""
+    """UTF-8 bytes: 256 ids, any text. Bytes that are not UTF-8 decode to U+FFFD. 0xFF, never a byte of UTF-8, ends a text."""
 
     vocab_size = 256
+    end_of_text = 0xFF
 
     def __init__(self):
         self.state = {"type": "bytes"}
@@ -86,14 +100,22 @@ class Characters(_Tokenizer):
 
 
 class BPE(_Tokenizer):
-    """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019), by the `tokenizers` package."""
+    """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019), or another of the `tokenizers` package."""
 
     def __init__(self, serialized: str):
         self._tokenizer = require_package().Tokenizer.from_str(serialized)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         # without this flag "<|endoftext|>" in a text would become the control id; the JSON does not hold the flag
         self._tokenizer.encode_special_tokens = True
-        self.vocab_size = self._tokenizer.get_vocab_size()
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        self.end_of_text = next((i for i in map(self.id_of, ENDS) if i is not None), None)
         self.state = {"type": "bpe", "tokenizer": json.loads(self._tokenizer.to_str())}
+        # some tokenizers (Llama's) put a space before every text that they are given: theirs is not cut
+        self._chunk = sys.maxsize
+        one, other, both = ([*self.encode(text)] for text in ("a\n", "b", "a\nb"))
+        if one + other == both:
+            self._chunk = 1 << 16
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> "BPE":
@@ -111,15 +133,27 @@ class BPE(_Tokenizer):
         tokenizer.train_from_iterator(_chunks(text), trainer)
         return cls(tokenizer.to_str())
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token, such as a control token, that is written like this; None if there is none."""
+        return self._tokenizer.token_to_id(token)
+
     def encode_text(self, text: str) -> np.ndarray:
         text = text.encode("utf-8", errors="replace").decode()  # the package refuses lone surrogates
         dtype = np.min_scalar_type(self.vocab_size - 1)
-        chunks, parts = list(_chunks(text)), [np.zeros(0, dtype)]
+        chunks, parts = list(_chunks(text, self._chunk)), [np.zeros(0, dtype)]
         # 64 chunks use all cores; more would fill the memory with the package's large encodings
         for start in range(0, len(chunks), 64):
-            encodings = self._tokenizer.encode_batch_fast(chunks[start : start + 64])
+            encodings = self._tokenizer.encode_batch_fast(chunks[start : start + 64], add_special_tokens=False)
             parts.extend(np.array(encoding.ids, dtype) for encoding in encodings)
         return np.concatenate(parts)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        texts = [text.encode("utf-8", errors="replace").decode() for text in texts]
+        return [np.array(encoding.ids, np.int32) for encoding in self._tokenizer.encode_batch_fast(texts)]
+
+    @property
+    def end(self) -> int:
+        return self._tokenizer.token_to_id(END_OF_TEXT)
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -138,6 +172,24 @@ def load(path: str | os.PathLike) -> Bytes | Characters | BPE:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a saved tokenizer ({error})") from error
     raise ConfigError(f"{path}: not a saved tokenizer; expected the JSON that `save` writes")
+
+
+def hugging_face(name: str) -> BPE:
+    """The tokenizer of a tokenizer.json: its path, its folder, or its name at the Hugging Face hub."""
+    path = epath.Path(name).expanduser()
+    try:
+        if path.is_dir():
+            path = path / "tokenizer.json"
+        elif not path.exists():
+            with package_of("interop"):
+                from huggingface_hub import hf_hub_download
+            path = epath.Path(hf_hub_download(name, "tokenizer.json"))
+        return BPE(path.read_text())
+    except ConfigError:
+        raise
+    except Exception as error:  # of the hub and of the package, which raises plain Exceptions
+        advice = "give the path of a tokenizer.json, or the name of a model of the Hugging Face hub that is within reach"
+        raise ConfigError(f"data.tokenizer={name!r}: {type(error).__name__}: {str(error)[:200]}; {advice}") from error
 
 
 def require_package() -> Any:

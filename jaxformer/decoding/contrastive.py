@@ -12,14 +12,14 @@ import numpy as np
 from jaxformer import models
 from jaxformer.decoding.cache import init_cache
 from jaxformer.decoding.filters import Filter, History
-from jaxformer.decoding.generate import Settings, as_filters, bucket, new_tokens, open_model, padded, stops
+from jaxformer.decoding.generate import Settings, as_filters, bucket, new_tokens, open_model, padded, source_inputs, stops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 
 
 def contrast(
     config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]], max_tokens: int, *, k: int = 4,
-    alpha: float = 0.6, sources: Sequence[Sequence[int]] | None = None, filters: Sequence[Filter] = (),
+    alpha: float = 0.6, sources: Sequence[Any] | None = None, filters: Sequence[Filter] = (),
     stop_tokens: Sequence[int] = (), rows: int = 16, dtype=None,
 ) -> list[list[int]]:  # fmt: skip
     """Continuations by argmax_v (1 - alpha) p(v) - alpha max_j cos(h_v, h_j), v of the k likeliest, j of all tokens before.
@@ -37,8 +37,7 @@ def contrast(
         texts, options = [prompts[i] for i in index], {}
         T, lengths = bucket(max(map(len, texts)), models.last_stack(config)), np.array([len(text) for text in texts], np.int32)
         if sources is not None:
-            options["source"] = np.concatenate([padded(sources[i], model.source_room) for i in index])
-            options["source_segment_ids"] = np.concatenate([padded([1] * len(sources[i]), model.source_room) for i in index])
+            options = source_inputs(model, [sources[i] for i in index])
         arrays = jax.device_put((np.concatenate([padded(text, T) for text in texts]), lengths, lengths + max_tokens, options))
         history = jax.device_get(_run(config, model.dtype, model.room, k, model.params, *arrays, *settings))
         found += [new_tokens(history, row, stop_tokens) for row in range(min(rows, len(prompts) - first))]

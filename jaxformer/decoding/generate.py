@@ -20,7 +20,7 @@ from jaxformer.decoding.filters import Filter, History
 from jaxformer.decoding.sampling import Sampling, draw
 from jaxformer.decoding.steps import decode_step, prefill, prepare
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig
+from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig, Patches
 from jaxformer.sharding import is_explicit, is_split, mesh_axes, with_logical_constraint, with_sharding
 
 CHUNK = 1024  # tokens of a prompt that are read at a time
@@ -54,13 +54,14 @@ class Settings:
 
 def generate(
     config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]], max_tokens: int, *,
-    sources: Sequence[Sequence[int]] | None = None, how: Sampling = Sampling(), filters: Sequence[Filter] = (),
+    sources: Sequence[Any] | None = None, how: Sampling = Sampling(), filters: Sequence[Filter] = (),
     key: Array | None = None, stop_tokens: Sequence[int] = (), stop: Callable[[list[int]], int | None] | None = None,
     rows: int = 16, dtype=None, cache_dtype=None,
 ) -> list[list[int]]:  # fmt: skip
     """Continues each prompt by at most `max_tokens` tokens, up to the first stop token, which is left out.
 
-    Of an encoder-decoder, `sources` are the tokens of the encoder and a prompt is how the target begins (T5: [0]).
+    Of an encoder-decoder, `sources` are the tokens of the encoder, or images `[height, width, C]`, and a prompt is how the
+    target begins (T5: [0]).
     `filters` (`decoding.filters`, or functions of yours) come before those of `how`. `stop(new tokens)` says how many of a
     row's new tokens to keep, or None to go on. At most `rows` texts are decoded at a time; a row that ends takes the next
     prompt. A row's tokens do not depend on its neighbours; the last bits of its logits do where these fill more slots of the
@@ -76,7 +77,7 @@ def generate(
 
 
 def stream(config: ModelConfig | EncoderDecoder, params: Any, prompt: Sequence[int], max_tokens: int, *, every: int = 1,
-    source: Sequence[int] | None = None, how: Sampling = Sampling(), filters: Sequence[Filter] = (), key: Array | None = None,
+    source: Any = None, how: Sampling = Sampling(), filters: Sequence[Filter] = (), key: Array | None = None,
     stop_tokens: Sequence[int] = (), stop: Callable[[list[int]], int | None] | None = None, dtype=None, cache_dtype=None,
 ) -> Iterator[list[int]]:  # fmt: skip
     """The tokens of `generate` for one prompt as they are made, `every` so many."""
@@ -173,12 +174,21 @@ def padded(tokens: Sequence[int], room: int) -> np.ndarray:
     return np.pad(np.asarray(tokens, np.int32), (0, room - len(tokens)))[None]
 
 
-def read(model: Model, prompt: Sequence[int], source: Sequence[int] | None) -> tuple[Any, Any, History]:
+def source_inputs(model: Model, sources: Sequence[Any]) -> dict[str, np.ndarray]:
+    """The sources as `models.apply` takes them: rows of tokens with padding, or images as they are."""
+    if isinstance(model.config.encoder.embedding, Patches):
+        return {"source": np.stack(sources)}
+    rows = [padded(source, model.source_room) for source in sources]
+    ids = [padded([1] * len(source), model.source_room) for source in sources]
+    return {"source": np.concatenate(rows), "source_segment_ids": np.concatenate(ids)}
+
+
+def read(model: Model, prompt: Sequence[int], source: Any) -> tuple[Any, Any, History]:
     """One row: (logits after the prompt, its cache, its history), read in pieces of at most `CHUNK` tokens."""
-    config, params, dtype, room, source_room, cache_dtype, ahead = model
+    config, params, dtype, room, _, cache_dtype, ahead = model
     options, logits, cache = {}, None, None
     if source is not None:
-        options = {"source": padded(source, source_room), "source_segment_ids": padded([1] * len(source), source_room)}
+        options = source_inputs(model, [source])
     for start in range(0, len(prompt), CHUNK):
         piece = prompt[start : start + CHUNK]
         tokens = padded(piece, min(bucket(len(piece), models.last_stack(config)), CHUNK))
@@ -195,9 +205,9 @@ def read_rows(opened: list[Model], prompts, sources, numbers, rows: int) -> tupl
     A prompt like the first is not read again, so that many samples for one prompt begin at once.
     """
     batch: Any = None
-    texts = [(list(prompts[i]), None if sources is None else list(sources[i])) for i in numbers if i < len(prompts)]
+    texts = [(list(prompts[i]), [] if sources is None else sources[i]) for i in numbers if i < len(prompts)]
     for row, (prompt, source) in enumerate(texts):
-        if batch is None or (prompt, source) != texts[0]:
+        if batch is None or prompt != texts[0][0] or not np.array_equal(source, texts[0][1]):
             found = [read(model, prompt, source if model.source_room else None) for model in opened]
             one = found[0][0], found[0][2], [cache for _, cache, _ in found]
             batch = repeat(rows, one) if batch is None else insert(batch, jax.device_put(np.int32(row)), one)
@@ -290,7 +300,11 @@ def _problems(config, prompts, max_tokens: int, sources) -> Iterator[str]:
         yield "a prompt is empty; give at least one token (a start token, a newline)"
     if max_tokens < 1:
         yield f"max_tokens={max_tokens}: must be at least 1"
-    texts = [("source", sources, config.encoder, 0)] if pair else []
+    images = pair and isinstance(config.encoder.embedding, Patches)
+    if images:
+        expected = (*config.encoder.embedding.image, config.encoder.embedding.channels)
+        yield from (f"source image {np.shape(image)}: expected {expected}" for image in sources if np.shape(image) != expected)
+    texts = [("source", sources, config.encoder, 0)] if pair and not images else []
     for name, rows, stack, new in (*texts, ("prompt", prompts, decoder, max_tokens)):
         for token in itertools.chain.from_iterable(rows):
             if not 0 <= token < stack.vocab_size:

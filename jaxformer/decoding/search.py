@@ -13,7 +13,7 @@ from jax import Array
 from jaxformer import models
 from jaxformer.decoding.beam import BeamOutput, Beams, beam_search
 from jaxformer.decoding.filters import Filter
-from jaxformer.decoding.generate import as_filters, bucket, open_model, padded, read_rows, stops
+from jaxformer.decoding.generate import as_filters, bucket, open_model, padded, read_rows, source_inputs, stops
 from jaxformer.decoding.steps import decode_step
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, ModelConfig
@@ -28,7 +28,7 @@ class Hypothesis(NamedTuple):
 
 def search(
     config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]], max_tokens: int, *,
-    sources: Sequence[Sequence[int]] | None = None, how: Beams = Beams(), filters: Sequence[Filter] = (),
+    sources: Sequence[Any] | None = None, how: Beams = Beams(), filters: Sequence[Filter] = (),
     stop_tokens: Sequence[int] = (), rows: int = 8, dtype=None,
 ) -> list[list[Hypothesis]]:  # fmt: skip
     """The `how.n_best` best continuations of each prompt, best first; `rows` prompts are searched at a time.
@@ -78,7 +78,7 @@ class Score(NamedTuple):
 
 def score(
     config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]],
-    continuations: Sequence[Sequence[int]], *, sources: Sequence[Sequence[int]] | None = None, rows: int = 8, dtype=None,
+    continuations: Sequence[Sequence[int]], *, sources: Sequence[Any] | None = None, rows: int = 8, dtype=None,
 ) -> list[Score]:  # fmt: skip
     """The log-likelihood of each continuation after its prompt, sum_t log p(y_t | x, y_<t), in batches of `rows`.
 
@@ -97,8 +97,7 @@ def score(
         options = {"segment_ids": ids}
         if sources is not None:
             given = [*sources[first : first + rows]] + [sources[first]] * max(0, first + rows - len(texts))
-            options["source"] = np.concatenate([padded(s, model.source_room) for s in given])
-            options["source_segment_ids"] = np.concatenate([padded([1] * len(s), model.source_room) for s in given])
+            options |= source_inputs(model, given)
         logs, greedy = jax.device_get(_score(config, model.dtype, model.params, *jax.device_put((tokens, labels, options))))
         for row, (prompt, new) in enumerate(
             zip(prompts[first : first + rows], continuations[first : first + rows], strict=True)

@@ -46,10 +46,10 @@ def encode(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
         if cache is not None:
             layers = scan.unstacked(config.decoder, params["decoder"]["layers"])
             read["heads"] = tuple(source_heads(layer["cross_attention"], encoder.hidden) for layer in layers)
-            read["segment_ids"] = jnp.ones(source.shape, jnp.int32) if ids is None else ids
+            read["segment_ids"] = jnp.ones(encoder.hidden.shape[:2], jnp.int32) if ids is None else ids
             cache = replace(cache, source=read)
     if read is None:
-        raise ConfigError("an encoder-decoder needs `source` tokens, or a cache that began with them")
+        raise ConfigError("an encoder-decoder needs `source`, tokens or images, or a cache that began with it")
     encoded = Source(read["hidden"], _visible(tokens, inputs.segment_ids, read["segment_ids"]), read["heads"])
     decoder = replace(inputs, source=None, cache=cache, dropout_key=decoder_key, encoded=encoded)
     return replace(

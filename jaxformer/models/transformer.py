@@ -43,7 +43,7 @@ class Inputs:
     # {"global_tokens": flags [B, T]} of Longformer, {"masked": flags [B, patches]} of Patches, or what your mixer reads
     inputs: Tree = None
     lengths: Any = None  # with a cache: how many of these tokens are text [B]; the rest of a row is padding
-    source: Any = None  # of an encoder-decoder: the tokens of the encoder [B, S]; with a cache only at the first tokens
+    source: Any = None  # of an encoder-decoder: tokens [B, S] or images; with a cache only at the first tokens
     source_segment_ids: Any = None  # [B, S]; without `segment_ids`, tokens see all of the source that is not padding
     source_positions: Any = None  # [B or 1, S], instead of those that restart with each segment
     encoded: Source | None = None  # of a decoder: the output of the encoder

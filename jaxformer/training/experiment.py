@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxformer.config import execution
+from jaxformer.decoding.beam import Beams
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.mesh import Mesh
@@ -42,7 +43,7 @@ class Sample:
 
     prompt: str | None = None  # None starts from the vocabulary's first token
     tokens: int = 200  # how many to add
-    sampling: Sampling = Sampling(temperature=0.8)  # how a token is picked
+    sampling: Sampling | Beams = Sampling(temperature=0.8)  # how a token is picked, or a text is searched
 
     def __post_init__(self):
         _check_least(self, "sample.", {"tokens": 1})

@@ -23,7 +23,7 @@ from jaxformer.training.initial import first_params
 from jaxformer.training.metrics import Console, Record, Reporter, open_loggers
 from jaxformer.training.profile import FIRST, Profile, trace_folder
 from jaxformer.training.recipe import Recipe, build
-from jaxformer.training.run import check_data, continue_text, continues_text, evaluator, on_devices, prompt_tokens
+from jaxformer.training.run import ask, check_data, evaluator, on_devices, sample_text, writes_text
 from jaxformer.training.run_folder import RunFolder, describe, introduce, run_folder
 from jaxformer.training.signals import Interrupted, Signals
 from jaxformer.training.state import TrainState, first_state, init_state, state_shardings
@@ -92,7 +92,7 @@ def train(
         raise ConfigError(f"mesh={experiment.mesh}: {needed}")
     dataset = open_data(experiment)  # before anything is written: most mistakes show here
     if can_sample(experiment, dataset):
-        prompt_tokens(experiment.model, experiment.sample, dataset.tokenizer)
+        ask(experiment, experiment.sample, dataset.tokenizer)
     if dataset.digest != processes.first(lambda: dataset.digest):
         raise ConfigError("the data here are not those of process 0; give every host the same files")
     lines = processes.first(lambda: [] if folder.config.is_file() else introduce(experiment, runs))
@@ -138,8 +138,8 @@ def open_data(experiment: Experiment):
 
 
 def can_sample(experiment: Experiment, dataset) -> bool:
-    """Whether the run can end with a text that the model continues."""
-    return dataset.tokenizer is not None and continues_text(experiment.model)
+    """Whether the run can end with a text that the model writes."""
+    return dataset.tokenizer is not None and writes_text(experiment)
 
 
 def use_compilation_cache(runs: epath.PathLike) -> None:
@@ -212,9 +212,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         spread, gather = partial(pmap.replicate, devices=devices), pmap.unreplicate
     elif mesh is not None:
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(state_shardings(recipe, mesh), None))
-    sample = lambda trained: continue_text(
-        experiment.model, recipe.weights(trained), experiment.sample, dataset.tokenizer, experiment.seed, experiment.precision
-    )
+    sample = lambda trained: sample_text(experiment, recipe.weights(trained), dataset)
     return Job(
         **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},
         save_every=experiment.checkpoints.every, best=experiment.checkpoints.best,

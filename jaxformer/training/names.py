@@ -8,14 +8,15 @@ from types import ModuleType
 from typing import Any
 
 from jaxformer import masks, models
-from jaxformer.data import labelled, sources, tasks
+from jaxformer.data import corpus, images, labelled, mixing, pairs, sources, tasks
+from jaxformer.decoding.beam import Beams, gnmt
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.models import adaptation, mixers, vision
 from jaxformer.models.mixers import variants
 from jaxformer.models.stacks import reversible
 from jaxformer.ops import positions
 from jaxformer.parallel.mesh import Mesh
-from jaxformer.training import corruption, initial, objectives, optimizers, schedules, spans
+from jaxformer.training import augment, corruption, initial, objectives, optimizers, schedules, spans
 from jaxformer.training.experiment import Checkpoints, Sample
 
 
@@ -38,11 +39,13 @@ MODEL = models.PRESETS | {name: found for module, names in _OF_MODELS.items() fo
 NAMES: dict[str, Mapping[str, Any]] = {
     "model": MODEL, "mixer": {"Linear": mixers.Linear},
     "positions": {"Linear": positions.Linear}, "scaling": {"Linear": positions.Linear},
-    "data": _of(sources, "Text Stdlib") | _of(tasks, "Reverse Copy Sort Recall") | _of(labelled, "Labelled"),
+    "data": _of(sources, "Text Stdlib") | _of(tasks, "Reverse Copy Sort Recall") | _of(pairs, "Pairs Packed Buckets")
+    | _of(corpus, "Corpus") | _of(mixing, "Mixed") | _of(images, "Digits Images") | _of(labelled, "Labelled"),
     "optimizer": _of(optimizers, "Adam AdamW Adafactor Lion Muon"),
     "schedule": _of(schedules, "Noam Cosine Linear WSD Constant"),
     "objective": _of(objectives, "TokenCrossEntropy ClassCrossEntropy") | _of(spans, "SpanCrossEntropy")
-    | _of(corruption, "MaskedTokens NextSentence PrefixLanguageModel SpanCorruption"),
+    | _of(corruption, "MaskedTokens NextSentence PrefixLanguageModel SpanCorruption")
+    | _of(augment, "Flip Crop ResizedCrop Move"),
     "initial": _of(initial, "FromRun HuggingFace"), "adaptation": _of(adaptation, "Lora"),
-    "mesh": {"Mesh": Mesh}, "checkpoints": {"Checkpoints": Checkpoints}, "sample": {"Sample": Sample, "Sampling": Sampling},
+    "mesh": {"Mesh": Mesh}, "checkpoints": {"Checkpoints": Checkpoints}, "sample": {"Sample": Sample, "Sampling": Sampling, "Beams": Beams, "gnmt": gnmt},
 }  # fmt: skip

@@ -4,6 +4,7 @@ Any function of that form is an objective. `key` is always given, and is a funct
 random masks. An objective that is scored by another one has a method `evaluation()` that returns it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.models import heads
 from jaxformer.ops.losses import LossSums, TokenSums, cross_entropy, projected_cross_entropy
+from jaxformer.training.augment import augmented
 
 Batch = dict[str, Array]
 # the fields of a batch that are arguments of `models.apply`
@@ -60,20 +62,31 @@ class TokenCrossEntropy:
 
 @dataclass(frozen=True)
 class ClassCrossEntropy:
-    """Cross entropy of `labels` `[B]` given `images` or `tokens`, summed with `weights` `[B]`; the first head classifies."""
+    """Cross entropy of `labels` given `images` or `tokens`, summed with `weights`; the model's first head classifies.
+
+    Labels and weights are `[B]`, of whole rows (a Classification), or `[B, T]`, of positions (a TokenClassification).
+    """
 
     label_smoothing: float = 0.0  # share of the target spread over all classes; not in what is scored
+    # functions (key, image [H, W, C]) -> image, such as those of training.augment; not in what is scored
+    augment: tuple[Callable, ...] = ()
 
     def evaluation(self) -> "ClassCrossEntropy":
         return ClassCrossEntropy()
 
     def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
         inputs = {name: batch[name] for name in INPUTS if name in batch}
-        x = batch["images"] if "images" in batch else batch["tokens"]
+        x, labels, weights = batch["images" if "images" in batch else "tokens"], batch["labels"], batch["weights"]
+        if self.augment:
+            key, augment_key = jax.random.split(key)
+            x = augmented(self.augment, augment_key, x)
         output = models.apply(model, params, x, dropout_key=key, dtype=dtype, **inputs)
-        if output.logits is None or output.logits.ndim != 2:
-            raise ConfigError("ClassCrossEntropy needs logits [B, classes]; give the model a Classification head first")
-        sums = cross_entropy(output.logits, batch["labels"], batch["weights"], label_smoothing=self.label_smoothing)
+        if output.logits is None or not output.logits.shape[:-1] == labels.shape == weights.shape:
+            shapes = [None if array is None else list(array.shape) for array in (output.logits, labels, weights)]
+            found = "logits {}, labels {}, weights {}".format(*shapes)
+            heads = "a Classification head first, for labels [B, T] a TokenClassification"
+            raise ConfigError(f"ClassCrossEntropy: {found}; for labels and weights [B] give the model {heads}")
+        sums = cross_entropy(output.logits, labels, weights, label_smoothing=self.label_smoothing)
         return with_reports(sums, output)
 
 

@@ -14,8 +14,10 @@ from etils import epath
 
 from jaxformer import config, models, parallel, sharding
 from jaxformer.data import batching, tokenizers
-from jaxformer.decoding import Beams, generate, round_to_int8, search, stream
+from jaxformer.data.sources import Question
+from jaxformer.decoding import Beams, round_to_int8, stream
 from jaxformer.errors import ConfigError
+from jaxformer.evaluation.generation import answers, before_stop, continuation, stop_strings
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.perplexity import perplexity
 from jaxformer.models import heads
@@ -32,11 +34,15 @@ from jaxformer.training.state import init_state, state_shardings
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run's experiment, and what it wrote. Parts are read on first use; `step` None is the newest checkpoint."""
+    """A run's experiment, and what it wrote. Parts are read on first use; `step` None is the newest checkpoint.
+
+    With `average` n, the parameters are the mean of those of this checkpoint and of the n - 1 before it.
+    """
 
     folder: RunFolder
     experiment: Experiment
     step: int | None = None
+    average: int = 1
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -51,7 +57,15 @@ class Run:
         if self.mesh is not None:
             put = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             leaves = jax.tree.map(put, leaves, state_shardings(self.recipe, self.mesh).params)
-        return checkpoint.restore_params(self.folder.checkpoints, leaves, self.step, part=part)
+        restore = partial(checkpoint.restore_params, self.folder.checkpoints, leaves, part=part)
+        step, tree, metadata = restore(self.step)
+        there = [other for other in checkpoint.steps(self.folder.checkpoints) if other <= step]
+        if not 1 <= self.average <= len(there):
+            kept = f"{len(there)} up to step {step}; --checkpoints.keep-latest says how many a run keeps"
+            raise ConfigError(f"{self.folder.path}: no mean of {self.average} checkpoints: there are {kept}")
+        for other in there[-self.average : -1]:
+            tree = jax.tree.map(jax.numpy.add, tree, restore(other)[1])
+        return step, jax.tree.map(lambda leaf: leaf / self.average, tree) if self.average > 1 else tree, metadata
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh | None:
@@ -97,57 +111,63 @@ class Run:
             return found
 
     def generate(self, prompt: str, seed: int = 0, **options) -> str:
-        """The prompt and what the model makes of it; `options` are those of `stream`."""
-        return prompt + "".join(self.stream(prompt, seed, **options))
+        """The prompt and what the model makes of it, or its answer to a source; `options` are those of `stream`."""
+        return self.opening(prompt) + "".join(self.stream(prompt, seed, **options))
+
+    def opening(self, prompt: str) -> str:
+        """What stands before an answer where it is shown: the prompt that it continues, or nothing."""
+        return "" if hasattr(self.experiment.data, "question") else prompt
 
     def stream(self, prompt: str, seed: int = 0, filters=(), stop: Sequence[str] = (), **options) -> Iterator[str]:
-        """Pieces of the text after a prompt, as they are made, up to the first of the strings `stop`; options of `Sample`."""
-        sample, tokens = self._sample(prompt, options)
-        model, decode, shown = self.experiment.model, self.tokenizer.decode, 0
+        """Pieces of the text after a prompt, as they are made, up to the first of the strings `stop`; options of `Sample`.
+
+        A beam search gives its best text in one piece.
+        """
+        sample, question = self._ask(prompt, options)
+        if isinstance(sample.sampling, Beams):
+            yield self.continue_all([prompt], seed, filters, stop, **options)[0][0]
+            return
+        model, decode, shown, tokens = self.experiment.model, self.tokenizer.decode, 0, question.prompt
         with self.on_mesh():
             new = []
             for piece in stream(
-                model, self.params, tokens, room_for(model, sample, tokens), how=sample.sampling, filters=filters,
-                key=jax.random.key(seed), stop=stop_strings(decode, stop), dtype=jax.numpy.dtype(self.experiment.precision),
+                model, self.params, tokens, room_for(model, sample, tokens), source=question.source, how=sample.sampling,
+                filters=filters, key=jax.random.key(seed), stop=stop_strings(decode, stop), stop_tokens=self._ends(),
+                dtype=jax.numpy.dtype(self.experiment.precision),
             ):  # fmt: skip
                 new += piece
-                text = before_stop(decode([*tokens, *new])[len(decode(tokens)) :], stop)
+                text = before_stop(continuation(decode, tokens, new), stop)
                 ready = len(text) - _held_back(text, stop)
                 yield text[shown:ready]
                 shown = max(shown, ready)
-            yield before_stop(decode([*tokens, *new])[len(decode(tokens)) :], stop)[shown:]
+            yield before_stop(continuation(decode, tokens, new), stop)[shown:]
 
     def continue_all(
-        self, prompts: Sequence[str], seed: int = 0, filters=(), stop: Sequence[str] = (), beams: Beams | None = None, **options
+        self, prompts: Sequence[str], seed: int = 0, filters=(), stop: Sequence[str] = (), **options
     ) -> list[list[str]]:
         """Texts after each prompt: one, or the `n_best` of a beam search; `options` are those of `Sample`."""
-        model, decode, dtype = self.experiment.model, self.tokenizer.decode, jax.numpy.dtype(self.experiment.precision)
-        samples = [self._sample(prompt, options) for prompt in prompts]
-        rows = [tokens for _, tokens in samples]
-        most = min(room_for(model, *sample) for sample in samples)
+        model, samples = self.experiment.model, [self._ask(prompt, options) for prompt in prompts]
+        most, how = min(room_for(model, sample, asked.prompt) for sample, asked in samples), samples[0][0].sampling
         with self.on_mesh():
-            if beams is not None:
-                found = search(model, self.params, rows, most, how=beams, filters=filters, dtype=dtype)
-                outs = [[hypothesis.tokens for hypothesis in some] for some in found]
-            else:
-                key, ends = jax.random.key(seed), stop_strings(decode, stop)
-                how = samples[0][0].sampling
-                outs = generate(model, self.params, rows, most, how=how, filters=filters, key=key, stop=ends, dtype=dtype)
-                outs = [[out] for out in outs]
-        text = lambda tokens, out: before_stop(decode([*tokens, *out])[len(decode(tokens)) :], stop)
-        return [[text(tokens, out) for out in some] for tokens, some in zip(rows, outs, strict=True)]
+            return answers(
+                model, self.params, [question for _, question in samples], self.tokenizer, most, how, seed=seed,
+                precision=self.experiment.precision, stop=stop, stop_tokens=self._ends(), filters=filters,
+            )  # fmt: skip
 
-    def _sample(self, prompt: str, options: dict[str, Any]) -> tuple[Sample, list[int]]:
+    def _ends(self) -> tuple[int, ...]:
+        return (self.tokenizer.end,) if hasattr(self.experiment.data, "question") else ()
+
+    def _ask(self, prompt: str, options: dict[str, Any]) -> tuple[Sample, Question]:
         """(how to continue a prompt, its tokens). Raises ConfigError where the run continues no text."""
         if self.tokenizer is None:
             raise ConfigError(f"{self.folder.path}: has no tokenizer, so there is no text to continue")
-        if not continues_text(self.experiment.model):
+        if not writes_text(self.experiment):
             raise ConfigError(f"{self.folder.path}: its model sees later tokens or has no language model: it continues no text")
         sample = replace(self.experiment.sample, prompt=prompt, **options)
-        return sample, prompt_tokens(self.experiment.model, sample, self.tokenizer)
+        return sample, ask(self.experiment, sample, self.tokenizer)
 
 
-def open_run(path: epath.PathLike, step: int | None = None, overrides: Sequence[str] = ()) -> Run:
+def open_run(path: epath.PathLike, step: int | None = None, overrides: Sequence[str] = (), average: int = 1) -> Run:
     """The run in a folder; `overrides` as on the command line, of fields that decide no numbers: `--mesh.tensor=4`.
 
     Raises ConfigError where there is no run, or where its experiment is no longer the same.
@@ -157,19 +177,7 @@ def open_run(path: epath.PathLike, step: int | None = None, overrides: Sequence[
     changed = config.override(experiment, overrides, NAMES) if overrides else experiment
     if config.fingerprint(changed) != config.fingerprint(experiment):
         raise ConfigError(f"{folder.path}: {' '.join(overrides)} would make it another run; only --mesh.… may change here")
-    return Run(folder, changed, step)
-
-
-def stop_strings(decode: Callable[[list[int]], str], strings: Sequence[str]) -> Callable[[list[int]], int | None] | None:
-    """`stop` of `generate` for strings, which may begin in one token and end in another. None without strings."""
-    if not strings:
-        return None
-    return lambda tokens: len(tokens) if any(string in decode(tokens) for string in strings) else None
-
-
-def before_stop(text: str, strings: Sequence[str]) -> str:
-    """The text up to the first of the strings."""
-    return text[: min((text.index(string) for string in strings if string in text), default=len(text))]
+    return Run(folder, changed, step, average)
 
 
 def _held_back(text: str, strings: Sequence[str]) -> int:
@@ -194,26 +202,44 @@ def continues_text(model: Any) -> bool:
     return not any(mask.blocks(length, length, 1)[..., 0, -1].any() for mask in model.masks)
 
 
-def prompt_tokens(model: Any, sample: Sample, tokenizer: Any) -> list[int]:
-    """The sample's prompt as tokens. Raises ConfigError where the model cannot go on from it. None starts from token 0."""
-    prompt = [0] if sample.prompt is None else tokenizer.encode(sample.prompt)
-    if not prompt:
+def writes_text(experiment: Experiment) -> bool:
+    """Whether its model continues a text, or answers the questions that its data make of one."""
+    return hasattr(experiment.data, "question") or continues_text(experiment.model)
+
+
+def ask(experiment: Experiment, sample: Sample, tokenizer: Any) -> Question:
+    """The sample's prompt as the model reads it. Raises ConfigError where the model cannot go on from it."""
+    model = models.last_stack(experiment.model)
+    if hasattr(experiment.data, "question"):
+        question = experiment.data.question(experiment.model, tokenizer, sample.prompt or "")
+    else:  # None starts from token 0
+        question = Question([0] if sample.prompt is None else tokenizer.encode(sample.prompt), "")
+    if sample.prompt == "" or not question.prompt:
         raise ConfigError("sample.prompt is empty; give at least one character, or None")
-    if isinstance(model.positions, Learned) and len(prompt) >= model.context_length:
-        raise ConfigError(f"sample.prompt is {len(prompt)} tokens, no room in {model.context_length} learned positions")
-    return prompt
+    if isinstance(model.positions, Learned) and len(question.prompt) >= model.context_length:
+        raise ConfigError(
+            f"sample.prompt is {len(question.prompt)} tokens, no room in {model.context_length} learned positions"
+        )
+    return question
 
 
-def continue_text(model: Any, params: Any, sample: Sample, tokenizer: Any, seed: int, precision: str) -> str:
-    """The sample's prompt and what the model makes of it."""
-    prompt, dtype, key = prompt_tokens(model, sample, tokenizer), jax.numpy.dtype(precision), jax.random.key(seed)
-    (out,) = generate(model, params, [prompt], room_for(model, sample, prompt), how=sample.sampling, key=key, dtype=dtype)
-    return tokenizer.decode([*prompt, *out])
+def sample_text(experiment: Experiment, params: Any, dataset: Any) -> str:
+    """The sample's prompt and what the model makes of it; without a prompt, its answer to the first question of the data."""
+    sample, tokenizer, asks = experiment.sample, dataset.tokenizer, hasattr(experiment.data, "question")
+    first = asks and sample.prompt is None
+    question = dataset.validation.questions[0] if first else ask(experiment, sample, tokenizer)
+    most, ends = room_for(experiment.model, sample, question.prompt), (tokenizer.end,) if asks else ()
+    ((text,),) = answers(
+        experiment.model, params, [question], tokenizer, most, sample.sampling, seed=experiment.seed,
+        precision=experiment.precision, stop_tokens=ends,
+    )  # fmt: skip
+    return f"{text}\n(the answer in the data: {question.reference})" if first else (sample.prompt or "") + text
 
 
 def room_for(model: Any, sample: Sample, prompt: Sequence[int]) -> int:
     """How many tokens a sample may have: not more than learned positions are left."""
-    return min(sample.tokens, model.context_length - len(prompt)) if isinstance(model.positions, Learned) else sample.tokens
+    stack = models.last_stack(model)
+    return min(sample.tokens, stack.context_length - len(prompt)) if isinstance(stack.positions, Learned) else sample.tokens
 
 
 def on_devices(mesh: jax.sharding.Mesh | None, rows: np.ndarray | None, size: int, batch: dict[str, Any]) -> dict:

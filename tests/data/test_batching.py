@@ -76,6 +76,26 @@ def test_batch_is_the_stack_of_its_examples():
             assert fast[name].dtype == slow[name].dtype and fast[name].flags.c_contiguous
 
 
+class Chooser(list):
+    """A split that chooses its own batches: step s has the examples s, s + 1, ..."""
+
+    def batch_indices(self, seed, batch_size):
+        class Chosen:
+            def __getitem__(_, step):
+                return (seed + step + np.arange(batch_size)) % len(self)
+
+        return Chosen()
+
+
+@pytest.mark.parametrize("hosts", [1, 4])
+def test_a_split_may_choose_its_own_batches(hosts):
+    split = Chooser({"tokens": np.full(3, i)} for i in range(11))
+    parts = [batches(split, 8, seed=2, rows=rows) for rows in np.split(np.arange(8), hosts)]
+    for step in (0, 5, 10**9):
+        found = np.concatenate([part[step]["tokens"] for part in parts])
+        np.testing.assert_array_equal(found[:, 0], (2 + step + np.arange(8)) % 11)
+
+
 def test_an_empty_split_is_refused():
     with pytest.raises(ConfigError, match="empty"):
         batches([], 4, seed=0)

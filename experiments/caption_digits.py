@@ -1,0 +1,135 @@
+"""An image, said in words: a vision transformer reads a row of three digits, a decoder writes "three one seven" by letters.
+
+Encoder and decoder of Vaswani et al. 2017, arXiv:1706.03762, with the patches of Dosovitskiy et al. 2020, arXiv:2010.11929, as
+the source. Rows of training are made from the training digits of scikit-learn, those of validation from other digits.
+Needs pip install 'jaxformer[vision]'.
+Expected: at least 90 % of 500 unseen rows are written without a mistake.
+Time: about five minutes on two CPU cores.
+Command: make train EXP=caption_digits
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxformer.data.images import Digits
+from jaxformer.data.sources import Dataset, Question
+from jaxformer.data.tokenizers import Characters
+from jaxformer.masks import full
+from jaxformer.models import EncoderDecoder, ModelConfig, Patches
+from jaxformer.ops.losses import LossSums
+from jaxformer.training import AdamW, Cosine, Experiment, TokenCrossEntropy
+from jaxformer.training.augment import Move, augmented
+
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+LETTERS = Characters.of(" ".join(WORDS) + "\n")  # a caption begins and ends with a newline
+LENGTH = 3 * len("three") + 3  # tokens of the longest caption: three words, two spaces and a newline
+
+
+class Rows:
+    """Rows of three digits: 000 to 999 in an order of the seed, and again, written with digits of the split.
+
+    Row i is a function of (seed, i).
+    """
+
+    def __init__(self, digits: Any, count: int, seed: int):
+        found = digits.take_rows(np.arange(len(digits)))
+        self.images = [found["images"][found["labels"] == digit] for digit in range(10)]
+        self.order = np.random.default_rng(seed).permutation(1000)
+        self.count, self.seed = count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def row(self, index: int) -> tuple[np.ndarray, str]:
+        """(image [8, 24, 1], its caption)."""
+        index = range(self.count)[index]
+        rng = np.random.default_rng((self.seed, index))
+        digits = [int(digit) for digit in f"{self.order[index % 1000]:03d}"]
+        images = [self.images[digit][rng.integers(len(self.images[digit]))] for digit in digits]
+        return np.concatenate(images, axis=1), " ".join(WORDS[digit] for digit in digits)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        image, caption = self.row(index)
+        text = LETTERS.encode(f"\n{caption}\n")
+        tokens = np.pad(text, (0, LENGTH + 1 - len(text))).astype(np.int32)
+        weights = (np.arange(LENGTH) < len(text) - 1).astype(np.float32)
+        return {"source": image, "tokens": tokens[:-1], "labels": tokens[1:], "weights": weights}
+
+    @property
+    def questions(self) -> list[Question]:
+        """What a model is asked: to write the caption of an image. A newline begins it."""
+        rows = map(self.row, range(self.count))
+        return [Question(LETTERS.encode("\n"), caption, image) for image, caption in rows]
+
+
+@dataclass(frozen=True)
+class RowsOfDigits:
+    """Images of three digits and their captions."""
+
+    examples: int = 50_000  # of the training split
+    validation_examples: int = 500  # of the validation split
+    seed: int = 0  # of the rows
+
+    def open(self, model: Any) -> Dataset:
+        digits = Digits().open(None)
+        train = Rows(digits.train, self.examples, self.seed)
+        validation = Rows(digits.validation, self.validation_examples, self.seed + 1)
+        digest = hashlib.sha256(f"{digits.digest} {LETTERS.digest} {self}".encode()).hexdigest()
+        return Dataset(train, validation, digest, f"rows of three {digits.description}", LETTERS.vocab_size, LETTERS)
+
+
+def with_moved_digits(move: Move, key: jax.Array, images: jax.Array) -> jax.Array:
+    """Images of three digits [B, 8, 24, 1], each digit turned and shifted by itself."""
+    digits = images.reshape(-1, 8, 3, 8, 1).swapaxes(1, 2)  # [B, digit, line, column, 1]
+    moved = augmented((move,), key, digits.reshape(-1, 8, 8, 1)).reshape(digits.shape)
+    return moved.swapaxes(1, 2).reshape(images.shape)
+
+
+@dataclass(frozen=True)
+class MovedDigits:
+    """Cross entropy of the caption. In training each digit of the image is turned and shifted a little."""
+
+    move: Move = Move(degrees=10.0, pixels=1.0)  # of a digit
+
+    def evaluation(self) -> TokenCrossEntropy:
+        return TokenCrossEntropy()
+
+    def __call__(self, model: Any, params: Any, batch: dict, key: Any, dtype: Any) -> LossSums:
+        move_key, key = jax.random.split(key)
+        batch = batch | {"source": with_moved_digits(self.move, move_key, batch["source"])}
+        return TokenCrossEntropy()(model, params, batch, key, dtype)
+
+
+decoder = ModelConfig(
+    vocab_size=LETTERS.vocab_size, num_layers=2, d_model=64, num_heads=4, context_length=LENGTH, dropout_rate=0.1, unroll=2
+)
+patches = Patches(image=(8, 24), patch=(2, 2), channels=1, class_token=False)
+encoder = ModelConfig(
+    vocab_size=0,
+    num_layers=4,
+    d_model=64,
+    num_heads=4,
+    context_length=patches.length,
+    embedding=patches,
+    masks=(full(),),
+    heads=(),
+    dropout_rate=0.1,
+    unroll=4,
+)
+
+experiment = Experiment(
+    name="caption_digits",
+    model=EncoderDecoder(encoder, decoder, share_embeddings=False),
+    data=RowsOfDigits(),
+    objective=MovedDigits(),
+    optimizer=AdamW(learning_rate=2e-3, b2=0.98),
+    schedule=Cosine(warmup=100),
+    steps=1500,
+    batch_size=32,
+    log_every=100,
+    eval_every=500,
+)

@@ -1,0 +1,160 @@
+"""An experiment trained with every combination of some options, one after the other; at the end one table and one figure."""
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from etils import epath
+
+from jaxformer import config
+from jaxformer.errors import ConfigError
+from jaxformer.training import loop
+from jaxformer.training.experiment import Experiment
+from jaxformer.training.metrics import NonFinite
+from jaxformer.training.recipe import build
+from jaxformer.training.run_folder import run_folder
+
+CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+
+class Trial(NamedTuple):
+    """One combination of a grid, and how it ended."""
+
+    options: dict[str, str]  # as typed, without the hyphens in front
+    source: config.Source
+    experiment: Experiment
+    scores: dict[str, Any] = {}  # noqa: RUF012 (never changed); the final ones
+    problem: str = ""  # why it failed
+
+    @property
+    def rank(self) -> float:
+        """The final score that checkpoints.best names, lowest first; infinite where the trial failed."""
+        rank = math.inf if self.problem else loop.ranked(self.scores, self.experiment.checkpoints.best)
+        return rank if math.isfinite(rank) else math.inf
+
+
+def combinations(grid: str) -> list[dict[str, str]]:
+    """Every combination of "--a=1,2 --b=x,y", the last option varies first: [{"a": "1", "b": "x"}, ...].
+
+    A comma or a space inside brackets or quotes separates nothing. Quotes around a whole value are taken away, as by a shell.
+    """
+    values: dict[str, list[str]] = {}
+    for word in filter(None, _split(grid, " \t\n")):
+        name, _, text = word.partition("=")
+        some = [value[1:-1] if value[:1] in ("'", '"') and value[-1:] == value[:1] else value for value in _split(text, ",")]
+        if not name.startswith("--") or name[2:] in values or "" in some:
+            raise ConfigError(f'--grid: {word}: expected each option once with its values, such as "--seed=0,1 --steps=100"')
+        values[name[2:]] = some
+    if not values:
+        raise ConfigError('--grid is empty; expected options with values: "--optimizer.learning-rate=1e-4,3e-4 --seed=0,1"')
+    return [dict(zip(values, some, strict=True)) for some in itertools.product(*values.values())]
+
+
+def _split(text: str, separators: str) -> list[str]:
+    """The parts of a text between separators that stand outside of brackets and quotes."""
+    parts, awaited = [""], ""
+    for letter in text:
+        if not awaited and letter in separators:
+            parts.append("")
+            continue
+        if awaited and letter == awaited[-1]:
+            awaited = awaited[:-1]
+        elif awaited[-1:] not in ("'", '"') and letter in "([{'\"":
+            awaited += CLOSING.get(letter, letter)
+        parts[-1] += letter
+    if awaited:
+        raise ConfigError(f"--grid: {text}: its end comes before {awaited[-1]}")
+    return parts
+
+
+def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.Report] = ()) -> list[Trial]:
+    """Trains each trial that is not finished; all with their scores, best first.
+
+    One whose numbers stay bad, or that is refused, fails, and the others go on. `runs` gets a table and a figure:
+    sweep-NAME-DIGEST.md, .png. Raises ConfigError where two trials are the same run, and Interrupted on SIGTERM: called
+    again, it goes on where it was.
+    """
+    folders = [run_folder(trial.experiment, runs) for trial in trials]
+    if len({folder.path for folder in folders}) < len(trials):
+        raise ConfigError("--grid: two combinations are the same run; vary what decides numbers, and each value once")
+    for trial in trials:
+        build(trial.experiment)  # refuses what does not fit together, before the first run starts
+    ended = []
+    for number, (trial, folder) in enumerate(zip(trials, folders, strict=True), 1):
+        words = " ".join(f"--{name}={value}" for name, value in trial.options.items())
+        print(f"sweep {number}/{len(trials)}: {words}: {folder.path}", flush=True)
+        try:
+            if folder.result.is_file():
+                scores = json.loads(folder.result.read_text())["validation"]
+            else:
+                scores = loop.train(trial.experiment, runs, trial.source, reports).validation
+            ended.append(trial._replace(scores=scores))
+        except (NonFinite, ConfigError) as error:
+            print(f"failed: {error}", flush=True)
+            ended.append(trial._replace(problem=f"failed: {error}"))
+        jax.clear_caches()  # programs of a run that has ended
+    ended.sort(key=lambda trial: trial.rank)
+    digest = hashlib.sha256("\n".join(sorted(folder.path.name for folder in folders)).encode()).hexdigest()[:8]
+    path = epath.Path(runs) / f"sweep-{trials[0].experiment.name}-{digest}.md"
+    config.write_atomically(path, table(ended, runs))
+    print(f"{table(ended, runs)}sweep: {path}{figure(ended, path.with_suffix('.png'))}")
+    return ended
+
+
+def table(trials: Sequence[Trial], runs: epath.PathLike) -> str:
+    """Options, final scores and folder of each trial, in Markdown."""
+    scores = {name: value for trial in trials for name, value in trial.scores.items() if name not in loop.UNRECORDED}
+    names = [name for name, value in scores.items() if not isinstance(value, str)]
+    lines = [[*trials[0].options, *names, "run"], ["---"] * (len(trials[0].options) + len(names) + 1)]
+    for trial in trials:
+        found = [f"{trial.scores[name]:.4g}" if name in trial.scores else "" for name in names]
+        lines.append([*trial.options.values(), *found, trial.problem or str(run_folder(trial.experiment, runs).path)])
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def figure(trials: Sequence[Trial], path: epath.Path) -> str:
+    """Draws the score against the first option whose values are numbers, a line for each combination of the others.
+
+    A trial that failed is a cross at the upper edge. Returns ", PATH", or nothing where no option has numbers.
+    """
+    from matplotlib.figure import Figure  # the import takes half a second
+
+    several = lambda name: len({trial.options[name] for trial in trials}) > 1
+    name = next((n for n in trials[0].options if several(n) and all(map(_is_number, (t.options[n] for t in trials)))), None)
+    if name is None:
+        return ""
+    best = trials[0].experiment.checkpoints.best
+    point = lambda trial: (float(trial.options[name]), -trial.rank if best.startswith("-") else trial.rank)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for trial in trials:
+        label = ", ".join(f"{other}={value}" for other, value in trial.options.items() if other != name and several(other))
+        lines.setdefault(label, []).append(point(trial))
+    drawn = Figure(figsize=(7, 4), dpi=150, layout="constrained")
+    axes = drawn.add_subplot()
+    for label, points in sorted(lines.items()):
+        good = sorted(one for one in points if math.isfinite(one[1]))
+        (line,) = axes.plot(*zip(*good, strict=True) if good else ([], []), "o-", markersize=4, label=label)
+        failed = [x for x, y in points if not math.isfinite(y)]
+        axes.plot(failed, [0.97] * len(failed), "x", color=line.get_color(), transform=axes.get_xaxis_transform())
+    for values, scale in zip(zip(*map(point, trials), strict=True), (axes.set_xscale, axes.set_yscale), strict=True):
+        finite = [value for value in values if math.isfinite(value)]
+        if finite and 0 < 10 * min(finite) <= max(finite):
+            scale("log")
+    axes.set(xlabel=name, ylabel=best.removeprefix("-"), title=f"{trials[0].experiment.name}: {len(trials)} runs")
+    axes.grid(alpha=0.25)
+    if len(lines) > 1:
+        axes.legend(frameon=False, fontsize=8)
+    with path.open("wb") as file:
+        drawn.savefig(file, format="png")
+    return f", {path}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False

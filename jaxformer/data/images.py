@@ -1,0 +1,171 @@
+"""Images with a class each: scikit-learn's digits, arrays in a .npz file, or folders of files."""
+
+import hashlib
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxformer.data.records import Policy, Problems
+from jaxformer.data.sources import Dataset
+from jaxformer.errors import ConfigError, package_of
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Images with a class each. `read(indices)` gives (images `[B, H, W, C]`, weights `[B]`)."""
+
+    labels: np.ndarray
+    read: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {name: rows[0] for name, rows in self.take_rows(np.array([range(len(self))[index]])).items()}
+
+    def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The images at `indices` and their weights, float32, and labels `[B]`, int32."""
+        images, weights = self.read(indices)
+        return {"images": images, "labels": self.labels[indices].astype(np.int32), "weights": weights.astype(np.float32)}
+
+
+@dataclass(frozen=True)
+class Digits:
+    """The 1,797 handwritten digits of scikit-learn: 8 x 8 grey pixels from 0 to 1. The seed draws those for validation."""
+
+    validation_examples: int = 360  # of the validation split
+    seed: int = 0  # of the split
+
+    def open(self, model: Any) -> Dataset:
+        with package_of("vision"):
+            from sklearn.datasets import load_digits
+        pixels, labels = map(np.asarray, load_digits(return_X_y=True))
+        if not 0 < self.validation_examples < len(labels):
+            raise ConfigError(f"data.validation_examples={self.validation_examples}: must be from 1 to {len(labels) - 1}")
+        _check_labels(model, labels, "digits of scikit-learn: image {}".format, Problems())
+        images, order = (pixels / 16).reshape(-1, 8, 8, 1), np.random.default_rng(self.seed).permutation(len(labels))
+        parts = order[self.validation_examples :], order[: self.validation_examples]
+        train, validation = (Split(labels[part], partial(_scaled, images[part], (0.0, 1.0))) for part in parts)
+        digest = hashlib.sha256(b"".join([images.tobytes(), labels.tobytes(), order.tobytes(), bytes(len(parts[1]))]))
+        description = f"digits of scikit-learn: {len(train):,} and {len(validation):,} images"
+        return Dataset(train, validation, digest.hexdigest(), description)
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images of your own. A .npz file has `images` `[n, H, W, C]` (bytes, or numbers from 0 to 1) and `labels` `[n]`.
+
+    Or a folder has a folder of PNG or JPEG files for each class; classes are numbered by the training folder's names in order.
+    Files are read in threads when a batch needs them: scaled until they cover `image`, and cut at the centre. A file that turns
+    out to be damaged only then is, under `bad_rows="skip"`, a black image of weight 0.
+    """
+
+    train: str  # a .npz file, or a folder
+    validation: str  # the same
+    image: tuple[int, int] = (224, 224)  # height and width in pixels
+    channels: int = 3  # of a pixel: 3 are red, green and blue; 1 is grey
+    values: tuple[float, float] = (0.0, 1.0)  # of black and of white
+    bad_rows: Policy = "error"  # files that cannot be read, labels that are no class
+
+    def open(self, model: Any) -> Dataset:
+        problems, splits = Problems(self.bad_rows), []
+        digest = hashlib.sha256(repr((self.image, self.channels, self.values)).encode())
+        for path in (self.train, self.validation):
+            split, content = (_open_array if path.endswith(".npz") else _open_folder)(self, path, model, problems)
+            if not len(split):
+                raise ConfigError(f"data: {path} has no image; expected a folder of PNG or JPEG files for each class")
+            splits.append(split)
+            digest.update(content)
+        train, validation = splits
+        sizes = f"{len(train):,} and {len(validation):,} images of {self.image[0]} x {self.image[1]}"
+        return Dataset(train, validation, digest.hexdigest(), f"{self.train} and {self.validation}: {sizes}{problems}")
+
+
+def _open_array(config: Images, path: str, model: Any, problems: Problems) -> tuple[Split, bytes]:
+    """(the split of a .npz file, a digest of it)."""
+    try:
+        with open(path, "rb") as raw, np.load(raw) as file:
+            images, labels = file["images"], file["labels"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"data: cannot read {path} ({error}); expected a .npz file with `images` and `labels`") from None
+    images = images[..., None] if images.ndim == 3 else images
+    expected = (labels.size, *config.image, config.channels)
+    if images.shape != expected or labels.ndim != 1 or labels.dtype.kind not in "iu":
+        found = f"images {list(images.shape)} and labels {labels.dtype}{list(labels.shape)}"
+        raise ConfigError(f"data: {path}: {found}; expected {list(expected)} (data.image, data.channels) and integers [n]")
+    good = _check_labels(model, labels, lambda index: f"{path}: image {index}", problems)
+    content = hashlib.sha256(images.tobytes() + labels.tobytes()).digest()
+    return Split(labels[good], partial(_scaled, images[good], config.values)), content
+
+
+def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> tuple[Split, bytes]:
+    """(the split of a folder, the names and sizes of its files)."""
+    with package_of("vision"):
+        from PIL import Image
+    for folder in (config.train, path):
+        if not Path(folder).is_dir():
+            raise ConfigError(
+                f"data: there is no folder {folder}; expected one with a folder of images for each class, or a .npz"
+            )
+    number = {name: i for i, name in enumerate(sorted(each.name for each in Path(config.train).iterdir() if each.is_dir()))}
+    files = sorted(file for file in Path(path).glob("*/*") if file.suffix.lower() in (".png", ".jpg", ".jpeg"))
+    labels = np.array([number.get(file.parent.name, -1) for file in files], np.int32)
+    good = _check_labels(model, labels, lambda index: str(files[index]), problems)
+
+    def first_bytes(file: Path) -> str | None:  # to decode all of a million files would take an hour
+        try:
+            Image.open(file).close()
+        except (OSError, ValueError, SyntaxError) as error:
+            return f" ({error})"
+
+    with ThreadPoolExecutor() as pool:
+        for index, problem in enumerate(pool.map(first_bytes, files)):
+            if problem:
+                problems.add(str(files[index]), "not readable", problem)
+                good[index] = False
+    content = "".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files).encode()
+    kept = [file for file, keep in zip(files, good, strict=True) if keep]
+    return Split(labels[good], partial(_decoded, config, kept)), content
+
+
+def _check_labels(model: Any, labels: np.ndarray, place: Callable[[int], str], problems: Problems) -> np.ndarray:
+    """Which labels are classes of the model's first head, where it has classes; the others are problems."""
+    classes = getattr(next(iter(getattr(model, "heads", ())), None), "classes", None) or np.inf
+    good = (labels >= 0) & (labels < classes)
+    for index in np.flatnonzero(~good):
+        problems.add(
+            place(int(index)), "of no class of the model", f" (label {labels[index]}; model.heads has {classes} classes)"
+        )
+    return good
+
+
+def _scaled(images: np.ndarray, values: tuple[float, float], indices: Any = ...) -> tuple[np.ndarray, np.ndarray]:
+    """(images between `values`, weights of 1) from bytes or numbers from 0 to 1."""
+    rows, (low, high) = images[indices], values
+    share = (high - low) / (255 if rows.dtype == np.uint8 else 1)
+    return rows.astype(np.float32) * np.float32(share) + np.float32(low), np.ones(len(rows))
+
+
+def _decoded(config: Images, files: list[Path], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(images of files, weights: 0 for those that cannot be decoded). ConfigError for them where `bad_rows` says so."""
+    from PIL import Image, ImageOps
+
+    shape, mode = (*config.image, config.channels), "L" if config.channels == 1 else "RGB"
+
+    def decode(index: int) -> tuple[np.ndarray, float]:
+        try:
+            with Image.open(files[index]) as image:
+                return np.asarray(ImageOps.fit(image.convert(mode), config.image[::-1])).reshape(shape), 1.0
+        except (OSError, ValueError, SyntaxError) as error:
+            Problems(config.bad_rows).add(str(files[index]), "not readable", f" ({error})")
+            return np.zeros(shape, np.uint8), 0.0
+
+    with ThreadPoolExecutor() as pool:
+        images, weights = zip(*pool.map(decode, indices.tolist()), strict=True)
+    return _scaled(np.stack(images), config.values)[0], np.array(weights)

@@ -1,0 +1,118 @@
+"""A weighted mixture of data sets, as a function of (seed, step)."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxformer.data import batching
+from jaxformer.data.sources import Dataset
+from jaxformer.errors import ConfigError
+
+WHOLE = 1 << 20  # shares are counted in parts of this
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Training examples of several sources in fixed shares, in every batch; their validations one after another.
+
+    `sources` are (share, data), shares relative to their sum: ((0.7, Corpus("web/")), (0.3, Stdlib())). Each source goes
+    through epochs of its own. Raises ConfigError for sources that differ in arrays or in tokenizer.
+    """
+
+    sources: tuple[tuple[float, Any], ...]
+
+    def open(self, model: Any) -> Dataset:
+        return open_mixture(self, model)
+
+
+class Mixture:
+    """Splits one after another as one. Batches take examples by the shares."""
+
+    def __init__(self, splits: Sequence[Any], shares: Sequence[int]):
+        self.splits, self.shares = splits, shares
+        self.ends = np.cumsum([len(split) for split in splits])
+        if all(hasattr(split, "questions") for split in splits):
+            self.questions = [question for split in splits for question in split.questions]
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {name: rows[0] for name, rows in self.take_rows(np.array([range(len(self))[index]])).items()}
+
+    def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The examples at `indices` [B], from whichever split each is of."""
+        owners, taken, rows = np.searchsorted(self.ends, indices, side="right"), [], []
+        for owner in np.unique(owners):
+            rows.append(np.flatnonzero(owners == owner))
+            first = self.ends[owner] - len(self.splits[owner])
+            taken.append(batching.take_rows(self.splits[owner], np.asarray(indices)[rows[-1]] - first))
+        order = np.argsort(np.concatenate(rows))
+        return {name: np.concatenate([part[name] for part in taken])[order] for name in taken[0]}
+
+    def batch_indices(self, seed: int, batch_size: int) -> "Order":
+        seeds = np.random.SeedSequence(seed).generate_state(len(self.splits))
+        firsts = [int(end) - len(split) for end, split in zip(self.ends, self.splits, strict=True)]
+        orders = [batching.order(len(split), int(seed)) for split, seed in zip(self.splits, seeds, strict=True)]
+        return Order([lambda i, o=o, f=f: f + o[i] for o, f in zip(orders, firsts, strict=True)], self.shares, batch_size)
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """[step] -> the indices of a batch: each source gives its next ones, `orders[k](i)` the i-th of source k."""
+
+    orders: Sequence[Callable[[int], int]]
+    shares: Sequence[int]
+    batch_size: int
+
+    def __getitem__(self, step: int) -> np.ndarray:
+        positions = step * self.batch_size + np.arange(self.batch_size + 1)
+        counts = before(positions, self.shares)
+        owners = np.argmax(np.diff(counts), axis=0)
+        return np.array([self.orders[k](int(counts[k, row])) for row, k in enumerate(owners)])
+
+
+def before(positions: np.ndarray, shares: Sequence[int]) -> np.ndarray:
+    """How many of the first p examples are of each source: [K, len(positions)], for every p within K of its exact share.
+
+    The first source takes floor(p s / S + 1/2) of p places, and the others share what is left in the same way.
+    """
+    left, counts = positions.astype(np.int64), []
+    for k, share in enumerate(shares):
+        rest = sum(shares[k:])
+        counts.append((2 * left * share + rest) // (2 * rest))
+        left = left - counts[-1]
+    return np.stack(counts)
+
+
+def open_mixture(config: Mixed, model: Any) -> Dataset:
+    """Opens every source. Raises ConfigError if they cannot be one data set."""
+    if not config.sources or not all(share > 0 for share, _ in config.sources):
+        raise ConfigError(f"data.sources: expected pairs (share above 0, data), not {config.sources}")
+    datasets = [batching.open_dataset(data, model) for _, data in config.sources]
+    for number, dataset in enumerate(datasets):
+        if len(dataset.train) == 0:
+            raise ConfigError(f"data.sources[{number}] has no training example ({dataset.description})")
+        if hasattr(dataset.train, "batch_indices"):
+            raise ConfigError(f"data.sources[{number}] chooses its own batches ({dataset.description}); it cannot be mixed")
+        if (found := _kind(dataset)) != (first := _kind(datasets[0])):
+            raise ConfigError(f"data.sources[{number}] gives {found}, but data.sources[0] {first}; all must be alike")
+    total = sum(share for share, _ in config.sources)
+    shares = [max(1, round(share / total * WHOLE)) for share, _ in config.sources]
+    digest = f"{shares} {[dataset.digest for dataset in datasets]}"
+    words = [f"{share / sum(shares):.1%} {dataset.description}" for share, dataset in zip(shares, datasets, strict=True)]
+    return Dataset(
+        train=Mixture([dataset.train for dataset in datasets], shares),
+        validation=Mixture([dataset.validation for dataset in datasets], shares),
+        digest=hashlib.sha256(digest.encode()).hexdigest(), description=" + ".join(words),
+        vocab_size=datasets[0].vocab_size, tokenizer=datasets[0].tokenizer,
+    )  # fmt: skip
+
+
+def _kind(dataset: Dataset) -> str:
+    """What must be the same: arrays of an example, vocabulary and tokenizer."""
+    arrays = [f"{name} {array.dtype}{list(array.shape)}" for name, array in sorted(dataset.train[0].items())]
+    return f"{', '.join(arrays)}, vocabulary {dataset.vocab_size}, tokenizer {getattr(dataset.tokenizer, 'digest', None)}"

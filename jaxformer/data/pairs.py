@@ -1,0 +1,254 @@
+"""Texts and their answers: translation, summaries, questions. Several pairs are packed in a row, or rows have a few lengths."""
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from jaxformer.data import tokenizers
+from jaxformer.data.records import Policy, Problems, lines, records
+from jaxformer.data.sources import Dataset, Question, context_length
+from jaxformer.errors import ConfigError
+
+
+class Pair(NamedTuple):
+    """A text and its answer; where they stand, for messages."""
+
+    place: str
+    source: str
+    target: str
+
+
+class Example(NamedTuple):
+    """A pair as a model reads it: int arrays [t], and the tokens of an encoder [s], which are none for a decoder alone."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    weights: np.ndarray
+    source: np.ndarray
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Several pairs in a row, one after another, each of which sees only itself: a precomputed index of rows.
+
+    Pairs are taken in a random order, and each goes into the first of `open_rows` that has room.
+    """
+
+    open_rows: int = 64
+
+    def __call__(self, examples: Sequence[Example], lengths: tuple[int, int]) -> "Rows":
+        rows: list[list[int]] = []
+        open_rows: list[tuple[int, list[int]]] = []  # (number, room left of the source and of the target)
+        for number in np.random.default_rng(0).permutation(len(examples)).tolist():
+            s, t = len(examples[number].source), len(examples[number].tokens)
+            found = next(((row, room) for row, room in open_rows if s <= room[0] and t <= room[1]), None)
+            if found is None:
+                found = len(rows), list(lengths)
+                rows.append([])
+                open_rows = [*open_rows[-self.open_rows + 1 :], found]
+            row, room = found
+            rows[row].append(number)
+            room[:] = room[0] - s, room[1] - t
+        return Rows(examples, rows, [lengths])
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """One pair in a row; a batch holds pairs of about one length, padded to the first of `lengths` that fits all.
+
+    The model's own lengths are always among them. A program is compiled for each length.
+    """
+
+    lengths: tuple[int, ...] = (16, 32, 64)
+
+    def __call__(self, examples: Sequence[Example], lengths: tuple[int, int]) -> "Rows":
+        shapes = [(min(n, lengths[0]), min(n, lengths[1])) for n in sorted(self.lengths) if n < max(lengths)] + [lengths]
+        sizes = [(len(example.source), len(example.tokens)) for example in examples]
+        kinds = np.array([next(i for i, (S, T) in enumerate(shapes) if s <= S and t <= T) for s, t in sizes])
+        groups = [group for i in range(len(shapes)) if len(group := np.flatnonzero(kinds == i))]
+        return Rows(examples, [[number] for number in range(len(examples))], shapes, batch_indices=partial(Batches, groups))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of pairs, each of the first of `shapes` (source length, target length) that holds it.
+
+    Arrays: tokens, labels, segment_ids int32 [B, T], weights float32 [B, T]; source, source_segment_ids int32 [B, S].
+    """
+
+    examples: Sequence[Example]
+    members: list[list[int]]  # the pairs of each row
+    shapes: list[tuple[int, int]]  # the smallest first
+    questions: Sequence[Question] = ()
+    batch_indices: Callable | None = None  # (seed, batch_size) -> [step] -> rows of one shape; None: any rows
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {name: rows[0] for name, rows in self.take_rows(np.array([range(len(self))[index]])).items()}
+
+    def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows at `indices`, padded with zeros to the first shape that holds all of them."""
+        S, T = self.shape(indices)
+        batch: dict[str, np.ndarray] = {"weights": np.zeros((len(indices), T), np.float32)}
+        batch |= {name: np.zeros((len(indices), T), np.int32) for name in ("tokens", "labels", "segment_ids")}
+        batch |= {name: np.zeros((len(indices), S), np.int32) for name in ("source", "source_segment_ids") if S}
+        for row, index in enumerate(indices):
+            begin = source_begin = 0
+            for segment, number in enumerate(self.members[index], 1):
+                example = self.examples[number]
+                here = slice(begin, begin + len(example.tokens))
+                there = slice(source_begin, source_begin + len(example.source))
+                begin, source_begin = here.stop, there.stop
+                for name in ("tokens", "labels", "weights"):
+                    batch[name][row, here] = getattr(example, name)
+                batch["segment_ids"][row, here] = segment
+                if S:
+                    batch["source"][row, there] = example.source
+                    batch["source_segment_ids"][row, there] = segment
+        return batch
+
+    def shape(self, indices: Iterable[int]) -> tuple[int, int]:
+        """The first shape (source length, target length) that holds the rows."""
+        sizes = [[(len(self.examples[i].source), len(self.examples[i].tokens)) for i in self.members[row]] for row in indices]
+        s, t = np.max([np.sum(row, axis=0) for row in sizes], axis=0)
+        return next((S, T) for S, T in self.shapes if s <= S and t <= T)
+
+    def padding(self) -> float:
+        """The share of what the rows hold that is padding, of sources and targets together."""
+        room = sum(sum(self.shape([row])) for row in range(len(self)))
+        return 1 - sum(len(example.source) + len(example.tokens) for example in self.examples) / room
+
+
+class Batches:
+    """[step] -> row indices of one group, a function of (seed, step): `groups` are the rows of each shape.
+
+    In an epoch each group is shuffled and cut into batches, the last one filled from its beginning; then all are shuffled.
+    """
+
+    def __init__(self, groups: Sequence[np.ndarray], seed: int, batch_size: int):
+        self.groups, self.seed = groups, seed
+        self.shapes = [(-(-len(group) // batch_size), batch_size) for group in groups]
+        self.count = sum(count for count, _ in self.shapes)
+        self._epoch = (-1, np.zeros((0, batch_size), int))
+
+    def __getitem__(self, step: int) -> np.ndarray:
+        epoch, index = divmod(step, self.count)
+        if self._epoch[0] != epoch:
+            rng = np.random.default_rng((self.seed, epoch))
+            batches = [np.resize(rng.permutation(group), shape) for group, shape in zip(self.groups, self.shapes, strict=True)]
+            self._epoch = epoch, rng.permutation(np.concatenate(batches))
+        return self._epoch[1][index]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs from two files of lines, `train`.SOURCE and `train`.TARGET (.gz too), or fields of what `data.records` reads.
+
+    Source and target share a vocabulary, learned from the training pairs. Every text ends with the tokenizer's `end`, and a
+    target begins with it. A decoder alone reads source and target as one text, of which the target is learned.
+    """
+
+    train: str  # of files of lines the path without the ending
+    validation: str
+    source: str = "source"  # the ending of the file of sources, or the field
+    target: str = "target"
+    tokenizer: Literal["bpe", "bytes"] = "bpe"  # what a token is
+    vocab_size: int | None = 8000  # bpe only
+    rows: Callable = Packed()  # (examples, (S, T)) -> training rows: Packed or Buckets
+    bad_rows: Policy = "error"  # rows that are empty, damaged or longer than the context
+
+    def open(self, model: Any) -> Dataset:
+        problems = Problems(self.bad_rows)
+        train, validation = (list(self._pairs(path, problems)) for path in (self.train, self.validation))
+        name = f"{self.train} ({self.source}-{self.target})"
+        return open_pairs(train, validation, self._learn(train), model, self.rows, problems, name)
+
+    def question(self, model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
+        """A text as a model that was trained on these pairs is asked for its answer."""
+        return question(model, tokenizer, text, reference)
+
+    def _learn(self, pairs: Sequence[Pair]) -> Any:
+        if self.tokenizer == "bytes":
+            return tokenizers.Bytes()
+        return tokenizers.BPE.train("\n".join(itertools.chain.from_iterable(pair[1:] for pair in pairs)), self.vocab_size or 0)
+
+    def _pairs(self, path: str, problems: Problems) -> Iterator[Pair]:
+        found = self._lines(path, problems)
+        if path.startswith("hf:") or path.removesuffix(".gz").endswith((".jsonl", ".json", ".parquet")):
+            found = ((place, *map(str, values)) for place, values in records(path, (self.source, self.target), problems))
+        for place, source, target in found:
+            if source.strip() and target.strip():
+                yield Pair(place, source.strip(), target.strip())
+            else:
+                problems.add(place, "empty")
+
+    def _lines(self, path: str, problems: Problems) -> Iterator[tuple[str, str, str]]:
+        files = [f"{path}.{ending}" for ending in (self.source, self.target)]
+        files = [file if Path(file).exists() else f"{file}.gz" if Path(f"{file}.gz").exists() else file for file in files]
+        texts = (lines(file, problems) for file in files)
+        for (place, source), (other, target) in itertools.zip_longest(*texts, fillvalue=("", None)):
+            if not (place and other):
+                problems.add(place or other, "no line beside it", f" in {files[1] if place else files[0]}")
+            elif source is not None and target is not None:
+                yield place, source, target
+
+
+def open_pairs(
+    train: Sequence[Pair], validation: Sequence[Pair], tokenizer: Any, model: Any, rows: Callable = Packed(),
+    problems: Problems | None = None, name: str = "pairs",
+) -> Dataset:  # fmt: skip
+    """A data set of pairs that are in memory. Raises ConfigError where a split has none that fits the model."""
+    problems = problems or Problems()
+    encoder, T = getattr(model, "encoder", None), context_length(model)
+    lengths = (0 if encoder is None else encoder.context_length, T)
+    splits = []
+    for part, pairs in (("training", train), ("validation", validation)):
+        found = list(_encoded(pairs, tokenizer, lengths, problems))
+        if not found:
+            raise ConfigError(f"data: {name}: no {part} pair fits the model's {lengths} tokens{problems}")
+        splits.append(found)
+    learned, held_out = ([example for _, example in found] for found in splits)
+    made, scored = rows(learned, lengths), Packed()(held_out, lengths)
+    questions = [question(model, tokenizer, pair.source, pair.target) for pair, _ in splits[1]]
+    content = hashlib.sha256(f"{tokenizer.digest} {rows} {lengths}".encode())
+    for example in itertools.chain(learned, held_out):
+        content.update(example.source.tobytes() + example.tokens.tobytes() + example.labels.tobytes())
+    tokens = sum(int(example.weights.sum()) for example in learned)
+    return Dataset(
+        train=made, validation=Rows(held_out, scored.members, scored.shapes, questions), digest=content.hexdigest(),
+        vocab_size=max(tokenizer.vocab_size, tokenizer.end + 1), tokenizer=tokenizer,
+        description=f"{name}: {len(learned):,} training and {len(held_out):,} validation pairs, {tokens:,} target tokens, "
+        f"vocabulary {tokenizer.vocab_size:,}; {len(made):,} rows, {made.padding():.1%} padding{problems}",
+    )  # fmt: skip
+
+
+def question(model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
+    """A text as a model that was trained on pairs is asked for its answer."""
+    source = [*tokenizer.encode(text), tokenizer.end]
+    return Question([tokenizer.end], reference, source) if hasattr(model, "encoder") else Question(source, reference)
+
+
+def _encoded(
+    pairs: Sequence[Pair], tokenizer: Any, lengths: tuple[int, int], problems: Problems
+) -> Iterator[tuple[Pair, Example]]:
+    end, whole = np.array([tokenizer.end], np.int32), lengths[0] == 0
+    texts = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (1, 2)]
+    for pair, source, target in zip(pairs, *texts, strict=True):
+        source, labels = np.concatenate([source, end]), np.concatenate([target, end])
+        text = np.concatenate([source if whole else end, labels])
+        weights = (np.arange(len(text) - 1) >= (len(source) - 1 if whole else 0)).astype(np.int32)
+        example = Example(text[:-1], text[1:], weights, source[:0] if whole else source)
+        for name, tokens, most in (("source", example.source, lengths[0]), ("target", example.tokens, lengths[1])):
+            if len(tokens) > most:
+                problems.add(pair.place, f"{name} longer than the model's {most} tokens", f" ({len(tokens)})")
+                break
+        else:
+            yield pair, example

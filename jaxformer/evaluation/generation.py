@@ -1,0 +1,84 @@
+"""Scores of texts that a model writes: the answers to a split's questions beside the right ones."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxformer.data.sources import Question
+from jaxformer.decoding import Beams, Sampling, generate, search
+from jaxformer.errors import ConfigError
+from jaxformer.evaluation.metric import Evaluation
+
+Score = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]  # (answers, references) -> scores
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Answers to the questions of the validation split, scored by functions of (answers, references).
+
+    `text_metrics` has bleu, chrf, rouge, exact_match and token_f1.
+    """
+
+    scores: tuple[Score, ...]
+    how: Beams | Sampling = Sampling(temperature=0.0)
+    max_tokens: int = 128  # of an answer
+    examples: int | None = None  # the first so many questions; None: all
+    rows: int = 32  # answers that are written at a time
+    only_final: bool = True  # at the end of training; False: at every evaluation
+
+    def __call__(self, scored: Evaluation) -> dict[str, Any]:
+        questions = getattr(scored.dataset.validation, "questions", None)
+        if not questions:
+            raise ConfigError("metrics: Generated needs a validation split with `questions`, such as that of data.pairs.Pairs")
+        questions = questions[: self.examples]
+        tokenizer = scored.dataset.tokenizer
+        found = answers(
+            scored.model, scored.params, questions, tokenizer, self.max_tokens, self.how, rows=self.rows,
+            stop_tokens=(tokenizer.end,), seed=scored.seed, precision=scored.precision,
+        )  # fmt: skip
+        texts, references = [some[0].strip() for some in found], [question.reference for question in questions]
+        return {name: value for score in self.scores for name, value in score(texts, references).items()}
+
+
+def answers(
+    model: Any, params: Any, questions: Sequence[Question], tokenizer: Any, max_tokens: int, how: Beams | Sampling, *,
+    stop: Sequence[str] = (), seed: int = 0, precision: str = "float32", **options,
+) -> list[list[str]]:  # fmt: skip
+    """What a model writes after each prompt: one text, or the `n_best` of a beam search, up to the first of strings `stop`.
+
+    Other options are those of `decoding.generate` and `decoding.search`, such as `stop_tokens`.
+    """
+    order = list(range(len(questions)))
+    if isinstance(how, Beams):  # rows of about one length end together
+        order.sort(key=lambda i: np.size(questions[i].prompt if questions[i].source is None else questions[i].source))
+    prompts = [questions[i].prompt for i in order]
+    sources = None if questions[0].source is None else [questions[i].source for i in order]
+    options |= dict(sources=sources, how=how, dtype=jax.numpy.dtype(precision))
+    if isinstance(how, Beams):
+        found = [[text.tokens for text in some] for some in search(model, params, prompts, max_tokens, **options)]
+    else:
+        key, ends = jax.random.key(seed), stop_strings(tokenizer.decode, stop)
+        found = [[tokens] for tokens in generate(model, params, prompts, max_tokens, key=key, stop=ends, **options)]
+    text = lambda prompt, tokens: before_stop(continuation(tokenizer.decode, prompt, tokens), stop)
+    texts = {i: [text(questions[i].prompt, tokens) for tokens in some] for i, some in zip(order, found, strict=True)}
+    return [texts[i] for i in range(len(questions))]
+
+
+def continuation(decode: Callable[[list[int]], str], prompt: Sequence[int], new: Sequence[int]) -> str:
+    """The text of new tokens behind those of a prompt: a character may begin in one and end in the other."""
+    return decode([*prompt, *new])[len(decode([*prompt])) :]
+
+
+def stop_strings(decode: Callable[[list[int]], str], strings: Sequence[str]) -> Callable[[list[int]], int | None] | None:
+    """`stop` of `generate` for strings, which may begin in one token and end in another. None without strings."""
+    if not strings:
+        return None
+    return lambda tokens: len(tokens) if any(string in decode(tokens) for string in strings) else None
+
+
+def before_stop(text: str, strings: Sequence[str]) -> str:
+    """The text up to the first of the strings."""
+    return text[: min((text.index(string) for string in strings if string in text), default=len(text))]

@@ -1,0 +1,83 @@
+"""Random changes of training images: pure functions `(key, image [H, W, C]) -> image` of the same shape.
+
+`ClassCrossEntropy(augment=(Crop(1), Flip()))` applies them in this order. A function of yours is used in the same way.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+Image = Float[Array, "H W C"]
+
+
+def augmented(functions: Sequence[Callable], key: Array, images: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
+    """Every image after all functions. What happens to it follows from the key and its row."""
+    for number, function in enumerate(functions):
+        images = jax.vmap(function)(jax.random.split(jax.random.fold_in(key, number), len(images)), images)
+    return images
+
+
+@dataclass(frozen=True)
+class Flip:
+    """Left and right change places. Not for digits and letters."""
+
+    probability: float = 0.5  # of that
+
+    def __call__(self, key: Array, image: Image) -> Image:
+        return jnp.where(jax.random.bernoulli(key, self.probability), image[:, ::-1], image)
+
+
+@dataclass(frozen=True)
+class Crop:
+    """A crop of the image with a border of zeros: it moves by up to `padding` pixels. He et al. 2015, section 4.2."""
+
+    padding: int = 4  # pixels on each side
+
+    def __call__(self, key: Array, image: Image) -> Image:
+        down, across = jax.random.randint(key, (2,), 0, 2 * self.padding + 1)
+        border = ((self.padding, self.padding), (self.padding, self.padding), (0, 0))
+        return jax.lax.dynamic_slice(jnp.pad(image, border), (down, across, 0), image.shape)
+
+
+@dataclass(frozen=True)
+class ResizedCrop:
+    """A part of the image, resized to the whole, bilinear. Szegedy et al. 2014, arXiv:1409.4842, section 6.
+
+    A side that would be longer than the image's is as long as that.
+    """
+
+    area: tuple[float, float] = (0.08, 1.0)  # of the part, as a share of the image's
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # of the part's width to its height; its logarithm is uniform
+
+    def __call__(self, key: Array, image: Image) -> Image:
+        size = jnp.array(image.shape[:2], jnp.float32)
+        area, ratio, *corner = jax.random.uniform(key, (4,))
+        area = size.prod() * (self.area[0] + area * (self.area[1] - self.area[0]))
+        ratio = self.ratio[0] * (self.ratio[1] / self.ratio[0]) ** ratio
+        part = jnp.minimum(jnp.sqrt(jnp.stack([area / ratio, area * ratio])), size)
+        scale, corner = size / part, jnp.stack(corner) * (size - part)
+        return jax.image.scale_and_translate(image, image.shape, (0, 1), scale, -corner * scale, "linear")
+
+
+@dataclass(frozen=True)
+class Move:
+    """The image turned and shifted, bilinear, with zeros beyond its edges."""
+
+    degrees: float = 10.0  # it turns by up to this angle, to either side
+    pixels: float = 1.0  # it shifts by up to this distance in each direction
+
+    def __call__(self, key: Array, image: Image) -> Image:
+        turn, *shift = jax.random.uniform(key, (3,), minval=-1.0)
+        angle = turn * jnp.deg2rad(self.degrees)
+        line, column = (jnp.arange(n) - (n - 1) / 2 for n in image.shape[:2])
+        line, column = jnp.meshgrid(line - shift[0] * self.pixels, column - shift[1] * self.pixels, indexing="ij")
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        middle = [(n - 1) / 2 for n in image.shape[:2]]
+        places = [cos * line - sin * column + middle[0], sin * line + cos * column + middle[1]]
+        read = partial(jax.scipy.ndimage.map_coordinates, coordinates=places, order=1)
+        return jax.vmap(read, in_axes=-1, out_axes=-1)(image)

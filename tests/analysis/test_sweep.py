@@ -1,0 +1,108 @@
+"""A sweep trains every combination once, goes on where it was stopped, and keeps what failed in its table."""
+
+import contextlib
+import json
+
+import pytest
+
+from jaxformer import cli
+from jaxformer.analysis.sweep import combinations
+from jaxformer.errors import ConfigError
+from jaxformer.training import loop
+from tests.tiny import furnish
+
+QUICK = ["--eval-batches=1", "--log-every=1", "--checkpoints.every=1"]
+GRID = "--optimizer.learning-rate=1e-3,1e-1 --seed=0,1"
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(furnish(tmp_path))
+    return tmp_path / "runs"
+
+
+def sweep(grid, *more):
+    return cli.main(["sweep", "tiny", "--grid", grid, "--steps=2", *QUICK, *more])
+
+
+def rows(runs):
+    """The cells of the only table, line by line, without its head."""
+    (path,) = runs.glob("sweep-tiny-*.md")
+    lines = [[cell.strip() for cell in line.strip("| \n").split(" | ")] for line in path.read_text().splitlines()]
+    return lines[0], lines[2:]
+
+
+def test_every_combination_the_last_option_first():
+    assert combinations("--a=1,2 --b-c.d=x,y") == [
+        {"a": a, "b-c.d": b} for a, b in (("1", "x"), ("1", "y"), ("2", "x"), ("2", "y"))
+    ]  # fmt: skip
+    values = lambda text: [each["a"] for each in combinations(f"--a={text}")]
+    assert values("Lion(b1=0.9, b2=(0.1, 0.2)),AdamW()") == ["Lion(b1=0.9, b2=(0.1, 0.2))", "AdamW()"]
+    assert values("(1,2),[3,4],{5:6,7:8}") == ["(1,2)", "[3,4]", "{5:6,7:8}"]
+    assert values("'x, y',\"z\",Name('(,')") == ["x, y", "z", "Name('(,')"]
+
+
+@pytest.mark.parametrize("grid", ["", "  ", "--a", "--a=", "--a=1,,2", "a=1", "--a=1 --a=2", "--a=(1", "--a='x", "--a=1 2"])
+def test_a_grid_that_is_none_is_refused(grid):
+    with pytest.raises(ConfigError, match="--grid"):
+        combinations(grid)
+
+
+def test_a_table_and_a_figure_and_nothing_is_trained_twice(runs, capsys, monkeypatch):
+    assert sweep(GRID) == 0
+    out = capsys.readouterr().out
+    head, body = rows(runs)
+    assert head[:3] == ["optimizer.learning-rate", "seed", "loss"] and head[-1] == "run"
+    assert sorted((row[0], row[1]) for row in body) == [(a, b) for a in ("1e-1", "1e-3") for b in "01"]
+    for row in body:
+        result = json.loads((runs.parent / row[-1] / "result.json").read_text())
+        assert float(row[2]) == pytest.approx(result["validation"]["loss"], rel=1e-3)
+    assert [float(row[2]) for row in body] == sorted(float(row[2]) for row in body)
+    (picture,) = runs.glob("sweep-tiny-*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG") and str(picture.name) in out
+    monkeypatch.setattr(loop, "train", None)  # a call would fail
+    assert sweep(GRID) == 0 and rows(runs) == (head, body)
+
+
+def test_a_killed_sweep_goes_on_where_it_was(runs, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    started, train = [], loop.train
+
+    def until_the_third(experiment, *rest, **options):
+        started.append(experiment)
+        if len(started) == 3:
+            raise Killed
+        return train(experiment, *rest, **options)
+
+    monkeypatch.setattr(loop, "train", until_the_third)
+    with contextlib.suppress(Killed):
+        sweep(GRID)
+    assert sweep(GRID) == 0
+    assert len(started) == 5 and started[2] == started[3]  # the third again, then the fourth
+    assert len(rows(runs)[1]) == 4
+
+
+def test_what_fails_stays_in_the_table_and_the_others_go_on(runs, capsys):
+    assert sweep("--optimizer.learning-rate=1e38,1e-3", "--clip-norm=1e30", "--max-skipped=1", "--steps=4") == 0
+    _, body = rows(runs)
+    assert [row[0] for row in body] == ["1e-3", "1e38"] and "failed: not finite" in body[1][-1]
+    assert sweep("--optimizer.learning-rate=1e38", "--clip-norm=1e30", "--max-skipped=1", "--steps=4") == 3
+
+
+@pytest.mark.parametrize(
+    ("grid", "said"),
+    [
+        ("--seed=0,1 --optimizer.learning-rte=1", "did you mean --optimizer.learning-rate"),
+        ("--seed=0,x", "--seed=x"),
+        ("--steps=2,3,2", "same run"),
+        ("--log-every=1,2", "same run"),
+        ("--model.num-heads=2,3", "does not divide"),
+        ("--seed=0,,1", "--grid"),
+    ],
+)
+def test_bad_options_are_refused_before_the_first_run(runs, capsys, grid, said):
+    assert sweep(grid) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and not runs.exists()

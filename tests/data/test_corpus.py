@@ -1,0 +1,415 @@
+"""A corpus: what is encoded, windows over files of tokens, restarts, bad rows, and memory that does not grow."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxformer.data import batching, corpus, tokenizers
+from jaxformer.data.corpus import Corpus, Tokens
+from jaxformer.errors import ConfigError
+
+END = 0xFF  # of bytes
+DOCUMENTS = [f"document {i}\n" + "words and — more words\n" * (i % 5) for i in range(60)]
+
+
+def open_dataset(data, length=8):
+    return batching.open_dataset(data, SimpleNamespace(context_length=length))
+
+
+def all_tokens(dataset):
+    return np.concatenate([dataset.train.tokens[:], dataset.validation.tokens[:]])
+
+
+def documents_of(dataset):
+    """The texts that an end of text follows."""
+    raw = all_tokens(dataset).tobytes()
+    assert raw.endswith(b"\xff")
+    return [text.decode() for text in raw[:-1].split(b"\xff")]
+
+
+def jsonl(documents):
+    return "".join(json.dumps({"text": text}) + "\n" for text in documents)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Parts and shards of 500 bytes, in this process."""
+    monkeypatch.setattr(corpus, "PART", 500)
+    monkeypatch.setattr(corpus, "SHARD", 500)
+
+    def run(entry, path, missing, jobs, progress):
+        for part in missing:
+            corpus.encode_part(entry, part)
+
+    monkeypatch.setattr(corpus, "_run_workers", run)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """One folder with every kind of file."""
+    folder = tmp_path / "texts"
+    (folder / "b").mkdir(parents=True)
+    (folder / "a.txt").write_text("".join(DOCUMENTS[:10]))
+    (folder / "b" / "c.txt.gz").write_bytes(gzip.compress("".join(DOCUMENTS[10:15]).encode()))
+    (folder / "b" / "d.jsonl").write_text(jsonl(DOCUMENTS[15:40]))
+    (folder / "e.jsonl.gz").write_bytes(gzip.compress(jsonl(DOCUMENTS[40:50]).encode()))
+    (folder / "notes.md").write_text("not read")
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": DOCUMENTS[50:]}), folder / "f.parquet", row_group_size=3)
+    return Corpus(str(folder), cache=str(tmp_path / "cache"), validation_fraction=0.1, jobs=2)
+
+
+WHOLE = ["".join(DOCUMENTS[:10]), "".join(DOCUMENTS[10:15]), *DOCUMENTS[15:]]
+
+
+def test_every_document_is_followed_by_the_end(small, texts):
+    dataset = open_dataset(texts)
+    assert documents_of(dataset) == WHOLE
+    assert "47 documents" in dataset.description and dataset.vocab_size == 256
+    tokens = len(all_tokens(dataset))
+    assert len(dataset.train.tokens) == int(tokens * 0.9)
+    entry = corpus._identity(texts, texts.path, dataset.tokenizer.digest)
+    assert len(list((corpus.Path(texts.cache) / f"corpus-{entry}").glob("*.tokens"))) > 8
+
+
+def test_processes_encode_the_same(texts):
+    dataset = open_dataset(texts)
+    assert documents_of(dataset) == WHOLE
+
+
+def test_tokens_do_not_depend_on_the_parts(small, texts, monkeypatch, tmp_path):
+    first = open_dataset(texts)
+    monkeypatch.setattr(corpus, "PART", 77)
+    second = open_dataset(replace(texts, cache=str(tmp_path / "other")))
+    np.testing.assert_array_equal(all_tokens(first), all_tokens(second))
+
+
+@pytest.mark.parametrize("pattern", ["*.jsonl*", "b/*"])
+def test_a_path_may_be_a_glob_or_a_file(small, texts, pattern):
+    found = documents_of(open_dataset(replace(texts, path=f"{texts.path}/{pattern}")))
+    assert found == (WHOLE[1:27] if pattern == "b/*" else WHOLE[27:37])
+    file = replace(texts, path=f"{texts.path}/b/d.jsonl", validation=f"{texts.path}/a.txt")
+    dataset = open_dataset(file)
+    assert len(dataset.train.tokens) == sum(len(text.encode()) + 1 for text in WHOLE[2:27])
+    assert dataset.validation.tokens[:].tobytes() == WHOLE[0].encode() + b"\xff"
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 7), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_tokens_of_files_are_the_array(sizes, length, cut):
+    import tempfile
+    from pathlib import Path
+
+    whole = np.random.default_rng(sum(sizes)).integers(0, 60_000, sum(sizes)).astype(np.uint16)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / str(i) for i in range(len(sizes))]
+        for file, piece in zip(files, np.split(whole, np.cumsum(sizes)[:-1]), strict=True):
+            file.write_bytes(piece.tobytes())
+        tokens = Tokens(files, sizes, np.uint16)
+        first, second = tokens.split(cut := min(cut, len(whole)))
+        np.testing.assert_array_equal(first[:], whole[:cut])
+        np.testing.assert_array_equal(second[:], whole[cut:])
+        for start in range(len(whole)):
+            np.testing.assert_array_equal(tokens[start : start + length], whole[start : start + length])
+        if len(second) > length:
+            mine = batching.sources.Windows(whole[cut:], length, length)
+            read = batching.sources.Windows(second, length, length)
+            assert len(mine) == len(read)
+            for name, rows in mine.take_rows(np.arange(len(mine))[::-1]).items():
+                np.testing.assert_array_equal(read.take_rows(np.arange(len(mine))[::-1])[name], rows)
+
+
+def test_training_windows_follow_each_other(small, texts):
+    dataset = open_dataset(texts, 16)
+    rows = dataset.train.take_rows(np.arange(len(dataset.train)))
+    tokens = dataset.train.tokens[:]
+    np.testing.assert_array_equal(rows["labels"][rows["weights"] > 0], tokens[1:])
+    overlapping = open_dataset(replace(texts, stride=4), 16).train
+    assert len(overlapping) > 3.5 * len(dataset.train)
+    np.testing.assert_array_equal(overlapping[3]["tokens"], tokens[12:28])
+
+
+def test_it_is_encoded_once(small, texts, monkeypatch):
+    first = open_dataset(texts)
+    monkeypatch.setattr(corpus, "encode_part", None)
+    monkeypatch.setattr(corpus, "parts", None)
+    assert open_dataset(texts).digest == first.digest
+
+
+def test_digest_follows_content_and_the_cache_follows_the_files(small, texts, tmp_path):
+    first = open_dataset(texts)
+    file = tmp_path / "texts" / "a.txt"
+    os.utime(file, (1, 1))
+    assert open_dataset(texts).digest == first.digest  # encoded again: nobody knows what changed
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+    file.write_text(file.read_text().replace("0", "1"))
+    assert open_dataset(texts).digest != first.digest
+    assert open_dataset(replace(texts, validation_fraction=0.2)).digest != open_dataset(texts).digest
+
+
+@pytest.mark.parametrize("survivors", [0, 3])
+def test_encoding_goes_on_where_it_was_killed(small, texts, survivors, tmp_path, monkeypatch):
+    whole = all_tokens(open_dataset(texts))
+    encode, done = corpus.encode_part, []
+
+    def killed(entry, part):
+        if len(done) == survivors:
+            raise KeyboardInterrupt
+        done.append(part)
+        encode(entry, part)
+
+    again = replace(texts, cache=str(tmp_path / "again"))
+    monkeypatch.setattr(corpus, "encode_part", killed)
+    with pytest.raises(KeyboardInterrupt):
+        open_dataset(again)
+    made = []
+    monkeypatch.setattr(corpus, "encode_part", lambda entry, part: made.append(part) or encode(entry, part))
+    np.testing.assert_array_equal(all_tokens(open_dataset(again)), whole)
+    assert made and not set(made) & set(done)
+
+
+OPEN = (
+    "from types import SimpleNamespace; from jaxformer.data.corpus import Corpus;"
+    "d = {config!r}.open(SimpleNamespace(context_length=8)); print(d.digest)"
+)
+
+
+def test_a_killed_command_goes_on_and_two_at_once_agree(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(jsonl(DOCUMENTS) * 3000)
+    config = Corpus(str(file), cache=str(tmp_path / "cache"))
+    code = "from jaxformer.data import corpus; corpus.PART = 1 << 20;" + OPEN.format(config=config)
+    command = [sys.executable, "-c", code]
+    killed = subprocess.Popen(command, stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("cache/*/0*.json")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cache/*/0*.json")}
+    assert made
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    digests = {run.communicate(timeout=200)[0] for run in runs}
+    assert len(digests) == 1 and digests != {""}
+    assert all(file.stat().st_mtime_ns == made[file] for file in made)
+    assert not list(tmp_path.glob("cache/*/*.unfinished"))
+    assert digests == {open_dataset(config).digest + "\n"}
+
+
+def test_damaged_tokens_are_refused(small, texts):
+    open_dataset(texts)
+    file = next(corpus.Path(texts.cache).glob("corpus-*/*.tokens"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"\.tokens is damaged; remove .*corpus-"):
+        open_dataset(texts)
+
+
+# --- tokenizers
+
+
+def test_byte_pairs_are_learned_from_a_sample_without_the_validation_part(small, texts, tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    config = replace(texts, path=f"{texts.path}/b/d.jsonl", tokenizer="bpe", vocab_size=300)
+    seen = []
+    train = tokenizers.BPE.train
+    monkeypatch.setattr(tokenizers.BPE, "train", lambda text, size: seen.append(text) or train(text, size))
+    dataset = open_dataset(config)
+    assert open_dataset(config).digest == dataset.digest and len(seen) == 1
+    assert DOCUMENTS[15] in seen[0] and DOCUMENTS[39] not in seen[0]
+    text = dataset.tokenizer.decode(all_tokens(dataset))
+    assert text == "".join(document + "<|endoftext|>" for document in DOCUMENTS[15:40])
+    assert dataset.train.tokens.dtype == np.uint16
+    monkeypatch.setattr(corpus, "SAMPLE", 100)
+    open_dataset(replace(config, cache=str(tmp_path / "other")))
+    assert 50 <= len(seen[1]) <= 100
+
+
+@pytest.fixture
+def tokenizer_json(tmp_path):
+    """A tokenizer.json as Llama's: a template puts <s> before every text, and </s> ends one."""
+    package = pytest.importorskip("tokenizers")
+    trained = tokenizers.BPE.train("".join(DOCUMENTS), 290).state["tokenizer"]
+    made = package.Tokenizer.from_str(json.dumps(trained).replace(tokenizers.END_OF_TEXT, "</s>"))
+    made.add_special_tokens(["<s>"])
+    made.post_processor = package.processors.TemplateProcessing("<s> $A", None, [("<s>", made.token_to_id("<s>"))])
+    made.enable_truncation(16)
+    (tmp_path / "model").mkdir()
+    made.save(str(tmp_path / "model" / "tokenizer.json"))
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", ["folder", "file"])
+def test_a_tokenizer_of_hugging_face_is_used(small, texts, tokenizer_json, name):
+    path = str(tokenizer_json if name == "folder" else tokenizer_json / "tokenizer.json")
+    dataset = open_dataset(replace(texts, tokenizer=path))
+    assert dataset.tokenizer.decode(all_tokens(dataset)) == "".join(f"{text}</s>" for text in WHOLE)
+    assert dataset.vocab_size == 1 + dataset.tokenizer.id_of("<s>")
+
+
+def bad_settings():
+    yield "no file", dict(path="/no/such/*.txt"), r"no file in '/no/such/\*\.txt'"
+    yield "fraction", dict(validation_fraction=1.0), r"validation_fraction: 1\.0 is not between"
+    yield "size", dict(vocab_size=300), r"data\.vocab_size: tokenizer='bpe' needs one"
+    yield "no size", dict(tokenizer="bpe"), r"data\.vocab_size: tokenizer='bpe' needs one"
+    yield "stride", dict(stride=0), r"data\.stride=0: must be at least 1"
+    yield "end", dict(end_of_text="</s>"), r"data\.end_of_text: the tokenizer 'bytes' has no '</s>'"
+    yield "field", dict(field="txt"), r"d\.jsonl:1: no field 'txt'; did you mean text\?"
+    yield "tokenizer", dict(tokenizer="/no/such/tokenizer.json"), r"data\.tokenizer='/no/such/tokenizer\.json'"
+
+
+@pytest.mark.parametrize(("change", "message"), [pytest.param(c, m, id=name) for name, c, m in bad_settings()])
+def test_bad_settings_are_one_line(small, texts, change, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=message) as caught:
+        open_dataset(replace(texts, **change))
+    assert "\n" not in str(caught.value)
+
+
+# --- bad rows
+
+
+def spoil(folder):
+    (folder / "a.txt").write_bytes(b"good\nb\xffd\ngood too\n")
+    (folder / "b" / "d.jsonl").write_text(
+        '{"text": "one"}\n{"text": 2}\nnonsense\n{"tex": ""}\n{"text": ""}\n{"text": "two"}\n'
+    )
+    (folder / "f.parquet").write_bytes(b"nonsense")
+    (folder / "empty.txt").write_text("")
+    (folder / "empty.jsonl").write_text("")
+
+
+def test_bad_rows_are_left_out_and_counted(texts, tmp_path):
+    """In processes of their own, so counts travel through files."""
+    spoil(tmp_path / "texts")
+    dataset = open_dataset(replace(texts, bad_rows="skip"))
+    assert documents_of(dataset) == ["good\ngood too\n", WHOLE[1], "one", "two", *DOCUMENTS[40:50]]
+    found = dataset.description.split("; ")[-1]
+    expected = {
+        "1 not UTF-8": r"a\.txt:2 \(byte 0xff at position 1\)", "1 'text' is no text": r"d\.jsonl:2 but int",
+        "1 not JSON": r"d\.jsonl:3", "1 no field 'text'": r"d\.jsonl:4; did you mean text", "2 empty": r"empty\.jsonl",
+        "1 not readable as Parquet": r"f\.parquet",
+    }  # fmt: skip
+    assert "7 rows skipped" in dataset.description, dataset.description
+    for kind, place in expected.items():
+        assert re.search(rf"{re.escape(kind)} \(first [^,]*{place}", dataset.description), (kind, found)
+
+
+def test_a_bad_row_ends_all_processes_with_its_line(texts, tmp_path):
+    spoil(tmp_path / "texts")
+    for name in ("f.parquet", "empty.txt", "empty.jsonl", "a.txt"):
+        (tmp_path / "texts" / name).unlink()
+    with pytest.raises(ConfigError, match=r"d\.jsonl:2: 'text' is no text but int; mend it"):
+        open_dataset(texts)
+
+
+def test_nothing_but_bad_rows_is_refused(small, texts, tmp_path):
+    (tmp_path / "none.jsonl").write_text("x\ny\n")
+    with pytest.raises(ConfigError, match=r"has no text; 2 rows skipped: 2 not JSON \(first .*none\.jsonl:1"):
+        open_dataset(replace(texts, path=str(tmp_path / "none.jsonl"), bad_rows="skip"))
+
+
+# --- Hugging Face
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A local folder as a data set of 2 shards."""
+    pytest.importorskip("datasets")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for shard in range(2):
+        (folder / f"{shard}.jsonl").write_text(jsonl(DOCUMENTS[shard * 30 : shard * 30 + 30]))
+    return Corpus(f"hf:{folder}#train", cache=str(tmp_path / "cache"), validation_fraction=0.1, jobs=1)
+
+
+def test_a_data_set_is_encoded_in_several_shards_with_states(small, hub):
+    assert documents_of(open_dataset(hub)) == DOCUMENTS
+    names = sorted(file.name for file in corpus.Path(hub.cache).glob("corpus-*/*.tokens"))
+    assert len([name for name in names if name.startswith("000001")]) > 2
+
+
+def test_a_killed_stream_goes_on_from_its_state(small, hub, tmp_path, monkeypatch):
+    whole = open_dataset(hub).digest
+    save, saved = corpus._save, []
+
+    def killed(file, index):
+        save(file, index)
+        saved.append(file.name)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+
+    again = replace(hub, cache=str(tmp_path / "again"))
+    monkeypatch.setattr(corpus, "_save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        open_dataset(again)
+    read = []
+    records = corpus.records
+    counted = lambda *arguments: (read.append(place) or (place, row) for place, row in records(*arguments))
+    monkeypatch.setattr(corpus, "records", counted)
+    monkeypatch.setattr(corpus, "_save", save)
+    assert open_dataset(again).digest == whole
+    assert len(read) < 50  # of 60 rows
+
+
+# --- what runs read
+
+
+def test_a_run_on_a_corpus_has_a_unigram_entropy(small, texts):
+    dataset = open_dataset(texts)
+    found = batching.unigram_entropy(dataset)
+    arrays = [batching.sources.Windows(part.tokens[:], 8) for part in (dataset.train, dataset.validation)]
+    assert found == pytest.approx(batching.unigram_entropy(replace_splits(dataset, arrays)), rel=1e-12)
+
+
+def replace_splits(dataset, splits):
+    return replace(dataset, train=splits[0], validation=splits[1])
+
+
+def test_batches_of_hosts_are_rows_of_the_batch(small, texts):
+    split = open_dataset(texts).train
+    whole = batching.batches(split, 8, seed=1)
+    parts = [batching.batches(split, 8, seed=1, rows=rows) for rows in np.split(np.arange(8), 4)]
+    for step in (0, 3, 10**6):
+        np.testing.assert_array_equal(np.concatenate([part[step]["tokens"] for part in parts]), whole[step]["tokens"])
+
+
+MEMORY = """
+import sys, numpy as np
+from types import SimpleNamespace
+from jaxformer.data import batching, corpus
+corpus.PART = 1 << 25
+dataset = corpus.Corpus(sys.argv[1], cache=sys.argv[2], jobs=2).open(SimpleNamespace(context_length=256))
+get = batching.batches(dataset.train, 64, 0)
+total = sum(int(get[step]["tokens"].sum()) for step in range(300))
+batching.unigram_entropy(dataset)
+print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux counts memory here")
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """VmHWM, the highest resident memory of the process, pages of files included, in kB: of 30 MB and of 300 MB."""
+    found = {}
+    for size in (30, 300):
+        file, block = tmp_path / f"{size}.jsonl", jsonl(DOCUMENTS) * 100
+        with open(file, "w") as out:
+            for _ in range(size * 10**6 // len(block)):
+                out.write(block)
+        command = [sys.executable, "-c", MEMORY, str(file), str(tmp_path / "cache")]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        found[size] = int(run.stdout)
+    assert found[300] < found[30] + 40_000, found  # what a batch and the counts of a piece of 4 million tokens vary
