@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from experiments.bert_pretrain import alike
 from jaxformer.data.sources import Dataset, context_length
 from jaxformer.masks import full
 from jaxformer.models import Embedding, ModelConfig, TokenClassification
@@ -99,7 +100,7 @@ experiment = Experiment(
     name="question_answering",
     model=ModelConfig(
         vocab_size=len(WORDS),
-        num_layers=2,
+        num_layers=3,
         d_model=64,
         num_heads=4,
         context_length=56,
@@ -108,10 +109,11 @@ experiment = Experiment(
         embedding=Embedding(norm=True, token_types=2),
         heads=(TokenClassification(2),),
         init_std=0.1,
-        unroll=2,
+        unroll=3,
     ),
     data=Passages(),
     objective=SpanCrossEntropy(),
+    initial=alike,  # words of the question find themselves in the passage
     optimizer=AdamW(learning_rate=2e-3, b2=0.98),
     schedule=Cosine(warmup=50),
     steps=1000,
