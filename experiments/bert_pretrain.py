@@ -1,6 +1,6 @@
 """BERT's pre-training, hidden tokens and next sentences, on the docstrings of Python's standard library.
 
-Devlin et al. 2018, arXiv:1810.04805, section 3.1. As there, a "sentence" is a span of running text: up to 40 words. The second
+Devlin et al. 2018, arXiv:1810.04805, section 3.1. As there, a "sentence" is a span of running text: 24 to 30 words. The second
 one follows the first, or is of another docstring, as often. Both kinds of pairs have the same lengths in words, begin at a
 word, have no line breaks, and end at the end of a docstring as often: what is left is what the sentences say, and grammar
 across the gap. A docstring of the validation split may have neighbours of its module in the training split.
@@ -22,7 +22,7 @@ from jaxformer.data import batching, tokenizers
 from jaxformer.data.sources import Dataset
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.masks import full
-from jaxformer.models import Classification, Embedding, LanguageModel, ModelConfig
+from jaxformer.models import Classification, Embedding, LanguageModel, ModelConfig, Relative
 from jaxformer.training import AdamW, Cosine, Experiment, MaskedTokens, NextSentence
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -53,13 +53,13 @@ def docstrings() -> list[tuple[str, str]]:
 class Docstrings:
     """Pairs of sentences; every tenth docstring is for validation. Pair i is a function of (seed, split, i)."""
 
-    words: int = 40  # longest sentence; shorter ones have at least 8
-    least: int = 32  # words of a docstring that is used
-    pairs: int = 16  # of each docstring in training; 4 in validation
+    words: int = 30  # most of a sentence
+    least: int = 24  # fewest of a sentence; of a docstring that is used, `words` + `words`
+    pairs: int = 32  # of each docstring in training; 8 in validation
     seed: int = 0  # of the pairs
 
     def open(self, model) -> Dataset:
-        texts = [text for _, text in docstrings() if len(text.split()) >= self.least]
+        texts = [text for _, text in docstrings() if len(text.split()) >= 2 * self.words]
         parts = [text for i, text in enumerate(texts) if i % 10], texts[::10]
         tokenizer = tokenizers.BPE.train("\n".join(parts[0]), VOCABULARY)
         length, vocabulary = model.context_length, tokenizer.vocab_size
@@ -76,7 +76,7 @@ class Pairs:
     """CLS first SEP second SEP: tokens, segment_ids (0: padding), token_types, weights [T]; labels: 1 if it follows."""
 
     def __init__(self, config, tokenizer, texts, split, length):
-        self.config, self.split, self.length, self.count = config, split, length, 4 if split else config.pairs
+        self.config, self.split, self.length, self.count = config, split, length, 8 if split else config.pairs
         words = sorted({word for text in texts for word in text.split()})
         ids = {word: tokenizer.encode(" " + word) for word in words}
         self.texts = [[ids[word] for word in text.split()] for text in texts]
@@ -86,16 +86,17 @@ class Pairs:
         return self.count * len(self.texts)
 
     def __getitem__(self, index):
-        rng, most = np.random.default_rng((self.config.seed, self.split, index)), self.config.words
+        rng = np.random.default_rng((self.config.seed, self.split, index))
+        least, most = self.config.least, self.config.words
         text = self.texts[index % len(self.texts)]
-        cut = int(rng.integers(8, len(text) - 8 + 1))
+        cut = int(rng.integers(least, len(text) - least + 1))
         first, second, follows = text[max(0, cut - most) : cut], text[cut : cut + most], int(rng.integers(2))
         if not follows:
             ends = len(text) - cut <= most
             while True:  # another docstring, which is long enough
                 other = self.texts[(index + int(rng.integers(1, len(self.texts)))) % len(self.texts)]
-                start = len(other) - len(second) if ends else int(rng.integers(8, max(9, len(other) - most)))
-                if start >= 8 and start + len(second) + (not ends) <= len(other):
+                start = len(other) - len(second) if ends else int(rng.integers(least, max(least + 1, len(other) - most)))
+                if start >= least and start + len(second) + (not ends) <= len(other):
                     break
             second = other[start : start + len(second)]
         half = (self.length - 3) // 2
@@ -126,14 +127,16 @@ margin.only_final = True
 
 
 def alike(spec, key):
-    """Random parameters, in which a token attends at first to its like: keys are queries, positions and types are small.
+    """Random parameters, in which a token attends at first to its like: keys are queries, and token types are small.
 
-    From any other beginning a model of this size needs many more steps before it compares the words of the two sentences.
+    From any other beginning a model of this size needs many more steps before it compares the words of two texts.
     """
     tree = params.init(spec, key)
     attention, embedding = tree["layers"]["attention"], tree["embedding"]
-    attention |= {"key": jax.tree.map(jnp.copy, attention["query"])}
-    embedding |= {name: 0.3 * embedding[name] for name in ("positions", "token_types")}
+    kernel = 1.3 * attention["query"]["kernel"]  # so large that like tokens have most of the weight
+    for name in ("query", "key"):
+        attention[name] = attention[name] | {"kernel": jnp.copy(kernel)}
+    embedding["token_types"] = 0.3 * embedding["token_types"]
     return tree
 
 
@@ -144,8 +147,9 @@ experiment = Experiment(
         num_layers=2,
         d_model=64,
         num_heads=2,
-        context_length=112,
+        context_length=96,
         feedforward="gelu",
+        positions=Relative(max_distance=64),
         masks=(full(),),
         embedding=Embedding(norm=True, token_types=2),
         heads=(LanguageModel(transform="gelu", bias=True), Classification(2, pool="mean", name="next_sentence")),
@@ -157,8 +161,8 @@ experiment = Experiment(
     initial=alike,
     optimizer=AdamW(learning_rate=3e-3, b2=0.98),
     schedule=Cosine(warmup=100),
-    steps=1200,
+    steps=1000,
     batch_size=32,
-    eval_every=250,
+    eval_every=100,
     metrics=(margin,),
 )

@@ -16,7 +16,7 @@ import numpy as np
 from experiments.bert_pretrain import alike
 from jaxformer.data.sources import Dataset, context_length
 from jaxformer.masks import full
-from jaxformer.models import Embedding, ModelConfig, TokenClassification
+from jaxformer.models import Embedding, ModelConfig, Relative, TokenClassification
 from jaxformer.training import AdamW, Cosine, Experiment, SpanCrossEntropy
 
 PEOPLE = "Anna Bela Chen Dina Emil Fatou Goran Hana Ivan Juma Kofi Lena Mara Nuri Olga Pedro".split()
@@ -105,6 +105,7 @@ experiment = Experiment(
         num_heads=4,
         context_length=56,
         feedforward="gelu",
+        positions=Relative(max_distance=32),
         masks=(full(),),
         embedding=Embedding(norm=True, token_types=2),
         heads=(TokenClassification(2),),
@@ -114,9 +115,9 @@ experiment = Experiment(
     data=Passages(),
     objective=SpanCrossEntropy(),
     initial=alike,  # words of the question find themselves in the passage
-    optimizer=AdamW(learning_rate=2e-3, b2=0.98),
+    optimizer=AdamW(learning_rate=3e-3, b2=0.98),
     schedule=Cosine(warmup=50),
     steps=1000,
     batch_size=32,
-    eval_every=250,
+    eval_every=200,
 )
