@@ -131,10 +131,9 @@ class NextSentence:
 
     def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
         words = heads.language_model(model) if isinstance(model, models.ModelConfig) else None
-        if words is None or self.head not in (head.name for head in model.heads):
-            raise ConfigError(
-                f"objective: needs a ModelConfig with a LanguageModel and a Classification(2, name={self.head!r})"
-            )
+        if words is None or self.head not in (getattr(head, "name", None) for head in model.heads):
+            problem = f"needs a ModelConfig with the heads LanguageModel() and Classification(2, name={self.head!r})"
+            raise ConfigError(f"objective: NextSentence {problem}")
         choose, inside = jax.random.split(key)
         hidden = self.masked.hidden(model, batch, choose)
         inputs = {name: batch[name] for name in INPUTS if name in batch}

@@ -202,7 +202,7 @@ def test_the_loss_of_next_sentences_by_hand():
 @pytest.mark.parametrize("heads", [(LanguageModel(),), (Classification(2, name="next_sentence"),)])
 def test_next_sentences_need_both_heads(heads):
     config = replace(SENTENCES, heads=heads)
-    with pytest.raises(ConfigError, match=r"a LanguageModel and a Classification\(2, name='next_sentence'\)"):
+    with pytest.raises(ConfigError, match=r"heads LanguageModel\(\) and Classification\(2, name='next_sentence'\)"):
         NextSentence(MaskedTokens(MASK))(config, {}, pairs(2, 16), jax.random.key(0), jnp.float32)
 
 
