@@ -34,7 +34,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -175,12 +175,13 @@ def generate(argv: list[str]) -> int:
     from jaxformer.decoding import Beams, Sampling, filters
 
     names = {name: getattr(filters, name) for name in filters.__all__}
-    given: Callable = lambda names: {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = lambda names: {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     how: dict[str, Any] = given(("seed", "tokens", "stop"))
     how["filters"] = [config.expressions.evaluate(text, names) for text in options.filter]
     picks, search = given(("temperature", "top_k", "top_p", "min_p", "typical")), given(("beams", "n_best", "length_penalty"))
     if picks or search:  # otherwise as the experiment says
-        how["sampling"] = Beams(**search) if search else Sampling(**{"temperature": 0.8, **picks})
+        picks.setdefault("temperature", 0.8)
+        how["sampling"] = Beams(**search) if search else Sampling(**picks)
     if options.prompts is not None:
         _generate_file(run, options.prompts, options.out, **how)
     elif options.n_best is not None:

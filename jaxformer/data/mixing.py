@@ -22,7 +22,7 @@ class Mixed:
     through epochs of its own. Raises ConfigError for sources that differ in arrays or in tokenizer.
     """
 
-    sources: tuple[tuple[float, Any], ...]
+    sources: tuple[tuple[float, Any], ...]  # (share, data)
 
     def open(self, model: Any) -> Dataset:
         return open_mixture(self, model)

@@ -40,7 +40,7 @@ class Packed:
     Pairs are taken in a random order, and each goes into the first of `open_rows` that has room.
     """
 
-    open_rows: int = 64
+    open_rows: int = 64  # rows that are filled at a time
 
     def __call__(self, examples: Sequence[Example], lengths: tuple[int, int]) -> "Rows":
         rows: list[list[int]] = []
@@ -65,7 +65,7 @@ class Buckets:
     The model's own lengths are always among them. A program is compiled for each length.
     """
 
-    lengths: tuple[int, ...] = (16, 32, 64)
+    lengths: tuple[int, ...] = (16, 32, 64)  # tokens of a source and of a target
 
     def __call__(self, examples: Sequence[Example], lengths: tuple[int, int]) -> "Rows":
         shapes = [(min(n, lengths[0]), min(n, lengths[1])) for n in sorted(self.lengths) if n < max(lengths)] + [lengths]
@@ -115,7 +115,7 @@ class Rows:
                     batch["source_segment_ids"][row, there] = segment
         return batch
 
-    def shape(self, indices: Iterable[int]) -> tuple[int, int]:
+    def shape(self, indices: Iterable) -> tuple[int, int]:
         """The first shape (source length, target length) that holds the rows."""
         sizes = [[(len(self.examples[i].source), len(self.examples[i].tokens)) for i in self.members[row]] for row in indices]
         s, t = np.max([np.sum(row, axis=0) for row in sizes], axis=0)
@@ -157,12 +157,12 @@ class Pairs:
     """
 
     train: str  # of files of lines the path without the ending
-    validation: str
+    validation: str  # the same of validation pairs
     source: str = "source"  # the ending of the file of sources, or the field
-    target: str = "target"
+    target: str = "target"  # the same of targets
     tokenizer: Literal["bpe", "bytes"] = "bpe"  # what a token is
     vocab_size: int | None = 8000  # bpe only
-    rows: Callable = Packed()  # (examples, (S, T)) -> training rows: Packed or Buckets
+    rows: Callable = Packed()  # (examples, (S, T)) -> Rows for training: Packed or Buckets
     bad_rows: Policy = "error"  # rows that are empty, damaged or longer than the context
 
     def open(self, model: Any) -> Dataset:
@@ -218,7 +218,7 @@ def open_pairs(
     learned, held_out = ([example for _, example in found] for found in splits)
     made, scored = rows(learned, lengths), Packed()(held_out, lengths)
     questions = [question(model, tokenizer, pair.source, pair.target) for pair, _ in splits[1]]
-    content = hashlib.sha256(f"{tokenizer.digest} {rows} {lengths}".encode())
+    content = hashlib.sha256(f"{tokenizer.digest} {lengths}".encode())
     for example in itertools.chain(learned, held_out):
         content.update(example.source.tobytes() + example.tokens.tobytes() + example.labels.tobytes())
     tokens = sum(int(example.weights.sum()) for example in learned)

@@ -30,12 +30,12 @@ class Beams:
     took it at the same step. Vijayakumar et al. 2016, arXiv:1610.02424, section 4 (Hamming diversity).
     """
 
-    beams: int = struct.field(pytree_node=False, default=4)
-    n_best: int = struct.field(pytree_node=False, default=1)
-    length_penalty: Any = 1.0
-    early_stopping: bool | str = struct.field(pytree_node=False, default=False)
-    groups: int = struct.field(pytree_node=False, default=1)
-    diversity: Any = 0.0
+    beams: int = struct.field(pytree_node=False, default=4)  # texts that are followed at a time
+    n_best: int = struct.field(pytree_node=False, default=1)  # texts that are returned
+    length_penalty: Any = 1.0  # exponent of the length, or a function such as gnmt(0.6)
+    early_stopping: bool | str = struct.field(pytree_node=False, default=False)  # True, False or "never"
+    groups: int = struct.field(pytree_node=False, default=1)  # of beams, each a search of its own
+    diversity: Any = 0.0  # nats that a token costs which an earlier group took
 
     def __post_init__(self):
         if not 1 <= self.n_best <= self.beams:

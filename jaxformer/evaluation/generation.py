@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxformer import models
 from jaxformer.data.sources import Question
 from jaxformer.decoding import Beams, Sampling, generate, search
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.metric import Evaluation
+from jaxformer.models.config import Learned
 
 Score = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]  # (answers, references) -> scores
 
@@ -22,8 +24,8 @@ class Generated:
     `text_metrics` has bleu, chrf, rouge, exact_match and token_f1.
     """
 
-    scores: tuple[Score, ...]
-    how: Beams | Sampling = Sampling(temperature=0.0)
+    scores: tuple[Score, ...]  # functions of (answers, references)
+    how: Beams | Sampling = Sampling(temperature=0.0)  # how a token is picked, or an answer is searched
     max_tokens: int = 128  # of an answer
     examples: int | None = None  # the first so many questions; None: all
     rows: int = 32  # answers that are written at a time
@@ -51,7 +53,7 @@ def answers(
 
     Other options are those of `decoding.generate` and `decoding.search`, such as `stop_tokens`.
     """
-    order = list(range(len(questions)))
+    order, max_tokens = list(range(len(questions))), room_for(model, max_tokens, [question.prompt for question in questions])
     if isinstance(how, Beams):  # rows of about one length end together
         order.sort(key=lambda i: np.size(questions[i].prompt if questions[i].source is None else questions[i].source))
     prompts = [questions[i].prompt for i in order]
@@ -65,6 +67,13 @@ def answers(
     text = lambda prompt, tokens: before_stop(continuation(tokenizer.decode, prompt, tokens), stop)
     texts = {i: [text(questions[i].prompt, tokens) for tokens in some] for i, some in zip(order, found, strict=True)}
     return [texts[i] for i in range(len(questions))]
+
+
+def room_for(model: Any, max_tokens: int, prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens may follow the prompts: not more than learned positions are left."""
+    stack = models.last_stack(model)
+    left = stack.context_length - max(map(len, prompts))
+    return min(max_tokens, left) if isinstance(stack.positions, Learned) else max_tokens
 
 
 def continuation(decode: Callable[[list[int]], str], prompt: Sequence[int], new: Sequence[int]) -> str:

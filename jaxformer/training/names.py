@@ -11,6 +11,7 @@ from jaxformer import masks, models
 from jaxformer.data import corpus, images, labelled, mixing, pairs, sources, tasks
 from jaxformer.decoding.beam import Beams, gnmt
 from jaxformer.decoding.sampling import Sampling
+from jaxformer.evaluation import generation, perplexity, text_metrics
 from jaxformer.models import adaptation, mixers, vision
 from jaxformer.models.mixers import variants
 from jaxformer.models.stacks import reversible
@@ -36,6 +37,7 @@ _OF_MODELS = {
     vision: "Reconstruction",
 }
 MODEL = models.PRESETS | {name: found for module, names in _OF_MODELS.items() for name, found in _of(module, names).items()}
+ANSWERS = {"Sampling": Sampling, "Beams": Beams, "gnmt": gnmt}
 NAMES: dict[str, Mapping[str, Any]] = {
     "model": MODEL, "mixer": {"Linear": mixers.Linear},
     "positions": {"Linear": positions.Linear}, "scaling": {"Linear": positions.Linear},
@@ -47,5 +49,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
     | _of(corruption, "MaskedTokens NextSentence PrefixLanguageModel SpanCorruption")
     | _of(augment, "Flip Crop ResizedCrop Move"),
     "initial": _of(initial, "FromRun HuggingFace"), "adaptation": _of(adaptation, "Lora"),
-    "mesh": {"Mesh": Mesh}, "checkpoints": {"Checkpoints": Checkpoints}, "sample": {"Sample": Sample, "Sampling": Sampling, "Beams": Beams, "gnmt": gnmt},
+    "metrics": _of(generation, "Generated") | _of(text_metrics, "bleu chrf rouge exact_match token_f1")
+    | _of(perplexity, "StridedPerplexity") | ANSWERS,
+    "mesh": {"Mesh": Mesh}, "checkpoints": {"Checkpoints": Checkpoints}, "sample": {"Sample": Sample} | ANSWERS,
 }  # fmt: skip

@@ -17,7 +17,7 @@ from jaxformer.data import batching, tokenizers
 from jaxformer.data.sources import Question
 from jaxformer.decoding import Beams, round_to_int8, stream
 from jaxformer.errors import ConfigError
-from jaxformer.evaluation.generation import answers, before_stop, continuation, stop_strings
+from jaxformer.evaluation.generation import answers, before_stop, continuation, room_for, stop_strings
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.perplexity import perplexity
 from jaxformer.models import heads
@@ -131,9 +131,9 @@ class Run:
         with self.on_mesh():
             new = []
             for piece in stream(
-                model, self.params, tokens, room_for(model, sample, tokens), source=question.source, how=sample.sampling,
-                filters=filters, key=jax.random.key(seed), stop=stop_strings(decode, stop), stop_tokens=self._ends(),
-                dtype=jax.numpy.dtype(self.experiment.precision),
+                model, self.params, tokens, room_for(model, sample.tokens, [tokens]), source=question.source,
+                how=sample.sampling, filters=filters, key=jax.random.key(seed), stop=stop_strings(decode, stop),
+                stop_tokens=self._ends(), dtype=jax.numpy.dtype(self.experiment.precision),
             ):  # fmt: skip
                 new += piece
                 text = before_stop(continuation(decode, tokens, new), stop)
@@ -147,7 +147,7 @@ class Run:
     ) -> list[list[str]]:
         """Texts after each prompt: one, or the `n_best` of a beam search; `options` are those of `Sample`."""
         model, samples = self.experiment.model, [self._ask(prompt, options) for prompt in prompts]
-        most, how = min(room_for(model, sample, asked.prompt) for sample, asked in samples), samples[0][0].sampling
+        most, how = samples[0][0].tokens, samples[0][0].sampling
         with self.on_mesh():
             return answers(
                 model, self.params, [question for _, question in samples], self.tokenizer, most, how, seed=seed,
@@ -176,7 +176,9 @@ def open_run(path: epath.PathLike, step: int | None = None, overrides: Sequence[
     experiment = open_experiment(folder)
     changed = config.override(experiment, overrides, NAMES) if overrides else experiment
     if config.fingerprint(changed) != config.fingerprint(experiment):
-        raise ConfigError(f"{folder.path}: {' '.join(overrides)} would make it another run; only --mesh.… may change here")
+        raise ConfigError(
+            f"{folder.path}: {' '.join(overrides)} would make it another run; only --mesh.… and --metrics may change here"
+        )
     return Run(folder, changed, step, average)
 
 
@@ -228,18 +230,11 @@ def sample_text(experiment: Experiment, params: Any, dataset: Any) -> str:
     sample, tokenizer, asks = experiment.sample, dataset.tokenizer, hasattr(experiment.data, "question")
     first = asks and sample.prompt is None
     question = dataset.validation.questions[0] if first else ask(experiment, sample, tokenizer)
-    most, ends = room_for(experiment.model, sample, question.prompt), (tokenizer.end,) if asks else ()
     ((text,),) = answers(
-        experiment.model, params, [question], tokenizer, most, sample.sampling, seed=experiment.seed,
-        precision=experiment.precision, stop_tokens=ends,
+        experiment.model, params, [question], tokenizer, sample.tokens, sample.sampling, seed=experiment.seed,
+        precision=experiment.precision, stop_tokens=(tokenizer.end,) if asks else (),
     )  # fmt: skip
     return f"{text}\n(the answer in the data: {question.reference})" if first else (sample.prompt or "") + text
-
-
-def room_for(model: Any, sample: Sample, prompt: Sequence[int]) -> int:
-    """How many tokens a sample may have: not more than learned positions are left."""
-    stack = models.last_stack(model)
-    return min(sample.tokens, stack.context_length - len(prompt)) if isinstance(stack.positions, Learned) else sample.tokens
 
 
 def on_devices(mesh: jax.sharding.Mesh | None, rows: np.ndarray | None, size: int, batch: dict[str, Any]) -> dict:

@@ -1,0 +1,170 @@
+"""Pairs of texts: files and their faults, rows of several pairs, buckets of length, and that packing changes no number."""
+
+import gzip
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import masks, models
+from jaxformer.data import batching, pairs, tokenizers
+from jaxformer.data.pairs import Buckets, Example, Packed, Pair, Pairs
+from jaxformer.errors import ConfigError
+from jaxformer.training import TokenCrossEntropy
+
+DECODER = models.ModelConfig(257, 2, 32, 2, context_length=32)
+PAIR = models.EncoderDecoder(replace(DECODER, heads=(), masks=(masks.full(),), context_length=20), DECODER)
+TEXTS = [("eins", "one"), ("zwei", "two"), ("drei und vier", "three and four"), ("f", "five"), ("sechs", "six")]
+
+
+def write(folder, name, sources, targets, end="\n"):
+    for ending, texts in (("de", sources), ("en", targets)):
+        (folder / f"{name}.{ending}").write_text("".join(text + end for text in texts))
+    return str(folder / name)
+
+
+def config(folder, **changes):
+    train = write(folder, "train", *zip(*TEXTS, strict=True))
+    validation = write(folder, "val", *zip(*TEXTS[:2], strict=True))
+    return Pairs(train, validation, "de", "en", **{"tokenizer": "bytes", "vocab_size": None, **changes})
+
+
+def in_memory(model, rows=Packed(), texts=TEXTS):
+    named = [Pair(f"pair {i}", *text) for i, text in enumerate(texts)]
+    return pairs.open_pairs(named, named, tokenizers.Bytes(), model, rows)
+
+
+def decoded(ids):
+    return tokenizers.Bytes().decode(ids)
+
+
+def test_a_packed_row_holds_whole_pairs_each_once(tmp_path):
+    data = config(tmp_path).open(PAIR)
+    seen = []
+    for row in (data.train[i] for i in range(len(data.train))):
+        assert {name: array.shape for name, array in row.items()} == {
+            **dict.fromkeys(("tokens", "labels", "weights", "segment_ids"), (32,)),
+            **dict.fromkeys(("source", "source_segment_ids"), (20,)),
+        }
+        for segment in range(1, row["segment_ids"].max() + 1):
+            here, there = row["segment_ids"] == segment, row["source_segment_ids"] == segment
+            source, tokens, labels = row["source"][there], row["tokens"][here], row["labels"][here]
+            assert source[-1] == labels[-1] == tokens[0] == 256 and (tokens[1:] == labels[:-1]).all()
+            seen.append((decoded(source[:-1]), decoded(labels[:-1])))
+        np.testing.assert_array_equal(row["weights"], row["segment_ids"] > 0)
+    assert sorted(seen) == sorted(TEXTS) and len(data.train) < len(TEXTS)
+    assert "padding" in data.description and data.vocab_size == 257
+
+
+def test_a_decoder_alone_reads_the_source_and_learns_the_target():
+    row = in_memory(DECODER, texts=[("ab", "cd")]).train[0]
+    assert row["tokens"][:5].tolist() == [97, 98, 256, 99, 100] and row["labels"][:5].tolist() == [98, 256, 99, 100, 256]
+    assert row["weights"][:6].tolist() == [0, 0, 1, 1, 1, 0] and "source" not in row
+
+
+@pytest.mark.parametrize("lengths", [(32, 32), (0, 40)])
+def test_packing_wastes_little_and_loses_nothing(lengths):
+    rng = np.random.default_rng(0)
+    sizes = [(min(int(s), lengths[0]), int(t)) for s, t in rng.integers(1, 17, (500, 2))]
+    examples = [Example(*(np.ones(t, np.int32),) * 3, np.ones(s, np.int32)) for s, t in sizes]
+    rows = Packed()(examples, lengths)
+    assert sorted(number for row in rows.members for number in row) == list(range(500))
+    for row in rows.members:
+        assert sum(sizes[i][0] for i in row) <= lengths[0] and sum(sizes[i][1] for i in row) <= lengths[1]
+    assert rows.members == Packed()(examples, lengths).members and rows.padding() < 0.15
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("model", [PAIR, DECODER], ids=["pair", "decoder"])
+def test_packed_pairs_have_the_loss_and_gradients_of_single_ones(model, implementation):
+    kernel = lambda config: replace(config, attention_implementation=implementation)
+    model = models.EncoderDecoder(kernel(model.encoder), kernel(model.decoder)) if model is PAIR else kernel(model)
+    params, objective = models.init(model, jax.random.key(0)), TokenCrossEntropy()
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params, batch):
+        return objective(model, params, batch, jax.random.key(0), jnp.float32).loss
+
+    def total(rows):
+        found = [loss(params, jax.device_put(rows.take_rows(np.array([i])))) for i in range(len(rows))]
+        return jax.tree.map(lambda *leaves: np.sum(np.stack(leaves), axis=0), *found)
+
+    packed, single = in_memory(model), in_memory(model, Buckets((8, 16)))
+    assert len(packed.train) < len(single.train) == len(TEXTS)
+    # sums of float32 in another order
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), total(packed.train), total(single.train))
+
+
+def test_buckets_give_batches_of_one_shape_and_every_pair_in_each_epoch():
+    rng = np.random.default_rng(1)
+    texts = [("a" * s, "b" * t) for s, t in rng.integers(1, 20, (100, 2))]
+    rows = in_memory(PAIR, Buckets((6, 12)), texts).train
+    steps = batching.batches(rows, 8, seed=3)
+    shapes = {(batch["source"].shape, batch["tokens"].shape) for batch in (steps[i] for i in range(60))}
+    assert shapes == {((8, 6), (8, 6)), ((8, 12), (8, 12)), ((8, 20), (8, 32))}
+    order = rows.batch_indices(3, 8)
+    for epoch in range(2):
+        seen = np.concatenate([order[step] for step in range(epoch * order.count, (epoch + 1) * order.count)])
+        assert set(seen) == set(range(100)) and len(seen) < 100 + 3 * 8
+    assert not np.array_equal(order[0], order[order.count])
+    again = rows.batch_indices(3, 8)
+    np.testing.assert_array_equal(again[17], order[17])  # a function of (seed, step): a resumed run asks for a later step first
+    halves = [batching.batches(rows, 8, 3, np.arange(8)[part])[5] for part in (slice(0, 4), slice(4, 8))]
+    for name, whole in steps[5].items():
+        np.testing.assert_array_equal(np.concatenate([half[name] for half in halves]), whole)
+
+
+def test_questions_are_the_validation_pairs(tmp_path):
+    question = config(tmp_path).open(PAIR).validation.questions[0]
+    assert question.prompt == [256] and question.reference == "one" and question.source == [*b"eins", 256]
+    alone = in_memory(DECODER).validation.questions[0]
+    assert alone.prompt == [*b"eins", 256] and alone.source is None
+
+
+def test_shared_byte_pairs_and_rows_of_json(tmp_path):
+    for name in ("train", "val"):
+        lines = [json.dumps({"translation": {"de": source, "en": target}}) for source, target in TEXTS * 20]
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    files = [str(tmp_path / f"{name}.jsonl.gz") for name in ("train", "val")]
+    data = Pairs(*files, "translation.de", "translation.en", vocab_size=270)
+    model = replace(PAIR, encoder=replace(PAIR.encoder, vocab_size=270), decoder=replace(DECODER, vocab_size=270))
+    dataset = data.open(model)
+    assert dataset.vocab_size == 270 and dataset.tokenizer.end == 0
+    assert dataset.tokenizer.decode(dataset.validation.questions[0].source[:-1]) == "eins"
+
+
+FAULTS = {
+    "empty": (["eins", ""], ["one", "two"], r"train.de:2: empty"),
+    "no line beside it": (["eins", "zwei"], ["one"], r"train.de:2: no line beside it in .*train.en"),
+    "source longer than the model's 20 tokens": (["eins", "z" * 30], ["one", "two"], r"train.de:2: source longer.*\(31\)"),
+    "target longer than the model's 32 tokens": (["eins", "zwei"], ["one", "t" * 40], r"train.de:2: target longer.*\(41\)"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_bad_row_is_refused_with_its_place_or_counted(tmp_path, kind):
+    sources, targets, message = FAULTS[kind]
+    data = replace(config(tmp_path), train=write(tmp_path, "train", sources, targets))
+    with pytest.raises(ConfigError, match=message):
+        data.open(PAIR)
+    dataset = replace(data, bad_rows="skip").open(PAIR)
+    assert f"1 rows skipped: 1 {kind} (first " in dataset.description and "1 training" in dataset.description
+
+
+def test_bytes_that_are_not_utf8_are_refused_with_their_line(tmp_path):
+    data = config(tmp_path)
+    (tmp_path / "train.en").write_bytes(b"one\ntwo\nthr\xffee\nfive\nsix\n")
+    with pytest.raises(ConfigError, match=r"train.en:3: not UTF-8"):
+        data.open(PAIR)
+    assert "4 training" in replace(data, bad_rows="skip").open(PAIR).description
+    with pytest.raises(ConfigError, match=r"there is no .*nothing.de"):
+        replace(data, train=str(tmp_path / "nothing")).open(PAIR)
+
+
+def test_a_split_of_which_nothing_fits_is_refused():
+    with pytest.raises(ConfigError, match="no training pair fits"):
+        pairs.open_pairs([Pair("a:1", "x" * 99, "y")], [], tokenizers.Bytes(), PAIR, problems=pairs.Problems("skip"))
