@@ -112,18 +112,18 @@ class Pairs:
         }  # fmt: skip
 
 
-def margin(scored: Evaluation) -> dict[str, float]:
+@dataclass(frozen=True)
+class Margin:
     """How far the mean loss of hidden tokens is below the unigram entropy, nats a token."""
-    score = jax.jit(functools.partial(experiment.objective, scored.model, dtype=scored.precision))
-    sums = [
-        score(scored.params, batch, key=jax.random.key(i)).metrics["masked_loss"] for i, batch in enumerate(scored.batches())
-    ]
-    loss, weight = (float(sum(part)) for part in zip(*sums, strict=True))
-    entropy = batching.unigram_entropy(scored.dataset)
-    return {"unigram_entropy": entropy, "below_unigram_entropy": entropy - loss / weight}
 
+    only_final: bool = True
 
-margin.only_final = True
+    def __call__(self, scored: Evaluation) -> dict[str, float]:
+        score = jax.jit(functools.partial(experiment.objective, scored.model, dtype=scored.precision))
+        found = [score(scored.params, batch, key=jax.random.key(i)).metrics for i, batch in enumerate(scored.batches())]
+        loss, weight = (float(sum(part)) for part in zip(*(each["masked_loss"] for each in found), strict=True))
+        entropy = batching.unigram_entropy(scored.dataset) or 0.0
+        return {"unigram_entropy": entropy, "below_unigram_entropy": entropy - loss / weight}
 
 
 def alike(spec, key):
@@ -164,5 +164,5 @@ experiment = Experiment(
     steps=1000,
     batch_size=32,
     eval_every=100,
-    metrics=(margin,),
+    metrics=(Margin(),),
 )

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -83,7 +84,7 @@ class Questions:
         first = sum(len(sentence) for sentence, *_ in facts[:chosen]) + begin
         return question, [word for sentence, *_ in facts for word in sentence], first, first + len(answer) - 1
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         question, passage, first, last = self.text(range(len(self))[index])
         before, slots = len(question) + 2, np.arange(self.length)
         tokens = np.zeros(self.length, np.int32)

@@ -76,5 +76,5 @@ experiment = Experiment(
     steps=800,
     batch_size=32,
     eval_every=250,
-    metrics=(Generated(scores=(rouge, bleu), max_tokens=32, examples=200),),
+    metrics=(Generated(scores=(rouge, bleu), max_tokens=31, examples=200),),
 )

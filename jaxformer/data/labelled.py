@@ -49,7 +49,7 @@ class LabelledTexts:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         tokens = self.texts[index][: self.length]
         padding = (0, self.length - len(tokens))
         arrays = {"tokens": np.pad(tokens, padding), "segment_ids": np.pad(np.ones_like(tokens), padding)}
