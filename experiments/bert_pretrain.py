@@ -137,6 +137,7 @@ def alike(spec, key):
     for name in ("query", "key"):
         attention[name] = attention[name] | {"kernel": jnp.copy(kernel)}
     embedding["token_types"] = 0.3 * embedding["token_types"]
+    attention["out"] = attention["out"] | {"kernel": 3.0 * attention["out"]["kernel"]}  # and what they bring is heard
     return tree
 
 

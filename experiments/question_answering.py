@@ -118,7 +118,7 @@ experiment = Experiment(
     initial=alike,  # words of the question find themselves in the passage
     optimizer=AdamW(learning_rate=3e-3, b2=0.98),
     schedule=Cosine(warmup=50),
-    steps=1000,
+    steps=4000,
     batch_size=32,
-    eval_every=200,
+    eval_every=500,
 )

@@ -73,7 +73,7 @@ experiment = Experiment(
     data=Functions(),
     optimizer=AdamW(learning_rate=3e-3, b2=0.98),
     schedule=Cosine(warmup=50),
-    steps=800,
+    steps=500,
     batch_size=32,
     eval_every=250,
     metrics=(Generated(scores=(rouge, bleu), max_tokens=31, examples=200),),
