@@ -217,20 +217,15 @@ def run_harness(argv: list[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
     run = _run(options, overrides)
 
-    import jax
-
     from jaxformer import models
     from jaxformer.evaluation import harness
-    from jaxformer.training.run import continues_text
 
-    experiment = run.experiment
-    if run.tokenizer is None or not continues_text(experiment.model):
-        raise ConfigError(
-            f"{run.folder.path}: its model continues no text; the harness needs a language model with a tokenizer"
-        )
-    model, dtype = models.evaluation(experiment.model), jax.numpy.dtype(experiment.precision)
+    if run.tokenizer is None:
+        raise ConfigError(f"{run.folder.path}: has no tokenizer, so there is no text to score")
+    end = [run.tokenizer.end_of_text] if hasattr(run.experiment.data, "end_of_text") else []  # of a corpus of documents
     with run.on_mesh():
-        lm = harness.model(model, run.params, run.tokenizer, dtype=dtype)
+        model = models.evaluation(run.experiment.model)
+        lm = harness.model(model, run.params, run.tokenizer, end=end, precision=run.experiment.precision)
         results, table = harness.evaluate(lm, options.tasks.split(","), options.include, options.limit)
     print(table)
     path = run.folder.path / "harness.json"

@@ -46,24 +46,17 @@ def linear(shape, axes, contracts: tuple[str, ...], init: Callable, bias: bool =
 def stack(spec: Tree, layers: int) -> Tree:
     """The same parameters for `layers` layers, along a new first axis `layers`; each layer draws its own values."""
 
-    def stacked(leaf: Spec) -> Spec:
-        init = partial(_init_layers, leaf.init)
-        return replace(leaf, shape=(layers, *leaf.shape), axes=("layers", *leaf.axes), init=init)
+    def init_layers(init: Callable, key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
+        draw = lambda layer: init(jax.random.fold_in(key, layer), shape[1:], dtype)
+        return jax.vmap(draw)(jnp.arange(shape[0]))
 
-    return jax.tree.map(stacked, spec)
-
-
-def _init_layers(init: Callable, key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
-    draw = lambda layer: init(jax.random.fold_in(key, layer), shape[1:], dtype)
-    return jax.vmap(draw)(jnp.arange(shape[0]))
+    sizes = lambda leaf: {"shape": (layers, *leaf.shape), "axes": ("layers", *leaf.axes)}
+    return jax.tree.map(lambda leaf: replace(leaf, **sizes(leaf), init=partial(init_layers, leaf.init)), spec)
 
 
 def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:
     """Initial values. A leaf's key depends on its path alone, so adding a parameter changes no other."""
-
-    def draw(name: str, leaf: Spec):
-        return leaf.init(jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.shape, dtype)
-
+    draw = lambda name, leaf: leaf.init(jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.shape, dtype)
     return map_with_name(draw, spec)
 
 

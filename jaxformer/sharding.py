@@ -28,26 +28,26 @@ def partition_specs(spec: Tree, mesh: AnyMesh, rules: Rules = PARAMETERS) -> Tre
     Raises ConfigError for a dimension that does not divide among its devices, with the nearest sizes that do, and for a
     leaf two of whose axes would be split over the same devices.
     """
-    return map_with_name(partial(_partition_spec, mesh, rules), spec)
 
+    def partition_spec(path: str, leaf: Spec) -> P:
+        entries, used = [], {}
+        for size, axis in zip(leaf.shape, leaf.axes, strict=True):
+            names = tuple(name for name in rules.get(axis or "", ()) if mesh.shape.get(name, 1) > 1)
+            for name in names:
+                if name in used:
+                    both = f"its axes {used[name]} and {axis} would both be split over mesh.{name}"
+                    raise ConfigError(f"{path}: {both}; give one of them another rule")
+                used[name] = axis
+            parts = math.prod(mesh.shape[name] for name in names)
+            if rest := size % parts:
+                near = f"{size - rest} or {size - rest + parts}" if size > rest else str(parts)
+                devices = " x ".join(f"mesh.{name}={mesh.shape[name]}" for name in names)
+                advice = f"sizes that do: {near}; or a mesh axis that divides {size}"
+                raise ConfigError(f"{path}: {axis}={size} does not divide among {devices}; {advice}")
+            entries.append(_entry(names))
+        return P(*entries)
 
-def _partition_spec(mesh: AnyMesh, rules: Rules, path: str, leaf: Spec) -> P:
-    entries, used = [], {}
-    for size, axis in zip(leaf.shape, leaf.axes, strict=True):
-        names = tuple(name for name in rules.get(axis or "", ()) if mesh.shape.get(name, 1) > 1)
-        for name in names:
-            if name in used:
-                both = f"its axes {used[name]} and {axis} would both be split over mesh.{name}"
-                raise ConfigError(f"{path}: {both}; give one of them another rule")
-            used[name] = axis
-        parts = math.prod(mesh.shape[name] for name in names)
-        if rest := size % parts:
-            near = f"{size - rest} or {size - rest + parts}" if size > rest else str(parts)
-            devices = " x ".join(f"mesh.{name}={mesh.shape[name]}" for name in names)
-            advice = f"sizes that do: {near}; or a mesh axis that divides {size}"
-            raise ConfigError(f"{path}: {axis}={size} does not divide among {devices}; {advice}")
-        entries.append(_entry(names))
-    return P(*entries)
+    return map_with_name(partition_spec, spec)
 
 
 def _entry(names: tuple[str, ...]) -> str | tuple[str, ...] | None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-README, DECODING = ((ROOT / name).read_text() for name in ("README.md", "docs/decoding.md"))
-BLOCKS = re.findall(r"```python\n(.*?)```", README + DECODING, flags=re.DOTALL)
+README, *PAGES = ((ROOT / name).read_text() for name in ("README.md", "docs/decoding.md", "docs/evaluation.md"))
+BLOCKS = re.findall(r"```python\n(.*?)```", "".join([README, *PAGES]), flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("index", range(len(BLOCKS)))

@@ -81,8 +81,10 @@ def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.
     folders = [run_folder(trial.experiment, runs) for trial in trials]
     if len({folder.path for folder in folders}) < len(trials):
         raise ConfigError("--grid: two combinations are the same run; vary what decides numbers, and each value once")
-    for trial in trials:
-        build(trial.experiment)  # refuses what does not fit together, before the first run starts
+    for trial, folder in zip(trials, folders, strict=True):
+        if not folder.result.is_file():  # what does not fit together is refused before the first run starts
+            build(trial.experiment)
+            loop.open_data(trial.experiment)
     ended = []
     for number, (trial, folder) in enumerate(zip(trials, folders, strict=True), 1):
         words = " ".join(f"--{name}={value}" for name, value in trial.options.items())
@@ -146,7 +148,9 @@ def figure(trials: Sequence[Trial], path: epath.Path) -> str:
             scale("log")
     axes.set(xlabel=name, ylabel=best.removeprefix("-"), title=f"{trials[0].experiment.name}: {len(trials)} runs")
     axes.grid(alpha=0.25)
-    if len(lines) > 1:
+    if any(trial.problem for trial in trials):
+        axes.plot([], [], "kx", label="failed")
+    if len(axes.get_lines()) > 2:
         axes.legend(frameon=False, fontsize=8)
     with path.open("wb") as file:
         drawn.savefig(file, format="png")

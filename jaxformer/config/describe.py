@@ -12,7 +12,6 @@ import json
 import re
 import types
 from collections.abc import Mapping, Set
-from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +30,8 @@ def is_config(value: Any) -> bool:
 
 def fields(config: Any) -> dict[str, Any]:
     """The values of a config's fields by name."""
-    if not is_config(config):
-        return {}
-    return {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config) if field.init}
+    members = dataclasses.fields(config) if is_config(config) else ()
+    return {field.name: getattr(config, field.name, None) for field in members if field.init}
 
 
 class _Place(NamedTuple):
@@ -156,10 +154,7 @@ def _digest(description: Any) -> str:
 
 
 def fingerprint(config: Any) -> str:
-    """Eight hex digits over what differs from the defaults, without the fields that decide no number.
-
-    A field that is added with a default changes no old fingerprint.
-    """
+    """Eight hex digits over what decides numbers and differs from the defaults: a new field with a default changes none."""
     return _digest(changes(config))
 
 
@@ -170,7 +165,7 @@ def changes(config: Any, default: Any = None) -> dict[str, Any]:
     if type(default) is type(config):
         usual, found = fields(default), {}
     else:
-        default_of = lambda field: field.default if field.default_factory is MISSING else field.default_factory()
+        default_of = lambda field: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         usual = {field.name: default_of(field) for field in dataclasses.fields(config)}  # MISSING where there is none
         found = {name: part for name, part in described.items() if name not in usual}
     for name, value in fields(config).items():
@@ -179,7 +174,7 @@ def changes(config: Any, default: Any = None) -> dict[str, Any]:
         if is_config(value) and not hasattr(value, "__describe__"):
             if part := changes(value, usual[name]):
                 found[name] = part
-        elif usual[name] is MISSING or described[name] != _describe(usual[name], numbers_only):
+        elif usual[name] is dataclasses.MISSING or described[name] != _describe(usual[name], numbers_only):
             found[name] = described[name]
     return found
 

@@ -29,22 +29,17 @@ _BINARY: dict[type, Callable] = {ast.BitAnd: operator.and_, ast.BitOr: operator.
 
 def evaluate(text: str, names: Names) -> Any:
     """The value of an expression over `names`. Raises ConfigError for everything but literals, calls and `& | ~`."""
-    try:
-        return _value(_parse(text), names)
-    except ConfigError:
-        raise
-    except Exception as error:  # a call may raise anything
-        raise ConfigError(str(error) or type(error).__name__) from error
-
-
-def _parse(text: str) -> ast.expr:
     if len(text) > LONGEST:
         raise ConfigError(f"the expression has {len(text)} characters; at most {LONGEST} are read")
     try:
         with warnings.catch_warnings(action="ignore"):  # of the parser: "\d" is no error here
-            return ast.parse(text.strip(), mode="eval").body
+            tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{getattr(error, 'msg', 'too deep')}, in an expression") from None
+    try:
+        return _value(tree, names)
+    except Exception as error:  # a call may raise anything
+        raise ConfigError(str(error) or type(error).__name__) from error
 
 
 def _value(node: ast.expr, names: Names) -> Any:
@@ -99,16 +94,12 @@ def _call(name: str, function: Callable, arguments: Sequence[Any], named: dict[s
     except TypeError as error:
         raise ConfigError(f"{name}({', '.join(signature.parameters)}): {error}") from None
     if dataclasses.is_dataclass(function):
-        types_ = hints(typing.cast(type, function))
-        bound.arguments = {field: _field(name, field, value, types_) for field, value in bound.arguments.items()}
+        for field, value in bound.arguments.items():
+            try:
+                bound.arguments[field] = convert(value, hints(typing.cast(type, function)).get(field, Any))
+            except ConfigError as error:
+                raise ConfigError(f"{name}({field}=...): {error}") from None
     return function(*bound.args, **bound.kwargs)
-
-
-def _field(name: str, field: str, value: Any, types_: Mapping[str, Any]) -> Any:
-    try:
-        return convert(value, types_.get(field, Any))
-    except ConfigError as error:
-        raise ConfigError(f"{name}({field}=...): {error}") from None
 
 
 def read(texts: Sequence[str], hint: Any, names: Names) -> Any:
@@ -182,7 +173,11 @@ def _as(value: Any, hint: Any) -> list[Any]:
     if origin is Literal:
         return [choice for choice in get_args(hint) if value == choice and type(value) is type(choice)]
     if origin in (tuple, list):
-        return _sequence(value, hint, origin)
+        items = _item_types(hint, len(value)) if isinstance(value, tuple | list) else None
+        try:
+            return [] if items is None else [origin(convert(item, kind) for item, kind in zip(value, items, strict=True))]
+        except ConfigError:
+            return []
     if origin is float and _is_number(value):
         return [float(value)]
     if origin is Path and isinstance(value, str):
@@ -192,16 +187,6 @@ def _as(value: Any, hint: Any) -> list[Any]:
     except TypeError:  # Any, and whatever else cannot be checked
         return [value]
     return [value] if fits else []
-
-
-def _sequence(value: Any, hint: Any, made: type) -> list[Any]:
-    items = _item_types(hint, len(value)) if isinstance(value, tuple | list) else None
-    if items is None:
-        return []
-    try:
-        return [made(convert(item, kind) for item, kind in zip(value, items, strict=True))]
-    except ConfigError:
-        return []
 
 
 @functools.cache

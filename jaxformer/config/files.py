@@ -106,17 +106,13 @@ def _run(file: Any, path: Path) -> Source:
 
 def _names(module: types.ModuleType) -> dict[str, Any]:
     """What expressions may call: the functions and classes of the user and of this library, and configs."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and (is_config(value) or (callable(value) and _is_offered(value)))
-    }
 
+    def is_offered(value: Any) -> bool:
+        home = str(getattr(getattr(value, "func", value), "__module__", ""))  # of a partial, that of its function
+        return home.split(".")[0] == "jaxformer" or is_users_module(sys.modules.get(home))
 
-def _is_offered(function: Any) -> bool:
-    """Whether a function, or that of a partial, comes from the user's files or from this library."""
-    name = str(getattr(getattr(function, "func", function), "__module__", ""))
-    return name.split(".")[0] == "jaxformer" or is_users_module(sys.modules.get(name))
+    offered = lambda value: is_config(value) or (callable(value) and is_offered(value))
+    return {name: value for name, value in vars(module).items() if not name.startswith("_") and offered(value)}
 
 
 def _imports() -> dict[str, str]:

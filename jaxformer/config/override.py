@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from jaxformer.config import code, expressions
 from jaxformer.config.describe import fields
-from jaxformer.config.expressions import hints
 from jaxformer.errors import ConfigError, did_you_mean
 
 Config = TypeVar("Config")
@@ -59,7 +58,7 @@ def _option(path: str) -> str:
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted path, value, type) of every field of a config, and of the configs in it."""
     for name, value in fields(config).items():
-        yield prefix + name, value, hints(type(config))[name]
+        yield prefix + name, value, expressions.hints(type(config))[name]
         if not hasattr(value, "__describe__"):
             yield from walk(value, f"{prefix}{name}.")
 

@@ -1,5 +1,6 @@
 """Autoregressive decoding over a key/value cache: `generate`, `stream`, `speculate`, `search` (beams), `contrast`, `score`."""
 
+# ruff: noqa: F401 (names that the package offers)
 from jaxformer.decoding.beam import Beams
 from jaxformer.decoding.cache import Cache, init_cache
 from jaxformer.decoding.contrastive import contrast
@@ -8,8 +9,3 @@ from jaxformer.decoding.sampling import Sampling
 from jaxformer.decoding.search import Hypothesis, Score, score, search
 from jaxformer.decoding.speculative import Draft, Lookup, Speculation, speculate
 from jaxformer.decoding.steps import decode_step, prefill, prepare, quantize, round_to_int8
-
-__all__ = [
-    "Beams", "Cache", "Draft", "Hypothesis", "Lookup", "Sampling", "Score", "Speculation", "contrast", "decode_step",
-    "generate", "init_cache", "prefill", "prepare", "quantize", "round_to_int8", "score", "search", "speculate", "stream",
-]  # fmt: skip

@@ -39,7 +39,6 @@ def init_cache(
 ) -> Cache:
     """A new cache for `length` tokens a row, keys and values in `dtype` (int8: with a scale for each token and head).
 
-    Layers with a window keep only what it spans.
-    With `ahead`, they keep so many tokens more, and a lower number in `lengths` takes up to so many back.
+    Layers with a window keep what it spans and `ahead` tokens more, so many as a lower number in `lengths` may take back.
     """
     return Cache(init_state(last_stack(config), batch, length, dtype, ahead), room=length)

@@ -24,8 +24,7 @@ def contrast(
 ) -> list[list[int]]:  # fmt: skip
     """Continuations by argmax_v (1 - alpha) p(v) - alpha max_j cos(h_v, h_j), v of the k likeliest, j of all tokens before.
 
-    h are final hidden states (section 3.2, eq. 5). Other arguments and errors are those of `generate`; ConfigError also for
-    an alpha outside [0, 1] and a k that is no number of tokens.
+    h are final hidden states (section 3.2, eq. 5). Other arguments and errors are those of `generate`.
     """
     if not (0 <= alpha <= 1 and 1 <= k <= models.last_stack(config).vocab_size):
         raise ConfigError(f"contrast: k={k}, alpha={alpha}: k must be 1 to the size of the vocabulary, alpha in [0, 1]")

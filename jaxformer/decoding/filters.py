@@ -1,8 +1,7 @@
 """Filters: functions `(logits, history) -> logits`, applied one after another. What one removes is -inf.
 
-`TopK(50)` is a filter, and any function of these two is. Numbers are leaves of a pytree, so arguments of the compiled
-program: another temperature compiles nothing. Each is one for all rows, or one per row [B]. Only shapes and the n of an
-n-gram are static.
+`TopK(50)` is a filter, and any function of these two is. Numbers, one for all rows or one per row [B], are leaves of a pytree,
+so arguments of the compiled program: another temperature compiles nothing. The n of an n-gram is static.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,13 +44,9 @@ Logits = Float[Array, "B V"]
 Filter = Callable[[Array, History], Array]  # (logits [B, V] float32, history) -> logits
 
 
-def filter_of(valid: Callable, must: str, dtype: Any = np.float32) -> Callable[[Callable], Callable[..., Filter]]:
-    """Of a function (number, logits, history) -> logits makes one from a number to a filter; ConfigError if it is not valid."""
+def filter_of(valid: Callable, must: str, function: Callable, dtype: Any = np.float32) -> Callable[..., Filter]:
+    """From a function (number, logits, history) -> logits, one of a number that gives a filter; ConfigError if not `valid`."""
 
-    return partial(_constructor, valid, must, dtype)
-
-
-def _constructor(valid: Callable, must: str, dtype: Any, function: Callable) -> Callable[..., Filter]:
     def construct(number, *more):
         if isinstance(number, int | float | Sequence | np.ndarray | np.generic):  # tracers pass
             if not np.all(valid(np.asarray(number))):
@@ -63,13 +58,13 @@ def _constructor(valid: Callable, must: str, dtype: Any, function: Callable) -> 
     return construct
 
 
-@filter_of(lambda t: (t == 0) | (t >= 1e-6) & (t < np.inf), "0 (greedy), or finite and at least 1e-6")
+@partial(filter_of, lambda t: (t == 0) | (t >= 1e-6) & (t < np.inf), "0 (greedy), or finite and at least 1e-6")
 def Temperature(t: Any, logits: Logits, history: Any) -> Logits:  # logits / 1e-40 are inf, and tokens noise
     """logits / t. Rows with t = 0 stay as they are: `sampling.draw` takes their likeliest token."""
     return logits / _column(jnp.where(t == 0, 1.0, t))
 
 
-@filter_of(lambda k: k >= 1, "at least 1", np.int32)
+@partial(filter_of, lambda k: k >= 1, "at least 1", dtype=np.int32)
 def TopK(k: Any, logits: Logits, history: Any) -> Logits:
     """Keeps the k largest, and what ties with the k-th. Fan et al. 2018."""
     logits, k = lax.optimization_barrier(logits), _column(k)  # computed once, so that equal stays equal
@@ -77,13 +72,10 @@ def TopK(k: Any, logits: Logits, history: Any) -> Logits:
     return jnp.where(logits >= _least(logits, lambda t: _sum(jnp.where(x > t, 1.0, 0.0)) < k), logits, -jnp.inf)
 
 
-@filter_of(lambda p: (p > 0) & (p <= 1), "in (0, 1]")
+@partial(filter_of, lambda p: (p > 0) & (p <= 1), "in (0, 1]")
 def TopP(p: Any, logits: Logits, history: Any) -> Logits:
-    """Keeps the fewest likeliest tokens whose probability reaches p, at least one. Holtzman et al. 2019, arXiv:1904.09751.
-
-    Of equally likely tokens the first are kept. Sums are of the least likely: a float32 sum from the likeliest on reaches
-    1 long before the end of a vocabulary, so that p = 1 would remove the rest.
-    """
+    """Keeps the fewest likeliest tokens whose probability reaches p, the first of equals. Holtzman et al., arXiv:1904.09751."""
+    # sums of the least likely: one from the likeliest on reaches 1 in float32 before the end, and p = 1 would remove the rest
     probabilities, rest = lax.optimization_barrier(jax.nn.softmax(logits, axis=-1)), 1 - _column(p)
     x = _folded(probabilities, 0.0)
     least = _least(probabilities, lambda t: _sum(jnp.where(x <= t, x, 0.0)) > rest)
@@ -95,13 +87,13 @@ def TopP(p: Any, logits: Logits, history: Any) -> Logits:
     return jnp.where((probabilities > least) | ties, logits, -jnp.inf)
 
 
-@filter_of(lambda p: (p >= 0) & (p <= 1), "in [0, 1]")
+@partial(filter_of, lambda p: (p >= 0) & (p <= 1), "in [0, 1]")
 def MinP(p: Any, logits: Logits, history: Any) -> Logits:
     """Keeps tokens at least p times as likely as the likeliest; p = 0 keeps all. Nguyen et al. 2024, arXiv:2407.01082."""
     return jnp.where(logits - logits.max(axis=-1, keepdims=True) >= jnp.log(_column(p)), logits, -jnp.inf)
 
 
-@filter_of(lambda mass: (mass > 0) & (mass <= 1), "in (0, 1]")
+@partial(filter_of, lambda mass: (mass > 0) & (mass <= 1), "in (0, 1]")
 def Typical(mass: Any, logits: Logits, history: Any) -> Logits:
     """Keeps tokens of least |-log p - entropy|, and ties, until they reach a mass. Meister et al. 2022, arXiv:2202.00666."""
     logs, rest = jax.nn.log_softmax(logits, axis=-1), 1 - _column(mass)
@@ -112,20 +104,20 @@ def Typical(mass: Any, logits: Logits, history: Any) -> Logits:
     return jnp.where(distance <= _least(distance, lambda t: _sum(jnp.where(x > t, p, 0.0)) <= rest), logits, -jnp.inf)
 
 
-@filter_of(lambda penalty: (penalty > 0) & (penalty < np.inf), "positive and finite")
+@partial(filter_of, lambda penalty: (penalty > 0) & (penalty < np.inf), "positive and finite")
 def Repetition(penalty: Any, logits: Logits, history: History) -> Logits:
     """Divides positive logits of all tokens so far by a penalty, multiplies negative ones. Keskar et al., arXiv:1909.05858."""
     penalised = jnp.where(logits < 0, logits * _column(penalty), logits / _column(penalty))
     return jnp.where(_counts(logits, history, 0) > 0, penalised, logits)
 
 
-@filter_of(np.isfinite, "finite")
+@partial(filter_of, np.isfinite, "finite")
 def Presence(penalty: Any, logits: Logits, history: History) -> Logits:
     """logits - penalty, of each token among the new ones: `presence_penalty` of OpenAI's API."""
     return logits - _column(penalty) * (_counts(logits, history, history.prompt[:, None]) > 0)
 
 
-@filter_of(np.isfinite, "finite")
+@partial(filter_of, np.isfinite, "finite")
 def Frequency(penalty: Any, logits: Logits, history: History) -> Logits:
     """logits - penalty * how often a token is among the new ones: `frequency_penalty` of OpenAI's API."""
     return logits - _column(penalty) * _counts(logits, history, history.prompt[:, None])
@@ -177,13 +169,13 @@ def _bias(tokens: Any, bias: Any, logits: Logits, history: Any) -> Logits:
     return logits + jnp.atleast_2d(bias) if tokens is None else logits.at[:, tokens].add(bias, mode="drop")
 
 
-@filter_of(lambda length: length >= 0, "at least 0", np.int32)
+@partial(filter_of, lambda length: length >= 0, "at least 0", dtype=np.int32)
 def MinLength(length: Any, stop_tokens: Any, logits: Logits, history: History) -> Logits:
     """Removes the stop tokens [n] (a negative one is none) while a row has fewer than `length` new tokens."""
     return _remove(logits, jnp.asarray(stop_tokens, jnp.int32)[None], _column(history.length - history.prompt < length))
 
 
-@filter_of(lambda tokens: tokens >= -1, "tokens, or -1 where any may stand", np.int32)
+@partial(filter_of, lambda tokens: tokens >= -1, "tokens, or -1 where any may stand", dtype=np.int32)
 def ForcedPrefix(tokens: Any, logits: Logits, history: History) -> Logits:
     """The first new tokens are these, [P] or [B, P]; -1: any. The logit of a forced one is 0, also if it was removed before."""
     tokens = jnp.broadcast_to(jnp.atleast_2d(tokens), (len(logits), tokens.shape[-1]))
@@ -198,10 +190,8 @@ def _column(numbers) -> Array:
 
 
 def _least(values: Logits, enough: Callable) -> Float[Array, "B 1"]:
-    """The least of a row's values t that is enough ([B, 1, 1] -> [B, 1]), as all above it are; the largest if none is.
-
-    Bisects the integers that have the order of float32: 32 sums over a row, where a sort takes 20 times as long.
-    """
+    """The least of a row's values t that is enough ([B, 1, 1] -> [B, 1]), as all above it are; the largest if none is."""
+    # bisects the integers that have the order of float32: 32 sums over a row, where a sort takes 20 times as long
     ordered = lambda bits: bits ^ ((bits >> 31) & 0x7FFFFFFF)  # its own inverse
 
     def halve(_, ends):

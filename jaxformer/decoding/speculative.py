@@ -71,8 +71,7 @@ class Draft:
 class Lookup:
     """No model: what followed where the last tokens of a row, at most n, stood before. Saxena 2023, prompt lookup decoding.
 
-    The longest match counts, of equals the latest; what would follow the end of the row repeats from the match on. A row
-    without a match proposes its beginning.
+    The longest match counts, of equals the latest; beyond the end of the row it repeats. Without a match, the row's beginning.
     """
 
     n: int = struct.field(pytree_node=False, default=3)

@@ -4,19 +4,18 @@ lm = harness.model(config, params, tokenizer)
 results = harness.evaluate(lm, ["my_task"], include="tasks/")
 """
 
-import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 
-from jaxformer.data.tokenizers import END_OF_TEXT
-from jaxformer.decoding import Sampling, generate, prepare, score
+from jaxformer.data.sources import Question
+from jaxformer.decoding import Sampling, prepare, score
 from jaxformer.errors import ConfigError, did_you_mean, package_of
-from jaxformer.models import heads
+from jaxformer.evaluation import generation
 from jaxformer.models.config import Axial, Learned, ModelConfig
-from jaxformer.training.run import before_stop, stop_strings
+from jaxformer.training.run import continues_text
 
 MAX_TOKENS = 256  # of an answer, where a task gives no number: lm-eval's own default
 
@@ -30,7 +29,7 @@ class Decoder(NamedTuple):
     end: tuple[int, ...]  # tokens that end a text
     prefix: int  # stands before a text that nothing precedes
     rows: int  # texts at a time
-    dtype: Any
+    precision: str
 
     @property
     def window(self) -> int:
@@ -40,28 +39,28 @@ class Decoder(NamedTuple):
 
 
 def model(
-    config: ModelConfig, params: Any, tokenizer: Any, *, end: Sequence[int] = (), prefix: int | None = None, rows: int = 16,
-    dtype=None,
+    config: Any, params: Any, tokenizer: Any, *, end: Sequence[int] = (), prefix: int | None = None, rows: int = 16,
+    precision: str = "float32",
 ) -> Any:  # fmt: skip
     """An `lm_eval.api.model.LM` with all three requests: loglikelihood, loglikelihood_rolling, generate_until.
 
     `tokenizer` has encode(text) and decode(tokens). Of a Hugging Face checkpoint, `end` is its `tokens.eos` and `prefix` its
     `tokens.bos`; by default the prefix is the first of `end`, or else a newline. Texts are scored `rows` at a time, the
     longest first, in few lengths, so that few programs are compiled. As in lm-eval's own models, what is longer than
-    context_length loses its beginning. Raises ConfigError for a model that is no decoder.
+    context_length loses its beginning. Raises ConfigError for a model that does not predict the next token.
     """
-    if not isinstance(config, ModelConfig) or heads.language_model(config) is None:
-        raise ConfigError(f"harness: {type(config).__name__} has no language model; expected a decoder that continues text")
+    if not continues_text(config):
+        raise ConfigError("harness: the model sees later tokens or has no language model, so it continues no text")
     with package_of("harness"):
         from lm_eval.api.model import TemplateLM  # pyrefly: ignore[missing-import]
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyrefly: ignore[missing-import]
     if prefix is None:
-        prefix = end[0] if end else _newline(tokenizer)
-    decoder = Decoder(config, prepare(config, params, dtype), tokenizer, tuple(end), prefix, rows, dtype)
+        prefix = end[0] if end else tokenizer.encode("\n")[0]
+    params = prepare(config, params, jnp.dtype(precision))
+    decoder = Decoder(config, params, tokenizer, tuple(end), prefix, rows, precision)
 
     class Model(TemplateLM):
-        eot_token_id = end[0] if end else prefix
-        prefix_token_id = prefix
+        eot_token_id = prefix_token_id = prefix
         max_length = decoder.window - 1
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
@@ -82,12 +81,6 @@ def model(
     return Model()
 
 
-def _newline(tokenizer: Any) -> int:
-    with contextlib.suppress(ConfigError):  # the characters of a text may have none
-        return tokenizer.encode("\n")[0]
-    return 0
-
-
 def log_likelihoods(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
     """(log-likelihood in nats of the second tokens after the first, whether greedy decoding finds them) of each pair.
 
@@ -104,7 +97,7 @@ def log_likelihoods(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Seque
         numbers = order[first : first + some]
         prompts, texts = zip(*(pairs[i] for i in numbers), strict=True)
         prompts = [(list(p) or [decoder.prefix])[len(text) - window :] for p, text in zip(prompts, texts, strict=True)]
-        scores = score(config, params, prompts, texts, rows=decoder.rows, dtype=decoder.dtype)
+        scores = score(config, params, prompts, texts, rows=decoder.rows, dtype=jnp.dtype(decoder.precision))
         found |= {i: (one.log_likelihood, one.greedy) for i, one in zip(numbers, scores, strict=True)}
     return [found[i] for i in range(len(pairs))]
 
@@ -124,21 +117,19 @@ def _continue_all(decoder: Decoder, texts: Sequence[str], arguments: dict) -> li
     from lm_eval.models.utils import normalize_gen_kwargs  # pyrefly: ignore[missing-import]
 
     how: dict[str, Any] = {"temperature": 0.0, **normalize_gen_kwargs(arguments, MAX_TOKENS)}
-    until, count, _ = [*filter(None, how.pop("until")), END_OF_TEXT], how.pop("max_gen_toks"), how.pop("do_sample")
+    until, count, _ = [*filter(None, how.pop("until"))], how.pop("max_gen_toks"), how.pop("do_sample")
     sampling = Sampling(how.pop("temperature"), how.pop("top_k", 0) or None, how.pop("top_p", None), how.pop("min_p", None))
     room = decoder.config.context_length - count
     if how or room < 1:
         problem = f"{', '.join(how)} is not known" if how else f"max_gen_toks={count} leaves no room for a prompt"
         context = f"a context of {decoder.config.context_length}"
         raise ConfigError(f"harness: generation_kwargs of the task: {problem} in {context}; change the task's YAML")
-    encode, decode = decoder.tokenizer.encode, decoder.tokenizer.decode
-    prompts = [(list(encode(text)) or [decoder.prefix])[-room:] for text in texts]
-    outs = generate(
-        decoder.config, decoder.params, prompts, count, how=sampling, key=jax.random.key(0), stop_tokens=decoder.end,
-        stop=stop_strings(decode, until), rows=decoder.rows, dtype=decoder.dtype,
+    prompts = [(list(decoder.tokenizer.encode(text)) or [decoder.prefix])[-room:] for text in texts]
+    found = generation.answers(
+        decoder.config, decoder.params, [Question(prompt, "") for prompt in prompts], decoder.tokenizer, count, sampling,
+        stop=until, stop_tokens=decoder.end, rows=decoder.rows, precision=decoder.precision,
     )  # fmt: skip
-    written = [decode([*prompt, *out])[len(decode(prompt)) :] for prompt, out in zip(prompts, outs, strict=True)]
-    return [before_stop(text, until) for text in written]
+    return [text for (text,) in found]
 
 
 def evaluate(lm: Any, tasks: Sequence[str], include: str | None = None, limit: int | None = None) -> tuple[dict, str]:

@@ -89,7 +89,7 @@ def strided_batches(tokens: np.ndarray, length: int, stride: int, rows: int) -> 
 
 
 def count_bytes(tokens: np.ndarray, tokenizer: Any) -> int:
-    """UTF-8 bytes of the text of these tokens; the separators of documents are no text."""
-    if isinstance(tokenizer, tokenizers.Bytes):  # also of a text that is not UTF-8
-        return len(tokens)
-    return len(tokenizer.decode(tokens).replace(tokenizers.END_OF_TEXT, "").encode())
+    """UTF-8 bytes of the text of these tokens; what ends a document is no text."""
+    text = tokens[tokens != getattr(tokenizer, "end_of_text", None)]
+    # bytes need not be UTF-8
+    return len(text) if isinstance(tokenizer, tokenizers.Bytes) else len(tokenizer.decode(text).encode())

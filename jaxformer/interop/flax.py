@@ -1,8 +1,4 @@
-"""Our models as Flax modules (Linen or NNX), and Flax layers as parts of our models.
-
-`as_linen(config)`, `as_nnx(config, params)` and `params_of(model)` keep the paths of the parameters, so checkpoints, decay
-masks and shardings stay valid. `FlaxMixer(module)` and `FlaxFeedForward(module)` wrap Flax layers.
-"""
+"""Our models as Flax modules (Linen or NNX) with the same paths of parameters, and Flax layers as parts of our models."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -54,9 +50,6 @@ def _draw(module: Any, name: str, key: Array, spec: Tree) -> Tree:
     return jax.tree.map(box, values, spec) if module.partitioned else values
 
 
-as_linen: Any = Transformer
-
-
 class NNXTransformer(nnx.Module):
     """`as_nnx(config, params)`: `model(tokens, **options)` is `models.apply(config, params, tokens, **options)`.
 
@@ -76,6 +69,7 @@ class NNXTransformer(nnx.Module):
         return models.apply(self.config, params_of(self), tokens, **options)
 
 
+as_linen: Any = Transformer
 as_nnx: Any = NNXTransformer
 
 

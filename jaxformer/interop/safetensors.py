@@ -1,8 +1,4 @@
-"""A folder of Hugging Face weights, read one tensor at a time and written one file at a time.
-
-The `safetensors` package reads and writes the files. It reads with pread: if a mapped file becomes shorter, the process dies
-(SIGBUS).
-"""
+"""A folder of Hugging Face weights, read one tensor at a time and written one file at a time by the `safetensors` package."""
 
 import json
 import math
@@ -23,7 +19,6 @@ from jaxformer.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 AGAIN = "download or convert it again"
 
 DTYPES: dict[str, np.dtype] = {code: np.dtype(scalar) for code, scalar in {
@@ -31,6 +26,9 @@ DTYPES: dict[str, np.dtype] = {code: np.dtype(scalar) for code, scalar in {
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }.items()}  # fmt: skip
+_short = reprlib.Repr()
+_short.maxstring, _short.maxlist = 120, 10
+_display = _short.repr  # a short printable form of a value from a file, which may be long or hold any character
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,7 @@ class Files:
 def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Files:
     """Opens a local folder or a hub repository (`org/name`; `revision`: a branch, tag or commit) and reads all headers.
 
-    A name is a path if it exists, is absolute, is a `Path` or starts with `.` or `~`. Raises ConfigError for pickled weights
-    and for missing or damaged files.
+    What exists, is absolute, a `Path` or starts with `.` or `~` is a path. ConfigError for pickles, missing or damaged files.
     """
     folder = Path(os.path.expanduser(path_or_name))
     local = isinstance(path_or_name, Path) or folder.is_absolute() or path_or_name.startswith((".", "~"))
@@ -70,7 +67,7 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
         opened = _open_file(folder / SINGLE)
     elif INDEX in listing:
         opened = _open_shards(folder / INDEX, listing)
-    elif pickles := [file for file in listing if file.endswith(PICKLES)]:
+    elif pickles := [file for file in listing if file.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))]:
         raise ConfigError(
             f"{folder}: neither {SINGLE} nor {INDEX}, only pickled files ({list_names(pickles)}): loading a pickle runs"
             " whatever code it contains, so we do not; where you trust it, convert it with transformers' `save_pretrained`"
@@ -153,7 +150,7 @@ def _open_file(path: Path) -> dict[str, Any]:
     """{tensor: open file} of one file. The package reads its header and checks that the tensors fill the file."""
     try:
         path.open("rb").close()  # of a file that may not be read, the package says that there is none
-        file = safe_open(path, "np", backend="pread")
+        file = safe_open(path, "np", backend="pread")  # if a mapped file becomes shorter, the process dies (SIGBUS)
     except (OSError, SafetensorError) as error:
         reason = _display(str(error).removeprefix("Error while deserializing header: "))
         raise ConfigError(f"{path}: cannot be read, damaged or cut short ({reason}); {AGAIN}") from None
@@ -199,16 +196,11 @@ def _write_shards(folder: Path, tensors: Iterable[tuple], limit: int) -> None:
         (folder / INDEX).write_text(_dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
-def _write_file(path: Path, tensors: dict[str, Callable[[], Any]]) -> None:
+def _write_file(path: Path, tensors: dict[str, Callable[[], Any]]) -> None:  # its arrays are gone before the next file's
     arrays = {name: np.asarray(make(), order="C") for name, make in tensors.items()}  # the package writes memory as it is
     save_file(arrays, path, {"format": "pt"})  # without the format transformers refuses the file
     with path.open("rb") as file:
         os.fsync(file.fileno())  # on disk before the rename
-
-
-_short = reprlib.Repr()
-_short.maxstring, _short.maxlist = 120, 10
-_display = _short.repr  # a short printable form of a value from a file, which may be long or hold any character
 
 
 def list_names(names: Iterable[str], show: Callable = _display) -> str:

@@ -86,10 +86,8 @@ def made_of(mask, allowed) -> bool:
 
 
 def _bounds(mask, q, kv, known_offset: bool) -> Bounds:
-    """Least and most visible pairs of each block. Without a known offset the queries may be anywhere.
-
-    The operands that are known at trace time are counted together; the others may show anything.
-    """
+    """Least and most visible pairs of each block. Without a known offset the queries may be anywhere."""
+    # the operands that are known at trace time are counted together; the others may show anything
     total = totals(q, kv)
     known = lambda part: part.static and (known_offset or made_of(part, OF_KEYS))
     if known(mask):
@@ -217,10 +215,8 @@ def totals(q: Edges, kv: Edges) -> Counts:
 
 
 def by_distance(visible: np.ndarray, q: Edges, kv: Edges) -> Counts:
-    """Counts of a function of q - kv, given as `[N|1, T + S - 1]` from the first query minus the last key on.
-
-    With E the double prefix sum of `visible`, a block's count is a second difference of E over its four corners.
-    """
+    """Counts of a function of q - kv, given as `[N|1, T + S - 1]` from the first query minus the last key on."""
+    # with E the double prefix sum of `visible`, a block's count is a second difference of E over its four corners
     for _ in range(2):
         visible = np.pad(np.cumsum(visible, axis=1, dtype=np.int64), ((0, 0), (1, 0)))
     return _between(-visible[:, q[:, None] - kv[None] - (q[0] - kv[-1])])
@@ -237,15 +233,6 @@ def by_intervals(cuts: Edges, start: np.ndarray, end: np.ndarray, q: Edges, kv: 
     return _between(visible[None, np.searchsorted(cuts, q)])
 
 
-def _integral(values, block, edges):
-    """Sum up to each edge along axis 1, of a function that is values[:, i] on positions [i * block, (i + 1) * block)."""
-    edges = np.clip(edges, 0, block * values.shape[1])
-    padded = np.pad(values, ((0, 0), (0, 1), (0, 0))).astype(np.int64)
-    before = np.cumsum(padded, axis=1) - padded
-    index, rest = np.divmod(edges, block)
-    return block * before[:, index] + rest[None, :, None] * padded[:, index]
-
-
 def _between(integral):
     """Counts of each block from the number of visible pairs before each query edge and key edge."""
     return np.diff(np.diff(integral, axis=1), axis=2)
@@ -254,8 +241,8 @@ def _between(integral):
 def _count_layout(mask, q, kv):
     """Of a mask that is constant on its own blocks from position 0 on, and hidden beyond."""
     layout, block = rules.layout_of(*mask.args[1:]), mask.args[0]
-    columns = _integral(layout.swapaxes(1, 2), block, kv).swapaxes(1, 2)
-    return _between(_integral(columns, block, q))
+    shared = lambda edges, n: np.diff(np.clip(edges[:, None] - block * np.arange(n)[None], 0, block), axis=0).astype(float)
+    return (shared(q, layout.shape[1]) @ layout @ shared(kv, layout.shape[2]).T).astype(np.int64)
 
 
 def _count_chunked(mask, q, kv):

@@ -105,10 +105,7 @@ class Mask:
         return block_counts.blocks(self.sized(kv_length), q_length, kv_length, rows, columns)
 
     def density(self, q_length: int, kv_length: int) -> float:
-        """Share of visible pairs, over rows and heads alike: exact for one rule, for functions of q - kv, and up to 2^26 pairs.
-
-        Beyond that it is an estimate from queries spread evenly over the blocks.
-        """
+        """Share of visible pairs: exact for one rule, functions of q - kv and up to 2^26 pairs; beyond that an estimate."""
         return block_counts.density(self.sized(kv_length), q_length, kv_length)
 
     def plot(self, q_length: int, kv_length: int, path: Path | None = None) -> Any:
@@ -325,10 +322,7 @@ def longformer(window: int, globals: int | Sequence | Shaped[np.ndarray, "..."] 
 
 
 def bigbird(block: int, window: int = 3, globals: int = 2, random: int = 3, seed: int = 0) -> Mask:
-    """`window` neighbouring blocks, the first `globals` blocks global, `random` random ones: Zaheer et al. 2020, ITC.
-
-    A key block that is chosen twice counts once; the published implementation counts it twice.
-    """
+    """`window` neighbouring blocks, the first `globals` blocks, `random` random ones, each counted once: Zaheer et al. 2020."""
     near = chunked(block, window // 2, window // 2)
     return near | global_tokens(globals * block) | random_blocks(random, block, seed)
 

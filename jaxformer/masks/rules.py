@@ -1,8 +1,7 @@
 """The rules of the masks that `masks.mask` builds: `rule(mask, q, kv)` is True where a query at q may see a key at kv.
 
-Positions broadcast against each other, q `[B|1, 1, T, 1]` and kv `[B|1, 1, 1, S]`. They are NumPy arrays in `masks.blocks`
-(at trace time) and JAX arrays in kernels: `__array_namespace__` is numpy or jax.numpy. Slow operations such as remainders act
-on q or kv alone, before they broadcast.
+Positions broadcast against each other, q `[B|1, 1, T, 1]` and kv `[B|1, 1, 1, S]`: NumPy arrays in `masks.blocks` (at trace
+time), JAX arrays in kernels. Slow operations such as remainders act on q or kv alone, before they broadcast.
 """
 
 import operator

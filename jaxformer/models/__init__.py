@@ -34,10 +34,7 @@ def init(model: Any, key: Array, dtype=jnp.float32) -> Any:
 
 
 def apply(model: Any, params: Any, tokens: Array, **options) -> Output:
-    """Logits and final hidden states of tokens `[B, T]` or images; the options are the fields of `Inputs`.
-
-    Raises ConfigError for parameters and inputs that do not fit the config.
-    """
+    """Logits and hidden states of tokens `[B, T]` or images; options: fields of `Inputs`. ConfigError for what does not fit."""
     if not is_config(model):
         return model.apply(params, tokens, **options)
     return transformer.in_explicit_axes(partial(_functions(model).apply, model))(params, Inputs(tokens, **options))
@@ -59,10 +56,7 @@ def last_stack(model: ModelConfig | EncoderDecoder) -> ModelConfig:
 
 
 def evaluation(model: Any) -> Any:
-    """The model as it is scored: without dropout, and with the random features that decoding has.
-
-    Of a model of your own: what its method `evaluation()` returns, or the model itself.
-    """
+    """The model as it is scored, without dropout or redrawn features; your own by its method `evaluation()`, if it has one."""
     if isinstance(model, EncoderDecoder):
         return replace(model, encoder=evaluation(model.encoder), decoder=evaluation(model.decoder))
     if not isinstance(model, ModelConfig):

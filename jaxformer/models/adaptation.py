@@ -127,14 +127,10 @@ def transfer(
         unused=[path for path in found if path not in wanted],
         misshapen=[path for path in both if found[path].shape != wanted[path].shape],
     )
-    problems = []
-    for kind in ("missing", "unused", "misshapen"):
-        names = [path for path in getattr(report, kind) if allow is None or not re.search(allow, path)]
-        if kind == "misshapen":
-            names = [f"{path} {found[path].shape} for {wanted[path].shape}" for path in names]
-        if names:
-            problems.append(f"{kind}: {', '.join(names)}")
-    if problems:
+    allowed = lambda path: allow is not None and re.search(allow, path)
+    shown = lambda path: f"{path} {found[path].shape} for {wanted[path].shape}" if path in report.misshapen else path
+    kinds = {kind: [shown(path) for path in paths if not allowed(path)] for kind, paths in report._asdict().items()}
+    if problems := [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names and kind != "taken"]:
         raise ConfigError(f"transfer: {'; '.join(problems)}; rename them, or allow them by a regular expression")
     take = lambda path, leaf: jnp.asarray(found[path], leaf.dtype) if path in report.taken else leaf
     return params.map_with_name(take, target), report
@@ -149,31 +145,27 @@ def resize_vocabulary(
     models". `noise` times the standard deviation of the old rows tells new rows apart. Of a pair both halves change; where
     they share no table, one may be given by itself: `resize_vocabulary(pair.encoder, weights["encoder"], ...)`.
     """
-    if isinstance(config, EncoderDecoder):
-        halves = {name: replace(getattr(config, name), vocab_size=vocab_size) for name in ("encoder", "decoder")}
-        new: Any = replace(config, **halves)
-    else:
-        new = replace(config, vocab_size=vocab_size)
+    sized: Any = lambda stack: replace(stack, vocab_size=vocab_size)
+    pair = isinstance(config, EncoderDecoder)
+    new = replace(config, encoder=sized(config.encoder), decoder=sized(config.decoder)) if pair else sized(config)
     specs = params.paths(models.spec(config))
 
     def resized(path: str, leaf):
         axes = specs[path].axes if path in specs else ()  # a decoder by itself does not know of cross-attention
-        return _resize_axis(path, leaf, axes, vocab_size, key, noise) if "vocab" in axes else leaf
+        if "vocab" not in axes:
+            return leaf
+        axis = axes.index("vocab")
+        old = leaf.shape[axis]
+        if vocab_size <= old:
+            return jax.lax.slice_in_dim(leaf, 0, vocab_size, axis=axis)
+        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        mean, spread = (f(wide, axis=axis, keepdims=True) for f in (jnp.mean, jnp.std))
+        shape = (*leaf.shape[:axis], vocab_size - old, *leaf.shape[axis + 1 :])
+        rows = Spec(shape, axes, lambda k, s, d: mean + noise * spread * jax.random.normal(k, s, d))
+        drawn = params.init({path: rows}, key, wide.dtype)[path]  # a key for each path
+        return jnp.concatenate([leaf, drawn.astype(leaf.dtype)], axis=axis)
 
     return new, params.map_with_name(resized, weights)
-
-
-def _resize_axis(path: str, leaf: Array, axes, size: int, key: Array, noise: float) -> Array:
-    axis = axes.index("vocab")
-    old = leaf.shape[axis]
-    if size <= old:
-        return jax.lax.slice_in_dim(leaf, 0, size, axis=axis)
-    wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-    mean, spread = (f(wide, axis=axis, keepdims=True) for f in (jnp.mean, jnp.std))
-    shape = (*leaf.shape[:axis], size - old, *leaf.shape[axis + 1 :])
-    rows = Spec(shape, axes, lambda k, s, d: mean + noise * spread * jax.random.normal(k, s, d))
-    drawn = params.init({path: rows}, key, wide.dtype)[path]  # a key for each path
-    return jnp.concatenate([leaf, drawn.astype(leaf.dtype)], axis=axis)
 
 
 def extend_positions(config: ModelConfig, weights: Tree, context_length: int) -> tuple[ModelConfig, Tree]:

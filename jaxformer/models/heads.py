@@ -89,10 +89,7 @@ def _wide(x: Array):
 
 
 def unembedding(config: ModelConfig, head: LanguageModel, params: Tree, hidden: Float[Array, "B T D"], tokens_table):
-    """(hidden, kernel `[V, D]`, bias `[V]` or None): the logits are hidden kernel^T + bias, before the softcap.
-
-    For losses that never hold the logits of a whole batch (`ops.projected_cross_entropy`).
-    """
+    """(hidden, kernel `[V, D]`, bias `[V]` or None) of `ops.projected_cross_entropy`: logits are hidden kernel^T + bias."""
     if head.transform:
         hidden = ACTIVATIONS[head.transform](linear("btd,dc->btc", hidden, params["transform"]))
         hidden = norm(config, params["transform"]["norm"], hidden)

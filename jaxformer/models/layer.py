@@ -94,10 +94,6 @@ class FeedForward(NamedTuple):
     apply: Callable  # (params, x [B, T, D], Context) -> FeedForwardOutput
 
 
-def nothing(*_) -> None:
-    return None
-
-
 class Mixer(NamedTuple):
     """A way for positions to exchange information: `ModelConfig.mixer` is any function `config -> Mixer`."""
 
@@ -106,8 +102,8 @@ class Mixer(NamedTuple):
     # for decoding: (batch, length, dtype) -> any tree of zeros [batch, ...]; None: it cannot decode
     state: Callable | None = None
     shared: Tree = None  # the spec of parameters that all layers have in common
-    constants: Callable = nothing  # T -> arrays [L, ...] that are drawn, not trained
-    memo: Callable = nothing  # x -> the `Context.memo` of the first layer: the shapes that each layer passes on
+    constants: Callable = lambda *_: None  # T -> arrays [L, ...] that are drawn, not trained
+    memo: Callable = lambda *_: None  # x -> the `Context.memo` of the first layer: the shapes that each layer passes on
     rolls: bool = False  # whether a `length` of what the mask lets a query see is enough: a new token replaces the oldest
 
 

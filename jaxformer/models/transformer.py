@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from flax.traverse_util import unflatten_dict
-from jax import Array
 from jaxtyping import Int
 
 from jaxformer import masks, ops, params
@@ -19,7 +18,7 @@ from jaxformer.masks import Mask
 from jaxformer.masks.rules import lookup
 from jaxformer.models import block as blocks, embedding, heads
 from jaxformer.models.config import Axial, Learned, ModelConfig, Patches
-from jaxformer.models.layer import Context, Layers, Mixer, Source
+from jaxformer.models.layer import Context, Layers, Source
 from jaxformer.models.stacks import scan
 from jaxformer.ops.positions import within_segments
 from jaxformer.params import Tree, paths
@@ -28,10 +27,7 @@ from jaxformer.sharding import activation_specs, auto_axes
 
 @struct.dataclass
 class Inputs:
-    """What a model reads besides its parameters: the options of `models.apply`.
-
-    Several sequences may be packed in a row: the logits of each are those that it has alone.
-    """
+    """What a model reads besides its parameters. Several sequences may share a row: each has the logits that it has alone."""
 
     tokens: Any  # [B, T], or images [B, height, width, C]
     positions: Any = None  # [B or 1, T], for embeddings, rotations and biases; masks count the slots of a segment
@@ -52,7 +48,7 @@ class Inputs:
     return_hidden: bool = struct.field(pytree_node=False, default=False)  # adds the hidden states of every layer
 
     @property
-    def real(self) -> Array | None:
+    def real(self) -> jax.Array | None:
         """`[B, T]`, False for padding; None where there is none."""
         if self.lengths is not None:
             return jnp.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
@@ -80,7 +76,15 @@ class Output:
 def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     """Every parameter of the model, declared once; `source_width`: of a decoder, the width of its encoder."""
     slots = scan.mixers(config)
-    tree = {"embedding": embedding.spec(config), "layers": _layers_spec(config, slots, source_width)}
+    trees = [paths(blocks.spec(config, slot, source_width)) for slot in slots]
+    leaves: dict[str, Any] = {}
+    for path, leaf in itertools.chain.from_iterable(tree.items() for tree in trees):
+        if leaves.setdefault(path, leaf).shape != leaf.shape:
+            raise ConfigError(f"model.mixer: {path}: shape {leaf.shape} in one layer, {leaves[path].shape} in another")
+    # every leaf [layers that have it, ...]: [L, ...] unless mixers of different kinds take turns
+    count = {path: sum(path in trees[i % len(trees)] for i in range(config.num_layers)) for path in leaves}
+    layers = unflatten_dict({path: params.stack(leaf, count[path]) for path, leaf in leaves.items()}, sep="/")
+    tree = {"embedding": embedding.spec(config), "layers": layers}
     if config.norm_placement != "post":
         tree["final_norm"] = embedding.norm_spec(config, config.hidden_width)
     shared = {name: leaf for slot in slots for name, leaf in (slot.shared or {}).items()}
@@ -88,22 +92,8 @@ def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     return tree | {name: part for name, part in parts.items() if part}
 
 
-def _layers_spec(config: ModelConfig, slots: tuple[Mixer, ...], source_width: int | None) -> Tree:
-    """Every leaf `[layers that have it, ...]`: `[L, ...]` unless mixers of different kinds take turns."""
-    trees = [paths(blocks.spec(config, slot, source_width)) for slot in slots]
-    leaves: dict[str, Any] = {}
-    for path, leaf in itertools.chain.from_iterable(tree.items() for tree in trees):
-        if leaves.setdefault(path, leaf).shape != leaf.shape:
-            raise ConfigError(f"model.mixer: {path}: shape {leaf.shape} in one layer, {leaves[path].shape} in another")
-    count = {path: sum(path in trees[i % len(trees)] for i in range(config.num_layers)) for path in leaves}
-    return unflatten_dict({path: params.stack(leaf, count[path]) for path, leaf in leaves.items()}, sep="/")
-
-
 def check_params(declared: Tree, tree: Tree) -> None:
-    """ConfigError that names the first parameter that is missing, unknown or of another shape; more heads are allowed.
-
-    Layers that `decoding.prepare` took apart are not checked again.
-    """
+    """ConfigError for the first parameter that is missing, unknown or misshapen; more heads and prepared layers are allowed."""
     if isinstance(tree.get("layers"), tuple):
         declared, tree = ({name: part for name, part in each.items() if name != "layers"} for each in (declared, tree))
     if found := params.mismatch(declared, tree, r"(^|/)heads(/|$)"):
@@ -224,7 +214,7 @@ def locate(config: ModelConfig, params: Tree, inputs: Inputs) -> tuple[Context, 
     return context, layer_masks, cache
 
 
-def same_segment(config: ModelConfig, segment_ids: Int[Array, "B T"]) -> Mask:
+def same_segment(config: ModelConfig, segment_ids: Int[jax.Array, "B T"]) -> Mask:
     """Tokens see their own segment, and nobody sees padding.
 
     Padding sees nothing, unless a head pools `position_0`, which may be padding. Then it sees the last segment of its row,
@@ -236,17 +226,11 @@ def same_segment(config: ModelConfig, segment_ids: Int[Array, "B T"]) -> Mask:
     return replace(masks.segments(query_ids, segment_ids), offset=None)  # both are of one sequence
 
 
-def at_positions(mask: Mask, positions: Int[Array, "B S"]) -> Mask:
-    """The mask of tokens at these positions of their segments: a prefix or a chunk is that of the segment.
-
-    A rule of distance stays as it is: positions of a segment are as far apart as its slots.
-    """
-    of_order = masks.causal(), masks.full()
-    parts = (
-        part if part in of_order or masks.shift_invariant(part) else Mask(_at_positions, arrays=(positions,), parts=(part,))
-        for part in mask.conjuncts()
-    )
-    return reduce(Mask.__and__, parts)
+def at_positions(mask: Mask, positions: Int[jax.Array, "B S"]) -> Mask:
+    """The mask at positions of segments. Rules of distance stay: positions of a segment are as far apart as its slots."""
+    stays = lambda part: part in (masks.causal(), masks.full()) or masks.shift_invariant(part)
+    located = lambda part: Mask(_at_positions, arrays=(positions,), parts=(part,))
+    return reduce(Mask.__and__, (part if stays(part) else located(part) for part in mask.conjuncts()))
 
 
 def _at_positions(mask, q, kv):

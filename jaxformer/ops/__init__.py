@@ -2,11 +2,10 @@
 
 # ruff: noqa: F401, I001 (names that the package offers)
 from jaxformer.ops.attention import attention
-from jaxformer.ops.attention.favor import favor_attention, favor_features, favor_relu_features, orthogonal_projection
 from jaxformer.ops.attention.linear import (
-    LinearState, efficient_attention, elu_plus_one, linear_attention, linear_attention_step,
+    LinearState, efficient_attention, elu_plus_one, favor_attention, favor_features, favor_relu_features, linear_attention,
+    linear_attention_step, linformer_attention, orthogonal_projection,
 )  # fmt: skip
-from jaxformer.ops.attention.low_rank import linformer_attention
 from jaxformer.ops.attention.lsh import lsh_attention, random_rotations
 from jaxformer.ops.attention.sparse import (
     bigbird_attention, bigbird_layout, bigbird_layout_seeded, bigbird_layout_zero, longformer_attention,

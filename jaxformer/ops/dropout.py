@@ -24,8 +24,7 @@ def kept(
 ) -> Bool[Array, "B N T S"]:  # fmt: skip
     """Which attention weights stay: a hash of (seed, row, head, query position, key position), for `rows` = (B, N).
 
-    Any block of it can be computed alone, so a kernel that never holds all weights drops the same as the reference. The
-    hash is pcg4d of Jarzynski & Olano 2020 (JCGT 9(3)), some thirty integer operations an entry.
+    Any block of it can be computed alone. The hash is pcg4d of Jarzynski & Olano 2020 (JCGT 9(3)).
     """
     B, N = rows
     x = q_positions.astype(jnp.uint32)[None, None, :, None] + seed[0]

@@ -20,8 +20,7 @@ FEW_ROWS = 128  # up to here XLA:CPU is faster with int8 operands than with a we
 class StoredWeight:
     """A weight as decoding reads it: its `transpose(order)`, whose last axes are those that products sum over.
 
-    Of int8 `values` the weight is values * scale, with one scale for each output channel: the axes of `values` that are not
-    summed over.
+    Of int8 `values` the weight is values * scale, with a scale for each output channel (the axes that are not summed over).
     """
 
     values: Any
@@ -160,12 +159,9 @@ def _axes(spec: str) -> tuple[str, str, str]:
 
 
 def _dot(spec, a, b):
-    """The product with float32 sums. The operand that has the result's first free axis goes first.
-
-    In the other order XLA:CPU has no kernel for some products ("Unsupported element type for DotThunk"). It has none either
-    where an axis of the other operand, or a batch axis, lies between two free ones: then the result is made with each
-    operand's axes together, and transposed.
-    """
+    """The product with float32 sums. The operand that has the result's first free axis goes first."""
+    # In the other order XLA:CPU has no kernel for some products ("Unsupported element type for DotThunk"); nor where an axis of
+    # the other operand, or a batch axis, lies between two free ones: then each operand's axes are together until the end.
     a_axes, b_axes, out = _axes(spec)
     batch = "".join(axis for axis in out if axis in a_axes and axis in b_axes)
     for axes in (a_axes, b_axes):
@@ -181,11 +177,8 @@ def _dot(spec, a, b):
 
 
 def _gradient(spec, x, g):
-    """The gradient of a weight, x^T g. Without batch axes, the smaller of x and g has the result's leading axes.
-
-    XLA:CPU transposes the operand that has them, on one thread and fused with what made it. The result is small: it is
-    transposed afterwards instead.
-    """
+    """The gradient of a weight, x^T g. Without batch axes, the smaller of x and g has the result's leading axes."""
+    # XLA:CPU transposes the operand that has them, on one thread. The result is small: it is transposed afterwards instead.
     x_axes, g_axes, out = _axes(spec)
     if any(axis in x_axes and axis in g_axes for axis in out):
         return _cpu_barrier(_dot(spec, x, g))

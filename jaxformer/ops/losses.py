@@ -61,18 +61,11 @@ def _cross_entropy(logits, labels, weights, label_smoothing: float, z_loss: floa
         losses = (1 - label_smoothing) * losses + label_smoothing * (log_total - jnp.mean(logits, axis=-1))
     if z_loss:
         losses = losses + z_loss * jnp.square(log_total)
-    correct = _is_argmax(logits, labels, picked)
+    # argmax(logits) == labels as one reduction of bits: on CPU `jnp.argmax` takes twice the time of the loss
+    picked, places = picked[..., None], jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+    correct = jnp.all((logits < picked) | ((logits == picked) & (places >= labels[..., None])), axis=-1)
     losses = jnp.where(weights == 0, 0, losses * weights)
     return TokenSums(jnp.sum(losses), jnp.sum(weights), jnp.sum(correct * weights))
-
-
-def _is_argmax(logits, labels, picked):
-    """jnp.argmax(logits, axis=-1) == labels, where `picked` are the logits of the labels; false where one is NaN.
-
-    One reduction of bits. On CPU `jnp.argmax` takes twice the time of the loss, and its least index as much memory.
-    """
-    picked, places = picked[..., None], jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
-    return jnp.all((logits < picked) | ((logits == picked) & (places >= labels[..., None])), axis=-1)
 
 
 class _Options(NamedTuple):
@@ -117,10 +110,8 @@ def _projected(options: _Options, tokens: _Tokens, head: _Head) -> TokenSums:
 
 
 def _projected_forward(options: _Options, tokens: _Tokens, head: _Head):
-    """The sums and, in the same pass, the gradients of the loss; the backward pass multiplies them by its cotangent.
-
-    Gradients of float16 operands are float32 until then, because the cotangent may be a loss scale.
-    """
+    """The sums and, in the same pass, the gradients of the loss; the backward pass multiplies them by its cotangent."""
+    # gradients of float16 operands are float32 until then, because the cotangent may be a loss scale
     sums, gradients = _on_shards(_loss_and_gradients, options, tokens, head)
     return sums, (gradients, jax.tree.map(lambda a: jnp.zeros(0, a.dtype), (tokens.hidden, head)))  # for their dtypes
 
@@ -136,11 +127,8 @@ _projected.defvjp(_projected_forward, _projected_backward)
 
 
 def _on_shards(function, options: _Options, tokens: _Tokens, head: _Head):
-    """`function(options, tokens, head)` -> (sums, gradients) on each device of the mesh, added up over all tokens.
-
-    A device has its own tokens, and the head gathered but for its vocabulary. Left to the compiler, the gradient of the head
-    would be summed over devices once a chunk.
-    """
+    """`function(options, tokens, head)` -> (sums, gradients) on each device of the mesh, added up over all tokens."""
+    # left to the compiler, the gradient of the head would be summed over devices once a chunk
     rows, columns = (mesh_axes(name, size) for name, size in zip(("batch", "length"), tokens.labels.shape, strict=True))
     axes, vocab = rows + columns, mesh_axes("vocab", head.kernel.shape[0]) or None
     if not axes:
@@ -191,13 +179,10 @@ def _float16_as_float32(x):
 
 
 def _pull_back_in_range(dtype, pullback, d_logits):
-    """`pullback(d_logits)` of products that round `d_logits` to `dtype`, without underflow in float16.
-
-    At vocabulary 50,000 most of p - target is below float16's smallest number. So the cotangent is multiplied by a power of
-    two before, and the gradients are divided by it afterwards.
-    """
+    """`pullback(d_logits)` of products that round `d_logits` to `dtype`, without underflow in float16."""
     if dtype != jnp.float16:
         return pullback(d_logits)
+    # at vocabulary 50,000 most of p - target is below float16's smallest number: multiplied by a power of two, it is not
     _, exponent = jnp.frexp(jnp.max(jnp.abs(d_logits)))
     exponent = jnp.minimum(15 - exponent, 100)  # the largest is then below 2^15, which is finite
     factor = jnp.ldexp(jnp.ones((), d_logits.dtype), exponent)
@@ -225,10 +210,7 @@ def _zero_sums(tokens: _Tokens) -> TokenSums:
 
 
 def _chunks(options: _Options, tokens: _Tokens, head: _Head) -> _Tokens:
-    """Arrays `[chunks, B, chunk, ...]`, cut along T: a batch that is split over B stays on its devices.
-
-    Hidden states of weight 0 become 0: the gradient of the head is a product with them, and 0 * NaN is NaN.
-    """
+    """Arrays `[chunks, B, chunk, ...]`, cut along T: a batch that is split over B stays on its devices."""
     B, T = tokens.labels.shape
     V = head.kernel.shape[0]
     held = B * V // math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in mesh_axes("vocab", V))
@@ -239,5 +221,6 @@ def _chunks(options: _Options, tokens: _Tokens, head: _Head) -> _Tokens:
         x = jnp.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(B, -1, size, *x.shape[2:]).swapaxes(0, 1)
 
+    # the gradient of the head is a product with hidden states, also those of weight 0, and 0 * NaN is NaN
     hidden = jnp.where(tokens.weights[..., None] == 0, 0, tokens.hidden)
     return jax.tree.map(cut, tokens._replace(hidden=hidden))

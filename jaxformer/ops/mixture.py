@@ -39,8 +39,7 @@ class RoutingStatistics(NamedTuple):
 def route(logits: Float[Array, "*batch E"], top_k: int, normalise: bool = True) -> Routing:
     """The top_k largest of softmax(logits), in float32 or better; `normalise` makes their weights sum to one.
 
-    With it this is Mixtral (section 2.1: a softmax over the top_k logits), without it Switch (eq. 2). Of equal ones the
-    first expert wins.
+    With it this is Mixtral (section 2.1), without it Switch (eq. 2). Of equal ones the first expert wins.
     """
     probabilities = jax.nn.softmax(_wide(logits), axis=-1)
     weights, experts = lax.top_k(probabilities, top_k)
@@ -98,9 +97,8 @@ def mixture(
     a capacity no choice is dropped. With one, an expert takes ceil(capacity top_k B T / E) choices: first choices come
     before second ones (GShard, section 2.2), then the order of the batch decides, so a token may depend on later ones.
 
-    On a mesh (`jax.set_mesh`) each device routes its own tokens; the statistics are those of all. Tokens reach experts that
-    are split over `expert` by `all_to_all` if there is a capacity, else by `gather_scatter`. Weights are gathered over
-    `fsdp`; outputs are summed over `tensor` once.
+    On a mesh each device routes its own tokens; the statistics are those of all. Tokens reach experts that are split over
+    `expert` by `all_to_all` if there is a capacity, else by `gather_scatter`. Weights are gathered over `fsdp`.
     """
     real = jnp.ones(x.shape[:2], bool) if real is None else real
     (B, T, D), (E, _, F), mesh = x.shape, up.shape, jax.sharding.get_abstract_mesh()
@@ -166,8 +164,7 @@ def local(choices: Choices, experts: Experts, E: int, room: int | None) -> Float
 def all_to_all(choices: Choices, experts: Experts, E: int, room: int, axes) -> Float[Array, "N D"]:
     """Tokens travel to the devices of their experts, a bucket of `room` rows an expert, and the outputs back.
 
-    Each way moves E C D numbers, C = ceil(capacity top_k n / E) for n tokens a device. A device's tokens are a group (GShard,
-    section 3.2), so the number of devices changes which choices are dropped.
+    Each way moves E C D numbers, C = ceil(capacity top_k n / E) for the n tokens of a device, a group (GShard, section 3.2).
     """
     table = _buckets(choices.experts, E, room)
     rows = lax.all_to_all(_take(choices.tokens, table.tokens), axes, 0, 1, tiled=True)
@@ -178,8 +175,7 @@ def all_to_all(choices: Choices, experts: Experts, E: int, room: int, axes) -> F
 def gather_scatter(choices: Choices, experts: Experts, E: int, room, axes, tokens_split: bool) -> Float[Array, "N D"]:
     """Each device computes its experts' part of the tokens of all, and the parts are summed.
 
-    Tokens that are split over the axis of experts are gathered first, and the sums scattered: P n D numbers each on P
-    devices. Memory is P n min(top_k, E/P) rows of D and F, however the router chooses.
+    On P devices P n D numbers are gathered, and scattered. Memory is P n min(top_k, E/P) rows of D and F for any choice.
     """
     here = experts.up.shape[0]
     if tokens_split:
@@ -256,11 +252,9 @@ def _bucket_product(x, w):
 
 
 def _blocks(experts: Int[Array, "top_k N"], here: int, E: int):
-    """(a table in blocks, each of one expert; the expert of each block; how many blocks are used). Nothing is dropped.
-
-    A block has a quarter of an expert's even share, in eights. Last blocks are half empty: an eighth of the work is lost.
-    """
+    """(a table in blocks, each of one expert; the expert of each block; how many blocks are used). Nothing is dropped."""
     top_k, N = experts.shape
+    # a quarter of an expert's even share, in eights: last blocks are half empty, so an eighth of the work is lost
     length = min(8 * -(-experts.size // (32 * E)), 512)
     sizes = _sizes(experts, here)
     blocks = -(-sizes // length)  # of each expert

@@ -10,8 +10,7 @@ def layer_norm(
 ) -> Float[Array, "*rest D"]:
     """(x - mean) / sqrt(var + eps) * scale + bias, with the biased variance. Ba et al. 2016, arXiv:1607.06450, eq. 4.
 
-    Statistics are float32 (float64 for float64 inputs) and the variance is the mean of squared deviations: the one-pass
-    form E[x^2] - E[x]^2 loses all digits once the mean is large against the spread.
+    Statistics are float32 or wider. The one-pass variance E[x^2] - E[x]^2 would lose all digits where the mean is large.
     """
     y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     y = y - jnp.mean(y, axis=-1, keepdims=True)

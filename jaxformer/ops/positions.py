@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -39,11 +38,9 @@ def sinusoidal(
 
 
 def _angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Array, "B T F"]:
-    """positions x frequencies modulo a turn, in radians, to float32's last digit at any position.
-
-    A float32 product is off by 3e-5 at position 1000, 2e-3 at 100,000. Here a turn is 2^32 units, so that 32-bit integers
-    wrap at whole turns. A frequency is a whole number of units a position and a rest below one.
-    """
+    """positions x frequencies modulo a turn, in radians, to float32's last digit at any position."""
+    # A float32 product is off by 3e-5 at position 1000, 2e-3 at 100,000. Here a turn is 2^32 units, so that 32-bit integers
+    # wrap at whole turns. A frequency is a whole number of units a position and a rest below one.
     if jnp.result_type(float) == jnp.float64:
         return positions[..., None].astype(jnp.float64) * jnp.asarray(frequencies)[None, None]
     units = frequencies / (2 * math.pi) % 1 * 2.0**32
@@ -137,16 +134,15 @@ class Llama3:
 class YaRN:
     """Interpolates slow dimensions, extrapolates fast ones, and multiplies cos and sin by `attention_factor`.
 
-    Peng et al. 2023, arXiv:2309.00071, eq. 17-22. `truncate` rounds the ramp's ends outwards to whole dimensions. The
-    `attention_factor` None is 0.1 ln(factor) + 1, and 1 for a factor below 1.
+    Peng et al. 2023, arXiv:2309.00071, eq. 17-22.
     """
 
     factor: float  # new context length divided by the old one
     original_length: int  # context length of the pretraining
     beta_fast: float = 32.0  # turns from which a dimension is fast
     beta_slow: float = 1.0  # turns up to which a dimension is slow
-    truncate: bool = True  # round the ramp's ends outwards
-    attention_factor: float | None = None  # multiplies cos and sin; None: the paper's
+    truncate: bool = True  # round the ramp's ends outwards, to whole dimensions
+    attention_factor: float | None = None  # multiplies cos and sin; None: 0.1 ln(factor) + 1, and 1 for a factor below 1
 
     def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
         pairs, amplitude = len(frequencies), self.attention_factor
@@ -196,8 +192,8 @@ def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope
 def rope_frequencies(head_width: int, config: Rope, positions: Int[Array, "#B T"] | None = None) -> tuple[Any, float]:
     """Radians a position for each of r/2 pairs, and a factor on cos and sin (1 except for YaRN and LongRoPE).
 
-    Computed on the host in float64; for a dynamic NTK and LongRoPE from the `positions` of the call, where None stands for
-    positions within the original length. Raises ValueError for an odd r and for factors that do not fit it.
+    On the host in float64; for a dynamic NTK and LongRoPE from the `positions` of the call (None: within the original length).
+    Raises ValueError for an odd r and for factors that do not fit it.
     """
     rotated, scaling = int(head_width * config.fraction), config.scaling
     if config.layout not in ("interleaved", "half"):
@@ -238,26 +234,23 @@ class Bias:
 
 def bias_between(bias: Bias | Callable, q: Int[Array, "#B T"], kv: Int[Array, "#B S"]) -> Float[Array, "#B N T S"]:
     """The bias of queries and keys at these positions of their rows. Raises ConfigError for a bias that differs by row."""
-    of_rows = jax.vmap(partial(_bias_of_row, bias))
+
+    def of_row(q: Array, kv: Array) -> Array:
+        if isinstance(bias, Bias) and bias.by_distance:
+            return bias.rule(bias, (kv[None] - q[:, None]).reshape(-1)).reshape(-1, q.shape[0], kv.shape[0])
+        scores = bias.rule(bias, q, kv) if isinstance(bias, Bias) else bias(q, kv)
+        if (scores.ndim == 4 and scores.shape[0] > 1) or getattr(bias, "rows", ()):
+            raise ConfigError(f"positions: a bias {scores.shape} by row; return [N, T, S], the same for all rows")
+        return scores.reshape(scores.shape[-3:])
+
     rows = max(len(q), len(kv))
-    return of_rows(*(jnp.broadcast_to(x, (rows, x.shape[1])) for x in (q, kv)))
-
-
-def _bias_of_row(bias: Bias | Callable, q: Array, kv: Array) -> Array:
-    if isinstance(bias, Bias) and bias.by_distance:
-        return bias.rule(bias, (kv[None] - q[:, None]).reshape(-1)).reshape(-1, q.shape[0], kv.shape[0])
-    scores = bias.rule(bias, q, kv) if isinstance(bias, Bias) else bias(q, kv)
-    if (scores.ndim == 4 and scores.shape[0] > 1) or getattr(bias, "rows", ()):
-        raise ConfigError(f"positions: a bias {scores.shape} by row; return [N, T, S], the same for all rows")
-    return scores.reshape(scores.shape[-3:])
+    return jax.vmap(of_row)(*(jnp.broadcast_to(x, (rows, x.shape[1])) for x in (q, kv)))
 
 
 def _toeplitz(diagonals: Float[Array, "N R"], rows: int) -> Float[Array, "N T S"]:
-    """out[n, i, j] = diagonals[n, j - i + rows - 1] for R = rows + S - 1, without a gather.
-
-    Copies of the diagonals, one zero after each, are read as lines one entry shorter: each begins one entry earlier.
-    """
+    """out[n, i, j] = diagonals[n, j - i + rows - 1] for R = rows + S - 1, without a gather."""
     N, R = diagonals.shape
+    # copies of the diagonals, one zero after each, are read as lines one entry shorter: each begins one entry earlier
     copies = jnp.broadcast_to(jnp.pad(diagonals, ((0, 0), (0, 1)))[:, None], (N, rows, R + 1)).reshape(N, -1)
     return copies[:, rows - 1 : -1].reshape(N, rows, R)[:, :, : R - rows + 1]
 
@@ -281,8 +274,7 @@ def _alibi(bias, distances):
 def t5(table: Float[Array, "R N"], bidirectional: bool, max_distance: int = 128) -> Bias:
     """table[bucket(j - i), n]: each near distance has a bucket, far ones share buckets by their logarithm.
 
-    Raffel et al. 2020, arXiv:1910.10683, section 2.1. If `bidirectional`, half of the R buckets are for keys after the
-    query; otherwise those keys share bucket 0. Differentiable in the table.
+    Raffel et al. 2020, arXiv:1910.10683, section 2.1. Keys after the query have half of the R buckets, or share bucket 0.
     """
     return Bias(_t5, (bidirectional, max_distance), by_distance=True, arrays=(table,))
 

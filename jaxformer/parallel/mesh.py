@@ -8,7 +8,6 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType
 
 from jaxformer.errors import ConfigError
 
@@ -58,10 +57,7 @@ class Mesh:
 
 
 def run_mesh(config: Mesh, batch_size: int) -> jax.sharding.Mesh | None:
-    """The mesh of a run on all devices, or on the first ones if it needs fewer; None for one device.
-
-    `batch_size` is that of one gradient. Raises ConfigError where the devices or the batch do not fit the mesh.
-    """
+    """The mesh of all devices or the first that it needs; None for one. ConfigError where `batch_size` does not divide."""
     sizes = [getattr(config, axis) for axis in AXES]
     devices = jax.devices()
     if -1 not in sizes and math.prod(sizes) <= len(devices):
@@ -96,7 +92,7 @@ def make_mesh(config: Mesh = Mesh(), devices: Sequence | None = None) -> jax.sha
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:
         grid = np.array(devices).reshape(shape)
-    kind = AxisType.Explicit if config.explicit else AxisType.Auto
+    kind = jax.sharding.AxisType.Explicit if config.explicit else jax.sharding.AxisType.Auto
     return jax.sharding.Mesh(grid, AXES, axis_types=(kind,) * len(AXES))
 
 

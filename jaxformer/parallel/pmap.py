@@ -1,7 +1,4 @@
-"""Data parallelism by `jax.pmap`: each device has a copy of the state, and every array has a leading device axis.
-
-JAX only maintains `pmap`. A mesh with a `data` axis computes the same numbers and can do more.
-"""
+"""Data parallelism by `jax.pmap`, which JAX only maintains: a copy of the state on each device, and a leading device axis."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,4 @@
-"""Several processes as one run: they find each other, exchange values, divide a batch and end together.
-
-No other module uses `jax.distributed`.
-"""
+"""Several processes as one run: values exchanged, a batch divided, one end. No other module uses `jax.distributed`."""
 
 import contextlib
 import itertools
@@ -95,20 +92,16 @@ def is_first() -> bool:
 
 
 def first(function: Callable[[], T]) -> T:
-    """Calls `function()` on process 0. Its (pickled) value is returned, or its error raised, on every process.
-
-    All processes must make these calls in the same order.
-    """
+    """Calls `function()` on process 0: its (pickled) value or error is that of all. All must call in the same order."""
     if jax.process_count() == 1:
         return function()
-    value: Any = None
-    error: Exception | None = None
+    result: list[Any] = [None, None]  # the value, the error
     if is_first():
         try:
-            value = function()
-        except Exception as raised:
-            error = raised
-    value, error = all_gather_object((value, error))[0]
+            result[0] = function()
+        except Exception as error:
+            result[1] = error
+    value, error = all_gather_object(result)[0]
     if error is not None:
         raise error
     return value

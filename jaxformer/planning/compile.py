@@ -14,7 +14,6 @@ import numpy as np
 from jaxformer import models, parallel, sharding
 from jaxformer.data.batching import open_dataset
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import EncoderDecoder
 from jaxformer.planning import topology
 from jaxformer.training.recipe import build
 from jaxformer.training.state import init_state, state_shardings
@@ -44,14 +43,21 @@ def trace(experiment: Any, devices: list) -> Traced:
     parallel.check_batch(experiment.mesh, dict(mesh.shape), experiment.batch_size // experiment.accumulation)
     recipe, (shapes, notes) = build(experiment), abstract_batch(experiment)
     places = state_shardings(recipe, mesh)
-    placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     state = jax.tree.map(placed, jax.eval_shape(partial(init_state, recipe)), places)
     batch = jax.tree.map(placed, shapes, sharding.batch_sharding(mesh, shapes))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(places, None))
         stage = step.trace(state, batch)
-    shard = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    return Traced(mesh, stage, shapes, notes, sum(map(shard, jax.tree.leaves((state, batch)))))
+    return Traced(mesh, stage, shapes, notes, device_bytes((state, batch)))
+
+
+def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes on a device, without the compiler's padding."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def abstract_batch(experiment: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], list[str]]:
@@ -63,7 +69,7 @@ def abstract_batch(experiment: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], li
         notes.append(f"the data cannot be opened here, a batch of tokens is assumed ({error})")
         tokens = np.zeros(models.last_stack(experiment.model).context_length, np.int32)
         example = {"tokens": tokens, "labels": tokens, "weights": tokens.astype(np.float32)}
-        if isinstance(experiment.model, EncoderDecoder):
+        if isinstance(experiment.model, models.EncoderDecoder):
             example["source"] = np.zeros(experiment.model.encoder.context_length, np.int32)
     arrays = {name: np.asarray(value) for name, value in example.items()}
     dtype = jax.dtypes.canonicalize_dtype

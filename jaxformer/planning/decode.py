@@ -1,6 +1,5 @@
 """Decoding planned before its devices are rented: prefill and the step of one token a row, compiled for a topology."""
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,11 +12,10 @@ from jaxformer import decoding, models, parallel, params, sharding
 from jaxformer.decoding.generate import CHUNK
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, block, cost
-from jaxformer.models.cost import GIB
 from jaxformer.models.stacks import scan
 from jaxformer.ops.attention.cached import widths
 from jaxformer.planning import hlo, roofline
-from jaxformer.planning.compile import compile_step, memory_of
+from jaxformer.planning.compile import compile_step, device_bytes, memory_of, placed
 
 KERNELS = {"splash": "splash", "cudnn": "__cudnn"}  # and how a program names them
 
@@ -61,7 +59,7 @@ def plan_decode(
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = jax.jit(call, donate_argnums=1).lower(*arguments)
         program, log = compile_step(lowered, devices, fast)
-        return program, memory_of(program, log, _bytes(arguments)), weights, cache
+        return program, memory_of(program, log, device_bytes(arguments)), weights, cache
 
     prefill, first, *_ = compiled(decoding.prefill, 1, min(length, CHUNK), room, False)
     step, size, weights, cache = compiled(decoding.decode_step, rows, 1, room, True)
@@ -69,16 +67,16 @@ def plan_decode(
     found, read = hlo.collectives(text, mesh), params.paths(weights)
     if not config.tie_embeddings:  # rows of the table are looked up
         read.pop("embedding/tokens", None)
-    needed = _bytes(read) + _bytes(cache) * length // room
+    needed = device_bytes(read) + device_bytes(cache) * length // room
     moved = hlo.traffic(text, sum(width < length for width in widths(room))) or needed
     seconds = {"memory": moved / chip.bandwidth} | roofline.network(found, mesh, chip)
     peak, temporary = (max(size[name], first[name]) for name in ("peak_bytes", "temporary_bytes"))
     split = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "data=1"
     return DecodePlan(
         f"{name}: {len(devices)} x {devices[0].device_kind}, {split}; {rows} rows of {length:,} tokens",
-        weight_bytes=_bytes(weights), cache_bytes=_bytes(cache), temporary_bytes=temporary, peak_bytes=peak,
+        weight_bytes=device_bytes(weights), cache_bytes=device_bytes(cache), temporary_bytes=temporary, peak_bytes=peak,
         capacity_bytes=int(chip.memory), fits=bool(step and prefill) and peak <= chip.memory,
-        donated=bool(step) and step.memory_analysis().alias_size_in_bytes >= 0.99 * _bytes(cache),
+        donated=bool(step) and step.memory_analysis().alias_size_in_bytes >= 0.99 * device_bytes(cache),
         needed_bytes=needed, moved_bytes=moved, collectives=[one._asdict() for one in found], seconds=seconds,
         tokens_per_second=rows / sum(seconds.values()), bound=rows * chip.bandwidth / needed,
         kernel=next((kernel for kernel, mark in KERNELS.items() if prefill and mark in prefill.as_text()), "blockwise"),
@@ -93,28 +91,19 @@ def abstract_arguments(config: ModelConfig, mesh, dtype, rows: int, tokens: int,
     number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     cache = jax.eval_shape(partial(decoding.init_cache, config, rows, room, dtype))
     states = replace(cache, lengths=number(rows) if used else None), number(rows, tokens), number(rows)
-    placed = [jax.tree.map(lambda leaf: _placed(mesh, leaf, _state_spec(mesh, leaf.shape)), state) for state in states]
-    return [jax.tree.map(partial(_placed, mesh), made, sharding.partition_specs(spec, mesh)), *placed]
+    return [jax.tree.map(placed, made, sharding.shardings(spec, mesh)), *jax.tree.map(partial(_place, mesh), states)]
 
 
-def _placed(mesh, leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-
-def _state_spec(mesh, shape: tuple[int, ...]) -> Any:
+def _place(mesh, leaf: Any) -> jax.ShapeDtypeStruct:
     """Rows over `data`, heads over `tensor`."""
-    names = ("batch", "kv_heads") if len(shape) == 4 else ("batch",)
-    return P(*(sharding.mesh_axes(name, size, mesh) or None for name, size in zip(names, shape, strict=False)))
-
-
-def _bytes(tree: Any) -> int:
-    """Bytes on a device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    names = ("batch", "kv_heads") if leaf.ndim == 4 else ("batch",)
+    axes = (sharding.mesh_axes(name, size, mesh) or None for name, size in zip(names, leaf.shape, strict=False))
+    return placed(leaf, NamedSharding(mesh, P(*axes)))
 
 
 def table(plan: DecodePlan) -> str:
     """The plan in words."""
-    gib = lambda size: f"{size / GIB:.2f} GiB"
+    gib = lambda size: f"{size / cost.GIB:.2f} GiB"
     rows = [
         plan.where,
         f"memory a device    {gib(plan.weight_bytes)} weights, {gib(plan.cache_bytes)} cache, {gib(plan.temporary_bytes)} "

@@ -1,7 +1,4 @@
-"""FLOPs of the products in any function, counted by walking its jaxpr: each loop with its number of turns, kernels too.
-
-XLA's own count (`cost_analysis`) has the body of a loop once, and nothing of a kernel.
-"""
+"""FLOPs of products in any function by its jaxpr, loops and kernels multiplied out (XLA's `cost_analysis` does not do that)."""
 
 import math
 from collections.abc import Callable
@@ -34,9 +31,7 @@ class Count(NamedTuple):
         shared, split = self.shared + other.shared, self.split | other.split
         return Count(self.matmul + other.matmul, self.notes | other.notes, shared, split)
 
-    @property
-    def flops(self) -> float:
-        return self.matmul + self.shared + sum(flops for _, flops in self.split)
+    flops = property(lambda self: self.matmul + self.shared + sum(flops for _, flops in self.split))
 
     def times(self, n: int | float) -> "Count":
         return Count(n * self.matmul, self.notes, n * self.shared, self.split)

@@ -40,10 +40,8 @@ class Op(NamedTuple):
         kind = self.code.removesuffix("-start")
         return kind if kind in KINDS else ""
 
-    @property
-    def number(self) -> int:
-        """The value of a whole constant, 0 of anything else."""
-        return int(self.operands[0]) if self.code == "constant" and self.operands[0].isdigit() else 0
+    # the value of a whole constant, 0 of anything else
+    number = property(lambda self: int(self.operands[0]) if self.code == "constant" and self.operands[0].isdigit() else 0)
 
 
 Computation = dict[str, Op]  # by name

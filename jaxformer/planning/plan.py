@@ -1,7 +1,4 @@
-"""A pod run before the pod is rented: the real train step, compiled for devices that are not here.
-
-`topology.prepare` must run before JAX is imported.
-"""
+"""A pod run before the pod is rented: the real train step, compiled for devices that are not here."""
 
 import time
 from dataclasses import dataclass, replace
@@ -14,11 +11,8 @@ from jaxformer import models, parallel, params
 from jaxformer.data.sources import Stdlib
 from jaxformer.errors import ConfigError
 from jaxformer.models import cost
-from jaxformer.models.config import ModelConfig
-from jaxformer.models.cost import GIB
 from jaxformer.models.heads import language_model
 from jaxformer.models.stacks.pipeline import bubble
-from jaxformer.parallel import Mesh
 from jaxformer.planning import flops, hlo, roofline, topology
 from jaxformer.planning.compile import compile_step, memory_of, trace
 from jaxformer.training.experiment import Experiment
@@ -59,10 +53,10 @@ class Plan:
 
 def of_preset(name: str, model: Any) -> Any:
     """An experiment that pretrains a preset in the usual way: bfloat16, layers recomputed, 256 sequences a step."""
-    if not isinstance(model, ModelConfig) or language_model(model) is None:
+    if not isinstance(model, models.ModelConfig) or language_model(model) is None:
         raise ConfigError(f"{name}: plans train language models, one stack with a LanguageModel head; this is none")
     model = replace(model, remat="full", dropout_rate=0.0, attention_dropout_rate=0.0)
-    return Experiment(name, model, Stdlib(), batch_size=256, precision="bfloat16", mesh=Mesh(data=1, fsdp=-1))
+    return Experiment(name, model, Stdlib(), batch_size=256, precision="bfloat16", mesh=parallel.Mesh(data=1, fsdp=-1))
 
 
 def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
@@ -104,7 +98,7 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     )  # fmt: skip
 
 
-def _notes(log: topology.Log, config: Mesh, stages: int) -> list[str]:
+def _notes(log: topology.Log, config: parallel.Mesh, stages: int) -> list[str]:
     """What makes the step slow, in words."""
     notes = []
     if log.resharded:
@@ -117,14 +111,14 @@ def _notes(log: topology.Log, config: Mesh, stages: int) -> list[str]:
 
 def _on_one_device(experiment: Any, batch: dict[str, Any], devices: list) -> flops.Count:
     """What the step computes on a single device that is large enough."""
-    recipe = build(replace(experiment, mesh=Mesh(data=1)))
+    recipe = build(replace(experiment, mesh=parallel.Mesh(data=1)))
     with jax.sharding.use_abstract_mesh(parallel.make_mesh(recipe.mesh, devices[:1]).abstract_mesh):
         return flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)
 
 
 def table(plan: Plan) -> str:
     """The plan in words."""
-    gib = lambda size: f"{size / GIB:.2f} GiB"
+    gib = lambda size: f"{size / cost.GIB:.2f} GiB"
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "data=1"
     host = f", {gib(plan.host_bytes)} on the host" if plan.host_bytes else ""
     rows = [

@@ -15,7 +15,6 @@ import jax
 from jaxformer import models, parallel, params, sharding
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, cost
-from jaxformer.models.cost import GIB
 from jaxformer.planning.plan import Plan, plan
 from jaxformer.training import optimizers
 
@@ -30,10 +29,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
-    """State, gradients, what the backward pass keeps, and the working set of one layer; products and ring traffic.
-
-    ConfigError where the mesh does not go into the devices or the model.
-    """
+    """State, gradients, kept activations, work of a layer; products, ring traffic. ConfigError for a mesh that does not fit."""
     model, mesh = experiment.model, experiment.mesh
     shape = mesh.shape(devices)
     split = shape["tensor"]
@@ -87,9 +83,8 @@ def _moments(optimizer: Any, model: ModelConfig, frozen: str | None) -> float:
 def options(experiment: Any, base: Any) -> str:
     """The options of the command line that turn the base into the experiment."""
     words = [f"--mesh.{axis}={size}" for axis, size in vars(experiment.mesh).items() if size != getattr(base.mesh, axis)]
-    for name in ("batch_size", "accumulation"):
-        if (value := getattr(experiment, name)) != getattr(base, name):
-            words.append(f"--{name.replace('_', '-')}={value}")
+    changed = [name for name in ("batch_size", "accumulation") if getattr(experiment, name) != getattr(base, name)]
+    words += [f"--{name.replace('_', '-')}={getattr(experiment, name)}" for name in changed]
     return " ".join([*words, f"--model.remat={experiment.model.remat}"])
 
 
@@ -113,10 +108,7 @@ def candidates(experiment: Any, devices: int) -> Iterator[Any]:
 
 
 def search(experiment: Any, name: str, devices: list, count: int = 12, most: int = 24) -> list[tuple[Any, Plan]]:
-    """(experiment, plan) of the candidates, fastest by the roofline first, those that do not fit last.
-
-    Estimates give the order of compiles, in fast mode, until `count` fit or `most` were tried.
-    """
+    """(experiment, plan), fastest first: compiled fast in the order of estimates until `count` fit or `most` were tried."""
     if not isinstance(experiment.model, ModelConfig):
         raise ConfigError(f"plan --search: model={type(experiment.model).__name__}: expected a ModelConfig")
     chip = cost.CHIPS[devices[0].device_kind]
@@ -138,7 +130,7 @@ def search(experiment: Any, name: str, devices: list, count: int = 12, most: int
             continue
         found.append((one, made))
         words = f"{made.tokens_per_second:,.0f} tokens/s" if made.fits else "does not fit"
-        words = f"{number}: {options(one, experiment)}: {made.peak_bytes / GIB:.1f} GiB, {words}"
+        words = f"{number}: {options(one, experiment)}: {made.peak_bytes / cost.GIB:.1f} GiB, {words}"
         print(words, file=sys.stderr, flush=True)
         if sum(made.fits for _, made in found) >= count:
             break
@@ -162,7 +154,7 @@ def table(found: list[tuple[Any, Any]], base: Any, name: str, topology: str) -> 
         bound = max(made.seconds, key=made.seconds.__getitem__) if made.fits else "-"
         speed = f"{made.tokens_per_second:,.0f}" if made.fits else "no fit"
         share = f"{made.mfu['6N+12LNHT']:.0%}" if made.fits else "-"
-        peak = made.peak_bytes / GIB
+        peak = made.peak_bytes / cost.GIB
         rows.append(f"{place:>3} {speed:>11} {share:>5} {peak:>9.2f}  {bound:<14} {options(one, base)}")
     fits = sum(made.fits for _, made in found)
     rows.append(f"{fits} of {len(found)} fit; speeds are estimates of the roofline, memory is that of a fast compile")

@@ -17,10 +17,7 @@ EXAMPLES = "v5e:4x4, v5p:8x8x8, v4:8x16x16, v6e:16x16, tpu7x:4x4x8, h200:16x8"
 
 
 class Gpu(NamedTuple):
-    """What the CUDA compiler needs to know of a GPU beside its bandwidth, which is in `cost.CHIPS`.
-
-    Values of openxla/xla, xla/backends/gpu/target_config/specs, 2026-11.
-    """
+    """What the CUDA compiler needs to know of a GPU besides `cost.CHIPS`: openxla/xla gpu/target_config/specs, 2026-11."""
 
     kind: str
     capability: int
@@ -54,10 +51,7 @@ def prepare() -> None:
 
 
 def devices(name: str, slices: int = 1) -> list:
-    """The devices of a topology: `v5e:2x2`, `v5p:8x8x8`; of GPUs `h200:1x4x8`, slices x hosts x GPUs of a host.
-
-    Raises ConfigError for a name that no compiler here knows.
-    """
+    """The devices of a topology: `v5e:2x2`; of GPUs `h200:1x4x8`, slices x hosts x GPUs. ConfigError for an unknown name."""
     kind, _, shape = name.partition(":")
     if kind in GPUS:
         sizes = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d+)", shape)
@@ -114,11 +108,8 @@ class Log:
     """What the compiler wrote."""
 
     text: str = ""
-
-    @property
-    def resharded(self) -> int:
-        """How many arrays the partitioner could only move by making them whole on every device."""
-        return len(re.findall(r"[Ii]nvoluntary full rematerialization", self.text))
+    # how many arrays the partitioner could only move by making them whole on every device
+    resharded = property(lambda self: len(re.findall(r"[Ii]nvoluntary full rematerialization", self.text)))
 
 
 @contextmanager

@@ -231,10 +231,7 @@ def steps(folder: Folder) -> list[int]:
 def restore_params(
     folder: Folder, abstract_params: Tree, step: int | None = None, log: Log = _warn, part: str = "params"
 ) -> tuple[int, Tree, dict]:
-    """The field `part` of a state alone, as (step, params, metadata), verified. For readers: changes nothing on disk.
-
-    Raises CheckpointError as `restore` does, and if there is no checkpoint.
-    """
+    """The field `part` of a state, (step, params, metadata), verified. Nothing on disk changes. Errors: those of `restore`."""
     folder = _path(folder)
     skip = lambda bad, why: log(f"{folder}: step {bad} is damaged: {why}; trying an older one")
     found = _newest_good(folder, abstract_params, f"{part}/", step, skip)
@@ -287,12 +284,10 @@ def _read(path: epath.Path, abstract: Tree, prefix: str) -> tuple[Tree, dict]:
 def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
     """What orbax reads. An error of one process is raised on all."""
     # orbax refuses to save an empty array
-    empty = {name: leaf for name, leaf in numbers.items() if not leaf.size}
-    data: Any = {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in empty.items()}
+    data: Any = {k: jnp.zeros(x.shape, x.dtype, device=x.sharding) for k, x in numbers.items() if not x.size}
     full = {name: leaf for name, leaf in numbers.items() if leaf.size}
-    context = ocp.Context()
+    context, problem = ocp.Context(), None
     context.pytree.loading.partial_load = True
-    problem = None
     try:
         with context:
             # pyrefly: ignore[bad-argument-type]  (orbax's own annotations do not resolve)

@@ -1,7 +1,4 @@
-"""Where parameters start: `initial(spec, key) -> params`, any function of that form, or one of these.
-
-`Experiment.initial` may also be a text: the folder of a run, a Hugging Face folder, or a Hugging Face name.
-"""
+"""Where parameters start: `initial(spec, key) -> params`, or a text: the folder of a run, a Hugging Face folder or name."""
 
 import json
 from collections.abc import Callable
@@ -10,11 +7,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from etils import epath
-from jax import Array
 
 from jaxformer import params
 from jaxformer.errors import ConfigError
-from jaxformer.params import Tree
 from jaxformer.training import checkpoint
 from jaxformer.training.recipe import Recipe
 
@@ -26,7 +21,7 @@ class FromRun:
     path: str  # the run's folder
     step: int | None = None  # which checkpoint; None: the newest
 
-    def __call__(self, spec: Tree, key: Array) -> Tree:
+    def __call__(self, spec: params.Tree, key: jax.Array) -> params.Tree:
         folder = epath.Path(self.path).expanduser()
         config = folder / "config.json"
         if not config.is_file():
@@ -44,10 +39,10 @@ class HuggingFace:
 
     name: str  # a folder, or a name such as openai-community/gpt2
 
-    def __call__(self, spec: Tree, key: Array) -> Tree:
+    def __call__(self, spec: params.Tree, key: jax.Array) -> params.Tree:
         from jaxformer.interop import huggingface
 
-        return checked(huggingface.load(self.name).params, spec, self.name)
+        return huggingface.load(self.name).params
 
 
 def from_text(text: str) -> FromRun | HuggingFace:
@@ -60,21 +55,15 @@ def from_text(text: str) -> FromRun | HuggingFace:
     raise ConfigError(f"initial={text}: neither a run's folder nor one with a Hugging Face config.json")
 
 
-def first_params(initial: Callable | str | None, model_spec: Tree, recipe: Recipe) -> Tree:
-    """What trains, from the parameters that `initial` gives; None: random. Factors of an adaptation start as declared."""
+def first_params(initial: Callable | str | None, model_spec: params.Tree, recipe: Recipe) -> params.Tree:
+    """What trains, by `initial` (None: random); factors of an adaptation as declared. ConfigError where shapes do not fit."""
     if initial is None:
         return None
     key, start = jax.random.key(recipe.seed), from_text(initial) if isinstance(initial, str) else initial
     tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), start(model_spec, key))
-    tree = checked(tree, model_spec, str(start))
+    if found := params.mismatch(model_spec, tree):
+        raise ConfigError(f"initial={initial}: parameter {found}; give the model the sizes and heads of those weights")
     if "weights" not in recipe.spec or "weights" in model_spec:
         return tree
     added = {name: part for name, part in recipe.spec.items() if name != "weights"}
     return {"weights": tree, **params.init(added, key)}
-
-
-def checked(tree: Tree, spec: Tree, name: str) -> Tree:
-    """The parameters, which have the paths and shapes of `spec`. Raises ConfigError where they do not."""
-    if found := params.mismatch(spec, tree):
-        raise ConfigError(f"initial={name}: parameter {found}; give the model the sizes and heads of those weights")
-    return tree

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 from jax import Array, lax
-from jax.sharding import SingleDeviceSharding
 
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.mesh import block_if_simulated
@@ -26,7 +25,12 @@ class Damaged(Exception):
 
 def seal(step: int, metric: float | None, metadata: dict | None, leaves: dict[str, jax.Array]) -> dict[str, str]:
     """The manifest as JSON with its checksum. Raises TypeError if `metadata` is not JSON."""
-    contents = {"step": int(step), "metric": metric, "metadata": metadata or {}, "leaves": describe(leaves)}
+    described = {}
+    for (name, leaf), digits in zip(leaves.items(), fingerprints(leaves.values()), strict=True):
+        described[name] = {"shape": leaf.shape, "dtype": str(leaf.dtype), "fingerprint": digits}
+        if is_key(leaf):
+            described[name]["key"] = str(jax.random.key_impl(leaf))
+    contents = {"step": int(step), "metric": metric, "metadata": metadata or {}, "leaves": described}
     return _with_checksum(json.dumps(contents))
 
 
@@ -42,15 +46,6 @@ def unseal(sealed: Any, step: int) -> dict:
 
 def _with_checksum(text: str) -> dict[str, str]:
     return {"manifest": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-
-
-def describe(leaves: dict[str, jax.Array]) -> dict[str, dict]:
-    described = {}
-    for (name, leaf), digits in zip(leaves.items(), fingerprints(leaves.values()), strict=True):
-        described[name] = {"shape": leaf.shape, "dtype": str(leaf.dtype), "fingerprint": digits}
-        if is_key(leaf):
-            described[name]["key"] = str(jax.random.key_impl(leaf))
-    return described
 
 
 def compare(path: epath.Path, saved: dict[str, dict], wanted: dict[str, Any]) -> None:
@@ -78,7 +73,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def abstract_numbers(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
+    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     sharding.shard_shape(leaf.shape)  # raises if it does not divide, which orbax reports with pages of traceback
@@ -120,7 +115,7 @@ def fingerprint(leaf: Array) -> Array:
 
 def key_data(leaf: Array) -> Array:
     """The numbers of a typed key; any other array as it is."""
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def to_bits(leaf: Array) -> Array:

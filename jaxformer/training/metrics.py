@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,12 +43,7 @@ class Record:
         if self._grows:
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        for logger in list(self.loggers):
-            try:
-                logger.write(step, values)
-            except Exception as error:
-                log.warning("%s stopped: %s; the run goes on without it", logger.name, _reason(error))
-                self.loggers.remove(logger)
+        self._tell_loggers(lambda logger: logger.write(step, values), "%s stopped: %s; the run goes on without it")
 
     def save(self) -> None:
         """Before a checkpoint: what was written so far is in the file."""
@@ -57,11 +52,15 @@ class Record:
 
     def close(self) -> None:
         self.save()
-        for logger in self.loggers:
+        self._tell_loggers(lambda logger: logger.close(), "%s did not close: %s")
+
+    def _tell_loggers(self, call: Callable[[Any], None], warning: str) -> None:
+        for logger in list(self.loggers):
             try:
-                logger.close()
-            except Exception as error:  # the run has ended in its own way already
-                log.warning("%s did not close: %s", logger.name, _reason(error))
+                call(logger)
+            except Exception as error:
+                log.warning(warning, logger.name, _reason(error))
+                self.loggers.remove(logger)
 
     def _write_all(self) -> None:
         if self.path is not None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import optax
-from optax import contrib
 
 from jaxformer import params
 from jaxformer.errors import ConfigError
@@ -39,7 +38,6 @@ class Adam:
     b1: float = 0.9  # decay of the mean of gradients
     b2: float = 0.98  # decay of the mean of their squares
     eps: float = 1e-9  # added to the root of the mean square
-
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
@@ -56,7 +54,6 @@ class AdamW:
     eps: float = 1e-8  # added to the root of the mean square
     weight_decay: float = 0.1  # share of a parameter that a step of rate 1 takes away
     not_decayed: str = NOT_DECAYED  # regular expression: parameters whose path it matches somewhere have no decay
-
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
@@ -72,7 +69,6 @@ class Adafactor:
     clipping_threshold: float = 1.0  # largest root mean square of an update
     weight_decay: float = 0.0  # share of a parameter that a step of rate 1 takes away
     not_decayed: str = NOT_DECAYED  # regular expression: parameters whose path it matches somewhere have no decay
-
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
@@ -90,7 +86,6 @@ class Lion:
     b2: float = 0.99  # decay of the momentum
     weight_decay: float = 1.0  # share of a parameter that a step of rate 1 takes away
     not_decayed: str = NOT_DECAYED  # regular expression: parameters whose path it matches somewhere have no decay
-
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
@@ -109,17 +104,15 @@ class Muon:
     b2: float = 0.95  # of AdamW: decay of the mean of their squares
     weight_decay: float = 0.0  # share of a parameter that a step of rate 1 takes away
     not_decayed: str = NOT_DECAYED  # regular expression: parameters whose path it matches somewhere have no decay
-
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
-        muon = contrib.muon(
+        # of the leaves that it is given: optax puts an empty node where another optimizer works
+        dimensions = lambda leaf, update: muon_dimensions(leaf) if jax.tree.leaves(update) else update
+        muon = optax.contrib.muon(
             learning_rate=1.0, ns_steps=self.newton_schulz_steps, beta=self.momentum,
             weight_decay=self.weight_decay, weight_decay_mask=decayed(self, spec),
-            # of the leaves that it is given: optax puts an empty node where another optimizer works
-            muon_weight_dimension_numbers=lambda updates: jax.tree.map(
-                lambda leaf, update: muon_dimensions(leaf) if jax.tree.leaves(update) else update, spec, updates
-            ),
+            muon_weight_dimension_numbers=lambda updates: jax.tree.map(dimensions, spec, updates),
         )  # fmt: skip
         # optax's Muon has Nesterov momentum for what it would hand to Adam, and decays all of it: it gets matrices alone
         adamw = AdamW(b1=self.b1, b2=self.b2, weight_decay=self.weight_decay, not_decayed=self.not_decayed)
@@ -160,16 +153,13 @@ def build(optimizer: Callable, spec: Tree, frozen: str | None = None) -> optax.G
     return optax.partition({"frozen": optax.set_to_zero(), "trained": made}, labels)
 
 
-def muon_dimensions(leaf: params.Spec) -> contrib.MuonDimensionNumbers | None:
-    """Which axes of a parameter are a matrix's inputs and outputs; None for what Adam takes.
-
-    Without this optax would hand every stacked `[L, D, F]` kernel to Adam in silence, since it only takes 2-d leaves.
-    """
+def muon_dimensions(leaf: params.Spec) -> optax.contrib.MuonDimensionNumbers | None:
+    """A matrix's inputs and outputs; None for Adam, to which optax alone would hand every stacked `[L, D, F]` kernel."""
     if not leaf.contracts or "vocab" in leaf.axes:
         return None
     inputs = tuple(i for i, axis in enumerate(leaf.axes) if axis in leaf.contracts)
     outputs = tuple(i for i in range(len(stack_sizes(leaf)), len(leaf.axes)) if i not in inputs)
-    return contrib.MuonDimensionNumbers(inputs, outputs)
+    return optax.contrib.MuonDimensionNumbers(inputs, outputs)
 
 
 def stack_sizes(leaf: params.Spec) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ It keeps the experiment's file as it was (`experiment.py`), the options as typed
 """
 
 import hashlib
+import importlib.metadata
 import json
 import logging
 import platform
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from etils import epath
 
 from jaxformer import config
-from jaxformer.config import Source
 from jaxformer.errors import ConfigError
 from jaxformer.training.experiment import Experiment
 
@@ -97,7 +98,7 @@ def introduce(experiment: Experiment, runs: epath.PathLike) -> list[str]:
     return [f"a new run: {other.path} differs in {different(other)}" for other in runs_of(experiment.name, runs)[-3:]]
 
 
-def describe(folder: RunFolder, experiment: Experiment, source: Source | None, data_digest: str) -> list[str]:
+def describe(folder: RunFolder, experiment: Experiment, source: config.Source | None, data_digest: str) -> list[str]:
     """Writes what the run is; returns a line for each field that is not as it was at the last start."""
     described = config.describe(experiment)
     earlier = folder.description()
@@ -112,10 +113,6 @@ def describe(folder: RunFolder, experiment: Experiment, source: Source | None, d
 
 def environment(data_digest: str) -> dict:
     """Versions, commit, device and data: what a number depends on beside its config."""
-    import importlib.metadata
-
-    import jax
-
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     devices = jax.devices()
     return {

@@ -9,7 +9,6 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer import parallel, params, sharding
-from jaxformer.params import Tree
 from jaxformer.training.recipe import Recipe
 
 GROWTH_INTERVAL = 2000
@@ -38,47 +37,37 @@ class TrainState:
     best = property(lambda self: self.params if self.ema is None else self.ema)
 
 
-def init_state(recipe: Recipe, trained: Tree = None) -> TrainState:
+def init_state(recipe: Recipe, trained: params.Tree = None) -> TrainState:
     """The state before the first step, random parameters by default; run it under jit or `jax.eval_shape`."""
     if trained is None:
         trained = params.init(recipe.spec, jax.random.key(recipe.seed))
-    scale = None
-    if recipe.precision == "float16":
-        scale = LossScale(jnp.float32(2.0**15), jnp.zeros((), jnp.int32))
     zero, ema = jnp.zeros((), jnp.int32), None if recipe.ema_decay is None else jax.tree.map(jnp.array, trained)
+    scale = LossScale(jnp.float32(2.0**15), jnp.zeros_like(zero)) if recipe.precision == "float16" else None
     return TrainState(zero, trained, recipe.optimizer.init(trained), ema, scale, skipped=jnp.zeros_like(zero))
 
 
-def first_state(recipe: Recipe, shardings: TrainState | None = None, trained: Tree = None) -> TrainState:
+def first_state(recipe: Recipe, shardings: TrainState | None = None, trained: params.Tree = None) -> TrainState:
     """The state before the first step on the devices, random or from the parameters `trained`."""
-    if trained is None:
-        return jax.jit(partial(init_state, recipe), out_shardings=shardings)()
-    if shardings is not None:
+    if trained is not None and shardings is not None:
         place = lambda leaf, sharding: jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
         trained = jax.tree.map(place, trained, shardings.params)  # every process has the arrays
     return jax.jit(partial(init_state, recipe), out_shardings=shardings)(trained)
 
 
 def state_specs(recipe: Recipe, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> TrainState:
-    """How each leaf of the state is split: what belongs to a parameter as the parameter is, the rest not.
-
-    What the optimizer keeps is split over `data`, too, where the mesh's config asks for ZeRO-1.
-    """
+    """How each leaf is split: a parameter's as the parameter is (the optimizer's over `data`, too, with ZeRO-1), others not."""
     shapes = {path: leaf.shape for path, leaf in params.paths(recipe.spec).items()}
-    by_parameter, by_gradient = (
-        params.paths(sharding.partition_specs(recipe.spec, mesh, rules))
-        for rules in (sharding.PARAMETERS, gradient_rules(recipe.mesh))
-    )
+    by_parameter = params.paths(sharding.partition_specs(recipe.spec, mesh))
+    by_gradient = params.paths(sharding.partition_specs(recipe.spec, mesh, gradient_rules(recipe.mesh)))
 
     def split(path, leaf):
-        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        names = path.split("/")
         tails = ("/".join(names[i:]) for i in range(len(names)))
         parameter = next((tail for tail in tails if shapes.get(tail) == leaf.shape), None)  # Adafactor's sums are smaller
-        if parameter is None:
-            return PartitionSpec()
-        return (by_gradient if names[0] == "opt_state" else by_parameter)[parameter]
+        rules = by_gradient if names[0] == "opt_state" else by_parameter
+        return PartitionSpec() if parameter is None else rules[parameter]
 
-    return jax.tree_util.tree_map_with_path(split, jax.eval_shape(partial(init_state, recipe)))
+    return params.map_with_name(split, jax.eval_shape(partial(init_state, recipe)))
 
 
 def gradient_rules(mesh: parallel.Mesh) -> sharding.Rules:

@@ -29,12 +29,9 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> Callable[[T
     return partial(train_step, recipe, axis_name)
 
 
-def _result_specs(shapes: Tree, recipe: Recipe, *_) -> tuple[Tree, Tree]:
-    """How the results of a step are split: the state as its parameters are, metrics not."""
-    return state_specs(recipe, jax.sharding.get_abstract_mesh()), jax.tree.map(lambda _: P(), shapes[1])
-
-
-@sharding.auto_axes(_result_specs)
+@sharding.auto_axes(  # the state is split as its parameters are, metrics are not
+    lambda shapes, recipe, *_: (state_specs(recipe, jax.sharding.get_abstract_mesh()), jax.tree.map(lambda _: P(), shapes[1]))
+)
 def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """The state after one batch, and what the step reports.
 
@@ -58,6 +55,7 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     # jnp.where would keep both states alive and copy the donated one
     new = jax.lax.cond(finite & ~empty, partial(update, recipe, gradients, rate), lambda state: state, state)
     new = replace(count(new, finite, empty), step=state.step + 1)
+    mean = lambda total, weight: total / jnp.where(weight > 0, weight, 1)
     metrics = {"loss": (sums.loss, sums.weight), **sums.metrics}
     metrics = {name: jnp.where(empty, jnp.nan, mean(*pair)) for name, pair in metrics.items()}
     metrics |= {"tokens": sums.weight, "grad_norm": norm, "learning_rate": rate, "skipped": new.skipped}
@@ -72,11 +70,6 @@ def step_key(seed: int, step: Array, axis_name: str | None = None) -> Array:
     return key if axis_name is None else jax.random.fold_in(key, jax.lax.axis_index(axis_name))
 
 
-def mean(total: Array, weight: Array) -> Array:
-    """total / weight, and the total itself where the weight is not positive."""
-    return total / jnp.where(weight > 0, weight, 1)
-
-
 def clip(gradients: Tree, largest: float | None) -> tuple[Tree, Array]:
     """(the gradients, no longer than `largest`; their norm before)."""
     norm = optax.tree.norm(gradients)
@@ -87,11 +80,12 @@ def clip(gradients: Tree, largest: float | None) -> tuple[Tree, Array]:
 
 
 def update(recipe: Recipe, gradients: Tree, rate: Array, state: TrainState) -> TrainState:
-    """The state with new parameters, optimizer state and average."""
+    """The state with new parameters, optimizer state and average, ema * decay + params * (1 - decay)."""
     opt_state = in_memory(recipe, state.opt_state, jax.memory.Space.Device)
     updates, opt_state = recipe.optimizer.update(gradients, opt_state, state.params)
     params = jax.tree.map(lambda p, u: p + (rate * u).astype(p.dtype), state.params, updates)
-    ema = average(recipe.ema_decay, state.ema, params)
+    decay = recipe.ema_decay
+    ema = None if decay is None else jax.tree.map(lambda e, p: e * decay + p * (1 - decay), state.ema, params)
     opt_state = in_memory(recipe, opt_state, jax.memory.Space.Host)
     return replace(state, params=params, opt_state=opt_state, ema=ema)
 
@@ -133,17 +127,11 @@ def accumulate(recipe: Recipe, params: Tree, batch: Batch, key: Array, scale) ->
         return jax.tree.map(jnp.add, carry, (sums, gradients)), None
 
     # each micro-batch takes every n-th example, so that each device's part of the batch stays on it
-    parts = lambda x: x.reshape(-1, recipe.accumulation, *x.shape[1:]).swapaxes(0, 1)
-    micro_batches = jax.tree.map(parts, batch)
+    micro_batches = jax.tree.map(lambda x: x.reshape(-1, recipe.accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
     shapes = jax.eval_shape(lambda: gradient(params, jax.tree.map(lambda x: x[0], micro_batches), key)[::-1])
     start = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
     (sums, gradients), _ = jax.lax.scan(add, start, (jnp.arange(recipe.accumulation), micro_batches))
     return sums, gradients
-
-
-def average(decay: float | None, ema: Tree, params: Tree) -> Tree:
-    """ema * decay + params * (1 - decay), or None where there is no average."""
-    return None if decay is None else jax.tree.map(lambda e, p: e * decay + p * (1 - decay), ema, params)
 
 
 def rescale(scale: LossScale | None, finite: Array) -> LossScale | None:

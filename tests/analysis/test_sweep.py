@@ -100,6 +100,7 @@ def test_what_fails_stays_in_the_table_and_the_others_go_on(runs, capsys):
         ("--log-every=1,2", "same run"),
         ("--model.num-heads=2,3", "does not divide"),
         ("--seed=0,,1", "--grid"),
+        ("--model.context-length=16,4000", "context of 4,000"),
     ],
 )
 def test_bad_options_are_refused_before_the_first_run(runs, capsys, grid, said):

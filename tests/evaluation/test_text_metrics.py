@@ -7,8 +7,6 @@ import pytest
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation import text_metrics
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the packages, when they are imported
-
 WORDS = ["The", "the", "cat", "cats", "sat,", "on", "a", "mat.", "running", "ran", "isn't", "3.5", "Straße", "naïve"]
 FUNCTIONS = ("bleu", "chrf", "rouge", "exact_match", "token_f1")
 

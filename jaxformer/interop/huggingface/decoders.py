@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 
 from jaxformer.errors import ConfigError
 from jaxformer.interop.huggingface import tables
-from jaxformer.interop.huggingface.rope import read_rope, write_rope
 from jaxformer.interop.huggingface.tables import ACTIVATION, COMMON, GATED, Family, Json, Key, Rule, get, only, rules
 from jaxformer.masks import Mask, causal, chunked, full, window
 from jaxformer.models import mixers
@@ -17,14 +16,6 @@ from jaxformer.models.mixture import Mixture
 from jaxformer.models.stacks.reversible import Reversible
 
 KINDS = ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-
-
-def _heads(c: Json, language_model: str = "ForCausalLM") -> dict[str, tuple]:
-    """The last token that is not padding classifies a sequence."""
-    sequence = Classification(tables.count_labels(c), pool="last", pooler=None, bias=False)
-    return tables.heads_by_class((language_model, *KINDS), sequence)
-
-
 GPT = COMMON | {
     "d_ff": Key("intermediate_size", None), "feedforward": Key("activation_function", "gelu_new", ACTIVATION),
     "norm_eps": Key("layer_norm_epsilon", 1e-5),
@@ -35,6 +26,25 @@ GPT2 = GPT | {
     "attention_scale": Key("scale_attn_weights", True, {True: None, False: 1.0}),
     "mixer": Key("scale_attn_by_inverse_layer_idx", False, {False: None, True: variants.inverse_depth_scale}),
 }  # fmt: skip
+REFORMER = {field: COMMON[field] for field in ("vocab_size", "d_model", "num_heads", "init_std")} | {
+    "head_width": Key("attention_head_size", 64), "d_ff": Key("feed_forward_size"), "norm_eps": Key("layer_norm_eps", 1e-12),
+    "feedforward": Key("hidden_act", "relu", ACTIVATION), "dropout_rate": Key("hidden_dropout_prob", 0.05),
+    "tie_embeddings": Key("tie_word_embeddings", False),
+}  # fmt: skip
+LSH = {
+    "chunk": Key("lsh_attn_chunk_length", 64), "rounds": Key("num_hashes", 1), "seed": Key("hash_seed", 0),
+    "chunks_before": Key("lsh_num_chunks_before", 1), "chunks_after": Key("lsh_num_chunks_after", 0),
+}  # fmt: skip
+LOCAL = {
+    "chunk": Key("local_attn_chunk_length", 64), "before": Key("local_num_chunks_before", 1),
+    "after": Key("local_num_chunks_after", 0),
+}  # fmt: skip
+
+
+def _heads(c: Json, language_model: str = "ForCausalLM") -> dict[str, tuple]:
+    """The last token that is not padding classifies a sequence."""
+    sequence = Classification(tables.count_labels(c), pool="last", pooler=None, bias=False)
+    return tables.heads_by_class((language_model, *KINDS), sequence)
 
 
 def _read_gpt2(c: Json, names: Collection[str]) -> ModelConfig:
@@ -48,26 +58,22 @@ def _write_gpt2(config: ModelConfig) -> Json:
 
 
 TASKS = {"classification": "score", "token_classification": "classifier", "span": "qa_outputs"}
-GPT_LAYER = "transformer.h.{}."
+GPT_LAYER, GPT_MLP = "transformer.h.{}.", {"feedforward/up": "mlp.c_fc", "feedforward/down": "mlp.c_proj"}
 GPT_RULES = [
-    *rules("embedding/", "transformer.", {"tokens": "wte.weight", "positions": "wpe.weight"}),
+    *rules("", "transformer.", {"embedding/tokens": "wte.weight", "embedding/positions": "wpe.weight", "final_norm": "ln_f"}),
     *rules("layers/", GPT_LAYER, {"attention_norm": "ln_1", "feedforward_norm": "ln_2"}),
-    Rule("final_norm", "transformer.ln_f"),
     *rules("heads/", "", TASKS | {"language_model/kernel": "lm_head.weight"}),
 ]
 GPT2_RULES = [
     Rule(tuple(f"layers/attention/{name}" for name in ("query", "key", "value")), GPT_LAYER + "attn.c_attn", "conv1d"),
-    Rule("layers/attention/out", GPT_LAYER + "attn.c_proj", "conv1d"),
-    *rules("layers/feedforward/", GPT_LAYER + "mlp.", {"up": "c_fc", "down": "c_proj"}, "conv1d"),
+    *rules("layers/", GPT_LAYER, {"attention/out": "attn.c_proj"} | GPT_MLP, "conv1d"),
     *GPT_RULES,
 ]
 GPT_NEO_RULES = [
     *GPT_RULES,
     *rules("layers/attention/", GPT_LAYER + "attn.attention.", tables.PROJECTIONS),
-    *rules("layers/feedforward/", GPT_LAYER + "mlp.", {"up": "c_fc", "down": "c_proj"}),
+    *rules("layers/", GPT_LAYER, GPT_MLP),
 ]
-
-
 GPT_NEO = GPT | {
     "num_layers": Key("num_layers"), "num_heads": Key("num_heads"), "dropout_rate": Key("resid_dropout", 0.0),
     "attention_dropout_rate": Key("attention_dropout", 0.0),
@@ -100,9 +106,6 @@ def left_window(mask: Mask) -> int | None:
     return next((left + 1 for left in sides if mask == causal() & window(left)), None)
 
 
-ALL_BIASES = "query|key|value|out"
-
-
 class Llama(NamedTuple):
     """LLaMA or a relative: the defaults of config.json, and its differences from LLaMA."""
 
@@ -127,6 +130,7 @@ class Llama(NamedTuple):
         }  # fmt: skip
 
 
+ALL_BIASES = "query|key|value|out"
 LLAMAS = {
     "llama": Llama("Llama", biases={"attention_bias": ALL_BIASES, "mlp_bias": "gate|up|down"}),
     "mistral": Llama("Mistral", kv_heads=8, window=4096, windows="every layer", span_base="model."),
@@ -153,7 +157,7 @@ def _read_llama(family: Llama, c: Json, names: Collection[str]) -> ModelConfig:
     fields["head_width"] = fields["head_width"] or family.head_width or (D // N if D % N else None)
     biases = [family.bias, *(layers for flag, layers in family.biases.items() if get(c, flag, False))]
     return ModelConfig(
-        **fields, norm="rms_norm", positions=read_rope(c, fields["head_width"] or D // N, family.theta),
+        **fields, norm="rms_norm", positions=tables.read_rope(c, fields["head_width"] or D // N, family.theta),
         masks=_llama_masks(family, c), use_bias="|".join(filter(None, biases)) or False, mixer=family.mixer,
         heads=tables.read_heads(c, family.name, _heads(c)),
     )  # fmt: skip
@@ -178,7 +182,7 @@ def _write_llama(family: Llama, config: ModelConfig) -> Json:
     windows = [left_window(mask) for mask in tables.repeated(config.masks, config)]
     width = next(filter(None, windows), None)
     c = tables.write_fields(config, family.fields) | tables.write_heads(config.heads, family.name, _heads({})) | {
-        "num_key_value_heads": config.kv_heads, "rope_parameters": write_rope(config.positions),
+        "num_key_value_heads": config.kv_heads, "rope_parameters": tables.write_rope(config.positions),
         "head_dim": config.head_size if family.head_width else config.head_width,
     }  # fmt: skip
     if c["head_dim"] is None:
@@ -212,21 +216,6 @@ def _llama_rules(family: Llama, config: ModelConfig) -> list[Rule]:
 def _llama_family(llama: Llama) -> Family:
     read, write, rules = partial(_read_llama, llama), partial(_write_llama, llama), partial(_llama_rules, llama)
     return Family(read, write, rules, "model.", aliases={"lm_head.weight": "model.embed_tokens.weight"})
-
-
-REFORMER = {field: COMMON[field] for field in ("vocab_size", "d_model", "num_heads", "init_std")} | {
-    "head_width": Key("attention_head_size", 64), "d_ff": Key("feed_forward_size"), "norm_eps": Key("layer_norm_eps", 1e-12),
-    "feedforward": Key("hidden_act", "relu", ACTIVATION), "dropout_rate": Key("hidden_dropout_prob", 0.05),
-    "tie_embeddings": Key("tie_word_embeddings", False),
-}  # fmt: skip
-LSH = {
-    "chunk": Key("lsh_attn_chunk_length", 64), "rounds": Key("num_hashes", 1), "seed": Key("hash_seed", 0),
-    "chunks_before": Key("lsh_num_chunks_before", 1), "chunks_after": Key("lsh_num_chunks_after", 0),
-}  # fmt: skip
-LOCAL = {
-    "chunk": Key("local_attn_chunk_length", 64), "before": Key("local_num_chunks_before", 1),
-    "after": Key("local_num_chunks_after", 0),
-}  # fmt: skip
 
 
 def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
@@ -309,19 +298,16 @@ def _reformer_rules(config: ModelConfig) -> list[Rule]:
     layers = tables.repeated(config.mixer, config)
     local = [i for i, mixer in enumerate(layers) if not isinstance(mixer, mixers.Reformer)]
     hashing = tuple((i, i) for i in range(config.num_layers) if i not in local)
-    positions = e + "position_embeddings."
     result = [
-        Rule("embedding/tokens", e + "word_embeddings.weight"),
-        Rule("embedding/positions", positions + "embedding.weight"),
-        Rule("embedding/positions/lines", positions + "weights.0", "lines"),
-        Rule("embedding/positions/columns", positions + "weights.1", "leaf1"),
+        *rules("embedding/", e, {"tokens": "word_embeddings.weight", "positions": "position_embeddings.embedding.weight"}),
+        Rule("embedding/positions/lines", e + "position_embeddings.weights.0", "lines"),
+        Rule("embedding/positions/columns", e + "position_embeddings.weights.1", "leaf1"),
         Rule("layers/attention/query", attention + "query", layers=tuple((i, i) for i in local)),
         Rule("layers/attention/query", attention + "query_key", layers=hashing),
         Rule("layers/attention/key", attention + "key", layers=tuple(enumerate(local))),
         Rule("layers/attention/value", attention + "value"),
         *rules("layers/attention", layer + "attention.", {"_norm": "layer_norm", "/out": "output.dense"}),
-        Rule("layers/feedforward_norm", feedforward + "layer_norm"),
-        *rules("layers/feedforward/", feedforward, {"up": "dense.dense", "down": "output.dense"}),
+        *rules("layers/feedforward", feedforward, {"_norm": "layer_norm", "/up": "dense.dense", "/down": "output.dense"}),
         Rule("final_norm", "reformer.encoder.layer_norm"),
         *rules("heads/", "", {"language_model/kernel": "lm_head.decoder.weight", "span": "qa_outputs"}),
         *rules("heads/classification", "classifier.", {"/pooler": "dense", "": "out_proj"}),

@@ -21,8 +21,6 @@ FIELDS = COMMON | {
     "dropout_rate": Key("hidden_dropout_prob", 0.1), "attention_dropout_rate": Key("attention_probs_dropout_prob", 0.1),
 }  # fmt: skip
 TEXT_FIELDS = FIELDS | {"masks": Key("is_decoder", False, {False: (full(),), True: (causal(),)})}
-
-
 POOLERS = ("Model", "ForPreTraining", "ForNextSentencePrediction", "ForMultipleChoice")  # classes that use the pooler
 TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification")
 
@@ -93,15 +91,13 @@ def _write(family: Encoder, config: Any) -> Json:
     return c | family.write_mixer(config) | tables.write_heads(config.heads, family.name, kinds)
 
 
-GIVEN_GLOBALS = ("ForQuestionAnswering", "ForMultipleChoice")  # classes whose global tokens come with each call
-
-
 def _read_longformer(c: Json, kind: str):
     windows, layers = c.get("attention_window", 512), c["num_hidden_layers"]
     windows = windows if isinstance(windows, list) else [windows] * layers
     if len(windows) != layers or any(type(width) is not int or width < 2 or width % 2 for width in windows):
         raise ConfigError(f"config.json: attention_window={reprlib.repr(windows)}: expected an even number for each layer")
-    tokens = None if kind in GIVEN_GLOBALS else int(kind == "ForSequenceClassification")
+    given = kind in ("ForQuestionAnswering", "ForMultipleChoice")  # global tokens come with each call
+    tokens = None if given else int(kind == "ForSequenceClassification")
     pattern = tuple(mixers.Longformer(width, tokens) for width in tables.shortest_pattern(windows))
     return pattern if len(pattern) > 1 else pattern[0]
 
@@ -129,9 +125,8 @@ def _rules(family: Encoder, config: ModelConfig) -> list[Rule]:
     return [
         *rules("embedding/", e, tokens | {"positions": "position_embeddings.weight", "norm": "LayerNorm"}),
         *rules("layers/attention/", layer + "attention.", attention | {"out": "output.dense"}),
-        Rule("layers/attention_norm", layer + "attention.output.LayerNorm"),
+        *rules("layers/", layer, {"attention_norm": "attention.output.LayerNorm", "feedforward_norm": "output.LayerNorm"}),
         *rules("layers/feedforward/", layer, {"up": "intermediate.dense", "down": "output.dense"}),
-        Rule("layers/feedforward_norm", layer + "output.LayerNorm"),
         *(Rule(f"heads/{name}/pooler", pooler) for name in ("pooled", "next_sentence", "multiple_choice")),
         *rules("heads/classification", "", dict(zip(("/pooler", ""), family.classifier, strict=True))),
         *rules("heads/", "", {"token_classification": "classifier", "multiple_choice": "classifier"}),
@@ -161,7 +156,6 @@ BIGBIRD = Encoder(  # without BigBirdForQuestionAnswering, whose head also reads
     "BigBird", "bert", ("Model", *TASKS, "ForPreTraining", "ForCausalLM"), pooler=".pooler", act="gelu_new",
     classifier_act=None, keeps_pooler=True, read_mixer=_read_bigbird, write_mixer=_write_bigbird,
 )  # fmt: skip
-
 
 VIT_FIELDS = {ours: key for ours, key in FIELDS.items() if ours not in ("vocab_size", "context_length", "tie_embeddings")} | {
     "dropout_rate": Key("hidden_dropout_prob", 0.0), "attention_dropout_rate": Key("attention_probs_dropout_prob", 0.0),
@@ -219,12 +213,10 @@ VIT_RULES = [
     *rules("layers/", VIT_LAYER, {"attention_norm": "layernorm_before", "feedforward_norm": "layernorm_after"}),
     *rules("layers/attention/", VIT_LAYER + "attention.", {n: f"attention.{n}" for n in QKV} | {"out": "output.dense"}),
     *rules("layers/feedforward/", VIT_LAYER, {"up": "intermediate.dense", "down": "output.dense"}),
-    *rules("", "", {"final_norm": "vit.layernorm", "heads/pooled/pooler": "vit.pooler.dense"}),
+    *rules("", "vit.", {"final_norm": "layernorm", "heads/pooled/pooler": "pooler.dense"}),
     Rule("heads/classification", "classifier"),
     Rule("heads/reconstruction", "decoder.0", "patches"),
 ]
-
-
 FAMILIES = {
     "bert": encoder(BERT), "roberta": encoder(ROBERTA), "longformer": encoder(LONGFORMER), "big_bird": encoder(BIGBIRD),
     "vit": Family(_read_vit, _write_vit, lambda config: VIT_RULES, "vit."),

@@ -1,12 +1,9 @@
-"""Reads a checkpoint from a Hugging Face folder, and writes one.
-
-Each parameter goes to its devices once the tensors of its layers are read: the host never holds the whole model.
-"""
+"""Reads a checkpoint from a Hugging Face folder, and writes one. The host never holds the whole model."""
 
 import re
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import SingleDeviceSharding
 
 from jaxformer import models, params as parameters
 from jaxformer.errors import ConfigError
 from jaxformer.interop import safetensors
 from jaxformer.interop.huggingface import decoders, encoders, pairs, tables
-from jaxformer.interop.huggingface.checkpoint import Checkpoint, read_labels, read_tokens, write_tokens
 from jaxformer.interop.safetensors import list_names
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 from jaxformer.models.mixers import BigBird, Longformer
@@ -31,6 +26,32 @@ Config = ModelConfig | EncoderDecoder
 # without these entries transformers assumes ids that a small vocabulary does not have
 NO_TOKENS = dict.fromkeys(f"{name}_token_id" for name in ("bos", "eos", "pad", "sep"))
 FAMILIES: dict[str, tables.Family] = decoders.FAMILIES | encoders.FAMILIES | pairs.FAMILIES
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The special tokens of a checkpoint; None if it has none."""
+
+    start: int | None = None  # begins the target of an encoder-decoder
+    bos: int | None = None
+    eos: tuple[int, ...] = ()  # each ends a text (`stop_tokens` of `decoding.generate`)
+    pad: int | None = None
+    sep: int | None = None
+    forced_eos: int | None = None  # transformers ends a text of maximum length with it
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model, its parameters, special tokens and class names."""
+
+    config: Config
+    params: Any
+    tokens: Tokens = Tokens()
+    labels: tuple[str, ...] = ()
+    model_type: str | None = None  # the family that `save` writes; None: the first that can express the config
+
+
+NAMES = {name: ("decoder_start" if name == "start" else name) + "_token_id" for name in Tokens.__dataclass_fields__}
 
 
 def load(
@@ -88,13 +109,34 @@ def _read_settings(file: safetensors.Files) -> Checkpoint:
     family = FAMILIES[kind]
     try:
         tables.check_layers(file.config, len(file.names))
-        config, tokens = family.read(file.config, file.names), read_tokens(file.generation, file.config)
-        labels = read_labels(file.config)
+        config, tokens = family.read(file.config, file.names), _read_tokens(file.generation, file.config)
+        labels = _read_labels(file.config)
     except ConfigError as error:
         raise ConfigError(f"{file.folder}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as error:
         raise ConfigError(f"{file.folder}/config.json: cannot be understood ({type(error).__name__}: {error})") from error
     return Checkpoint(config, None, tokens, labels, kind)
+
+
+def _read_tokens(*settings: dict) -> Tokens:
+    """Takes each token from the first file that has it. A negative id means no token."""
+    tokens: dict[str, Any] = {}
+    for name, key in NAMES.items():
+        ids = next((c[key] for c in settings if c.get(key) is not None), [])
+        ids = ids if isinstance(ids, list) else [ids]
+        if any(type(i) is not int for i in ids) or (len(ids) > 1 and name != "eos"):
+            raise ConfigError(f"config.json: {key}={ids!r}: expected a token, or null")
+        ids = tuple(i for i in ids if i >= 0)
+        tokens[name] = ids if name == "eos" else next(iter(ids), None)
+    return Tokens(**tokens)
+
+
+def _read_labels(c: dict) -> tuple[str, ...]:
+    """The names of the classes."""
+    names = c.get("id2label") or {}
+    if sorted(names) != sorted(map(str, range(len(names)))):
+        raise ConfigError(f"config.json: id2label={names!r}: expected a name for each class from 0 on")
+    return tuple(str(names[str(i)]) for i in range(len(names)))
 
 
 def _read_weights(file, family: tables.Family, config: Config, dtype, sharding, allow_unexpected, allow_missing, key) -> Tree:
@@ -183,11 +225,9 @@ def _with_stack(config: Config, **changes) -> Config:
 
 
 def _with_tie(file, family: tables.Family, config: Config) -> Config:
-    """The config, tied or not as the weights are.
-
-    A separate head in the file is used even if config.json ties it (T5 v1.1 written by transformers 5). If config.json
-    unties the head and the file has none, a T5 is tied (transformers 5 writes it so) and other models miss a tensor.
-    """
+    """The config, tied or not as the weights are."""
+    # A separate head in the file is used even if config.json ties it (T5 v1.1 written by transformers 5). If config.json
+    # unties the head and the file has none, a T5 is tied (transformers 5 writes it so) and other models miss a tensor.
     stack, rules = models.last_stack(config), family.rules(config)
     head = next((rule.theirs for rule in rules if str(rule.ours).endswith("language_model/kernel")), None)
     if head is None or not stack.heads:
@@ -215,7 +255,7 @@ def _dtypes(file, tensors: dict[str, tables.Tensor], source: dict[str, str], dty
 
 def _shardings(sharding: Any, leaves: dict[str, Spec]) -> dict[str, Any]:
     if sharding is None:
-        sharding = SingleDeviceSharding(jax.local_devices()[0])
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if isinstance(sharding, jax.sharding.Sharding):
         return dict.fromkeys(leaves, sharding)
     shardings = paths(sharding)
@@ -235,7 +275,9 @@ def _with_tokens(folder: str | Path, checkpoint: Checkpoint, settings: dict) -> 
     classes = _classes(checkpoint.config)
     if labels and len(labels) != classes:
         raise ConfigError(f"{folder}: {len(labels)} labels for {classes} classes of model.heads")
-    return NO_TOKENS | settings | tables.write_labels(labels) | write_tokens(tokens)
+    values = vars(tokens) | {"eos": tokens.eos[0] if len(tokens.eos) == 1 else tokens.eos}
+    written = {NAMES[name]: value for name, value in values.items() if value not in (None, ())}
+    return NO_TOKENS | settings | tables.write_labels(labels) | written
 
 
 def _classes(config: Config) -> int:
@@ -268,14 +310,8 @@ def _write_settings(config: Config, model_type: str | None) -> dict:
     raise ConfigError(f"model_type={model_type!r}: {reason}")
 
 
-NOT_IN_FILES = ("remat", "unroll", "attention_implementation", "init_std", "dropout_rate", "attention_dropout_rate")
-
-
 def _fields(config: Config) -> dict[str, Any]:
-    """The fields that change what a trained model computes, the same for equal models.
-
-    Defaults are numbers, `use_bias` is all paths of biases, and what a call decides and no file holds is left out.
-    """
+    """The fields that change what a trained model computes, the same for equal models; what a call decides is left out."""
     if isinstance(config, EncoderDecoder):
         sides = {"encoder": _fields(config.encoder), "decoder": _fields(config.decoder)}
         return flatten_dict(sides, sep=".") | {"share_embeddings": config.share_embeddings}
@@ -286,7 +322,8 @@ def _fields(config: Config) -> dict[str, Any]:
         "tie_embeddings": config.tie_embeddings or not config.heads,
         "mixer": tables.shortest_pattern([_mixer_in_file(mixer) for mixer in mixers]),
     }  # fmt: skip
-    return {name: value for name, value in fields.items() if name not in NOT_IN_FILES}
+    unread = ("remat", "unroll", "attention_implementation", "init_std", "dropout_rate", "attention_dropout_rate")
+    return {name: value for name, value in fields.items() if name not in unread}
 
 
 def _mixer_in_file(mixer):

@@ -20,6 +20,12 @@ T5 = {
     "feedforward": Key("feed_forward_proj", "relu", T5_ACTIVATION),
 }  # fmt: skip
 RELATIVE = {"buckets": Key("relative_attention_num_buckets", 32), "max_distance": Key("relative_attention_max_distance", 128)}
+MARIAN = {
+    "d_model": Key("d_model"), "context_length": Key("max_position_embeddings"), "init_std": Key("init_std", 0.02),
+    "feedforward": Key("activation_function", "gelu", ACTIVATION), "dropout_rate": Key("dropout", 0.1),
+    "attention_dropout_rate": Key("attention_dropout", 0.0), "tie_embeddings": Key("tie_word_embeddings", True),
+}  # fmt: skip
+MARIAN_HEADS = {"MTModel": (LanguageModel(bias=True),), "Model": ()}
 
 
 def _read_t5(c: Json, names: Collection[str]) -> EncoderDecoder | ModelConfig:
@@ -84,14 +90,6 @@ def _t5_stack(ours: str, theirs: str, config: ModelConfig) -> list[Rule]:
         result += [Rule(f"{ours}layers/{part}_norm", layer + "layer_norm")]
         result += rules(f"{ours}layers/{part}/", f"{layer}{module}.", names)
     return result
-
-
-MARIAN = {
-    "d_model": Key("d_model"), "context_length": Key("max_position_embeddings"), "init_std": Key("init_std", 0.02),
-    "feedforward": Key("activation_function", "gelu", ACTIVATION), "dropout_rate": Key("dropout", 0.1),
-    "attention_dropout_rate": Key("attention_dropout", 0.0), "tie_embeddings": Key("tie_word_embeddings", True),
-}  # fmt: skip
-MARIAN_HEADS = {"MTModel": (LanguageModel(bias=True),), "Model": ()}
 
 
 def _side(name: str) -> dict[str, Key]:

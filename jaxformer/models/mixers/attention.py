@@ -68,9 +68,8 @@ def attention(
 
     def state(batch: int, length: int, dtype):
         zeros = jnp.zeros((batch, config.kv_heads, length, config.head_size), dtype)
-        return dict.fromkeys(
-            ("key", "value"), cached_attention.in_int8(zeros.astype(jnp.float32)) if dtype == jnp.int8 else zeros
-        )
+        empty = cached_attention.in_int8(zeros.astype(jnp.float32)) if dtype == jnp.int8 else zeros
+        return {"key": empty, "value": empty}
 
     return Mixer(attention_spec(config) | (extra or {}), apply, state, rolls=True, shared=relative_spec(config))
 
@@ -100,14 +99,9 @@ def split_weights(result: Any) -> tuple[Array, Array | None]:
 def attention_spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     """Parameters of `attention`; keys and values read a source of another width, if given."""
     D, N, H = config.d_model, config.num_heads, config.head_size
-    source = source_width or D, config.kv_heads, H
-    tree = {}
-    for name, shape, axis in (
-        ("query", (D, N, H), "heads"),
-        ("key", source, "kv_heads"),
-        ("value", source, "kv_heads"),
-    ):
-        tree[name] = linear_spec(config, name, shape, ("embed", axis, "head"), ("embed",), config.init_std)
+    source, tree = (source_width or D, config.kv_heads, "kv_heads"), {}
+    for name, (width, heads, axis) in {"query": (D, N, "heads"), "key": source, "value": source}.items():
+        tree[name] = linear_spec(config, name, (width, heads, H), ("embed", axis, "head"), ("embed",), config.init_std)
     axes = "heads", "head", "embed"
     return tree | {"out": linear_spec(config, "out", (N, H, D), axes, axes[:2], residual_std(config))}
 
@@ -143,10 +137,8 @@ def bias_at_positions(bias, context: Context) -> Bias | Callable | Array:
     if in_cache and context.gaps:
         raise ConfigError("apply(positions=...) with a cache: a bias needs the cached tokens' positions too; omit it")
     if not (callable(bias) or isinstance(bias, Bias)) or getattr(bias, "rows", ()):
-        raise ConfigError(
-            "model.positions: a bias by slots does not fit segment_ids, positions or a cache; return a function of "
-            "(q_positions [T], kv_positions [S])"
-        )
+        advice = "return a function of (q_positions [T], kv_positions [S])"
+        raise ConfigError(f"model.positions: a bias by slots does not fit segment_ids, positions or a cache; {advice}")
     if in_cache:
         return bias
     return lambda q, kv: bias_between(bias, positions[:, q], positions[:, kv])

@@ -90,8 +90,7 @@ class BigBird:
                 draw = partial(ops.bigbird_layout_seeded, *plan, max_length=config.context_length)
                 return jnp.stack([jnp.asarray(draw(layer)) for layer in range(L)])
             case "zero":
-                blocks = max(-(-T // self.block) - 2, 0)
-                return jnp.broadcast_to(ops.bigbird_layout_zero(*plan)[None], (L, N, blocks, self.random))
+                return jnp.asarray(np.stack([ops.bigbird_layout_zero(*plan)] * L))
             case "random":
                 return _by_layer(self.seed, L, lambda key: ops.bigbird_layout(key, *plan))
         raise ConfigError(f"BigBird(layout={self.layout!r}): expected seeded, zero or random")
@@ -148,10 +147,7 @@ class Performer:
 
 @dataclass(frozen=True)
 class Linformer:
-    """Keys and values summed down to `rank` rows: Wang et al. 2020, arXiv:2006.04768. Masks: full().
-
-    The matrices E for keys and F for values, `[context_length, rank]`, are trained.
-    """
+    """Keys and values summed to `rank` rows by trained E and F: Wang et al. 2020, arXiv:2006.04768. Masks: full()."""
 
     rank: int = 256  # rows of keys and values that remain
     # headwise: E and F of each layer for all its heads; key_value: F = E; layerwise: one E = F for all layers
@@ -223,20 +219,15 @@ class LocalChunks:
 
     def __call__(self, config: ModelConfig) -> Mixer:
         def attend(params, context, query, key, value, **options):
-            bias = Bias(_log_meetings, self._meetings(key.shape[1]))
+            chunks = -(-(key.shape[1] + -key.shape[1] % self.multiple) // self.chunk)
+            places, counts = np.arange(chunks), np.zeros((chunks, chunks), int)  # how often chunks meet
+            for shift in range(-self.before, self.after + 1):
+                shift = shift if abs(shift) <= chunks else 0  # as their slices have it
+                counts[places, (places + shift) % chunks] += 1
+            bias = Bias(_log_meetings, (self.chunk, tuple(map(tuple, counts.tolist()))))
             return ops.attention(query, key, value, **options | {"bias": bias})
 
         return attention(config, attend=attend)._replace(state=partial(_no_state, "LocalChunks"))
-
-    def _meetings(self, T: int) -> tuple:
-        """(chunk, how often a query of each chunk meets a key of each)."""
-        chunks = -(-(T + -T % self.multiple) // self.chunk)
-        places = np.arange(chunks)
-        counts = np.zeros((chunks, chunks), int)
-        for shift in range(-self.before, self.after + 1):
-            shift = shift if abs(shift) <= chunks else 0  # as their slices have it
-            counts[places, (places + shift) % chunks] += 1
-        return self.chunk, tuple(map(tuple, counts.tolist()))
 
 
 def _log_meetings(bias: Bias, q_positions, kv_positions) -> Array:

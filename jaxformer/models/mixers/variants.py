@@ -34,10 +34,7 @@ from jaxformer.params import Spec
 
 
 def qk_norm(config: ModelConfig) -> Mixer:
-    """RMSNorm of each head of queries and keys, before the rotation, with a scale `[H]` for all heads: Qwen3.
-
-    Henry et al. 2020, arXiv:2010.04245, who have the L2 norm.
-    """
+    """RMSNorm of each head of queries and keys before the rotation, one scale `[H]`: Qwen3. Henry 2020, arXiv:2010.04245."""
     scale = Spec((config.head_size,), ("head",), ones)
     return _normalized(config, scale, scale)
 
@@ -65,10 +62,7 @@ def normalize(config: ModelConfig, params: Tree, heads: Heads, context: Context)
 
 
 def gated(config: ModelConfig) -> Mixer:
-    """sigmoid(x W) * out for the layer's input x, W `[D, N, H]`, before the projection back: Qwen3-Next.
-
-    Qiu et al. 2025, arXiv:2505.06708, the elementwise gate after the values are weighed (G1).
-    """
+    """sigmoid(x W) * out, x the input of the layer, W `[D, N, H]`: Qwen3-Next. Qiu et al. 2025, arXiv:2505.06708, G1."""
     shape, axes = (config.d_model, config.num_heads, config.head_size), ("embed", "heads", "head")
     extra = {"gate": linear_spec(config, "gate", shape, axes, ("embed",), config.init_std)}
     return attention(config, extra=extra, finish=gate)

@@ -150,8 +150,10 @@ def run_stage(pipe: Pipe, numbers: Tree, dtypes: Tree, operands: Tree, x: Array,
     run = partial(tick, pipe, numbers, here)
     (arrived, buffer), reports = lax.scan(run, (buffer[0], buffer), jnp.arange(pipe.ticks))
     buffer = keep(pipe, buffer, arrived, jnp.int32(pipe.ticks))
-    rows = _leave(buffer, here.stage, pipe.stages, len(x))
-    return rows, jax.tree.map(partial(mean_report, pipe, here.stage), reports)
+    rows, R, M = _leave(buffer, here.stage, pipe.stages, len(x)), pipe.repeats, pipe.microbatches
+    # [ticks, ...] -> the mean over the microbatches [R, ...]
+    means = lambda leaf: lax.dynamic_slice_in_dim(leaf, here.stage, R * M).reshape(R, M, *leaf.shape[1:]).mean(1)
+    return rows, jax.tree.map(lambda leaf: lax.pmean(means(leaf), pipe.data), reports)
 
 
 def tick(pipe: Pipe, numbers: Tree, here: StageInputs, carry: tuple[Array, Array], t: Array):
@@ -172,12 +174,6 @@ def keep(pipe: Pipe, buffer: Array, arrived: Array, t: Array) -> Array:
     """On stage 0 the buffer has, of each microbatch, the input until it is taken, then what came around."""
     slot = (t - pipe.stages) % pipe.microbatches
     return lax.dynamic_update_index_in_dim(buffer, jnp.where(t < pipe.stages, _row(buffer, slot), arrived), slot, 0)
-
-
-def mean_report(pipe: Pipe, stage: Array, leaf: Array) -> Array:
-    """Reports of all ticks `[ticks, ...]` as the mean over the microbatches `[R, ...]`."""
-    R, M = pipe.repeats, pipe.microbatches
-    return lax.pmean(lax.dynamic_slice_in_dim(leaf, stage, R * M).reshape(R, M, *leaf.shape[1:]).mean(1), pipe.data)
 
 
 def _widen(x: Array) -> Array:
@@ -224,19 +220,19 @@ def _deal(params: Tree, s: Array, pipe: Pipe) -> Tree:
     S, R = pipe.stages, pipe.repeats
     g = math.gcd(R, S)
     rounds = [[d * R + (a + d * g // S) % R for d in range(S)] for a in range(R)]  # the part that each stage sends
-    return params if R == 1 else jax.tree.map(lambda leaf: _deal_leaf(leaf, s, S, R, rounds), params)
 
+    def deal_leaf(leaf: Array) -> Array:
+        leaf = leaf.reshape(R, -1, *leaf.shape[1:])
+        out = jnp.zeros_like(leaf)
+        for sent in rounds:
+            slots = jnp.array([part % R for part in sent])
+            arrived = jnp.array([next(part // S for part in sent if part % S == d) for d in range(S)])
+            pairs = [(d, part % S) for d, part in enumerate(sent)]
+            one = lax.ppermute(_row(leaf, slots[s]), "stage", pairs)
+            out = lax.dynamic_update_index_in_dim(out, one, arrived[s], 0)
+        return jnp.moveaxis(out, 0, 1)
 
-def _deal_leaf(leaf: Array, s: Array, S: int, R: int, rounds: list[list[int]]) -> Array:
-    leaf = leaf.reshape(R, -1, *leaf.shape[1:])
-    out = jnp.zeros_like(leaf)
-    for sent in rounds:
-        slots = jnp.array([part % R for part in sent])
-        arrived = jnp.array([next(part // S for part in sent if part % S == d) for d in range(S)])
-        pairs = [(d, part % S) for d, part in enumerate(sent)]
-        one = lax.ppermute(_row(leaf, slots[s]), "stage", pairs)
-        out = lax.dynamic_update_index_in_dim(out, one, arrived[s], 0)
-    return jnp.moveaxis(out, 0, 1)
+    return params if R == 1 else jax.tree.map(deal_leaf, params)
 
 
 def _check(B: int, pipe: Pipe, groups: int) -> None:

@@ -41,10 +41,8 @@ def mixers(config: ModelConfig) -> tuple[Mixer, ...]:
     """The mixers of the first layers, after which the pattern of mixers and positions repeats."""
     kinds = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
     turns = config.positions if isinstance(config.positions, tuple) else (config.positions,)
-    return tuple(
-        (kinds[i % len(kinds)] or attention)(replace(config, positions=turns[i % len(turns)]))
-        for i in range(math.lcm(len(kinds), len(turns)))
-    )
+    made = lambda i: (kinds[i % len(kinds)] or attention)(replace(config, positions=turns[i % len(turns)]))
+    return tuple(map(made, range(math.lcm(len(kinds), len(turns)))))
 
 
 def pattern(config: ModelConfig) -> tuple[Mixer, ...]:
@@ -124,10 +122,8 @@ def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callab
 def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context, pick) -> Iterator[Group]:
     """The layers as a scan over whole periods, and what remains of a period behind it."""
     L, period = config.num_layers, len(slots)
-    functions = [
-        partial(run_layer, config, slot, replace(context, mask=layers.masks[i % len(layers.masks)]), pick)
-        for i, slot in enumerate(slots)
-    ]
+    contexts = [replace(context, mask=layers.masks[i % len(layers.masks)]) for i in range(period)]
+    functions = [partial(run_layer, config, *slot_context, pick) for slot_context in zip(slots, contexts, strict=True)]
     each = [remat(config, function) for function in functions]
     heads = None if context.source is None else context.source.heads
     if isinstance(layers.params, tuple) or layers.state is not None:

@@ -1,7 +1,4 @@
-"""Exact scaled dot-product attention, computed by the kernel that the platform has; all equal `reference` or refuse.
-
-`linear`, `favor`, `low_rank`, `lsh` and `sparse` compute other functions, at less cost.
-"""
+"""Exact scaled dot-product attention by the platform's kernel. `linear`, `lsh` and `sparse` are other, cheaper functions."""
 
 import importlib.util
 import logging
@@ -21,26 +18,15 @@ from jaxformer.ops.attention.reference import reference, rounded_softmax, softma
 from jaxformer.ops.positions import Bias, bias_between
 from jaxformer.sharding import auto_axes, with_logical_constraint
 
-IMPLEMENTATIONS = ("reference", "blockwise", "splash", "cudnn", "ring")
-
 
 @jax.named_scope("attention")
 def attention(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
-    *,
-    mask: Mask | None = None,
-    bias: Float[Array, "#B #N #T #S"] | Bias | Callable | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    return_weights: bool = False,
-    implementation: str | None = None,
+    query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"], *, mask: Mask | None = None,
+    bias: Float[Array, "#B #N #T #S"] | Bias | Callable | None = None, scale: float | None = None, softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None, dropout_rate: float = 0.0, dropout_key: Array | None = None,
+    return_weights: bool = False, implementation: str | None = None,
     positions: tuple[Int[Array, "#B T"], Int[Array, "#B S"]] | None = None,
-) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B N T S"]]:
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B N T S"]]:  # fmt: skip
     """softmax(mask(softcap(query key^T * scale + bias))) value. Vaswani et al. 2017, arXiv:1706.03762, eq. 1.
 
     Query head n reads key head n // (N / K) (Ainslie et al. 2023). The last query is aligned with the last key unless the
@@ -48,8 +34,7 @@ def attention(
     of absolute positions, `(q_positions [T], kv_positions [S]) -> [N, T, S]`. `scale` is 1/sqrt(H) by default. `softcap` c
     maps a score s to c tanh(s / c) (Gemma 2). `sinks` adds one logit a head to the denominator alone. `return_weights` adds
     the weights before dropout. The softmax is float32 or wider. A query that sees no key yields zeros and no gradient.
-    `positions` are the absolute positions of queries and keys where these are no ranges: a cache has rows of different
-    length, and empty slots (position -1), which nobody sees. Only the reference takes them.
+    `positions` are those of queries and keys by row, where -1 is an empty slot of a cache; only the reference takes them.
 
     `implementation`: "reference" (an array [B, N, T, S]), "blockwise" (no such array), "splash" (TPU), "cudnn" (GPU),
     "ring" (a sequence split over the mesh axis `context`; "blockwise" is the same there, "reference" and "splash" gather keys
@@ -60,9 +45,11 @@ def attention(
     for asked, what in ((return_weights, "weights to return"), (positions is not None, "positions by row")):
         if asked and implementation not in (None, "reference"):
             raise NotImplementedError(f"{implementation}: has no {what}; implementation='reference' has")
+    if positions is not None and (callable(bias) or isinstance(bias, Bias)):
+        bias = bias_between(bias, *positions)
     call = Call(
-        mask=as_mask(mask, "attention").sized(key.shape[1]),
-        bias=_bias_value(bias, positions), positions=positions,
+        mask=as_mask(mask, "attention").sized(key.shape[1]), positions=positions,
+        bias=jax.tree_util.Partial(bias) if callable(bias) else bias,
         scale=query.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks=sinks,
         dropout_rate=dropout_rate, dropout_seed=dropout_seed(dropout_rate, dropout_key),
     )  # fmt: skip
@@ -86,13 +73,6 @@ def _check(query, key, value, bias, sinks, dropout_rate):
         raise ValueError(f"attention: dropout_rate is a probability in [0, 1); got {dropout_rate}")
 
 
-def _bias_value(bias, positions):
-    """A pytree: a function as a Partial; at `positions` by row, an array instead of a function or a `Bias`."""
-    if positions is not None and (callable(bias) or isinstance(bias, Bias)):
-        return bias_between(bias, *positions)
-    return jax.tree_util.Partial(bias) if callable(bias) else bias
-
-
 def _attend(implementation: str | None, return_weights: bool, query, key, value, call: Call):
     only_reference = return_weights or call.positions is not None
     match "reference" if only_reference else implementation or _choose(query, key, value, call):
@@ -104,22 +84,16 @@ def _attend(implementation: str | None, return_weights: bool, query, key, value,
             weigh = softmax if wide else partial(rounded_softmax, value.dtype)
             out, weights = reference(query, key, value, call, weigh)
             return (out, weights) if return_weights else out
-        case "blockwise":
-            if ring.devices() > 1 and ring.refuses(query, key, value, call) is None:
-                return ring.attention(query, key, value, call)
+        case "blockwise" if ring.refuses(query, key, value, call):
             return blockwise.attention(query, key, value, call)[0]
+        case "blockwise" | "ring":
+            return ring.attention(query, key, value, call)
         case "splash":
             return splash.attention(query, key, value, call)
         case "cudnn":
             return cudnn.attention(query, key, value, call)
-        case "ring":
-            return ring.attention(query, key, value, call)
-    raise NotImplementedError(f"attention(implementation={implementation!r}): there are {', '.join(IMPLEMENTATIONS)}")
-
-
-# Up to here the score array is small, and the reference is differentiable to any order. At this size blockwise is faster
-# by a third on XLA:CPU (experiments/bench/attention.py).
-_SMALL = 512 * 512
+    known = "reference, blockwise, splash, cudnn, ring"
+    raise NotImplementedError(f"attention(implementation={implementation!r}): there are {known}")
 
 
 def _choose(query, key, value, call: Call) -> str:
@@ -131,7 +105,8 @@ def _choose(query, key, value, call: Call) -> str:
         return _log_once(platform, "ring", f" of {count}")
     kernels: dict[str, Any] = {"tpu": ("splash", splash), "gpu": ("cudnn", cudnn), "cuda": ("cudnn", cudnn)}
     if platform not in kernels:
-        small = query.shape[1] * key.shape[1] <= _SMALL
+        # the reference is differentiable to any order; at this size blockwise is faster by a third (bench/attention.py)
+        small = query.shape[1] * key.shape[1] <= 512 * 512
         return _log_once(platform, *(("reference", " (short)") if small else ("blockwise", " (long)")))
     name, kernel = kernels[platform]
     reason = kernel.refuses(query, key, value, call)

@@ -33,9 +33,6 @@ def cached_by_mask(f: Callable) -> Callable:
     return lambda mask, *rest: (cached if mask.static else f)(mask, *rest)
 
 
-_VISIT = 2_500.0  # the fixed price of a visit, in pairs of one head: measured on XLA:CPU
-
-
 @cached_by_mask
 def choose_block(mask: Mask, T: int, S: int, heads: int) -> tuple[int, int]:
     """The (queries, keys) of a block for which all visited pairs, plus a fixed price for each visit, are cheapest."""
@@ -43,14 +40,14 @@ def choose_block(mask: Mask, T: int, S: int, heads: int) -> tuple[int, int]:
         return 1, 1
     bq, bk = (min(n, 64 << (n // 32_768).bit_length()) for n in (T, S))  # the finest: about 500 blocks a side at most
     visited = mask.blocks(T, S, (bq, bk)) != EMPTY
-    best = (np.inf, 0, 0)
+    best, price = (np.inf, 0, 0), 2_500.0 / heads  # of a visit, in pairs: measured on XLA:CPU
     for q in (1, 2, 4, 8):
         for k in (1, 2, 4):
             if (q > 1 and q // 2 * bq >= T) or (k > 1 and k // 2 * bk >= S):
                 continue
             rows = np.logical_or.reduceat(visited, np.arange(0, len(visited), q))
             visits = np.count_nonzero(np.logical_or.reduceat(rows, np.arange(0, rows.shape[1], k), axis=1))
-            best = min(best, (visits * (q * bq * k * bk + _VISIT / heads), q * bq, k * bk))
+            best = min(best, (visits * (q * bq * k * bk + price), q * bq, k * bk))
     return best[1:]
 
 
@@ -60,10 +57,10 @@ def padded(x, axis: int, block: int):
     return jnp.pad(x, [(0, -size % block if n == axis else 0) for n, size in enumerate(x.shape)])
 
 
-def query_blocks(grid: Grid, x):
-    """[B, T, N, ...] -> [nq, B, bq, N, ...], padded with zeros."""
-    x = padded(x, 1, grid.bq)
-    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // grid.bq, grid.bq, *x.shape[2:]), 1, 0)
+def query_blocks(block: int, x):
+    """[B, T, ...] -> [blocks, B, block, ...], padded with zeros."""
+    x = padded(x, 1, block)
+    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // block, block, *x.shape[2:]), 1, 0)
 
 
 def join_blocks(x, length: int):
@@ -120,26 +117,24 @@ class BiasRule(NamedTuple):
     first: Any  # the position of the first query
 
     def block(self, i, j):
-        evaluate, arrays, rows = self._parts(i, j)
-        return evaluate(arrays, rows)
+        function, bias = self._part(i, j)
+        return function(bias)
 
     def zeros(self, dtype):
-        return jax.tree.map(lambda x: jnp.zeros_like(x, dtype), (self.bias.arrays, self.bias.rows))
+        return jax.tree.map(lambda x: jnp.zeros_like(x, dtype), self.bias)
 
     def accumulate(self, total, i, j, gradient):
-        block, pullback = jax.vjp(*self._parts(i, j))
-        d_arrays, d_rows = pullback(_sum_to(gradient, block.shape).astype(block.dtype))
-        arrays, rows = total
-        arrays = jax.tree.map(lambda x, y: x + y.astype(x.dtype), arrays, d_arrays)
-        return arrays, tuple(add_at(x, y, i * self.grid.bq) for x, y in zip(rows, d_rows, strict=True))
+        block, pullback = jax.vjp(*self._part(i, j))
+        (more,) = pullback(_sum_to(gradient, block.shape).astype(block.dtype))
+        arrays = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total.arrays, more.arrays)
+        rows = (add_at(x, y, i * self.grid.bq) for x, y in zip(total.rows, more.rows, strict=True))
+        return replace(total, arrays=arrays, rows=tuple(rows))
 
-    def _parts(self, i, j):
-        """Block (i, j) as a function of the arrays and of the rows of query block i, and these."""
+    def _part(self, i, j):
+        """Block (i, j) as a function of the bias with the rows of query block i, and this bias."""
         grid, start = self.grid, i * self.grid.bq
         rows = tuple(lax.dynamic_slice_in_dim(x, start, grid.bq, axis=1) for x in self.bias.rows)
-        rule = lambda arrays, rows: replace(self.bias, arrays=arrays, rows=rows)
-        block = lambda *parts: rule(*parts).block(self.first + start, grid.bq, j * grid.bk, grid.bk)
-        return block, self.bias.arrays, rows
+        return lambda bias: bias.block(self.first + start, grid.bq, j * grid.bk, grid.bk), replace(self.bias, rows=rows)
 
 
 def _sum_to(gradient, shape):
@@ -176,14 +171,8 @@ def bias_blocks(grid: Grid, bias, first) -> BiasArray | BiasRule | None:
 
 
 def bias_gradient(bias, total):
-    """The gradient of `bias` from the accumulated one of its blocks."""
-    if bias is None:
-        return None
-    if isinstance(bias, Bias):
-        arrays, rows = total
-        rows = tuple(d[:, : x.shape[1]] for d, x in zip(rows, bias.rows, strict=True))
-        return jax.tree.map(lambda d, x: d.astype(x.dtype), replace(bias, arrays=arrays, rows=rows), bias)
-    return total[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+    """The gradient of `bias` from the accumulated one of its blocks, without their padding."""
+    return jax.tree.map(lambda d, x: d[tuple(map(slice, x.shape))].astype(x.dtype), total, bias)
 
 
 class Visits(NamedTuple):
@@ -195,10 +184,7 @@ class Visits(NamedTuple):
 
 @cached_by_mask
 def find_visits(mask: Mask, grid: Grid, owners: tuple[int, ...] | None = None) -> dict[int, Visits]:
-    """The key blocks to visit, FULL and PARTIAL ones.
-
-    `owners[j]`, below P, is the part of the keys that has block j: visits of query block i to part p stand at i * P + p.
-    """
+    """The key blocks to visit, by kind. owners[j] < P is the part with key block j: visits of i to part p stand at i P + p."""
     kinds = mask.blocks(grid.T, grid.S, (grid.bq, grid.bk))
     if grid.S % grid.bk:  # the last keys of the last block are padding
         kinds[:, -1] = np.minimum(kinds[:, -1], PARTIAL)

@@ -23,10 +23,7 @@ from jaxformer.ops.einsum import einsum
 
 
 def attention(query: Array, key: Array, value: Array, call: Call, block: tuple[int, int] | None = None) -> tuple[Array, Array]:
-    """The output, and the log-sum-exp `[B, T, N]` of each query's scores (its sink included; -inf: it sees no key).
-
-    `block` is (queries, keys) of a block; by default what a cost model of the mask finds cheapest. Both are differentiable.
-    """
+    """The output and the log-sum-exp `[B, T, N]` of the scores (sink included; -inf: no key seen); `block`: (queries, keys)."""
     (B, T, N, _), S = query.shape, key.shape[1]
     grid = Grid(T, S, *(block or blocks.choose_block(call.mask, T, S, B * N)))
     return _attend(grid, query, key, value, replace(call, bias=blocks.differentiable(grid, call.bias)))
@@ -153,7 +150,7 @@ def _forward(grid, query, key, value, call):
         i, q = inputs
         return None, finish(extend(tiles, begin(q, call.sinks, *value.shape[2:]), q, i, i), value.dtype)
 
-    _, (out, lse) = lax.scan(row, None, (jnp.arange(grid.nq), query_blocks(grid, query)))
+    _, (out, lse) = lax.scan(row, None, (jnp.arange(grid.nq), query_blocks(grid.bq, query)))
     out, public = join_blocks(out, grid.T), join_blocks(jax.vmap(ungroup_heads)(lse), grid.T)
     # named for policies that keep them (`stacks.scan.remat`)
     out, public, lse = checkpoint_name((out, public, lse), "attention")
@@ -178,10 +175,7 @@ class Gradients(NamedTuple):
 
 
 def add_gradients(tiles: Tiles, sums: Gradients, row: Row, i, at) -> tuple[Gradients, Array]:
-    """`sums` with the visits of query block i that stand at `at`, and of these visits the gradient `[B, bq, N, H]` of q.
-
-    The gradient of a row's scores is weights * (d_out . value - delta): Dao et al. 2022, appendix B.2.
-    """
+    """`sums` with the visits of query block i that stand at `at`, and of these visits the gradient `[B, bq, N, H]` of q."""
     wide, K, dtype = jnp.promote_types(row.q.dtype, jnp.float32), tiles.keys.shape[2], row.q.dtype
     q, g = _flat(group_heads(row.q, K)), _flat(group_heads(row.g.astype(tiles.values.dtype), K))
     lse, delta = _finite_lse(row.lse)[..., None], group_heads(row.delta, K)[..., None]
@@ -193,7 +187,7 @@ def add_gradients(tiles: Tiles, sums: Gradients, row: Row, i, at) -> tuple[Gradi
         weights = jnp.exp(scores - lse)
         dropped = _flat(tiles.dropout(weights, i, j).astype(tiles.values.dtype))
         d_weights = einsum("bkrh,bksh->bkrs", g, values, dtype=wide).reshape(weights.shape)
-        d_scores = weights * (tiles.dropout(d_weights, i, j) - delta) * slope
+        d_scores = weights * (tiles.dropout(d_weights, i, j) - delta) * slope  # Dao et al. 2022, appendix B.2
         if tiles.bias is not None:
             d_bias = tiles.bias.accumulate(d_bias, i, j, d_scores)
         d_scores = _flat((d_scores * tiles.call.scale).astype(dtype))
@@ -231,7 +225,7 @@ def _backward(grid, residuals, gradients):
 
     d_bias = None if tiles.bias is None else tiles.bias.zeros(wide)
     sums = Gradients(jnp.zeros_like(tiles.keys, wide), jnp.zeros_like(tiles.values, wide), d_bias)
-    q, g, block_delta = (query_blocks(grid, x) for x in (query, d_out, delta))
+    q, g, block_delta = (query_blocks(grid.bq, x) for x in (query, d_out, delta))
     (dk, dv, d_bias), dq = lax.scan(step, sums, (jnp.arange(grid.nq), Row(q, g, block_delta, lse)))
     dk, dv = (d[:, : grid.S].astype(x.dtype) for d, x in ((dk, key), (dv, value)))
     d_call = call.gradient(blocks.bias_gradient(call.bias, d_bias), sink_gradient(call.sinks, lse, delta))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from jaxformer.ops.attention.blocks import join_blocks, query_blocks
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.attention.reference import softmax, visible_scores
 from jaxformer.ops.einsum import einsum, int8_scale
@@ -57,10 +58,7 @@ class Slots(NamedTuple):
 
 
 def attention(query: Array, positions: Array, old: Slots, new: Slots, call: Call, widths: list[int], width: Array) -> Array:
-    """Attention of queries `[B, T, N, H]` at `positions` [B, T] to the slots of a cache and to new keys, of which it has none.
-
-    Of `widths` the one with the index `width` says how many of the old slots are read.
-    """
+    """Queries `[B, T, N, H]` at `positions` [B, T] attend to the first widths[width] old slots of a cache and to new keys."""
     part = lambda w, query, positions: _attend(old.first(w), new, call, query, positions)
     run = lambda query, positions: lax.switch(width, [partial(part, w) for w in widths], query, positions)
     return in_blocks(run, query, positions)
@@ -108,13 +106,11 @@ def _sums(spec: str, dtype, x: Array, slots: Array) -> Array:
 
 def in_blocks(run: Callable, query: Array, positions: Array) -> Array:
     """run(query, positions), for many queries block by block."""
-    B, T = positions.shape
+    T = positions.shape[1]
     if T <= QUERY_BLOCK:
         return run(query, positions)
-    pad = lambda x: jnp.pad(x, [(0, 0), (0, -T % QUERY_BLOCK)] + [(0, 0)] * (x.ndim - 2))
-    cut = lambda x: pad(x).reshape(B, -1, QUERY_BLOCK, *x.shape[2:]).swapaxes(0, 1)
-    out = lax.map(lambda block: run(*block), (cut(query), cut(positions)))
-    return out.swapaxes(0, 1).reshape(B, -1, *out.shape[3:])[:, :T]
+    split = tuple(query_blocks(QUERY_BLOCK, x) for x in (query, positions))
+    return join_blocks(lax.map(lambda block: run(*block), split), T)
 
 
 def widths(S: int) -> list[int]:
@@ -124,10 +120,7 @@ def widths(S: int) -> list[int]:
 
 
 def slot_positions(S: int, length: Array) -> Array:
-    """The position of the token in each of S slots, where that at p is in slot p mod S, of rows of `length` [B]: `[B, S]`.
-
-    Negative for an empty slot.
-    """
+    """The position of the token in each of S slots, `[B, S]`: position p is in slot p mod S. Negative for an empty slot."""
     newest = length[:, None] - 1
     return newest - (newest - jnp.arange(S)[None]) % S
 
@@ -142,12 +135,9 @@ def first_slots(state: Array, new: Array, count: Array) -> Array:
 
 
 def write_token(state: Array, new: Array, positions: Array) -> Array:
-    """A state `[B, K, S, H]` with one new token a row, `[B, K, 1, H]`, of these positions `[B, 1]`; -1 writes nothing.
-
-    The slot is empty or has a token that the new one does not see, so it may be written before the state is read: XLA then
-    keeps one copy of the state, and the TPU's compiler does not fetch the slots that attention leaves out. On a mesh each
-    device writes its own rows and heads.
-    """
+    """A state `[B, K, S, H]` with one new token a row, `[B, K, 1, H]`, of these positions `[B, 1]`; -1 writes nothing."""
+    # The slot is empty or has a token that the new one does not see, so it may be written before the state is read: XLA then
+    # keeps one copy of the state, and the TPU's compiler does not fetch the slots that attention leaves out.
     if not is_split():
         return _write_token(state, new, positions)
     rows, heads = mesh_axes("batch", len(state)) or None, mesh_axes("kv_heads", state.shape[1]) or None
@@ -169,11 +159,9 @@ def _write_token(state: Array, new: Array, positions: Array) -> Array:
 
 
 def write_slots(state: Array, new: Array, positions: Array, out: Array) -> Array:
-    """A state `[B, K, S, H]` with new tokens `[B, K, T, H]` of these positions `[B, T]`, -1 for padding.
-
-    `out` is what read the state: that the write depends on it tells XLA that it need not copy the state.
-    """
+    """A state `[B, K, S, H]` with new tokens `[B, K, T, H]` of these positions `[B, T]`, -1 for padding; `out` has read it."""
     B, S = len(state), state.shape[2]
+    # that the write depends on `out` tells XLA that it need not copy the state
     new = (new + jnp.minimum(jnp.abs(out[:, :1, :1, :1]), 0).astype(new.dtype)).astype(state.dtype)
     kept = (positions >= 0) & (positions > positions.max(axis=1, keepdims=True) - S)
     slots = jnp.where(kept, positions % S, S)  # outside, where nothing is written

@@ -1,7 +1,4 @@
-"""What every kernel of exact attention is given beside query, key and value: its options, and its share of them on a mesh.
-
-And the refusals of all kinds of attention.
-"""
+"""The options of a call of exact attention, its share of the arrays on a mesh, and the refusals of all kinds of attention."""
 
 import math
 from dataclasses import replace
@@ -64,10 +61,7 @@ def mask_refusal(function: str, whole: Mask | None, part: Any, takes: str) -> No
 
 
 class Share(NamedTuple):
-    """How the mesh splits a call `[B, T, N, H]` of a kernel that the compiler cannot split: each device computes its share.
-
-    Mesh axes as entries of a PartitionSpec; None: not split.
-    """
+    """How the mesh splits a kernel's call `[B, T, N, H]`, as entries of a PartitionSpec (None: not split)."""
 
     batch: Any = None
     length: Any = None

@@ -4,11 +4,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxformer.masks import Mask, rules
+from jaxformer.ops.attention.blocks import padded
 from jaxformer.ops.attention.call import Call, parts, refuse, share
 from jaxformer.ops.attention.splash import band
 
@@ -16,8 +16,7 @@ from jaxformer.ops.attention.splash import band
 def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     """softmax(mask(query key^T * scale + bias)) value by cuDNN's fused kernel, in bfloat16 or float16.
 
-    Masks: `full`, and with as many queries as keys `causal` and `window(l)`; each also `& lengths(q, kv)`. On the mesh of
-    `jax.set_mesh` each device computes its share of the batch and the heads.
+    Masks: `full`, and with as many queries as keys `causal` and `window(l)`; each also `& lengths(q, kv)`.
     """
     refuse("cudnn", refuses(query, key, value, call))
     (B, T), (S, K) = query.shape[:2], key.shape[1:3]
@@ -55,7 +54,7 @@ def refuses(query, key, value, call: Call) -> str | None:
     if isinstance(planned, str):
         return planned
     if bias is not None:
-        if not isinstance(bias, jax.Array | np.ndarray):
+        if not hasattr(bias, "dtype"):
             return "bias that is a function"
         if bias.dtype != query.dtype:
             return f"{bias.dtype} bias beside {query.dtype} queries"
@@ -65,10 +64,7 @@ def refuses(query, key, value, call: Call) -> str | None:
 
 
 def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
-    """The keywords of `jax.nn.dot_product_attention` that give `mask`, or in a few words what of it they cannot give.
-
-    Lengths are int32 `[B]` or `[1]`: of queries that see a key, and of keys, at least 1.
-    """
+    """The keywords of `jax.nn.dot_product_attention` that give `mask`, or in a few words what of it they cannot give."""
     if not isinstance(mask.offset, int | None):
         return "mask at an offset that is an array"
     if T == 0 or S == 0:
@@ -93,7 +89,7 @@ def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
     limits = [part.arrays for part in parts if part.rule is rules.lengths]
     if not limits:
         return planned
-    q_length, kv_length = jnp.full(1, T), jnp.full(1, S)
+    q_length, kv_length = jnp.full(1, T), jnp.full(1, S)  # of queries that see a key, and of keys, at least 1: [B] or [1]
     for q, kv in limits:
         q_length = q_length if q is None else jnp.minimum(q_length, q - offset)
         kv_length = kv_length if kv is None else jnp.minimum(kv_length, kv)
@@ -105,10 +101,7 @@ def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
 
 
 def run(query, key, value, *, bias, scale: float, planned: dict[str, Any], implementation: Literal["cudnn", "xla"]) -> Array:
-    """The planned call by "cudnn", or by "xla" on any platform and in any type, with the same result.
-
-    Padded to even lengths: jax 0.10.2 has cuDNN's backward pass for these alone.
-    """
+    """The planned call by "cudnn", or by "xla" on any platform and in any type, with the same result."""
     (B, T), S = query.shape[:2], key.shape[1]
     planned = {k: jnp.broadcast_to(v, B) if k.endswith("seq_lengths") else v for k, v in planned.items()}
     visible = planned.get("query_seq_lengths")
@@ -117,8 +110,9 @@ def run(query, key, value, *, bias, scale: float, planned: dict[str, Any], imple
     if S % 2 and not planned:  # otherwise causality or a length hides the padded key
         planned = {"key_value_seq_lengths": jnp.full(B, S, jnp.int32)}
     if bias is not None:
-        bias = jnp.pad(jnp.broadcast_to(bias, (*bias.shape[:2], T, S)), ((0, 0), (0, 0), (0, T % 2), (0, S % 2)))
-    query, key, value = (jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value))
+        bias = padded(padded(jnp.broadcast_to(bias, (*bias.shape[:2], T, S)), 2, 2), 3, 2)
+    # jax 0.10.2 has cuDNN's backward pass for even lengths alone
+    query, key, value = (padded(x, 1, 2) for x in (query, key, value))
     out = jax.nn.dot_product_attention(query, key, value, bias, scale=scale, implementation=implementation, **planned)
     out = out[:, :T]
     return out if visible is None else jnp.where((jnp.arange(T)[None] < visible[:, None])[:, :, None, None], out, 0)

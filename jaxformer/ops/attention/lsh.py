@@ -1,11 +1,7 @@
 """Reformer's attention: tokens meet in hash buckets, and a query is its own key. Kitaev et al. 2020, arXiv:2001.04451."""
 
 import math
-import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +13,6 @@ from jaxformer.ops.attention.call import check_shapes, mask_refusal
 from jaxformer.ops.attention.reference import softmax, softmax_and_log_sum_exp
 from jaxformer.ops.dropout import dropout
 from jaxformer.ops.einsum import einsum
-
-# The score of a token with itself: below every other score, so that it counts only where nothing else is visible.
-_SELF = -1e5
 
 Rotations = Float[Array, "#N H rounds _"] | tuple[Float[Array, "#N H rounds _"], ...]
 
@@ -42,7 +35,7 @@ def random_rotations(
 def lsh_buckets(x: Float[Array, "B T N H"], rotations: Rotations) -> Int[Array, "B N rounds T"]:
     """argmax([x R, -x R]) of each round; of several factors, the digits of one number, the first counting least."""
     base, bucket = 1, jnp.zeros((), int)
-    for R in _factors(rotations):
+    for R in jax.tree.leaves(rotations):
         R = jnp.broadcast_to(R, (x.shape[2], *R.shape[1:]))
         sides = einsum("btnh,nhrk->bnrtk", x, R, dtype=jnp.promote_types(x.dtype, jnp.float32))
         bucket = bucket + base * jnp.argmax(jnp.concatenate([sides, -sides], axis=-1), axis=-1)
@@ -61,9 +54,8 @@ def lsh_attention(
     Each round sorts the tokens by (bucket, position), padding last, and cuts them into chunks. A query sees its own chunk,
     `chunks_before` before it and `chunks_after` after it, in one circle of all rounds, as in trax; itself only where it sees
     nothing else. A key met several times counts once (appendix A), or with `duplicates` as often as it is met (trax, Hugging
-    Face). T is padded to a multiple of `multiple` (None: `chunk`), itself a multiple of `chunk`; `eps` is added to a key's mean
-    square. Time and memory grow with rounds * T * chunk. NotImplementedError for a mask that differs by head or has an offset.
-    A query that sees no key yields zeros.
+    Face). T is padded to a multiple of `multiple` (None: `chunk`), one of `chunk`; `eps` is added to a key's mean square.
+    Cost grows with rounds * T * chunk. NotImplementedError for a mask by head or with an offset. No key visible: zeros.
     """
     check_shapes("lsh_attention", query_key, query_key, value)
     B, T, N, _ = query_key.shape
@@ -71,14 +63,19 @@ def lsh_attention(
     labels = _labels(jax.lax.stop_gradient(query_key), rotations, mask, -T % (multiple or chunk))
     order = jnp.argsort(labels, axis=-1, stable=True)
     total = order.shape[2] * order.shape[3] // chunk
-    shifts = _shifts(total, chunks_before, chunks_after, duplicates)
+    if duplicates:  # Hugging Face's slices meet a chunk as often as they go round, and beyond a full turn the chunk itself
+        shifts = [shift if abs(shift) <= total else 0 for shift in range(chunks_before, -chunks_after - 1, -1)]
+    else:  # a circle of few chunks shows each of them once
+        before = min(chunks_before, total - 1)
+        shifts = range(before, -min(chunks_after, total - 1 - before) - 1, -1)
     circle = _Circle(order, jnp.argsort(order, axis=-1), chunk, shifts)
     wide = jnp.promote_types(query_key.dtype, jnp.float32)
     keys = circle.look(circle.cut(_unit(query_key, eps).swapaxes(1, 2)))
     scores = einsum("bncqh,bnckh->bncqk", circle.cut(query_key.swapaxes(1, 2)), keys, dtype=wide) * scale
     q = order.reshape(B, N, total, chunk)
     kv = circle.look(q)
-    scores = jnp.where(q[..., None] == kv[..., None, :], _SELF, scores)
+    # with itself: below every other score, so that it counts only where nothing else is visible
+    scores = jnp.where(q[..., None] == kv[..., None, :], -1e5, scores)
     if not duplicates:
         scores = scores - jnp.log(_meetings(circle))
     weights, log_total = softmax_and_log_sum_exp(jnp.where(_visible(mask, q, kv, T), scores, -jnp.inf))
@@ -90,14 +87,13 @@ def lsh_attention(
     return einsum("bntr,bnrth->btnh", shares, by_round, dtype=value.dtype)
 
 
-@dataclass(frozen=True)
-class _Circle:
+class _Circle(NamedTuple):
     """The sorted tokens of all rounds, cut into chunks that form a circle."""
 
     order: Any  # [B, N, rounds, length]: the token at each place
     place: Any  # [B, N, rounds, length]: the place of each token
     chunk: int
-    shifts: Sequence[int]  # how far before a chunk those that it sees are
+    shifts: range | list[int]  # how far before a chunk those that it sees are
 
     def cut(self, x):
         """[B, N, T, ...] -> [B, N, chunks, chunk, ...]: sorted, the rounds one after another; zeros at padding."""
@@ -111,15 +107,6 @@ class _Circle:
         return jnp.concatenate([jnp.roll(x, shift, axis=2) for shift in self.shifts], axis=3)
 
 
-def _shifts(total: int, before: int, after: int, duplicates: bool) -> Sequence[int]:
-    """How far before a chunk those that it sees are, in a circle of `total`."""
-    if duplicates:
-        # Hugging Face's slices meet a chunk as often as they go round, and beyond a full turn the chunk itself
-        return [shift if abs(shift) <= total else 0 for shift in range(before, -after - 1, -1)]
-    before = min(before, total - 1)
-    return range(before, -min(after, total - 1 - before) - 1, -1)  # a circle of few chunks shows each of them once
-
-
 def _meetings(circle: _Circle):
     """How often each pair of a chunk meets in all rounds, never below 1."""
     rounds, length = circle.order.shape[2:]
@@ -131,17 +118,14 @@ def _meetings(circle: _Circle):
     return jnp.maximum(jnp.sum(met, axis=(-2, -1)), 1)
 
 
-def _factors(rotations):
-    return rotations if isinstance(rotations, tuple) else (rotations,)
-
-
 def _labels(x, rotations, mask, padding):
     """(round, bucket) as one number for each token, rounds apart; padding has the last bucket of each round."""
     t = jnp.arange(x.shape[1])[None, None, :, None]
-    hides_padding = (part for part in mask.conjuncts() if part.rule in (rules.segments, rules.lengths))
-    sees_itself = (part.rule(part, t, t)[:, 0, :, 0] for part in hides_padding)
-    real = reduce(operator.and_, sees_itself, jnp.ones((1, x.shape[1]), bool))
-    buckets = math.prod(2 * R.shape[-1] for R in _factors(rotations))
+    real = jnp.ones((1, x.shape[1]), bool)
+    for part in mask.conjuncts():
+        if part.rule in (rules.segments, rules.lengths):  # padding does not see itself
+            real = real & part.rule(part, t, t)[:, 0, :, 0]
+    buckets = math.prod(2 * R.shape[-1] for R in jax.tree.leaves(rotations))
     labels = jnp.where(real[:, None, None], lsh_buckets(x, rotations), buckets)
     labels = jnp.pad(labels, [(0, 0)] * 3 + [(0, padding)], constant_values=buckets)
     return labels + (buckets + 1) * jnp.arange(labels.shape[2])[None, None, :, None]

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxformer.masks import Mask
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.dropout import kept, rescaled
 from jaxformer.ops.einsum import einsum
@@ -36,14 +35,8 @@ def softmax_and_log_sum_exp(scores, sinks=None) -> tuple[Array, Array]:
     return exponentials / some, jnp.where(total == 0, -jnp.inf, top + jnp.log(some))
 
 
-def visible(mask: Mask, positions: tuple[Array, Array]) -> Array:
-    """Which keys each query sees, `[B|1, N|1, T, S]`, at absolute positions `[T]`, `[S]` or by row; nobody a negative one."""
-    seen = mask(*positions)
-    return seen if positions[1].ndim == 1 else seen & (positions[1] >= 0)[:, None, None, :]
-
-
 def visible_scores(scores: Float[Array, "B N T S"], call: Call, positions: tuple[Array, Array]) -> Float[Array, "B N T S"]:
-    """Scores with bias and softcap, -inf where the mask hides a key."""
+    """Scores with bias and softcap, -inf where the mask hides a key. Positions are `[T]` and `[S]`, or by row."""
     if call.bias is not None:
         bias = call.bias
         if isinstance(bias, Bias):
@@ -53,7 +46,10 @@ def visible_scores(scores: Float[Array, "B N T S"], call: Call, positions: tuple
         scores = scores + (bias if bias.ndim == 4 else bias[None]).astype(scores.dtype)
     if call.softcap is not None:
         scores = call.softcap * jnp.tanh(scores / call.softcap)
-    return jnp.where(visible(call.mask, positions), scores, -jnp.inf)
+    visible = call.mask(*positions)
+    if positions[1].ndim > 1:  # a key without a position is an empty slot of a cache
+        visible = visible & (positions[1] >= 0)[:, None, None, :]
+    return jnp.where(visible, scores, -jnp.inf)
 
 
 def reference(query: Array, key: Array, value: Array, call: Call, weigh: Callable = softmax) -> tuple[Array, Array]:

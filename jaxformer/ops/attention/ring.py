@@ -202,7 +202,7 @@ def _forward(plan: Plan, query, kv, call: Call):
 
 
 def _forward_here(plan: Plan, query, kv, call: Call):
-    q, H, (K, width) = query_blocks(plan.grid, query), query.shape[3], kv.shape[2:]
+    q, H, (K, width) = query_blocks(plan.grid.bq, query), query.shape[3], kv.shape[2:]
     rows = jax.vmap(lambda q: blockwise.begin(q, call.sinks, K, width - H))(q)
     ring = go_around(plan, partial(_extend, plan, _tiles(plan, call), q), Ring(kv, None, rows))
     out, lse = jax.vmap(lambda row: blockwise.finish(row, kv.dtype))(ring.rows)
@@ -228,7 +228,7 @@ def _backward(plan: Plan, residuals, d_out):
 
 
 def _backward_here(plan: Plan, query, kv, call: Call, lse, d_out, delta):
-    q, g, delta = (query_blocks(plan.grid, x) for x in (query, d_out, delta))
+    q, g, delta = (query_blocks(plan.grid.bq, x) for x in (query, d_out, delta))
     rows, wide, tiles = Row(q, g, delta, lse), delta.dtype, _tiles(plan, call)
     d_bias = None if tiles.bias is None else tiles.bias.zeros(wide)
     ring = Ring(kv, jnp.zeros_like(kv, wide), (jnp.zeros_like(q, wide), d_bias))

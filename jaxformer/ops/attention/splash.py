@@ -19,7 +19,6 @@ from jaxformer.ops.attention.call import Call, Share, parts, refuse, share
 # the kernel would divide by the number of hidden keys, whose score is -2.4e38, or by 0.
 NO_SINK = -1e38
 HIDDEN = np.iinfo(np.int32).min  # the segment of keys that nobody sees
-DTYPES = (jnp.float32, jnp.bfloat16)
 PAIR = (np.zeros(1, np.int32), np.zeros(1, np.int32))  # one query and one key, to look at what shape a mask has
 
 
@@ -27,8 +26,7 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     """softmax(mask(softcap(query key^T * scale))) value, computed in the blocks that the mask leaves, forward and backward.
 
     On every platform but a TPU the kernel runs as ordinary JAX, slowly; that is decided when the program is lowered, so that a
-    CPU can compile for a TPU. 16-bit queries are rounded again after they are scaled. Differentiable once. On a mesh each
-    device computes its share of the batch, the heads and the queries, and gathers keys and values.
+    CPU can compile for a TPU. 16-bit queries are rounded again after they are scaled. Differentiable once.
     """
     refuse("splash", refuses(query, key, value, call))
     (B, T, N, H), S = query.shape, key.shape[1]
@@ -60,7 +58,7 @@ def refuses(query, key, value, call: Call) -> str | None:
         return "dropout"
     if not query.dtype == key.dtype == value.dtype:
         return f"query, key, value of different types: {query.dtype}, {key.dtype}, {value.dtype}"
-    if query.dtype not in DTYPES:
+    if query.dtype not in (jnp.float32, jnp.bfloat16):
         return str(query.dtype)
     if not isinstance(call.mask.offset, int | None):
         return "mask at an offset that is an array"
@@ -74,10 +72,8 @@ def refuses(query, key, value, call: Call) -> str | None:
 
 
 def block_size(length: int, head_width: int) -> int:
-    """Rows of a block: a multiple of 128 (the TPU's lanes) that pads `length` least, at most 512 (256 for wide heads).
-
-    The on-chip memory holds a block of each operand twice and some float32 squares of scores: 512 x 512 x 4 B = 1 MB.
-    """
+    """Rows of a block: a multiple of 128 (the TPU's lanes) that pads `length` least, at most 512 (256 for wide heads)."""
+    # the on-chip memory holds a block of each operand twice and some float32 squares of scores: 512 x 512 x 4 B = 1 MB
     most = 512 if head_width <= 256 else 256
     count = max(1, -(-length // most))
     return -(-max(1, length) // (count * 128)) * 128

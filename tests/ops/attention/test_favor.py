@@ -9,13 +9,15 @@ import pytest
 
 from jaxformer import masks
 from jaxformer.ops.attention import attention
-from jaxformer.ops.attention.favor import (
+from jaxformer.ops.attention.linear import (
+    LinearState,
     favor_attention,
     favor_features,
     favor_relu_features,
+    linear_attention,
+    linear_attention_step,
     orthogonal_projection,
 )
-from jaxformer.ops.attention.linear import LinearState, linear_attention, linear_attention_step
 from tests.witnesses import load
 
 # float64 sums of some hundred terms of order one: 1e-12 leaves three digits for the order of summation.

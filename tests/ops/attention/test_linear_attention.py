@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxformer import masks
-from jaxformer.ops.attention.favor import favor_attention
 from jaxformer.ops.attention.linear import (
     LinearState,
     efficient_attention,
     elu_plus_one,
+    favor_attention,
     linear_attention,
     linear_attention_step,
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxformer import masks
-from jaxformer.ops.attention.low_rank import linformer_attention
+from jaxformer.ops.attention.linear import linformer_attention
 from jaxformer.ops.einsum import einsum
 from tests.witnesses import load
 

@@ -121,13 +121,12 @@ OTHERS = {
     "ops.attention.cudnn.refuses": lambda mask: isinstance(cudnn.plan(mask, T, T), str),
     "ops.attention.ring.refuses": lambda mask: ring.refuses(QUERY, KEY, VALUE, Call(mask)),
     "ops.attention.splash.refuses": lambda mask: exact(by_splash, mask),
-    "ops.attention.reference.visible": lambda mask: exact(softmax_of_reference, mask),
     "ops.attention.reference.visible_scores": lambda mask: exact(softmax_of_reference, mask),
     "ops.attention.linear.efficient_attention": lambda mask: ops.efficient_attention(QUERY, KEY, VALUE, mask=mask),
-    "ops.attention.favor.favor_attention": lambda mask: ops.favor_attention(QUERY, KEY, VALUE, jnp.eye(4), mask=mask),
+    "ops.attention.linear.favor_attention": lambda mask: ops.favor_attention(QUERY, KEY, VALUE, jnp.eye(4), mask=mask),
     "ops.attention.linear.linear_attention": lambda mask: ops.linear_attention(QUERY, KEY, VALUE, mask=mask),
     "ops.attention.linear.visibility": lambda mask: ops.linear_attention(QUERY, KEY, VALUE, mask=mask),
-    "ops.attention.low_rank.linformer_attention": lambda mask: ops.linformer_attention(
+    "ops.attention.linear.linformer_attention": lambda mask: ops.linformer_attention(
         QUERY, KEY, VALUE, jnp.ones((T, 3)), mask=mask
     ),
     "ops.attention.lsh.lsh_attention": lambda mask: ops.lsh_attention(
