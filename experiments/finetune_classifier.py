@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-import jaxformer
 from experiments.bert_pretrain import CLS, SEP, VOCABULARY, docstrings, experiment as pretraining
 from jaxformer import params
 from jaxformer.data import tokenizers
@@ -23,6 +22,7 @@ from jaxformer.evaluation.metric import Evaluation
 from jaxformer.interop import huggingface
 from jaxformer.models import Classification
 from jaxformer.training import AdamW, ClassCrossEntropy, Cosine, Experiment
+from jaxformer.training.run import open_run
 
 CLASSES = 20
 
@@ -35,7 +35,7 @@ class Pretrained:
 
     def __call__(self, spec, key):
         is_run = (Path(self.path) / "checkpoints").is_dir()
-        found = jaxformer.open_run(self.path).params if is_run else huggingface.load(self.path).params
+        found = open_run(self.path).params if is_run else huggingface.load(self.path).params
         return params.init(spec, key) | {name: tree for name, tree in found.items() if name != "heads"}
 
 
@@ -77,13 +77,16 @@ class Packages:
         return tokenizers.BPE(text) if "model" in json.loads(text) else tokenizers.load(self.tokenizer)
 
 
-def majority(scored: Evaluation) -> dict[str, float]:
+@dataclass(frozen=True)
+class Majority:
     """The accuracy of always giving the class that is most frequent in the validation split."""
-    counts = np.bincount(scored.dataset.validation.labels)
-    return {"majority": float(counts.max() / counts.sum())}
 
+    only_final: bool = True
 
-majority.only_final = True
+    def __call__(self, scored: Evaluation) -> dict[str, float]:
+        counts = np.bincount(scored.dataset.validation.labels)
+        return {"majority": float(counts.max() / counts.sum())}
+
 
 experiment = Experiment(
     name="finetune_classifier",
@@ -95,5 +98,5 @@ experiment = Experiment(
     steps=400,
     batch_size=32,
     eval_every=100,
-    metrics=(majority,),
+    metrics=(Majority(),),
 )

@@ -1,9 +1,27 @@
-"""ListOps: the value, 0 to 9, of nested lists such as [MAX 2 9 [MIN 4 7 ] 0 ]. Every kind of attention learns it here.
+"""ListOps: the value, 0 to 9, of nested lists such as [MAX 2 9 [MIN 4 7 ] 0 ]. Every kind of attention can be tried on it.
 
 Nangia & Bowman 2018, arXiv:1804.06028; operators and the shape of the trees as in Long Range Arena (Tay et al. 2020,
 arXiv:2011.04006, section 2.2.1): MIN, MAX, MED (the median, rounded down) and SM (the sum modulo 10) of 2 to `args` values,
 each of which is a list with probability 1/4, down to `depth`. Expressions of any length: --data.shortest and --data.longest,
 with --model.context-length. Long Range Arena has 500 to 2000 tokens, depth and args 10.
+
+Expected, of expressions of 16 to 64 tokens after 300 steps, on 1000 unseen ones (seed 0; binomial error 1.3 %; the most
+frequent value alone gives 11.6 %): too short a training to rank the kinds of attention, only to see that each of them learns.
+
+    attention       options                                                     accuracy
+    full                                                                        23.9 %
+    local           --model.masks "(window(8, 8),)"                             24.8 %
+    Longformer      --model.mixer "Longformer(window=16, global_tokens=1)"      22.7 %
+    BigBird         --model.mixer "BigBird(block=8, random=1)"                  24.8 %
+    Linformer       --model.mixer "Linformer(rank=16)"                          22.4 %
+    linear          --model.mixer "Linear()"                                    23.9 %
+    efficient       --model.mixer "Efficient()"                                 24.4 %
+    local chunks    --model.mixer "LocalChunks(chunk=16, before=1, after=1)"    23.8 %
+    Performer       --model.mixer "Performer(features=64)"                      24.0 %
+    Reformer        --model.mixer "Reformer(chunk=16)"                          REFORMER
+
+Time: 17 to 25 seconds of one CPU core each, most of it to compile.
+Command: make train EXP=listops ARGS="--name=listops-linear --model.mixer 'Linear()'"; for the table, a line for each.
 """
 
 import functools
@@ -11,6 +29,7 @@ import hashlib
 import random
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -87,7 +106,7 @@ class Expressions:
             if config.shortest <= len(tokens) <= config.longest:
                 return tokens, result
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         tokens, result = self._draw(range(len(self))[index])
         padding = (0, self.length - len(tokens))
         return {
@@ -97,22 +116,25 @@ class Expressions:
         }  # fmt: skip
 
 
-def majority(scored: Evaluation) -> dict[str, float]:
+@dataclass(frozen=True)
+class Majority:
     """The accuracy of always giving the class that is most frequent in the validation split."""
-    split = scored.dataset.validation
-    counts = np.bincount([split[i]["labels"] for i in range(len(split))])
-    return {"majority": float(counts.max() / counts.sum())}
 
+    only_final: bool = True
 
-majority.only_final = True
+    def __call__(self, scored: Evaluation) -> dict[str, float]:
+        split = scored.dataset.validation
+        counts = np.bincount([split[i]["labels"] for i in range(len(split))])
+        return {"majority": float(counts.max() / counts.sum())}
+
 
 experiment = Experiment(
     name="listops",
     model=ModelConfig(
         vocab_size=END + 1,
         num_layers=2,
-        d_model=64,
-        num_heads=4,
+        d_model=32,
+        num_heads=2,
         context_length=64,
         feedforward="gelu",
         masks=(full(),),
@@ -122,10 +144,10 @@ experiment = Experiment(
     ),
     data=ListOps(),
     objective=ClassCrossEntropy(),
-    optimizer=AdamW(learning_rate=2e-3, b2=0.98),
+    optimizer=AdamW(learning_rate=4e-3, b2=0.98),
     schedule=Cosine(warmup=50),
-    steps=800,
-    batch_size=64,
-    eval_every=400,
-    metrics=(majority,),
+    steps=300,
+    batch_size=32,
+    eval_every=300,
+    metrics=(Majority(),),
 )

@@ -2,7 +2,12 @@
 
 Devlin et al. 2018, arXiv:1810.04805, section 4.2 (SQuAD), on passages that are generated: four sentences such as "The red box
 holds 1 7 coins." or "Anna hid the old map in the dark mill.", and a question about one of them. All four speak of different
-things and people, but share colours, places and numbers; a validation passage is never one of training.
+things and people, but share colours, places and numbers; a validation passage is drawn apart from those of training.
+
+Expected: exact match 50.7 % on 1000 unseen passages after 600 steps of a schedule of 1000, and rising (31.1 % after 200, 47.0 %
+after 400; seed 0, CPU): the kind of sentence is found, not yet the person or thing. The run of 4000 steps below was not made.
+Time: about 0.1 seconds of a CPU core a step.
+Command: make train EXP=question_answering
 """
 # ruff: noqa: SIM905 (words in a line are read at once)
 
@@ -10,12 +15,14 @@ import functools
 import hashlib
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from experiments.bert_pretrain import alike
 from jaxformer.data.sources import Dataset, context_length
 from jaxformer.masks import full
-from jaxformer.models import Embedding, ModelConfig, TokenClassification
+from jaxformer.models import Embedding, ModelConfig, Relative, TokenClassification
 from jaxformer.training import AdamW, Cosine, Experiment, SpanCrossEntropy
 
 PEOPLE = "Anna Bela Chen Dina Emil Fatou Goran Hana Ivan Juma Kofi Lena Mara Nuri Olga Pedro".split()
@@ -82,7 +89,7 @@ class Questions:
         first = sum(len(sentence) for sentence, *_ in facts[:chosen]) + begin
         return question, [word for sentence, *_ in facts for word in sentence], first, first + len(answer) - 1
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         question, passage, first, last = self.text(range(len(self))[index])
         before, slots = len(question) + 2, np.arange(self.length)
         tokens = np.zeros(self.length, np.int32)
@@ -104,6 +111,7 @@ experiment = Experiment(
         num_heads=4,
         context_length=56,
         feedforward="gelu",
+        positions=Relative(max_distance=32),
         masks=(full(),),
         embedding=Embedding(norm=True, token_types=2),
         heads=(TokenClassification(2),),
@@ -112,9 +120,10 @@ experiment = Experiment(
     ),
     data=Passages(),
     objective=SpanCrossEntropy(),
-    optimizer=AdamW(learning_rate=2e-3, b2=0.98),
-    schedule=Cosine(warmup=100),
-    steps=2500,
-    batch_size=64,
+    initial=alike,  # words of the question find themselves in the passage
+    optimizer=AdamW(learning_rate=3e-3, b2=0.98),
+    schedule=Cosine(warmup=50),
+    steps=4000,
+    batch_size=32,
     eval_every=500,
 )

@@ -46,36 +46,35 @@ def functions() -> list[pairs.Pair]:
 class Functions:
     """Pairs of source and summary. Sources are cut; pairs that still do not fit the model are left out and counted."""
 
-    vocab_size: int = 4000  # byte pairs, of sources and targets
-    characters: int = 400  # of a source that are read
+    vocab_size: int = 2000  # byte pairs, of sources and targets
+    characters: int = 260  # of a source that are read
 
     def open(self, model) -> Dataset:
         found = [pair._replace(source=pair.source[: self.characters]) for pair in functions()]
         learned, held_out = [pair for i, pair in enumerate(found) if i % 10], found[::10]
         tokenizer = tokenizers.BPE.train("\n".join(f"{pair.source}\n{pair.target}" for pair in learned), self.vocab_size)
-        rows = pairs.Buckets((48, 96))
+        rows = pairs.Buckets((48,))
         return pairs.open_pairs(learned, held_out, tokenizer, model, rows, Problems("skip"), "functions")
 
 
 stack = ModelConfig(
-    vocab_size=4000,
+    vocab_size=2000,
     num_layers=2,
-    d_model=128,
-    num_heads=4,
-    context_length=40,
+    d_model=64,
+    num_heads=2,
+    context_length=32,
     feedforward="gelu",
-    dropout_rate=0.1,
-    init_std=0.05,
+    init_std=0.1,
     unroll=2,
 )
 experiment = Experiment(
     name="summarise_code",
-    model=EncoderDecoder(encoder=replace(stack, heads=(), masks=(full(),), context_length=160), decoder=stack),
+    model=EncoderDecoder(encoder=replace(stack, heads=(), masks=(full(),), context_length=128), decoder=stack),
     data=Functions(),
-    optimizer=AdamW(learning_rate=2e-3, b2=0.98),
-    schedule=Cosine(warmup=100),
-    steps=1500,
+    optimizer=AdamW(learning_rate=3e-3, b2=0.98),
+    schedule=Cosine(warmup=50),
+    steps=500,
     batch_size=32,
     eval_every=250,
-    metrics=(Generated(scores=(rouge, bleu), max_tokens=40, examples=200),),
+    metrics=(Generated(scores=(rouge, bleu), max_tokens=31, examples=200),),
 )

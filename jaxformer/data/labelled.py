@@ -1,6 +1,7 @@
 """Texts with a class each, from rows of files."""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,7 +49,7 @@ class LabelledTexts:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         tokens = self.texts[index][: self.length]
         padding = (0, self.length - len(tokens))
         arrays = {"tokens": np.pad(tokens, padding), "segment_ids": np.pad(np.ones_like(tokens), padding)}
@@ -58,7 +59,7 @@ class LabelledTexts:
 def open_labelled(config: Labelled, length: int, classes: int) -> Dataset:
     """Reads, checks and encodes the rows of both files. Raises ConfigError for bad rows, as `config.bad_rows` has it."""
     problems, paths = Problems(config.bad_rows), (config.train, config.validation)
-    rows = [_rows(config, path, problems) for path in paths]
+    rows = [list(_rows(config, path, problems)) for path in paths]
     names = sorted({label for _, _, label in rows[0] if isinstance(label, str)})
     tokenizer, splits = _tokenizer(config, [text for _, text, _ in rows[0]]), []
     front = [] if config.first_token is None else [config.first_token]
@@ -68,9 +69,8 @@ def open_labelled(config: Labelled, length: int, classes: int) -> Dataset:
             number = names.index(label) if label in names else label
             tokens = np.array([*front, *tokenizer.encode(text)], np.int32)
             if not isinstance(number, int) or not 0 <= number < classes:
-                problems.add(
-                    place, "label out of range", f" ({label!r}; {classes} classes{': ' if names else ''}{names or ''})"
-                )
+                expected = f"{classes} classes: {names}" if names else f"{classes} classes"
+                problems.add(place, "label out of range", f" ({label!r}; {expected})")
             elif len(tokens) > length and config.long_texts == "bad":
                 problems.add(place, "too long", f" ({len(tokens)} tokens, model.context_length={length})")
             else:
@@ -89,15 +89,13 @@ def open_labelled(config: Labelled, length: int, classes: int) -> Dataset:
     )  # fmt: skip
 
 
-def _rows(config: Labelled, path: str, problems: Problems) -> list[tuple[str, str, Any]]:
+def _rows(config: Labelled, path: str, problems: Problems) -> Iterator[tuple[str, str, Any]]:
     """(place, text, label) of the rows that have a text."""
-    rows = []
     for place, (text, label) in records(path, (config.text, config.label), problems):
         if isinstance(text, str) and text.strip():
-            rows.append((place, text, label))
+            yield place, text, label
         else:
             problems.add(place, "no text", f" in the field {config.text!r}")
-    return rows
 
 
 def _tokenizer(config: Labelled, texts: list[str]) -> Any:

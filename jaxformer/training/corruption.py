@@ -131,10 +131,9 @@ class NextSentence:
 
     def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
         words = heads.language_model(model) if isinstance(model, models.ModelConfig) else None
-        if words is None or self.head not in (head.name for head in model.heads):
-            raise ConfigError(
-                f"objective: needs a ModelConfig with a LanguageModel and a Classification(2, name={self.head!r})"
-            )
+        if words is None or self.head not in (getattr(head, "name", None) for head in model.heads):
+            problem = f"needs a ModelConfig with the heads LanguageModel() and Classification(2, name={self.head!r})"
+            raise ConfigError(f"objective: NextSentence {problem}")
         choose, inside = jax.random.split(key)
         hidden = self.masked.hidden(model, batch, choose)
         inputs = {name: batch[name] for name in INPUTS if name in batch}
@@ -171,8 +170,8 @@ class PrefixLanguageModel:
         tokens, n = batch["tokens"], self.prefix
         T = tokens.shape[1]
         for mask in models.last_stack(model).masks if models.is_config(model) else ():
-            seen = mask.blocks(T, T, (T, n))[0, 0] == FULL
-            if not (seen and n < T) or mask.blocks(T, T, n)[0, -1] != EMPTY:
+            shown, hidden = mask.blocks(T, T, (T, n))[0, 0] == FULL, mask.blocks(n + 1, n + 1, 1)[:n, n] == EMPTY
+            if n >= T or not (shown and hidden.all()):
                 raise ConfigError(f"objective.prefix={n}: {T} tokens under {mask}; give model.masks=(causal() | prefix({n}),)")
         positions = within_segments(batch["segment_ids"]) if "segment_ids" in batch else jnp.arange(T)[None]
         weights = jnp.where(positions >= n - 1, batch["weights"], 0)  # the label of position n - 1 is the first one behind it

@@ -188,14 +188,14 @@ def test_the_loss_of_next_sentences_by_hand():
     hidden, chosen = hide_tokens(jax.random.split(key)[0], batch["tokens"], MASK)
     inputs, counted = jnp.where(batch["weights"] > 0, hidden, batch["tokens"]), np.asarray(chosen * batch["weights"])
     output = models.apply(SENTENCES, params, inputs, segment_ids=batch["segment_ids"], token_types=batch["token_types"])
-    masked = cross_entropy(output.logits, np.asarray(batch["tokens"]), counted) / counted.sum()
+    masked = cross_entropy(output.logits, np.asarray(batch["tokens"]), counted) / float(counted.sum())
     rows = np.array([1, 1, 1, 1, 0])
     sentences = cross_entropy(output.heads["next_sentence"], np.asarray(batch["labels"]), rows) / 4
     assert float(sums.weight) == counted.sum() > 0
     assert float(sums.loss / sums.weight) == pytest.approx(masked + sentences, rel=1e-5)  # float32
     found = {name: float(total / weight) for name, (total, weight) in sums.metrics.items()}
     right = np.argmax(output.heads["next_sentence"], -1) == np.asarray(batch["labels"])
-    expected = {"masked_loss": masked, "sentence_loss": sentences, "sentence_accuracy": right[:4].mean()}
+    expected = {"masked_loss": masked, "sentence_loss": sentences, "sentence_accuracy": float(right[:4].mean())}
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 

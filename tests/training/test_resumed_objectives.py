@@ -9,6 +9,7 @@ import pytest
 from jaxformer.data.sources import Dataset
 from jaxformer.masks import causal, full, prefix
 from jaxformer.models import Classification, EncoderDecoder, LanguageModel, ModelConfig, TokenClassification
+from jaxformer.models.mixers import Performer, Reformer
 from jaxformer.training import (
     Checkpoints,
     ClassCrossEntropy,
@@ -36,6 +37,10 @@ CASES = {
         replace(STACK, heads=(TokenClassification(2),)), SpanCrossEntropy(), {"labels": ((2,), 16), "passage": ((16,), (1, 2))},
     ),
     "classes": (replace(STACK, heads=(Classification(3),)), ClassCrossEntropy(), {"labels": ((), 3)}),
+    "drawn constants": (
+        replace(STACK, heads=(Classification(3),), mixer=(Performer(features=8), Reformer(chunk=4)), num_layers=2),
+        ClassCrossEntropy(), {"labels": ((), 3)},
+    ),
 }  # fmt: skip
 
 

@@ -309,6 +309,6 @@ def _zero_padding(context: Context, out: Float[Array, "B T N H"]) -> Float[Array
 
 def _by_layer(seed: int, layers: int, draw: Callable) -> Tree:
     """draw(key) for each layer, `[L, ...]`, once while tracing: a step does not draw anew what is always the same."""
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):  # the loop forbids transfers while a step is traced
         keys = jax.vmap(partial(random.fold_in, random.key(seed)))(jnp.arange(layers))
         return jax.vmap(draw)(keys)
