@@ -209,6 +209,10 @@ def open_pairs(
     problems = problems or Problems()
     encoder, T = getattr(model, "encoder", None), context_length(model)
     lengths = (0 if encoder is None else encoder.context_length, T)
+    if tokenizer.end_of_text is None:
+        raise ConfigError(
+            f"data: {name}: the tokenizer has no token that ends a text; one of {', '.join(tokenizers.ENDS)} is needed"
+        )
     splits = []
     for part, pairs in (("training", train), ("validation", validation)):
         found = list(_encoded(pairs, tokenizer, lengths, problems))
@@ -224,7 +228,7 @@ def open_pairs(
     tokens = sum(int(example.weights.sum()) for example in learned)
     return Dataset(
         train=made, validation=Rows(held_out, scored.members, scored.shapes, questions), digest=content.hexdigest(),
-        vocab_size=max(tokenizer.vocab_size, tokenizer.end + 1), tokenizer=tokenizer,
+        vocab_size=max(tokenizer.vocab_size, tokenizer.end_of_text + 1), tokenizer=tokenizer,
         description=f"{name}: {len(learned):,} training and {len(held_out):,} validation pairs, {tokens:,} target tokens, "
         f"vocabulary {tokenizer.vocab_size:,}; {len(made):,} rows, {made.padding():.1%} padding{problems}",
     )  # fmt: skip
@@ -232,14 +236,14 @@ def open_pairs(
 
 def question(model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
     """A text as a model that was trained on pairs is asked for its answer."""
-    source = [*tokenizer.encode(text), tokenizer.end]
-    return Question([tokenizer.end], reference, source) if hasattr(model, "encoder") else Question(source, reference)
+    source = [*tokenizer.encode(text), tokenizer.end_of_text]
+    return Question([tokenizer.end_of_text], reference, source) if hasattr(model, "encoder") else Question(source, reference)
 
 
 def _encoded(
     pairs: Sequence[Pair], tokenizer: Any, lengths: tuple[int, int], problems: Problems
 ) -> Iterator[tuple[Pair, Example]]:
-    end, whole = np.array([tokenizer.end], np.int32), lengths[0] == 0
+    end, whole = np.array([tokenizer.end_of_text], np.int32), lengths[0] == 0
     texts = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (1, 2)]
     for pair, source, target in zip(pairs, *texts, strict=True):
         source, labels = np.concatenate([source, end]), np.concatenate([target, end])

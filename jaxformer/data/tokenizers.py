@@ -28,7 +28,7 @@ class _Tokenizer:
     """A tokenizer is defined by its JSON state, which is saved to a file and hashed to a digest."""
 
     vocab_size: int
-    end_of_text: int | None = None
+    end_of_text: int | None = None  # ends a text and is no part of one; of characters, an id above theirs
     state: dict[str, Any]
     encode_text: Any  # the tokens of a long text, in the narrowest unsigned integer type for the vocabulary
 
@@ -38,11 +38,6 @@ class _Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of each of many short texts, int32."""
         return [self.encode_text(text).astype(np.int32) for text in texts]
-
-    @property
-    def end(self) -> int:
-        """The token that ends a text: here an id above those of the text."""
-        return self.vocab_size
 
     def id_of(self, token: str) -> int | None:
         """The id of a control token, such as </s>; None if there is none of that name."""
@@ -80,7 +75,7 @@ class Characters(_Tokenizer):
     """One id per character of a text, in code point order. Other characters raise ConfigError."""
 
     def __init__(self, characters: str):
-        self.characters, self.vocab_size = characters, len(characters)
+        self.characters, self.vocab_size, self.end_of_text = characters, len(characters), len(characters)
         self.state = {"type": "characters", "characters": characters}
         codes = _code_points(characters)
         # the last entry, -1, is for every character above the highest one
@@ -152,11 +147,9 @@ class BPE(_Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         texts = [text.encode("utf-8", errors="replace").decode() for text in texts]
-        return [np.array(encoding.ids, np.int32) for encoding in self._tokenizer.encode_batch_fast(texts)]
-
-    @property
-    def end(self) -> int:
-        return self._tokenizer.token_to_id(END_OF_TEXT)
+        return [
+            np.array(encoding.ids, np.int32) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -39,7 +39,7 @@ class Generated:
         tokenizer = scored.dataset.tokenizer
         found = answers(
             scored.model, scored.params, questions, tokenizer, self.max_tokens, self.how, rows=self.rows,
-            stop_tokens=(tokenizer.end,), seed=scored.seed, precision=scored.precision,
+            stop_tokens=(tokenizer.end_of_text,), seed=scored.seed, precision=scored.precision,
         )  # fmt: skip
         texts, references = [some[0].strip() for some in found], [question.reference for question in questions]
         return {name: value for score in self.scores for name, value in score(texts, references).items()}

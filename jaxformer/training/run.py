@@ -155,7 +155,7 @@ class Run:
             )  # fmt: skip
 
     def _ends(self) -> tuple[int, ...]:
-        return (self.tokenizer.end,) if hasattr(self.experiment.data, "question") else ()
+        return (self.tokenizer.end_of_text,) if hasattr(self.experiment.data, "question") else ()
 
     def _ask(self, prompt: str, options: dict[str, Any]) -> tuple[Sample, Question]:
         """(how to continue a prompt, its tokens). Raises ConfigError where the run continues no text."""
@@ -232,7 +232,7 @@ def sample_text(experiment: Experiment, params: Any, dataset: Any) -> str:
     question = dataset.validation.questions[0] if first else ask(experiment, sample, tokenizer)
     ((text,),) = answers(
         experiment.model, params, [question], tokenizer, sample.tokens, sample.sampling, seed=experiment.seed,
-        precision=experiment.precision, stop_tokens=(tokenizer.end,) if asks else (),
+        precision=experiment.precision, stop_tokens=(tokenizer.end_of_text,) if asks else (),
     )  # fmt: skip
     return f"{text}\n(the answer in the data: {question.reference})" if first else (sample.prompt or "") + text
 

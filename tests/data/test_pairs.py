@@ -15,7 +15,7 @@ from jaxformer.data.pairs import Buckets, Example, Packed, Pair, Pairs
 from jaxformer.errors import ConfigError
 from jaxformer.training import TokenCrossEntropy
 
-DECODER = models.ModelConfig(257, 2, 32, 2, context_length=32)
+DECODER = models.ModelConfig(256, 2, 32, 2, context_length=32)
 PAIR = models.EncoderDecoder(replace(DECODER, heads=(), masks=(masks.full(),), context_length=20), DECODER)
 TEXTS = [("eins", "one"), ("zwei", "two"), ("drei und vier", "three and four"), ("f", "five"), ("sechs", "six")]
 
@@ -52,16 +52,16 @@ def test_a_packed_row_holds_whole_pairs_each_once(tmp_path):
         for segment in range(1, row["segment_ids"].max() + 1):
             here, there = row["segment_ids"] == segment, row["source_segment_ids"] == segment
             source, tokens, labels = row["source"][there], row["tokens"][here], row["labels"][here]
-            assert source[-1] == labels[-1] == tokens[0] == 256 and (tokens[1:] == labels[:-1]).all()
+            assert source[-1] == labels[-1] == tokens[0] == 255 and (tokens[1:] == labels[:-1]).all()
             seen.append((decoded(source[:-1]), decoded(labels[:-1])))
         np.testing.assert_array_equal(row["weights"], row["segment_ids"] > 0)
     assert sorted(seen) == sorted(TEXTS) and len(data.train) < len(TEXTS)
-    assert "padding" in data.description and data.vocab_size == 257
+    assert "padding" in data.description and data.vocab_size == 256
 
 
 def test_a_decoder_alone_reads_the_source_and_learns_the_target():
     row = in_memory(DECODER, texts=[("ab", "cd")]).train[0]
-    assert row["tokens"][:5].tolist() == [97, 98, 256, 99, 100] and row["labels"][:5].tolist() == [98, 256, 99, 100, 256]
+    assert row["tokens"][:5].tolist() == [97, 98, 255, 99, 100] and row["labels"][:5].tolist() == [98, 255, 99, 100, 255]
     assert row["weights"][:6].tolist() == [0, 0, 1, 1, 1, 0] and "source" not in row
 
 
@@ -120,9 +120,9 @@ def test_buckets_give_batches_of_one_shape_and_every_pair_in_each_epoch():
 
 def test_questions_are_the_validation_pairs(tmp_path):
     question = config(tmp_path).open(PAIR).validation.questions[0]
-    assert question.prompt == [256] and question.reference == "one" and question.source == [*b"eins", 256]
+    assert question.prompt == [255] and question.reference == "one" and question.source == [*b"eins", 255]
     alone = in_memory(DECODER).validation.questions[0]
-    assert alone.prompt == [*b"eins", 256] and alone.source is None
+    assert alone.prompt == [*b"eins", 255] and alone.source is None
 
 
 def test_shared_byte_pairs_and_rows_of_json(tmp_path):
@@ -133,7 +133,7 @@ def test_shared_byte_pairs_and_rows_of_json(tmp_path):
     data = Pairs(*files, "translation.de", "translation.en", vocab_size=270)
     model = replace(PAIR, encoder=replace(PAIR.encoder, vocab_size=270), decoder=replace(DECODER, vocab_size=270))
     dataset = data.open(model)
-    assert dataset.vocab_size == 270 and dataset.tokenizer.end == 0
+    assert dataset.vocab_size == 270 and dataset.tokenizer.end_of_text == 0
     assert dataset.tokenizer.decode(dataset.validation.questions[0].source[:-1]) == "eins"
 
 

@@ -34,14 +34,14 @@ def test_a_row_is_three_digits_of_its_split_and_their_names():
             real = row["weights"] == 1
             assert dataset.tokenizer.decode(row["tokens"][real][1:]) == caption
             assert dataset.tokenizer.decode(row["labels"][real][:-1]) == caption
-            assert row["tokens"][0] == row["labels"][real][-1] == dataset.tokenizer.end < dataset.vocab_size
+            assert row["tokens"][0] == row["labels"][real][-1] == dataset.tokenizer.end_of_text < dataset.vocab_size
             assert row["tokens"].shape == (caption_digits.LENGTH,)
             np.testing.assert_array_equal(row["source"], split[i]["source"])
     captions = {dataset.validation.row(i)[1] for i in range(100)}
     assert len(captions) == 100  # distinct
     assert len({dataset.train.row(i)[1] for i in range(1000)}) == 1000
     first = dataset.validation.questions[0]
-    assert first.reference == dataset.validation.row(0)[1] and first.prompt == [dataset.tokenizer.end]
+    assert first.reference == dataset.validation.row(0)[1] and first.prompt == [dataset.tokenizer.end_of_text]
     other = replace(CAPTIONS, seed=5).open(None)
     assert other.digest != dataset.digest == CAPTIONS.open(None).digest
 

@@ -27,7 +27,7 @@ from jaxformer.evaluation.generation import Generated
 from jaxformer.evaluation.text_metrics import bleu, exact_match
 from jaxformer.training import Adam, Checkpoints, Constant, Experiment, Sample
 
-decoder = models.ModelConfig(257, 1, 32, 2, context_length=16, feedforward="relu", norm="rms_norm")
+decoder = models.ModelConfig(256, 1, 32, 2, context_length=16, feedforward="relu", norm="rms_norm")
 experiment = Experiment(
     name="spell",
     model=models.EncoderDecoder(replace(decoder, heads=(), masks=(masks.full(),)), decoder),
@@ -98,8 +98,8 @@ def test_the_mean_of_checkpoints_is_the_mean_of_their_parameters(source, tmp_pat
 def test_answers_do_not_depend_on_their_order(source):
     model, dataset = source.experiment.model, source.experiment.data.open(source.experiment.model)
     params, found = models.init(model, jax.random.key(0)), dataset.validation.questions
-    questions = [question._replace(source=question.source[:-1] * (1 + i % 3) + [256]) for i, question in enumerate(found)]
-    ask = partial(answers, model, params, tokenizer=dataset.tokenizer, max_tokens=5, how=Beams(2), stop_tokens=(256,))
+    questions = [question._replace(source=question.source[:-1] * (1 + i % 3) + [255]) for i, question in enumerate(found)]
+    ask = partial(answers, model, params, tokenizer=dataset.tokenizer, max_tokens=5, how=Beams(2), stop_tokens=(255,))
     assert ask(questions) == ask(questions[::-1])[::-1] == [ask([question])[0] for question in questions]
 
 
