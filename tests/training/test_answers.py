@@ -25,7 +25,7 @@ from jaxformer.data.pairs import Pairs
 from jaxformer.decoding import Beams
 from jaxformer.evaluation.generation import Generated
 from jaxformer.evaluation.text_metrics import bleu, exact_match
-from jaxformer.training import Adam, Checkpoints, Constant, Experiment, Sample
+from jaxformer.training import Adam, Checkpoints, Cosine, Experiment, Sample
 
 decoder = models.ModelConfig(256, 1, 32, 2, context_length=16, feedforward="relu", norm="rms_norm")
 experiment = Experiment(
@@ -33,7 +33,7 @@ experiment = Experiment(
     model=models.EncoderDecoder(replace(decoder, heads=(), masks=(masks.full(),)), decoder),
     data=Pairs("{folder}/train", "{folder}/val", "d", "c", tokenizer="bytes", vocab_size=None),
     optimizer=Adam(1e-2),
-    schedule=Constant(),
+    schedule=Cosine(),
     steps=150,
     batch_size=16,
     eval_every=50,
