@@ -122,8 +122,7 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
     """Encodes what is not in the cache. Raises ConfigError for impossible settings and for what cannot be read."""
     if not 0 < config.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction: {config.validation_fraction} is not between 0 and 1")
-    if (config.tokenizer == "bpe") != (config.vocab_size is not None):
-        raise ConfigError("data.vocab_size: tokenizer='bpe' needs one, every other tokenizer has its own")
+    tokenizers.check_vocab_size(config.tokenizer, config.vocab_size)
     if min(value for value in (1, config.stride, config.jobs) if value is not None) < 1:
         raise ConfigError(f"data.stride={config.stride}, data.jobs={config.jobs}: must be at least 1, or None")
     folder = cache_folder(config.cache)
@@ -219,10 +218,8 @@ def _pieces(path: str, part: Part, problems: Problems) -> Iterator[tuple[str, bo
 
 
 def _tokenizer(config: Corpus, folder: Path) -> Any:
-    if config.tokenizer == "bytes":
-        return tokenizers.Bytes()
-    if config.vocab_size is None:
-        return tokenizers.hugging_face(config.tokenizer)
+    if config.tokenizer != "bpe":
+        return tokenizers.by_name(config.tokenizer, None)
     left_out = config.validation_fraction if config.validation is None else 0.0
     saved = folder / f"tokenizer-{_key(config, config.path, config.vocab_size, left_out)}.json"
     if not saved.exists():

@@ -61,7 +61,8 @@ def open_labelled(config: Labelled, length: int, classes: int) -> Dataset:
     problems, paths = Problems(config.bad_rows), (config.train, config.validation)
     rows = [list(_rows(config, path, problems)) for path in paths]
     names = sorted({label for _, _, label in rows[0] if isinstance(label, str)})
-    tokenizer, splits = _tokenizer(config, [text for _, text, _ in rows[0]]), []
+    tokenizer = tokenizers.by_name(config.tokenizer, config.vocab_size, (text for _, text, _ in rows[0]))
+    splits = []
     front = [] if config.first_token is None else [config.first_token]
     for path, part in zip(paths, rows, strict=True):
         split = LabelledTexts([], [], length)
@@ -96,16 +97,3 @@ def _rows(config: Labelled, path: str, problems: Problems) -> Iterator[tuple[str
             yield place, text, label
         else:
             problems.add(place, "no text", f" in the field {config.text!r}")
-
-
-def _tokenizer(config: Labelled, texts: list[str]) -> Any:
-    if (config.tokenizer == "bpe") != (config.vocab_size is not None):
-        raise ConfigError(f"data.vocab_size={config.vocab_size}: bpe needs one, other tokenizers have their own")
-    match config.tokenizer:
-        case "bytes":
-            return tokenizers.Bytes()
-        case "characters":
-            return tokenizers.Characters.of("".join(texts))
-        case "bpe":
-            return tokenizers.BPE.train("\n".join(texts), config.vocab_size or 0)
-    return tokenizers.load(config.tokenizer)

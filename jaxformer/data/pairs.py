@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -160,7 +160,7 @@ class Pairs:
     validation: str  # the same of validation pairs
     source: str = "source"  # the ending of the file of sources, or the field
     target: str = "target"  # the same of targets
-    tokenizer: Literal["bpe", "bytes"] = "bpe"  # what a token is
+    tokenizer: str = "bpe"  # bytes, characters, bpe, or a tokenizer.json: its path, folder or Hugging Face name
     vocab_size: int | None = 8000  # bpe only
     rows: Callable = Packed()  # (examples, (S, T)) -> Rows for training: Packed or Buckets
     bad_rows: Policy = "error"  # rows that are empty, damaged or longer than the context
@@ -168,17 +168,14 @@ class Pairs:
     def open(self, model: Any) -> Dataset:
         problems = Problems(self.bad_rows)
         train, validation = (list(self._pairs(path, problems)) for path in (self.train, self.validation))
+        texts = itertools.chain.from_iterable(pair[1:] for pair in train)
+        tokenizer = tokenizers.by_name(self.tokenizer, self.vocab_size, texts)
         name = f"{self.train} ({self.source}-{self.target})"
-        return open_pairs(train, validation, self._learn(train), model, self.rows, problems, name)
+        return open_pairs(train, validation, tokenizer, model, self.rows, problems, name)
 
     def question(self, model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
         """A text as a model that was trained on these pairs is asked for its answer."""
         return question(model, tokenizer, text, reference)
-
-    def _learn(self, pairs: Sequence[Pair]) -> Any:
-        if self.tokenizer == "bytes":
-            return tokenizers.Bytes()
-        return tokenizers.BPE.train("\n".join(itertools.chain.from_iterable(pair[1:] for pair in pairs)), self.vocab_size or 0)
 
     def _pairs(self, path: str, problems: Problems) -> Iterator[Pair]:
         found = self._lines(path, problems)

@@ -117,9 +117,7 @@ def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
     """
     if not 0 < config.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction: {config.validation_fraction} is not between 0 and 1")
-    if (config.tokenizer == "bpe") != (config.vocab_size is not None):
-        advice = f"it is {config.vocab_size} with data.tokenizer={config.tokenizer!r}"
-        raise ConfigError(f"data.vocab_size: bpe needs one, the others have their own; {advice}")
+    tokenizers.check_vocab_size(config.tokenizer, config.vocab_size)
     name, raw = _read_path(config) if isinstance(config, Text) else _read_stdlib()
     if not raw:
         raise ConfigError(f"data.path: {name} is empty")

@@ -188,6 +188,28 @@ def hugging_face(name: str) -> BPE:
         raise ConfigError(f"data.tokenizer={name!r}: {type(error).__name__}: {str(error)[:200]}; {advice}") from error
 
 
+def by_name(name: str, vocab_size: int | None, texts: Iterable[str] = ()) -> Bytes | Characters | BPE:
+    """ "bytes"; "characters" or "bpe", learned from `texts`; a file that `save` wrote; or what `hugging_face` takes."""
+    check_vocab_size(name, vocab_size)
+    match name:
+        case "bytes":
+            return Bytes()
+        case "characters":
+            return Characters.of("".join(texts))
+        case "bpe":
+            return BPE.train("\n".join(texts), vocab_size or 0)
+    try:
+        return load(name)
+    except ConfigError:
+        return hugging_face(name)
+
+
+def check_vocab_size(name: str, vocab_size: int | None) -> None:
+    """Raises ConfigError where a tokenizer that is learned has no size, or another one has."""
+    if (name == "bpe") != (vocab_size is not None):
+        raise ConfigError(f"data.vocab_size={vocab_size}: tokenizer='bpe' needs one, every other tokenizer has its own")
+
+
 def require_package() -> Any:
     """The `tokenizers` package. Raises ConfigError if it is not installed."""
     try:
