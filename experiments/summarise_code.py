@@ -18,7 +18,7 @@ from jaxformer.evaluation.generation import Generated
 from jaxformer.evaluation.text_metrics import bleu, rouge
 from jaxformer.masks import full
 from jaxformer.models import EncoderDecoder, ModelConfig
-from jaxformer.training import AdamW, Cosine, Experiment
+from jaxformer.training import AdamW, Cosine, Experiment, Sample
 
 
 def functions() -> list[pairs.Pair]:
@@ -56,6 +56,9 @@ class Functions:
         rows = pairs.Buckets((48,))
         return pairs.open_pairs(learned, held_out, tokenizer, model, rows, Problems("skip"), "functions")
 
+    def question(self, model, tokenizer, text):
+        return pairs.question(model, tokenizer, text[: self.characters])
+
 
 stack = ModelConfig(
     vocab_size=2000,
@@ -77,4 +80,5 @@ experiment = Experiment(
     batch_size=32,
     eval_every=250,
     metrics=(Generated(scores=(rouge, bleu), max_tokens=31, examples=200),),
+    sample=Sample(prompt="def add(self, item):\n    self.items.append(item)", tokens=30),
 )
