@@ -4,8 +4,8 @@ The source is a function without its docstring, with the layout that ast.unparse
 the docstring. Every tenth function is for validation; it may have neighbours of its class in training. An encoder-decoder with
 a shared vocabulary (Vaswani et al. 2017).
 
-Expected: ROUGE-1 17.1, ROUGE-2 3.2, ROUGE-L 16.4, BLEU 0.9 on 200 unseen functions (seed 0, CPU, greedy): a model of this size and
-500 steps learns how summaries sound, and little of what a function does. Targets longer than 32 tokens are left out.
+Expected: ROUGE-1 17.1, ROUGE-2 3.2, ROUGE-L 16.4, BLEU 0.9 on 200 unseen functions (seed 0, CPU, greedy). A model of this
+size learns in 500 steps how summaries sound, and little of what a function does. Targets longer than 32 tokens are left out.
 Time: about two minutes of a CPU core.
 Command: make train EXP=summarise_code; make generate EXP=summarise_code ARGS="--prompt 'def f(self): return self.x'"
 """
