@@ -4,7 +4,7 @@ Devlin et al. 2018, arXiv:1810.04805, section 3.1. As there, a "sentence" is a s
 one follows the first, or is of another docstring, as often. Both kinds of pairs have the same lengths in words, begin at a
 word, have no line breaks, and end at the end of a docstring as often: what is left is what the sentences say, and grammar
 across the gap. A docstring of the validation split may have neighbours of its module in the training split.
-Rare words that both sentences have decide 88.7 % of these pairs (their overlap, weighted by rarity, against the best threshold).
+Rare words that both sentences have decide 88.7 % of these pairs (overlap weighted by rarity, best threshold).
 
 Expected: masked loss 6.118 nats on validation after 200 steps of a schedule of 1000, 0.38 below the unigram entropy of 6.498
 (seed 0, CPU); the margin is printed at the end. Next sentences were still at chance then (49 %). The run was not carried on to

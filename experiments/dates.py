@@ -18,7 +18,7 @@ from jaxformer.evaluation.generation import Generated
 from jaxformer.evaluation.text_metrics import exact_match
 from jaxformer.masks import full
 from jaxformer.models import EncoderDecoder, ModelConfig
-from jaxformer.training import AdamW, Cosine, Experiment
+from jaxformer.training import AdamW, Cosine, Experiment, Sample
 
 ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
@@ -80,6 +80,9 @@ class Dates:
         one_in_a_row = pairs.Buckets(())
         return pairs.open_pairs(learned, held_out, tokenizers.Bytes(), model, one_in_a_row, name="dates")
 
+    def question(self, model, tokenizer, text):
+        return pairs.question(model, tokenizer, text)
+
 
 stack = ModelConfig(
     vocab_size=257,
@@ -101,4 +104,5 @@ experiment = Experiment(
     batch_size=32,
     eval_every=250,
     metrics=(Generated(scores=(exact_match,), max_tokens=12),),
+    sample=Sample(prompt="the third of may, two thousand and seven", tokens=12),
 )
