@@ -1,6 +1,6 @@
 """Translation with the Transformer of 2017, in a size for two CPU cores: Vaswani et al. 2017, arXiv:1706.03762.
 
-A shared byte-pair vocabulary, Noam's schedule, label smoothing 0.1, beams of 4 with alpha 0.6, the mean of the last checkpoints.
+A shared byte-pair vocabulary, Noam, label smoothing 0.1, beams of 4 with alpha 0.6, the mean of the last checkpoints.
 The norms come first, which needs no long warm-up. Data: two files of lines a split, such as Multi30k's train.de and train.en
 (Elliott et al. 2016); any other pair of languages with --data.source and --data.target.
 Expected: TODO

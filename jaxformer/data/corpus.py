@@ -225,7 +225,7 @@ def _tokenizer(config: Corpus, folder: Path) -> Any:
     if not saved.exists():
         log.info("learning %s byte pairs from a sample of %s", f"{config.vocab_size:,}", config.path)
         text = "".join(_sample(config.path, config.field, left_out))
-        tokenizers.BPE.train(text, config.vocab_size).save(saved)
+        tokenizers.BPE.train(text, config.vocab_size or 0).save(saved)
     return tokenizers.load(saved)
 
 

@@ -74,7 +74,7 @@ def test_a_bad_row_is_refused_or_counted(kind, tmp_path):
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"validation.jsonl has no row to read"):
         opened(tmp_path, GOOD, [])
-    with pytest.raises(ConfigError, match="bpe needs one"):
+    with pytest.raises(ConfigError, match="needs one"):
         opened(tmp_path, GOOD, vocab_size=300)
     with pytest.raises(ConfigError, match=r"need a model with a head Classification\(classes\)"):
         Labelled("a.jsonl", "b.jsonl").open(ModelConfig(300, 1, 16, 2, context_length=8))
