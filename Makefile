@@ -17,7 +17,7 @@ train: .venv/ready     ## train or resume an experiment: EXP=shakespeare_char AR
 	@$(BIN)/python -m jaxformer train $(EXP) $(ARGS)
 
 sweep: .venv/ready     ## train every combination of options: EXP=quickstart GRID="--optimizer.learning-rate=1e-4,3e-4 --seed=0,1"
-	@$(BIN)/python -m experiments.sweep $(EXP) --grid '$(GRID)' $(ARGS)
+	@$(BIN)/python -m experiments.launch.sweep $(EXP) --grid '$(GRID)' $(ARGS)
 
 harness: .venv/ready   ## tasks of lm-evaluation-harness on a run: EXP=quickstart TASKS=arc_easy (pip install 'jaxformer[harness]')
 	@$(BIN)/python -m jaxformer harness $(EXP) --tasks '$(TASKS)' $(ARGS)

@@ -1,6 +1,6 @@
 """An experiment trained with every combination of some options, one after the other; at the end one table and one figure.
 
-    python -m experiments.sweep EXPERIMENT --grid "--a.b=1,2 --c=x,y" [--runs DIR] [--key.path=value ...]
+    python -m experiments.launch.sweep EXPERIMENT --grid "--a.b=1,2 --c=x,y" [--runs DIR] [--key.path=value ...]
 
 Each combination is an ordinary run: a killed sweep goes on where it was. Exit codes are those of `python -m jaxformer`.
 """

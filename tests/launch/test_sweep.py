@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from experiments import sweep as sweeps
-from experiments.sweep import combinations
+from experiments.launch import sweep as sweeps
+from experiments.launch.sweep import combinations
 from jaxformer import cli
 from jaxformer.errors import ConfigError
 from jaxformer.training import loop
