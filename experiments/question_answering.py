@@ -4,7 +4,7 @@ Devlin et al. 2018, arXiv:1810.04805, section 4.2 (SQuAD), on passages that are 
 holds 1 7 coins." or "Anna hid the old map in the dark mill.", and a question about one of them. All four speak of different
 things and people, but share colours, places and numbers; a validation passage is drawn apart from those of training.
 
-Expected: exact match 100 % on 1000 unseen passages (seed 0, CPU). After 600 steps it is 51 %: the kind of sentence is found, not
+Expected: exact match 100 % on 1000 unseen passages (seed 0). After 600 steps it is 51 %: the kind of sentence is found, not
 yet the person or thing.
 Time: 5.6 minutes of CPU time.
 Command: make train EXP=question_answering
