@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from jaxformer import config as C
+from jaxformer import config as C, models
 from jaxformer.config import expressions
 from jaxformer.config.override import walk
 from jaxformer.masks import Mask, causal, prefix, window
@@ -367,7 +367,9 @@ def test_help_of_every_experiment(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)  # and there is no terminal
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in C.available():
-        text = C.help_text(C.load(name), name)
-        assert " at 0x" not in text and re.search(r"--model(\.decoder)?\.num-layers  int = ", text)
+        experiment = C.load(name)
+        text = C.help_text(experiment, name)
+        field = r"--model(\.decoder)?\.num-layers  int = " if models.is_config(experiment.model) else "--model  "
+        assert " at 0x" not in text and re.search(field, text)
     for name in [name for name in sys.modules if name.startswith("experiment")]:
         del sys.modules[name]

@@ -15,7 +15,7 @@ from jaxformer.data.pairs import Buckets, Example, Packed, Pair, Pairs
 from jaxformer.errors import ConfigError
 from jaxformer.training import TokenCrossEntropy
 
-DECODER = models.ModelConfig(256, 2, 32, 2, context_length=32)
+DECODER = models.ModelConfig(256, 1, 32, 2, context_length=32)
 PAIR = models.EncoderDecoder(replace(DECODER, heads=(), masks=(masks.full(),), context_length=20), DECODER)
 TEXTS = [("eins", "one"), ("zwei", "two"), ("drei und vier", "three and four"), ("f", "five"), ("sechs", "six")]
 

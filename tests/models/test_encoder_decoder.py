@@ -237,7 +237,7 @@ def test_what_cannot_be_is_refused_in_a_line():
         (lambda: models.apply(config, parameters, target), "needs `source`"),
         (
             lambda: models.apply(config, parameters, target, cache=decoding.init_cache(config, B, 9)),
-            "a cache that began with them",
+            "a cache that began with it",
         ),
         (lambda: replace(config, encoder=config.decoder), r"encoder.heads.*heads=\(\)"),
         (lambda: replace(config, encoder=other), r"\(19, 20\).*\(19, 16\)"),
