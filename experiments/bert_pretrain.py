@@ -6,8 +6,8 @@ word, have no line breaks, and end at the end of a docstring as often: what is l
 across the gap. A docstring of the validation split may have neighbours of its module in the training split.
 Rare words that both sentences have decide 88.7 % of these pairs (overlap weighted by rarity, best threshold).
 
-Expected: masked loss 3.717 nats on validation, 2.785 below the unigram entropy of 6.498; next sentence right in 60.7 % of the pairs,
-which is little above chance: a model of this size has not learned to compare the two (seed 0).
+Expected: masked loss 3.717 nats on validation, 2.785 below the unigram entropy of 6.498; next sentence right in 60.7 % of the
+pairs, which is little above chance: a model of this size has not learned to compare the two (seed 0).
 Time: 10 minutes of CPU time.
 Command: make train EXP=bert_pretrain
 """
