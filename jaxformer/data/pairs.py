@@ -152,8 +152,8 @@ class Batches:
 class Pairs:
     """Pairs from two files of lines, `train`.SOURCE and `train`.TARGET (.gz too), or fields of what `data.records` reads.
 
-    Source and target share a vocabulary, learned from the training pairs. Every text ends with the tokenizer's `end`, and a
-    target begins with it. A decoder alone reads source and target as one text, of which the target is learned.
+    Source and target share a vocabulary, learned from the training pairs. Every text ends with the tokenizer's `end_of_text`,
+    and a target begins with it. A decoder alone reads source and target as one text, of which the target is learned.
     """
 
     train: str  # of files of lines the path without the ending

@@ -14,6 +14,7 @@ from jaxformer import models
 from jaxformer.data import sources, tokenizers
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.metric import Evaluation
+from jaxformer.models import heads
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel import block_if_simulated
 from jaxformer.training.objectives import TokenCrossEntropy
@@ -60,9 +61,7 @@ class StridedPerplexity:
         length = sources.context_length(evaluation.model)
         if not 1 <= self.stride <= length:
             raise ConfigError(f"StridedPerplexity: stride={self.stride} must be from 1 to context_length={length}")
-        masks = evaluation.model.masks if isinstance(evaluation.model, models.ModelConfig) else ()
-        near = min(length, 64)
-        if any(mask.blocks(near, near, 1)[..., 0, -1].any() for mask in masks):
+        if isinstance(evaluation.model, models.ModelConfig) and heads.sees_later_tokens(evaluation.model):
             raise ConfigError("StridedPerplexity: the model sees later tokens, so it does not predict the next one")
         objective, dtype = TokenCrossEntropy(), jnp.dtype(evaluation.precision)
 

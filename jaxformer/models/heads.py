@@ -115,6 +115,13 @@ def pool(hidden: Float[Array, "B T D"], how: str, real: Bool[Array, "B T"] | Non
     return jnp.take_along_axis(hidden, at[:, None, None], axis=1)[:, 0]
 
 
+def sees_later_tokens(config: ModelConfig) -> bool:
+    """Whether a mask of the model lets a token see those behind it, so that it cannot predict the next one."""
+    length = min(config.context_length, 64)
+    # `blocks` is NumPy's work; `dense` would compile a dozen small programs
+    return any(mask.blocks(length, length, 1)[..., 0, -1].any() for mask in config.masks)
+
+
 def language_model(config: ModelConfig) -> LanguageModel | None:
     """The config's language model head, if it has one."""
     return next((head for head in config.heads if isinstance(head, LanguageModel)), None)

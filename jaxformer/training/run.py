@@ -197,11 +197,8 @@ def check_data(folder: RunFolder, metadata: dict, dataset: Any) -> None:
 
 def continues_text(model: Any) -> bool:
     """Whether a model predicts the next token from those before it: a masked language model does not."""
-    if not isinstance(model, models.ModelConfig) or heads.language_model(model) is None:
-        return False
-    length = min(model.context_length, 64)
-    # `blocks` is NumPy's work; `dense` would compile a dozen small programs
-    return not any(mask.blocks(length, length, 1)[..., 0, -1].any() for mask in model.masks)
+    has_head = isinstance(model, models.ModelConfig) and heads.language_model(model) is not None
+    return has_head and not heads.sees_later_tokens(model)
 
 
 def writes_text(experiment: Experiment) -> bool:
