@@ -139,14 +139,16 @@ class Model(NamedTuple):
     ahead: int = 0  # how many tokens its caches can take back
 
 
-def open_model(config, params, prompts, max_tokens: int, sources, dtype=None, cache_dtype=None, ahead: int = 0) -> Model:
-    """The model for these prompts. Raises ConfigError for those that do not fit it."""
+def open_model(
+    config, params, prompts, max_tokens: int | None, sources, dtype=None, cache_dtype=None, ahead: int = 0
+) -> Model:
+    """The model for these prompts, which are only read if `max_tokens` is None. Raises ConfigError for those that do not fit it."""
     for problem in _problems(config, prompts, max_tokens, sources):
         raise ConfigError(f"generate: {problem}")
     floats = (leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
     dtype = jnp.dtype(next(floats) if dtype is None else dtype)
     source_room = bucket(max(map(len, sources)), config.encoder) if sources is not None else 0
-    room = bucket(max(map(len, prompts)) + max_tokens, models.last_stack(config))
+    room = bucket(max(map(len, prompts)) + (max_tokens or 0), models.last_stack(config))
     if cache_dtype is None:  # to write one token, XLA:CPU makes a cache of 16 bits one of 32, and back
         cache_dtype = jnp.promote_types(dtype, jnp.float32) if jax.default_backend() == "cpu" else dtype
     return Model(config, prepare(config, params, dtype), dtype, room, source_room, jnp.dtype(cache_dtype), ahead)
@@ -287,7 +289,7 @@ def append(texts: Texts, logits: Array, settings: Settings) -> Texts:
     return replace(texts, history=history, done=done)
 
 
-def _problems(config, prompts, max_tokens: int, sources) -> Iterator[str]:
+def _problems(config, prompts, max_tokens: int | None, sources) -> Iterator[str]:
     """One line for each thing that does not fit the model."""
     decoder, pair = models.last_stack(config), isinstance(config, EncoderDecoder)
     if is_explicit():
@@ -298,14 +300,14 @@ def _problems(config, prompts, max_tokens: int, sources) -> Iterator[str]:
         yield f"{len(prompts)} prompts need as many sources, none of them empty"
     if not prompts or not all(map(len, prompts)):
         yield "a prompt is empty; give at least one token (a start token, a newline)"
-    if max_tokens < 1:
+    if max_tokens is not None and max_tokens < 1:
         yield f"max_tokens={max_tokens}: must be at least 1"
     images = pair and isinstance(config.encoder.embedding, Patches)
     if images:
         expected = (*config.encoder.embedding.image, config.encoder.embedding.channels)
         yield from (f"source image {np.shape(image)}: expected {expected}" for image in sources if np.shape(image) != expected)
     texts = [("source", sources, config.encoder, 0)] if pair and not images else []
-    for name, rows, stack, new in (*texts, ("prompt", prompts, decoder, max_tokens)):
+    for name, rows, stack, new in (*texts, ("prompt", prompts, decoder, max_tokens or 0)):
         for token in itertools.chain.from_iterable(rows):
             if not 0 <= token < stack.vocab_size:
                 yield f"{name} token {token} is outside the vocabulary of {stack.vocab_size}"

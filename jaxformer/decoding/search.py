@@ -87,7 +87,7 @@ def score(
     if len(prompts) != len(continuations) or not all(map(len, continuations)):
         raise ConfigError(f"score: {len(prompts)} prompts need as many continuations, none of them empty")
     texts = [[*prompt, *new] for prompt, new in zip(prompts, continuations, strict=True)]
-    model = open_model(config, params, [text[:-1] for text in texts], 1, sources, dtype)
+    model = open_model(config, params, [text[:-1] for text in texts], None, sources, dtype)
     rows, found = min(rows, 1 << (len(texts) - 1).bit_length()), []
     for first in range(0, len(texts), rows):
         some = [*texts[first : first + rows]] + [texts[first]] * max(0, first + rows - len(texts))

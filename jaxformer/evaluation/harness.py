@@ -14,7 +14,7 @@ from jaxformer.data.sources import Question
 from jaxformer.decoding import Sampling, prepare, score
 from jaxformer.errors import ConfigError, did_you_mean, package_of
 from jaxformer.evaluation import generation
-from jaxformer.models.config import Axial, Learned, ModelConfig
+from jaxformer.models.config import ModelConfig
 from jaxformer.training.run import continues_text
 
 MAX_TOKENS = 256  # of an answer, where a task gives no number: lm-eval's own default
@@ -30,12 +30,6 @@ class Decoder(NamedTuple):
     prefix: int  # stands before a text that nothing precedes
     rows: int  # texts at a time
     precision: str
-
-    @property
-    def window(self) -> int:
-        """The most tokens of a text that is scored. The model does not read the last one, but `score` counts it as read."""
-        length = self.config.context_length
-        return length if isinstance(self.config.positions, Learned | Axial) else length + 1
 
 
 def model(
@@ -61,7 +55,7 @@ def model(
 
     class Model(TemplateLM):
         eot_token_id = prefix_token_id = prefix
-        max_length = decoder.window - 1
+        max_length = config.context_length
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
             return list(tokenizer.encode(string))
@@ -88,7 +82,8 @@ def log_likelihoods(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Seque
     """
     from tqdm import tqdm
 
-    config, params, window, some = decoder.config, decoder.params, decoder.window, 8 * decoder.rows
+    config, some = decoder.config, 8 * decoder.rows
+    window = config.context_length + 1  # the last token is predicted, but not read
     if (longest := max((len(new) for _, new in pairs), default=0)) >= window:
         raise ConfigError(f"harness: {longest} tokens are to be scored in one piece; the model's context has {window - 1}")
     order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
@@ -97,7 +92,7 @@ def log_likelihoods(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Seque
         numbers = order[first : first + some]
         prompts, texts = zip(*(pairs[i] for i in numbers), strict=True)
         prompts = [(list(p) or [decoder.prefix])[len(text) - window :] for p, text in zip(prompts, texts, strict=True)]
-        scores = score(config, params, prompts, texts, rows=decoder.rows, dtype=jnp.dtype(decoder.precision))
+        scores = score(config, decoder.params, prompts, texts, rows=decoder.rows, dtype=jnp.dtype(decoder.precision))
         found |= {i: (one.log_likelihood, one.greedy) for i, one in zip(numbers, scores, strict=True)}
     return [found[i] for i in range(len(pairs))]
 
