@@ -15,12 +15,12 @@ Command: make train EXP=bert_pretrain
 import ast
 import functools
 import hashlib
+import importlib.resources
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import params
@@ -36,22 +36,27 @@ VOCABULARY = 2048
 MASK, CLS, SEP = VOCABULARY, VOCABULARY + 1, VOCABULARY + 2
 
 
-@functools.lru_cache(maxsize=1)
-def docstrings() -> list[tuple[str, str]]:
-    """(file, docstring with single spaces) of each module, class and function of the standard library; no text twice."""
-    root, found = Path(sysconfig.get_path("stdlib")), {}
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if SKIP & set(name.parts) or name.parts[0].startswith("config-"):
-            continue
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):
-            continue  # templates of lib2to3, which are no Python 3
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = " ".join((ast.get_docstring(node) or "").split())
-                found.setdefault(text, name.as_posix())
+@functools.lru_cache(maxsize=2)
+def docstrings(*packages: str) -> list[tuple[str, str]]:
+    """(file, docstring with single spaces) of modules, classes and functions of the standard library and of packages.
+
+    No text comes twice. A package that is not installed is an error.
+    """
+    roots, found = [Path(sysconfig.get_path("stdlib"))], {}
+    roots += [Path(str(importlib.resources.files(package))) for package in packages]
+    for root in roots:
+        for path in sorted(root.rglob("*.py")):
+            name = path.relative_to(root)
+            if SKIP & set(name.parts) or name.parts[0].startswith("config-"):
+                continue
+            try:
+                tree = ast.parse(path.read_bytes())
+            except (SyntaxError, ValueError):
+                continue  # templates of lib2to3, which are no Python 3
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    text = " ".join((ast.get_docstring(node) or "").split())
+                    found.setdefault(text, name.as_posix())
     return [(name, text) for text, name in found.items() if text]
 
 
@@ -59,13 +64,14 @@ def docstrings() -> list[tuple[str, str]]:
 class Docstrings:
     """Pairs of sentences; every tenth docstring is for validation. Pair i is a function of (seed, split, i)."""
 
-    words: int = 30  # most of a sentence
-    least: int = 24  # fewest of a sentence; of a docstring that is used, `words` + `words`
-    pairs: int = 32  # of each docstring in training; 8 in validation
+    packages: tuple[str, ...] = ("numpy", "scipy", "jax")  # whose docstrings are read besides those of the standard library
+    words: int = 60  # most of a sentence
+    least: int = 48  # fewest of a sentence; of a docstring that is used, `words` + `words`
+    pairs: int = 64  # of each docstring in training; 8 in validation
     seed: int = 0  # of the pairs
 
     def open(self, model) -> Dataset:
-        texts = [text for _, text in docstrings() if len(text.split()) >= 2 * self.words]
+        texts = [text for _, text in docstrings(*self.packages) if len(text.split()) >= 2 * self.words]
         parts = [text for i, text in enumerate(texts) if i % 10], texts[::10]
         tokenizer = tokenizers.BPE.train("\n".join(parts[0]), VOCABULARY)
         length, vocabulary = model.context_length, tokenizer.vocab_size
@@ -133,18 +139,21 @@ class Margin:
 
 
 def alike(spec, key):
-    """Random parameters, in which a token attends at first to its like: keys are queries, and token types are small.
+    """Random parameters; in the first head of each layer a token attends at first to its like, and says where that stands.
 
-    From any other beginning a model of this size needs many more steps before it compares the words of two texts.
+    Its keys are queries, of a size that gives like tokens most of the weight. Token types are small, or tokens of two types
+    would be unlike. From any other beginning a model of this size needs many more steps before it compares two texts.
     """
     tree = params.init(spec, key)
     attention, embedding = tree["layers"]["attention"], tree["embedding"]
-    kernel = 1.3 * attention["query"]["kernel"]  # so large that like tokens have most of the weight
+    _, D, _, H = attention["key"]["kernel"].shape
+    kernel = jax.random.normal(key, attention["key"]["kernel"][:, :, 0].shape) / D**0.5
     for name in ("query", "key"):
-        attention[name] = attention[name] | {"kernel": jnp.copy(kernel)}
-    embedding["token_types"] = 0.3 * embedding["token_types"]
-    attention["out"] = attention["out"] | {"kernel": 3.0 * attention["out"]["kernel"]}  # and what they bring is heard
-    return tree
+        attention[name] = attention[name] | {"kernel": attention[name]["kernel"].at[:, :, 0].set(kernel)}
+    for name, head, std in (("value", (slice(None), slice(None), 0), D**-0.5), ("out", (slice(None), 0), H**-0.5)):
+        kernel = attention[name]["kernel"]
+        attention[name] = attention[name] | {"kernel": kernel.at[head].multiply(std / kernel[head].std())}
+    return tree | {"embedding": embedding | {"token_types": 0.3 * embedding["token_types"]}}
 
 
 experiment = Experiment(
@@ -152,9 +161,9 @@ experiment = Experiment(
     model=ModelConfig(
         vocab_size=SEP + 1,
         num_layers=2,
-        d_model=64,
+        d_model=128,
         num_heads=2,
-        context_length=96,
+        context_length=192,
         feedforward="gelu",
         positions=Relative(max_distance=64),
         masks=(full(),),
@@ -166,7 +175,7 @@ experiment = Experiment(
     data=Docstrings(),
     objective=NextSentence(MaskedTokens(MASK)),
     initial=alike,
-    optimizer=AdamW(learning_rate=3e-3, b2=0.98),
+    optimizer=AdamW(learning_rate=2e-3, b2=0.98),
     schedule=Cosine(warmup=100),
     steps=3000,
     batch_size=32,

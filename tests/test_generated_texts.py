@@ -87,7 +87,7 @@ def test_pairs_of_sentences_have_the_same_lengths_whether_one_follows_or_not():
         def encode(self, word):
             return [int(word.removeprefix(" word"))]  # one token a word
 
-    pairs = bert_pretrain.Pairs(bert_pretrain.Docstrings(), Numbers(), texts, 0, 100)
+    pairs = bert_pretrain.Pairs(bert_pretrain.Docstrings(words=30, least=24), Numbers(), texts, 0, 100)
     rows = [pairs[i] for i in range(len(pairs))]
     follows = np.array([row["labels"] for row in rows])
     seconds = np.array([row["token_types"].sum() - 1 for row in rows])

@@ -139,10 +139,8 @@ class Model(NamedTuple):
     ahead: int = 0  # how many tokens its caches can take back
 
 
-def open_model(
-    config, params, prompts, max_tokens: int | None, sources, dtype=None, cache_dtype=None, ahead: int = 0
-) -> Model:
-    """The model for these prompts, which are only read if `max_tokens` is None. Raises ConfigError for those that do not fit it."""
+def open_model(config, params, prompts, max_tokens: int | None, sources, dtype=None, cache_dtype=None, ahead: int = 0) -> Model:
+    """The model for these prompts, which are only read if `max_tokens` is None. ConfigError for what does not fit it."""
     for problem in _problems(config, prompts, max_tokens, sources):
         raise ConfigError(f"generate: {problem}")
     floats = (leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
