@@ -179,11 +179,6 @@ def _llama_rules(family: Llama, config: ModelConfig) -> list[Rule]:
     ]
 
 
-def _llama_family(llama: Llama) -> Family:
-    read, write, rules = partial(_read_llama, llama), partial(_write_llama, llama), partial(_llama_rules, llama)
-    return Family(read, write, rules, "model.", aliases={"lm_head.weight": "model.embed_tokens.weight"})
-
-
 def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
     fields, lsh, local = (tables.read_fields(c, table) for table in (REFORMER, LSH, LOCAL))
     layers = c["attn_layers"]
@@ -203,21 +198,18 @@ def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
     parts = {"lsh": (mask, mixers.Reformer(**lsh, buckets=buckets, duplicates=True)), "local": (local_mask, mixer)}
     pattern = tables.shortest_pattern(kinds)
     pattern = tuple(kinds) if len(kinds) % len(pattern) else pattern
-    fields |= _read_reformer_positions(c) | {"tie_embeddings": False}
+    if get(c, "axial_pos_embds", True):
+        shape, widths = c["axial_pos_shape"], c["axial_pos_embds_dim"]
+        if [len(shape), len(widths)] != [2, 2] or any(type(n) is not int or n < 1 for n in (*shape, *widths)):
+            raise ConfigError(f"config.json: axial_pos_shape={shape}, axial_pos_embds_dim={widths}: expected two sizes each")
+        fields |= {"context_length": math.prod(shape), "positions": Axial(tuple(shape), tuple(widths))}
+    else:
+        fields |= {"context_length": get(c, "max_position_embeddings"), "positions": Learned()}
     return ModelConfig(
-        **fields, num_layers=len(kinds), stack=Reversible(streams=2), use_bias="up|down|norm",
+        **fields | {"tie_embeddings": False}, num_layers=len(kinds), stack=Reversible(streams=2), use_bias="up|down|norm",
         masks=tuple(parts[kind][0] for kind in pattern), mixer=tuple(parts[kind][1] for kind in pattern),
         heads=_read_reformer_heads(c),
     )  # fmt: skip
-
-
-def _read_reformer_positions(c: Json) -> Json:
-    if not get(c, "axial_pos_embds", True):
-        return {"context_length": get(c, "max_position_embeddings"), "positions": Learned()}
-    shape, widths = c["axial_pos_shape"], c["axial_pos_embds_dim"]
-    if [len(shape), len(widths)] != [2, 2] or any(type(n) is not int or n < 1 for n in (*shape, *widths)):
-        raise ConfigError(f"config.json: axial_pos_shape={shape}, axial_pos_embds_dim={widths}: expected two sizes each")
-    return {"context_length": math.prod(shape), "positions": Axial(tuple(shape), tuple(widths))}
 
 
 def _reformer_heads(c: Json) -> dict[str, tuple]:
@@ -287,10 +279,14 @@ def _reformer_rules(config: ModelConfig) -> list[Rule]:
 
 
 GPT2_ALIASES, GPT2_MASKS = {"lm_head.weight": "transformer.wte.weight"}, r"\.attn\.(masked_)?bias$"
+LLAMA_PARTS, LLAMA_ALIASES = (_read_llama, _write_llama, _llama_rules), {"lm_head.weight": "model.embed_tokens.weight"}
 REFORMER_ALIASES = {"lm_head.decoder.bias": "lm_head.bias"}
 FAMILIES = {
     "gpt2": Family(_read_gpt2, _write_gpt2, lambda config: GPT2_RULES, "transformer.", GPT2_MASKS, GPT2_ALIASES),
-    **{kind: _llama_family(llama) for kind, llama in LLAMAS.items()},
+    **{
+        kind: Family(*(partial(part, llama) for part in LLAMA_PARTS), "model.", aliases=LLAMA_ALIASES)
+        for kind, llama in LLAMAS.items()
+    },
     "reformer": Family(
         _read_reformer, _write_reformer, _reformer_rules, "reformer.", r"mask_value_float(16|32)$", REFORMER_ALIASES
     ),
