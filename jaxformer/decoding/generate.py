@@ -122,7 +122,7 @@ def serve(
             tokens, ended = new_tokens(history, row, stop_tokens), bool(done[row])
             if stop is not None and (keep := stop(tokens)) is not None:
                 tokens, ended = tokens[:keep], True
-                texts = replace(texts, done=_set(texts.done, jax.device_put(np.int32(row))))
+                texts = replace(texts, done=insert(texts.done, *jax.device_put((np.int32(row), np.ones(1, bool)))))
             if ended:
                 del owners[row]
             yield index, tokens, ended
@@ -249,11 +249,6 @@ def repeat(rows: int, one: Any) -> Any:
 def insert(tree: Any, row, one: Any) -> Any:
     """The tree with another row in place of this one; every array has the rows first, `one` has a single row."""
     return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, axis=0), tree, one)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _set(flags, row):
-    return flags.at[row].set(True)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
