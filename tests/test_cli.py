@@ -163,7 +163,7 @@ def test_numbers_that_stay_bad_end_the_run_with_code_3(workplace, capsys):
 
 def test_a_logger_that_fails_does_not_stop_the_run(workplace, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    code, out, _ = run(capsys, "train", "tiny", "--loggers", "wandb", "tensorboard")
+    code, out, _ = run(capsys, "train", "tiny", "--loggers", "('wandb', 'tensorboard')")
     assert code == 0 and "validation loss" in out
     (folder,) = (workplace / "runs").glob("tiny-*")
     assert list((folder / "tensorboard").iterdir())
