@@ -22,7 +22,8 @@ def network(found: list[Collective], mesh: Any, chip: Chip) -> dict[str, float]:
     extents = _extents(list(mesh.devices.flat))
     for one in found:
         # the mesh's first group along its axes; all devices where they are not known
-        devices = list(mesh.devices[tuple(slice(None) if axis in one.axes or not one.axes else 0 for axis in mesh.shape)].flat)
+        at = tuple(slice(None) if axis in one.axes or not one.axes else 0 for axis in mesh.axis_names)
+        devices = list(mesh.devices[at].flat)
         name, n = "*".join(one.axes) or "others", max(2, len(devices))
         islands = {0: 1, 1: 1} if one.kind == "send" else Counter(map(_island, devices))
         if len(islands) > 1:
