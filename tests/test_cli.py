@@ -114,7 +114,7 @@ def test_other_bad_inputs_get_one_line(workplace, capsys):
     code, _, err = run(capsys, "train", "tiny")
     assert code == 2 and "empty" in err and err.count("\n") == 1
     for argv, said in (
-        (["train", "tinny"], "did you mean 'tiny'"),
+        (["train", "tinny"], "did you mean tiny"),
         (["trian", "tiny"], "no such command"),
         (["train"], "usage"),
         (["evaluate", "tiny"], "not trained yet"),
