@@ -179,6 +179,11 @@ def _llama_rules(family: Llama, config: ModelConfig) -> list[Rule]:
     ]
 
 
+def _llama_family(llama: Llama) -> Family:
+    read, write, rules = partial(_read_llama, llama), partial(_write_llama, llama), partial(_llama_rules, llama)
+    return Family(read, write, rules, "model.", aliases={"lm_head.weight": "model.embed_tokens.weight"})
+
+
 def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
     fields, lsh, local = (tables.read_fields(c, table) for table in (REFORMER, LSH, LOCAL))
     layers = c["attn_layers"]
@@ -279,14 +284,10 @@ def _reformer_rules(config: ModelConfig) -> list[Rule]:
 
 
 GPT2_ALIASES, GPT2_MASKS = {"lm_head.weight": "transformer.wte.weight"}, r"\.attn\.(masked_)?bias$"
-LLAMA_PARTS, LLAMA_ALIASES = (_read_llama, _write_llama, _llama_rules), {"lm_head.weight": "model.embed_tokens.weight"}
 REFORMER_ALIASES = {"lm_head.decoder.bias": "lm_head.bias"}
 FAMILIES = {
     "gpt2": Family(_read_gpt2, _write_gpt2, lambda config: GPT2_RULES, "transformer.", GPT2_MASKS, GPT2_ALIASES),
-    **{
-        kind: Family(*(partial(part, llama) for part in LLAMA_PARTS), "model.", aliases=LLAMA_ALIASES)
-        for kind, llama in LLAMAS.items()
-    },
+    **{kind: _llama_family(llama) for kind, llama in LLAMAS.items()},
     "reformer": Family(
         _read_reformer, _write_reformer, _reformer_rules, "reformer.", r"mask_value_float(16|32)$", REFORMER_ALIASES
     ),
