@@ -108,6 +108,8 @@ def read_experiment(name: str, overrides: list[str]):
 
         if name in PRESETS:
             raise ConfigError(f"{name} is a preset, a model without data; train it in an experiment (--model {name})")
+        near = did_you_mean(name, [*config.available(), *PRESETS])
+        raise ConfigError(f"{name}: no experiment or preset of that name{near}; the command `list` shows all")
     source = config.read(name)
     if "--help" in overrides or "-h" in overrides:
         print(config.help_text(source.experiment, f"python -m jaxformer train {name}"))
@@ -273,13 +275,15 @@ def show(argv: list[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
 
     from jaxformer import models
-    from jaxformer.models import PRESETS, cost
+    from jaxformer.models import cost
     from jaxformer.training.experiment import Experiment
 
     if options.sharding:
-        print(_sharding(_shown(options.name, overrides, _pretraining), options.devices))
+        from jaxformer.planning.plan import of_preset
+
+        print(_sharding(_shown(options.name, overrides, of_preset), options.devices))
         return 0
-    shown = _shown(options.name, overrides, lambda name: PRESETS[name])
+    shown = _shown(options.name, overrides, lambda _, model: model)
     model = shown.model if isinstance(shown, Experiment) else shown
     print(json.dumps(config.describe(shown), indent=2))
     if models.is_config(model):
@@ -291,16 +295,13 @@ def show(argv: list[str]) -> int:
     return 0
 
 
-def _shown(name: str, overrides: list[str], preset):
-    """An experiment with its options, or what `preset` makes of a preset's name."""
+def _shown(name: str, overrides: list[str], preset: Callable[[str, Any], Any]):
+    """An experiment with its options, or what `preset` makes of a preset's name and model."""
     from jaxformer.models import PRESETS
     from jaxformer.training.names import MODEL, NAMES
 
     if name in PRESETS:
-        return config.override(preset(name), overrides, {**NAMES, "": MODEL})
-    if name not in config.available() and not name.endswith(".py"):
-        near = did_you_mean(name, [*config.available(), *PRESETS])
-        raise ConfigError(f"{name}: no experiment or preset of that name{near}; the command `list` shows all")
+        return config.override(preset(name, PRESETS[name]), overrides, {**NAMES, "": MODEL})
     return read_experiment(name, overrides)[1]
 
 
@@ -335,7 +336,7 @@ def plan(argv: list[str]) -> int:
 
     from jaxformer.planning import decode, plan as planning, search
 
-    experiment = _shown(options.name, overrides, _pretraining)
+    experiment = _shown(options.name, overrides, planning.of_preset)
     devices = topology.devices(options.topology, experiment.mesh.slices)
     if options.search:
         found = search.search(experiment, options.topology, devices)
@@ -350,14 +351,6 @@ def plan(argv: list[str]) -> int:
         table = planning.table(made)
     print(json.dumps(asdict(made)) if options.json else table)
     return 0 if made.fits else 3
-
-
-def _pretraining(name: str):
-    """The experiment that pretrains a preset."""
-    from jaxformer.models import PRESETS
-    from jaxformer.planning import plan as planning
-
-    return planning.of_preset(name, PRESETS[name])
 
 
 class _Parser(argparse.ArgumentParser):

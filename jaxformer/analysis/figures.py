@@ -1,6 +1,7 @@
 """Pictures of a run."""
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from etils import epath
@@ -20,7 +21,9 @@ def loss_report(result: Any, records: Sequence[dict]) -> str:
     if train:
         steps, losses = zip(*train, strict=True)
         axes.plot(steps, losses, color="#9db4c8", linewidth=0.8, label="training, each logged step")
-        axes.plot(steps, _smooth(losses), color="#1f5d8c", linewidth=1.6, label="training, smoothed")
+        reach = len(losses) // 20  # to each side, shorter at the ends: there is no lag
+        windows = [losses[max(i - reach, 0) : i + reach + 1] for i in range(len(losses))]
+        axes.plot(steps, list(map(fmean, windows)), color="#1f5d8c", linewidth=1.6, label="training, smoothed")
     if validation:
         steps, losses = zip(*validation, strict=True)
         axes.plot(steps, losses, "o-", color="#c0392b", markersize=4, linewidth=1.2, label="validation")
@@ -37,10 +40,3 @@ def loss_report(result: Any, records: Sequence[dict]) -> str:
     with path.open("wb") as file:
         figure.savefig(file, format="png")
     return f"loss curve: {path}"
-
-
-def _smooth(values: Sequence[float]) -> list[float]:
-    """Mean over a centred window, a twentieth of the record to each side, shorter at the ends: there is no lag."""
-    reach = len(values) // 20
-    windows = [values[max(i - reach, 0) : i + reach + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]

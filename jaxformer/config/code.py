@@ -6,7 +6,6 @@ a name, and so is one without a file.
 
 import ast
 import functools
-import inspect
 import linecache
 import os
 import re
@@ -94,12 +93,6 @@ def closure(unit: Any) -> dict[str, Any]:
                 found[name] = None
     found.pop("__class__", None)  # of super()
     return found
-
-
-def default_arguments(unit: Any) -> dict[str, Any]:
-    """The default values of a function's parameters, by name."""
-    parameters = {} if isinstance(unit, type) else inspect.signature(unit, follow_wrapped=False).parameters
-    return {name: each.default for name, each in parameters.items() if each.default is not each.empty}
 
 
 def _functions(unit: Any) -> list[types.FunctionType]:

@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import inspect
 import json
 import re
 import types
@@ -125,7 +126,9 @@ def _code(unit: Any, place: _Place) -> Any:
         inside = _Place((id(unit),), False, {id(unit): (0, unit)}) if place.seen is None else place
         found = code.source(unit, functools.partial(_describe, place=inside))
         described["code"] = _digest(found) if place.seen is None else found
-    for part, values in (("closure", code.closure(unit)), ("defaults", code.default_arguments(unit))):
+    parameters = {} if isinstance(unit, type) else inspect.signature(unit, follow_wrapped=False).parameters
+    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+    for part, values in (("closure", code.closure(unit)), ("defaults", defaults)):
         if values:
             described[part] = _describe(values, place)
     return described if len(described) > 1 else name

@@ -102,24 +102,17 @@ def _call(name: str, function: Callable, arguments: Sequence[Any], named: dict[s
     return function(*bound.args, **bound.kwargs)
 
 
-def read(texts: Sequence[str], hint: Any, names: Names) -> Any:
-    """The value of type `hint` that is written in one or several words. Raises ConfigError, without saying where.
+def read(text: str | None, hint: Any, names: Names) -> Any:
+    """The value of type `hint` that a text says. Raises ConfigError, without saying where.
 
-    A word is what it is as an expression, if that has the type; else, for a str or a Path, the word itself. A tuple takes
-    several words, one word, or `(a, b)`.
+    A text is what it is as an expression, if that has the type; else, for a str or a Path, the text itself. A tuple is
+    `(a, b)`, or its only item. No text at all means True.
     """
-    if not texts and bool in members_of(hint):
-        return True
-    if len(texts) == 1:
-        return _word(texts[0], hint, names)
-    items = _item_types(hint, len(texts))
-    if items is None:
-        raise ConfigError(f"expected {expected(hint)}")
-    return convert(tuple(_word(text, item, names) for text, item in zip(texts, items, strict=True)), hint)
-
-
-def _word(text: str, hint: Any, names: Names) -> Any:
     members = members_of(hint)
+    if text is None:
+        if bool not in members:
+            raise ConfigError(f"expected {expected(hint)}")
+        return True
     if bool in members and text in ("true", "false"):
         return text == "true"
     for member in members:
@@ -138,7 +131,7 @@ def _word(text: str, hint: Any, names: Names) -> Any:
             if member in (str, Path):
                 return member(text)
         if items := _item_types(hint, 1):
-            return convert((_word(text, items[0], names),), hint)
+            return convert((read(text, items[0], names),), hint)
         told = hint is Any or str(error).startswith("expected")
         raise ConfigError(str(error) if told else f"{error}; expected {expected(hint)}") from None
 

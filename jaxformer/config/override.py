@@ -26,17 +26,16 @@ def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[st
     """
     options = {_option(path): (path, value, hint) for path, value, hint in walk(config)}
     set_to: dict[str, tuple[Any, str]] = {}
-    for option, words, values in sorted(_split(args), key=lambda split: split[0].count(".")):  # the outer ones first
+    for option, typed, text in sorted(_split(args), key=lambda split: split[0].count(".")):  # the outer ones first
         if option not in options:
             leaves = [name for name, (_, value, _) in options.items() if not fields(value)]
-            raise ConfigError(f"{words[0].partition('=')[0]}: no such option{did_you_mean(option, leaves)}")
+            raise ConfigError(f"{typed[: len(option)]}: no such option{did_you_mean(option, leaves)}")
         path, _, hint = options[option]
-        shown = " ".join(words)
         try:
-            value = expressions.read(values, hint, _available(path, names or {}))
+            value = expressions.read(text, hint, _available(path, names or {}))
         except ConfigError as error:
-            raise ConfigError(f"{shown}: {error}") from None
-        set_to[path] = (value, shown)
+            raise ConfigError(f"{typed}: {error}") from None
+        set_to[path] = (value, typed)
         # fields of the new value may be set too, those of the old one no longer
         options = {name: entry for name, entry in options.items() if not name.startswith(f"{option}.")}
         options |= {_option(below): (below, *rest) for below, *rest in walk(value, f"{path}.")}
@@ -63,16 +62,15 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from walk(value, f"{prefix}{name}.")
 
 
-def _split(args: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
-    """(option with hyphens, the words as typed, the values) of every option."""
-    options = []
+def _split(args: Sequence[str]) -> list[tuple[str, str, str | None]]:
+    """(option with hyphens, as typed, its value or None) of every option: `--option=VALUE`, `--option VALUE`, `--option`."""
+    options: list[tuple[str, str, str | None]] = []
     for word in args:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            options.append((name.replace("_", "-"), [word], [value] if equals else []))
-        elif options:
-            options[-1][1].append(word)
-            options[-1][2].append(word)
+            options.append((name.replace("_", "-"), word, value if equals else None))
+        elif options and options[-1][2] is None:
+            options[-1] = options[-1][0], f"{options[-1][1]} {word}", word
         else:
             raise ConfigError(f"{word}: expected an option; did you mean --{word.lstrip('-')}?")
     return options

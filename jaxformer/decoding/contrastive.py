@@ -13,6 +13,7 @@ from jaxformer import models
 from jaxformer.decoding.cache import init_cache
 from jaxformer.decoding.filters import Filter, History
 from jaxformer.decoding.generate import Settings, as_filters, bucket, new_tokens, open_model, padded, source_inputs, stops
+from jaxformer.decoding.steps import logits_of
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 
@@ -46,7 +47,6 @@ def contrast(
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _run(config, dtype, room: int, k: int, params, tokens, lengths, ends, options, alpha, settings: Settings) -> History:
     B, T = tokens.shape
-    stack, tree = models.last_stack(config), params["decoder"] if isinstance(config, EncoderDecoder) else params
     encode = partial(models.encode, config, params, dtype=dtype)
     output = encode(tokens, cache=init_cache(config, B, room, dtype), lengths=lengths, **options)
     source = output.cache.source  # which all tokens that are tried share
@@ -55,7 +55,7 @@ def _run(config, dtype, room: int, k: int, params, tokens, lengths, ends, option
 
     def step(carry):
         history, cache, states, last, done = carry
-        logits = models.transformer.read(stack, tree, models.Output(None, last)).logits[:, 0]
+        logits = logits_of(config, params, last)[:, 0]
         p, tried = jax.lax.top_k(jax.nn.softmax(settings.filtered(logits, history), axis=-1), k)
         going = jnp.where(done, 0, 1)
         wide = jax.tree.map(lambda x: jnp.repeat(x, k, axis=0), cache)

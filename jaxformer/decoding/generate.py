@@ -108,8 +108,9 @@ def serve(
         for row in range(rows):
             if row not in owners and queue:
                 owners[row] = index = queue.popleft()
-                source = None if sources is None else sources[index]
-                one = begin(model, prompts[index], source, max_tokens, settings, jax.device_put(np.int32(index)), key)
+                prompt, source = prompts[index], None if sources is None else sources[index]
+                numbers = jax.device_put((np.array([len(prompt) + max_tokens], np.int32), np.int32(index)))
+                one = _start(*read(model, prompt, source), *numbers, key, settings)
                 if texts is None:  # rows without a text of their own yet
                     texts = replace(repeat(rows, one), done=jax.device_put(np.ones(rows, bool)))
                 texts = insert(texts, jax.device_put(np.int32(row)), one)
@@ -121,7 +122,7 @@ def serve(
             tokens, ended = new_tokens(history, row, stop_tokens), bool(done[row])
             if stop is not None and (keep := stop(tokens)) is not None:
                 tokens, ended = tokens[:keep], True
-                texts = replace(texts, done=_set(texts.done, jax.device_put(np.int32(row))))
+                texts = replace(texts, done=insert(texts.done, *jax.device_put((np.int32(row), np.ones(1, bool)))))
             if ended:
                 del owners[row]
             yield index, tokens, ended
@@ -220,12 +221,6 @@ def new_tokens(history: History, row: int, stop_tokens: Sequence[int]) -> list[i
     return tokens[:-1] if tokens[-1] in stop_tokens else tokens
 
 
-def begin(model: Model, prompt, source, max_tokens: int, settings: Settings, index, key) -> Texts:
-    """One row: the prompt and its first new token."""
-    end = jax.device_put(np.array([len(prompt) + max_tokens], np.int32))
-    return _start(*read(model, prompt, source), end, index, key, settings)
-
-
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="cache")
 def _read(config, dtype, sizes, params, tokens, lengths, options, cache):
     cache = init_cache(config, 1, *sizes) if cache is None else cache
@@ -234,6 +229,7 @@ def _read(config, dtype, sizes, params, tokens, lengths, options, cache):
 
 @partial(jax.jit, donate_argnames="cache")
 def _start(logits, cache, history: History, end, index, key, settings: Settings) -> Texts:
+    """One row: the prompt and its first new token."""
     return append(Texts(history, cache, end, end < 0, jax.random.fold_in(key, index)[None]), logits, settings)
 
 
@@ -253,11 +249,6 @@ def repeat(rows: int, one: Any) -> Any:
 def insert(tree: Any, row, one: Any) -> Any:
     """The tree with another row in place of this one; every array has the rows first, `one` has a single row."""
     return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, axis=0), tree, one)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _set(flags, row):
-    return flags.at[row].set(True)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)

@@ -14,7 +14,7 @@ from jaxformer import models
 from jaxformer.decoding.beam import BeamOutput, Beams, beam_search
 from jaxformer.decoding.filters import Filter
 from jaxformer.decoding.generate import as_filters, bucket, open_model, padded, read_rows, source_inputs, stops
-from jaxformer.decoding.steps import decode_step
+from jaxformer.decoding.steps import decode_step, logits_of
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 
@@ -90,19 +90,16 @@ def score(
     model = open_model(config, params, [text[:-1] for text in texts], None, sources, dtype)
     rows, found = min(rows, 1 << (len(texts) - 1).bit_length()), []
     for first in range(0, len(texts), rows):
-        some = [*texts[first : first + rows]] + [texts[first]] * max(0, first + rows - len(texts))
+        index = [min(i, len(texts) - 1) for i in range(first, first + rows)]
+        some = [texts[i] for i in index]
         room = bucket(max(map(len, some)) - 1, models.last_stack(config))
         tokens, labels = (np.concatenate([padded(text[part], room) for text in some]) for part in (slice(-1), slice(1, None)))
-        ids = np.concatenate([padded([1] * (len(text) - 1), room) for text in some])
-        options = {"segment_ids": ids}
+        options = {"segment_ids": np.concatenate([padded([1] * (len(text) - 1), room) for text in some])}
         if sources is not None:
-            given = [*sources[first : first + rows]] + [sources[first]] * max(0, first + rows - len(texts))
-            options |= source_inputs(model, given)
+            options |= source_inputs(model, [sources[i] for i in index])
         logs, greedy = jax.device_get(_score(config, model.dtype, model.params, *jax.device_put((tokens, labels, options))))
-        for row, (prompt, new) in enumerate(
-            zip(prompts[first : first + rows], continuations[first : first + rows], strict=True)
-        ):
-            place = slice(len(prompt) - 1, len(prompt) - 1 + len(new))
+        for row, i in enumerate(range(first, min(first + rows, len(texts)))):
+            place = slice(len(prompts[i]) - 1, len(texts[i]) - 1)
             found.append(Score(float(logs[row, place].sum()), bool(greedy[row, place].all()), logs[row, place].tolist()))
     return found
 
@@ -111,11 +108,10 @@ def score(
 def _score(config, dtype, params, tokens, labels, options):
     """(log-likelihood of each label, whether it is the likeliest) [B, T]; the logits of one row at a time."""
     hidden = models.encode(config, params, tokens, dtype=dtype, **options).hidden
-    stack, tree = models.last_stack(config), params["decoder"] if isinstance(config, EncoderDecoder) else params
 
     def row(inputs):
         hidden, labels = inputs
-        logits = models.transformer.read(stack, tree, models.Output(None, hidden[None])).logits[0]
+        logits = logits_of(config, params, hidden[None])[0]
         own = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
         return own - jax.nn.logsumexp(logits, axis=-1), own >= logits.max(axis=-1)
 

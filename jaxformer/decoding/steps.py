@@ -26,7 +26,8 @@ def prepare(config: ModelConfig | EncoderDecoder, params: Tree, dtype=None) -> T
     leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
     platforms = {device.platform for leaf in leaves for device in leaf.devices()}
     store = _transposed if platforms == {"cpu"} and not is_split() else _cast
-    return params if is_prepared(config, params) else _prepare(config, store, dtype, params)
+    prepared = isinstance(_last_tree(config, params)["layers"], tuple)
+    return params if prepared else _prepare(config, store, dtype, params)
 
 
 def quantize(config: ModelConfig | EncoderDecoder, params: Tree) -> Tree:
@@ -51,12 +52,6 @@ def round_to_int8(spec: Tree, params: Tree) -> Tree:
         return (jnp.round(leaf / scale) * scale).astype(leaf.dtype)
 
     return jax.tree.map(rounded, spec, params)
-
-
-def is_prepared(config: ModelConfig | EncoderDecoder, params: Tree) -> bool:
-    """Whether `prepare` made these parameters."""
-    tree = params["decoder"] if isinstance(config, EncoderDecoder) else params
-    return isinstance(tree["layers"], tuple)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))  # two equal `partial`s differ: one of them as argument would compile anew
@@ -112,16 +107,21 @@ def prefill(
     those of `models.apply`: `dtype`, `source`. Raises ConfigError for rows or tokens that do not fit the cache.
     """
     output = models.encode(config, params, tokens, cache=cache, lengths=lengths, **options)
-    return _last_logits(config, params, output, lengths), output.cache
-
-
-def _last_logits(config, params, output: models.Output, lengths) -> Float[Array, "B V"]:
-    """The logits of each row's last token alone: of a long prompt, all logits would be larger than the cache."""
-    stack, tree = models.last_stack(config), params["decoder"] if isinstance(config, EncoderDecoder) else params
-    last = jnp.full(len(output.hidden), output.hidden.shape[1]) if lengths is None else lengths
+    # only of the last tokens: of a long prompt, all logits would be larger than the cache
+    last = jnp.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
     hidden = jnp.take_along_axis(output.hidden, last[:, None, None] - 1, axis=1)
-    read = models.transformer.read(stack, tree, models.Output(None, hidden))
-    return read.logits[:, 0].astype(jnp.promote_types(hidden.dtype, jnp.float32))
+    return logits_of(config, params, hidden)[:, 0].astype(jnp.promote_types(hidden.dtype, jnp.float32)), output.cache
+
+
+def logits_of(config: ModelConfig | EncoderDecoder, params: Tree, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    """What the model's first head makes of hidden states."""
+    read = models.transformer.read(models.last_stack(config), _last_tree(config, params), models.Output(None, hidden))
+    return read.logits
+
+
+def _last_tree(config: ModelConfig | EncoderDecoder, params: Tree) -> Tree:
+    """The parameters of `models.last_stack`."""
+    return params["decoder"] if isinstance(config, EncoderDecoder) else params
 
 
 def decode_step(

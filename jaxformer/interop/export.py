@@ -5,10 +5,10 @@
     logits = forward.call(safetensors.flax.load_file("gpt/model.safetensors"), tokens)
 
 model.safetensors is the program's first argument, {path: array}. config.json describes the other arguments, the result and the
-model. JAX can load a program for at least six months (docs.jax.dev/export).
+model; `t` is a length from 1 to the model's `context_length`. JAX can load a program for at least six months
+(docs.jax.dev/export).
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -63,35 +63,12 @@ def save(
     manifest = {
         "program": PROGRAM, "result": shape_of(exported.out_avals[0]), "model": config_description(config),
         "arguments": {"params": "model.safetensors"} | {name: shape_of(a) for name, a in arguments.items()},
-        "limits": list(_lengths(config).values()), "platforms": list(exported.platforms), "vjp_order": vjp_order,
-        "jax": jax.__version__,
+        "platforms": list(exported.platforms), "vjp_order": vjp_order, "jax": jax.__version__,
     }  # fmt: skip
     tensors = [(name, leaf.shape, leaf.dtype, partial(np.asarray, leaf)) for name, leaf in sorted(leaves.items())]
     program = exported.serialize(vjp_order=vjp_order)
     safetensors.save_checkpoint(path, manifest, tensors, shard_bytes=2**63)
     (Path(path).expanduser() / PROGRAM).write_bytes(program)
-
-
-def load(path: str | Path, sharding: Any = None) -> Callable[..., Array]:
-    """`forward(tokens, ...) -> logits` from an exported folder, with parameters on the default device or on `sharding`.
-
-    Raises ConfigError for another folder, and for a program that this JAX cannot read.
-    """
-    checkpoint = safetensors.open_checkpoint(Path(path))
-    program = checkpoint.folder / PROGRAM
-    try:
-        exported = export.deserialize(bytearray(program.read_bytes()))
-    except Exception as error:
-        raise ConfigError(f"{program}: cannot be read ({error}); export it again with this JAX") from error
-    params = {name: jax.device_put(checkpoint.read(name), sharding) for name in checkpoint.names}
-
-    def forward(*arguments: Any) -> Array:
-        for array, limit in zip(arguments, checkpoint.config["limits"], strict=False):
-            if array.ndim == 2 and not 1 <= array.shape[1] <= limit:  # jax.export says only 'Error refining shapes'
-                raise ValueError(f"{path}: {array.shape[1]} tokens in a row; expected 1 to {limit}")
-        return exported.call(params, *arguments)
-
-    return forward
 
 
 def _portable(config: Any, length: int | None) -> Any:
@@ -108,16 +85,12 @@ def _forward(config, names: tuple[str, ...], leaves: dict[str, Array], first: Ar
     return output.hidden if output.logits is None else output.logits
 
 
-def _lengths(config: ModelConfig | EncoderDecoder) -> dict[str, int]:
-    """The symbol and the limit of the length of the tokens, then of the source."""
-    if isinstance(config, EncoderDecoder):
-        return {"t": config.decoder.context_length, "s": config.encoder.context_length}
-    return {} if isinstance(config.embedding, Patches) else {"t": config.context_length}
-
-
 def _arguments(config, batch, length, inputs, dtype) -> dict[str, jax.ShapeDtypeStruct]:
     """The arguments of the program after the parameters, in order."""
-    stack, lengths = models.last_stack(config), _lengths(config)
+    stack = models.last_stack(config)
+    lengths = {} if isinstance(stack.embedding, Patches) else {"t": stack.context_length}
+    if isinstance(config, EncoderDecoder):
+        lengths["s"] = config.encoder.context_length
     limits = [] if length else [f"{name} {limit}" for name, most in lengths.items() for limit in (f"<= {most}", ">= 1")]
     sizes = ["b" if batch is None else str(batch), *(str(length) if length else name for name in lengths)]
     b, *rest = export.symbolic_shape(", ".join(sizes), constraints=limits)

@@ -24,12 +24,11 @@ class Transformer(linen.Module):
     """`as_linen(config)`: `module.apply({"params": p}, tokens, **options)` is `models.apply`, `module.init` is `models.init`.
 
     `rngs={"dropout": key}` means `dropout_key=key`; without it there is no dropout. Inside another module Linen changes these
-    keys by path and call. `partitioned` boxes each parameter with the names of its axes, for `linen.logical_axis_rules`.
+    keys by path and call. `jaxformer.sharding` splits the parameters over a mesh.
     """
 
     config: Any
     param_dtype: Any = jnp.float32
-    partitioned: bool = False
 
     @linen.compact
     def __call__(self, tokens, **options):
@@ -45,9 +44,7 @@ class Transformer(linen.Module):
 def _draw(module: Any, name: str, key: Array, spec: Tree) -> Tree:
     # `self.param` would fold in the number of earlier parameters. Our keys already depend on the path.
     key = module.scope.rngs["params"].as_jax_rng() if module.has_rng("params") else key
-    values = params.init({name: spec}, key, module.param_dtype)[name]
-    box = lambda value, leaf: linen.LogicallyPartitioned(value, leaf.axes)
-    return jax.tree.map(box, values, spec) if module.partitioned else values
+    return params.init({name: spec}, key, module.param_dtype)[name]
 
 
 class NNXTransformer(nnx.Module):

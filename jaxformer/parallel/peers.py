@@ -35,10 +35,6 @@ class Peers:
         self._working, self._all_finished, self._ending = set(connections), threading.Event(), threading.Lock()
         threading.Thread(target=self._watch, name="peers", daemon=True).start()
 
-    def send(self, **message: Any) -> None:
-        for connection in self.connections.values():
-            send(connection, **message)
-
     def fail(self, code: int, text: str) -> NoReturn:
         """Ends all processes. Each prints one line that names this process as the cause."""
         self._end(code, f"{self.names[self.index]}: {text}")
@@ -46,11 +42,11 @@ class Peers:
     def leave(self) -> None:
         """Waits until every process has called this."""
         if self.index > 0:
-            self.send(finished=True)
+            send(self.connections.values(), finished=True)
         if not self._all_finished.wait(timeout=60 if self.index == 0 else None):
             self._end(LOST, f"{_processes(self._working)} did not come to the end within 60 s")
         if self.index == 0:
-            self.send(finished=True)
+            send(self.connections.values(), finished=True)
 
     def _watch(self) -> None:
         index_of = {connection: index for index, connection in self.connections.items()}
@@ -72,7 +68,7 @@ class Peers:
     def _end(self, code: int, text: str, notify: bool = True) -> NoReturn:
         self._ending.acquire()  # never released: the first reason ends this process
         if notify:
-            self.send(code=code, text=text)
+            send(self.connections.values(), code=code, text=text)
         print_error(text, stacks=code == STUCK)
         running = set(self.connections.values()) if self.index == 0 else set()
         deadline = time.monotonic() + 5
@@ -92,7 +88,7 @@ def meet(coordinator: str, count: int, index: int, limit: float) -> Peers:
         connecting = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
         connecting.settimeout(None)
         connection = Connection(connecting.detach())
-        send(connection, index=index, count=count, name=name)
+        send([connection], index=index, count=count, name=name)
         # process 0 knows who is missing, and reports it at its own limit: wait longer than it does
         answer = receive(connection, timeout=max(deadline - time.monotonic(), 0.0) + 10)
         if answer is None:
@@ -141,14 +137,13 @@ def _welcome(port: int, name: str, count: int, limit: float, deadline: float) ->
                 case _:
                     connection.close()  # another program
     ordered = [names[i] for i in range(count)]
-    for connection in connections.values():
-        send(connection, names=ordered)
+    send(connections.values(), names=ordered)
     return Peers(0, ordered, connections)
 
 
 def _refuse(error: Exception, connections: Collection[Connection]) -> NoReturn:
+    send(connections, error=str(error), missing=isinstance(error, MissingProcess))
     for connection in connections:
-        send(connection, error=str(error), missing=isinstance(error, MissingProcess))
         connection.close()
     raise error
 
@@ -163,9 +158,10 @@ def _retry(attempt: Callable[[], T], deadline: float) -> T:
             time.sleep(0.2)
 
 
-def send(connection: Connection, **message: Any) -> None:
-    with contextlib.suppress(OSError):  # the connection is closed: `_watch` reports that
-        connection.send_bytes(json.dumps(message).encode())
+def send(connections: Collection[Connection], **message: Any) -> None:
+    for connection in connections:
+        with contextlib.suppress(OSError):  # the connection is closed: `_watch` reports that
+            connection.send_bytes(json.dumps(message).encode())
 
 
 def receive(connection: Connection, timeout: float | None = None) -> dict | None:

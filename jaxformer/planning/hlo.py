@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -47,15 +46,6 @@ class Op(NamedTuple):
 Computation = dict[str, Op]  # by name
 
 
-class Visit(NamedTuple):
-    """An operation, the computation in which it stands, how often it runs, and whether as part of a fusion."""
-
-    op: Op
-    inside: Computation
-    times: int
-    fused: bool
-
-
 class Collective(NamedTuple):
     """One kind of exchange over some mesh axes: how many run in a step, and the bytes of their results on a device."""
 
@@ -83,14 +73,17 @@ def _parse(text: str) -> dict[str, Computation]:
     return computations
 
 
-def _visited(computations: dict[str, Computation], branch: int | None = None) -> Iterator[Visit]:
-    """Every operation, also inside fusions and loops; of a conditional in all branches, or in that of a number."""
+def _visited(computations: dict[str, Computation], branch: int | None = None) -> Iterator[tuple[Op, Computation, int, bool]]:
+    """(operation, the computation in which it stands, how often it runs, whether as part of a fusion) of all operations.
+
+    Of a conditional, those in all branches, or in the branch of that number.
+    """
     todo = [("ENTRY", 1, False)]
     while todo:
         name, times, fused = todo.pop()
         inside = computations.get(name, {})
         for op in inside.values():
-            yield Visit(op, inside, times, fused)
+            yield op, inside, times, fused
             if op.kind:
                 continue  # the sum that a reduction applies exchanges nothing
             turns = _turns(op.line, computations) if op.code == "while" else 1
@@ -107,8 +100,7 @@ def collectives(text: str, mesh) -> list[Collective]:
     it counts once. A loop with an unknown number of turns counts once.
     """
     computations = _parse(text)
-    counts: dict[tuple, int] = Counter()
-    sizes: dict[tuple, float] = defaultdict(float)
+    found: dict[tuple, Collective] = {}
     begun = set()
     for op, _, times, fused in _visited(computations):
         if not op.kind:
@@ -121,11 +113,11 @@ def collectives(text: str, mesh) -> list[Collective]:
         group = next(filter(None, map(_group, lines)), [])
         if len(group) == 1:  # a device alone
             continue
-        axes = _axes(group, mesh)
-        counts[op.kind, axes] += times
-        sizes[op.kind, axes] += times * _bytes(op)
-    found = [Collective(kind, axes, counts[kind, axes], int(sizes[kind, axes])) for kind, axes in counts]
-    return sorted(found, key=lambda one: -one.bytes)
+        places = np.unravel_index(np.array(group, int), tuple(mesh.shape.values()))
+        axes = tuple(name for name, row in zip(mesh.shape, places, strict=True) if len(set(row.tolist())) > 1)
+        _, _, count, size = found.get((op.kind, axes), (op.kind, axes, 0, 0))
+        found[op.kind, axes] = Collective(op.kind, axes, count + times, size + int(times * _bytes(op)))
+    return sorted(found.values(), key=lambda one: -one.bytes)
 
 
 def traffic(text: str, branch: int | None = None) -> float:
@@ -243,12 +235,6 @@ def _bytes(op: Op) -> float:
     if op.code.endswith("-start") and op.kind != "all-reduce" and result.startswith("("):
         result = _ELEMENT.findall(result[1:])[1]
     return math.fsum(_size(dtype, dims) for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", result))
-
-
-def _axes(group: list[int], mesh) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ."""
-    places = np.unravel_index(np.array(group, int), tuple(mesh.shape.values()))
-    return tuple(name for name, row in zip(mesh.shape, places, strict=True) if len(set(row.tolist())) > 1)
 
 
 def _group(line: str) -> list[int]:

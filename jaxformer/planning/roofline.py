@@ -21,7 +21,9 @@ def network(found: list[Collective], mesh: Any, chip: Chip) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     extents = _extents(list(mesh.devices.flat))
     for one in found:
-        devices = _group(mesh, one.axes)
+        # the mesh's first group along its axes; all devices where they are not known
+        at = tuple(slice(None) if axis in one.axes or not one.axes else 0 for axis in mesh.axis_names)
+        devices = list(mesh.devices[at].flat)
         name, n = "*".join(one.axes) or "others", max(2, len(devices))
         islands = {0: 1, 1: 1} if one.kind == "send" else Counter(map(_island, devices))
         if len(islands) > 1:
@@ -44,12 +46,6 @@ def _moved(kind: str, size: int | float, n: int | float) -> float:
     """Bytes that each of n devices sends, for a result of so many bytes."""
     factors = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1, "send": 1}
     return float(factors.get(kind, (n - 1) / n) * size)
-
-
-def _group(mesh: Any, axes: tuple[str, ...]) -> list:
-    """The devices of the mesh's first group along some axes; all for none."""
-    at = tuple(slice(None) if axis in axes or not axes else 0 for axis in mesh.axis_names)
-    return list(mesh.devices[at].flat)
 
 
 def _island(device) -> int:

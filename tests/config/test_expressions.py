@@ -197,7 +197,7 @@ def test_refused_without_a_call_in_one_line_and_quickly(text, hint, monkeypatch,
         monkeypatch.setattr(builtins, name, guard(name, getattr(builtins, name), recorder.called))
     begin = time.perf_counter()
     with pytest.raises(ConfigError) as caught:
-        read([text], hint, recorder.names)
+        read(text, hint, recorder.names)
     assert time.perf_counter() - begin < 2
     monkeypatch.undo()
     assert set(recorder.called) <= set("abc")  # parts inside what is refused may have been called, nothing else
@@ -220,9 +220,9 @@ def test_huge_numbers_are_refused_where_a_float_is_due():
     text = "0x" + "f" * 9_000
     for hint in (float, float | None, tuple[float, ...]):
         with pytest.raises(ConfigError):
-            read([text], hint, {})
+            read(text, hint, {})
     with pytest.raises(ConfigError):
-        read(["1" + "*0xffffffff" * 800], object, {})
+        read("1" + "*0xffffffff" * 800, object, {})
 
 
 # Random expressions

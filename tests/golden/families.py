@@ -66,23 +66,6 @@ def _gpt2(**config) -> Case:
     return Case("GPT2LMHeadModel", sizes | config, counted(tokens(37, [T, -8, 9])), prompt, seed=2)
 
 
-def _gpt_neo() -> Case:
-    config = dict(
-        vocab_size=37,
-        hidden_size=15,
-        num_layers=4,
-        num_heads=3,
-        intermediate_size=19,
-        max_position_embeddings=16,
-        attention_types=[[["global", "local"], 2]],
-        window_size=4,
-        layer_norm_epsilon=1e-2,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return Case("GPTNeoForCausalLM", config, counted(tokens(37, [T, -8, 9])))
-
-
 def _llama(model: str = "LlamaForCausalLM", generates: bool = True, seed: int = 0, **config) -> Case:
     sizes = dict(
         vocab_size=37,
@@ -210,7 +193,6 @@ CASES = {
     "roberta_mlm": _roberta(),
     "gpt2": _gpt2(),
     "gpt2_untied": _gpt2(tie_word_embeddings=False, n_inner=20, activation_function="relu"),
-    "gpt_neo": _gpt_neo(),
     "llama_mha": _llama(generates=False),
     "llama_gqa": _llama(
         hidden_size=20,

@@ -4,12 +4,15 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+import safetensors.flax
 
 pytest.importorskip("flatbuffers")  # what jax.export writes with
 
@@ -44,6 +47,12 @@ def drawn(config, dtype=jnp.float32):
 
 def tokens(*shape):
     return np.random.default_rng(1).integers(0, 13, shape).astype(np.int32)
+
+
+def load(folder):
+    """The forward pass of an exported folder, as the module's docstring reads it."""
+    forward = jax.export.deserialize(bytearray((folder / "forward.stablehlo").read_bytes()))
+    return partial(forward.call, safetensors.flax.load_file(folder / "model.safetensors"))
 
 
 def close(a, b):
@@ -85,10 +94,10 @@ def test_another_process_without_this_package_has_the_same_logits_and_gradients(
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_load_gives_a_function_of_tokens(tmp_path, dtype):
+def test_a_saved_program_is_a_function_of_tokens(tmp_path, dtype):
     weights = drawn(GPT, dtype)
     export.save(tmp_path / "gpt", GPT, weights)
-    forward = export.load(tmp_path / "gpt")
+    forward = load(tmp_path / "gpt")
     for shape in ((1, 1), (3, 5), (2, 12)):
         np.testing.assert_allclose(  # bfloat16 has 8 bits: fused otherwise, a rounding more or less
             np.asarray(forward(tokens(*shape)), np.float32),
@@ -96,7 +105,7 @@ def test_load_gives_a_function_of_tokens(tmp_path, dtype):
             rtol=1e-5 if dtype == jnp.float32 else 0.05, atol=1e-5 if dtype == jnp.float32 else 0.05,
         )  # fmt: skip
     for wrong in (tokens(1, 13), tokens(1, 0), tokens(3), tokens(1, 3).astype(np.float32)):
-        with pytest.raises(ValueError, match=r"(0|13) tokens in a row; expected 1 to 12|(Rank|Dtype) mismatch for args\[1\]"):
+        with pytest.raises(ValueError, match=r"refining shapes|(Rank|Dtype) mismatch for args\[1\]"):
             forward(wrong)
 
 
@@ -117,7 +126,7 @@ def test_every_kind_of_model(tmp_path, case):
     names = {"pair": ("source",), "bert": ("segment_ids",)}.get(case, ())
     rest = dict(zip(names, map(jnp.asarray, given[1:]), strict=True))
     output = models.apply(config, weights, jnp.asarray(given[0]), **rest)
-    close(export.load(tmp_path / "model")(*given), output.hidden if output.logits is None else output.logits)
+    close(load(tmp_path / "model")(*given), output.hidden if output.logits is None else output.logits)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["platforms"] == ["cpu", "tpu", "cuda"]
 
 
@@ -139,10 +148,4 @@ def test_what_does_not_belong_together_is_refused(tmp_path):
         export.save(tmp_path / "gpt", replace(GPT, vocab_size=14), drawn(GPT))
     export.save(tmp_path / "tpu", GPT, drawn(GPT), batch=1, length=2, platforms=("tpu",))
     with pytest.raises(ValueError, match=r"exported for platforms.*tpu"):
-        export.load(tmp_path / "tpu")(tokens(1, 2))
-    (tmp_path / "tpu" / "forward.stablehlo").write_bytes(b"nothing of the kind")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        export.load(tmp_path / "tpu")
-    (tmp_path / "tpu" / "forward.stablehlo").unlink()
-    with pytest.raises(ConfigError, match=r"forward\.stablehlo: cannot be read .*No such file"):
-        export.load(tmp_path / "tpu")
+        load(tmp_path / "tpu")(tokens(1, 2))

@@ -117,15 +117,6 @@ def test_linen_begins_with_our_parameters():
     assert abstract == {"params": params.abstract(models.spec(T5))}
 
 
-def test_linen_boxes_the_axes_names():
-    module = as_linen(GPT, partitioned=True)
-    abstract = jax.eval_shape(module.init, KEY, TOKENS)
-    found = linen.get_partition_spec(abstract)["params"]
-    want = jax.tree.map(lambda leaf: jax.sharding.PartitionSpec(*leaf.axes), models.spec(GPT))
-    assert params.paths(found) == params.paths(want)
-    assert program(module.apply, abstract, TOKENS) == program(as_linen(GPT).apply, linen.unbox(abstract), TOKENS)
-
-
 def test_linen_model_inside_a_linen_model():
     body = replace(GPT, heads=(), dropout_rate=0.5, num_layers=1, use_bias=False, positions=None)
 

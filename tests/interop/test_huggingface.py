@@ -29,11 +29,11 @@ from tests.interop import golden_runs as runs
 
 # one of each family
 FAMILIES = [
-    "bert_pretraining", "bigbird_mlm", "gpt2", "gpt_neo", "llama_gqa", "longformer_mlm", "marian", "mistral", "mixtral",
+    "bert_pretraining", "bigbird_mlm", "gpt2", "llama_gqa", "longformer_mlm", "marian", "mistral", "mixtral",
     "qwen2", "reformer", "roberta_mlm", "t5", "vit",
 ]  # fmt: skip
 # Hugging Face computes norms, rotations, softmax or a few of them in float32 even of a float64 model
-SINGLE = ("llama", "mistral", "mixtral", "qwen2", "t5", "gpt_neo", "longformer", "marian", "vit")
+SINGLE = ("llama", "mistral", "mixtral", "qwen2", "t5", "longformer", "marian", "vit")
 
 
 def read(folder, **options):
@@ -491,8 +491,7 @@ UNSUPPORTED = [
     ("llama_yarn", dict(rope_parameters=dict(rope_type="yarn", factor=2.0, attention_factor="x"))),
     ("llama_mha", dict(head_dim=6, num_attention_heads=4)),
     ("mistral", dict(sliding_window=0)),
-    ("gpt_neo", dict(attention_layers=["global", "else", "global", "local"])),
-    ("gpt_neo", dict(attention_layers=["global", "local"])),
+    ("qwen2", dict(layer_types=["full_attention"])),
     ("qwen2", dict(use_sliding_window=True, sliding_window=4, layer_types=["chunked_attention"] * 2)),
     ("reformer", dict(attn_layers=["local", "lsh", "full"])),
     ("qwen2", dict(layer_types=["sliding_attention"] * 2)),
@@ -544,10 +543,6 @@ COMPUTED = [  # settings that leave the tensors as they are, and what becomes of
     ),
     ("mixtral", dict(num_experts_per_tok=1), dict(feedforward=Mixture(5, 1, balance_loss=0.001))),
     ("mixtral", dict(router_jitter_noise=0.1), {}),  # in training alone
-    (
-        "gpt_neo", dict(attention_types=None, attention_layers=["local", "global"] * 2),
-        dict(masks=(causal() & window(3), causal())),
-    ),
     ("reformer", dict(num_buckets=[4, 6]), dict(lsh=dict(buckets=(4, 6)))),
     (
         "reformer", dict(local_attn_chunk_length=6),

@@ -350,7 +350,7 @@ def test_a_process_that_died_before_the_others_came_may_come_again():
     while early.connect_ex(("127.0.0.1", port)):
         time.sleep(0.05)
     early = Connection(early.detach())
-    peers.send(early, index=1, count=3, name="the first try")
+    peers.send([early], index=1, count=3, name="the first try")
     time.sleep(0.2)
     early.close()
     joined = [join(1, 3, port)]

@@ -32,7 +32,7 @@ from tests.golden.write import EXACT, redraw
 from tests.interop import calls
 
 FAMILIES = {
-    "bert": "Bert", "big_bird": "BigBird", "gpt2": "GPT2", "gpt_neo": "GPTNeo", "llama": "Llama", "longformer": "Longformer",
+    "bert": "Bert", "big_bird": "BigBird", "gpt2": "GPT2", "llama": "Llama", "longformer": "Longformer",
     "marian": "Marian", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2", "qwen3": "Qwen3",
     "reformer": "Reformer", "roberta": "Roberta", "t5": "T5", "vit": "ViT",
 }  # fmt: skip
@@ -42,7 +42,7 @@ V = 41
 # Fields that change no output of a forward pass in evaluation.
 NO_NUMBER = {
     *("use_cache", "initializer_range", "init_std", "initializer_factor", "axial_norm_std", "onnx_export", "pretraining_tp"),
-    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout", "resid_dropout", "embed_dropout", "dropout"),
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout", "dropout"),
     *("attention_dropout", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate"),
     *("activation_dropout", "encoder_layerdrop", "decoder_layerdrop", "local_attention_probs_dropout_prob"),
     *("lsh_attention_probs_dropout_prob", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
@@ -86,7 +86,7 @@ RANGE = dict(
     rms_norm_eps=[1e-5, 1e-2], type_vocab_size=[1, 3], pad_token_id=[None, 0, 1, 7], sep_token_id=[2, 5],
     scale_embedding=[True],
     share_encoder_decoder_embeddings=[False], decoder_vocab_size=[V, V - 4], attention_bias=[True], mlp_bias=[True],
-    sliding_window=[None, 1, 3, 7], use_sliding_window=[True], max_window_layers=[0, 1, 2], window_size=[1, 2, 5],
+    sliding_window=[None, 1, 3, 7], use_sliding_window=[True], max_window_layers=[0, 1, 2],
     head_dim=[6, 10], num_key_value_heads=[1], rescale_embeddings=[True], use_bias=[False],
     attention_type=["original_full", "block_sparse"], num_random_blocks=[1, 2], relative_attention_num_buckets=[4, 8],
     relative_attention_max_distance=[9, 20], num_decoder_layers=[1, 3], qkv_bias=[False], pooler_output_size=[5, 12],
@@ -107,11 +107,6 @@ def sizes(family: str, r) -> dict:
     match family:
         case "gpt2":
             return dict(vocab_size=V, n_positions=r.choice([12, 36]), n_embd=width, n_head=heads, n_layer=layers)
-        case "gpt_neo":
-            kinds = r.choice([["global"], ["local"], ["global", "local"]])
-            return {k: v for k, v in common.items() if k not in ("num_hidden_layers", "num_attention_heads")} | dict(
-                num_layers=layers * len(kinds), num_heads=heads, attention_types=[[kinds, layers]]
-            )
         case "llama" | "mistral" | "mixtral" | "qwen2" | "qwen3":
             common |= dict(num_key_value_heads=heads, rope_parameters=rope(r) if r.random() < 0.7 else None)
             if family in ("qwen2", "qwen3") and r.random() < 0.3:

@@ -4,7 +4,7 @@ import pytest
 
 DRAWS = 4
 FAMILIES = [
-    "bert", "big_bird", "gpt2", "gpt_neo", "llama", "longformer", "marian", "mistral", "mixtral", "qwen2", "qwen3", "reformer",
+    "bert", "big_bird", "gpt2", "llama", "longformer", "marian", "mistral", "mixtral", "qwen2", "qwen3", "reformer",
     "roberta", "t5", "vit",
 ]  # fmt: skip
 

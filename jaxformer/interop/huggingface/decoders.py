@@ -1,4 +1,4 @@
-"""GPT-2, GPT-Neo, LLaMA and its relatives (Mistral, Qwen, Mixtral), Reformer."""
+"""GPT-2, LLaMA and its relatives (Mistral, Qwen, Mixtral), Reformer."""
 
 import math
 from collections.abc import Collection
@@ -16,13 +16,10 @@ from jaxformer.models.mixture import Mixture
 from jaxformer.models.stacks.reversible import Reversible
 
 KINDS = ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-GPT = COMMON | {
-    "d_ff": Key("intermediate_size", None), "feedforward": Key("activation_function", "gelu_new", ACTIVATION),
-    "norm_eps": Key("layer_norm_epsilon", 1e-5),
-}  # fmt: skip
-GPT2 = GPT | {
+GPT2 = COMMON | {
     "context_length": Key("n_positions"), "d_model": Key("n_embd"), "num_layers": Key("n_layer"), "num_heads": Key("n_head"),
     "d_ff": Key("n_inner", None), "dropout_rate": Key("resid_pdrop", 0.1), "attention_dropout_rate": Key("attn_pdrop", 0.1),
+    "feedforward": Key("activation_function", "gelu_new", ACTIVATION), "norm_eps": Key("layer_norm_epsilon", 1e-5),
     "attention_scale": Key("scale_attn_weights", True, {True: None, False: 1.0}),
     "mixer": Key("scale_attn_by_inverse_layer_idx", False, {False: None, True: variants.inverse_depth_scale}),
 }  # fmt: skip
@@ -58,46 +55,15 @@ def _write_gpt2(config: ModelConfig) -> Json:
 
 
 TASKS = {"classification": "score", "token_classification": "classifier", "span": "qa_outputs"}
-GPT_LAYER, GPT_MLP = "transformer.h.{}.", {"feedforward/up": "mlp.c_fc", "feedforward/down": "mlp.c_proj"}
-GPT_RULES = [
+GPT2_LAYER = "transformer.h.{}."
+GPT2_LINEAR = {"attention/out": "attn.c_proj", "feedforward/up": "mlp.c_fc", "feedforward/down": "mlp.c_proj"}
+GPT2_RULES = [
+    Rule(tuple(f"layers/attention/{name}" for name in ("query", "key", "value")), GPT2_LAYER + "attn.c_attn", "conv1d"),
+    *rules("layers/", GPT2_LAYER, GPT2_LINEAR, "conv1d"),
     *rules("", "transformer.", {"embedding/tokens": "wte.weight", "embedding/positions": "wpe.weight", "final_norm": "ln_f"}),
-    *rules("layers/", GPT_LAYER, {"attention_norm": "ln_1", "feedforward_norm": "ln_2"}),
+    *rules("layers/", GPT2_LAYER, {"attention_norm": "ln_1", "feedforward_norm": "ln_2"}),
     *rules("heads/", "", TASKS | {"language_model/kernel": "lm_head.weight"}),
 ]
-GPT2_RULES = [
-    Rule(tuple(f"layers/attention/{name}" for name in ("query", "key", "value")), GPT_LAYER + "attn.c_attn", "conv1d"),
-    *rules("layers/", GPT_LAYER, {"attention/out": "attn.c_proj"} | GPT_MLP, "conv1d"),
-    *GPT_RULES,
-]
-GPT_NEO_RULES = [
-    *GPT_RULES,
-    *rules("layers/attention/", GPT_LAYER + "attn.attention.", tables.PROJECTIONS),
-    *rules("layers/", GPT_LAYER, GPT_MLP),
-]
-GPT_NEO = GPT | {
-    "num_layers": Key("num_layers"), "num_heads": Key("num_heads"), "dropout_rate": Key("resid_dropout", 0.0),
-    "attention_dropout_rate": Key("attention_dropout", 0.0),
-}  # fmt: skip
-
-
-def _read_gpt_neo(c: Json, names: Collection[str]) -> ModelConfig:
-    fields = tables.read_fields(c, GPT_NEO)
-    L, local = fields["num_layers"], causal() & window(get(c, "window_size", 256) - 1)
-    types = c.get("attention_types") or [[["global", "local"], 12]]
-    kinds = c.get("attention_layers") or [kind for group, times in types for kind in group * min(times, L)]
-    tables.layer_kinds("attention_layers", kinds, L, "global", "local")
-    masks = tables.shortest_pattern([causal() if kind == "global" else local for kind in kinds])
-    bias, heads = "out|up|down|norm", tables.read_heads(c, "GPTNeo", _heads(c))
-    return ModelConfig(**fields, masks=masks, attention_scale=1.0, use_bias=bias, heads=heads)
-
-
-def _write_gpt_neo(config: ModelConfig) -> Json:
-    windows = [left_window(mask) for mask in tables.repeated(config.masks, config)]
-    kinds = ["local" if width else "global" for width in windows]
-    return tables.write_fields(config, GPT_NEO) | tables.write_heads(config.heads, "GPTNeo", _heads({})) | {
-        "attention_types": [[[kind], 1] for kind in kinds], "attention_layers": kinds,
-        "window_size": next(filter(None, windows), 256), "embed_dropout": config.dropout_rate,
-    }  # fmt: skip
 
 
 def left_window(mask: Mask) -> int | None:
@@ -237,21 +203,18 @@ def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
     parts = {"lsh": (mask, mixers.Reformer(**lsh, buckets=buckets, duplicates=True)), "local": (local_mask, mixer)}
     pattern = tables.shortest_pattern(kinds)
     pattern = tuple(kinds) if len(kinds) % len(pattern) else pattern
-    fields |= _read_reformer_positions(c) | {"tie_embeddings": False}
+    if get(c, "axial_pos_embds", True):
+        shape, widths = c["axial_pos_shape"], c["axial_pos_embds_dim"]
+        if [len(shape), len(widths)] != [2, 2] or any(type(n) is not int or n < 1 for n in (*shape, *widths)):
+            raise ConfigError(f"config.json: axial_pos_shape={shape}, axial_pos_embds_dim={widths}: expected two sizes each")
+        fields |= {"context_length": math.prod(shape), "positions": Axial(tuple(shape), tuple(widths))}
+    else:
+        fields |= {"context_length": get(c, "max_position_embeddings"), "positions": Learned()}
     return ModelConfig(
-        **fields, num_layers=len(kinds), stack=Reversible(streams=2), use_bias="up|down|norm",
+        **fields | {"tie_embeddings": False}, num_layers=len(kinds), stack=Reversible(streams=2), use_bias="up|down|norm",
         masks=tuple(parts[kind][0] for kind in pattern), mixer=tuple(parts[kind][1] for kind in pattern),
         heads=_read_reformer_heads(c),
     )  # fmt: skip
-
-
-def _read_reformer_positions(c: Json) -> Json:
-    if not get(c, "axial_pos_embds", True):
-        return {"context_length": get(c, "max_position_embeddings"), "positions": Learned()}
-    shape, widths = c["axial_pos_shape"], c["axial_pos_embds_dim"]
-    if [len(shape), len(widths)] != [2, 2] or any(type(n) is not int or n < 1 for n in (*shape, *widths)):
-        raise ConfigError(f"config.json: axial_pos_shape={shape}, axial_pos_embds_dim={widths}: expected two sizes each")
-    return {"context_length": math.prod(shape), "positions": Axial(tuple(shape), tuple(widths))}
 
 
 def _reformer_heads(c: Json) -> dict[str, tuple]:
@@ -320,12 +283,10 @@ def _reformer_rules(config: ModelConfig) -> list[Rule]:
     return result
 
 
-GPT_ALIASES = {"lm_head.weight": "transformer.wte.weight"}
-GPT_MASKS, NEO_MASKS = r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias$"
+GPT2_ALIASES, GPT2_MASKS = {"lm_head.weight": "transformer.wte.weight"}, r"\.attn\.(masked_)?bias$"
 REFORMER_ALIASES = {"lm_head.decoder.bias": "lm_head.bias"}
 FAMILIES = {
-    "gpt2": Family(_read_gpt2, _write_gpt2, lambda config: GPT2_RULES, "transformer.", GPT_MASKS, GPT_ALIASES),
-    "gpt_neo": Family(_read_gpt_neo, _write_gpt_neo, lambda config: GPT_NEO_RULES, "transformer.", NEO_MASKS, GPT_ALIASES),
+    "gpt2": Family(_read_gpt2, _write_gpt2, lambda config: GPT2_RULES, "transformer.", GPT2_MASKS, GPT2_ALIASES),
     **{kind: _llama_family(llama) for kind, llama in LLAMAS.items()},
     "reformer": Family(
         _read_reformer, _write_reformer, _reformer_rules, "reformer.", r"mask_value_float(16|32)$", REFORMER_ALIASES

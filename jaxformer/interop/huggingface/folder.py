@@ -88,16 +88,9 @@ def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 2_000
     arrays, tensors = paths(checkpoint.params), []
     for name, tensor in tables.plan(FAMILIES[settings["model_type"]], checkpoint.config).items():
         dtype = np.dtype(arrays[tensor.parts[0].path].dtype if tensor.parts else np.float32)
-        tensors.append((name, tensor.shape, dtype, partial(_make_tensor, arrays, tensor)))
+        tensors.append((name, tensor.shape, dtype, partial(tensor.theirs, arrays)))
     settings["dtype"] = min(str(dtype) for _, _, dtype, _ in tensors)
     safetensors.save_checkpoint(folder, settings, tensors, shard_bytes)
-
-
-def _make_tensor(arrays: dict[str, Any], tensor: tables.Tensor) -> np.ndarray:
-    """Their tensor, made from our arrays; zeros if their model never uses it."""
-    if not tensor.parts:
-        return np.zeros(tensor.shape, np.float32)
-    return tensor.theirs([np.asarray(arrays[part.path][part.index]) for part in tensor.parts])
 
 
 def _read_settings(file: safetensors.Files) -> Checkpoint:

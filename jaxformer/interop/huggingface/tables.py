@@ -299,8 +299,11 @@ class Tensor(NamedTuple):
         pieces = np.split(array, np.cumsum(widths)[:-1], axis=-1)
         return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
 
-    def theirs(self, pieces: list[np.ndarray]) -> np.ndarray:
-        """The inverse of `ours`."""
+    def theirs(self, leaves: Mapping[str, Any]) -> np.ndarray:
+        """It, made from our leaves {path: array}; zeros if it is unread."""
+        if not self.parts:
+            return np.zeros(self.shape, np.float32)
+        pieces = [np.asarray(leaves[part.path][part.index]) for part in self.parts]
         shape = self.shape[1:] + self.shape[:1] if self.out_first else self.shape
         if len(pieces) == 1:
             array = pieces[0].reshape(shape)

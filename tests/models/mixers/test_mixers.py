@@ -366,7 +366,7 @@ def test_one_option_selects_a_system_and_its_description_says_so(cls):
     first = fields(cls)[0].name
     assert f"--mixer.{first.replace('_', '-')} " in C.help_text(config, "show")
     if cls is mixers.Longformer:
-        config = C.override(config, ["--mixer.window=4", "--mixer.global-tokens", "1", "5"])
+        config = C.override(config, ["--mixer.window=4", "--mixer.global-tokens", "(1, 5)"])
         assert config.mixer == mixers.Longformer(4, (1, 5))
         assert C.override(BASE, ["--mixer", "Longformer(4, global_tokens=(1, 5))"], OFFERED) == config
 
