@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,7 +22,6 @@ from jaxformer.training import checkpoint, optimizers
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.initial import first_params
 from jaxformer.training.metrics import Console, Record, Reporter, open_loggers
-from jaxformer.training.profile import FIRST, Profile, trace_folder
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run import ask, check_data, evaluator, on_devices, sample_text, writes_text
 from jaxformer.training.run_folder import RunFolder, describe, introduce, run_folder
@@ -30,6 +30,7 @@ from jaxformer.training.state import TrainState, first_state, init_state, state_
 from jaxformer.training.step import make_train_step
 
 log = logging.getLogger("jaxformer")
+TRACED = 10, 15  # the first and last step of a profile, counted from the start of the process: the first ones compile
 LONG = 10.0  # a compilation, an evaluation or a save may take this many times as long as the watchdog grants a step
 
 
@@ -212,7 +213,9 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         spread, gather = partial(pmap.replicate, devices=devices), pmap.unreplicate
     elif mesh is not None:
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(state_shardings(recipe, mesh), None))
-    sample = lambda trained: sample_text(experiment, recipe.weights(trained), dataset)
+    sample, profile = lambda trained: sample_text(experiment, recipe.weights(trained), dataset), None
+    if experiment.profile and processes.is_first():  # the profiler writes no bucket
+        profile = tempfile.mkdtemp(prefix="profile-") if "://" in str(folder.path) else str(folder.path / "profile")
     return Job(
         **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},
         save_every=experiment.checkpoints.every, best=experiment.checkpoints.best,
@@ -221,8 +224,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         batches=batching.batches(dataset.train, size, experiment.seed, rows).__getitem__,
         evaluate=evaluator(experiment, recipe, dataset, None if pmapped else mesh),
         sample=sample if can_sample(experiment, dataset) else None,
-        profile=trace_folder(folder.path) if experiment.profile and processes.is_first() else None,
-        share=_peak_share(experiment.model, 1 if mesh is None else mesh.size),
+        profile=profile, share=_peak_share(experiment.model, 1 if mesh is None else mesh.size),
     )  # fmt: skip
 
 
@@ -244,16 +246,19 @@ def loop(
     report = Reporter(record.write, console, **options)
     with (
         Signals() as signals,
-        Profile(job.profile, start) as profile,
+        contextlib.ExitStack() as trace,
         batching.Prefetch(job.batches, start, job.steps, put=job.put) as batches,
     ):
         for step, batch in enumerate(batches, start):
             watchdog.beat(step, patience=LONG if step == start else 1.0)  # the first one compiles
-            profile.before(step)
+            if job.profile is not None and step == start + TRACED[0]:
+                trace.enter_context(jax.profiler.trace(job.profile))
             with jax.transfer_guard("disallow"):  # whatever a step needs is on the device already
                 state, metrics = job.step(state, batch)
-            if profile.after(step, state):
-                console.say(f"profile of steps {start + FIRST} to {step}: {job.profile}")
+            if job.profile is not None and step == start + TRACED[1]:
+                jax.block_until_ready(state)
+                trace.close()
+                console.say(f"profile of steps {start + TRACED[0]} to {step}: {job.profile}")
             report.later(step, metrics)
             done = step + 1
             last, stop = done == job.steps, signals.after(done)
