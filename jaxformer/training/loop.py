@@ -26,8 +26,7 @@ from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run import ask, check_data, evaluator, on_devices, sample_text, writes_text
 from jaxformer.training.run_folder import RunFolder, describe, introduce, run_folder
 from jaxformer.training.signals import Interrupted, Signals
-from jaxformer.training.state import TrainState, first_state, init_state, state_shardings
-from jaxformer.training.step import make_train_step
+from jaxformer.training.step import TrainState, first_state, init_state, make_train_step, state_shardings
 
 log = logging.getLogger("jaxformer")
 TRACED = 10, 15  # the first and last step of a profile, counted from the start of the process: the first ones compile
@@ -230,10 +229,10 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
 
 def _peak_share(model: Any, devices: int) -> float | None:
     """The share of the devices' peak that one token a second uses; None for a model of the user's own and an unknown device."""
-    peak = cost.peak_flops(jax.devices()[0].device_kind)
-    if peak is None or not models.is_config(model):
+    kind = jax.devices()[0].device_kind
+    if kind not in cost.CHIPS or not models.is_config(model):
         return None
-    return float(cost.training_flops(model, models.last_stack(model).context_length)) / (peak * devices)
+    return float(cost.training_flops(model, models.last_stack(model).context_length)) / (cost.CHIPS[kind].peak * devices)
 
 
 def loop(

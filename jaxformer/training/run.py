@@ -29,7 +29,7 @@ from jaxformer.training.metrics import read_records
 from jaxformer.training.names import NAMES
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run_folder import RunFolder, open_experiment
-from jaxformer.training.state import init_state, state_shardings
+from jaxformer.training.step import init_state, state_shardings
 
 
 @dataclass(frozen=True, eq=False)
