@@ -68,11 +68,8 @@ class Mask:
             return replace(self, args=(*self.args, kv_length))
         return replace(self, parts=tuple(part.sized(kv_length) for part in self.parts)) if self.parts else self
 
-    @property
-    def name(self) -> str:
-        """The rule's name, to print. A user's rule may have the name of one of ours: to recognise a rule, compare `rule`."""
-        return getattr(self.rule, "__name__", type(self.rule).__name__).strip("_")
-
+    # to print; a user's rule may have the name of one of ours: to recognise a rule, compare `rule`
+    name = property(lambda self: getattr(self.rule, "__name__", type(self.rule).__name__).strip("_"))
     # whether the mask holds no arrays: then it can be hashed, and is known at trace time
     static = property(lambda self: not jax.tree.leaves(self))
 

@@ -44,10 +44,8 @@ class Run:
     step: int | None = None
     average: int = 1
 
-    @cached_property
-    def recipe(self) -> Recipe:
-        """The experiment taken apart."""
-        return build(self.experiment)
+    recipe = cached_property(lambda self: build(self.experiment))
+    metrics = property(lambda self: read_records(self.folder.metrics))  # the records of metrics.jsonl
 
     @cached_property
     def checkpoint(self) -> tuple[int, Any, dict]:
@@ -86,11 +84,6 @@ class Run:
     def on_mesh(self) -> contextlib.AbstractContextManager:
         """Inside, what is computed is split over the run's mesh."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
-
-    @property
-    def metrics(self) -> list[dict]:
-        """The records of metrics.jsonl."""
-        return read_records(self.folder.metrics)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -176,9 +169,8 @@ def open_run(path: epath.PathLike, step: int | None = None, overrides: Sequence[
     experiment = open_experiment(folder)
     changed = config.override(experiment, overrides, NAMES) if overrides else experiment
     if config.fingerprint(changed) != config.fingerprint(experiment):
-        raise ConfigError(
-            f"{folder.path}: {' '.join(overrides)} would make it another run; only --mesh.… and --metrics may change here"
-        )
+        allowed = "only --mesh.… and --metrics may change here"
+        raise ConfigError(f"{folder.path}: {' '.join(overrides)} would make it another run; {allowed}")
     return Run(folder, changed, step, average)
 
 
@@ -215,10 +207,9 @@ def ask(experiment: Experiment, sample: Sample, tokenizer: Any) -> Question:
         question = Question([0] if sample.prompt is None else tokenizer.encode(sample.prompt), "")
     if sample.prompt == "" or not question.prompt:
         raise ConfigError("sample.prompt is empty; give at least one character, or None")
-    if isinstance(model.positions, Learned) and len(question.prompt) >= model.context_length:
-        raise ConfigError(
-            f"sample.prompt is {len(question.prompt)} tokens, no room in {model.context_length} learned positions"
-        )
+    length = len(question.prompt)
+    if isinstance(model.positions, Learned) and length >= model.context_length:
+        raise ConfigError(f"sample.prompt is {length} tokens, no room in {model.context_length} learned positions")
     return question
 
 
