@@ -228,13 +228,11 @@ def steps(folder: Folder) -> list[int]:
         raise ConfigError(f"{folder}: {error}; gs:// needs `pip install 'jaxformer[gcs]'`") from None
 
 
-def restore_params(
-    folder: Folder, abstract_params: Tree, step: int | None = None, log: Log = _warn, part: str = "params"
-) -> tuple[int, Tree, dict]:
+def restore_params(folder: Folder, abstract: Tree, step: int | None = None, part: str = "params") -> tuple[int, Tree, dict]:
     """The field `part` of a state, (step, params, metadata), verified. Nothing on disk changes. Errors: those of `restore`."""
     folder = _path(folder)
-    skip = lambda bad, why: log(f"{folder}: step {bad} is damaged: {why}; trying an older one")
-    found = _newest_good(folder, abstract_params, f"{part}/", step, skip)
+    skip = lambda bad, why: _warn(f"{folder}: step {bad} is damaged: {why}; trying an older one")
+    found = _newest_good(folder, abstract, f"{part}/", step, skip)
     if found is None:
         raise CheckpointError(f"{folder}: no checkpoint there; train first")
     return found

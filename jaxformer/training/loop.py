@@ -235,9 +235,7 @@ def _peak_share(model: Any, devices: int) -> float | None:
     return float(cost.training_flops(model, models.last_stack(model).context_length)) / (cost.CHIPS[kind].peak * devices)
 
 
-def loop(
-    job: Job, manager, state: TrainState, start: int, record: Record, console: Console, watchdog
-) -> tuple[TrainState, dict]:
+def loop(job: Job, manager, state: TrainState, start: int, record: Record, console: Console, watchdog) -> tuple[Any, dict]:
     """Steps `start` to the end. Metrics of a step are fetched after the next one is on its way, so the device never waits."""
     scores: dict[str, float] = {}
     state = job.spread(state)

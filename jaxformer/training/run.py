@@ -232,9 +232,7 @@ def on_devices(mesh: jax.sharding.Mesh | None, rows: np.ndarray | None, size: in
     return jax.device_put(batch, None if mesh is None else sharding.batch_sharding(mesh, batch))
 
 
-def evaluator(
-    experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sharding.Mesh | None = None
-) -> Callable[..., dict[str, Any]]:
+def evaluator(experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sharding.Mesh | None = None) -> Callable:
     """(trained, final=False) -> scores over the validation split, or over its first `eval_batches`; then the metrics.
 
     The random key of a batch is a function of the seed and its number, the same at every evaluation.

@@ -163,7 +163,7 @@ def source_heads(params: Tree, hidden: Float[Array, "B S D"]) -> Tree:
 
 
 def cached(
-    attend: Callable | None, query: Array, key: Array, value: Array, context: Context, options: dict[str, Any]
+    attend: Callable | None, query: Array, key: Array, value: Array, context: Context, options: dict
 ) -> tuple[Any, Tree]:
     """(attention of new tokens to themselves and to those in the cache, the state with the new ones).
 
