@@ -53,7 +53,7 @@ class Job:
     evaluate: Callable[..., dict[str, Any]]
     sample: Callable[[Any], str] | None  # params -> text
     profile: str | None  # where a trace of some steps goes
-    share: float | None  # of all devices' FLOP/s that one token a second uses
+    share: float | None  # of all devices' FLOP/s that one token a second uses; None where it is not known
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,10 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     sample, profile = lambda trained: sample_text(experiment, recipe.weights(trained), dataset), None
     if experiment.profile and processes.is_first():  # the profiler writes no bucket
         profile = tempfile.mkdtemp(prefix="profile-") if "://" in str(folder.path) else str(folder.path / "profile")
+    model, kind, share = experiment.model, jax.devices()[0].device_kind, None
+    if kind in cost.CHIPS and models.is_config(model):
+        flops = cost.training_flops(model, models.last_stack(model).context_length)
+        share = flops / (cost.CHIPS[kind].peak * (1 if mesh is None else mesh.size))
     return Job(
         **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},
         save_every=experiment.checkpoints.every, best=experiment.checkpoints.best,
@@ -223,16 +227,8 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         batches=batching.batches(dataset.train, size, experiment.seed, rows).__getitem__,
         evaluate=evaluator(experiment, recipe, dataset, None if pmapped else mesh),
         sample=sample if can_sample(experiment, dataset) else None,
-        profile=profile, share=_peak_share(experiment.model, 1 if mesh is None else mesh.size),
+        profile=profile, share=share,
     )  # fmt: skip
-
-
-def _peak_share(model: Any, devices: int) -> float | None:
-    """The share of the devices' peak that one token a second uses; None for a model of the user's own and an unknown device."""
-    kind = jax.devices()[0].device_kind
-    if kind not in cost.CHIPS or not models.is_config(model):
-        return None
-    return float(cost.training_flops(model, models.last_stack(model).context_length)) / (cost.CHIPS[kind].peak * devices)
 
 
 def loop(job: Job, manager, state: TrainState, start: int, record: Record, console: Console, watchdog) -> tuple[Any, dict]:

@@ -117,7 +117,9 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     learning_rate (the one used), skipped.
     """
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
-    key = step_key(recipe.seed, state.step, axis_name)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 1), state.step)
+    if axis_name is not None:
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
     sums, gradients = accumulate(recipe, state.params, batch, key, scale)
     if axis_name is not None:
         sums, gradients = jax.lax.psum((sums, gradients), axis_name)
@@ -137,12 +139,6 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     if new.loss_scale is not None:
         metrics["loss_scale"] = new.loss_scale.value
     return new, metrics
-
-
-def step_key(seed: int, step: Array, axis_name: str | None = None) -> Array:
-    """The random key of a step: a function of (seed, step), and of the device under pmap."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), step)
-    return key if axis_name is None else jax.random.fold_in(key, jax.lax.axis_index(axis_name))
 
 
 def clip(gradients: Tree, largest: float | None) -> tuple[Tree, Array]:
