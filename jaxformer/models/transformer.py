@@ -214,8 +214,7 @@ def locate(config: ModelConfig, params: Tree, inputs: Inputs) -> tuple[Context, 
 def same_segment(config: ModelConfig, segment_ids: Int[jax.Array, "B T"]) -> Mask:
     """Tokens see their own segment, and nobody sees padding.
 
-    Padding sees nothing, unless a head pools `position_0`, which may be padding. Then it sees the last segment of its row,
-    as in BERT's code, which masks keys only.
+    If a head pools `position_0`, padding sees the last segment of its row, as in BERT's code, which masks keys only.
     """
     if all(getattr(head, "pool", None) != "position_0" for head in config.heads):
         return masks.segments(segment_ids)

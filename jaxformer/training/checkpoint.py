@@ -115,9 +115,8 @@ class Manager(AbstractContextManager):
     def save(self, step: int, state: Tree, metadata: dict | None = None, metric: float | None = None, wait: bool = False):
         """Starts to save; when this returns the state may be donated. Waits for a save still running, never skips one.
 
-        A save that fails, as it does where that step or a later one exists, leaves no step, and is logged; with `wait` it
-        raises CheckpointError. `metadata` is JSON (TypeError otherwise). The lowest `metric` is best, NaN is worse than any
-        number, None is no candidate.
+        A save that fails, as where that step or a later one exists, leaves no step, and is logged; with `wait` it raises
+        CheckpointError. `metadata` is JSON (else TypeError). The lowest `metric` is best, NaN the worst, None no candidate.
         """
         self.wait()
         self._problem = None

@@ -98,8 +98,7 @@ def state_shardings(recipe: Recipe, mesh: jax.sharding.Mesh) -> TrainState:
 def make_train_step(recipe: Recipe, axis_name: str | None = None) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """`(state, batch) -> (state, metrics)`, to be jitted with the state donated: `train_step` of a recipe.
 
-    Under `jax.set_mesh` it is the step of all devices. With `axis_name` it is one copy's step under `jax.pmap`, which sums
-    over that axis.
+    Under `jax.set_mesh` it is the step of all devices, with `axis_name` one copy's under `jax.pmap`, summed over that axis.
     """
     return partial(train_step, recipe, axis_name)
 
@@ -110,9 +109,8 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> Callable[[T
 def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """The state after one batch, and what the step reports.
 
-    A step whose loss or gradient is not finite changes no parameter and no optimizer state; it counts in `skipped`. A step
-    whose weights sum to 0 (or less) has no mean to descend: it changes nothing but `step`, not even `skipped`, and its loss
-    and metrics are NaN.
+    A step whose loss or gradient is not finite changes no parameter and no optimizer state; it counts in `skipped`. One whose
+    weights sum to 0 (or less) has no mean to descend: it changes nothing but `step`, and its loss and metrics are NaN.
     Metrics: loss (nats a token), what the objective reports, tokens (sum of weights), grad_norm (before clipping),
     learning_rate (the one used), skipped.
     """
