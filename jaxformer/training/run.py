@@ -112,7 +112,7 @@ class Run:
         return "" if hasattr(self.experiment.data, "question") else prompt
 
     def stream(self, prompt: str, seed: int = 0, filters=(), stop: Sequence[str] = (), **options) -> Iterator[str]:
-        """Pieces of the text after a prompt, as they are made (of `Beams`: one), up to the first of `stop`; options of `Sample`."""
+        """Pieces of the text after a prompt, as they are made (`Beams`: one), up to the first `stop`; options of `Sample`."""
         sample, question = self._ask(prompt, options)
         if isinstance(sample.sampling, Beams):
             yield self.continue_all([prompt], seed, filters, stop, **options)[0][0]
