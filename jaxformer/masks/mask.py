@@ -102,7 +102,7 @@ class Mask:
         return block_counts.blocks(self.sized(kv_length), q_length, kv_length, rows, columns)
 
     def density(self, q_length: int, kv_length: int) -> float:
-        """Share of visible pairs, exact. Of most masks at once; where bounds of blocks differ, all their pairs are evaluated."""
+        """Share of visible pairs, exact. Of most masks at once; where bounds of blocks differ, their pairs are evaluated."""
         return block_counts.density(self.sized(kv_length), q_length, kv_length)
 
     def plot(self, q_length: int, kv_length: int, path: Path | None = None) -> Any:
