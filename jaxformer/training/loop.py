@@ -160,8 +160,7 @@ def keep_memory() -> None:
 
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        largest = 2**31 - 1
-        mallopt(-1, largest)  # M_TRIM_THRESHOLD
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
         mallopt(-4, 0)  # M_MMAP_MAX
 
 
