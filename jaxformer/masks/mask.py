@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -105,8 +104,8 @@ class Mask:
         """Share of visible pairs, exact. Of most masks at once; where bounds of blocks differ, their pairs are evaluated."""
         return block_counts.density(self.sized(kv_length), q_length, kv_length)
 
-    def plot(self, q_length: int, kv_length: int, path: Path | None = None) -> Any:
-        """The mask's first row as a matplotlib figure, also written to `path`: one panel for each head, at most four."""
+    def plot(self, q_length: int, kv_length: int) -> Any:
+        """The mask's first row as a matplotlib figure: one panel for each head, at most four."""
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
 
@@ -120,9 +119,6 @@ class Mask:
             axes.set_title(f"head {head}" if count > 1 else "", fontsize=8)
         title = f"{self}: {dense.mean():.1%} visible"
         figure.suptitle("\n".join(textwrap.wrap(title, 55 * count)), fontsize=8)
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path)
         return figure
 
     def __and__(self, other: "Mask") -> "Mask":
