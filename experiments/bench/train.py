@@ -44,8 +44,7 @@ def ours(shape: str, precision: Any):
     from experiments.shakespeare_char import experiment
     from jaxformer.training.loop import keep_memory
     from jaxformer.training.recipe import build
-    from jaxformer.training.state import init_state
-    from jaxformer.training.step import make_train_step
+    from jaxformer.training.step import init_state, make_train_step
 
     keep_memory()
     layers, width, heads, context, batch, vocabulary = SHAPES[shape]

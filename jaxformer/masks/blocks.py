@@ -22,7 +22,6 @@ Bounds = tuple[Counts, ...]  # (least, most)
 
 SAMPLES = 12  # positions along each side of an undecided block that are evaluated before all are
 BUDGET = 1 << 25  # pairs that one classification may evaluate: a tenth of a second
-DENSITY_BUDGET = 1 << 26  # pairs that one density may evaluate
 CHUNK = 1 << 21  # pairs evaluated at a time: what fits the cache
 
 OF_DISTANCE = (rules.full, rules.causal, rules.window, rules.strided)  # rules of q - kv
@@ -40,41 +39,25 @@ def blocks(mask, q_length: int, kv_length: int, rows: int, columns: int) -> np.n
 
 
 def density(mask, q_length: int, kv_length: int) -> float:
-    """`Mask.density`: from counts where they are exact, else from pairs that are evaluated."""
+    """`Mask.density`: from counts of blocks where they are exact, else from all pairs."""
     first = mask.first(q_length, kv_length)
     if q_length == 0 or kv_length == 0:
         return 0.0
     if not isinstance(first, int | np.integer):
         raise ValueError("density: the mask's offset is an array; call .at(offset) with an int")
-    if mask.static:
-        return _static_density(mask, first, q_length, kv_length)
-    rows = first + _strata(1, q_length, DENSITY_BUDGET // kv_length)
-    keys, step, visible = np.arange(kv_length)[None], max(1, CHUNK // kv_length), 0.0
-    for start in range(0, rows.shape[1], step):
-        values = evaluate(mask, rows[:, start : start + step], keys)
-        visible += values.mean() * values.shape[2]
-    return float(visible / rows.shape[1])
-
-
-def _static_density(mask, first, q_length, kv_length) -> float:
-    """Counts by block. Of blocks whose bounds differ, as many rows are evaluated as the budget allows."""
+    if not mask.static:
+        keys, step, visible = np.arange(kv_length)[None], max(1, CHUNK // kv_length), 0.0
+        for start in range(0, q_length, step):
+            values = evaluate(mask, first + np.arange(start, min(start + step, q_length))[None], keys)
+            visible += values.mean() * values.shape[2]
+        return float(visible / q_length)
     block = -(-max(q_length, kv_length) // 256)
-    q, kv = edges(first, q_length, block), edges(0, kv_length, block)
-    (low, high), total = _counts(mask, q, kv), totals(q, kv)
-    count = low.mean(0)
-    i, j = np.nonzero((low != high).any(0))
-    rows = _strata(len(i), block, DENSITY_BUDGET // max(1, len(i) * block * len(low)))
+    q, kv, places = edges(first, q_length, block), edges(0, kv_length, block), np.arange(block)
+    low, high = _counts(mask, q, kv)
+    count, (i, j) = low.mean(0), np.nonzero((low != high).any(0))
     if len(i):
-        visible, hidden = count_visible(mask, q, kv, rows, np.arange(block)[None], i, j, len(low))
-        estimate = visible / np.maximum(visible + hidden, 1) * total[:, i, j]
-        count[i, j] = np.clip(estimate, low[:, i, j], high[:, i, j]).mean(0)
+        count[i, j] = count_visible(mask, q, kv, places, places, i, j, len(low))[0].mean(0)
     return float(count.sum() / (q_length * kv_length))
-
-
-def _strata(times: int, length: int, most: int) -> np.ndarray:
-    """`[times, n]`: all `length` places, or a random one in each of `most` equal parts. A fixed grid could hit a stride."""
-    most = min(length, max(1, most))
-    return ((np.arange(most) + np.random.default_rng(0).random((times, most))) * length / most).astype(np.int64)
 
 
 # Bounds of a mask, from its structure
@@ -152,7 +135,7 @@ def narrow_bounds(mask, bounds: Bounds, q: Edges, kv: Edges) -> Bounds:
             i, j = i[:affordable], j[:affordable]
         if len(i) == 0:
             break
-        visible, hidden = count_visible(mask, q, kv, rows[None], columns[None], i, j, len(bounds[0]))
+        visible, hidden = count_visible(mask, q, kv, rows, columns, i, j, len(bounds[0]))
         shape = max(len(bounds[0]), len(visible)), *total.shape[1:]
         low, high = bounds = tuple(np.array(np.broadcast_to(each, shape)) for each in bounds)
         low[:, i, j] = np.maximum(low[:, i, j], visible)
@@ -174,12 +157,11 @@ def undecided(bounds: Bounds, total: Counts) -> np.ndarray:
 
 
 def count_visible(mask, q, kv, rows, columns, i, j, heads: int):
-    """(visible, hidden) pairs `[N, M]` at the places `[M|1, a]`, `[1, b]` within M blocks (i, j)."""
-    rows, counts = np.broadcast_to(rows, (len(i), rows.shape[1])), []
-    step = max(1, CHUNK // (rows.shape[1] * columns.size * heads))
+    """(visible, hidden) pairs `[N, M]` at the places `[a]`, `[b]` within M blocks (i, j)."""
+    counts, step = [], max(1, CHUNK // (rows.size * columns.size * heads))
     for start in range(0, len(i), step):
         here = slice(start, start + step)
-        q_positions, kv_positions = q[i[here]][:, None] + rows[here], kv[j[here]][:, None] + columns
+        q_positions, kv_positions = q[i[here]][:, None] + rows[None], kv[j[here]][:, None] + columns[None]
         last_q, last_kv = q[i[here] + 1][:, None] - 1, kv[j[here] + 1][:, None] - 1
         visible = evaluate(mask, np.minimum(q_positions, last_q), np.minimum(kv_positions, last_kv))
         inside = ((q_positions <= last_q)[:, :, None] & (kv_positions <= last_kv)[:, None, :])[:, None]

@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -68,11 +67,8 @@ class Mask:
             return replace(self, args=(*self.args, kv_length))
         return replace(self, parts=tuple(part.sized(kv_length) for part in self.parts)) if self.parts else self
 
-    @property
-    def name(self) -> str:
-        """The rule's name, to print. A user's rule may have the name of one of ours: to recognise a rule, compare `rule`."""
-        return getattr(self.rule, "__name__", type(self.rule).__name__).strip("_")
-
+    # to print; a user's rule may have the name of one of ours: to recognise a rule, compare `rule`
+    name = property(lambda self: getattr(self.rule, "__name__", type(self.rule).__name__).strip("_"))
     # whether the mask holds no arrays: then it can be hashed, and is known at trace time
     static = property(lambda self: not jax.tree.leaves(self))
 
@@ -105,11 +101,11 @@ class Mask:
         return block_counts.blocks(self.sized(kv_length), q_length, kv_length, rows, columns)
 
     def density(self, q_length: int, kv_length: int) -> float:
-        """Share of visible pairs: exact for one rule, functions of q - kv and up to 2^26 pairs; beyond that an estimate."""
+        """Share of visible pairs, exact. Of most masks at once; where bounds of blocks differ, their pairs are evaluated."""
         return block_counts.density(self.sized(kv_length), q_length, kv_length)
 
-    def plot(self, q_length: int, kv_length: int, path: Path | None = None) -> Any:
-        """The mask's first row as a matplotlib figure, also written to `path`: one panel for each head, at most four."""
+    def plot(self, q_length: int, kv_length: int) -> Any:
+        """The mask's first row as a matplotlib figure: one panel for each head, at most four."""
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
 
@@ -123,9 +119,6 @@ class Mask:
             axes.set_title(f"head {head}" if count > 1 else "", fontsize=8)
         title = f"{self}: {dense.mean():.1%} visible"
         figure.suptitle("\n".join(textwrap.wrap(title, 55 * count)), fontsize=8)
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path)
         return figure
 
     def __and__(self, other: "Mask") -> "Mask":

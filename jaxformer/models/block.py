@@ -30,16 +30,11 @@ def feedforward_spec(config: ModelConfig, lead=(), lead_axes=()) -> Tree:
     return {name: matrix(name, *place) for name, place in places.items()}
 
 
-def activation(name: str) -> Callable:
-    """The activation of that name, or that of the gate."""
-    return ACTIVATIONS[GATES.get(name, name)]
-
-
 def feedforward(name: str, params: Tree, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """The activation or gate of that name between the matrices of `feedforward_spec`."""
     kernels = {matrix: leaves["kernel"] for matrix, leaves in params.items()}
     biases = {f"{matrix}_bias": leaves["bias"] for matrix, leaves in params.items() if "bias" in leaves}
-    return (ops.glu if name in GATES else ops.mlp)(x, **kernels, activation=activation(name), **biases)
+    return (ops.glu if name in GATES else ops.mlp)(x, **kernels, activation=ACTIVATIONS[GATES.get(name, name)], **biases)
 
 
 def feed(config: ModelConfig) -> FeedForward:

@@ -80,16 +80,10 @@ def utilization(
 
     Neither counts recomputation; hardware utilization takes `flops.count` of the step. ConfigError for unknown devices.
     """
-    peak = peak_flops(device_kind)
-    if peak is None:
+    if device_kind not in CHIPS:
         raise ConfigError(f"{device_kind}: its peak is not known; there are {', '.join(CHIPS)}")
-    share = lambda flops: flops * tokens_per_second / (devices * peak)
+    share = lambda flops: flops * tokens_per_second / (devices * CHIPS[device_kind].peak)
     return {"6N+12LNHT": share(training_flops(config, length)), "6N": share(training_flops(config, 0))}
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Peak of one device in FLOP/s (bfloat16), or None where we do not know it."""
-    return CHIPS[device_kind].peak if device_kind in CHIPS else None
 
 
 def table(config: ModelConfig | EncoderDecoder) -> str:

@@ -7,7 +7,7 @@ from jax.nn.initializers import normal
 from jaxtyping import Float
 
 from jaxformer.errors import ConfigError
-from jaxformer.models.block import activation, feedforward, feedforward_spec
+from jaxformer.models.block import feedforward, feedforward_spec
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
@@ -61,8 +61,9 @@ class Mixture:
     def apply(self, params: Tree, x: Float[Array, "B T D"], context: Context) -> FeedForwardOutput:
         kernels = {name: params[name]["kernel"] for name in ("router", "up", "down")}
         kernels["gate"] = params["gate"]["kernel"] if self.activation in GATES else None
+        activation = ACTIVATIONS[GATES.get(self.activation, self.activation)]
         options = dict(top_k=self.top_k, normalise=self.normalise, capacity=self.capacity, real=context.real)
-        out, routed = mixture(x, **kernels, activation=activation(self.activation), **options)
+        out, routed = mixture(x, **kernels, activation=activation, **options)
         if self.shared:
             out = out + feedforward(self.activation, params["shared"], x)
         loss = None

@@ -62,9 +62,7 @@ qwen2_7b = sized(
 )  # fmt: skip
 qwen2_05b = sized(qwen2_7b, 24, 896, 14, vocab_size=151936, num_kv_heads=2, d_ff=4864, tie_embeddings=True)
 
-
 # Encoders
-
 MASKED_LM = LanguageModel("gelu", bias=True)
 NEXT_SENTENCE = Classification(2, pool="position_0", name="next_sentence")
 POOLED = Classification(None, pool="position_0", name="pooled")
@@ -108,8 +106,6 @@ reformer_enwik8 = ModelConfig(
 
 
 # Encoder-decoders
-
-
 def transformer_2017(d_model: int, d_ff: int, num_heads: int, vocab_size: int = 37000, dropout: float = 0.1):
     """Vaswani et al. 2017, arXiv:1706.03762, table 3: post-norm, one token matrix for source, target and output.
 
@@ -156,8 +152,6 @@ t5_v1_1_xxl = t5(24, 4096, 10240, 64, **_V1_1)
 
 
 # Images
-
-
 def cut(config: ModelConfig, image: int, patch: int) -> ModelConfig:
     """The config for square images of that side, in square patches."""
     patches = Patches((image, image), (patch, patch))

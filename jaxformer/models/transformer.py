@@ -1,7 +1,6 @@
 """Embed, run the layers, read the heads. `functools.partial(apply, config)` is an ordinary f(params, tokens)."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -128,11 +127,6 @@ def apply(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
     return read(config, params, encode(config, params, inputs), inputs.real)
 
 
-def in_explicit_axes(f: Callable) -> Callable:
-    """f(...) -> Output, which also runs under Explicit mesh axes."""
-    return auto_axes(activation_specs(output_axes))(f)
-
-
 def output_axes(path: str, leaf) -> tuple[str | None, ...]:
     """The logical axes of a leaf of `Output`."""
     match path.split("/")[0]:
@@ -145,6 +139,9 @@ def output_axes(path: str, leaf) -> tuple[str | None, ...]:
         case "cache" | "attention" | "encoder_attention" | "cross_attention" if leaf.ndim > 2:
             return None, "batch"
     return ()
+
+
+in_explicit_axes = auto_axes(activation_specs(output_axes))  # of f(...) -> Output: it also runs under Explicit mesh axes
 
 
 def read(config: ModelConfig, params: Tree, output: Output, real=None) -> Output:
@@ -217,8 +214,7 @@ def locate(config: ModelConfig, params: Tree, inputs: Inputs) -> tuple[Context, 
 def same_segment(config: ModelConfig, segment_ids: Int[jax.Array, "B T"]) -> Mask:
     """Tokens see their own segment, and nobody sees padding.
 
-    Padding sees nothing, unless a head pools `position_0`, which may be padding. Then it sees the last segment of its row,
-    as in BERT's code, which masks keys only.
+    If a head pools `position_0`, padding sees the last segment of its row, as in BERT's code, which masks keys only.
     """
     if all(getattr(head, "pool", None) != "position_0" for head in config.heads):
         return masks.segments(segment_ids)

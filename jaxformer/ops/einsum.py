@@ -27,9 +27,7 @@ class StoredWeight:
     order: tuple[int, ...] = struct.field(pytree_node=False)
     scale: Any = None
 
-    @property
-    def ndim(self) -> int:
-        return len(self.order)
+    ndim = property(lambda self: len(self.order))
 
     def rows(self, index: Int[Array, "..."], dtype) -> Float[Array, "... D"]:
         """Rows of a table [V, D], which a look-up reads."""

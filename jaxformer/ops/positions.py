@@ -132,10 +132,7 @@ class Llama3:
 
 @dataclass(frozen=True)
 class YaRN:
-    """Interpolates slow dimensions, extrapolates fast ones, and multiplies cos and sin by `attention_factor`.
-
-    Peng et al. 2023, arXiv:2309.00071, eq. 17-22.
-    """
+    """Slow dimensions interpolated, fast ones extrapolated; cos, sin times `attention_factor`: arXiv:2309.00071, eq. 17-22."""
 
     factor: float  # new context length divided by the old one
     original_length: int  # context length of the pretraining

@@ -16,8 +16,7 @@ from jaxformer.data.batching import open_dataset
 from jaxformer.errors import ConfigError
 from jaxformer.planning import topology
 from jaxformer.training.recipe import build
-from jaxformer.training.state import init_state, state_shardings
-from jaxformer.training.step import make_train_step
+from jaxformer.training.step import init_state, make_train_step, state_shardings
 
 FAST: Any = {"exec_time_optimization_effort": -1.0}
 # libtpu 0.0.42 ends the process over these on TPU7x (offload_collective_strategies.cc: "Check failed: std::abs(inc)")

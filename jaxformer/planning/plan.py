@@ -17,8 +17,7 @@ from jaxformer.planning import flops, hlo, roofline, topology
 from jaxformer.planning.compile import compile_step, memory_of, trace
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import build
-from jaxformer.training.state import init_state
-from jaxformer.training.step import make_train_step
+from jaxformer.training.step import init_state, make_train_step
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@
 from jaxformer.training.corruption import MaskedTokens, NextSentence, PrefixLanguageModel, SpanCorruption
 from jaxformer.training.experiment import Checkpoints, Experiment, Sample
 from jaxformer.training.initial import FromRun, HuggingFace
-from jaxformer.training.objectives import ClassCrossEntropy, TokenCrossEntropy
+from jaxformer.training.objectives import ClassCrossEntropy, SpanCrossEntropy, TokenCrossEntropy
 from jaxformer.training.optimizers import Adafactor, Adam, AdamW, Lion, Muon
 from jaxformer.training.schedules import WSD, Constant, Cosine, Linear, Noam
-from jaxformer.training.spans import SpanCrossEntropy

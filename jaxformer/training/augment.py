@@ -46,10 +46,7 @@ class Crop:
 
 @dataclass(frozen=True)
 class ResizedCrop:
-    """A part of the image, resized to the whole, bilinear. Szegedy et al. 2014, arXiv:1409.4842, section 6.
-
-    A side that would be longer than the image's is as long as that.
-    """
+    """A part of the image, no side longer than its own, resized to the whole, bilinear: Szegedy et al. 2014, section 6."""
 
     area: tuple[float, float] = (0.08, 1.0)  # of the part, as a share of the image's
     ratio: tuple[float, float] = (3 / 4, 4 / 3)  # of the part's width to its height; its logarithm is uniform

@@ -115,9 +115,8 @@ class Manager(AbstractContextManager):
     def save(self, step: int, state: Tree, metadata: dict | None = None, metric: float | None = None, wait: bool = False):
         """Starts to save; when this returns the state may be donated. Waits for a save still running, never skips one.
 
-        A save that fails, as it does where that step or a later one exists, leaves no step, and is logged; with `wait` it
-        raises CheckpointError. `metadata` is JSON (TypeError otherwise). The lowest `metric` is best, NaN is worse than any
-        number, None is no candidate.
+        A save that fails, as where that step or a later one exists, leaves no step, and is logged; with `wait` it raises
+        CheckpointError. `metadata` is JSON (else TypeError). The lowest `metric` is best, NaN the worst, None no candidate.
         """
         self.wait()
         self._problem = None
@@ -228,13 +227,11 @@ def steps(folder: Folder) -> list[int]:
         raise ConfigError(f"{folder}: {error}; gs:// needs `pip install 'jaxformer[gcs]'`") from None
 
 
-def restore_params(
-    folder: Folder, abstract_params: Tree, step: int | None = None, log: Log = _warn, part: str = "params"
-) -> tuple[int, Tree, dict]:
+def restore_params(folder: Folder, abstract: Tree, step: int | None = None, part: str = "params") -> tuple[int, Tree, dict]:
     """The field `part` of a state, (step, params, metadata), verified. Nothing on disk changes. Errors: those of `restore`."""
     folder = _path(folder)
-    skip = lambda bad, why: log(f"{folder}: step {bad} is damaged: {why}; trying an older one")
-    found = _newest_good(folder, abstract_params, f"{part}/", step, skip)
+    skip = lambda bad, why: _warn(f"{folder}: step {bad} is damaged: {why}; trying an older one")
+    found = _newest_good(folder, abstract, f"{part}/", step, skip)
     if found is None:
         raise CheckpointError(f"{folder}: no checkpoint there; train first")
     return found

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,15 +22,14 @@ from jaxformer.training import checkpoint, optimizers
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.initial import first_params
 from jaxformer.training.metrics import Console, Record, Reporter, open_loggers
-from jaxformer.training.profile import FIRST, Profile, trace_folder
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run import ask, check_data, evaluator, on_devices, sample_text, writes_text
 from jaxformer.training.run_folder import RunFolder, describe, introduce, run_folder
 from jaxformer.training.signals import Interrupted, Signals
-from jaxformer.training.state import TrainState, first_state, init_state, state_shardings
-from jaxformer.training.step import make_train_step
+from jaxformer.training.step import TrainState, first_state, init_state, make_train_step, state_shardings
 
 log = logging.getLogger("jaxformer")
+TRACED = 10, 15  # the first and last step of a profile, counted from the start of the process: the first ones compile
 LONG = 10.0  # a compilation, an evaluation or a save may take this many times as long as the watchdog grants a step
 
 
@@ -53,7 +53,7 @@ class Job:
     evaluate: Callable[..., dict[str, Any]]
     sample: Callable[[Any], str] | None  # params -> text
     profile: str | None  # where a trace of some steps goes
-    share: float | None  # of all devices' FLOP/s that one token a second uses
+    share: float | None  # of all devices' FLOP/s that one token a second uses; None where it is not known
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ def train(
     A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
     one that was not. `source` is the experiment's file, which the folder keeps; `reports` are called at the end with the
     result and the records, and return a line to print. Raises ConfigError for what the user can mend, NonFinite when the
-    numbers stay bad, Interrupted on SIGTERM. Several processes (`parallel.processes`) call it alike; the first one prints
-    and writes.
+    numbers stay bad, Interrupted on SIGTERM. Several processes (`parallel.processes`) call it alike; the first one writes.
     """
     folder = run_folder(experiment, runs)
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
@@ -161,8 +160,7 @@ def keep_memory() -> None:
 
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        largest = 2**31 - 1
-        mallopt(-1, largest)  # M_TRIM_THRESHOLD
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
         mallopt(-4, 0)  # M_MMAP_MAX
 
 
@@ -212,7 +210,13 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         spread, gather = partial(pmap.replicate, devices=devices), pmap.unreplicate
     elif mesh is not None:
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(state_shardings(recipe, mesh), None))
-    sample = lambda trained: sample_text(experiment, recipe.weights(trained), dataset)
+    sample, profile = lambda trained: sample_text(experiment, recipe.weights(trained), dataset), None
+    if experiment.profile and processes.is_first():  # the profiler writes no bucket
+        profile = tempfile.mkdtemp(prefix="profile-") if "://" in str(folder.path) else str(folder.path / "profile")
+    model, kind, share = experiment.model, jax.devices()[0].device_kind, None
+    if kind in cost.CHIPS and models.is_config(model):
+        flops = cost.training_flops(model, models.last_stack(model).context_length)
+        share = flops / (cost.CHIPS[kind].peak * (1 if mesh is None else mesh.size))
     return Job(
         **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},
         save_every=experiment.checkpoints.every, best=experiment.checkpoints.best,
@@ -221,22 +225,11 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         batches=batching.batches(dataset.train, size, experiment.seed, rows).__getitem__,
         evaluate=evaluator(experiment, recipe, dataset, None if pmapped else mesh),
         sample=sample if can_sample(experiment, dataset) else None,
-        profile=trace_folder(folder.path) if experiment.profile and processes.is_first() else None,
-        share=_peak_share(experiment.model, 1 if mesh is None else mesh.size),
+        profile=profile, share=share,
     )  # fmt: skip
 
 
-def _peak_share(model: Any, devices: int) -> float | None:
-    """The share of the devices' peak that one token a second uses; None for a model of the user's own and an unknown device."""
-    peak = cost.peak_flops(jax.devices()[0].device_kind)
-    if peak is None or not models.is_config(model):
-        return None
-    return float(cost.training_flops(model, models.last_stack(model).context_length)) / (peak * devices)
-
-
-def loop(
-    job: Job, manager, state: TrainState, start: int, record: Record, console: Console, watchdog
-) -> tuple[TrainState, dict]:
+def loop(job: Job, manager, state: TrainState, start: int, record: Record, console: Console, watchdog) -> tuple[Any, dict]:
     """Steps `start` to the end. Metrics of a step are fetched after the next one is on its way, so the device never waits."""
     scores: dict[str, float] = {}
     state = job.spread(state)
@@ -244,16 +237,19 @@ def loop(
     report = Reporter(record.write, console, **options)
     with (
         Signals() as signals,
-        Profile(job.profile, start) as profile,
+        contextlib.ExitStack() as trace,
         batching.Prefetch(job.batches, start, job.steps, put=job.put) as batches,
     ):
         for step, batch in enumerate(batches, start):
             watchdog.beat(step, patience=LONG if step == start else 1.0)  # the first one compiles
-            profile.before(step)
+            if job.profile is not None and step == start + TRACED[0]:
+                trace.enter_context(jax.profiler.trace(job.profile))
             with jax.transfer_guard("disallow"):  # whatever a step needs is on the device already
                 state, metrics = job.step(state, batch)
-            if profile.after(step, state):
-                console.say(f"profile of steps {start + FIRST} to {step}: {job.profile}")
+            if job.profile is not None and step == start + TRACED[1]:
+                jax.block_until_ready(state)
+                trace.close()
+                console.say(f"profile of steps {start + TRACED[0]} to {step}: {job.profile}")
             report.later(step, metrics)
             done = step + 1
             last, stop = done == job.steps, signals.after(done)

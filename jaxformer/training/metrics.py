@@ -59,7 +59,7 @@ class Record:
             try:
                 call(logger)
             except Exception as error:
-                log.warning(warning, logger.name, _reason(error))
+                log.warning(warning, logger.name, f"{type(error).__name__}: {error}")
                 self.loggers.remove(logger)
 
     def _write_all(self) -> None:
@@ -85,12 +85,8 @@ def open_loggers(names: Sequence[str], folder: epath.PathLike, run_name: str, de
         try:
             loggers.append({"tensorboard": _tensorboard, "wandb": _wandb}[name](folder, run_name, description))
         except Exception as error:
-            log.warning("%s is off: %s (pip install 'jaxformer[log]')", name, _reason(error))
+            log.warning("%s is off: %s: %s (pip install 'jaxformer[log]')", name, type(error).__name__, error)
     return loggers
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _tensorboard(folder: epath.PathLike, run_name: str, description: dict) -> SimpleNamespace:

@@ -17,7 +17,7 @@ from jaxformer.models.mixers import variants
 from jaxformer.models.stacks import reversible
 from jaxformer.ops import positions
 from jaxformer.parallel.mesh import Mesh
-from jaxformer.training import augment, corruption, initial, objectives, optimizers, schedules, spans
+from jaxformer.training import augment, corruption, initial, objectives, optimizers, schedules
 from jaxformer.training.experiment import Checkpoints, Sample
 
 
@@ -45,9 +45,9 @@ NAMES: dict[str, Mapping[str, Any]] = {
     | _of(corpus, "Corpus") | _of(mixing, "Mixed") | _of(images, "Digits Images") | _of(labelled, "Labelled"),
     "optimizer": _of(optimizers, "Adam AdamW Adafactor Lion Muon"),
     "schedule": _of(schedules, "Noam Cosine Linear WSD Constant"),
-    "objective": _of(objectives, "TokenCrossEntropy ClassCrossEntropy") | _of(spans, "SpanCrossEntropy")
-    | _of(corruption, "MaskedTokens NextSentence PrefixLanguageModel SpanCorruption")
-    | _of(augment, "Flip Crop ResizedCrop Move"),
+    "objective": _of(objectives, "TokenCrossEntropy ClassCrossEntropy SpanCrossEntropy")
+    | _of(augment, "Flip Crop ResizedCrop Move")
+    | _of(corruption, "MaskedTokens NextSentence PrefixLanguageModel SpanCorruption"),
     "initial": _of(initial, "FromRun HuggingFace"), "adaptation": _of(adaptation, "Lora"),
     "metrics": _of(generation, "Generated") | _of(text_metrics, "bleu chrf rouge exact_match token_f1")
     | _of(perplexity, "StridedPerplexity") | ANSWERS,

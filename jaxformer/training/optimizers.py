@@ -137,8 +137,7 @@ def weight_decay(config: Any, spec: Tree) -> optax.GradientTransformation:
 def build(optimizer: Callable, spec: Tree, frozen: str | None = None) -> optax.GradientTransformation:
     """The optimizer for parameters declared by `spec`; where the regular expression `frozen` matches a path, no update.
 
-    Frozen parameters have no state. Raises ConfigError where `frozen` matches no parameter, or all of them, and where the
-    optimizer makes no transformation.
+    Frozen parameters have no state. ConfigError where `frozen` matches none or all, or the optimizer makes no transformation.
     """
     made = optimizer(spec)
     if not isinstance(made, optax.GradientTransformation):

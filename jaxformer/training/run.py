@@ -29,7 +29,7 @@ from jaxformer.training.metrics import read_records
 from jaxformer.training.names import NAMES
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run_folder import RunFolder, open_experiment
-from jaxformer.training.state import init_state, state_shardings
+from jaxformer.training.step import init_state, state_shardings
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +44,8 @@ class Run:
     step: int | None = None
     average: int = 1
 
-    @cached_property
-    def recipe(self) -> Recipe:
-        """The experiment taken apart."""
-        return build(self.experiment)
+    recipe = cached_property(lambda self: build(self.experiment))
+    metrics = property(lambda self: read_records(self.folder.metrics))  # the records of metrics.jsonl
 
     @cached_property
     def checkpoint(self) -> tuple[int, Any, dict]:
@@ -87,11 +85,6 @@ class Run:
         """Inside, what is computed is split over the run's mesh."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
-    @property
-    def metrics(self) -> list[dict]:
-        """The records of metrics.jsonl."""
-        return read_records(self.folder.metrics)
-
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the data, or None."""
@@ -119,10 +112,7 @@ class Run:
         return "" if hasattr(self.experiment.data, "question") else prompt
 
     def stream(self, prompt: str, seed: int = 0, filters=(), stop: Sequence[str] = (), **options) -> Iterator[str]:
-        """Pieces of the text after a prompt, as they are made, up to the first of the strings `stop`; options of `Sample`.
-
-        A beam search gives its best text in one piece.
-        """
+        """Pieces of the text after a prompt, as they are made (`Beams`: one), up to the first `stop`; options of `Sample`."""
         sample, question = self._ask(prompt, options)
         if isinstance(sample.sampling, Beams):
             yield self.continue_all([prompt], seed, filters, stop, **options)[0][0]
@@ -176,9 +166,8 @@ def open_run(path: epath.PathLike, step: int | None = None, overrides: Sequence[
     experiment = open_experiment(folder)
     changed = config.override(experiment, overrides, NAMES) if overrides else experiment
     if config.fingerprint(changed) != config.fingerprint(experiment):
-        raise ConfigError(
-            f"{folder.path}: {' '.join(overrides)} would make it another run; only --mesh.… and --metrics may change here"
-        )
+        allowed = "only --mesh.… and --metrics may change here"
+        raise ConfigError(f"{folder.path}: {' '.join(overrides)} would make it another run; {allowed}")
     return Run(folder, changed, step, average)
 
 
@@ -215,10 +204,9 @@ def ask(experiment: Experiment, sample: Sample, tokenizer: Any) -> Question:
         question = Question([0] if sample.prompt is None else tokenizer.encode(sample.prompt), "")
     if sample.prompt == "" or not question.prompt:
         raise ConfigError("sample.prompt is empty; give at least one character, or None")
-    if isinstance(model.positions, Learned) and len(question.prompt) >= model.context_length:
-        raise ConfigError(
-            f"sample.prompt is {len(question.prompt)} tokens, no room in {model.context_length} learned positions"
-        )
+    length = len(question.prompt)
+    if isinstance(model.positions, Learned) and length >= model.context_length:
+        raise ConfigError(f"sample.prompt is {length} tokens, no room in {model.context_length} learned positions")
     return question
 
 
@@ -241,9 +229,7 @@ def on_devices(mesh: jax.sharding.Mesh | None, rows: np.ndarray | None, size: in
     return jax.device_put(batch, None if mesh is None else sharding.batch_sharding(mesh, batch))
 
 
-def evaluator(
-    experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sharding.Mesh | None = None
-) -> Callable[..., dict[str, Any]]:
+def evaluator(experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sharding.Mesh | None = None) -> Callable:
     """(trained, final=False) -> scores over the validation split, or over its first `eval_batches`; then the metrics.
 
     The random key of a batch is a function of the seed and its number, the same at every evaluation.

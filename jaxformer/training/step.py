@@ -1,30 +1,104 @@
-"""One step of training, as a pure function: gradients, clip, update, select."""
+"""What a run carries from step to step, and one step as a pure function: gradients, clip, update, select."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 from jax import Array
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jaxformer import sharding
+from jaxformer import parallel, params as parameters, sharding
 from jaxformer.ops.losses import LossSums
 from jaxformer.params import Tree
 from jaxformer.training.recipe import Recipe
-from jaxformer.training.state import GROWTH_INTERVAL, LossScale, TrainState, gradient_rules, state_specs
 
 Batch = dict[str, Array]
 Metrics = dict[str, Array]
+GROWTH_INTERVAL = 2000
+
+
+@struct.dataclass
+class LossScale:
+    """Dynamic loss scaling for float16: doubles after `GROWTH_INTERVAL` good steps, halves on an overflow."""
+
+    value: Any
+    good_steps: Any
+
+
+@struct.dataclass
+class TrainState:
+    """Randomness is not in here: every draw is a function of the experiment's seed and `step`."""
+
+    step: Any  # batches consumed
+    params: Any  # what trains, with what is frozen beside it
+    opt_state: Any
+    ema: Any = None  # averaged parameters
+    loss_scale: Any = None  # LossScale, for float16
+    skipped: Any = 0  # non-finite steps in a row, up to now
+
+    # what is scored and sampled from: the averaged parameters where there are any
+    best = property(lambda self: self.params if self.ema is None else self.ema)
+
+
+def init_state(recipe: Recipe, trained: Tree = None) -> TrainState:
+    """The state before the first step, random parameters by default; run it under jit or `jax.eval_shape`."""
+    if trained is None:
+        trained = parameters.init(recipe.spec, jax.random.key(recipe.seed))
+    zero, ema = jnp.zeros((), jnp.int32), None if recipe.ema_decay is None else jax.tree.map(jnp.array, trained)
+    scale = LossScale(jnp.float32(2.0**15), jnp.zeros_like(zero)) if recipe.precision == "float16" else None
+    return TrainState(zero, trained, recipe.optimizer.init(trained), ema, scale, skipped=jnp.zeros_like(zero))
+
+
+def first_state(recipe: Recipe, shardings: TrainState | None = None, trained: Tree = None) -> TrainState:
+    """The state before the first step on the devices, random or from the parameters `trained`."""
+    if trained is not None and shardings is not None:
+        place = lambda leaf, sharding: jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+        trained = jax.tree.map(place, trained, shardings.params)  # every process has the arrays
+    return jax.jit(partial(init_state, recipe), out_shardings=shardings)(trained)
+
+
+def state_specs(recipe: Recipe, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> TrainState:
+    """How each leaf is split: a parameter's as the parameter is (the optimizer's over `data`, too, with ZeRO-1), others not."""
+    shapes = {path: leaf.shape for path, leaf in parameters.paths(recipe.spec).items()}
+    by_parameter = parameters.paths(sharding.partition_specs(recipe.spec, mesh))
+    by_gradient = parameters.paths(sharding.partition_specs(recipe.spec, mesh, gradient_rules(recipe.mesh)))
+
+    def split(path, leaf):
+        names = path.split("/")
+        tails = ("/".join(names[i:]) for i in range(len(names)))
+        parameter = next((tail for tail in tails if shapes.get(tail) == leaf.shape), None)  # Adafactor's sums are smaller
+        rules = by_gradient if names[0] == "opt_state" else by_parameter
+        return P() if parameter is None else rules[parameter]
+
+    return parameters.map_with_name(split, jax.eval_shape(partial(init_state, recipe)))
+
+
+def gradient_rules(mesh: parallel.Mesh) -> sharding.Rules:
+    """The rules by which gradients and optimizer state are split."""
+    return sharding.PARAMETERS | ({"embed": (*sharding.PARAMETERS["embed"], "data")} if mesh.zero1 else {})
+
+
+def state_shardings(recipe: Recipe, mesh: jax.sharding.Mesh) -> TrainState:
+    """`state_specs` on devices; what the optimizer keeps of each parameter in host memory where the config asks for it."""
+    host = {"memory_kind": "pinned_host"} if recipe.mesh.offload else {}
+
+    def place(path, spec):
+        kind = host if path[0].name == "opt_state" and spec != P() else {}
+        return NamedSharding(mesh, spec, **kind)
+
+    is_leaf = lambda x: isinstance(x, P)
+    return jax.tree_util.tree_map_with_path(place, state_specs(recipe, mesh), is_leaf=is_leaf)
 
 
 def make_train_step(recipe: Recipe, axis_name: str | None = None) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """`(state, batch) -> (state, metrics)`, to be jitted with the state donated: `train_step` of a recipe.
 
-    Under `jax.set_mesh` it is the step of all devices. With `axis_name` it is one copy's step under `jax.pmap`, which sums
-    over that axis.
+    Under `jax.set_mesh` it is the step of all devices, with `axis_name` one copy's under `jax.pmap`, summed over that axis.
     """
     return partial(train_step, recipe, axis_name)
 
@@ -35,14 +109,15 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> Callable[[T
 def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """The state after one batch, and what the step reports.
 
-    A step whose loss or gradient is not finite changes no parameter and no optimizer state; it counts in `skipped`. A step
-    whose weights sum to 0 (or less) has no mean to descend: it changes nothing but `step`, not even `skipped`, and its loss
-    and metrics are NaN.
+    A step whose loss or gradient is not finite changes no parameter and no optimizer state; it counts in `skipped`. One whose
+    weights sum to 0 (or less) has no mean to descend: it changes nothing but `step`, and its loss and metrics are NaN.
     Metrics: loss (nats a token), what the objective reports, tokens (sum of weights), grad_norm (before clipping),
     learning_rate (the one used), skipped.
     """
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
-    key = step_key(recipe.seed, state.step, axis_name)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 1), state.step)
+    if axis_name is not None:
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
     sums, gradients = accumulate(recipe, state.params, batch, key, scale)
     if axis_name is not None:
         sums, gradients = jax.lax.psum((sums, gradients), axis_name)
@@ -62,12 +137,6 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     if new.loss_scale is not None:
         metrics["loss_scale"] = new.loss_scale.value
     return new, metrics
-
-
-def step_key(seed: int, step: Array, axis_name: str | None = None) -> Array:
-    """The random key of a step: a function of (seed, step), and of the device under pmap."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), step)
-    return key if axis_name is None else jax.random.fold_in(key, jax.lax.axis_index(axis_name))
 
 
 def clip(gradients: Tree, largest: float | None) -> tuple[Tree, Array]:

@@ -541,19 +541,19 @@ def test_density_of_long_sequences():
     covered = 2 * sum(257 + i for i in range(16)) - sum(1 for i in range(16) for j in range(16))
     expected = (window + 32 * n - 256 - covered) / n**2
     assert masks.longformer(512, 16).density(n, n) == pytest.approx(expected, rel=1e-12)
-    # of this one two rows a block are looked at, and a fixed grid of them would miss the one in 32 that sees anything:
-    # 131,072 rows in all, of which 4,096 count, so 3 % is two standard deviations
-    assert (masks.strided(128) & masks.columns(128, 4)).density(n, n) == pytest.approx(4 / 128**2, rel=0.06)
+    # of this one all pairs are counted
+    assert (masks.strided(128) & masks.columns(128, 4)).density(4096, 4096) == 4 / 128**2
 
 
-def test_pictures_are_written(tmp_path):
+def test_pictures(tmp_path):
     ids = jnp.array([[1] * 10 + [2] * 6, [1] * 16])
     for name, mask, panels in (
         ("one", masks.longformer(6, 2), 1),
         ("heads", masks.by_head(*[masks.causal()] * 5), 4),
         ("rows", masks.causal() & masks.segments(ids), 1),
     ):
-        figure = mask.plot(16, 16, tmp_path / "new" / f"{name}.png")
-        assert (tmp_path / "new" / f"{name}.png").stat().st_size > 1000
+        figure = mask.plot(16, 16)
+        figure.savefig(tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
         assert len(figure.axes) == panels
     assert masks.causal().plot(3, 5) is not None

@@ -26,7 +26,7 @@ from jaxformer.training import checkpoint, loop
 from jaxformer.training.manifest import fingerprints
 from jaxformer.training.recipe import build
 from jaxformer.training.run_folder import run_folder
-from jaxformer.training.state import init_state
+from jaxformer.training.step import init_state
 from tests.tiny import EXPERIMENT, furnish
 
 LONGER = (
@@ -244,7 +244,7 @@ from jaxformer.parallel import processes
 from jaxformer.training import checkpoint
 from jaxformer.training.manifest import fingerprints
 from jaxformer.training.recipe import build
-from jaxformer.training.state import init_state, state_shardings
+from jaxformer.training.step import init_state, state_shardings
 processes.initialize()
 recipe = build(config.load("tiny"))
 mesh = parallel.run_mesh(parallel.Mesh({axes}), 8)

@@ -18,8 +18,7 @@ from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.planning import flops
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import build
-from jaxformer.training.state import init_state
-from jaxformer.training.step import make_train_step
+from jaxformer.training.step import init_state, make_train_step
 
 B, T, D, L, V = 2, 64, 32, 3, 128
 CONFIG = ModelConfig(V, L, D, num_heads=4, context_length=T, use_bias=False, heads=(), attention_implementation="reference")

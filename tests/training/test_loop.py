@@ -15,8 +15,7 @@ from jaxformer.models import ModelConfig
 from jaxformer.training import Checkpoints, Experiment, loop
 from jaxformer.training.recipe import build
 from jaxformer.training.run import evaluator, open_run
-from jaxformer.training.state import init_state
-from jaxformer.training.step import make_train_step
+from jaxformer.training.step import init_state, make_train_step
 
 TINY = Experiment(
     name="tiny",

@@ -9,7 +9,7 @@ from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.masks import full
 from jaxformer.models import Classification, ModelConfig, TokenClassification
-from jaxformer.training.spans import SpanCrossEntropy, best_spans
+from jaxformer.training.objectives import SpanCrossEntropy, best_spans
 
 CONFIG = ModelConfig(30, 1, 16, 2, context_length=12, masks=(full(),), heads=(TokenClassification(2),), init_std=0.5)
 

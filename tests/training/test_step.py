@@ -13,8 +13,7 @@ from jaxformer.data.tasks import Copy
 from jaxformer.models import ModelConfig
 from jaxformer.training import AdamW, Constant, Experiment
 from jaxformer.training.recipe import build
-from jaxformer.training.state import GROWTH_INTERVAL, LossScale, init_state
-from jaxformer.training.step import accumulate, make_train_step, rescale
+from jaxformer.training.step import GROWTH_INTERVAL, LossScale, accumulate, init_state, make_train_step, rescale
 
 EXPERIMENT = Experiment(
     name="tiny",

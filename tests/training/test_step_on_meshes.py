@@ -16,8 +16,7 @@ from jaxformer.models import ModelConfig
 from jaxformer.parallel import Mesh, block_if_simulated, make_mesh, pmap
 from jaxformer.training import Adafactor, Experiment, Muon
 from jaxformer.training.recipe import build
-from jaxformer.training.state import init_state, state_shardings
-from jaxformer.training.step import make_train_step
+from jaxformer.training.step import init_state, make_train_step, state_shardings
 
 TINY = Experiment(
     name="tiny",

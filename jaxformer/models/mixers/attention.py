@@ -31,12 +31,10 @@ class Heads(NamedTuple):
     memo: Tree = None  # value for the next layer
 
 
-Hook = Callable | None
-
-
 def attention(
-    config: ModelConfig, *, extra: Tree = None, prepare: Hook = None, attend: Hook = None, finish: Hook = None
-) -> Mixer:
+    config: ModelConfig, *, extra: Tree = None, prepare: Callable | None = None, attend: Callable | None = None,
+    finish: Callable | None = None,
+) -> Mixer:  # fmt: skip
     """Multi-head attention with the config's heads, mask, rotary positions, softcap and dropout. The default mixer.
 
     A variant (`mixers.variants`) passes what it does differently, with `extra` parameters of its own:
@@ -165,7 +163,7 @@ def source_heads(params: Tree, hidden: Float[Array, "B S D"]) -> Tree:
 
 
 def cached(
-    attend: Callable | None, query: Array, key: Array, value: Array, context: Context, options: dict[str, Any]
+    attend: Callable | None, query: Array, key: Array, value: Array, context: Context, options: dict
 ) -> tuple[Any, Tree]:
     """(attention of new tokens to themselves and to those in the cache, the state with the new ones).
 

@@ -54,7 +54,7 @@ class Pipeline:
         few = replace(config, num_layers=config.num_layers // parts)
         x, (loss, stats) = pipeline(
             partial(run_part, few), (layers.params, drawn[0]), x,
-            (replace(context, shared=None, dropout_key=None), layers.masks), (context.shared, context.dropout_key),
+            (replace(context, shared=None, dropout_key=None, layer=None), layers.masks), (context.shared, context.dropout_key),
             microbatches=stages if self.microbatches is None else self.microbatches, repeats=self.repeats,
         )  # fmt: skip
         return x, LayerOutput(loss=loss, stats=stats)
@@ -126,15 +126,13 @@ def pipeline(
     groups = math.prod(mesh.shape[axis] for axis in batch_axes)
     _check(B, pipe, groups)
     by_device = lambda leaf, *entries: _place(leaf.reshape(groups, B // groups, *leaf.shape[1:]), batch_axes or None, *entries)
-    per_row, others = scan.partition(extras, lambda leaf: jnp.ndim(leaf) > 0 and len(leaf) == B)
-    # what is no array does not enter shard_map: the offset of a mask remains a number
-    common, numbers = scan.partition(others, lambda leaf: hasattr(leaf, "ndim"))
+    per_row, common = scan.partition(extras, lambda leaf: leaf.ndim > 0 and len(leaf) == B)
     per_row = jax.tree.map(lambda leaf: _cut(by_device(leaf), microbatches, batch_axes), per_row)
     operands = params, per_row, common, shared
     places = P("stage"), P(None, pipe.data), P(), P()
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, operands)
     run = jax.shard_map(
-        partial(run_stage, pipe, numbers, dtypes), in_specs=(places, P(pipe.data, "stage"), P("stage"), P(pipe.data)),
+        partial(run_stage, pipe, dtypes), in_specs=(places, P(pipe.data, "stage"), P("stage"), P(pipe.data)),
         out_specs=(P(pipe.data, "stage"), P(None, "stage")), axis_names={"stage", *pipe.data},
         check_vma=False,  # layers know nothing of stages: their scans start from plain zeros
     )  # fmt: skip
@@ -142,13 +140,12 @@ def pipeline(
     return y.reshape(B, *y.shape[2:]), jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reports)
 
 
-def run_stage(pipe: Pipe, numbers: Tree, dtypes: Tree, operands: Tree, x: Array, stage: Array, copy: Array):
+def run_stage(pipe: Pipe, dtypes: Tree, operands: Tree, x: Array, stage: Array, copy: Array):
     """All ticks of one stage: (its rows of the result, the mean of its reports), within `jax.shard_map`."""
     params, per_row, common, shared = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), operands, dtypes)
     here = StageInputs(_deal(params, stage[0], pipe), per_row, common, shared, stage[0], copy[0])
     buffer = _cut(_enter(x, here.stage, pipe.stages), pipe.microbatches)
-    run = partial(tick, pipe, numbers, here)
-    (arrived, buffer), reports = lax.scan(run, (buffer[0], buffer), jnp.arange(pipe.ticks))
+    (arrived, buffer), reports = lax.scan(partial(tick, pipe, here), (buffer[0], buffer), jnp.arange(pipe.ticks))
     buffer = keep(pipe, buffer, arrived, jnp.int32(pipe.ticks))
     rows, R, M = _leave(buffer, here.stage, pipe.stages, len(x)), pipe.repeats, pipe.microbatches
     # [ticks, ...] -> the mean over the microbatches [R, ...]
@@ -156,14 +153,14 @@ def run_stage(pipe: Pipe, numbers: Tree, dtypes: Tree, operands: Tree, x: Array,
     return rows, jax.tree.map(lambda leaf: lax.pmean(means(leaf), pipe.data), reports)
 
 
-def tick(pipe: Pipe, numbers: Tree, here: StageInputs, carry: tuple[Array, Array], t: Array):
+def tick(pipe: Pipe, here: StageInputs, carry: tuple[Array, Array], t: Array):
     """One microbatch through one part, and on to the next stage: ((what arrived, the buffer), report)."""
     arrived, buffer = carry
     S, M, R = pipe.stages, pipe.microbatches, pipe.repeats
     buffer = keep(pipe, buffer, arrived, t)
     repeat, m = jnp.divmod(jnp.clip(t - here.stage, 0, R * M - 1), M)
     x = jnp.where(here.stage == 0, _row(buffer, t % M), arrived)
-    extras = scan.combine(jax.tree.map(lambda leaf: _row(leaf, m), here.per_row), scan.combine(here.common, numbers))
+    extras = scan.combine(jax.tree.map(lambda leaf: _row(leaf, m), here.per_row), here.common)
     pick = partial(jax.tree.map, (lambda leaf: _row(leaf, repeat)) if R > 1 else (lambda leaf: leaf))
     part, microbatch = repeat * S + here.stage, here.copy * M + m
     y, report = pipe.stage(here.params, pick, x, extras, here.shared, part, microbatch)

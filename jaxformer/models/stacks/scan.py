@@ -29,14 +29,6 @@ class Row(NamedTuple):
     source_heads: Tree = None
 
 
-class Group(NamedTuple):
-    """Layers that run in equal steps under one scan, or in one step without a scan."""
-
-    step: Callable  # (carry, rows of a step) -> (carry, LayerOutput of its layers)
-    rows: Tree  # [steps, ...] if scanned
-    scanned: bool = True
-
-
 def mixers(config: ModelConfig) -> tuple[Mixer, ...]:
     """The mixers of the first layers, after which the pattern of mixers and positions repeats."""
     kinds = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
@@ -106,21 +98,21 @@ def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callab
     """
     slots = pattern(config)
     carry, outputs = (x, slots[0].memo(x)), []
-    for group in layer_groups(config, layers, slots, x, context, pick):
-        if group.scanned:
-            unroll = max(1, config.unroll // len(slots))
-            carry, output = jax.lax.scan(group.step, carry, group.rows, unroll=unroll)
+    for step, rows, scanned in layer_groups(config, layers, slots, x, context, pick):
+        if scanned:
+            carry, output = jax.lax.scan(step, carry, rows, unroll=max(1, config.unroll // len(slots)))
             output = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), output)
         else:
-            carry, output = group.step(carry, group.rows)
+            carry, output = step(carry, rows)
         outputs.append(output)
-    if len(outputs) > 1:
-        outputs = [jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)]
-    return carry[0], outputs[0]
+    return carry[0], outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
 
-def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context, pick) -> Iterator[Group]:
-    """The layers as a scan over whole periods, and what remains of a period behind it."""
+def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context, pick) -> Iterator[tuple]:
+    """Whole periods of the pattern, to be scanned, and what remains behind them: (step, rows, whether rows are scanned).
+
+    `step(carry, rows) -> (carry, LayerOutput of its layers)`; rows that are scanned are `[steps, ...]`.
+    """
     L, period = config.num_layers, len(slots)
     contexts = [replace(context, mask=layers.masks[i % len(layers.masks)]) for i in range(period)]
     functions = [partial(run_layer, config, *slot_context, pick) for slot_context in zip(slots, contexts, strict=True)]
@@ -128,30 +120,30 @@ def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context
     heads = None if context.source is None else context.source.heads
     if isinstance(layers.params, tuple) or layers.state is not None:
         turns = [functions[i % period] for i in range(L)]
-        yield Group(partial(run_in_turn, turns), decoding_rows(config, slots, layers, x, heads), False)
+        yield partial(run_in_turn, turns), decoding_rows(config, slots, layers, x, heads), False
         return
     rows = Row(context.layer + jnp.arange(L), layers.params, None, layers.constants, heads)
     if not alike(config):
         if any(slot.memo(x) is not None for slot in slots):
             raise ConfigError("model.mixer: a mixer that hands a memo to the next layer is the mixer of all layers")
-        yield Group(partial(run_in_turn, each), rows_by_slot(config, slots, rows, x.shape[1]))
+        yield partial(run_in_turn, each), rows_by_slot(config, slots, rows, x.shape[1]), True
         return
     if rows.constants is None:
         rows = rows._replace(constants=slots[0].constants(x.shape[1]))
     scanned = 0 if config.unroll >= L else L - L % period
     if scanned and period == 1:
-        yield Group(partial(run_in_turn, each), (rows,))
+        yield partial(run_in_turn, each), (rows,), True
     elif scanned:
         # each layer takes its row within what is recomputed: the loop then keeps no copy of the weights for the backward pass
         on_row = lambda function, i, carry, rows: function(carry, unstack(rows, period)[i])
         takes = [remat(config, partial(on_row, function, i)) for i, function in enumerate(functions)]
         step = lambda carry, rows: run_in_turn(takes, carry, (rows,) * period)
         cut = lambda leaf: leaf[:scanned].reshape(scanned // period, period, *leaf.shape[1:])
-        yield Group(step, jax.tree.map(cut, rows))
+        yield step, jax.tree.map(cut, rows), True
     if scanned < L:
         remaining = jax.tree.map(lambda leaf: leaf[scanned:], rows)
         turns = [each[i % period] for i in range(L - scanned)]
-        yield Group(partial(run_in_turn, turns), unstack(remaining, L - scanned), False)
+        yield partial(run_in_turn, turns), unstack(remaining, L - scanned), False
 
 
 def run_layer(config: ModelConfig, mixer: Mixer, context: Context, pick, carry, row: Row):

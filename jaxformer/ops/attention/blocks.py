@@ -175,15 +175,11 @@ def bias_gradient(bias, total):
     return jax.tree.map(lambda d, x: d[tuple(map(slice, x.shape))].astype(x.dtype), total, bias)
 
 
-class Visits(NamedTuple):
-    """columns[starts[i]:starts[i + 1]] are the key blocks that query block i visits."""
-
-    starts: np.ndarray
-    columns: np.ndarray
+Visits = dict[int, tuple[np.ndarray, np.ndarray]]  # by kind: query block i visits columns[starts[i]:starts[i + 1]]
 
 
 @cached_by_mask
-def find_visits(mask: Mask, grid: Grid, owners: tuple[int, ...] | None = None) -> dict[int, Visits]:
+def find_visits(mask: Mask, grid: Grid, owners: tuple[int, ...] | None = None) -> Visits:
     """The key blocks to visit, by kind. owners[j] < P is the part with key block j: visits of i to part p stand at i P + p."""
     kinds = mask.blocks(grid.T, grid.S, (grid.bq, grid.bk))
     if grid.S % grid.bk:  # the last keys of the last block are padding
@@ -196,11 +192,11 @@ def find_visits(mask: Mask, grid: Grid, owners: tuple[int, ...] | None = None) -
             at = rows * parts + owner[columns]
             order = np.argsort(at, kind="stable")
             starts = np.searchsorted(at[order], np.arange(grid.nq * parts + 1))
-            found[kind] = Visits(starts.astype(np.int32), columns[order].astype(np.int32))
+            found[kind] = starts.astype(np.int32), columns[order].astype(np.int32)
     return found
 
 
-def visit_all(visits: dict[int, Visits], at, visit: Callable, state):
+def visit_all(visits: Visits, at, visit: Callable, state):
     """`state` after visit(kind, j, state) for every key block j that stands at `at`, FULL ones first."""
     for kind, (starts, columns) in visits.items():
         starts, columns = jnp.asarray(starts), jnp.asarray(columns)

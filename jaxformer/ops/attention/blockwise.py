@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
     grid: Grid
     call: Call
     bias: Any  # a BiasArray, a BiasRule or None
-    visits: dict[int, Visits]
+    visits: Visits
     keys: Any  # [B, S, K, H], padded to whole blocks
     values: Any  # [B, S, K, Hv]
     places: Any = None  # [nk]: where key block j is in `keys`, if these are a part of all keys

@@ -61,7 +61,10 @@ def attention(query: Array, positions: Array, old: Slots, new: Slots, call: Call
     """Queries `[B, T, N, H]` at `positions` [B, T] attend to the first widths[width] old slots of a cache and to new keys."""
     part = lambda w, query, positions: _attend(old.first(w), new, call, query, positions)
     run = lambda query, positions: lax.switch(width, [partial(part, w) for w in widths], query, positions)
-    return in_blocks(run, query, positions)
+    if query.shape[1] <= QUERY_BLOCK:
+        return run(query, positions)
+    split = tuple(query_blocks(QUERY_BLOCK, x) for x in (query, positions))
+    return join_blocks(lax.map(lambda block: run(*block), split), query.shape[1])
 
 
 def _attend(old: Slots, new: Slots, call: Call, query: Array, positions: Array) -> Array:
@@ -102,15 +105,6 @@ def _sums(spec: str, dtype, x: Array, slots: Array) -> Array:
     if spec.endswith("s"):
         return jnp.sum(x[:, :, :, None] * slots[:, :, None], axis=-1)
     return jnp.sum(x[:, :, 0, :, None] * slots, axis=2)[:, :, None]
-
-
-def in_blocks(run: Callable, query: Array, positions: Array) -> Array:
-    """run(query, positions), for many queries block by block."""
-    T = positions.shape[1]
-    if T <= QUERY_BLOCK:
-        return run(query, positions)
-    split = tuple(query_blocks(QUERY_BLOCK, x) for x in (query, positions))
-    return join_blocks(lax.map(lambda block: run(*block), split), T)
 
 
 def widths(S: int) -> list[int]:

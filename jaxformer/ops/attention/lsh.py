@@ -17,9 +17,7 @@ from jaxformer.ops.einsum import einsum
 Rotations = Float[Array, "#N H rounds _"] | tuple[Float[Array, "#N H rounds _"], ...]
 
 
-def random_rotations(
-    key: Array, heads: int, head_size: int, rounds: int, buckets: int | tuple[int, ...], dtype=jnp.float32
-) -> Rotations:
+def random_rotations(key: Array, heads: int, head_size: int, rounds: int, buckets: int | tuple[int, ...]) -> Rotations:
     """Normal directions for `lsh_attention`, `[N, H, rounds, buckets / 2]`: each has two ends.
 
     A tuple of sizes gives a tuple of arrays, whose hashes are digits of one bucket number: (64, 64) makes 4,096 buckets.
@@ -28,7 +26,7 @@ def random_rotations(
     if any(size < 2 or size % 2 for size in sizes):
         raise ValueError(f"random_rotations: numbers of buckets are even and at least 2; got {buckets}")
     keys = jax.random.split(key, len(sizes))
-    drawn = [jax.random.normal(k, (heads, head_size, rounds, n // 2), dtype) for k, n in zip(keys, sizes, strict=True)]
+    drawn = [jax.random.normal(k, (heads, head_size, rounds, n // 2), jnp.float32) for k, n in zip(keys, sizes, strict=True)]
     return tuple(drawn) if isinstance(buckets, tuple) else drawn[0]
 
 

@@ -75,7 +75,7 @@ class Plan:
     zigzag: bool
     rows: np.ndarray  # [devices, blocks]: the query blocks of each device
     places: np.ndarray  # [key blocks]: where each is in its part
-    visits: dict[int, Visits]
+    visits: Visits
     busy: np.ndarray  # [devices, turns]: whether a device visits any block
     first: int  # device d meets part d - t in turns t = first, first + 1, ...
     turns: int

@@ -171,9 +171,7 @@ def bigbird_layout_zero(T: int, block: int, r: int, heads: int) -> Int[np.ndarra
     return np.zeros((heads, max(-(-T // block) - 2, 0), r), np.int32)
 
 
-def bigbird_layout_seeded(
-    T: int, block: int, r: int, heads: int, layer: int, *, max_length: int = 4096
-) -> Int[np.ndarray, "N rows r"]:
+def bigbird_layout_seeded(T: int, block: int, r: int, heads: int, layer: int, *, max_length: int = 4096) -> Layout:
     """The layout of the published checkpoints: NumPy's legacy generator, seeded by the layer's number.
 
     Random blocks come from the first 2 r + 5. For the published lengths 1,024, 3,072 and 4,096 an older plan draws from the

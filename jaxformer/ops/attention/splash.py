@@ -210,9 +210,7 @@ def _kinds():
         padded: tuple[int, int]
         blocks: np.ndarray = field(compare=False)  # the other fields determine it
 
-        @property
-        def shape(self):
-            return self.padded
+        shape = property(lambda self: self.padded)
 
         def __getitem__(self, idx):
             q, kv = idx
@@ -227,9 +225,7 @@ def _kinds():
     class Computed(Table):
         """A band, which the kernel computes from positions."""
 
-        @property
-        def q_sequence(self):
-            return np.arange(self.shape[0], dtype=np.int32)
+        q_sequence = property(lambda self: np.arange(self.shape[0], dtype=np.int32))
 
         @property
         def mask_function(self):
