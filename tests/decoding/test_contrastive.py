@@ -45,7 +45,10 @@ def reference(config, params, prompt, count, k, alpha, source):
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("config", [GPT, ROLLING, T5], ids=["gpt2", "windows", "t5"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(GPT, id="gpt2", marks=pytest.mark.slow), pytest.param(ROLLING, id="windows"), pytest.param(T5, id="t5")],
+)
 def test_tokens_are_those_of_the_definition(config):
     params, sources = init(config, jax.random.key(3)), SOURCES if config is T5 else None
     found = contrast(config, params, PROMPTS, 10, k=4, alpha=0.5, sources=sources)

@@ -43,7 +43,7 @@ init = jax.jit(models.init, static_argnums=0)
 forward = jax.jit(models.apply, static_argnums=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "alibi" else ()) for n in MODELS])
 def test_greedy_tokens_are_those_of_generate_whatever_the_draft(name):
     config = MODELS[name]
     params, options = init(config, jax.random.key(3)), dict(how=GREEDY, key=KEY, sources=SOURCES if name == "t5" else None)

@@ -228,6 +228,5 @@ def test_the_table_of_relative_positions_trains_through_all_layers():
 def test_tokens_beyond_the_vocabulary_give_nan_on_both_ends(token):
     """A negative one would be counted from the table's end, in silence."""
     config = ModelConfig(vocab_size=19, num_layers=1, d_model=8, num_heads=2, context_length=4)
-    params = models.init(config, jax.random.key(0))
-    logits = models.apply(config, params, jnp.array([[1, token], [2, 18]])).logits
+    logits = apply(config, random(config), jnp.array([[1, token], [2, 18]])).logits
     assert np.isnan(logits[0, 1]).all() and np.isfinite(logits[1]).all()

@@ -14,6 +14,8 @@ from jaxformer.models import Classification, Learned, ModelConfig, Patches, Sinu
 from tests import witnesses
 from tests.witnesses.position_resize import EPS, GRIDS, IMAGES, PATCH, D, F, N
 
+init = jax.jit(models.init, static_argnums=0)
+
 KEPT = witnesses.load("position_resize")
 VIT = ModelConfig(
     vocab_size=0, num_layers=1, d_model=D, num_heads=N, d_ff=F, context_length=17, feedforward="gelu", norm_eps=EPS,
@@ -78,7 +80,7 @@ def test_only_the_grid_changes(class_token, offset):
     config = replace(
         VIT, embedding=embedding, context_length=embedding.length, positions=Learned(offset), heads=(Classification(3),)
     )
-    weights = models.init(config, jax.random.key(0))
+    weights = init(config, jax.random.key(0))
     same, unchanged = vision.resize(config, weights, (8, 8))
     assert same == config
     np.testing.assert_array_equal(unchanged["embedding"]["positions"], weights["embedding"]["positions"])
@@ -96,7 +98,7 @@ def test_only_the_grid_changes(class_token, offset):
 
 
 def test_low_precision_tables_are_interpolated_in_float32():
-    weights = models.init(VIT, jax.random.key(0))
+    weights = init(VIT, jax.random.key(0))
     halved = optax.tree.cast(weights, jnp.bfloat16)
     _, resized = vision.resize(VIT, halved, (14, 14))
     _, expected = vision.resize(VIT, optax.tree.cast(halved, jnp.float32), (14, 14))
@@ -106,7 +108,7 @@ def test_low_precision_tables_are_interpolated_in_float32():
 
 def test_what_has_no_table_only_changes_its_config_and_what_has_no_patches_is_refused():
     config = replace(VIT, positions=Sinusoidal())
-    weights = models.init(config, jax.random.key(0))
+    weights = init(config, jax.random.key(0))
     larger, same = vision.resize(config, weights, (16, 16))
     assert same is weights and larger.embedding.image == (16, 16) and larger.context_length == 65
     with pytest.raises(ConfigError, match="is no models"):
@@ -119,7 +121,7 @@ def test_a_reconstruction_puts_each_patch_where_it_was():
     """Pixel (c, y, x) of a patch is feature (c, y, x) of its linear map; a hidden patch leaves no trace of its pixels."""
     patches = Patches(image=(4, 6), patch=(2, 2), channels=3, mask_token=True)
     config = replace(VIT, embedding=patches, context_length=7, heads=(vision.Reconstruction(2),))
-    weights = models.init(config, jax.random.key(0))
+    weights = init(config, jax.random.key(0))
     rng = np.random.default_rng(0)
     draw = lambda leaf: jnp.float32(rng.normal(size=leaf.shape))
     weights["heads"] = jax.tree.map(draw, weights["heads"])

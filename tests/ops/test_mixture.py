@@ -373,7 +373,7 @@ def test_the_layer_is_routed_experts_and_a_shared_one():
 def test_one_expert_a_token_counts_whole():
     """Of weights that sum to one a lone weight is 1 (Mixtral): the router chooses, and learns by the balance loss alone."""
     config = replace(CONFIG, feedforward=Mixture(experts=3, top_k=1, balance_loss=0.1), use_bias=False)
-    params = models.init(config, jax.random.key(1))
+    params = jax.jit(partial(models.init, config))(jax.random.key(1))
     x, feed = random(3, (1, 5, config.d_model))[0], config.feedforward(config)
     layer = jax.tree.map(lambda leaf: leaf[0], params["layers"]["feedforward"])
     ours = feed.apply(layer, x, Context(mask=full(), positions=None)).out
@@ -387,7 +387,7 @@ def test_one_expert_a_token_counts_whole():
 def test_a_model_of_one_expert_is_the_dense_model():
     dense = replace(CONFIG, feedforward="swiglu", use_bias=False)
     routed = replace(dense, feedforward=Mixture(experts=1, top_k=1, router_z_loss=0.1))
-    params = models.init(dense, jax.random.key(0))
+    params = jax.jit(partial(models.init, dense))(jax.random.key(0))
     matrices = {name: {"kernel": leaf["kernel"][:, None]} for name, leaf in params["layers"]["feedforward"].items()}
     (router,) = random(26, (2, 6, 1))
     layers = params["layers"] | {"feedforward": matrices | {"router": {"kernel": router}}}

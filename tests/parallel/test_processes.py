@@ -336,7 +336,7 @@ def test_numbers_that_do_not_fit_together_are_refused(third):
         with pytest.raises(ConfigError, match="index from 0 to count - 1"):
             Processes("host:1", 3, 3)
         return
-    errors = [one["error"] for one in meet((0, 3), (1, 3), third, limit=20.0)]
+    errors = [one["error"] for one in meet((0, 3), (1, 3), third, limit=5.0)]
     assert isinstance(errors[0], ConfigError) and isinstance(errors[2], ConfigError)
     # if process 2 comes before process 1, the run is refused already, and process 1 finds nobody
     assert isinstance(errors[1], ConfigError) or (third == (2, 4) and isinstance(errors[1], peers.MissingProcess))

@@ -24,6 +24,13 @@ from jaxformer.training.corruption import (
 )  # fmt: skip
 
 MASK, END, SENTINEL = 50, 51, 99
+init, apply = jax.jit(models.init, static_argnums=0), jax.jit(models.apply, static_argnums=0)
+hide = jax.jit(hide_tokens, static_argnums=(2, 3))
+
+
+def sums_of(objective, *arguments):
+    """Of a model, its parameters, a batch and a key, in float32."""
+    return jax.jit(objective, static_argnums=(0, 4))(*arguments, jnp.float32)
 
 
 def text(rows, length, seed=0):
@@ -38,7 +45,7 @@ def within(count, total, rate):
 @pytest.mark.parametrize("rate", [0.15, 0.4])
 def test_shares_of_hidden_tokens(rate):
     tokens = text(200, 1000)
-    hidden, chosen = jax.jit(hide_tokens, static_argnums=(2, 3))(jax.random.key(0), tokens, MASK, rate)
+    hidden, chosen = hide(jax.random.key(0), tokens, MASK, rate)
     hidden, chosen, tokens = map(np.asarray, (hidden, chosen, tokens))
     count = chosen.sum()
     assert within(count, chosen.size, rate)
@@ -53,8 +60,8 @@ def test_shares_of_hidden_tokens(rate):
 def test_whole_words_are_hidden_together():
     tokens = text(100, 1000)
     starts = jnp.asarray(np.random.default_rng(1).random(tokens.shape) < 0.4)
-    _, chosen = hide_tokens(jax.random.key(0), tokens, MASK, 0.15, starts)
-    chosen, words = np.asarray(chosen), np.cumsum(starts, axis=1)
+    _, chosen = hide(jax.random.key(0), tokens, MASK, 0.15, starts)
+    chosen, words = np.asarray(chosen), np.cumsum(np.asarray(starts), axis=1)
     total = count = 0
     for row in range(len(tokens)):
         by_word = [chosen[row, words[row] == word] for word in np.unique(words[row])]
@@ -65,7 +72,7 @@ def test_whole_words_are_hidden_together():
 
 def test_a_key_decides_and_rows_differ():
     tokens = jnp.broadcast_to(text(1, 500), (2, 500))
-    first, again, other = (hide_tokens(jax.random.key(seed), tokens, MASK)[1] for seed in (0, 0, 1))
+    first, again, other = (hide(jax.random.key(seed), tokens, MASK)[1] for seed in (0, 0, 1))
     assert (first == again).all() and (first != other).any() and (first[0] != first[1]).any()
 
 
@@ -126,13 +133,12 @@ def cross_entropy(logits, labels, weights):
 
 def test_the_loss_of_hidden_tokens_by_hand():
     config = ModelConfig(MASK + 1, 1, 16, 2, context_length=32)
-    params, tokens, key = models.init(config, jax.random.key(0)), text(3, 32), jax.random.key(7)
+    params, tokens, key = init(config, jax.random.key(0)), text(3, 32), jax.random.key(7)
     weights = jnp.asarray(np.arange(32)[None] < np.array([[32], [20], [5]]), jnp.float32)
-    objective = MaskedTokens(MASK)
-    sums = objective(config, params, {"tokens": tokens, "weights": weights}, key, jnp.float32)
+    sums = sums_of(MaskedTokens(MASK), config, params, {"tokens": tokens, "weights": weights}, key)
     hidden, chosen = hide_tokens(jax.random.split(key)[0], tokens, MASK)
     inputs, counted = jnp.where(weights > 0, hidden, tokens), np.asarray(chosen * weights)
-    logits = models.apply(config, params, inputs).logits
+    logits = apply(config, params, inputs).logits
     assert float(sums.weight) == counted.sum() > 0
     assert float(sums.loss) == pytest.approx(cross_entropy(logits, np.asarray(tokens), counted), rel=1e-5)  # float32
     with pytest.raises(ConfigError, match=r"objective.mask_token=51: model.vocab_size=51 must be larger"):
@@ -144,12 +150,12 @@ def test_the_loss_of_hidden_tokens_by_hand():
 def test_the_loss_of_spans_by_hand():
     stack = ModelConfig(100, 1, 16, 2, context_length=32)
     config = EncoderDecoder(replace(stack, heads=(), masks=(full(),)), stack)
-    params, tokens, key = models.init(config, jax.random.key(0)), text(3, 30), jax.random.key(7)
+    params, tokens, key = init(config, jax.random.key(0)), text(3, 30), jax.random.key(7)
     weights = jnp.ones((3, 30)).at[2, -1].set(0)  # the last row is not full
-    sums = SpanCorruption(SENTINEL, END)(config, params, {"tokens": tokens, "weights": weights}, key, jnp.float32)
+    sums = sums_of(SpanCorruption(SENTINEL, END), config, params, {"tokens": tokens, "weights": weights}, key)
     source, target = corrupt_spans(jax.random.split(key)[0], tokens, SENTINEL, END)
     inputs = jnp.pad(target, ((0, 0), (1, 0)))[:, :-1]
-    logits = models.apply(config, params, inputs, source=source).logits
+    logits = apply(config, params, inputs, source=source).logits
     counted = np.broadcast_to([[1], [1], [0]], target.shape)
     assert float(sums.weight) == counted.sum()
     assert float(sums.loss) == pytest.approx(cross_entropy(logits, np.asarray(target), counted), rel=1e-5)  # float32
@@ -182,12 +188,12 @@ def pairs(rows, length, seed=0):
 
 
 def test_the_loss_of_next_sentences_by_hand():
-    params, batch, key = models.init(SENTENCES, jax.random.key(0)), pairs(5, 32), jax.random.key(7)
+    params, batch, key = init(SENTENCES, jax.random.key(0)), pairs(5, 32), jax.random.key(7)
     batch["weights"] = batch["weights"].at[4].set(0)  # a row that only fills the batch
-    sums = jax.jit(NextSentence(MaskedTokens(MASK)), static_argnums=(0, 4))(SENTENCES, params, batch, key, jnp.float32)
+    sums = sums_of(NextSentence(MaskedTokens(MASK)), SENTENCES, params, batch, key)
     hidden, chosen = hide_tokens(jax.random.split(key)[0], batch["tokens"], MASK)
     inputs, counted = jnp.where(batch["weights"] > 0, hidden, batch["tokens"]), np.asarray(chosen * batch["weights"])
-    output = models.apply(SENTENCES, params, inputs, segment_ids=batch["segment_ids"], token_types=batch["token_types"])
+    output = apply(SENTENCES, params, inputs, segment_ids=batch["segment_ids"], token_types=batch["token_types"])
     masked = cross_entropy(output.logits, np.asarray(batch["tokens"]), counted) / float(counted.sum())
     rows = np.array([1, 1, 1, 1, 0])
     sentences = cross_entropy(output.heads["next_sentence"], np.asarray(batch["labels"]), rows) / 4
@@ -220,15 +226,15 @@ def test_special_tokens_are_never_hidden():
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_loss_behind_a_prefix_by_hand(packed):
     config = ModelConfig(MASK, 2, 16, 2, context_length=32, masks=(causal() | prefix(5),), init_std=0.3)
-    params, rows = models.init(config, jax.random.key(0)), text(3, 17)
+    params, rows = init(config, jax.random.key(0)), text(3, 17)
     batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:], "weights": jnp.ones((3, 16)).at[1, 12:].set(0)}
     counted, options = np.array(batch["weights"]), {}
     counted[:, :4] = 0  # labels 1 to 4 are of the prefix
     if packed:  # two texts in a row, each with a prefix of its own
         options["segment_ids"] = jnp.asarray(np.repeat([[1] * 7 + [2] * 9], 3, axis=0), jnp.int32)
         counted[:, 7:11] = 0
-    sums = PrefixLanguageModel(5)(config, params, batch | options, jax.random.key(0), jnp.float32)
-    logits = models.apply(config, params, batch["tokens"], **options).logits
+    sums = sums_of(PrefixLanguageModel(5), config, params, batch | options, jax.random.key(0))
+    logits = apply(config, params, batch["tokens"], **options).logits
     assert float(sums.weight) == counted.sum() > 0
     assert float(sums.loss) == pytest.approx(cross_entropy(logits, np.asarray(batch["labels"]), counted), rel=1e-5)  # float32
 
@@ -242,6 +248,8 @@ def test_masks_that_do_not_show_the_prefix_are_refused(mask):
     with pytest.raises(
         ConfigError, match=r"objective.prefix=5: 16 tokens under .*; give model.masks=\(causal\(\) \| prefix\(5\),\)"
     ):
-        PrefixLanguageModel(5)(config, models.init(config, jax.random.key(0)), batch, jax.random.key(0), jnp.float32)
+        PrefixLanguageModel(5)(
+            config, init(replace(config, masks=(causal(),)), jax.random.key(0)), batch, jax.random.key(0), jnp.float32
+        )
     with pytest.raises(ConfigError, match="must be at least 1"):
         PrefixLanguageModel(0)

@@ -11,6 +11,8 @@ from jaxformer.masks import full
 from jaxformer.models import Classification, ModelConfig, TokenClassification
 from jaxformer.training.objectives import SpanCrossEntropy, best_spans
 
+init, apply = jax.jit(models.init, static_argnums=0), jax.jit(models.apply, static_argnums=0)
+loss = jax.jit(SpanCrossEntropy(), static_argnums=(0, 4))
 CONFIG = ModelConfig(30, 1, 16, 2, context_length=12, masks=(full(),), heads=(TokenClassification(2),), init_std=0.5)
 
 
@@ -26,16 +28,16 @@ def batch(rows=4, length=12, seed=0):
 
 
 def test_the_loss_of_spans_by_hand():
-    rows, params = batch(), models.init(CONFIG, jax.random.key(0))
-    sums = jax.jit(SpanCrossEntropy(), static_argnums=(0, 4))(CONFIG, params, rows, jax.random.key(1), jnp.float32)
-    logits = np.asarray(models.apply(CONFIG, params, rows["tokens"]).logits, np.float64)[:, 4:]
+    rows, params = batch(), init(CONFIG, jax.random.key(0))
+    sums = loss(CONFIG, params, rows, jax.random.key(1), jnp.float32)
+    logits = np.asarray(apply(CONFIG, params, rows["tokens"]).logits, np.float64)[:, 4:]
     losses = [
         np.log(np.exp(logits[row, :, side]).sum()) - logits[row, int(rows["labels"][row, side]) - 4, side]
         for row in range(3) for side in (0, 1)
     ]  # fmt: skip
     assert float(sums.weight) == 3
     assert float(sums.loss) == pytest.approx(sum(losses) / 2, rel=1e-5)  # float32
-    gradient = jax.grad(lambda p: SpanCrossEntropy()(CONFIG, p, rows, jax.random.key(1), jnp.float32).loss)(params)
+    gradient = jax.jit(jax.grad(lambda p: loss(CONFIG, p, rows, jax.random.key(1), jnp.float32).loss))(params)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
@@ -49,22 +51,22 @@ def test_the_best_span_is_that_of_all_pairs(seed):
 
 
 def test_what_is_right_is_counted():
-    rows, params = batch(rows=50, seed=1), models.init(CONFIG, jax.random.key(0))
-    logits = models.apply(CONFIG, params, rows["tokens"]).logits
+    rows, params = batch(rows=50, seed=1), init(CONFIG, jax.random.key(0))
+    logits = apply(CONFIG, params, rows["tokens"]).logits
     best = best_spans(jnp.where(rows["passage"][:, None] > 0, logits.swapaxes(1, 2), -jnp.inf))
     rows["labels"] = jnp.where(jnp.arange(50)[:, None] < 20, best, jnp.roll(best, 1, axis=0))
-    sums = SpanCrossEntropy()(CONFIG, params, rows, jax.random.key(1), jnp.float32)
+    sums = loss(CONFIG, params, rows, jax.random.key(1), jnp.float32)
     expected = np.all(best == rows["labels"], axis=1)[:49].sum()
     assert sums.metrics["exact_match"] == (expected, 49) and expected >= 20
 
 
 def test_an_answer_outside_the_passage_has_no_finite_loss():
-    rows, params = batch(), models.init(CONFIG, jax.random.key(0))
+    rows, params = batch(), init(CONFIG, jax.random.key(0))
     rows["labels"] = rows["labels"].at[0, 0].set(1)
-    assert not jnp.isfinite(SpanCrossEntropy()(CONFIG, params, rows, jax.random.key(1), jnp.float32).loss)
+    assert not jnp.isfinite(loss(CONFIG, params, rows, jax.random.key(1), jnp.float32).loss)
 
 
 def test_other_heads_are_refused():
     config = ModelConfig(30, 1, 16, 2, context_length=12, heads=(Classification(2),))
     with pytest.raises(ConfigError, match=r"give the model a TokenClassification\(2\) head first"):
-        SpanCrossEntropy()(config, models.init(config, jax.random.key(0)), batch(), jax.random.key(1), jnp.float32)
+        SpanCrossEntropy()(config, init(config, jax.random.key(0)), batch(), jax.random.key(1), jnp.float32)

@@ -35,6 +35,7 @@ def on_one_device():
     return jax.device_get(state), jax.device_get(jax.jit(make_train_step(build(TINY)))(state, BATCH))
 
 
+@lru_cache
 def on_a_mesh(experiment):
     mesh = make_mesh(experiment.mesh)
     recipe = build(experiment)

@@ -104,6 +104,9 @@ CALLS |= {
 }  # fmt: skip
 
 
+OTHER_WIDTHS = [(1, 1100), (QUERY_BLOCK + 22, 300)]
+
+
 def call_of(options):
     return Call(**{"scale": H**-0.5} | options)
 
@@ -134,8 +137,9 @@ def test_it_is_the_reference_at_positions_by_row(name):
     close(out, ops.attention(parts[0], keys, values, implementation="reference", positions=positions, **options))
 
 
-@pytest.mark.parametrize("S", [300, 1100])
-@pytest.mark.parametrize("T", [1, QUERY_BLOCK + 22])
+@pytest.mark.parametrize(
+    ("T", "S"), [(1, 300), (QUERY_BLOCK + 22, 1100), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_WIDTHS)]
+)
 def test_the_slots_that_are_read_are_as_many_as_hold_all_tokens(S, T):
     sizes = widths(S)
     assert sizes[-1] == S and len(sizes) <= 9 and all(size % 128 == 0 for size in sizes[:-1])
