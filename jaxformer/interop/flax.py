@@ -169,7 +169,7 @@ def _context(tokens: Array, dropout_key: Array | None) -> Context:
 
 
 def _mix(mixer: FlaxMixer, run: Callable, params, x, context: Context) -> MixerOutput:
-    if context.return_weights:
+    if context.tap.asks("weights"):
         raise NotImplementedError("FlaxMixer keeps no attention maps; models.mixers.attention (mixer=None) does")
     if mixer.call is call_with_x and context.mask.rule is not rules.full:
         problem = f"model.mixer: {_name(mixer.module)} is called as module(x), which does not see the mask {context.mask}"

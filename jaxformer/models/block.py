@@ -84,9 +84,10 @@ def sublayer(config: ModelConfig, params, name: str, apply: Callable, keys: Drop
     """
     post = config.norm_placement == "post"
     with jax.named_scope(name):
-        y = x if post else norm(config, params[f"{name}_norm"], x)
-        result = apply(params.get(name, {}), y, replace(context, dropout_key=getattr(keys, name)))
-        y = ops.dropout(result[0], config.dropout_rate, getattr(keys, f"{name}_out"))
+        tap = context.tap.inside(name)
+        y = tap("input", x if post else norm(config, params[f"{name}_norm"], x))
+        result = apply(params.get(name, {}), y, replace(context, dropout_key=getattr(keys, name), tap=tap))
+        y = ops.dropout(tap("out", result[0]), config.dropout_rate, getattr(keys, f"{name}_out"))
         if config.norm_placement == "sandwich":
             y = norm(config, params[f"{name}_out_norm"], y)
         x = with_logical_constraint(x + y, "batch", "length", None)
@@ -97,10 +98,11 @@ def block(config: ModelConfig, mixer: Mixer, params, x: Float[Array, "B T D"], c
     """One layer: the mixer, attention to the source if there is one, the feed-forward."""
     source_width = None if context.source is None else context.source.hidden.shape[-1]
     params = all_gather_weights(params, lambda: spec(config, mixer, source_width), x.dtype)
-    keys, crossed = DropoutKeys.split(context.dropout_key), MixerOutput(None)
+    keys = DropoutKeys.split(context.dropout_key)
     x, mixed = sublayer(config, params, "attention", mixer.apply, keys, x, context)
     mixed = MixerOutput(*mixed)  # a mixer may return a plain tuple
     if context.source is not None:
-        x, crossed = sublayer(config, params, "cross_attention", partial(cross_attention, config), keys, x, context)
+        x, _ = sublayer(config, params, "cross_attention", partial(cross_attention, config), keys, x, context)
     x, fed = sublayer(config, params, "feedforward", feed(config).apply, keys, x, context)
-    return LayerOutput(x, mixed.state, mixed.weights, crossed.weights, mixed.memo, fed.loss, fed.stats)
+    x = context.tap("residual", x)
+    return LayerOutput(x, mixed.state, mixed.memo, fed.loss, fed.stats, context.tap.found)

@@ -9,6 +9,7 @@ from jaxformer import masks
 from jaxformer.errors import ConfigError
 from jaxformer.models import transformer
 from jaxformer.models.config import EncoderDecoder
+from jaxformer.models.intermediates import of_stack
 from jaxformer.models.layer import Source
 from jaxformer.models.mixers.attention import source_heads
 from jaxformer.models.stacks import scan
@@ -51,11 +52,14 @@ def encode(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
     if read is None:
         raise ConfigError("an encoder-decoder needs `source`, tokens or images, or a cache that began with it")
     encoded = Source(read["hidden"], _visible(tokens, inputs.segment_ids, read["segment_ids"]), read["heads"])
-    decoder = replace(inputs, source=None, cache=cache, dropout_key=decoder_key, encoded=encoded)
-    return replace(
-        transformer.encode(config.decoder, params["decoder"], decoder), source=read["hidden"],
-        encoder_attention=encoder.attention, source_states=encoder.hidden_states,
+    wanted, edits = of_stack("decoder", inputs.intermediates, inputs.edits)
+    decoder = replace(
+        inputs, source=None, cache=cache, dropout_key=decoder_key, encoded=encoded, intermediates=wanted, edits=edits
     )  # fmt: skip
+    output = transformer.encode(config.decoder, params["decoder"], decoder)
+    both = {"encoder": encoder.intermediates or {}, "decoder": output.intermediates or {}}
+    named = {f"{stack}/{name}": value for stack, values in both.items() for name, value in values.items()}
+    return replace(output, source=read["hidden"], intermediates=named or None)
 
 
 def encode_source(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
@@ -64,9 +68,10 @@ def encode_source(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Outpu
     if config.share_embeddings:
         table = {"tokens": params["decoder"]["embedding"]["tokens"]}
         tree = {**tree, "embedding": tree.get("embedding", {}) | table}
+    wanted, edits = of_stack("encoder", inputs.intermediates, inputs.edits)
     inputs = replace(
         inputs, tokens=inputs.source, positions=inputs.source_positions, segment_ids=inputs.source_segment_ids,
-        token_types=None, cache=None, constants=None, inputs=None, source=None, lengths=None,
+        token_types=None, cache=None, constants=None, inputs=None, source=None, lengths=None, intermediates=wanted, edits=edits,
     )  # fmt: skip
     return transformer.encode(config.encoder, tree, inputs)
 

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from jaxformer import ops, params
 from jaxformer.masks import Mask
 from jaxformer.models.config import ModelConfig
+from jaxformer.models.intermediates import NOTHING, Tap
 from jaxformer.ops.einsum import add_bias
 from jaxformer.params import Tree
 
@@ -45,8 +46,8 @@ class Context:
     memo: Tree = None  # value passed from the previous layer
     real: Any = None  # [B, T], False for padding; None: there is none
     source: Source | None = None
-    return_weights: bool = struct.field(pytree_node=False, default=False)
-    return_hidden: bool = struct.field(pytree_node=False, default=False)
+    # tap(name, value) -> value: what a caller of `apply` may read or replace
+    tap: Tap = struct.field(pytree_node=False, default=NOTHING)
 
 
 class MixerOutput(NamedTuple):
@@ -54,7 +55,6 @@ class MixerOutput(NamedTuple):
 
     out: Any  # [B, T, D]
     state: Tree = None  # the state with these tokens
-    weights: Any = None  # [B, N, T, S], if asked for
     memo: Tree = None  # value for the next layer
 
 
@@ -69,13 +69,12 @@ class FeedForwardOutput(NamedTuple):
 class LayerOutput(NamedTuple):
     """What a layer returns; of a stack, each leaf is `[L, ...]`."""
 
-    hidden: Any = None  # [B, T, D]; a stack gives it under `Context.return_hidden`
+    hidden: Any = None  # [B, T, D]; of a stack None
     state: Tree = None  # of a stack: one for each layer
-    weights: Any = None
-    cross_weights: Any = None  # of the attention to a source
-    memo: Tree = None
+    memo: Tree = None  # of a stack None
     loss: Any = None
     stats: Tree = None
+    intermediates: Tree = None  # {name: value}
 
 
 class Layers(NamedTuple):

@@ -17,6 +17,7 @@ from jaxformer.masks import Mask
 from jaxformer.masks.rules import lookup
 from jaxformer.models import block as blocks, embedding, heads
 from jaxformer.models.config import Axial, Learned, ModelConfig, Patches
+from jaxformer.models.intermediates import tap
 from jaxformer.models.layer import Context, Layers, Source
 from jaxformer.models.stacks import scan
 from jaxformer.ops.positions import within_segments
@@ -43,8 +44,11 @@ class Inputs:
     source_positions: Any = None  # [B or 1, S], instead of those that restart with each segment
     encoded: Source | None = None  # of a decoder: the output of the encoder
     dtype: Any = struct.field(pytree_node=False, default=None)  # of activations; None: that of the parameters
-    return_attention: bool = struct.field(pytree_node=False, default=False)  # adds the attention maps of every layer
-    return_hidden: bool = struct.field(pytree_node=False, default=False)  # adds the hidden states of every layer
+    # names of what `Output.intermediates` has, such as "layers/*/attention/weights"; see models.intermediates
+    intermediates: tuple[str, ...] = struct.field(pytree_node=False, default=())
+    edits: Any = struct.field(
+        pytree_node=False, default=None
+    )  # {name: (value, layer) -> value}, put in place of what was there
 
     @property
     def real(self) -> jax.Array | None:
@@ -61,15 +65,11 @@ class Output:
     logits: Any  # of the first head: [B, T, V] of a language model, float32 or better; None without heads
     hidden: Any  # [B, T, D], after the final norm
     cache: Any = None
-    attention: Any = None  # [L, B, N, T, S], under `return_attention`
+    intermediates: Any = None  # {name: value} of `Inputs.intermediates`; [L, ...] for a name with *
     heads: Any = None  # output of every head, by name
     loss: Any = None  # auxiliary loss of the feed-forwards (routing), the mean over the layers
     stats: Any = None  # what feed-forwards report, [L, ...]
-    hidden_states: Any = None  # [L + 1, B, T, D], under `return_hidden`: of the embedding, then after each layer
     source: Any = None  # of an encoder-decoder: hidden states of the encoder [B, S, D]
-    encoder_attention: Any = None  # of an encoder-decoder: [L, B, N, S, S]
-    cross_attention: Any = None  # of an encoder-decoder: [L, B, N, T, S]
-    source_states: Any = None  # of an encoder-decoder: `hidden_states` of the encoder
 
 
 def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
@@ -134,10 +134,10 @@ def output_axes(path: str, leaf) -> tuple[str | None, ...]:
             return ("batch", "length", "vocab") if leaf.ndim == 3 else ("batch",)
         case "hidden" | "source":
             return "batch", "length"
-        case "hidden_states" | "source_states":
-            return None, "batch", "length"
-        case "cache" | "attention" | "encoder_attention" | "cross_attention" if leaf.ndim > 2:
+        case "cache" if leaf.ndim > 2:
             return None, "batch"
+        case "intermediates":
+            return (None, "batch") if "*" in path else ("batch",)
     return ()
 
 
@@ -165,7 +165,7 @@ def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
     with jax.named_scope("embedding"):
         table, types = params["embedding"], inputs.token_types
         x = embedding.embed(config, table, inputs.tokens, context.positions, types, inputs.dtype, masked)
-        embedded = x = ops.dropout(x, config.dropout_rate, embedding_key)
+        x = context.tap("embedding", ops.dropout(x, config.dropout_rate, embedding_key))
     layers = Layers(params["layers"], layer_masks, None if inputs.cache is None else inputs.cache.layers, inputs.constants)
     x, found = (config.stack or scan.stack)(config, layers, x, replace(context, dropout_key=layers_key))
     if config.norm_placement != "post":
@@ -175,9 +175,8 @@ def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
         x = jnp.where(cache.lengths[:, None, None] > cache.room, jnp.nan, x)
         cache = replace(cache, layers=found.state)
     return Output(
-        None, x, cache, found.weights, loss=None if found.loss is None else jnp.mean(found.loss), stats=found.stats,
-        cross_attention=found.cross_weights,
-        hidden_states=jnp.concatenate([embedded[None], found.hidden]) if inputs.return_hidden else None,
+        None, x, cache, context.tap.results(found.intermediates, config.num_layers) or None,
+        loss=None if found.loss is None else jnp.mean(found.loss), stats=found.stats,
     )  # fmt: skip
 
 
@@ -206,7 +205,7 @@ def locate(config: ModelConfig, params: Tree, inputs: Inputs) -> tuple[Context, 
     context = Context(
         masks.full(), positions, slot_positions, gaps=explicit, lengths=before, room=0 if cache is None else cache.room,
         shared=params.get("shared"), inputs=inputs.inputs, real=inputs.real, source=inputs.encoded,
-        return_weights=inputs.return_attention, return_hidden=inputs.return_hidden,
+        tap=tap(inputs.intermediates, inputs.edits),
     )  # fmt: skip
     return context, layer_masks, cache
 

@@ -105,7 +105,7 @@ def apply(config, params, tokens, **options):
     return models.apply(config, params, jnp.asarray(tokens), **options)
 
 
-step = jax.jit(apply, static_argnums=0, static_argnames=("dtype", "return_attention"))
+step = jax.jit(apply, static_argnums=0, static_argnames=("dtype", "intermediates"))
 prefill, decode_step = (jax.jit(function, static_argnums=0) for function in (decoding.prefill, decoding.decode_step))
 
 
@@ -314,7 +314,7 @@ def test_a_row_with_more_tokens_than_room_is_nan_and_no_other(name):
 )
 def test_returned_maps_come_with_the_same_logits(name):
     config = {"causal": MODEL, **CONFIGS}[name]
-    run = partial(step, return_attention=True)
+    run = partial(step, intermediates=("layers/*/attention/weights",))
     close(decode(config, SCHEDULES["ragged"], run=run), forward(config))
 
 

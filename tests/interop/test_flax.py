@@ -442,7 +442,7 @@ def test_masks_that_only_a_batch_has_and_states_are_refused():
     with pytest.raises(NotImplementedError, match="cannot decode"):
         decoding.init_cache(config, 1, 8)
     with pytest.raises(NotImplementedError, match="keeps no attention maps"):
-        models.apply(config, tree, TOKENS, return_attention=True)
+        models.apply(config, tree, TOKENS, intermediates=("layers/*/attention/weights",))
 
 
 def test_parameters_of_another_config_are_refused():

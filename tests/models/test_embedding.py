@@ -161,7 +161,7 @@ BIASES = {
     "t5_encoder": replace(BIASED, positions=Relative(8, 6), masks=(masks.full(),)),
 }
 biases = pytest.mark.parametrize("name", BIASES, scope="module")
-apply = jax.jit(models.apply, static_argnums=0, static_argnames="return_attention")
+apply = jax.jit(models.apply, static_argnums=0, static_argnames="intermediates")
 
 
 @cache

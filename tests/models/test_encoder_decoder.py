@@ -39,7 +39,7 @@ FAMILIES = {
     ),
 }  # fmt: skip
 families = pytest.mark.parametrize("name", FAMILIES, scope="module")
-apply = jax.jit(models.apply, static_argnums=0, static_argnames=("dtype", "return_attention"))
+apply = jax.jit(models.apply, static_argnums=0, static_argnames=("dtype", "intermediates"))
 
 
 @cache
@@ -202,13 +202,15 @@ def test_dropout_acts_in_both_stacks_and_follows_its_key():
 
 def test_bfloat16_activations_and_attention_maps_of_the_decoder_itself():
     config, parameters, source, target = make("t5")
-    out = apply(config, parameters, target, source=source, dtype=jnp.bfloat16, return_attention=True)
+    name = "decoder/layers/*/attention/weights"
+    out = apply(config, parameters, target, source=source, dtype=jnp.bfloat16, intermediates=(name,))
     assert out.hidden.dtype == out.source.dtype == jnp.bfloat16 and out.logits.dtype == jnp.float32
     # 8 bits of mantissa through four layers
     assert np.linalg.norm(out.logits - alone("t5")) < 0.06 * np.linalg.norm(alone("t5"))
-    assert out.attention.shape == (2, B, 2, T, T)
-    close(out.attention.sum(-1), np.ones((2, B, 2, T)))
-    assert (np.triu(out.attention, 1) == 0).all()
+    maps = out.intermediates[name]
+    assert maps.shape == (2, B, 2, T, T)
+    close(maps.sum(-1), np.ones((2, B, 2, T)))
+    assert (np.triu(maps, 1) == 0).all()
 
 
 @families

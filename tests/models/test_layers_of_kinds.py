@@ -237,9 +237,8 @@ def test_what_reversible_layers_cannot_do_they_say():
     assert run(config).hidden.shape == (2, T, 12)
     with pytest.raises(ConfigError, match="pre-norm"):
         run(replace(config, norm_placement="sandwich"))
-    for option in ("return_attention", "return_hidden"):
-        with pytest.raises(NotImplementedError, match="attention maps, hidden states"):
-            run(config, **{option: True})
+    with pytest.raises(NotImplementedError, match="intermediates"):
+        run(config, intermediates=("layers/*/residual",))
     with pytest.raises(NotImplementedError, match="cache"):
         jax.eval_shape(lambda p: models.apply(config, p, tokens(), cache=decoding.init_cache(config, 2, T)), shapes)
     run(replace(config, feedforward=Mixture(4, 2)))

@@ -1,5 +1,6 @@
 """Hidden states and attention maps of every layer against a loop over layers, and the names that a profile shows."""
 
+import collections
 import re
 from dataclasses import replace
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 from jaxformer import decoding, masks, models, params
+from jaxformer.errors import ConfigError
 from jaxformer.models import EncoderDecoder, ModelConfig, Relative, Sinusoidal
 from jaxformer.models.block import block
 from jaxformer.models.embedding import embed, norm
+from jaxformer.models.intermediates import tap
 from jaxformer.models.layer import Context, Source
 from jaxformer.models.mixers import Linear
 from jaxformer.models.stacks import scan
@@ -30,7 +33,7 @@ STACKS = {
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, V, (B, T)), jnp.int32)
 SOURCE = jnp.asarray(np.random.default_rng(1).integers(0, V, (B, S)), jnp.int32)
 
-apply = jax.jit(models.apply, static_argnums=0, static_argnames=("return_hidden", "return_attention"))
+apply = jax.jit(models.apply, static_argnums=0, static_argnames="intermediates")
 
 
 def random(config):
@@ -46,35 +49,39 @@ def close(found, expected):
 
 
 def looped(config, parameters, tokens, source=None):
-    """(hidden states, attention maps, cross-attention maps) of one layer after the other."""
+    """The intermediates of one layer after the other, each name a list; and the last hidden states."""
     length = tokens.shape[1]
     x = embed(config, parameters["embedding"], tokens, jnp.arange(length)[None])
-    hidden, attention, cross, slots = [x], [], [], scan.mixers(config)
+    found, slots = {"embedding": [x]}, scan.mixers(config)
     for i in range(config.num_layers):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], parameters["layers"])
-        mask = config.masks[i % len(config.masks)]
-        context = Context(mask, jnp.arange(length)[None], layer=i, shared=parameters.get("shared"))
-        context = context.replace(
-            source=None if source is None else Source(source, masks.full()), return_weights=config.mixer is None
-        )
+        context = Context(config.masks[i % len(config.masks)], jnp.arange(length)[None], shared=parameters.get("shared"))
+        encoded = None if source is None else Source(source, masks.full())
+        names = ("layers/*/residual", *(ATTENTION if config.mixer is None else ()))
+        context = context.replace(layer=i, source=encoded, tap=tap(names, None).in_layer(i))
         output = block(config, slots[i % len(slots)], layer, x, context)
         x = output.hidden
-        hidden, attention, cross = [*hidden, x], [*attention, output.weights], [*cross, output.cross_weights]
-    return hidden, attention, cross
+        for name, value in output.intermediates.items():
+            found.setdefault(name, []).append(value)
+    return found, x
+
+
+ATTENTION = ("layers/*/*attention/weights",)
+STATES = ("embedding", "layers/*/residual")
 
 
 @pytest.mark.parametrize("name", STACKS)
 def test_hidden_states_of_every_layer(name):
     config = STACKS[name]
     parameters = random(config)
-    out = apply(config, parameters, TOKENS, return_hidden=True)
-    hidden, _, _ = looped(config, parameters, TOKENS)
-    assert out.hidden_states.shape == (config.num_layers + 1, B, T, 12)
-    close(out.hidden_states, np.stack(hidden))
-    last = hidden[-1] if config.norm_placement == "post" else norm(config, parameters["final_norm"], hidden[-1])
-    close(out.hidden, last)
+    out = apply(config, parameters, TOKENS, intermediates=STATES)
+    expected, last = looped(config, parameters, TOKENS)
+    assert out.intermediates["layers/*/residual"].shape == (config.num_layers, B, T, 12)
+    close(out.intermediates["layers/*/residual"], np.stack(expected["layers/*/residual"]))
+    close(out.intermediates["embedding"], expected["embedding"][0])
+    close(out.hidden, last if config.norm_placement == "post" else norm(config, parameters["final_norm"], last))
     plain = apply(config, parameters, TOKENS)
-    assert plain.hidden_states is None
+    assert plain.intermediates is None
     close(out.logits, plain.logits)
 
 
@@ -87,34 +94,104 @@ def pair(mixer=None):
 def test_maps_and_states_of_an_encoder_decoder():
     config = pair()
     parameters = random(config)
-    out = apply(config, parameters, TOKENS, source=SOURCE, return_attention=True, return_hidden=True)
+    names = tuple(f"{stack}/{name}" for stack in ("encoder", "decoder") for name in (*STATES, *ATTENTION))
+    out = apply(config, parameters, TOKENS, source=SOURCE, intermediates=names)
     table = {"embedding": {"tokens": parameters["decoder"]["embedding"]["tokens"]}}
-    encoder_states, encoder_maps, _ = looped(config.encoder, parameters["encoder"] | table, SOURCE)
-    encoded = norm(config.encoder, parameters["encoder"]["final_norm"], encoder_states[-1])
-    states, maps, cross = looped(config.decoder, parameters["decoder"], TOKENS, encoded)
+    encoder, last = looped(config.encoder, parameters["encoder"] | table, SOURCE)
+    encoded = norm(config.encoder, parameters["encoder"]["final_norm"], last)
+    decoder, _ = looped(config.decoder, parameters["decoder"], TOKENS, encoded)
     close(out.source, encoded)
-    close(out.source_states, np.stack(encoder_states))
-    close(out.encoder_attention, np.stack(encoder_maps))
-    close(out.hidden_states, np.stack(states))
-    close(out.attention, np.stack(maps))
-    close(out.cross_attention, np.stack(cross))
-    assert out.encoder_attention.shape == (2, B, 2, S, S) and out.cross_attention.shape == (3, B, 2, T, S)
-    close(out.cross_attention.sum(-1), np.ones((3, B, 2, T)))
+    expected = {f"encoder/{name}": values for name, values in encoder.items()}
+    expected |= {f"decoder/{name}": values for name, values in decoder.items()}
+    assert out.intermediates.keys() == expected.keys() and len(expected) == 7
+    for name, values in expected.items():
+        close(out.intermediates[name], np.stack(values) if "*" in name else values[0])
     plain = apply(config, parameters, TOKENS, source=SOURCE)
-    assert plain.encoder_attention is plain.cross_attention is plain.source_states is None
+    assert plain.intermediates is None
     close(out.logits, plain.logits)
 
 
 def test_maps_of_a_source_that_is_padded_and_cached():
     config = pair()
     parameters, ids = random(config), np.repeat([[0, 0, 1, 1, 1, 1, 1, 1]], B, axis=0).astype(np.int32)
-    whole = apply(config, parameters, TOKENS, source=SOURCE, source_segment_ids=ids, return_attention=True)
-    assert (whole.cross_attention[..., :2] == 0).all() and (whole.encoder_attention[..., 2:, :2] == 0).all()
-    options = dict(source=SOURCE, source_segment_ids=ids, return_attention=True)
+    encoder, cross = "encoder/layers/*/attention/weights", "decoder/layers/*/cross_attention/weights"
+    options = dict(source=SOURCE, source_segment_ids=ids, intermediates=(encoder, cross))
+    whole = apply(config, parameters, TOKENS, **options).intermediates
+    assert (whole[cross][..., :2] == 0).all() and (whole[encoder][..., 2:, :2] == 0).all()
     first = apply(config, parameters, TOKENS[:, :4], cache=decoding.init_cache(config, B, T), **options)
-    second = apply(config, parameters, TOKENS[:, 4:], cache=first.cache, return_attention=True)
-    close(jnp.concatenate([first.cross_attention, second.cross_attention], axis=3), whole.cross_attention)
-    assert second.encoder_attention is None
+    second = apply(config, parameters, TOKENS[:, 4:], cache=first.cache, intermediates=(encoder, cross)).intermediates
+    close(jnp.concatenate([first.intermediates[cross], second[cross]], axis=3), whole[cross])
+    assert encoder not in second
+
+
+def test_one_layer_by_its_number():
+    config, every = STACKS["masks in turn, and a rest"], "layers/*/feedforward/out"
+    out = apply(config, random(config), TOKENS, intermediates=(every, "layers/3/feedforward/out")).intermediates
+    np.testing.assert_array_equal(out["layers/3/feedforward/out"], out[every][3])
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_what_is_not_asked_for_costs_nothing(name):
+    """The compiled program is the same; an edit that changes nothing gives the same logits."""
+    config = STACKS[name]
+    shapes = params.abstract(models.spec(config))
+    program = lambda f: jax.jit(f).lower(shapes).compile().as_text()
+    operations = lambda text: collections.Counter(re.findall(r" = (\S+ [a-z][a-z-]*)\(", text))
+    plain = program(lambda p: models.apply(config, p, TOKENS).logits)
+    unused = program(lambda p: models.apply(config, p, TOKENS, intermediates=STATES).logits)
+    assert operations(plain) == operations(unused) and len(operations(plain)) > 5
+    same = models.apply(config, random(config), TOKENS, edits={"layers/*/residual": lambda x, layer: x})
+    close(same.logits, apply(config, random(config), TOKENS).logits)
+
+
+@pytest.mark.parametrize("name", ["one kind", "masks in turn, and a rest", "unrolled"])
+def test_an_edit_is_seen_by_all_that_follows(name):
+    """A layer whose parts add nothing is a model without that layer; a head without output is one without its kernel."""
+    config = STACKS[name]
+    parameters, number = random(config), 2
+    silent = lambda value, layer: jnp.zeros_like(value)
+    edits = {f"layers/{number}/{part}/out": silent for part in ("attention", "feedforward")}
+    found = models.apply(config, parameters, TOKENS, edits=edits, intermediates=STATES)
+    states = found.intermediates["layers/*/residual"]
+    np.testing.assert_array_equal(states[number], states[number - 1])
+    less = jax.tree.map(lambda leaf: leaf, parameters)
+    kernel = less["layers"]["attention"]["out"]["kernel"]
+    less["layers"]["attention"]["out"]["kernel"] = kernel.at[number, 1].set(0)
+    without = {f"layers/{number}/attention/heads": lambda heads, layer: heads.at[:, :, 1].set(0)}
+    close(models.apply(config, parameters, TOKENS, edits=without).logits, apply(config, less, TOKENS).logits)
+    weights = {f"layers/{number}/attention/weights": lambda weights, layer: weights.at[:, 1].set(0)}
+    close(models.apply(config, parameters, TOKENS, edits=weights).logits, apply(config, less, TOKENS).logits)
+
+
+@pytest.mark.parametrize("name", ["one kind", "masks in turn, and a rest", "different kinds"])
+def test_a_gradient_with_respect_to_an_intermediate(name):
+    """Of the residual stream after layer 1, by finite differences."""
+    config = STACKS[name]
+    parameters = random(config)
+
+    @jax.jit
+    def loss(shift):
+        edits = {"layers/1/residual": lambda x, layer: x + shift}
+        return jnp.sum(jnp.sin(models.apply(config, parameters, TOKENS, edits=edits).logits))
+
+    shape = (B, T, 12)
+    gradient, way = jax.grad(loss)(jnp.zeros(shape)), jax.random.normal(jax.random.key(0), shape)
+    way = way / jnp.linalg.norm(way)
+    slope = (loss(1e-2 * way) - loss(-1e-2 * way)) / 2e-2
+    assert float(jnp.sum(gradient * way)) == pytest.approx(float(slope), rel=2e-2, abs=2e-3)  # float32 differences
+
+
+def test_names_that_nothing_has_are_refused_with_those_there_are():
+    config = STACKS["one kind"]
+    for options, said in (
+        (dict(intermediates=("layers/*/atention/weights",)), "did you mean"),
+        (dict(edits={"layers/*/nothing": lambda x, layer: x}), "computes nothing of the name"),
+        (dict(intermediates=("layers/9/residual",)), "there are 4 layers"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            models.apply(config, random(config), TOKENS, **options)
+    with pytest.raises(ConfigError, match="begins with encoder/ or decoder/"):
+        models.apply(pair(), random(pair()), TOKENS, source=SOURCE, intermediates=("embedding",))
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

@@ -62,7 +62,8 @@ def flat(tree):
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
-apply = jax.jit(models.apply, static_argnums=0, static_argnames=("dtype", "return_attention"))
+MAPS = ("layers/*/attention/weights",)
+apply = jax.jit(models.apply, static_argnums=0, static_argnames=("dtype", "intermediates"))
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))
@@ -70,8 +71,8 @@ def loss_and_gradient(config, parameters, tokens, dtype=jnp.float32, maps=True):
     """(loss, (logits, attention maps)), gradient."""
 
     def loss(p):
-        out = models.apply(config, p, tokens, dtype=dtype, return_attention=maps)
-        return jnp.mean(jnp.square(out.logits)), (out.logits, out.attention)
+        out = models.apply(config, p, tokens, dtype=dtype, intermediates=MAPS if maps else ())
+        return jnp.mean(jnp.square(out.logits)), (out.logits, out.intermediates and out.intermediates[MAPS[0]])
 
     return jax.value_and_grad(loss, has_aux=True)(parameters)
 
@@ -171,7 +172,7 @@ logits = np.asarray(models.apply(c, p, jax.numpy.arange(6)[None]).logits[0, -1])
 def test_layer_masks_follow_their_pattern():
     """Layers 0, 2, 4 see everything before them; 1 and 3 see two tokens back."""
     config, parameters, tokens = make("gpt3")
-    attention = apply(config, parameters, tokens, return_attention=True).attention
+    attention = apply(config, parameters, tokens, intermediates=MAPS).intermediates[MAPS[0]]
     for layer in range(5):
         far = attention[layer, :, :, 8, :6]
         assert bool((far == 0).all()) == (layer % 2 == 1)

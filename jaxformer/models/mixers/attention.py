@@ -51,6 +51,7 @@ def attention(
         if isinstance(config.positions, Rope):
             query = rope(query, context.positions, config.positions)
             key = rope(key, context.positions, config.positions)
+        query, key, value = (context.tap(*named) for named in (("query", query), ("key", key), ("value", value)))
         options = attention_options(config, context)
         if (bias := score_bias(config, context.shared)) is not None:
             options["bias"] = bias_at_positions(bias, context)
@@ -59,10 +60,11 @@ def attention(
             result = (function or ops.attention)(query, key, value, **options)
         else:
             result, state = cached(function, query, key, value, context, options)
-        out, weights = split_weights(result)
+        standard = attend is None and context.state is None
+        out = context.tap("heads", tapped_weights(context, result, value if standard else None))
         if finish is not None:
             out = finish(params, x, out)
-        return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state, weights, memo)
+        return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state, memo)
 
     def state(batch: int, length: int, dtype):
         zeros = jnp.zeros((batch, config.kv_heads, length, config.head_size), dtype)
@@ -85,13 +87,27 @@ def attention_options(config: ModelConfig, context: Context) -> dict[str, Any]:
     return dict(
         mask=context.mask, scale=config.attention_scale, softcap=config.attention_softcap,
         dropout_rate=config.attention_dropout_rate, dropout_key=context.dropout_key,
-        return_weights=context.return_weights, implementation=config.attention_implementation,
+        return_weights=context.tap.asks("weights"), implementation=config.attention_implementation,
     )  # fmt: skip
 
 
 def split_weights(result: Any) -> tuple[Array, Array | None]:
     """(output, weights or None) of `ops.attention`."""
     return result if isinstance(result, tuple) else (result, None)
+
+
+def tapped_weights(context: Context, result: Any, value: Array | None) -> Array:
+    """The output of `ops.attention`, with the weights that a caller of `apply` put in place of its own.
+
+    Raises NotImplementedError for other weights where `value` is None: the output is no plain mean of values then.
+    """
+    out, weights = split_weights(result)
+    if (edited := context.tap("weights", weights)) is weights:
+        return out
+    if value is None:
+        raise NotImplementedError("edits of attention/weights: not of this variant, nor with a cache; edit attention/heads")
+    grouped = edited.reshape(len(edited), value.shape[2], -1, *edited.shape[2:])
+    return ops.einsum("bkgts,bskh->btkgh", grouped.astype(value.dtype), value).reshape(out.shape)
 
 
 def attention_spec(config: ModelConfig, source_width: int | None = None) -> Tree:
@@ -153,8 +169,8 @@ def cross_attention(config: ModelConfig, params: Tree, x: Float[Array, "B T D"],
     key, value = (heads[name].swapaxes(1, 2).astype(x.dtype) for name in ("key", "value"))
     options = attention_options(config, context) | {"mask": source.mask}
     together = query.reshape(key.shape[0], -1, *query.shape[2:])
-    out, weights = split_weights(ops.attention(together, key, value, **options))
-    return MixerOutput(linear("btnh,nhd->btd", out.reshape(query.shape), params["out"]), weights=weights)
+    out = tapped_weights(context, ops.attention(together, key, value, **options), value).reshape(query.shape)
+    return MixerOutput(linear("btnh,nhd->btd", context.tap("heads", out), params["out"]))
 
 
 def source_heads(params: Tree, hidden: Float[Array, "B S D"]) -> Tree:
@@ -183,7 +199,7 @@ def cached(
     early = T == 1 and len(query) <= 32
     if early:
         state = cached_attention.write(write_token, state, new, written)
-    if attend is None and not context.return_weights:
+    if attend is None and not context.tap.asks("weights"):
         slots = Slots(state["key"], state["value"], before), Slots(new["key"], new["value"], written)
         scale = query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
         call = Call(options["mask"], options.get("bias"), scale=scale, softcap=options["softcap"])

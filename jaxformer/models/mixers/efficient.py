@@ -253,7 +253,7 @@ def _mixer(system, config: ModelConfig, mix: Callable, spec: Tree = None, has_we
             raise ConfigError(f"model.{field}={getattr(config, field)}: {name} {what}")
 
     def apply(params, x, context: Context) -> MixerOutput:
-        if context.return_weights:
+        if context.tap.asks("weights"):
             raise NotImplementedError(f"{name} keeps no attention maps; models.mixers.attention (mixer=None) does")
         heads = {}
         for projection in (p for p in spec if p.endswith(("query", "key", "value"))):

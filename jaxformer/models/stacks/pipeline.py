@@ -28,8 +28,8 @@ class Pipeline:
     """`stacks.scan.stack` with its layers split over the mesh axis `stage`, as `pipeline` says.
 
     The values are those of `stacks.scan.stack`, but the dropout key is folded with the microbatch, and auxiliary losses and
-    figures of feed-forwards are the mean over the microbatches. NotImplementedError for decoding, attention maps, hidden
-    states of each layer, a memo, and different mixers that draw constants.
+    figures of feed-forwards are the mean over the microbatches. NotImplementedError for decoding, intermediates, a memo, and
+    different mixers that draw constants.
     """
 
     microbatches: int | None = None  # parts of a batch; None: as many as stages
@@ -40,9 +40,8 @@ class Pipeline:
         if mesh.empty or mesh.shape.get("stage", 1) == 1:
             return scan.stack(config, layers, x, context)
         slots, stages = scan.pattern(config), mesh.shape["stage"]
-        maps, memo = context.return_weights or context.return_hidden, slots[0].memo(x)
-        if maps or layers.state is not None or memo is not None:
-            raise NotImplementedError("a pipeline: no cache, attention maps, hidden states or memo; mesh.stage=1 has")
+        if context.tap or layers.state is not None or slots[0].memo(x) is not None:
+            raise NotImplementedError("a pipeline: no cache, intermediates or memo; mesh.stage=1 has")
         drawn = [slot.constants(x.shape[1]) for slot in slots] if layers.constants is None else [layers.constants]
         if not scan.alike(config) and jax.tree.leaves(drawn):
             raise NotImplementedError("a pipeline of different mixers draws no constants; mesh.stage=1 does")

@@ -25,7 +25,7 @@ class Reversible:
     """`stacks.scan.stack` with reversible residuals, as in Reformer: Kitaev et al. 2020, arXiv:2001.04451, section 3.
 
     The mixer is f and the feed-forward g, each of its normalised stream; both streams start as x. NotImplementedError for
-    decoding, attention maps, hidden states of each layer, a source, a memo and auxiliary losses.
+    decoding, intermediates, a source, a memo and auxiliary losses.
     """
 
     streams: int = 1  # 1: the output is the mean of the streams; 2: both side by side (the published models)
@@ -34,9 +34,9 @@ class Reversible:
         if config.norm_placement != "pre":
             raise ConfigError(f"model.norm_placement={config.norm_placement!r}: reversible layers are pre-norm")
         slots = scan.pattern(config)
-        unsupported = layers.state is not None or context.return_weights or context.return_hidden
+        unsupported = layers.state is not None or context.tap
         if unsupported or context.source or slots[0].memo(x) is not None:
-            raise NotImplementedError("reversible layers: no cache, attention maps, hidden states, source or memo")
+            raise NotImplementedError("reversible layers: no cache, intermediates, source or memo")
         rows = Row(jnp.arange(config.num_layers), layers.params, constants=layers.constants)
         rows = scan.rows_by_slot(config, slots, rows, x.shape[1])
         run = partial(_sublayer, config, x.dtype)

@@ -152,10 +152,12 @@ def run_layer(config: ModelConfig, mixer: Mixer, context: Context, pick, carry, 
     params, constants = (row.params, row.constants) if pick is None else pick((row.params, row.constants))
     key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, row.layer)
     source = None if context.source is None else replace(context.source, heads=row.source_heads)
-    context = replace(context, dropout_key=key, state=row.state, layer=row.layer, constants=constants, memo=memo, source=source)
+    context = replace(
+        context, dropout_key=key, state=row.state, layer=row.layer, constants=constants, memo=memo, source=source,
+        tap=context.tap.in_layer(row.layer),
+    )  # fmt: skip
     output = blocks.block(config, mixer, params, x, context)
-    hidden = output.hidden if context.return_hidden else None
-    return (output.hidden, output.memo), output._replace(hidden=hidden, memo=None)
+    return (output.hidden, output.memo), output._replace(hidden=None, memo=None)
 
 
 def decoding_rows(config: ModelConfig, slots, layers: Layers, x, heads) -> list[Row]:
@@ -175,6 +177,9 @@ def run_in_turn(functions, carry, rows):
     for function, row in zip(functions, rows, strict=True):
         carry, output = function(carry, row)
         outputs.append(output)
+    if len({frozenset(output.intermediates) for output in outputs}) > 1:
+        names = ", ".join(sorted(set.union(*(set(output.intermediates) for output in outputs))))
+        raise ConfigError(f"intermediates: {names}: not every layer computes all of these")
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(output._replace(state=None) for output in outputs))
     if outputs[0].state is None:
         return carry, stacked

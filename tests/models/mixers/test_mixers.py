@@ -350,7 +350,11 @@ def test_masks_and_maps_that_a_system_lacks(name):
     with pytest.raises(NotImplementedError, match=f"(?i){type(config.mixer).__name__}"):
         jax.eval_shape(partial(models.apply, config), parameters(SYSTEMS[name]), TOKENS)
     with pytest.raises(NotImplementedError, match=f"{type(config.mixer).__name__} keeps no attention maps"):
-        jax.eval_shape(partial(models.apply, SYSTEMS[name], return_attention=True), parameters(SYSTEMS[name]), TOKENS)
+        jax.eval_shape(
+            partial(models.apply, SYSTEMS[name], intermediates=("layers/*/attention/weights",)),
+            parameters(SYSTEMS[name]),
+            TOKENS,
+        )
 
 
 # As data
@@ -380,7 +384,9 @@ def test_local_and_sparse_transformers_are_masks():
     ]
     config = C.override(BASE, ["--masks", *texts, "--num-layers=4"], OFFERED)
     assert C.describe(config)["masks"] == list(map(str, config.masks))
-    maps = np.asarray(jit(partial(models.apply, config, return_attention=True))(parameters(config), TOKENS).attention)
+    name = "layers/*/attention/weights"
+    out = jit(partial(models.apply, config, intermediates=(name,)))(parameters(config), TOKENS)
+    maps = np.asarray(out.intermediates[name])
     for mask, weights in zip(config.masks, maps, strict=True):
         np.testing.assert_array_equal(weights > 0, np.broadcast_to(mask.dense(T, T), weights.shape), str(mask))
 
@@ -460,8 +466,8 @@ def test_reversible_layers_take_a_reformer_and_refuse_by_name():
     with pytest.raises(ConfigError, match="norm_placement='post'"):
         post = replace(config, norm_placement="post")
         models.encode(post, parameters(post), TOKENS)
-    with pytest.raises(NotImplementedError, match="maps"):
-        models.encode(config, parameters(config), TOKENS, return_attention=True)
+    with pytest.raises(NotImplementedError, match="intermediates"):
+        models.encode(config, parameters(config), TOKENS, intermediates=("layers/*/attention/weights",))
 
 
 def test_bigbird_is_dense_where_it_is_short():

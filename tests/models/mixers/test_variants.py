@@ -421,11 +421,13 @@ def test_bfloat16_and_attention_maps_in_shape(name):
     config = CONFIGS[name]
     p = params.abstract(models.spec(config))
     cache = jax.eval_shape(lambda: decoding.init_cache(config, 2, T, jnp.bfloat16))
-    run = lambda p, cache: models.apply(config, p, jnp.asarray(TOKENS), cache=cache, dtype=jnp.bfloat16, return_attention=True)
+    name = "layers/*/attention/weights"
+    options = dict(dtype=jnp.bfloat16, intermediates=(name,))
+    run = lambda p, cache: models.apply(config, p, jnp.asarray(TOKENS), cache=cache, **options)
     out = jax.eval_shape(run, p, cache)
     assert out.hidden.dtype == jnp.bfloat16 and out.logits.dtype == jnp.float32
     assert jax.tree.map(lambda a: a.dtype, out.cache.layers) == jax.tree.map(lambda a: a.dtype, cache.layers)
-    assert out.attention.shape == (config.num_layers, 2, 4, T, T)
+    assert out.intermediates[name].shape == (config.num_layers, 2, 4, T, T)
     assert jax.eval_shape(lambda p: run(p, None), p).hidden.dtype == jnp.bfloat16
 
 
