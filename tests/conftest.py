@@ -18,7 +18,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # most of a test's time is compilation of a program that runs once: LLVM need not polish it (HLO passes all run), and
 # the emitter of loops that XLA had before the present one takes a third of its time
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
-    flags = [f for f in ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false") if known(f)]
+    wanted = ["--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"]
+    flags = wanted if known(" ".join(wanted)) else [flag for flag in wanted if known(flag)]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 import jax  # noqa: E402

@@ -116,8 +116,14 @@ SEEDS = (0, 1, 6)  # in 6 a text that falls short at the limit gets better befor
 GNMT = {f"gnmt {a}": (gnmt(a), lambda s, n, a=a: s / ((5 + n) / 6) ** a) for a in (0.8, -0.8, 3.0)}
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize(("beams", "penalties"), [(1, PENALTIES), (8, PENALTIES), (3, GNMT)])
+@pytest.mark.parametrize(  # each kind of beams with one way to stop; the other pairs are slow
+    ("beams", "penalties", "early_stopping"),
+    [
+        pytest.param(*kind, early, marks=() if i == k else pytest.mark.slow)
+        for i, kind in enumerate([(1, PENALTIES), (8, PENALTIES), (3, GNMT)])
+        for k, early in enumerate([False, "never", True])
+    ],
+)
 def test_plain_beams_equal_the_reference(beams, penalties, early_stopping):
     """Rows with prompts of different length, each as it is alone; stop tokens are among the likely ones."""
     V, prompts = 7, [[1, 2, 3], [4], [5, 5]]

@@ -3,7 +3,7 @@
 import itertools
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import chex
 import jax
@@ -37,12 +37,13 @@ FAMILIES = {
 }
 
 
-apply = jax.jit(models.apply, static_argnums=0)
+init, apply = jax.jit(models.init, static_argnums=0), jax.jit(models.apply, static_argnums=0)
 
 
+@cache
 def make(name):
     config = FAMILIES[name]
-    return config, models.init(config, jax.random.key(3))
+    return config, init(config, jax.random.key(3))
 
 
 def test_a_decoding_step_is_compiled_once():
@@ -72,24 +73,24 @@ def test_greedy_generation_equals_repeated_forward_passes_for_ragged_prompts(nam
         assert jnp.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist() == out
 
 
-@pytest.mark.parametrize("scaling", [NTK(4.0, 8), LongRoPE((1.0,) * 3, (2.0,) * 3, 8)])
+@pytest.mark.parametrize("scaling", [pytest.param(NTK(4.0, 8), marks=pytest.mark.slow), LongRoPE((1.0,) * 3, (2.0,) * 3, 8)])
 def test_ragged_prompts_are_not_turned_by_the_longest_row(scaling):
     """A row beside a longer one has the tokens that it has alone, also where the rotation depends on the length."""
     config = replace(GPT, positions=Rope(scaling=scaling), num_layers=1)
-    parameters, greedy = models.init(config, jax.random.key(0)), Sampling(temperature=0.0)
+    parameters, greedy = init(config, jax.random.key(0)), Sampling(temperature=0.0)
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [3]]
     together = decoding.generate(config, parameters, prompts, 7, how=greedy)
     assert together == [decoding.generate(config, parameters, [prompt], 7, how=greedy)[0] for prompt in prompts]
 
 
-@pytest.mark.parametrize("slots", [9, 12, 40])
+@pytest.mark.parametrize("slots", [9, pytest.param(12, marks=pytest.mark.slow), 40])
 def test_random_masks_do_not_depend_on_the_slots_of_a_cache(slots):
     drawn = (
         masks.causal() & (masks.random_blocks(1, 2, seed=5) | masks.window(0)),
         masks.causal() & masks.bigbird(2, 1, 0),
     )
     config = replace(GPT, masks=drawn)
-    parameters, tokens = models.init(config, jax.random.key(3)), jax.random.randint(jax.random.key(0), (2, 9), 0, V)
+    parameters, tokens = init(config, jax.random.key(3)), jax.random.randint(jax.random.key(0), (2, 9), 0, V)
     whole, cache = apply(config, parameters, tokens).logits, decoding.init_cache(config, 2, slots)
     for i in range(9):
         out = apply(config, parameters, tokens[:, i : i + 1], cache=cache)
@@ -147,7 +148,7 @@ SOURCES, STARTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [3, 1, 4, 1]], [[0], [0, 5, 7]
 def test_greedy_generation_of_a_pair_equals_repeated_forward_passes(name):
     """Sources and prompts of different length, together; each row is what a model that sees it alone finds likeliest."""
     config = PAIRS[name]
-    parameters = jax.jit(models.init, static_argnums=0)(config, jax.random.key(3))
+    parameters = init(config, jax.random.key(3))
     outs = decoding.generate(config, parameters, STARTS, 8, sources=SOURCES, how=Sampling(temperature=0.0))
     for source, prompt, out in list(zip(SOURCES, STARTS, outs, strict=True))[:2]:
         logits = apply(config, parameters, jnp.array([prompt + out]), source=jnp.array([source])).logits[0]
@@ -209,7 +210,7 @@ def served(logs, most):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n != "stopped" else pytest.mark.slow) for n in SETTINGS])
 def test_a_row_that_is_refilled_continues_its_prompt_as_if_alone(name):
     """13 prompts in 4 rows: the tokens that each has beside others, with its own random numbers."""
-    parameters, options = models.init(SERVED, jax.random.key(3)), SETTINGS[name] | {"key": jax.random.key(5), "rows": 4}
+    parameters, options = init(SERVED, jax.random.key(3)), SETTINGS[name] | {"key": jax.random.key(5), "rows": 4}
     together = decoding.generate(SERVED, parameters, PROMPTS, 12, **options)
     assert len(set(map(len, together))) == 1 or name in ("filtered", "stopped")
     for index in (0, 4, 7, 12):
@@ -220,7 +221,7 @@ def test_a_row_that_is_refilled_continues_its_prompt_as_if_alone(name):
 
 def test_logits_of_a_row_are_bit_by_bit_those_of_the_prompt_alone():
     """Float32, one device, as many rows, up to 128 slots: neighbours, and who was in the row before, change no bit."""
-    parameters, most = models.init(SERVED, jax.random.key(3)), 12
+    parameters, most = init(SERVED, jax.random.key(3)), 12
     run = partial(decoding.generate, SERVED, parameters, max_tokens=most, how=Sampling(temperature=0.0), rows=4)
     together, alone = [], []
     everything = run(PROMPTS, filters=(recording(together),))
@@ -248,7 +249,7 @@ class Compilations:
 def test_other_prompts_and_settings_compile_nothing():
     """50 prompts of random lengths within a bucket; other temperatures, k, p, token counts and stop tokens."""
     config = replace(SERVED, num_layers=1, d_ff=8)
-    parameters, rng, compiled = models.init(config, jax.random.key(3)), np.random.default_rng(0), Compilations()
+    parameters, rng, compiled = init(config, jax.random.key(3)), np.random.default_rng(0), Compilations()
     draw = lambda count: [rng.integers(0, V, n).tolist() for n in rng.integers(17, 33, count)]
 
     def run(prompts, max_tokens, temperature, top_k, top_p, stops, seed):
@@ -270,7 +271,7 @@ def test_other_prompts_and_settings_compile_nothing():
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_stream_gives_the_tokens_of_generate(every):
-    parameters, how = models.init(SERVED, jax.random.key(3)), Sampling(temperature=0.7)
+    parameters, how = init(SERVED, jax.random.key(3)), Sampling(temperature=0.7)
     options = dict(how=how, key=jax.random.key(2))
     whole = decoding.generate(SERVED, parameters, [PROMPTS[5]], 11, rows=1, **options)[0]
     parts = list(decoding.stream(SERVED, parameters, PROMPTS[5], 11, every=every, **options))
@@ -282,7 +283,7 @@ def test_a_stream_gives_the_tokens_of_generate(every):
 
 def test_a_function_of_the_new_tokens_ends_a_row():
     """It is asked after some steps, and what it cuts is gone; the row takes the next prompt."""
-    parameters = models.init(SERVED, jax.random.key(3))
+    parameters = init(SERVED, jax.random.key(3))
     run = partial(decoding.generate, SERVED, parameters, PROMPTS[:5], 12, key=jax.random.key(1), rows=2)
     free, asked = run(), []
 
@@ -298,7 +299,7 @@ def test_a_function_of_the_new_tokens_ends_a_row():
 @pytest.mark.slow
 def test_prompts_longer_than_a_piece_are_read_in_pieces(monkeypatch):
     """The same tokens, whatever the length of the pieces; prompts end within, at and behind the end of one."""
-    parameters = models.init(SERVED, jax.random.key(3))
+    parameters = init(SERVED, jax.random.key(3))
     prompts = [np.random.default_rng(n).integers(0, V, n).tolist() for n in (15, 16, 17, 33, 64)]
     run = partial(decoding.generate, SERVED, parameters, prompts, 6, how=Sampling(temperature=0.0))
     whole = run()
@@ -306,12 +307,12 @@ def test_prompts_longer_than_a_piece_are_read_in_pieces(monkeypatch):
     assert run() == whole
 
 
-@pytest.mark.parametrize("name", ["gpt3", "llama"])
+@pytest.mark.parametrize("name", ["gpt3", pytest.param("llama", marks=pytest.mark.slow)])
 def test_long_prompts_are_read_in_pieces_and_keys_may_have_8_bits(name, monkeypatch):
     """Pieces of 8 tokens, of which the first is read as training reads it, give the tokens of the whole prompt."""
     config, parameters = make(name)
     config = replace(config, context_length=64)
-    parameters = models.init(config, jax.random.key(3))
+    parameters = init(config, jax.random.key(3))
     prompts, greedy = [[7 * i % V for i in range(n)] for n in (37, 5, 20)], Sampling(temperature=0.0)
     whole = decoding.generate(config, parameters, prompts, 6, how=greedy)
     assert decoding.generate(config, parameters, prompts, 6, how=greedy, cache_dtype=jnp.int8) == whole
@@ -331,7 +332,7 @@ def test_a_cache_in_8_bits_costs_as_much_as_its_rounding():
     assert out.cache.layers[0]["key"].values.dtype == jnp.int8
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_weights_in_8_bits(name):
     """A weight is off by at most half of 1/127 of its channel's largest; without the rounding, products are the same."""
     config, parameters = make(name)

@@ -19,7 +19,7 @@ ENCODER = ModelConfig(
 )  # fmt: skip
 DECODER = ModelConfig(vocab_size=11, num_layers=2, d_model=16, num_heads=2, context_length=12, init_std=0.3)
 PAIR = EncoderDecoder(ENCODER, DECODER, share_embeddings=False)
-PARAMS = models.init(PAIR, jax.random.key(0))
+PARAMS = jax.jit(partial(models.init, PAIR))(jax.random.key(0))
 IMAGES = np.random.default_rng(0).normal(size=(5, 4, 6, 1)).astype(np.float32)
 PROMPTS = [[1], [1, 4], [1], [2, 3, 4], [1]]
 GREEDY = decoding.Sampling(temperature=0.0)
@@ -58,8 +58,8 @@ def test_beams_of_images_are_scored_as_apply_says():
     tokens = [hypotheses[0].tokens for hypotheses in found]
     scores = decoding.score(PAIR, PARAMS, PROMPTS, tokens, sources=list(IMAGES), rows=2)
     for prompt, image, new, score, hypotheses in zip(PROMPTS, IMAGES, tokens, scores, found, strict=True):
-        text = jnp.array([[*prompt, *new]])
-        logs = jax.nn.log_softmax(models.apply(PAIR, PARAMS, text, source=jnp.asarray(image[None])).logits[0])
+        text = jnp.array([[*prompt, *new, *[0] * (10 - len(prompt) - len(new))]])  # as above
+        logs = jax.nn.log_softmax(logits_of(PARAMS, text, source=jnp.asarray(image[None])).logits[0])
         expected = sum(float(logs[len(prompt) - 1 + i, token]) for i, token in enumerate(new))
         np.testing.assert_allclose([score.log_likelihood, hypotheses[0].score], expected, rtol=1e-4)  # float32 sums
 

@@ -1,7 +1,7 @@
 """Decoding on simulated meshes: what one step exchanges, and the tokens of one device."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -54,10 +54,15 @@ def test_under_fsdp_each_weight_is_gathered_once_a_step():
     assert count <= 10 * CONFIG.num_layers + 3 and size <= weights + 2**16
 
 
-@pytest.mark.parametrize("name", MESHES)
+@cache
+def drawn():
+    return jax.jit(partial(models.init, CONFIG))(jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("tensor", "all") else pytest.mark.slow) for n in MESHES])
 def test_a_mesh_gives_the_tokens_of_one_device(name):
     """More prompts than rows; float32 sums in another order turn no greedy choice of these."""
-    params = jax.jit(partial(models.init, CONFIG))(jax.random.key(0))
+    params = drawn()
     alone = decoding.generate(CONFIG, params, PROMPTS, 12, rows=8)
     mesh = make_mesh(MESHES[name])
     split = jax.device_put(params, sharding.shardings(models.spec(CONFIG), mesh))
@@ -65,10 +70,10 @@ def test_a_mesh_gives_the_tokens_of_one_device(name):
         assert decoding.generate(CONFIG, split, PROMPTS, 12, rows=8) == alone
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("data", "fsdp") else pytest.mark.slow) for n in MESHES])
 def test_a_mesh_gives_the_tokens_of_one_device_in_8_bits(name):
     """Weights in 8 bits are not gathered: `fsdp` sums their partial products."""
-    params = jax.jit(partial(models.init, CONFIG))(jax.random.key(0))
+    params = drawn()
     alone = decoding.generate(CONFIG, decoding.quantize(CONFIG, params), PROMPTS[:3], 6)
     mesh = make_mesh(MESHES[name])
     split = jax.device_put(params, sharding.shardings(models.spec(CONFIG), mesh))

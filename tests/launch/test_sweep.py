@@ -12,7 +12,8 @@ from jaxformer.errors import ConfigError
 from jaxformer.training import loop
 from tests.tiny import furnish
 
-QUICK = ["--eval-batches=1", "--log-every=1", "--checkpoints.every=1"]
+# a model that sees later tokens ends without a sample: nothing is compiled for one
+QUICK = ["--eval-batches=1", "--log-every=1", "--checkpoints.every=1", "--model.masks=full()"]
 GRID = "--optimizer.learning-rate=1e-3,1e-1 --seed=0,1"
 
 
@@ -71,18 +72,18 @@ def test_a_killed_sweep_goes_on_where_it_was(runs, monkeypatch):
 
     started, train = [], loop.train
 
-    def until_the_third(experiment, *rest, **options):
+    def until_the_second(experiment, *rest, **options):
         started.append(experiment)
-        if len(started) == 3:
+        if len(started) == 2:
             raise Killed
         return train(experiment, *rest, **options)
 
-    monkeypatch.setattr(loop, "train", until_the_third)
+    monkeypatch.setattr(loop, "train", until_the_second)
     with contextlib.suppress(Killed):
-        sweep(GRID)
-    assert sweep(GRID) == 0
-    assert len(started) == 5 and started[2] == started[3]  # the third again, then the fourth
-    assert len(rows(runs)[1]) == 4
+        sweep("--seed=0,1,2")
+    assert sweep("--seed=0,1,2") == 0
+    assert len(started) == 4 and started[1] == started[2]  # the second again, then the third
+    assert len(rows(runs)[1]) == 3
 
 
 def test_what_fails_stays_in_the_table_and_the_others_go_on(runs, capsys):

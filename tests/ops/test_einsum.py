@@ -57,7 +57,9 @@ def test_the_library_uses_what_is_tested_here():
     assert {"btd,df->btf", "btd,vd->btv", "btd,dnh->btnh", "btnh,nhd->btd", "btkgh,bskh->bkgts"} <= set(USED)
 
 
-@pytest.mark.parametrize("spec", USED)
+@pytest.mark.parametrize(  # every other one is below, in float32
+    "spec", [pytest.param(spec, marks=() if i % 2 else pytest.mark.slow) for i, spec in enumerate(USED)]
+)
 def test_bfloat16_forward_and_backward(spec):
     """Each product of the library, on this platform, within one rounding of the float64 truth for the same operands."""
     x, w, g = operands(spec, seed=len(spec), x_dtype=jnp.bfloat16)

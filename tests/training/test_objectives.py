@@ -1,6 +1,7 @@
 """Objectives: what they are given, what they report, what is scored."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,16 @@ CONFIG = ModelConfig(vocab_size=13, num_layers=2, d_model=16, num_heads=2, conte
 TOKENS = jax.random.randint(jax.random.key(0), (3, 8), 0, 13)
 BATCH = {"tokens": TOKENS, "labels": jnp.roll(TOKENS, -1, 1), "weights": (TOKENS % 4 > 0).astype(jnp.float32)}
 KEYS = [jax.random.key(seed) for seed in (1, 2)]
+apply = jax.jit(models.apply, static_argnums=0)
+
+
+def init(model):
+    return jax.jit(partial(models.init, model))(jax.random.key(0))
+
+
+def sums_of(objective, *arguments):
+    """Of a model, its parameters, a batch and a key, in float32."""
+    return jax.jit(objective, static_argnums=(0, 4))(*arguments, jnp.float32)
 
 
 class NoData:
@@ -36,7 +47,7 @@ def recipe(model, **changes):
 def losses(model, batch=BATCH, **changes):
     """(trained with each key, scored with each key)."""
     made = recipe(model, **changes)
-    trained = models.init(model, jax.random.key(0))
+    trained = init(model)
     return tuple([float(jax.jit(f)(trained, batch, key).loss) for key in KEYS] for f in (made.loss, made.score))
 
 
@@ -63,10 +74,10 @@ def test_a_pair_is_scored_as_its_decoder_says():
     decoder = replace(CONFIG, masks=(causal(),))
     pair = EncoderDecoder(encoder=replace(CONFIG, masks=(full(),), heads=()), decoder=decoder)
     batch = BATCH | {"source": TOKENS[:, ::-1], "source_segment_ids": jnp.ones_like(TOKENS).at[0, 5:].set(0)}
-    parameters = models.init(pair, jax.random.key(0))
+    parameters = init(pair)
     sources = {name: batch[name] for name in ("source", "source_segment_ids")}
-    expected = cross_entropy(models.apply(pair, parameters, TOKENS, **sources).logits, batch["labels"], batch["weights"])
-    found = TokenCrossEntropy()(pair, parameters, batch, KEYS[0], jnp.float32)
+    expected = cross_entropy(apply(pair, parameters, TOKENS, **sources).logits, batch["labels"], batch["weights"])
+    found = sums_of(TokenCrossEntropy(), pair, parameters, batch, KEYS[0])
     np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-5)  # float32 sums in another order
     np.testing.assert_array_equal(found.metrics["accuracy"][0], expected.correct)
 
@@ -77,9 +88,9 @@ def test_images_have_classes():
         masks=(full(),),
     )  # fmt: skip
     batch = {"images": jnp.ones((4, 8, 8, 1)), "labels": jnp.array([0, 1, 2, 2]), "weights": jnp.array([1.0, 1, 1, 0])}
-    parameters = models.init(images, jax.random.key(0))
-    found = ClassCrossEntropy()(images, parameters, batch, KEYS[0], jnp.float32)
-    logits = models.apply(images, parameters, batch["images"]).logits
+    parameters = init(images)
+    found = sums_of(ClassCrossEntropy(), images, parameters, batch, KEYS[0])
+    logits = apply(images, parameters, batch["images"]).logits
     np.testing.assert_allclose(found.loss, -jax.nn.log_softmax(logits)[jnp.arange(3), jnp.arange(3)].sum(), rtol=1e-5)
     with pytest.raises(ConfigError, match=r"logits \[4, 3\], labels \[4\], weights \[4, 1\].*Classification head"):
         ClassCrossEntropy()(images, parameters, batch | {"weights": jnp.ones((4, 1))}, KEYS[0], jnp.float32)
@@ -88,10 +99,10 @@ def test_images_have_classes():
 def test_positions_have_classes():
     """Labels [B, T] are of tokens: by hand in float64; labels [B] do not fit them."""
     tagger = replace(CONFIG, heads=(TokenClassification(3),))
-    parameters = models.init(tagger, jax.random.key(0))
+    parameters = init(tagger)
     batch = BATCH | {"labels": BATCH["labels"] % 3}
-    found = ClassCrossEntropy()(tagger, parameters, batch, KEYS[0], jnp.float32)
-    logits = np.asarray(models.apply(tagger, parameters, TOKENS).logits, np.float64)
+    found = sums_of(ClassCrossEntropy(), tagger, parameters, batch, KEYS[0])
+    logits = np.asarray(apply(tagger, parameters, TOKENS).logits, np.float64)
     logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     lost = -np.take_along_axis(logs, np.asarray(batch["labels"])[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(found.loss, (lost * np.asarray(batch["weights"])).sum(), rtol=1e-5)
@@ -104,9 +115,9 @@ def test_positions_have_classes():
 def test_routed_experts_report_their_load():
     """Figures of one number a layer are metrics, weighted as the loss is."""
     model = replace(CONFIG, feedforward=Mixture(experts=4, top_k=2, d_ff=8))
-    parameters = models.init(model, jax.random.key(0))
-    sums = TokenCrossEntropy()(model, parameters, BATCH, KEYS[0], jnp.float32)
-    stats = models.apply(model, parameters, TOKENS).stats
+    parameters = init(model)
+    sums = sums_of(TokenCrossEntropy(), model, parameters, BATCH, KEYS[0])
+    stats = apply(model, parameters, TOKENS).stats
     total, weight = sums.metrics["expert_load"]
     np.testing.assert_allclose(total / weight, stats["expert_load"].mean(), rtol=1e-6)
     assert set(sums.metrics) == {"accuracy", "expert_load", "dropped"}
@@ -131,7 +142,7 @@ def test_a_model_of_ones_own_needs_only_spec_and_apply():
 
 def test_what_an_objective_returns_is_checked():
     pair = recipe(CONFIG, objective=lambda model, params, batch, key, dtype: (jnp.ones(()), jnp.ones(())))
-    assert pair.loss(models.init(CONFIG, KEYS[0]), BATCH, KEYS[0]).metrics == {}
+    assert pair.loss(init(CONFIG), BATCH, KEYS[0]).metrics == {}
     with pytest.raises(ConfigError, match="objective: returned float"):
         recipe(CONFIG, objective=lambda *_: 1.0).loss(models.init(CONFIG, KEYS[0]), BATCH, KEYS[0])
 

@@ -84,7 +84,11 @@ def test_unrolled_equals_scanned(name):
     close(run(replace(config, unroll=L), parameters(config)), run(config, parameters(config)))
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+# one of these two of each system is fast
+halves = [[pytest.param(n, marks=() if i % 2 == k else pytest.mark.slow) for i, n in enumerate(SYSTEMS)] for k in (0, 1)]
+
+
+@pytest.mark.parametrize("name", halves[0])
 def test_gradients_and_16_bits(name):
     """Of one layer's mixer: every parameter has a gradient, and bfloat16 input gives nearly what float32 does."""
     config = SYSTEMS[name]
@@ -114,7 +118,7 @@ def test_gradients_and_16_bits(name):
         assert (np.abs(leaf).max() < 1e-4) == (path in DEAD.get(name, ())), (path, np.abs(leaf).max())
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", halves[1])
 def test_padding_is_not_seen(name):
     """What stands in it does not matter; and where positions enter by distance or from the left, neither does it itself."""
     config, real = SYSTEMS[name], 11

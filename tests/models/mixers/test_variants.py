@@ -347,7 +347,11 @@ def close(a, b, tolerance=5e-6):
     np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * float(np.abs(np.asarray(b)).max()))
 
 
-@pytest.mark.parametrize("name", MIXERS)
+# one of these two of each variant is fast
+halves = [[pytest.param(n, marks=() if i % 2 == k else pytest.mark.slow) for i, n in enumerate(MIXERS)] for k in (0, 1)]
+
+
+@pytest.mark.parametrize("name", halves[0])
 def test_causal_packed_and_decoded(name):
     """Token k changes nothing before it; packed rows equal separate ones; cached pieces equal the forward pass."""
     config, p = made(name)
@@ -372,7 +376,7 @@ def test_causal_packed_and_decoded(name):
         cache = out.cache
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", halves[1])
 def test_gradients_and_dropout(name):
     """Every parameter of a layer has a gradient, and dropout follows its key."""
     config = replace(CONFIGS[name], attention_dropout_rate=0.2)

@@ -117,7 +117,7 @@ def to64(options):
     return {k: np.asarray(v, np.float64) if isinstance(v, jax.Array) else v for k, v in options.items()}
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow if n > 3 else ()) for n in range(8)])
 def test_equals_its_definition(seed):
     arrays, mask, visible, options = random_case(seed)
     out, weights = jax.jit(lambda *a: attention(*a, mask=mask, return_weights=True, **options))(*arrays)
@@ -133,7 +133,7 @@ def test_equals_its_definition(seed):
     assert (np.asarray(out).swapaxes(1, 2)[~seen] == 0).all()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow if n > 3 else ()) for n in range(6)])
 def test_float64_value_and_gradients(seed):
     with jax.enable_x64(True):
         arrays, mask, visible, options = random_case(100 + seed, jnp.float64)

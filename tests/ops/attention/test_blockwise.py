@@ -166,8 +166,14 @@ def test_every_mask_at_a_size_of_many_blocks(name):
     assert_equal(*both(arrays, {}, None, fixed, (8, 16)), FLOAT32)
 
 
-@pytest.mark.parametrize("block", [(1, 1), (1, 3), (3, 1)])
-@pytest.mark.parametrize("shape", [(2, 4, 5, 4), (1, 4, 5, 1), (2, 1, 1, 4)])
+@pytest.mark.parametrize(  # each block with one shape; the other pairs are slow
+    ("block", "shape"),
+    [
+        pytest.param(block, shape, marks=() if i == k else pytest.mark.slow)
+        for i, block in enumerate([(1, 1), (1, 3), (3, 1)])
+        for k, shape in enumerate([(2, 4, 5, 4), (1, 4, 5, 1), (2, 1, 1, 4)])
+    ],
+)
 def test_a_bias_array_in_blocks_of_one(block, shape):
     """A block of one query or key is not an axis that is broadcast."""
     normal = lambda *shape: jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)

@@ -111,7 +111,10 @@ def call_of(options):
     return Call(**{"scale": H**-0.5} | options)
 
 
-@pytest.mark.parametrize("name", CALLS)
+BY_ROW = "causal", "chunked", "prefix", "by_head", "yours", "t5", "places", "all at once"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in BY_ROW else ()) for n in CALLS])
 def test_every_mask_and_bias_is_that_of_each_row_alone(name):
     """Rows of other lengths, with slots that are empty and new tokens that are padding. Then one token more of each."""
     options, lengths, counts, T = CALLS[name], [21, 3], [4, 5], 5
@@ -124,7 +127,7 @@ def test_every_mask_and_bias_is_that_of_each_row_alone(name):
             np.testing.assert_array_equal(state[kind][row, :, :text], x[row, :text].swapaxes(0, 1))
 
 
-@pytest.mark.parametrize("name", ["causal", "chunked", "prefix", "by_head", "yours", "t5", "places", "all at once"])
+@pytest.mark.parametrize("name", BY_ROW)
 def test_it_is_the_reference_at_positions_by_row(name):
     """`ops.attention(positions=...)` of the same slots, as one array."""
     options, lengths, counts, T = CALLS[name], [21, 3], [4, 5], 5
@@ -214,8 +217,14 @@ SPECS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(  # each product in one precision; the other is slow
+    ("spec", "dtype"),
+    [
+        pytest.param(spec, dtype, marks=() if (i + k) % 2 else pytest.mark.slow)
+        for i, spec in enumerate(SPECS)
+        for k, dtype in enumerate([jnp.float32, jnp.bfloat16])
+    ],
+)
 def test_products_with_stored_weights(spec, dtype):
     """Of one row and of several, in float32 and in 16 bits, with the result in another precision or not."""
     x_axes, w_axes, out = spec.replace("->", ",").split(",")
