@@ -1,6 +1,10 @@
 """Each objective that draws at random, or reads more than tokens, is stopped and resumed to the same bits."""
 
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import dataclass, replace
 
 import jax
@@ -75,15 +79,19 @@ class Rows:
         return row
 
 
+def experiment_of(name, steps, every):
+    model, objective, others = CASES[name]
+    return Experiment(
+        name="resumed", model=model, objective=objective, steps=steps, batch_size=8, log_every=1, eval_every=steps,
+        data=Random(tuple(others.items()), isinstance(objective, SpanCrossEntropy | ClassCrossEntropy)),
+        checkpoints=Checkpoints(every=every, keep_latest=3),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_resumed_in_the_middle_ends_as_it_did(name, tmp_path, capsys):
-    """Without its later checkpoints it is that of a process killed before them; kills themselves are tested elsewhere."""
-    model, objective, others = CASES[name]
-    experiment = Experiment(
-        name="resumed", model=model, objective=objective, steps=5, batch_size=8, log_every=1, eval_every=5,
-        data=Random(tuple(others.items()), isinstance(objective, SpanCrossEntropy | ClassCrossEntropy)),
-        checkpoints=Checkpoints(every=2, keep_latest=3),
-    )  # fmt: skip
+    """Without its later checkpoints it is that of a process killed before them."""
+    experiment = experiment_of(name, 5, 2)
     whole = loop.train(experiment, tmp_path)
     record, state = (whole.folder / "metrics.jsonl").read_text(), saved(whole.folder, experiment)
     for step in ("4", "5"):
@@ -96,11 +104,45 @@ def test_a_run_resumed_in_the_middle_ends_as_it_did(name, tmp_path, capsys):
     assert all(np.array_equal(one, other) for one, other in zip(state, saved(resumed.folder, experiment), strict=True))
 
 
-def saved(folder, experiment):
+CHILD = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("resumed", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+sys.modules["resumed"] = module
+spec.loader.exec_module(module)
+module.loop.train(module.experiment_of(sys.argv[2], 400, 20), sys.argv[3])
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_killed_three_times_ends_as_it_did(name, tmp_path):
+    """By SIGKILL, whatever it was doing then."""
+    command = [sys.executable, "-c", CHILD, __file__, name]
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+    (whole,) = (tmp_path / "whole").glob("resumed-*")
+    rng = np.random.default_rng(0)
+    for part in range(1, 4):
+        process = subprocess.Popen([*command, str(tmp_path / "killed")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None:
+            found = [file.read_text().count("\n") for file in (tmp_path / "killed").glob("resumed-*/metrics.jsonl")]
+            if found and found[0] > 100 * part:
+                time.sleep(rng.uniform(0, 0.2))
+                process.kill()
+                process.wait()
+        assert process.returncode == -signal.SIGKILL
+    subprocess.run([*command, str(tmp_path / "killed")], check=True, capture_output=True)
+    (killed,) = (tmp_path / "killed").glob("resumed-*")
+    assert (killed / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
+    numbers = [saved(folder, experiment_of(name, 400, 20), 400) for folder in (killed, whole)]
+    assert all(np.array_equal(one, other) for one, other in zip(*numbers, strict=True))
+
+
+def saved(folder, experiment, last=5):
     """The trained numbers of the last checkpoint."""
     from jaxformer import models, params
     from jaxformer.training import checkpoint
 
     step, tree, _ = checkpoint.restore_params(folder / "checkpoints", params.abstract(models.spec(experiment.model)))
-    assert step == 5
+    assert step == last
     return jax.tree.leaves(jax.device_get(tree))
