@@ -1,0 +1,97 @@
+"""One text through a model, token by token: losses, predictions, what each layer would say, where the heads look."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer import models
+from jaxformer.analysis import attention_maps
+from jaxformer.errors import ConfigError
+from jaxformer.models import embedding, transformer
+
+WEIGHTS, RESIDUAL = "layers/*/attention/weights", "layers/*/residual"
+
+
+class Inspection(NamedTuple):
+    """Of T tokens, of which each but the first was predicted."""
+
+    tokens: list[str]
+    losses: np.ndarray  # [T], nats; of the first NaN
+    predictions: list[list[tuple[str, float]]]  # for the token behind each: the likeliest with their probabilities
+    lens: list[list[str]]  # [L][T]: what would be likeliest if the model ended after a layer
+    heads: dict[str, np.ndarray]  # [L, N] by the names of numbers; empty where the mixer keeps no weights
+    weights: np.ndarray | None  # [L, N, T, T]
+
+
+def inspect(config: models.ModelConfig, params: Any, tokenizer: Any, text: str, top: int = 3, dtype: Any = None) -> Inspection:
+    """What a language model makes of a text. The lens is nostalgebraist's (2020): final norm and unembedding of each layer.
+
+    Raises ConfigError for a text without two tokens, and for what is no decoder alone.
+    """
+    tokens = [int(token) for token in tokenizer.encode(text)]
+    if not isinstance(config, models.ModelConfig) or models.heads.language_model(config) is None:
+        raise ConfigError("inspect: the model has no language model of its own to look into; give a run of a decoder")
+    if len(tokens) < 2:
+        raise ConfigError(f"inspect: {text!r} is {len(tokens)} tokens; give a text of at least two")
+    maps = config.mixer is None
+    logits, lens, weights = _run(config, maps, dtype, params, jnp.array([tokens]))
+    logs = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    losses = np.array([np.nan, *(-logs[t, token] for t, token in enumerate(tokens[1:]))])
+    word = lambda token: tokenizer.decode([int(token)])
+    likeliest = np.argsort(-logs, axis=-1)[:, :top]
+    predictions = [[(word(v), float(np.exp(row[v]))) for v in some] for row, some in zip(logs, likeliest, strict=True)]
+    guesses = [[word(token) for token in row] for row in np.asarray(lens)]
+    heads = _heads(jnp.array([tokens]), weights) if maps else {}
+    return Inspection(
+        [word(token) for token in tokens], losses, predictions, guesses, heads, np.asarray(weights) if maps else None
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(config, maps: bool, dtype, params, tokens):
+    """(logits [T, V], likeliest token after each layer [L, T], weights [L, N, T, T] or None)."""
+    names = (RESIDUAL, WEIGHTS) if maps else (RESIDUAL,)
+    output = models.apply(config, params, tokens, dtype=dtype, intermediates=names)
+
+    def guess(hidden):
+        if config.norm_placement != "post":
+            hidden = embedding.norm(config, params["final_norm"], hidden)
+        return transformer.read(config, params, models.Output(None, hidden)).logits[0].argmax(axis=-1)
+
+    weights = output.intermediates[WEIGHTS][:, 0] if maps else None
+    return output.logits[0], jax.lax.map(guess, output.intermediates[RESIDUAL]), weights
+
+
+def _heads(tokens, weights) -> dict[str, np.ndarray]:
+    maps, found = weights[:, None], {}
+    for name in ("entropy", "distance"):
+        found[name] = attention_maps.head_means(getattr(attention_maps, name)(maps))
+    for name, targets in (
+        ("previous token", attention_maps.previous_tokens(tokens)), ("induction", attention_maps.induction_targets(tokens)),
+    ):  # fmt: skip
+        if (targets >= 0).any():
+            found[name] = attention_maps.head_means(attention_maps.weight_at(maps, targets), targets >= 0)
+    return {name: np.asarray(value) for name, value in found.items()}
+
+
+def table(found: Inspection, width: int = 120) -> str:
+    """The text as lines for a terminal: token, its loss, what was expected behind it, and the guess of each layer."""
+    shown = lambda token: repr(token)[1:-1][:10]
+    likely = [", ".join(f"{shown(token)} {share:.0%}" for token, share in row) for row in found.predictions]
+    room, layers = max(map(len, likely), default=0), list(range(len(found.lens)))
+    layers = layers[-max(1, (width - 24 - room) // 12) :]
+    lines = [f"{'token':<12}{'loss':>6}  {'expected next':<{room}}  " + "".join(f"layer {layer:<6}" for layer in layers)]
+    for t, token in enumerate(found.tokens):
+        loss = f"{found.losses[t]:6.2f}" if t else " " * 6
+        guesses = "".join(f"{shown(found.lens[layer][t]):<12}" for layer in layers)
+        lines.append(f"{shown(token):<12}{loss}  {likely[t]:<{room}}  {guesses}".rstrip())
+    lines.append(f"mean loss {np.nanmean(found.losses):.3f} nats a token over {len(found.tokens) - 1} tokens")
+    for name, value in found.heads.items():
+        layer, head = np.unravel_index(np.argmax(value), value.shape)
+        lines.append(
+            f"{name}: mean of all heads {value.mean():.3f}, most in layer {layer}, head {head}: {value[layer, head]:.3f}"
+        )
+    return "\n".join(lines)
