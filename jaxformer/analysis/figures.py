@@ -1,42 +1,142 @@
-"""Pictures of a run."""
+"""Pictures. Each function returns a matplotlib figure; `png` draws it for light or dark pages, `save` into a file.
 
-from collections.abc import Sequence
+matplotlib is imported when a picture is drawn: that takes half a second.
+"""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from etils import epath
+
+from jaxformer.analysis.scaling import HOFFMANN, Law
+
+COLORS = ["#1f77b4", "#d1495b", "#2a9d5c", "#e08e0b", "#7b5ea7", "#5f6b73"]
+DARK = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#c9d1d9")
+
+
+def png(draw: Callable[[], Any], dark: bool = False) -> bytes:
+    """The picture of a function that returns a figure, on a transparent ground if `dark`, else on white."""
+    from matplotlib import rc_context
+
+    colors = DARK | {"figure.facecolor": "none", "axes.facecolor": "none"} if dark else {}
+    with rc_context(colors), io.BytesIO() as file:
+        draw().savefig(file, format="png", dpi=120)
+        return file.getvalue()
+
+
+def save(draw: Callable[[], Any], path: epath.PathLike) -> epath.Path:
+    """Writes a picture into a file; its folder is made."""
+    path = epath.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(png(draw))
+    return path
 
 
 def loss_report(result: Any, records: Sequence[dict]) -> str:
-    """Draws training and validation loss (nats a token) against step into a finished run's folder; returns a line to print.
+    """Draws the curves of a finished run into its folder; returns a line to print. `records` are those of metrics.jsonl."""
+    draw = lambda: losses({f"{result.name}: {result.parameters:,} parameters": records}, result.baseline)
+    return f"loss curve: {save(draw, epath.Path(result.folder) / 'figures' / 'loss.png')}"
 
-    `records` are the lines of metrics.jsonl. `result.baseline`, the unigram entropy, is a horizontal line to beat.
-    """
-    from matplotlib.figure import Figure  # the import takes half a second
 
-    train = [(r["step"], r["loss"]) for r in records if "loss" in r]
-    validation = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
-    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    if train:
-        steps, losses = zip(*train, strict=True)
-        axes.plot(steps, losses, color="#9db4c8", linewidth=0.8, label="training, each logged step")
-        reach = len(losses) // 20  # to each side, shorter at the ends: there is no lag
-        windows = [losses[max(i - reach, 0) : i + reach + 1] for i in range(len(losses))]
-        axes.plot(steps, list(map(fmean, windows)), color="#1f5d8c", linewidth=1.6, label="training, smoothed")
-    if validation:
-        steps, losses = zip(*validation, strict=True)
-        axes.plot(steps, losses, "o-", color="#c0392b", markersize=4, linewidth=1.2, label="validation")
-        place = dict(textcoords="offset points", xytext=(-4, 8), ha="right", color="#c0392b")
-        axes.annotate(f"{losses[-1]:.3f}", validation[-1], **place)
-    if result.baseline is not None:
-        label = f"unigram entropy {result.baseline:.3f}"
-        axes.axhline(result.baseline, color="#777777", linestyle=":", linewidth=1, label=label)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=f"{result.name}: {result.parameters:,} parameters")
-    axes.grid(alpha=0.25)
+def losses(runs: Mapping[str, Sequence[dict]], baseline: float | None = None) -> Any:
+    """Training and validation loss (nats a token) against step, of one run or several; `baseline` is a line to beat."""
+    axes = _axes(xlabel="step", ylabel="loss (nats per token)")
+    alone = len(runs) == 1
+    for color, (name, records) in zip(_colors(len(runs)), runs.items(), strict=True):
+        train = [(r["step"], r["loss"]) for r in records if "loss" in r]
+        validation = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+        if train:
+            steps, values = zip(*train, strict=True)
+            axes.plot(
+                steps, values, color=color, alpha=0.5, linewidth=0.8, label="training, each logged step" if alone else None
+            )
+            reach = len(values) // 20  # to each side, shorter at the ends: there is no lag
+            windows = [values[max(i - reach, 0) : i + reach + 1] for i in range(len(values))]
+            label = "training, smoothed" if alone else name
+            axes.plot(steps, list(map(fmean, windows)), color=color, linewidth=1.6, label=label)
+        if validation:
+            steps, values = zip(*validation, strict=True)
+            other = COLORS[1] if alone else color
+            axes.plot(steps, values, "o-", color=other, markersize=4, linewidth=1.2, label="validation" if alone else None)
+            place = dict(textcoords="offset points", xytext=(-4, 8), ha="right", color=other)
+            axes.annotate(f"{values[-1]:.3f}", validation[-1], **place)
+    if baseline is not None:
+        axes.axhline(baseline, color="#888888", linestyle=":", linewidth=1, label=f"unigram entropy {baseline:.3f}")
+    axes.set_title("\n".join(runs) if alone else "training (lines) and validation (points)", fontsize=10)
     axes.legend(frameon=False)
-    path = epath.Path(result.folder) / "figures" / "loss.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        figure.savefig(file, format="png")
-    return f"loss curve: {path}"
+    return axes.figure
+
+
+def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str] | None = None) -> Any:
+    """Maps `[L, N, T, S]`, a row of panels a layer, with the tokens on the axes where there are at most 40."""
+    from matplotlib.figure import Figure
+
+    L, N, T, S = weights.shape
+    size = float(np.clip(0.16 * max(T, S), 1.5, 5))
+    figure = Figure(figsize=(0.5 + size * N, 0.6 + size * L), layout="constrained")
+    for (layer, head), axes in np.ndenumerate(figure.subplots(L, N, squeeze=False)):
+        axes.imshow(weights[layer, head], vmin=0, vmax=1, cmap="magma", aspect="auto")
+        axes.set_title(f"layer {layer}, head {head}", fontsize=8)
+        words = {"x": (sources or tokens) if layer == L - 1 else (), "y": tokens if head == 0 else ()}
+        for axis, names in words.items():
+            names = [repr(name)[1:-1][:8] for name in names] if len(names) <= 40 else []
+            axes.set(**{f"{axis}ticks": range(len(names)), f"{axis}ticklabels": names})
+        axes.tick_params(labelsize=6, length=0)
+        axes.tick_params(axis="x", rotation=90)
+    figure.supxlabel("key", fontsize=8)
+    figure.supylabel("query", fontsize=8)
+    return figure
+
+
+def heat(values: np.ndarray, xlabel: str, ylabel: str, title: str = "") -> Any:
+    """A matrix as colours with a bar: positional encodings, scores of heads `[L, N]`, gradients by layer."""
+    axes = _axes(grid=False, xlabel=xlabel, ylabel=ylabel, title=title)
+    signed = float(np.nanmin(values)) < 0
+    most = float(np.nanmax(np.abs(values))) or 1.0
+    image = axes.imshow(values, aspect="auto", cmap="RdBu_r" if signed else "magma", vmin=-most if signed else 0, vmax=most)
+    axes.figure.colorbar(image)
+    return axes.figure
+
+
+def schedules(rates: Mapping[str, Callable[[int], Any]], steps: int) -> Any:
+    """Learning rates against step."""
+    axes = _axes(xlabel="step", ylabel="learning rate")
+    places = np.unique(np.linspace(0, steps, 400).astype(int))
+    for color, (name, rate) in zip(_colors(len(rates)), rates.items(), strict=True):
+        axes.plot(places, [float(rate(int(step))) for step in places], color=color, label=name)
+    axes.legend(frameon=False)
+    return axes.figure
+
+
+def scaling_law(law: Law, losses: Sequence[float], parameters: Sequence[float], tokens: Sequence[float]) -> Any:
+    """Runs and the fitted law: loss against compute 6 N D, a line for each size; and Hoffmann's slope of the optimum."""
+    axes = _axes(xlabel="compute 6 N D (FLOPs)", ylabel="loss (nats per token)", xscale="log", yscale="log")
+    N, D, L = map(np.asarray, (parameters, tokens, losses))
+    sizes = np.unique(N)
+    for color, size in zip(_colors(len(sizes)), sizes, strict=True):
+        axes.plot(6 * size * D[size == N], L[size == N], "o", color=color, label=f"N = {size:,.0f}")
+        line = np.geomspace(D.min() / 1.5, D.max() * 1.5, 50)
+        axes.plot(6 * size * line, law.loss(size, line), color=color, linewidth=1)
+    budgets = np.geomspace(6 * (N * D).min(), 6 * (N * D).max(), 50)
+    axes.plot(budgets, law.loss(*law.optimum(budgets)), "k--", linewidth=1.2, label="best of its budget")
+    ours, theirs = law.beta / (law.alpha + law.beta), HOFFMANN.beta / (HOFFMANN.alpha + HOFFMANN.beta)
+    axes.set_title(f"best N grows as C^{ours:.2f} (Hoffmann et al.: {theirs:.2f})", fontsize=10)
+    axes.legend(frameon=False, fontsize=7)
+    return axes.figure
+
+
+def _axes(grid: bool = True, **labels: Any) -> Any:
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(7, 4), layout="constrained").add_subplot()
+    axes.set(**labels)
+    if grid:
+        axes.grid(alpha=0.25)
+    return axes
+
+
+def _colors(count: int) -> list[str]:
+    return [COLORS[i % len(COLORS)] for i in range(count)]

@@ -1,0 +1,110 @@
+"""One HTML page of a run, or of several side by side: no network, light and dark, readable on a phone."""
+
+import base64
+import html
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from etils import epath
+
+from jaxformer import config
+from jaxformer.analysis import figures
+from jaxformer.models import cost
+from jaxformer.training.metrics import read_records
+from jaxformer.training.run_folder import RunFolder
+
+STYLE = """
+:root { color-scheme: light dark; --line: #d0d7de; --ground: #ffffff; --text: #1f2328; --quiet: #59636e; }
+@media (prefers-color-scheme: dark) { :root { --line: #3d444d; --ground: #0d1117; --text: #e6edf3; --quiet: #9198a1; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--ground); }
+body { max-width: 62rem; margin: auto; padding: 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; border-bottom: 1px solid var(--line); margin-top: 2rem; }
+p.note { color: var(--quiet); } img { max-width: 100%; height: auto; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
+td, th { border: 1px solid var(--line); padding: .2rem .6rem; text-align: left; overflow-wrap: anywhere; }
+summary { font-size: 1.15rem; font-weight: bold; margin-top: 2rem; cursor: pointer; }
+pre { border: 1px solid var(--line); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
+"""
+
+
+def report(folders: Sequence[RunFolder], pictures: dict[str, Callable[[], Any]] | None = None) -> str:
+    """The page: curves, scores, what differs, the last sample, `pictures` by title, costs, configs, where each was trained."""
+    descriptions = [folder.description() for folder in folders]
+    names = [folder.path.name for folder in folders]
+    parts = [
+        picture("Losses", lambda: figures.losses({n: read_records(f.metrics) for n, f in zip(names, folders, strict=True)}))
+    ]
+    results = [json.loads(folder.result.read_text()) if folder.result.is_file() else {} for folder in folders]
+    scores = [result.get("validation", {}) for result in results]
+    parts.append(table("Scores on the validation split", names, scores, "A run that is not finished has none yet."))
+    if len(folders) > 1:
+        flat = [config.flat(description) for description in descriptions]
+        differing = [name for name in flat[0] if len({str(one.get(name)) for one in flat}) > 1]
+        parts.append(table("What differs", names, [{name: one.get(name) for name in differing} for one in flat]))
+    for name, folder in zip(names, folders, strict=True):
+        samples = sorted(folder.samples.glob("*.txt")) if folder.samples.is_dir() else []
+        if samples:
+            parts.append(text(f"A sample ({name}, {samples[-1].stem})", samples[-1].read_text()))
+    parts += [picture(title, draw) for title, draw in (pictures or {}).items()]
+    for name, folder in zip(names, folders, strict=True):
+        parts.append(folded(f"Config ({name})", folder.config.read_text()))
+        parts.append(folded(f"Trained on ({name})", folder.environment.read_text()))
+    return page(" and ".join(names), parts)
+
+
+def costs(model: Any) -> str:
+    """The section of parameters and FLOPs of a model."""
+    return text("Parameters and cost", cost.table(model))
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """A whole page of sections."""
+    title, icon = html.escape(title), '<link rel="icon" href="data:,">'  # without it a browser asks a server for one
+    view = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = f"<head>{view}{icon}<style>{STYLE}</style><title>{title}</title></head>"
+    body = "\n".join([f"<h1>{title}</h1>", *parts])
+    return f'<!doctype html><html lang="en">{head}<body>{body}</body></html>\n'
+
+
+def picture(title: str, draw: Callable[[], Any]) -> str:
+    """A section with a picture, drawn for light and for dark pages."""
+    light, dark = (base64.b64encode(figures.png(draw, dark)).decode() for dark in (False, True))
+    source = f'<source srcset="data:image/png;base64,{dark}" media="(prefers-color-scheme: dark)">'
+    image = f'<img src="data:image/png;base64,{light}" alt="{html.escape(title)}">'
+    return f"<h2>{html.escape(title)}</h2><picture>{source}{image}</picture>"
+
+
+def text(title: str, words: str) -> str:
+    """A section of text as it is."""
+    return f"<h2>{html.escape(title)}</h2><pre>{html.escape(words)}</pre>"
+
+
+def folded(title: str, words: str) -> str:
+    """The same, opened by a click."""
+    return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(words)}</pre></details>"
+
+
+def table(title: str, columns: Sequence[str], values: Sequence[dict[str, Any]], note: str = "") -> str:
+    """A section with a row for each name that any column has."""
+    rows = ["<tr><th></th>" + "".join(f"<th>{html.escape(column)}</th>" for column in columns) + "</tr>"]
+    for name in dict.fromkeys(name for column in values for name in column):
+        cells = "".join(f"<td>{_shown(column.get(name, ''))}</td>" for column in values)
+        rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
+    note = f'<p class="note">{html.escape(note)}</p>' if note and not all(values) else ""
+    return f'<h2>{html.escape(title)}</h2>{note}<div class="wide"><table>{"".join(rows)}</table></div>'
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value.is_integer() else f"{value:.4g}"
+    return html.escape(str(value))
+
+
+def write(
+    path: epath.PathLike, folders: Sequence[RunFolder], pictures: dict[str, Callable[[], Any]] | None = None
+) -> epath.Path:
+    """Writes the page of runs into a file."""
+    path = epath.Path(path)
+    config.write_atomically(path, report(folders, pictures))
+    return path
