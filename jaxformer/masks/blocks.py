@@ -52,7 +52,7 @@ def density(mask, q_length: int, kv_length: int) -> float:
             visible += values.mean() * values.shape[2]
         return float(visible / q_length)
     block = -(-max(q_length, kv_length) // 256)
-    q, kv, places = edges(first, q_length, block), edges(0, kv_length, block), np.arange(block)
+    q, kv, places = edges(int(first), q_length, block), edges(0, kv_length, block), np.arange(block)
     low, high = _counts(mask, q, kv)
     count, (i, j) = low.mean(0), np.nonzero((low != high).any(0))
     if len(i):

@@ -37,7 +37,12 @@ def apply(model: Any, params: Any, tokens: Array, **options) -> Output:
     """Logits and hidden states of tokens `[B, T]` or images; options: fields of `Inputs`. ConfigError for what does not fit."""
     if not is_config(model):
         return model.apply(params, tokens, **options)
-    return transformer.in_explicit_axes(partial(_functions(model).apply, model))(params, Inputs(tokens, **options))
+
+    def run(params: Any, inputs: Inputs) -> Output:
+        tree = params if isinstance(model, ModelConfig) else params["decoder"]
+        return transformer.read(last_stack(model), tree, _functions(model).encode(model, params, inputs), inputs.real)
+
+    return transformer.in_explicit_axes(run)(params, Inputs(tokens, **options))
 
 
 def encode(model: ModelConfig | EncoderDecoder, params: Any, tokens: Array, **options) -> Output:

@@ -27,14 +27,8 @@ def spec(config: EncoderDecoder) -> Tree:
     return {"encoder": encoder, "decoder": transformer.spec(config.decoder, config.encoder.d_model)}
 
 
-def apply(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
-    """Both stacks, then the heads of the decoder. Target tokens see the source tokens of their own segment."""
-    output = encode(config, params, inputs)
-    return transformer.read(config.decoder, params["decoder"], output, inputs.real)
-
-
 def encode(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
-    """`apply` without the heads."""
+    """Both stacks. Target tokens see the source tokens of their own segment; the heads are those of the decoder."""
     transformer.check_params(spec(config), params)
     tokens, source, cache, ids = inputs.tokens, inputs.source, inputs.cache, inputs.source_segment_ids
     if source is not None and source.shape[0] != tokens.shape[0]:

@@ -1,4 +1,4 @@
-"""Embed, run the layers, read the heads. `functools.partial(apply, config)` is an ordinary f(params, tokens)."""
+"""Embed, run the layers, read the heads. `functools.partial(models.apply, config)` is an ordinary f(params, tokens)."""
 
 import itertools
 from dataclasses import replace
@@ -122,11 +122,6 @@ def check_inputs(config: ModelConfig, inputs: Inputs) -> None:
         raise ConfigError(f"{T} tokens do not fit the {config.context_length} learned positions (model.context_length)")
 
 
-def apply(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
-    """The stack, then the heads. Raises ConfigError for parameters and inputs that do not fit the config."""
-    return read(config, params, encode(config, params, inputs), inputs.real)
-
-
 def output_axes(path: str, leaf) -> tuple[str | None, ...]:
     """The logical axes of a leaf of `Output`."""
     match path.split("/")[0]:
@@ -155,7 +150,7 @@ def read(config: ModelConfig, params: Tree, output: Output, real=None) -> Output
 
 
 def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
-    """`apply` without the heads."""
+    """The embedding and the stack. Raises ConfigError for parameters and inputs that do not fit the config."""
     check_inputs(config, inputs)
     declared = spec(config, None if inputs.encoded is None else inputs.encoded.hidden.shape[-1])
     check_params({name: part for name, part in declared.items() if name != "heads"}, params)
