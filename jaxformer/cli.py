@@ -9,6 +9,8 @@
              [--stop TEXT] [--seed S] [--step N] [--average N] [--mesh.tensor=N ...]
     harness RUN --tasks NAME,... [--include DIR] [--limit N] [--step N] [--mesh.tensor=N ...]
                                                               tasks of lm-evaluation-harness; writes harness.json into the run
+    inspect RUN --prompt TEXT [--step N] [--average N]        losses, predictions and heads, token by token
+    report RUN [RUN ...] [--out FILE.html]                    one page: curves, scores, samples, attention, configs
     list                                                      every experiment and preset, with one line of what it is
     runs [--runs DIR]                                         every run, with its step and its scores
     compare RUN RUN                                           what differs between two runs, and their scores
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands = {
         "train": train, "evaluate": evaluate, "generate": generate, "list": list_all, "runs": runs, "compare": compare,
-        "show": show, "plan": plan, "harness": run_harness,
+        "show": show, "plan": plan, "harness": run_harness, "inspect": inspect, "report": write_report,
     }  # fmt: skip
     if not argv or argv[0] in ("-h", "--help", "--version"):
         print(__version__ if argv == ["--version"] else __doc__)
@@ -211,6 +213,35 @@ def run_harness(argv: list[str]) -> int:
     written = {"step": run.checkpoint[0], "limit": options.limit, **results}
     config.write_atomically(path, json.dumps(written, default=str, indent=2))
     print(f"all results: {path}")
+    return 0
+
+
+def inspect(argv: list[str]) -> int:
+    parser = _run_parser("inspect")
+    parser.add_argument("--prompt", required=True)
+    options = parser.parse_args(argv)
+
+    import shutil
+
+    from jaxformer.analysis import inspection
+
+    run = _run(options)
+    found = inspection.inspect(run.experiment.model, run.params, run.tokenizer, options.prompt)
+    print(inspection.table(found, shutil.get_terminal_size((120, 24)).columns))
+    return 0
+
+
+def write_report(argv: list[str]) -> int:
+    parser = _parser("report", "RUN", nargs="+")
+    parser.add_argument("--runs", default="runs")
+    parser.add_argument("--out")
+    options = parser.parse_args(argv)
+    folders = [_folder(name, options.runs) for name in options.name]
+
+    from jaxformer.analysis import report
+
+    path = options.out or folders[0].path / "report.html"
+    print(f"report: {report.write(path, folders, [report.pictures(folder) for folder in folders])}")
     return 0
 
 

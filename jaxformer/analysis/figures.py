@@ -70,7 +70,7 @@ def losses(runs: Mapping[str, Sequence[dict]], baseline: float | None = None) ->
     return axes.figure
 
 
-def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str] | None = None) -> Any:
+def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str] | None = None, first_layer: int = 0) -> Any:
     """Maps `[L, N, T, S]`, a row of panels a layer, with the tokens on the axes where there are at most 40."""
     from matplotlib.figure import Figure
 
@@ -79,7 +79,7 @@ def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str]
     figure = Figure(figsize=(0.5 + size * N, 0.6 + size * L), layout="constrained")
     for (layer, head), axes in np.ndenumerate(figure.subplots(L, N, squeeze=False)):
         axes.imshow(weights[layer, head], vmin=0, vmax=1, cmap="magma", aspect="auto")
-        axes.set_title(f"layer {layer}, head {head}", fontsize=8)
+        axes.set_title(f"layer {first_layer + layer}, head {head}", fontsize=8)
         words = {"x": (sources or tokens) if layer == L - 1 else (), "y": tokens if head == 0 else ()}
         for axis, names in words.items():
             names = [repr(name)[1:-1][:8] for name in names] if len(names) <= 40 else []

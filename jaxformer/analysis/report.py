@@ -6,13 +6,20 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from etils import epath
 
 from jaxformer import config
 from jaxformer.analysis import figures
-from jaxformer.models import cost
+from jaxformer.data import batching
+from jaxformer.models import ModelConfig, apply
 from jaxformer.training.metrics import read_records
+from jaxformer.training.objectives import INPUTS
+from jaxformer.training.run import open_run
 from jaxformer.training.run_folder import RunFolder
+
+SHOWN = 32  # tokens of an example whose attention is drawn
 
 STYLE = """
 :root { color-scheme: light dark; --line: #d0d7de; --ground: #ffffff; --text: #1f2328; --quiet: #59636e; }
@@ -28,8 +35,30 @@ pre { border: 1px solid var(--line); padding: .6rem; white-space: pre-wrap; over
 """
 
 
-def report(folders: Sequence[RunFolder], pictures: dict[str, Callable[[], Any]] | None = None) -> str:
-    """The page: curves, scores, what differs, the last sample, `pictures` by title, costs, configs, where each was trained."""
+Pictures = dict[str, Callable[[], Any]]  # by title
+
+
+def pictures(folder: RunFolder) -> Pictures:
+    """The learning rate of a run, and where the heads of a decoder look in the first example of its validation split."""
+    run = open_run(folder.path)
+    experiment, schedule = run.experiment, run.recipe.schedule
+    found: Pictures = {"Learning rate": lambda: figures.schedules({folder.path.name: schedule}, experiment.steps)}
+    if folder.checkpoints.is_dir() and isinstance(experiment.model, ModelConfig) and experiment.model.mixer is None:
+        example = batching.open_dataset(experiment.data, experiment.model).validation[0]
+        if "tokens" in example:
+            tokens = jnp.asarray(example["tokens"])[:SHOWN]
+            options = {name: jnp.asarray(example[name])[None, :SHOWN] for name in INPUTS if name in example}
+            name = "layers/*/attention/weights"
+            output = apply(experiment.model, run.params, tokens[None], intermediates=(name,), **options)
+            weights = np.asarray(output.intermediates[name])[-4:, 0, :4]
+            words = [run.tokenizer.decode([int(t)]) if run.tokenizer else str(t) for t in tokens]
+            first = experiment.model.num_layers - len(weights)
+            found["Attention of the last layers"] = lambda: figures.attention(weights, words, first_layer=first)
+    return found
+
+
+def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures]) -> str:
+    """The page: curves, scores, what differs, the last sample, the pictures of each run, costs, configs, environments."""
     descriptions = [folder.description() for folder in folders]
     names = [folder.path.name for folder in folders]
     parts = [
@@ -46,16 +75,12 @@ def report(folders: Sequence[RunFolder], pictures: dict[str, Callable[[], Any]] 
         samples = sorted(folder.samples.glob("*.txt")) if folder.samples.is_dir() else []
         if samples:
             parts.append(text(f"A sample ({name}, {samples[-1].stem})", samples[-1].read_text()))
-    parts += [picture(title, draw) for title, draw in (pictures or {}).items()]
+    for name, some in zip(names, drawn, strict=True):
+        parts += [picture(f"{title} ({name})", draw) for title, draw in some.items()]
     for name, folder in zip(names, folders, strict=True):
         parts.append(folded(f"Config ({name})", folder.config.read_text()))
         parts.append(folded(f"Trained on ({name})", folder.environment.read_text()))
     return page(" and ".join(names), parts)
-
-
-def costs(model: Any) -> str:
-    """The section of parameters and FLOPs of a model."""
-    return text("Parameters and cost", cost.table(model))
 
 
 def page(title: str, parts: Sequence[str]) -> str:
@@ -101,10 +126,7 @@ def _shown(value: Any) -> str:
     return html.escape(str(value))
 
 
-def write(
-    path: epath.PathLike, folders: Sequence[RunFolder], pictures: dict[str, Callable[[], Any]] | None = None
-) -> epath.Path:
+def write(path: epath.PathLike, folders: Sequence[RunFolder], drawn: Sequence[Pictures]) -> epath.Path:
     """Writes the page of runs into a file."""
-    path = epath.Path(path)
-    config.write_atomically(path, report(folders, pictures))
-    return path
+    config.write_atomically(path, report(folders, drawn))
+    return epath.Path(path)
