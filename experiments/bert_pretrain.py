@@ -1,14 +1,14 @@
-"""BERT's pre-training, hidden tokens and next sentences, on the docstrings of Python's standard library.
+"""BERT's pre-training, hidden tokens and next sentences, on docstrings: of Python's standard library, NumPy, SciPy and JAX.
 
-Devlin et al. 2018, arXiv:1810.04805, section 3.1. As there, a "sentence" is a span of running text: 24 to 30 words. The second
+Devlin et al. 2018, arXiv:1810.04805, section 3.1. As there, a "sentence" is a span of running text: 48 to 60 words. The second
 one follows the first, or is of another docstring, as often. Both kinds of pairs have the same lengths in words, begin at a
 word, have no line breaks, and end at the end of a docstring as often: what is left is what the sentences say, and grammar
 across the gap. A docstring of the validation split may have neighbours of its module in the training split.
-Rare words that both sentences have decide 88.7 % of these pairs (overlap weighted by rarity, best threshold).
+Rare words that both sentences have decide 89.5 % of these pairs (overlap weighted by rarity, best threshold).
 
-Expected: masked loss 3.717 nats on validation, 2.785 below the unigram entropy of 6.498; next sentence right in 60.7 % of the
-pairs, which is little above chance: a model of this size has not learned to compare the two (seed 0).
-Time: 10 minutes of CPU time.
+Expected: masked loss 3.769 nats on validation, 2.636 below the unigram entropy of 6.413; next sentence right in 92.4 % of the
+pairs, 89 % after 1000 steps (seed 0).
+Time: 31 minutes on 2 CPU cores beside other work.
 Command: make train EXP=bert_pretrain
 """
 

@@ -17,6 +17,8 @@
     show EXPERIMENT|PRESET [--key.path=value ...]             the final config, parameters and cost; nothing is computed
     show EXPERIMENT|PRESET --sharding [--devices N] [--mesh.fsdp=N ...]
                                                               how each parameter is split, and its bytes on a device
+    cost EXPERIMENT|PRESET [--length N] [--key.path=value ...]
+                                                              parameters, FLOPs and bytes of a forward pass, part by part
     plan EXPERIMENT|PRESET --topology NAME [--search] [--fast] [--json] [--key.path=value ...]
                                                               the train step compiled for TPUs or GPUs that are not here
 
@@ -47,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {
         "train": train, "evaluate": evaluate, "generate": generate, "list": list_all, "runs": runs, "compare": compare,
         "show": show, "plan": plan, "harness": run_harness, "inspect": inspect, "report": write_report,
+        "cost": show_cost,
     }  # fmt: skip
     if not argv or argv[0] in ("-h", "--help", "--version"):
         print(__version__ if argv == ["--version"] else __doc__)
@@ -323,6 +326,25 @@ def show(argv: list[str]) -> int:
         from jaxformer.training.run_folder import run_folder
 
         print(f"run folder: {run_folder(shown, 'runs').path}")
+    return 0
+
+
+def show_cost(argv: list[str]) -> int:
+    parser = _parser("cost", "EXPERIMENT|PRESET")
+    parser.add_argument("--length", type=int)
+    options, overrides = parser.parse_known_args(argv)
+
+    from jaxformer import models
+    from jaxformer.analysis import costs
+    from jaxformer.training.experiment import Experiment
+
+    shown = _shown(options.name, overrides, lambda _, model: model)
+    model = shown.model if isinstance(shown, Experiment) else shown
+    if not models.is_config(model):
+        raise ConfigError(
+            f"cost: {options.name} has a model of its own; only a ModelConfig or an EncoderDecoder can be counted"
+        )
+    print(costs.table(model, options.length or models.last_stack(model).context_length))
     return 0
 
 

@@ -49,14 +49,14 @@ def training_flops(config: ModelConfig | EncoderDecoder, length: int) -> int:
     forward, nothing for recomputation, no discount for causal masks. Of routed experts only those that a token goes to are
     counted. Of an encoder-decoder: for a target token and a source token.
     """
-    multiplied = sum(weight * share for weight, share in _products(config).values())
+    multiplied = sum(weight * share for weight, share in products(config).values())
     # the decoder of a pair attends twice
     stacks = [config.encoder, config.decoder, config.decoder] if isinstance(config, EncoderDecoder) else [config]
     attended = sum(stack.num_layers * stack.num_heads * stack.head_size for stack in stacks)
     return 6 * round(multiplied) + 12 * attended * length
 
 
-def _products(config: ModelConfig | EncoderDecoder) -> dict[str, tuple[int, float]]:
+def products(config: ModelConfig | EncoderDecoder) -> dict[str, tuple[int, float]]:
     """(size, share of it that a token meets) of every matrix that activations are multiplied with."""
     found = {}
     for path, leaf in params.paths(models.spec(config)).items():
@@ -88,11 +88,11 @@ def utilization(
 
 def table(config: ModelConfig | EncoderDecoder) -> str:
     """Modules with their parameters and FLOPs a token forward, each leaf with its shape and axes; then the totals."""
-    leaves, products = params.paths(models.spec(config)), _products(config)
+    leaves, multiplied = params.paths(models.spec(config)), products(config)
     width, length = max(map(len, leaves)), models.last_stack(config).context_length
     rows = [f"{'parameter':<{width}}  {'numbers':>15}  {'FLOPs a token':>13}  shape"]
     for path, leaf in leaves.items():
-        weight, share = products.get(path, (0, 0.0))
+        weight, share = multiplied.get(path, (0, 0.0))
         shape = " ".join(f"{axis or '-'}={size}" for axis, size in zip(leaf.axes, leaf.shape, strict=True))
         flops = f"{2 * weight * share:.3g}" if weight else "-"
         rows.append(f"{path:<{width}}  {math.prod(leaf.shape):>15,}  {flops:>13}  {shape}")

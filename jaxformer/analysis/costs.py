@@ -1,0 +1,135 @@
+"""What a forward pass costs, part by part: parameters, FLOPs, bytes; what training keeps and what decoding keeps."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxformer import models, params
+from jaxformer.decoding import init_cache
+from jaxformer.errors import ConfigError
+from jaxformer.models import EncoderDecoder, ModelConfig, cost
+from jaxformer.models.config import Patches
+from jaxformer.planning import flops
+
+REMAT = ("none", "attention", "dots", "full")
+SCORES = "scores and their products with values"
+
+
+class Part(NamedTuple):
+    """What one kind of work costs in all layers together."""
+
+    name: str
+    parameters: int
+    flops: float
+    numbers: float  # weights, inputs and outputs of its products: what is read or written at least
+
+
+def parts(config: ModelConfig | EncoderDecoder, length: int, batch: int = 1) -> list[Part]:
+    """The parts of a forward pass of `batch` texts of `length` tokens (of a pair: target and source), two FLOPs a multiply-add.
+
+    Visible pairs alone are counted, 4 N H for each. For a mixer of another kind, what its program computes beside the
+    products with parameters. Norms, activations and look-ups multiply no matrices and have no FLOPs here.
+    """
+    found, tokens = {name: Part(name, 0, 0, 0) for name in PARTS}, batch * length
+    multiplied = cost.products(config)
+    for path, leaf in params.paths(models.spec(config)).items():
+        name = next((word for word in reversed(path.split("/")) if word in PARTS), "norms")
+        found[name] = found[name]._replace(parameters=found[name].parameters + params.count(leaf))
+        size, share = multiplied.get(path, (0, 0.0))
+        if size:
+            work = found["heads" if name == "embedding" and not leaf.contracts else name]  # a tied table is read by the head
+            layers = leaf.shape[0] if leaf.axes[0] == "layers" else 1
+            summed = leaf.contracts or ("embed",)
+            inputs = math.prod(n for axis, n in zip(leaf.axes, leaf.shape, strict=True) if axis in summed)
+            moved = size + tokens * share * (layers * inputs + size / inputs)
+            found[work.name] = work._replace(flops=work.flops + 2 * size * share * tokens, numbers=work.numbers + moved)
+    rows = [row for row in found.values() if row.parameters or row.flops]
+    return [*rows, *_mixing(config, length, batch)]
+
+
+PARTS = ("embedding", "attention", "cross_attention", "feedforward", "shared", "norms", "heads")
+
+
+def _mixing(config: Any, length: int, batch: int) -> Iterator[Part]:
+    """What positions exchange."""
+    stacks = (config.encoder, config.decoder) if isinstance(config, EncoderDecoder) else (config,)
+    total, moved = 0.0, 0.0
+    for stack in stacks:
+        heads, across = stack.num_heads * stack.head_size, 0
+        if stack.mixer is None:
+            counts = [
+                stack.masks[i % len(stack.masks)].density(length, length)
+                for i in range(min(stack.num_layers, len(stack.masks)))
+            ]
+            shares = [counts[i % len(counts)] for i in range(stack.num_layers)]
+        else:
+            shares = []
+            total += _counted(stack, length, batch)
+        if isinstance(config, EncoderDecoder) and stack is config.decoder:
+            across = stack.num_layers
+        total += 4 * batch * length**2 * heads * (sum(shares) + across)
+        kept = 2 * heads + 2 * stack.kv_heads * stack.head_size
+        moved += batch * length * kept * (stack.num_layers + across)
+    yield Part(SCORES, 0, total, moved)
+
+
+def _counted(stack: ModelConfig, length: int, batch: int) -> float:
+    """FLOPs of a stack's layers that are no products with parameters, by its program."""
+    if isinstance(stack.embedding, Patches):
+        raise ConfigError("cost: of images, attention alone is counted (mixer=None)")
+    bare = replace(stack, heads=())
+    tokens, shapes = jax.ShapeDtypeStruct((batch, length), jnp.int32), params.abstract(models.spec(bare))
+    whole = flops.count(lambda p, t: models.encode(bare, p, t).hidden, shapes, tokens).flops
+    return whole - sum(2 * size * share for size, share in cost.products(bare).values()) * batch * length
+
+
+def cache_bytes(config: ModelConfig | EncoderDecoder, length: int, batch: int = 1, dtype: Any = jnp.bfloat16) -> int:
+    """What decoding keeps of `batch` texts of `length` tokens; of a source not."""
+    state = jax.eval_shape(lambda: init_cache(config, batch, length, dtype).layers)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def kept_bytes(config: ModelConfig, length: int, batch: int = 1, dtype: Any = jnp.bfloat16) -> int:
+    """What the forward pass of a training step keeps for the backward pass, without the parameters: exact, by its jaxpr."""
+    tokens = jnp.zeros((batch, length), jnp.int32)
+    forward = lambda p: models.encode(config, p, tokens, dtype=dtype).hidden
+    jaxpr = jax.make_jaxpr(lambda p: jax.vjp(forward, p)[1])(params.abstract(models.spec(replace(config, heads=())))).jaxpr
+    given = set(jaxpr.invars)
+    kept = {variable for variable in jaxpr.outvars if hasattr(variable, "count") and variable not in given}
+    return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in kept)
+
+
+def crossover(config: ModelConfig) -> float:
+    """The length at which scores cost as much as the layers' products with parameters: 6 D of a block of 12 D^2 weights."""
+    inside = sum(size * share for path, (size, share) in cost.products(config).items() if path.startswith("layers/"))
+    return 2 * inside / (4 * config.num_heads * config.head_size * config.num_layers)
+
+
+def table(config: ModelConfig | EncoderDecoder, length: int, batch: int = 1) -> str:
+    """The parts with their shares and FLOPs a byte (of 16-bit numbers), then caches, what training keeps, and the crossover."""
+    rows = parts(config, length, batch)
+    rows.append(Part("total", *(sum(getattr(row, name) for row in rows) for name in Part._fields[1:])))
+    width, whole = max(len(row.name) for row in rows), rows[-1].flops
+    lines = [f"{'':<{width}}  {'parameters':>15}  {'GFLOP':>12}  {'share':>6}  {'MB':>10}  {'FLOPs/byte':>10}"]
+    for row in rows:
+        intensity = f"{row.flops / row.numbers / 2:>10,.1f}" if row.numbers else f"{'-':>10}"
+        lines.append(
+            f"{row.name:<{width}}  {row.parameters:>15,}  {row.flops / 1e9:>12,.2f}  {row.flops / whole:>6.1%}  "
+            f"{2 * row.numbers / 1e6:>10,.1f}  {intensity}"
+        )
+    lines.append(f"a forward pass of {batch} x {length} tokens, numbers of 16 bits")
+    try:
+        lines.append(f"decoding keeps {cache_bytes(config, length, batch) / 1e6:,.1f} MB")
+    except NotImplementedError as error:
+        lines.append(f"decoding: {error}")
+    if isinstance(config, ModelConfig) and not isinstance(config.embedding, Patches):
+        kept = [f"{name} {kept_bytes(replace(config, remat=name), length, batch) / 1e6:,.1f} MB" for name in REMAT]
+        lines.append(f"training keeps, by remat: {', '.join(kept)}")
+        lines.append(
+            f"scores of full attention cost as much as the products with parameters at {crossover(config):,.0f} tokens"
+        )
+    return "\n".join(lines)
