@@ -7,7 +7,7 @@ WHAT ?= train
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train sweep evaluate harness generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-all aot parity lint format bench clean
+.PHONY: help train sweep scaling report inspect cost evaluate harness generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-all aot parity lint format bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -21,6 +21,18 @@ sweep: .venv/ready     ## train every combination of options: EXP=quickstart GRI
 
 harness: .venv/ready   ## tasks of lm-evaluation-harness on a run: EXP=quickstart TASKS=arc_easy (pip install 'jaxformer[harness]')
 	@$(BIN)/python -m jaxformer harness $(EXP) --tasks '$(TASKS)' $(ARGS)
+
+scaling: .venv/ready   ## a grid of small runs and the law of their losses: EXP=quickstart SIZES="--model.d-model=32,64,128" STEPS=200,400,800
+	@$(BIN)/python -m experiments.launch.scaling $(EXP) $(if $(SIZES),--sizes '$(SIZES)') $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+report: .venv/ready    ## one HTML page of a run, or of several side by side: EXP=reverse, or RUNS="runs/a runs/b"
+	@$(BIN)/python -m jaxformer report $(or $(RUNS),$(EXP)) $(ARGS)
+
+inspect: .venv/ready   ## losses, predictions and heads of a run, token by token: EXP=quickstart ARGS="--prompt 'def f(x):'"
+	@$(BIN)/python -m jaxformer inspect $(EXP) $(ARGS)
+
+cost: .venv/ready      ## parameters, FLOPs and bytes of a model, part by part: EXP=gpt2_small ARGS="--length 8192"
+	@$(BIN)/python -m jaxformer cost $(EXP) $(ARGS)
 
 evaluate: .venv/ready  ## score a run on its validation split: EXP=quickstart, or a run folder
 	@$(BIN)/python -m jaxformer evaluate $(EXP) $(ARGS)

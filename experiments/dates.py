@@ -1,8 +1,8 @@
 """Dates in words to ISO form: "the twenty-first of may, nineteen eighty-four" is 1984-05-21. An encoder-decoder on bytes.
 
 Pairs come from a grammar with six forms of a date. A day of validation is never in training, in any form.
-Expected: exact match 100 % (300 of 300 unseen days; seed 0, CPU).
-Time: about two minutes on two CPU cores.
+Expected: exact match 98.7 % (296 of 300 unseen days; seed 0, CPU).
+Time: 65 seconds on 2 CPU cores.
 Command: make train EXP=dates; make generate EXP=dates ARGS="--prompt 'the third of may, two thousand and seven'"
 """
 # ruff: noqa: SIM905 (words in a line are read at once)

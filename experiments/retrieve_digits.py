@@ -5,7 +5,7 @@ compared with every caption of the batch, on a mesh too: the batch is one array 
 Needs pip install 'jaxformer[vision]'.
 Expected: of 100 unseen rows, all with different captions, 97 images find their caption first (validation_accuracy), and 98
 captions their image (of_texts); seed 0.
-Time: 60 seconds of CPU time, so about a minute on two cores.
+Time: 40 seconds on 2 CPU cores.
 Command: make train EXP=retrieve_digits
 """
 

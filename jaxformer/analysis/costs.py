@@ -95,11 +95,11 @@ def cache_bytes(config: ModelConfig | EncoderDecoder, length: int, batch: int = 
 
 def kept_bytes(config: ModelConfig, length: int, batch: int = 1, dtype: Any = jnp.bfloat16) -> int:
     """What the forward pass of a training step keeps for the backward pass, without the parameters: exact, by its jaxpr."""
-    tokens = jnp.zeros((batch, length), jnp.int32)
+    tokens, config = jnp.zeros((batch, length), jnp.int32), replace(config, context_length=max(length, config.context_length))
     forward = lambda p: models.encode(config, p, tokens, dtype=dtype).hidden
     jaxpr = jax.make_jaxpr(lambda p: jax.vjp(forward, p)[1])(params.abstract(models.spec(replace(config, heads=())))).jaxpr
     given = set(jaxpr.invars)
-    kept = {variable for variable in jaxpr.outvars if hasattr(variable, "count") and variable not in given}
+    kept = {variable for variable in jaxpr.outvars if not hasattr(variable, "val") and variable not in given}
     return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in kept)
 
 

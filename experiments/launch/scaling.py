@@ -1,0 +1,93 @@
+"""A grid of small runs, and the law that their losses follow: L(N, D) = E + A / N^alpha + B / D^beta.
+
+    python -m experiments.launch.scaling EXPERIMENT --sizes "--model.d-model=32,64,128" --steps 200,400,800 [options]
+
+Each size is trained for each number of steps with a schedule of its own (Hoffmann et al. 2022, approach 3). Runs are ordinary
+ones: a killed grid goes on where it was. It writes scaling-NAME.jsonl, a line for each run, and scaling-NAME.png.
+N counts all parameters but the tables of tokens and learned positions (Kaplan et al. 2020), D the weighted labels of training.
+"""
+
+import argparse
+import json
+import sys
+
+from etils import epath
+
+from experiments.launch.sweep import Trial, combinations, sweep
+from jaxformer import cli, config, models, params
+from jaxformer.analysis import figures, scaling
+from jaxformer.data import batching
+from jaxformer.errors import ConfigError
+from jaxformer.training.run_folder import run_folder
+from jaxformer.training.signals import Interrupted
+
+
+def size(trial: Trial) -> int:
+    """Parameters outside of embeddings."""
+    leaves = params.paths(models.spec(trial.experiment.model)).items()
+    return sum(params.count(leaf) for path, leaf in leaves if "embedding/" not in path)
+
+
+def labels(trial: Trial) -> float:
+    """Tokens that a run learns to predict: those of its first batch, as often as it has steps."""
+    experiment = trial.experiment
+    dataset = batching.open_dataset(experiment.data, experiment.model)
+    batch = batching.batches(dataset.train, experiment.batch_size, experiment.seed)[0]
+    return float(batch["weights"].sum()) * experiment.steps
+
+
+def row(trial: Trial, runs: str) -> dict:
+    loss = trial.scores["loss"]
+    return {
+        "run": str(run_folder(trial.experiment, runs).path),
+        "parameters": size(trial),
+        "tokens": labels(trial),
+        "loss": loss,
+    }
+
+
+def summary(law: scaling.Law, ranges: scaling.Law) -> str:
+    """The constants with their intervals, and the exponents of others."""
+    lines = [f"{name:>6} = {value:.4g}  ({low:.4g} to {high:.4g}, 95 %)" for name, value, (low, high) in
+             zip(law._fields, law, ranges, strict=True)]  # fmt: skip
+    share = lambda law: law.beta / (law.alpha + law.beta)
+    lines.append(
+        f"best N grows as C^{share(law):.2f}; Hoffmann et al. 2022: alpha 0.34, beta 0.28, C^{share(scaling.HOFFMANN):.2f}"
+    )
+    return "\n".join([*lines, "Kaplan et al. 2020: alpha 0.076, beta 0.103, C^0.73"])
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", metavar="EXPERIMENT")
+    parser.add_argument("--runs", default="runs")
+    parser.add_argument("--sizes", default="--model.d-model=32,64,128")
+    parser.add_argument("--steps", default="200,400,800")
+    if "--sizes" in argv[:-1]:  # its value begins like an option
+        at = argv.index("--sizes")
+        argv = [*argv[:at], f"--sizes={argv[at + 1]}", *argv[at + 2 :]]
+    options, overrides = parser.parse_known_args(argv)
+    trials = []
+    for combination in combinations(f"{options.sizes} --steps={options.steps}"):
+        words = [f"--{name}={value}" for name, value in combination.items()]
+        trials.append(Trial(combination, *cli.read_experiment(options.name, [*overrides, *words])))
+    try:
+        ended = [trial for trial in sweep(trials, options.runs, reports=[figures.loss_report]) if not trial.problem]
+    except Interrupted as error:
+        print(f"scaling: {error}", file=sys.stderr)
+        return error.exit_code
+    if not ended:
+        raise ConfigError("scaling: every run failed")
+    rows = sorted((row(trial, options.runs) for trial in ended), key=lambda row: (row["parameters"], row["tokens"]))
+    path = epath.Path(options.runs) / f"scaling-{ended[0].experiment.name}.jsonl"
+    config.write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+    columns = [[row[name] for row in rows] for name in ("loss", "parameters", "tokens")]
+    law = scaling.fit(*columns)
+    print(summary(law, scaling.intervals(law, *columns)))
+    picture = figures.save(lambda: figures.scaling_law(law, *columns), path.with_suffix(".png"))
+    print(f"scaling: {path}, {picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(main, sys.argv[1:]))
