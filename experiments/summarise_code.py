@@ -4,9 +4,10 @@ The source is a function without its docstring, with the layout that ast.unparse
 the docstring. Every tenth function is for validation; it may have neighbours of its class in training. An encoder-decoder with
 a shared vocabulary (Vaswani et al. 2017).
 
-Expected: ROUGE-1 17.1, ROUGE-2 3.2, ROUGE-L 16.4, BLEU 0.9 on 200 unseen functions (seed 0, CPU, greedy). A model of this
-size learns in 500 steps how summaries sound, and little of what a function does. Targets longer than 32 tokens are left out.
-Time: about two minutes of a CPU core.
+Expected: ROUGE-1 18.2, ROUGE-2 5.3, ROUGE-L 17.1, BLEU 3.2 on 200 unseen functions (seed 0, CPU, greedy). After 500 steps
+ROUGE-L is 16.4 and BLEU 0.9: the model learns soon how summaries sound, and slowly what a function does. Its training loss
+falls to 1.9, its validation loss stays at 4.0: some thousand functions are few. Targets longer than 32 tokens are left out.
+Time: 7 minutes on 2 CPU cores.
 Command: make train EXP=summarise_code; make generate EXP=summarise_code ARGS="--prompt 'def f(self): return self.x'"
 """
 
@@ -81,7 +82,7 @@ experiment = Experiment(
     data=Functions(),
     optimizer=AdamW(learning_rate=3e-3, b2=0.98),
     schedule=Cosine(warmup=50),
-    steps=500,
+    steps=3000,
     batch_size=32,
     eval_every=250,
     metrics=(Generated(scores=(rouge, bleu), max_tokens=31, examples=200),),

@@ -65,15 +65,28 @@ def abstract_batch(experiment: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], li
     try:
         example = open_dataset(experiment.data, experiment.model).train[0]
     except (ConfigError, OSError) as error:
-        notes.append(f"the data cannot be opened here, a batch of tokens is assumed ({error})")
-        tokens = np.zeros(models.last_stack(experiment.model).context_length, np.int32)
-        example = {"tokens": tokens, "labels": tokens, "weights": tokens.astype(np.float32)}
-        if isinstance(experiment.model, models.EncoderDecoder):
-            example["source"] = np.zeros(experiment.model.encoder.context_length, np.int32)
+        notes.append(f"the data cannot be opened here, a batch of the model's own lengths is assumed ({error})")
+        example = _example(experiment.model)
     arrays = {name: np.asarray(value) for name, value in example.items()}
     dtype = jax.dtypes.canonicalize_dtype
     batch = {k: jax.ShapeDtypeStruct((experiment.batch_size, *x.shape), dtype(x.dtype)) for k, x in arrays.items()}
     return batch, notes
+
+
+def _example(model: Any) -> dict[str, np.ndarray]:
+    """An example as large as the model reads: text, or an image with its class; of a pair with a source."""
+
+    def inputs(stack: models.ModelConfig) -> np.ndarray:
+        patches = stack.embedding
+        if isinstance(patches, models.Patches):
+            return np.zeros((*patches.image, patches.channels), np.float32)
+        return np.zeros(stack.context_length, np.int32)
+
+    read = inputs(models.last_stack(model))
+    if read.ndim > 1:
+        return {"images": read, "labels": np.zeros((), np.int32), "weights": np.ones((), np.float32)}
+    example = {"tokens": read, "labels": read, "weights": np.ones(read.shape, np.float32)}
+    return example | ({"source": inputs(model.encoder)} if isinstance(model, models.EncoderDecoder) else {})
 
 
 def compile_step(lowered: Any, devices: list, fast: bool) -> tuple[Any, topology.Log]:

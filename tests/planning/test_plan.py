@@ -225,18 +225,25 @@ PICTURES = replace(
 PAIR = models.EncoderDecoder(replace(STACK, vocab_size=17, masks=(masks.full(),), heads=()), replace(STACK, vocab_size=17))
 
 
+CAPTIONS = replace(PAIR, encoder=replace(PICTURES, heads=()), share_embeddings=False)
 TOKENS = dict.fromkeys(("tokens", "labels", "weights"), (16, 8))
 SHAPES = [
     (Images(), PICTURES, {"images": (16, 8, 8, 3), "labels": (16,), "weights": (16,)}),
     (Reverse(form="pair"), PAIR, TOKENS | {"source": (16, 8)}),
     (Text("data/nowhere.txt"), STACK, TOKENS),
     (Text("data/nowhere.txt"), PAIR, TOKENS | {"source": (16, 8)}),
+    (Text("data/nowhere.txt"), PICTURES, {"images": (16, 8, 8, 3), "labels": (16,), "weights": (16,)}),
+    (
+        Text("data/nowhere.txt"),
+        replace(PAIR, encoder=replace(PICTURES, heads=()), share_embeddings=False),
+        TOKENS | {"source": (16, 8, 8, 3)},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("data", "model", "shapes"), SHAPES)
 def test_a_plans_batch_is_that_of_the_data(data, model, shapes):
-    """Images and pairs, too; tokens where the data are not on this machine."""
+    """Images and pairs, too; where the data are not on this machine, as large as the model reads."""
     objective = ClassCrossEntropy() if model is PICTURES else TokenCrossEntropy()
     experiment = Experiment("any", model, data, objective=objective, batch_size=16, mesh=Mesh(data=2, fsdp=4))
     traced = trace(experiment, jax.devices())
