@@ -1,13 +1,14 @@
 """Where a fact is inside a model: associative recall with the states of one text put into another (activation patching).
 
-Meng et al. 2022, arXiv:2202.05262, section 2. A model of two layers reads "k1 v1 ... kn vn" and then the keys, and says their values.
-Two texts have the same keys in the same places and different values. The residual stream of the second is put into the first,
-after one layer and at one kind of place: where the values stand, or where the keys are asked for.
+Meng et al. 2022, arXiv:2202.05262, section 2. A model of two layers reads "k1 v1 ... kn vn" and then the keys, and says their
+values. Two texts have the same keys in the same places and different values. The residual stream of the second is put into
+the first, after one layer and at one kind of place: where the values stand, or where the keys are asked for.
 
-Predicted: before the values have moved, the answers follow a patch at the places of the values; after the last layer they follow
-one at the places of the questions, and no longer the other. Where it changes is the layer that fetches the values.
-Expected (seed 0, 256 pairs of texts, share of answers that become the other text's): embedding 100 % at the values, 0 % at the
-questions; after layer 0 the same; after layer 1 0 % and 100 %. So layer 1 fetches, by keys that layer 0 has put beside the values.
+Predicted: before the values have moved, the answers follow a patch at the places of the values; after the last layer they
+follow one at the places of the questions, and no longer the other. Where it changes is the layer that fetches the values.
+Expected (seed 0, 256 pairs of texts, share of answers that become the other text's): embedding 100 % at the values, 0 % at
+the questions; after layer 0 the same; after layer 1 0 % and 100 %. So layer 1 fetches, by keys that layer 0 has put beside
+the values.
 Time: a minute on 2 CPU cores.
 Command: python -m experiments.theory.patching [--runs runs]
 """
