@@ -33,7 +33,6 @@ everything saved.
 import argparse
 import json
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -313,9 +312,9 @@ def show(argv: list[str]) -> int:
     from jaxformer.training.experiment import Experiment
 
     if options.sharding:
-        from jaxformer.planning.plan import of_preset
+        from jaxformer.planning.plan import of_preset, sharding_table
 
-        print(_sharding(_shown(options.name, overrides, of_preset), options.devices))
+        print(sharding_table(_shown(options.name, overrides, of_preset), options.devices))
         return 0
     shown = _shown(options.name, overrides, lambda _, model: model)
     model = shown.model if isinstance(shown, Experiment) else shown
@@ -356,20 +355,6 @@ def _shown(name: str, overrides: list[str], preset: Callable[[str, Any], Any]):
     if name in PRESETS:
         return config.override(preset(name, PRESETS[name]), overrides, {**NAMES, "": MODEL})
     return read_experiment(name, overrides)[1]
-
-
-def _sharding(experiment, devices: int | None) -> str:
-    """How each parameter of an experiment is split over its mesh of so many devices."""
-    import jax
-
-    from jaxformer import models, parallel, sharding
-
-    sizes = [getattr(experiment.mesh, axis) for axis in parallel.AXES]
-    if devices is None and -1 in sizes:
-        raise ConfigError("show --sharding: a mesh axis is -1, the devices left over; give --devices N")
-    shape = experiment.mesh.shape(math.prod(sizes) if devices is None else devices)
-    mesh = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
-    return sharding.describe(models.spec(experiment.model), mesh)
 
 
 def plan(argv: list[str]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from jaxformer.analysis.scaling import HOFFMANN, Law
+from jaxformer.analysis.scaling import HOFFMANN, Law, Numbers
 
 COLORS = ["#1f77b4", "#d1495b", "#2a9d5c", "#e08e0b", "#7b5ea7", "#5f6b73"]
 DARK = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#c9d1d9")
@@ -111,7 +111,7 @@ def schedules(rates: Mapping[str, Callable[[int], Any]], steps: int) -> Any:
     return axes.figure
 
 
-def scaling_law(law: Law, losses: Sequence[float], parameters: Sequence[float], tokens: Sequence[float]) -> Any:
+def scaling_law(law: Law, losses: Numbers, parameters: Numbers, tokens: Numbers) -> Any:
     """Runs and the fitted law: loss against compute 6 N D, a line for each size; and Hoffmann's slope of the optimum."""
     axes = _axes(xlabel="compute 6 N D (FLOPs)", ylabel="loss (nats per token)", xscale="log", yscale="log")
     N, D, L = map(np.asarray, (parameters, tokens, losses))

@@ -1,5 +1,6 @@
 """A pod run before the pod is rented: the real train step, compiled for devices that are not here."""
 
+import math
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -7,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxformer import models, parallel, params
+from jaxformer import models, parallel, params, sharding
 from jaxformer.data.sources import Stdlib
 from jaxformer.errors import ConfigError
 from jaxformer.models import cost
@@ -56,6 +57,16 @@ def of_preset(name: str, model: Any) -> Any:
         raise ConfigError(f"{name}: plans train language models, one stack with a LanguageModel head; this is none")
     model = replace(model, remat="full", dropout_rate=0.0, attention_dropout_rate=0.0)
     return Experiment(name, model, Stdlib(), batch_size=256, precision="bfloat16", mesh=parallel.Mesh(data=1, fsdp=-1))
+
+
+def sharding_table(experiment: Experiment, devices: int | None) -> str:
+    """How each parameter of an experiment is split over its mesh of so many devices. None: as many as the mesh says."""
+    sizes = [getattr(experiment.mesh, axis) for axis in parallel.AXES]
+    if devices is None and -1 in sizes:
+        raise ConfigError("show --sharding: a mesh axis is -1, the devices left over; give --devices N")
+    shape = experiment.mesh.shape(math.prod(sizes) if devices is None else devices)
+    mesh = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
+    return sharding.describe(models.spec(experiment.model), mesh)
 
 
 def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
