@@ -39,8 +39,9 @@ def apply(model: Any, params: Any, tokens: Array, **options) -> Output:
         return model.apply(params, tokens, **options)
 
     def run(params: Any, inputs: Inputs) -> Output:
+        output = _functions(model).encode(model, params, inputs)
         tree = params if isinstance(model, ModelConfig) else params["decoder"]
-        return transformer.read(last_stack(model), tree, _functions(model).encode(model, params, inputs), inputs.real)
+        return transformer.read(last_stack(model), tree, output, inputs.real)
 
     return transformer.in_explicit_axes(run)(params, Inputs(tokens, **options))
 

@@ -386,7 +386,7 @@ def test_local_and_sparse_transformers_are_masks():
         "sparse_transformer_fixed(4, 2)",
         "chunked(4) & causal()",
     ]
-    config = C.override(BASE, ["--masks", *texts, "--num-layers=4"], OFFERED)
+    config = C.override(BASE, ["--masks", f"({', '.join(texts)})", "--num-layers=4"], OFFERED)
     assert C.describe(config)["masks"] == list(map(str, config.masks))
     name = "layers/*/attention/weights"
     out = jit(partial(models.apply, config, intermediates=(name,)))(parameters(config), TOKENS)
