@@ -1,5 +1,6 @@
 """Pairs of texts: files and their faults, rows of several pairs, buckets of length, and that packing changes no number."""
 
+import contextlib
 import gzip
 import json
 from dataclasses import replace
@@ -14,6 +15,7 @@ from jaxformer import masks, models
 from jaxformer.data import batching, pairs, tokenizers
 from jaxformer.data.pairs import Buckets, Example, Packed, Pair, Pairs
 from jaxformer.errors import ConfigError
+from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.training import TokenCrossEntropy
 
 DECODER = models.ModelConfig(256, 1, 32, 2, context_length=32)
@@ -85,6 +87,9 @@ def test_packing_wastes_little_and_loses_nothing(lengths):
         pytest.param(DECODER, "reference", id="decoder-reference"),
         pytest.param(PAIR, "reference", id="pair-reference", marks=pytest.mark.slow),
         pytest.param(DECODER, "blockwise", id="decoder-blockwise", marks=pytest.mark.slow),
+        pytest.param(DECODER, "splash", id="decoder-splash", marks=pytest.mark.slow),
+        pytest.param(PAIR, "splash", id="pair-splash", marks=pytest.mark.slow),
+        pytest.param(DECODER, "ring", id="decoder-ring", marks=pytest.mark.slow),
     ],
 )
 def test_packed_pairs_have_the_loss_and_gradients_of_single_ones(model, implementation):
@@ -103,8 +108,10 @@ def test_packed_pairs_have_the_loss_and_gradients_of_single_ones(model, implemen
 
     packed, single = in_memory(model), in_memory(model, Buckets((16,)))
     assert len(packed.train) < len(single.train) == len(TEXTS)
+    with jax.set_mesh(make_mesh(Mesh(context=4))) if implementation == "ring" else contextlib.nullcontext():
+        found, expected = total(packed.train), total(single.train)
     # sums of float32 in another order
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), total(packed.train), total(single.train))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), found, expected)
 
 
 def test_buckets_give_batches_of_one_shape_and_every_pair_in_each_epoch():
