@@ -80,7 +80,7 @@ def train(argv: list[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
     source, experiment = read_experiment(options.name, overrides)
 
-    from jaxformer.analysis import figures
+    from jaxformer.analysis import figures, report
     from jaxformer.parallel import peers, processes
     from jaxformer.training import loop
     from jaxformer.training.metrics import NonFinite
@@ -88,7 +88,7 @@ def train(argv: list[str]) -> int:
 
     def body() -> int:
         try:
-            loop.train(experiment, options.runs, source, reports=[figures.loss_report])
+            loop.train(experiment, options.runs, source, reports=[figures.loss_report, report.run_report])
         except (NonFinite, Interrupted) as error:
             return _refused(error, 3 if isinstance(error, NonFinite) else error.exit_code)
         return 0

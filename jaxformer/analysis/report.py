@@ -14,6 +14,7 @@ from jaxformer import config
 from jaxformer.analysis import figures
 from jaxformer.data import batching
 from jaxformer.models import ModelConfig, apply
+from jaxformer.training import loop
 from jaxformer.training.metrics import read_records
 from jaxformer.training.objectives import INPUTS
 from jaxformer.training.run import open_run
@@ -64,9 +65,8 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures]) -> str:
     parts = [
         picture("Losses", lambda: figures.losses({n: read_records(f.metrics) for n, f in zip(names, folders, strict=True)}))
     ]
-    results = [json.loads(folder.result.read_text()) if folder.result.is_file() else {} for folder in folders]
-    scores = [result.get("validation", {}) for result in results]
-    parts.append(table("Scores on the validation split", names, scores, "A run that is not finished has none yet."))
+    scores = [last_scores(folder) for folder in folders]
+    parts.append(table("Scores on the validation split", names, scores, "A run that was never scored has none yet."))
     if len(folders) > 1:
         flat = [config.flat(description) for description in descriptions]
         differing = [name for name in flat[0] if len({str(one.get(name)) for one in flat}) > 1]
@@ -81,6 +81,20 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures]) -> str:
         parts.append(folded(f"Config ({name})", folder.config.read_text()))
         parts.append(folded(f"Trained on ({name})", folder.environment.read_text()))
     return page(" and ".join(names), parts)
+
+
+def last_scores(folder: RunFolder) -> dict[str, Any]:
+    """Those of the end, or of the last evaluation so far."""
+    if folder.result.is_file():
+        return json.loads(folder.result.read_text())["validation"]
+    scored = [record for record in read_records(folder.metrics) if "validation_loss" in record]
+    return {name.removeprefix("validation_"): value for name, value in scored[-1].items()} if scored else {}
+
+
+def run_report(result: loop.Result, records: Sequence[dict]) -> str:
+    """Writes the page of a run that ends; returns a line to print. `report RUN` adds the pictures that take time."""
+    folder = RunFolder(epath.Path(result.folder))
+    return f"report: {write(folder.path / 'report.html', [folder], [{}])}"
 
 
 def page(title: str, parts: Sequence[str]) -> str:

@@ -80,7 +80,9 @@ NOTHING = Tap()
 
 
 def tap(wanted: Sequence[str], edits: Mapping[str, Edit] | None) -> Tap:
-    """A tap for the options `intermediates` and `edits` of `apply`."""
+    """A tap for the options `intermediates` and `edits` of `apply`. ConfigError for one name instead of several."""
+    if isinstance(wanted, str):
+        raise ConfigError(f"intermediates: {wanted!r} is one text; give a tuple of names: ({wanted!r},)")
     return Tap(tuple(wanted), tuple((edits or {}).items())) if wanted or edits else NOTHING
 
 

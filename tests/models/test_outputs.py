@@ -190,6 +190,8 @@ def test_names_that_nothing_has_are_refused_with_those_there_are():
     ):
         with pytest.raises(ConfigError, match=said):
             models.apply(config, random(config), TOKENS, **options)
+    with pytest.raises(ConfigError, match="give a tuple of names"):
+        tap("embedding", None)
     with pytest.raises(ConfigError, match="begins with encoder/ or decoder/"):
         models.apply(pair(), random(pair()), TOKENS, source=SOURCE, intermediates=("embedding",))
 
