@@ -147,7 +147,7 @@ def test_processes_train_as_one_does(count, mesh, alone, workplace):
         assert "sample:" in pod.said(0)
         for i in range(1, count):  # what is left is the C++ runtime's
             gloo = ("[Gloo]", "peer ranks")  # two threads of it may break a line in two
-                assert not [line for line in pod.said(i).splitlines() if not any(word in line for word in gloo)]
+            assert not [line for line in pod.said(i).splitlines() if not any(word in line for word in gloo)]
     folder = run_of(workplace)
     assert_same(record(folder), alone)
     assert (folder / "figures" / "loss.png").is_file() and (folder / "result.json").is_file()
