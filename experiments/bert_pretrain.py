@@ -13,10 +13,13 @@ Command: make train EXP=bert_pretrain
 """
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.resources
+import itertools
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +39,16 @@ VOCABULARY = 2048
 MASK, CLS, SEP = VOCABULARY, VOCABULARY + 1, VOCABULARY + 2
 
 
+def modules(root: Path) -> Iterator[tuple[Path, ast.Module]]:
+    """(path below `root`, syntax tree) of every source file, without tests and packages that are not of the library."""
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if SKIP & set(name.parts) or name.parts[0].startswith("config-"):
+            continue
+        with contextlib.suppress(SyntaxError, ValueError):  # templates of lib2to3, which are no Python 3
+            yield name, ast.parse(path.read_bytes())
+
+
 @functools.lru_cache(maxsize=2)
 def docstrings(*packages: str) -> list[tuple[str, str]]:
     """(file, docstring with single spaces) of modules, classes and functions of the standard library and of packages.
@@ -44,19 +57,11 @@ def docstrings(*packages: str) -> list[tuple[str, str]]:
     """
     roots, found = [Path(sysconfig.get_path("stdlib"))], {}
     roots += [Path(str(importlib.resources.files(package))) for package in packages]
-    for root in roots:
-        for path in sorted(root.rglob("*.py")):
-            name = path.relative_to(root)
-            if SKIP & set(name.parts) or name.parts[0].startswith("config-"):
-                continue
-            try:
-                tree = ast.parse(path.read_bytes())
-            except (SyntaxError, ValueError):
-                continue  # templates of lib2to3, which are no Python 3
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                    text = " ".join((ast.get_docstring(node) or "").split())
-                    found.setdefault(text, name.as_posix())
+    for name, tree in itertools.chain.from_iterable(map(modules, roots)):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = " ".join((ast.get_docstring(node) or "").split())
+                found.setdefault(text, name.as_posix())
     return [(name, text) for text, name in found.items() if text]
 
 

@@ -16,7 +16,7 @@ import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.bert_pretrain import SKIP
+from experiments.bert_pretrain import modules
 from jaxformer.data import pairs, tokenizers
 from jaxformer.data.records import Problems
 from jaxformer.data.sources import Dataset
@@ -29,15 +29,8 @@ from jaxformer.training import AdamW, Cosine, Experiment, Sample
 
 def functions() -> list[pairs.Pair]:
     """(where, source, first paragraph of the docstring) of each function that has both; no source twice."""
-    root, found = Path(sysconfig.get_path("stdlib")), {}
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if SKIP & set(name.parts) or name.parts[0].startswith("config-"):
-            continue
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):
-            continue  # templates of lib2to3, which are no Python 3
+    found = {}
+    for name, tree in modules(Path(sysconfig.get_path("stdlib"))):
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
                 summary = " ".join((ast.get_docstring(node) or "").strip().split("\n\n")[0].split())

@@ -228,7 +228,8 @@ def inspect(argv: list[str]) -> int:
     from jaxformer.analysis import inspection
 
     run = _run(options)
-    found = inspection.inspect(run.experiment.model, run.params, run.tokenizer, options.prompt)
+    with run.on_mesh():
+        found = inspection.inspect(run.experiment.model, run.params, run.tokenizer, options.prompt)
     print(inspection.table(found, shutil.get_terminal_size((120, 24)).columns))
     return 0
 

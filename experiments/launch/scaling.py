@@ -13,7 +13,7 @@ import sys
 
 from etils import epath
 
-from experiments.launch.sweep import Trial, combinations, sweep
+from experiments.launch.sweep import Trial, joined, read_trials, sweep
 from jaxformer import cli, config, models, params
 from jaxformer.analysis import figures, scaling
 from jaxformer.data import batching
@@ -63,14 +63,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--sizes", default="--model.d-model=32,64,128")
     parser.add_argument("--steps", default="200,400,800")
-    if "--sizes" in argv[:-1]:  # its value begins like an option
-        at = argv.index("--sizes")
-        argv = [*argv[:at], f"--sizes={argv[at + 1]}", *argv[at + 2 :]]
-    options, overrides = parser.parse_known_args(argv)
-    trials = []
-    for combination in combinations(f"{options.sizes} --steps={options.steps}"):
-        words = [f"--{name}={value}" for name, value in combination.items()]
-        trials.append(Trial(combination, *cli.read_experiment(options.name, [*overrides, *words])))
+    options, overrides = parser.parse_known_args(joined(argv, "--sizes"))
+    trials = read_trials(options.name, f"{options.sizes} --steps={options.steps}", overrides)
     try:
         ended = [trial for trial in sweep(trials, options.runs, reports=[figures.loss_report]) if not trial.problem]
     except Interrupted as error:

@@ -173,19 +173,30 @@ def _is_number(text: str) -> bool:
         return False
 
 
+def joined(argv: list[str], option: str) -> list[str]:
+    """The same with `option` and its value, which begins like an option, as one word."""
+    if option not in argv[:-1]:
+        return argv
+    at = argv.index(option)
+    return [*argv[:at], f"{option}={argv[at + 1]}", *argv[at + 2 :]]
+
+
+def read_trials(name: str, grid: str, overrides: list[str]) -> list[Trial]:
+    """A trial of the experiment for every combination of the grid. Raises ConfigError for options that it does not have."""
+    trials = []
+    for combination in combinations(grid):
+        words = [f"--{option}={value}" for option, value in combination.items()]
+        trials.append(Trial(combination, *cli.read_experiment(name, [*overrides, *words])))
+    return trials
+
+
 def main(argv: list[str]) -> int:
-    if "--grid" in argv[:-1]:  # its value begins like an option
-        at = argv.index("--grid")
-        argv = [*argv[:at], f"--grid={argv[at + 1]}", *argv[at + 2 :]]
     parser = argparse.ArgumentParser("sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", metavar="EXPERIMENT")
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--grid", required=True)
-    options, overrides = parser.parse_known_args(argv)
-    trials = []
-    for combination in combinations(options.grid):
-        words = [f"--{name}={value}" for name, value in combination.items()]
-        trials.append(Trial(combination, *cli.read_experiment(options.name, [*overrides, *words])))
+    options, overrides = parser.parse_known_args(joined(argv, "--grid"))
+    trials = read_trials(options.name, options.grid, overrides)
     try:
         ended = sweep(trials, options.runs, reports=[figures.loss_report])
     except Interrupted as error:

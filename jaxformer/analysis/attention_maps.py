@@ -4,10 +4,27 @@
 `head_means` makes one number a head of them, without padding.
 """
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.scipy.special import xlogy
 from jaxtyping import Bool, Float, Int
+
+from jaxformer import models
+from jaxformer.errors import ConfigError
+
+WEIGHTS = "layers/*/attention/weights"
+
+
+def has_weights(config: Any, params: Any, tokens: Array, **options) -> bool:
+    """Whether every layer of a model gives its attention maps, a mixer of your own too; nothing is computed."""
+    try:
+        jax.eval_shape(lambda: models.apply(config, params, tokens, intermediates=(WEIGHTS,), **options))
+    except (NotImplementedError, ConfigError):
+        return False
+    return True
 
 
 def entropy(weights: Float[Array, "... B N T S"]) -> Float[Array, "... B N T"]:

@@ -1,7 +1,6 @@
 """What a forward pass costs, part by part: parameters, FLOPs, bytes; what training keeps and what decoding keeps."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -48,24 +47,21 @@ def parts(config: ModelConfig | EncoderDecoder, length: int, batch: int = 1) -> 
             moved = size + tokens * share * (layers * inputs + size / inputs)
             found[work.name] = work._replace(flops=work.flops + 2 * size * share * tokens, numbers=work.numbers + moved)
     rows = [row for row in found.values() if row.parameters or row.flops]
-    return [*rows, *_mixing(config, length, batch)]
+    return [*rows, _mixing(config, length, batch)]
 
 
 PARTS = ("embedding", "attention", "cross_attention", "feedforward", "shared", "norms", "heads")
 
 
-def _mixing(config: Any, length: int, batch: int) -> Iterator[Part]:
+def _mixing(config: Any, length: int, batch: int) -> Part:
     """What positions exchange."""
     stacks = (config.encoder, config.decoder) if isinstance(config, EncoderDecoder) else (config,)
     total, moved = 0.0, 0.0
     for stack in stacks:
         heads, across = stack.num_heads * stack.head_size, 0
         if stack.mixer is None:
-            counts = [
-                stack.masks[i % len(stack.masks)].density(length, length)
-                for i in range(min(stack.num_layers, len(stack.masks)))
-            ]
-            shares = [counts[i % len(counts)] for i in range(stack.num_layers)]
+            densities = [mask.density(length, length) for mask in stack.masks]
+            shares = [densities[i % len(densities)] for i in range(stack.num_layers)]
         else:
             shares = []
             total += _counted(stack, length, batch)
@@ -74,7 +70,7 @@ def _mixing(config: Any, length: int, batch: int) -> Iterator[Part]:
         total += 4 * batch * length**2 * heads * (sum(shares) + across)
         kept = 2 * heads + 2 * stack.kv_heads * stack.head_size
         moved += batch * length * kept * (stack.num_layers + across)
-    yield Part(SCORES, 0, total, moved)
+    return Part(SCORES, 0, total, moved)
 
 
 def _counted(stack: ModelConfig, length: int, batch: int) -> float:

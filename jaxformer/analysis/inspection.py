@@ -9,10 +9,11 @@ import numpy as np
 
 from jaxformer import models
 from jaxformer.analysis import attention_maps
+from jaxformer.analysis.attention_maps import WEIGHTS
 from jaxformer.errors import ConfigError
 from jaxformer.models import embedding, transformer
 
-WEIGHTS, RESIDUAL = "layers/*/attention/weights", "layers/*/residual"
+RESIDUAL = "layers/*/residual"
 
 
 class Inspection(NamedTuple):
@@ -36,7 +37,7 @@ def inspect(config: models.ModelConfig, params: Any, tokenizer: Any, text: str, 
         raise ConfigError("inspect: the model has no language model of its own to look into; give a run of a decoder")
     if len(tokens) < 2:
         raise ConfigError(f"inspect: {text!r} is {len(tokens)} tokens; give a text of at least two")
-    maps = config.mixer is None
+    maps = attention_maps.has_weights(config, params, jnp.array([tokens]))
     logits, lens, weights = _run(config, maps, dtype, params, jnp.array([tokens]))
     logs = np.asarray(jax.nn.log_softmax(logits), np.float64)
     losses = np.array([np.nan, *(-logs[t, token] for t, token in enumerate(tokens[1:]))])

@@ -3,6 +3,7 @@
 import base64
 import html
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,14 +13,17 @@ from etils import epath
 
 from jaxformer import config
 from jaxformer.analysis import figures
+from jaxformer.analysis.attention_maps import WEIGHTS, has_weights
 from jaxformer.data import batching
+from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, apply
 from jaxformer.training import loop
 from jaxformer.training.metrics import read_records
 from jaxformer.training.objectives import INPUTS
-from jaxformer.training.run import open_run
+from jaxformer.training.run import Run, open_run
 from jaxformer.training.run_folder import RunFolder
 
+log = logging.getLogger("jaxformer")
 SHOWN = 32  # tokens of an example whose attention is drawn
 
 STYLE = """
@@ -40,26 +44,38 @@ Pictures = dict[str, Callable[[], Any]]  # by title
 
 
 def pictures(folder: RunFolder) -> Pictures:
-    """The learning rate of a run, and where the heads of a decoder look in the first example of its validation split."""
-    run = open_run(folder.path)
-    experiment, schedule = run.experiment, run.recipe.schedule
-    found: Pictures = {"Learning rate": lambda: figures.schedules({folder.path.name: schedule}, experiment.steps)}
-    if folder.checkpoints.is_dir() and isinstance(experiment.model, ModelConfig) and experiment.model.mixer is None:
-        example = batching.open_dataset(experiment.data, experiment.model).validation[0]
-        if "tokens" in example:
-            tokens = jnp.asarray(example["tokens"])[:SHOWN]
-            options = {name: jnp.asarray(example[name])[None, :SHOWN] for name in INPUTS if name in example}
-            name = "layers/*/attention/weights"
-            output = apply(experiment.model, run.params, tokens[None], intermediates=(name,), **options)
-            weights = np.asarray(output.intermediates[name])[-4:, 0, :4]
-            words = [run.tokenizer.decode([int(t)]) if run.tokenizer else str(t) for t in tokens]
-            first = experiment.model.num_layers - len(weights)
-            found["Attention of the last layers"] = lambda: figures.attention(weights, words, first_layer=first)
-    return found
+    """The learning rate of a run, and where its heads look in an example. What cannot be opened is not drawn, and says why."""
+    try:
+        run = open_run(folder.path)
+        rate = {"Learning rate": lambda: figures.schedules({folder.path.name: run.recipe.schedule}, run.experiment.steps)}
+        return rate | _attention(run)
+    except ConfigError as error:
+        log.warning("report: not all pictures: %s", error)
+        return {}
+
+
+def _attention(run: Run) -> Pictures:
+    """The maps of the first example of the validation split, where the model keeps any."""
+    model = run.experiment.model
+    if not isinstance(model, ModelConfig) or not run.folder.checkpoints.is_dir():
+        return {}
+    example = batching.open_dataset(run.experiment.data, model).validation[0]
+    if "tokens" not in example:
+        return {}
+    tokens = jnp.asarray(example["tokens"])[:SHOWN]
+    options = {name: jnp.asarray(example[name])[None, :SHOWN] for name in INPUTS if name in example}
+    with run.on_mesh():
+        if not has_weights(model, run.params, tokens[None], **options):
+            return {}
+        output = apply(model, run.params, tokens[None], intermediates=(WEIGHTS,), **options)
+        weights = np.asarray(output.intermediates[WEIGHTS])[-4:, 0, :4]
+    words = [run.tokenizer.decode([int(token)]) if run.tokenizer else str(token) for token in tokens]
+    draw = lambda: figures.attention(weights, words, first_layer=model.num_layers - len(weights))
+    return {"Attention of the last layers": draw}
 
 
 def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures]) -> str:
-    """The page: curves, scores, what differs, the last sample, the pictures of each run, costs, configs, environments."""
+    """The page: curves, scores, what differs, the last sample, the pictures of each run, configs, environments."""
     descriptions = [folder.description() for folder in folders]
     names = [folder.path.name for folder in folders]
     parts = [
@@ -72,9 +88,10 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures]) -> str:
         differing = [name for name in flat[0] if len({str(one.get(name)) for one in flat}) > 1]
         parts.append(table("What differs", names, [{name: one.get(name) for name in differing} for one in flat]))
     for name, folder in zip(names, folders, strict=True):
-        samples = sorted(folder.samples.glob("*.txt")) if folder.samples.is_dir() else []
+        samples = list(folder.samples.glob("step-*.txt")) if folder.samples.is_dir() else []
         if samples:
-            parts.append(text(f"A sample ({name}, {samples[-1].stem})", samples[-1].read_text()))
+            newest = max(samples, key=lambda path: int(path.stem.removeprefix("step-")))
+            parts.append(text(f"A sample ({name}, {newest.stem})", newest.read_text()))
     for name, some in zip(names, drawn, strict=True):
         parts += [picture(f"{title} ({name})", draw) for title, draw in some.items()]
     for name, folder in zip(names, folders, strict=True):

@@ -13,12 +13,20 @@ from jaxformer.errors import ConfigError
 from jaxformer.masks import full
 from jaxformer.models import Classification, ModelConfig
 from jaxformer.models.mixers import Linear
+from jaxformer.models.mixers.attention import attention
 
 CONFIG = ModelConfig(256, 3, 16, 2, context_length=32, init_std=0.3)
 TEXT = "the theme of the"
 
 
-@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, norm_placement="post"), replace(CONFIG, mixer=Linear())])
+def own(config):
+    """A mixer of the user's: its maps are seen as the library's own are."""
+    return attention(config, finish=lambda params, x, out: 2 * out)
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, replace(CONFIG, norm_placement="post"), replace(CONFIG, mixer=Linear()), replace(CONFIG, mixer=own)]
+)
 def test_a_text_token_by_token(config):
     params = models.init(config, jax.random.key(0))
     found = inspection.inspect(config, params, Bytes(), TEXT)
@@ -32,7 +40,7 @@ def test_a_text_token_by_token(config):
     np.testing.assert_allclose([row[0][1] for row in found.predictions], np.exp(logs.max(-1)), rtol=1e-4)
     text = inspection.table(found)
     assert len(text.splitlines()) == 18 + len(found.heads) and "mean loss" in text
-    if config.mixer is None:
+    if config.mixer in (None, own):
         assert found.weights.shape == (3, 2, 16, 16) and set(found.heads) == {
             "entropy",
             "distance",

@@ -76,10 +76,22 @@ def test_two_runs_side_by_side(trained):
 def test_words_of_a_run_are_no_markup(trained):
     folder = trained / "runs" / "copied"
     shutil.copytree(runs(trained)[0], folder)
-    (folder / "samples" / "step-6.txt").write_text("<script>alert('&')</script>")
+    (folder / "samples" / "step-10.txt").write_text("<script>alert('&')</script>")
     text = page(trained, str(folder))
     shutil.rmtree(folder)
     assert "<script>" not in text and "&lt;script&gt;" in text and not Strict(text).open
+    assert "step-10)" in text and "step-6)" not in text  # the newest, though "step-6" comes later in the alphabet
+
+
+@pytest.mark.parametrize(("lost", "drawn"), [("experiment.py", 1), ("checkpoints", 2)])
+def test_a_run_that_has_lost_something_still_has_a_page(trained, lost, drawn, caplog):
+    folder = trained / "runs" / "poor"
+    shutil.copytree(runs(trained)[0], folder)
+    path = folder / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    text = page(trained, str(folder))
+    shutil.rmtree(folder)
+    assert text.count("<img") == drawn and ("no copy of its experiment" in caplog.text) == (lost == "experiment.py")
 
 
 @pytest.mark.slow
