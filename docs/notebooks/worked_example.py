@@ -180,7 +180,7 @@ show("dWq by differences", differences, dW_query)
 def draw():
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.4, 3), layout="constrained")
+    figure = Figure(figsize=(8.4, 3.6), layout="constrained")
     panels = {"weights A": A, "weights, causal": causal, "gradient of the scores dS": dS}
     for axes, (title, matrix) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         signed = matrix.min() < 0
