@@ -261,8 +261,9 @@ def test_names_on_the_page_exist(page):
     for path, test in set(re.findall(r"`((?:tests|experiments|docs|jaxformer)/[\w./-]*)(?:::(\w+))?", text)):
         assert (ROOT / path).exists(), path
         assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{path}::{test}"
-    for link in set(re.findall(r"\]\(([\w./-]+\.md)\)", text)):
-        assert (ROOT / "docs" / link).exists(), link
+    for link, anchor in set(re.findall(r"\]\(([\w./-]+\.md)(?:#([\w-]+))?\)", text)):
+        headings = re.findall(r"^#+ (.*)", (ROOT / "docs" / link).read_text(), flags=re.MULTILINE)
+        assert not anchor or anchor in {re.sub(r"\W+", "-", heading.lower()) for heading in headings}, f"{link}#{anchor}"
 
 
 def exists(name):
@@ -282,8 +283,12 @@ def exists(name):
 
 
 def test_the_specification_is_complete():
-    """Each of the 12 + 4 + 8 + 12 + 14 corrections has its mark in the table."""
-    text = (ROOT / "docs/specification.md").read_text()
-    expected = {f"{part}.{i}" for part, count in zip("ABCDE", (12, 4, 8, 12, 14), strict=True) for i in range(1, count + 1)}
-    found = set(re.findall(r"\b([A-E]\.\d+)\b", text))
-    assert expected == found, expected ^ found
+    """Each of the 12 + 4 + 8 + 12 + 14 corrections has its mark in a row of the table of its document."""
+    parts = re.split(r"\n## ", (ROOT / "docs/specification.md").read_text())[1:]
+    assert [part[:2] for part in parts] == ["A.", "B.", "C.", "D.", "E."]
+    for part, count in zip(parts, (12, 4, 8, 12, 14), strict=True):
+        letter = part[0]
+        marks = {int(number) for number in re.findall(rf"\b{letter}(\d+)\b", part)}
+        assert marks == set(range(1, count + 1)), (letter, marks)
+        rows = [row for row in part.splitlines() if row.startswith("|")]
+        assert all(row.count(" |") == 4 for row in rows[2:]), part.splitlines()[0]
