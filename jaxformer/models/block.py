@@ -24,7 +24,7 @@ from jaxformer.sharding import all_gather_weights, with_logical_constraint
 def feedforward_spec(config: ModelConfig, lead=(), lead_axes=()) -> Tree:
     """Matrices of an activation or a gate; the axes of `lead` choose one of several (experts)."""
     D, F = config.d_model, config.ff_width
-    into, back = ((D, F), ("embed", "mlp"), config.init_std), ((F, D), ("mlp", "embed"), residual_std(config))
+    into, back = ((D, F), ("embed", "mlp"), config.std), ((F, D), ("mlp", "embed"), residual_std(config))
     places = {"up": into, "down": back} | ({"gate": into} if config.feedforward in GATES else {})
     matrix = lambda name, shape, axes, std: linear_spec(config, name, (*lead, *shape), (*lead_axes, *axes), axes[:1], std)
     return {name: matrix(name, *place) for name, place in places.items()}

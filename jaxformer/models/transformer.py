@@ -19,6 +19,7 @@ from jaxformer.models import block as blocks, embedding, heads
 from jaxformer.models.config import Axial, Learned, ModelConfig, Patches
 from jaxformer.models.intermediates import tap
 from jaxformer.models.layer import Context, Layers, Source
+from jaxformer.models.mup import MuP
 from jaxformer.models.stacks import scan
 from jaxformer.ops.positions import within_segments
 from jaxformer.params import Tree, paths
@@ -88,7 +89,8 @@ def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
         tree["final_norm"] = embedding.norm_spec(config, config.hidden_width)
     shared = {name: leaf for slot in slots for name, leaf in (slot.shared or {}).items()}
     parts = {"heads": heads.spec(config), "shared": shared}
-    return tree | {name: part for name, part in parts.items() if part}
+    tree |= {name: part for name, part in parts.items() if part}
+    return config.init_std.spec(tree, config.d_model) if isinstance(config.init_std, MuP) else tree
 
 
 def check_params(declared: Tree, tree: Tree) -> None:
