@@ -74,7 +74,7 @@ class LayerOutput(NamedTuple):
     memo: Tree = None  # of a stack None
     loss: Any = None
     stats: Tree = None
-    intermediates: Tree = None  # {name: value}
+    intermediates: Tree = None  # `Tap.found`
 
 
 class Layers(NamedTuple):

@@ -45,8 +45,8 @@ class Inputs:
     source_positions: Any = None  # [B or 1, S], instead of those that restart with each segment
     encoded: Source | None = None  # of a decoder: the output of the encoder
     dtype: Any = struct.field(pytree_node=False, default=None)  # of activations; None: that of the parameters
-    # names of what `Output.intermediates` has, such as "layers/*/attention/weights"; see models.intermediates
-    intermediates: tuple[str, ...] = struct.field(pytree_node=False, default=())
+    # names of what `Output.intermediates` has, such as "layers/*/attention/weights", or {name: value -> what is kept of it}
+    intermediates: Any = struct.field(pytree_node=False, default=())
     edits: Any = struct.field(
         pytree_node=False, default=None
     )  # {name: (value, layer) -> value}, put in place of what was there
@@ -133,7 +133,7 @@ def output_axes(path: str, leaf) -> tuple[str | None, ...]:
             return "batch", "length"
         case "cache" if leaf.ndim > 2:
             return None, "batch"
-        case "intermediates":
+        case "intermediates" if leaf.ndim > 2:
             return (None, "batch") if "*" in path else ("batch",)
     return ()
 

@@ -61,7 +61,7 @@ def looped(config, parameters, tokens, source=None):
         context = context.replace(layer=i, source=encoded, tap=tap(names, None).in_layer(i))
         output = block(config, slots[i % len(slots)], layer, x, context)
         x = output.hidden
-        for name, value in output.intermediates.items():
+        for (_, name), value in output.intermediates.items():
             found.setdefault(name, []).append(value)
     return found, x
 
