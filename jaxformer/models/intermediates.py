@@ -1,7 +1,8 @@
 """What a model computes on its way, read or replaced by name: `apply(..., intermediates=("layers/*/attention/weights",))`.
 
 Names: "embedding", "layers/*/residual" (after each layer), and of the sub-layers attention, cross_attention, feedforward
-"layers/*/attention/input" and ".../out"; of attention also query, key, value, weights, heads (before the last projection).
+"layers/*/attention/input" and ".../out"; of attention also query, key, value, weights, heads (before the last projection), of
+feedforward also hidden (before its last projection).
 A number instead of * is one layer. Of an encoder-decoder every name begins with encoder/ or decoder/. A mixer of your own
 gives names with `context.tap("name", value)`.
 """

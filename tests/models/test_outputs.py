@@ -163,6 +163,22 @@ def test_an_edit_is_seen_by_all_that_follows(name):
     close(models.apply(config, parameters, TOKENS, edits=weights).logits, apply(config, less, TOKENS).logits)
 
 
+@pytest.mark.parametrize("feedforward", ["gelu", "swiglu"])
+def test_features_of_a_feed_forward(feedforward):
+    """They are what the last product reads; without one of them the model is that without its row."""
+    config = replace(STACKS["one kind"], feedforward=feedforward)
+    parameters, name = random(config), "layers/*/feedforward/hidden"
+    found = apply(config, parameters, TOKENS, intermediates=(name, "layers/*/feedforward/out")).intermediates
+    down = parameters["layers"]["feedforward"]["down"]
+    by_hand = jnp.einsum("lbtf,lfd->lbtd", found[name], down["kernel"])
+    by_hand = by_hand + down["bias"][:, None, None] if "bias" in down else by_hand
+    close(found["layers/*/feedforward/out"], by_hand)
+    less = jax.tree.map(lambda leaf: leaf, parameters)
+    less["layers"]["feedforward"]["down"]["kernel"] = down["kernel"].at[2, 3].set(0)
+    silent = {"layers/2/feedforward/hidden": lambda hidden, layer: hidden.at[:, :, 3].set(0)}
+    close(models.apply(config, parameters, TOKENS, edits=silent).logits, apply(config, less, TOKENS).logits)
+
+
 @pytest.mark.parametrize("name", ["one kind", "masks in turn, and a rest", "different kinds"])
 def test_a_gradient_with_respect_to_an_intermediate(name):
     """Of the residual stream after layer 1, by finite differences."""
