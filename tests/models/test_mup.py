@@ -14,6 +14,8 @@ from jaxformer.interop import huggingface
 from jaxformer.models import EncoderDecoder, LanguageModel, Mixture, ModelConfig, MuP
 from jaxformer.models.adaptation import Lora
 from jaxformer.training import optimizers
+from tests import witnesses
+from tests.witnesses import mup
 
 BASE = ModelConfig(
     vocab_size=30, num_layers=2, d_model=32, num_heads=2, head_width=16, context_length=16, tie_embeddings=False,
@@ -105,6 +107,34 @@ def test_a_step_changes_logits_as_much_at_every_width(tied):
     growth = lambda base: change_after(wide(base, 8)) / change_after(base)
     assert 0.5 < growth(config) < 2
     assert growth(replace(config, init_std=0.02)) > 3
+
+
+def test_training_is_that_of_mup():
+    """Their package keeps the readout r times larger and divides its output by r: the same function, the same steps."""
+    kept, r = witnesses.load("mup"), mup.WIDTH // mup.BASE
+    normal = jax.nn.initializers.normal(1.0)
+    declared = {
+        "table": params.Spec((mup.VOCABULARY, mup.WIDTH), ("vocab", "embed"), normal),
+        "hidden": params.linear((mup.WIDTH, mup.WIDTH), ("embed", "mlp"), ("embed",), normal),
+        "readout": params.Spec((mup.VOCABULARY, mup.WIDTH), ("vocab", "embed"), normal, ("embed",)),
+    }
+    spec = MuP(mup.BASE).spec(declared, mup.WIDTH)
+    start = {name: jnp.asarray(value, jnp.float32) for name, value in kept.items() if name.startswith("start/")}
+    tree = {
+        "table": start["start/table.weight"],
+        "hidden": {"kernel": start["start/hidden.weight"].T, "bias": start["start/hidden.bias"]},
+        "readout": start["start/readout.weight"] / r,
+    }
+    hidden = lambda tree: jnp.tanh(tree["table"][kept["tokens"]] @ tree["hidden"]["kernel"] + tree["hidden"]["bias"][None])
+    logits = lambda tree: hidden(tree) @ tree["readout"].T
+    loss = lambda tree: optax.softmax_cross_entropy_with_integer_labels(logits(tree), jnp.asarray(kept["labels"])).mean()
+    optimizer = optimizers.build(optimizers.Adam(b2=0.999, eps=1e-12), spec)
+    state = optimizer.init(tree)
+    for expected in kept["logits"]:
+        np.testing.assert_allclose(logits(tree), expected, rtol=1e-3, atol=1e-4)  # float32 against float64, Adam divides
+        updates, state = optimizer.update(jax.grad(loss)(tree), state, tree)
+        tree = optax.apply_updates(tree, jax.tree.map(lambda u: mup.RATE * u, updates))
+    assert np.abs(kept["logits"][-1] - kept["logits"][0]).max() > 0.15  # far beyond the tolerance
 
 
 def test_the_rate_multiplies_the_update_and_not_the_decay():
