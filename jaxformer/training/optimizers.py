@@ -215,6 +215,7 @@ def routes(optimizer: Any, spec: Tree, frozen: str | None = None) -> dict[str, s
             return "frozen"
         name = getattr(optimizer, "__name__", type(optimizer).__name__)
         name = optimizer.route(leaf) if hasattr(optimizer, "route") else name
-        return f"{name}{' + decay' if has_decay.get(path) else ''}"
+        factor = "" if leaf.rate == 1 else f", {leaf.rate:.3g} of the rate"
+        return f"{name}{' + decay' if has_decay.get(path) else ''}{factor}"
 
     return {path: route(path, leaf) for path, leaf in params.paths(spec).items()}
