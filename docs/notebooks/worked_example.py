@@ -5,21 +5,18 @@
 # the function of the library that models use; the two are compared.
 #
 # Run it as a script, `python docs/notebooks/worked_example.py`, or cell by cell in an editor that knows `# %%`. It takes a few
-# seconds, prints every matrix, and draws the attention maps into a file.
+# seconds, prints every matrix, and as a script draws the attention maps into `worked_example.png`.
 #
 # The numbers are those of section 7 of "Mathematical Foundations of Transformer Models", corrected: the printed example has a
 # wrong entry in Q, in K and in V, and nearly all that follows from them.
 
 # %%
-import tempfile
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import masks, ops
-from jaxformer.analysis import attention_maps, figures
+from jaxformer.analysis import attention_maps
 
 Z = np.array([[1.0, 0.5], [2.0, 1.0], [0.5, 2.0]])  # [T, D]
 W_QUERY = np.array([[0.5, 0.3], [0.2, 0.4]])  # [D, H]
@@ -194,4 +191,6 @@ def draw():
     return figure
 
 
-print(f"figure: {figures.save(draw, Path(tempfile.gettempdir()) / 'worked_example.png')}")
+if __name__ == "__main__":
+    draw().savefig("worked_example.png")
+draw()
