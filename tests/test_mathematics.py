@@ -253,13 +253,13 @@ def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_names_on_the_page_exist(page):
-    """Every `jaxformer.x.y`, every file, and every `file::test`."""
+    """Every `jaxformer.x.y`, every file, and every test in brackets behind its file."""
     text = (ROOT / f"docs/{page}.md").read_text()
     for name in set(re.findall(r"`(jaxformer(?:\.\w+)+)", text)):
         assert exists(name), name
-    for path, test in set(re.findall(r"`((?:tests|experiments|docs|jaxformer)/[\w./-]*)(?:::(\w+))?", text)):
+    for path, test in set(re.findall(r"`((?:tests|experiments|docs|jaxformer)/[\w./-]*)`(?: \(`(\w+)`\))?", text)):
         assert (ROOT / path).exists(), path
-        assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{path}::{test}"
+        assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{path}: {test}"
     for link, anchor in set(re.findall(r"\]\(([\w./-]+\.md)(?:#([\w-]+))?\)", text)):
         headings = re.findall(r"^#+ (.*)", (ROOT / "docs" / link).read_text(), flags=re.MULTILINE)
         assert not anchor or anchor in {re.sub(r"\W+", "-", heading.lower()) for heading in headings}, f"{link}#{anchor}"
