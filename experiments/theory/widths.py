@@ -6,7 +6,7 @@ several rates. A parameterisation transfers if the best rate of the narrowest mo
 
 Expected (seed 0): see docs/theory.md.
 Time: some minutes on 2 CPU cores.
-Command: python -m experiments.theory.widths [--widths 32,64,128,256] [--steps 150] [--out widths.png]
+Command: python -m experiments.theory.widths [--widths 32,64,128,256] [--steps 300] [--out widths.png]
 """
 
 import argparse
@@ -24,13 +24,13 @@ from jaxformer.models import ModelConfig, MuP
 from jaxformer.ops.losses import cross_entropy
 from jaxformer.training import optimizers
 
-VOCABULARY, T, BATCH, HEAD = 16, 64, 16, 16
-RATES = tuple(2.0**power for power in range(-11, -2))
+VOCABULARY, T, BATCH, HEAD = 16, 32, 16, 16
+RATES = tuple(2.0**power for power in range(-10, -3))
 
 
 def model(width: int, base: int | None) -> ModelConfig:
     """With heads of one width, and a head of its own; `base`: the width at which muP is the standard parameterisation."""
-    start = 0.05 if base is None else MuP(base, 0.05)
+    start = 0.1 if base is None else MuP(base, 0.1)
     return ModelConfig(VOCABULARY, 2, width, width // HEAD, T, tie_embeddings=False, use_bias=False, init_std=start)
 
 
@@ -99,7 +99,7 @@ def draw(found: dict[str, np.ndarray], widths: Sequence[int], rates: Sequence[fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", default="32,64,128,256")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", default="widths.png")
     arguments = parser.parse_args()
     widths = list(map(int, arguments.widths.split(",")))
