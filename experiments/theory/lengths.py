@@ -1,0 +1,160 @@
+"""Which positions carry a model beyond the length that it was trained at: trained at 64 tokens, tested at 64 to 512.
+
+Press et al. 2022, arXiv:2108.12409 (ALiBi); Kazemnejad et al. 2023, arXiv:2305.19466 (none against the others); Chen et al. 2023,
+arXiv:2306.15595, and Peng et al. 2023, arXiv:2309.00071 (rotary positions scaled without training). The task is equally hard
+at every position and length: say the token that stood three places back. Scored are the last 32 tokens of a row. Every encoding
+that the library has, with the same model, batches and steps; rotary positions also with each scaling, chosen at the test.
+
+Not here: LongRoPE, whose factors come from a search on a trained model, and Transformer-XL's, which the library does not have.
+
+Expected:
+Time: minutes on 2 CPU cores.
+Command: python -m experiments.theory.lengths [--steps 300] [--out lengths.png]
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.nn.initializers import normal
+
+from experiments.theory import small
+from jaxformer import models, ops
+from jaxformer.analysis import figures
+from jaxformer.errors import ConfigError
+from jaxformer.models import Alibi, Axial, Learned, ModelConfig, Relative, Sinusoidal
+from jaxformer.models.layer import Mixer
+from jaxformer.models.mixers.attention import attention
+from jaxformer.ops.positions import NTK, Linear, Llama3, Rope, YaRN
+from jaxformer.params import Spec
+
+TRAINED, LENGTHS = 64, (64, 128, 256, 512)
+VOCABULARY, SCORED, BACK, BATCH = 16, 32, 3, 32
+
+
+def shaw(config: ModelConfig, reach: int = 16) -> Mixer:
+    """Attention with relative keys in each layer, Shaw et al. 2018: distances beyond `reach` are one."""
+
+    def attend(params, context, query, key, value, **options):
+        return ops.attention(query, key, value, **options, bias=ops.shaw(query, params["relative_keys"]))
+
+    table = Spec((2 * reach + 1, config.head_size), (None, "head"), normal(config.init_std))
+    return attention(config, extra={"relative_keys": table}, attend=attend)
+
+
+BASE = ModelConfig(VOCABULARY, 2, 64, 4, context_length=TRAINED, positions=None, init_std=0.1, unroll=2)
+ENCODINGS = {
+    "none": BASE,
+    "sinusoidal": replace(BASE, positions=Sinusoidal()),
+    "learned": replace(BASE, positions=Learned()),
+    "axial": replace(BASE, positions=Axial((8, 8), (32, 32))),
+    "rotary": replace(BASE, positions=Rope()),
+    "ALiBi": replace(BASE, positions=Alibi()),
+    "T5 bias": replace(BASE, positions=Relative(bidirectional=False)),
+    "Shaw": replace(BASE, mixer=shaw),
+}
+# how rotary positions are scaled to a length that is `factor` times the trained one, without further training
+SCALINGS: dict[str, Callable[[float], Any]] = {
+    "linear": Linear,
+    "NTK": NTK,
+    "dynamic NTK": lambda factor: NTK(1.0, TRAINED),
+    "YaRN": lambda factor: YaRN(factor, TRAINED),
+    "Llama 3": lambda factor: Llama3(factor, TRAINED),
+}
+
+
+def rescaled(name: str, factor: float) -> ModelConfig:
+    """The rotary model with that scaling."""
+    return replace(BASE, positions=Rope(scaling=SCALINGS[name](factor)))
+
+
+def draw(key: Array, length: int = TRAINED, batch: int = BATCH) -> small.Batch:
+    """Random tokens; the label is the one `BACK` places before."""
+    tokens = jax.random.randint(key, (batch, length), 0, VOCABULARY)
+    weights = jnp.broadcast_to(jnp.arange(length)[None] >= BACK, tokens.shape).astype(jnp.float32)
+    return {"tokens": tokens, "labels": jnp.roll(tokens, BACK, axis=1), "weights": weights}
+
+
+def train(config: ModelConfig, steps: int, seed: int = 0) -> Any:
+    """Parameters of a model that has seen rows of `TRAINED` tokens."""
+    forward = lambda params, tokens: models.apply(config, params, tokens).logits
+    optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, steps))
+    return small.train(forward, models.init(config, jax.random.key(seed)), draw, optimizer, steps, steps, seed=seed)[0]
+
+
+def tested(config: ModelConfig, params: Any, length: int, batch: int = 16) -> tuple[float, float]:
+    """(accuracy, loss in nats) on the last `SCORED` tokens of rows of that length. ConfigError where a table has no row for them."""
+    rows = draw(jax.random.key(1), length, batch)
+    rows["weights"] = rows["weights"] * (jnp.arange(length)[None] >= length - SCORED)
+    logits = jax.jit(lambda params: models.apply(config, params, rows["tokens"]).logits)(params)
+    return float(small.accuracy(logits, rows)), float(small.cross_entropy(logits, rows))
+
+
+def study(name: str, steps: int, lengths: Sequence[int] = LENGTHS) -> dict[str, list[tuple[float, float] | str]]:
+    """What `tested` says at each length, or the words of its refusal; of rotary positions also with every scaling."""
+    config = ENCODINGS[name]
+    params, found = train(config, steps), {}
+    ways: dict[str, Callable] = {name: lambda factor: config}
+    if name == "rotary":
+        ways |= {f"rotary, {scaling}": partial(rescaled, scaling) for scaling in SCALINGS}
+    for way, at in ways.items():
+        found[way] = []
+        for length in lengths:
+            try:
+                found[way].append(tested(at(length / TRAINED), params, length))
+            except ConfigError as refusal:
+                found[way].append(str(refusal))
+    return found
+
+
+def draw_figure(found: dict[str, list], lengths: Sequence[int] = LENGTHS) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    groups = ([name for name in found if name in ENCODINGS], [name for name in found if name.startswith("rotary")])
+    for axes, names, title in zip(panels, groups, ("encodings", "rotary positions, scaled at the test"), strict=True):
+        for i, name in enumerate(names):
+            points = [
+                (length, value[0]) for length, value in zip(lengths, found[name], strict=True) if not isinstance(value, str)
+            ]
+            style = dict(color=figures.COLORS[i % 6], linestyle="-" if i < 6 else "--", label=name)
+            axes.plot(*zip(*points, strict=True), "osv^Dx*P"[i], markersize=5, **style)
+            if len(points) < len(lengths):
+                place = dict(textcoords="offset points", xytext=(8, -12 * (i - 1)), fontsize=8, color=style["color"])
+                axes.annotate(f"{name}: no row beyond {points[-1][0]}", points[-1], **place)
+        axes.axhline(1 / VOCABULARY, color="#888888", linestyle=":", linewidth=1)
+        axes.set(xscale="log", xticks=lengths, xticklabels=lengths, ylim=(0, 1.05), xlabel="tokens of the test", title=title)
+        axes.minorticks_off()
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=8)
+    panels[0].set_ylabel("accuracy, last 32 tokens")
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--out", default="lengths.png")
+    options = parser.parse_args()
+    found, refusals = {}, {}
+    print(f"{'accuracy (loss) at':<22}" + "".join(f"{length:>16}" for length in LENGTHS))
+    for name in ENCODINGS:
+        for way, values in study(name, options.steps).items():
+            found[way] = values
+            refusals |= {way: value for value in reversed(values) if isinstance(value, str)}
+            shown = ["refused" if isinstance(value, str) else f"{value[0]:.1%} ({value[1]:.2f})" for value in values]
+            print(f"{way:<22}" + "".join(f"{text:>16}" for text in shown), flush=True)
+    for way, words in refusals.items():
+        print(f"{way}: {words}")
+    print(f"figure: {figures.save(lambda: draw_figure(found), options.out)}")
+
+
+if __name__ == "__main__":
+    main()
