@@ -53,7 +53,7 @@ def inputs(sharpness: float, length: int = LENGTH, seed: int = 0) -> Inputs:
     return Inputs(query * sharpness**0.5, key * sharpness**0.5, value)
 
 
-def exact(x: Inputs) -> Array:
+def exact(x: Inputs) -> Any:
     return ops.attention(*x, implementation="reference")
 
 
@@ -79,7 +79,7 @@ def linear(x: Inputs) -> Point:
 
 
 def performer(x: Inputs, features: Sequence[int] = FEATURES) -> list[Point]:
-    function = lambda projection, x: ops.favor_attention(*x, projection, mask=full())
+    function = lambda projection, x: ops.favor_attention(x.query, x.key, x.value, projection, mask=full())
     draw = lambda size: lambda key: ops.orthogonal_projection(key, size, WIDTH)
     return [measured(function, draw(size), size, x, exact(x)) for size in features]
 
@@ -128,12 +128,7 @@ def study(sharpness: float, length: int = LENGTH) -> dict[str, Any]:
     x = inputs(sharpness, length)
     whole, target = flops.count(exact, x).flops, exact(x)
     mean = jnp.broadcast_to(x.value.mean(axis=1, keepdims=True), target.shape)
-    found = {
-        "linear (elu + 1)": [linear(x)],
-        "Performer": performer(x),
-        "Linformer": linformer(x),
-        "LSH": reformer(x, sharpness),
-    }
+    found = dict(zip(METHODS, ([linear(x)], performer(x), linformer(x), reformer(x, sharpness)), strict=True))
     found = {name: [point._replace(flops=point.flops / whole) for point in points] for name, points in found.items()}
     stable, rank, best = spectrum(attention_matrix(x))
     return {"methods": found, "mean": relative_error(mean, target), "stable rank": stable, "rank": rank, "best": best}

@@ -8,7 +8,7 @@ which tokens are in the list, not their order. The models have attention and no 
 
 Expected (seed 0):
 Time: minutes on 2 CPU cores.
-Command: python -m experiments.theory.induction [--steps 800] [--out induction.png]
+Command: python -m experiments.theory.induction [--steps 400] [--out induction.png]
 """
 
 import argparse
@@ -66,7 +66,7 @@ def scores(config: ModelConfig, params: Any, batch: small.Batch) -> dict[str, Ar
     return {"test loss": loss, "accuracy": accuracy, "induction": induction[-1].max(), "previous": previous[0].max()}
 
 
-def train(layers: int, steps: int, every: int = 20, seed: int = 0) -> list[dict]:
+def train(layers: int, steps: int, every: int = 10, seed: int = 0) -> list[dict]:
     """A record each `every` steps."""
     config, test = model(layers), draw(jax.random.key(1), 64)
     forward = lambda params, tokens: models.apply(config, params, tokens).logits
@@ -93,7 +93,8 @@ def draw_figure(found: dict[int, list[dict]]) -> Any:
     values = [record["previous"] for record in found[2]]
     bottom.plot(steps, values, color=figures.COLORS[3], label="previous token, layer 0 of two")
     for name, axes in (("test loss", top), ("induction", bottom)):
-        axes.axvline(crossing(found[2], name), color=figures.COLORS[0], linestyle=":", linewidth=1)
+        half = crossing(found[2], name)
+        axes.axvline(half, color=figures.COLORS[0], linestyle=":", linewidth=1, label=f"half of the way: step {half}")
     top.set(ylabel="loss (nats per token)", ylim=(0, None), title="loss where the text repeats itself")
     bottom.set(ylabel="share of the weight", ylim=(0, 1.05), xlabel="step", title="where the best head looks")
     for axes in (top, bottom):
@@ -104,7 +105,7 @@ def draw_figure(found: dict[int, list[dict]]) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--out", default="induction.png")
     options = parser.parse_args()
     found = {layers: train(layers, options.steps) for layers in NAMES}

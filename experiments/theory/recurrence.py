@@ -56,8 +56,8 @@ def draw(distance: int | Array, key: Array, batch: int = BATCH, length: int = LE
     return {"tokens": tokens, "labels": jnp.broadcast_to(SYMBOLS + facts, tokens.shape), "weights": weights}
 
 
-def initial(name: str) -> tuple[small.Forward, Any]:
-    """(forward, parameters) of "GRU" or "attention"."""
+def initial(name: str) -> tuple[Any, Any]:
+    """(params, tokens -> logits; parameters) of "GRU" or "attention"."""
     if name == "GRU":
         return Gru().apply, Gru().init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
     return (lambda params, tokens: models.apply(ATTENTION, params, tokens).logits), models.init(ATTENTION, jax.random.key(0))
@@ -68,9 +68,8 @@ def recalled(name: str, steps: int, distances: Sequence[int] = DISTANCES, length
     forward, params = initial(name)
     of_all = jax.vmap(forward)
     batches = lambda key, batch=BATCH: jax.vmap(lambda d: draw(d, key, batch, length))(jnp.array(distances))
-    several = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (len(distances), *leaf.shape)), params)
-    optimizer = optax.adam(optax.linear_schedule(3e-3, 3e-4, steps))  # Adam does not see that the loss is a mean of them
-    several, _ = small.train(of_all, several, batches, optimizer, steps, steps)
+    optimizer = optax.adam(optax.linear_schedule(3e-3, 3e-4, steps))
+    several, _ = small.train(of_all, small.copies(params, len(distances)), batches, optimizer, steps, steps)
     test = batches(jax.random.key(1), 256)
     return np.asarray(jax.vmap(small.accuracy)(jax.jit(of_all)(several, test["tokens"]), test))
 
@@ -79,14 +78,15 @@ def gradient_norms(name: str, length: int = LENGTH) -> np.ndarray:
     """Mean norm of d loss / d embedding of each token [T], from the question (distance 0) back; before training."""
     forward, params = initial(name)
     batch = draw(length - 1, jax.random.key(1), 64, length)
-    loss = lambda logits: small.cross_entropy(logits, batch)
+    factor = 1e12  # without it, float32 has no square of the smallest
+    loss = lambda logits: factor * small.cross_entropy(logits, batch)
     if name == "GRU":
         shift = jnp.zeros((*batch["tokens"].shape, Gru.width))
         found = jax.jit(jax.grad(lambda shift: loss(forward(params, batch["tokens"], shift))))(shift)
     else:
         found = interventions.gradients(ATTENTION, params, batch["tokens"], lambda out: loss(out.logits), ("embedding",))
         found = found["embedding"]
-    return np.asarray(jnp.linalg.norm(found, axis=-1).mean(axis=0))[::-1]
+    return np.asarray(jnp.linalg.norm(found, axis=-1).mean(axis=0), np.float64)[::-1] / factor
 
 
 def draw_figure(accuracies: dict[str, np.ndarray], norms: dict[str, np.ndarray], distances: Sequence[int]) -> Any:
@@ -98,13 +98,12 @@ def draw_figure(accuracies: dict[str, np.ndarray], norms: dict[str, np.ndarray],
         left.plot(distances, accuracies[name], "o-", color=color, label=name)
         right.plot(norms[name], color=color, label=name)
     left.axhline(1 / SYMBOLS, color="#888888", linestyle=":", linewidth=1, label="chance")
-    left.set(
-        xscale="log", xticks=distances, xticklabels=distances, ylim=(0, 1.05), xlabel="tokens between the fact and the question"
-    )
-    left.set(ylabel="accuracy", title="after training")
+    left.set(xscale="log", xticks=distances, xticklabels=distances, ylim=(0, 1.05))
+    left.set(xlabel="tokens from the fact to the question")
+    left.set(ylabel="accuracy", title="after training: recall of one fact")
     left.minorticks_off()
-    right.set(yscale="log", xlabel="distance of a token from the answer", ylabel="norm of the answer's gradient")
-    right.set_title("before training: what reaches a token's embedding")
+    right.set(yscale="log", xlabel="tokens from an input to the answer", ylabel="norm of the gradient of the answer's loss")
+    right.set_title("before training: gradient at an input, by its distance")
     for axes in (left, right):
         axes.grid(alpha=0.25)
         axes.legend(frameon=False)

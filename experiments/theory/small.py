@@ -27,6 +27,11 @@ def accuracy(logits: Array, batch: Batch) -> Array:
     return ((logits.argmax(axis=-1) == batch["labels"]) * batch["weights"]).sum() / batch["weights"].sum()
 
 
+def copies(tree: Any, count: int) -> Any:
+    """Each leaf [count, ...]: models that train side by side, by `jax.vmap`. Adam does not see that the loss is their mean."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), tree)
+
+
 def train(
     forward: Forward, params: Any, draw: Callable[[Array], Batch], optimizer: optax.GradientTransformation, steps: int,
     every: int, measure: Callable[[Any], dict[str, Array]] | None = None, seed: int = 0,
