@@ -7,8 +7,13 @@ Linformer takes every (T / R)-th key, and the projection of its values is the be
 The queries of LSH are its keys, so its exact attention is another one. FLOPs are those of the program's matrix products
 (`planning.flops`); LSH also sorts.
 
-Expected (seed 0, 512 tokens):
-Time: minutes on 2 CPU cores.
+Expected (seed 0, 512 tokens, 2 heads of 16, means of 5 draws; error): Performer's falls as 1 / sqrt(features) where attention is
+flat: the slope of the logarithms is -0.51, -0.42, -0.12 and 0.00 at deviations of 0.1, 0.25, 1 and 4, since the variance of its
+features grows with exp(|q|^2 / sqrt(H)). Linear attention (elu + 1) does not approximate the softmax: 0.211, 0.739 and 0.992 at
+0.25, 1 and 4, where the mean of all values has 0.225, 0.776 and 0.996. Rank decides: 99 % of |A|^2 are in 2, 14, 176 and 216 of
+512 singular values; Linformer of rank 64 errs by 0.031 at 0.25 and by 0.865 at 4. LSH errs by 2.9 with one round, more than no
+attention, and at 4 it is the best at the cost of half of the exact attention and above (4 rounds: 0.643).
+Time: a minute and a half of CPU time.
 Command: python -m experiments.theory.approximation [--out approximation.png]
 """
 
@@ -157,19 +162,18 @@ def draw(found: dict[float, dict[str, Any]]):
             xscale="log",
             yscale="log",
             ylim=(2e-3, 5),
+            xlim=(0.02, 12),
             xlabel="FLOPs, as a share of the exact attention's",
             ylabel="relative error",
         )
         axes.set_title(f"{word} attention: scores of deviation {sharpness:g}", fontsize=10)
     panels[0].legend(frameon=False, fontsize=7)
-    for color, (sharpness, result) in zip(figures.COLORS, found.items(), strict=False):
-        panels[2].plot(np.arange(1, len(result["best"]) + 1), result["best"], color=color, label=f"deviation {sharpness:g}")
+    for i, (sharpness, result) in enumerate(found.items()):
+        style = dict(color=str(0.75 - 0.75 * i / len(found)), label=f"scores of deviation {sharpness:g}")
+        panels[2].plot(np.arange(1, len(result["best"]) + 1), result["best"], **style)
     panels[2].set(xscale="log", yscale="log", ylim=(1e-2, 1.1), xlabel="rank", ylabel="relative error")
     panels[2].set_title("best error of any attention matrix of a lower rank", fontsize=10)
-    panels[2].legend(
-        frameon=False,
-        fontsize=7,
-    )
+    panels[2].legend(frameon=False, fontsize=7)
     for axes in panels:
         axes.grid(alpha=0.25)
     return figure

@@ -35,7 +35,7 @@ from jaxformer.ops.positions import NTK, Linear, Llama3, Rope, YaRN
 from jaxformer.params import Spec
 
 TRAINED, LENGTHS = 64, (64, 128, 256, 512)
-VOCABULARY, SCORED, BACK, BATCH = 16, 32, 1, 16
+VOCABULARY, SCORED, BATCH = 16, 32, 16
 
 
 def shaw(config: ModelConfig, reach: int = 16) -> Mixer:
@@ -74,11 +74,8 @@ def rescaled(name: str, factor: float) -> ModelConfig:
     return replace(BASE, positions=Rope(scaling=SCALINGS[name](factor)))
 
 
-def draw(key: Array, length: int = TRAINED, batch: int = BATCH) -> small.Batch:
-    """Random tokens; the label is the one `BACK` places before."""
-    tokens = jax.random.randint(key, (batch, length), 0, VOCABULARY)
-    weights = jnp.broadcast_to(jnp.arange(length)[None] >= BACK, tokens.shape).astype(jnp.float32)
-    return {"tokens": tokens, "labels": jnp.roll(tokens, BACK, axis=1), "weights": weights}
+def draw(key: Array, length: int = TRAINED) -> small.Batch:
+    return small.previous_tokens(key, VOCABULARY, BATCH, length)
 
 
 def train(config: ModelConfig, steps: int, seed: int = 0) -> Any:
@@ -88,9 +85,9 @@ def train(config: ModelConfig, steps: int, seed: int = 0) -> Any:
     return small.train(forward, models.init(config, jax.random.key(seed)), draw, optimizer, steps, steps, seed=seed)[0]
 
 
-def tested(config: ModelConfig, params: Any, length: int, batch: int = 16) -> tuple[float, float]:
+def tested(config: ModelConfig, params: Any, length: int) -> tuple[float, float]:
     """(accuracy, loss in nats) on the last `SCORED` tokens of rows of that length. ConfigError where a table is too short."""
-    rows = draw(jax.random.key(1), length, batch)
+    rows = draw(jax.random.key(1), length)
     rows["weights"] = rows["weights"] * (jnp.arange(length)[None] >= length - SCORED)
     logits = jax.jit(lambda params: models.apply(config, params, rows["tokens"]).logits)(params)
     return float(small.accuracy(logits, rows)), float(small.cross_entropy(logits, rows))

@@ -5,8 +5,9 @@ has one token of another kind, to be said at the end of the row, `distance` toke
 have as many parameters (within 2 %), the same batches and the same number of steps. Beside the accuracy, before training: the
 gradient of the answer's loss with respect to the embedding of a token, by its distance from the answer.
 
-Expected (seed 0, chance 6 %):
-Time: minutes on 2 CPU cores.
+Expected (seed 0, chance 6 %): GRU 100, 96, 27, 15 and 4 % at distances of 8, 16, 32, 64 and 128; attention 100 % at each. The
+gradient of the GRU falls by a factor of 1.5 a token, from 3.3e-4 at 8 to 9e-20 at 128; that of attention is 1.3e-3 everywhere.
+Time: a minute and a half of CPU time.
 Command: python -m experiments.theory.recurrence [--steps 500] [--out recurrence.png]
 """
 

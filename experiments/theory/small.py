@@ -32,6 +32,13 @@ def copies(tree: Any, count: int) -> Any:
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), tree)
 
 
+def previous_tokens(key: Array, vocabulary: int, batch: int, length: int) -> Batch:
+    """Random tokens; the label of each but the first is the one before it."""
+    tokens = jax.random.randint(key, (batch, length), 0, vocabulary)
+    weights = jnp.broadcast_to(jnp.arange(length)[None] > 0, tokens.shape).astype(jnp.float32)
+    return {"tokens": tokens, "labels": jnp.roll(tokens, 1, axis=1), "weights": weights}
+
+
 def train(
     forward: Forward, params: Any, draw: Callable[[Array], Batch], optimizer: optax.GradientTransformation, steps: int,
     every: int, measure: Callable[[Any], dict[str, Array]] | None = None, seed: int = 0,

@@ -109,9 +109,9 @@ def test_tables_of_positions_refuse_what_others_read(name):
     params = models.init(config, jax.random.key(0))
     if name in ("learned", "axial"):
         with pytest.raises(ConfigError, match="do not fit the 64 learned positions"):
-            lengths.tested(config, params, 2 * lengths.TRAINED, batch=1)
+            lengths.tested(config, params, 2 * lengths.TRAINED)
     else:
-        accuracy, loss = lengths.tested(config, params, 2 * lengths.TRAINED, batch=1)
+        accuracy, loss = lengths.tested(config, params, 2 * lengths.TRAINED)
         assert 0 <= accuracy < 0.5 and np.isfinite(loss)
 
 
