@@ -7,12 +7,12 @@ Linformer takes every (T / R)-th key, and the projection of its values is the be
 The queries of LSH are its keys, so its exact attention is another one. FLOPs are those of the program's matrix products
 (`planning.flops`); LSH also sorts.
 
-Expected (seed 0, 512 tokens, 2 heads of 16, means of 5 draws; error): Performer's falls as 1 / sqrt(features) where attention is
-flat: the slope of the logarithms is -0.51, -0.42, -0.12 and 0.00 at deviations of 0.1, 0.25, 1 and 4, since the variance of its
-features grows with exp(|q|^2 / sqrt(H)). Linear attention (elu + 1) does not approximate the softmax: 0.211, 0.739 and 0.992 at
-0.25, 1 and 4, where the mean of all values has 0.225, 0.776 and 0.996. Rank decides: 99 % of |A|^2 are in 2, 14, 176 and 216 of
-512 singular values; Linformer of rank 64 errs by 0.031 at 0.25 and by 0.865 at 4. LSH errs by 2.9 with one round, more than no
-attention, and at 4 it is the best at the cost of half of the exact attention and above (4 rounds: 0.643).
+Expected (seed 0, 512 tokens, 2 heads of 16, means of 5 draws): Performer's error falls as 1 / sqrt(features) where attention
+is flat: the slope of the logarithms is -0.51, -0.42, -0.12 and 0.00 at deviations of 0.1, 0.25, 1 and 4, as the variance of
+its features grows with exp(|q|^2 / sqrt(H)). Linear attention (elu + 1) does not approximate the softmax: it errs by 0.211,
+0.739 and 0.992 at 0.25, 1 and 4, the mean of all values by 0.225, 0.776 and 0.996. Rank decides: 99 % of |A|^2 are in 2, 14,
+176 and 216 of 512 singular values; a Linformer of rank 64 errs by 0.031 at 0.25 and by 0.865 at 4. LSH errs by 2.9 with one
+round, more than no attention. At 4 it is the best from half of the exact attention's cost on (4 rounds: 0.643).
 Time: a minute and a half of CPU time.
 Command: python -m experiments.theory.approximation [--out approximation.png]
 """

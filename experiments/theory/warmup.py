@@ -7,7 +7,7 @@ b2 = 0.98 as there, no clipping; the rate is constant after the warm-up.
 
 Expected (seed 0):
 Time: minutes on 2 CPU cores.
-Command: python -m experiments.theory.warmup [--steps 200] [--out warmup.png]
+Command: python -m experiments.theory.warmup [--steps 300] [--out warmup.png]
 """
 
 import argparse
@@ -26,7 +26,7 @@ from jaxformer.analysis import figures
 from jaxformer.models import ModelConfig
 from jaxformer.ops.positions import Rope
 
-RATES, WARMUPS = (1e-3, 3e-3, 1e-2), (0, 50)
+RATES, WARMUPS = (1e-3, 2e-3, 4e-3), (0, 150)
 VOCABULARY, LENGTH, BATCH = 16, 16, 16
 CHANCE = float(np.log(VOCABULARY))
 BASE = ModelConfig(VOCABULARY, 12, 32, 2, context_length=LENGTH, positions=Rope(), init_std=1.0)
@@ -84,14 +84,14 @@ def draw_figure(norms: dict[str, np.ndarray], found: dict[str, tuple[np.ndarray,
     first, *panels = figure.subplots(1, 1 + len(found))
     for color, (name, values) in zip(figures.COLORS, norms.items(), strict=False):
         first.plot(np.arange(1, len(values) + 1), values, "o-", color=color, markersize=4, label=name)
-    first.set(yscale="log", xlabel="layer", ylabel="norm of the gradient", title="before training: feed-forward, last matrix")
+    first.set(ylim=(0, None), xlabel="layer", ylabel="norm of the gradient", title="before training: feed-forward, last matrix")
     first.legend(frameon=False, fontsize=8)
     for axes, (name, (steps, losses)) in zip(panels, found.items(), strict=True):
         for i, rate in enumerate(RATES):
             for j, (warmup, line) in enumerate(zip(WARMUPS, ("-", "--"), strict=True)):
                 label = f"{rate:g}, " + (f"warm-up of {warmup} steps" if warmup else "no warm-up")
                 axes.plot(steps, losses[:, j, i], line, color=figures.COLORS[i], label=label)
-        axes.axhline(CHANCE, color="#888888", linestyle=":", linewidth=1)
+        axes.axhline(CHANCE, color="#888888", linestyle=":", linewidth=1, label="chance")
         axes.set(
             ylim=(0, 1.6 * CHANCE), xlabel="step", ylabel="loss (nats per token)", title=f"{name}, {BASE.num_layers} layers"
         )
@@ -103,7 +103,7 @@ def draw_figure(norms: dict[str, np.ndarray], found: dict[str, tuple[np.ndarray,
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", default="warmup.png")
     options = parser.parse_args()
     norms = {name: gradient_norms(config) for name, config in PLACES.items()}
