@@ -1,12 +1,16 @@
 """Why post-norm needs a warm-up of the learning rate and pre-norm does not: 12 layers, with and without, at three rates.
 
-Xiong et al. 2020, arXiv:2002.04745. At the start the gradients of a post-norm model are large near the output, whatever the
-depth, and those of a pre-norm model fall with it; a large first step of Adam then spoils the upper layers. Initial values as in
-that paper: Xavier's, at any depth. The task: say the token before this one; chance is log 16 = 2.77. Adam with
-b2 = 0.98 as there, no clipping; the rate is constant after the warm-up.
+Xiong et al. 2020, arXiv:2002.04745. At the start the gradients of a post-norm model are as large near the output as elsewhere,
+whatever the depth; those of a pre-norm model are smaller there, the more so the deeper it is. The paper concludes that a full rate
+at the first steps is unstable with post-norm. Initial values as there: Xavier's, at any depth. Adam has b2 = 0.98, as there, and
+no clipping; the rate is constant after the warm-up. The task: say the token before this one; chance is log 16 = 2.77 nats.
 
-Expected (seed 0):
-Time: minutes on 2 CPU cores.
+Expected (seed 0): the gradient of the last matrix of a feed-forward falls from 0.50 in layer 1 to 0.16 in layer 12 with pre-norm;
+with post-norm it is 0.41 and 0.50. Loss after 300 steps at rates of 1e-3, 2e-3 and 4e-3: pre-norm 0.011, 0.003 and 0.001 without
+warm-up, and 0.024, 0.007 and 0.002 with one of 150 steps; post-norm 0.035, 2.785 and 2.780 without, and 0.037, 0.010 and 0.405
+with it. So post-norm needs the warm-up from 2e-3 on; at 1e-3 it makes no difference, and pre-norm is slower with it. A warm-up of
+50 steps was too short at 3e-3 (2.40 after 200 steps, and 2.78 without).
+Time: a minute and a half of CPU time.
 Command: python -m experiments.theory.warmup [--steps 300] [--out warmup.png]
 """
 
@@ -80,11 +84,11 @@ def train(config: ModelConfig, steps: int, every: int = 10) -> tuple[np.ndarray,
 def draw_figure(norms: dict[str, np.ndarray], found: dict[str, tuple[np.ndarray, np.ndarray]]) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 4), layout="constrained")
+    figure = Figure(figsize=(15, 4), layout="constrained")
     first, *panels = figure.subplots(1, 1 + len(found))
     for color, (name, values) in zip(figures.COLORS, norms.items(), strict=False):
         first.plot(np.arange(1, len(values) + 1), values, "o-", color=color, markersize=4, label=name)
-    first.set(ylim=(0, None), xlabel="layer", ylabel="norm of the gradient", title="before training: feed-forward, last matrix")
+    first.set(ylim=(0, None), xlabel="layer", ylabel="gradient of the feed-forward's last matrix", title="before training")
     first.legend(frameon=False, fontsize=8)
     for axes, (name, (steps, losses)) in zip(panels, found.items(), strict=True):
         for i, rate in enumerate(RATES):
@@ -93,9 +97,9 @@ def draw_figure(norms: dict[str, np.ndarray], found: dict[str, tuple[np.ndarray,
                 axes.plot(steps, losses[:, j, i], line, color=figures.COLORS[i], label=label)
         axes.axhline(CHANCE, color="#888888", linestyle=":", linewidth=1, label="chance")
         axes.set(
-            ylim=(0, 1.6 * CHANCE), xlabel="step", ylabel="loss (nats per token)", title=f"{name}, {BASE.num_layers} layers"
+            ylim=(0, 1.2 * CHANCE), xlabel="step", ylabel="loss (nats per token)", title=f"{name}, {BASE.num_layers} layers"
         )
-    panels[0].legend(frameon=False, fontsize=8, title="learning rate")
+    panels[-1].legend(frameon=False, fontsize=8, title="learning rate", loc="center left", bbox_to_anchor=(1, 0.5))
     for axes in (first, *panels):
         axes.grid(alpha=0.25)
     return figure
