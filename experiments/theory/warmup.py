@@ -1,15 +1,15 @@
 """Why post-norm needs a warm-up of the learning rate and pre-norm does not: 12 layers, with and without, at three rates.
 
-Xiong et al. 2020, arXiv:2002.04745. At the start the gradients of a post-norm model are as large near the output as elsewhere,
-whatever the depth; those of a pre-norm model are smaller there, the more so the deeper it is. The paper concludes that a full rate
-at the first steps is unstable with post-norm. Initial values as there: Xavier's, at any depth. Adam has b2 = 0.98, as there, and
-no clipping; the rate is constant after the warm-up. The task: say the token before this one; chance is log 16 = 2.77 nats.
+Xiong et al. 2020, arXiv:2002.04745. At the start the gradients of a post-norm model are large near the output, whatever the
+depth; those of a pre-norm model are smaller there, the more so the deeper it is. The paper concludes that a full rate at the
+first steps is unstable with post-norm. Initial values as there: Xavier's, at any depth. Adam has b2 = 0.98 and no clipping;
+the rate is constant after the warm-up. The task: say the token before this one; chance is log 16 = 2.77 nats.
 
-Expected (seed 0): the gradient of the last matrix of a feed-forward falls from 0.50 in layer 1 to 0.16 in layer 12 with pre-norm;
-with post-norm it is 0.41 and 0.50. Loss after 300 steps at rates of 1e-3, 2e-3 and 4e-3: pre-norm 0.011, 0.003 and 0.001 without
-warm-up, and 0.024, 0.007 and 0.002 with one of 150 steps; post-norm 0.035, 2.785 and 2.780 without, and 0.037, 0.010 and 0.405
-with it. So post-norm needs the warm-up from 2e-3 on; at 1e-3 it makes no difference, and pre-norm is slower with it. A warm-up of
-50 steps was too short at 3e-3 (2.40 after 200 steps, and 2.78 without).
+Expected (seed 0): the gradient of the last matrix of a feed-forward falls from 0.50 in layer 1 to 0.16 in layer 12 with
+pre-norm; with post-norm it is 0.41 and 0.50. Loss after 300 steps at rates of 1e-3, 2e-3 and 4e-3: pre-norm 0.011, 0.003 and
+0.001 without warm-up, and 0.024, 0.007 and 0.002 with one of 150 steps; post-norm 0.035, 2.785 and 2.780 without, and 0.037,
+0.010 and 0.405 with it. So post-norm needs the warm-up from 2e-3 on. At 1e-3 it makes no difference, and pre-norm is slower
+with it. A warm-up of 50 steps was too short at 3e-3 (2.40 after 200 steps; without it 2.78).
 Time: a minute and a half of CPU time.
 Command: python -m experiments.theory.warmup [--steps 300] [--out warmup.png]
 """
