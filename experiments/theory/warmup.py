@@ -57,7 +57,7 @@ def gradient_norms(config: ModelConfig) -> np.ndarray:
     """The norm of the gradient of the last matrix of each feed-forward [L], before training (figure 3 of the paper)."""
     batch = draw(jax.random.key(1))
     loss = lambda params: small.cross_entropy(models.apply(config, params, batch["tokens"]).logits, batch)
-    kernel = jax.grad(loss)(initial(config))["layers"]["feedforward"]["down"]["kernel"]
+    kernel = jax.jit(jax.grad(loss))(initial(config))["layers"]["feedforward"]["down"]["kernel"]
     return np.asarray(jnp.linalg.norm(kernel, axis=(1, 2)))
 
 

@@ -1,6 +1,7 @@
 """The numbers of the experiments about the theory."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +102,7 @@ def test_more_rounds_of_hashing_come_nearer():
 def test_a_scaling_by_one_is_no_scaling(name):
     config, scaled = lengths.ENCODINGS["rotary"], lengths.rescaled(name, 1.0)
     params, tokens = models.init(config, jax.random.key(0)), jnp.arange(16)[None]
-    one, other = (models.apply(c, params, tokens).logits for c in (config, scaled))
+    one, other = (jax.jit(partial(models.apply, c))(params, tokens).logits for c in (config, scaled))
     np.testing.assert_allclose(one, other, atol=1e-5)
 
 
@@ -166,5 +167,5 @@ def test_the_gradient_of_a_recurrence_fades_with_distance_and_that_of_attention_
 def test_attention_recalls_a_fact():
     batch = recurrence.draw(5, jax.random.key(0), 4, length=9)
     assert bool(jnp.all(batch["tokens"][:, 3] == batch["labels"][:, -1])) and float(batch["weights"].sum()) == 4
-    found = recurrence.recalled("attention", 150, distances=(2, 8), length=12)
+    found = recurrence.recalled("attention", 100, distances=(2, 8), length=12)
     assert found.shape == (2,) and found.min() > 0.9
