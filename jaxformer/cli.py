@@ -80,7 +80,7 @@ def train(argv: list[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
     source, experiment = read_experiment(options.name, overrides)
 
-    from jaxformer.analysis import figures, report
+    from jaxformer.analysis import report
     from jaxformer.parallel import peers, processes
     from jaxformer.training import loop
     from jaxformer.training.metrics import NonFinite
@@ -88,7 +88,7 @@ def train(argv: list[str]) -> int:
 
     def body() -> int:
         try:
-            loop.train(experiment, options.runs, source, reports=[figures.loss_report, report.run_report])
+            loop.train(experiment, options.runs, source, reports=[report.run_report], refresh=report.refresh)
         except (NonFinite, Interrupted) as error:
             return _refused(error, 3 if isinstance(error, NonFinite) else error.exit_code)
         return 0
@@ -241,10 +241,10 @@ def write_report(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     folders = [_folder(name, options.runs) for name in options.name]
 
-    from jaxformer.analysis import report
+    from jaxformer.analysis import gallery, report
 
     path = options.out or folders[0].path / "report.html"
-    print(f"report: {report.write(path, folders, [report.pictures(folder) for folder in folders])}")
+    print(f"report: {report.write(path, folders, [gallery.of_run(folder) for folder in folders])}")
     return 0
 
 

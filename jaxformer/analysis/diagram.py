@@ -195,7 +195,7 @@ def diagram(config: ModelConfig | EncoderDecoder, title: str = "") -> Any:
     tops, reads = zip(*(_draw(pen, stack) for pen, stack in zip(pens, stacks, strict=True)), strict=True)
     over, nested = tops[0] + GAP, 0.6 * any(sum(row[0] == "close" for row in stack) > 1 for stack in stacks)
     for y in reads[-1]:  # where the decoder reads the encoder
-        points = (0, tops[0]), (0, over), (apart / 2, over), (apart / 2, y), (apart - WIDTH / 2, y)
+        points = (pens[0].x, tops[0]), (pens[0].x, over), (apart / 2, over), (apart / 2, y), (apart - WIDTH / 2, y)
         pens[-1].line(*points, color=FILLS["cross_attention"])
     left, right, top = pens[0].beside(-1, 1.2 + nested), pens[-1].beside(1, end + nested), max(*tops, over)
     last, count = models.last_stack(config), params.count(models.spec(config))
@@ -271,11 +271,12 @@ def _boxes(pen: Pen, bottom: float, boxes: Sequence[Box]) -> tuple[float, list[f
             pen.text(middles[-1], first - LINE * n, line)
     if count := sum(box.parameters for box in boxes):
         place = pen.beside(-pen.side, 0.16), bottom + height / 2
-        pen.text(*place, _short(count), 7, "left" if pen.side < 0 else "right", alpha=0.8)
+        pen.text(*place, short(count), 7, "left" if pen.side < 0 else "right", alpha=0.8)
     return height, middles
 
 
-def _short(count: int) -> str:
+def short(count: float) -> str:
     """7,087,872 as 7.09 M."""
-    size, unit = next((pair for pair in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if count >= pair[0]), (1, ""))
+    units = (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")
+    size, unit = next((pair for pair in units if count >= pair[0]), (1, ""))
     return f"{count / size:.3g} {unit}".strip()

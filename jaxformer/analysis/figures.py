@@ -4,6 +4,7 @@ matplotlib is imported when a picture is drawn: that takes half a second.
 """
 
 import io
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -11,7 +12,11 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from jaxformer.analysis.costs import Part
+from jaxformer.analysis.diagram import short
+from jaxformer.analysis.encodings import Encoding
 from jaxformer.analysis.scaling import HOFFMANN, Law, Numbers
+from jaxformer.masks import Mask
 
 COLORS = ["#1f77b4", "#d1495b", "#2a9d5c", "#e08e0b", "#7b5ea7", "#5f6b73"]
 DARK = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#c9d1d9")
@@ -75,7 +80,7 @@ def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str]
     from matplotlib.figure import Figure
 
     L, N, T, S = weights.shape
-    size = float(np.clip(0.16 * max(T, S), 1.5, 5))
+    size = float(np.clip(0.09 * max(T, S), 1.5, 5))
     figure = Figure(figsize=(0.5 + size * N, 0.6 + size * L), layout="constrained")
     for (layer, head), axes in np.ndenumerate(figure.subplots(L, N, squeeze=False)):
         axes.imshow(weights[layer, head], vmin=0, vmax=1, cmap="magma", aspect="auto")
@@ -88,6 +93,117 @@ def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str]
         axes.tick_params(axis="x", rotation=90)
     figure.supxlabel("key", fontsize=8)
     figure.supylabel("query", fontsize=8)
+    return figure
+
+
+def curves(runs: Mapping[str, Sequence[dict]]) -> Any:
+    """Every other number of the records against step, a panel each; of validation with points."""
+    from matplotlib.figure import Figure
+
+    plain = lambda name: name.removeprefix("validation_")
+    names = dict.fromkeys(plain(name) for records in runs.values() for record in records for name in record)
+    names = [name for name in names if name not in ("step", "loss", "skipped", "loss_scale") and not name.startswith("rms/")][
+        :9
+    ]
+    figure = Figure(figsize=(7, 2.1 * -(-len(names) // 3) or 1), layout="constrained")
+    for i, name in enumerate(names):
+        axes = figure.add_subplot(-(-len(names) // 3), 3, i + 1, title=name.replace("_", " "))
+        axes.title.set_fontsize(9)
+        for color, records in zip(_colors(len(runs)), runs.values(), strict=True):
+            for key, style in ((name, "-"), (f"validation_{name}", "o-")):
+                if points := [(r["step"], r[key]) for r in records if key in r]:
+                    axes.plot(*zip(*points, strict=True), style, color=color, markersize=3, linewidth=1.2)
+        axes.grid(alpha=0.25)
+        axes.tick_params(labelsize=7)
+    return figure
+
+
+def layer_curves(records: Sequence[dict]) -> Any:
+    """Root mean squares by layer, records of names such as rms/gradient/layers/3, against step: a line a layer."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    found: dict[str, dict[int, list]] = {}
+    for record in records:
+        for name, value in record.items():
+            if name.startswith("rms/") and value > 0:
+                kind, _, layer = name.removeprefix("rms/").partition("/layers/")
+                found.setdefault(kind, {}).setdefault(int(layer), []).append((record["step"], value))
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    for i, (kind, layers) in enumerate(found.items()):
+        axes = figure.add_subplot(1, len(found), i + 1, title=f"{kind} RMS", yscale="log", xlabel="step")
+        for layer, points in sorted(layers.items()):
+            color = colormaps["viridis"](0.9 * layer / max(max(layers), 1))
+            axes.plot(*zip(*points, strict=True), color=color, label=f"layer {layer}" if layer in (0, max(layers)) else None)
+        axes.legend(frameon=False, fontsize=7)
+        axes.grid(alpha=0.25)
+    return figure
+
+
+def layer_bars(norms: Mapping[str, np.ndarray]) -> Any:
+    """Norms `[L]` of the gradient by sub-layer, against depth."""
+    axes = _axes(xlabel="layer", ylabel="norm of the gradient", yscale="log")
+    for color, (name, values) in zip(_colors(len(norms)), norms.items(), strict=True):
+        axes.plot(range(len(values)), values, "o-", color=color, label=name.replace("_", " "))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False)
+    return axes.figure
+
+
+def masks(patterns: Mapping[str, Mask], length: int) -> Any:
+    """Which keys each query sees at a length: each cell is a block of pairs, of which none, some or all are visible."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+
+    block, many = -(-length // 64), len(patterns)
+    figure = Figure(figsize=(0.6 + 3.0 * min(many, 3), 3.4 * -(-many // 3)), layout="constrained")
+    for i, (name, mask) in enumerate(patterns.items()):
+        axes = figure.add_subplot(-(-many // 3), min(many, 3), i + 1, xlabel="key", ylabel="query")
+        edge = (0, length, length, 0)
+        colors = ListedColormap(["#8a949e22", "#7fb2d8", "#1f5d8c"])
+        axes.imshow(mask.blocks(length, length, block), cmap=colors, vmin=0, vmax=2, extent=edge, interpolation="none")
+        title = f"{name}: {mask}, {mask.density(length, length):.1%} visible"
+        axes.set_title("\n".join(textwrap.wrap(title, 40)), fontsize=8)
+        axes.tick_params(labelsize=7)
+    return figure
+
+
+def positions(encodings: Mapping[str, Encoding]) -> Any:
+    """Above what each encoding gives a position, below what it alone makes of the score of a query and a key."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(0.6 + 2.3 * max(len(encodings), 2), 4.8), layout="constrained")
+    for i, (name, encoding) in enumerate(encodings.items()):
+        shifts = "depends on key − query" if encoding.shift_error() < 1e-4 else "depends on both positions"
+        words = ("position", encoding.rows, f"{name}"), ("key", "query", f"score: {shifts}")
+        for line, (values, (x, y, title)) in enumerate(zip((encoding.values, encoding.scores), words, strict=True)):
+            axes = figure.add_subplot(2, len(encodings), 1 + i + line * len(encodings), xlabel=x, ylabel=y)
+            most = float(np.abs(values).max()) or 1.0
+            axes.imshow(values, aspect="auto", cmap="RdBu_r", vmin=-most, vmax=most, interpolation="none")
+            axes.set_title(title, fontsize=8)
+            axes.tick_params(labelsize=7)
+    return figure
+
+
+def costs(parts: Mapping[int, Sequence[Part]]) -> Any:
+    """Parts of a forward pass by length: their shares of its FLOPs and of the bytes that it moves, totals above."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    names = [part.name for part in next(iter(parts.values()))]
+    for i, (title, field, unit) in enumerate((("FLOPs", "flops", ""), ("bytes moved, 16-bit numbers", "numbers", "B"))):
+        axes = figure.add_subplot(1, 2, i + 1, xlabel="length (tokens)", title=title)
+        values = np.array([[getattr(part, field) for part in row] for row in parts.values()]) * (2 if unit else 1)
+        below, totals = np.zeros(len(values)), values.sum(axis=1)
+        for color, name, column in zip(_colors(len(names)), names, values.T, strict=True):
+            axes.bar(range(len(values)), column / totals, bottom=below, color=color, width=0.7, label=name)
+            below = below + column / totals
+        for x, total in enumerate(totals):
+            axes.text(x, 1.01, f"{short(total)}{unit}", ha="center", fontsize=7)
+        axes.set_xticks(range(len(values)), [f"{length:,}" for length in parts])
+        axes.set(yticks=[], ylim=(0, 1.08))
+        axes.title.set_fontsize(9)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=7)
     return figure
 
 
@@ -131,7 +247,7 @@ def scaling_law(law: Law, losses: Numbers, parameters: Numbers, tokens: Numbers)
 def _axes(grid: bool = True, **labels: Any) -> Any:
     from matplotlib.figure import Figure
 
-    axes = Figure(figsize=(7, 4), layout="constrained").add_subplot()
+    axes = Figure(figsize=(5.8, 3.6), layout="constrained").add_subplot()
     axes.set(**labels)
     if grid:
         axes.grid(alpha=0.25)
