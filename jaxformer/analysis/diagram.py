@@ -20,7 +20,7 @@ from jaxformer.ops.positions import Rope
 FILLS = dict(
     embedding="#e08e0b", attention="#1f77b4", cross_attention="#2a9d5c", feedforward="#d1495b", norm="#8a949e", head="#7b5ea7"
 )  # fmt: skip
-ADDED = {Learned: "learned", Sinusoidal: "sinusoidal", Axial: "axial"}  # to the embedding
+ADDED: dict[type, str] = {Learned: "learned", Sinusoidal: "sinusoidal", Axial: "axial"}  # to the embedding
 SCORED = {Rope: "rotary positions", Alibi: "ALiBi", Relative: "relative positions"}  # in attention
 NORMS = {"layer_norm": "Layer norm", "rms_norm": "RMS norm"}
 WIDTH, GAP, LINE = 3.2, 0.17, 0.145  # inches: width of a box, room between two, height of a line of text
@@ -51,8 +51,10 @@ def rows(config: ModelConfig, source: ModelConfig | None = None, label: str = "t
     width = None if source is None else source.d_model
     spec, slots, L = transformer.spec(config, width), scan.mixers(config), config.num_layers
     yield from _inputs(config, spec["embedding"], label)
-    turns = [each if isinstance(each, tuple) else (each,) for each in (config.mixer, config.masks, config.positions)]
-    kinds = [tuple(each[i % len(each)] for each in turns) for i in range(L)]
+    turns: list[tuple] = [
+        each if isinstance(each, tuple) else (each,) for each in (config.mixer, config.masks, config.positions)
+    ]
+    kinds: list[Any] = [tuple(each[i % len(each)] for each in turns) for i in range(L)]
     period = next(p for p in range(1, L + 1) if all(kinds[i] == kinds[i % p] for i in range(L)))
     groups = [list(same) for _, same in groupby(range(period), kinds.__getitem__)]
     if len(groups) > 1:
@@ -134,7 +136,7 @@ def _norm(config: ModelConfig, spec: dict) -> Box:
 
 
 def _head(config: ModelConfig, name: str, head: Any, spec: dict) -> Box:
-    steps = [f"{config.hidden_width:,}"]
+    steps: list[str | None] = [f"{config.hidden_width:,}"]
     match head:
         case LanguageModel():
             steps += [f"{head.transform} and a norm"] * bool(head.transform) + [f"{config.vocab_size:,}"]
@@ -145,7 +147,7 @@ def _head(config: ModelConfig, name: str, head: Any, spec: dict) -> Box:
                 head.pooler,
                 head.classes and f"{head.classes:,} classes",
             ]
-    detail = " → ".join(filter(None, steps)) if len(steps) > 1 else ""
+    detail = " → ".join(step for step in steps if step) if len(steps) > 1 else ""
     return Box("head", name.replace("_", " ").capitalize(), detail, params.count(spec.get(name, {})))
 
 
@@ -190,7 +192,8 @@ def diagram(config: ModelConfig | EncoderDecoder, title: str = "") -> Any:
     if isinstance(config, EncoderDecoder):
         shared, end = ", in the table of the target" * config.share_embeddings, 1.2
         stacks = [list(rows(config.encoder, None, f"source{shared}")), list(rows(config.decoder, config.encoder, "target"))]
-    axes = Figure().add_axes((0, 0, 1, 1))
+    figure = Figure()
+    axes = figure.add_axes((0, 0, 1, 1))
     pens = [Pen(axes, rcParams["text.color"], i * apart, 2 * i - 1) for i in range(len(stacks))]
     tops, reads = zip(*(_draw(pen, stack) for pen, stack in zip(pens, stacks, strict=True)), strict=True)
     over, nested = tops[0] + GAP, 0.6 * any(sum(row[0] == "close" for row in stack) > 1 for stack in stacks)
@@ -204,8 +207,8 @@ def diagram(config: ModelConfig | EncoderDecoder, title: str = "") -> Any:
     pens[0].text((left + right) / 2, top + 0.35, facts, 8.5)
     axes.set(xlim=(left, right), ylim=(-0.3, top + 0.85))
     axes.set_axis_off()
-    axes.figure.set_size_inches(right - left, top + 1.15)
-    return axes.figure
+    figure.set_size_inches(right - left, top + 1.15)
+    return figure
 
 
 def _draw(pen: Pen, stack: Sequence[Row]) -> tuple[float, list[float]]:

@@ -1,13 +1,13 @@
 """Positional encodings to look at: what they give a position, and what they alone make of the score of a query and a key."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.models import ModelConfig, embedding
-from jaxformer.models.config import Alibi, Axial, Embedding, Learned, Sinusoidal
+from jaxformer.models.config import Axial, Embedding, Learned, Sinusoidal
 from jaxformer.models.mixers.attention import score_bias
 from jaxformer.ops.positions import Bias, Rope, rope
 from jaxformer.params import Tree
@@ -29,7 +29,7 @@ def encoding(config: ModelConfig, tree: Tree, length: int) -> Encoding:
     """The encoding of a stack with these parameters (only tables of positions are read).
 
     Absolute: rows that are added, and their dot products. Rotary: a query of ones turned, and its scores with such keys.
-    A bias: of the middle query by head, and of the middle head.
+    A bias: of the middle query by head, and of the middle head. KeyError and TypeError for what there is not.
     """
     at, how = jnp.arange(length)[None], config.positions
     how = next((each for each in how if each is not None), None) if isinstance(how, tuple) else how
@@ -37,11 +37,15 @@ def encoding(config: ModelConfig, tree: Tree, length: int) -> Encoding:
         case Learned() | Sinusoidal() | Axial():
             table = tree.get("embedding", {}) | {"tokens": jnp.zeros((1, config.d_model))}
             table = {name: leaf for name, leaf in table.items() if name in ("tokens", "positions")}
-            rows = embedding.embed(replace(config, embedding=Embedding(), heads=()), table, jnp.zeros_like(at), at)[0]
+            rows = embedding.embed(
+                replace(config, embedding=Embedding(), vocab_size=1, heads=()), table, jnp.zeros_like(at), at
+            )[0]
         case Rope():
             rows = rope(jnp.ones((1, length, 1, config.head_size)), at, how)[0, :, 0]
+        case None:
+            raise KeyError("positions")
         case _:
-            bias = score_bias(config, tree.get("shared"))
+            bias: Any = score_bias(config, tree.get("shared"))
             if isinstance(bias, Bias):
                 scores = np.asarray(bias.block(0, length, 0, length))
             else:
@@ -50,8 +54,3 @@ def encoding(config: ModelConfig, tree: Tree, length: int) -> Encoding:
             return Encoding(scores[:, length // 2], scores[len(scores) // 2], "head, for the query in the middle")
     rows = np.asarray(rows, np.float64)
     return Encoding(rows.T, rows @ rows.T, "feature")
-
-
-def is_drawable(config: ModelConfig, tree: Tree | None) -> bool:
-    """Whether the stack has an encoding, and what it needs: tables are trained."""
-    return config.positions is not None and (tree is not None or isinstance(config.positions, Sinusoidal | Rope | Alibi))

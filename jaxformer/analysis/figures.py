@@ -97,119 +97,88 @@ def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str]
 
 
 def curves(runs: Mapping[str, Sequence[dict]]) -> Any:
-    """Every other number of the records against step, a panel each; of validation with points."""
-    from matplotlib.figure import Figure
-
-    plain = lambda name: name.removeprefix("validation_")
-    names = dict.fromkeys(plain(name) for records in runs.values() for record in records for name in record)
-    names = [name for name in names if name not in ("step", "loss", "skipped", "loss_scale") and not name.startswith("rms/")][
-        :9
-    ]
-    figure = Figure(figsize=(7, 2.1 * -(-len(names) // 3) or 1), layout="constrained")
-    for i, name in enumerate(names):
-        axes = figure.add_subplot(-(-len(names) // 3), 3, i + 1, title=name.replace("_", " "))
-        axes.title.set_fontsize(9)
-        for color, records in zip(_colors(len(runs)), runs.values(), strict=True):
-            for key, style in ((name, "-"), (f"validation_{name}", "o-")):
-                if points := [(r["step"], r[key]) for r in records if key in r]:
-                    axes.plot(*zip(*points, strict=True), style, color=color, markersize=3, linewidth=1.2)
-        axes.grid(alpha=0.25)
-        axes.tick_params(labelsize=7)
-    return figure
-
-
-def layer_curves(records: Sequence[dict]) -> Any:
-    """Root mean squares by layer, records of names such as rms/gradient/layers/3, against step: a line a layer."""
+    """Every other number of the records against step, points of validation; of rms/.../layers/N a line for each layer."""
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
 
-    found: dict[str, dict[int, list]] = {}
-    for record in records:
-        for name, value in record.items():
-            if name.startswith("rms/") and value > 0:
-                kind, _, layer = name.removeprefix("rms/").partition("/layers/")
-                found.setdefault(kind, {}).setdefault(int(layer), []).append((record["step"], value))
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    for i, (kind, layers) in enumerate(found.items()):
-        axes = figure.add_subplot(1, len(found), i + 1, title=f"{kind} RMS", yscale="log", xlabel="step")
-        for layer, points in sorted(layers.items()):
-            color = colormaps["viridis"](0.9 * layer / max(max(layers), 1))
-            axes.plot(*zip(*points, strict=True), color=color, label=f"layer {layer}" if layer in (0, max(layers)) else None)
-        axes.legend(frameon=False, fontsize=7)
+    panels: dict[str, list] = {}  # by title
+    for color, records in zip(_colors(len(runs)), runs.values(), strict=True):
+        for name in dict.fromkeys(name for record in records for name in record):
+            title, _, layer = name.removeprefix("validation_").partition("/layers/")
+            if title not in ("step", "loss", "skipped", "loss_scale"):
+                points = [(record["step"], record[name]) for record in records if name in record]
+                style = "o-" if name.startswith("validation_") else "-"
+                panels.setdefault(title, []).append((layer, color, style, tuple(zip(*points, strict=True))))
+    for axes, (title, lines) in zip(_panels(len(panels), 3, 2.2, 2.1), panels.items(), strict=True):
+        deepest = max(int(layer or 0) for layer, *_ in lines)
+        for layer, color, style, points in lines:
+            color = colormaps["viridis"](0.9 * int(layer) / max(deepest, 1)) if layer else color
+            axes.plot(*points, style, color=color, markersize=3, linewidth=1.2)
+        axes.set_title(title.replace("_", " "), fontsize=8)
+        axes.set_yscale("log" if deepest else "linear")
         axes.grid(alpha=0.25)
-    return figure
-
-
-def layer_bars(norms: Mapping[str, np.ndarray]) -> Any:
-    """Norms `[L]` of the gradient by sub-layer, against depth."""
-    axes = _axes(xlabel="layer", ylabel="norm of the gradient", yscale="log")
-    for color, (name, values) in zip(_colors(len(norms)), norms.items(), strict=True):
-        axes.plot(range(len(values)), values, "o-", color=color, label=name.replace("_", " "))
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(frameon=False)
     return axes.figure
 
 
 def masks(patterns: Mapping[str, Mask], length: int) -> Any:
     """Which keys each query sees at a length: each cell is a block of pairs, of which none, some or all are visible."""
     from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
 
-    block, many = -(-length // 64), len(patterns)
-    figure = Figure(figsize=(0.6 + 3.0 * min(many, 3), 3.4 * -(-many // 3)), layout="constrained")
-    for i, (name, mask) in enumerate(patterns.items()):
-        axes = figure.add_subplot(-(-many // 3), min(many, 3), i + 1, xlabel="key", ylabel="query")
-        edge = (0, length, length, 0)
+    style = dict(vmin=0, vmax=2, extent=(0, length, length, 0), interpolation="none")
+    for axes, (name, mask) in zip(_panels(len(patterns), 3, 3.0, 3.4), patterns.items(), strict=True):
         colors = ListedColormap(["#8a949e22", "#7fb2d8", "#1f5d8c"])
-        axes.imshow(mask.blocks(length, length, block), cmap=colors, vmin=0, vmax=2, extent=edge, interpolation="none")
+        axes.imshow(mask.blocks(length, length, -(-length // 64)), cmap=colors, **style)
         title = f"{name}: {mask}, {mask.density(length, length):.1%} visible"
         axes.set_title("\n".join(textwrap.wrap(title, 40)), fontsize=8)
-        axes.tick_params(labelsize=7)
-    return figure
+        axes.set(xlabel="key", ylabel="query")
+    return axes.figure
 
 
 def positions(encodings: Mapping[str, Encoding]) -> Any:
     """Above what each encoding gives a position, below what it alone makes of the score of a query and a key."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(0.6 + 2.3 * max(len(encodings), 2), 4.8), layout="constrained")
-    for i, (name, encoding) in enumerate(encodings.items()):
-        shifts = "depends on key − query" if encoding.shift_error() < 1e-4 else "depends on both positions"
-        words = ("position", encoding.rows, f"{name}"), ("key", "query", f"score: {shifts}")
-        for line, (values, (x, y, title)) in enumerate(zip((encoding.values, encoding.scores), words, strict=True)):
-            axes = figure.add_subplot(2, len(encodings), 1 + i + line * len(encodings), xlabel=x, ylabel=y)
+    count = len(encodings)
+    panels = _panels(2 * count, count, 2.4, 2.4)
+    for i, (name, found) in enumerate(encodings.items()):
+        shifts = "key − query" if found.shift_error() < 1e-4 else "both positions"
+        for axes, values in ((panels[i], found.values), (panels[i + count], found.scores)):
             most = float(np.abs(values).max()) or 1.0
             axes.imshow(values, aspect="auto", cmap="RdBu_r", vmin=-most, vmax=most, interpolation="none")
-            axes.set_title(title, fontsize=8)
-            axes.tick_params(labelsize=7)
-    return figure
+        panels[i].set(xlabel="position", ylabel=found.rows)
+        panels[i].set_title(name, fontsize=8)
+        panels[i + count].set(xlabel="key", ylabel="query")
+        panels[i + count].set_title(f"score: depends on {shifts}", fontsize=8)
+    return panels[0].figure
 
 
 def costs(parts: Mapping[int, Sequence[Part]]) -> Any:
     """Parts of a forward pass by length: their shares of its FLOPs and of the bytes that it moves, totals above."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
-    names = [part.name for part in next(iter(parts.values()))]
-    for i, (title, field, unit) in enumerate((("FLOPs", "flops", ""), ("bytes moved, 16-bit numbers", "numbers", "B"))):
-        axes = figure.add_subplot(1, 2, i + 1, xlabel="length (tokens)", title=title)
-        values = np.array([[getattr(part, field) for part in row] for row in parts.values()]) * (2 if unit else 1)
-        below, totals = np.zeros(len(values)), values.sum(axis=1)
-        for color, name, column in zip(_colors(len(names)), names, values.T, strict=True):
-            axes.bar(range(len(values)), column / totals, bottom=below, color=color, width=0.7, label=name)
-            below = below + column / totals
-        for x, total in enumerate(totals):
-            axes.text(x, 1.01, f"{short(total)}{unit}", ha="center", fontsize=7)
-        axes.set_xticks(range(len(values)), [f"{length:,}" for length in parts])
-        axes.set(yticks=[], ylim=(0, 1.08))
-        axes.title.set_fontsize(9)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=7)
-    return figure
+    panels = _panels(2, 2, 3.2, 3.4)
+    for axes, field, title, size, unit in zip(
+        panels, ("flops", "numbers"), ("FLOPs", "bytes moved"), (1, 2), " B", strict=True
+    ):
+        values = {row[i].name: size * np.array([getattr(each[i], field) for each in parts.values()])
+                  for row in parts.values() for i in range(len(row)) if row[i].numbers}  # fmt: skip
+        total = sum(values.values(), np.zeros(len(parts)))
+        below = np.zeros(len(parts))
+        for color, (name, value) in zip(_colors(len(values)), values.items(), strict=True):
+            axes.bar(range(len(total)), value / total, bottom=below, color=color, width=0.7, label=name.replace("_", " "))
+            below = below + value / total
+        for x, number in enumerate(total):
+            axes.text(x, 1.01, (short(number) + unit).strip(), ha="center", fontsize=7)
+        axes.set_xticks(range(len(total)), [f"{length:,}" for length in parts])
+        axes.set_title(title, fontsize=8)
+        axes.set(xlabel="length (tokens)", yticks=[], ylim=(0, 1.08))
+    handles, labels = panels[0].get_legend_handles_labels()
+    panels[0].figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=7)
+    return panels[0].figure
 
 
 def heat(values: np.ndarray, xlabel: str, ylabel: str, title: str = "") -> Any:
     """A matrix as colours with a bar: positional encodings, scores of heads `[L, N]`, gradients by layer."""
+    from matplotlib.ticker import MaxNLocator
+
     axes = _axes(grid=False, xlabel=xlabel, ylabel=ylabel, title=title)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     signed = float(np.nanmin(values)) < 0
     most = float(np.nanmax(np.abs(values))) or 1.0
     image = axes.imshow(values, aspect="auto", cmap="RdBu_r" if signed else "magma", vmin=-most if signed else 0, vmax=most)
@@ -219,11 +188,20 @@ def heat(values: np.ndarray, xlabel: str, ylabel: str, title: str = "") -> Any:
 
 def schedules(rates: Mapping[str, Callable[[int], Any]], steps: int) -> Any:
     """Learning rates against step."""
-    axes = _axes(xlabel="step", ylabel="learning rate")
     places = np.unique(np.linspace(0, steps, 400).astype(int))
-    for color, (name, rate) in zip(_colors(len(rates)), rates.items(), strict=True):
-        axes.plot(places, [float(rate(int(step))) for step in places], color=color, label=name)
-    axes.legend(frameon=False)
+    made = {name: (places, [float(rate(int(step))) for step in places]) for name, rate in rates.items()}
+    return lines(made, xlabel="step", ylabel="learning rate")
+
+
+def lines(series: Mapping[str, tuple[Any, Any]], **labels: Any) -> Any:
+    """Each (x, y) as a line: learning rates against step, norms of gradients against depth."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes = _axes(**labels)
+    for color, (name, (x, y)) in zip(_colors(len(series)), series.items(), strict=True):
+        axes.plot(x, y, "o-" if len(x) < 40 else "-", color=color, markersize=4, label=name)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False, fontsize=8)
     return axes.figure
 
 
@@ -252,6 +230,21 @@ def _axes(grid: bool = True, **labels: Any) -> Any:
     if grid:
         axes.grid(alpha=0.25)
     return axes
+
+
+def _panels(count: int, columns: int, width: float, height: float) -> list[Any]:
+    """Axes of a new figure, line by line."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    columns = min(count, columns)
+    size = 0.6 + width * columns, height * -(-count // columns)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = [figure.add_subplot(-(-count // columns), columns, i + 1) for i in range(count)]
+    for axes in panels:
+        axes.tick_params(labelsize=7)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return panels
 
 
 def _colors(count: int) -> list[str]:

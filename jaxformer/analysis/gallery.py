@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxformer import models, params
 from jaxformer.analysis import costs, diagram, encodings, figures, page
+from jaxformer.analysis.diagram import short
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, last_stack
@@ -26,8 +27,8 @@ Pictures = dict[str, Callable[[], Any] | str]  # by a title of NOTES: what draws
 
 NOTES = {  # what a page shows, in this order
     "Loss": "How surprised the model is by the right answer, in nats; 0 is certainty. It learns from training text alone.",
-    "Other numbers": "Lines: of training batches. Points: of the validation split.",
-    "Layers in training": "Root mean squares by layer: dark lines are the first layers. Layers that die or explode show here.",
+    "Other numbers": "Lines: of training batches. Points: of the validation split. Of rms/... a line for each layer, the first "
+    "ones dark: layers that die or explode show here.",
     "Architecture": "Read it from bottom to top. A dashed frame repeats; lines beside the boxes are the residual stream; the "
     "numbers beside the boxes count their parameters.",
     "Masks": "Which keys (columns) each query (row) may see: dark blue all of a block of pairs, light blue some, grey none.",
@@ -42,9 +43,7 @@ NOTES = {  # what a page shows, in this order
 
 def of_records(runs: Mapping[str, Sequence[dict]], baseline: float | None) -> Pictures:
     """What the records of runs show together."""
-    layers = next((records for records in runs.values() if any(n.startswith("rms/") for r in records for n in r)), None)
-    found = {"Loss": lambda: figures.losses(runs, baseline), "Other numbers": lambda: figures.curves(runs)}
-    return found | ({} if layers is None or len(runs) > 1 else {"Layers in training": lambda: figures.layer_curves(layers)})
+    return {"Loss": lambda: figures.losses(runs, baseline), "Other numbers": lambda: figures.curves(runs)}
 
 
 def of_model(model: Any, name: str, tree: Tree = None) -> Pictures:
@@ -61,11 +60,13 @@ def of_model(model: Any, name: str, tree: Tree = None) -> Pictures:
     found: Pictures = {"Architecture": lambda: diagram.diagram(model, name)}
     length = last_stack(model).context_length
     found["Masks"] = lambda: figures.masks(patterns, length)
-    own = {stack: None if tree is None else tree[stack] if stack else tree for stack in stacks}
-    drawn = {stack: config for stack, config in stacks.items() if encodings.is_drawable(config, own[stack])}
+    drawn: dict[str, encodings.Encoding] = {}
+    for stack, config in stacks.items():
+        with contextlib.suppress(KeyError, TypeError):  # no positions, or tables that are not trained
+            own = (tree[stack] if stack else tree) if tree else {}
+            drawn[stack or "positions"] = encodings.encoding(config, own, min(config.context_length, 64))
     if drawn:
-        shown = lambda stack, config: encodings.encoding(config, own[stack], min(config.context_length, 64))
-        found["Positions"] = lambda: figures.positions({stack or "positions": shown(stack, c) for stack, c in drawn.items()})
+        found["Positions"] = lambda: figures.positions(drawn)
     lengths = [length] if any(isinstance(c.embedding, Patches) for c in stacks.values()) else [length // 4, length, 4 * length]
     with contextlib.suppress(ConfigError):  # what cannot be counted
         parts = {n: costs.parts(model, n) for n in lengths if n}
@@ -76,11 +77,10 @@ def of_model(model: Any, name: str, tree: Tree = None) -> Pictures:
 def cost_table(parts: Sequence[costs.Part]) -> str:
     """The parts as a table of HTML."""
     total = sum(part.flops for part in parts)
-    columns = {
-        "parameters": lambda part: part.parameters, "GFLOP": lambda part: part.flops / 1e9,
-        "share": lambda part: f"{part.flops / total:.1%}", "MB moved": lambda part: 2 * part.numbers / 1e6,
-    }  # fmt: skip
-    return page.table(list(columns), [{part.name: cell(part) for part in parts} for cell in columns.values()])
+    facts = lambda part: (part.parameters, short(part.flops), f"{part.flops / total:.1%}", f"{short(2 * part.numbers)}B")
+    rows = {part.name.replace("_", " "): facts(part) for part in parts}
+    columns = ("parameters", "FLOPs", "share", "bytes moved")
+    return page.table(columns, [{name: row[i] for name, row in rows.items()} for i in range(len(columns))])
 
 
 def of_run(folder: RunFolder) -> Pictures:
@@ -142,6 +142,7 @@ def gradients(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
     for path, leaf in found.items():
         stack, _, rest = path.partition("layers/")
         if name := rest.split("/")[0]:
-            name = f"{stack.strip('/')} {name}".strip()
+            name = f"{stack}{name}".replace("/", " ").replace("_", " ")
             squares[name] = squares.get(name, 0.0) + np.square(np.asarray(leaf, np.float64)).reshape(len(leaf), -1).sum(axis=1)
-    return lambda: figures.layer_bars({name: np.sqrt(values) for name, values in squares.items() if not name.endswith("norm")})
+    norms = {name: (range(len(all)), np.sqrt(all)) for name, all in squares.items() if not name.endswith("norm")}
+    return lambda: figures.lines(norms, xlabel="layer", ylabel="norm of the gradient", yscale="log")

@@ -15,7 +15,8 @@ p { color: var(--quiet); max-width: 46rem; } figure { margin: 0; overflow-x: aut
 img { max-width: 100%; height: auto; } img.large { min-width: 32rem; }
 .runs { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
-td, th { border: 1px solid var(--line); padding: .2rem .6rem; text-align: left; overflow-wrap: anywhere; }
+td, th { border: 1px solid var(--line); padding: .2rem .6rem; text-align: left; min-width: 4rem; overflow-wrap: anywhere; }
+table.lens { font-family: ui-monospace, monospace; } table.lens td { white-space: nowrap; }
 summary { font-size: 1.15rem; font-weight: bold; margin-top: 2rem; cursor: pointer; }
 pre { border: 1px solid var(--line); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
 """
@@ -45,9 +46,9 @@ def picture(title: str, light: bytes, dark: bytes) -> str:
     """A picture in PNG, for light and for dark pages."""
     width = int.from_bytes(light[16:20], "big") * 4 // 5  # of 120 dots an inch; a pixel of a page is 1/96 inch
     large = ' class="large"' if width > 800 else ""
-    light, dark = (f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in (light, dark))
-    source = f'<source srcset="{dark}" media="(prefers-color-scheme: dark)">'
-    return f'<picture>{source}<img{large} width="{width}" src="{light}" alt="{html.escape(title)}"></picture>'
+    address = lambda data: f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    source = f'<source srcset="{address(dark)}" media="(prefers-color-scheme: dark)">'
+    return f'<picture>{source}<img{large} width="{width}" src="{address(light)}" alt="{html.escape(title)}"></picture>'
 
 
 def text(words: str) -> str:
