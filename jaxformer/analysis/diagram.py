@@ -136,18 +136,15 @@ def _norm(config: ModelConfig, spec: dict) -> Box:
 
 
 def _head(config: ModelConfig, name: str, head: Any, spec: dict) -> Box:
-    steps: list[str | None] = [f"{config.hidden_width:,}"]
+    steps = []
     match head:
         case LanguageModel():
-            steps += [f"{head.transform} and a norm"] * bool(head.transform) + [f"{config.vocab_size:,}"]
-            steps[-1] += ", the matrix of the tokens" * config.tie_embeddings
+            tied = ", the matrix of the tokens" * config.tie_embeddings
+            steps = [f"{head.transform} and a norm" if head.transform else "", f"{config.vocab_size:,}{tied}"]
         case Classification():
-            steps += [
-                f"{head.pool.replace('position_0', 'first')} position",
-                head.pooler,
-                head.classes and f"{head.classes:,} classes",
-            ]
-    detail = " → ".join(step for step in steps if step) if len(steps) > 1 else ""
+            classes = f"{head.classes:,} classes" if head.classes else ""
+            steps = [f"{head.pool.replace('position_0', 'first')} position", head.pooler or "", classes]
+    detail = " → ".join([f"{config.hidden_width:,}", *filter(None, steps)])
     return Box("head", name.replace("_", " ").capitalize(), detail, params.count(spec.get(name, {})))
 
 
@@ -278,7 +275,7 @@ def _boxes(pen: Pen, bottom: float, boxes: Sequence[Box]) -> tuple[float, list[f
     return height, middles
 
 
-def short(count: float) -> str:
+def short(count: int | float) -> str:
     """7,087,872 as 7.09 M."""
     units = (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")
     size, unit = next((pair for pair in units if count >= pair[0]), (1, ""))

@@ -286,7 +286,8 @@ def loop(job: Job, manager, state: TrainState, start: int, record: Record, conso
                 record.write(done, {f"validation_{name}": numbers[name] for name in numbers if name not in UNRECORDED})
                 others = {name: value for name, value in numbers.items() if name not in ("loss", *UNRECORDED)}
                 console.evaluation(done, {"validation_loss": scores["loss"], "perplexity": scores["perplexity"], **others})
-                job.refresh()
+                if not last:
+                    job.refresh()
             if saves:
                 record.save()
                 manager.save(done, job.gather(state), job.metadata, rank, wait=last or bool(stop))

@@ -10,9 +10,9 @@ from jaxformer import models
 from jaxformer.analysis import costs, encodings, figures
 from jaxformer.analysis.scaling import HOFFMANN
 from jaxformer.masks import bigbird, causal, longformer, window
-from jaxformer.models import ModelConfig, Rope, Sinusoidal
+from jaxformer.models import ModelConfig, Sinusoidal
 from jaxformer.models.config import Alibi, Axial, Learned, Relative
-from jaxformer.ops.positions import shaw
+from jaxformer.ops.positions import Rope, shaw
 
 TINY = ModelConfig(50, 2, 32, 4, context_length=24)
 
