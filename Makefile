@@ -118,6 +118,7 @@ clean:           ## removes .venv and caches; runs/ stays
 	@.venv-parity/bin/pip install -q --upgrade 'pip>=25.1'
 	@.venv-parity/bin/pip install -q torch==2.13.0
 	@.venv-parity/bin/pip install -q -e . --group dev --group parity
+	@.venv-parity/bin/pip install -q --no-deps mup==1.0.0  # its other requirements are for plots
 	@touch $@
 
 .venv-plan/ready: pyproject.toml

@@ -22,12 +22,14 @@ class Spec:
 
     `init(key, shape, dtype) -> array` is any of `jax.nn.initializers`. `contracts` names the axes that a product sums
     over (the inputs of the layer); optimizers such as Muon read matrices from it. It is empty for what is not a matrix.
+    `rate` is a factor of the learning rate (`models.mup`).
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: Callable
     contracts: tuple[str, ...] = ()
+    rate: float = 1.0
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
@@ -41,6 +43,11 @@ def linear(shape, axes, contracts: tuple[str, ...], init: Callable, bias: bool =
         kept = [i for i, axis in enumerate(axes) if axis not in contracts]
         tree["bias"] = Spec(tuple(shape[i] for i in kept), tuple(axes[i] for i in kept), zeros)
     return tree
+
+
+def scaled(init: Callable, factor: float) -> Callable:
+    """The initial values of `init` times a factor."""
+    return lambda key, shape, dtype: factor * init(key, shape, dtype)
 
 
 def stack(spec: Tree, layers: int) -> Tree:

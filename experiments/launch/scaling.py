@@ -1,6 +1,6 @@
 """A grid of small runs, and the law that their losses follow: L(N, D) = E + A / N^alpha + B / D^beta.
 
-    python -m experiments.launch.scaling EXPERIMENT --sizes "--model.d-model=32,64,128" --steps 200,400,800 [options]
+    python -m experiments.launch.scaling EXPERIMENT --sizes "--model.d-model=32,64,128" --steps 200,400,800 [--parallel N]
 
 Each size is trained for each number of steps with a schedule of its own (Hoffmann et al. 2022, approach 3). Runs are ordinary
 ones: a killed grid goes on where it was. It writes scaling-NAME.jsonl, a line for each run, and scaling-NAME.png.
@@ -63,10 +63,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--sizes", default="--model.d-model=32,64,128")
     parser.add_argument("--steps", default="200,400,800")
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time, each on a device of its own")
     options, overrides = parser.parse_known_args(joined(argv, "--sizes"))
     trials = read_trials(options.name, f"{options.sizes} --steps={options.steps}", overrides)
     try:
-        ended = [trial for trial in sweep(trials, options.runs, reports=[figures.loss_report]) if not trial.problem]
+        ended = sweep(trials, options.runs, [figures.loss_report], options.parallel)
+        ended = [trial for trial in ended if not trial.problem]
     except Interrupted as error:
         print(f"scaling: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,8 +1,9 @@
-"""An experiment trained with every combination of some options, one after the other; at the end one table and one figure.
+"""An experiment trained with every combination of some options; at the end one table and one figure.
 
-    python -m experiments.launch.sweep EXPERIMENT --grid "--a.b=1,2 --c=x,y" [--runs DIR] [--key.path=value ...]
+    python -m experiments.launch.sweep EXPERIMENT --grid "--a.b=1,2 --c=x,y" [--parallel N] [--runs DIR] [--key.path=value ...]
 
-Each combination is an ordinary run: a killed sweep goes on where it was. Exit codes are those of `python -m jaxformer`.
+Each combination is an ordinary run: a killed sweep goes on where it was. With --parallel there are N runs at a time, each in a
+process of its own that sees one GPU or TPU chip, by number. Exit codes are those of `python -m jaxformer`.
 """
 
 import argparse
@@ -10,8 +11,15 @@ import hashlib
 import itertools
 import json
 import math
+import os
+import queue
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -80,13 +88,18 @@ def _split(text: str, separators: str) -> list[str]:
     return parts
 
 
-def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.Report] = ()) -> list[Trial]:
-    """Trains each trial that is not finished; all with their scores, best first.
+Train = Callable[[Trial], dict[str, Any]]  # -> final scores; raises NonFinite, ConfigError or Interrupted
+
+
+def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.Report] = (), parallel: int = 1) -> list[Trial]:
+    """Trains each trial that is not finished, `parallel` at a time; all with their scores, best first.
 
     One whose numbers stay bad, or that is refused, fails, and the others go on. `runs` gets a table and a figure:
     sweep-NAME-DIGEST.md, .png. Raises ConfigError where two trials are the same run, and Interrupted on SIGTERM: called
     again, it goes on where it was.
     """
+    if parallel > 1:
+        jax.config.update("jax_platforms", "cpu")  # here; the other devices are those of the runs
     folders = [run_folder(trial.experiment, runs) for trial in trials]
     if len({folder.path for folder in folders}) < len(trials):
         raise ConfigError("--grid: two combinations are the same run; vary what decides numbers, and each value once")
@@ -94,26 +107,90 @@ def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.
         if not folder.result.is_file():  # what does not fit together is refused before the first run starts
             build(trial.experiment)
             loop.open_data(trial.experiment)
-    ended = []
-    for number, (trial, folder) in enumerate(zip(trials, folders, strict=True), 1):
-        words = " ".join(f"--{name}={value}" for name, value in trial.options.items())
-        print(f"sweep {number}/{len(trials)}: {words}: {folder.path}", flush=True)
-        try:
-            if folder.result.is_file():
-                scores = json.loads(folder.result.read_text())["validation"]
-            else:
-                scores = loop.train(trial.experiment, runs, trial.source, reports).validation
-            ended.append(trial._replace(scores=scores))
-        except (NonFinite, ConfigError) as error:
-            print(f"failed: {error}", flush=True)
-            ended.append(trial._replace(problem=f"failed: {error}"))
-        jax.clear_caches()  # programs of a run that has ended
+    places = [f"{number}/{len(trials)}" for number in range(1, len(trials) + 1)]
+    if parallel == 1:
+        here = partial(train_here, runs, reports)
+        ended = [attempt(here, runs, *each) for each in zip(trials, places, strict=True)]
+    else:
+        ended = in_processes(trials, places, runs, parallel)
     ended.sort(key=lambda trial: trial.rank)
     digest = hashlib.sha256("\n".join(sorted(folder.path.name for folder in folders)).encode()).hexdigest()[:8]
     path = epath.Path(runs) / f"sweep-{trials[0].experiment.name}-{digest}.md"
     config.write_atomically(path, table(ended, runs))
     print(f"{table(ended, runs)}sweep: {path}{figure(ended, path.with_suffix('.png'))}")
     return ended
+
+
+def attempt(train: Train, runs: epath.PathLike, trial: Trial, place: str) -> Trial:
+    """The trial with its scores, of a run that is finished or that `train` finishes, or with why it failed."""
+    folder = run_folder(trial.experiment, runs)
+    words = " ".join(f"--{name}={value}" for name, value in trial.options.items())
+    print(f"sweep {place}: {words}: {folder.path}", flush=True)
+    try:
+        if folder.result.is_file():
+            return trial._replace(scores=json.loads(folder.result.read_text())["validation"])
+        return trial._replace(scores=train(trial))
+    except (NonFinite, ConfigError) as error:
+        print(f"failed: {error}", flush=True)
+        return trial._replace(problem=f"failed: {error}")
+
+
+def train_here(runs: epath.PathLike, reports: Sequence[loop.Report], trial: Trial) -> dict[str, Any]:
+    """Trains in this process."""
+    try:
+        return loop.train(trial.experiment, runs, trial.source, reports).validation
+    finally:
+        jax.clear_caches()  # programs of a run that has ended
+
+
+def in_processes(trials: Sequence[Trial], places: Sequence[str], runs: epath.PathLike, parallel: int) -> list[Trial]:
+    """`attempt` of each trial in a process of its own, `parallel` at a time. On SIGTERM they all save and end."""
+    free: queue.Queue[int] = queue.Queue()
+    for device in range(parallel):
+        free.put(device)
+    running: dict[int, subprocess.Popen] = {}
+    stopped = threading.Event()
+
+    def train(trial: Trial) -> dict[str, Any]:
+        device = free.get()
+        try:
+            if stopped.is_set():
+                raise Interrupted(signal.SIGTERM, 0)
+            words = ["-m", "jaxformer", "train", trial.source.path, "--runs", str(runs), *trial.source.overrides]
+            streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            running[device] = subprocess.Popen([sys.executable, *words], env=os.environ | one_device(device), **streams)
+            last = (running[device].communicate()[1].strip().splitlines() or ["no message"])[-1]
+            if running[device].returncode > 128:
+                raise Interrupted(running[device].returncode - 128, 0)
+            if running[device].returncode:
+                raise ConfigError(last)
+            return json.loads(run_folder(trial.experiment, runs).result.read_text())["validation"]
+        finally:
+            running.pop(device, None)
+            free.put(device)
+
+    def stop(*_):
+        stopped.set()
+        for process in list(running.values()):
+            process.terminate()
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with ThreadPoolExecutor(parallel) as pool:
+            return list(pool.map(partial(attempt, train, runs), trials, places))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def one_device(number: int) -> dict[str, str]:
+    """What makes a process see one GPU, or one chip of a TPU host."""
+    gpus = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    port = str(8476 + number)
+    return {
+        "CUDA_VISIBLE_DEVICES": gpus[number] if number < len(gpus) else str(number),
+        "TPU_VISIBLE_CHIPS": str(number), "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1",
+        "TPU_MESH_CONTROLLER_ADDRESS": f"localhost:{port}", "TPU_MESH_CONTROLLER_PORT": port,
+    }  # fmt: skip
 
 
 def table(trials: Sequence[Trial], runs: epath.PathLike) -> str:
@@ -195,10 +272,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("name", metavar="EXPERIMENT")
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--grid", required=True)
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time, each on a device of its own")
     options, overrides = parser.parse_known_args(joined(argv, "--grid"))
     trials = read_trials(options.name, options.grid, overrides)
     try:
-        ended = sweep(trials, options.runs, reports=[figures.loss_report])
+        ended = sweep(trials, options.runs, [figures.loss_report], options.parallel)
     except Interrupted as error:
         print(f"sweep: {error}", file=sys.stderr)
         return error.exit_code

@@ -59,18 +59,20 @@ def _mixing(config: Any, length: int, batch: int) -> Part:
     total, moved = 0.0, 0.0
     for stack in stacks:
         heads, across = stack.num_heads * stack.head_size, 0
-        if stack.mixer is None:
-            densities = [mask.density(length, length) for mask in stack.masks]
-            shares = [densities[i % len(densities)] for i in range(stack.num_layers)]
-        else:
-            shares = []
-            total += _counted(stack, length, batch)
         if isinstance(config, EncoderDecoder) and stack is config.decoder:
             across = stack.num_layers
-        total += 4 * batch * length**2 * heads * (sum(shares) + across)
+        total += sum(scores_by_layer(stack, length, batch)) if stack.mixer is None else _counted(stack, length, batch)
+        total += 4 * batch * length**2 * heads * across
         kept = 2 * heads + 2 * stack.kv_heads * stack.head_size
         moved += batch * length * kept * (stack.num_layers + across)
     return Part(SCORES, 0, total, moved)
+
+
+def scores_by_layer(config: ModelConfig, length: int, batch: int = 1) -> list[float]:
+    """FLOPs of each layer's scores and their products with values: 4 N H for each pair that its mask shows."""
+    densities = [mask.density(length, length) for mask in config.masks]
+    pairs = 4 * batch * length**2 * config.num_heads * config.head_size
+    return [pairs * densities[i % len(densities)] for i in range(config.num_layers)]
 
 
 def _counted(stack: ModelConfig, length: int, batch: int) -> float:
@@ -118,6 +120,9 @@ def table(config: ModelConfig | EncoderDecoder, length: int, batch: int = 1) -> 
             f"{2 * row.numbers / 1e6:>10,.1f}  {intensity}"
         )
     lines.append(f"a forward pass of {batch} x {length} tokens, numbers of 16 bits")
+    if isinstance(config, ModelConfig) and config.mixer is None and len(config.masks) > 1:
+        layers = [f"{flops / 1e9:,.2f}" for flops in scores_by_layer(config, length, batch)]
+        lines.append(f"{SCORES}, GFLOP by layer: {' '.join(layers)}")
     try:
         lines.append(f"decoding keeps {cache_bytes(config, length, batch) / 1e6:,.1f} MB")
     except NotImplementedError as error:

@@ -126,7 +126,7 @@ class FlaxMixer:
 
     def __call__(self, config: ModelConfig) -> Mixer:
         unused = {
-            "attention_softcap": config.attention_softcap is not None, "attention_scale": config.attention_scale is not None,
+            "attention_softcap": config.attention_softcap is not None, "attention_scale": config.score_scale is not None,
             "attention_dropout_rate": config.attention_dropout_rate != 0,
             "positions": not isinstance(config.positions, Learned | Sinusoidal | None),
         }  # fmt: skip

@@ -19,6 +19,7 @@ from jaxformer.models.config import (
     Sinusoidal, TokenClassification,
 )  # fmt: skip
 from jaxformer.models.mixture import Mixture
+from jaxformer.models.mup import MuP
 from jaxformer.models.presets import PRESETS
 from jaxformer.models.transformer import Inputs, Output
 

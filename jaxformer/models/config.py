@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from jaxformer.config import execution
 from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask, causal
+from jaxformer.models.mup import MuP
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.ops.positions import Rope
 
@@ -146,7 +147,8 @@ class ModelConfig:
     attention_scale: float | None = None  # factor of the scores; None: 1 / sqrt(H)
     attention_softcap: float | None = None  # c: scores become c tanh(score / c); None: as they are
     logit_softcap: float | None = None  # the same for the logits of the language model
-    init_std: float = 0.02  # projections back into the residual stream start at init_std / sqrt(2 L)
+    # projections back into the residual stream start at init_std / sqrt(2 L); MuP(base_width=64): one rate for all widths
+    init_std: float | MuP = 0.02
     attention_implementation: str | None = execution(None)  # of ops.attention; None: the fastest that can
     # kept of a layer for the backward pass: everything, products with weights, long attention, or only its input
     remat: Literal["none", "dots", "attention", "full"] = execution("none")
@@ -159,8 +161,16 @@ class ModelConfig:
     kv_heads = property(lambda self: self.num_kv_heads or self.num_heads)
     head_size = property(lambda self: self.head_width or self.d_model // self.num_heads)
     ff_width = property(lambda self: self.d_ff or 4 * self.d_model)
+    std = property(lambda self: getattr(self.init_std, "init_std", self.init_std))  # of initial values, at the base of a MuP
     # of what the heads read: D, or 2 D of a reversible stack that gives both streams
     hidden_width = property(lambda self: self.d_model * getattr(self.stack, "streams", 1))
+
+    @property
+    def score_scale(self) -> float | None:
+        """Factor of attention scores; None: 1 / sqrt(H)."""
+        if self.attention_scale is None and isinstance(self.init_std, MuP):
+            return self.init_std.score_scale(self.head_size)
+        return self.attention_scale
 
     def has_bias(self, name: str) -> bool:
         """Whether the linear map or norm of that name has a bias."""

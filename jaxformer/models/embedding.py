@@ -21,7 +21,7 @@ from jaxformer.sharding import with_logical_constraint
 
 def spec(config: ModelConfig) -> Tree:
     """Parameters of the embedding."""
-    how, start = config.embedding, normal(config.init_std)
+    how, start = config.embedding, normal(config.std)
     rows = lambda axis, count: Spec((count, config.d_model), (axis, "embed"), start)
     one = Spec((config.d_model,), ("embed",), start)
     tree: Tree = {}

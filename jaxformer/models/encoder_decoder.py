@@ -1,9 +1,11 @@
 """Two stacks of the same block: the layers of the decoder also attend to the output of the encoder. Vaswani et al. 2017."""
 
 from dataclasses import replace
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxformer import masks
 from jaxformer.errors import ConfigError
@@ -51,9 +53,23 @@ def encode(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
         inputs, source=None, cache=cache, dropout_key=decoder_key, encoded=encoded, intermediates=wanted, edits=edits
     )  # fmt: skip
     output = transformer.encode(config.decoder, params["decoder"], decoder)
-    both = {"encoder": encoder.intermediates or {}, "decoder": output.intermediates or {}}
-    named = {f"{stack}/{name}": value for stack, values in both.items() for name, value in values.items()}
-    return replace(output, source=read["hidden"], intermediates=named or None)
+    return replace(
+        output, source=read["hidden"], intermediates=_named(encoder.intermediates, output.intermediates),
+        stats=_named(encoder.stats, output.stats),
+        loss=_mean((encoder.loss, config.encoder.num_layers), (output.loss, config.decoder.num_layers)),
+    )  # fmt: skip
+
+
+def _named(encoder: Tree, decoder: Tree) -> Tree:
+    """What both stacks report, by names that begin with the stack's."""
+    both = {"encoder": encoder or {}, "decoder": decoder or {}}
+    return {f"{stack}/{name}": value for stack, values in both.items() for name, value in values.items()} or None
+
+
+def _mean(*losses: tuple[Array | None, int]) -> Array | None:
+    """The mean over the layers of those stacks that have an auxiliary loss."""
+    some = [(loss, layers) for loss, layers in losses if loss is not None]
+    return reduce(jnp.add, (loss * layers for loss, layers in some)) / sum(n for _, n in some) if some else None
 
 
 def encode_source(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:

@@ -15,6 +15,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import Classification, LanguageModel, ModelConfig, TokenClassification
 from jaxformer.models.embedding import norm, norm_spec
 from jaxformer.models.layer import linear
+from jaxformer.models.mup import MuP
 from jaxformer.ops.einsum import Weight, add_bias
 from jaxformer.ops.feedforward import ACTIVATIONS
 from jaxformer.params import Spec, Tree
@@ -44,7 +45,7 @@ def spec(config: ModelConfig) -> Tree:
 
 
 def _head(config: ModelConfig, head, table: Weight | None) -> Head:
-    D, V, start = config.hidden_width, config.vocab_size, normal(config.init_std)
+    D, V, start = config.hidden_width, config.vocab_size, normal(config.std)
     matrix = lambda width, out, axis, bias: params.linear((width, out), ("embed", axis), ("embed",), start, bias)
     match head:
         case LanguageModel():
@@ -93,8 +94,11 @@ def unembedding(config: ModelConfig, head: LanguageModel, params: Tree, hidden: 
     if head.transform:
         hidden = ACTIVATIONS[head.transform](linear("btd,dc->btc", hidden, params["transform"]))
         hidden = norm(config, params["transform"]["norm"], hidden)
-    if head.scale != 1.0:
-        hidden = hidden * head.scale
+    scale, start = head.scale, config.init_std
+    if config.tie_embeddings and isinstance(start, MuP):  # the rows start and learn as those of an embedding
+        scale *= start.base_width / config.d_model
+    if scale != 1.0:
+        hidden = hidden * scale
     return hidden, tokens_table if config.tie_embeddings else params["kernel"], params.get("bias")
 
 

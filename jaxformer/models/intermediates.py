@@ -1,7 +1,8 @@
 """What a model computes on its way, read or replaced by name: `apply(..., intermediates=("layers/*/attention/weights",))`.
 
 Names: "embedding", "layers/*/residual" (after each layer), and of the sub-layers attention, cross_attention, feedforward
-"layers/*/attention/input" and ".../out"; of attention also query, key, value, weights, heads (before the last projection).
+"layers/*/attention/input" and ".../out"; of attention also query, key, value, weights, heads (before the last projection), of
+feedforward also hidden (before its last projection).
 A number instead of * is one layer. Of an encoder-decoder every name begins with encoder/ or decoder/. A mixer of your own
 gives names with `context.tap("name", value)`.
 """
@@ -16,17 +17,18 @@ import jax.numpy as jnp
 from jaxformer.errors import ConfigError, did_you_mean
 
 Edit = Callable  # (value, number of the layer, which is traced in a scan) -> value
+Wanted = Sequence[str] | Mapping[str, Callable]  # names, or for each name a function of its value, whose result is kept
 
 
 @dataclass(frozen=True, eq=False)
 class Tap:
     """Called with a name and a value where the model computes it; returns the value, or what an edit makes of it."""
 
-    wanted: tuple[str, ...] = ()  # patterns
+    wanted: tuple[tuple[str, Callable], ...] = ()  # patterns, and what of a value is kept
     edits: tuple[tuple[str, Edit], ...] = ()
     path: str = ""  # stands before the names
     layer: Any = None
-    found: dict[str, Any] = field(default_factory=dict)
+    found: dict[tuple[int, str], Any] = field(default_factory=dict)  # by the number of the pattern and the path
     seen: set[str] = field(default_factory=set)  # every name, for messages
 
     def __bool__(self) -> bool:
@@ -43,7 +45,7 @@ class Tap:
 
     def asks(self, name: str) -> bool:
         """Whether a value of this name is read or replaced."""
-        return any(_matches(pattern, self.path + name) for pattern in (*self.wanted, *dict(self.edits)))
+        return any(_matches(pattern, self.path + name) for pattern, _ in (*self.wanted, *self.edits))
 
     def __call__(self, name: str, value: Any) -> Any:
         if not self or value is None:
@@ -54,14 +56,15 @@ class Tap:
             if _matches(pattern, path):
                 edited, number = edit(value, self.layer), _number(pattern)
                 value = edited if number is None else jnp.where(self.layer == number, edited, value)
-        if any(_matches(pattern, path) for pattern in self.wanted):
-            self.found[path] = value
+        for i, (pattern, keep) in enumerate(self.wanted):
+            if _matches(pattern, path):
+                self.found[i, path] = keep(value)
         return value
 
-    def results(self, layers: Mapping[str, Any] | None, num_layers: int) -> dict[str, Any]:
+    def results(self, layers: Mapping[tuple[int, str], Any] | None, num_layers: int) -> dict[str, Any]:
         """What was asked for; `layers` are the values of all layers `[L, ...]`. ConfigError for a name that nothing has."""
-        values, results = self.found | dict(layers or {}), {}
-        for pattern in (*self.wanted, *dict(self.edits)):
+        results = {}
+        for pattern, _ in (*self.wanted, *self.edits):
             number = _number(pattern)
             if number is not None and number >= num_layers:
                 raise ConfigError(f"intermediates: {pattern}: there are {num_layers} layers, from 0")
@@ -69,31 +72,31 @@ class Tap:
                 names = sorted(self.seen)
                 hint = did_you_mean(pattern, names) or f"; there are {', '.join(names)}"
                 raise ConfigError(f"intermediates: the model computes nothing of the name {pattern}{hint}")
-            if pattern in self.wanted:
-                some = {path: value for path, value in values.items() if _matches(pattern, path)}
-                at = lambda path, number=number: path if number is None else path.replace("*", str(number), 1)
-                results |= {at(path): value if number is None else value[number] for path, value in some.items()}
+        for (i, path), value in (self.found | dict(layers or {})).items():
+            number = _number(self.wanted[i][0])
+            results[path if number is None else path.replace("*", str(number), 1)] = value if number is None else value[number]
         return results
 
 
 NOTHING = Tap()
 
 
-def tap(wanted: Sequence[str], edits: Mapping[str, Edit] | None) -> Tap:
+def tap(wanted: Wanted, edits: Mapping[str, Edit] | None) -> Tap:
     """A tap for the options `intermediates` and `edits` of `apply`. ConfigError for one name instead of several."""
     if isinstance(wanted, str):
         raise ConfigError(f"intermediates: {wanted!r} is one text; give a tuple of names: ({wanted!r},)")
-    return Tap(tuple(wanted), tuple((edits or {}).items())) if wanted or edits else NOTHING
+    pairs = wanted.items() if isinstance(wanted, Mapping) else ((name, lambda value: value) for name in wanted)
+    return Tap(tuple(pairs), tuple((edits or {}).items())) if wanted or edits else NOTHING
 
 
-def of_stack(name: str, wanted: Sequence[str], edits: Mapping[str, Edit] | None) -> tuple[tuple[str, ...], dict[str, Edit]]:
+def of_stack(name: str, wanted: Wanted, edits: Mapping[str, Edit] | None) -> tuple[Wanted, dict[str, Edit]]:
     """The options of one stack of an encoder-decoder, "encoder" or "decoder". ConfigError for a name without a stack."""
     for path in (*wanted, *(edits or {})):
         if not path.startswith(("encoder/", "decoder/")):
             raise ConfigError(f"intermediates: {path}: of an encoder-decoder a name begins with encoder/ or decoder/")
-    cut = len(name) + 1
-    own = {path[cut:]: edit for path, edit in (edits or {}).items() if path.startswith(name)}
-    return tuple(path[cut:] for path in wanted if path.startswith(name)), own
+    inside = lambda named: {path[len(name) + 1 :]: f for path, f in named.items() if path.startswith(name)}
+    some = inside(wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted))
+    return some if isinstance(wanted, Mapping) else tuple(some), inside(edits or {})
 
 
 def _number(pattern: str) -> int | None:

@@ -74,7 +74,7 @@ class LayerOutput(NamedTuple):
     memo: Tree = None  # of a stack None
     loss: Any = None
     stats: Tree = None
-    intermediates: Tree = None  # {name: value}
+    intermediates: Tree = None  # `Tap.found`
 
 
 class Layers(NamedTuple):
@@ -113,7 +113,7 @@ def linear_spec(config: ModelConfig, name: str, shape, axes, contracts, std: flo
 
 def residual_std(config: ModelConfig) -> float:
     """Depth-scaled init of what is added to the residual stream. Radford et al. 2019, section 2.3."""
-    return config.init_std / math.sqrt(2 * config.num_layers)
+    return config.std / math.sqrt(2 * config.num_layers)
 
 
 def linear(spec: str, x: Float[Array, "..."], params: Tree, dtype=None) -> Float[Array, "..."]:

@@ -52,7 +52,7 @@ class Mixture:
     def spec(self, config: ModelConfig) -> Tree:
         D, E = config.d_model, self.experts
         one = replace(config, feedforward=self.activation, d_ff=self.d_ff or config.ff_width, use_bias=False)
-        router = linear((D, E), ("embed", "expert"), ("embed",), normal(config.init_std), bias=False)
+        router = linear((D, E), ("embed", "expert"), ("embed",), normal(config.std), bias=False)
         tree = {"router": router, **feedforward_spec(one, (E,), ("expert",))}
         if self.shared:
             tree["shared"] = feedforward_spec(replace(one, d_ff=self.shared))

@@ -19,6 +19,7 @@ from jaxformer.models import block as blocks, embedding, heads
 from jaxformer.models.config import Axial, Learned, ModelConfig, Patches
 from jaxformer.models.intermediates import tap
 from jaxformer.models.layer import Context, Layers, Source
+from jaxformer.models.mup import MuP
 from jaxformer.models.stacks import scan
 from jaxformer.ops.positions import within_segments
 from jaxformer.params import Tree, paths
@@ -44,8 +45,8 @@ class Inputs:
     source_positions: Any = None  # [B or 1, S], instead of those that restart with each segment
     encoded: Source | None = None  # of a decoder: the output of the encoder
     dtype: Any = struct.field(pytree_node=False, default=None)  # of activations; None: that of the parameters
-    # names of what `Output.intermediates` has, such as "layers/*/attention/weights"; see models.intermediates
-    intermediates: tuple[str, ...] = struct.field(pytree_node=False, default=())
+    # names of what `Output.intermediates` has, such as "layers/*/attention/weights", or {name: value -> what is kept of it}
+    intermediates: Any = struct.field(pytree_node=False, default=())
     edits: Any = struct.field(
         pytree_node=False, default=None
     )  # {name: (value, layer) -> value}, put in place of what was there
@@ -88,7 +89,8 @@ def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
         tree["final_norm"] = embedding.norm_spec(config, config.hidden_width)
     shared = {name: leaf for slot in slots for name, leaf in (slot.shared or {}).items()}
     parts = {"heads": heads.spec(config), "shared": shared}
-    return tree | {name: part for name, part in parts.items() if part}
+    tree |= {name: part for name, part in parts.items() if part}
+    return config.init_std.spec(tree, config.d_model) if isinstance(config.init_std, MuP) else tree
 
 
 def check_params(declared: Tree, tree: Tree) -> None:
@@ -131,7 +133,7 @@ def output_axes(path: str, leaf) -> tuple[str | None, ...]:
             return "batch", "length"
         case "cache" if leaf.ndim > 2:
             return None, "batch"
-        case "intermediates":
+        case "intermediates" if leaf.ndim > 2:
             return (None, "batch") if "*" in path else ("batch",)
     return ()
 

@@ -30,7 +30,7 @@ class Reconstruction:
             raise ConfigError(f"model.heads: {self} gives an image; model.embedding is no models.Patches")
         pixels = patches.channels * self.stride**2
         spec = {  # a convolution of width 1, as Hugging Face's
-            "kernel": Spec((D, 1, 1, pixels), ("embed", None, None, None), normal(config.init_std), ("embed",)),
+            "kernel": Spec((D, 1, 1, pixels), ("embed", None, None, None), normal(config.std), ("embed",)),
             "bias": Spec((pixels,), (None,), zeros),
         }
 

@@ -55,21 +55,21 @@ GATES |= {f"{name}_glu": name for name in ACTIVATIONS if name not in GATES.value
 
 def mlp(
     x: Float[Array, "B T D"], up: Weight, down: Weight, activation: Callable, up_bias: Float[Array, " F"] | None = None,
-    down_bias: Float[Array, " D"] | None = None,
+    down_bias: Float[Array, " D"] | None = None, edit: Callable = lambda hidden: hidden,
 ) -> Float[Array, "B T D"]:  # fmt: skip
-    """activation(x up + b_up) down + b_down. Vaswani et al. 2017, arXiv:1706.03762, eq. 2."""
-    hidden = activation(_add(einsum("btd,df->btf", x, up), up_bias))
+    """activation(x up + b_up) down + b_down. Vaswani et al. 2017, arXiv:1706.03762, eq. 2. `edit`: of what `down` reads."""
+    hidden = edit(activation(_add(einsum("btd,df->btf", x, up), up_bias)))
     return _add(einsum("btf,fd->btd", hidden, down), down_bias)
 
 
 def glu(
     x: Float[Array, "B T D"], gate: Weight, up: Weight, down: Weight, activation: Callable,
     gate_bias: Float[Array, " F"] | None = None, up_bias: Float[Array, " F"] | None = None,
-    down_bias: Float[Array, " D"] | None = None,
+    down_bias: Float[Array, " D"] | None = None, edit: Callable = lambda hidden: hidden,
 ) -> Float[Array, "B T D"]:  # fmt: skip
     """(activation(x gate + b_gate) * (x up + b_up)) down + b_down. Shazeer 2020, arXiv:2002.05202, eq. 6."""
     hidden = activation(_add(einsum("btd,df->btf", x, gate), gate_bias)) * _add(einsum("btd,df->btf", x, up), up_bias)
-    return _add(einsum("btf,fd->btd", hidden, down), down_bias)
+    return _add(einsum("btf,fd->btd", edit(hidden), down), down_bias)
 
 
 # the gated layers of Shazeer 2020 by name: `swiglu(x, gate, up, down)`

@@ -81,6 +81,8 @@ class Experiment:
     checkpoints: Checkpoints = execution(Checkpoints())  # when to save, and what to keep
     sample: Sample = execution(Sample())  # text to continue at the end
     profile: bool = execution(False)  # traces steps 10 to 15 into the run's folder; of a bucket, into a temporary one here
+    # root mean squares by layer that each logged step reports (training.rms)
+    rms: tuple[Literal["activation", "gradient", "update"], ...] = execution(())
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = execution(())  # beside metrics.jsonl
 
     def __post_init__(self):

@@ -190,7 +190,8 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
     count, device = parameters.count(recipe.spec), jax.devices()[0].device_kind
     lines = [f"{experiment.name}: {count:,} parameters, {device}, {experiment.precision}"]
     lines.append(f"data: {dataset.description}")
-    if hasattr(experiment.optimizer, "route") or experiment.frozen is not None or experiment.adaptation is not None:
+    several = any(leaf.rate != 1 for leaf in parameters.paths(recipe.spec).values())
+    if several or hasattr(experiment.optimizer, "route") or experiment.frozen is not None or experiment.adaptation is not None:
         routes = optimizers.routes(experiment.optimizer, recipe.spec, recipe.frozen)
         lines += [f"  {path}: {route}" for path, route in routes.items()]
     if mesh is not None:

@@ -5,11 +5,12 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 
 from jaxformer import config
@@ -144,6 +145,15 @@ class NonFinite(RuntimeError):
 QUIET = ("grad_norm", "tokens", "loss_scale", "learning_rate", "skipped")  # in the record, not on the progress line
 
 
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as numbers; one with a value for each layer as name/0, name/1 and so on."""
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        several = {f"{name}/{i}": float(one) for i, one in enumerate(value)} if np.ndim(value) else {name: float(value)}
+        flat |= several
+    return flat
+
+
 class Reporter:
     """Holds back each step's metrics until the next step was dispatched; checks them, logs every `every`-th and the last.
 
@@ -171,7 +181,7 @@ class Reporter:
             return
         step, metrics = self._waiting
         self._waiting = None
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = numbers(jax.device_get(metrics))
         if values["skipped"] >= self._max_skipped:
             times = f"{int(values['skipped'])} steps in a row, up to step {step}"
             found = f"loss {values['loss']}, gradient norm {values['grad_norm']}"
@@ -188,7 +198,8 @@ class Reporter:
         speed = self._speed(tokens)
         if step % self._every == 0 or step == self._last:
             self._write(step, values)
-            shown = ["loss", *sorted(values.keys() - {"loss", *QUIET}), "learning_rate"] + ["skipped"] * (values["skipped"] > 0)
+            others = sorted(name for name in values.keys() - {"loss", *QUIET} if "rms/" not in name)
+            shown = ["loss", *others, "learning_rate"] + ["skipped"] * (values["skipped"] > 0)
             self._console.step(step, {name: values[name] for name in shown if name in values} | speed)
 
     def _speed(self, tokens: float) -> dict[str, float]:

@@ -29,7 +29,7 @@ _OF_MODELS = {
     masks: "full causal window strided chunked columns prefix global_tokens random_blocks block_sparse by_head longformer "
     "bigbird sparse_transformer_strided sparse_transformer_fixed",
     models: "ModelConfig EncoderDecoder Embedding Patches Learned Sinusoidal Axial Alibi Relative LanguageModel "
-    "Classification TokenClassification Mixture",
+    "Classification TokenClassification Mixture MuP",
     positions: "Rope NTK Llama3 YaRN LongRoPE",
     mixers: "Efficient Performer Linformer Reformer Longformer BigBird LocalChunks",
     variants: "qk_norm qk_norm_full gated differential sigmoid value_residual temperature inverse_depth_scale",

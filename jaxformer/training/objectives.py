@@ -120,11 +120,15 @@ def best_spans(logits: Array) -> Array:
 
 
 def with_reports(sums: TokenSums, output: models.Output) -> LossSums:
-    """The sums with what the model reports of itself: a loss that changes the gradient alone, and its figures by layer."""
+    """The sums with what the model reports of itself: a loss that changes the gradient alone, and figures, means over layers.
+
+    A figure whose name ends in /layers keeps the value of each layer.
+    """
     loss = sums.loss
     if output.loss is not None:
         # the routing loss changes the gradient but not the reported loss
         loss = loss + ((output.loss - jax.lax.stop_gradient(output.loss)) * sums.weight).astype(loss.dtype)
     figures = {name: value for name, value in (output.stats or {}).items() if value.ndim == 1}  # one a layer
-    means = {name: (jnp.mean(value).astype(loss.dtype) * sums.weight, sums.weight) for name, value in figures.items()}
+    kept = {name: value if name.endswith("/layers") else jnp.mean(value) for name, value in figures.items()}
+    means = {name: (value.astype(loss.dtype) * sums.weight, sums.weight) for name, value in kept.items()}
     return LossSums(loss, sums.weight, {"accuracy": (sums.correct, sums.weight), **means})

@@ -8,7 +8,7 @@ A transformation of your own may carry its rate: the schedule is then a factor, 
 import math
 import re
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -139,7 +139,7 @@ def build(optimizer: Callable, spec: Tree, frozen: str | None = None) -> optax.G
 
     Frozen parameters have no state. ConfigError where `frozen` matches none or all, or the optimizer makes no transformation.
     """
-    made = optimizer(spec)
+    made = with_rates(optimizer, spec)
     if not isinstance(made, optax.GradientTransformation):
         raise ConfigError(f"optimizer={optimizer}: a {type(made).__name__}; expected (spec) -> optax.GradientTransformation")
     if frozen is None:
@@ -150,6 +150,21 @@ def build(optimizer: Callable, spec: Tree, frozen: str | None = None) -> optax.G
         raise ConfigError(f"frozen={frozen!r} matches {count} parameter; match some of their paths, such as {example}")
     labels = jax.tree.map(lambda match: "frozen" if match else "trained", matches)
     return optax.partition({"frozen": optax.set_to_zero(), "trained": made}, labels)
+
+
+def with_rates(optimizer: Callable, spec: Tree) -> Any:
+    """The optimizer, its updates times the `rate` of each parameter; the decay of AdamW and Lion is not multiplied."""
+    if all(leaf.rate == 1 for leaf in jax.tree.leaves(spec)):
+        return optimizer(spec)
+    if isinstance(optimizer, Muon | Adafactor):
+        name = type(optimizer).__name__
+        raise ConfigError(f"optimizer={name}: parameters have rates of their own (MuP), which are for Adam, AdamW and Lion")
+    decays = isinstance(optimizer, AdamW | Lion)
+    made = (replace(optimizer, weight_decay=0.0) if decays else optimizer)(spec)
+    scale = lambda leaf, update: jax.tree.map(lambda u: u * leaf.rate, update)  # none where another optimizer updates
+    scaled = optax.stateless(lambda updates, _: jax.tree.map(scale, spec, updates))
+    decay = [optax.add_decayed_weights(-optimizer.weight_decay, decayed(optimizer, spec))] if decays else []
+    return optax.chain(made, scaled, *decay)
 
 
 def muon_dimensions(leaf: params.Spec) -> optax.contrib.MuonDimensionNumbers | None:
@@ -200,6 +215,7 @@ def routes(optimizer: Any, spec: Tree, frozen: str | None = None) -> dict[str, s
             return "frozen"
         name = getattr(optimizer, "__name__", type(optimizer).__name__)
         name = optimizer.route(leaf) if hasattr(optimizer, "route") else name
-        return f"{name}{' + decay' if has_decay.get(path) else ''}"
+        factor = "" if leaf.rate == 1 else f", {leaf.rate:.3g} of the rate"
+        return f"{name}{' + decay' if has_decay.get(path) else ''}{factor}"
 
     return {path: route(path, leaf) for path, leaf in params.paths(spec).items()}

@@ -14,7 +14,7 @@ from jaxformer.models.stacks.pipeline import Pipeline
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.params import Tree
-from jaxformer.training import optimizers
+from jaxformer.training import optimizers, rms
 
 Loss = Callable[[Tree, dict[str, Array], Array], LossSums]
 
@@ -36,6 +36,7 @@ class Recipe:
     ema_decay: float | None
     frozen: str | None
     mesh: Mesh
+    rms: tuple[str, ...] = ()  # of what, by layer, each step reports
 
 
 def build(experiment: Any) -> Recipe:
@@ -48,8 +49,10 @@ def build(experiment: Any) -> Recipe:
         spec, weights = adapted.spec, adapted.merge
         frozen = "|".join(f"({pattern})" for pattern in (adapted.frozen, frozen) if pattern) or None
 
+    reporting = rms.watched(model) if "activation" in experiment.rms else model
+
     def loss(trained: Tree, batch: dict[str, Array], key: Array) -> LossSums:
-        return checked(experiment.objective(model, weights(optimizers.freeze(trained, frozen)), batch, key, dtype))
+        return checked(experiment.objective(reporting, weights(optimizers.freeze(trained, frozen)), batch, key, dtype))
 
     scored = models.evaluation(model)
     objective = getattr(experiment.objective, "evaluation", lambda: experiment.objective)()
@@ -60,7 +63,7 @@ def build(experiment: Any) -> Recipe:
     return Recipe(
         spec=spec, loss=loss, score=score, weights=weights, frozen=frozen, mesh=mesh,
         optimizer=optimizers.build(experiment.optimizer, spec, frozen), schedule=experiment.schedule(experiment),
-        **{name: getattr(experiment, name) for name in ("seed", "precision", "accumulation", "clip_norm", "ema_decay")},
+        **{name: getattr(experiment, name) for name in ("seed", "precision", "accumulation", "clip_norm", "ema_decay", "rms")},
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxformer import parallel, params as parameters, sharding
 from jaxformer.ops.losses import LossSums
 from jaxformer.params import Tree
+from jaxformer.training import rms
 from jaxformer.training.recipe import Recipe
 
 Batch = dict[str, Array]
@@ -112,7 +113,7 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     A step whose loss or gradient is not finite changes no parameter and no optimizer state; it counts in `skipped`. One whose
     weights sum to 0 (or less) has no mean to descend: it changes nothing but `step`, and its loss and metrics are NaN.
     Metrics: loss (nats a token), what the objective reports, tokens (sum of weights), grad_norm (before clipping),
-    learning_rate (the one used), skipped.
+    learning_rate (the one used), skipped, and the root mean squares that the experiment asks for.
     """
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 1), state.step)
@@ -123,17 +124,22 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
         sums, gradients = jax.lax.psum((sums, gradients), axis_name)
     gradients = sharding.with_spec_sharding(gradients, recipe.spec, gradient_rules(recipe.mesh))
     total = jnp.where(sums.weight > 0, sums.weight, 1)
-    gradients, norm = clip(jax.tree.map(lambda g: g / (total * scale), gradients), recipe.clip_norm)
+    gradients = jax.tree.map(lambda g: g / (total * scale), gradients)
+    reports = root_mean_squares(recipe, "gradient", gradients)
+    gradients, norm = clip(gradients, recipe.clip_norm)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
     empty = finite & (sums.weight <= 0)
     rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
+    no_update = jax.tree.map(jnp.zeros_like, jax.eval_shape(partial(root_mean_squares, recipe, "update"), state.params))
     # jnp.where would keep both states alive and copy the donated one
-    new = jax.lax.cond(finite & ~empty, partial(update, recipe, gradients, rate), lambda state: state, state)
+    new, updates = jax.lax.cond(
+        finite & ~empty, partial(update, recipe, gradients, rate), lambda state: (state, no_update), state
+    )
     new = replace(count(new, finite, empty), step=state.step + 1)
     mean = lambda total, weight: total / jnp.where(weight > 0, weight, 1)
     metrics = {"loss": (sums.loss, sums.weight), **sums.metrics}
     metrics = {name: jnp.where(empty, jnp.nan, mean(*pair)) for name, pair in metrics.items()}
-    metrics |= {"tokens": sums.weight, "grad_norm": norm, "learning_rate": rate, "skipped": new.skipped}
+    metrics |= reports | updates | {"tokens": sums.weight, "grad_norm": norm, "learning_rate": rate, "skipped": new.skipped}
     if new.loss_scale is not None:
         metrics["loss_scale"] = new.loss_scale.value
     return new, metrics
@@ -148,15 +154,21 @@ def clip(gradients: Tree, largest: float | None) -> tuple[Tree, Array]:
     return jax.tree.map(lambda g: g * shrink, gradients), norm
 
 
-def update(recipe: Recipe, gradients: Tree, rate: Array, state: TrainState) -> TrainState:
-    """The state with new parameters, optimizer state and average, ema * decay + params * (1 - decay)."""
+def update(recipe: Recipe, gradients: Tree, rate: Array, state: TrainState) -> tuple[TrainState, Metrics]:
+    """The state with new parameters, optimizer state and average, ema * decay + params * (1 - decay); sizes of updates."""
     opt_state = in_memory(recipe, state.opt_state, jax.memory.Space.Device)
     updates, opt_state = recipe.optimizer.update(gradients, opt_state, state.params)
-    params = jax.tree.map(lambda p, u: p + (rate * u).astype(p.dtype), state.params, updates)
+    updates = jax.tree.map(lambda p, u: (rate * u).astype(p.dtype), state.params, updates)
+    params = jax.tree.map(jnp.add, state.params, updates)
     decay = recipe.ema_decay
     ema = None if decay is None else jax.tree.map(lambda e, p: e * decay + p * (1 - decay), state.ema, params)
     opt_state = in_memory(recipe, opt_state, jax.memory.Space.Host)
-    return replace(state, params=params, opt_state=opt_state, ema=ema)
+    return replace(state, params=params, opt_state=opt_state, ema=ema), root_mean_squares(recipe, "update", updates)
+
+
+def root_mean_squares(recipe: Recipe, kind: str, tree: Tree) -> Metrics:
+    """Those by layer, where the experiment asks for them."""
+    return rms.by_layer(kind, recipe.spec, tree) if kind in recipe.rms else {}
 
 
 def in_memory(recipe: Recipe, opt_state: Tree, memory: jax.memory.Space) -> Tree:

@@ -71,6 +71,14 @@ def test_a_pair_attends_three_times():
     assert sum(row.flops for row in costs.parts(config, 16)) == pytest.approx(program.flops)
 
 
+def test_scores_of_each_layer():
+    """Layers with masks in turn: those of a window cost what it shows."""
+    config = replace(SMALL, masks=(masks.causal(), masks.causal() & masks.window(3)))
+    first, second, third = costs.scores_by_layer(config, 16)
+    assert first == third == 4 * 16 * (16 * 17 / 2) and second == 4 * 16 * (16 * 4 - 6)
+    assert f"{second / 1e9:,.2f}" in costs.table(config, 16) and "by layer" not in costs.table(SMALL, 16)
+
+
 def test_caches_and_what_training_keeps():
     config = PRESETS["gpt2_small"]
     assert costs.cache_bytes(config, 1000) == 2 * 2 * 12 * 768 * 1000

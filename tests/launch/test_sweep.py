@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 
 import pytest
 
@@ -109,3 +110,16 @@ def test_bad_options_are_refused_before_the_first_run(runs, capsys, grid, said):
     assert sweep(grid) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and not runs.exists()
+
+
+def test_runs_in_processes_of_their_own(runs, capfd):
+    """The same table as one after the other; one whose numbers stay bad fails alone."""
+    grid, patience = "--optimizer.learning-rate=1e-3,1e-1,1e38", "--max-skipped=1"
+    assert sweep(grid, patience, "--parallel=2") == 0
+    _, body = rows(runs)
+    assert "not finite" in body[2][-1]
+    for path in runs.glob("*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert sweep(grid, patience) == 0
+    assert [row[:-1] for row in rows(runs)[1]] == [row[:-1] for row in body]
+    assert sweeps.one_device(1)["CUDA_VISIBLE_DEVICES"] == "1"

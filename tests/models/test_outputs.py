@@ -61,7 +61,7 @@ def looped(config, parameters, tokens, source=None):
         context = context.replace(layer=i, source=encoded, tap=tap(names, None).in_layer(i))
         output = block(config, slots[i % len(slots)], layer, x, context)
         x = output.hidden
-        for name, value in output.intermediates.items():
+        for (_, name), value in output.intermediates.items():
             found.setdefault(name, []).append(value)
     return found, x
 
@@ -161,6 +161,22 @@ def test_an_edit_is_seen_by_all_that_follows(name):
     close(models.apply(config, parameters, TOKENS, edits=without).logits, apply(config, less, TOKENS).logits)
     weights = {f"layers/{number}/attention/weights": lambda weights, layer: weights.at[:, 1].set(0)}
     close(models.apply(config, parameters, TOKENS, edits=weights).logits, apply(config, less, TOKENS).logits)
+
+
+@pytest.mark.parametrize("feedforward", ["gelu", "swiglu"])
+def test_features_of_a_feed_forward(feedforward):
+    """They are what the last product reads; without one of them the model is that without its row."""
+    config = replace(STACKS["one kind"], feedforward=feedforward)
+    parameters, name = random(config), "layers/*/feedforward/hidden"
+    found = apply(config, parameters, TOKENS, intermediates=(name, "layers/*/feedforward/out")).intermediates
+    down = parameters["layers"]["feedforward"]["down"]
+    by_hand = jnp.einsum("lbtf,lfd->lbtd", found[name], down["kernel"])
+    by_hand = by_hand + down["bias"][:, None, None] if "bias" in down else by_hand
+    close(found["layers/*/feedforward/out"], by_hand)
+    less = jax.tree.map(lambda leaf: leaf, parameters)
+    less["layers"]["feedforward"]["down"]["kernel"] = down["kernel"].at[2, 3].set(0)
+    silent = {"layers/2/feedforward/hidden": lambda hidden, layer: hidden.at[:, :, 3].set(0)}
+    close(models.apply(config, parameters, TOKENS, edits=silent).logits, apply(config, less, TOKENS).logits)
 
 
 @pytest.mark.parametrize("name", ["one kind", "masks in turn, and a rest", "different kinds"])

@@ -312,7 +312,8 @@ def _fields(config: Config) -> dict[str, Any]:
     mixers = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
     fields = vars(config) | {
         "num_kv_heads": config.kv_heads, "head_width": config.head_size, "d_ff": config.ff_width, "use_bias": biases,
-        "tie_embeddings": config.tie_embeddings or not config.heads,
+        "tie_embeddings": config.tie_embeddings or not config.heads, "attention_scale": config.score_scale,
+        "mup": config.tie_embeddings and isinstance(config.init_std, models.MuP),  # divides logits
         "mixer": tables.shortest_pattern([_mixer_in_file(mixer) for mixer in mixers]),
     }  # fmt: skip
     unread = ("remat", "unroll", "attention_implementation", "init_std", "dropout_rate", "attention_dropout_rate")

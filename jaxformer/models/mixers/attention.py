@@ -85,7 +85,7 @@ def project(params: Tree, x: Float[Array, "B T D"]) -> Heads:
 def attention_options(config: ModelConfig, context: Context) -> dict[str, Any]:
     """The options of `ops.attention` for self-attention, but for the bias."""
     return dict(
-        mask=context.mask, scale=config.attention_scale, softcap=config.attention_softcap,
+        mask=context.mask, scale=config.score_scale, softcap=config.attention_softcap,
         dropout_rate=config.attention_dropout_rate, dropout_key=context.dropout_key,
         return_weights=context.tap.asks("weights"), implementation=config.attention_implementation,
     )  # fmt: skip
@@ -115,7 +115,7 @@ def attention_spec(config: ModelConfig, source_width: int | None = None) -> Tree
     D, N, H = config.d_model, config.num_heads, config.head_size
     source, tree = (source_width or D, config.kv_heads, "kv_heads"), {}
     for name, (width, heads, axis) in {"query": (D, N, "heads"), "key": source, "value": source}.items():
-        tree[name] = linear_spec(config, name, (width, heads, H), ("embed", axis, "head"), ("embed",), config.init_std)
+        tree[name] = linear_spec(config, name, (width, heads, H), ("embed", axis, "head"), ("embed",), config.std)
     axes = "heads", "head", "embed"
     return tree | {"out": linear_spec(config, "out", (N, H, D), axes, axes[:2], residual_std(config))}
 
@@ -125,7 +125,7 @@ def relative_spec(config: ModelConfig) -> Tree:
     if not isinstance(config.positions, Relative):
         return None
     shape = config.positions.buckets, config.num_heads
-    return {"relative": Spec(shape, (None, "heads"), normal(config.init_std))}
+    return {"relative": Spec(shape, (None, "heads"), normal(config.std))}
 
 
 def score_bias(config: ModelConfig, shared: Tree) -> Bias | Callable | Array | None:

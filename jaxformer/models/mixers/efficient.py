@@ -245,7 +245,7 @@ def _mixer(system, config: ModelConfig, mix: Callable, spec: Tree = None, has_we
     no_weights = "has no weights to drop; set it to 0 (model.dropout_rate acts on outputs)"
     for field, other, what in (
         ("attention_softcap", config.attention_softcap is not None, none),
-        ("attention_scale", config.attention_scale is not None, none),
+        ("attention_scale", config.score_scale is not None, none),
         ("positions", biased, none),
         ("attention_dropout_rate", config.attention_dropout_rate and not has_weights, no_weights),
     ):

@@ -64,7 +64,7 @@ def normalize(config: ModelConfig, params: Tree, heads: Heads, context: Context)
 def gated(config: ModelConfig) -> Mixer:
     """sigmoid(x W) * out, x the input of the layer, W `[D, N, H]`: Qwen3-Next. Qiu et al. 2025, arXiv:2505.06708, G1."""
     shape, axes = (config.d_model, config.num_heads, config.head_size), ("embed", "heads", "head")
-    extra = {"gate": linear_spec(config, "gate", shape, axes, ("embed",), config.init_std)}
+    extra = {"gate": linear_spec(config, "gate", shape, axes, ("embed",), config.std)}
     return attention(config, extra=extra, finish=gate)
 
 

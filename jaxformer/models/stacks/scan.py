@@ -178,7 +178,7 @@ def run_in_turn(functions, carry, rows):
         carry, output = function(carry, row)
         outputs.append(output)
     if len({frozenset(output.intermediates) for output in outputs}) > 1:
-        names = ", ".join(sorted(set.union(*(set(output.intermediates) for output in outputs))))
+        names = ", ".join(sorted({path for output in outputs for _, path in output.intermediates}))
         raise ConfigError(f"intermediates: {names}: not every layer computes all of these")
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(output._replace(state=None) for output in outputs))
     if outputs[0].state is None:

@@ -1,0 +1,147 @@
+"""The table of costs: what each kind of layer costs as texts grow, by formula, by FLOPs of its program, by time and memory.
+
+Vaswani et al. 2017, arXiv:1706.03762, table 1, and the surveys of efficient attention. A cost c n^p is a line of slope p when
+both axes are logarithmic. The slope of the program's FLOPs is exact; those of time and temporary memory are fitted to
+measurements at lengths where the leading term rules: n^2 d beats n d^2 only beyond some thousand tokens.
+
+Expected: every FLOP slope within 0.1 of the stated exponent; for time, see docs/theory.md.
+Time: five minutes on 2 quiet CPU cores (a second with --longest 0, which measures nothing).
+Command: python -m experiments.theory.complexity [--longest 16384] [--out complexity.png]
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+
+from experiments.bench import attention as bench
+from jaxformer import masks, ops
+from jaxformer.analysis import figures
+from jaxformer.planning import flops
+from jaxformer.training.loop import keep_memory
+
+N, H = bench.HEADS, bench.WIDTH
+D = N * H
+
+
+def recurrent(query: Array, key: Array, value: Array) -> Array:
+    """h_t = tanh(W h_(t-1) + x_t): n steps, one after another."""
+    W = random.normal(random.key(0), (D, D)) / D**0.5
+    x = value.reshape(value.shape[1], D)
+    _, states = jax.lax.scan(lambda h, row: (jnp.tanh(h @ W + row),) * 2, jnp.zeros(D), x)
+    return states.reshape(value.shape)
+
+
+def convolution(query: Array, key: Array, value: Array, width: int = 4) -> Array:
+    """Each position reads `width` neighbours: a product [n, width D] x [width D, D]."""
+    W = random.normal(random.key(0), (width * D, D)) / D**0.5
+    x = jnp.pad(value.reshape(-1, D), ((width - 1, 0), (0, 0)))
+    near = jnp.concatenate([x[i : i + value.shape[1]] for i in range(width)], axis=1)
+    return (near @ W).reshape(value.shape)
+
+
+def feedforward(query: Array, key: Array, value: Array) -> Array:
+    """Two products of width 4 D, position by position."""
+    up, down = (random.normal(random.key(i), shape) / D**0.5 for i, shape in enumerate(((D, 4 * D), (4 * D, D))))
+    return ops.mlp(value.reshape(1, -1, D), up, down, jax.nn.relu).reshape(value.shape)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    formula: str  # operations of a layer, in n tokens and d features
+    exponent: float  # of n, in operations
+    path: str  # steps between two positions
+    function: Callable
+    memory: float | None = 1.0  # exponent of n in what is kept meanwhile
+
+
+by_name = {name: function for name, (function, _) in bench.VARIANTS.items()}
+ROWS = {
+    "attention, scores kept": Row("n^2 d", 2, "1", bench.exact(masks.full(), "reference"), 2),
+    "attention, block by block": Row("n^2 d", 2, "1", bench.exact(masks.full())),
+    "the same, causal": Row("n^2 d / 2", 2, "1", by_name["blockwise, causal"]),
+    "window of w = 256": Row("n w d", 1, "n / w", by_name["window(256)"]),
+    "Longformer, w = 512, 16 globals": Row("n (w + g) d", 1, "2", by_name["longformer"]),
+    "BigBird, blocks of 64": Row("n b r d", 1, "2", by_name["bigbird"]),
+    "linear (elu + 1)": Row("n d^2 / h", 1, "1", by_name["linear"]),
+    "Performer, m = 128": Row("n m d", 1, "1", by_name["performer"]),
+    "Linformer, k = 128": Row("n k d", 1, "1", by_name["linformer"]),
+    "Reformer, 2 rounds": Row("n log n d", 1, "1", by_name["reformer"]),
+    "recurrent": Row("n d^2", 1, "n", recurrent),
+    "convolution, k = 4": Row("k n d^2", 1, "n / k", convolution),
+    "feed-forward": Row("8 n d^2", 1, "none", feedforward),
+}
+
+
+def slope(lengths: Sequence[int], values: Sequence[float]) -> float:
+    """p of the line c n^p through the points, least squares of the logarithms."""
+    return float(np.polyfit(np.log(lengths), np.log(values), 1)[0])
+
+
+def flop_slope(function: Callable, lengths: Sequence[int] = (4096, 8192, 16_384)) -> float:
+    """That of the products of a forward and a backward pass, from the program alone."""
+
+    def passes(n: int) -> float:
+        x = jax.ShapeDtypeStruct((1, n, N, H), jnp.float32)
+        both = jax.grad(lambda *heads: jnp.sum(function(*heads)), argnums=(0, 1, 2))
+        return flops.count(both, x, x, x).flops
+
+    return slope(lengths, [passes(n) for n in lengths])
+
+
+def measure(name: str, longest: int, rounds: int = 5) -> dict[int, tuple[float, int]]:
+    """{length: (milliseconds, bytes of temporary memory)} at four lengths up to the longest, run in turn."""
+    lengths = [longest // 8, longest // 4, longest // 2, longest]
+    programs = {n: bench.Program(ROWS[name].function, n) for n in lengths}
+    for program in list(programs.values()) * rounds:
+        program()
+    return {n: (program.median, program.memory) for n, program in programs.items()}
+
+
+def draw(measured: dict[str, dict[int, tuple[float, int]]]):
+    """Time against length; the legend says the stated and the measured exponent."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for i, (name, row) in enumerate(measured.items()):
+        times = [time for time, _ in row.values()]
+        label = f"{name}: n^{slope(list(row), times):.2f} ({ROWS[name].formula})"
+        axes.plot(list(row), times, "o-", markersize=3, color=f"C{i % 10}", linestyle="--" if i >= 10 else "-", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="tokens n", ylabel="forward and backward (ms)")
+    axes.set_xticks(list(row), [f"{n:,}" for n in row])
+    axes.minorticks_off()
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--longest", type=int, default=16_384, help="0: FLOPs alone, nothing is measured")
+    parser.add_argument("--out", default="complexity.png")
+    arguments = parser.parse_args()
+    keep_memory()
+    print(f"{'layer':34} {'operations':12} path    n^ stated  FLOPs  time  memory")
+    measured = {}
+    for name, row in ROWS.items():
+        words = f"{name:34} {row.formula:12} {row.path:7} {row.exponent:9} {flop_slope(row.function):6.2f}"
+        if arguments.longest:
+            longest = arguments.longest // (2 if row.memory == 2 else 1)  # an array of n^2 scores, several times
+            measured[name] = measure(name, longest)
+            columns = zip(*measured[name].values(), strict=True)
+            words += "  {:.2f}  {:6.2f}".format(*(slope(list(measured[name]), column) for column in columns))
+        print(words, flush=True)
+    if measured:
+        print("figure:", figures.save(partial(draw, measured), arguments.out))
+
+
+if __name__ == "__main__":
+    main()

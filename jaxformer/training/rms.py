@@ -1,0 +1,66 @@
+"""Root mean squares by layer as metrics of training: `Experiment(rms=("activation", "gradient", "update"))`.
+
+The record has `rms/gradient/layers/3` of the fourth layer, `rms/gradient/embedding` and so on; of an encoder-decoder
+`encoder/rms/gradient/layers/3`. An activation is the residual stream after a layer, over all tokens; a gradient is that before
+clipping; an update is what is added to the parameters.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxformer import models
+from jaxformer.models.layer import Context, Layers
+from jaxformer.models.stacks import scan
+from jaxformer.params import Tree, paths
+
+RESIDUAL = "layers/*/residual"
+
+
+def root_mean_square(x: Array) -> Array:
+    """sqrt(mean(x^2)), in float32."""
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+
+
+def by_layer(kind: str, spec: Tree, tree: Tree) -> dict[str, Array]:
+    """The root mean square of each part of a tree that `spec` declares: `[L]` of the layers, a number of any other part.
+
+    Parameters that only some of the layers have are a part of their own, named by their number.
+    """
+    sums: dict[tuple[str, int], tuple[Any, int]] = {}
+    leaves = paths(tree)
+    for path, leaf in paths(spec).items():
+        rows = leaf.shape[0] if leaf.axes[:1] == ("layers",) else 0
+        key = re.sub(r"^(encoder/|decoder/|)([^/]+).*", rf"\1rms/{kind}/\2", path), rows
+        x = jnp.square(leaves[path].astype(jnp.float32))
+        total, size = sums.get(key, (0.0, 0))
+        sums[key] = total + jnp.sum(x, axis=tuple(range(rows > 0, x.ndim))), size + x.size // max(rows, 1)
+    most = {name: max(rows for other, rows in sums if other == name) for name, _ in sums}
+    means = {name + ("" if rows == most[name] else f"_of_{rows}"): total / size for (name, rows), (total, size) in sums.items()}
+    return {name: jnp.sqrt(mean) for name, mean in means.items()}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A stack that also reports the root mean square of the residual stream after each layer."""
+
+    stack: Callable
+
+    def __call__(self, config: models.ModelConfig, layers: Layers, x: Array, context: Context):
+        place = len(context.tap.wanted), RESIDUAL
+        tap = replace(context.tap, wanted=(*context.tap.wanted, (RESIDUAL, root_mean_square)))
+        x, found = self.stack(config, layers, x, replace(context, tap=tap))
+        others = {key: value for key, value in found.intermediates.items() if key != place}
+        stats = (found.stats or {}) | {"rms/activation/layers": found.intermediates[place]}
+        return x, found._replace(intermediates=others, stats=stats)
+
+
+def watched(model: Any) -> Any:
+    """The model with stacks that report; a model of your own as it is."""
+    if isinstance(model, models.EncoderDecoder):
+        return replace(model, encoder=watched(model.encoder), decoder=watched(model.decoder))
+    return replace(model, stack=Watched(model.stack or scan.stack)) if isinstance(model, models.ModelConfig) else model
