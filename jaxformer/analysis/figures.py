@@ -4,6 +4,7 @@ matplotlib is imported when a picture is drawn: that takes half a second.
 """
 
 import io
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
@@ -97,26 +98,32 @@ def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str]
 
 
 def curves(runs: Mapping[str, Sequence[dict]]) -> Any:
-    """Every other number of the records against step, points of validation; of rms/.../layers/N a line for each layer."""
+    """Every other number of the records against step, points of validation; of rms/... a line for each layer."""
     from matplotlib import colormaps
 
     panels: dict[str, list] = {}  # by title
     for color, records in zip(_colors(len(runs)), runs.values(), strict=True):
         for name in dict.fromkeys(name for record in records for name in record):
-            title, _, layer = name.removeprefix("validation_").partition("/layers/")
+            title, _, part = re.sub(r"(rms/\w+)/", r"\1 ", name.removeprefix("validation_")).partition(" ")
             if title not in ("step", "loss", "skipped", "loss_scale"):
                 points = [(record["step"], record[name]) for record in records if name in record]
                 style = "o-" if name.startswith("validation_") else "-"
-                panels.setdefault(title, []).append((layer, color, style, tuple(zip(*points, strict=True))))
+                panels.setdefault(title, []).append((part, color, style, tuple(zip(*points, strict=True))))
     for axes, (title, lines) in zip(_panels(len(panels), 3, 2.2, 2.1), panels.items(), strict=True):
-        deepest = max(int(layer or 0) for layer, *_ in lines)
-        for layer, color, style, points in lines:
-            color = colormaps["viridis"](0.9 * int(layer) / max(deepest, 1)) if layer else color
+        deepest = max(_layer(part) for part, *_ in lines)
+        for part, color, style, points in lines:
+            if part:
+                color = "#8a949e" if _layer(part) < 0 else colormaps["viridis"](0.9 * _layer(part) / max(deepest, 1))
             axes.plot(*points, style, color=color, markersize=3, linewidth=1.2)
         axes.set_title(title.replace("_", " "), fontsize=8)
-        axes.set_yscale("log" if deepest else "linear")
+        axes.set_yscale("log" if "rms/" in title else "linear")
         axes.grid(alpha=0.25)
     return axes.figure
+
+
+def _layer(part: str) -> int:
+    """The number of a layer in a name such as layers/3; -1 of other parts."""
+    return int(part.rpartition("/")[2]) if part.startswith("layers") else -1
 
 
 def masks(patterns: Mapping[str, Mask], length: int) -> Any:

@@ -27,8 +27,8 @@ Pictures = dict[str, Callable[[], Any] | str]  # by a title of NOTES: what draws
 
 NOTES = {  # what a page shows, in this order
     "Loss": "How surprised the model is by the right answer, in nats; 0 is certainty. It learns from training text alone.",
-    "Other numbers": "Lines: of training batches. Points: of the validation split. Of rms/... a line for each layer, the first "
-    "ones dark: layers that die or explode show here.",
+    "Other numbers": "Lines: of training batches. Points: of the validation split. Of rms a line for each layer, the first "
+    "ones dark, grey what is no layer: parts that die or explode show here.",
     "Architecture": "Read it from bottom to top. A dashed frame repeats; lines beside the boxes are the residual stream; the "
     "numbers beside the boxes count their parameters.",
     "Masks": "Which keys (columns) each query (row) may see: dark blue all of a block of pairs, light blue some, grey none.",
@@ -91,7 +91,8 @@ def of_run(folder: RunFolder) -> Pictures:
         found = of_model(run.experiment.model, run.experiment.name)
         if folder.checkpoints.is_dir():
             found |= of_model(run.experiment.model, run.experiment.name, run.params)
-            batch = {name: jnp.asarray(value)[None] for name, value in _example(run).items()}
+            example = batching.open_dataset(run.experiment.data, run.experiment.model).validation[0]
+            batch = {name: jnp.asarray(value)[None] for name, value in example.items()}
             for title, look in {"Attention": attention, "Gradients": gradients}.items():
                 with reported(title):
                     found[title] = look(run, batch)
@@ -105,11 +106,6 @@ def reported(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         log.warning("report: %s is left out: %s", what, error)
-
-
-def _example(run: Run) -> dict[str, np.ndarray]:
-    """The first of the validation split."""
-    return batching.open_dataset(run.experiment.data, run.experiment.model).validation[0]
 
 
 def attention(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:

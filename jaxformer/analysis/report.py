@@ -44,8 +44,11 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath
     baseline = results[0].get("baseline") if len(folders) == 1 else None
     together = gallery.of_records(runs, baseline)
     parts += [section(title, {"": draw}, files) for title, draw in together.items()]
-    if samples := {name: page.text(text) for name, folder in zip(names, folders, strict=True) if (text := last_sample(folder))}:
-        parts += [page.heading("What the model writes", "The last sample."), page.side_by_side(samples)]
+    samples = {name: path for name, folder in zip(names, folders, strict=True) if (path := last_sample(folder))}
+    if samples:
+        after = ", ".join(path.stem for path in samples.values())
+        parts.append(page.heading("What the model writes", f"The last sample: {after}."))
+        parts.append(page.side_by_side({name: page.text(path.read_text()) for name, path in samples.items()}))
     for title in gallery.NOTES:
         parts.append(section(title, {n: some[title] for n, some in zip(names, drawn, strict=True) if title in some}, files))
     for name, folder in zip(names, folders, strict=True):
@@ -75,9 +78,10 @@ def last_scores(records: Sequence[dict]) -> dict[str, Any]:
     return {name.removeprefix("validation_"): value for name, value in scored[-1].items()} if scored else {}
 
 
-def last_sample(folder: RunFolder) -> str:
+def last_sample(folder: RunFolder) -> epath.Path | None:
+    """The file of the largest step."""
     samples = list(folder.samples.glob("step-*.txt")) if folder.samples.is_dir() else []
-    return max(samples, key=lambda path: int(path.stem.removeprefix("step-"))).read_text() if samples else ""
+    return max(samples, key=lambda path: int(path.stem.removeprefix("step-"))) if samples else None
 
 
 def refresh(folder: RunFolder) -> None:

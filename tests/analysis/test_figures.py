@@ -53,7 +53,7 @@ def test_no_encoding_without_positions_or_tables():
 RNG = np.random.default_rng(0)
 N, D = map(np.ravel, np.meshgrid([1e6, 1e7], [1e8, 1e9, 1e10]))
 RECORDS = [
-    {"step": 0, "loss": 2.0, "accuracy": 0.1, "rms/gradient/layers/0": 0.1, "rms/gradient/layers/1": 0.2},
+    {"step": 0, "loss": 2.0, "accuracy": 0.1, "rms/gradient/layers/0": 0.1, "rms/gradient/embedding": 0.2},
     {"step": 5, "loss": 1.0, "validation_loss": 1.5, "validation_accuracy": 0.2, "rms/gradient/layers/0": 0.1},
 ]
 DRAWN = {
