@@ -211,7 +211,7 @@ def diagram(config: ModelConfig | EncoderDecoder, title: str = "") -> Any:
 def _draw(pen: Pen, stack: Sequence[Row]) -> tuple[float, list[float]]:
     """Draws a stack upwards; returns its top, and where it reads an encoder."""
     x, y, centers = pen.x, 0.0, [pen.x]
-    branches, frames, reads = [], [], []  # frames: [bottom, how often, how many it holds]
+    branches, frames, reads = [], [], []  # frames: (bottom, how often, whether it holds others)
     for row in stack:
         match row:
             case Mark("label", words):

@@ -51,6 +51,6 @@ def encoding(config: ModelConfig, tree: Tree, length: int) -> Encoding:
             else:
                 scores = np.asarray(bias(at[0], at[0]) if callable(bias) else bias)
             scores = scores.reshape(-1, *scores.shape[-2:])
-            return Encoding(scores[:, length // 2], scores[len(scores) // 2], "head, for the query in the middle")
+            return Encoding(scores[:, length // 2], scores[len(scores) // 2], "head (middle query)")
     rows = np.asarray(rows, np.float64)
     return Encoding(rows.T, rows @ rows.T, "feature")

@@ -251,6 +251,8 @@ def _panels(count: int, columns: int, width: float, height: float) -> list[Any]:
     for axes in panels:
         axes.tick_params(labelsize=7)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.label.set_fontsize(8)
+        axes.yaxis.label.set_fontsize(8)
     return panels
 
 

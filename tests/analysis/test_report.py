@@ -27,7 +27,7 @@ def trained(tmp_path_factory):
         patch.setattr(report, "refresh", lambda folder: None)
         patch.setattr(report, "run_report", lambda result, records: None)
         for rate in ("1e-3", "1e-2"):
-            options = [f"--optimizer.learning-rate={rate}", "--rms=gradient"]
+            options = [f"--optimizer.learning-rate={rate}", "--rms=('gradient',)"]
             assert cli.main(["train", "tiny", *options]) == 0
     return folder
 
