@@ -98,13 +98,11 @@ def _inputs(config: ModelConfig, tree: dict, label: str) -> Iterator[Row]:
 def _sublayer(config: ModelConfig, layer: dict, name: str, title: str, detail: str, copies: int = 1) -> Iterator[Row]:
     """Norm, box and sum in the order of `norm_placement`."""
     norm, box = [_norm(config, layer[f"{name}_norm"])], [Box(name, title, detail, params.count(layer[name]), copies)]
-    match config.norm_placement:
-        case "pre":
-            yield from (Mark("branch"), norm, box, Mark("add"))
-        case "post":
-            yield from (Mark("branch"), box, Mark("add"), norm)
-        case "sandwich":
-            yield from (Mark("branch"), norm, box, [_norm(config, layer[f"{name}_out_norm"])], Mark("add"))
+    if config.norm_placement == "post":
+        yield from (Mark("branch"), box, Mark("add"), norm)
+    else:
+        last = [[_norm(config, layer[f"{name}_out_norm"])]] if config.norm_placement == "sandwich" else []
+        yield from (Mark("branch"), norm, box, *last, Mark("add"))
 
 
 def _attention(config: ModelConfig, mixer: Any, mask: masks.Mask, positions: Any) -> tuple[str, str]:

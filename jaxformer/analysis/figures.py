@@ -15,7 +15,6 @@ from etils import epath
 
 from jaxformer.analysis.costs import Part
 from jaxformer.analysis.diagram import short
-from jaxformer.analysis.encodings import Encoding
 from jaxformer.analysis.scaling import HOFFMANN, Law, Numbers
 from jaxformer.masks import Mask
 
@@ -101,15 +100,15 @@ def curves(runs: Mapping[str, Sequence[dict]]) -> Any:
     """Every other number of the records against step, points of validation; of rms/... a line for each layer."""
     from matplotlib import colormaps
 
-    panels: dict[str, list] = {}  # by title
+    found: dict[str, list] = {}  # by title
     for color, records in zip(_colors(len(runs)), runs.values(), strict=True):
         for name in dict.fromkeys(name for record in records for name in record):
             title, _, part = re.sub(r"(rms/\w+)/", r"\1 ", name.removeprefix("validation_")).partition(" ")
             if title not in ("step", "loss", "skipped", "loss_scale"):
                 points = [(record["step"], record[name]) for record in records if name in record]
                 style = "o-" if name.startswith("validation_") else "-"
-                panels.setdefault(title, []).append((part, color, style, tuple(zip(*points, strict=True))))
-    for axes, (title, lines) in zip(_panels(len(panels), 3, 2.2, 2.1), panels.items(), strict=True):
+                found.setdefault(title, []).append((part, color, style, tuple(zip(*points, strict=True))))
+    for axes, (title, lines) in zip(panels(len(found), 3, 2.2, 2.1), found.items(), strict=True):
         deepest = max(_layer(part) for part, *_ in lines)
         for part, color, style, points in lines:
             if part:
@@ -131,7 +130,7 @@ def masks(patterns: Mapping[str, Mask], length: int) -> Any:
     from matplotlib.colors import ListedColormap
 
     style = dict(vmin=0, vmax=2, extent=(0, length, length, 0), interpolation="none")
-    for axes, (name, mask) in zip(_panels(len(patterns), 3, 3.0, 3.4), patterns.items(), strict=True):
+    for axes, (name, mask) in zip(panels(len(patterns), 3, 3.0, 3.4), patterns.items(), strict=True):
         colors = ListedColormap(["#8a949e22", "#7fb2d8", "#1f5d8c"])
         axes.imshow(mask.blocks(length, length, -(-length // 64)), cmap=colors, **style)
         title = f"{name}: {mask}, {mask.density(length, length):.1%} visible"
@@ -140,43 +139,26 @@ def masks(patterns: Mapping[str, Mask], length: int) -> Any:
     return axes.figure
 
 
-def positions(encodings: Mapping[str, Encoding]) -> Any:
-    """Above what each encoding gives a position, below what it alone makes of the score of a query and a key."""
-    count = len(encodings)
-    panels = _panels(2 * count, count, 2.4, 2.4)
-    for i, (name, found) in enumerate(encodings.items()):
-        shifts = "key − query" if found.shift_error() < 1e-4 else "both positions"
-        for axes, values in ((panels[i], found.values), (panels[i + count], found.scores)):
-            most = float(np.abs(values).max()) or 1.0
-            axes.imshow(values, aspect="auto", cmap="RdBu_r", vmin=-most, vmax=most, interpolation="none")
-        panels[i].set(xlabel="position", ylabel=found.rows)
-        panels[i].set_title(name, fontsize=8)
-        panels[i + count].set(xlabel="key", ylabel="query")
-        panels[i + count].set_title(f"score: depends on {shifts}", fontsize=8)
-    return panels[0].figure
-
-
 def costs(parts: Mapping[int, Sequence[Part]]) -> Any:
     """Parts of a forward pass by length: their shares of its FLOPs and of the bytes that it moves, totals above."""
-    panels = _panels(2, 2, 3.2, 3.4)
-    for axes, field, title, size, unit in zip(
-        panels, ("flops", "numbers"), ("FLOPs", "bytes moved"), (1, 2), " B", strict=True
-    ):
-        values = {row[i].name: size * np.array([getattr(each[i], field) for each in parts.values()])
-                  for row in parts.values() for i in range(len(row)) if row[i].numbers}  # fmt: skip
-        total = sum(values.values(), np.zeros(len(parts)))
-        below = np.zeros(len(parts))
-        for color, (name, value) in zip(_colors(len(values)), values.items(), strict=True):
-            axes.bar(range(len(total)), value / total, bottom=below, color=color, width=0.7, label=name.replace("_", " "))
-            below = below + value / total
+    for axes, field, title in zip(both := panels(2, 2, 3.2, 3.4), ("flops", "numbers"), ("FLOPs", "bytes moved"), strict=True):
+        numbers = np.array([[getattr(part, field) for part in row] for row in parts.values()]) * (
+            2 if field == "numbers" else 1
+        )
+        total, below, first = numbers.sum(axis=1), np.zeros(len(parts)), next(iter(parts.values()))
+        kept = [i for i, part in enumerate(first) if part.numbers]
+        for color, i in zip(_colors(len(kept)), kept, strict=True):
+            share = numbers[:, i] / total
+            axes.bar(range(len(total)), share, bottom=below, color=color, width=0.7, label=first[i].name.replace("_", " "))
+            below = below + share
         for x, number in enumerate(total):
-            axes.text(x, 1.01, (short(number) + unit).strip(), ha="center", fontsize=7)
+            axes.text(x, 1.01, short(number), ha="center", fontsize=7)
         axes.set_xticks(range(len(total)), [f"{length:,}" for length in parts])
         axes.set_title(title, fontsize=8)
         axes.set(xlabel="length (tokens)", yticks=[], ylim=(0, 1.08))
-    handles, labels = panels[0].get_legend_handles_labels()
-    panels[0].figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=7)
-    return panels[0].figure
+    handles, labels = both[0].get_legend_handles_labels()
+    both[0].figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=7)
+    return both[0].figure
 
 
 def heat(values: np.ndarray, xlabel: str, ylabel: str, title: str = "") -> Any:
@@ -239,7 +221,7 @@ def _axes(grid: bool = True, **labels: Any) -> Any:
     return axes
 
 
-def _panels(count: int, columns: int, width: float, height: float) -> list[Any]:
+def panels(count: int, columns: int, width: float, height: float) -> list[Any]:
     """Axes of a new figure, line by line."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -247,13 +229,13 @@ def _panels(count: int, columns: int, width: float, height: float) -> list[Any]:
     columns = min(count, columns)
     size = 0.6 + width * columns, height * -(-count // columns)
     figure = Figure(figsize=size, layout="constrained")
-    panels = [figure.add_subplot(-(-count // columns), columns, i + 1) for i in range(count)]
-    for axes in panels:
+    made = [figure.add_subplot(-(-count // columns), columns, i + 1) for i in range(count)]
+    for axes in made:
         axes.tick_params(labelsize=7)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.xaxis.label.set_fontsize(8)
         axes.yaxis.label.set_fontsize(8)
-    return panels
+    return made
 
 
 def _colors(count: int) -> list[str]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import models, params
-from jaxformer.analysis import costs, diagram, encodings, figures, page
+from jaxformer.analysis import costs, diagram, figures, page
 from jaxformer.analysis.diagram import short
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
@@ -32,8 +32,6 @@ NOTES = {  # what a page shows, in this order
     "Architecture": "Read it from bottom to top. A dashed frame repeats; lines beside the boxes are the residual stream; the "
     "numbers beside the boxes count their parameters.",
     "Masks": "Which keys (columns) each query (row) may see: dark blue all of a block of pairs, light blue some, grey none.",
-    "Positions": "Above: what each position has. Below: the score that positions alone give to each query and key. Where it "
-    "depends on key - query, it is the same along each diagonal.",
     "Costs": "A forward pass at several lengths: the share of each part in its FLOPs and in the bytes moved.",
     "Costs in numbers": "One forward pass at the length of the config, two FLOPs a multiply-add.",
     "Attention": "One validation example. Bright: the query (row) takes much from the key (column). Each row sums to 1.",
@@ -46,8 +44,8 @@ def of_records(runs: Mapping[str, Sequence[dict]], baseline: float | None) -> Pi
     return {"Loss": lambda: figures.losses(runs, baseline), "Other numbers": lambda: figures.curves(runs)}
 
 
-def of_model(model: Any, name: str, tree: Tree = None) -> Pictures:
-    """What a config shows, with trained tables of positions where there are parameters."""
+def of_model(model: Any, name: str) -> Pictures:
+    """What a config shows."""
     if not models.is_config(model):
         return {}
     stacks = {"": model} if isinstance(model, ModelConfig) else {"encoder": model.encoder, "decoder": model.decoder}
@@ -60,13 +58,6 @@ def of_model(model: Any, name: str, tree: Tree = None) -> Pictures:
     found: Pictures = {"Architecture": lambda: diagram.diagram(model, name)}
     length = last_stack(model).context_length
     found["Masks"] = lambda: figures.masks(patterns, length)
-    drawn: dict[str, encodings.Encoding] = {}
-    for stack, config in stacks.items():
-        with contextlib.suppress(KeyError, TypeError):  # no positions, or tables that are not trained
-            own = (tree[stack] if stack else tree) if tree else {}
-            drawn[stack or "positions"] = encodings.encoding(config, own, min(config.context_length, 64))
-    if drawn:
-        found["Positions"] = lambda: figures.positions(drawn)
     lengths = [length] if any(isinstance(c.embedding, Patches) for c in stacks.values()) else [length // 4, length, 4 * length]
     with contextlib.suppress(ConfigError):  # what cannot be counted
         parts = {n: costs.parts(model, n) for n in lengths if n}
@@ -90,7 +81,6 @@ def of_run(folder: RunFolder) -> Pictures:
         run = open_run(folder.path)
         found = of_model(run.experiment.model, run.experiment.name)
         if folder.checkpoints.is_dir():
-            found |= of_model(run.experiment.model, run.experiment.name, run.params)
             example = batching.open_dataset(run.experiment.data, run.experiment.model).validation[0]
             batch = {name: jnp.asarray(value)[None] for name, value in example.items()}
             for title, look in {"Attention": attention, "Gradients": gradients}.items():

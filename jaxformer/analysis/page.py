@@ -15,7 +15,7 @@ p { color: var(--quiet); max-width: 46rem; } figure { margin: 0; overflow-x: aut
 img { max-width: 100%; height: auto; } img.large { min-width: 32rem; }
 .runs { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
-td, th { border: 1px solid var(--line); padding: .2rem .6rem; text-align: left; min-width: 4rem; overflow-wrap: anywhere; }
+td, th { border: 1px solid var(--line); padding: .2rem .6rem; text-align: left; overflow-wrap: break-word; max-width: 26rem; }
 table.lens { font-family: ui-monospace, monospace; } table.lens td { white-space: nowrap; }
 summary { font-size: 1.15rem; font-weight: bold; margin-top: 2rem; cursor: pointer; }
 pre { border: 1px solid var(--line); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }

@@ -37,12 +37,9 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath
     if len(folders) > 1:
         flat = [config.flat(folder.description()) for folder in folders]
         differing = [name for name in flat[0] if len({str(one.get(name)) for one in flat}) > 1]
-        parts += [
-            page.heading("What differs"),
-            page.table(names, [{name: one.get(name) for name in differing} for one in flat]),
-        ]
-    baseline = results[0].get("baseline") if len(folders) == 1 else None
-    together = gallery.of_records(runs, baseline)
+        rows = [{name: one.get(name) for name in differing} for one in flat]
+        parts += [page.heading("What differs"), page.table(names, rows)]
+    together = gallery.of_records(runs, results[0].get("baseline") if len(folders) == 1 else None)
     parts += [section(title, {"": draw}, files) for title, draw in together.items()]
     samples = {name: path for name, folder in zip(names, folders, strict=True) if (path := last_sample(folder))}
     if samples:

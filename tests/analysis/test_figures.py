@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.theory import positions
 from jaxformer import models
-from jaxformer.analysis import costs, encodings, figures
+from jaxformer.analysis import costs, figures
 from jaxformer.analysis.scaling import HOFFMANN
 from jaxformer.masks import bigbird, causal, longformer, window
 from jaxformer.models import ModelConfig, Sinusoidal
@@ -23,7 +24,7 @@ def own(config):
 
 
 @pytest.mark.parametrize(
-    ("positions", "shifts"),
+    ("kind", "shifts"),
     [
         (Sinusoidal(), True),
         (Rope(), True),
@@ -36,18 +37,18 @@ def own(config):
         (Axial((4, 6), (16, 16)), False),
     ],
 )
-def test_scores_depend_on_the_distance(positions, shifts):
-    config = replace(TINY, positions=positions)
-    found = encodings.encoding(config, models.init(config, jax.random.key(2)), 24)
+def test_scores_depend_on_the_distance(kind, shifts):
+    config = replace(TINY, positions=kind)
+    found = positions.encoding(config, models.init(config, jax.random.key(2)), 24)
     assert found.scores.shape == (24, 24) and found.values.shape[1] == 24
     by_hand = max(np.ptp(np.diagonal(found.scores, k)) for k in range(-22, 23)) / np.abs(found.scores).max()
     assert (found.shift_error() < 1e-4) == (by_hand < 1e-3) == shifts
 
 
 def test_no_encoding_without_positions_or_tables():
-    for positions in (None, Learned(), Relative()):
+    for kind in (None, Learned(), Relative()):
         with pytest.raises((KeyError, TypeError)):
-            encodings.encoding(replace(TINY, positions=positions), {}, 8)
+            positions.encoding(replace(TINY, positions=kind), {}, 8)
 
 
 RNG = np.random.default_rng(0)
@@ -65,7 +66,7 @@ DRAWN = {
     "losses": lambda: figures.losses({"a": RECORDS, "b": []}, 3.0),
     "curves": lambda: figures.curves({"a": RECORDS, "b": RECORDS[:1]}),
     "masks": lambda: figures.masks({"a": causal() & window(9), "b": longformer(8, 2), "c": bigbird(8), "d": causal()}, 200),
-    "positions": lambda: figures.positions({"rotary": encodings.encoding(replace(TINY, positions=Rope()), {}, 8)}),
+    "positions": lambda: positions.draw({"rotary": positions.encoding(replace(TINY, positions=Rope()), {}, 8)}),
     "costs": lambda: figures.costs({n: costs.parts(TINY, n) for n in (6, 24)}),
 }
 
