@@ -42,8 +42,10 @@ def pytest_runtest_teardown(item):
         jax.clear_caches()
 
 
-@pytest.fixture(autouse=True)
-def no_pages(monkeypatch):
-    """Runs of tests draw no pages, which take longer than they do; fixtures of a module come before this one and draw them."""
-    monkeypatch.setattr("jaxformer.analysis.report.refresh", lambda folder: None)
-    monkeypatch.setattr("jaxformer.analysis.report.run_report", lambda result, records: None)
+@pytest.fixture(autouse=True, scope="session")
+def no_pages():
+    """Runs of tests draw no pages, which take longer than they do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxformer.analysis.report.refresh", lambda folder: None)
+        patch.setattr("jaxformer.analysis.report.run_report", lambda result, records: None)
+        yield

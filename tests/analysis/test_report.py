@@ -10,11 +10,13 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from etils import epath
 from PIL import Image
 
 from jaxformer import cli
 from jaxformer.analysis import gallery, report
 from jaxformer.analysis.report import run_report  # the tests' own runs end without it
+from jaxformer.models import PRESETS
 from jaxformer.training import loop
 from tests.tiny import furnish
 
@@ -23,9 +25,7 @@ from tests.tiny import furnish
 def trained(tmp_path_factory):
     """A folder with two runs."""
     folder = furnish(tmp_path_factory.mktemp("report"))
-    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "refresh", lambda folder: None)
-        patch.setattr(report, "run_report", lambda result, records: None)
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         for rate in ("1e-3", "1e-2"):
             options = [f"--optimizer.learning-rate={rate}", "--rms=('gradient',)"]
             assert cli.main(["train", "tiny", *options]) == 0
@@ -63,7 +63,8 @@ def runs(trained):
 def test_a_run_ends_with_its_page(trained):
     folder = runs(trained)[0]
     result = json.loads((folder / "result.json").read_text())
-    assert "report.html" in str(run_report(loop.Result(**result), []))
+    with contextlib.chdir(trained):  # its text is there
+        assert "report.html" in str(run_report(loop.Result(**result | {"folder": epath.Path(folder)}), []))
     text = (folder / "report.html").read_text()
     found = Strict(text)
     assert not found.open and len(text) < 3e6
@@ -99,12 +100,14 @@ def test_a_page_that_fails_stops_no_run(tmp_path, monkeypatch, caplog):
     assert json.loads(next(tmp_path.glob("runs/tiny-*/result.json")).read_text())["validation"]["loss"] > 0
 
 
-def test_two_runs_side_by_side(trained):
+def test_two_runs_side_by_side(trained, monkeypatch):
+    monkeypatch.setattr(gallery, "of_run", lambda folder: gallery.of_model(PRESETS["vit_tiny"], folder.path.name))
     names = [str(folder) for folder in runs(trained)]
     text = page(trained, *names)
     assert "What differs" in text and "optimizer.learning_rate" in text and not Strict(text).open
     for folder in runs(trained):
-        assert f"<th>{folder.name}</th>" in text
+        assert f"<th>{folder.name}</th>" in text and text.count(f"<figcaption>{folder.name}</figcaption>") == 5
+        assert (trained / "figures" / f"masks-{folder.name}.png").is_file()
 
 
 def test_words_of_a_run_are_no_markup(trained, monkeypatch):
