@@ -167,7 +167,7 @@ def heat(values: np.ndarray, xlabel: str, ylabel: str, title: str = "") -> Any:
 
     axes = _axes(grid=False, xlabel=xlabel, ylabel=ylabel, title=title)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     signed = float(np.nanmin(values)) < 0
     most = float(np.nanmax(np.abs(values))) or 1.0
     image = axes.imshow(values, aspect="auto", cmap="RdBu_r" if signed else "magma", vmin=-most if signed else 0, vmax=most)
@@ -189,7 +189,7 @@ def lines(series: Mapping[str, tuple[Any, Any]], **labels: Any) -> Any:
     axes = _axes(**labels)
     for color, (name, (x, y)) in zip(_colors(len(series)), series.items(), strict=True):
         axes.plot(x, y, "o-" if len(x) < 40 else "-", color=color, markersize=4, label=name)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.legend(frameon=False, fontsize=8)
     return axes.figure
 
@@ -232,7 +232,7 @@ def panels(count: int, columns: int, width: float, height: float) -> list[Any]:
     made = [figure.add_subplot(-(-count // columns), columns, i + 1) for i in range(count)]
     for axes in made:
         axes.tick_params(labelsize=7)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.xaxis.label.set_fontsize(8)
         axes.yaxis.label.set_fontsize(8)
     return made

@@ -83,7 +83,10 @@ def of_run(folder: RunFolder) -> Pictures:
         if folder.checkpoints.is_dir():
             example = batching.open_dataset(run.experiment.data, run.experiment.model).validation[0]
             batch = {name: jnp.asarray(value)[None] for name, value in example.items()}
-            for title, look in {"Attention": attention, "Gradients": gradients}.items():
+            looks = {"Attention": attention} | (
+                {"Gradients": gradients} if last_stack(run.experiment.model).num_layers > 1 else {}
+            )
+            for title, look in looks.items():
                 with reported(title):
                     found[title] = look(run, batch)
     return found

@@ -106,7 +106,7 @@ def page_of(found: Inspection, name: str) -> str:
     flow, layers = "", "".join(f"<th>layer {layer}</th>" for layer in range(len(found.lens)))
     rows = [f"<tr><th>token</th><th>loss</th><th>expected here</th>{layers}</tr>"]
     for t, (token, loss) in enumerate(zip(found.tokens, found.losses, strict=True)):
-        likely = word(", ".join(f"{other} {share:.0%}" for other, share in found.predictions[t - 1])) if t else ""
+        likely = ", ".join(f"{word(other)} {share:.0%}" for other, share in found.predictions[t - 1]) if t else ""
         lens = "".join(f"<td>{word(row[t - 1]) if t else ''}</td>" for row in found.lens)
         number = f"{loss:.2f}" if t else ""
         rows.append(f"<tr><th>{word(token)}</th><td{shade(loss)}>{number}</td><td>{likely}</td>{lens}</tr>")

@@ -27,7 +27,7 @@ def trained(tmp_path_factory):
     folder = furnish(tmp_path_factory.mktemp("report"))
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         for rate in ("1e-3", "1e-2"):
-            options = [f"--optimizer.learning-rate={rate}", "--rms=('gradient',)"]
+            options = [f"--optimizer.learning-rate={rate}", "--rms=('gradient',)", "--model.num-layers=2"]
             assert cli.main(["train", "tiny", *options]) == 0
     return folder
 
