@@ -4,8 +4,9 @@ Yang et al. 2022, arXiv:2203.03466, figure 1. Models of 2 layers, of widths 32 t
 16 tokens follows depends on the two before it, so attention is needed. Each parameterisation trains each width with Adam at
 several rates. A parameterisation transfers if the best rate of the narrowest model is good for the widest.
 
-Expected (seed 0): see docs/theory.md.
-Time: some minutes on 2 CPU cores.
+Expected (seed 0): at widths 32, 64, 128, 256 the best rate of the standard parameterisation is 0.0078, 0.0039, 0.0020, 0.0020:
+that of width 32 costs width 256 1.03 nats. Of muP it is 0.0078, 0.0156, 0.0078, 0.0078: that of width 32 costs nothing.
+Time: 16 minutes of one CPU core; with --widths 32,64,128 five.
 Command: python -m experiments.theory.widths [--widths 32,64,128,256] [--steps 300] [--out widths.png]
 """
 
@@ -80,7 +81,7 @@ def study(widths: Sequence[int], steps: int, rates: Sequence[float] = RATES) -> 
 def draw(found: dict[str, np.ndarray], widths: Sequence[int], rates: Sequence[float]):
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
     panels = figure.subplots(1, len(found), sharey=True)
     for axes, (name, values) in zip(panels, found.items(), strict=True):
         for row, width, color in zip(values, widths, figures.COLORS, strict=False):
@@ -90,7 +91,8 @@ def draw(found: dict[str, np.ndarray], widths: Sequence[int], rates: Sequence[fl
         axes.set(xscale="log", xlabel="learning rate", title=name)
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("training loss (nats per token)")
-    panels[0].legend(frameon=False, title="stars: the best rate")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, title="star: the best rate", fontsize=8)
     top = max(float(np.nanmax(values[:, 0])) for values in found.values())
     panels[0].set_ylim(top=top + 0.05)  # what diverged is beyond the picture
     return figure
