@@ -31,7 +31,7 @@ report: .venv/ready    ## one HTML page of a run, or of several side by side: EX
 inspect: .venv/ready   ## losses, predictions and heads of a run, token by token: EXP=quickstart ARGS="--prompt 'def f(x):' --html page.html"
 	@$(BIN)/python -m jaxformer inspect $(EXP) $(ARGS)
 
-draw: .venv/ready      ## one HTML page of a model, with its architecture, masks, positions and costs: EXP=gpt2_small
+draw: .venv/ready      ## one HTML page of a model, with its architecture, masks and costs: EXP=gpt2_small
 	@$(BIN)/python -m jaxformer draw $(EXP) $(ARGS)
 
 cost: .venv/ready      ## parameters, FLOPs and bytes of a model, part by part: EXP=gpt2_small ARGS="--length 8192"

@@ -11,9 +11,9 @@
                                                               tasks of lm-evaluation-harness; writes harness.json into the run
     inspect RUN --prompt TEXT [--html FILE] [--step N] [--average N]
                                                               losses, predictions and heads, token by token
-    report RUN [RUN ...] [--out FILE.html]                    one page: curves, scores, samples, attention, configs
+    report RUN [RUN ...] [--out FILE.html]                    one page: curves, samples, attention, gradients, costs
     draw EXPERIMENT|PRESET [--out FILE.html] [--key.path=value ...]
-                                                              one page of a model: architecture, masks, positions, costs
+                                                              one page of a model: architecture, masks, costs
     list                                                      every experiment and preset, with one line of what it is
     runs [--runs DIR]                                         every run, with its step and its scores
     compare RUN RUN                                           what differs between two runs, and their scores
