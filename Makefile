@@ -7,7 +7,7 @@ WHAT ?= train
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train sweep scaling report inspect cost evaluate harness generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-all aot parity lint format bench clean
+.PHONY: help train sweep scaling report inspect draw cost evaluate harness generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-all aot parity lint format bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -28,8 +28,11 @@ scaling: .venv/ready   ## a grid of small runs and the law of their losses: EXP=
 report: .venv/ready    ## one HTML page of a run, or of several side by side: EXP=reverse, or RUNS="runs/a runs/b"
 	@$(BIN)/python -m jaxformer report $(or $(RUNS),$(EXP)) $(ARGS)
 
-inspect: .venv/ready   ## losses, predictions and heads of a run, token by token: EXP=quickstart ARGS="--prompt 'def f(x):'"
+inspect: .venv/ready   ## losses, predictions and heads of a run, token by token: EXP=quickstart ARGS="--prompt 'def f(x):' --html page.html"
 	@$(BIN)/python -m jaxformer inspect $(EXP) $(ARGS)
+
+draw: .venv/ready      ## one HTML page of a model, with its architecture, masks and costs: EXP=gpt2_small
+	@$(BIN)/python -m jaxformer draw $(EXP) $(ARGS)
 
 cost: .venv/ready      ## parameters, FLOPs and bytes of a model, part by part: EXP=gpt2_small ARGS="--length 8192"
 	@$(BIN)/python -m jaxformer cost $(EXP) $(ARGS)

@@ -9,8 +9,11 @@
              [--stop TEXT] [--seed S] [--step N] [--average N] [--mesh.tensor=N ...]
     harness RUN --tasks NAME,... [--include DIR] [--limit N] [--step N] [--mesh.tensor=N ...]
                                                               tasks of lm-evaluation-harness; writes harness.json into the run
-    inspect RUN --prompt TEXT [--step N] [--average N]        losses, predictions and heads, token by token
-    report RUN [RUN ...] [--out FILE.html]                    one page: curves, scores, samples, attention, configs
+    inspect RUN --prompt TEXT [--html FILE] [--step N] [--average N]
+                                                              losses, predictions and heads, token by token
+    report RUN [RUN ...] [--out FILE.html]                    one page: curves, samples, attention, gradients, costs
+    draw EXPERIMENT|PRESET [--out FILE.html] [--key.path=value ...]
+                                                              one page of a model: architecture, masks, costs
     list                                                      every experiment and preset, with one line of what it is
     runs [--runs DIR]                                         every run, with its step and its scores
     compare RUN RUN                                           what differs between two runs, and their scores
@@ -48,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {
         "train": train, "evaluate": evaluate, "generate": generate, "list": list_all, "runs": runs, "compare": compare,
         "show": show, "plan": plan, "harness": run_harness, "inspect": inspect, "report": write_report,
-        "cost": show_cost,
+        "cost": show_cost, "draw": draw,
     }  # fmt: skip
     if not argv or argv[0] in ("-h", "--help", "--version"):
         print(__version__ if argv == ["--version"] else __doc__)
@@ -80,7 +83,7 @@ def train(argv: list[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
     source, experiment = read_experiment(options.name, overrides)
 
-    from jaxformer.analysis import figures, report
+    from jaxformer.analysis import report
     from jaxformer.parallel import peers, processes
     from jaxformer.training import loop
     from jaxformer.training.metrics import NonFinite
@@ -88,7 +91,7 @@ def train(argv: list[str]) -> int:
 
     def body() -> int:
         try:
-            loop.train(experiment, options.runs, source, reports=[figures.loss_report, report.run_report])
+            loop.train(experiment, options.runs, source, reports=[report.run_report], refresh=report.refresh)
         except (NonFinite, Interrupted) as error:
             return _refused(error, 3 if isinstance(error, NonFinite) else error.exit_code)
         return 0
@@ -221,6 +224,7 @@ def run_harness(argv: list[str]) -> int:
 def inspect(argv: list[str]) -> int:
     parser = _run_parser("inspect")
     parser.add_argument("--prompt", required=True)
+    parser.add_argument("--html", help="a file for a page with pictures")
     options = parser.parse_args(argv)
 
     import shutil
@@ -231,6 +235,9 @@ def inspect(argv: list[str]) -> int:
     with run.on_mesh():
         found = inspection.inspect(run.experiment.model, run.params, run.tokenizer, options.prompt)
     print(inspection.table(found, shutil.get_terminal_size((120, 24)).columns))
+    if options.html is not None:
+        config.write_atomically(options.html, inspection.page_of(found, run.folder.path.name))
+        print(f"page: {options.html}")
     return 0
 
 
@@ -241,10 +248,28 @@ def write_report(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     folders = [_folder(name, options.runs) for name in options.name]
 
-    from jaxformer.analysis import report
+    from jaxformer.analysis import gallery, report
 
     path = options.out or folders[0].path / "report.html"
-    print(f"report: {report.write(path, folders, [report.pictures(folder) for folder in folders])}")
+    print(f"report: {report.write(path, folders, [gallery.of_run(folder) for folder in folders])}")
+    return 0
+
+
+def draw(argv: list[str]) -> int:
+    parser = _parser("draw", "EXPERIMENT|PRESET")
+    parser.add_argument("--out")
+    options, overrides = parser.parse_known_args(argv)
+
+    from etils import epath
+
+    from jaxformer.analysis import gallery, page, report
+
+    model = _shown_model(options.name, overrides, "draw")
+    path = epath.Path(options.out or f"figures/{options.name}.html")
+    drawn = gallery.of_model(model, options.name)
+    parts = [report.section(title, {options.name: drawn[title]}, path.parent) for title in gallery.NOTES if title in drawn]
+    config.write_atomically(path, page.page(options.name, parts))
+    print(f"page: {path}")
     return 0
 
 
@@ -336,16 +361,22 @@ def show_cost(argv: list[str]) -> int:
 
     from jaxformer import models
     from jaxformer.analysis import costs
-    from jaxformer.training.experiment import Experiment
 
-    shown = _shown(options.name, overrides, lambda _, model: model)
-    model = shown.model if isinstance(shown, Experiment) else shown
-    if not models.is_config(model):
-        raise ConfigError(
-            f"cost: {options.name} has a model of its own; only a ModelConfig or an EncoderDecoder can be counted"
-        )
+    model = _shown_model(options.name, overrides, "cost")
     print(costs.table(model, options.length or models.last_stack(model).context_length))
     return 0
+
+
+def _shown_model(name: str, overrides: list[str], command: str):
+    """The model of an experiment, or a preset. Raises ConfigError for one of the user's own."""
+    from jaxformer import models
+    from jaxformer.training.experiment import Experiment
+
+    shown = _shown(name, overrides, lambda _, model: model)
+    model = shown.model if isinstance(shown, Experiment) else shown
+    if not models.is_config(model):
+        raise ConfigError(f"{command}: {name} has a model of its own; only a ModelConfig or an EncoderDecoder can be read")
+    return model
 
 
 def _shown(name: str, overrides: list[str], preset: Callable[[str, Any], Any]):

@@ -23,6 +23,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -39,3 +40,12 @@ def pytest_runtest_teardown(item):
     maps = Path("/proc/self/maps")
     if next(_finished) % 10 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 40_000:  # ten tests add some thousand
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_pages():
+    """Runs of tests draw no pages, which take longer than they do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxformer.analysis.report.refresh", lambda folder: None)
+        patch.setattr("jaxformer.analysis.report.run_report", lambda result, records: None)
+        yield

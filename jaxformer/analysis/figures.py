@@ -4,6 +4,8 @@ matplotlib is imported when a picture is drawn: that takes half a second.
 """
 
 import io
+import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -11,7 +13,10 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from jaxformer.analysis.costs import Part
+from jaxformer.analysis.diagram import short
 from jaxformer.analysis.scaling import HOFFMANN, Law, Numbers
+from jaxformer.masks import Mask
 
 COLORS = ["#1f77b4", "#d1495b", "#2a9d5c", "#e08e0b", "#7b5ea7", "#5f6b73"]
 DARK = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#c9d1d9")
@@ -75,7 +80,7 @@ def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str]
     from matplotlib.figure import Figure
 
     L, N, T, S = weights.shape
-    size = float(np.clip(0.16 * max(T, S), 1.5, 5))
+    size = float(np.clip(0.09 * max(T, S), 1.5, 5))
     figure = Figure(figsize=(0.5 + size * N, 0.6 + size * L), layout="constrained")
     for (layer, head), axes in np.ndenumerate(figure.subplots(L, N, squeeze=False)):
         axes.imshow(weights[layer, head], vmin=0, vmax=1, cmap="magma", aspect="auto")
@@ -91,9 +96,78 @@ def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str]
     return figure
 
 
+def curves(runs: Mapping[str, Sequence[dict]]) -> Any:
+    """Every other number of the records against step, points of validation; of rms/... a line for each layer."""
+    from matplotlib import colormaps
+
+    found: dict[str, list] = {}  # by title
+    for color, records in zip(_colors(len(runs)), runs.values(), strict=True):
+        for name in dict.fromkeys(name for record in records for name in record):
+            title, _, part = re.sub(r"(rms/\w+)/", r"\1 ", name.removeprefix("validation_")).partition(" ")
+            if title not in ("step", "loss", "skipped", "loss_scale"):
+                points = [(record["step"], record[name]) for record in records if name in record]
+                style = "o-" if name.startswith("validation_") else "-"
+                found.setdefault(title, []).append((part, color, style, tuple(zip(*points, strict=True))))
+    for axes, (title, lines) in zip(panels(len(found), 3, 2.2, 2.1), found.items(), strict=True):
+        deepest = max(_layer(part) for part, *_ in lines)
+        for part, color, style, points in lines:
+            if part:
+                color = "#8a949e" if _layer(part) < 0 else colormaps["viridis"](0.9 * _layer(part) / max(deepest, 1))
+            axes.plot(*points, style, color=color, markersize=3, linewidth=1.2)
+        axes.set_title(title.replace("_", " "), fontsize=8)
+        axes.set_yscale("log" if "rms/" in title else "linear")
+        axes.grid(alpha=0.25)
+    return axes.figure
+
+
+def _layer(part: str) -> int:
+    """The number of a layer in a name such as layers/3; -1 of other parts."""
+    return int(part.rpartition("/")[2]) if part.startswith("layers") else -1
+
+
+def masks(patterns: Mapping[str, Mask], length: int) -> Any:
+    """Which keys each query sees at a length: each cell is a block of pairs, of which none, some or all are visible."""
+    from matplotlib.colors import ListedColormap
+
+    style = dict(vmin=0, vmax=2, extent=(0, length, length, 0), interpolation="none")
+    for axes, (name, mask) in zip(panels(len(patterns), 3, 3.0, 3.4), patterns.items(), strict=True):
+        colors = ListedColormap(["#8a949e22", "#7fb2d8", "#1f5d8c"])
+        axes.imshow(mask.blocks(length, length, -(-length // 64)), cmap=colors, **style)
+        title = f"{name}: {mask}, {mask.density(length, length):.1%} visible"
+        axes.set_title("\n".join(textwrap.wrap(title, 40)), fontsize=8)
+        axes.set(xlabel="key", ylabel="query")
+    return axes.figure
+
+
+def costs(parts: Mapping[int, Sequence[Part]]) -> Any:
+    """Parts of a forward pass by length: their shares of its FLOPs and of the bytes that it moves, totals above."""
+    for axes, field, title in zip(both := panels(2, 2, 3.2, 3.4), ("flops", "numbers"), ("FLOPs", "bytes moved"), strict=True):
+        numbers = np.array([[getattr(part, field) for part in row] for row in parts.values()]) * (
+            2 if field == "numbers" else 1
+        )
+        total, below, first = numbers.sum(axis=1), np.zeros(len(parts)), next(iter(parts.values()))
+        kept = [i for i, part in enumerate(first) if part.numbers]
+        for color, i in zip(_colors(len(kept)), kept, strict=True):
+            share = numbers[:, i] / total
+            axes.bar(range(len(total)), share, bottom=below, color=color, width=0.7, label=first[i].name.replace("_", " "))
+            below = below + share
+        for x, number in enumerate(total):
+            axes.text(x, 1.01, short(number), ha="center", fontsize=7)
+        axes.set_xticks(range(len(total)), [f"{length:,}" for length in parts])
+        axes.set_title(title, fontsize=8)
+        axes.set(xlabel="length (tokens)", yticks=[], ylim=(0, 1.08))
+    handles, labels = both[0].get_legend_handles_labels()
+    both[0].figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=7)
+    return both[0].figure
+
+
 def heat(values: np.ndarray, xlabel: str, ylabel: str, title: str = "") -> Any:
     """A matrix as colours with a bar: positional encodings, scores of heads `[L, N]`, gradients by layer."""
+    from matplotlib.ticker import MaxNLocator
+
     axes = _axes(grid=False, xlabel=xlabel, ylabel=ylabel, title=title)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     signed = float(np.nanmin(values)) < 0
     most = float(np.nanmax(np.abs(values))) or 1.0
     image = axes.imshow(values, aspect="auto", cmap="RdBu_r" if signed else "magma", vmin=-most if signed else 0, vmax=most)
@@ -103,11 +177,20 @@ def heat(values: np.ndarray, xlabel: str, ylabel: str, title: str = "") -> Any:
 
 def schedules(rates: Mapping[str, Callable[[int], Any]], steps: int) -> Any:
     """Learning rates against step."""
-    axes = _axes(xlabel="step", ylabel="learning rate")
     places = np.unique(np.linspace(0, steps, 400).astype(int))
-    for color, (name, rate) in zip(_colors(len(rates)), rates.items(), strict=True):
-        axes.plot(places, [float(rate(int(step))) for step in places], color=color, label=name)
-    axes.legend(frameon=False)
+    made = {name: (places, [float(rate(int(step))) for step in places]) for name, rate in rates.items()}
+    return lines(made, xlabel="step", ylabel="learning rate")
+
+
+def lines(series: Mapping[str, tuple[Any, Any]], **labels: Any) -> Any:
+    """Each (x, y) as a line: learning rates against step, norms of gradients against depth."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes = _axes(**labels)
+    for color, (name, (x, y)) in zip(_colors(len(series)), series.items(), strict=True):
+        axes.plot(x, y, "o-" if len(x) < 40 else "-", color=color, markersize=4, label=name)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.legend(frameon=False, fontsize=8)
     return axes.figure
 
 
@@ -131,11 +214,28 @@ def scaling_law(law: Law, losses: Numbers, parameters: Numbers, tokens: Numbers)
 def _axes(grid: bool = True, **labels: Any) -> Any:
     from matplotlib.figure import Figure
 
-    axes = Figure(figsize=(7, 4), layout="constrained").add_subplot()
+    axes = Figure(figsize=(5.8, 3.6), layout="constrained").add_subplot()
     axes.set(**labels)
     if grid:
         axes.grid(alpha=0.25)
     return axes
+
+
+def panels(count: int, columns: int, width: float, height: float) -> list[Any]:
+    """Axes of a new figure, line by line."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    columns = min(count, columns)
+    size = 0.6 + width * columns, height * -(-count // columns)
+    figure = Figure(figsize=size, layout="constrained")
+    made = [figure.add_subplot(-(-count // columns), columns, i + 1) for i in range(count)]
+    for axes in made:
+        axes.tick_params(labelsize=7)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.xaxis.label.set_fontsize(8)
+        axes.yaxis.label.set_fontsize(8)
+    return made
 
 
 def _colors(count: int) -> list[str]:

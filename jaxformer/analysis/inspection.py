@@ -1,5 +1,6 @@
 """One text through a model, token by token: losses, predictions, what each layer would say, where the heads look."""
 
+import html
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import models
-from jaxformer.analysis import attention_maps
+from jaxformer.analysis import attention_maps, figures, page
 from jaxformer.analysis.attention_maps import WEIGHTS
 from jaxformer.errors import ConfigError
 from jaxformer.models import embedding, transformer
@@ -96,3 +97,29 @@ def table(found: Inspection, width: int = 120) -> str:
             f"{name}: mean of all heads {value.mean():.3f}, most in layer {layer}, head {head}: {value[layer, head]:.3f}"
         )
     return "\n".join(lines)
+
+
+def page_of(found: Inspection, name: str) -> str:
+    """The text as a page of HTML: tokens coloured by their losses, a table of what was expected, pictures of the heads."""
+    shade = lambda loss: f' style="background: rgba(209, 73, 91, {np.nan_to_num(min(loss / 8, 1)):.2f})"'
+    word = lambda token: html.escape(token.replace(" ", "␣").replace("\n", "⏎"))
+    flow, layers = "", "".join(f"<th>layer {layer}</th>" for layer in range(len(found.lens)))
+    rows = [f"<tr><th>token</th><th>loss</th><th>expected here</th>{layers}</tr>"]
+    for t, (token, loss) in enumerate(zip(found.tokens, found.losses, strict=True)):
+        likely = ", ".join(f"{word(other)} {share:.0%}" for other, share in found.predictions[t - 1]) if t else ""
+        lens = "".join(f"<td>{word(row[t - 1]) if t else ''}</td>" for row in found.lens)
+        number = f"{loss:.2f}" if t else ""
+        rows.append(f"<tr><th>{word(token)}</th><td{shade(loss)}>{number}</td><td>{likely}</td>{lens}</tr>")
+        flow += f'<span{shade(loss)} title="{number} nats; expected {likely}">{html.escape(token)}</span>'
+    mean = f"The mean loss is {np.nanmean(found.losses):.3f} nats a token. The redder a token, the less it was expected."
+    parts = [page.heading("The text", mean), f"<pre>{flow}</pre>"]
+    note = "What was expected at each place, and what each layer would have said if the model ended there (the logit lens)."
+    parts += [page.heading("Token by token", note), f'<div class="wide"><table class="lens">{"".join(rows)}</table></div>']
+    if found.weights is not None:
+        parts.append(page.heading("Where the heads look", "Entropy in nats, distance in tokens, the rest from 0 to 1."))
+        drawn = lambda title, draw: page.picture(title, figures.png(draw), figures.png(draw, dark=True))
+        heads = {title: partial(figures.heat, value, "head", "layer", title) for title, value in found.heads.items()}
+        parts.append(page.side_by_side({title: drawn(title, draw) for title, draw in heads.items()}))
+        weights, first = found.weights[-4:, :4, :32, :32], max(len(found.lens) - 4, 0)
+        parts.append(drawn("attention", lambda: figures.attention(weights, found.tokens[:32], None, first)))
+    return page.page(f"A text in {name}", parts)

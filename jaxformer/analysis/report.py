@@ -1,163 +1,93 @@
-"""One HTML page of a run, or of several side by side: no network, light and dark, readable on a phone."""
+"""One HTML page of a run, or of several side by side, and its pictures as PNG files."""
 
-import base64
-import html
 import json
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
+import jax
 from etils import epath
 
 from jaxformer import config
-from jaxformer.analysis import figures
-from jaxformer.analysis.attention_maps import WEIGHTS, has_weights
-from jaxformer.data import batching
-from jaxformer.errors import ConfigError
-from jaxformer.models import ModelConfig, apply
+from jaxformer.analysis import figures, gallery, page
+from jaxformer.analysis.gallery import Pictures
 from jaxformer.training import loop
 from jaxformer.training.metrics import read_records
-from jaxformer.training.objectives import INPUTS
-from jaxformer.training.run import Run, open_run
 from jaxformer.training.run_folder import RunFolder
 
-log = logging.getLogger("jaxformer")
-SHOWN = 32  # tokens of an example whose attention is drawn
-
-STYLE = """
-:root { color-scheme: light dark; --line: #d0d7de; --ground: #ffffff; --text: #1f2328; --quiet: #59636e; }
-@media (prefers-color-scheme: dark) { :root { --line: #3d444d; --ground: #0d1117; --text: #e6edf3; --quiet: #9198a1; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--ground); }
-body { max-width: 62rem; margin: auto; padding: 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; border-bottom: 1px solid var(--line); margin-top: 2rem; }
-p.note { color: var(--quiet); } img { max-width: 100%; height: auto; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
-td, th { border: 1px solid var(--line); padding: .2rem .6rem; text-align: left; overflow-wrap: anywhere; }
-summary { font-size: 1.15rem; font-weight: bold; margin-top: 2rem; cursor: pointer; }
-pre { border: 1px solid var(--line); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
-"""
-
-
-Pictures = dict[str, Callable[[], Any]]  # by title
-
-
-def pictures(folder: RunFolder) -> Pictures:
-    """The learning rate of a run, and where its heads look in an example. What cannot be opened is not drawn, and says why."""
-    try:
-        run = open_run(folder.path)
-        rate = {"Learning rate": lambda: figures.schedules({folder.path.name: run.recipe.schedule}, run.experiment.steps)}
-        return rate | _attention(run)
-    except ConfigError as error:
-        log.warning("report: not all pictures: %s", error)
-        return {}
-
-
-def _attention(run: Run) -> Pictures:
-    """The maps of the first example of the validation split, where the model keeps any."""
-    model = run.experiment.model
-    if not isinstance(model, ModelConfig) or not run.folder.checkpoints.is_dir():
-        return {}
-    example = batching.open_dataset(run.experiment.data, model).validation[0]
-    if "tokens" not in example:
-        return {}
-    tokens = jnp.asarray(example["tokens"])[:SHOWN]
-    options = {name: jnp.asarray(example[name])[None, :SHOWN] for name in INPUTS if name in example}
-    with run.on_mesh():
-        if not has_weights(model, run.params, tokens[None], **options):
-            return {}
-        output = apply(model, run.params, tokens[None], intermediates=(WEIGHTS,), **options)
-        weights = np.asarray(output.intermediates[WEIGHTS])[-4:, 0, :4]
-    words = [run.tokenizer.decode([int(token)]) if run.tokenizer else str(token) for token in tokens]
-    draw = lambda: figures.attention(weights, words, first_layer=model.num_layers - len(weights))
-    return {"Attention of the last layers": draw}
-
-
-def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures]) -> str:
-    """The page: curves, scores, what differs, the last sample, the pictures of each run, configs, environments."""
-    descriptions = [folder.description() for folder in folders]
-    names = [folder.path.name for folder in folders]
-    parts = [
-        picture("Losses", lambda: figures.losses({n: read_records(f.metrics) for n, f in zip(names, folders, strict=True)}))
-    ]
-    scores = [last_scores(folder) for folder in folders]
-    parts.append(table("Scores on the validation split", names, scores, "A run that was never scored has none yet."))
-    if len(folders) > 1:
-        flat = [config.flat(description) for description in descriptions]
-        differing = [name for name in flat[0] if len({str(one.get(name)) for one in flat}) > 1]
-        parts.append(table("What differs", names, [{name: one.get(name) for name in differing} for one in flat]))
-    for name, folder in zip(names, folders, strict=True):
-        samples = list(folder.samples.glob("step-*.txt")) if folder.samples.is_dir() else []
-        if samples:
-            newest = max(samples, key=lambda path: int(path.stem.removeprefix("step-")))
-            parts.append(text(f"A sample ({name}, {newest.stem})", newest.read_text()))
-    for name, some in zip(names, drawn, strict=True):
-        parts += [picture(f"{title} ({name})", draw) for title, draw in some.items()]
-    for name, folder in zip(names, folders, strict=True):
-        parts.append(folded(f"Config ({name})", folder.config.read_text()))
-        parts.append(folded(f"Trained on ({name})", folder.environment.read_text()))
-    return page(" and ".join(names), parts)
-
-
-def last_scores(folder: RunFolder) -> dict[str, Any]:
-    """Those of the end, or of the last evaluation so far."""
-    if folder.result.is_file():
-        return json.loads(folder.result.read_text())["validation"]
-    scored = [record for record in read_records(folder.metrics) if "validation_loss" in record]
-    return {name.removeprefix("validation_"): value for name, value in scored[-1].items()} if scored else {}
-
-
-def run_report(result: loop.Result, records: Sequence[dict]) -> str:
-    """Writes the page of a run that ends; returns a line to print. `report RUN` adds the pictures that take time."""
-    folder = RunFolder(epath.Path(result.folder))
-    return f"report: {write(folder.path / 'report.html', [folder], [{}])}"
-
-
-def page(title: str, parts: Sequence[str]) -> str:
-    """A whole page of sections."""
-    title, icon = html.escape(title), '<link rel="icon" href="data:,">'  # without it a browser asks a server for one
-    view = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head = f"<head>{view}{icon}<style>{STYLE}</style><title>{title}</title></head>"
-    body = "\n".join([f"<h1>{title}</h1>", *parts])
-    return f'<!doctype html><html lang="en">{head}<body>{body}</body></html>\n'
-
-
-def picture(title: str, draw: Callable[[], Any]) -> str:
-    """A section with a picture, drawn for light and for dark pages."""
-    light, dark = (base64.b64encode(figures.png(draw, dark)).decode() for dark in (False, True))
-    source = f'<source srcset="data:image/png;base64,{dark}" media="(prefers-color-scheme: dark)">'
-    image = f'<img src="data:image/png;base64,{light}" alt="{html.escape(title)}">'
-    return f"<h2>{html.escape(title)}</h2><picture>{source}{image}</picture>"
-
-
-def text(title: str, words: str) -> str:
-    """A section of text as it is."""
-    return f"<h2>{html.escape(title)}</h2><pre>{html.escape(words)}</pre>"
-
-
-def folded(title: str, words: str) -> str:
-    """The same, opened by a click."""
-    return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(words)}</pre></details>"
-
-
-def table(title: str, columns: Sequence[str], values: Sequence[dict[str, Any]], note: str = "") -> str:
-    """A section with a row for each name that any column has."""
-    rows = ["<tr><th></th>" + "".join(f"<th>{html.escape(column)}</th>" for column in columns) + "</tr>"]
-    for name in dict.fromkeys(name for column in values for name in column):
-        cells = "".join(f"<td>{_shown(column.get(name, ''))}</td>" for column in values)
-        rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
-    note = f'<p class="note">{html.escape(note)}</p>' if note and not all(values) else ""
-    return f'<h2>{html.escape(title)}</h2>{note}<div class="wide"><table>{"".join(rows)}</table></div>'
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value.is_integer() else f"{value:.4g}"
-    return html.escape(str(value))
+LARGE = 1e9  # parameters: a run of a larger model ends without the pictures that load it again
 
 
 def write(path: epath.PathLike, folders: Sequence[RunFolder], drawn: Sequence[Pictures]) -> epath.Path:
-    """Writes the page of runs into a file."""
-    config.write_atomically(path, report(folders, drawn))
-    return epath.Path(path)
+    """Writes the page of runs, and its pictures into `figures/` beside it."""
+    path = epath.Path(path)
+    config.write_atomically(path, report(folders, drawn, path.parent / "figures"))
+    return path
+
+
+def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath.Path) -> str:
+    """The page: scores, what differs, the last samples, the pictures of `gallery.NOTES` in their order, configs."""
+    names = [folder.path.name for folder in folders]
+    runs = {name: read_records(folder.metrics) for name, folder in zip(names, folders, strict=True)}
+    results = [json.loads(folder.result.read_text()) if folder.result.is_file() else {} for folder in folders]
+    done = [f"{max((r['step'] + ('loss' in r) for r in records), default=0)}" for records in runs.values()]
+    steps = [f"{n} of {folder.description().get('steps')}" for n, folder in zip(done, folders, strict=True)]
+    parts = [page.heading("Scores on the validation split", f"After {' and '.join(steps)} training steps.")]
+    scores = [result.get("validation") or last_scores(records) for result, records in zip(results, runs.values(), strict=True)]
+    parts.append(page.table(names, scores))
+    if len(folders) > 1:
+        flat = [config.flat(folder.description()) for folder in folders]
+        differing = [name for name in flat[0] if len({str(one.get(name)) for one in flat}) > 1]
+        rows = [{name: one.get(name) for name in differing} for one in flat]
+        parts += [page.heading("What differs"), page.table(names, rows)]
+    together = gallery.of_records(runs, results[0].get("baseline") if len(folders) == 1 else None)
+    parts += [section(title, {"": draw}, files) for title, draw in together.items()]
+    samples = {name: path for name, folder in zip(names, folders, strict=True) if (path := last_sample(folder))}
+    if samples:
+        after = ", ".join(path.stem for path in samples.values())
+        parts.append(page.heading("What the model writes", f"The last sample: {after}."))
+        parts.append(page.side_by_side({name: page.text(path.read_text()) for name, path in samples.items()}))
+    for title in gallery.NOTES:
+        parts.append(section(title, {n: some[title] for n, some in zip(names, drawn, strict=True) if title in some}, files))
+    for name, folder in zip(names, folders, strict=True):
+        parts.append(page.folded(f"Config ({name})", folder.config.read_text()))
+        parts.append(page.folded(f"Trained on ({name})", folder.environment.read_text()))
+    return page.page(" and ".join(names), parts)
+
+
+def section(title: str, draws: Pictures, files: epath.Path) -> str:
+    """The same picture of each run, also as PNG files. What cannot be drawn is left out, and says why."""
+    found = {}
+    for name, made in draws.items():
+        with gallery.reported(f"{title} {name}".strip()):
+            if not isinstance(made, str):
+                light, dark = figures.png(made), figures.png(made, dark=True)
+                file = "-".join(filter(None, (title.lower().replace(" ", "-"), name if len(draws) > 1 else "")))
+                files.mkdir(parents=True, exist_ok=True)
+                (files / f"{file}.png").write_bytes(light)
+                made = page.picture(title, light, dark)
+            found[name] = made
+    return page.heading(title, gallery.NOTES[title]) + page.side_by_side(found) if found else ""
+
+
+def last_scores(records: Sequence[dict]) -> dict[str, Any]:
+    """Those of the last evaluation so far."""
+    scored = [record for record in records if "validation_loss" in record]
+    return {name.removeprefix("validation_"): value for name, value in scored[-1].items()} if scored else {}
+
+
+def last_sample(folder: RunFolder) -> epath.Path | None:
+    """The file of the largest step."""
+    samples = list(folder.samples.glob("step-*.txt")) if folder.samples.is_dir() else []
+    return max(samples, key=lambda path: int(path.stem.removeprefix("step-"))) if samples else None
+
+
+def refresh(folder: RunFolder) -> None:
+    """Writes the page of a run that goes on: what its files say, without its model."""
+    write(folder.path / "report.html", [folder], [{}])
+
+
+def run_report(result: loop.Result, records: Sequence[dict]) -> str:
+    """Writes the page of a run that ends; returns a line to print."""
+    folder = RunFolder(epath.Path(result.folder))
+    alone = jax.process_count() == 1 and result.parameters <= LARGE
+    return f"report: {write(folder.path / 'report.html', [folder], [gallery.of_run(folder) if alone else {}])}"

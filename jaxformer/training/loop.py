@@ -54,6 +54,7 @@ class Job:
     sample: Callable[[Any], str] | None  # params -> text
     profile: str | None  # where a trace of some steps goes
     share: float | None  # of all devices' FLOP/s that one token a second uses; None where it is not known
+    refresh: Callable[[], Any]  # after an evaluation
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,16 @@ Report = Callable[[Result, Sequence[dict]], str | None]
 
 
 def train(
-    experiment: Experiment, runs: epath.PathLike = "runs", source: Source | None = None, reports: Sequence[Report] = ()
-) -> Result:
+    experiment: Experiment, runs: epath.PathLike = "runs", source: Source | None = None, reports: Sequence[Report] = (),
+    refresh: Callable[[RunFolder], Any] | None = None,
+) -> Result:  # fmt: skip
     """Trains `experiment` in its folder under `runs` (gs://... too), from the newest good checkpoint if there is one.
 
     A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
-    one that was not. `source` is the experiment's file, which the folder keeps; `reports` are called at the end with the
-    result and the records, and return a line to print. Raises ConfigError for what the user can mend, NonFinite when the
-    numbers stay bad, Interrupted on SIGTERM. Several processes (`parallel.processes`) call it alike; the first one writes.
+    one that was not. `source` is the experiment's file, which the folder keeps. `refresh` is called after each evaluation
+    with the folder, `reports` at the end with the result and the records: they return a line to print. Raises ConfigError
+    for what the user can mend, NonFinite when the numbers stay bad, Interrupted on SIGTERM. Several processes
+    (`parallel.processes`) call it alike; the first one writes.
     """
     folder = run_folder(experiment, runs)
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
@@ -116,7 +119,8 @@ def train(
             record.loggers = open_loggers(experiment.loggers, folder.path, folder.path.name, description)
         for line in [*lines, *_facts(experiment, recipe, dataset, start, mesh)]:
             console.say(line)
-        job = prepare(experiment, recipe, folder, dataset, mesh)
+        refreshed = None if refresh is None or not processes.is_first() else partial(harmless(refresh), folder)
+        job = prepare(experiment, recipe, folder, dataset, mesh, refreshed)
         watchdog = stack.enter_context(processes.Watchdog(processes.step_limit()))
         if start < job.steps:
             state, scores = loop(job, manager, state, start, record, console, watchdog)
@@ -198,7 +202,23 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
     return [*lines, f"resuming after step {start}"] if start else lines
 
 
-def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh) -> Job:
+def harmless(report: Callable) -> Callable:
+    """The report; when it fails it is dropped with one warning, because no picture stops a run."""
+    failed = []
+
+    def call(*arguments: Any) -> Any:
+        if failed:
+            return None
+        try:
+            return report(*arguments)
+        except Exception as error:
+            failed.append(error)
+            log.warning("%s failed: %s: %s; the run goes on without it", report.__name__, type(error).__name__, error)
+
+    return call
+
+
+def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh, refresh: Callable | None) -> Job:
     """What the loop needs of an experiment: below this function nobody sees the experiment."""
     size = experiment.batch_size
     rows = processes.local_rows(mesh, size)
@@ -226,7 +246,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         batches=batching.batches(dataset.train, size, experiment.seed, rows).__getitem__,
         evaluate=evaluator(experiment, recipe, dataset, None if pmapped else mesh),
         sample=sample if can_sample(experiment, dataset) else None,
-        profile=profile, share=share,
+        profile=profile, share=share, refresh=refresh or (lambda: None),
     )  # fmt: skip
 
 
@@ -267,6 +287,8 @@ def loop(job: Job, manager, state: TrainState, start: int, record: Record, conso
                 record.write(done, {f"validation_{name}": numbers[name] for name in numbers if name not in UNRECORDED})
                 others = {name: value for name, value in numbers.items() if name not in ("loss", *UNRECORDED)}
                 console.evaluation(done, {"validation_loss": scores["loss"], "perplexity": scores["perplexity"], **others})
+                if not last:
+                    job.refresh()
             if saves:
                 record.save()
                 manager.save(done, job.gather(state), job.metadata, rank, wait=last or bool(stop))
@@ -305,10 +327,10 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     if text is not None:
         config.write_atomically(folder.samples / f"step-{job.steps}.txt", text)
         console.say(f"sample:\n{text}")
-    for report in reports:
-        if line := report(result, record.lines):
-            console.say(line)
     config.write_atomically(folder.result, json.dumps(asdict(result), default=str, indent=2))
+    for report in reports:
+        if line := harmless(report)(result, record.lines):
+            console.say(line)
     generate = "" if text is None else f"; python -m jaxformer generate {folder.path} --prompt '...'"
     console.say(f"next: python -m jaxformer evaluate {folder.path}{generate}")
     return result

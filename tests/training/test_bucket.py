@@ -13,6 +13,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jaxformer
 from jaxformer import cli
+from jaxformer.analysis import report
+from jaxformer.analysis.report import run_report  # the tests' own runs end without it
 from jaxformer.errors import ConfigError
 from jaxformer.training import checkpoint
 from jaxformer.training.checkpoint import CheckpointError, Manager, restore_params
@@ -74,7 +76,8 @@ def arrays(monkeypatch):
     monkeypatch.setattr(checkpoint.ocp, "metadata", lambda path: SimpleNamespace(custom_metadata=Bucket.saved[str(path)][1]))
 
 
-def test_a_run_lives_in_a_bucket(bucket, arrays, tmp_path, capsys):
+def test_a_run_lives_in_a_bucket(bucket, arrays, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report, "run_report", run_report)
     furnish(tmp_path)
     runs = "gs://bucket/runs"
     assert cli.main(["train", "tiny", "--runs", runs]) == 0
@@ -89,6 +92,7 @@ def test_a_run_lives_in_a_bucket(bucket, arrays, tmp_path, capsys):
         "result.json",
         "checkpoints",
     } <= names
+    assert "<h2>Attention</h2>" in (folder / "report.html").read_text()
     assert (folder / "figures" / "loss.png").read_bytes().startswith(b"\x89PNG")
     record = (folder / "metrics.jsonl").read_text()
     assert [line["step"] for line in map(json.loads, record.splitlines()) if "loss" in line] == [0, 2, 4, 5]
