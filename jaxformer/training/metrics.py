@@ -1,5 +1,6 @@
 """The record of a run (metrics.jsonl), optional loggers beside it, and the lines that are printed."""
 
+import itertools
 import json
 import logging
 import math
@@ -21,13 +22,19 @@ log = logging.getLogger("jaxformer")
 class Record:
     """metrics.jsonl, the truth about a run, a line a record; and loggers beside it (`name`, `write(step, values)`, `close()`).
 
-    A torn last line (of a killed run) is dropped on opening. Objects of a bucket cannot grow: there `save` writes all lines
-    again. Without a path (not on the first process) nothing is kept. A logger that raises is reported once and dropped.
+    A torn last line (of a killed run) is dropped on opening; of a file with damaged lines a copy is kept. Objects of a bucket
+    cannot grow: there `save` writes all lines again. Without a path (not on the first process) nothing is kept. A logger that
+    raises is reported once and dropped.
     """
 
     def __init__(self, path: epath.PathLike | None):
         self.path = None if path is None else epath.Path(path)
-        self.lines = [] if self.path is None else read_records(self.path)
+        self.lines, damaged = ([], []) if self.path is None else _parse(self.path)
+        if damaged:
+            names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in itertools.count(1))
+            copy = next(name for name in names if not name.exists())
+            copy.write_bytes(self.path.read_bytes())
+            log.warning("%s: no records in lines %s; they are left out, the file as it was is %s", self.path, damaged, copy)
         self.loggers: list[Any] = []
         self._grows = "://" not in str(path)
 
@@ -69,14 +76,24 @@ class Record:
 
 
 def read_records(path: epath.PathLike) -> list[dict]:
-    """The lines of a metrics.jsonl, up to a torn one."""
-    path, lines = epath.Path(path), []
-    for text in path.read_text().splitlines() if path.exists() else []:
+    """The records of a metrics.jsonl; lines that are none are left out."""
+    return _parse(path)[0]
+
+
+def _parse(path: epath.PathLike) -> tuple[list[dict], list[int]]:
+    """(records, numbers of the lines that are none). A last line without an end was torn by a kill: that is no damage."""
+    path, records, damaged = epath.Path(path), [], []
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, line in enumerate(lines, 1):
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines
+            record = json.loads(line)
+            if type(record["step"]) is not int:
+                raise ValueError(record["step"])
+            records.append(record)
+        except (ValueError, TypeError, KeyError, RecursionError):  # no UTF-8, no JSON, no object, no step
+            if number < len(lines):
+                damaged.append(number)
+    return records, damaged
 
 
 def open_loggers(names: Sequence[str], folder: epath.PathLike, run_name: str, description: dict) -> list[Any]:

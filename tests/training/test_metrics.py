@@ -1,9 +1,11 @@
 """What a run says of its steps."""
 
+import json
+
 import jax.numpy as jnp
 import pytest
 
-from jaxformer.training.metrics import Console, NonFinite, Reporter
+from jaxformer.training.metrics import Console, NonFinite, Record, Reporter, read_records
 
 GOOD = {"loss": 1.0, "accuracy": 0.5, "tokens": 8.0, "grad_norm": 2.0, "learning_rate": 0.5, "skipped": 0}
 EMPTY = GOOD | {"loss": float("nan"), "accuracy": float("nan"), "tokens": 0.0, "grad_norm": 0.0}
@@ -48,3 +50,37 @@ def test_a_batch_without_weight_is_told_from_a_bad_step_and_never_ends_a_run():
     assert "loss" not in console.logged[-1][1]
     with pytest.raises(NonFinite, match="2 steps in a row, up to step 1"):
         report([GOOD, GOOD | {"loss": float("nan"), "skipped": 2}], max_skipped=2)
+
+
+DAMAGED = {
+    "a flipped bit": b'{"step": 3, "loss"; 1.0}', "no text": b'\xff\xfe{"step": 3}', "no step": b'{"loss": 1.0}',
+    "no object": b"[3]", "a step that is no number": b'{"step": "3"}', "brackets": b"[" * 100_000, "nothing": b"",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_line_costs_that_line_alone(tmp_path, name, caplog):
+    """The file as it was stays beside; a run that goes on keeps all others."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 1.0}).encode() for step in range(9)]
+    before = b"\n".join([*lines[:3], DAMAGED[name], *lines[4:], b'{"step": 9, "lo'])  # and the last one torn
+    path.write_bytes(before)
+    assert [line["step"] for line in read_records(path)] == [0, 1, 2, 4, 5, 6, 7, 8]
+    record = Record(path)
+    record.rewind(7)
+    record.write(7, {"loss": 2.0})
+    record.close()
+    assert [line["step"] for line in read_records(path)] == [0, 1, 2, 4, 5, 6, 7]
+    assert (tmp_path / "metrics.jsonl.damaged-1").read_bytes() == before and "lines [4]" in caplog.text
+    caplog.clear()
+    Record(path).close()
+    assert not caplog.text and not (tmp_path / "metrics.jsonl.damaged-2").exists()
+
+
+def test_a_torn_last_line_is_no_damage(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"step": 1}\n{"st')
+    assert [line["step"] for line in Record(path).lines] == [0, 1] and not caplog.text
+    path.write_bytes(b'{"step": 0}\n{"step": 1}')  # without its end, but whole
+    assert [line["step"] for line in Record(path).lines] == [0, 1]
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
