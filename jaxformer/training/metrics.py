@@ -224,6 +224,6 @@ class Reporter:
         if self._clock is None:
             self._clock = now
             return {}
-        self._tokens += tokens
+        self._tokens += tokens if math.isfinite(tokens) else 0  # a weight of the batch may be NaN
         rate = self._tokens / max(now - self._clock, 1e-9)
         return {"tokens/s": float(round(rate))} | ({} if self._share is None else {"MFU": rate * self._share})
