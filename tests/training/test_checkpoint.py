@@ -616,6 +616,21 @@ def test_a_folder_that_is_removed_comes_back(tmp_path):
         assert manager.restore(abstract(make(1)))[0] == 2
 
 
+@pytest.mark.parametrize("successor", [False, True])
+def test_a_run_whose_folder_was_removed_stops_at_its_next_save(tmp_path, successor):
+    """Its lock went with the folder: a second trainer may have started, and the first one must not write beside it."""
+    run = tmp_path / "run"
+    with Manager(run / "checkpoints") as manager, contextlib.ExitStack() as stack:
+        manager.save(1, make(1), wait=True)
+        shutil.rmtree(run)
+        if successor:
+            stack.enter_context(Manager(run / "checkpoints")).save(1, make(5), wait=True)
+        with pytest.raises(ConfigError, match=r"checkpoints\.lock was removed .* stops at step 2"):
+            manager.save(2, make(2))
+        if successor:
+            assert_same(restore_params(run / "checkpoints", abstract(make(1).params))[1], make(5).params)
+
+
 def test_two_managers(tmp_path):
     with Manager(tmp_path / "a") as first:
         first.save(1, make(1, width=256))
