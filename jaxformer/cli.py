@@ -31,6 +31,7 @@ everything saved.
 """
 
 import argparse
+import errno
 import json
 import logging
 import os
@@ -72,6 +73,10 @@ def run(command: Callable[[list[str]], int], argv: list[str]) -> int:
     except BrokenPipeError:  # whoever read our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        return _refused(error, 2)
 
 
 def train(argv: list[str]) -> int:

@@ -335,9 +335,9 @@ def _lock(folder: epath.Path) -> IO[str]:
         raise ConfigError(f"{folder}: another trainer holds this run ({owner}); wait for it or stop it") from None
     except OSError:  # a file system without locks
         return handle
-    handle.truncate(0)
-    handle.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}")
-    handle.flush()
+    with suppress(OSError):  # a full disk: the lock holds without its text
+        os.ftruncate(handle.fileno(), 0)
+        os.write(handle.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}".encode())
     return handle
 
 

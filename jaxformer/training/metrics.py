@@ -36,6 +36,7 @@ class Record:
             copy.write_bytes(self.path.read_bytes())
             log.warning("%s: no records in lines %s; they are left out, the file as it was is %s", self.path, damaged, copy)
         self.loggers: list[Any] = []
+        self._behind = False  # whether the file lacks lines, because the disk was full
         self._grows = "://" not in str(path)
 
     def rewind(self, step: int) -> None:
@@ -49,14 +50,13 @@ class Record:
         line = {"step": step, **values}
         self.lines.append(line)
         if self._grows:
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            self._write_out(self._append)
         self._tell_loggers(lambda logger: logger.write(step, values), "%s stopped: %s; the run goes on without it")
 
     def save(self) -> None:
         """Before a checkpoint: what was written so far is in the file."""
-        if not self._grows and self.lines:
-            self._write_all()
+        if self._behind or (not self._grows and self.lines):
+            self._write_out(self._write_all)
 
     def close(self) -> None:
         self.save()
@@ -69,6 +69,23 @@ class Record:
             except Exception as error:
                 log.warning(warning, logger.name, f"{type(error).__name__}: {error}")
                 self.loggers.remove(logger)
+
+    def _write_out(self, write: Callable[[], None]) -> None:
+        """Calls `write`, or writes all lines again where the last try failed. What cannot be written now is kept for later."""
+        try:
+            (self._write_all if self._behind else write)()
+            self._behind = False
+        except OSError as error:
+            if not self._behind:
+                log.warning(
+                    "%s cannot be written (%s); the run goes on, its lines are written once there is room", self.path, error
+                )
+            self._behind = True
+
+    def _append(self) -> None:
+        assert self.path is not None
+        with self.path.open("a") as file:
+            file.write(json.dumps(self.lines[-1]) + "\n")
 
     def _write_all(self) -> None:
         if self.path is not None:

@@ -549,17 +549,6 @@ def test_a_failed_save_is_one_line_and_the_next_one_works(tmp_path, monkeypatch)
     assert checkpoint.steps(tmp_path) == [1, 2]
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if os.geteuid() or not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def test_a_full_disk(small_disk, capfd):
     log = []
     with Manager(small_disk / "checkpoints", log=log.append) as manager:

@@ -91,3 +91,24 @@ def test_a_torn_last_line_is_no_damage(tmp_path, caplog):
     path.write_bytes(b'{"step": 0}\n{"step": 1}')  # without its end, but whole
     assert [line["step"] for line in Record(path).lines] == [0, 1]
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_full_disk_costs_no_line(small_disk, fill, caplog):
+    """The run goes on, with one warning; the file has every line once there is room."""
+    path = small_disk / "metrics.jsonl"
+    record = Record(path)
+    record.write(0, {"loss": 1.0})
+    ballast = fill(small_disk)
+    for step in range(1, 200):  # beyond the page that the file already has
+        record.write(step, {"loss": 1.0, "accuracy": 0.25})
+    assert caplog.text.count("cannot be written") == 1 and "No space left" in caplog.text
+    assert len(read_records(path)) < 200
+    ballast.unlink()
+    record.write(200, {"loss": 2.0})
+    assert [line["step"] for line in read_records(path)] == list(range(201))
+    ballast = fill(small_disk)
+    for step in range(201, 400):
+        record.write(step, {"loss": 1.0, "accuracy": 0.25})
+    ballast.unlink()
+    record.close()
+    assert [line["step"] for line in read_records(path)] == list(range(400))
