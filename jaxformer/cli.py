@@ -70,6 +70,8 @@ def run(command: Callable[[list[str]], int], argv: list[str]) -> int:
         return _refused(error, 2)
     except SystemExit as end:  # the options were asked for
         return int(end.code or 0)
+    except KeyboardInterrupt:  # at a start, or while a text is sampled
+        return _refused("stopped by SIGINT", 130)
     except BrokenPipeError:  # whoever read our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -105,7 +107,7 @@ def train(argv: list[str]) -> int:
     return processes.run_together(body)
 
 
-def _refused(error: Exception, code: int) -> int:
+def _refused(error: Exception | str, code: int) -> int:
     print(f"jaxformer: {error}", file=sys.stderr)
     return code
 
