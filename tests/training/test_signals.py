@@ -32,7 +32,12 @@ def test_the_second_signal_ends_even_a_slow_save_at_once(which):
         assert process.stderr.read() == ""
 
 
-START = (
+START = """
+import sys, time
+from jaxformer import cli
+print("ready", flush=True)
+sys.exit(cli.run(lambda _: time.sleep(60), []))
+"""
     "import sys, time; from jaxformer import cli; print('ready', flush=True); sys.exit(cli.run(lambda _: time.sleep(60), []))"
 )
 
