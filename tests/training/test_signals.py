@@ -38,8 +38,6 @@ from jaxformer import cli
 print("ready", flush=True)
 sys.exit(cli.run(lambda _: time.sleep(60), []))
 """
-    "import sys, time; from jaxformer import cli; print('ready', flush=True); sys.exit(cli.run(lambda _: time.sleep(60), []))"
-)
 
 
 def test_a_signal_at_a_start_is_one_line():
