@@ -2,7 +2,6 @@
 
 import base64
 import html
-import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -103,7 +102,7 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures]) -> str:
 def last_scores(folder: RunFolder) -> dict[str, Any]:
     """Those of the end, or of the last evaluation so far."""
     if folder.result.is_file():
-        return json.loads(folder.result.read_text())["validation"]
+        return config.read_json(folder.result, validation=dict)["validation"]
     scored = [record for record in read_records(folder.metrics) if "validation_loss" in record]
     return {name.removeprefix("validation_"): value for name, value in scored[-1].items()} if scored else {}
 

@@ -30,7 +30,7 @@ class Record:
     def __init__(self, path: epath.PathLike | None):
         self.path = None if path is None else epath.Path(path)
         self.lines, damaged = ([], []) if self.path is None else _parse(self.path)
-        if damaged:
+        if self.path is not None and damaged:
             names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in itertools.count(1))
             copy = next(name for name in names if not name.exists())
             copy.write_bytes(self.path.read_bytes())
