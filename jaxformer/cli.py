@@ -34,6 +34,7 @@ everything saved.
 """
 
 import argparse
+import errno
 import json
 import logging
 import os
@@ -72,9 +73,15 @@ def run(command: Callable[[list[str]], int], argv: list[str]) -> int:
         return _refused(error, 2)
     except SystemExit as end:  # the options were asked for
         return int(end.code or 0)
+    except KeyboardInterrupt:  # at a start, or while a text is sampled
+        return _refused("stopped by SIGINT", 130)
     except BrokenPipeError:  # whoever read our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        return _refused(error, 2)
 
 
 def train(argv: list[str]) -> int:
@@ -103,7 +110,7 @@ def train(argv: list[str]) -> int:
     return processes.run_together(body)
 
 
-def _refused(error: Exception, code: int) -> int:
+def _refused(error: Exception | str, code: int) -> int:
     print(f"jaxformer: {error}", file=sys.stderr)
     return code
 

@@ -9,7 +9,6 @@ process of its own that sees one GPU or TPU chip, by number. Exit codes are thos
 import argparse
 import hashlib
 import itertools
-import json
 import math
 import os
 import queue
@@ -128,7 +127,7 @@ def attempt(train: Train, runs: epath.PathLike, trial: Trial, place: str) -> Tri
     print(f"sweep {place}: {words}: {folder.path}", flush=True)
     try:
         if folder.result.is_file():
-            return trial._replace(scores=json.loads(folder.result.read_text())["validation"])
+            return trial._replace(scores=config.read_json(folder.result, validation=dict)["validation"])
         return trial._replace(scores=train(trial))
     except (NonFinite, ConfigError) as error:
         print(f"failed: {error}", flush=True)
@@ -164,7 +163,7 @@ def in_processes(trials: Sequence[Trial], places: Sequence[str], runs: epath.Pat
                 raise Interrupted(running[device].returncode - 128, 0)
             if running[device].returncode:
                 raise ConfigError(last)
-            return json.loads(run_folder(trial.experiment, runs).result.read_text())["validation"]
+            return config.read_json(run_folder(trial.experiment, runs).result, validation=dict)["validation"]
         finally:
             running.pop(device, None)
             free.put(device)

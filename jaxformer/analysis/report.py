@@ -1,6 +1,5 @@
 """One HTML page of a run, or of several side by side, and its pictures as PNG files."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath
     """The page: scores, what differs, the last samples, the pictures of `gallery.NOTES` in their order, configs."""
     names = [folder.path.name for folder in folders]
     runs = {name: read_records(folder.metrics) for name, folder in zip(names, folders, strict=True)}
-    results = [json.loads(folder.result.read_text()) if folder.result.is_file() else {} for folder in folders]
+    results = [config.read_json(folder.result) if folder.result.is_file() else {} for folder in folders]
     done = [f"{max((r['step'] + ('loss' in r) for r in records), default=0)}" for records in runs.values()]
     steps = [f"{n} of {folder.description().get('steps')}" for n, folder in zip(done, folders, strict=True)]
     parts = [page.heading("Scores on the validation split", f"After {' and '.join(steps)} training steps.")]

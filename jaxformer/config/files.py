@@ -1,6 +1,7 @@
 """Experiment files: found, run, and run again from the copy that a run folder keeps."""
 
 import hashlib
+import json
 import os
 import sys
 import traceback
@@ -121,6 +122,29 @@ def _imports() -> dict[str, str]:
     files = {str(each.get("__file__")) for each in modules if "__experiment_text__" not in each}
     users = sorted(file for file in files if file.endswith(".py") and is_users_file(file))
     return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in users}
+
+
+def read_json(file: os.PathLike | str, advice: str = "", /, **keys: type) -> dict[str, Any]:
+    """The object in a JSON file, which has at least the `keys`, with values of these types.
+
+    Raises ConfigError, with the file's name, for all else; also for what is no regular file, which may be without an end.
+    """
+    from etils import epath
+
+    path, then = epath.Path(file), f"; {advice}" if advice else ""
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):  # to epath, /dev/zero is a file
+            raise OSError("no regular file")
+        value = json.loads(path.read_bytes().decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: its JSON cannot be read ({str(error)[:200]}){then}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: expected a JSON object {{...}}, got a {type(value).__name__}{then}")
+    for name, kind in keys.items():
+        if not isinstance(value.get(name), kind):
+            found = type(value[name]).__name__ if name in value else "nothing"
+            raise ConfigError(f"{path}: expected a {kind.__name__} as {name!r}, got {found}{then}")
+    return value
 
 
 def write_atomically(path: os.PathLike | str, text: str) -> None:

@@ -157,16 +157,18 @@ class BPE(_Tokenizer):
 
 def load(path: str | os.PathLike) -> Bytes | Characters | BPE:
     """The tokenizer that `save` wrote. Raises ConfigError for a missing or another file."""
-    try:
-        match json.loads(epath.Path(path).read_text()):
-            case {"type": "bytes"}:
-                return Bytes()
-            case {"type": "characters", "characters": str(characters)}:
-                return Characters(characters)
-            case {"type": "bpe", "tokenizer": tokenizer}:
+    match config.read_json(path, "not a saved tokenizer"):
+        case {"type": "bytes"}:
+            return Bytes()
+        case {"type": "characters", "characters": str(characters)}:
+            return Characters(characters)
+        case {"type": "bpe", "tokenizer": tokenizer}:
+            try:
                 return BPE(json.dumps(tokenizer))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not a saved tokenizer ({error})") from error
+            except ConfigError:
+                raise
+            except Exception as error:  # the package has no class of its own
+                raise ConfigError(f"{path}: not a saved tokenizer ({error})") from error
     raise ConfigError(f"{path}: not a saved tokenizer; expected the JSON that `save` writes")
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxformer.config import read_json
 from jaxformer.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -61,8 +62,8 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
         listing = sorted(os.listdir(folder))
     except OSError as error:
         raise ConfigError(f"{folder}: not a folder of weights ({error.strerror}); expected {SINGLE} and config.json") from None
-    config = _read_json(folder / "config.json")
-    generation = _read_json(folder / GENERATION) if GENERATION in listing else {}
+    config = read_json(folder / "config.json", AGAIN)
+    generation = read_json(folder / GENERATION, AGAIN) if GENERATION in listing else {}
     if SINGLE in listing:
         opened = _open_file(folder / SINGLE)
     elif INDEX in listing:
@@ -131,7 +132,7 @@ def _download(name: str, revision: str | None) -> Path:
 
 def _open_shards(index: Path, listing: list[str]) -> dict[str, Any]:
     """{tensor: open file} of all files of an index."""
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index, AGAIN).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{index}: no weight_map that names the file of each tensor; {AGAIN}")
     files = sorted(set(map(str, weight_map.values())))
@@ -158,16 +159,6 @@ def _open_file(path: Path) -> dict[str, Any]:
         if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
             raise ConfigError(f"{path}: {_display(name)} has the dtype {dtype}; we read {', '.join(DTYPES)}")
     return dict.fromkeys(file.keys(), file)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes().decode())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: its JSON cannot be read ({error}); {AGAIN}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a JSON object {{...}}, got {_display(value)}; {AGAIN}")
-    return value
 
 
 def _dumps(value: Any) -> str:

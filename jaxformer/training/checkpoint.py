@@ -117,8 +117,12 @@ class Manager(AbstractContextManager):
 
         A save that fails, as where that step or a later one exists, leaves no step, and is logged; with `wait` it raises
         CheckpointError. `metadata` is JSON (else TypeError). The lowest `metric` is best, NaN the worst, None no candidate.
+        ConfigError where the lock is gone, as after `rm -rf`: another trainer may have started.
         """
         self.wait()
+        if not first(lambda: self._lock is None or _is_in_place(self._lock)):
+            gone = f"{self.folder}.lock was removed while this run held it, so another trainer may have started"
+            raise ConfigError(f"{gone}; this one stops at step {step} without saving")
         self._problem = None
         self._policy.metrics[step] = metric = None if metric is None else float(metric)
         leaves = dict(manifest.named_leaves(state))
@@ -331,10 +335,18 @@ def _lock(folder: epath.Path) -> IO[str]:
         raise ConfigError(f"{folder}: another trainer holds this run ({owner}); wait for it or stop it") from None
     except OSError:  # a file system without locks
         return handle
-    handle.truncate(0)
-    handle.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}")
-    handle.flush()
+    with suppress(OSError):  # a full disk: the lock holds without its text
+        os.ftruncate(handle.fileno(), 0)
+        os.write(handle.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}".encode())
     return handle
+
+
+def _is_in_place(lock: IO[str]) -> bool:
+    """Whether the file of an open lock is still the one of its name."""
+    try:
+        return os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _reason(error: BaseException) -> str:

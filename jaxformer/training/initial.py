@@ -1,6 +1,5 @@
 """Where parameters start: `initial(spec, key) -> params`, or a text: the folder of a run, a Hugging Face folder or name."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from jaxformer import params
+from jaxformer.config import read_json
 from jaxformer.errors import ConfigError
 from jaxformer.training import checkpoint
 from jaxformer.training.recipe import Recipe
@@ -26,10 +26,10 @@ class FromRun:
         config = folder / "config.json"
         if not config.is_file():
             raise ConfigError(f"initial={self.path}: no run folder, it has no config.json")
-        description = json.loads(config.read_text())
-        if description["adaptation"] is not None:
+        description = read_json(config)
+        if description.get("adaptation") is not None:
             raise ConfigError(f"initial={self.path}: it trained an adaptation; give a function with open_run(...).params")
-        part = "params" if description["ema_decay"] is None else "ema"
+        part = "params" if description.get("ema_decay") is None else "ema"
         return checkpoint.restore_params(folder / "checkpoints", params.abstract(spec), self.step, part=part)[1]
 
 

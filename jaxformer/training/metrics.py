@@ -1,5 +1,6 @@
 """The record of a run (metrics.jsonl), optional loggers beside it, and the lines that are printed."""
 
+import itertools
 import json
 import logging
 import math
@@ -21,14 +22,21 @@ log = logging.getLogger("jaxformer")
 class Record:
     """metrics.jsonl, the truth about a run, a line a record; and loggers beside it (`name`, `write(step, values)`, `close()`).
 
-    A torn last line (of a killed run) is dropped on opening. Objects of a bucket cannot grow: there `save` writes all lines
-    again. Without a path (not on the first process) nothing is kept. A logger that raises is reported once and dropped.
+    A torn last line (of a killed run) is dropped on opening; of a file with damaged lines a copy is kept. Objects of a bucket
+    cannot grow: there `save` writes all lines again. Without a path (not on the first process) nothing is kept. A logger that
+    raises is reported once and dropped.
     """
 
     def __init__(self, path: epath.PathLike | None):
         self.path = None if path is None else epath.Path(path)
-        self.lines = [] if self.path is None else read_records(self.path)
+        self.lines, damaged = ([], []) if self.path is None else _parse(self.path)
+        if self.path is not None and damaged:
+            names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in itertools.count(1))
+            copy = next(name for name in names if not name.exists())
+            copy.write_bytes(self.path.read_bytes())
+            log.warning("%s: no records in lines %s; they are left out, the file as it was is %s", self.path, damaged, copy)
         self.loggers: list[Any] = []
+        self._behind = False  # whether the file lacks lines, because the disk was full
         self._grows = "://" not in str(path)
 
     def rewind(self, step: int) -> None:
@@ -42,14 +50,13 @@ class Record:
         line = {"step": step, **values}
         self.lines.append(line)
         if self._grows:
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            self._write_out(self._append)
         self._tell_loggers(lambda logger: logger.write(step, values), "%s stopped: %s; the run goes on without it")
 
     def save(self) -> None:
         """Before a checkpoint: what was written so far is in the file."""
-        if not self._grows and self.lines:
-            self._write_all()
+        if self._behind or (not self._grows and self.lines):
+            self._write_out(self._write_all)
 
     def close(self) -> None:
         self.save()
@@ -63,20 +70,47 @@ class Record:
                 log.warning(warning, logger.name, f"{type(error).__name__}: {error}")
                 self.loggers.remove(logger)
 
+    def _write_out(self, write: Callable[[], None]) -> None:
+        """Calls `write`, or writes all lines again where the last try failed. What cannot be written now is kept for later."""
+        try:
+            (self._write_all if self._behind else write)()
+            self._behind = False
+        except OSError as error:
+            if not self._behind:
+                log.warning(
+                    "%s cannot be written (%s); the run goes on, its lines are written once there is room", self.path, error
+                )
+            self._behind = True
+
+    def _append(self) -> None:
+        assert self.path is not None
+        with self.path.open("a") as file:
+            file.write(json.dumps(self.lines[-1]) + "\n")
+
     def _write_all(self) -> None:
         if self.path is not None:
             config.write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
 
 
 def read_records(path: epath.PathLike) -> list[dict]:
-    """The lines of a metrics.jsonl, up to a torn one."""
-    path, lines = epath.Path(path), []
-    for text in path.read_text().splitlines() if path.exists() else []:
+    """The records of a metrics.jsonl; lines that are none are left out."""
+    return _parse(path)[0]
+
+
+def _parse(path: epath.PathLike) -> tuple[list[dict], list[int]]:
+    """(records, numbers of the lines that are none). A last line without an end was torn by a kill: that is no damage."""
+    path, records, damaged = epath.Path(path), [], []
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, line in enumerate(lines, 1):
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines
+            record = json.loads(line)
+            if type(record["step"]) is not int:
+                raise ValueError(record["step"])
+            records.append(record)
+        except (ValueError, TypeError, KeyError, RecursionError):  # no UTF-8, no JSON, no object, no step
+            if number < len(lines):
+                damaged.append(number)
+    return records, damaged
 
 
 def open_loggers(names: Sequence[str], folder: epath.PathLike, run_name: str, description: dict) -> list[Any]:
@@ -207,6 +241,6 @@ class Reporter:
         if self._clock is None:
             self._clock = now
             return {}
-        self._tokens += tokens
+        self._tokens += tokens if math.isfinite(tokens) else 0  # a weight of the batch may be NaN
         rate = self._tokens / max(now - self._clock, 1e-9)
         return {"tokens/s": float(round(rate))} | ({} if self._share is None else {"MFU": rate * self._share})

@@ -42,7 +42,7 @@ class RunFolder:
 
     def description(self) -> dict[str, Any]:
         """What `config.json` says; empty where there is none."""
-        return json.loads(self.config.read_text()) if self.config.is_file() else {}
+        return config.read_json(self.config) if self.config.exists() else {}
 
 
 def run_folder(experiment: Experiment, runs: epath.PathLike) -> RunFolder:
@@ -58,7 +58,7 @@ def open_experiment(folder: RunFolder) -> Experiment:
         raise ConfigError(f"{folder.path}: no copy of its experiment's file (it was trained from Python); open it from there")
     from jaxformer.training.names import NAMES
 
-    facts = json.loads(folder.source.read_text())
+    facts = config.read_json(folder.source, path=str, overrides=list, imports=dict)
     source = config.again(folder.experiment, facts)
     experiment = config.override(source.experiment, source.overrides, {**NAMES, "": source.names})
     digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

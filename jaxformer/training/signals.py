@@ -40,8 +40,9 @@ class Signals:
         return self._received
 
     def _handle(self, signum, frame) -> None:
+        if self._received:  # a save that is running has a temporary name: nothing half-written counts
+            os._exit(128 + signum)
         self._received = signum
-        self.__exit__()
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
 

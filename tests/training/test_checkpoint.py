@@ -549,17 +549,6 @@ def test_a_failed_save_is_one_line_and_the_next_one_works(tmp_path, monkeypatch)
     assert checkpoint.steps(tmp_path) == [1, 2]
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if os.geteuid() or not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def test_a_full_disk(small_disk, capfd):
     log = []
     with Manager(small_disk / "checkpoints", log=log.append) as manager:
@@ -614,6 +603,21 @@ def test_a_folder_that_is_removed_comes_back(tmp_path):
         shutil.rmtree(tmp_path / "c")
         manager.save(2, make(2), wait=True)
         assert manager.restore(abstract(make(1)))[0] == 2
+
+
+@pytest.mark.parametrize("successor", [False, True])
+def test_a_run_whose_folder_was_removed_stops_at_its_next_save(tmp_path, successor):
+    """Its lock went with the folder: a second trainer may have started, and the first one must not write beside it."""
+    run = tmp_path / "run"
+    with Manager(run / "checkpoints") as manager, contextlib.ExitStack() as stack:
+        manager.save(1, make(1), wait=True)
+        shutil.rmtree(run)
+        if successor:
+            stack.enter_context(Manager(run / "checkpoints")).save(1, make(5), wait=True)
+        with pytest.raises(ConfigError, match=r"checkpoints\.lock was removed .* stops at step 2"):
+            manager.save(2, make(2))
+        if successor:
+            assert_same(restore_params(run / "checkpoints", abstract(make(1).params))[1], make(5).params)
 
 
 def test_two_managers(tmp_path):

@@ -1,9 +1,11 @@
 """What a run says of its steps."""
 
+import json
+
 import jax.numpy as jnp
 import pytest
 
-from jaxformer.training.metrics import Console, NonFinite, Reporter
+from jaxformer.training.metrics import Console, NonFinite, Record, Reporter, read_records
 
 GOOD = {"loss": 1.0, "accuracy": 0.5, "tokens": 8.0, "grad_norm": 2.0, "learning_rate": 0.5, "skipped": 0}
 EMPTY = GOOD | {"loss": float("nan"), "accuracy": float("nan"), "tokens": 0.0, "grad_norm": 0.0}
@@ -41,6 +43,13 @@ def test_a_step_that_changed_nothing_is_reported_whether_it_is_logged_or_not():
     assert list(record) == [0, 2]
 
 
+def test_a_weight_that_is_no_number_is_a_bad_step_like_any():
+    bad = GOOD | dict.fromkeys(("loss", "accuracy", "tokens", "grad_norm"), float("nan")) | {"skipped": 1}
+    record, console = report([GOOD, bad, bad, GOOD, GOOD])
+    assert [line[:6] for line in console.lines] == ["step 1", "step 2"] and list(record) == [0, 2, 4]
+    assert all(values.get("tokens/s", 0) >= 0 for _, values in console.logged)
+
+
 def test_a_batch_without_weight_is_told_from_a_bad_step_and_never_ends_a_run():
     record, console = report([GOOD, GOOD, *[EMPTY | {"skipped": 1}] * 4], max_skipped=2)
     assert console.lines == [f"step {step} changed nothing: the weights of its batch sum to 0" for step in (2, 3, 4, 5)]
@@ -48,3 +57,58 @@ def test_a_batch_without_weight_is_told_from_a_bad_step_and_never_ends_a_run():
     assert "loss" not in console.logged[-1][1]
     with pytest.raises(NonFinite, match="2 steps in a row, up to step 1"):
         report([GOOD, GOOD | {"loss": float("nan"), "skipped": 2}], max_skipped=2)
+
+
+DAMAGED = {
+    "a flipped bit": b'{"step": 3, "loss"; 1.0}', "no text": b'\xff\xfe{"step": 3}', "no step": b'{"loss": 1.0}',
+    "no object": b"[3]", "a step that is no number": b'{"step": "3"}', "brackets": b"[" * 100_000, "nothing": b"",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_line_costs_that_line_alone(tmp_path, name, caplog):
+    """The file as it was stays beside; a run that goes on keeps all others."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 1.0}).encode() for step in range(9)]
+    before = b"\n".join([*lines[:3], DAMAGED[name], *lines[4:], b'{"step": 9, "lo'])  # and the last one torn
+    path.write_bytes(before)
+    assert [line["step"] for line in read_records(path)] == [0, 1, 2, 4, 5, 6, 7, 8]
+    record = Record(path)
+    record.rewind(7)
+    record.write(7, {"loss": 2.0})
+    record.close()
+    assert [line["step"] for line in read_records(path)] == [0, 1, 2, 4, 5, 6, 7]
+    assert (tmp_path / "metrics.jsonl.damaged-1").read_bytes() == before and "lines [4]" in caplog.text
+    caplog.clear()
+    Record(path).close()
+    assert not caplog.text and not (tmp_path / "metrics.jsonl.damaged-2").exists()
+
+
+def test_a_torn_last_line_is_no_damage(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"step": 1}\n{"st')
+    assert [line["step"] for line in Record(path).lines] == [0, 1] and not caplog.text
+    path.write_bytes(b'{"step": 0}\n{"step": 1}')  # without its end, but whole
+    assert [line["step"] for line in Record(path).lines] == [0, 1]
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_full_disk_costs_no_line(small_disk, fill, caplog):
+    """The run goes on, with one warning; the file has every line once there is room."""
+    path = small_disk / "metrics.jsonl"
+    record = Record(path)
+    record.write(0, {"loss": 1.0})
+    ballast = fill(small_disk)
+    for step in range(1, 200):  # beyond the page that the file already has
+        record.write(step, {"loss": 1.0, "accuracy": 0.25})
+    assert caplog.text.count("cannot be written") == 1 and "No space left" in caplog.text
+    assert len(read_records(path)) < 200
+    ballast.unlink()
+    record.write(200, {"loss": 2.0})
+    assert [line["step"] for line in read_records(path)] == list(range(201))
+    ballast = fill(small_disk)
+    for step in range(201, 400):
+        record.write(step, {"loss": 1.0, "accuracy": 0.25})
+    ballast.unlink()
+    record.close()
+    assert [line["step"] for line in read_records(path)] == list(range(400))
