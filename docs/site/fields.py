@@ -1,0 +1,72 @@
+"""A griffe extension: comments beside fields become their documentation, and docstrings are read as plain text."""
+
+import re
+from pathlib import Path
+
+import griffe
+
+
+class Fields(griffe.Extension):
+    def on_package(self, *, pkg: griffe.Module, **kwargs) -> None:
+        """Once all is loaded; griffe's own extension has given dataclasses their `__init__`."""
+        visit(pkg)
+
+
+def visit(item) -> None:
+    for member in list(item.members.values()):
+        if member.is_alias:
+            continue
+        if member.docstring:
+            member.docstring.value = escaped(member.docstring.value)
+        if member.is_module or member.is_class:
+            visit(member)
+        elif item.is_module and member.is_attribute and not member.docstring and (text := comment(member)):
+            member.docstring = griffe.Docstring(escaped(text), parent=member)
+    if item.is_class:
+        add_table(item)
+
+
+def escaped(text: str) -> str:
+    """`[B, T]`, `*`, `_` and `<` outside of code mean themselves."""
+    lines = []
+    for line in text.splitlines():
+        pieces = line.split("`")
+        if not line.startswith("    "):
+            pieces[::2] = [re.sub(r"([\\*_\[\]])", r"\\\1", piece).replace("<", "&lt;") for piece in pieces[::2]]
+        lines.append("`".join(pieces))
+    return "\n".join(lines)
+
+
+def add_table(item: griffe.Class) -> None:
+    """The fields of a class as a table at the end of its docstring."""
+    fields = [one for one in attributes(item) if one.annotation is not None and not one.name.startswith("_")]
+    if not fields:
+        return
+    rows = [f"| `{one.name}` | {code(one.annotation)} | {code(one.value)} | {escaped(comment(one))} |" for one in fields]
+    text = item.docstring.value if item.docstring else ""
+    table = "\n".join(["| field | type | default | |", "|---|---|---|---|", *rows])
+    item.docstring = griffe.Docstring(f"{text}\n\n{table}", parent=item)
+    item.members.pop("__init__", None)  # its signature would say the same again
+
+
+def attributes(item: griffe.Class) -> list[griffe.Attribute]:
+    """Own and inherited ones, first those of the bases."""
+    found = {}
+    for one in [*reversed(item.mro()), item]:
+        found |= {name: member for name, member in one.members.items() if member.is_attribute and not member.is_alias}
+    return list(found.values())
+
+
+def code(expression) -> str:
+    return "" if expression is None else "`" + " ".join(str(expression).split()) + "`"
+
+
+def comment(field: griffe.Attribute) -> str:
+    """What stands behind a field, or above the lines that it is one of."""
+    lines, end = Path(str(field.filepath)).read_text().splitlines(), field.endlineno - 1
+    if "  # " in lines[end]:
+        return lines[end].partition("  # ")[2].replace("|", "\\|")
+    start = field.lineno - 1
+    while field.parent.is_module and re.match(r"[a-z]\w* = ", lines[start]):
+        start -= 1
+    return lines[start].removeprefix("# ") if lines[start].startswith("# ") else ""
