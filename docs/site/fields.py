@@ -62,11 +62,14 @@ def code(expression) -> str:
 
 
 def comment(field: griffe.Attribute) -> str:
-    """What stands behind a field, or above the lines that it is one of."""
-    lines, end = Path(str(field.filepath)).read_text().splitlines(), field.endlineno - 1
-    if "  # " in lines[end]:
-        return lines[end].partition("  # ")[2].replace("|", "\\|")
-    start = field.lineno - 1
-    while field.parent.is_module and re.match(r"[a-z]\w* = ", lines[start]):
-        start -= 1
-    return lines[start].removeprefix("# ") if lines[start].startswith("# ") else ""
+    """What stands behind a field, or above it, or above the lines that it is one of."""
+    lines = Path(str(field.filepath)).read_text().splitlines()
+    if "  # " in lines[field.endlineno - 1]:
+        return lines[field.endlineno - 1].partition("  # ")[2].replace("|", "\\|")
+    above = field.lineno - 2
+    while field.parent.is_module and re.match(r"[a-z]\w* = ", lines[above]):
+        above -= 1
+    found = []
+    while (line := lines[above].strip()).startswith("# "):
+        found, above = [line.removeprefix("# "), *found], above - 1
+    return " ".join(found).replace("|", "\\|")
