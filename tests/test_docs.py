@@ -25,7 +25,7 @@ NOT_RUN = r"<!-- not run: .+ -->\n"  # a page says why
 
 
 def python_blocks(text):
-    return re.findall(rf"(?<!-->\n)^```python\n(.*?)^```", re.sub(NOT_RUN, "-->\n", text), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"(?<!-->\n)^```python\n(.*?)^```", re.sub(NOT_RUN, "-->\n", text), flags=re.DOTALL | re.MULTILINE)
 
 
 def run(code, name, names, capsys):
@@ -46,6 +46,14 @@ def test_the_blocks_of_a_page_run_as_they_are_read(page, capsys, tmp_path, monke
     names = {"__name__": "__page__"}
     for block in python_blocks(PAGES[page].read_text()):
         run(block, page, names, capsys)
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")  # theirs
+def test_weights_of_torch_load_as_the_page_says(capsys):
+    names = {"__name__": "__page__"}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGES["pytorch"].read_text(), flags=re.DOTALL | re.MULTILINE):
+        run(block, "pytorch", names, capsys)
 
 
 def test_all_python_is_in_blocks_that_run_or_say_why_not():
@@ -101,7 +109,7 @@ def check_python(line):
     dotted, names = [], [word for word in words if not word.startswith("-")]
     for word in (word for word in words if word.startswith("--")):
         flag, _, value = word.partition("=")
-        value = value or (words + [""])[words.index(word) + 1]
+        value = value or [*words, ""][words.index(word) + 1]
         if flag in source:
             if flag == "--grid" and not OPEN.search(" ".join([value, *names])):
                 read_trials(names[0], value, [])

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Masks
 #
-# Which keys a query may see is a small value, not a matrix. It prints as the calls that made it, combines with `&`, `|` and `~`, and
-# every kernel reads it. An array of all pairs exists only where somebody asks for it, as here, to look.
+# Which keys a query may see is a small value, not a matrix. It prints as the calls that made it, combines with `&`, `|` and
+# `~`, and every kernel reads it. An array of all pairs exists only where somebody asks for it, as here, to look.
 
 # %%
 import time
@@ -60,7 +60,8 @@ T = 48
 panels({name: mask.dense(T, T)[0, 0] for name, mask in kinds.items()}, ["#ffffff", "#1f5d8c"])
 
 # %% [markdown]
-# A rule of your own is a function of positions. It is a mask like the others: it combines, and kernels evaluate it block by block.
+# A rule of your own is a function of positions. It is a mask like the others: it combines, and kernels evaluate it block by
+# block.
 
 # %%
 checkers = masks.Mask(lambda mask, q, kv: (q // 6 + kv // 6) % 2 == 0)
@@ -70,9 +71,9 @@ panels({name: mask.dense(T, T)[0, 0] for name, mask in pictures.items()}, ["#fff
 # %% [markdown]
 # ## What kernels see
 #
-# A kernel works on blocks of pairs. `mask.blocks(T, S, block)` says of each block whether it is empty (0: skipped), partial (1: computed
-# and masked) or full (2: computed, no mask needed). That is decided by the rule, in NumPy, while the program is traced: no pair is
-# looked at where the rule is known.
+# A kernel works on blocks of pairs. `mask.blocks(T, S, block)` says of each block whether it is empty (0: skipped), partial
+# (1: computed and masked) or full (2: computed, no mask needed). That is decided by the rule, in NumPy, while the program
+# is traced: no pair is looked at where the rule is known.
 
 # %%
 print(masks.longformer(512, 64).blocks(2048, 2048, 256))
@@ -92,7 +93,8 @@ for mask in (masks.full(), masks.causal(), masks.causal() & masks.window(1024), 
 # %% [markdown]
 # ## The same values, less work
 #
-# The blockwise kernel gives what the reference gives, which makes the whole matrix. In a window it is faster by what it skips.
+# The blockwise kernel gives what the reference gives, which makes the whole matrix. In a window it is faster by what it
+# skips.
 
 # %%
 q, k, v = (jax.random.normal(jax.random.key(i), (1, 2048, 4, 32)) for i in range(3))  # [B, T, N, H]
@@ -117,8 +119,8 @@ for mask in (masks.causal(), masks.causal() & masks.window(128)):
 # %% [markdown]
 # ## Padding and packing
 #
-# Masks may hold arrays, one row of a batch each: lengths of padded rows, or segments of rows in which several texts are packed.
-# `.at(offset)` says where the first query stands, as in decoding; without it the last query stands at the last key.
+# Masks may hold arrays, one row of a batch each: lengths of padded rows, or segments of rows in which several texts are
+# packed. `.at(offset)` says where the first query stands, as in decoding; without it the last query stands at the last key.
 
 # %%
 packed = masks.causal() & masks.segments(np.array([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 0, 0]]))  # 0: padding

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Reversal, and the anti-diagonal
 #
-# The smallest task that needs attention: read four tokens, say them backwards. Output `t` must copy input `T - 1 - t`, so the
-# attention map of a model that has learned it should be dark except on the anti-diagonal. This page trains such a model by
-# hand, with `jax` and `optax` alone, and looks. `make train EXP=reverse` trains the same model as an experiment.
+# The smallest task that needs attention: read four tokens, say them backwards. Output `t` must copy input `T - 1 - t`, so
+# the attention map of a model that has learned it should be dark except on the anti-diagonal. This page trains such a model
+# by hand, with `jax` and `optax` alone, and looks. `make train EXP=reverse` trains the same model as an experiment.
 
 # %%
 import jax
@@ -51,8 +51,8 @@ for path, leaf in jax.tree_util.tree_leaves_with_path(params)[:5]:
 print("in all", sum(leaf.size for leaf in jax.tree.leaves(params)))
 
 # %% [markdown]
-# The loss is the mean of `-log p(label)`, and a step is one gradient of it. An untrained model says all eight tokens with about
-# the same probability: its loss is ln 8 = 2.079.
+# The loss is the mean of `-log p(label)`, and a step is one gradient of it. An untrained model says all eight tokens with
+# about the same probability: its loss is ln 8 = 2.079.
 
 
 # %%
@@ -92,7 +92,8 @@ print(f"right: {right[seen].mean():.1%} of the sequences it saw, {right[~seen].m
 # %% [markdown]
 # ## Where it looks
 #
-# One name asks for the attention maps (see [Looking inside a model](../looking-inside.md)). Rows are queries, columns are keys.
+# One name asks for the attention maps (see [Looking inside a model](../looking-inside.md)). Rows are queries, columns are
+# keys.
 
 # %%
 name = "layers/*/attention/weights"
@@ -100,8 +101,8 @@ weights = models.apply(model, params, tokens, intermediates=(name,)).intermediat
 figures.attention(np.asarray(weights[:, 0]), [f"output {t}" for t in range(T)], [str(token) for token in tokens[0]])
 
 # %% [markdown]
-# How much of each head's weight lies on the anti-diagonal, as a mean over all rows and queries; a head that looks everywhere
-# has 1 / T = 0.25. The entropy says the same: 0 for one key, ln 4 = 1.386 for all of them.
+# How much of each head's weight lies on the anti-diagonal, as a mean over all rows and queries; a head that looks
+# everywhere has 1 / T = 0.25. The entropy says the same: 0 for one key, ln 4 = 1.386 for all of them.
 
 # %%
 mirror = jnp.broadcast_to(jnp.arange(T)[::-1], tokens.shape)  # [B, T]: where query t should look

@@ -1,12 +1,13 @@
 # %% [markdown]
 # # Scaling laws
 #
-# How much does the loss fall with more parameters N and more tokens D? Hoffmann et al. 2022 (arXiv:2203.15556, equation 2) fit
+# How much does the loss fall with more parameters N and more tokens D? Hoffmann et al. 2022 (arXiv:2203.15556, equation 2)
+# fit
 #
 # L(N, D) = E + A / N^α + B / D^β
 #
-# to many runs. `make scaling EXP=quickstart` trains such a grid and fits it. Here the losses are given, so that the
-# fit itself can be looked at.
+# to many runs. `make scaling EXP=quickstart` trains such a grid and fits it. Here the losses are given, so that the fit
+# itself can be looked at.
 
 # %%
 import numpy as np
@@ -34,8 +35,8 @@ for name in law._fields:
 figures.scaling_law(law, losses, N, D)
 
 # %% [markdown]
-# Every exponent is within 0.01 of the truth. A and B are known much less well: an error of α is paid back by A, because all N are far
-# from 1.
+# Every exponent is within 0.01 of the truth. A and B are known much less well: an error of α is paid back by A, because all
+# N are far from 1.
 #
 # ## The best model of a budget
 #
@@ -48,8 +49,8 @@ for flops in (1e18, 1e20, 1e22, 1e24):
     print(f"{flops:.0e} {size:>14.3g} {tokens:>12.3g} {tokens / size:>15.0f} {law.loss(size, tokens):>11.3f}")
 
 # %% [markdown]
-# The same without a law for D: IsoFLOP curves (section 3.2). At each budget train several sizes, each with the D that is left,
-# and take the lowest point of a parabola in log N. The slope of the lowest points is the exponent.
+# The same without a law for D: IsoFLOP curves (section 3.2). At each budget train several sizes, each with the D that is
+# left, and take the lowest point of a parabola in log N. The slope of the lowest points is the exponent.
 
 # %%
 budgets = np.repeat([1e18, 1e19, 1e20, 1e21], 7)
@@ -69,14 +70,14 @@ for color, flops in zip(figures.COLORS, found.flops, strict=False):
 axes.plot(found.parameters, found.losses, "k*--", linewidth=1, label="lowest points")
 axes.set(xscale="log", xlabel="parameters N", ylabel="loss (nats per token)")
 axes.legend(frameon=False, fontsize=7)
-axes.figure
+axes.get_figure()
 
 # %% [markdown]
 # ## Nine small runs
 #
-# These losses are real: `quickstart` with d = 16, 32 and 64 for 60, 120 and 240 steps (`make scaling EXP=quickstart`, seed 0, two CPU
-# cores). The curves go through the points, and yet the intervals are wide, and E comes out as 0: runs so small and short say nothing about the
-# entropy of the text.
+# These losses are real: `quickstart` with d = 16, 32 and 64 for 60, 120 and 240 steps (`make scaling EXP=quickstart`, seed
+# 0, two CPU cores). The curves go through the points, and yet the intervals are wide, and E comes out as 0: runs so small
+# and short say nothing about the entropy of the text.
 
 # %%
 N = np.repeat([12432, 49440, 197184], 3)  # without the tables of tokens
