@@ -8,7 +8,7 @@ import griffe
 
 class Fields(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **kwargs) -> None:
-        """Once all is loaded; griffe's own extension has given dataclasses their `__init__`."""
+        """Once all is loaded."""
         visit(pkg)
 
 
@@ -46,7 +46,6 @@ def add_table(item: griffe.Class) -> None:
     text = item.docstring.value if item.docstring else ""
     table = "\n".join(["| field | type | default | |", "|---|---|---|---|", *rows])
     item.docstring = griffe.Docstring(f"{text}\n\n{table}", parent=item)
-    item.members.pop("__init__", None)  # its signature would say the same again
 
 
 def attributes(item: griffe.Class) -> list[griffe.Attribute]:
@@ -64,8 +63,9 @@ def code(expression) -> str:
 def comment(field: griffe.Attribute) -> str:
     """What stands behind a field, or above it, or above the lines that it is one of."""
     lines = Path(str(field.filepath)).read_text().splitlines()
-    if "  # " in lines[field.endlineno - 1]:
-        return lines[field.endlineno - 1].partition("  # ")[2].replace("|", "\\|")
+    beside = re.sub(r"# (fmt|noqa|pyrefly|type)\b.*", "", lines[field.endlineno - 1]).partition("  # ")[2]
+    if beside:
+        return beside.strip().replace("|", "\\|")
     above = field.lineno - 2
     while field.parent.is_module and re.match(r"[a-z]\w* = ", lines[above]):
         above -= 1
