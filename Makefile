@@ -80,7 +80,7 @@ parity: .venv-parity/ready  ## other people's packages run live against tests/fi
 	@.venv-parity/bin/python -m pytest -m parity $(ARGS)
 
 docs: .venv/ready-docs ## the book, every block and notebook executed: dist/site/index.html
-	@$(BIN)/python -m pytest -q -n 2 tests/test_docs.py
+	@$(BIN)/python -m pytest -q -n 2 tests/test_docs.py $(wildcard tests/test_mathematics.py)
 	@NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --quiet --strict -f docs/site/mkdocs.yml
 	@echo 'the book: dist/site/index.html'
 

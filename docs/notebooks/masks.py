@@ -8,12 +8,14 @@
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from jaxformer import masks, ops
 
+LENGTH = 2048  # of what is timed
 DRAWS = 3  # timings of each kernel; the best counts
 
 
@@ -97,7 +99,7 @@ for mask in (masks.full(), masks.causal(), masks.causal() & masks.window(1024), 
 # skips.
 
 # %%
-q, k, v = (jax.random.normal(jax.random.key(i), (1, 2048, 4, 32)) for i in range(3))  # [B, T, N, H]
+q, k, v = (jax.random.normal(jax.random.key(i), (1, LENGTH, 4, 32)) for i in range(3))  # [B, T, N, H]
 
 
 def timed(mask, implementation):
@@ -123,6 +125,6 @@ for mask in (masks.causal(), masks.causal() & masks.window(128)):
 # packed. `.at(offset)` says where the first query stands, as in decoding; without it the last query stands at the last key.
 
 # %%
-packed = masks.causal() & masks.segments(np.array([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 0, 0]]))  # 0: padding
+packed = masks.causal() & masks.segments(jnp.array([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 0, 0]]))  # 0: padding
 print(text(packed))
 print("two queries after ten keys:", masks.causal().dense(2, 12)[0, 0].sum(axis=1), "keys are visible")

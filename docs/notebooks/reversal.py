@@ -38,7 +38,7 @@ model = models.ModelConfig(
 )
 train = data.open(model).train
 rows = [train[i] for i in range(len(train))]
-tokens, labels = (np.stack([row[name] for row in rows]) for name in ("tokens", "labels"))  # [50, T]
+tokens, labels = (jnp.stack([row[name] for row in rows]) for name in ("tokens", "labels"))  # [50, T]
 print("tokens", tokens[0], "labels", labels[0])
 
 # %% [markdown]
@@ -84,10 +84,10 @@ figures.losses({"reversal": [{"step": i, "loss": value} for i, value in enumerat
 # Has it learned to reverse, or learned 50 rows by heart? All 4096 sequences of four tokens tell.
 
 # %%
-everything = np.stack(np.meshgrid(*[np.arange(V)] * T, indexing="ij"), axis=-1).reshape(-1, T)
+everything = jnp.stack(jnp.meshgrid(*[jnp.arange(V)] * T, indexing="ij"), axis=-1).reshape(-1, T)
 seen = (everything[:, None] == tokens[None]).all(-1).any(-1)
 right = (models.apply(model, params, everything).logits.argmax(-1) == everything[:, ::-1]).all(-1)
-print(f"right: {right[seen].mean():.1%} of the sequences it saw, {right[~seen].mean():.1%} of the {np.sum(~seen)} others")
+print(f"right: {right[seen].mean():.1%} of the sequences it saw, {right[~seen].mean():.1%} of the {(~seen).sum()} others")
 
 # %% [markdown]
 # ## Where it looks
