@@ -42,9 +42,12 @@ def add_table(item: griffe.Class) -> None:
     fields = [one for one in attributes(item) if one.annotation is not None and not one.name.startswith("_")]
     if not fields:
         return
-    rows = [f"| `{one.name}` | {code(one.annotation)} | {code(one.value)} | {escaped(comment(one))} |" for one in fields]
+    rows = [(f"`{one.name}`", code(one.annotation), code(one.value), escaped(comment(one))) for one in fields]
+    columns = [pair for pair in zip(("field", "type", "default", " "), zip(*rows, strict=True), strict=True) if any(pair[1])]
+    heads, cells = zip(*columns, strict=True)
+    lines = [heads, ["---"] * len(heads), *zip(*cells, strict=True)]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     text = item.docstring.value if item.docstring else ""
-    table = "\n".join(["| field | type | default | |", "|---|---|---|---|", *rows])
     item.docstring = griffe.Docstring(f"{text}\n\n{table}", parent=item)
 
 

@@ -53,24 +53,19 @@ def packages() -> dict[str, list[str]]:
     return pages
 
 
-def source(module: str) -> ast.Module:
-    path = ROOT / Path(*module.split("."))
-    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
-
-
 def api_page(title: str, modules: list[str]) -> str:
     """What the package offers, with links, then its modules one after the other."""
     package = "jaxformer" if title == "jaxformer" else f"jaxformer.{title}"
-    tree = source(package)
+    source = (ROOT / Path(*package.split(".")) / "__init__.py").read_text()
     lines = [f"# {title}", ""]
-    offered = [
-        f"[`{alias.asname or alias.name}`][{node.module}.{alias.name}]"
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and package != "jaxformer" and f"{node.module}.".startswith(f"{package}.")
-        for alias in node.names
-        if f"{node.module}.{alias.name}" not in modules and alias.name[0].lower() != "_" and not alias.name.isupper()
-    ]
-    if offered:
+    if "names that the package offers" in source:
+        offered = [
+            f"[`{alias.name}`][{node.module}.{alias.name}]"
+            for node in ast.parse(source).body
+            if isinstance(node, ast.ImportFrom) and f"{node.module}".startswith(f"{package}.")
+            for alias in node.names
+            if f"{node.module}.{alias.name}" not in modules and not alias.name.isupper()
+        ]
         lines += [f"`from {package} import ...` offers {', '.join(offered)}.", ""]
     lines += [f"::: {package}", "    options: {show_root_heading: false, show_root_toc_entry: false}", ""]
     return "\n".join([*lines, *(f"::: {module}\n" for module in modules)])
