@@ -7,7 +7,7 @@ WHAT ?= train
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train sweep scaling report inspect cost evaluate harness generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-all aot parity docs lint format bench clean
+.PHONY: help train sweep scaling report inspect cost evaluate harness generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-all aot parity lint format bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -79,6 +79,7 @@ aot: .venv-plan/ready-dev  ## the tests that compile for TPUs that are not here 
 parity: .venv-parity/ready  ## other people's packages run live against tests/fixtures (installs torch for CPU, transformers and others)
 	@.venv-parity/bin/python -m pytest -m parity $(ARGS)
 
+.PHONY: docs
 docs: .venv/ready-docs ## the book, every block and notebook executed: dist/site/index.html
 	@$(BIN)/python -m pytest -q -n 2 tests/test_docs.py $(wildcard tests/test_mathematics.py)
 	@NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --quiet --strict -f docs/site/mkdocs.yml
