@@ -18,7 +18,9 @@ from jaxformer.training.names import MODEL, NAMES
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = {path.stem: path for path in sorted((ROOT / "docs").glob("*.md"))}
-EXPERIMENTS = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "experiments").rglob("*.py"))}
+STARTS = re.compile(r"^experiment = |__main__", flags=re.MULTILINE)  # a file without these is a part of others
+FILES = [path for path in sorted((ROOT / "experiments").rglob("*.py")) if STARTS.search(path.read_text())]
+EXPERIMENTS = {str(path.relative_to(ROOT)): path for path in FILES}
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "docs" / "notebooks").glob("*.py"))}
 SMALL = {"STEPS": 2, "LENGTH": 256, "DRAWS": 2}  # constants of notebooks, as a test sets them
 ELSEWHERE = ("one-function-at-a-time",)  # tests/test_mathematics.py runs it, and compares every printed line

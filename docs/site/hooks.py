@@ -86,8 +86,10 @@ def executed(path: Path) -> Path:
 
 def experiments(folder: Path) -> str:
     """A section for each experiment: what it is, what it should give, how long it takes and its command."""
-    paths = [path for path in sorted(folder.glob("*.py")) if not path.name.startswith("_")]
-    return "\n\n".join(section(path.stem, ast.get_docstring(ast.parse(path.read_text())) or "") for path in paths)
+    sources = {path.stem: path.read_text() for path in sorted(folder.glob("*.py"))}
+    starts = re.compile(r"^experiment = |__main__", flags=re.MULTILINE)  # a file without these is a part of others
+    told = {name: ast.get_docstring(ast.parse(text)) for name, text in sources.items() if starts.search(text)}
+    return "\n\n".join(section(name, docstring or "") for name, docstring in told.items())
 
 
 def section(name: str, docstring: str) -> str:
