@@ -82,6 +82,12 @@ aot: .venv-plan/ready-dev  ## the tests that compile for TPUs that are not here 
 parity: .venv-parity/ready  ## other people's packages run live against tests/fixtures (installs torch for CPU, transformers and others)
 	@.venv-parity/bin/python -m pytest -m parity $(ARGS)
 
+.PHONY: docs
+docs: .venv/ready-docs ## the book, every block and notebook executed: dist/site/index.html
+	@$(BIN)/python -m pytest -q -n 2 tests/test_docs.py $(wildcard tests/test_mathematics.py)
+	@NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --quiet --strict -f docs/site/mkdocs.yml
+	@echo 'the book: dist/site/index.html'
+
 lint: .venv/ready-dev  ## style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -110,6 +116,10 @@ clean:           ## removes .venv and caches; runs/ stays
 
 .venv/ready-dev: .venv/ready
 	@$(BIN)/pip install -q -e . --group dev
+	@touch $@
+
+.venv/ready-docs: .venv/ready-dev
+	@$(BIN)/pip install -q -e . --group docs
 	@touch $@
 
 .venv-parity/ready: pyproject.toml

@@ -1,4 +1,4 @@
-"""From a pre-trained encoder to a classifier: which package of Python's standard library a docstring is of, 20 classes.
+r"""From a pre-trained encoder to a classifier: which package of Python's standard library a docstring is of, 20 classes.
 
 Devlin et al. 2018, arXiv:1810.04805, section 4: a new head on the first token, all parameters are trained. The beginning is a
 run of bert_pretrain, or a Hugging Face folder of an encoder; without one (no --initial) the model starts at random.

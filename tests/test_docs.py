@@ -1,0 +1,170 @@
+"""The README and the book say what is so: their Python runs, their commands exist, their notebooks run."""
+
+import ast
+import importlib.util
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+from experiments.launch.sweep import read_trials
+from jaxformer import cli, config, models
+from jaxformer.planning.plan import of_preset
+from jaxformer.training.names import MODEL, NAMES
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = {path.stem: path for path in sorted((ROOT / "docs").glob("*.md"))}
+STARTS = re.compile(r"^experiment = |__main__", flags=re.MULTILINE)  # a file without these is a part of others
+FILES = [path for path in sorted((ROOT / "experiments").rglob("*.py")) if STARTS.search(path.read_text())]
+EXPERIMENTS = {str(path.relative_to(ROOT)): path for path in FILES}
+NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "docs" / "notebooks").glob("*.py"))}
+SMALL = {"STEPS": 2, "LENGTH": 256, "DRAWS": 2}  # constants of notebooks, as a test sets them
+ELSEWHERE = ("one-function-at-a-time",)  # tests/test_mathematics.py runs it, and compares every printed line
+NOT_RUN = r"<!-- not run: .+ -->\n"  # a page says why
+
+
+def python_blocks(text):
+    return re.findall(r"(?<!-->\n)^```python\n(.*?)^```", re.sub(NOT_RUN, "-->\n", text), flags=re.DOTALL | re.MULTILINE)
+
+
+def run(code, name, names, capsys):
+    exec(compile(code, name, "exec"), names)
+    printed = capsys.readouterr().out
+    for said in re.findall(r"print\(.*?\)\s+# (.*)", code):
+        assert said in printed
+
+
+@pytest.mark.parametrize("index", range(len(python_blocks(README.read_text()))))
+def test_each_block_of_the_readme_runs_alone(index, capsys):
+    run(python_blocks(README.read_text())[index], f"README block {index}", {"__name__": "__readme__"}, capsys)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and python_blocks(PAGES[page].read_text())])
+def test_the_blocks_of_a_page_run_as_they_are_read(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__page__"}
+    for block in python_blocks(PAGES[page].read_text()):
+        run(block, page, names, capsys)
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")  # theirs
+def test_weights_of_torch_load_as_the_page_says(capsys):
+    names = {"__name__": "__page__"}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGES["pytorch"].read_text(), flags=re.DOTALL | re.MULTILINE):
+        run(block, "pytorch", names, capsys)
+
+
+def test_all_python_is_in_blocks_that_run_or_say_why_not():
+    """An indented block of Python would be shown and never run."""
+    for name, path in PAGES.items():
+        text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+        assert not re.findall(r"^    (?:import|from) .*$|^    \w+ = .*$", text, flags=re.MULTILINE), name
+
+
+def test_the_readme_stays_short():
+    assert README.read_text().count("\n") < 250
+
+
+# commands: nothing is run; experiments, targets and options must exist
+
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+MAKE = r"""\bmake ([a-z-]+)((?: [A-Z]+=(?:"[^"]*"|'[^']*'|[^\s;,`"']+))*)"""
+PYTHON = r"python -m ((?:jaxformer|experiments)\b[^`\n;]*)"
+OPEN = re.compile(r"…|\.\.\.|[<>]|\b[A-Z_]{4,}\b")  # what the reader puts in
+
+
+def code_of(text):
+    """Blocks that are not Python, and code inside of lines; without comments."""
+    blocks = re.findall(r"^```(?!python|diff)\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    rest = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    blocks += re.findall(r"^    .*$", rest, flags=re.MULTILINE) + re.findall(r"`([^`\n]+)`", rest)
+    return re.sub(r"\s{2,}#.*$|\s{3,}[(]?.*$", "", "\n".join(block.strip() for block in blocks), flags=re.MULTILINE)
+
+
+def check_make(target, variables):
+    assert target in TARGETS, f"make {target}: no such target"
+    given = [word for word in shlex.split(variables) if not OPEN.search(word.partition("=")[2])]
+    for word in given:
+        assert re.search(rf"\b{word.partition('=')[0]}\b", (ROOT / "Makefile").read_text()), f"make {target}: no {word}"
+    if len(given) < len(shlex.split(variables)):
+        return
+    made = subprocess.run(["make", "-n", target, *given], cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    for line in re.findall(PYTHON, made.stdout):
+        check_python(line)
+
+
+def check_python(line):
+    """A command after `python -m`: its module, command, experiment and options."""
+    words = [re.sub(r"^\[|\]+$", "", word) for word in shlex.split(line)]
+    module, *words = words
+    words = [word for word in words if word not in ("|", "--")]
+    path = ROOT / (module.replace(".", "/") + ".py") if module != "jaxformer" else ROOT / "jaxformer" / "cli.py"
+    assert path.is_file() or path.with_suffix("").is_dir(), f"{module}: no such module"
+    source = path.read_text() if path.is_file() else ""
+    if module == "jaxformer" and words and not words[0].startswith("-") and not OPEN.search(words[0]):
+        assert f'"{words[0]}": ' in source, f"{line}: no such command"
+    dotted, names = [], [word for word in words if not word.startswith("-")]
+    for word in (word for word in words if word.startswith("--")):
+        flag, _, value = word.partition("=")
+        value = value or [*words, ""][words.index(word) + 1]
+        if flag in source:
+            if flag == "--grid" and not OPEN.search(" ".join([value, *names])):
+                read_trials(names[0], value, [])
+        elif not OPEN.search(word):
+            dotted.append(f"{flag}={value}")
+    known = [name for name in names if name in config.available() or name in models.PRESETS]
+    check_options((known or ["quickstart"])[0], dotted)
+
+
+def check_options(name, options):
+    """That an experiment has these fields and takes these values."""
+    if not options:
+        return
+    if name in config.available():
+        cli.read_experiment(name, options)
+    else:
+        config.override(of_preset(name, models.PRESETS[name]), options, {**NAMES, "": MODEL})
+
+
+def check_commands(text):
+    for target, variables in re.findall(MAKE, text):
+        check_make(target, variables)
+    for line in re.findall(PYTHON, text):
+        check_python(line)
+
+
+@pytest.mark.parametrize("page", ["README", *PAGES])
+def test_the_commands_of_a_page_exist(page):
+    check_commands(code_of((PAGES | {"README": README})[page].read_text()))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_says_its_command_and_what_to_expect(name):
+    docstring = ast.get_docstring(ast.parse(EXPERIMENTS[name].read_text()))
+    assert docstring
+    if "launch/" not in name and "bench/" not in name:
+        for word in ("Expected", "Time", "Command"):
+            assert re.search(rf"\b{word}\b", docstring), f"does not say: {word}"
+    check_commands(docstring)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs(name, tmp_path, monkeypatch):
+    """As the book runs it, but smaller."""
+    spec = importlib.util.spec_from_file_location("notebook", ROOT / "docs" / "site" / "notebook.py")
+    notebook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(notebook)
+    monkeypatch.chdir(tmp_path)
+    source = NOTEBOOKS[name].read_text()
+    for constant, value in SMALL.items():
+        source = re.sub(rf"^{constant} = \d+", f"{constant} = {value}", source, flags=re.MULTILINE)
+    with matplotlib.rc_context():
+        page = notebook.page(source, name, tmp_path)
+    assert page.startswith("# ") and "![](" in page
+    assert len(list(tmp_path.glob("*.png"))) == page.count("![](")
