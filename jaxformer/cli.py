@@ -453,11 +453,11 @@ def _run_parser(command: str) -> _Parser:
 
 def _run(options, overrides: Sequence[str] = ()):
     """The run that the command line names, on the mesh that it asks for."""
-    from jaxformer.training import loop
+    from jaxformer.training import compiled
     from jaxformer.training.run import open_run
 
     run = open_run(_folder(options.name, options.runs).path, options.step, overrides, options.average)
-    loop.use_compilation_cache(run.folder.path.parent)
+    compiled.use_cache()
     return run
 
 

@@ -1,9 +1,12 @@
 """All tests: 8 simulated CPU devices, no silent rank promotion; shapes in signatures are checked."""
 
+import atexit
 import itertools
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -21,6 +24,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
     wanted = ["--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"]
     flags = wanted if known(" ".join(wanted)) else [flag for flag in wanted if known(flag)]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+    # where the programs of runs persist: nothing of an earlier session, and nothing in the cache of whoever runs the tests
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxformer-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

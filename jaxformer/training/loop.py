@@ -18,7 +18,7 @@ from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.models import cost
 from jaxformer.parallel import pmap, processes
-from jaxformer.training import checkpoint, optimizers
+from jaxformer.training import checkpoint, compiled, optimizers
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.initial import first_params
 from jaxformer.training.metrics import Console, Record, Reporter, open_loggers
@@ -101,7 +101,7 @@ def train(
     with contextlib.ExitStack() as stack:
         keep = dict(keep_latest=experiment.checkpoints.keep_latest, keep_best=experiment.checkpoints.keep_best)
         manager = stack.enter_context(checkpoint.Manager(folder.checkpoints, **keep))  # holds the run's lock
-        use_compilation_cache(runs)
+        compiled.use_cache(runs)
         keep_memory()
         if mesh is not None and experiment.mesh.backend == "jit":
             stack.enter_context(jax.set_mesh(mesh))
@@ -143,13 +143,6 @@ def open_data(experiment: Experiment):
 def can_sample(experiment: Experiment, dataset) -> bool:
     """Whether the run can end with a text that the model writes."""
     return dataset.tokenizer is not None and writes_text(experiment)
-
-
-def use_compilation_cache(runs: epath.PathLike) -> None:
-    """Compiled programs persist beside the runs, so the second start of an experiment does not compile."""
-    folder = epath.Path(runs) / ".compiled"
-    jax.config.update("jax_compilation_cache_dir", str(folder if "://" in str(folder) else folder.resolve()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def keep_memory() -> None:

@@ -1,9 +1,16 @@
-"""The second start of an experiment compiles nothing that takes long: programs persist beside the runs."""
+"""The second start of an experiment compiles nothing that takes long: programs persist in the user's own cache."""
 
+import os
+import stat
 import subprocess
 import sys
+import time
+import zlib
 
+import jax
 import pytest
+
+from jaxformer.training import compiled
 
 EXPERIMENT = """
 from jaxformer.data.tasks import Reverse
@@ -26,17 +33,67 @@ print(events["cache_hits"], events["cache_misses"])
 
 @pytest.mark.slow
 def test_a_second_process_takes_the_train_step_from_the_cache(tmp_path):
+    """Also after one of its programs was torn, as by a kill while it was written: that one is compiled and kept again."""
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
 
     def start(name):
         """(hits, misses) of a process that trains a run of this name: another run, the same programs."""
         words = [sys.executable, "-c", START, f"--name={name}"]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
+        assert "Error reading" not in done.stderr
         return map(int, done.stdout.splitlines()[-1].split())
 
     hits, misses = start("first")
     assert hits == 0 and misses > 0
-    written = list((tmp_path / "runs" / ".compiled").glob("*-cache"))
+    folder = tmp_path / "cache" / "jaxformer" / "compiled"
+    written = list(folder.glob("*-cache"))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and not (tmp_path / "runs" / ".compiled").exists()
     hits, _ = start("second")  # what compiles within 0.2 s is not kept, and is a miss again
     assert hits >= len(written) > 0
+    whole = written[0].read_bytes()
+    written[0].write_bytes(whole[: len(whole) // 2])
+    start("third")
+    assert zlib.decompress(written[0].read_bytes())
+
+
+def test_torn_and_old_programs_are_removed(tmp_path):
+    whole = zlib.compress(bytes(range(256)) * 20)
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    files = {
+        "whole": whole,
+        "torn": whole[:-1],
+        "flipped": bytes(flipped),
+        "empty": b"",
+        "other": b"\x28\xb5\x2f\xfd12",
+        "old": whole,
+    }
+    for name, data in files.items():
+        (tmp_path / f"jit_{name}-cache").write_bytes(data)
+    os.utime(tmp_path / "jit_old-cache", (time.time() - 40 * 24 * 3600,) * 2)
+    (tmp_path / "notes").write_text("kept")
+    compiled.tidy(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["jit_other-cache", "jit_whole-cache", "notes"]
+
+
+def test_where_programs_persist(tmp_path, monkeypatch, caplog):
+    """The user's own folder, named otherwise, beside a bucket's runs; and nowhere, where none can be made."""
+    before, folder = jax.config.jax_compilation_cache_dir, lambda: jax.config.jax_compilation_cache_dir
+    try:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        compiled.use_cache(tmp_path / "runs")
+        assert folder() == str(tmp_path / "jaxformer" / "compiled")
+        compiled.use_cache("gs://bucket/runs")
+        assert folder() == "gs://bucket/runs/.compiled"
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        compiled.use_cache()
+        assert "compiled programs are not kept" in caplog.text and folder() == "gs://bucket/runs/.compiled"
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")  # JAX reads it
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        compiled.use_cache()
+        assert folder() == "gs://bucket/runs/.compiled"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

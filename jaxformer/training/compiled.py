@@ -1,0 +1,53 @@
+"""Compiled programs that persist: the second start of an experiment does not compile."""
+
+import contextlib
+import logging
+import os
+import time
+import zlib
+from pathlib import Path
+
+import jax
+from etils import epath
+
+log = logging.getLogger("jaxformer")
+UNUSED = 30 * 24 * 3600.0  # seconds after which a program is removed
+
+
+def use_cache(runs: epath.PathLike = "") -> None:
+    """Programs persist in the user's own cache folder, because they are native code; those of runs in a bucket beside these.
+
+    Hosts share a bucket, and a new host has no cache folder. JAX_COMPILATION_CACHE_DIR is another folder. Where none can be
+    written, nothing persists.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxformer" / "compiled"
+        if "://" in str(runs):
+            folder = epath.Path(runs) / ".compiled"
+        else:
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                return log.warning("compiled programs are not kept: %s", error)
+            tidy(folder)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def tidy(folder: Path) -> None:
+    """Removes programs that a killed process left torn, which JAX would neither read nor replace, and those long unused."""
+    for path in folder.glob("*-cache"):
+        with contextlib.suppress(OSError):  # another process removes it
+            read = path.stat().st_atime
+            data = path.read_bytes()
+            torn = data[:1] == b"\x78" and not _is_whole(data)  # zlib's first byte
+            if torn or not data or time.time() - read > UNUSED:
+                path.unlink()
+
+
+def _is_whole(data: bytes) -> bool:
+    try:
+        zlib.decompress(data)
+    except zlib.error:
+        return False
+    return True
