@@ -7,7 +7,7 @@ WHAT ?= train
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train sweep scaling report inspect draw cost evaluate harness generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-all aot parity lint format bench clean
+.PHONY: help train sweep scaling report inspect draw cost evaluate harness generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-thorough test-all aot parity lint format bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -72,6 +72,9 @@ pod-sim: .venv/ready     ## N real processes of one run on this machine: N=4 EXP
 
 test: .venv/ready-dev  ## the test suite (some minutes on two cores)
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-thorough: .venv/ready-dev  ## the tests that take some seconds each (CI runs them too)
+	@$(BIN)/python -m pytest -n 2 -m 'thorough and not slow and not fault and not parity and not gpu and not tpu and not aot' $(ARGS)
 
 test-all: .venv/ready-dev  ## also the slow tests and those that kill, corrupt and fill things
 	@$(BIN)/python -m pytest -n 2 -m 'not parity and not gpu and not tpu and not aot' $(ARGS)

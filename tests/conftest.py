@@ -1,6 +1,7 @@
 """All tests: 8 simulated CPU devices, no silent rank promotion; shapes in signatures are checked."""
 
 import atexit
+import collections
 import itertools
 import os
 import shutil
@@ -47,6 +48,19 @@ def pytest_runtest_teardown(item):
     maps = Path("/proc/self/maps")
     if next(_finished) % 10 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 40_000:  # ten tests add some thousand
         jax.clear_caches()
+
+
+@pytest.hookimpl(tryfirst=True)  # before the expression of -m is applied
+def pytest_collection_modifyitems(items):
+    """Marks the parameters of a test beyond those that `thorough_after(n)` leaves in `make test`."""
+    seen = collections.Counter()
+    for item in items:
+        marker = item.get_closest_marker("thorough_after")
+        if marker is not None:
+            name = item.nodeid.partition("[")[0]
+            if seen[name] >= marker.args[0]:
+                item.add_marker("thorough")
+            seen[name] += 1
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -196,6 +196,7 @@ def wait_for(process, text):
     raise AssertionError(f"{text!r} never came")
 
 
+@pytest.mark.thorough
 def test_sigterm_saves_and_the_next_start_goes_on(workplace):
     import signal
 
@@ -253,6 +254,7 @@ def test_killed_five_times_ends_bit_identical(workplace, tmp_path_factory):
 SILENT = ["--model.masks=full()"]  # a model that sees later tokens ends without a sample: nothing is compiled for one
 
 
+@pytest.mark.thorough
 def test_a_name_means_its_newest_run_and_the_others_are_told(workplace, capsys):
     quick = ["--steps=2", "--eval-batches=1", "--log-every=1"]
     assert run(capsys, "train", "tiny", *quick)[0] == 0
@@ -279,6 +281,7 @@ def test_a_name_means_its_newest_run_and_the_others_are_told(workplace, capsys):
         assert code == 2 and said in err and err.count("\n") == 1, (argv, err)
 
 
+@pytest.mark.thorough
 def test_more_steps_of_a_finished_run_are_a_new_one_which_may_begin_with_its_parameters(workplace, capsys):
     quick = ["--eval-batches=1", "--log-every=1", *SILENT]
     assert run(capsys, "train", "tiny", "--steps=2", *quick)[0] == 0
@@ -325,6 +328,7 @@ def test_a_model_that_sees_later_tokens_ends_without_a_sample(workplace, capsys)
     assert code == 0 and "sample:" not in out and "next: python -m jaxformer evaluate" in out and "generate" not in out
 
 
+@pytest.mark.thorough
 def test_what_the_model_reports_reaches_the_record(workplace, capsys):
     options = ["--model.feedforward", "Mixture(experts=4, top_k=2, d_ff=8)", "--steps=2", "--log-every=1"]
     code, out, _ = run(capsys, "train", "tiny", *options, "--eval-batches=1")

@@ -222,6 +222,7 @@ def blocks(page):
     return re.findall(r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), flags=re.DOTALL)
 
 
+@pytest.mark.thorough
 def test_the_page_runs(capsys):
     """One block after the other, as they are read; each prints what it says."""
     names, count = {"__name__": "__page__"}, 0

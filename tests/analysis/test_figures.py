@@ -23,6 +23,7 @@ def own(config):
     return shaw(jax.numpy.broadcast_to(query, (1, 24, 4, 8)), table)
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize(
     ("kind", "shifts"),
     [
@@ -71,6 +72,7 @@ DRAWN = {
 }
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("name", DRAWN)
 def test_pictures_are_drawn_for_both_grounds(name):
     light, dark = figures.png(DRAWN[name]), figures.png(DRAWN[name], dark=True)

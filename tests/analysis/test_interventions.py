@@ -16,6 +16,7 @@ TOKENS = jax.random.randint(jax.random.key(1), (2, 12), 0, 13)
 LOSS = lambda output: -jnp.mean(jax.nn.log_softmax(output.logits)[..., 3])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, num_kv_heads=2, unroll=3)], ids=["scanned", "unrolled"])
 def test_a_gradient_of_what_a_kernel_makes_is_that_of_the_kernel(config):
     """Of y = h W: dW = sum over tokens of h^T dy."""
@@ -30,6 +31,7 @@ def test_a_gradient_of_what_a_kernel_makes_is_that_of_the_kernel(config):
     assert found["layers/*/residual"].shape == (3, 2, 12, 16)
 
 
+@pytest.mark.thorough
 def test_an_ablated_head_is_one_without_output():
     params = models.init(CONFIG, jax.random.key(0))
     found = np.asarray(interventions.head_ablation(CONFIG, params, TOKENS, LOSS))

@@ -60,6 +60,7 @@ def runs(trained):
     return sorted((trained / "runs").glob("tiny-*"))
 
 
+@pytest.mark.thorough
 def test_a_run_ends_with_its_page(trained):
     folder = runs(trained)[0]
     result = json.loads((folder / "result.json").read_text())
@@ -76,6 +77,7 @@ def test_a_run_ends_with_its_page(trained):
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text
 
 
+@pytest.mark.thorough
 def test_a_page_is_refreshed_at_every_evaluation(tmp_path, monkeypatch):
     pages = []
     with contextlib.chdir(furnish(tmp_path)), contextlib.redirect_stdout(io.StringIO()):
@@ -100,6 +102,7 @@ def test_a_page_that_fails_stops_no_run(tmp_path, monkeypatch, caplog):
     assert json.loads(next(tmp_path.glob("runs/tiny-*/result.json")).read_text())["validation"]["loss"] > 0
 
 
+@pytest.mark.thorough
 def test_two_runs_side_by_side(trained, monkeypatch):
     monkeypatch.setattr(gallery, "of_run", lambda folder: gallery.of_model(PRESETS["vit_tiny"], folder.path.name))
     names = [str(folder) for folder in runs(trained)]
@@ -121,6 +124,7 @@ def test_words_of_a_run_are_no_markup(trained, monkeypatch):
     assert "step-10." in text and "step-6." not in text  # the newest, though "step-6" comes later in the alphabet
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("lost", "drawn"), [("experiment.py", 2), ("checkpoints", 5)])
 def test_a_run_that_has_lost_something_still_has_a_page(trained, lost, drawn, caplog):
     folder = trained / "runs" / "poor"
@@ -158,6 +162,7 @@ def test_a_browser_opens_it_without_a_complaint(trained):
     assert (phone[:, 380:390] == 255).all() and phone[:, :380].min() < 60
 
 
+@pytest.mark.thorough
 def test_inspect_and_cost_from_the_command_line(trained, capsys):
     with contextlib.chdir(trained):
         assert cli.main(["inspect", str(runs(trained)[0]), "--prompt", "the <fox>", "--html", "inspected.html"]) == 0

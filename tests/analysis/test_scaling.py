@@ -12,6 +12,7 @@ def grid(law, noise=0.0, seed=0):
     return law.loss(N, D) * np.exp(np.random.default_rng(seed).normal(0, noise, N.size)), N, D
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("law", [scaling.HOFFMANN, scaling.Law(1.2, 60.0, 0.25, 900.0, 0.35)])
 def test_known_exponents_come_back(law):
     found = scaling.fit(*grid(law))
@@ -30,6 +31,7 @@ def test_one_run_gone_wrong_does_not_move_the_law():
     assert abs(found.alpha - 0.34) < 0.01 and abs(found.beta - 0.28) < 0.01
 
 
+@pytest.mark.thorough
 def test_intervals_hold_the_truth_and_grow_with_noise():
     widths = []
     for noise in (1e-3, 4e-3):

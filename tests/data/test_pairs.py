@@ -80,6 +80,7 @@ def test_packing_wastes_little_and_loses_nothing(lengths):
     assert rows.members == Packed()(examples, lengths).members and rows.padding() < 0.15
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "implementation"),
     [

@@ -192,6 +192,7 @@ def test_its_parts_are_its_files(folder):
     assert [text for part in parts(path, 1) for _, (text,) in records(path, ["text"], Problems(), part)] == TEXTS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["one", "dictionary"])
 def test_a_saved_data_set_is_read(kind, folder, tmp_path):
     rows = datasets.Dataset.from_dict({"text": TEXTS})

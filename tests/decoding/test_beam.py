@@ -252,6 +252,7 @@ def test_bad_settings_are_refused(bad):
         Beams(**bad)
 
 
+@pytest.mark.thorough
 def test_scores_of_a_model_are_those_of_its_forward_pass():
     config = ModelConfig(vocab_size=19, num_layers=2, d_model=24, num_heads=4, context_length=24, init_std=0.4)
     params, prompts = jax.jit(models.init, static_argnums=0)(config, jax.random.key(3)), [[1, 2, 3, 4], [7], [4, 4]]

@@ -165,11 +165,13 @@ FAST = {
 }  # the others take a minute more
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(("name", "schedule"), some(CASES, lambda name, schedule: name in FAST and schedule == "ragged"))
 def test_decoding_equals_the_forward_pass(name, schedule):
     close(decode(CONFIGS[name], SCHEDULES[schedule]), forward(CONFIGS[name]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "schedule"),
     some(itertools.product(FAMILIES, SCHEDULES), lambda name, schedule: name in FAST and schedule == "prompt"),
@@ -178,6 +180,7 @@ def test_families_decode_as_their_forward_pass(name, schedule):
     close(decode(FAMILIES[name], SCHEDULES[schedule]), forward(FAMILIES[name]))
 
 
+@pytest.mark.thorough
 def test_prefill_and_steps_equal_the_forward_pass():
     """`prefill` gives the logits of each row's last token alone; `decode_step` those of all tokens."""
     for config in (CONFIGS["t5"], FAMILIES["mistral_7b"], FAMILIES["t5_small"]):
@@ -200,6 +203,7 @@ ROLLING = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name",), some([(name,) for name in ROLLING], lambda name: name == "in turn"))
 def test_a_window_keeps_only_what_it_spans(name):
     """Texts several windows long, in pieces longer than the window, and a prompt that fills it many times."""
@@ -221,6 +225,7 @@ LONG = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name",), some([(name,) for name in LONG], lambda name: name in ("causal", "window")))
 def test_pieces_of_many_blocks_of_queries_in_caches_of_many_widths(name):
     config, room = LONG[name], 400
@@ -233,6 +238,7 @@ def test_pieces_of_many_blocks_of_queries_in_caches_of_many_widths(name):
         np.testing.assert_allclose(row, wanted[: len(row)], rtol=2e-5, atol=2e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("name", ["causal", "learned", "axial", "linear", "mistral_7b", "t5_small"])
 def test_a_row_may_wait_from_the_first_call_on(name):
     """Its slots are empty, whatever the others wrote: also where a table has no row for its position."""
@@ -250,6 +256,7 @@ def test_rows_in_a_batch_are_the_rows_alone(scaling):
         close([together[row]], [decode(config, counts, wide=5)[row]])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name",),
     some(
@@ -271,6 +278,7 @@ def test_prepared_parameters_are_the_plain_ones(name):
     assert {leaf.dtype for leaf in kept if leaf.ndim > 1} <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "schedule"),
     some(
@@ -293,6 +301,7 @@ def test_bfloat16_rounds_no_more_than_the_forward_pass(name, schedule):
         assert np.abs(found - wanted).max() < 10 * 2**-8 * np.abs(exact).max()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name",),
     some(
@@ -308,6 +317,7 @@ def test_a_row_with_more_tokens_than_room_is_nan_and_no_other(name):
     close([full[0][:8], *full[1:]], expected)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("name",),
     some([(n,) for n in ("causal", "window", "alibi", "softcap", "sigmoid", "differential")], lambda n: n != "causal"),
@@ -318,6 +328,7 @@ def test_returned_maps_come_with_the_same_logits(name):
     close(decode(config, SCHEDULES["ragged"], run=run), forward(config))
 
 
+@pytest.mark.thorough
 def test_rows_of_a_cache_may_be_taken_copied_and_replaced():
     """Every array has the rows first: of an encoder-decoder also the source."""
     for config in (CONFIGS["in turn"], FAMILIES["mistral_7b"], FAMILIES["t5_small"]):
@@ -335,6 +346,7 @@ def test_rows_of_a_cache_may_be_taken_copied_and_replaced():
             state = out.cache
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param("transformer_base", marks=pytest.mark.slow), "t5_small"])
 def test_neighbours_share_a_source(name):
     """Two sources for four rows are those sources repeated: attention to a source is the same for the beams of a text."""

@@ -45,6 +45,7 @@ def reference(config, params, prompt, count, k, alpha, source):
     return text[len(prompt) :]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "config",
     [pytest.param(GPT, id="gpt2", marks=pytest.mark.slow), pytest.param(ROLLING, id="windows"), pytest.param(T5, id="t5")],
@@ -59,6 +60,7 @@ def test_tokens_are_those_of_the_definition(config):
     assert contrast(config, params, PROMPTS, 10, k=4, alpha=0.5, sources=sources, stop_tokens=[stop], rows=2) == cut
 
 
+@pytest.mark.thorough
 def test_without_contrast_it_is_greedy_and_other_numbers_compile_nothing():
     params = init(GPT, jax.random.key(3))
     assert contrast(GPT, params, PROMPTS, 9, alpha=0.0) == generate(GPT, params, PROMPTS, 9, how=Sampling(temperature=0.0))

@@ -61,6 +61,7 @@ def test_a_decoding_step_is_compiled_once():
         cache = step(jnp.full((2, 1), token), cache)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "gpt3" else ()) for n in FAMILIES])
 def test_greedy_generation_equals_repeated_forward_passes_for_ragged_prompts(name):
     config, parameters = make(name)
@@ -83,6 +84,7 @@ def test_ragged_prompts_are_not_turned_by_the_longest_row(scaling):
     assert together == [decoding.generate(config, parameters, [prompt], 7, how=greedy)[0] for prompt in prompts]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("slots", [9, pytest.param(12, marks=pytest.mark.slow), 40])
 def test_random_masks_do_not_depend_on_the_slots_of_a_cache(slots):
     drawn = (
@@ -144,6 +146,7 @@ PAIRS = {
 SOURCES, STARTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [3, 1, 4, 1]], [[0], [0, 5, 7], [0]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "t5" else pytest.mark.slow) for n in PAIRS])
 def test_greedy_generation_of_a_pair_equals_repeated_forward_passes(name):
     """Sources and prompts of different length, together; each row is what a model that sees it alone finds likeliest."""
@@ -207,6 +210,7 @@ def served(logs, most):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n != "stopped" else pytest.mark.slow) for n in SETTINGS])
 def test_a_row_that_is_refilled_continues_its_prompt_as_if_alone(name):
     """13 prompts in 4 rows: the tokens that each has beside others, with its own random numbers."""
@@ -307,6 +311,7 @@ def test_prompts_longer_than_a_piece_are_read_in_pieces(monkeypatch):
     assert run() == whole
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt3", pytest.param("llama", marks=pytest.mark.slow)])
 def test_long_prompts_are_read_in_pieces_and_keys_may_have_8_bits(name, monkeypatch):
     """Pieces of 8 tokens, of which the first is read as training reads it, give the tokens of the whole prompt."""
@@ -332,6 +337,7 @@ def test_a_cache_in_8_bits_costs_as_much_as_its_rounding():
     assert out.cache.layers[0]["key"].values.dtype == jnp.int8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_weights_in_8_bits(name):
     """A weight is off by at most half of 1/127 of its channel's largest; without the rounding, products are the same."""

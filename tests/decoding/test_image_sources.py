@@ -38,6 +38,7 @@ def greedy(prompt, image, count):
     return text[len(prompt) :]
 
 
+@pytest.mark.thorough
 def test_images_are_decoded_as_apply_says():
     expected = [greedy(prompt, image, 5) for prompt, image in zip(PROMPTS, IMAGES, strict=True)]
     assert len({tuple(text) for text in expected}) > 2  # images decide

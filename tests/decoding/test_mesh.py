@@ -59,6 +59,7 @@ def drawn():
     return jax.jit(partial(models.init, CONFIG))(jax.random.key(0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("tensor", "all") else pytest.mark.slow) for n in MESHES])
 def test_a_mesh_gives_the_tokens_of_one_device(name):
     """More prompts than rows; float32 sums in another order turn no greedy choice of these."""
@@ -70,6 +71,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(name):
         assert decoding.generate(CONFIG, split, PROMPTS, 12, rows=8) == alone
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("data", "fsdp") else pytest.mark.slow) for n in MESHES])
 def test_a_mesh_gives_the_tokens_of_one_device_in_8_bits(name):
     """Weights in 8 bits are not gathered: `fsdp` sums their partial products."""

@@ -25,6 +25,7 @@ def distance(drawn, probabilities):
     return ((observed - expected)[expected > 0] ** 2 / expected[expected > 0]).sum() / freedom, np.sqrt(2 / freedom)
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("width", [3, 256, 300, 5000])
 @pytest.mark.parametrize("scale", [0.0, 2.0])
 def test_draws_have_the_probabilities_of_the_logits(width, scale):

@@ -43,6 +43,7 @@ init = jax.jit(models.init, static_argnums=0)
 forward = jax.jit(models.apply, static_argnums=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "alibi" else ()) for n in MODELS])
 def test_greedy_tokens_are_those_of_generate_whatever_the_draft(name):
     config = MODELS[name]
@@ -89,6 +90,7 @@ def exact(params, prompt, count):
     return total
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["model", "look-up"])
 def test_tokens_have_the_distribution_of_the_model(kind):
     """Chi-square over 20,000 texts: the first token is that of the prompt, two more come of rounds with rejections."""

@@ -50,6 +50,7 @@ def nats_by_hand(scored, stride):
     return nats
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize(
     ("kind", "stride", "length"),
     [("bytes", 5, 3 * T + 5), ("characters", 1, 2 * T), ("characters", 5, T - 4), ("bytes", T, T + 1)],

@@ -56,6 +56,7 @@ def test_digits_of_a_row_move_by_themselves():
     assert (found[:, :, 8:16].min(axis=(1, 2, 3)) < 0.5).all() and (found[0] != found[1]).any()
 
 
+@pytest.mark.thorough
 def test_a_caption_is_scored_as_it_is_and_trained_on_moved_digits():
     experiment = caption_digits.experiment
     assert experiment.objective.evaluation() == TokenCrossEntropy()
@@ -78,6 +79,7 @@ def small_towers():
     return model, models.init(model, jax.random.key(0)), {name: jnp.asarray(rows) for name, rows in batch.items()}
 
 
+@pytest.mark.thorough
 def test_the_contrastive_loss_is_the_papers_in_float64():
     model, parameters, batch = small_towers()
     batch["weights"] = batch["weights"].at[13:].set(0)  # padding of a last batch
@@ -99,6 +101,7 @@ def test_the_contrastive_loss_is_the_papers_in_float64():
     assert retrieve_digits.experiment.objective.evaluation() == objective
 
 
+@pytest.mark.thorough
 def test_the_contrastive_loss_is_over_the_batch_of_all_devices():
     model, parameters, batch = small_towers()
     objective = retrieve_digits.Contrastive(move=None)

@@ -27,6 +27,7 @@ def test_the_division_keeps_variance_and_entropy(d):
     assert (plain["slope"] < 0.5 * scaled["slope"]) == (d > 16)
 
 
+@pytest.mark.thorough
 def test_gradients_without_residuals_do_not_reach_the_first_layer():
     """At depth 24 by a factor of ten at least: the issue's figure."""
     configs = residuals.variants(24)
@@ -106,6 +107,7 @@ def test_a_scaling_by_one_is_no_scaling(name):
     np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("name", lengths.ENCODINGS)
 def test_tables_of_positions_refuse_what_others_read(name):
     config = lengths.ENCODINGS[name]
@@ -143,11 +145,13 @@ def test_an_induction_head_forms_with_two_layers_and_not_with_one():
     assert abs(induction.crossing(two, "induction") - induction.crossing(two, "test loss")) <= 40
 
 
+@pytest.mark.thorough
 def test_gradients_near_the_output_are_larger_with_post_norm():
     pre, post = (warmup.gradient_norms(replace(config, num_layers=6)) for config in warmup.PLACES.values())
     assert post[-1] > 1.5 * pre[-1] and pre[0] > 1.5 * pre[-1]
 
 
+@pytest.mark.thorough
 def test_models_side_by_side_train_as_they_do_alone():
     """A copy of `warmup.train` is the plain loop with its rate."""
     config = replace(warmup.BASE, num_layers=1)
@@ -159,11 +163,13 @@ def test_models_side_by_side_train_as_they_do_alone():
     assert float(small.cross_entropy(forward(params, test["tokens"]), test)) == pytest.approx(losses[1, 1], abs=1e-4)
 
 
+@pytest.mark.thorough
 def test_the_gradient_of_a_recurrence_fades_with_distance_and_that_of_attention_does_not():
     recurrent, attention = (recurrence.gradient_norms(name, length=34) for name in recurrence.NAMES)
     assert recurrent[32] < 1e-2 * recurrent[8] and attention[32] > 0.3 * attention[8]
 
 
+@pytest.mark.thorough
 def test_attention_recalls_a_fact():
     batch = recurrence.draw(5, jax.random.key(0), 4, length=9)
     assert bool(jnp.all(batch["tokens"][:, 3] == batch["labels"][:, -1])) and float(batch["weights"].sum()) == 4

@@ -6,6 +6,7 @@ import pytest
 from experiments.theory import complexity, widths
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("name", complexity.ROWS)
 def test_flops_grow_as_the_table_says(name):
     """No clock: the products of the program, forward and backward."""
@@ -33,6 +34,7 @@ def test_slope():
     assert complexity.slope(lengths, [3 * n**1.5 for n in lengths]) == pytest.approx(1.5)
 
 
+@pytest.mark.thorough
 def test_parameterisations_agree_at_the_base_alone():
     """One learning rate, two widths: equal losses where muP is the standard one, others beyond."""
     found = widths.study([16, 32], steps=3, rates=(0.01,))

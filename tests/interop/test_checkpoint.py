@@ -27,6 +27,7 @@ CALLED = ["longformer_mlm", "marian", "roberta_mlm", "vit"]
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in golden.NAMES if name not in (*CALLED, "reformer")]
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", [*CALLED, *OTHERS])
 def test_a_call_in_their_words_gives_their_outputs(name):
     """Tolerance: what float32 can be held to (models.md, section 1)."""
@@ -44,6 +45,7 @@ def test_a_call_in_their_words_gives_their_outputs(name):
     assert far.max() < 2e-5
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", ["t5", "marian", "llama_gqa", "gpt2"])
 def test_tokens_are_kept(name, tmp_path):
     """Those of generation_config.json come before those of config.json, as in transformers."""
@@ -86,6 +88,7 @@ def test_a_pad_token_that_positions_contradict_is_refused(tmp_path):
         huggingface.save(tmp_path / "one", replace(checkpoint, tokens=Tokens(pad=5)))
 
 
+@pytest.mark.thorough
 def test_labels_are_kept(tmp_path):
     config = replace(huggingface.load(golden.folder("bert_mlm")).config, heads=(TokenClassification(3),))
     params = models.init(config, jax.random.key(0))

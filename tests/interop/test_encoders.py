@@ -130,6 +130,7 @@ def test_a_pooler_of_another_width(tmp_path):
     assert huggingface.load(runs.altered(tmp_path / "null", "vit_pooled", pooler_output_size=None)).config == whole.config
 
 
+@pytest.mark.thorough
 def test_masked_images_are_read_and_written(tmp_path):
     """With their mask token and decoder; a call hides patches as theirs does."""
     vit = dict(

@@ -93,6 +93,7 @@ def test_another_process_without_this_package_has_the_same_logits_and_gradients(
         close(results[f"grad{batch}"], gradient["embedding"]["tokens"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_saved_program_is_a_function_of_tokens(tmp_path, dtype):
     weights = drawn(GPT, dtype)

@@ -73,6 +73,7 @@ def loss_of(output):
 # outwards
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", CASES)
 def test_modules_are_the_model_to_the_bit_forward_and_backward(name):
     config, x, options = CASES[name]
@@ -166,6 +167,7 @@ def plain_steps(config, tree, tx, steps=3):
 BARE = replace(GPT, use_bias=False)  # fewer parameters to update, sooner compiled
 
 
+@pytest.mark.thorough
 def test_training_through_flax_is_training_of_the_tree():
     tree, tx = drawn(BARE), optax.adam(1e-2)
     want, losses = plain_steps(BARE, tree, tx)
@@ -310,6 +312,7 @@ GUESTS: dict[str, ModelConfig] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", GUESTS)
 def test_flax_layers_in_a_scanned_model(name):
     config = GUESTS[name]

@@ -94,6 +94,7 @@ def check_golden(name, folder, dtype, tolerance):
 ALIKE = ("bert_mlm", "bert_qa", "bert_tokens", "gpt2_untied", "llama_mha", "qwen2", "t5")
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in ALIKE else ()) for n in golden.NAMES])
 def test_outputs_and_gradients_are_theirs(name, tmp_path):
     check_golden(name, tmp_path, jnp.float32, 2e-5)  # models.md, section 1: what float32 can be held to
@@ -110,6 +111,7 @@ GENERATE = ["gpt2", "llama_gqa", "mixtral", "t5"]
 GENERATE_TOO = ["marian", "mistral", "qwen2", "t5_v11"]
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", [*GENERATE, *(pytest.param(name, marks=pytest.mark.slow) for name in GENERATE_TOO)])
 def test_greedy_tokens_are_theirs(name):
     """64 tokens after prompts of different length, none of them near a tie (tests/golden/write.py)."""
@@ -127,6 +129,7 @@ def test_greedy_tokens_are_theirs(name):
 # There and back
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("name", golden.NAMES)
 def test_saved_it_is_the_same_file_and_model(name, tmp_path):
     config, params = load(name)
@@ -556,6 +559,7 @@ COMPUTED = [  # settings that leave the tensors as they are, and what becomes of
 ]  # fmt: skip
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize(
     "name,settings,meant", COMPUTED, ids=lambda part: part if isinstance(part, str) else ",".join(part) or "nothing"
 )
@@ -576,6 +580,7 @@ def test_what_changes_the_numbers_is_computed_and_saved(name, settings, meant, t
     assert_same(same, params)
 
 
+@pytest.mark.thorough
 def test_heads_of_decoders(tmp_path):
     """Sequences by their last token, without a bias; spans under the prefix that their class has."""
     tasks = {
@@ -655,6 +660,7 @@ JUNK = [(None, "x", -1, [], 10**7), pytest.param(({}, 2.5, float("nan"), [[]]), 
 QUICK = ("gpt2",)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("values", JUNK, ids=["some", "more"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAMILIES])
 def test_garbage_in_a_setting_is_refused_or_changes_nothing(name, values, tmp_path):

@@ -51,6 +51,7 @@ def test_a_grid_that_is_none_is_refused(grid):
         combinations(grid)
 
 
+@pytest.mark.thorough
 def test_a_table_and_a_figure_and_nothing_is_trained_twice(runs, capsys, monkeypatch):
     assert sweep(GRID) == 0
     out = capsys.readouterr().out
@@ -67,6 +68,7 @@ def test_a_table_and_a_figure_and_nothing_is_trained_twice(runs, capsys, monkeyp
     assert sweep(GRID) == 0 and rows(runs) == (head, body)
 
 
+@pytest.mark.thorough
 def test_a_killed_sweep_goes_on_where_it_was(runs, monkeypatch):
     class Killed(BaseException):
         pass
@@ -87,6 +89,7 @@ def test_a_killed_sweep_goes_on_where_it_was(runs, monkeypatch):
     assert len(rows(runs)[1]) == 3
 
 
+@pytest.mark.thorough
 def test_what_fails_stays_in_the_table_and_the_others_go_on(runs, capsys):
     assert sweep("--optimizer.learning-rate=1e38,1e-3", "--clip-norm=1e30", "--max-skipped=1", "--steps=4") == 0
     _, body = rows(runs)
@@ -112,6 +115,7 @@ def test_bad_options_are_refused_before_the_first_run(runs, capsys, grid, said):
     assert said in error and error.count("\n") == 1 and not runs.exists()
 
 
+@pytest.mark.thorough
 def test_runs_in_processes_of_their_own(runs, capfd):
     """The same table as one after the other; one whose numbers stay bad fails alone."""
     grid, patience = "--optimizer.learning-rate=1e-3,1e-1,1e38", "--max-skipped=1"

@@ -406,6 +406,7 @@ def sweep(mask, share):
                 assert np.array_equal(got, brute_of(dense, *block)), f"{mask}: T={T}, S={S}, block {block}"
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("mask", CASES, ids=str)
 def test_blocks_equal_brute_force(mask):
     sweep(mask, 0.01)
@@ -444,6 +445,7 @@ def test_no_queries_or_no_keys(mask):
         assert mask.density(T, S) == 0
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("mask", CASES[2:], ids=str)
 def test_a_long_sequence_is_classified_without_an_array_of_all_pairs(mask, monkeypatch):
     looked = []

@@ -72,6 +72,7 @@ def test_factors_follow_what_a_kernel_contracts():
     assert found["layers/feedforward/router/kernel"] == {"a": (L, D, RANK), "b": (L, RANK, E)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", [UNTIED, EXPERTS], ids=["untied", "experts"])
 def test_adapted_models_start_as_they_were(config):
     """The input side's factor is drawn, with variance 1 / inputs; the other is zero, so the weights stay bit for bit."""
@@ -200,6 +201,7 @@ def test_other_shapes_are_reported_and_dtypes_are_the_targets():
 KINDS = {"tied": GPT, "untied": UNTIED, "shared": PAIR, "separate": replace(PAIR, share_embeddings=False)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if k == "separate" else ()) for k in KINDS])
 def test_a_larger_vocabulary_leaves_old_tokens_as_they_were(kind):
     """Their logits stay; a new token's logit is the mean of the old ones, so that nothing much moves."""

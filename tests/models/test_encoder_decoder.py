@@ -83,6 +83,7 @@ def beside(*parts):
     return np.concatenate(parts, axis=1)
 
 
+@pytest.mark.thorough
 @families
 def test_a_target_token_sees_those_before_it_and_all_of_the_source(name):
     config, parameters, source, target = make(name)
@@ -107,6 +108,7 @@ def test_padding_on_either_side_of_source_and_target_changes_nothing(name):
         close(left[:, 2:], alone(name))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cached", [False, True])
 def test_positions_of_the_source_are_the_encoders(cached):
     """Those of a row alone give its logits; those that count padding (Marian) give others, as with a table moved by them."""
@@ -140,6 +142,7 @@ def test_packed_pairs_are_the_pairs_alone(name):
     close(packed[:, :2], first[:, :2])
 
 
+@pytest.mark.thorough
 @families
 def test_cached_decoding_equals_the_forward_pass(name):
     """The source is given once; prompts that are padded continue as they would alone."""
@@ -159,6 +162,7 @@ def test_cached_decoding_equals_the_forward_pass(name):
         assert out.cache.lengths.tolist() == [T] * B
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["t5", "unequal"])
 def test_gradients_reach_every_parameter_of_every_layer(name):
     """But a key bias, which moves all scores of a query alike."""

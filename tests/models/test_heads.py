@@ -165,6 +165,7 @@ def both(config, **changes):
     return [jax.jit(jax.grad(f, has_aux=True))(parameters)[::-1] for f in (objective, explicit)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["scaled", "transformed", "capped"])
 def test_the_objective_is_the_cross_entropy_of_the_logits(name):
     """In value and in every gradient: of the table by both of its uses, of the head's bias, of the transform."""
@@ -180,6 +181,7 @@ def test_the_objective_is_the_cross_entropy_of_the_logits(name):
         assert (np.abs(leaf).max() > 1e-6) == path.startswith("language_model"), path
 
 
+@pytest.mark.thorough
 def test_losses_of_experts_steer_and_are_not_reported():
     """The gradient is that of cross entropy + tokens x auxiliary loss, the loss the cross entropy alone."""
     free = replace(CONFIG, feedforward=Mixture(4, 2, d_ff=6))

@@ -79,6 +79,7 @@ def looped(config, parameters, tokens, source=None):
 apply = jax.jit(models.apply, static_argnums=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "three" else ()) for n in PATTERNS])
 def test_scanned_layers_of_different_kinds_equal_a_loop(name):
     config = PATTERNS[name]
@@ -149,6 +150,7 @@ CACHED = {
 }
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "a tree of trees" else ()) for n in CACHED])
 def test_layers_of_different_kinds_decode(name):
     """A prompt and then token after token give the logits of the whole row."""
@@ -166,6 +168,7 @@ def test_layers_of_different_kinds_decode(name):
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.thorough
 def test_a_pattern_generates():
     config = CACHED["attention and Performer"]
     parameters, prompt = random(config), tokens()[0, :3].tolist()
@@ -204,6 +207,7 @@ def streams(config, parameters, tokens):
     return norm(config, parameters["final_norm"], both)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "config",
     [

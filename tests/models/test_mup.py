@@ -100,6 +100,7 @@ def change_after(config: ModelConfig, steps: int = 5) -> float:
     return float(jnp.sqrt(jnp.mean(jnp.square(logits(tree) - before))))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_step_changes_logits_as_much_at_every_width(tied):
     """The coordinate check of Yang et al. 2022, appendix D.1: some steps of one rate, at 8 times the width."""
@@ -109,6 +110,7 @@ def test_a_step_changes_logits_as_much_at_every_width(tied):
     assert growth(replace(config, init_std=0.02)) > 3
 
 
+@pytest.mark.thorough
 def test_training_is_that_of_mup():
     """Their package keeps the readout r times larger and divides its output by r: the same function, the same steps."""
     kept, r = witnesses.load("mup"), mup.WIDTH // mup.BASE

@@ -70,6 +70,7 @@ ATTENTION = ("layers/*/*attention/weights",)
 STATES = ("embedding", "layers/*/residual")
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", STACKS)
 def test_hidden_states_of_every_layer(name):
     config = STACKS[name]
@@ -91,6 +92,7 @@ def pair(mixer=None):
     return EncoderDecoder(replace(stack, masks=(masks.full(),), heads=()), decoder)
 
 
+@pytest.mark.thorough
 def test_maps_and_states_of_an_encoder_decoder():
     config = pair()
     parameters = random(config)
@@ -111,6 +113,7 @@ def test_maps_and_states_of_an_encoder_decoder():
     close(out.logits, plain.logits)
 
 
+@pytest.mark.thorough
 def test_maps_of_a_source_that_is_padded_and_cached():
     config = pair()
     parameters, ids = random(config), np.repeat([[0, 0, 1, 1, 1, 1, 1, 1]], B, axis=0).astype(np.int32)
@@ -130,6 +133,7 @@ def test_one_layer_by_its_number():
     np.testing.assert_array_equal(out["layers/3/feedforward/out"], out[every][3])
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", STACKS)
 def test_what_is_not_asked_for_costs_nothing(name):
     """The compiled program is the same; an edit that changes nothing gives the same logits."""
@@ -144,6 +148,7 @@ def test_what_is_not_asked_for_costs_nothing(name):
     close(same.logits, apply(config, random(config), TOKENS).logits)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["one kind", "masks in turn, and a rest", "unrolled"])
 def test_an_edit_is_seen_by_all_that_follows(name):
     """A layer whose parts add nothing is a model without that layer; a head without output is one without its kernel."""
@@ -179,6 +184,7 @@ def test_features_of_a_feed_forward(feedforward):
     close(models.apply(config, parameters, TOKENS, edits=silent).logits, apply(config, less, TOKENS).logits)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["one kind", "masks in turn, and a rest", "different kinds"])
 def test_a_gradient_with_respect_to_an_intermediate(name):
     """Of the residual stream after layer 1, by finite differences."""
@@ -212,6 +218,7 @@ def test_names_that_nothing_has_are_refused_with_those_there_are():
         models.apply(pair(), random(pair()), TOKENS, source=SOURCE, intermediates=("embedding",))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_profile_shows_the_parts_of_a_layer(remat):
     """In the forward pass and in the backward pass."""

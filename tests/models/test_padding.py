@@ -123,6 +123,7 @@ def slowly(cases):
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(("positions", "mixer"), [*SOME, *slowly(REST)])
 def test_positions_and_variants(positions, mixer):
     layers = 2 if positions == "turns" or mixer == "value_residual" else 1
@@ -130,6 +131,7 @@ def test_positions_and_variants(positions, mixer):
     check_decoding(config, check_rows_alone(config), 3)
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize(
     ("name", "mixer"), [*((name, "attention") for name in MASKS), *slowly((name, "sigmoid") for name in MASKS)]
 )
@@ -139,6 +141,7 @@ def test_masks_on_absolute_positions(name, mixer):
     check_decoding(config, check_rows_alone(config), 3)
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(p, marks=() if p in (*BIASES, "learned", "rope") else pytest.mark.slow) for p in POSITIONS]
 )
@@ -162,6 +165,7 @@ TURNS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in ("learned", "places", "window") else pytest.mark.slow) for n in TURNS]
 )
@@ -199,6 +203,7 @@ def test_blockwise_and_its_gradient_equal_the_reference(name, mixer):
     jax.tree.map(close, found, expected)
 
 
+@pytest.mark.thorough
 def test_what_depends_on_slots_is_refused():
     segments = jnp.array([ids((0, T), (1, T))], jnp.int32)
     row = joined((JUNK, ONE))

@@ -58,6 +58,7 @@ def traced(config, tree, tokens=IDS, **options):
     return jax.eval_shape(lambda p, t, o: models.apply(config, p, t, **o), tree, tokens, arrays)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("bert", "images") else pytest.mark.slow) for n in CONFIGS])
 def test_every_leaf_that_does_not_fit_is_named(name):
     config = CONFIGS[name]

@@ -122,6 +122,7 @@ def test_padding_on_either_side_and_packing_change_nothing(name):
     close(packed[:, 4:], logits)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in ("gpt3", "llama") else pytest.mark.slow) for n in FAMILIES],
@@ -143,6 +144,7 @@ def test_scanned_equals_unrolled_equals_remat(name):
         close(flat(other_gradient), flat(gradient), 1e-5)
 
 
+@pytest.mark.thorough
 @fast("gpt2", "post_norm", "sandwich")
 def test_bfloat16_activations_stay_near_and_gradients_are_float32(name):
     config, parameters, tokens = make(name)
@@ -155,6 +157,7 @@ def test_bfloat16_activations_stay_near_and_gradients_are_float32(name):
     assert np.vdot(a, b) / np.linalg.norm(a) / np.linalg.norm(b) > 0.99
 
 
+@pytest.mark.thorough
 def test_jax_disable_jit_gives_the_same_values():
     """In its own process, since the switch is read everywhere."""
     code = """
@@ -252,6 +255,7 @@ def test_models_run_under_jit_vmap_and_partial():
     close(jax.jit(jax.vmap(lambda row: f(parameters, row[None]).logits[0]))(tokens), eager)
 
 
+@pytest.mark.thorough
 def test_what_is_kept_for_the_backward_pass_changes_no_gradient():
     """Whatever is computed again is the same, and "attention" computes no attention again."""
     config = ModelConfig(32, 2, 16, 2, 64, attention_implementation="blockwise")

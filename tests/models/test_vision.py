@@ -62,6 +62,7 @@ def converted():
     return jax.tree.map(lambda leaf, array: jnp.asarray(array).reshape(leaf.shape), models.spec(VIT), tree)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", IMAGES)
 def test_resized_models_are_hugging_faces(name):
     """`interpolate_pos_encoding=True`, for grids larger, not square, and not square with as many patches."""
@@ -73,6 +74,7 @@ def test_resized_models_are_hugging_faces(name):
     np.testing.assert_allclose(output.hidden, KEPT[f"hidden/{name}"], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("class_token,offset", [(True, 3), pytest.param(False, 2, marks=pytest.mark.slow)])
 def test_only_the_grid_changes(class_token, offset):
     """Rows of the offset and the class token stay, as do all other parameters; a round trip ends at the same config."""
@@ -117,6 +119,7 @@ def test_what_has_no_table_only_changes_its_config_and_what_has_no_patches_is_re
         vision.resize(VIT, weights, (15, 16))
 
 
+@pytest.mark.thorough
 def test_a_reconstruction_puts_each_patch_where_it_was():
     """Pixel (c, y, x) of a patch is feature (c, y, x) of its linear map; a hidden patch leaves no trace of its pixels."""
     patches = Patches(image=(4, 6), patch=(2, 2), channels=3, mask_token=True)

@@ -91,6 +91,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("case, dtype", [*((case, jnp.float64) for case in CASES), (CASES[1], jnp.float32)])
 def test_fast_is_the_reference_with_all_gradients(case, dtype):
     seed, sizes, top_k, normalise, gated, padded = case
@@ -370,6 +371,7 @@ def test_the_layer_is_routed_experts_and_a_shared_one():
     assert jax.eval_shape(silent.apply, params, x, Context(mask=full(), positions=None)).loss is None
 
 
+@pytest.mark.thorough
 def test_one_expert_a_token_counts_whole():
     """Of weights that sum to one a lone weight is 1 (Mixtral): the router chooses, and learns by the balance loss alone."""
     config = replace(CONFIG, feedforward=Mixture(experts=3, top_k=1, balance_loss=0.1), use_bias=False)

@@ -53,6 +53,7 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_alone_is_valid_under_explicit_axes(name):
     function, expected = FUNCTIONS[name]
@@ -73,6 +74,7 @@ def test_a_function_alone_is_valid_under_explicit_axes(name):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, np.abs(b).max()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_a_mesh_may_be_somebody_elses(kind):
     """Whose axes have other names: nothing is laid out for it, and nothing breaks on it."""

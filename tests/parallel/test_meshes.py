@@ -99,6 +99,7 @@ def pipelined(config):
     return replace(config, stack=Pipeline())
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name, axes, kind", list(cases()))
 def test_a_mesh_gives_the_loss_and_gradient_of_one_device(name, axes, kind):
     config, weights, (one, gradient) = on_one_device(name, "stage" in axes)

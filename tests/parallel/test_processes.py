@@ -331,6 +331,7 @@ def test_who_never_came_is_named_to_all_who_did():
     assert "process 0 never came within 1 s: nobody answers at 127.0.0.1:" in str(one["error"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("third", [(1, 3), (2, 4), (3, 3)])
 def test_numbers_that_do_not_fit_together_are_refused(third):
     if third == (3, 3):

@@ -45,6 +45,7 @@ def test_a_layer_takes_24_n_d2_and_4_n2_d(unroll):
     assert forward(replace(CONFIG, unroll=unroll)) == L * B * (24 * T * D**2 + 4 * T**2 * D)
 
 
+@pytest.mark.thorough
 def test_a_step_takes_three_forwards_and_with_full_remat_nearly_four():
     layers, head = forward(CONFIG), 2 * B * T * D * V
     assert step(CONFIG).matmul == 3 * (layers + head)

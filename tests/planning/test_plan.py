@@ -241,6 +241,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(("data", "model", "shapes"), SHAPES)
 def test_a_plans_batch_is_that_of_the_data(data, model, shapes):
     """Images and pairs, too; where the data are not on this machine, as large as the model reads."""

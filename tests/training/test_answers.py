@@ -56,6 +56,7 @@ def source(tmp_path):
     return config.read(str(tmp_path / "spell.py"))
 
 
+@pytest.mark.thorough
 def test_a_run_of_pairs_is_scored_and_asked(source, tmp_path, capsys):
     result = loop.train(source.experiment, tmp_path / "runs", source)
     assert result.validation["exact_match"] > 90 and "tok:13a" in result.validation["bleu_signature"]
@@ -84,6 +85,7 @@ def test_a_run_of_pairs_is_scored_and_asked(source, tmp_path, capsys):
     assert cli.main(["evaluate", str(result.folder), "--average", "9"]) == 2
 
 
+@pytest.mark.thorough
 def test_the_mean_of_checkpoints_is_the_mean_of_their_parameters(source, tmp_path):
     overrides = ("--steps=30", "--metrics=()", "--checkpoints=Checkpoints(10, 3)")
     experiment = config.override(source.experiment, overrides, NAMES)
@@ -103,6 +105,7 @@ def test_answers_do_not_depend_on_their_order(source):
     assert ask(questions) == ask(questions[::-1])[::-1] == [ask([question])[0] for question in questions]
 
 
+@pytest.mark.thorough
 def test_a_score_that_there_is_not_ranks_no_checkpoint(source, tmp_path):
     experiment = replace(source.experiment, steps=1, checkpoints=Checkpoints(20, best="-chrf"))
     with pytest.raises(ConfigError, match=re.escape("checkpoints.best='-chrf': an evaluation here gives loss")):
@@ -115,6 +118,7 @@ def test_generated_needs_questions(source, tmp_path):
         loop.train(replace(source.experiment, model=model, data=Reverse(), steps=1), tmp_path / "runs")
 
 
+@pytest.mark.thorough
 def test_a_metric_of_the_users_own_is_recorded(source, tmp_path):
     norm = lambda scored: {"norm": float(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(scored.params)))}
     changes = dict(steps=1, metrics=(norm,), checkpoints=Checkpoints(20, best="norm"))

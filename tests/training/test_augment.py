@@ -33,6 +33,7 @@ def test_a_change_is_a_function_of_key_and_row(function):
     np.testing.assert_array_equal(run(KEYS[0], IMAGES.at[3].set(0))[0], found[0])  # and do not meet
 
 
+@pytest.mark.thorough
 def test_functions_follow_each_other_with_keys_of_their_own():
     by_hand = IMAGES
     for number, function in enumerate(FUNCTIONS):
@@ -100,6 +101,7 @@ MODEL = ModelConfig(
 BATCH = {"images": IMAGES, "labels": jnp.arange(6) % 3, "weights": jnp.ones(6)}
 
 
+@pytest.mark.thorough
 def test_training_sees_changed_images_and_scoring_does_not():
     parameters = models.init(MODEL, jax.random.key(0))
     score = lambda objective, batch, key: objective(MODEL, parameters, batch, key, jnp.float32).loss

@@ -76,6 +76,7 @@ def arrays(monkeypatch):
     monkeypatch.setattr(checkpoint.ocp, "metadata", lambda path: SimpleNamespace(custom_metadata=Bucket.saved[str(path)][1]))
 
 
+@pytest.mark.thorough
 def test_a_run_lives_in_a_bucket(bucket, arrays, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report, "run_report", run_report)
     furnish(tmp_path)

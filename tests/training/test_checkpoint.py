@@ -162,6 +162,7 @@ def test_fingerprint_does_not_depend_on_the_mesh(axis_type):
 # Saving and restoring
 
 
+@pytest.mark.thorough
 def test_round_trip_is_exact_and_gives_back_the_same_types(tmp_path):
     odd = {
         "half": jnp.array([1.5, -0.0, jnp.nan], jnp.bfloat16),
@@ -207,6 +208,7 @@ def test_no_save_is_skipped_while_another_runs(tmp_path):
     assert checkpoint.steps(tmp_path) == list(range(8))
 
 
+@pytest.mark.thorough
 @needs_8_devices
 def test_restores_onto_any_mesh(tmp_path):
     def on(shape, state):
@@ -397,6 +399,7 @@ def assert_harmless_or_detected(folder: Path) -> bool:
     return step == 1
 
 
+@pytest.mark.thorough
 @reads_damage
 @pytest.mark.parametrize("damage", [flip, zero, truncate, delete])
 def test_damage_to_any_file_is_harmless_or_detected(two_steps, tmp_path, damage, capfd):

@@ -147,6 +147,7 @@ def test_the_loss_of_hidden_tokens_by_hand():
         MaskedTokens(MASK, rate=1.0)
 
 
+@pytest.mark.thorough
 def test_the_loss_of_spans_by_hand():
     stack = ModelConfig(100, 1, 16, 2, context_length=32)
     config = EncoderDecoder(replace(stack, heads=(), masks=(full(),)), stack)

@@ -56,6 +56,7 @@ def test_part_of_a_stop_string_is_held_back_until_it_is_decided():
     assert runs.before_stop("one two one", ["two", "wo"]) == "one "
 
 
+@pytest.mark.thorough
 def test_a_file_of_prompts_becomes_a_file_of_texts(trained, tmp_path, capsys):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "the "}\n\n{"prompt": "a"}\n{"prompt": "there "}\n')
@@ -92,6 +93,7 @@ def test_what_does_not_fit_gets_one_line(trained, capsys, options, said):
     assert code == 2 and said in err and err.strip().count("\n") == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [["--mesh.tensor=2", "--mesh.data=2"], ["--mesh.fsdp=4"]])
 def test_a_mesh_changes_nothing(trained, mesh):
     one, split = jaxformer.open_run(trained), jaxformer.open_run(trained, overrides=mesh)
@@ -116,6 +118,7 @@ def test_weights_in_8_bits_are_scored_beside(trained):
     assert scores["int8_loss"] != scores["loss"] and scores["int8_loss"] == pytest.approx(scores["loss"], abs=0.05)
 
 
+@pytest.mark.thorough
 def test_a_second_process_compiles_nothing_again(trained):
     """`generate` in a process of its own, twice: the second finds every program in the compilation cache."""
     script = (

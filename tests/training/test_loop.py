@@ -30,6 +30,7 @@ TINY = Experiment(
 )
 
 
+@pytest.mark.thorough
 def test_a_run_traces_its_step_once(tmp_path, monkeypatch):
     """Evaluations, saves and the last step change no shape, dtype or sharding of the state."""
     chex.clear_trace_counter()
@@ -80,6 +81,7 @@ def test_parts_that_do_not_fit_are_refused_in_a_line(changes, message, tmp_path)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_a_function_gives_the_first_parameters(tmp_path):
     ones = lambda spec, key: jax.tree.map(lambda leaf: jnp.ones(leaf.shape), spec)
     loop.train(replace(TINY, initial=ones, schedule=lambda experiment: lambda step: 0.0), tmp_path)
@@ -88,6 +90,7 @@ def test_a_function_gives_the_first_parameters(tmp_path):
         loop.train(replace(TINY, initial=wrong, name="wrong"), tmp_path)
 
 
+@pytest.mark.thorough
 def test_weights_of_hugging_face_are_a_beginning(tmp_path):
     """`initial` as the text of a folder: the first loss is that of the loaded model."""
     from jaxformer.interop import huggingface

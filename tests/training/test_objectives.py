@@ -51,6 +51,7 @@ def losses(model, batch=BATCH, **changes):
     return tuple([float(jax.jit(f)(trained, batch, key).loss) for key in KEYS] for f in (made.loss, made.score))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model",
     [
@@ -70,6 +71,7 @@ def test_smoothing_and_auxiliary_losses_are_trained_and_not_scored():
     assert plain[0] == plain[1] == smooth[1] and smooth[0][0] > plain[0][0]
 
 
+@pytest.mark.thorough
 def test_a_pair_is_scored_as_its_decoder_says():
     decoder = replace(CONFIG, masks=(causal(),))
     pair = EncoderDecoder(encoder=replace(CONFIG, masks=(full(),), heads=()), decoder=decoder)
@@ -82,6 +84,7 @@ def test_a_pair_is_scored_as_its_decoder_says():
     np.testing.assert_array_equal(found.metrics["accuracy"][0], expected.correct)
 
 
+@pytest.mark.thorough
 def test_images_have_classes():
     images = replace(
         CONFIG, vocab_size=0, embedding=Patches((8, 8), (4, 4), 1), context_length=5, heads=(Classification(3),),
@@ -166,6 +169,7 @@ class TwoLayersNNX(nnx.Module):
         return self.out(self.dropout(self.table(tokens)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model",
     [

@@ -48,6 +48,7 @@ def update(config, steps=1):
     return tuple(params.paths(tree) for tree in (parameters, gradients, updates))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", [Adam(), AdamW(), AdamW(weight_decay=0.0)])
 def test_adam_first_update(config):
     """From zero moments, bias correction makes the first step g / (|g| + eps)."""

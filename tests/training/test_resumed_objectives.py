@@ -88,6 +88,7 @@ def experiment_of(name, steps, every):
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_resumed_in_the_middle_ends_as_it_did(name, tmp_path, capsys):
     """Without its later checkpoints it is that of a process killed before them."""

@@ -41,6 +41,7 @@ def step(chosen: Experiment, examples):
     return recipe, state, new, metrics
 
 
+@pytest.mark.thorough
 def test_every_number_by_hand():
     """Of the gradient before clipping, of the update after it, and of the residual stream."""
     recipe, state, new, metrics = step(experiment(), batch())
@@ -75,6 +76,7 @@ ROUTED = {"feedforward": Mixture(2, 1, balance_loss=0.1)}
 
 
 # a routing loss is not the mean of those of halves of a batch
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     "stack, accumulation", [({"remat": "full"}, 1), ({"remat": "full"}, 2), ({"unroll": 3}, 2), (ROUTED, 1)]
 )
@@ -88,12 +90,14 @@ def test_with_every_way_of_running_layers(stack, accumulation):
             np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_parameters_of_some_layers_are_a_part_of_their_own():
     *_, metrics = step(experiment(replace(MODEL, num_layers=4, mixer=(attention, gated))), batch())
     assert metrics["rms/gradient/layers"].shape == (4,)
     assert metrics["rms/gradient/layers_of_2"].shape == (2,)
 
 
+@pytest.mark.thorough
 def test_a_pair_and_the_losses_of_both_its_stacks():
     """The routing losses of encoder and decoder are in one mean over the layers."""
     routed = replace(MODEL, feedforward=Mixture(2, 1, normalise=False, balance_loss=1.0))
@@ -110,6 +114,7 @@ def test_a_pair_and_the_losses_of_both_its_stacks():
     np.testing.assert_allclose(loss(), (2 * one + 3 * two) / 5, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_run_records_them_by_layer(tmp_path, capsys):
     chosen = experiment(replace(MODEL, vocab_size=20), log_every=1, sample=Sample(tokens=1))
     result = loop.train(chosen, tmp_path)

@@ -20,6 +20,7 @@ with Signals() as signals:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_ends_even_a_slow_save_at_once(which):
     with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

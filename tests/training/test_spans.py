@@ -27,6 +27,7 @@ def batch(rows=4, length=12, seed=0):
     return {name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()} | {"weights": jnp.ones(rows).at[-1].set(0)}
 
 
+@pytest.mark.thorough
 def test_the_loss_of_spans_by_hand():
     rows, params = batch(), init(CONFIG, jax.random.key(0))
     sums = loss(CONFIG, params, rows, jax.random.key(1), jnp.float32)
@@ -66,6 +67,7 @@ def test_an_answer_outside_the_passage_has_no_finite_loss():
     assert not jnp.isfinite(loss(CONFIG, params, rows, jax.random.key(1), jnp.float32).loss)
 
 
+@pytest.mark.thorough
 def test_other_heads_are_refused():
     config = ModelConfig(30, 1, 16, 2, context_length=12, heads=(Classification(2),))
     with pytest.raises(ConfigError, match=r"give the model a TokenClassification\(2\) head first"):

@@ -64,6 +64,7 @@ def flat(tree):
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
+@pytest.mark.thorough
 def test_accumulated_equals_whole_with_uneven_padding():
     """1 x 8 = 8 x 1 = 2 x 4 = 4 x 2 in sums and gradient."""
     params = initial(EXPERIMENT).params
@@ -84,6 +85,7 @@ def test_first_loss_is_that_of_guessing_and_training_lowers_it():
     assert metrics[-1]["loss"] < 0.7 * metrics[0]["loss"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["weights", "params"])
 def test_a_step_with_bad_numbers_changes_nothing_but_its_counters(where):
     step = step_of(AVERAGED)
@@ -124,6 +126,7 @@ def test_a_label_outside_of_the_vocabulary_is_a_bad_step():
     jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
 
 
+@pytest.mark.thorough
 def test_clipping_bounds_the_update_and_reports_the_norm_before():
     batch = make_batch()
     _, (free,) = run(replace(EXPERIMENT, clip_norm=None), 1)
@@ -163,6 +166,7 @@ def test_average_of_parameters_is_what_its_definition_says():
     np.testing.assert_allclose(flat(state.ema), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_dropout_is_a_function_of_seed_and_step():
     model = replace(EXPERIMENT.model, dropout_rate=0.3, attention_dropout_rate=0.3)
     experiment = replace(EXPERIMENT, model=model)

@@ -56,6 +56,7 @@ def assert_same(found):
         np.testing.assert_allclose(params.paths(found[0].params)[path], leaf, atol=1e-5, err_msg=path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh, accumulation",
     [
@@ -72,6 +73,7 @@ def test_a_mesh_steps_as_one_device_does(mesh, accumulation):
     assert_same(on_a_mesh(replace(TINY, mesh=mesh, accumulation=accumulation)))
 
 
+@pytest.mark.thorough
 def test_pmap_steps_as_one_device_does():
     devices = jax.devices()
     step = pmap.step(make_train_step(build(replace(TINY, mesh=Mesh(backend="pmap"))), pmap.AXIS), devices)
@@ -90,6 +92,7 @@ def test_zero1_splits_what_the_optimizer_keeps_and_nothing_else():
     assert adam.count.spec == P()
 
 
+@pytest.mark.thorough
 def test_offload_leaves_what_the_optimizer_keeps_in_host_memory():
     state, _ = on_a_mesh(replace(TINY, mesh=Mesh(fsdp=4, offload=True)))
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state[0].mu)}
@@ -97,6 +100,7 @@ def test_offload_leaves_what_the_optimizer_keeps_in_host_memory():
     assert "pinned_host" not in {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [Adafactor, Muon])
 def test_offload_moves_only_what_is_split(kind):
     """Adafactor counts once a layer, and its sums are smaller than parameters; Muon keeps three coefficients: all stay."""

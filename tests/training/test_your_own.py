@@ -36,6 +36,7 @@ def test_the_page_is_short():
     assert len((OWN + PAIR).splitlines()) <= 120
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_ones_own_is_trained_stopped_and_resumed_to_the_same_bits(name, tmp_path, monkeypatch, capsys):
     folders = tmp_path / "undisturbed", tmp_path / "stopped"

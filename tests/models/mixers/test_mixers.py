@@ -88,6 +88,7 @@ def test_unrolled_equals_scanned(name):
 halves = [[pytest.param(n, marks=() if i % 2 == k else pytest.mark.slow) for i, n in enumerate(SYSTEMS)] for k in (0, 1)]
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("name", halves[0])
 def test_gradients_and_16_bits(name):
     """Of one layer's mixer: every parameter has a gradient, and bfloat16 input gives nearly what float32 does."""
@@ -154,6 +155,7 @@ def test_a_causal_reformer_takes_nothing_from_later_tokens():
 # Decoding
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["linear", "performer"])
 def test_cached_pieces_equal_the_forward_pass(name):
     config = SYSTEMS[name]
@@ -168,6 +170,7 @@ def test_cached_pieces_equal_the_forward_pass(name):
         cache, start = out.cache, start + length
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["linear", "performer"])
 def test_greedy_generation_equals_forward_passes_for_ragged_prompts(name):
     config = SYSTEMS[name]

@@ -351,6 +351,7 @@ def close(a, b, tolerance=5e-6):
 halves = [[pytest.param(n, marks=() if i % 2 == k else pytest.mark.slow) for i, n in enumerate(MIXERS)] for k in (0, 1)]
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("name", halves[0])
 def test_causal_packed_and_decoded(name):
     """Token k changes nothing before it; packed rows equal separate ones; cached pieces equal the forward pass."""

@@ -68,6 +68,7 @@ def compare(config, mesh, pipe, **options):
     return collectives(compiled.as_text(), mesh)
 
 
+@pytest.mark.thorough
 def test_stages_give_the_loss_and_gradient_of_one_device_and_send_no_weights():
     found = compare(GPT, Mesh(data=2, stage=4), Pipeline())
     ticks, S = 4 + 3, 4
@@ -162,6 +163,7 @@ def toy(weights, pick, x, extras, shared, part, microbatch):
     return jax.lax.scan(jax.checkpoint(layer), x, weights)
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("S, M, R", [(4, 4, 1), (4, 1, 1), (2, 2, 3), (4, 4, 2), (2, 4, 4)])
 def test_layers_come_in_order_and_may_have_a_shard_map_of_their_own(S, M, R):
     L, mesh = 24, make_mesh(Mesh(data=-1, context=2, stage=S))

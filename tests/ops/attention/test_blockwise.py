@@ -136,6 +136,7 @@ def assert_equal(reference, kernel, tolerance):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, **tolerance), reference, kernel)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=12, derandomize=True, phases=DRAW)
 @given(st.data())
 def test_equals_the_reference_in_float64(data):
@@ -151,12 +152,14 @@ def test_equals_the_reference_in_float64_at_length(data):
         assert_equal(*both(*draw_case(data.draw, jnp.float64)), FLOAT64)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=4, derandomize=True, phases=DRAW)
 @given(st.data())
 def test_equals_the_reference_in_float32(data):
     assert_equal(*both(*draw_case(data.draw, jnp.float32)), FLOAT32)
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("name", static_masks(11, 13))
 def test_every_mask_at_a_size_of_many_blocks(name):
     """Many blocks of every kind, with ragged ends, under the block size that the kernel chooses and under small ones."""

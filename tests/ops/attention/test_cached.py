@@ -114,6 +114,7 @@ def call_of(options):
 BY_ROW = "causal", "chunked", "prefix", "by_head", "yours", "t5", "places", "all at once"
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in BY_ROW else ()) for n in CALLS])
 def test_every_mask_and_bias_is_that_of_each_row_alone(name):
     """Rows of other lengths, with slots that are empty and new tokens that are padding. Then one token more of each."""
@@ -140,6 +141,7 @@ def test_it_is_the_reference_at_positions_by_row(name):
     close(out, ops.attention(parts[0], keys, values, implementation="reference", positions=positions, **options))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("T", "S"), [(1, 300), (QUERY_BLOCK + 22, 1100), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_WIDTHS)]
 )
@@ -156,6 +158,7 @@ def test_the_slots_that_are_read_are_as_many_as_hold_all_tokens(S, T):
             close(out[row, : counts[row]], expected(*parts, lengths, counts, row, mask=causal()), 5e-6)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("T", [1, 3])
 def test_bfloat16_and_heads_that_share_keys(heads, T):
@@ -182,6 +185,7 @@ def test_a_query_that_sees_no_slot_yields_zeros():
     assert (out == 0).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("S", [1, 4, 7])
 def test_slots_keep_the_last_tokens_wherever_a_text_begins(S):
     """The token at position p is in slot p mod S: in the first call, and in later ones, of one token or of many."""
@@ -217,6 +221,7 @@ SPECS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize(  # each product in one precision; the other is slow
     ("spec", "dtype"),
     [

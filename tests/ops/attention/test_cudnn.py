@@ -55,6 +55,7 @@ def named(value) -> str:
     return "+".join(sorted(value)) if isinstance(value, set) else str(value)
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize(("mask", "T", "S", "keywords"), PLANNED, ids=named)
 def test_the_plan_is_the_mask(mask, T, S, keywords):
     """Value and all gradients, also of queries that see nothing; run by XLA, which computes what cuDNN is asked for."""

@@ -141,6 +141,7 @@ def test_prefix_state_and_steps_equal_the_whole(prefix):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **FLOAT32), state, states[2])
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize(("f", "causal"), [("elu", False), ("elu", True), ("shen", False), ("shen", True), ("favor", False)])
 def test_packed_sequences_do_not_meet_and_padding_does_not_matter(f, causal):
     """Two documents and padding in one row = each alone; NaN in the padding reaches neither values nor gradients.
@@ -174,6 +175,7 @@ def test_packed_sequences_do_not_meet_and_padding_does_not_matter(f, causal):
         np.testing.assert_allclose(out[:1, ids[0] == document], alone, **FLOAT32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", [masks.full(), masks.causal()], ids=str)
 def test_a_row_whose_ids_come_again_is_nan(rule):
     """The sums forget a segment when the next begins; rows in runs of ids, whatever their order, are as the mask says."""

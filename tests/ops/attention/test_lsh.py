@@ -92,6 +92,7 @@ def test_equals_its_definition(seed):
     np.testing.assert_allclose(ours, expected, **FLOAT64)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(("T", "before", "after", "multiple"), [(5, 1, 1, 4), (7, 3, 0, 4), (4, 2, 2, 4), (6, 1, 0, 12)])
 def test_short_circles_and_longer_padding(T, before, after, multiple):
     """As in Hugging Face's model: a chunk met twice counts twice, beyond a full turn it is the own one; padding is chunks."""

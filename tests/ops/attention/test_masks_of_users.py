@@ -182,6 +182,7 @@ QUICK = (
 )  # what kernels have code of their own for
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OURS])
 def test_a_users_rule_is_not_taken_for_ours_of_its_name(name):
     mask, other = users(OURS[name], name), users(OURS[name], "something_else")

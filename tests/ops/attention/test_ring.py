@@ -88,6 +88,7 @@ def permutes(compiled, mesh):
 QUICK = ("full", "causal", "longformer")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MASKS])
 def test_every_mask(name):
     assert_equal(outcome(MASKS[name], None, mesh=make_mesh(FOUR))[0], outcome(MASKS[name], "reference")[0])
@@ -123,6 +124,7 @@ def test_queries_and_keys_of_other_lengths(lengths, mask):
     assert_equal(many, outcome(MASKS[mask], "reference", arrays=arrays)[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("length", "mesh", "whole"), [(4, TWO, (0, 1)), (16, Mesh(context=8), (0, 1)), (4, TWO, (2,))])
 def test_a_bias_array_in_blocks_of_one(length, mesh, whole):
     """Chunks of one position make blocks of one, which are not to be taken for an axis that is broadcast."""
@@ -159,6 +161,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_one_device():
     assert error(ring_) <= 1.5 * error(one) and error(many) <= 1.5 * error(one)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["ring", slow("blockwise")])
 def test_inside_a_scan_that_recomputes(implementation):
     """As a model has it: layers scanned, each under `jax.checkpoint`, on a mesh that splits batch, length and heads."""

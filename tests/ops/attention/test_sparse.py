@@ -77,6 +77,7 @@ def value_and_gradients(f, *arrays):
     return jax.tree.map(np.asarray, run(*arrays))
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("name", TOKENS)
 def test_longformer_equals_its_definition(name):
     """All ways to name global tokens, with shared key heads, and with padding or packed documents."""
