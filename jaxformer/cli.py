@@ -258,7 +258,7 @@ def write_report(argv: list[str]) -> int:
     from jaxformer.analysis import gallery, report
 
     path = options.out or folders[0].path / "report.html"
-    print(f"report: {report.write(path, folders, [gallery.of_run(folder) for folder in folders])}")
+    print(f"report: {report.write(path, folders, [gallery.run_pictures(folder) for folder in folders])}")
     return 0
 
 
@@ -273,7 +273,7 @@ def draw(argv: list[str]) -> int:
 
     model = _shown_model(options.name, overrides, "draw")
     path = epath.Path(options.out or f"figures/{options.name}.html")
-    drawn = gallery.of_model(model, options.name)
+    drawn = gallery.model_pictures(model, options.name)
     parts = [report.section(title, {options.name: drawn[title]}, path.parent) for title in gallery.NOTES if title in drawn]
     config.write_atomically(path, page.page(options.name, parts))
     print(f"page: {path}")
@@ -453,11 +453,11 @@ def _run_parser(command: str) -> _Parser:
 
 def _run(options, overrides: Sequence[str] = ()):
     """The run that the command line names, on the mesh that it asks for."""
-    from jaxformer.training import compiled
+    from jaxformer.training import compilation_cache
     from jaxformer.training.run import open_run
 
     run = open_run(_folder(options.name, options.runs).path, options.step, overrides, options.average)
-    compiled.use_cache()
+    compilation_cache.enable()
     return run
 
 

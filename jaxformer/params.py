@@ -45,7 +45,7 @@ def linear(shape, axes, contracts: tuple[str, ...], init: Callable, bias: bool =
     return tree
 
 
-def scaled(init: Callable, factor: float) -> Callable:
+def scale_init(init: Callable, factor: float) -> Callable:
     """The initial values of `init` times a factor."""
     return lambda key, shape, dtype: factor * init(key, shape, dtype)
 

@@ -39,12 +39,12 @@ NOTES = {  # what a page shows, in this order
 }
 
 
-def of_records(runs: Mapping[str, Sequence[dict]], baseline: float | None) -> Pictures:
+def record_pictures(runs: Mapping[str, Sequence[dict]], baseline: float | None) -> Pictures:
     """What the records of runs show together."""
     return {"Loss": lambda: figures.losses(runs, baseline), "Other numbers": lambda: figures.curves(runs)}
 
 
-def of_model(model: Any, name: str) -> Pictures:
+def model_pictures(model: Any, name: str) -> Pictures:
     """What a config shows."""
     if not models.is_config(model):
         return {}
@@ -74,12 +74,12 @@ def cost_table(parts: Sequence[costs.Part]) -> str:
     return page.table(columns, [{name: row[i] for name, row in rows.items()} for i in range(len(columns))])
 
 
-def of_run(folder: RunFolder) -> Pictures:
+def run_pictures(folder: RunFolder) -> Pictures:
     """What a run shows, with where its heads look in an example. What cannot be opened is not drawn, and says why."""
     found: Pictures = {}
-    with reported("what needs the model"):
+    with warn_on_failure("what needs the model"):
         run = open_run(folder.path)
-        found = of_model(run.experiment.model, run.experiment.name)
+        found = model_pictures(run.experiment.model, run.experiment.name)
         if folder.checkpoints.is_dir():
             example = batching.open_dataset(run.experiment.data, run.experiment.model).validation[0]
             batch = {name: jnp.asarray(value)[None] for name, value in example.items()}
@@ -87,13 +87,13 @@ def of_run(folder: RunFolder) -> Pictures:
                 {"Gradients": gradients} if last_stack(run.experiment.model).num_layers > 1 else {}
             )
             for title, look in looks.items():
-                with reported(title):
+                with warn_on_failure(title):
                     found[title] = look(run, batch)
     return found
 
 
 @contextlib.contextmanager
-def reported(what: str) -> Iterator[None]:
+def warn_on_failure(what: str) -> Iterator[None]:
     """What fails inside is left out of the page, which says why."""
     try:
         yield

@@ -38,7 +38,7 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath
         differing = [name for name in flat[0] if len({str(one.get(name)) for one in flat}) > 1]
         rows = [{name: one.get(name) for name in differing} for one in flat]
         parts += [page.heading("What differs"), page.table(names, rows)]
-    together = gallery.of_records(runs, results[0].get("baseline") if len(folders) == 1 else None)
+    together = gallery.record_pictures(runs, results[0].get("baseline") if len(folders) == 1 else None)
     parts += [section(title, {"": draw}, files) for title, draw in together.items()]
     samples = {name: path for name, folder in zip(names, folders, strict=True) if (path := last_sample(folder))}
     if samples:
@@ -57,7 +57,7 @@ def section(title: str, draws: Pictures, files: epath.Path) -> str:
     """The same picture of each run, also as PNG files. What cannot be drawn is left out, and says why."""
     found = {}
     for name, made in draws.items():
-        with gallery.reported(f"{title} {name}".strip()):
+        with gallery.warn_on_failure(f"{title} {name}".strip()):
             if not isinstance(made, str):
                 light, dark = figures.png(made), figures.png(made, dark=True)
                 file = "-".join(filter(None, (title.lower().replace(" ", "-"), name if len(draws) > 1 else "")))
@@ -89,4 +89,4 @@ def run_report(result: loop.Result, records: Sequence[dict]) -> str:
     """Writes the page of a run that ends; returns a line to print."""
     folder = RunFolder(epath.Path(result.folder))
     alone = jax.process_count() == 1 and result.parameters <= LARGE
-    return f"report: {write(folder.path / 'report.html', [folder], [gallery.of_run(folder) if alone else {}])}"
+    return f"report: {write(folder.path / 'report.html', [folder], [gallery.run_pictures(folder) if alone else {}])}"

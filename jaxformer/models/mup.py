@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxformer.errors import ConfigError
-from jaxformer.params import Spec, Tree, scaled
+from jaxformer.params import Spec, Tree, scale_init
 
 WIDTHS = {"embed", "mlp", "heads", "kv_heads", "head"}  # axes that grow with the model; vocabulary, experts, pixels do not
 
@@ -41,6 +41,6 @@ class MuP:
             if not WIDTHS.intersection(leaf.contracts):
                 return leaf
             ends_in_width = WIDTHS.intersection(leaf.axes).difference(leaf.contracts)
-            return replace(leaf, init=scaled(leaf.init, r**-0.5 if ends_in_width else 1 / r), rate=leaf.rate / r)
+            return replace(leaf, init=scale_init(leaf.init, r**-0.5 if ends_in_width else 1 / r), rate=leaf.rate / r)
 
         return tree if r == 1 else jax.tree.map(change, tree)

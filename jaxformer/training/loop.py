@@ -18,7 +18,7 @@ from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.models import cost
 from jaxformer.parallel import pmap, processes
-from jaxformer.training import checkpoint, compiled, optimizers
+from jaxformer.training import checkpoint, compilation_cache, optimizers
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.initial import first_params
 from jaxformer.training.metrics import Console, Record, Reporter, open_loggers
@@ -101,7 +101,7 @@ def train(
     with contextlib.ExitStack() as stack:
         keep = dict(keep_latest=experiment.checkpoints.keep_latest, keep_best=experiment.checkpoints.keep_best)
         manager = stack.enter_context(checkpoint.Manager(folder.checkpoints, **keep))  # holds the run's lock
-        compiled.use_cache(runs)
+        compilation_cache.enable(runs)
         keep_memory()
         if mesh is not None and experiment.mesh.backend == "jit":
             stack.enter_context(jax.set_mesh(mesh))

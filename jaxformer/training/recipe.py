@@ -49,7 +49,7 @@ def build(experiment: Any) -> Recipe:
         spec, weights = adapted.spec, adapted.merge
         frozen = "|".join(f"({pattern})" for pattern in (adapted.frozen, frozen) if pattern) or None
 
-    reporting = rms.watched(model) if "activation" in experiment.rms else model
+    reporting = rms.with_rms(model) if "activation" in experiment.rms else model
 
     def loss(trained: Tree, batch: dict[str, Array], key: Array) -> LossSums:
         return checked(experiment.objective(reporting, weights(optimizers.freeze(trained, frozen)), batch, key, dtype))

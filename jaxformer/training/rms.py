@@ -45,7 +45,7 @@ def by_layer(kind: str, spec: Tree, tree: Tree) -> dict[str, Array]:
 
 
 @dataclass(frozen=True)
-class Watched:
+class StackWithRms:
     """A stack that also reports the root mean square of the residual stream after each layer."""
 
     stack: Callable
@@ -59,8 +59,8 @@ class Watched:
         return x, found._replace(intermediates=others, stats=stats)
 
 
-def watched(model: Any) -> Any:
+def with_rms(model: Any) -> Any:
     """The model with stacks that report; a model of your own as it is."""
     if isinstance(model, models.EncoderDecoder):
-        return replace(model, encoder=watched(model.encoder), decoder=watched(model.decoder))
-    return replace(model, stack=Watched(model.stack or scan.stack)) if isinstance(model, models.ModelConfig) else model
+        return replace(model, encoder=with_rms(model.encoder), decoder=with_rms(model.decoder))
+    return replace(model, stack=StackWithRms(model.stack or scan.stack)) if isinstance(model, models.ModelConfig) else model

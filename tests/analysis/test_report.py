@@ -104,7 +104,7 @@ def test_a_page_that_fails_stops_no_run(tmp_path, monkeypatch, caplog):
 
 @pytest.mark.thorough
 def test_two_runs_side_by_side(trained, monkeypatch):
-    monkeypatch.setattr(gallery, "of_run", lambda folder: gallery.of_model(PRESETS["vit_tiny"], folder.path.name))
+    monkeypatch.setattr(gallery, "run_pictures", lambda folder: gallery.model_pictures(PRESETS["vit_tiny"], folder.path.name))
     names = [str(folder) for folder in runs(trained)]
     text = page(trained, *names)
     assert "What differs" in text and "optimizer.learning_rate" in text and not Strict(text).open
@@ -114,7 +114,7 @@ def test_two_runs_side_by_side(trained, monkeypatch):
 
 
 def test_words_of_a_run_are_no_markup(trained, monkeypatch):
-    monkeypatch.setattr(gallery, "of_run", lambda folder: {})
+    monkeypatch.setattr(gallery, "run_pictures", lambda folder: {})
     folder = trained / "runs" / "copied"
     shutil.copytree(runs(trained)[0], folder)
     (folder / "samples" / "step-10.txt").write_text("<script>alert('&')</script>")

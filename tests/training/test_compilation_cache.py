@@ -10,7 +10,7 @@ import zlib
 import jax
 import pytest
 
-from jaxformer.training import compiled
+from jaxformer.training import compilation_cache
 
 EXPERIMENT = """
 from jaxformer.data.tasks import Reverse
@@ -74,7 +74,7 @@ def test_torn_and_old_programs_are_removed(tmp_path):
         (tmp_path / f"jit_{name}-cache").write_bytes(data)
     os.utime(tmp_path / "jit_old-cache", (time.time() - 40 * 24 * 3600,) * 2)
     (tmp_path / "notes").write_text("kept")
-    compiled.tidy(tmp_path)
+    compilation_cache.tidy(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["jit_other-cache", "jit_whole-cache", "notes"]
 
 
@@ -83,17 +83,17 @@ def test_where_programs_persist(tmp_path, monkeypatch, caplog):
     before, folder = jax.config.jax_compilation_cache_dir, lambda: jax.config.jax_compilation_cache_dir
     try:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        compiled.use_cache(tmp_path / "runs")
+        compilation_cache.enable(tmp_path / "runs")
         assert folder() == str(tmp_path / "jaxformer" / "compiled")
-        compiled.use_cache("gs://bucket/runs")
+        compilation_cache.enable("gs://bucket/runs")
         assert folder() == "gs://bucket/runs/.compiled"
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        compiled.use_cache()
+        compilation_cache.enable()
         assert "compiled programs are not kept" in caplog.text and folder() == "gs://bucket/runs/.compiled"
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")  # JAX reads it
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        compiled.use_cache()
+        compilation_cache.enable()
         assert folder() == "gs://bucket/runs/.compiled"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -14,7 +14,7 @@ log = logging.getLogger("jaxformer")
 UNUSED = 30 * 24 * 3600.0  # seconds after which a program is removed
 
 
-def use_cache(runs: epath.PathLike = "") -> None:
+def enable(runs: epath.PathLike = "") -> None:
     """Programs persist in the user's own cache folder, because they are native code; those of runs in a bucket beside these.
 
     Hosts share a bucket, and a new host has no cache folder. JAX_COMPILATION_CACHE_DIR is another folder. Where none can be
