@@ -307,6 +307,7 @@ def test_how_a_run_executes_may_change_and_is_said(workplace, capsys, caplog):
     assert len(list((workplace / "runs").glob("tiny-*"))) == 1
 
 
+@pytest.mark.thorough
 def test_fine_tuning_of_a_run_trains_factors_beside_frozen_weights(trained, capsys):
     (folder,) = (trained / "runs").glob("tiny-*")
     options = ["--adaptation", "Lora(rank=2)", f"--initial={folder}", "--name=tuned", "--steps=3", "--eval-every=1"]

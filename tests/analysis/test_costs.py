@@ -91,6 +91,7 @@ def test_caches_and_what_training_keeps():
     assert costs.kept_bytes(SMALL, 64) > 2 * costs.kept_bytes(SMALL, 32)  # scores of the reference grow with the square
 
 
+@pytest.mark.thorough
 def test_the_table_has_every_part():
     for name in ("gpt2_small", "t5_small", "vit_base", "performer_base"):
         text = costs.table(PRESETS[name], 197 if name == "vit_base" else 64)

@@ -223,6 +223,7 @@ def test_a_row_that_is_refilled_continues_its_prompt_as_if_alone(name):
         assert decoding.generate(SERVED, parameters, alone, 12, **options)[index] == together[index], index
 
 
+@pytest.mark.thorough
 def test_logits_of_a_row_are_bit_by_bit_those_of_the_prompt_alone():
     """Float32, one device, as many rows, up to 128 slots: neighbours, and who was in the row before, change no bit."""
     parameters, most = init(SERVED, jax.random.key(3)), 12

@@ -52,6 +52,7 @@ def test_images_are_decoded_as_apply_says():
     assert decoding.contrast(PAIR, PARAMS, PROMPTS, 5, sources=list(IMAGES), k=1, rows=2) == expected
 
 
+@pytest.mark.thorough
 def test_beams_of_images_are_scored_as_apply_says():
     found = decoding.search(
         PAIR, PARAMS, PROMPTS, 4, sources=list(IMAGES), how=decoding.Beams(beams=3, length_penalty=0.0), rows=4

@@ -97,6 +97,7 @@ def test_the_mean_of_checkpoints_is_the_mean_of_their_parameters(source, tmp_pat
         _ = open_run(folder, average=4).params
 
 
+@pytest.mark.thorough
 def test_answers_do_not_depend_on_their_order(source):
     model, dataset = source.experiment.model, source.experiment.data.open(source.experiment.model)
     params, found = models.init(model, jax.random.key(0)), dataset.validation.questions

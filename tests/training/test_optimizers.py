@@ -123,6 +123,7 @@ def steps_of(transform, parameters, gradients):
     return parameters
 
 
+@pytest.mark.thorough
 def test_adafactor_of_stacked_layers_is_optax_on_each_of_them():
     """The norms, means and factors of the paper are those of one layer's matrix, however parameters are stored."""
     start, *gradients = random_trees(9)

@@ -57,6 +57,7 @@ def test_every_number_by_hand():
     np.testing.assert_allclose(metrics["rms/activation/layers"], jnp.sqrt(jnp.mean(stream**2, axis=(1, 2, 3))), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_what_is_asked_for_changes_nothing_else():
     _, _, plain, metrics = step(experiment(rms=()), batch())
     _, _, new, more = step(experiment(), batch())
