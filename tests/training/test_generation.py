@@ -119,7 +119,7 @@ def test_weights_in_8_bits_are_scored_beside(trained):
 
 
 @pytest.mark.thorough
-def test_a_second_process_compiles_nothing_again(trained):
+def test_a_second_process_compiles_nothing_again(trained, tmp_path):
     """`generate` in a process of its own, twice: the second finds every program in the compilation cache."""
     script = (
         "import sys, jax\n"
@@ -130,7 +130,7 @@ def test_a_second_process_compiles_nothing_again(trained):
         f"assert cli.main(['generate', {str(trained)!r}, '--prompt', 'the ', '--tokens=5', '--top-k=3']) == 0\n"
         "print('misses', len(misses))\n"
     )
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2]), "XDG_CACHE_HOME": str(tmp_path)}
     counts = []
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=trained.parents[1], env=env)
