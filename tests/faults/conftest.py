@@ -18,8 +18,8 @@ _failed: list[str] = []
 def report(record_property):
     """`report(row, fault, trials=, detected=, recovered=, lost=0, note="")`: a line of the table in the issue and the book.
 
-    `detected`: the run or the library said what happened, or it made no difference. `recovered`: the run went on, or the next start did, to
-    the same end. `lost`: something that was done or written is gone and nobody can have it back.
+    `detected`: the run or the library said what happened, or it made no difference. `recovered`: the run went on, or the next
+    start did, to the same end. `lost`: something that was done or written is gone, and nobody can have it back.
     """
 
     def add(row: int, fault: str, *, trials: int, detected: int, recovered: int, lost: int = 0, note: str = "") -> None:
@@ -39,7 +39,8 @@ def pytest_sessionfinish(session):
     if not _rows or hasattr(session.config, "workerinput"):
         return
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    head = f"{datetime.date.today()}, commit {commit}, Python {platform.python_version()}, jax {version('jax')}, {platform.machine()}"
+    versions = f"Python {platform.python_version()}, jax {version('jax')}, {platform.machine()}"
+    head = f"{datetime.date.today()}, commit {commit}, {versions}"
     lines = [f"# Faults, injected\n\n{head}\n", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for row in sorted(_rows, key=lambda row: (row["row"], row["fault"])):
         lines.append(f"| {' | '.join(str(row[name]) for name in COLUMNS)} |")
