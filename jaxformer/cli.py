@@ -92,13 +92,14 @@ def train(argv: list[str]) -> int:
 
     from jaxformer.analysis import report
     from jaxformer.parallel import peers, processes
-    from jaxformer.training import loop
+    from jaxformer.training import goodput, loop
     from jaxformer.training.metrics import NonFinite
     from jaxformer.training.signals import Interrupted
 
     def body() -> int:
         try:
-            loop.train(experiment, options.runs, source, reports=[report.run_report], refresh=report.refresh)
+            refresh, reports = report.refresh, [report.run_report]
+            loop.train(experiment, options.runs, source, reports, refresh, began=goodput.program_began())
         except (NonFinite, Interrupted) as error:
             return _refused(error, 3 if isinstance(error, NonFinite) else error.exit_code)
         return 0
@@ -142,9 +143,14 @@ def read_experiment(name: str, overrides: list[str]):
 def evaluate(argv: list[str]) -> int:
     parser = _run_parser("evaluate")
     parser.add_argument("--int8", action="store_true", help="also with weights in 8 bits")
+    parser.add_argument("--replay", action="store_true", help="the bad step that ended the run, computed again")
     options, overrides = parser.parse_known_args(argv)
     run = _run(options, overrides)
-    print(json.dumps({"run": str(run.folder.path), **run.evaluate(options.int8)}))
+
+    from jaxformer.training import reproduction
+
+    found = reproduction.replay(run) if options.replay else run.evaluate(options.int8)
+    print(json.dumps({"run": str(run.folder.path), **found}))
     return 0
 
 

@@ -7,3 +7,4 @@ from jaxformer.training.initial import FromRun, HuggingFace
 from jaxformer.training.objectives import ClassCrossEntropy, SpanCrossEntropy, TokenCrossEntropy
 from jaxformer.training.optimizers import Adafactor, Adam, AdamW, Lion, Muon
 from jaxformer.training.schedules import WSD, Constant, Cosine, Linear, Noam
+from jaxformer.training.spikes import Spikes

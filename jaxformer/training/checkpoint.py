@@ -48,18 +48,20 @@ logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathn
 
 
 class LatestAndBest:
-    """Orbax's preservation policy: the last `latest` steps, and the `best` with the lowest metric, NaN after all numbers.
+    """Orbax's preservation policy: the newest step, the last `latest` multiples of `every`, and the `best` of lowest metric.
 
-    Orbax's own BestN has no rule for NaN, and opens no folder in which one step's metric is damaged.
+    A step between two multiples goes when a newer one is there: what is kept does not depend on when a run was stopped. NaN
+    is after all numbers. Orbax's own BestN has no rule for NaN, and opens no folder in which one step's metric is damaged.
     """
 
-    def __init__(self, folder: epath.Path, latest: int, best: int):
-        self.folder, self.latest, self.best = folder, latest, best
+    def __init__(self, folder: epath.Path, every: int, latest: int, best: int):
+        self.folder, self.every, self.latest, self.best = folder, every, latest, best
         self.metrics: dict[int, float | None] = {}
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]
-        keep, ranked = set(sorted(steps)[-self.latest :]), []
+        regular = [step for step in sorted(steps) if step % self.every == 0]
+        keep, ranked = {*regular[-self.latest :], max(steps, default=0)}, []
         for step in steps if self.best else []:
             try:
                 if step not in self.metrics:
@@ -75,14 +77,15 @@ class LatestAndBest:
 class Manager(AbstractContextManager):
     """The checkpoints in `folder`, for the one trainer that writes them. A context manager; not thread-safe.
 
-    Keeps the `keep_latest` last steps and the `keep_best` of lowest metric. `log` gets one line for each problem that was
-    dealt with, from any thread. Raises ConfigError if the folder cannot be written or another manager has it open.
+    Keeps the newest step, the `keep_latest` last multiples of `every` and the `keep_best` of lowest metric. `log` gets one
+    line for each problem that was dealt with, from any thread. Raises ConfigError if the folder cannot be written or another
+    manager has it open.
     """
 
-    def __init__(self, folder: Folder, keep_latest: int = 3, keep_best: int = 1, log: Log = _warn):
+    def __init__(self, folder: Folder, every: int = 1, keep_latest: int = 3, keep_best: int = 1, log: Log = _warn):
         self.folder = _path(folder)
         self.log = log if is_first() else lambda line: None
-        self._policy = LatestAndBest(self.folder, keep_latest, keep_best)
+        self._policy = LatestAndBest(self.folder, every, keep_latest, keep_best)
         self._saving: threading.Thread | None = None
         self._problem: str | None = None  # why the last save failed
         self._lock: IO[str] | None = None

@@ -16,6 +16,7 @@ from jaxformer.parallel.mesh import Mesh
 from jaxformer.training.objectives import TokenCrossEntropy
 from jaxformer.training.optimizers import AdamW
 from jaxformer.training.schedules import Cosine
+from jaxformer.training.spikes import Spikes
 
 
 def _check_least(config: Any, prefix: str, fields: dict[str, int]) -> None:
@@ -26,10 +27,14 @@ def _check_least(config: Any, prefix: str, fields: dict[str, int]) -> None:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """When to save, and what to keep. The last step is always saved."""
+    """When to save, and what to keep. The last step is always saved.
+
+    A process that is killed costs at most `every` steps: as a save runs beside the steps after it, there is another one
+    half-way between two multiples, which goes when a newer one is there.
+    """
 
     every: int = 500  # steps
-    keep_latest: int = 2  # how many of the newest
+    keep_latest: int = 2  # how many of the newest, of those at multiples
     keep_best: int = 1  # how many of the best
     best: str = "loss"  # the score that ranks them, lowest first; "-NAME", such as "-bleu": highest first
 
@@ -72,7 +77,8 @@ class Experiment:
     clip_norm: float | None = 1.0  # largest norm of the gradient; None: no clipping
     ema_decay: float | None = None  # decay of averaged parameters, which are then scored; None: no average
     seed: int = 0  # of parameters, batches, dropout and samples
-    max_skipped: int = 10  # non-finite steps in a row before the run gives up
+    max_skipped: int = 10  # bad steps in a row before the run gives up
+    spikes: Spikes | None = None  # losses and gradients far above the last ones are bad steps, too
     metrics: tuple[Callable, ...] = execution(())  # what else is scored: (evaluation.metric.Evaluation) -> {name: number}
     mesh: Mesh = execution(Mesh(data=1))  # devices; one by default
     log_every: int = execution(10)  # steps between two lines of metrics.jsonl

@@ -4,8 +4,9 @@ import contextlib
 import json
 import logging
 import tempfile
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,11 @@ from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.models import cost
 from jaxformer.parallel import pmap, processes
-from jaxformer.training import checkpoint, compilation_cache, optimizers
+from jaxformer.training import checkpoint, compilation_cache, optimizers, replicas, reproduction
 from jaxformer.training.experiment import Experiment
+from jaxformer.training.goodput import Goodput
 from jaxformer.training.initial import first_params
-from jaxformer.training.metrics import Console, Record, Reporter, open_loggers
+from jaxformer.training.metrics import Console, NonFinite, Record, Reporter, open_loggers
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run import ask, check_data, evaluator, on_devices, sample_text, writes_text
 from jaxformer.training.run_folder import RunFolder, describe, introduce, run_folder
@@ -55,6 +57,8 @@ class Job:
     profile: str | None  # where a trace of some steps goes
     share: float | None  # of all devices' FLOP/s that one token a second uses; None where it is not known
     refresh: Callable[[], Any]  # after an evaluation
+    explain: Callable[[TrainState, int], Any]  # keeps a bad step, and says what is bad in it
+    check: Callable[[Any, int], None]  # raises Diverged where copies of the state differ
 
 
 @dataclass(frozen=True)
@@ -74,17 +78,17 @@ Report = Callable[[Result, Sequence[dict]], str | None]
 
 def train(
     experiment: Experiment, runs: epath.PathLike = "runs", source: Source | None = None, reports: Sequence[Report] = (),
-    refresh: Callable[[RunFolder], Any] | None = None,
+    refresh: Callable[[RunFolder], Any] | None = None, began: float | None = None,
 ) -> Result:  # fmt: skip
     """Trains `experiment` in its folder under `runs` (gs://... too), from the newest good checkpoint if there is one.
 
     A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
     one that was not. `source` is the experiment's file, which the folder keeps. `refresh` is called after each evaluation
-    with the folder, `reports` at the end with the result and the records: they return a line to print. Raises ConfigError
-    for what the user can mend, NonFinite when the numbers stay bad, Interrupted on SIGTERM. Several processes
-    (`parallel.processes`) call it alike; the first one writes.
+    with the folder, `reports` at the end with the result and the records: they return a line to print. `began` is when the
+    program began, by `time.monotonic`: now, by default. Raises ConfigError for what the user can mend, NonFinite when the
+    numbers stay bad, Interrupted on SIGTERM. Several processes (`parallel.processes`) call it alike; the first one writes.
     """
-    folder = run_folder(experiment, runs)
+    folder, began = run_folder(experiment, runs), time.monotonic() if began is None else began
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
     recipe = build(experiment)
     if mesh is not None:
@@ -99,7 +103,8 @@ def train(
         raise ConfigError("the data here are not those of process 0; give every host the same files")
     lines = processes.first(lambda: [] if folder.config.is_file() else introduce(experiment, runs))
     with contextlib.ExitStack() as stack:
-        keep = dict(keep_latest=experiment.checkpoints.keep_latest, keep_best=experiment.checkpoints.keep_best)
+        kept = experiment.checkpoints
+        keep = dict(every=kept.every, keep_latest=kept.keep_latest, keep_best=kept.keep_best)
         manager = stack.enter_context(checkpoint.Manager(folder.checkpoints, **keep))  # holds the run's lock
         compilation_cache.enable(runs)
         keep_memory()
@@ -122,8 +127,10 @@ def train(
         refreshed = None if refresh is None or not processes.is_first() else partial(harmless(refresh), folder)
         job = prepare(experiment, recipe, folder, dataset, mesh, refreshed)
         watchdog = stack.enter_context(processes.Watchdog(processes.step_limit()))
+        goodput = Goodput(folder.goodput if processes.is_first() else None, began)
         if start < job.steps:
-            state, scores = loop(job, manager, state, start, record, console, watchdog)
+            state, scores = loop(job, manager, state, start, record, console, watchdog, goodput)
+            console.say(goodput.summary())
         else:
             console.say(f"this run is finished: {job.steps} steps are done in {folder.path}")
             scores = job.evaluate(state.best, final=True)
@@ -216,6 +223,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     size = experiment.batch_size
     rows = processes.local_rows(mesh, size)
     pmapped = experiment.mesh.backend == "pmap" and mesh is not None
+    check = partial(replicas.check, mesh) if mesh is not None and not pmapped else lambda *_: None
     step, put = jax.jit(make_train_step(recipe), donate_argnums=0), partial(on_devices, mesh, rows, size)
     spread = gather = lambda state: state
     if pmapped:
@@ -231,21 +239,33 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     if kind in cost.CHIPS and models.is_config(model):
         flops = cost.training_flops(model, models.last_stack(model).context_length)
         share = flops / (cost.CHIPS[kind].peak * (1 if mesh is None else mesh.size))
+    metadata = {"data_digest": dataset.digest, "config": config.describe(experiment)}
+    batches = batching.batches(dataset.train, size, experiment.seed, rows).__getitem__
+
+    def explain(state: TrainState, step: int) -> None:
+        reproduction.keep(folder, state, step, metadata)
+        batch = on_devices(None if pmapped else mesh, rows, size, batches(step))
+        found = reproduction.explain(experiment, replace(state, step=jax.numpy.full_like(state.step, step)), batch)
+        lines = [f"step {step}: loss {found['loss']:g}, gradient norm {found['grad_norm']:g}", *found["found"]]
+        kept = f"kept in {folder.bad}; `python -m jaxformer evaluate {folder.path} --replay` computes it again"
+        log.error("%s", "\n  ".join([*lines, kept]))
+
     return Job(
         **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},
         save_every=experiment.checkpoints.every, best=experiment.checkpoints.best,
         put=put, step=step, spread=spread, gather=gather,
-        metadata={"data_digest": dataset.digest, "config": config.describe(experiment)},
-        batches=batching.batches(dataset.train, size, experiment.seed, rows).__getitem__,
+        metadata=metadata, batches=batches, explain=harmless(explain), check=check,
         evaluate=evaluator(experiment, recipe, dataset, None if pmapped else mesh),
         sample=sample if can_sample(experiment, dataset) else None,
         profile=profile, share=share, refresh=refresh or (lambda: None),
     )  # fmt: skip
 
 
-def loop(job: Job, manager, state: TrainState, start: int, record: Record, console: Console, watchdog) -> tuple[Any, dict]:
+def loop(
+    job: Job, manager, state: TrainState, start: int, record: Record, console: Console, watchdog, goodput: Goodput
+) -> tuple[Any, dict]:  # fmt: skip
     """Steps `start` to the end. Metrics of a step are fetched after the next one is on its way, so the device never waits."""
-    scores: dict[str, float] = {}
+    scores: dict[str, Any] = {}
     state = job.spread(state)
     options = dict(every=job.log_every, last=job.steps - 1, max_skipped=job.max_skipped, share=job.share)
     report = Reporter(record.write, console, **options)
@@ -254,41 +274,73 @@ def loop(job: Job, manager, state: TrainState, start: int, record: Record, conso
         contextlib.ExitStack() as trace,
         batching.Prefetch(job.batches, start, job.steps, put=job.put) as batches,
     ):
+        goodput.lap("start")
         for step, batch in enumerate(batches, start):
+            part = "recomputed" if step < record.reached else "step"
+            goodput.lap("data" if report.is_idle() else part)
             watchdog.beat(step, patience=LONG if step == start else 1.0)  # the first one compiles
             if job.profile is not None and step == start + TRACED[0]:
                 trace.enter_context(jax.profiler.trace(job.profile))
             with jax.transfer_guard("disallow"):  # whatever a step needs is on the device already
                 state, metrics = job.step(state, batch)
+            goodput.lap("compile" if step == start else part)
             if job.profile is not None and step == start + TRACED[1]:
                 jax.block_until_ready(state)
                 trace.close()
                 console.say(f"profile of steps {start + TRACED[0]} to {step}: {job.profile}")
-            report.later(step, metrics)
             done = step + 1
             last, stop = done == job.steps, signals.after(done)
-            evaluates, saves = last or done % job.eval_every == 0, last or stop or done % job.save_every == 0
+            evaluates, saves = last or done % job.eval_every == 0, last or stop or saves_after(done, job.save_every)
+            try:
+                report.later(step, metrics)
+                if evaluates or saves:
+                    report.now()
+            except NonFinite as bad:
+                watchdog.beat(step, patience=LONG)
+                job.explain(job.gather(state), bad.step)
+                raise
+            goodput.lap(part)
             if not (evaluates or saves):
                 continue
-            report.now()
             watchdog.beat(step, patience=LONG)
+            job.check(state, done)
             rank = None
             if evaluates:
-                scores = job.evaluate(job.gather(state).best, final=last)
+                scores = evaluate(job, job.gather(state).best, done, record, console)
                 rank = ranked(scores, job.best)
-                numbers = {name: value for name, value in scores.items() if not isinstance(value, str)}
-                record.write(done, {f"validation_{name}": numbers[name] for name in numbers if name not in UNRECORDED})
-                others = {name: value for name, value in numbers.items() if name not in ("loss", *UNRECORDED)}
-                console.evaluation(done, {"validation_loss": scores["loss"], "perplexity": scores["perplexity"], **others})
-                if not last:
-                    job.refresh()
+                goodput.lap("evaluation")
             if saves:
                 record.save()
                 manager.save(done, job.gather(state), job.metadata, rank, wait=last or bool(stop))
+                if job.save_every == 1:
+                    manager.wait()
+                goodput.lap("save")
+                goodput.save()
             report.restart_clock()
             if stop and not last:
                 raise Interrupted(stop, done)
     return job.gather(state), scores
+
+
+def saves_after(done: int, every: int) -> bool:
+    """Whether a save starts after so many steps: at each multiple of `every`, and half-way to the next.
+
+    A save runs beside the next steps, and counts only when it is complete. When one is killed, the one before it is half of
+    `every` older, so that never more than `every` steps are done again.
+    """
+    return done % every in (0, every // 2)
+
+
+def evaluate(job: Job, trained: Any, done: int, record: Record, console: Console) -> dict[str, Any]:
+    """The scores after `done` steps, recorded and printed."""
+    scores = job.evaluate(trained, final=done == job.steps)
+    numbers = {name: value for name, value in scores.items() if not isinstance(value, str)}
+    record.write(done, {f"validation_{name}": numbers[name] for name in numbers if name not in UNRECORDED})
+    others = {name: value for name, value in numbers.items() if name not in ("loss", *UNRECORDED)}
+    console.evaluation(done, {"validation_loss": scores["loss"], "perplexity": scores["perplexity"], **others})
+    if done < job.steps:
+        job.refresh()
+    return scores
 
 
 UNRECORDED = ("perplexity", "bits", "tokens")  # they follow from the loss, or never change

@@ -36,11 +36,13 @@ class Record:
             copy.write_bytes(self.path.read_bytes())
             log.warning("%s: no records in lines %s; they are left out, the file as it was is %s", self.path, damaged, copy)
         self.loggers: list[Any] = []
+        self.reached = 0  # how many steps an earlier start had recorded
         self._behind = False  # whether the file lacks lines, because the disk was full
         self._grows = "://" not in str(path)
 
     def rewind(self, step: int) -> None:
         """Forgets what happened after `step` steps were done: those steps will be done, and logged, again."""
+        self.reached = max((line["step"] for line in self.lines), default=-1) + 1
         self.lines = [r for r in self.lines if r["step"] < step or ("validation_loss" in r and r["step"] <= step)]
         self._write_all()
 
@@ -173,7 +175,11 @@ def _format(value: float) -> str:
 
 
 class NonFinite(RuntimeError):
-    """The loss or gradient stayed NaN or infinite; the parameters are those of the last finite step."""
+    """Steps stayed bad, up to `step`; the parameters are those of the last good one."""
+
+    def __init__(self, text: str, step: int):
+        super().__init__(text)
+        self.step = step
 
 
 QUIET = ("grad_norm", "tokens", "loss_scale", "learning_rate", "skipped")  # in the record, not on the progress line
@@ -210,6 +216,10 @@ class Reporter:
         self.now()
         self._waiting = (step, metrics)
 
+    def is_idle(self) -> bool:
+        """Whether the device has done all that it was given."""
+        return self._waiting is None or self._waiting[1]["loss"].is_ready()
+
     def now(self) -> None:
         if self._waiting is None:
             return
@@ -218,15 +228,17 @@ class Reporter:
         values = numbers(jax.device_get(metrics))
         if values["skipped"] >= self._max_skipped:
             times = f"{int(values['skipped'])} steps in a row, up to step {step}"
-            found = f"loss {values['loss']}, gradient norm {values['grad_norm']}"
-            raise NonFinite(f"not finite for {times} ({found}); lower --optimizer.learning-rate or look at the data")
+            found = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+            what = "far above the steps before" if math.isfinite(values["loss"] + values["grad_norm"]) else "not finite"
+            raise NonFinite(f"{what} for {times} ({found}); lower --optimizer.learning-rate or look at the data", step)
         empty = values["tokens"] <= 0 and math.isfinite(values["grad_norm"])
         if empty:  # it has no mean loss: the record says how many tokens there were instead
             self._console.say(f"step {step} changed nothing: the weights of its batch sum to {values['tokens']:g}")
             values = {name: value for name, value in values.items() if math.isfinite(value)}
         elif values["skipped"]:
             scale = f"; the loss scale is now {values['loss_scale']:g}" if "loss_scale" in values else ""
-            why = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}{scale}"
+            spike = ", far above the steps before" * math.isfinite(values["loss"] + values["grad_norm"])
+            why = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}{spike}{scale}"
             self._console.say(f"step {step} changed nothing: {why}")
         tokens = values["tokens"] if empty else values.pop("tokens")
         speed = self._speed(tokens)

@@ -19,6 +19,7 @@ from jaxformer.ops import positions
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.training import augment, corruption, initial, objectives, optimizers, schedules
 from jaxformer.training.experiment import Checkpoints, Sample
+from jaxformer.training.spikes import Spikes
 
 
 def _of(module: ModuleType, names: str) -> dict[str, Any]:
@@ -52,4 +53,5 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "metrics": _of(generation, "Generated") | _of(text_metrics, "bleu chrf rouge exact_match token_f1")
     | _of(perplexity, "StridedPerplexity") | ANSWERS,
     "mesh": {"Mesh": Mesh}, "checkpoints": {"Checkpoints": Checkpoints}, "sample": {"Sample": Sample} | ANSWERS,
+    "spikes": {"Spikes": Spikes},
 }  # fmt: skip

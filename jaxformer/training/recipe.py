@@ -15,7 +15,9 @@ from jaxformer.ops.losses import LossSums
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.params import Tree
 from jaxformer.training import optimizers, rms
+from jaxformer.training.spikes import Spikes
 
+COPIED = "seed", "precision", "accumulation", "clip_norm", "ema_decay", "rms", "max_skipped", "spikes"  # of an experiment
 Loss = Callable[[Tree, dict[str, Array], Array], LossSums]
 
 
@@ -36,6 +38,8 @@ class Recipe:
     ema_decay: float | None
     frozen: str | None
     mesh: Mesh
+    max_skipped: int
+    spikes: Spikes | None = None
     rms: tuple[str, ...] = ()  # of what, by layer, each step reports
 
 
@@ -63,7 +67,7 @@ def build(experiment: Any) -> Recipe:
     return Recipe(
         spec=spec, loss=loss, score=score, weights=weights, frozen=frozen, mesh=mesh,
         optimizer=optimizers.build(experiment.optimizer, spec, frozen), schedule=experiment.schedule(experiment),
-        **{name: getattr(experiment, name) for name in ("seed", "precision", "accumulation", "clip_norm", "ema_decay", "rms")},
+        **{name: getattr(experiment, name) for name in COPIED},
     )  # fmt: skip
 
 

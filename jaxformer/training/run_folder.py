@@ -36,6 +36,8 @@ class RunFolder:
     environment = property(lambda self: self.path / "environment.json")
     metrics = property(lambda self: self.path / "metrics.jsonl")
     checkpoints = property(lambda self: self.path / "checkpoints")
+    bad = property(lambda self: self.path / "bad")  # a checkpoint of the step that ended the run
+    goodput = property(lambda self: self.path / "goodput.json")
     samples = property(lambda self: self.path / "samples")
     tokenizer = property(lambda self: self.path / "tokenizer.json")
     result = property(lambda self: self.path / "result.json")

@@ -17,6 +17,7 @@ from jaxformer.ops.losses import LossSums
 from jaxformer.params import Tree
 from jaxformer.training import rms
 from jaxformer.training.recipe import Recipe
+from jaxformer.training.spikes import is_spike
 
 Batch = dict[str, Array]
 Metrics = dict[str, Array]
@@ -40,7 +41,8 @@ class TrainState:
     opt_state: Any
     ema: Any = None  # averaged parameters
     loss_scale: Any = None  # LossScale, for float16
-    skipped: Any = 0  # non-finite steps in a row, up to now
+    skipped: Any = 0  # bad steps in a row, up to now
+    recent: Any = None  # [2, window] losses and gradient norms of the last good steps, where `spikes` are watched for
 
     # what is scored and sampled from: the averaged parameters where there are any
     best = property(lambda self: self.params if self.ema is None else self.ema)
@@ -52,7 +54,8 @@ def init_state(recipe: Recipe, trained: Tree = None) -> TrainState:
         trained = parameters.init(recipe.spec, jax.random.key(recipe.seed))
     zero, ema = jnp.zeros((), jnp.int32), None if recipe.ema_decay is None else jax.tree.map(jnp.array, trained)
     scale = LossScale(jnp.float32(2.0**15), jnp.zeros_like(zero)) if recipe.precision == "float16" else None
-    return TrainState(zero, trained, recipe.optimizer.init(trained), ema, scale, skipped=jnp.zeros_like(zero))
+    recent = None if recipe.spikes is None else jnp.full((2, recipe.spikes.window), jnp.nan, jnp.float32)
+    return TrainState(zero, trained, recipe.optimizer.init(trained), ema, scale, jnp.zeros_like(zero), recent)
 
 
 def first_state(recipe: Recipe, shardings: TrainState | None = None, trained: Tree = None) -> TrainState:
@@ -110,8 +113,9 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> Callable[[T
 def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """The state after one batch, and what the step reports.
 
-    A step whose loss or gradient is not finite changes no parameter and no optimizer state; it counts in `skipped`. One whose
-    weights sum to 0 (or less) has no mean to descend: it changes nothing but `step`, and its loss and metrics are NaN.
+    A step whose loss or gradient is not finite, or a spike, changes no parameter and no optimizer state; it counts in
+    `skipped`. After `max_skipped` of them in a row no step changes anything: the state stays that of the first bad one. A step
+    whose weights sum to 0 (or less) has no mean to descend: it changes nothing but `step`, and its loss and metrics are NaN.
     Metrics: loss (nats a token), what the objective reports, tokens (sum of weights), grad_norm (before clipping),
     learning_rate (the one used), skipped, and the root mean squares that the experiment asks for.
     """
@@ -129,13 +133,18 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     gradients, norm = clip(gradients, recipe.clip_norm)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
     empty = finite & (sums.weight <= 0)
+    recent = jnp.stack([sums.loss / total, norm]).astype(jnp.float32)
+    good = finite & ~is_spike(recipe.spikes, state.recent, recent) & (state.skipped < recipe.max_skipped)
     rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
     no_update = jax.tree.map(jnp.zeros_like, jax.eval_shape(partial(root_mean_squares, recipe, "update"), state.params))
     # jnp.where would keep both states alive and copy the donated one
     new, updates = jax.lax.cond(
-        finite & ~empty, partial(update, recipe, gradients, rate), lambda state: (state, no_update), state
+        good & ~empty, partial(update, recipe, gradients, rate), lambda state: (state, no_update), state
     )
-    new = replace(count(new, finite, empty), step=state.step + 1)
+    new = replace(count(new, finite, good, empty), step=state.step + 1)
+    if state.recent is not None:
+        later = jnp.concatenate([state.recent[:, 1:], recent[:, None]], axis=1)
+        new = replace(new, recent=jnp.where(good & ~empty, later, state.recent))
     mean = lambda total, weight: total / jnp.where(weight > 0, weight, 1)
     metrics = {"loss": (sums.loss, sums.weight), **sums.metrics}
     metrics = {name: jnp.where(empty, jnp.nan, mean(*pair)) for name, pair in metrics.items()}
@@ -179,10 +188,10 @@ def in_memory(recipe: Recipe, opt_state: Tree, memory: jax.memory.Space) -> Tree
     return jax.tree.map(lambda a, spec: a if spec == P() else jax.device_put(a, memory), opt_state, specs)
 
 
-def count(state: TrainState, finite: Array, empty: Array) -> TrainState:
-    """The state with its loss scale and its count of skipped steps, which an empty batch leaves as they are."""
+def count(state: TrainState, finite: Array, good: Array, empty: Array) -> TrainState:
+    """The state with its loss scale and its count of bad steps, which an empty batch leaves as they are."""
     before = state.loss_scale, state.skipped
-    after = rescale(state.loss_scale, finite), jnp.where(finite, 0, state.skipped + 1)
+    after = rescale(state.loss_scale, finite), jnp.where(good, 0, state.skipped + 1)
     loss_scale, skipped = jax.tree.map(lambda new, old: jnp.where(empty, old, new), after, before)
     return replace(state, loss_scale=loss_scale, skipped=skipped)
 

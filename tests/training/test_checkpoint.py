@@ -264,12 +264,13 @@ def test_no_implicit_transfers(tmp_path):
 # What is kept
 
 
-def expected_kept(history: list[tuple[int, float | None]], latest: int, best: int) -> set[int]:
+def expected_kept(history: list[tuple[int, float | None]], every: int, latest: int, best: int) -> set[int]:
     steps = {}
     for step, metric in history:
         steps[step] = metric
         ranked = sorted((math.inf if math.isnan(m) else m, s) for s, m in steps.items() if m is not None)
-        keep = set(sorted(steps)[-latest:]) | {s for _, s in ranked[:best]}
+        regular = sorted(step for step in steps if step % every == 0)
+        keep = {max(steps), *regular[-latest:]} | {s for _, s in ranked[:best]}
         steps = {s: m for s, m in steps.items() if s in keep}
     return set(steps)
 
@@ -277,14 +278,14 @@ def expected_kept(history: list[tuple[int, float | None]], latest: int, best: in
 @pytest.mark.parametrize("seed", range(6))
 def test_keeps_the_latest_and_the_best(tmp_path, seed):
     rng = random.Random(seed)
-    latest, best = rng.randint(1, 3), rng.randint(0, 2)
+    latest, best, every = rng.randint(1, 3), rng.randint(0, 2), (10, 20, 1)[seed % 3]
     draw = lambda: rng.choice([None, math.nan, math.inf, rng.random(), rng.random(), rng.random()])
     history = [(10 * i, draw()) for i in range(7)]
     for part in (history[:4], history[4:]):  # the second manager has to read the metrics from disk
-        with Manager(tmp_path, keep_latest=latest, keep_best=best) as manager:
+        with Manager(tmp_path, every, keep_latest=latest, keep_best=best) as manager:
             for step, metric in part:
                 manager.save(step, {"a": jnp.float32(step)}, metric=metric)
-    assert set(checkpoint.steps(tmp_path)) == expected_kept(history, latest, best)
+    assert set(checkpoint.steps(tmp_path)) == expected_kept(history, every, latest, best)
     assert {path.name for path in tmp_path.iterdir()} == {str(s) for s in checkpoint.steps(tmp_path)}
 
 

@@ -112,3 +112,11 @@ def test_data_with_more_tokens_than_the_model_are_refused_of_a_pair_too():
     for model, data in ((few, Reverse()), (pair, Reverse(form="pair"))):
         with pytest.raises(ConfigError, match="vocab_size=16 is too small: the data have 17 tokens"):
             loop.open_data(replace(TINY, model=model, data=data))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 8, 100])
+def test_a_process_killed_in_a_save_costs_at_most_the_interval(every):
+    """The save before the one that was killed is complete: Manager.save waits for it."""
+    saves = [0, *(done for done in range(1, 401) if loop.saves_after(done, every))]
+    assert all(later - earlier <= max(every, 2) for earlier, later in zip(saves, saves[2:], strict=False))
+    assert set(range(every, 401, every)) <= set(saves)

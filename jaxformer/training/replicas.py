@@ -1,0 +1,53 @@
+"""Copies of the same numbers on several devices. A device that computes wrong, in silence, is found where they differ."""
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from jaxformer.parallel.processes import all_gather_object
+from jaxformer.training.manifest import fingerprint, key_data, named_leaves
+from jaxformer.training.metrics import NonFinite
+
+
+class Diverged(NonFinite):
+    """Two devices have different numbers where both should have the same."""
+
+
+def check(mesh: jax.sharding.Mesh, state: Any, step: int) -> None:
+    """Raises Diverged, on all processes, where devices of the mesh hold copies of a leaf that differ in any bit."""
+    leaves = {name: key_data(leaf) for name, leaf in named_leaves(state)}
+    leaves = {name: leaf for name, leaf in leaves.items() if leaf.size and leaf.sharding.memory_kind != "pinned_host"}
+    specs = {name: leaf.sharding.spec for name, leaf in leaves.items()}  # pyrefly: ignore[missing-attribute]
+    prints = jax.jit(partial(local_fingerprints, mesh, tuple(specs.values())))(tuple(leaves.values()))
+    devices = mesh.devices.ravel().tolist()
+    here = {shard.index[0].start or 0: np.asarray(shard.data)[0] for shard in prints.addressable_shards}
+    of_device = {place: rows for found in all_gather_object(here) for place, rows in found.items()}
+    for number, (name, leaf) in enumerate(leaves.items()):
+        parts = NamedSharding(mesh, specs[name]).devices_indices_map(leaf.shape)
+        copies: dict[str, dict[int, bytes]] = {}
+        for place, device in enumerate(devices):
+            copies.setdefault(str(parts[device]), {})[device.id] = of_device[place][number].tobytes()
+        for found in copies.values():
+            if len(set(found.values())) > 1:
+                raise Diverged(f"before step {step}, {difference(name, found)}; nothing was saved since", step)
+
+
+def local_fingerprints(mesh: jax.sharding.Mesh, specs: tuple[P, ...], leaves: tuple[jax.Array, ...]) -> jax.Array:
+    """[devices, leaves, 2]: the fingerprint of what each device holds of each leaf."""
+    of_one = lambda leaves: jnp.stack([fingerprint(leaf) for leaf in leaves])[None]
+    return jax.shard_map(of_one, mesh=mesh, in_specs=(specs,), out_specs=P(mesh.axis_names), check_vma=False)(leaves)
+
+
+def difference(name: str, found: dict[int, bytes]) -> str:
+    """Which devices are alone with their numbers; of two, nobody knows which is right."""
+    most, count = Counter(found.values()).most_common(1)[0]
+    odd = [device for device, value in found.items() if value != most]
+    others = [device for device in found if device not in odd]
+    names = lambda ids: f"device{'s' * (len(ids) > 1)} {', '.join(map(str, ids[:8]))}"
+    doubt = "" if count > len(odd) else " (which of them is right cannot be known)"
+    return f"{name} on {names(odd)} differs from its copies on {names(others)}{doubt}: suspect the hardware"

@@ -1,0 +1,93 @@
+"""The bad step that ended a run: its parameters are kept in RUN/bad; it is computed again to find where numbers go bad."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer import models, params as parameters
+from jaxformer.data import batching
+from jaxformer.training import checkpoint
+from jaxformer.training.experiment import Experiment
+from jaxformer.training.recipe import build
+from jaxformer.training.run import Run, check_data, on_devices
+from jaxformer.training.run_folder import RunFolder
+from jaxformer.training.step import LossScale, TrainState, init_state, make_train_step, state_shardings
+
+
+def keep(folder: RunFolder, state: TrainState, step: int, metadata: dict[str, Any]) -> None:
+    """Saves what `replay` needs of the state before `step`. All processes call it."""
+    scale = None if state.loss_scale is None else float(state.loss_scale.value)
+    with checkpoint.Manager(folder.bad, keep_latest=1) as manager:
+        manager.save(step, {"params": state.params}, metadata | {"loss_scale": scale}, wait=True)
+
+
+def replay(run: Run) -> dict[str, Any]:
+    """The bad step of a run, computed again: its number, and what `explain` says. ConfigError where a run has none."""
+    recipe, mesh, experiment = run.recipe, run.mesh, run.experiment
+    shardings = None if mesh is None else state_shardings(recipe, mesh)
+    abstract = jax.eval_shape(partial(init_state, recipe)).params
+    if shardings is not None:
+        place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        abstract = jax.tree.map(place, abstract, shardings.params)
+    step, trained, metadata = checkpoint.restore_params(run.folder.bad, abstract)
+    dataset = batching.open_dataset(experiment.data, experiment.model)
+    check_data(run.folder, metadata, dataset)
+    batch = batching.batches(dataset.train, experiment.batch_size, experiment.seed)[step]
+    with run.on_mesh():
+        state = jax.jit(partial(init_state, recipe), out_shardings=shardings)(trained)
+        state = replace(state, step=jnp.full_like(state.step, step))
+        if state.loss_scale is not None:
+            state = replace(state, loss_scale=LossScale(jnp.float32(metadata["loss_scale"]), state.loss_scale.good_steps))
+        return {"step": step, **explain(experiment, state, on_devices(mesh, None, experiment.batch_size, batch))}
+
+
+def explain(experiment: Experiment, state: TrainState, batch: dict[str, Any]) -> dict[str, Any]:
+    """Loss and gradient norm of a step, computed again, and in `found` a line for each place that is not finite.
+
+    These are parameters and batch; where the batch is good, the residual stream after each layer; where all of them are, the
+    gradients. The state is donated.
+    """
+    found = [f"parameter {name} is not finite in {rows}" for name, rows in bad_rows(parameters.paths(state.params)).items()]
+    cause = [f"batch: {name} is not finite in {rows}" for name, rows in bad_rows(batch).items()]
+    cause += out_of_vocabulary(experiment.model, batch)
+    recipe = build(replace(experiment, rms=("activation", "gradient")))
+    metrics = jax.device_get(jax.jit(make_train_step(recipe), donate_argnums=0)(state, batch)[1])
+    for kind in ("activation", "gradient"):
+        of_kind = {name.replace(f"rms/{kind}/", ""): value for name, value in metrics.items() if f"rms/{kind}/" in name}
+        cause = cause or [f"{kind} of {name} is not finite in {rows}" for name, rows in bad_rows(of_kind).items()]
+    found += cause
+    numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+    if not found and np.isfinite(list(numbers.values())).all():
+        found = ["computed again, everything is finite: a spike, or else a fault of the device or of the data source"]
+    return {**numbers, "found": found}
+
+
+def bad_rows(leaves: dict[str, Any]) -> dict[str, str]:
+    """The leaves with numbers that are not finite, and in which rows of their first axis: a layer, a token, an example."""
+    floats = {name: leaf for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    finite = jax.jit(partial(jax.tree.map, lambda leaf: jnp.isfinite(leaf).all(tuple(range(1, leaf.ndim)))))(floats)
+    bad = {name: np.flatnonzero(~rows) for name, rows in jax.device_get(finite).items() if not rows.all()}
+    return {name: rows_text(rows, leaves[name].shape) for name, rows in bad.items()}
+
+
+def out_of_vocabulary(model: Any, batch: dict[str, Any]) -> list[str]:
+    """A line for tokens and labels that the model does not have."""
+    size = getattr(models.last_stack(model), "vocab_size", None) if models.is_config(model) else None
+    lines = []
+    for name in ("tokens", "labels"):
+        if size is not None and name in batch and jnp.issubdtype(batch[name].dtype, jnp.integer) and batch[name].ndim > 1:
+            outside = jax.jit(lambda tokens: ((tokens < 0) | (tokens >= size)).any(tuple(range(1, tokens.ndim))))(batch[name])
+            rows = np.flatnonzero(jax.device_get(outside))
+            if len(rows):
+                lines.append(f"batch: {name} outside of the vocabulary of {size} in {rows_text(rows, batch[name].shape)}")
+    return lines
+
+
+def rows_text(rows: np.ndarray, shape: tuple[int, ...]) -> str:
+    if not shape or len(rows) == shape[0]:
+        return "all of it"
+    return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:8]))}{', ...' * (len(rows) > 8)} of {shape[0]}"
