@@ -102,6 +102,14 @@ def train(argv: list[str]) -> int:
             loop.train(experiment, options.runs, source, reports, refresh, began=goodput.program_began())
         except (NonFinite, Interrupted) as error:
             return _refused(error, 3 if isinstance(error, NonFinite) else error.exit_code)
+        except RuntimeError as error:
+            from jaxformer.planning import out_of_memory
+
+            if not out_of_memory.is_out_of_memory(error):
+                raise
+            print(out_of_memory.explain(experiment), file=sys.stderr)
+            first = str(error).splitlines()[0][:200]
+            raise ConfigError(f"out of device memory: {first} What would help is above; checkpoints are as they were") from None
         return 0
 
     try:

@@ -201,6 +201,17 @@ def largest(report: str, count: int = 8) -> list[dict]:
     return sorted(found, key=lambda one: -one["bytes"])[:count]
 
 
+def largest_results(text: str, count: int = 4) -> list[dict]:
+    """The largest arrays that the operations of a program write, as `{"bytes", "shape", "source"}`; of equal ones, one."""
+    found: dict[str, dict[str, Any]] = {}
+    for op, _, _, fused in _visited(_parse(text)):
+        if not (fused or _FREE.fullmatch(op.code) or op.shape.startswith("(")):
+            name = re.search(r'op_name="jit\([^)]*\)/([^"]*)"', op.line)
+            shape, source = op.shape.partition("{")[0], name[1] if name else op.code
+            found.setdefault(shape, {"bytes": int(_bytes(op)), "shape": shape, "source": source})
+    return sorted(found.values(), key=lambda one: -one["bytes"])[:count]
+
+
 def _turns(line: str, computations: dict[str, Computation]) -> int:
     """The turns of a loop: as the compiler wrote, or the constant that bounds its counter, divided by the step."""
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line):

@@ -222,8 +222,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     """What the loop needs of an experiment: below this function nobody sees the experiment."""
     size = experiment.batch_size
     rows = processes.local_rows(mesh, size)
-    pmapped = experiment.mesh.backend == "pmap" and mesh is not None
-    check = partial(replicas.check, mesh) if mesh is not None and not pmapped else lambda *_: None
+    pmapped, check = experiment.mesh.backend == "pmap" and mesh is not None, lambda *_: None
     step, put = jax.jit(make_train_step(recipe), donate_argnums=0), partial(on_devices, mesh, rows, size)
     spread = gather = lambda state: state
     if pmapped:
@@ -231,6 +230,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         step, put = pmap.step(make_train_step(recipe, pmap.AXIS), devices), partial(pmap.shard, devices=devices)
         spread, gather = partial(pmap.replicate, devices=devices), pmap.unreplicate
     elif mesh is not None:
+        check = partial(replicas.check, mesh)
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(state_shardings(recipe, mesh), None))
     sample, profile = lambda trained: sample_text(experiment, recipe.weights(trained), dataset), None
     if experiment.profile and processes.is_first():  # the profiler writes no bucket
