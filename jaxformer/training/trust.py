@@ -43,4 +43,6 @@ def is_trusted(digest: str) -> bool:
 def _check_private() -> None:
     found = folder().lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise ConfigError(f"{folder()}: must be a folder of yours that nobody else can write; try `chmod 700`, or XDG_STATE_HOME")
+        raise ConfigError(
+            f"{folder()}: must be a folder of yours that nobody else can write; try `chmod 700`, or XDG_STATE_HOME"
+        )
