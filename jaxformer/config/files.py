@@ -17,7 +17,7 @@ from jaxformer.errors import ConfigError, did_you_mean
 PACKAGE = Path(__file__).resolve().parents[1]
 # the user's own, those beside a checkout, those that travel with an installed package
 FOLDERS = (Path("experiments"), PACKAGE.parent / "experiments", PACKAGE / "builtin" / "experiments")
-LARGEST, DEEPEST = 100_000_000, 100  # bytes and nesting of the texts that are read: small files, of anybody
+LARGEST, DEEPEST = 100_000_000, 400  # bytes and nesting of files that anybody may have written; `describe` nests less
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ class Mask:
     arrays: tuple = ()
     parts: tuple["Mask", ...] = ()
     offset: Any = None  # an integer is static, an array is a leaf
+    _size: tuple[int, int] = field(default=(1, 1), init=False, repr=False, compare=False)  # masks in it, and how deep
 
     def __post_init__(self):
         parts = [part for part in self.parts if isinstance(part, Mask)] if isinstance(self.parts, tuple) else []

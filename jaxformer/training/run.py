@@ -186,7 +186,8 @@ def check_data(folder: RunFolder, metadata: dict, dataset: Any) -> None:
     """Raises ConfigError where the data are not those that the checkpoint was trained on."""
     if metadata["data_digest"] != dataset.digest:
         problem = f"the data changed since this run began (digest {metadata['data_digest'][:12]}, now {dataset.digest[:12]})"
-        raise ConfigError(f"{folder.path}: {problem}; restore the file, or start a new run with another --name")
+        advice = f"restore them, or train on from its parameters as another run: --initial={folder.path} --name=..."
+        raise ConfigError(f"{folder.path}: {problem}; {advice}")
 
 
 def continues_text(model: Any) -> bool:
