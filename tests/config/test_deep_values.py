@@ -81,19 +81,12 @@ def test_texts_of_thousands_of_levels(text):
 
 def test_functions_that_nest(tmp_path, monkeypatch):
     """A sum of thousands of terms, which Python compiles and whose text nobody can write again."""
-    (tmp_path / "deep.py").write_text(
-        "from tests_config_classes import Holder\ndef f(x):\n    return "
-        + " + ".join(["x"] * 900)
-        + "\nexperiment = Holder(f)\n"
-    )
-    import sys
-
-    sys.modules["tests_config_classes"] = sys.modules[__name__]
-    try:
-        with pytest.raises(ConfigError, match="deep"):
-            C.describe(C.load(str(tmp_path / "deep.py")))
-    finally:
-        del sys.modules["tests_config_classes"]
+    body = f"def f(x):\n    return {' + '.join(['x'] * 900)}\n"
+    (tmp_path / "deep.py").write_text(f"from tests_config_classes import Holder\n{body}experiment = Holder(f)\n")
+    monkeypatch.setitem(sys.modules, "tests_config_classes", sys.modules[__name__])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ConfigError, match="deep"):
+        C.describe(C.load(str(tmp_path / "deep.py")))
 
 
 def test_json_that_nests(tmp_path):
