@@ -26,8 +26,9 @@
                                                               the train step compiled for TPUs or GPUs that are not here
 
 EXPERIMENT is a name in experiments/ or a path to a .py file; RUN a folder in runs/, or an experiment's name for its newest
-run. `train EXPERIMENT --help` lists every option of that experiment. Several processes train as one on TPU pods, GKE, Slurm
-and MPI, or where JAXFORMER_COORDINATOR=HOST:PORT, JAXFORMER_PROCESSES=COUNT and JAXFORMER_PROCESS=INDEX say so.
+run. `train EXPERIMENT --help` lists every option of that experiment. To open a run is to run the code in its folder: one that
+you did not train on this machine needs --trust, once. Several processes train as one on TPU pods, GKE, Slurm and MPI, or where
+JAXFORMER_COORDINATOR=HOST:PORT, JAXFORMER_PROCESSES=COUNT and JAXFORMER_PROCESS=INDEX say so.
 Exit codes: 0 done, 2 a mistake in what was asked (one line says which), 3 the numbers went bad or the plan does not fit,
 4 another process died or never came, 5 a step did not end (JAXFORMER_STEP_LIMIT seconds), 130/143 stopped by a signal with
 everything saved.
@@ -266,11 +267,15 @@ def write_report(argv: list[str]) -> int:
     parser = _parser("report", "RUN", nargs="+")
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--out")
+    parser.add_argument("--trust", action="store_true")
     options = parser.parse_args(argv)
     folders = [_folder(name, options.runs) for name in options.name]
 
     from jaxformer.analysis import gallery, report
+    from jaxformer.training import run_folder
 
+    for folder in folders if options.trust else ():
+        run_folder.allow(folder)
     path = options.out or folders[0].path / "report.html"
     print(f"report: {report.write(path, folders, [gallery.run_pictures(folder) for folder in folders])}")
     return 0
@@ -462,6 +467,7 @@ def _run_parser(command: str) -> _Parser:
     parser.add_argument("--runs", default="runs", help="where run folders live")
     parser.add_argument("--step", type=int, help="which checkpoint; the newest by default")
     parser.add_argument("--average", type=int, default=1, help="the mean of so many checkpoints up to that one")
+    parser.add_argument("--trust", action="store_true", help="run the code of a run folder of somebody else, now and later")
     return parser
 
 
@@ -470,7 +476,7 @@ def _run(options, overrides: Sequence[str] = ()):
     from jaxformer.training import compilation_cache
     from jaxformer.training.run import open_run
 
-    run = open_run(_folder(options.name, options.runs).path, options.step, overrides, options.average)
+    run = open_run(_folder(options.name, options.runs).path, options.step, overrides, options.average, options.trust)
     compilation_cache.enable()
     return run
 

@@ -25,9 +25,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
     wanted = ["--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"]
     flags = wanted if known(" ".join(wanted)) else [flag for flag in wanted if known(flag)]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
-    # where the programs of runs persist: nothing of an earlier session, and nothing in the cache of whoever runs the tests
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxformer-tests-")
-    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+    # where compiled programs persist, and which runs are trusted: nothing of an earlier session or of whoever runs the tests
+    for variable in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        os.environ[variable] = tempfile.mkdtemp(prefix="jaxformer-tests-")
+        atexit.register(shutil.rmtree, os.environ[variable], ignore_errors=True)
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 import jax  # noqa: E402

@@ -5,6 +5,17 @@ Nothing here imports JAX, so a mistake is answered at once. Whatever a user can 
 
 # ruff: noqa: F401 (names that the package offers)
 from jaxformer.config.describe import changes, describe, diff, execution, execution_fields, fingerprint, flat, is_config
-from jaxformer.config.files import Source, again, available, load, read, read_json, write_atomically
+from jaxformer.config.files import (
+    Source,
+    again,
+    available,
+    in_library,
+    load,
+    read,
+    read_json,
+    read_text,
+    regular_file,
+    write_atomically,
+)  # fmt: skip
 from jaxformer.config.override import help_text, override
 from jaxformer.errors import ConfigError

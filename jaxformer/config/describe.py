@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxformer.config import code
+from jaxformer.errors import ConfigError
 
 
 def execution(default: Any) -> Any:
@@ -45,7 +46,16 @@ class _Place(NamedTuple):
 
 def describe(value: Any) -> Any:
     """The value as JSON: a config as `{"type": class, field: ...}`, a function by name and code, an array by its digest."""
-    return _describe(value, _Place())
+    return _describe_whole(value, _Place())
+
+
+def _describe_whole(value: Any, place: _Place) -> Any:
+    try:
+        return _describe(value, place)
+    except RecursionError:
+        raise ConfigError(
+            f"{type(value).__name__}: a value or a function's code in it nests too deep to be described"
+        ) from None
 
 
 def _describe(value: Any, place: _Place) -> Any:
@@ -164,7 +174,7 @@ def fingerprint(config: Any) -> str:
 def changes(config: Any, default: Any = None) -> dict[str, Any]:
     """The description of what a config does not share with `default` or its class's defaults, without `execution` fields."""
     numbers_only = _Place(execution=False)
-    described = _describe(config, numbers_only)
+    described = _describe_whole(config, numbers_only)
     if type(default) is type(config):
         usual, found = fields(default), {}
     else:

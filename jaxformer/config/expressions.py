@@ -38,6 +38,8 @@ def evaluate(text: str, names: Names) -> Any:
         raise ConfigError(f"{getattr(error, 'msg', 'too deep')}, in an expression") from None
     try:
         return _value(tree, names)
+    except RecursionError:
+        raise ConfigError("too deep, in an expression") from None
     except Exception as error:  # a call may raise anything
         raise ConfigError(str(error) or type(error).__name__) from error
 

@@ -17,6 +17,7 @@ from jaxformer.errors import ConfigError, did_you_mean
 PACKAGE = Path(__file__).resolve().parents[1]
 # the user's own, those beside a checkout, those that travel with an installed package
 FOLDERS = (Path("experiments"), PACKAGE.parent / "experiments", PACKAGE / "builtin" / "experiments")
+LARGEST, DEEPEST = 100_000_000, 400  # bytes and nesting of files that anybody may have written; `describe` nests less
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +50,15 @@ def read(name_or_path: str) -> Source:
     return _run(path, path)
 
 
-def again(copy: Any, facts: dict[str, Any]) -> Source:
-    """The copy of an experiment file, run as the file once was. Raises ConfigError where it fails to run."""
-    return replace(_run(copy, Path(facts["path"])), overrides=tuple(facts["overrides"]))
+def again(copy: Any, facts: dict[str, Any], text: str | None = None) -> Source:
+    """The copy of an experiment file (its `text`, if read before), run as the file once was. ConfigError where it fails."""
+    return replace(_run(copy, Path(facts["path"]), text), overrides=tuple(map(str, facts["overrides"])))
+
+
+def in_library(text: str) -> Path | None:
+    """The experiment file with this text that came with the library, not the user's; None where there is none."""
+    found = (path for folder in FOLDERS[1:] for path in folder.glob("[!_]*.py") if read_text(path) == text)
+    return next(found, None)
 
 
 def available() -> dict[str, Path]:
@@ -73,12 +80,33 @@ def _find(name: str) -> Path:
     return experiments[name].resolve()
 
 
-def _run(file: Any, path: Path) -> Source:
-    """Runs `file` as if it stood at `path`; both are the same unless it is a copy."""
+def regular_file(path: os.PathLike | str) -> Any:
+    """The path, of a bucket too. Raises ConfigError for a pipe, a device or a folder: what is no file may have no end."""
+    from etils import epath
+
+    if os.path.exists(path) and not os.path.isfile(path):  # to epath, /dev/zero is a file
+        raise ConfigError(f"{path}: no regular file; give a file, or save what it gives as one")
+    return epath.Path(path)
+
+
+def _read_bytes(path: Any) -> bytes:
+    if os.path.exists(path) and os.path.getsize(path) > LARGEST:  # a file with holes takes no room on a disk
+        raise OSError(f"larger than {LARGEST:,} bytes")
+    return path.read_bytes()
+
+
+def read_text(file: os.PathLike | str) -> str:
+    """The text of a file in UTF-8. Raises ConfigError where it cannot be read."""
+    path = regular_file(file)
     try:
-        text = file.read_text(encoding="utf-8")
+        return _read_bytes(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read ({error})") from None
+
+
+def _run(file: Any, path: Path, text: str | None = None) -> Source:
+    """Runs `file` as if it stood at `path`; both are the same unless it is a copy."""
+    text = read_text(file) if text is None else text
     in_folder = path.parent.name == "experiments"  # files there import each other as experiments.NAME
     root = str(path.parent.parent if in_folder else path.parent)
     if root not in sys.path:
@@ -127,15 +155,17 @@ def _imports() -> dict[str, str]:
 def read_json(file: os.PathLike | str, advice: str = "", /, **keys: type) -> dict[str, Any]:
     """The object in a JSON file, which has at least the `keys`, with values of these types.
 
-    Raises ConfigError, with the file's name, for all else; also for what is no regular file, which may be without an end.
+    Raises ConfigError, with the file's name, for all else.
     """
-    from etils import epath
-
-    path, then = epath.Path(file), f"; {advice}" if advice else ""
+    path, then = regular_file(file), f"; {advice}" if advice else ""
     try:
-        if os.path.exists(path) and not os.path.isfile(path):  # to epath, /dev/zero is a file
-            raise OSError("no regular file")
-        value = json.loads(path.read_bytes().decode())
+        value = json.loads(_read_bytes(path).decode())
+        below = [value]
+        for _ in range(DEEPEST):
+            inside = (each.values() if isinstance(each, dict) else each for each in below if isinstance(each, dict | list))
+            below = [part for parts in inside for part in parts]
+        if below:
+            raise ValueError(f"nested more than {DEEPEST} deep")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: its JSON cannot be read ({str(error)[:200]}){then}") from None
     if not isinstance(value, dict):
@@ -147,18 +177,23 @@ def read_json(file: os.PathLike | str, advice: str = "", /, **keys: type) -> dic
     return value
 
 
-def write_atomically(path: os.PathLike | str, text: str) -> None:
-    """Writes a file, or an object of a bucket, and its folder: a reader sees the old text or the new one."""
+def write_atomically(path: os.PathLike | str, text: str | bytes) -> None:
+    """Writes a file, or an object of a bucket, and its folder: a reader sees the old text or the new one.
+
+    A link of that name is replaced, not followed: in a stranger's folder it may lead anywhere.
+    """
     from etils import epath
 
-    path = epath.Path(path)
+    path, data = epath.Path(path), text.encode() if isinstance(text, str) else text
     path.parent.mkdir(parents=True, exist_ok=True)
     if "://" in str(path):
-        path.write_bytes(text.encode())  # an object appears when it is complete
+        path.write_bytes(data)  # an object appears when it is complete
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(text.encode())
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:  # x: never through a link
+            file.write(data)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

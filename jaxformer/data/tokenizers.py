@@ -5,6 +5,7 @@ A tokenizer has `encode(str) -> list[int]`, `encode_text(str) -> array`, `decode
 document, which no text can hold, or None.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -98,9 +99,21 @@ class Characters(_Tokenizer):
         return "".join(self.characters[i] if 0 <= i < self.vocab_size else UNKNOWN for i in map(int, ids))
 
 
+@contextlib.contextmanager
+def _panic_as_error() -> Iterator[None]:
+    """A panic of the `tokenizers` package, as some tokenizer.json give one, is no Exception: here it becomes a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise ValueError(f"the tokenizers package fails: {error}") from None
+        raise
+
+
 class BPE(_Tokenizer):
     """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019), or another of the `tokenizers` package."""
 
+    @_panic_as_error()
     def __init__(self, serialized: str):
         self._tokenizer = require_package().Tokenizer.from_str(serialized)
         self._tokenizer.no_truncation()

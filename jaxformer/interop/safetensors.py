@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxformer.config import read_json
+from jaxformer.config import read_json, regular_file
 from jaxformer.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -150,7 +150,7 @@ def _open_shards(index: Path, listing: list[str]) -> dict[str, Any]:
 def _open_file(path: Path) -> dict[str, Any]:
     """{tensor: open file} of one file. The package reads its header and checks that the tensors fill the file."""
     try:
-        path.open("rb").close()  # of a file that may not be read, the package says that there is none
+        regular_file(path).open("rb").close()  # of a file that may not be read, the package says that there is none
         file = safe_open(path, "np", backend="pread")  # if a mapped file becomes shorter, the process dies (SIGBUS)
     except (OSError, SafetensorError) as error:
         reason = _display(str(error).removeprefix("Error while deserializing header: "))

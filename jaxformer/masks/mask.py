@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -11,8 +11,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, Shaped
 
+from jaxformer.errors import ConfigError
 from jaxformer.masks import blocks as block_counts, rules
 
+MOST, DEEPEST = 2048, 64  # masks in a mask, and how deep: what evaluates, prints or describes one calls itself
 FAR = 1 << 30  # positions lie between -FAR and FAR, so that the difference of two fits 32 bits
 
 _SYMBOLS = {rules.and_: " & ", rules.or_: " | "}
@@ -34,6 +36,15 @@ class Mask:
     arrays: tuple = ()
     parts: tuple["Mask", ...] = ()
     offset: Any = None  # an integer is static, an array is a leaf
+    _size: tuple[int, int] = field(default=(1, 1), init=False, repr=False, compare=False)  # masks in it, and how deep
+
+    def __post_init__(self):
+        parts = [part for part in self.parts if isinstance(part, Mask)] if isinstance(self.parts, tuple) else []
+        count, depth = 1 + sum(part._size[0] for part in parts), 1 + max((part._size[1] for part in parts), default=0)
+        if count > MOST or depth > DEEPEST:
+            limits = f"at most {MOST} masks, {DEEPEST} deep, combine"
+            raise ConfigError(f"{limits}; here are {count}, {depth} deep: write them as one rule, masks.Mask(rule)")
+        object.__setattr__(self, "_size", (count, depth))
 
     def tree_flatten(self):
         fixed = self.offset if isinstance(self.offset, int) else None
@@ -182,7 +193,8 @@ def _combine(rule, *masks: Mask) -> Mask:
     if len({offset if isinstance(offset, int) else id(offset) for offset in offsets}) > 1:
         raise ValueError("masks with different query offsets do not combine; call .at(offset) once, on the result")
     parts = [part for mask in masks for part in (mask.parts if mask.rule is rule is not rules.by_head else (mask,))]
-    return Mask(rule, parts=tuple(replace(part, offset=None) for part in parts), offset=offsets[0] if offsets else None)
+    parts = tuple(part if part.offset is None else replace(part, offset=None) for part in parts)
+    return Mask(rule, parts=parts, offset=offsets[0] if offsets else None)
 
 
 def as_mask(mask: Any, function: str) -> Mask:

@@ -28,7 +28,7 @@ from jaxformer.training.experiment import Experiment, Sample
 from jaxformer.training.metrics import read_records
 from jaxformer.training.names import NAMES
 from jaxformer.training.recipe import Recipe, build
-from jaxformer.training.run_folder import RunFolder, open_experiment
+from jaxformer.training.run_folder import RunFolder, allow, open_experiment
 from jaxformer.training.step import init_state, state_shardings
 
 
@@ -157,12 +157,17 @@ class Run:
         return sample, ask(self.experiment, sample, self.tokenizer)
 
 
-def open_run(path: epath.PathLike, step: int | None = None, overrides: Sequence[str] = (), average: int = 1) -> Run:
+def open_run(
+    path: epath.PathLike, step: int | None = None, overrides: Sequence[str] = (), average: int = 1, trust: bool = False
+) -> Run:
     """The run in a folder; `overrides` as on the command line, of fields that decide no numbers: `--mesh.tensor=4`.
 
-    Raises ConfigError where there is no run, or where its experiment is no longer the same.
+    To open a run is to run its code: one that this user did not train on this machine needs `trust`, once. Raises ConfigError
+    for such a one, where there is no run, or where its experiment is no longer the same.
     """
     folder = RunFolder(epath.Path(path))
+    if trust:
+        allow(folder)
     experiment = open_experiment(folder)
     changed = config.override(experiment, overrides, NAMES) if overrides else experiment
     if config.fingerprint(changed) != config.fingerprint(experiment):
@@ -181,7 +186,8 @@ def check_data(folder: RunFolder, metadata: dict, dataset: Any) -> None:
     """Raises ConfigError where the data are not those that the checkpoint was trained on."""
     if metadata["data_digest"] != dataset.digest:
         problem = f"the data changed since this run began (digest {metadata['data_digest'][:12]}, now {dataset.digest[:12]})"
-        raise ConfigError(f"{folder.path}: {problem}; restore the file, or start a new run with another --name")
+        advice = f"restore them, or train on from its parameters as another run: --initial={folder.path} --name=..."
+        raise ConfigError(f"{folder.path}: {problem}; {advice}")
 
 
 def continues_text(model: Any) -> bool:

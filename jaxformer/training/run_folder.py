@@ -19,6 +19,7 @@ from etils import epath
 
 from jaxformer import config
 from jaxformer.errors import ConfigError
+from jaxformer.training import trust
 from jaxformer.training.experiment import Experiment
 
 log = logging.getLogger("jaxformer")
@@ -53,15 +54,25 @@ def run_folder(experiment: Experiment, runs: epath.PathLike) -> RunFolder:
 
 
 def open_experiment(folder: RunFolder) -> Experiment:
-    """The experiment of a run: the copy of its file, run again. Raises ConfigError where it is no longer the same."""
+    """The experiment of a run: the copy of its file, run again. Raises ConfigError where it is no longer the same.
+
+    Its code runs only where this user's trainer wrote it on this machine, or `allow` was called.
+    """
     if not folder.config.is_file():
         raise ConfigError(f"{folder.path}: no run folder, it has no config.json; the command `runs` lists all")
     if not folder.experiment.is_file():
         raise ConfigError(f"{folder.path}: no copy of its experiment's file (it was trained from Python); open it from there")
     from jaxformer.training.names import NAMES
 
-    facts = config.read_json(folder.source, path=str, overrides=list, imports=dict)
-    source = config.again(folder.experiment, facts)
+    text, facts = _code(folder)
+    if trust.is_trusted(trust.digest(text, facts)):
+        source = config.again(folder.experiment, facts, text)
+    elif (path := config.in_library(text)) is not None and not facts["overrides"]:
+        source, facts["imports"] = config.read(str(path)), {}  # nothing of the folder runs: neither its path nor its options
+    else:
+        unknown = "this user did not train it on this machine, and to open the run is to run this file"
+        advice = "read it and source.json, then add --trust (in Python: open_run(..., trust=True))"
+        raise ConfigError(f"{folder.experiment}: {unknown}; {advice}")
     experiment = config.override(source.experiment, source.overrides, {**NAMES, "": source.names})
     digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
     changed = [path for path, expected in facts["imports"].items() if digest(Path(path)) != expected]
@@ -71,6 +82,19 @@ def open_experiment(folder: RunFolder) -> Experiment:
     if changed:
         log.warning("%s: %s changed since this run began", folder.path, ", ".join(changed))
     return experiment
+
+
+def allow(folder: RunFolder) -> None:
+    """Trusts the code of a run's folder, as it is now. Raises ConfigError where that cannot be kept."""
+    try:
+        trust.add(trust.digest(*_code(folder)))
+    except OSError as error:
+        raise ConfigError(f"{folder.path}: cannot be trusted: {error}; set XDG_STATE_HOME to a folder of yours") from None
+
+
+def _code(folder: RunFolder) -> tuple[str, dict[str, Any]]:
+    """What opening a run runs: the copy of its experiment's file, and how it was run."""
+    return config.read_text(folder.experiment), config.read_json(folder.source, path=str, overrides=list, imports=dict)
 
 
 def differences(description: dict, experiment: Experiment) -> list[str]:
@@ -108,6 +132,10 @@ def describe(folder: RunFolder, experiment: Experiment, source: config.Source | 
     if source is not None:
         config.write_atomically(folder.experiment, source.text)
         config.write_atomically(folder.source, json.dumps(source.facts(), indent=2))
+        try:
+            trust.add(trust.digest(source.text, source.facts()))
+        except (OSError, ConfigError) as error:
+            log.warning("this run will open only with --trust: %s", error)
     config.write_atomically(folder.environment, json.dumps(environment(data_digest), indent=2))
     config.write_atomically(folder.config, json.dumps(described, indent=2) + "\n")
     return changed

@@ -1,0 +1,48 @@
+"""Which experiments this user's trainer wrote on this machine: opening a run runs the experiment file that its folder keeps.
+
+A run folder may come from anybody. So the trainer leaves the digest of what it wrote as an empty file in the user's own state
+folder. The content decides: a run that is moved or copied keeps its trust, one that is edited loses it.
+"""
+
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from jaxformer.errors import ConfigError
+
+
+def digest(text: str, facts: dict[str, Any]) -> str:
+    """sha256 of an experiment file and of what source.json says: where it stood, its options, what it imported."""
+    return hashlib.sha256(json.dumps([text, facts], sort_keys=True).encode()).hexdigest()
+
+
+def folder() -> Path:
+    """Where the digests are. Others must not write there."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "jaxformer" / "experiments"
+
+
+def add(digest: str) -> None:
+    """Trusts an experiment from now on. Raises OSError where the folder cannot be written."""
+    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private()
+    (folder() / digest).touch(mode=0o600)
+
+
+def is_trusted(digest: str) -> bool:
+    """Whether `add` was called with a digest. Raises ConfigError where somebody else could have done so."""
+    path = folder() / digest
+    if not os.path.lexists(path):
+        return False
+    _check_private()
+    return stat.S_ISREG(path.lstat().st_mode) and path.lstat().st_uid == os.geteuid()
+
+
+def _check_private() -> None:
+    found = folder().lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise ConfigError(
+            f"{folder()}: must be a folder of yours that nobody else can write; try `chmod 700`, or XDG_STATE_HOME"
+        )
