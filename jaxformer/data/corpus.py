@@ -92,7 +92,7 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
         if is_full(error):
             size = sum(os.path.getsize(file) for file in _files(config.path) if not file.startswith("hf:"))
             problem += f"; {size:,} bytes of text take up to {4 * size:,} (more if compressed), {free_bytes(folder):,} are"
-            problem += " free. Make room, or name another folder (--data.cache); what is encoded is kept, the same command goes on"
+            problem += " free. Make room, or name another --data.cache; what is encoded is kept, the same command goes on"
         raise ConfigError(problem) from error
     train, validation, index = opened[0][0], opened[-1][0], opened[0][1]
     if config.validation is None:
