@@ -86,8 +86,40 @@ class ValidationBatches:
         return batch | {"weights": np.where(real, weights, 0).astype(np.float32)}
 
 
+class BadBatch(RuntimeError):
+    """A batch could not be made. The message says which, and of which example; the cause is the error of its source."""
+
+
+def _in_place(place: str, error: BaseException) -> Exception:
+    """The error with its place in front. A ConfigError stays one: it is shown as a line, all else with its traceback."""
+    if isinstance(error, ConfigError):
+        return ConfigError(f"{place}: {error}")
+    return BadBatch(f"{place}: {error}" if isinstance(error, BadBatch) else f"{place}: {type(error).__name__}: {error}")
+
+
 def take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """The examples at `indices` as one batch, by the split's `take_rows` if it has one."""
+    """The examples at `indices` as one batch, by the split's `take_rows` if it has one.
+
+    An error names the first example that cannot be read alone, or else all of them.
+    """
+    try:
+        return _take_rows(split, indices)
+    except Exception as error:
+        indices = np.asarray(indices).tolist()
+        bad = next((index for index in indices if not _is_readable(split, index)), None)
+        place = f"examples {indices}" if bad is None else f"example {bad}"
+        raise _in_place(place, error) from error
+
+
+def _is_readable(split: Any, index: int) -> bool:
+    try:
+        _take_rows(split, np.array([index]))
+    except Exception:
+        return False
+    return True
+
+
+def _take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
     if hasattr(split, "take_rows"):
         return split.take_rows(indices)
     rows = [split[int(index)] for index in indices]
@@ -119,8 +151,9 @@ def _token_counts(tokens: Any, vocab_size: int, piece: int = 1 << 22) -> np.ndar
 class Prefetch(Iterator, AbstractContextManager):
     """Iterates over put(get(step)) for start <= step < stop; a thread starts at once and works `depth` steps ahead.
 
-    An error of `get` or `put` becomes a RuntimeError that names the step and has the error as its cause. `close`, `with`
-    and deletion stop the thread, after the batch that it is making. The end of the program waits for all that it has begun.
+    An error of `get` or `put` becomes a BadBatch that names the step and has the error as its cause; a ConfigError stays one.
+    `close`, `with` and deletion stop the thread, after the batch that it is making. The end of the program waits for all that
+    it has begun.
     """
 
     def __init__(self, get: Callable, start: int, stop: int, depth: int = 2, put: Callable | None = None):
@@ -138,7 +171,7 @@ class Prefetch(Iterator, AbstractContextManager):
         self._ahead.extend(itertools.islice(self._submitted, 1))
         if error := batch.exception():
             self.close()
-            raise RuntimeError(f"the batch of step {step} could not be made: {type(error).__name__}: {error}") from error
+            raise _in_place(f"the batch of step {step} could not be made", error) from error
         return batch.result()
 
     def __exit__(self, *_: object) -> None:

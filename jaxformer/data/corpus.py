@@ -1,7 +1,8 @@
 """Text of any size: encoded once, by several processes, into files of tokens. Training reads windows of these files.
 
 A cache entry is a folder: plan.json says what to encode, tokenizer.json how; 000012-0000.tokens holds tokens of part 12,
-000012-0000.json, written after it, says what they are; index.json, written last, sums up. What is killed goes on from there.
+000012-0000.json, written after it, says what they are; index.json, written last, sums up. What is killed goes on from there,
+and a part of which a file is damaged is encoded again.
 """
 
 import contextlib
@@ -13,22 +14,34 @@ import logging
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jaxformer.config import execution, write_atomically
+from jaxformer.config import execution
 from jaxformer.data import tokenizers
-from jaxformer.data.records import Part, Policy, Problems, Stream, lines, parts, records
+from jaxformer.data.records import Part, Policy, Problems, Stream, check_regular, lines, parts, records
 from jaxformer.data.sources import Dataset, Windows, cache_folder, check_lengths, context_length
+from jaxformer.data.tokens import (
+    Index,
+    Tokens,
+    checked_index,
+    forget_part,
+    free_bytes,
+    is_full,
+    load_sealed,
+    new_file,
+    save_sealed,
+)
 from jaxformer.errors import ConfigError
 
 log = logging.getLogger("jaxformer")
@@ -62,62 +75,6 @@ class Corpus:
         return open_corpus(self, context_length(model))
 
 
-class Tokens:
-    """Tokens of many files as one array on disk: tokens[a:b], or tokens[positions] for [B, n] that ascend along a row.
-
-    Files are read, not mapped: the pages of a mapped file count as memory of the process that touches them.
-    """
-
-    def __init__(self, files: list[Path], sizes: list[int], dtype: Any, start: int = 0, stop: int | None = None):
-        self.files, self.sizes, self.dtype = files, sizes, np.dtype(dtype)
-        self.ends = np.cumsum(sizes, dtype=np.int64)
-        self.start, self.stop = start, int(self.ends[-1]) if stop is None else stop
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def part(self, start: int, stop: int) -> "Tokens":
-        return Tokens(self.files, self.sizes, self.dtype, self.start + start, self.start + stop)
-
-    def __getitem__(self, key: Any) -> np.ndarray:
-        if isinstance(key, slice):
-            return self._read(*key.indices(len(self))[:2])
-        return np.stack([self._read(int(row[0]), int(row[-1]) + 1)[row - row[0]] for row in key])
-
-    def _read(self, start: int, stop: int) -> np.ndarray:
-        start, stop, found = start + self.start, stop + self.start, [np.zeros(0, self.dtype)]
-        number = int(np.searchsorted(self.ends, start, side="right"))
-        while start < stop:
-            file, end = self.files[number], int(self.ends[number])
-            count, offset = min(stop, end) - start, start - (end - self.sizes[number])
-            found.append(np.fromfile(file, self.dtype, count, offset=offset * self.dtype.itemsize))
-            if len(found[-1]) < count:
-                raise ConfigError(f"data.cache: {file} is damaged; remove {file.parent}")
-            start, number = start + count, number + 1
-        return np.concatenate(found)
-
-
-class Index(NamedTuple):
-    """What a shard holds, or all shards together."""
-
-    tokens: int
-    documents: int
-    bytes: int  # of text
-    digest: str  # of the tokens
-    counts: dict[str, int]  # as in Problems
-    first: dict[str, str]
-    last: bool = True  # whether the part ends here
-    state: dict[str, Any] | None = None  # of a stream, where its next shard begins
-    shards: dict[str, int] | None = None  # of a whole: tokens by name
-
-    def save(self, file: Path) -> None:
-        write_atomically(file, json.dumps(self._asdict()))
-
-    @classmethod
-    def load(cls, file: Path) -> "Index":
-        return cls(**json.loads(file.read_text()))
-
-
 def open_corpus(config: Corpus, context_length: int) -> Dataset:
     """Encodes what is not in the cache. Raises ConfigError for impossible settings and for what cannot be read."""
     if not 0 < config.validation_fraction < 1:
@@ -131,7 +88,12 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
         paths = [config.path] if config.validation is None else [config.path, config.validation]
         opened = [_open_tokens(config, path, tokenizer, folder) for path in paths]
     except OSError as error:
-        raise ConfigError(f"data: cannot read {config.path}, or keep tokens in {folder} ({error})") from error
+        problem = f"data: cannot read {config.path}, or keep tokens in {folder} ({error})"
+        if is_full(error):
+            size = sum(os.path.getsize(file) for file in _files(config.path) if not file.startswith("hf:"))
+            problem += f"; {size:,} bytes of text take up to {4 * size:,} (more if compressed), {free_bytes(folder):,} are"
+            problem += " free. Make room, or name another --data.cache; what is encoded is kept, the same command goes on"
+        raise ConfigError(problem) from error
     train, validation, index = opened[0][0], opened[-1][0], opened[0][1]
     if config.validation is None:
         cut = int(len(train) * (1 - config.validation_fraction))
@@ -158,6 +120,7 @@ def _files(path: str) -> list[str]:
     if os.path.isdir(path):
         found = [file for file in glob.glob(f"{glob.escape(path)}/**", recursive=True) if file.endswith(ENDINGS)]
     else:
+        check_regular(path)
         found = glob.glob(path, recursive=True)
     if files := sorted(file for file in found if os.path.isfile(file)):
         return files
@@ -169,7 +132,7 @@ def _key(config: Corpus, path: str, *more: Any) -> str:
     stream = re.match("hf:([^,#]*)", path)  # its files if it is a local folder, else nothing but its name
     found = _files(path) if stream is None else sorted(glob.glob(f"{glob.escape(stream[1])}/**/*.*", recursive=True))
     files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in found]
-    words = ["layout 1", stream and stream.string, files, config.field, config.bad_rows, config.end_of_text, *more]
+    words = ["layout 2", stream and stream.string, files, config.field, config.bad_rows, config.end_of_text, *more]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:24]
 
 
@@ -222,11 +185,12 @@ def _tokenizer(config: Corpus, folder: Path) -> Any:
         return tokenizers.by_name(config.tokenizer, None)
     left_out = config.validation_fraction if config.validation is None else 0.0
     saved = folder / f"tokenizer-{_key(config, config.path, config.vocab_size, left_out)}.json"
-    if not saved.exists():
-        log.info("learning %s byte pairs from a sample of %s", f"{config.vocab_size:,}", config.path)
-        text = "".join(_sample(config.path, config.field, left_out))
-        tokenizers.BPE.train(text, config.vocab_size or 0).save(saved)
-    return tokenizers.load(saved)
+    with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged one is learned again
+        return tokenizers.BPE(load_sealed(saved))
+    log.info("learning %s byte pairs from a sample of %s", f"{config.vocab_size:,}", config.path)
+    tokenizer = tokenizers.BPE.train("".join(_sample(config.path, config.field, left_out)), config.vocab_size or 0)
+    save_sealed(saved, json.dumps(tokenizer.state["tokenizer"]))
+    return tokenizer
 
 
 def _sample(path: str, field: str, left_out: float) -> Iterator[str]:
@@ -250,22 +214,34 @@ def _open_tokens(config: Corpus, path: str, tokenizer: Any, folder: Path) -> tup
     if (end := tokenizer.id_of(config.end_of_text) if config.end_of_text else tokenizer.end_of_text) is None:
         name = repr(config.end_of_text or " ".join(tokenizers.ENDS))
         raise ConfigError(f"data.end_of_text: the tokenizer {config.tokenizer!r} has no {name}; name its token for the end")
-    entry = folder / f"corpus-{_key(config, path, tokenizer.digest)}"
-    if not (entry / "index.json").exists():
-        if not (entry / "plan.json").exists():
-            plan = {"groups": _groups(path), "field": config.field, "policy": config.bad_rows, "end": end}
-            tokenizer.save(entry / "tokenizer.json")
-            write_atomically(entry / "plan.json", json.dumps(plan))
-        _encode(entry, path, config.jobs or os.cpu_count() or 1)
-    index, dtype = Index.load(entry / "index.json"), np.min_scalar_type(tokenizer.vocab_size - 1)
-    sizes = {entry / f"{name}.tokens": size for name, size in (index.shards or {}).items()}
-    for file, size in sizes.items():
-        if not file.exists() or file.stat().st_size != size * dtype.itemsize:
-            raise ConfigError(f"data.cache: {file} is damaged; remove {entry}")
+    key = _key(config, path, tokenizer.digest)
+    entry, dtype = folder / f"corpus-{key}", np.min_scalar_type(tokenizer.vocab_size - 1)
+    for _ in range(3):
+        if (index := checked_index(entry, dtype.itemsize)) is not None:
+            break
+        tokenizer.save(entry / "tokenizer.json")
+        _plan(entry, lambda: {"groups": _groups(path), "field": config.field, "policy": config.bad_rows, "end": end})
+        total = _encode(entry, path, config.jobs or os.cpu_count() or 1)
+        if key != _key(config, path, tokenizer.digest):
+            raise ConfigError(f"data.path: files of {path} changed while they were read; start again once they do not")
+        total.save(entry / "index.json")
+    else:
+        raise ConfigError(f"data.cache: what is written to {entry} is damaged each time; choose another disk")
+    sizes = {entry / f"{name}.tokens": tokens for name, (tokens, _) in (index.shards or {}).items()}
     return Tokens(list(sizes), list(sizes.values()), dtype), index
 
 
-def _encode(entry: Path, path: str, jobs: int) -> None:
+def _plan(entry: Path, plan: Callable[[], dict[str, Any]]) -> None:
+    """Writes the plan of an entry that has none. Shards belong to their plan: without it they count no longer."""
+    try:
+        load_sealed(entry / "plan.json")
+    except (FileNotFoundError, ValueError):
+        for shard in entry.glob("0*.json"):
+            shard.unlink(missing_ok=True)
+        save_sealed(entry / "plan.json", plan())
+
+
+def _encode(entry: Path, path: str, jobs: int) -> Index:
     """Runs the processes that encode the missing parts, and sums up. Several commands may do so at once."""
     progress = _Progress(entry)
     if len(missing := progress.missing()) == 1 and not path.startswith("hf:"):
@@ -277,9 +253,9 @@ def _encode(entry: Path, path: str, jobs: int) -> None:
     total = progress.total()
     if not total.tokens:
         raise ConfigError(f"data.path: {path} has no text{Problems('skip', total.counts, total.first)}")
-    total.save(entry / "index.json")
     for leftover in entry.glob("*.unfinished"):
         leftover.unlink(missing_ok=True)
+    return total
 
 
 class _Progress:
@@ -287,13 +263,17 @@ class _Progress:
 
     def __init__(self, entry: Path):
         self.entry, self.shards = entry, dict[str, Index]()
-        self.parts = len(json.loads((entry / "plan.json").read_text())["groups"])
+        self.parts = len(load_sealed(entry / "plan.json")["groups"])
         self.start, self.left, self.bytes = time.monotonic(), len(self.missing()), self.total().bytes
 
     def missing(self) -> list[int]:
         """The parts that are not finished, by another look at the folder."""
         names = {name.removesuffix(".json") for name in os.listdir(self.entry) if name[0].isdigit() and name.endswith(".json")}
-        self.shards |= {name: Index.load(self.entry / f"{name}.json") for name in names - self.shards.keys()}
+        found = {name: Index.find(self.entry / f"{name}.json") for name in names - self.shards.keys()}
+        for name in sorted(name for name, index in found.items() if index is None):
+            forget_part(self.entry, name)
+            found = {other: index for other, index in found.items() if other[:6] != name[:6]}
+        self.shards |= {name: index for name, index in found.items() if index is not None}
         finished = {int(name.partition("-")[0]) for name, index in self.shards.items() if index.last}
         return [part for part in range(self.parts) if part not in finished]
 
@@ -304,7 +284,7 @@ class _Progress:
             counts.update(index.counts)
             first = index.first | first
         digest = hashlib.sha256(" ".join(index.digest for index in found.values()).encode()).hexdigest()
-        shards = {name: index.tokens for name, index in found.items() if index.tokens}
+        shards = {name: [index.tokens, index.written] for name, index in found.items() if index.tokens}
         return Index(tokens, documents, size, digest, dict(counts), first, shards=shards)
 
     def __str__(self) -> str:
@@ -327,11 +307,12 @@ def _run_workers(entry: Path, path: str, missing: list[int], jobs: int, progress
             time.sleep(0.1)
             for part in [part for part, process in running.items() if process.poll() is not None]:
                 code, words = running.pop(part).returncode, Path(errors, str(part)).read_text().strip()
-                if code == 2:
-                    raise ConfigError(words.splitlines()[-1])
+                if code in (2, 3):
+                    raise (ConfigError if code == 2 else OSError)(words.splitlines()[-1])
                 if code:
-                    problem = f"encoding part {part} of {path} ended with code {code}; finished parts are kept, start again"
-                    raise RuntimeError(f"{problem}. {words[-2000:]}")
+                    ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+                    problem = f"encoding part {part} of {path} {ended}; finished parts are kept, the same command goes on"
+                    raise (ConfigError if code < 0 else RuntimeError)(f"{problem}. {words[-2000:]}")
             if time.monotonic() - printed > 5 or not (missing or running):
                 printed = time.monotonic()
                 log.info("encoding %s: %s", path, progress)
@@ -347,17 +328,17 @@ def _start_worker(entry: Path, part: int, errors: str) -> subprocess.Popen:
 
 
 def work() -> None:
-    """The body of a process: encodes one part of a cache entry. Exit code 2 is a ConfigError, one line on stderr."""
+    """The body of a process: encodes one part of a cache entry. Exit codes: 2 ConfigError, 3 OSError, with a line on stderr."""
     try:
         encode_part(Path(sys.argv[1]), int(sys.argv[2]))
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(2 if isinstance(error, ConfigError) else 3) from None
 
 
 def encode_part(entry: Path, number: int) -> None:
     """Writes the missing shards of a part: one for files, one for each PART bytes of a stream."""
-    plan, tokenizer = json.loads((entry / "plan.json").read_text()), tokenizers.load(entry / "tokenizer.json")
+    plan, tokenizer = load_sealed(entry / "plan.json"), tokenizers.load(entry / "tokenizer.json")
     group, problems = plan["groups"][number], Problems(plan["policy"])
     done = [Index.load(file) for file in sorted(entry.glob(f"{number:06}-*.json"))]
     if done and done[-1].last:
@@ -380,7 +361,7 @@ def _write_shard(path: Path, documents: Iterator[tuple[str, bool]], tokenizer: A
     """Tokens of documents until their text has `limit` bytes. The file appears when it is complete."""
     digest, parent, count, size, last = hashlib.sha256(), os.getppid(), 0, 0, True
     end_of_text = np.array(end, np.min_scalar_type(tokenizer.vocab_size - 1))
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".unfinished", delete=False) as file:
+    with contextlib.suppress(FileNotFoundError), new_file(path) as file:  # another command has finished and tidied up
         for text, ends in documents:
             data = tokenizer.encode_text(text).tobytes() + end_of_text.tobytes() * ends
             file.write(data)
@@ -390,8 +371,5 @@ def _write_shard(path: Path, documents: Iterator[tuple[str, bool]], tokenizer: A
                 raise SystemExit("the command that asked for this is gone")
             if not (last := size < limit):
                 break
-        os.fchmod(file.fileno(), 0o644)  # of temporary files it is 0600
         tokens = file.tell() // end_of_text.itemsize
-    with contextlib.suppress(FileNotFoundError):  # another command has finished the corpus and tidied up
-        os.replace(file.name, path)
-    return Index(tokens, count, size, digest.hexdigest(), {}, {}, last)
+    return Index(tokens, count, size, digest.hexdigest(), {}, {}, last, path.stat().st_mtime_ns)

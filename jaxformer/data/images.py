@@ -1,6 +1,7 @@
 """Images with a class each: scikit-learn's digits, arrays in a .npz file, or folders of files."""
 
 import hashlib
+import logging
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.data.records import Policy, Problems
+from jaxformer.data.records import Policy, Problems, check_regular
 from jaxformer.data.sources import Dataset
 from jaxformer.errors import ConfigError, package_of
+
+log = logging.getLogger("jaxformer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +66,7 @@ class Images:
 
     Or a folder has a folder of PNG or JPEG files for each class; classes are numbered by the training folder's names in order.
     Files are read in threads when a batch needs them: scaled until they cover `image`, and cut at the centre. A file that turns
-    out to be damaged only then is, under `bad_rows="skip"`, a black image of weight 0.
+    out to be damaged only then is, under `bad_rows="skip"`, a black image of weight 0, and a warning counts it.
     """
 
     train: str  # a .npz file, or a folder
@@ -89,10 +92,11 @@ class Images:
 
 def _open_array(config: Images, path: str, model: Any, problems: Problems) -> tuple[Split, bytes]:
     """(the split of a .npz file, a digest of it)."""
+    check_regular(path)
     try:
-        with open(path, "rb") as raw, np.load(raw) as file:
+        with zipfile.ZipFile(path), np.load(path) as file:  # of what is no zip file NumPy says that it is pickled
             images, labels = file["images"], file["labels"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged zip file can make its reader raise anything
         raise ConfigError(f"data: cannot read {path} ({error}); expected a .npz file with `images` and `labels`") from None
     images = images[..., None] if images.ndim == 3 else images
     expected = (labels.size, *config.image, config.channels)
@@ -120,8 +124,9 @@ def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> t
 
     def first_bytes(file: Path) -> str | None:  # to decode all of a million files would take an hour
         try:
+            check_regular(file)
             Image.open(file).close()
-        except (OSError, ValueError, SyntaxError) as error:
+        except (OSError, ValueError, SyntaxError) as error:  # ConfigError too is a ValueError
             return f" ({error})"
 
     with ThreadPoolExecutor() as pool:
@@ -131,7 +136,7 @@ def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> t
                 good[index] = False
     content = "".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files).encode()
     kept = [file for file, keep in zip(files, good, strict=True) if keep]
-    return Split(labels[good], partial(_decoded, config, kept)), content
+    return Split(labels[good], partial(_decoded, config, kept, set())), content
 
 
 def _check_labels(model: Any, labels: np.ndarray, place: Callable[[int], str], problems: Problems) -> np.ndarray:
@@ -152,8 +157,11 @@ def _scaled(images: np.ndarray, values: tuple[float, float], indices: Any = ...)
     return rows.astype(np.float32) * np.float32(share) + np.float32(low), np.ones(len(rows))
 
 
-def _decoded(config: Images, files: list[Path], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(images of files, weights: 0 for those that cannot be decoded). ConfigError for them where `bad_rows` says so."""
+def _decoded(config: Images, files: list[Path], bad: set[Path], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(images of files, weights: 0 for those that cannot be decoded). ConfigError for them where `bad_rows` says so.
+
+    `bad` collects the files that were skipped: each is logged once.
+    """
     from PIL import Image, ImageOps
 
     shape, mode = (*config.image, config.channels), "L" if config.channels == 1 else "RGB"
@@ -164,6 +172,9 @@ def _decoded(config: Images, files: list[Path], indices: np.ndarray) -> tuple[np
                 return np.asarray(ImageOps.fit(image.convert(mode), config.image[::-1])).reshape(shape), 1.0
         except (OSError, ValueError, SyntaxError) as error:
             Problems(config.bad_rows).add(str(files[index]), "not readable", f" ({error})")
+            if files[index] not in bad:
+                bad.add(files[index])
+                log.warning("data: %s: not readable (%s); skipped, with it %d files so far", files[index], error, len(bad))
             return np.zeros(shape, np.uint8), 0.0
 
     with ThreadPoolExecutor() as pool:

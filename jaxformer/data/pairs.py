@@ -180,9 +180,11 @@ class Pairs:
     def _pairs(self, path: str, problems: Problems) -> Iterator[Pair]:
         found = self._lines(path, problems)
         if path.startswith("hf:") or path.removesuffix(".gz").endswith((".jsonl", ".json", ".parquet")):
-            found = ((place, *map(str, values)) for place, values in records(path, (self.source, self.target), problems))
+            found = ((place, *values) for place, values in records(path, (self.source, self.target), problems))
         for place, source, target in found:
-            if source.strip() and target.strip():
+            if not (isinstance(source, str) and isinstance(target, str)):
+                problems.add(place, "no text", f" but {type(source).__name__} and {type(target).__name__}")
+            elif source.strip() and target.strip():
                 yield Pair(place, source.strip(), target.strip())
             else:
                 problems.add(place, "empty")

@@ -6,11 +6,12 @@ an endless sequence [step] -> B indices that replaces the shuffled order. The ob
 `weights` is always present.
 """
 
-import contextlib
 import hashlib
+import json
+import logging
 import os
 import sysconfig
-import tempfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,8 +20,11 @@ import numpy as np
 
 from jaxformer.config import execution
 from jaxformer.data import tokenizers
+from jaxformer.data.records import check_regular
+from jaxformer.data.tokens import free_bytes, is_full, new_file
 from jaxformer.errors import ConfigError, did_you_mean
 
+log = logging.getLogger("jaxformer")
 LARGEST_TEXT = 10**9  # bytes that `Text` reads into memory
 
 
@@ -167,27 +171,38 @@ def _encode(config: Text | Stdlib, name: str, raw: bytes, source: str) -> tuple[
 
 
 def _encode_bpe(config: Text | Stdlib, text: str, cut: int, source: str) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Memory-mapped tokens from the cache, which stores them the first time. Several processes may do it at once."""
-    folder = cache_folder(config.cache)
-    key = hashlib.sha256(f"layout 1 {source} {cut} {config.vocab_size}".encode()).hexdigest()[:24]
-    entry = folder / f"tokens-{key}"
+    """Tokens from the cache, which keeps them the first time. Several processes may do so at once."""
+    key = hashlib.sha256(f"layout 2 {source} {cut} {config.vocab_size}".encode()).hexdigest()[:24]
+    file = cache_folder(config.cache) / f"tokens-{key}.npz"
     try:
-        if not entry.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                tokenizer = tokenizers.BPE.train(text[:cut], config.vocab_size or 0)
-                np.save(f"{temporary}/train.npy", tokenizer.encode_text(text[:cut]))
-                np.save(f"{temporary}/validation.npy", tokenizer.encode_text(text[cut:]))
-                tokenizer.save(f"{temporary}/tokenizer.json")
-                os.chmod(temporary, 0o755)  # of temporary folders it is 0700
-                with contextlib.suppress(OSError):  # another process stored its tokens first
-                    os.replace(temporary, entry)
-        train, validation = (np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r")) for name in ("train", "validation"))
-    except (ValueError, EOFError) as error:
-        raise ConfigError(f"data.cache: {entry} is damaged ({error}); remove it") from error
+        file.parent.mkdir(parents=True, exist_ok=True)  # what is wrong with the folder is said before minutes of encoding
+        return _load_tokens(file)
     except OSError as error:
-        raise ConfigError(f"data.cache: cannot keep tokens in {folder} ({error.strerror}); choose another") from error
-    return train, validation, tokenizers.load(entry / "tokenizer.json")
+        if not (isinstance(error, FileNotFoundError) or is_full(error)):
+            raise ConfigError(f"data.cache: cannot keep tokens in {file.parent} ({error.strerror}); choose another") from error
+    except Exception as error:  # a flipped bit in a zip file can make its reader raise anything
+        log.warning("data.cache: %s is damaged (%s: %s); it is made anew", file, type(error).__name__, error)
+    tokenizer = tokenizers.BPE.train(text[:cut], config.vocab_size or 0)
+    state = np.frombuffer(json.dumps(tokenizer.state["tokenizer"]).encode(), np.uint8)
+    arrays = {"train": tokenizer.encode_text(text[:cut]), "validation": tokenizer.encode_text(text[cut:]), "tokenizer": state}
+    try:
+        with new_file(file) as stream:
+            np.savez(stream, **arrays)
+    except OSError as error:
+        if not is_full(error):
+            raise ConfigError(f"data.cache: cannot keep tokens in {file.parent} ({error.strerror}); choose another") from error
+        size, free = sum(array.nbytes for array in arrays.values()), free_bytes(file.parent)
+        needed = f"they need {size:,} bytes, {free:,} are free in {file.parent}"
+        log.warning("data.cache: tokens are not kept (%s): %s; the run goes on, the next start encodes again", error, needed)
+    return arrays["train"], arrays["validation"], tokenizer
+
+
+def _load_tokens(file: Path) -> tuple[np.ndarray, np.ndarray, Any]:
+    with zipfile.ZipFile(file) as archive:  # np.load alone checks no CRC where a damaged header makes an array shorter
+        if bad := archive.testzip():
+            raise ValueError(f"the CRC of {bad} is wrong")
+    with np.load(file) as saved:
+        return saved["train"], saved["validation"], tokenizers.BPE(saved["tokenizer"].tobytes().decode())
 
 
 def _read_path(config: Text) -> tuple[str, bytes]:
@@ -209,6 +224,8 @@ def _read_path(config: Text) -> tuple[str, bytes]:
 
 
 def _read_files(files: list[Path]) -> bytes:
+    for file in files:
+        check_regular(file)
     if (size := sum(file.stat().st_size for file in files)) > LARGEST_TEXT:
         advice = "read it with data=Corpus(path=…), whose tokens stay on disk"
         raise ConfigError(f"data.path: {size:,} bytes; Text takes at most {LARGEST_TEXT:,} into memory; {advice}")

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxformer.data.batching import Prefetch, ValidationBatches, _token_counts, batches, open_dataset, unigram_entropy
+from jaxformer.data.batching import (
+    BadBatch,
+    Prefetch,
+    ValidationBatches,
+    _token_counts,
+    batches,
+    open_dataset,
+    take_rows,
+    unigram_entropy,
+)
 from jaxformer.data.sources import Dataset, Windows
 from jaxformer.errors import ConfigError
 
@@ -166,6 +175,46 @@ def test_what_is_no_data_set_is_refused():
 
     with pytest.raises(ConfigError, match=re.escape("Mine.open returned a dict; return a jaxformer.data.sources.Dataset")):
         open_dataset(Mine(), None)
+
+
+class Broken(Windows):
+    """A split of which example 6 cannot be read."""
+
+    error = KeyError("text")
+
+    def take_rows(self, indices):
+        if 6 in indices:
+            raise self.error
+        return super().take_rows(indices)
+
+
+class BrokenOneByOne(list):
+    def __getitem__(self, index):
+        if index == 6:
+            raise Broken.error
+        return {"tokens": np.full(3, index)}
+
+
+@pytest.mark.parametrize("split", [Broken(np.arange(12), 1), BrokenOneByOne(range(11))], ids=["at once", "one by one"])
+def test_an_error_names_the_example(split):
+    with pytest.raises(BadBatch, match=r"^example 6: KeyError: 'text'$") as caught:
+        batches(split, 11, seed=0)[0]
+    assert caught.value.__cause__ is Broken.error
+    with pytest.raises(BadBatch, match=r"^the batch of step 0 could not be made: example 6: KeyError: 'text'$") as caught:
+        list(Prefetch(batches(split, 11, seed=0).__getitem__, 0, 3))
+    assert caught.value.__cause__.__cause__ is Broken.error
+
+
+def test_examples_that_do_not_fit_together_are_all_named():
+    split = [{"tokens": np.zeros(length)} for length in (3, 3, 4)]
+    with pytest.raises(BadBatch, match=r"^examples \[2, 0, 1\]: ValueError: all input arrays must have the same shape"):
+        take_rows(split, np.array([2, 0, 1]))
+
+
+def test_a_mistake_of_the_user_stays_one_line(monkeypatch):
+    monkeypatch.setattr(Broken, "error", ConfigError("shard-3.bin: damaged"))
+    with pytest.raises(ConfigError, match=r"^the batch of step 0 could not be made: example 6: shard-3\.bin: damaged$"):
+        list(Prefetch(batches(Broken(np.arange(12), 1), 11, seed=0).__getitem__, 0, 3))
 
 
 class Endless:

@@ -1,6 +1,7 @@
 """A corpus: what is encoded, windows over files of tokens, restarts, bad rows, and memory that does not grow."""
 
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -16,7 +17,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxformer.data import batching, corpus, tokenizers
-from jaxformer.data.corpus import Corpus, Tokens
+from jaxformer.data.corpus import Corpus
+from jaxformer.data.tokens import Tokens
 from jaxformer.errors import ConfigError
 
 END = 0xFF  # of bytes
@@ -215,12 +217,81 @@ def test_a_killed_command_goes_on_and_two_at_once_agree(tmp_path):
     assert digests == {open_dataset(config).digest + "\n"}
 
 
-def test_damaged_tokens_are_refused(small, texts):
+def cache_files(config, pattern="*"):
+    return sorted(file for file in corpus.Path(config.cache).rglob(pattern) if file.is_file())
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "flipped": flip, "emptied": lambda file: file.write_bytes(b""), "removed": lambda file: file.unlink(),
+    "shortened": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "replaced": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("finished", [True, False])
+def test_any_damaged_file_of_the_cache_is_found_and_made_anew(small, texts, damage, finished, monkeypatch):
+    """Of a finished cache, and of one whose encoding was killed before it was summed up."""
+    monkeypatch.setattr(corpus, "PART", 1500)
+    pytest.importorskip("tokenizers")
+    config = replace(texts, tokenizer="bpe", vocab_size=300)
+    whole = all_tokens(open_dataset(config))
+    for file in [file.relative_to(config.cache) for file in cache_files(config)]:
+        if not finished:
+            for index in cache_files(config, "index.json"):
+                index.unlink()
+        if (corpus.Path(config.cache) / file).exists():
+            DAMAGE[damage](corpus.Path(config.cache) / file)
+        np.testing.assert_array_equal(all_tokens(open_dataset(config)), whole, err_msg=f"{damage} {file}")
+        np.testing.assert_array_equal(all_tokens(open_dataset(config)), whole, err_msg=f"after {damage} {file}")
+
+
+def test_a_cache_that_was_copied_is_read_once_and_kept(small, texts, caplog, monkeypatch):
+    """Its times differ, its digests do not."""
     open_dataset(texts)
-    file = next(corpus.Path(texts.cache).glob("corpus-*/*.tokens"))
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r"\.tokens is damaged; remove .*corpus-"):
+    for file in cache_files(texts, "*.tokens"):
+        os.utime(file, ns=(1, 1))
+    read = []
+    found = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *arguments: read.append(1) or found(*arguments))
+    monkeypatch.setattr(corpus, "_encode", None)
+    for _ in range(2):
         open_dataset(texts)
+    with_tokens = [file for file in cache_files(texts, "*.tokens") if file.stat().st_size]
+    assert len(read) == len(with_tokens) and not caplog.records
+
+
+def test_tokens_that_are_shortened_while_a_run_reads_them_are_one_line(small, texts):
+    dataset = open_dataset(texts)
+    for file in cache_files(texts, "*.tokens"):
+        os.truncate(file, 1)
+    with pytest.raises(ConfigError, match=r"example \d+: data\.cache: .*\.tokens was shortened"):
+        batching.batches(dataset.train, 8, 0)[0]
+    for file in cache_files(texts, "*.tokens"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"example \d+: data\.cache: cannot read .*\.tokens"):
+        batching.batches(dataset.train, 8, 0)[0]
+    np.testing.assert_array_equal(open_dataset(texts).train[0]["tokens"], list(WHOLE[0].encode()[:8]))
+
+
+def test_files_that_change_while_they_are_encoded_are_not_kept(small, texts, monkeypatch):
+    encode = corpus.encode_part
+
+    def encode_and_change(entry, part):
+        encode(entry, part)
+        (corpus.Path(texts.path) / "a.txt").write_text("other")
+
+    monkeypatch.setattr(corpus, "encode_part", encode_and_change)
+    with pytest.raises(ConfigError, match=r"changed while they were read; start again"):
+        open_dataset(texts)
+    monkeypatch.setattr(corpus, "encode_part", encode)
+    assert documents_of(open_dataset(texts))[0] == "other\n"
 
 
 # --- tokenizers

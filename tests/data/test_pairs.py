@@ -171,6 +171,16 @@ def test_a_bad_row_is_refused_with_its_place_or_counted(tmp_path, kind):
     assert f"1 rows skipped: 1 {kind} (first " in dataset.description and "1 training" in dataset.description
 
 
+def test_a_field_that_is_no_text_is_a_bad_row(tmp_path):
+    """It was trained on as Python writes it: {'a': 1}."""
+    rows = [{"source": source, "target": target} for source, target in TEXTS]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"source": "x", "target": {"a": 1}}])))
+    data = Pairs(*[str(tmp_path / "a.jsonl")] * 2, tokenizer="bytes", vocab_size=None)
+    with pytest.raises(ConfigError, match=r"a\.jsonl:6: no text but str and dict"):
+        data.open(PAIR)
+    assert f"{len(TEXTS)} training" in replace(data, bad_rows="skip").open(PAIR).description
+
+
 def test_bytes_that_are_not_utf8_are_refused_with_their_line(tmp_path):
     data = config(tmp_path)
     (tmp_path / "train.en").write_bytes(b"one\ntwo\nthr\xffee\nfive\nsix\n")

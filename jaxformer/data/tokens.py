@@ -1,0 +1,168 @@
+"""Files of the token cache: each gets its name when it is complete and on the disk, and is checked when it is opened.
+
+`corpus` says what an entry of the cache holds.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from jaxformer.config import write_atomically
+from jaxformer.errors import ConfigError
+
+log = logging.getLogger("jaxformer")
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write. Where the body fails it is removed, so that it does not fill the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = tempfile.NamedTemporaryFile(dir=path.parent, suffix=".unfinished", delete=False)  # noqa: SIM115
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # otherwise the name may survive a power failure that the content does not
+            os.fchmod(file.fileno(), 0o644)  # of temporary files it is 0600
+        os.replace(file.name, path)
+    finally:
+        Path(file.name).unlink(missing_ok=True)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether it says that a disk or a quota is full, also in the words of another process."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "quota" in str(error)
+
+
+def free_bytes(folder: Path) -> int:
+    """On the disk of a folder, which need not exist yet."""
+    return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
+
+
+def save_sealed(path: Path, value: Any) -> None:
+    """JSON with its digest in front."""
+    text = json.dumps(value)
+    write_atomically(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+
+
+def load_sealed(path: Path) -> Any:
+    """What `save_sealed` wrote. Raises ValueError for a file that has changed or is torn, FileNotFoundError for none."""
+    digest, _, text = path.read_bytes().partition(b"\n")
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        raise ValueError(f"{path} is damaged")
+    return json.loads(text)
+
+
+class Index(NamedTuple):
+    """What a shard holds, or all shards together."""
+
+    tokens: int
+    documents: int
+    bytes: int  # of text
+    digest: str  # of the tokens
+    counts: dict[str, int]  # as in Problems
+    first: dict[str, str]
+    last: bool = True  # whether the part ends here
+    written: int = 0  # when the file of the tokens was, in ns
+    state: dict[str, Any] | None = None  # of a stream, where its next shard begins
+    shards: dict[str, list[int]] | None = None  # of a whole, by name: tokens, written
+
+    def save(self, file: Path) -> None:
+        save_sealed(file, self._asdict())
+
+    @classmethod
+    def load(cls, file: Path) -> "Index":
+        return cls(**load_sealed(file))
+
+    @classmethod
+    def find(cls, file: Path) -> "Index | None":
+        """None where there is none, or a damaged one."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return cls.load(file)
+
+
+def checked_index(entry: Path, itemsize: int) -> Index | None:
+    """The index of a finished entry; None where something is missing or damaged, and then that part counts no longer.
+
+    To read all tokens would take minutes at every start. So a file is read only where its time is not that of its writing.
+    """
+    if (index := Index.find(entry / "index.json")) is None:
+        return None
+    shards, damaged = {}, False
+    for name, (tokens, written) in (index.shards or {}).items():
+        file = entry / f"{name}.tokens"
+        found = file.stat() if file.exists() else None
+        if found and found.st_size == tokens * itemsize and (found.st_mtime_ns == written or _has_digest(file)):
+            shards[name] = [tokens, found.st_mtime_ns]
+        else:
+            damaged = True
+            forget_part(entry, name)
+    if damaged:
+        return None
+    if shards != index.shards:  # the next start need not read them
+        with contextlib.suppress(OSError):
+            index._replace(shards=shards).save(entry / "index.json")
+    return index
+
+
+def _has_digest(file: Path) -> bool:
+    """Whether tokens are those of which the digest was noted."""
+    with file.open("rb") as stream:
+        shard = Index.find(file.with_suffix(".json"))
+        return shard is not None and hashlib.file_digest(stream, "sha256").hexdigest() == shard.digest
+
+
+def forget_part(entry: Path, name: str) -> None:
+    """All shards of the part of a damaged one: those of a stream begin where the one before ends."""
+    log.warning("data.cache: %s is damaged; its part is encoded again", entry / name)
+    for shard in entry.glob(f"{name[:6]}-*.json"):
+        shard.unlink(missing_ok=True)
+
+
+class Tokens:
+    """Tokens of many files as one array on disk: tokens[a:b], or tokens[positions] for [B, n] that ascend along a row.
+
+    Files are read, not mapped: the pages of a mapped file count as memory of the process that touches them, and a mapped file
+    that another process shortens ends this one by SIGBUS.
+    """
+
+    def __init__(self, files: list[Path], sizes: list[int], dtype: Any, start: int = 0, stop: int | None = None):
+        self.files, self.sizes, self.dtype = files, sizes, np.dtype(dtype)
+        self.ends = np.cumsum(sizes, dtype=np.int64)
+        self.start, self.stop = start, int(self.ends[-1]) if stop is None else stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def part(self, start: int, stop: int) -> "Tokens":
+        return Tokens(self.files, self.sizes, self.dtype, self.start + start, self.start + stop)
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        if isinstance(key, slice):
+            return self._read(*key.indices(len(self))[:2])
+        return np.stack([self._read(int(row[0]), int(row[-1]) + 1)[row - row[0]] for row in key])
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        start, stop, found = start + self.start, stop + self.start, [np.zeros(0, self.dtype)]
+        number = int(np.searchsorted(self.ends, start, side="right"))
+        while start < stop:
+            file, end = self.files[number], int(self.ends[number])
+            count, offset = min(stop, end) - start, start - (end - self.sizes[number])
+            try:
+                found.append(np.fromfile(file, self.dtype, count, offset=offset * self.dtype.itemsize))
+            except OSError as error:
+                raise ConfigError(f"data.cache: cannot read {file} ({error}); started again, the run makes it anew") from error
+            if len(found[-1]) < count:
+                raise ConfigError(f"data.cache: {file} was shortened; started again, the run makes it anew")
+            start, number = start + count, number + 1
+        return np.concatenate(found)
