@@ -1,25 +1,29 @@
 """Connections between the processes of a run. When one process ends, all end and name it.
 
-JAX's own service does not do that (jax 0.10.2). After a death the others abort 10 s later with a C++ stack. A process that
-never comes is not named. After an exception in one process the others wait for ever. So each process connects to process 0,
-on the coordinator's port, before JAX uses the port. The kernel closes a dead process's connections at once.
+JAX's own service does not do that (jax 0.10.2). After a death the others abort with a C++ stack. A process that never comes is
+not named. After an exception in one process the others wait for ever. So each process connects to process 0, on the
+coordinator's port, before JAX uses the port. The kernel closes a dead process's connections at once. It leaves those of a
+stopped process or of a cut network open, so each process sends a sign of life every BEAT seconds.
 """
 
 import contextlib
 import faulthandler
 import json
 import os
+import selectors
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn, TypeVar
 
 from jaxformer.errors import ConfigError
 
 LOST, STUCK = 4, 5  # exit codes: a process died or never came; a step did not end
+BEAT = 3.0  # seconds between two signs of life: a thread sends them, which a call that keeps Python's lock holds back
+SILENCE = 30.0  # seconds without one until a process counts as lost; JAX waits ten times as long, so that this comes first
 T = TypeVar("T")
 
 
@@ -32,8 +36,9 @@ class Peers:
 
     def __init__(self, index: int, names: list[str], connections: dict[int, Connection]):
         self.index, self.names, self.connections = index, names, connections
-        self._working, self._all_finished, self._ending = set(connections), threading.Event(), threading.Lock()
-        threading.Thread(target=self._watch, name="peers", daemon=True).start()
+        self._working, self._all_finished = set(connections), threading.Event()
+        inbox, self._inbox = Pipe(duplex=False)  # what this process tells its own thread
+        threading.Thread(target=self._watch, args=(inbox,), name="peers", daemon=True).start()
 
     def fail(self, code: int, text: str) -> NoReturn:
         """Ends all processes. Each prints one line that names this process as the cause."""
@@ -48,32 +53,49 @@ class Peers:
         if self.index == 0:
             send(self.connections.values(), finished=True)
 
-    def _watch(self) -> None:
-        index_of = {connection: index for index, connection in self.connections.items()}
-        while index_of:
-            ready: Any = wait(list(index_of))
-            for connection in ready:
-                index, message = index_of[connection], receive(connection)
+    def _end(self, code: int, text: str) -> NoReturn:
+        while True:
+            send([self._inbox], code=code, text=text)
+            time.sleep(60)  # the thread ends the process
+
+    def _watch(self, inbox: Connection) -> None:
+        """Reads all connections. Silence is counted in beats of this thread: what this process slept through does not count."""
+        selector, beats, due = selectors.DefaultSelector(), dict.fromkeys(self.connections, 0), 0.0
+        for index, connection in [*self.connections.items(), (self.index, inbox)]:
+            selector.register(connection, selectors.EVENT_READ, index)
+        while True:
+            for key, _ in selector.select(max(due - time.monotonic(), 0.0)):
+                message: Any = receive(key.fileobj)
+                beats[key.data] = 0
                 if message is None:
-                    del index_of[connection]
-                    if index in self._working:
-                        self._end(LOST, f"{self.names[index]} is gone")
+                    selector.unregister(key.fileobj)
+                    if key.data in self._working:
+                        self._stop(selector, LOST, f"{self.names[key.data]} is gone")
                 elif "code" in message:
-                    self._end(**message, notify=self.index == 0)
-                else:
-                    self._working.discard(index)
+                    self._stop(selector, **message)
+                elif "finished" in message:
+                    self._working.discard(key.data)
                     if not self._working:
                         self._all_finished.set()
+            if time.monotonic() < due:
+                continue
+            due = time.monotonic() + BEAT
+            send(self.connections.values())
+            for index in self._working:
+                beats[index] += 1
+                if beats[index] * BEAT > SILENCE:
+                    text = f"{self.names[index]} is silent for {SILENCE:g} s: it was stopped, or the network to it is cut"
+                    self._stop(selector, LOST, text)
 
-    def _end(self, code: int, text: str, notify: bool = True) -> NoReturn:
-        self._ending.acquire()  # never released: the first reason ends this process
-        if notify:
-            send(self.connections.values(), code=code, text=text)
+    def _stop(self, selector: selectors.BaseSelector, code: int, text: str) -> NoReturn:
+        """Tells the others, and ends this process: process 0 only after the others have read the reason."""
+        send(self.connections.values(), code=code, text=text)
         print_error(text, stacks=code == STUCK)
-        running = set(self.connections.values()) if self.index == 0 else set()
-        deadline = time.monotonic() + 5
-        while running and time.monotonic() < deadline:  # JAX aborts the others if process 0 ends first
-            running -= set(wait(running, timeout=0.1))
+        deadline = time.monotonic() + (5 if self.index == 0 else 0)
+        while len(selector.get_map()) > 1 and time.monotonic() < deadline:
+            for key, _ in selector.select(timeout=0.1):
+                if receive(key.fileobj) is None:
+                    selector.unregister(key.fileobj)
         os._exit(code)
 
 
@@ -146,6 +168,30 @@ def _refuse(error: Exception, connections: Collection[Connection]) -> NoReturn:
     for connection in connections:
         connection.close()
     raise error
+
+
+def relay(coordinator: str, limit: float) -> str:
+    """The address of a port of this process, which leads to the coordinator and stays open when that is gone.
+
+    JAX aborts a process, with a C++ stack and no name, at the moment when its connection to process 0 closes.
+    """
+    host, _, port = coordinator.rpartition(":")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+
+    def serve() -> None:
+        while True:
+            near, _ = listener.accept()
+            far = _retry(lambda: socket.create_connection((host.strip("[]"), int(port))), time.monotonic() + limit)
+            for ends in ((near, far), (far, near)):
+                threading.Thread(target=copy, args=ends, name="relay", daemon=True).start()
+
+    threading.Thread(target=serve, name="relay", daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def _retry(attempt: Callable[[], T], deadline: float) -> T:

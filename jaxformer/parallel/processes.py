@@ -1,5 +1,6 @@
 """Several processes as one run: values exchanged, a batch divided, one end. No other module uses `jax.distributed`."""
 
+import collections
 import contextlib
 import itertools
 import logging
@@ -10,18 +11,19 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax._src import clusters, distributed  # cluster addresses and the key-value store have no public API
+from jax._src import clusters, compiler, distributed  # compilation, cluster addresses, the key-value store: no public API
 
 from jaxformer.errors import ConfigError
-from jaxformer.parallel.peers import STUCK, Peers, meet, print_error
+from jaxformer.parallel.peers import SILENCE, STUCK, Peers, meet, print_error, relay
 from jaxformer.sharding import batch_sharding
 
 GRACE = 3.0  # seconds until an error is reported: if a dead process is its cause, the process is named before that
-HEARTBEAT = 20  # seconds until JAX ends the run when a machine is lost and its connections stay open
+FIRST = 3  # steps for which the watchdog is patient: how long a step takes is not known yet
 T = TypeVar("T")
 
 
@@ -81,9 +83,26 @@ def initialize(processes: Processes | None = None, limit: float | None = None) -
         logging.getLogger("jaxformer").setLevel(logging.ERROR)
     _peers = meet(processes.coordinator, processes.count, processes.index, limit)
     jax.distributed.initialize(
-        processes.coordinator, processes.count, processes.index, processes.local_devices,
-        cluster_detection_method="deactivate", initialization_timeout=int(limit) + 60, heartbeat_timeout_seconds=HEARTBEAT,
+        processes.coordinator if processes.index == 0 else relay(processes.coordinator, limit),
+        processes.count, processes.index, processes.local_devices, cluster_detection_method="deactivate",
+        initialization_timeout=int(limit) + 60, heartbeat_timeout_seconds=int(10 * SILENCE),
     )  # fmt: skip
+    compiler.compile_or_get_cached = partial(_compile, compiler.compile_or_get_cached)
+
+
+def _compile(compile: Callable, backend: Any, computation: Any, devices: np.ndarray, *rest: Any) -> Any:
+    """JAX's compilation of a program. If several processes run the program, it waits until all of them have it.
+
+    A process enters a program's first collective as soon as it has the program, and gloo gives up after 30 s. A process that
+    has the program in its cache would meet nobody while another one still compiles.
+    """
+    executable = compile(backend, computation, devices, *rest)
+    members = sorted({device.process_index for device in devices.flat})
+    if len(members) > 1:
+        name = str(computation.operation.attributes["sym_name"])
+        key = f"jaxformer/compiled/{name}/{members}/{next(_programs[name])}"
+        distributed.global_state.client.wait_at_barrier(key, _DAY, members)
+    return executable
 
 
 def is_first() -> bool:
@@ -159,25 +178,39 @@ def global_batch(mesh: jax.sharding.Mesh, size: int, batch: dict[str, np.ndarray
 
 
 class Watchdog(contextlib.AbstractContextManager):
-    """Ends the run if no `beat` comes for `limit` seconds (None: never), and prints the stacks of all threads."""
+    """Ends the run, with the stacks of all threads, if no `beat` comes for `limit` seconds (None: never).
+
+    A step may also take ten times as long as the longest one so far. Time is counted in ticks of a thread: while the whole
+    process is stopped, there are none.
+    """
 
     def __init__(self, limit: float | None):
-        self._limit, self._closed = limit, threading.Event()
-        self.beat(-1, patience=10.0)
+        self._limit, self._closed, self._steps, self._longest = limit, threading.Event(), 0, 0.0
+        self._tick, self._ticks = min(2.0, (limit or 0) / 4), 0
+        self._step, self._begin, self._patience = -1, 0, 10.0
         if limit is not None:
             threading.Thread(target=self._watch, args=(limit,), name="watchdog", daemon=True).start()
 
     def beat(self, step: int, patience: float = 1.0) -> None:
         """Step `step` begins. The next beat may take `patience` times the limit: compiling and saving are slow."""
-        self._step, self._deadline = step, time.monotonic() + patience * (self._limit or 0)
+        if self._patience == 1:
+            self._longest = max(self._longest, self._seconds())
+        self._steps += 1
+        self._step, self._begin, self._patience = step, self._ticks, patience
 
     def __exit__(self, *_) -> None:
         self._closed.set()
 
+    def _seconds(self) -> float:
+        return (self._ticks - self._begin) * self._tick
+
     def _watch(self, limit: float) -> None:
-        while not self._closed.wait(min(2.0, limit / 4)):
-            if time.monotonic() > self._deadline:
-                text = f"no step ended for {limit:g} s, at step {self._step}"
+        while not self._closed.wait(self._tick):
+            self._ticks += 1
+            patience = self._patience if self._steps > FIRST else 10.0
+            if self._seconds() > max(patience * limit, 10 * self._longest):
+                text = f"no step ended for {self._seconds():.0f} s, at step {self._step}"
+                text += f"; JAXFORMER_STEP_LIMIT={limit:g} is the limit, 0 sets none"
                 if _peers is not None:
                     _peers.fail(STUCK, text)
                 print_error(text, stacks=True)
@@ -185,10 +218,11 @@ class Watchdog(contextlib.AbstractContextManager):
 
 
 def step_limit() -> float | None:
-    """The seconds that a step may take: JAXFORMER_STEP_LIMIT (0: no limit). Default: 300, and no limit for one process."""
-    return float(os.environ.get("JAXFORMER_STEP_LIMIT", 0.0 if _peers is None else 300.0)) or None
+    """The seconds that a step may take: JAXFORMER_STEP_LIMIT, 300 by default; None for 0, no limit."""
+    return float(os.environ.get("JAXFORMER_STEP_LIMIT", 300.0)) or None
 
 
+_programs: collections.defaultdict[str, Any] = collections.defaultdict(itertools.count)
 _DAY = 24 * 3600 * 1000  # ms; a dead process ends the run, and with it the wait
 _keys = itertools.count()
 _peers: Peers | None = None

@@ -5,10 +5,13 @@ import logging
 import os
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from etils import epath
+from jax._src import compilation_cache, compiler  # who writes has no public API
 
 log = logging.getLogger("jaxformer")
 UNUSED = 30 * 24 * 3600.0  # seconds after which a program is removed
@@ -32,6 +35,21 @@ def enable(runs: epath.PathLike = "") -> None:
             tidy(folder)
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    if jax.process_count() > 1 and "://" not in str(jax.config.jax_compilation_cache_dir):
+        compiler._cache_write = write
+
+
+def write(key: str, seconds: float, name: str, backend: Any, executable: Any, callbacks: Sequence[Any]) -> None:
+    """Keeps a program of one of several processes. In JAX only process 0 writes, and the others compile at every start.
+
+    The keys tell which devices are the process's own, so processes of one machine share a folder.
+    """
+    if callbacks:
+        return  # its addresses are those of this start
+    try:
+        compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+    except Exception as error:
+        log.warning("the compiled program %s is not kept: %s", name, error)
 
 
 def tidy(folder: Path) -> None:
