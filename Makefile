@@ -7,7 +7,7 @@ WHAT ?= train
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train sweep scaling report inspect draw cost evaluate harness generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-thorough test-all aot parity lint format bench clean
+.PHONY: help train sweep scaling report inspect draw cost evaluate harness generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-thorough test-faults test-all aot parity lint format bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -78,6 +78,9 @@ test-thorough: .venv/ready-dev  ## the tests that take some seconds each (CI run
 
 test-all: .venv/ready-dev  ## also the slow tests and those that kill, corrupt and fill things
 	@$(BIN)/python -m pytest -n 2 -m 'not parity and not gpu and not tpu and not aot' $(ARGS)
+
+test-faults: .venv/ready-dev  ## real runs killed, damaged, cut off and filled up; the report is dist/faults.md (some two hours)
+	@$(BIN)/python -m pytest -m 'fault or not fault' $(ARGS) tests/faults
 
 aot: .venv-plan/ready-dev  ## the tests that compile for TPUs that are not here (installs the TPU compiler)
 	@JAX_PLATFORMS=cpu .venv-plan/bin/python -m pytest -m aot $(ARGS)

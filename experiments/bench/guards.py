@@ -83,9 +83,8 @@ def main() -> None:
     prints = 1e3 * (time.perf_counter() - began)
     found = {name: median_ms(values[2:]) for name, values in times.items()}  # the first two compile
     share = 2 * prints / options.save  # two saves an interval
-    print(
-        f"GPT-2 small, {options.rows} x {options.length} tokens, {jax.devices()[0].device_kind}, {options.rounds} rounds in turns"
-    )
+    shape, device = f"{options.rows} x {options.length} tokens", jax.devices()[0].device_kind
+    print(f"GPT-2 small, {shape}, {device}, {options.rounds} rounds in turns")
     for name, values in times.items():
         print(f"  {name:8} median {found[name]:8.1f} ms a step   all {[round(1e3 * value) for value in values[2:]]}")
     print(f"  fingerprints of a checkpoint {prints:.0f} ms, two in {options.save} steps: {share:.1f} ms a step")

@@ -26,24 +26,27 @@ def open_dataset(data: Any, model: Any) -> sources.Dataset:
 
 
 def batches(split: Any, batch_size: int, seed: int, rows: np.ndarray | None = None) -> Any:
-    """A grain.MapDataset: [step] -> `rows` (None: all) of the global batch [B, T], a pure function of (seed, step).
+    """A grain.MapDataset: [step] -> `rows` (None: all) of the global batch [B, T], a pure function of (seed, step)."""
+    selection = slice(None) if rows is None else rows
+    # Indices are batched before examples are read: one vectorised `take_rows` replaces B small reads.
+    return batch_indices(split, batch_size, seed).map(lambda indices: take_rows(split, indices[selection]))
 
-    The global batch holds the B examples from step*B on of an endless order, in which each epoch is a new permutation. A
-    split that chooses for itself has `batch_indices(seed, batch_size)`: an endless sequence, [step] -> B indices.
+
+def batch_indices(split: Any, batch_size: int, seed: int) -> Any:
+    """A grain.MapDataset: [step] -> the indices [B] of the global batch.
+
+    They are those from step*B on of an endless order, in which each epoch is a new permutation. A split that chooses for
+    itself has `batch_indices(seed, batch_size)`: an endless sequence, [step] -> B indices.
     """
     if len(split) == 0:
         raise ConfigError("data: the training split is empty; expected at least one example")
-    selection = slice(None) if rows is None else rows
     choose = getattr(split, "batch_indices", None)
-    if choose is not None:
-        import grain
+    if choose is None:
+        return order(len(split), seed).batch(batch_size)
+    import grain
 
-        chosen = choose(seed, batch_size)
-        indices = grain.MapDataset.range(sys.maxsize).map(lambda step: np.asarray(chosen[step]))
-    else:
-        indices = order(len(split), seed).batch(batch_size)
-    # Indices are batched before examples are read: one vectorised `take_rows` replaces B small reads.
-    return indices.map(lambda indices: take_rows(split, indices[selection]))
+    chosen = choose(seed, batch_size)
+    return grain.MapDataset.range(sys.maxsize).map(lambda step: np.asarray(chosen[step]))
 
 
 def order(n: int, seed: int) -> Any:

@@ -22,7 +22,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(experiment: Experiment) -> str:
-    """The bytes of a step as `plan` counts them, on the devices that are here; its largest arrays; changes that help."""
+    """The bytes of a step as `plan` counts them, on the devices that are here; its largest arrays; changes that help.
+
+    Of several processes each would have to compile along with the others, which may not be out of memory: `plan` says it.
+    """
+    if jax.process_count() > 1:
+        return f"make plan EXP={experiment.name} TOPOLOGY=... says what a step needs, on any machine"
     try:
         peak, compiled = needed(experiment)
         lines = [f"a step needs {gib(peak)} on each device: {parts(experiment, peak)}"]

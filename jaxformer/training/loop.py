@@ -246,9 +246,10 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         reproduction.keep(folder, state, step, metadata)
         batch = on_devices(None if pmapped else mesh, rows, size, batches(step))
         found = reproduction.explain(experiment, replace(state, step=jax.numpy.full_like(state.step, step)), batch)
-        lines = [f"step {step}: loss {found['loss']:g}, gradient norm {found['grad_norm']:g}", *found["found"]]
+        numbers = f"loss {found['loss']:g}, gradient norm {found['grad_norm']:g}"
+        examples = batching.batch_indices(dataset.train, size, experiment.seed)[step].tolist()
         kept = f"kept in {folder.bad}; `python -m jaxformer evaluate {folder.path} --replay` computes it again"
-        log.error("%s", "\n  ".join([*lines, kept]))
+        log.error("%s", "\n  ".join([f"step {step}: {numbers}", *found["found"], f"its examples: {examples}", kept]))
 
     return Job(
         **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},

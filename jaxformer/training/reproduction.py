@@ -36,13 +36,18 @@ def replay(run: Run) -> dict[str, Any]:
     step, trained, metadata = checkpoint.restore_params(run.folder.bad, abstract)
     dataset = batching.open_dataset(experiment.data, experiment.model)
     check_data(run.folder, metadata, dataset)
-    batch = batching.batches(dataset.train, experiment.batch_size, experiment.seed)[step]
+    selection = dataset.train, experiment.batch_size, experiment.seed
+    batch, examples = batching.batches(*selection)[step], batching.batch_indices(*selection)[step].tolist()
     with run.on_mesh():
         state = jax.jit(partial(init_state, recipe), out_shardings=shardings)(trained)
         state = replace(state, step=jnp.full_like(state.step, step))
         if state.loss_scale is not None:
             state = replace(state, loss_scale=LossScale(jnp.float32(metadata["loss_scale"]), state.loss_scale.good_steps))
-        return {"step": step, **explain(experiment, state, on_devices(mesh, None, experiment.batch_size, batch))}
+        return {
+            "step": step,
+            "examples": examples,
+            **explain(experiment, state, on_devices(mesh, None, experiment.batch_size, batch)),
+        }
 
 
 def explain(experiment: Experiment, state: TrainState, batch: dict[str, Any]) -> dict[str, Any]:

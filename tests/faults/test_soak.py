@@ -1,5 +1,6 @@
 """Row 17: ten thousand steps in which nothing grows; and how long a start takes before its first step."""
 
+import itertools
 import json
 import os
 import statistics
@@ -41,7 +42,7 @@ def test_nothing_grows_in_ten_thousand_steps(tmp_path, report):
         and abs(middle(late, "threads") - middle(early, "threads")) <= 3
     )
     assert len(training.steps()) <= 4  # two latest, the best, one half-way
-    laps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    laps = [later - earlier for earlier, later in itertools.pairwise(times)]
     drift = statistics.median(laps[-5:]) / statistics.median(laps[2:7])
     note = f"memory {middle(early, 'memory') // 1024} to {middle(late, 'memory') // 1024} MB; step time times {drift:.2f}"
     report(17, "10,000 steps, 400 saves, 100 evaluations", trials=1, detected=1, recovered=1, note=note)
