@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxformer import models, params as parameters
 from jaxformer.data import batching
+from jaxformer.errors import ConfigError
 from jaxformer.training import checkpoint
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import build
@@ -28,6 +29,8 @@ def keep(folder: RunFolder, state: TrainState, step: int, metadata: dict[str, An
 def replay(run: Run) -> dict[str, Any]:
     """The bad step of a run, computed again: its number, and what `explain` says. ConfigError where a run has none."""
     recipe, mesh, experiment = run.recipe, run.mesh, run.experiment
+    if not checkpoint.steps(run.folder.bad):
+        raise ConfigError(f"{run.folder.path}: no bad step is kept; a run keeps one when too many in a row end it")
     shardings = None if mesh is None else state_shardings(recipe, mesh)
     abstract = jax.eval_shape(partial(init_state, recipe)).params
     if shardings is not None:

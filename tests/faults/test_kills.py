@@ -51,7 +51,7 @@ MOMENTS = {
     "finalisation, before the rename": 'die_at(3, os, "rename", "orbax-checkpoint-tmp")',
     "finalisation, after the rename": 'die_at(3, os, "rename", "orbax-checkpoint-tmp", after=True)',
     "deletion of an old step": 'die_at(2, shutil, "rmtree")',
-    "the record's rewriting": 'die_at(2, config, "write_atomically", "metrics.jsonl")',
+    "the record's rewriting": 'die_at(1, config, "write_atomically", "metrics.jsonl")',
     "a line of the record": 'die_at(30, metrics.Record, "_append")',
     "the last save": 'die_at(1, loop, "finish")',
 }
