@@ -212,6 +212,12 @@ def topology(data: bytes) -> None:
     assert found.chips > 0 and found.hosts > 0
 
 
+def planned(data: bytes) -> None:
+    from jaxformer.planning import topology
+
+    topology.devices(text(data))
+
+
 def grid(data: bytes) -> None:
     from experiments.launch import sweep
 
@@ -289,6 +295,7 @@ TARGETS: dict[str, Target] = {
     )),
     "pairs": Target(with_file("pairs.jsonl", pairs), (_row(source="ein", target="one") + _row(source="zwei", target="two"),)),
     "topology": Target(topology, (b"v5e:4x4", b"v5p:4x4x8", b"v4:2x2x1", b"v6e:16x16")),
+    "planned topology": Target(planned, (b"v5e:2x2", b"h200:1x4x8", b"tpu7x:4x4x8")),
     "grid": Target(grid, (b"--a=1,2 --b=x,y", b"--m=\"causal() & f(1, 2)\",'b c' --seed=0,1",)),
     "stop strings": Target(stops, (b"the text\nx\nte", "caf\u00e9\n\u00e9".encode())),
 }  # fmt: skip
