@@ -85,7 +85,7 @@ def regular_file(path: os.PathLike | str) -> Any:
     from etils import epath
 
     if os.path.exists(path) and not os.path.isfile(path):  # to epath, /dev/zero is a file
-        raise ConfigError(f"{path}: no regular file; give a file, or save what it gives as one")
+        raise ConfigError(f"{path}: cannot be read: no regular file; give a file, or save what it gives as one")
     return epath.Path(path)
 
 
@@ -157,9 +157,9 @@ def read_json(file: os.PathLike | str, advice: str = "", /, **keys: type) -> dic
 
     Raises ConfigError, with the file's name, for all else.
     """
-    path, then = regular_file(file), f"; {advice}" if advice else ""
+    path, then = os.fspath(file), f"; {advice}" if advice else ""
     try:
-        value = json.loads(_read_bytes(path).decode())
+        value = json.loads(_read_bytes(regular_file(path)).decode())
         below = [value]
         for _ in range(DEEPEST):
             inside = (each.values() if isinstance(each, dict) else each for each in below if isinstance(each, dict | list))

@@ -184,8 +184,9 @@ def _held_back(text: str, strings: Sequence[str]) -> int:
 
 def check_data(folder: RunFolder, metadata: dict, dataset: Any) -> None:
     """Raises ConfigError where the data are not those that the checkpoint was trained on."""
-    if metadata["data_digest"] != dataset.digest:
-        problem = f"the data changed since this run began (digest {metadata['data_digest'][:12]}, now {dataset.digest[:12]})"
+    before = str(metadata.get("data_digest"))
+    if before != dataset.digest:
+        problem = f"the data changed since this run began (digest {before[:12]}, now {dataset.digest[:12]})"
         advice = f"restore them, or train on from its parameters as another run: --initial={folder.path} --name=..."
         raise ConfigError(f"{folder.path}: {problem}; {advice}")
 

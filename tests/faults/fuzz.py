@@ -7,6 +7,7 @@
 import functools
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -211,6 +212,12 @@ def topology(data: bytes) -> None:
     assert found.chips > 0 and found.hosts > 0
 
 
+def planned(data: bytes) -> None:
+    from jaxformer.planning import topology
+
+    topology.devices(text(data))
+
+
 def grid(data: bytes) -> None:
     from experiments.launch import sweep
 
@@ -288,6 +295,7 @@ TARGETS: dict[str, Target] = {
     )),
     "pairs": Target(with_file("pairs.jsonl", pairs), (_row(source="ein", target="one") + _row(source="zwei", target="two"),)),
     "topology": Target(topology, (b"v5e:4x4", b"v5p:4x4x8", b"v4:2x2x1", b"v6e:16x16")),
+    "planned topology": Target(planned, (b"v5e:2x2", b"h200:1x4x8", b"tpu7x:4x4x8")),
     "grid": Target(grid, (b"--a=1,2 --b=x,y", b"--m=\"causal() & f(1, 2)\",'b c' --seed=0,1",)),
     "stop strings": Target(stops, (b"the text\nx\nte", "caf\u00e9\n\u00e9".encode())),
 }  # fmt: skip
@@ -297,7 +305,8 @@ def fuzz(name: str, seconds: int) -> int:
     """Runs atheris on one target in this process, which atheris ends."""
     import atheris
 
-    with atheris.instrument_imports(include=["jaxformer"]):
+    parsers = ("config", "data", "interop", "masks", "training.metrics", "training.manifest", "training.run_folder")
+    with atheris.instrument_imports(include=[f"jaxformer.{name}" for name in parsers]):
         from jaxformer import config  # noqa: F401
         from jaxformer.data import labelled, pairs, tokenizers  # noqa: F401
         from jaxformer.interop import safetensors  # noqa: F401
@@ -306,7 +315,7 @@ def fuzz(name: str, seconds: int) -> int:
     for number, seed in enumerate(TARGETS[name].seeds):
         (corpus / str(number)).write_bytes(seed)
     crash = f"-artifact_prefix=crash-{name.replace(' ', '-')}-"
-    limits = [f"-max_total_time={seconds}", "-timeout=20", "-rss_limit_mb=4000", "-max_len=4096", crash, "-verbosity=0"]
+    limits = [f"-max_total_time={seconds}", "-timeout=20", "-rss_limit_mb=4000", "-max_len=4096", crash, "-print_final_stats=1"]
     atheris.Setup([sys.argv[0], *limits, str(corpus)], TARGETS[name])
     atheris.Fuzz()
     return 0
@@ -320,8 +329,8 @@ def main(argv: list[str]) -> int:
     for name in argv[1:] or TARGETS:
         command = [sys.executable, __file__, "--one", name, argv[0]]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=int(argv[0]) + 300)
-        last = [line for line in done.stderr.splitlines() if line.startswith(("Done ", "#"))][-1:]
-        print(f"{name}: exit code {done.returncode}; {' '.join(last) or done.stderr[-1500:]}", flush=True)
+        count = re.search(r"number_of_executed_units: (\d+)", done.stderr)
+        print(f"{name}: exit code {done.returncode}, {count[1] if count else 0} inputs", flush=True)
         if done.returncode:
             broken.append(name)
             print(f"  {shlex.join(command)}\n{done.stderr[-2500:]}", flush=True)
