@@ -248,9 +248,9 @@ def test_steps_that_hang(count, tmp_path, report):
     undisturbed, seconds = Training(tmp_path / "undisturbed", *OPTIONS, *more, experiment=HANGS), []
     with start(undisturbed) as pod:
         pod.finish()
-    for name in ("data", "objective"):
+    for name, victim in (("data", count - 1), ("objective", 0)):  # JAX calls the host from process 0
         training = Training(tmp_path / name, *OPTIONS, *more, experiment=HANGS)
-        with start(training, each={count - 1: {"HANGS": name}}, JAXFORMER_STEP_LIMIT="4") as pod:
+        with start(training, each={victim: {"HANGS": name}}, JAXFORMER_STEP_LIMIT="4") as pod:
             pod.wait_for(f" 20/{STEPS} loss")
             begin = time.monotonic()
             assert set(pod.codes(120).values()) == {5}, [pod.said(i)[-3000:] for i in range(count)]
@@ -258,7 +258,7 @@ def test_steps_that_hang(count, tmp_path, report):
             for i in range(count):
                 assert "no step ended for" in pod.said(i) and "JAXFORMER_STEP_LIMIT=4" in pod.said(i), pod.said(i)
                 assert "Thread 0x" in pod.said(i)
-            assert "in count" in pod.said(count - 1)  # the sleeping function, in a stack
+            assert "in count" in pod.said(victim)  # the sleeping function, in a stack
         with start(training) as pod:
             pod.finish()
         assert_same(training.ending(), undisturbed.ending())
