@@ -65,10 +65,11 @@ class Peers:
             selector.register(connection, selectors.EVENT_READ, index)
         while True:
             for key, _ in selector.select(max(due - time.monotonic(), 0.0)):
-                message: Any = receive(key.fileobj)
+                connection: Any = key.fileobj
+                message: Any = receive(connection)
                 beats[key.data] = 0
                 if message is None:
-                    selector.unregister(key.fileobj)
+                    selector.unregister(connection)
                     if key.data in self._working:
                         self._stop(selector, LOST, f"{self.names[key.data]} is gone")
                 elif "code" in message:
@@ -94,8 +95,9 @@ class Peers:
         deadline = time.monotonic() + (5 if self.index == 0 else 0)
         while len(selector.get_map()) > 1 and time.monotonic() < deadline:
             for key, _ in selector.select(timeout=0.1):
-                if receive(key.fileobj) is None:
-                    selector.unregister(key.fileobj)
+                connection: Any = key.fileobj
+                if receive(connection) is None:
+                    selector.unregister(connection)
         os._exit(code)
 
 

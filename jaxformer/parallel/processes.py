@@ -4,6 +4,7 @@ import collections
 import contextlib
 import itertools
 import logging
+import math
 import os
 import pickle
 import threading
@@ -12,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -74,7 +75,7 @@ def initialize(processes: Processes | None = None, limit: float | None = None) -
     Raises ConfigError if addresses or numbers disagree.
     """
     global _peers
-    limit = float(os.environ.get("JAXFORMER_JOIN_LIMIT", 300.0)) if limit is None else limit
+    limit = seconds("JAXFORMER_JOIN_LIMIT") if limit is None else limit
     processes = processes or find(limit=limit)
     if processes is None or distributed.global_state.client is not None:
         return
@@ -99,9 +100,8 @@ def _compile(compile: Callable, backend: Any, computation: Any, devices: np.ndar
     executable = compile(backend, computation, devices, *rest)
     members = sorted({device.process_index for device in devices.flat})
     if len(members) > 1:
-        name = str(computation.operation.attributes["sym_name"])
-        key = f"jaxformer/compiled/{name}/{members}/{next(_programs[name])}"
-        distributed.global_state.client.wait_at_barrier(key, _DAY, members)
+        client, name = cast(Any, distributed.global_state.client), str(computation.operation.attributes["sym_name"])
+        client.wait_at_barrier(f"jaxformer/compiled/{name}/{members[0]}/{next(_programs[name])}", _DAY, members)
     return executable
 
 
@@ -219,7 +219,16 @@ class Watchdog(contextlib.AbstractContextManager):
 
 def step_limit() -> float | None:
     """The seconds that a step may take: JAXFORMER_STEP_LIMIT, 300 by default; None for 0, no limit."""
-    return float(os.environ.get("JAXFORMER_STEP_LIMIT", 300.0)) or None
+    return seconds("JAXFORMER_STEP_LIMIT") or None
+
+
+def seconds(name: str) -> float:
+    """A limit in the environment, 300 by default. Raises ConfigError for what is no number of seconds."""
+    text = os.environ.get(name, "300")
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise ConfigError(f"{name}={text}: expected a number of seconds")
 
 
 _programs: collections.defaultdict[str, Any] = collections.defaultdict(itertools.count)

@@ -35,21 +35,23 @@ def enable(runs: epath.PathLike = "") -> None:
             tidy(folder)
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    if jax.process_count() > 1 and "://" not in str(jax.config.jax_compilation_cache_dir):
+    if jax.process_count() > 1 and "://" not in str(jax.config.values["jax_compilation_cache_dir"]):
         compiler._cache_write = write
 
 
-def write(key: str, seconds: float, name: str, backend: Any, executable: Any, callbacks: Sequence[Any]) -> None:
+def write(
+    cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any, host_callbacks: Sequence[Any]
+) -> None:
     """Keeps a program of one of several processes. In JAX only process 0 writes, and the others compile at every start.
 
     The keys tell which devices are the process's own, so processes of one machine share a folder.
     """
-    if callbacks:
+    if host_callbacks:
         return  # its addresses are those of this start
     try:
-        compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+        compilation_cache.put_executable_and_time(cache_key, module_name, executable, backend, int(compile_time_secs))
     except Exception as error:
-        log.warning("the compiled program %s is not kept: %s", name, error)
+        log.warning("the compiled program %s is not kept: %s", module_name, error)
 
 
 def tidy(folder: Path) -> None:

@@ -53,17 +53,17 @@ def assert_restarts(training, undisturbed):
 @pytest.mark.fault
 def test_killed_processes(training, undisturbed, report):
     """At random moments of a start, a compilation, a step, a save. Process 0 is one of them."""
-    rng, seconds, trials = random.Random(0), [], 6
+    rng, seconds, trials = random.Random(0), [], 5
     for trial in range(trials):
-        victim = trial % COUNT
+        victim = (2, 0, 1, 0, 2)[trial]
         with start(training) as pod:
-            if trial < 4:
+            if trial < COUNT:
                 pod.wait_for(f"/{STEPS} loss", times=rng.randrange(1, 15))
                 time.sleep(rng.uniform(0, 0.3))
             else:
                 time.sleep(rng.uniform(0, 15))
             pod[victim].kill()
-            if trial < 4:  # all have met
+            if trial < COUNT:  # all have met
                 seconds.append(pod.assert_lost(victim))
     assert_restarts(training, undisturbed)
     note = f"survivors name it and end after {min(seconds):.1f} to {max(seconds):.1f} s"
@@ -248,9 +248,9 @@ def test_steps_that_hang(count, tmp_path, report):
     undisturbed, seconds = Training(tmp_path / "undisturbed", *OPTIONS, *more, experiment=HANGS), []
     with start(undisturbed) as pod:
         pod.finish()
-    for name in ("data", "objective"):
+    for name, victim in (("data", count - 1), ("objective", 0)):  # JAX calls the host from process 0
         training = Training(tmp_path / name, *OPTIONS, *more, experiment=HANGS)
-        with start(training, each={count - 1: {"HANGS": name}}, JAXFORMER_STEP_LIMIT="4") as pod:
+        with start(training, each={victim: {"HANGS": name}}, JAXFORMER_STEP_LIMIT="4") as pod:
             pod.wait_for(f" 20/{STEPS} loss")
             begin = time.monotonic()
             assert set(pod.codes(120).values()) == {5}, [pod.said(i)[-3000:] for i in range(count)]
@@ -258,7 +258,7 @@ def test_steps_that_hang(count, tmp_path, report):
             for i in range(count):
                 assert "no step ended for" in pod.said(i) and "JAXFORMER_STEP_LIMIT=4" in pod.said(i), pod.said(i)
                 assert "Thread 0x" in pod.said(i)
-            assert "in count" in pod.said(count - 1)  # the sleeping function, in a stack
+            assert "in count" in pod.said(victim)  # the sleeping function, in a stack
         with start(training) as pod:
             pod.finish()
         assert_same(training.ending(), undisturbed.ending())

@@ -1,5 +1,6 @@
 """Several real processes as one run: the same numbers as one, and one end for all, by name, however it comes."""
 
+import contextlib
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from jaxformer.training.manifest import fingerprints
 from jaxformer.training.recipe import build
 from jaxformer.training.run_folder import run_folder
 from jaxformer.training.step import init_state
+from tests.faults.harness import Process
 from tests.faults.pods import Pod, found
 from tests.tiny import EXPERIMENT, furnish
 
@@ -270,6 +272,38 @@ def test_processes_leave_together():
     assert set(map(id, left)) == set(map(id, met))
 
 
+SILENT = """
+import ctypes, sys, time
+from jaxformer.parallel import peers
+peers.BEAT, peers.SILENCE = 0.3, 4.0
+index = int(sys.argv[1])
+peers.meet(sys.argv[2], 3, index, 60.0)
+if index == 1:
+    ctypes.PyDLL(None).sleep(2)  # a call that keeps Python's lock: no sign of life meanwhile
+print("met", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", [2, 0])
+def test_a_silent_process_is_named_to_all(victim, tmp_path):
+    """But a call that keeps Python's lock for less than the limit is no silence. The stopped process ends when it goes on."""
+    address = f"127.0.0.1:{pod_sim.free_port()}"
+    with contextlib.ExitStack() as stack:
+        command = lambda i: [sys.executable, "-c", SILENT, str(i), address]
+        met = [stack.enter_context(Process(command(i), tmp_path, tmp_path / f"out-{i}")) for i in range(3)]
+        for process in met:
+            process.wait_for("met")
+        met[victim].send(signal.SIGSTOP)
+        for i in {0, 1, 2} - {victim}:
+            assert met[i].end(60) == peers.LOST
+            named = f"process {victim} (pid {met[victim].process.pid} on "
+            assert named in met[i].said() and "is silent for 4 s" in met[i].said(), met[i].said()
+        met[victim].send(signal.SIGCONT)
+        assert met[victim].end(60) == peers.LOST and met[victim].said().count("\n") == 2, met[victim].said()
+
+
 @pytest.mark.slow
 def test_train_says_who_never_came(workplace):
     with Pod(3, which=[0, 2], JAXFORMER_JOIN_LIMIT="3") as pod:
@@ -310,6 +344,15 @@ def test_bad_variables_get_one_line(change):
         processes.find(OURS | change)
     with pytest.raises(ConfigError, match="all three or none"):
         processes.find({"JAXFORMER_PROCESS": "1"})
+
+
+@pytest.mark.parametrize("text", ["", "5 minutes", "-1", "nan", "inf"])
+def test_limits_are_numbers_of_seconds(text, monkeypatch):
+    monkeypatch.setenv("JAXFORMER_STEP_LIMIT", text)
+    with pytest.raises(ConfigError, match=r"JAXFORMER_STEP_LIMIT=.*expected a number of seconds"):
+        processes.step_limit()
+    monkeypatch.setenv("JAXFORMER_STEP_LIMIT", "0")
+    assert processes.step_limit() is None
 
 
 # ---- one process
