@@ -41,7 +41,7 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 def is_full(error: OSError) -> bool:
     """Whether it says that a disk or a quota is full, also in the words of another process."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "quota" in str(error)
+    return error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "Disk quota exceeded" in str(error)
 
 
 def free_bytes(folder: Path) -> int:
