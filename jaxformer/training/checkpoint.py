@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import jax
@@ -103,7 +104,7 @@ class Manager(AbstractContextManager):
         self.steps()  # refuses a URL whose packages are missing
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.folder) if _is_local(self.folder) else None
+            self._lock = _lock(self.folder, self.log) if _is_local(self.folder) else None
         except OSError as error:
             raise ConfigError(f"{self.folder}: cannot be written ({error}); choose another folder (--runs)") from None
         self._tidy()
@@ -147,7 +148,8 @@ class Manager(AbstractContextManager):
         if wait:
             self.wait()
             for problem in filter(None, all_gather_object(self._problem)):
-                raise CheckpointError(problem)
+                good = max((other for other in self.steps() if other < step), default=0)
+                raise CheckpointError(f"{problem}; mend that, and the same command goes on after step {good}")
 
     def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[int, Tree, dict] | None:
         """The newest good checkpoint, or that of `step`, as (step, state, metadata). None if there never was one.
@@ -201,7 +203,18 @@ class Manager(AbstractContextManager):
             raise ConfigError(f"step {later[-1]} exists; move what is newer to another folder first")
         # Here a full disk gives one error. Later, each of orbax's writes fails with a traceback of its own on stderr.
         if _is_local(self.folder) and shutil.disk_usage(self.folder).free < size:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._delete_early(step)
+            if shutil.disk_usage(self.folder).free < size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _delete_early(self, step: int) -> None:
+        """On a full disk, the steps that the save of `step` makes superfluous go before it; never the newest."""
+        there = self.steps()
+        kept = self._policy.should_preserve([SimpleNamespace(step=other) for other in (*there, step)], context=None)
+        for old, keep in zip(there[:-1], kept, strict=False):
+            if not keep:
+                (self.folder / str(old)).rename(self.folder / f"{old}.orbax-checkpoint-tmp")
+        self._tidy()
 
     def _tidy(self) -> None:
         """Removes what a killed or failed save or deletion left. Only while no save is running."""
@@ -326,7 +339,7 @@ def _path(folder: Folder) -> epath.Path:
     return epath.Path(folder).absolute() if _is_local(folder) else epath.Path(folder)
 
 
-def _lock(folder: epath.Path) -> IO[str]:
+def _lock(folder: epath.Path, log: Log) -> IO[str]:
     """The open lock file FOLDER.lock. The lock is the operating system's: it ends with the process, however that ends."""
     handle = Path(f"{folder}.lock").open("a+")  # noqa: SIM115  (`close` closes it)
     try:
@@ -336,7 +349,8 @@ def _lock(folder: epath.Path) -> IO[str]:
         owner = handle.read().strip()
         handle.close()
         raise ConfigError(f"{folder}: another trainer holds this run ({owner}); wait for it or stop it") from None
-    except OSError:  # a file system without locks
+    except OSError as error:  # ENOLCK, ENOSYS: some of NFS and Lustre
+        log(f"{folder}: no lock ({error.strerror}): this file system has none, so nothing stops a second trainer of this run")
         return handle
     with suppress(OSError):  # a full disk: the lock holds without its text
         os.ftruncate(handle.fileno(), 0)

@@ -1,5 +1,6 @@
 """The record of a run (metrics.jsonl), optional loggers beside it, and the lines that are printed."""
 
+import errno
 import itertools
 import json
 import logging
@@ -165,7 +166,11 @@ class Console:
 
     def say(self, text: str) -> None:
         if self._heard:
-            print(text, flush=True)
+            try:
+                print(text, flush=True)
+            except OSError as error:  # a log file on a full disk
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
 
 
 def _format(value: float) -> str:
