@@ -106,9 +106,10 @@ def check_python(line):
     words = [re.sub(r"^\[|\]+$", "", word) for word in shlex.split(line)]
     module, *words = words
     words = [word for word in words if word not in ("|", "--")]
-    path = ROOT / (module.replace(".", "/") + ".py") if module != "jaxformer" else ROOT / "jaxformer" / "cli.py"
+    path = ROOT / (module.replace(".", "/") + ".py")
     assert path.is_file() or path.with_suffix("").is_dir(), f"{module}: no such module"
-    source = path.read_text() if path.is_file() else ""
+    files = [path] if path.is_file() else (ROOT / "jaxformer" / "cli").glob("*.py") if module == "jaxformer" else []
+    source = "".join(file.read_text() for file in files)
     if module == "jaxformer" and words and not words[0].startswith("-") and not OPEN.search(words[0]):
         assert f'"{words[0]}": ' in source, f"{line}: no such command"
     dotted, names = [], [word for word in words if not word.startswith("-")]

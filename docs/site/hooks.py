@@ -47,7 +47,7 @@ def packages() -> dict[str, list[str]]:
     pages = {"jaxformer": ["jaxformer.config", "jaxformer.errors", "jaxformer.params", "jaxformer.sharding"]}
     for folder in sorted(path.parent for path in PACKAGE.rglob("*/__init__.py")):
         title = ".".join(folder.relative_to(PACKAGE).parts)
-        if title != "config":
+        if title not in ("config", "cli"):
             modules = sorted(path.stem for path in folder.glob("[a-z]*.py"))
             pages[title] = [f"jaxformer.{title}.{module}" for module in modules]
     return pages

@@ -1,0 +1,123 @@
+"""python -m jaxformer COMMAND: the only place that reads argv.
+
+    train EXPERIMENT [--runs DIR] [--key.path=value ...]      trains, or resumes, experiments/EXPERIMENT.py
+    evaluate RUN [--step N] [--average N] [--int8] [--mesh.tensor=N ...]
+                                                              scores a run's checkpoint, or the mean of its last N, on its
+                                                              validation split
+    generate RUN --prompt TEXT | --prompts FILE.jsonl --out FILE.jsonl [--tokens N] [--temperature X] [--top-k K] [--top-p P]
+             [--min-p P] [--typical P] [--filter "Repetition(1.2)"] [--beams N [--n-best N] [--length-penalty X]]
+             [--stop TEXT] [--seed S] [--step N] [--average N] [--mesh.tensor=N ...]
+    harness RUN --tasks NAME,... [--include DIR] [--limit N] [--step N] [--mesh.tensor=N ...]
+                                                              tasks of lm-evaluation-harness; writes harness.json into the run
+    inspect RUN --prompt TEXT [--html FILE] [--step N] [--average N]
+                                                              losses, predictions and heads, token by token
+    report RUN [RUN ...] [--out FILE.html]                    one page: curves, samples, attention, gradients, costs
+    draw EXPERIMENT|PRESET [--out FILE.html] [--key.path=value ...]
+                                                              one page of a model: architecture, masks, costs
+    list                                                      every experiment and preset, with one line of what it is
+    runs [--runs DIR]                                         every run, with its step and its scores
+    compare RUN RUN                                           what differs between two runs, and their scores
+    show EXPERIMENT|PRESET [--key.path=value ...]             the final config, parameters and cost; nothing is computed
+    show EXPERIMENT|PRESET --sharding [--devices N] [--mesh.fsdp=N ...]
+                                                              how each parameter is split, and its bytes on a device
+    cost EXPERIMENT|PRESET [--length N] [--key.path=value ...]
+                                                              parameters, FLOPs and bytes of a forward pass, part by part
+    plan EXPERIMENT|PRESET --topology NAME [--search] [--fast] [--json] [--key.path=value ...]
+                                                              the train step compiled for TPUs or GPUs that are not here
+
+EXPERIMENT is a name in experiments/ or a path to a .py file; RUN a folder in runs/, or an experiment's name for its newest
+run. `train EXPERIMENT --help` lists every option of that experiment. To open a run is to run the code in its folder: one that
+you did not train on this machine needs --trust, once. Several processes train as one on TPU pods, GKE, Slurm and MPI, or where
+JAXFORMER_COORDINATOR=HOST:PORT, JAXFORMER_PROCESSES=COUNT and JAXFORMER_PROCESS=INDEX say so.
+Exit codes: 0 done, 2 a mistake in what was asked (one line says which), 3 the numbers went bad or the plan does not fit,
+4 another process died or never came, 5 a step did not end (JAXFORMER_STEP_LIMIT seconds), 130/143 stopped by a signal with
+everything saved.
+"""
+
+import errno
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from jaxformer import __version__
+from jaxformer.cli import models, runs
+from jaxformer.cli.arguments import parser_of, read_experiment
+from jaxformer.errors import ConfigError, did_you_mean
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    commands = {
+        "train": train, "evaluate": runs.evaluate, "generate": runs.generate, "harness": runs.run_harness,
+        "inspect": runs.inspect, "report": runs.write_report, "runs": runs.runs, "compare": runs.compare,
+        "list": models.list_all, "show": models.show, "cost": models.show_cost, "draw": models.draw, "plan": models.plan,
+    }  # fmt: skip
+    if not argv or argv[0] in ("-h", "--help", "--version"):
+        print(__version__ if argv == ["--version"] else __doc__)
+        return 0
+    if argv[0] not in commands:
+        near = did_you_mean(argv[0], commands)
+        return _refused(ConfigError(f"{argv[0]}: no such command{near}; expected one of {', '.join(commands)}"), 2)
+    return run(commands[argv[0]], argv[1:])
+
+
+def run(command: Callable[[list[str]], int], argv: list[str]) -> int:
+    """The exit code of a command; what the user can mend is one line on stderr."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("jaxformer").setLevel(logging.INFO)
+    try:
+        return command(argv)
+    except (ConfigError, NotImplementedError) as error:  # a mixer refuses what it cannot do by name
+        return _refused(error, 2)
+    except SystemExit as end:  # the options were asked for
+        return int(end.code or 0)
+    except KeyboardInterrupt:  # at a start, or while a text is sampled
+        return _refused("stopped by SIGINT", 130)
+    except BrokenPipeError:  # whoever read our output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        return _refused(error, 2)
+
+
+def train(argv: list[str]) -> int:
+    parser = parser_of("train", "EXPERIMENT")
+    parser.add_argument("--runs", default="runs")
+    options, overrides = parser.parse_known_args(argv)
+    source, experiment = read_experiment(options.name, overrides)
+
+    from jaxformer.analysis import report
+    from jaxformer.parallel import peers, processes
+    from jaxformer.training import goodput, loop
+    from jaxformer.training.metrics import NonFinite
+    from jaxformer.training.signals import Interrupted
+
+    def body() -> int:
+        try:
+            refresh, reports = report.refresh, [report.run_report]
+            loop.train(experiment, options.runs, source, reports, refresh, began=goodput.program_began())
+        except (NonFinite, Interrupted) as error:
+            return _refused(error, 3 if isinstance(error, NonFinite) else error.exit_code)
+        except RuntimeError as error:
+            from jaxformer.planning import out_of_memory
+
+            if not out_of_memory.is_out_of_memory(error):
+                raise
+            print(out_of_memory.explain(experiment), file=sys.stderr)
+            first = str(error).splitlines()[0][:200]
+            raise ConfigError(f"out of device memory: {first} What would help is above; checkpoints are as they were") from None
+        return 0
+
+    try:
+        processes.initialize()
+    except peers.MissingProcess as error:
+        return _refused(error, peers.LOST)
+    return processes.run_together(body)
+
+
+def _refused(error: Exception | str, code: int) -> int:
+    print(f"jaxformer: {error}", file=sys.stderr)
+    return code

@@ -1,0 +1,109 @@
+"""What a command line names: options, an experiment or preset, a run's folder."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxformer import config
+from jaxformer.errors import ConfigError, did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ConfigError(f"{self.prog}: {message}; {self.format_usage()}")
+
+
+def parser_of(command: str, name: str, nargs: int | str | None = None) -> Parser:
+    """Of a command's own options. What `parse_known_args` leaves over are options of an experiment, `--help` too."""
+    parser = Parser(prog=f"python -m jaxformer {command}", add_help=False, allow_abbrev=False)
+    parser.add_argument("name", metavar=name, nargs=nargs)
+    return parser
+
+
+def run_parser(command: str) -> Parser:
+    parser = parser_of(command, "RUN")
+    parser.add_argument("-h", "--help", action="help")
+    parser.add_argument("--runs", default="runs", help="where run folders live")
+    parser.add_argument("--step", type=int, help="which checkpoint; the newest by default")
+    parser.add_argument("--average", type=int, default=1, help="the mean of so many checkpoints up to that one")
+    parser.add_argument("--trust", action="store_true", help="run the code of a run folder of somebody else, now and later")
+    return parser
+
+
+def open_run(options, overrides: Sequence[str] = ()):
+    """The run that the command line names, on the mesh that it asks for."""
+    from jaxformer.training import compilation_cache
+    from jaxformer.training.run import open_run
+
+    run = open_run(folder_of(options.name, options.runs).path, options.step, overrides, options.average, options.trust)
+    compilation_cache.enable()
+    return run
+
+
+def folder_of(name: str, runs: str):
+    """A run's folder, by its path or its name; of an experiment's name the newest run, and what the others differ in."""
+    from etils import epath
+
+    from jaxformer.training import run_folder
+
+    for path in (epath.Path(name), epath.Path(runs) / name):
+        if path.is_dir():
+            return run_folder.RunFolder(path)
+    is_experiment = name.endswith(".py") or name in config.available()
+    found = run_folder.runs_of(config.load(name).name if is_experiment else name, runs)
+    if not found:
+        near = did_you_mean(name, [str(folder.path) for folder in run_folder.runs_of(None, runs)])
+        raise ConfigError(f"{name}: no run folder, or not trained yet: no run of it in {runs}/{near}; `runs` lists all")
+    newest = found[-1]
+    for other in found[:-1]:
+        changes = "; ".join(run_folder.compare(other.description(), newest.description())) or "nothing"
+        print(f"{newest.path} is the newest run; {other.path} differs in {changes}", file=sys.stderr)
+    return newest
+
+
+def read_experiment(name: str, overrides: list[str]):
+    """(the source, the experiment with its options). Ends the program where the options are asked for."""
+    if name not in config.available() and not name.endswith(".py"):
+        from jaxformer.models import PRESETS
+
+        if name in PRESETS:
+            raise ConfigError(f"{name} is a preset, a model without data; train it in an experiment (--model {name})")
+        near = did_you_mean(name, [*config.available(), *PRESETS])
+        raise ConfigError(f"{name}: no experiment or preset of that name{near}; the command `list` shows all")
+    source = config.read(name)
+    if "--help" in overrides or "-h" in overrides:
+        print(config.help_text(source.experiment, f"python -m jaxformer train {name}"))
+        raise SystemExit(0)
+
+    from jaxformer.training.experiment import Experiment
+    from jaxformer.training.names import NAMES
+
+    if not isinstance(source.experiment, Experiment):
+        found = type(source.experiment).__name__
+        raise ConfigError(f"{source.path}: experiment is a {found}; expected jaxformer.training.experiment.Experiment")
+    experiment = config.override(source.experiment, overrides, {**NAMES, "": source.names})
+    return replace(source, overrides=tuple(overrides)), experiment
+
+
+def experiment_of(name: str, overrides: list[str], preset: Callable[[str, Any], Any]):
+    """An experiment with its options, or what `preset` makes of a preset's name and model."""
+    from jaxformer.models import PRESETS
+    from jaxformer.training.names import MODEL, NAMES
+
+    if name in PRESETS:
+        return config.override(preset(name, PRESETS[name]), overrides, {**NAMES, "": MODEL})
+    return read_experiment(name, overrides)[1]
+
+
+def model_of(name: str, overrides: list[str], command: str):
+    """The model of an experiment, or a preset. Raises ConfigError for one of the user's own."""
+    from jaxformer import models
+    from jaxformer.training.experiment import Experiment
+
+    shown = experiment_of(name, overrides, lambda _, model: model)
+    model = shown.model if isinstance(shown, Experiment) else shown
+    if not models.is_config(model):
+        raise ConfigError(f"{command}: {name} has a model of its own; only a ModelConfig or an EncoderDecoder can be read")
+    return model

@@ -1,0 +1,115 @@
+"""Commands that show experiments and presets: what they are, what they cost, whether they fit."""
+
+import json
+from dataclasses import asdict
+
+from jaxformer import config
+from jaxformer.cli.arguments import experiment_of, model_of, parser_of
+from jaxformer.errors import ConfigError
+
+
+def list_all(argv: list[str]) -> int:
+    import ast
+
+    from jaxformer.models import PRESETS
+
+    print("experiments")
+    for name, path in config.available().items():
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        print(f"  {name:<24} {' '.join(text.split(chr(10) * 2)[0].split())}")
+    print("presets")
+    for name, preset in PRESETS.items():
+        print(f"  {name:<24} {type(preset).__name__}")
+    return 0
+
+
+def show(argv: list[str]) -> int:
+    parser = parser_of("show", "EXPERIMENT|PRESET")
+    parser.add_argument("--sharding", action="store_true")
+    parser.add_argument("--devices", type=int)
+    options, overrides = parser.parse_known_args(argv)
+
+    from jaxformer import models
+    from jaxformer.models import cost
+    from jaxformer.training.experiment import Experiment
+
+    if options.sharding:
+        from jaxformer.planning.plan import of_preset, sharding_table
+
+        print(sharding_table(experiment_of(options.name, overrides, of_preset), options.devices))
+        return 0
+    shown = experiment_of(options.name, overrides, lambda _, model: model)
+    model = shown.model if isinstance(shown, Experiment) else shown
+    print(json.dumps(config.describe(shown), indent=2))
+    if models.is_config(model):
+        print(cost.table(model))
+    if isinstance(shown, Experiment):
+        from jaxformer.training.run_folder import run_folder
+
+        print(f"run folder: {run_folder(shown, 'runs').path}")
+    return 0
+
+
+def show_cost(argv: list[str]) -> int:
+    parser = parser_of("cost", "EXPERIMENT|PRESET")
+    parser.add_argument("--length", type=int)
+    options, overrides = parser.parse_known_args(argv)
+
+    from jaxformer import models
+    from jaxformer.analysis import costs
+
+    model = model_of(options.name, overrides, "cost")
+    print(costs.table(model, options.length or models.last_stack(model).context_length))
+    return 0
+
+
+def draw(argv: list[str]) -> int:
+    parser = parser_of("draw", "EXPERIMENT|PRESET")
+    parser.add_argument("--out")
+    options, overrides = parser.parse_known_args(argv)
+
+    from etils import epath
+
+    from jaxformer.analysis import gallery, page, report
+
+    model = model_of(options.name, overrides, "draw")
+    path = epath.Path(options.out or f"figures/{options.name}.html")
+    drawn = gallery.model_pictures(model, options.name)
+    parts = [report.section(title, {options.name: drawn[title]}, path.parent) for title in gallery.NOTES if title in drawn]
+    config.write_atomically(path, page.page(options.name, parts))
+    print(f"page: {path}")
+    return 0
+
+
+def plan(argv: list[str]) -> int:
+    parser = parser_of("plan", "EXPERIMENT|PRESET")
+    parser.add_argument("--topology")
+    for flag in ("--search", "--decode", "--fast", "--json"):
+        parser.add_argument(flag, action="store_true")
+    for option, default in (("--rows", 8), ("--length", 2048)):
+        parser.add_argument(option, type=int, default=default)
+    options, overrides = parser.parse_known_args(argv)
+    if options.topology is None:
+        raise ConfigError("plan: give --topology, such as v5e:2x2, v5p:8x8x8 or h200:1x4x8")
+
+    from jaxformer.planning import topology
+
+    topology.prepare()
+
+    from jaxformer.planning import decode, plan as planning, search
+
+    experiment = experiment_of(options.name, overrides, planning.of_preset)
+    devices = topology.devices(options.topology, experiment.mesh.slices)
+    if options.search:
+        found = search.search(experiment, options.topology, devices)
+        made = [asdict(one) | {"options": search.options(other, experiment)} for other, one in found]
+        print(json.dumps(made) if options.json else search.table(found, experiment, options.name, options.topology))
+        return 0 if found and found[0][1].fits else 3
+    if options.decode:
+        made = decode.plan_decode(experiment, options.topology, devices, options.rows, options.length, fast=options.fast)
+        table = decode.table(made)
+    else:
+        made = planning.plan(experiment, options.topology, devices, fast=options.fast)
+        table = planning.table(made)
+    print(json.dumps(asdict(made)) if options.json else table)
+    return 0 if made.fits else 3

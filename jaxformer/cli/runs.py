@@ -1,0 +1,179 @@
+"""Commands that read run folders."""
+
+import json
+from typing import Any
+
+from jaxformer import config
+from jaxformer.cli.arguments import folder_of, open_run, parser_of, run_parser
+from jaxformer.errors import ConfigError
+
+
+def evaluate(argv: list[str]) -> int:
+    parser = run_parser("evaluate")
+    parser.add_argument("--int8", action="store_true", help="also with weights in 8 bits")
+    parser.add_argument("--replay", action="store_true", help="the bad step that ended the run, computed again")
+    options, overrides = parser.parse_known_args(argv)
+    run = open_run(options, overrides)
+
+    from jaxformer.training import reproduction
+
+    found = reproduction.replay(run) if options.replay else run.evaluate(options.int8)
+    print(json.dumps({"run": str(run.folder.path), **found}))
+    return 0
+
+
+def generate(argv: list[str]) -> int:
+    parser = run_parser("generate")
+    parser.add_argument("--prompt")
+    parser.add_argument("--prompts", help='a file of lines {"prompt": "..."}')
+    parser.add_argument("--out", help="where the lines with their texts go")
+    parser.add_argument("--seed", type=int, default=0)
+    kinds: dict[type, str] = {int: "tokens top-k beams n-best", float: "temperature top-p min-p typical length-penalty"}
+    for kind, names in kinds.items():
+        for name in names.split():
+            parser.add_argument(f"--{name}", type=kind)
+    for option in ("--filter", "--stop"):
+        parser.add_argument(option, action="append", default=[])
+    options, overrides = parser.parse_known_args(argv)
+    if (options.prompt is None) == (options.prompts is None) or (options.out is None) != (options.prompts is None):
+        raise ConfigError("generate: give --prompt TEXT, or --prompts FILE.jsonl with --out FILE.jsonl")
+    run = open_run(options, overrides)
+
+    from jaxformer.decoding import Beams, Sampling, filters
+
+    names = {name: getattr(filters, name) for name in filters.__all__}
+    given = lambda names: {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    how: dict[str, Any] = given(("seed", "tokens", "stop"))
+    how["filters"] = [config.expressions.evaluate(text, names) for text in options.filter]
+    picks, search = given(("temperature", "top_k", "top_p", "min_p", "typical")), given(("beams", "n_best", "length_penalty"))
+    if picks or search:  # otherwise as the experiment says
+        picks.setdefault("temperature", 0.8)
+        how["sampling"] = Beams(**search) if search else Sampling(**picks)
+    if options.prompts is not None:
+        _generate_file(run, options.prompts, options.out, **how)
+    elif options.n_best is not None:
+        for text in run.continue_all([options.prompt], **how)[0]:
+            print(run.opening(options.prompt) + text)
+    else:
+        pieces = run.stream(options.prompt, **how)
+        print(run.opening(options.prompt) + next(pieces, ""), end="", flush=True)  # together: a log may come before the first
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+    return 0
+
+
+def _generate_file(run, source: str, target: str, **how) -> None:
+    """Continues each line of a file, {"prompt": ...}, as a line {"prompt": ..., "texts": [...]} of another."""
+    from etils import epath
+
+    try:
+        prompts = [json.loads(line)["prompt"] for line in epath.Path(source).read_text().splitlines() if line.strip()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f'{source}: {error!r}; each line must be {{"prompt": "..."}}') from error
+    lines = zip(prompts, run.continue_all(prompts, **how), strict=True)
+    config.write_atomically(epath.Path(target), "".join(json.dumps({"prompt": p, "texts": texts}) + "\n" for p, texts in lines))
+    print(f"{len(prompts)} prompts continued in {target}")
+
+
+def run_harness(argv: list[str]) -> int:
+    parser = run_parser("harness")
+    parser.add_argument("--tasks", required=True, help="names, with commas between them")
+    parser.add_argument("--include", help="a folder with YAML files of tasks")
+    parser.add_argument("--limit", type=int, help="only so many examples of each task")
+    options, overrides = parser.parse_known_args(argv)
+    run = open_run(options, overrides)
+
+    from jaxformer import models
+    from jaxformer.evaluation import harness
+
+    if run.tokenizer is None:
+        raise ConfigError(f"{run.folder.path}: has no tokenizer, so there is no text to score")
+    end = [run.tokenizer.end_of_text] if hasattr(run.experiment.data, "end_of_text") else []  # of a corpus of documents
+    with run.on_mesh():
+        model = models.evaluation(run.experiment.model)
+        lm = harness.model(model, run.params, run.tokenizer, end=end, precision=run.experiment.precision)
+        results, table = harness.evaluate(lm, options.tasks.split(","), options.include, options.limit)
+    print(table)
+    path = run.folder.path / "harness.json"
+    written = {"step": run.checkpoint[0], "limit": options.limit, **results}
+    config.write_atomically(path, json.dumps(written, default=str, indent=2))
+    print(f"all results: {path}")
+    return 0
+
+
+def inspect(argv: list[str]) -> int:
+    parser = run_parser("inspect")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--html", help="a file for a page with pictures")
+    options = parser.parse_args(argv)
+
+    import shutil
+
+    from jaxformer.analysis import inspection
+
+    run = open_run(options)
+    with run.on_mesh():
+        found = inspection.inspect(run.experiment.model, run.params, run.tokenizer, options.prompt)
+    print(inspection.table(found, shutil.get_terminal_size((120, 24)).columns))
+    if options.html is not None:
+        config.write_atomically(options.html, inspection.page_of(found, run.folder.path.name))
+        print(f"page: {options.html}")
+    return 0
+
+
+def write_report(argv: list[str]) -> int:
+    parser = parser_of("report", "RUN", nargs="+")
+    parser.add_argument("--runs", default="runs")
+    parser.add_argument("--out")
+    parser.add_argument("--trust", action="store_true")
+    options = parser.parse_args(argv)
+    folders = [folder_of(name, options.runs) for name in options.name]
+
+    from jaxformer.analysis import gallery, report
+    from jaxformer.training import run_folder
+
+    for folder in folders if options.trust else ():
+        run_folder.allow(folder)
+    path = options.out or folders[0].path / "report.html"
+    print(f"report: {report.write(path, folders, [gallery.run_pictures(folder) for folder in folders])}")
+    return 0
+
+
+def runs(argv: list[str]) -> int:
+    parser = parser_of("runs", "EXPERIMENT", nargs="?")
+    parser.add_argument("--runs", default="runs")
+    options = parser.parse_args(argv)
+
+    from jaxformer.training.run_folder import runs_of
+
+    for folder in runs_of(options.name, options.runs):
+        print(f"{folder.path}  {_scores(folder)}")
+    return 0
+
+
+def _scores(folder) -> str:
+    """How far a run is, and its last validation scores, in words."""
+    from jaxformer.training.metrics import read_records
+
+    records = read_records(folder.metrics)
+    steps = folder.description().get("steps")
+    done = max((record["step"] + ("loss" in record) for record in records), default=0)
+    last = next((record for record in reversed(records) if "validation_loss" in record), {})
+    scores = ", ".join(f"{name} {value:.4g}" for name, value in last.items() if name != "step")
+    return f"{done}/{steps} steps{', ' + scores if scores else ''}"
+
+
+def compare(argv: list[str]) -> int:
+    parser = parser_of("compare", "RUN", nargs=2)
+    parser.add_argument("--runs", default="runs")
+    options = parser.parse_args(argv)
+
+    from jaxformer.training import run_folder
+
+    folders = [folder_of(name, options.runs) for name in options.name]
+    for folder in folders:
+        print(f"{folder.path}  {_scores(folder)}")
+    one, other = (folder.description() for folder in folders)
+    print("\n".join(run_folder.compare(one, other)) or "the same experiment")
+    return 0
