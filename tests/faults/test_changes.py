@@ -103,7 +103,7 @@ def test_a_tokenizer_that_changed(tmp_path, report):
     data = 'Corpus(path="text.txt", tokenizer="tokenizer.json", validation_fraction=0.1, cache="cache")'
     experiment = EXPERIMENT.replace('Text(path="text.txt")', data)
     experiment = experiment.replace("from jaxformer.data.sources import Text", "from jaxformer.data.corpus import Corpus")
-    work, state = tmp_path / "work", {"type": "characters", "characters": "".join(sorted(set(TEXT)))}
+    work, state = tmp_path / "work", {"type": "characters", "characters": "".join(sorted({*TEXT, "\n"}))}
     work.mkdir()
     (work / "tokenizer.json").write_text(json.dumps(state))
     training = stopped(work, experiment=experiment)
