@@ -328,7 +328,7 @@ def main(argv: list[str]) -> int:
     broken = []
     for name in argv[1:] or TARGETS:
         command = [sys.executable, __file__, "--one", name, argv[0]]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=int(argv[0]) + 300)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=int(argv[0]) + 900)
         count = re.search(r"number_of_executed_units: (\d+)", done.stderr)
         print(f"{name}: exit code {done.returncode}, {count[1] if count else 0} inputs", flush=True)
         if done.returncode:

@@ -100,16 +100,18 @@ def test_data_that_changed(tmp_path, report):
 
 @pytest.mark.fault
 def test_a_tokenizer_that_changed(tmp_path, report):
-    """Refused where it makes other tokens of the text; one more character, which the text has not, changes no batch."""
-    experiment = EXPERIMENT.replace('path="text.txt"', 'path="text.txt", tokenizer="tokenizer.json"')
-    work = tmp_path / "work"
+    data = 'Corpus(path="text.txt", tokenizer="tokenizer.json", validation_fraction=0.1, cache="cache")'
+    experiment = EXPERIMENT.replace('Text(path="text.txt")', data)
+    experiment = experiment.replace("from jaxformer.data.sources import Text", "from jaxformer.data.corpus import Corpus")
+    work, state = tmp_path / "work", {"type": "bytes"}
     work.mkdir()
-    state = {"type": "characters", "characters": "".join(sorted(set(TEXT)))}
     (work / "tokenizer.json").write_text(json.dumps(state))
     training = stopped(work, experiment=experiment)
-    (work / "tokenizer.json").write_text(json.dumps(state | {"characters": state["characters"][::-1]}))
-    said = training.finish(code=2)
-    assert "the data changed since this run began" in said and "Traceback" not in said
-    (work / "tokenizer.json").write_text(json.dumps(state | {"characters": state["characters"] + "#"}))
+    for more in ("", "#"):
+        changed = {"type": "characters", "characters": "".join({*TEXT, "\n"}) + more}
+        (work / "tokenizer.json").write_text(json.dumps(changed))
+        said = training.finish(code=2)
+        assert "the data changed since this run began" in said and "Traceback" not in said
+    (work / "tokenizer.json").write_text(json.dumps(state))
     assert "resuming after step 2" in training.finish()
     report(7, "tokenizer changed", trials=2, detected=2, recovered=2)
