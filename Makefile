@@ -7,7 +7,7 @@ WHAT ?= train
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train sweep scaling report inspect draw cost evaluate harness generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-thorough test-faults test-all aot parity lint format bench clean
+.PHONY: help train sweep scaling report inspect draw cost evaluate harness generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -81,6 +81,11 @@ test-all: .venv/ready-dev  ## also the slow tests and those that kill, corrupt a
 
 test-faults: .venv/ready-dev  ## real runs killed, damaged, cut off and filled up; the report is dist/faults.md (some two hours)
 	@$(BIN)/python -m pytest -m 'fault or not fault' $(ARGS) tests/faults
+
+SECONDS ?= 60
+fuzz: .venv/ready-dev  ## every parser under atheris: SECONDS=60 for each
+	@$(BIN)/pip install -q --group fuzz
+	@$(BIN)/python tests/faults/fuzz.py $(SECONDS) $(ARGS)
 
 aot: .venv-plan/ready-dev  ## the tests that compile for TPUs that are not here (installs the TPU compiler)
 	@JAX_PLATFORMS=cpu .venv-plan/bin/python -m pytest -m aot $(ARGS)

@@ -72,7 +72,7 @@ def parse_slice(text: str) -> Slice:
     if kind in ("v5e", "v6e"):
         exists, expected = shape in FLAT, ", ".join(FLAT)
     else:
-        sides = [int(side) for side in shape.split("x")] if re.fullmatch(r"\d+x\d+x\d+", shape) else [0]
+        sides = [int(side) for side in shape.split("x")] if re.fullmatch(r"\d{1,6}x\d{1,6}x\d{1,6}", shape) else [0]
         exists = shape in SMALL or (sides == sorted(sides) and sides[0] > 0 and not any(side % 4 for side in sides))
         expected = f"{', '.join(SMALL)}, or AxBxC of multiples of 4, A <= B <= C"
     if not exists:

@@ -1,5 +1,6 @@
 """One HTML page of a run, or of several side by side, and its pictures as PNG files."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from etils import epath
 from jaxformer import config
 from jaxformer.analysis import figures, gallery, page
 from jaxformer.analysis.gallery import Pictures
+from jaxformer.errors import ConfigError
 from jaxformer.training import loop
 from jaxformer.training.metrics import read_records
 from jaxformer.training.run_folder import RunFolder
@@ -19,7 +21,10 @@ LARGE = 1e9  # parameters: a run of a larger model ends without the pictures tha
 def write(path: epath.PathLike, folders: Sequence[RunFolder], drawn: Sequence[Pictures]) -> epath.Path:
     """Writes the page of runs, and its pictures into `figures/` beside it."""
     path = epath.Path(path)
-    config.write_atomically(path, report(folders, drawn, path.parent / "figures"))
+    files = path.parent / "figures"
+    if os.path.islink(files):  # in a stranger's folder it may lead anywhere
+        raise ConfigError(f"{files}: a link, so the pictures would go elsewhere; remove it, or give another --out")
+    config.write_atomically(path, report(folders, drawn, files))
     return path
 
 
@@ -44,12 +49,12 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath
     if samples:
         after = ", ".join(path.stem for path in samples.values())
         parts.append(page.heading("What the model writes", f"The last sample: {after}."))
-        parts.append(page.side_by_side({name: page.text(path.read_text()) for name, path in samples.items()}))
+        parts.append(page.side_by_side({name: page.text(config.read_text(path)) for name, path in samples.items()}))
     for title in gallery.NOTES:
         parts.append(section(title, {n: some[title] for n, some in zip(names, drawn, strict=True) if title in some}, files))
     for name, folder in zip(names, folders, strict=True):
-        parts.append(page.folded(f"Config ({name})", folder.config.read_text()))
-        parts.append(page.folded(f"Trained on ({name})", folder.environment.read_text()))
+        parts.append(page.folded(f"Config ({name})", config.read_text(folder.config)))
+        parts.append(page.folded(f"Trained on ({name})", config.read_text(folder.environment)))
     return page.page(" and ".join(names), parts)
 
 
@@ -61,8 +66,7 @@ def section(title: str, draws: Pictures, files: epath.Path) -> str:
             if not isinstance(made, str):
                 light, dark = figures.png(made), figures.png(made, dark=True)
                 file = "-".join(filter(None, (title.lower().replace(" ", "-"), name if len(draws) > 1 else "")))
-                files.mkdir(parents=True, exist_ok=True)
-                (files / f"{file}.png").write_bytes(light)
+                config.write_atomically(files / f"{file}.png", light)
                 made = page.picture(title, light, dark)
             found[name] = made
     return page.heading(title, gallery.NOTES[title]) + page.side_by_side(found) if found else ""
@@ -77,6 +81,7 @@ def last_scores(records: Sequence[dict]) -> dict[str, Any]:
 def last_sample(folder: RunFolder) -> epath.Path | None:
     """The file of the largest step."""
     samples = list(folder.samples.glob("step-*.txt")) if folder.samples.is_dir() else []
+    samples = [path for path in samples if path.stem.removeprefix("step-").isdecimal()]
     return max(samples, key=lambda path: int(path.stem.removeprefix("step-"))) if samples else None
 
 

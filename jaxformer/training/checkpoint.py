@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ NOT_DAMAGE = (
     "Permission denied", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED",
     "MemoryError",
 )  # fmt: skip
+SMALL = 100_000_000  # bytes that a file of a checkpoint may have beside those of its arrays
 _warn = logging.getLogger(__name__).warning
 # Orbax logs errors through absl, with a traceback from each of its threads. They reach us as exceptions as well.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
@@ -317,12 +319,24 @@ def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[st
 
 
 def _manifest(path: epath.Path) -> dict:
+    _check_files(path)
     try:
         # pyrefly: ignore[bad-argument-type]
         sealed = ocp.metadata(path).custom_metadata
     except Exception as error:
         raise _read_error(path, f"its metadata cannot be read: {_reason(error)}") from error
     return manifest.unseal(sealed, step=int(path.name))
+
+
+def _check_files(path: epath.Path) -> None:
+    """Raises Damaged for a pipe, a device or a file with a hole for an end: orbax would wait, or read it without an end."""
+    for file in Path(path).rglob("*") if _is_local(path) else ():
+        with suppress(FileNotFoundError):  # pruned meanwhile
+            found, name = file.stat(), file.relative_to(path)
+            if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+                raise Damaged(f"{name} is no regular file")
+            if found.st_size > SMALL and name.parent.name != "d":  # numbers are in d; all else is JSON and indices
+                raise Damaged(f"{name} has {found.st_size:,} bytes")
 
 
 def _read_error(path: epath.Path, reason: str) -> Exception:

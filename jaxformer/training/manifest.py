@@ -38,14 +38,21 @@ def unseal(sealed: Any, step: int) -> dict:
     text = sealed.get("manifest") if isinstance(sealed, dict) else None
     if not isinstance(text, str) or sealed != _with_checksum(text):
         raise Damaged("_CHECKPOINT_METADATA is missing or has changed")
-    contents = json.loads(text)
-    if contents["step"] != step:
+    try:
+        contents = json.loads(text)
+        whole = all({"shape", "dtype", "fingerprint"} <= leaf.keys() for leaf in contents["leaves"].values())
+        if not whole or "metric" not in contents or not isinstance(contents["metadata"], dict):
+            raise ValueError(contents)
+        found = contents["step"]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise Damaged("_CHECKPOINT_METADATA is not what a checkpoint has") from None
+    if found != step:
         raise Damaged("_CHECKPOINT_METADATA is that of another step")
     return contents
 
 
 def _with_checksum(text: str) -> dict[str, str]:
-    return {"manifest": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return {"manifest": text, "sha256": hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()}
 
 
 def compare(path: epath.Path, saved: dict[str, dict], wanted: dict[str, Any]) -> None:

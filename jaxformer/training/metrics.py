@@ -102,15 +102,15 @@ def read_records(path: epath.PathLike) -> list[dict]:
 
 def _parse(path: epath.PathLike) -> tuple[list[dict], list[int]]:
     """(records, numbers of the lines that are none). A last line without an end was torn by a kill: that is no damage."""
-    path, records, damaged = epath.Path(path), [], []
+    path, records, damaged = config.regular_file(path), [], []
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-            if type(record["step"]) is not int:
-                raise ValueError(record["step"])
+            if type(record["step"]) is not int or not all(isinstance(value, int | float) for value in record.values()):
+                raise ValueError(record)
             records.append(record)
-        except (ValueError, TypeError, KeyError, RecursionError):  # no UTF-8, no JSON, no object, no step
+        except (ValueError, TypeError, KeyError, RecursionError):  # no UTF-8, no JSON, no object, no step, no numbers
             if number < len(lines):
                 damaged.append(number)
     return records, damaged
