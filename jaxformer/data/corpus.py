@@ -86,7 +86,8 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
     try:
         tokenizer = _tokenizer(config, folder)
         paths = [config.path] if config.validation is None else [config.path, config.validation]
-        opened = [_open_tokens(config, path, tokenizer, folder) for path in paths]
+        end = _end_of_text(config, tokenizer)
+        opened = [_open_tokens(config, path, tokenizer, end, folder) for path in paths]
     except OSError as error:
         problem = f"data: cannot read {config.path}, or keep tokens in {folder} ({error})"
         if is_full(error):
@@ -103,7 +104,7 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
     return Dataset(
         train=Windows(train, context_length, config.stride or context_length),
         validation=Windows(validation, context_length, context_length),
-        vocab_size=tokenizer.vocab_size, tokenizer=tokenizer, digest=hashlib.sha256(digest.encode()).hexdigest(),
+        vocab_size=_size(tokenizer, end), tokenizer=tokenizer, digest=hashlib.sha256(digest.encode()).hexdigest(),
         description=f"{config.path}: {index.documents:,} documents, {index.bytes:,} bytes; tokenizer {config.tokenizer}, "
         f"vocabulary {tokenizer.vocab_size:,}; {len(train):,} training and {len(validation):,} validation tokens"
         + "".join(str(Problems("skip", index.counts, index.first)) for _, index in opened),
@@ -209,13 +210,23 @@ def _sample(path: str, field: str, left_out: float) -> Iterator[str]:
 # --- encoding
 
 
-def _open_tokens(config: Corpus, path: str, tokenizer: Any, folder: Path) -> tuple[Tokens, Index]:
-    """All tokens of a path, from the cache or new."""
+def _end_of_text(config: Corpus, tokenizer: Any) -> int:
+    """The token after each document."""
     if (end := tokenizer.id_of(config.end_of_text) if config.end_of_text else tokenizer.end_of_text) is None:
         name = repr(config.end_of_text or " ".join(tokenizers.ENDS))
         raise ConfigError(f"data.end_of_text: the tokenizer {config.tokenizer!r} has no {name}; name its token for the end")
+    return end
+
+
+def _size(tokenizer: Any, end: int) -> int:
+    """How many tokens there are: the end of a text may be one above all others."""
+    return max(tokenizer.vocab_size, end + 1)
+
+
+def _open_tokens(config: Corpus, path: str, tokenizer: Any, end: int, folder: Path) -> tuple[Tokens, Index]:
+    """All tokens of a path, from the cache or new."""
     key = _key(config, path, tokenizer.digest)
-    entry, dtype = folder / f"corpus-{key}", np.min_scalar_type(tokenizer.vocab_size - 1)
+    entry, dtype = folder / f"corpus-{key}", np.min_scalar_type(_size(tokenizer, end) - 1)
     for _ in range(3):
         if (index := checked_index(entry, dtype.itemsize)) is not None:
             break
@@ -360,10 +371,10 @@ def encode_part(entry: Path, number: int) -> None:
 def _write_shard(path: Path, documents: Iterator[tuple[str, bool]], tokenizer: Any, end: int, limit: int) -> Index:
     """Tokens of documents until their text has `limit` bytes. The file appears when it is complete."""
     digest, parent, count, size, last = hashlib.sha256(), os.getppid(), 0, 0, True
-    end_of_text = np.array(end, np.min_scalar_type(tokenizer.vocab_size - 1))
+    end_of_text = np.array(end, np.min_scalar_type(_size(tokenizer, end) - 1))
     with contextlib.suppress(FileNotFoundError), new_file(path) as file:  # another command has finished and tidied up
         for text, ends in documents:
-            data = tokenizer.encode_text(text).tobytes() + end_of_text.tobytes() * ends
+            data = tokenizer.encode_text(text).astype(end_of_text.dtype).tobytes() + end_of_text.tobytes() * ends
             file.write(data)
             digest.update(data)
             count, size = count + ends, size + len(text.encode("utf-8", "replace"))

@@ -165,6 +165,9 @@ def _encode(config: Text | Stdlib, name: str, raw: bytes, source: str) -> tuple[
     cut = int(len(text) * train_fraction)
     if config.tokenizer == "bpe":
         return _encode_bpe(config, text, cut, source)
+    if config.tokenizer != "characters":
+        advice = "Corpus(path=…, tokenizer=…) takes the file of one"
+        raise ConfigError(f"data.tokenizer={config.tokenizer!r}: expected bytes, characters or bpe; {advice}")
     tokenizer = tokenizers.Characters.of(text)
     tokens = tokenizer.encode_text(text)
     return tokens[:cut], tokens[cut:], tokenizer

@@ -498,3 +498,23 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         run = subprocess.run(command, capture_output=True, text=True, check=True)
         found[size] = int(run.stdout)
     assert found[300] < found[30] + 40_000, found  # what a batch and the counts of a piece of 4 million tokens vary
+
+
+@pytest.mark.parametrize("count", [20, 256])
+def test_characters_of_another_run_and_the_end_above_them(tmp_path, count):
+    """With 256 of them the end does not fit the bytes in which they are written."""
+    characters = tokenizers.Characters("".join(sorted({"\n", *map(chr, range(97, 96 + count))})))
+    characters.save(tmp_path / "tokenizer.json")
+    text = "".join(np.random.default_rng(0).choice(list(characters.characters.replace("\n", "")), 400))
+    (tmp_path / "text.txt").write_text(text)
+    config = Corpus(
+        str(tmp_path / "text.txt"),
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        cache=str(tmp_path),
+        jobs=1,
+        validation_fraction=0.1,
+    )
+    dataset = config.open(SimpleNamespace(context_length=8))
+    assert dataset.vocab_size == count + 1
+    tokens = np.concatenate([dataset.train.tokens[:], dataset.validation.tokens[:]])
+    assert tokens[-1] == count and characters.decode(tokens[:-1]) == text + "\n"
