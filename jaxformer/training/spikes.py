@@ -15,8 +15,8 @@ class Spikes:
     Nothing is bad before so many steps were good. Standard deviations, of the losses and of the norms.
     """
 
-    deviations: float = 6.0
-    window: int = 128
+    deviations: float = 6.0  # standard deviations above the mean
+    window: int = 128  # good steps
 
     def __post_init__(self):
         if not (self.deviations > 0 and self.window > 1):
