@@ -34,8 +34,9 @@ def test_the_second_signal_ends_even_a_slow_save_at_once(which):
 
 
 START = """
-import sys, time
+import signal, sys, time
 from jaxformer import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background has it ignored
 print("ready", flush=True)
 sys.exit(cli.run(lambda _: time.sleep(60), []))
 """
