@@ -32,7 +32,7 @@ def run_parser(command: str) -> Parser:
     return parser
 
 
-def open_run(options, overrides: Sequence[str] = ()):
+def run_of(options, overrides: Sequence[str] = ()):
     """The run that the command line names, on the mesh that it asks for."""
     from jaxformer.training import compilation_cache
     from jaxformer.training.run import open_run

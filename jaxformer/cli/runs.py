@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from jaxformer import config
-from jaxformer.cli.arguments import folder_of, open_run, parser_of, run_parser
+from jaxformer.cli.arguments import folder_of, parser_of, run_of, run_parser
 from jaxformer.errors import ConfigError
 
 
@@ -13,7 +13,7 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument("--int8", action="store_true", help="also with weights in 8 bits")
     parser.add_argument("--replay", action="store_true", help="the bad step that ended the run, computed again")
     options, overrides = parser.parse_known_args(argv)
-    run = open_run(options, overrides)
+    run = run_of(options, overrides)
 
     from jaxformer.training import reproduction
 
@@ -37,7 +37,7 @@ def generate(argv: list[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
     if (options.prompt is None) == (options.prompts is None) or (options.out is None) != (options.prompts is None):
         raise ConfigError("generate: give --prompt TEXT, or --prompts FILE.jsonl with --out FILE.jsonl")
-    run = open_run(options, overrides)
+    run = run_of(options, overrides)
 
     from jaxformer.decoding import Beams, Sampling, filters
 
@@ -82,7 +82,7 @@ def run_harness(argv: list[str]) -> int:
     parser.add_argument("--include", help="a folder with YAML files of tasks")
     parser.add_argument("--limit", type=int, help="only so many examples of each task")
     options, overrides = parser.parse_known_args(argv)
-    run = open_run(options, overrides)
+    run = run_of(options, overrides)
 
     from jaxformer import models
     from jaxformer.evaluation import harness
@@ -112,7 +112,7 @@ def inspect(argv: list[str]) -> int:
 
     from jaxformer.analysis import inspection
 
-    run = open_run(options)
+    run = run_of(options)
     with run.on_mesh():
         found = inspection.inspect(run.experiment.model, run.params, run.tokenizer, options.prompt)
     print(inspection.table(found, shutil.get_terminal_size((120, 24)).columns))
