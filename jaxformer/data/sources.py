@@ -229,6 +229,8 @@ def _read_path(config: Text) -> tuple[str, bytes]:
 def _read_files(files: list[Path]) -> bytes:
     for file in files:
         check_regular(file)
+        if file.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip"):
+            raise ConfigError(f"data.path: {file} is compressed; unpack it, or read .txt.gz with data=Corpus(path=…)")
     if (size := sum(file.stat().st_size for file in files)) > LARGEST_TEXT:
         advice = "read it with data=Corpus(path=…), whose tokens stay on disk"
         raise ConfigError(f"data.path: {size:,} bytes; Text takes at most {LARGEST_TEXT:,} into memory; {advice}")

@@ -195,7 +195,7 @@ def hugging_face(name: str) -> BPE:
             with package_of("interop"):
                 from huggingface_hub import hf_hub_download
             path = epath.Path(hf_hub_download(name, "tokenizer.json"))
-        return BPE(path.read_text())
+        return BPE(config.read_text(path))
     except ConfigError:
         raise
     except Exception as error:  # of the hub and of the package, which raises plain Exceptions

@@ -1,5 +1,6 @@
 """What a text becomes: splits, windows, digests; the bpe cache under races; one line for every bad input."""
 
+import gzip
 import hashlib
 import os
 import subprocess
@@ -261,3 +262,17 @@ def test_configs_cost_no_heavy_import():
     code = "import sys; import jaxformer.data.sources, jaxformer.data.tasks, jaxformer.data.batching; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"jax", "grain", "orbax", "tokenizers", "matplotlib"} & set(modules)
+
+
+def test_a_compressed_text_is_refused_and_a_tokenizer_that_is_no_word(tmp_path):
+    """Both trained in silence, on the compressed bytes and on characters."""
+    file = tmp_path / "text.txt.gz"
+    file.write_bytes(gzip.compress(b"the quick brown fox " * 50))
+    with pytest.raises(ConfigError, match="compressed; unpack it"):
+        open_dataset(Text(path=str(file)), 8)
+    file = tmp_path / "text.txt"
+    file.write_text("the quick brown fox " * 50)
+    with pytest.raises(ConfigError, match="expected bytes, characters or bpe"):
+        config = Text(path=str(file))
+        object.__setattr__(config, "tokenizer", "tokenizer.json")  # which only the tests' type checks would refuse
+        open_dataset(config, 8)
