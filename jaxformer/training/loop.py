@@ -228,7 +228,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     if pmapped:
         devices = mesh.devices.ravel().tolist()
         step, put = pmap.step(make_train_step(recipe, pmap.AXIS), devices), partial(pmap.shard, devices=devices)
-        spread, gather = partial(pmap.replicate, devices=devices), pmap.unreplicate
+        spread, gather, check = partial(pmap.replicate, devices=devices), pmap.unreplicate, replicas.check_pmapped
     elif mesh is not None:
         check = partial(replicas.check, mesh)
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(state_shardings(recipe, mesh), None))
@@ -304,7 +304,7 @@ def loop(
             if not (evaluates or saves):
                 continue
             watchdog.beat(step, patience=LONG)
-            job.check(state, done)
+            job.check(state, done)  # before anything is made of it
             rank = None
             if evaluates:
                 scores = evaluate(job, job.gather(state).best, done, record, console)

@@ -20,18 +20,36 @@ class Diverged(NonFinite):
 
 def check(mesh: jax.sharding.Mesh, state: Any, step: int) -> None:
     """Raises Diverged, on all processes, where devices of the mesh hold copies of a leaf that differ in any bit."""
+    leaves = leaves_on_devices(state)
+    specs = [leaf.sharding.spec for leaf in leaves.values()]
+    places = [
+        NamedSharding(mesh, spec).devices_indices_map(leaf.shape) for leaf, spec in zip(leaves.values(), specs, strict=True)
+    ]
+    parts = [[str(place[device]) for device in mesh.devices.flat] for place in places]
+    compare(mesh, leaves, specs, parts, step)
+
+
+def check_pmapped(state: Any, step: int) -> None:
+    """`check` of a state `[devices, ...]` of `jax.pmap`, in which every device has a copy of everything."""
+    leaves = leaves_on_devices(state)
+    mesh = next(iter(leaves.values())).sharding.mesh
+    compare(mesh, leaves, [P(mesh.axis_names)] * len(leaves), [["whole"] * mesh.size] * len(leaves), step)
+
+
+def leaves_on_devices(state: Any) -> dict[str, Any]:
     leaves = {name: key_data(leaf) for name, leaf in named_leaves(state)}
-    leaves = {name: leaf for name, leaf in leaves.items() if leaf.size and leaf.sharding.memory_kind != "pinned_host"}
-    specs = {name: leaf.sharding.spec for name, leaf in leaves.items()}  # pyrefly: ignore[missing-attribute]
-    prints = jax.jit(partial(local_fingerprints, mesh, tuple(specs.values())))(tuple(leaves.values()))
-    devices = mesh.devices.ravel().tolist()
+    return {name: leaf for name, leaf in leaves.items() if leaf.size and leaf.sharding.memory_kind != "pinned_host"}
+
+
+def compare(mesh: jax.sharding.Mesh, leaves: dict[str, Any], specs: list[P], parts: list[list[str]], step: int) -> None:
+    """Raises Diverged where devices differ that hold the same part; `parts` names that of each leaf on each device."""
+    prints = jax.jit(partial(local_fingerprints, mesh, tuple(specs)))(tuple(leaves.values()))
     here = {shard.index[0].start or 0: np.asarray(shard.data)[0] for shard in prints.addressable_shards}
     of_device = {place: rows for found in all_gather_object(here) for place, rows in found.items()}
-    for number, (name, leaf) in enumerate(leaves.items()):
-        parts = NamedSharding(mesh, specs[name]).devices_indices_map(leaf.shape)
+    for number, (name, names) in enumerate(zip(leaves, parts, strict=True)):
         copies: dict[str, dict[int, bytes]] = {}
-        for place, device in enumerate(devices):
-            copies.setdefault(str(parts[device]), {})[device.id] = of_device[place][number].tobytes()
+        for place, device in enumerate(mesh.devices.flat):
+            copies.setdefault(names[place], {})[device.id] = of_device[place][number].tobytes()
         for found in copies.values():
             if len(set(found.values())) > 1:
                 raise Diverged(f"before step {step}, {difference(name, found)}; nothing was saved since", step)

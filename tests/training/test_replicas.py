@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jaxformer.training.replicas import Diverged, check
+from jaxformer.parallel import pmap
+from jaxformer.training.replicas import Diverged, check, check_pmapped
 
 
 def mesh_of(axis_type=AxisType.Auto):
@@ -56,3 +57,11 @@ def test_a_part_without_copies_cannot_be_checked():
     state = jax.block_until_ready(state_on(mesh))
     flip(state["split"], 6)
     check(mesh, state, 1)
+
+
+def test_copies_of_pmap_are_compared_too():
+    state = jax.block_until_ready(pmap.replicate({"a": jnp.arange(6.0), "step": jnp.int32(3)}, jax.devices()))
+    check_pmapped(state, 5)
+    flip(state["a"], 4)
+    with pytest.raises(Diverged, match="before step 5, a on device 4 differs from its copies on devices 0, 1, 2, 3, 5, 6, 7"):
+        check_pmapped(state, 5)
