@@ -23,7 +23,7 @@ def stopped(folder, *options, experiment=EXPERIMENT):
     return training
 
 
-@pytest.mark.thorough
+@pytest.mark.fault
 def test_options_that_changed(tmp_path, report):
     """What decides numbers names another run, which says what differs; what does not changes in the same run."""
     training = stopped(tmp_path / "work")
@@ -46,7 +46,7 @@ def test_options_that_changed(tmp_path, report):
     report(6, "options changed", trials=5, detected=5, recovered=5)
 
 
-@pytest.mark.thorough
+@pytest.mark.fault
 def test_an_experiment_file_that_changed(tmp_path, report):
     """A comment changes nothing; a number is another run, and the first one opens as it was, by its copy of the file."""
     training = stopped(tmp_path / "work")
@@ -71,7 +71,7 @@ DAMAGE = {
 }  # fmt: skip
 
 
-@pytest.mark.thorough
+@pytest.mark.fault
 def test_data_that_changed(tmp_path, report):
     """Refused by digest before anything is written; restored, the same command ends as if nothing had been."""
     training = Training(tmp_path / "undisturbed", *OPTIONS)

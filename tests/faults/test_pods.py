@@ -296,7 +296,7 @@ with Watchdog(1.0) as watchdog:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.fault
 def test_a_step_may_take_ten_times_as_long_as_the_longest(tmp_path):
     """The first ones as well, though none was seen before them."""
     with Process([sys.executable, "-c", WATCHED], tmp_path, tmp_path / "out") as process:
