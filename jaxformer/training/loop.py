@@ -124,7 +124,7 @@ def train(
             record.loggers = open_loggers(experiment.loggers, folder.path, folder.path.name, description)
         for line in [*lines, *_facts(experiment, recipe, dataset, start, mesh)]:
             console.say(line)
-        refreshed = None if refresh is None or not processes.is_first() else partial(harmless(refresh), folder)
+        refreshed = None if refresh is None or not processes.is_first() else partial(seldom(harmless(refresh)), folder)
         job = prepare(experiment, recipe, folder, dataset, mesh, refreshed)
         watchdog = stack.enter_context(processes.Watchdog(processes.step_limit()))
         goodput = Goodput(folder.goodput if processes.is_first() else None, began)
@@ -214,6 +214,21 @@ def harmless(report: Callable) -> Callable:
         except Exception as error:
             failed.append(error)
             log.warning("%s failed: %s: %s; the run goes on without it", report.__name__, type(error).__name__, error)
+
+    return call
+
+
+def seldom(report: Callable, share: float = 0.05) -> Callable:
+    """The report, left out while its calls have taken more than this share of the time since the first."""
+    spent, began = 0.0, None
+
+    def call(*arguments: Any) -> Any:
+        nonlocal spent, began
+        now = time.monotonic()
+        began = now if began is None else began
+        if spent <= share * (now - began):
+            report(*arguments)
+            spent += time.monotonic() - now
 
     return call
 

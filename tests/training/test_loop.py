@@ -1,5 +1,6 @@
 """The loop: one trace of the step, whatever happens between steps; what is decided by the seed alone."""
 
+import time
 from dataclasses import replace
 
 import chex
@@ -120,3 +121,12 @@ def test_a_process_killed_in_a_save_costs_at_most_the_interval(every):
     saves = [0, *(done for done in range(1, 401) if loop.saves_after(done, every))]
     assert all(later - earlier <= max(every, 2) for earlier, later in zip(saves, saves[2:], strict=False))
     assert set(range(every, 401, every)) <= set(saves)
+
+
+def test_a_report_takes_a_small_share_of_the_time():
+    calls = []
+    report = loop.seldom(lambda: (calls.append(time.monotonic()), time.sleep(0.02)), share=0.2)
+    began = time.monotonic()
+    while time.monotonic() < began + 0.6:
+        report()
+    assert 2 <= len(calls) <= 0.2 * 0.6 / 0.02 + 2  # the first, and one more when it is due again
