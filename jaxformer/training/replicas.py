@@ -43,7 +43,7 @@ def leaves_on_devices(state: Any) -> dict[str, Any]:
 
 def compare(mesh: jax.sharding.Mesh, leaves: dict[str, Any], specs: list[P], parts: list[list[str]], step: int) -> None:
     """Raises Diverged where devices differ that hold the same part; `parts` names that of each leaf on each device."""
-    prints = jax.jit(partial(local_fingerprints, mesh, tuple(specs)))(tuple(leaves.values()))
+    prints = local_fingerprints(mesh, tuple(specs), tuple(leaves.values()))
     here = {shard.index[0].start or 0: np.asarray(shard.data)[0] for shard in prints.addressable_shards}
     of_device = {place: rows for found in all_gather_object(here) for place, rows in found.items()}
     for number, (name, names) in enumerate(zip(leaves, parts, strict=True)):
@@ -55,6 +55,7 @@ def compare(mesh: jax.sharding.Mesh, leaves: dict[str, Any], specs: list[P], par
                 raise Diverged(f"before step {step}, {difference(name, found)}; nothing was saved since", step)
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def local_fingerprints(mesh: jax.sharding.Mesh, specs: tuple[P, ...], leaves: tuple[jax.Array, ...]) -> jax.Array:
     """[devices, leaves, 2]: the fingerprint of what each device holds of each leaf."""
     of_one = lambda leaves: jnp.stack([fingerprint(leaf) for leaf in leaves])[None]

@@ -11,6 +11,7 @@ import numpy as np
 from jaxformer import models, params as parameters
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
+from jaxformer.parallel import processes
 from jaxformer.training import checkpoint
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import build
@@ -20,7 +21,8 @@ from jaxformer.training.step import LossScale, TrainState, init_state, make_trai
 
 
 def keep(folder: RunFolder, state: TrainState, step: int, metadata: dict[str, Any]) -> None:
-    """Saves what `replay` needs of the state before `step`. All processes call it."""
+    """Saves what `replay` needs of the state before `step`, in place of an earlier one. All processes call it."""
+    processes.first(lambda: folder.bad.rmtree(missing_ok=True))  # the same start ends at the same step again
     scale = None if state.loss_scale is None else float(state.loss_scale.value)
     with checkpoint.Manager(folder.bad, keep_latest=1) as manager:
         manager.save(step, {"params": state.params}, metadata | {"loss_scale": scale}, wait=True)

@@ -101,6 +101,9 @@ def test_a_run_that_stays_bad_keeps_the_step_and_says_where_it_is_bad(tmp_path, 
     experiment = replace(EXPERIMENT, data=Poisoned(vocab_size=8, length=4))
     with pytest.raises(NonFinite, match="not finite for 3 steps in a row, up to step 2"):
         loop.train(experiment, tmp_path)
+    caplog.clear()
+    with pytest.raises(NonFinite, match="up to step 2"):  # started again it ends there again, and says as much
+        loop.train(experiment, tmp_path)
     (line,) = [r.getMessage() for r in caplog.records if "gradient norm" in r.getMessage()]
     assert "batch: weights is not finite in rows" in line and "--replay" in line
     (folder,) = tmp_path.glob("bad-*")

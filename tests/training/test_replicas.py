@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jaxformer.parallel import pmap
-from jaxformer.training.replicas import Diverged, check, check_pmapped
+from jaxformer.training.replicas import Diverged, check, check_pmapped, local_fingerprints
 
 
 def mesh_of(axis_type=AxisType.Auto):
@@ -50,6 +50,14 @@ def test_a_flipped_bit_names_the_leaf_and_the_device(name, device, doubt):
     assert f"before step 40, {name} on device" in text and "suspect the hardware" in text
     assert ("cannot be known" in text) == doubt
     assert doubt or f"{name} on device {device} differs" in text
+
+
+def test_the_program_is_compiled_once():
+    mesh = mesh_of()
+    before = local_fingerprints._cache_size()
+    for step in range(3):
+        check(mesh, state_on(mesh), step)
+    assert local_fingerprints._cache_size() <= before + 1
 
 
 def test_a_part_without_copies_cannot_be_checked():
