@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import execution
+from jaxformer.config import execution, regular_file
 from jaxformer.data import tokenizers
-from jaxformer.data.records import Part, Policy, Problems, Stream, check_regular, lines, parts, records
+from jaxformer.data.records import Part, Policy, Problems, Stream, lines, parts, records
 from jaxformer.data.sources import Dataset, Windows, cache_folder, check_lengths, context_length
 from jaxformer.data.tokens import (
     Index,
@@ -121,7 +121,7 @@ def _files(path: str) -> list[str]:
     if os.path.isdir(path):
         found = [file for file in glob.glob(f"{glob.escape(path)}/**", recursive=True) if file.endswith(ENDINGS)]
     else:
-        check_regular(path)
+        regular_file(path)
         found = glob.glob(path, recursive=True)
     if files := sorted(file for file in found if os.path.isfile(file)):
         return files

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.data.records import Policy, Problems, check_regular
+from jaxformer.config import regular_file
+from jaxformer.data.records import Policy, Problems
 from jaxformer.data.sources import Dataset
 from jaxformer.errors import ConfigError, package_of
 
@@ -92,7 +93,7 @@ class Images:
 
 def _open_array(config: Images, path: str, model: Any, problems: Problems) -> tuple[Split, bytes]:
     """(the split of a .npz file, a digest of it)."""
-    check_regular(path)
+    regular_file(path)
     try:
         with zipfile.ZipFile(path), np.load(path) as file:  # of what is no zip file NumPy says that it is pickled
             images, labels = file["images"], file["labels"]
@@ -124,7 +125,7 @@ def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> t
 
     def first_bytes(file: Path) -> str | None:  # to decode all of a million files would take an hour
         try:
-            check_regular(file)
+            regular_file(file)
             Image.open(file).close()
         except (OSError, ValueError, SyntaxError) as error:  # ConfigError too is a ValueError
             return f" ({error})"

@@ -3,7 +3,6 @@
 import functools
 import gzip
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from etils import epath
 
+from jaxformer.config import regular_file
 from jaxformer.errors import ConfigError, did_you_mean, package_of
 
 Policy = Literal["skip", "error"]
@@ -37,12 +37,6 @@ class Problems:
         """Of no problem: empty. Otherwise "; 3 rows skipped: 2 empty (first train.de:17), 1 not UTF-8 (first train.de:20)"."""
         kinds = ", ".join(f"{count:,} {kind} (first {self.first[kind]})" for kind, count in self.counts.items())
         return f"; {sum(self.counts.values()):,} rows skipped: {kinds}" if kinds else ""
-
-
-def check_regular(path: str | os.PathLike) -> None:
-    """Raises ConfigError for a FIFO, a device or a folder: to read one may never end."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ConfigError(f"data: {path} is no regular file but a folder, a FIFO or a device; copy what it gives into a file")
 
 
 class Part(NamedTuple):
@@ -173,7 +167,7 @@ def _jsonl(path: str, problems: Problems, part: Part) -> Iterator[tuple[Any, Any
 def _open_parquet(path: str, problems: Problems) -> Any:
     with package_of("data"):
         from pyarrow import parquet
-    check_regular(path)
+    regular_file(path)
     try:
         return parquet.ParquetFile(path)
     except FileNotFoundError:
@@ -228,7 +222,7 @@ def _value(row: Any, name: str) -> Any:
 
 
 def _raw_lines(path: str, part: Part) -> Iterator[bytes]:
-    check_regular(path)
+    regular_file(path)
     try:
         with epath.Path(path).open("rb") as file:
             if part.start:

@@ -18,9 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxformer.config import execution
+from jaxformer.config import execution, regular_file
 from jaxformer.data import tokenizers
-from jaxformer.data.records import check_regular
 from jaxformer.data.tokens import free_bytes, is_full, new_file
 from jaxformer.errors import ConfigError, did_you_mean
 
@@ -228,7 +227,7 @@ def _read_path(config: Text) -> tuple[str, bytes]:
 
 def _read_files(files: list[Path]) -> bytes:
     for file in files:
-        check_regular(file)
+        regular_file(file)
         if file.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip"):
             raise ConfigError(f"data.path: {file} is compressed; unpack it, or read .txt.gz with data=Corpus(path=…)")
     if (size := sum(file.stat().st_size for file in files)) > LARGEST_TEXT:
