@@ -28,7 +28,7 @@ from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run import ask, check_data, evaluator, on_devices, sample_text, writes_text
 from jaxformer.training.run_folder import RunFolder, describe, introduce, run_folder
 from jaxformer.training.signals import Interrupted, Signals
-from jaxformer.training.step import TrainState, first_state, init_state, make_train_step, state_shardings
+from jaxformer.training.step import TrainState, abstract_state, first_state, make_train_step, state_shardings
 
 log = logging.getLogger("jaxformer")
 TRACED = 10, 15  # the first and last step of a profile, counted from the start of the process: the first ones compile
@@ -170,12 +170,8 @@ def keep_memory() -> None:
 
 def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh, begin) -> tuple[TrainState, int]:
     """The newest good state, or that of the parameters `begin()`, on the mesh; the record goes back to the same step."""
-    abstract, shardings = jax.eval_shape(partial(init_state, recipe)), None
-    if mesh is not None and recipe.mesh.backend == "jit":
-        shardings = state_shardings(recipe, mesh)
-        placed = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        abstract = jax.tree.map(placed, abstract, shardings)
-    restored = manager.restore(abstract)
+    shardings = state_shardings(recipe, mesh) if mesh is not None and recipe.mesh.backend == "jit" else None
+    restored = manager.restore(abstract_state(recipe, shardings))
     if restored is None:
         record.rewind(0)
         return first_state(recipe, shardings, begin()), 0

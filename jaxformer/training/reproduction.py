@@ -17,7 +17,7 @@ from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import build
 from jaxformer.training.run import Run, check_data, on_devices
 from jaxformer.training.run_folder import RunFolder
-from jaxformer.training.step import LossScale, TrainState, init_state, make_train_step, state_shardings
+from jaxformer.training.step import LossScale, TrainState, abstract_state, init_state, make_train_step, state_shardings
 
 
 def keep(folder: RunFolder, state: TrainState, step: int, metadata: dict[str, Any]) -> None:
@@ -34,11 +34,7 @@ def replay(run: Run) -> dict[str, Any]:
     if not checkpoint.steps(run.folder.bad):
         raise ConfigError(f"{run.folder.path}: no bad step is kept; a run keeps one when too many in a row end it")
     shardings = None if mesh is None else state_shardings(recipe, mesh)
-    abstract = jax.eval_shape(partial(init_state, recipe)).params
-    if shardings is not None:
-        place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        abstract = jax.tree.map(place, abstract, shardings.params)
-    step, trained, metadata = checkpoint.restore_params(run.folder.bad, abstract)
+    step, trained, metadata = checkpoint.restore_params(run.folder.bad, abstract_state(recipe, shardings).params)
     dataset = batching.open_dataset(experiment.data, experiment.model)
     check_data(run.folder, metadata, dataset)
     selection = dataset.train, experiment.batch_size, experiment.seed

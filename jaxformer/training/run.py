@@ -29,7 +29,7 @@ from jaxformer.training.metrics import read_records
 from jaxformer.training.names import NAMES
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run_folder import RunFolder, allow, open_experiment
-from jaxformer.training.step import init_state, state_shardings
+from jaxformer.training.step import abstract_state, state_shardings
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +50,8 @@ class Run:
     @cached_property
     def checkpoint(self) -> tuple[int, Any, dict]:
         """(step, the tree that trained, metadata): averaged parameters where there are any, split over the mesh."""
-        abstract = jax.eval_shape(partial(init_state, self.recipe))
+        abstract = abstract_state(self.recipe, None if self.mesh is None else state_shardings(self.recipe, self.mesh))
         part, leaves = "params" if abstract.ema is None else "ema", abstract.params
-        if self.mesh is not None:
-            put = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            leaves = jax.tree.map(put, leaves, state_shardings(self.recipe, self.mesh).params)
         restore = partial(checkpoint.restore_params, self.folder.checkpoints, leaves, part=part)
         step, tree, metadata = restore(self.step)
         there = [other for other in checkpoint.steps(self.folder.checkpoints) if other <= step]

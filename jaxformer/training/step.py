@@ -58,6 +58,13 @@ def init_state(recipe: Recipe, trained: Tree = None) -> TrainState:
     return TrainState(zero, trained, recipe.optimizer.init(trained), ema, scale, jnp.zeros_like(zero), recent)
 
 
+def abstract_state(recipe: Recipe, shardings: TrainState | None = None) -> TrainState:
+    """The shapes and types of the state, split as `shardings` say."""
+    state = jax.eval_shape(partial(init_state, recipe))
+    put = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return state if shardings is None else jax.tree.map(put, state, shardings)
+
+
 def first_state(recipe: Recipe, shardings: TrainState | None = None, trained: Tree = None) -> TrainState:
     """The state before the first step on the devices, random or from the parameters `trained`."""
     if trained is not None and shardings is not None:
