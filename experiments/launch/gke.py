@@ -4,23 +4,26 @@
 
 One pod per host. Kubernetes restarts a pod that ends with 143 (preempted, saved). Exit codes 2 and 3 end the JobSet, because
 a restart would fail again. Another failure restarts all pods together, up to `--retries` times. Needs kubectl, a cluster with
-TPU nodes and the JobSet controller, and an image of this checkout (experiments/launch/Dockerfile).
+TPU nodes and the JobSet controller, and an image of this checkout (`make image IMAGE=...`). Rules for exit codes:
+kubernetes.io/docs/tasks/job/pod-failure-policy, 2026-11.
 """
 
 import json
 import re
 import sys
 
-from experiments.launch import slices
+from experiments.launch import door, slices
 from jaxformer.errors import ConfigError
 
+# both caches of metadata are off: docs.cloud.google.com/storage/docs/cloud-storage-fuse/config-file, 2026-11
+CACHES = "metadata-cache:ttl-secs:0,metadata-cache:negative-ttl-secs:0"
 BUCKET = """\
               - name: runs
                 csi:
                   driver: gcsfuse.csi.storage.gke.io
                   volumeAttributes:
                     bucketName: {bucket}
-                    mountOptions: implicit-dirs,rename-dir-limit=1000000,metadata-cache:ttl-secs:0
+                    mountOptions: implicit-dirs,rename-dir-limit=1000000,{caches}
 """
 CLAIM = """\
               - name: runs
@@ -98,20 +101,24 @@ def add_options(parser) -> None:
     parser.add_argument("--retries", type=int, default=10, help="restarts that are not preemptions")
 
 
-def manifest(options, arguments: list[str]) -> str:
+def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
+    """The JobSet, and what was checked of it."""
     slices.require(options.topology, "no topology: give TOPOLOGY=, such as TOPOLOGY=v5e:4x4")
-    slices.require(options.image, "no image: give IMAGE=, built with experiments/launch/Dockerfile")
+    slices.require(options.image, "no image: give IMAGE=, made by `make image IMAGE=...`")
     tpu = slices.parse_slice(options.topology)
     if bool(options.bucket) == bool(options.claim):
         raise ConfigError("runs must outlive their pods: give BUCKET=name or CLAIM=name, one of them")
-    for option in ("bucket", "claim", "name", "account"):
+    bucket = slices.bucket_name(options.bucket) if options.bucket else ""
+    for option in ("claim", "name", "account"):
         if not re.fullmatch(r"[a-z0-9._-]*", value := getattr(options, option)):
             raise ConfigError(f"{option.upper()}={value}: expected a plain name of letters, digits, dots and dashes")
     if options.slices < 1:
         raise ConfigError(f"SLICES={options.slices}: must be at least 1")
     if not re.fullmatch(r"[\w./:@-]+", options.image):
         raise ConfigError(f"IMAGE={options.image}: expected the name of a container image")
-    return MANIFEST.format(
+    hosts = door.Hosts(options.slices * tpu.devices, options.slices * tpu.hosts, options.slices, files="image", mount="/runs")
+    command = door.train_command(options.experiment, arguments, "/runs", hosts)
+    text = MANIFEST.format(
         name=options.name or slices.job_name(options.experiment),
         retries=options.retries,
         slices=options.slices,
@@ -122,14 +129,16 @@ def manifest(options, arguments: list[str]) -> str:
         spot=SPOT.rstrip() if options.spot else "",
         image=options.image,
         account=options.account,
-        command=json.dumps(["python", *slices.train_command(options.experiment, arguments, "/runs")]),
-        fuse=str(bool(options.bucket)).lower(),
-        volume=(BUCKET.format(bucket=options.bucket) if options.bucket else CLAIM.format(claim=options.claim)),
+        command=json.dumps(["python", *command.words]),
+        fuse=str(bool(bucket)).lower(),
+        volume=(BUCKET.format(bucket=bucket, caches=CACHES) if bucket else CLAIM.format(claim=options.claim)),
     )
+    return text, command.facts
 
 
 def launch(options, arguments: list[str]) -> int:
-    return slices.submit(manifest(options, arguments), ["kubectl", "apply", "-f"], options.dry)
+    text, facts = manifest(options, arguments)
+    return slices.submit(text, ["kubectl", "apply", "-f"], options.dry, facts)
 
 
 def main(argv: list[str] | None = None) -> int:

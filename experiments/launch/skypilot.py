@@ -5,6 +5,7 @@
 
 SkyPilot copies this working tree and runs the command on every host. After a preemption (also exit code 143: preempted,
 saved) it starts the command elsewhere, and the run resumes from the bucket. Needs: pip install skypilot, `sky check`.
+The fields are those of docs.skypilot.co/en/latest/reference/yaml-spec.html, 2026-11.
 """
 
 import json
@@ -12,7 +13,7 @@ import re
 import shlex
 import sys
 
-from experiments.launch import slices
+from experiments.launch import door, lock, slices
 from jaxformer.errors import ConfigError
 
 TASK = """\
@@ -30,10 +31,11 @@ file_mounts:
   /bucket:
     source: {bucket}
     mode: MOUNT
+  ~/constraints.txt: {lock}
 setup: |
   python3 -m pip install -q --user uv
-  ~/.local/bin/uv venv -q --allow-existing --python 3.12 .venv
-  ~/.local/bin/uv pip install -q -e '.[{extra}]'
+  ~/.local/bin/uv venv -q --allow-existing --python {python} .venv
+  ~/.local/bin/uv pip install -q -c ~/constraints.txt -e '.[{extra},hosts]'
 run: |
 {environment}  exec .venv/bin/python {command}
 """
@@ -52,36 +54,53 @@ def add_options(parser) -> None:
     parser.add_argument("--retries", type=int, default=3, help="restarts after a failure that is not a preemption")
 
 
-def task(options, arguments: list[str]) -> str:
+def task(options, arguments: list[str]) -> tuple[str, list[str]]:
+    """The task, and what was checked of it."""
     if bool(options.topology) == bool(options.accelerators):
         raise ConfigError("where to train: give TOPOLOGY=v5e:4x4 (a TPU slice) or GPUS=H100:8 NODES=4, one of them")
-    if not re.fullmatch(r"[a-z0-9]+://[\w./-]+", options.bucket):
-        raise ConfigError(f"BUCKET={options.bucket}: runs must outlive their nodes; expected gs://name or s3://name")
+    bucket = options.bucket
+    if bucket.startswith("gs://") or (bucket and options.topology):
+        bucket = f"gs://{slices.bucket_name(bucket)}"
+    if not re.fullmatch(r"[a-z0-9]+://[\w./-]+", bucket):
+        raise ConfigError(f"BUCKET={bucket}: runs must outlive their nodes; expected gs://name or s3://name")
     if options.nodes < 1 or (options.topology and options.nodes > 1):
         raise ConfigError(f"NODES={options.nodes}: expected at least 1; a TPU slice has its own number of hosts")
     accelerators, runtime = options.accelerators, ""
     if options.topology:
         tpu = slices.parse_tpu_vm(options.topology)
+        if tpu.shape != tpu.default_shape:
+            size = f"SkyPilot asks for a size, {tpu.accelerator}, which is {tpu.kind}:{tpu.default_shape}"
+            raise ConfigError(f"TOPOLOGY={options.topology}: {size}; take that shape, or make pod-train")
+        hosts = door.Hosts(tpu.devices, tpu.hosts, mount="/bucket")
         accelerators = f"tpu-{tpu.accelerator}"
         runtime = f"\n  accelerator_args:\n    runtime_version: {slices.KINDS[tpu.kind].runtime}"
-    elif not re.fullmatch(r"[\w-]+:\d+", accelerators):
+    elif not re.fullmatch(r"[\w-]+:[1-9]\d*", accelerators):
         raise ConfigError(f"GPUS={accelerators}: expected a kind and how many a node, such as H100:8")
-    return TASK.format(
+    else:
+        hosts = door.Hosts(options.nodes * int(accelerators.partition(":")[2]), options.nodes, mount="/bucket")
+    command = door.train_command(options.experiment, arguments, "/bucket/runs", hosts)
+    text = TASK.format(
         name=slices.job_name(options.experiment),
         nodes=options.nodes,
         accelerators=accelerators,
         arguments=runtime,
         spot=json.dumps(not options.on_demand),
         retries=options.retries,
-        bucket=options.bucket,
+        bucket=bucket,
+        lock=lock.FILE,
+        python=lock.PYTHON,
         extra="tpu" if options.topology else "cuda",
         environment=GPUS if options.nodes > 1 else "",
-        command=shlex.join(slices.train_command(options.experiment, arguments, "/bucket/runs")),
+        command=shlex.join(command.words),
     )
+    return text, command.facts
 
 
 def launch(options, arguments: list[str]) -> int:
-    return slices.submit(task(options, arguments), ["sky", "jobs", "launch", "--yes"], options.dry)
+    text, facts = task(options, arguments)
+    if not options.dry:
+        lock.write()
+    return slices.submit(text, ["sky", "jobs", "launch", "--yes"], options.dry, facts)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Parts of every launcher: TPU slices, options, and the training command, which is checked before anything is rented."""
+"""Parts of every launcher: TPU slices, names of buckets, options."""
 
 import argparse
 import math
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxformer import config
 from jaxformer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +27,7 @@ class Kind:
     number: int  # the accelerator type counts cores (2 a chip) or chips (1)
     runtime: str  # software version of the TPU VM
     gke: str  # node label
+    devices: int = 1  # of a chip, as JAX counts them
 
 
 KINDS = {
@@ -35,7 +35,7 @@ KINDS = {
     "v5e": Kind(256, "v5litepod", 1, "v2-alpha-tpuv5-lite", "tpu-v5-lite-podslice"),
     "v5p": Kind(6144, "v5p", 2, "v2-alpha-tpuv5", "tpu-v5p-slice"),
     "v6e": Kind(256, "v6e", 1, "v2-alpha-tpuv6e", "tpu-v6e-slice"),
-    "tpu7x": Kind(9216, None, 2, "", "tpu7x"),
+    "tpu7x": Kind(9216, None, 2, "", "tpu7x", devices=2),
 }
 
 
@@ -58,10 +58,23 @@ class Slice:
         return self.chips // self.chips_per_host
 
     @property
+    def devices(self) -> int:
+        return self.chips * KINDS[self.kind].devices
+
+    @property
     def accelerator(self) -> str:
-        """gcloud's name, such as v5litepod-16 or v5p-128."""
+        """gcloud's name, such as v5litepod-16 or v5p-128: a size, which Google gives the shape `default_shape`."""
         kind = KINDS[self.kind]
         return f"{kind.gcloud}-{self.chips * kind.number}"
+
+    @property
+    def default_shape(self) -> str:
+        """The shape of this size that is nearest to a cube (cloud.google.com/tpu/docs/v5p, table of slice shapes; 2026-11)."""
+        if self.shape in FLAT + SMALL:
+            return self.shape
+        sides, chips = range(4, 49, 4), self.chips
+        shapes = [(a, b, chips // (a * b)) for a in sides for b in sides if chips % (a * b * 4) == 0]
+        return "x".join(map(str, sorted(min(shapes, key=sum))))
 
 
 def parse_slice(text: str) -> Slice:
@@ -90,12 +103,12 @@ def parse_tpu_vm(text: str) -> Slice:
     return tpu
 
 
-def train_command(experiment: str, arguments: list[str], runs: str) -> list[str]:
-    """`-m jaxformer train ...`. The experiment and its options are checked here, where a mistake costs nothing."""
-    if Path(experiment).is_absolute():
-        raise ConfigError(f"EXP={experiment}: give a path inside this checkout, which is what is copied")
-    config.override(config.load(experiment), arguments)
-    return ["-m", "jaxformer", "train", experiment, "--runs", runs, *arguments]
+def bucket_name(text: str) -> str:
+    """The name of a Google Cloud bucket, which may be written `name`, `name/` or `gs://name`."""
+    name = text.removeprefix("gs://").rstrip("/")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
+        raise ConfigError(f"BUCKET={text}: expected the name of a bucket, such as my-bucket or gs://my-bucket")
+    return name
 
 
 def job_name(experiment: str) -> str:
@@ -130,20 +143,20 @@ def main(module: str, doc: str | None, add_options: Callable, launch: Callable, 
         parser = Parser(module, doc)
         add_options(parser)
         return launch(parser.parse_args(words[:cut]), words[cut + 1 :])
-    except ConfigError as error:
+    except (ConfigError, NotImplementedError) as error:  # a mixer refuses what it cannot do by name
         print(f"{module}: {error}", file=sys.stderr)
         return 2
 
 
-def submit(text: str, command: list[str], dry: bool) -> int:
-    """Runs `command FILE`, where FILE holds `text`. If `dry`, prints both."""
+def submit(text: str, command: list[str], dry: bool, facts: list[str]) -> int:
+    """Runs `command FILE` in the checkout, where FILE holds `text`. If `dry`, prints both and the facts that were checked."""
     if dry:
-        print(f"{text.rstrip()}\n# {shlex.join(command)} FILE")
+        print(text.rstrip(), f"# {shlex.join(command)} FILE", *(f"# {fact}" for fact in facts), sep="\n")
         return 0
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:  # SkyPilot recognises a task by this suffix
         file.write(text)
         file.flush()
         try:
-            return subprocess.run([*command, file.name]).returncode
+            return subprocess.run([*command, file.name], cwd=ROOT).returncode
         except FileNotFoundError:
             raise ConfigError(f"{command[0]}: not installed here; DRY=1 prints its input") from None

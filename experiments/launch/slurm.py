@@ -4,14 +4,16 @@
 
 There is one task per GPU, as JAX expects, or one per node without GPUs. Two minutes before the time limit Slurm sends SIGTERM.
 The tasks save and end with 143, and the job is queued again. Exit codes 2 and 3 end the job, because a restart would fail
-again. All nodes must share the file system of the runs.
+again. All nodes must share the file system of this checkout, with its environment, and of the runs. GPU nodes use .venv-cuda
+(`make .venv-cuda/ready` on the login node), CPU nodes .venv.
 """
 
 import re
 import shlex
 import sys
+from pathlib import Path
 
-from experiments.launch import slices
+from experiments.launch import door, lock, slices
 from jaxformer.errors import ConfigError
 
 SCRIPT = """\
@@ -27,7 +29,7 @@ SCRIPT = """\
 
 cd {root}
 # a task that ends first must not take the others with it while they save
-srun --kill-on-bad-exit=0 --cpu-bind=none {command}
+srun --kill-on-bad-exit=0 --cpu-bind=none{cpus} {command}
 code=$?
 case $code in
   0) exit 0 ;;
@@ -48,13 +50,24 @@ def add_options(parser) -> None:
     parser.add_argument("--partition", default="")
     parser.add_argument("--account", default="")
     parser.add_argument("--runs", default="runs", help="folder for runs, shared by all nodes")
-    parser.add_argument("--python", default=".venv/bin/python")
+    parser.add_argument("--python", default="", help="(default: .venv-cuda/bin/python, without GPUs .venv/bin/python)")
     parser.add_argument("--retries", type=int, default=10, help="number of restarts after crashes")
 
 
-def script(options, arguments: list[str]) -> str:
-    if options.nodes < 1 or options.gpus < 0:
-        raise ConfigError(f"NODES={options.nodes} GPUS={options.gpus}: expected at least one node")
+def check_environment(python: str, cuda: bool) -> None:
+    """That the nodes' environment, which is on this file system, is there, with the version of jax that was tested."""
+    folder, version = Path(python).parent.parent, lock.versions()[0]["jax"]
+    packages = (slices.ROOT / folder).glob("lib/python*/site-packages/jax-*.dist-info")
+    if (found := [path.name for path in packages]) != [f"jax-{version}.dist-info"]:
+        has = f"has {found[0].removesuffix('.dist-info')}, not jax-{version}" if found else "has no jax"
+        advice = "rm -rf .venv-cuda; make .venv-cuda/ready, where there is a network" if cuda else "give --python="
+        raise ConfigError(f"--python={python}: {has}; {advice}")
+
+
+def script(options, arguments: list[str]) -> tuple[str, list[str]]:
+    """The batch script, and what was checked of it."""
+    if options.nodes < 1 or options.gpus < 0 or options.cpus < 0:
+        raise ConfigError(f"NODES={options.nodes} GPUS={options.gpus} CPUS={options.cpus}: expected at least one node")
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", options.time):
         raise ConfigError(f"TIME={options.time}: expected hours:minutes:seconds, or days-hours:minutes:seconds")
     lines = [f"--gpus-per-node={options.gpus}"] * bool(options.gpus) + [f"--cpus-per-task={options.cpus}"] * bool(options.cpus)
@@ -63,20 +76,29 @@ def script(options, arguments: list[str]) -> str:
             if not re.fullmatch(r"[\w.,-]+", value):
                 raise ConfigError(f"{option.upper()}={value}: expected a name")
             lines.append(f"--{option}={value}")
-    return SCRIPT.format(
+    python = options.python or (".venv-cuda/bin/python" if options.gpus else ".venv/bin/python")
+    if not options.dry:
+        check_environment(python, options.gpus > 0)
+    tasks = options.nodes * max(options.gpus, 1)
+    command = door.train_command(options.experiment, arguments, options.runs, door.Hosts(tasks, tasks, files="shared"))
+    text = SCRIPT.format(
         name=slices.job_name(options.experiment),
         nodes=options.nodes,
         tasks=max(options.gpus, 1),
         resources="".join(f"\n#SBATCH {line}" for line in lines),
         time=options.time,
         root='"$SLURM_SUBMIT_DIR"',
-        command=shlex.join([options.python, *slices.train_command(options.experiment, arguments, options.runs)]),
+        # srun does not inherit it from sbatch since Slurm 22.05 (slurm.schedmd.com/sbatch.html, --cpus-per-task; 2026-11)
+        cpus=f" --cpus-per-task={options.cpus}" * bool(options.cpus),
+        command=shlex.join([python, *command.words]),
         retries=options.retries,
     )
+    return text, command.facts
 
 
 def launch(options, arguments: list[str]) -> int:
-    return slices.submit(script(options, arguments), ["sbatch"], options.dry)
+    text, facts = script(options, arguments)
+    return slices.submit(text, ["sbatch"], options.dry, facts)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,10 +3,11 @@
     python -m experiments.launch.tpu_vm EXP --tpu NAME --zone ZONE [--topology v5e:4x4] [--spot] [--bucket B] [--dry] -- OPTIONS
 
 If the TPU does not exist, it is created (a queued resource; needs --topology). This working tree is copied to every worker and
-installed. The command starts on all workers, independent of this terminal, which shows worker 0's log. The same command again
-attaches to the run, or resumes it if it has stopped. Exit code 0 means finished. 2 and 3 end it, because a restart would fail
-again. 143 (preempted, saved) and others restart it, on a new TPU if necessary. Needs gcloud with a login. The TPU costs money
-from its creation until `gcloud compute tpus queued-resources delete`.
+installed in the versions of the environment at hand; a restart with the same tree and versions installs nothing. The command
+starts on all workers, independent of this terminal, which shows worker 0's log. The same command again attaches to the run, or
+resumes it if it has stopped. Exit code 0 means finished. 2 and 3 end it, because a restart would fail again. 143 (preempted,
+saved) and others restart it, on a new TPU if necessary. Needs gcloud with a login. The TPU costs money from its creation until
+`gcloud compute tpus queued-resources delete`.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from experiments.launch import slices
+from experiments.launch import door, lock, slices
 from jaxformer.errors import ConfigError
 
 STABLE = 600.0  # seconds: after a longer attempt the count of failures starts again at 1
@@ -27,25 +28,31 @@ WAIT_STATES = (
     "WAITING_FOR_RESOURCES", "ACTIVE",
 )  # fmt: skip
 FINAL_CODES = {2, 3, 130}  # a mistake in the options, NaN, Ctrl-C: a restart would fail again
-PACK = "git ls-files -z --cached --others --exclude-standard | tar --null --ignore-failed-read -czf {file} -T -"
-INSTALL = (  # a TPU VM has Python 3.10; uv installs a newer one
-    "mkdir -p ~/jaxformer ~/jaxformer.run && tar -xzf ~/jaxformer.tgz -C ~/jaxformer && cd ~/jaxformer"
-    " && python3 -m pip install -q --user uv && ~/.local/bin/uv venv -q --allow-existing --python 3.12 .venv"
-    " && ~/.local/bin/uv pip install -q -e '.[tpu,gcs]'"
+PACK = (
+    "git ls-files -z --cached --others --exclude-standard | tar --null --ignore-failed-read -czf {file} " + lock.FILE + " -T -"
 )
-MOUNT = (  # a checkpoint is complete when its folder is renamed; without caches every host sees that at once
+INSTALL = (  # a TPU VM has Python 3.10; uv installs the one of the lock
+    "rm -f ~/jaxformer.run/installed && mkdir -p ~/jaxformer && tar -xzf ~/jaxformer.tgz -C ~/jaxformer && cd ~/jaxformer"
+    " && python3 -m pip install -q --user uv && ~/.local/bin/uv venv -q --allow-existing --python " + lock.PYTHON + " .venv"
+    " && ~/.local/bin/uv pip install -q -c " + lock.FILE + " -e '.[tpu,hosts]' && echo {digest} > ~/jaxformer.run/installed"
+)
+# A checkpoint is complete when its folder is renamed; without caches every host sees that at once. Files that are there are
+# cached for --metadata-cache-ttl-secs, those that are not for --metadata-cache-negative-ttl-secs (5 by default):
+# docs.cloud.google.com/storage/docs/cloud-storage-fuse/stat-caching and type-caching, 2026-11.
+MOUNT = (
     "command -v gcsfuse > /dev/null || {{ echo deb https://packages.cloud.google.com/apt gcsfuse-$(lsb_release -cs) main"
     " | sudo tee /etc/apt/sources.list.d/gcsfuse.list > /dev/null"
     " && curl -s https://packages.cloud.google.com/apt/doc/apt-key.gpg"
     " | sudo tee /etc/apt/trusted.gpg.d/gcsfuse.asc > /dev/null"
     " && sudo apt-get -qq update && sudo apt-get -qq install -y gcsfuse; }}"
     " && sudo install -d -o $USER /mnt/bucket && {{ mountpoint -q /mnt/bucket"
-    " || gcsfuse --implicit-dirs --rename-dir-limit=1000000 --metadata-cache-ttl-secs=0 {bucket} /mnt/bucket; }}"
+    " || gcsfuse --implicit-dirs --rename-dir-limit=1000000 --metadata-cache-ttl-secs=0"
+    " --metadata-cache-negative-ttl-secs=0 {bucket} /mnt/bucket; }}"
 )
-PROBE = (
-    "cd ~/jaxformer.run 2>/dev/null && [ -e id ] && echo jaxformer $(cat id)"
-    " $(if kill -0 $(cat pid) 2>/dev/null; then echo running; else cat exit 2>/dev/null || echo lost; fi)"
-    " || echo jaxformer - none"
+PROBE = (  # what was started, how it is, and what is installed
+    "mkdir -p ~/jaxformer.run && cd ~/jaxformer.run && echo jaxformer $(cat id 2>/dev/null || echo -)"
+    " $(if [ ! -e id ]; then echo none; elif kill -0 $(cat pid) 2>/dev/null; then echo running;"
+    " else cat exit 2>/dev/null || echo lost; fi) $(cat installed 2>/dev/null || echo -)"
 )
 FOLLOW = "cd ~/jaxformer.run && tail -n 50 -F --pid=$(cat pid) log"
 END = "kill -TERM -- -$(cat ~/jaxformer.run/pid)"  # it saves and ends with 143
@@ -70,9 +77,11 @@ class Pod:
     def create(self) -> list[str]:
         if self.slice is None:
             raise ConfigError(f"TPU={self.name}: there is none in {self.zone}; give TOPOLOGY=v5e:4x4 to create it")
+        # a size of v4 or v5p has several shapes: cloud.google.com/sdk/gcloud/reference/.../queued-resources/create, 2026-11
+        shape = [f"--type={self.slice.kind}", f"--topology={self.slice.shape}"]
         return self.gcloud(
             "queued-resources", "create", self.name, f"--node-id={self.name}",
-            f"--accelerator-type={self.slice.accelerator}",
+            *(shape if self.slice.kind in ("v4", "v5p") else [f"--accelerator-type={self.slice.accelerator}"]),
             f"--runtime-version={slices.KINDS[self.slice.kind].runtime}", *["--spot"] * self.spot,
         )  # fmt: skip
 
@@ -83,14 +92,25 @@ class Pod:
         """The first ssh goes to one worker and makes the key. In parallel, all workers would make it."""
         return self.ssh("true", worker="0")
 
-    def prepare(self, bucket: str) -> list[list[str]]:
+    def install(self, digest: str) -> list[list[str]]:
         file = f"/tmp/jaxformer-{self.name}.tgz"
         return [
             ["bash", "-c", PACK.format(file=file)],
             self.gcloud("tpu-vm", "scp", file, f"{self.name}:jaxformer.tgz", "--worker=all"),
-            self.ssh(INSTALL),
-            *([self.ssh(MOUNT.format(bucket=bucket))] if bucket else []),
+            self.ssh(INSTALL.format(digest=digest)),
         ]
+
+    def mount(self, bucket: str) -> list[list[str]]:
+        return [self.ssh(MOUNT.format(bucket=bucket))] if bucket else []
+
+
+def tree_digest() -> str:
+    """Of the files that are copied and of the lock: a worker that has installed them is ready."""
+    digest = hashlib.sha256(lock.text().encode())
+    for name in door.tree():
+        path = slices.ROOT / name
+        digest.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes() if path.is_file() else b"")
+    return digest.hexdigest()[:16]
 
 
 def start(command: list[str]) -> tuple[str, str]:
@@ -158,10 +178,10 @@ def wait_until_ready(pod: Pod, pause: float) -> None:
         time.sleep(pause)
 
 
-def probe(pod: Pod) -> list[tuple[str, str]] | None:
-    """(identity, running | exit code | lost | none) of every worker; None if one does not answer."""
+def probe(pod: Pod) -> list[tuple[str, str, str]] | None:
+    """(identity, running | exit code | lost | none, digest of what is installed) of every worker; None without an answer."""
     done = run(pod.ssh(PROBE), capture_output=True)
-    return re.findall(r"^jaxformer (\S+) (\S+)$", done.stdout, re.MULTILINE) or None if done.returncode == 0 else None
+    return re.findall(r"^jaxformer (\S+) (\S+) (\S+)$", done.stdout, re.MULTILINE) or None if done.returncode == 0 else None
 
 
 def attempt(pod: Pod, bucket: str, command: list[str], pause: float) -> set[str]:
@@ -170,17 +190,21 @@ def attempt(pod: Pod, bucket: str, command: list[str], pause: float) -> set[str]
     identity, start_command = start(command)
     if call(pod.warm()) or (workers := probe(pod)) is None:
         return set()
-    identities = {worker for worker, status in workers if status == "running"}
+    identities = {identity for identity, status, _ in workers if status == "running"}
     if identities - {identity}:
         raise ConfigError(f"TPU={pod.name}: is busy with another command; wait, or end it: {shlex.join(pod.ssh(END))}")
-    if not identities and any(call(words) for words in [*pod.prepare(bucket), pod.ssh(start_command)]):
-        return set()
+    if not identities:
+        digest = tree_digest()
+        lock.write()
+        steps = [] if {installed for _, _, installed in workers} == {digest} else pod.install(digest)
+        if any(call(words) for words in [*steps, *pod.mount(bucket), pod.ssh(start_command)]):
+            return set()
     partial_ends = 0
     while partial_ends < 10:  # when one worker has ended, the others end within a minute
         call(pod.ssh(FOLLOW, worker="0"))
         if (workers := probe(pod)) is None:
             return set()
-        if "running" not in (statuses := {status for _, status in workers}):
+        if "running" not in (statuses := {status for _, status, _ in workers}):
             return statuses
         partial_ends = partial_ends + 1 if len(statuses) > 1 else 0
         time.sleep(pause)
@@ -218,7 +242,8 @@ def script(pod: Pod, bucket: str, command: list[str]) -> str:
         "where there is no TPU of this name:": [pod.create()] if pod.slice else [["#", "give TOPOLOGY=v5e:4x4"]],
         "until READY:": [pod.gcloud("tpu-vm", "describe", pod.name, "--format=value(state)")],
         "how every worker is:": [pod.warm(), pod.ssh(PROBE)],
-        "unless it runs already:": [*pod.prepare(bucket), pod.ssh(start(command)[1])],
+        "unless that very tree is installed on all:": pod.install(tree_digest()),
+        "unless it runs already:": [*pod.mount(bucket), pod.ssh(start(command)[1])],
         "its log, then how every worker ended:": [pod.ssh(FOLLOW, "0"), pod.ssh(PROBE)],
         "where the TPU was preempted, before the next attempt:": [pod.delete()],
     }
@@ -246,14 +271,17 @@ def launch(options, arguments: list[str]) -> int:
     tpu = slices.parse_tpu_vm(options.topology) if options.topology else None
     if options.bucket and options.runs:
         raise ConfigError("BUCKET and RUNS: give one of them")
-    if not re.fullmatch(r"[a-z0-9._-]*", bucket := options.bucket.removeprefix("gs://").rstrip("/")):
-        raise ConfigError(f"BUCKET={options.bucket}: expected the name of a bucket")
+    bucket = slices.bucket_name(options.bucket) if options.bucket else ""
     shared = "/mnt/bucket/runs" if bucket else options.runs
-    command = slices.train_command(options.experiment, arguments, shared or "runs")
+    mount = "/mnt/bucket" if bucket else "/mnt/data"
+    hosts = door.Hosts(tpu.devices if tpu else None, tpu.hosts if tpu else 1, mount=mount)
+    checked = door.train_command(options.experiment, arguments, shared or "runs", hosts)
+    command = checked.words
     pod = Pod(options.tpu, options.zone, options.project, tpu, options.spot)
     warning = "no BUCKET and no RUNS: checkpoints are on the worker's own disk, and go with the TPU"
     if options.dry:
-        print(*([] if shared else [f"# {warning}"]), script(pod, bucket, command), sep="\n")
+        facts = [f"# {fact}" for fact in checked.facts]
+        print(*([] if shared else [f"# {warning}"]), script(pod, bucket, command), *facts, sep="\n")
         return 0
     if not shared and (tpu is None or tpu.hosts > 1 or options.spot):
         raise ConfigError(f"{warning}; give BUCKET=name, RUNS=/a/folder/that/all/share, or RUNS=gs://bucket/runs")

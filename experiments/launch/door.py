@@ -1,0 +1,169 @@
+"""What a run checks when it starts, checked before anything is rented: no device and none of its memory is needed."""
+
+import ast
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from packaging.utils import canonicalize_name
+
+from experiments.launch import lock
+from jaxformer import parallel
+from jaxformer.cli.arguments import read_experiment
+from jaxformer.errors import ConfigError
+from jaxformer.training.recipe import build
+from jaxformer.training.step import state_specs
+
+PATHS = ("path", "train", "validation")  # the fields of our data that name files
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What a launcher rents, and which files its hosts see."""
+
+    devices: int | None  # as JAX counts them; None: the launcher is not told
+    processes: int = 1
+    slices: int = 1
+    files: str = "tree"  # "tree": a copy of this checkout, "image": of experiments/ alone, "shared": this file system itself
+    mount: str = "/mnt/data"  # where files that are too large to be copied may be
+
+
+@dataclass(frozen=True)
+class Command:
+    """The training command after `python`, and what was checked of it, in words."""
+
+    words: list[str]
+    facts: list[str]
+
+
+def train_command(name: str, arguments: list[str], runs: str, hosts: Hosts) -> Command:
+    """`-m jaxformer train ...`. Raises ConfigError for what the run would refuse on the hosts."""
+    if Path(name).is_absolute():
+        raise ConfigError(f"EXP={name}: give a path inside this checkout, which is what is copied")
+    source, experiment = read_experiment(name, arguments)
+    check_packages(source)
+    seen = check_files(name, experiment, hosts)
+    here = [check_mesh(experiment, hosts), "packages that the experiment imports", lock.summary()]
+    version = lock.versions()[0]["jax"]
+    words = ["-m", "jaxformer", "train", name, "--runs", runs, "--jax", version, *arguments]
+    later = [f"jax is {version}", "packages import", f"{runs} can be written", *(f"{path} is there" for path in seen)]
+    facts = [f"checked here: {fact}" for fact in here]
+    return Command(words, [*facts, f"each host checks before training: {', '.join(later)}"])
+
+
+def check_mesh(experiment: Any, hosts: Hosts) -> str:
+    """That the devices make up the mesh, and that the batch and the parameters divide among them. In words."""
+    mesh, count = experiment.mesh, hosts.devices
+    if count is None:
+        return "options alone; give TOPOLOGY= and the mesh, the batch and the parameters are checked, too"
+    if mesh.slices != hosts.slices:
+        raise ConfigError(f"--mesh.slices={mesh.slices} for {hosts.slices} slices; give --mesh.slices={hosts.slices}")
+    sizes = [getattr(mesh, axis) for axis in parallel.AXES]
+    if -1 not in sizes and math.prod(sizes) < count:
+        used = f"the mesh uses {math.prod(sizes)} of {count} devices"
+        raise ConfigError(f"{used}; give --mesh.fsdp=-1 (splits the parameters) or --mesh.data=-1 (copies them)")
+    if hosts.processes > 1 and mesh.backend == "pmap":
+        raise ConfigError(f"--mesh.backend=pmap: cannot run in {hosts.processes} processes; leave it out")
+    shape = mesh.shape(count)
+    check_batch(experiment, shape)
+    state_specs(build(experiment), jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape)))
+    split = " x ".join(f"{axis}={size}" for axis, size in shape.items() if size > 1) or "data=1"
+    batch = f"batch {experiment.batch_size} / accumulation {experiment.accumulation}"
+    return f"mesh {split} of {count} devices in {hosts.processes} processes, {batch} and the parameters divide"
+
+
+def check_batch(experiment: Any, shape: dict[str, int]) -> None:
+    """`parallel.check_batch`; its error says which --accumulation divides."""
+
+    def problem(accumulation: int) -> ConfigError | None:
+        try:
+            parallel.check_batch(experiment.mesh, shape, experiment.batch_size // accumulation)
+        except ConfigError as error:
+            return error
+        return None
+
+    size, now = experiment.batch_size, experiment.accumulation
+    if (error := problem(now)) is None:
+        return
+    divisors = [n for n in range(1, size + 1) if size % n == 0 and problem(n) is None]
+    nearest = ", ".join(f"--accumulation={n}" for n in sorted(divisors, key=lambda n: abs(n - now))[:4])
+    advice = f"what divides: {nearest}" if nearest else "no --accumulation divides; another --batch-size is another run"
+    raise ConfigError(f"batch_size={size} / accumulation={now}: {error}; {advice}")
+
+
+def check_packages(source: Any) -> None:
+    """That hosts have what the experiment's file imports, and the user's files in its folder that it imports."""
+    found, absent = lock.versions()
+    folder, todo, names = Path(source.path).parent, [source.text], set()
+    while todo:
+        nodes = list(ast.walk(ast.parse(todo.pop())))
+        new = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        new |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+        files = [folder / f"{name.removeprefix('experiments.')}.py" for name in new - names]
+        todo += [path.read_text() for path in files if path.is_file()]
+        names |= new
+    beside = {path.stem for path in folder.glob("*")}
+    for module in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - beside - {"jaxformer", "experiments"}:
+        if canonicalize_name(module) not in {*found, *absent} and not any(provides(name, module) for name in found):
+            what = f"{source.path}: imports {module}, which hosts would not have"
+            raise ConfigError(f'{what}; add its package to the extra "hosts" in pyproject.toml, with a version')
+
+
+def provides(name: str, module: str) -> bool:
+    """Whether an installed distribution has that module."""
+    record = "\n" + (metadata.distribution(name).read_text("RECORD") or "")
+    return f"\n{module}/" in record or f"\n{module}.py," in record
+
+
+def check_files(name: str, experiment: Any, hosts: Hosts) -> list[str]:
+    """That hosts see the experiment and its data, as far as this can be known here. The paths that only a host can look for."""
+    paths = dict(data_paths(experiment.data)) | ({"EXP": name} if name.endswith(".py") else {})
+    copied = [] if hosts.files == "shared" else tree()
+    if hosts.files == "image":
+        copied = [path for path in copied if path.startswith(("experiments/", "jaxformer/"))]
+    elsewhere = []
+    for field, path in paths.items():
+        start = os.path.normpath(path.partition("*")[0])  # of a glob; of pairs: the path without the ending
+        if hosts.files == "shared":
+            there = any(Path(os.path.expanduser(start)).parent.glob(f"{Path(start).name}*"))
+        elif os.path.isabs(path) or path.startswith("~"):
+            elsewhere.append(path)
+            continue
+        else:
+            there = any(file.startswith(start) for file in copied)
+        if not there:
+            option = "EXP=" if field == "EXP" else f"--{field}="
+            place = {"tree": "in the copy of this checkout", "image": "in the image", "shared": "here"}[hosts.files]
+            advice = "" if hosts.files == "shared" else f", such as {hosts.mount}/{os.path.basename(start)}"
+            raise ConfigError(f"{option}{path}: not {place}, so no host sees it; give a path that all hosts see{advice}")
+    return elsewhere
+
+
+def data_paths(data: Any, name: str = "data") -> Iterator[tuple[str, str]]:
+    """The files that data read, also data that are made of others, by the name of the field."""
+    if isinstance(data, list | tuple):
+        for one in data:
+            yield from data_paths(one, name)
+    elif is_dataclass(data):
+        for field, value in ((one.name, getattr(data, one.name)) for one in fields(data)):
+            if not isinstance(value, str):
+                yield from data_paths(value, f"{name}.{field}")
+            elif (field in PATHS or value.endswith(".json")) and not re.match(r"hf:|\w+://", value):
+                yield f"{name}.{field}", value
+
+
+def tree() -> list[str]:
+    """The files of this checkout that are copied: those that git does not ignore."""
+    words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(words, cwd=lock.ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"{lock.ROOT}: git cannot list its files, which would be copied ({done.stderr.strip()})")
+    return sorted(done.stdout.split("\0")[:-1])
