@@ -4,8 +4,8 @@ Expected: the paper trains on a trillion tokens (its figure 1: 1.76 nats a token
 your text, so compare in bits a byte; --data.tokenizer=DIR/tokenizer.json --data.vocab-size=None takes a tokenizer of your own.
 Time: 82,432 A100 hours by the paper's table 15. Not run by us: this needs a pod. What starts and reads its data was run, with
 one layer. Look first, for nothing: make plan EXP=llama_7b TOPOLOGY=v5e:16x16
-Data: a folder of .txt, .jsonl or .parquet files (docs/data.md) that all hosts see, or hf:NAME,CONFIG#SPLIT. Encode it once on
-one host into a shared folder (--data.cache=/mnt/bucket/tokens), since every host encodes what it does not find.
+Data: a folder of .txt, .jsonl or .parquet files (docs/data.md) that all hosts see, or hf:NAME,CONFIG#SPLIT. With a cache that
+all hosts see (--data.cache=/mnt/bucket/tokens) each encodes its share; `make tokens` with the same options does it ahead.
 Command: make pod-train EXP=llama_7b TPU=my-pod ZONE=... TOPOLOGY=v5e:16x16 BUCKET=... ARGS="--data.path=/mnt/bucket/text/"
 """
 

@@ -24,7 +24,7 @@ from experiments.bench import attention as bench
 from jaxformer import masks, ops
 from jaxformer.analysis import figures
 from jaxformer.planning import flops
-from jaxformer.training.loop import keep_memory
+from jaxformer.training import memory
 
 N, H = bench.HEADS, bench.WIDTH
 D = N * H
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=16_384, help="0: FLOPs alone, nothing is measured")
     parser.add_argument("--out", default="complexity.png")
     arguments = parser.parse_args()
-    keep_memory()
+    memory.keep()
     print(f"{'layer':34} {'operations':12} path    n^ stated  FLOPs  time  memory")
     measured = {}
     for name, row in ROWS.items():

@@ -22,6 +22,7 @@ class Chip(NamedTuple):
     outside: float  # its share of what joins hosts (GPUs) or slices of a pod (TPUs), one direction
     links: int  # neighbours; 0 where a switch joins the devices of a host
     source: str
+    reached: float = 1.0  # of the peak by large products, where a published run says (docs/laptop-to-pod.md); 1: not known
 
 
 _GOOGLE = "docs.cloud.google.com/tpu/docs/"
@@ -30,9 +31,9 @@ _MLCOMMONS = "mlcommons systems and vendors, 2026-11"
 # a device that is not here has no MFU and no plan
 CHIPS = {
     "TPU v4": Chip(275e12, 30.75 * GIB, 1200e9, 600e9, 6.25e9, 6, f"{_GOOGLE}v4, 2026-11; networks from memory"),
-    "TPU v5 lite": Chip(197e12, 15.75 * GIB, 819e9, 400e9, 3.125e9, 4, f"{_GOOGLE}v5e, 2026-11"),
+    "TPU v5 lite": Chip(197e12, 15.75 * GIB, 819e9, 400e9, 3.125e9, 4, f"{_GOOGLE}v5e, 2026-11", 0.84),
     "TPU v5": Chip(459e12, 95.0 * GIB, 2765e9, 1200e9, 6.25e9, 6, f"{_GOOGLE}tpu7x, 2026-11"),
-    "TPU v6 lite": Chip(918e12, 31.25 * GIB, 1638e9, 800e9, 12.5e9, 4, f"{_GOOGLE}v6e and tpu7x, 2026-11"),
+    "TPU v6 lite": Chip(918e12, 31.25 * GIB, 1638e9, 800e9, 12.5e9, 4, f"{_GOOGLE}v6e and tpu7x, 2026-11", 0.6),
     "TPU7x": Chip(1153e12, 94.75 * GIB, 3690e9, 600e9, 6.25e9, 6, f"{_GOOGLE}tpu7x, 2026-11; two devices a chip"),
     "NVIDIA A100-SXM4-40GB": Chip(312e12, 39.0 * GIB, 1555e9, 600e9, 25e9, 0, "from memory"),
     "NVIDIA A100-SXM4-80GB": Chip(312e12, 79.0 * GIB, 2039e9, 600e9, 25e9, 0, f"{_XLA}; peak and networks from memory"),

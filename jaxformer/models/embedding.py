@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.nn.initializers import normal, ones, zeros
-from jaxtyping import Float
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
 
 from jaxformer import ops, params
 from jaxformer.errors import ConfigError
@@ -16,7 +17,7 @@ from jaxformer.models.layer import linear
 from jaxformer.ops.einsum import StoredWeight
 from jaxformer.ops.positions import learned, sinusoidal
 from jaxformer.params import Spec, Tree
-from jaxformer.sharding import with_logical_constraint
+from jaxformer.sharding import mesh_axes, with_logical_constraint
 
 
 def spec(config: ModelConfig) -> Tree:
@@ -68,7 +69,7 @@ def embed(config: ModelConfig, params, inputs, positions, token_types=None, dtyp
         if isinstance(table, StoredWeight):
             x = table.rows(inputs, dtype)
         else:  # NaN for tokens outside the table
-            x = learned(inputs, with_logical_constraint(table, "vocab", None))
+            x = _rows(table, inputs)
         x = x * config.embedding.scale
         if config.embedding.token_types:
             types = jnp.zeros_like(inputs) if token_types is None else token_types
@@ -84,6 +85,26 @@ def embed(config: ModelConfig, params, inputs, positions, token_types=None, dtyp
     if "norm" in params:
         x = norm(config, params["norm"], x)
     return with_logical_constraint(x.astype(dtype), "batch", "length", None)
+
+
+def _rows(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Rows of a table. Where `fsdp` splits its columns and the tokens, columns of all tokens are looked up and exchanged.
+
+    That moves activations. To gather the table, and to sum its gradient, would move V D numbers each.
+    """
+    rows, columns = (mesh_axes(name, size) for name, size in zip(("batch", "length"), tokens.shape, strict=True))
+    if "fsdp" not in rows or table.shape[1] % jax.sharding.get_abstract_mesh().shape["fsdp"]:
+        return learned(tokens, with_logical_constraint(table, "vocab", None))
+
+    def on_each(tokens, table):
+        found = learned(jax.lax.all_gather(tokens, "fsdp", tiled=True), table)
+        return jax.lax.all_to_all(found, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+
+    split = P(rows, columns or None)
+    on_shards = jax.shard_map(
+        on_each, in_specs=(split, P(None, "fsdp")), out_specs=split, axis_names=frozenset(rows + columns), check_vma=False
+    )
+    return on_shards(tokens, table)
 
 
 def _embed_images(config: ModelConfig, params: Tree, images, masked) -> Float[Array, "B T D"]:

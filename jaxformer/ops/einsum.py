@@ -11,8 +11,9 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from jaxformer.sharding import auto_axes
+from jaxformer.sharding import auto_axes, mesh_axes, psum, reduce_scatter
 
+_LOGICAL = {"b": "batch", "t": "length", "n": "heads", "f": "mlp", "v": "vocab"}  # of the letters that a mesh may split
 FEW_ROWS = 128  # up to here XLA:CPU is faster with int8 operands than with a weight that it first makes float32
 
 
@@ -75,9 +76,9 @@ def einsum(spec: str, x: Float[Array, "..."], w: Weight, dtype=None, *, operand_
     dtype, narrow = dtype or x.dtype, jnp.dtype(operand_dtype or x.dtype)
     if isinstance(w, StoredWeight):
         return _stored_product(spec, x.astype(narrow), w).astype(dtype)
-    if narrow.itemsize >= 4:
+    if narrow.itemsize >= 4 and not _scattered(spec, x, w):
         return jnp.einsum(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
-    return _low_precision(spec, narrow, dtype, (x.dtype, w.dtype), x, w)
+    return _product(spec, narrow, dtype, (x.dtype, w.dtype), x, w)
 
 
 def _stored_product(spec: str, x: Array, w: StoredWeight) -> Array:
@@ -117,9 +118,10 @@ def _int8_product(x: Array, values: Array) -> Array:
     return (y[: len(x)] + y[len(x) :] / 254) * unit
 
 
-# Autodiff would multiply a float32 cotangent by a bfloat16 operand, which on CPU is five times slower.
+# Autodiff would multiply a float32 cotangent by a bfloat16 operand, which on CPU is five times slower; and on a mesh sum a
+# whole gradient everywhere.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _low_precision(spec, narrow, dtype, dtypes, x, w):
+def _product(spec, narrow, dtype, dtypes, x, w):
     return _dot(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
 
 
@@ -135,11 +137,21 @@ def _backward(spec, narrow, dtype, dtypes, residuals, g):
     batch = "".join(axis for axis in out if axis in x_axes and axis in w_axes)
     # g may be the transpose of a product that was made batch first; folded together, they have no kernel on CPU
     dx = _dot(f"{out},{w_axes}->{x_axes}", g if out.startswith(batch) else _cpu_barrier(g), w)
-    dw = _gradient(f"{x_axes},{out}->{w_axes}", x, g)
+    axes = _scattered(spec, x, w)
+    dw = _scattered_gradient(spec, axes, dtypes[1], x, g) if axes else _gradient(f"{x_axes},{out}->{w_axes}", x, g)
     return dx.astype(dtypes[0]), dw.astype(dtypes[1])
 
 
-_low_precision.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
+
+
+def float32_gradient(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x in float32 or better, for several products that round it back to x's precision.
+
+    The gradients of x are added in float32, before they are rounded. On a mesh that splits the weights their sum needs one
+    all-reduce; rounded first, each needs its own.
+    """
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -157,7 +169,7 @@ def _axes(spec: str) -> tuple[str, str, str]:
 
 
 def _dot(spec, a, b):
-    """The product with float32 sums. The operand that has the result's first free axis goes first."""
+    """The product, summed in float32 or better. The operand that has the result's first free axis goes first."""
     # In the other order XLA:CPU has no kernel for some products ("Unsupported element type for DotThunk"); nor where an axis of
     # the other operand, or a batch axis, lies between two free ones: then each operand's axes are together until the end.
     a_axes, b_axes, out = _axes(spec)
@@ -171,7 +183,7 @@ def _dot(spec, a, b):
     free = [axis for axis in out if not (axis in a_axes and axis in b_axes)]
     if free and free[0] in b_axes:
         a_axes, b_axes, a, b = b_axes, a_axes, b, a
-    return jnp.einsum(f"{a_axes},{b_axes}->{out}", a, b, preferred_element_type=jnp.float32)
+    return jnp.einsum(f"{a_axes},{b_axes}->{out}", a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
 def _gradient(spec, x, g):
@@ -182,8 +194,41 @@ def _gradient(spec, x, g):
         return _cpu_barrier(_dot(spec, x, g))
     (small, b), (large, a) = sorted([(x_axes, x), (g_axes, g)], key=lambda operand: operand[1].size)
     order = "".join(sorted(out, key=lambda axis: axis not in small))  # stable: the small operand's axes first
-    y = _cpu_barrier(jnp.einsum(f"{large},{small}->{order}", a, b, preferred_element_type=jnp.float32))
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    y = _cpu_barrier(jnp.einsum(f"{large},{small}->{order}", a, b, preferred_element_type=wide))
     return y if order == out else jnp.transpose(y, [order.index(axis) for axis in out])
+
+
+def _scattered(spec: str, x: Array, w: Array) -> dict[str, tuple[str, ...]]:
+    """The mesh axes of each axis of a product whose weight `[D, ...]` has a gradient that `fsdp` splits; else none."""
+    x_axes, w_axes, _ = _axes(spec)
+    sizes = dict(zip(x_axes + w_axes, x.shape + w.shape, strict=True))
+    if "d" not in w_axes or "b" not in set(x_axes) - set(w_axes) or set(x_axes) - {*w_axes, "b", "t"}:
+        return {}
+    axes = {letter: mesh_axes(name, sizes[letter]) for letter, name in _LOGICAL.items() if letter in sizes}
+    mesh = jax.sharding.get_abstract_mesh()
+    divides = "fsdp" in axes["b"] and "stage" not in axes["b"] and sizes["d"] % mesh.shape["fsdp"] == 0
+    return axes if divides else {}
+
+
+def _scattered_gradient(spec: str, axes: dict[str, tuple[str, ...]], dtype, x, g):
+    """The gradient of a weight, summed over devices in `dtype`, of which each device of `fsdp` keeps its rows of `d`.
+
+    Left to itself, the partitioner sums the whole gradient on every device first, which moves twice as much.
+    """
+    x_axes, w_axes, out = _axes(spec)
+    order = "".join(sorted(w_axes, key=lambda axis: axis != "d"))  # TPUs scatter a leading axis
+    others = [name for letter in "bt" for name in axes.get(letter, ()) if name != "fsdp"]
+
+    def on_each(x, g):
+        part = reduce_scatter(_gradient(f"{x_axes},{out}->{order}", x, g).astype(dtype), "fsdp")
+        return psum(part, others) if others else part
+
+    split = lambda letters: P(*(axes.get(letter) or None for letter in letters))
+    manual = frozenset(name for names in axes.values() for name in names)
+    specs = dict(in_specs=(split(x_axes), split(out)), out_specs=P("fsdp", *split(order)[1:]))
+    dw = jax.shard_map(on_each, **specs, axis_names=manual, check_vma=False)(x, g)
+    return jnp.transpose(dw, [order.index(axis) for axis in w_axes])
 
 
 def _cpu_barrier(x):

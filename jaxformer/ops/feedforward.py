@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxformer.ops.einsum import Weight, add_bias, einsum
+from jaxformer.ops.einsum import Weight, add_bias, einsum, float32_gradient
 
 
 @jax.custom_jvp
@@ -68,7 +68,8 @@ def glu(
     down_bias: Float[Array, " D"] | None = None, edit: Callable = lambda hidden: hidden,
 ) -> Float[Array, "B T D"]:  # fmt: skip
     """(activation(x gate + b_gate) * (x up + b_up)) down + b_down. Shazeer 2020, arXiv:2002.05202, eq. 6."""
-    hidden = activation(_add(einsum("btd,df->btf", x, gate), gate_bias)) * _add(einsum("btd,df->btf", x, up), up_bias)
+    wide, product = float32_gradient(x), partial(einsum, "btd,df->btf", dtype=x.dtype, operand_dtype=x.dtype)
+    hidden = activation(_add(product(wide, gate), gate_bias)) * _add(product(wide, up), up_bias)
     return _add(einsum("btf,fd->btd", edit(hidden), down), down_bias)
 
 

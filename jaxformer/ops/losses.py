@@ -11,7 +11,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Integer
 
 from jaxformer.ops.einsum import add_bias, einsum
-from jaxformer.sharding import all_gather_weight, auto_axes, mesh_axes, with_logical_constraint, with_sharding
+from jaxformer.sharding import (
+    all_gather_weight,
+    auto_axes,
+    mesh_axes,
+    psum,
+    reduce_scatter,
+    with_logical_constraint,
+)  # fmt: skip
 
 
 class LossSums(NamedTuple):
@@ -96,7 +103,7 @@ def projected_cross_entropy(
     """`cross_entropy(hidden @ head^T + bias, ...)` with the logits of only `chunk` positions of T at a time.
 
     The gradients of hidden and head are formed chunk by chunk while the logits are there, so nothing is computed twice.
-    By default a chunk's float32 logits take at most 64 MiB of a device (or one position's). Weights get no gradient.
+    By default a chunk has 1,024 tokens on a device, or as many as have 64 MiB of float32 logits. Weights get no gradient.
     `softcap` c maps a logit l to c tanh(l / c). On a mesh each device has its own tokens and its part of the vocabulary.
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
@@ -143,8 +150,22 @@ def _on_shards(function, options: _Options, tokens: _Tokens, head: _Head):
 
     specs = dict(in_specs=(tokens_spec, P()), out_specs=(P(), tokens_spec, P(axes)))
     sums, d_hidden, d_heads = jax.shard_map(on_each, **specs, axis_names=frozenset(axes), check_vma=False)(tokens, head)
-    total = lambda d: with_sharding(jnp.sum(d, axis=0), kernel_spec if d.ndim == 3 else bias_spec)
+    total = lambda d: _total(d, axes, vocab or (), kernel_spec if d.ndim == 3 else bias_spec)
     return sums, (d_hidden, jax.tree.map(total, d_heads))
+
+
+def _total(d, axes: tuple[str, ...], vocab: tuple[str, ...], spec: P):
+    """The sum of the gradients that the devices of `axes` made; split by `spec`."""
+
+    def on_each(d):
+        if "fsdp" not in spec:
+            return psum(d[0], axes)
+        others = tuple(axis for axis in axes if axis != "fsdp")
+        part = reduce_scatter(d[0].T, "fsdp").T
+        return psum(part, others) if others else part
+
+    specs = dict(in_specs=P(axes, *spec[:1]), out_specs=spec, axis_names=frozenset(axes + vocab))
+    return jax.shard_map(on_each, **specs, check_vma=False)(d)
 
 
 def _loss(options: _Options, tokens: _Tokens, head: _Head):
@@ -213,8 +234,10 @@ def _chunks(options: _Options, tokens: _Tokens, head: _Head) -> _Tokens:
     """Arrays `[chunks, B, chunk, ...]`, cut along T: a batch that is split over B stays on its devices."""
     B, T = tokens.labels.shape
     V = head.kernel.shape[0]
-    held = B * V // math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in mesh_axes("vocab", V))
-    count = -(-T // min(T, options.chunk or max(1, 2**24 // held)))
+    V //= math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in mesh_axes("vocab", V))
+    # Each chunk reads and writes the float32 gradient of the head, 8 V D bytes for 6 V D FLOPs a token: with 1,024 tokens the
+    # products take longer than that on every chip of `models.cost`.
+    count = -(-T // min(T, options.chunk or max(1, max(1024, 2**24 // V) // B)))
     size = -(-T // count)  # of equal chunks, because padding of the last one is computed for nothing
 
     def cut(x):

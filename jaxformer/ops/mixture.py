@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from jaxformer.ops.einsum import einsum
-from jaxformer.sharding import PARAMETERS, mesh_axes
+from jaxformer.sharding import PARAMETERS, is_explicit, mesh_axes, psum, psum_scatter, wide_on_cpu
 
 
 class Routing(NamedTuple):
@@ -124,7 +124,7 @@ def _on_device(split: Split, activation, top_k, normalise, capacity, x, router, 
     room = None if capacity is None else min(math.ceil(capacity * top_k * B * T / E - 1e-9), B * T)
 
     # pcast here, not where arrays first meet: its transpose is a sum over devices, and these arrays are the smallest
-    spread = lambda a: _varying(a, {*split.batch, *split.length, *split.experts, *split.mlp})
+    spread = lambda a: wide_on_cpu(lambda a: _varying(a, {*split.batch, *split.length, *split.experts, *split.mlp}), a)
     gather = lambda w, axis: _gather(split.embed, axis, x.dtype, spread(w)) if split.embed else spread(w)
     experts = Experts(None if gate is None else gather(gate, 1), gather(up, 1), gather(down, 2), activation)
     choices = Choices(spread(x.reshape(B * T, D)), chosen, routing.weights.reshape(B * T, top_k).T)
@@ -136,7 +136,7 @@ def _on_device(split: Split, activation, top_k, normalise, capacity, x, router, 
             out = all_to_all(choices, experts, E, length, axes)
         case axes, _, _:
             out = gather_scatter(choices, experts, E, room, axes, tokens_split)
-    out = lax.psum(out, split.mlp).reshape(B, T, D)
+    out = psum(out, split.mlp).reshape(B, T, D)
     return out, _statistics(split, logits, routing, chosen, real, B * T if room is None else room)
 
 
@@ -179,12 +179,12 @@ def gather_scatter(choices: Choices, experts: Experts, E: int, room, axes, token
     """
     here = experts.up.shape[0]
     if tokens_split:
-        tokens = lax.all_gather(choices.tokens, axes, axis=0, tiled=True)
+        tokens = wide_on_cpu(lambda x: lax.all_gather(x, axes, axis=0, tiled=True), choices.tokens)
         choices = Choices(tokens, *(lax.all_gather(a, axes, axis=1, tiled=True) for a in choices[1:]))
     chosen = choices.experts - lax.axis_index(axes) * here
     chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)
     out = local(choices._replace(experts=chosen), experts, E, room)
-    return lax.psum_scatter(out, axes, tiled=True) if tokens_split else lax.psum(out, axes)
+    return psum_scatter(out, axes, tiled=True) if tokens_split else psum(out, axes)
 
 
 def _wide(x):
@@ -222,7 +222,7 @@ def _gather(mesh_axes, axis, dtype, w):
 
 _gather.defvjp(
     lambda mesh_axes, axis, dtype, w: (_gather(mesh_axes, axis, dtype, w), None),
-    lambda mesh_axes, axis, dtype, _, g: (lax.psum_scatter(g, mesh_axes, scatter_dimension=axis, tiled=True),),
+    lambda mesh_axes, axis, dtype, _, g: (psum_scatter(g, mesh_axes, scatter_dimension=axis, tiled=True),),
 )
 
 
@@ -278,23 +278,23 @@ def _table(experts: Int[Array, "top_k N"], sizes, first, room: int, count: int, 
     return _Table(tokens.reshape(count, length), rows)
 
 
-# A loop over blocks instead of `lax.ragged_dot`, which on CPU (jax 0.10) multiplies every row by every expert. Unused blocks
-# are not visited, nor the weights of experts without tokens read. Autodiff would add a zero array of all experts for each
-# block, so the gradient is written here.
 @jax.custom_vjp
 def _grouped(x: Float[Array, "n b D"], w: Float[Array, "E D F"], owners: Int[Array, " n"], used: Int[Array, ""]):
     """x[i] w[owners[i]] for the first `used` blocks i of x, zeros for the rest. Reverse mode, first order."""
-    return _each_block("bd,df->bf", x, w.astype(x.dtype), owners, used)
+    loop = partial(_each_block, "bd,df->bf")
+    return lax.platform_dependent(*_alike(x, w.astype(x.dtype)), owners, used, cpu=loop, default=_ragged)
 
 
 def _grouped_backward(residuals, g):
     x, w, owners, used = residuals
 
+    # `lax.ragged_dot_general` multiplies every row by every expert here, also on TPUs
     def add(i, dw):
         part = einsum("bd,bf->df", _at(x, i), _at(g, i), dtype=dw.dtype)
         return _put(dw, _at(dw, owners[i]) + part, owners[i])
 
-    dx = _each_block("bf,df->bd", g, w.astype(x.dtype), owners, used)
+    loop, ragged = partial(_each_block, "bf,df->bd"), lambda g, w, *blocks: _ragged(g, w.swapaxes(1, 2), *blocks)
+    dx = lax.platform_dependent(*_alike(g, w.astype(x.dtype)), owners, used, cpu=loop, default=ragged)
     zeros = jnp.zeros(w.shape, jnp.promote_types(x.dtype, jnp.float32))
     dw = lax.fori_loop(0, used, add, _alike(zeros, x)[0])
     return dx, dw.astype(w.dtype), None, None
@@ -303,6 +303,16 @@ def _grouped_backward(residuals, g):
 _grouped.defvjp(lambda *args: (_grouped(*args), args), _grouped_backward)
 
 
+def _ragged(x, w, owners, used):
+    """The product of all blocks by the chip's own kernel, which sums in float32."""
+    here = (owners[None] == jnp.arange(len(w))[:, None]) & (jnp.arange(len(owners))[None] < used)
+    rows = jnp.sum(here, axis=1, dtype=jnp.int32) * x.shape[1]  # of each expert
+    whole = P() if is_explicit() else None  # of a device's own arrays; JAX infers none under Explicit axes
+    return lax.ragged_dot(x.reshape(-1, x.shape[-1]), w, rows, out_sharding=whole).reshape(*x.shape[:2], -1)
+
+
+# XLA:CPU (jax 0.10) multiplies every row by every expert in `lax.ragged_dot`. A loop does not visit unused blocks, nor read the
+# weights of experts without tokens.
 def _each_block(spec, x, w, owners, used):
     product = lambda i: einsum(spec, _at(x, i), _at(w, owners[i]))
     out, _ = _alike(jnp.zeros((x.shape[0], *jax.eval_shape(product, 0).shape), x.dtype), x)

@@ -14,7 +14,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, block, cost
 from jaxformer.models.stacks import scan
 from jaxformer.ops.attention.cached import widths
-from jaxformer.planning import hlo, roofline
+from jaxformer.planning import hlo, roofline, topology
 from jaxformer.planning.compile import compile_step, device_bytes, memory_of, placed
 
 KERNELS = {"splash": "splash", "cudnn": "__cudnn"}  # and how a program names them
@@ -39,6 +39,7 @@ class DecodePlan:
     tokens_per_second: float  # of all rows, by memory and network
     bound: float  # the same where a step moves no more than it needs
     kernel: str  # of attention inside prefill
+    versions: dict[str, str]  # of jax and the compiler
 
 
 def plan_decode(
@@ -64,12 +65,13 @@ def plan_decode(
     prefill, first, *_ = compiled(decoding.prefill, 1, min(length, CHUNK), room, False)
     step, size, weights, cache = compiled(decoding.decode_step, rows, 1, room, True)
     text = (step.as_text() or "") if step else ""
-    found, read = hlo.collectives(text, mesh), params.paths(weights)
+    exchanges, read = hlo.exchanges(text), params.paths(weights)
     if not config.tie_embeddings:  # rows of the table are looked up
         read.pop("embedding/tokens", None)
     needed = device_bytes(read) + device_bytes(cache) * length // room
-    moved = hlo.traffic(text, sum(width < length for width in widths(room))) or needed
-    seconds = {"memory": moved / chip.bandwidth} | roofline.network(found, mesh, chip)
+    moved = sum(hlo.traffic(text, sum(width < length for width in widths(room)))) or needed
+    waits, overlapped = roofline.network(exchanges, mesh, chip)
+    seconds = {"memory": moved / chip.bandwidth} | overlapped | waits
     peak, temporary = (max(size[name], first[name]) for name in ("peak_bytes", "temporary_bytes"))
     split = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "data=1"
     return DecodePlan(
@@ -77,9 +79,11 @@ def plan_decode(
         weight_bytes=device_bytes(weights), cache_bytes=device_bytes(cache), temporary_bytes=temporary, peak_bytes=peak,
         capacity_bytes=int(chip.memory), fits=bool(step and prefill) and peak <= chip.memory,
         donated=bool(step) and step.memory_analysis().alias_size_in_bytes >= 0.99 * device_bytes(cache),
-        needed_bytes=needed, moved_bytes=moved, collectives=[one._asdict() for one in found], seconds=seconds,
+        needed_bytes=needed, moved_bytes=moved, seconds=seconds,
+        collectives=[one._asdict() for one in hlo.by_axes(exchanges, mesh)],
         tokens_per_second=rows / sum(seconds.values()), bound=rows * chip.bandwidth / needed,
         kernel=next((kernel for kernel, mark in KERNELS.items() if prefill and mark in prefill.as_text()), "blockwise"),
+        versions=topology.versions(devices[0].platform),
     )  # fmt: skip
 
 
@@ -117,4 +121,5 @@ def table(plan: DecodePlan) -> str:
         rows.append(f"{one['kind']:<18} {one['count']:>5} a step over {axes}, {one['bytes'] / 2**20:,.2f} MiB a device")
     parts = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in plan.seconds.items())
     best = f"{plan.tokens_per_second:,.0f} tokens/s; {plan.bound:,.0f} by the bandwidth of memory alone"
-    return "\n".join([*rows, f"roofline, an estimate: {parts}", f"at best            {best}"])
+    versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
+    return "\n".join([*rows, f"roofline, an estimate: {parts}", f"at best            {best}", f"planned with {versions}"])

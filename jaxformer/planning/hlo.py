@@ -14,6 +14,7 @@ _FREE = re.compile(  # operations that move nothing
     "parameter|tuple|get-tuple-element|bitcast|constant|while|conditional|call|after-all|partition-id|replica-id|iota|"
     "opt-barrier|add-dependency|.*-done"
 )
+_PRODUCTS = ("convolution", "dot", "custom-call")
 _PIECES = ("slice", "dynamic-slice", "gather")  # operations that read no more of their operand than they return
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -44,6 +45,16 @@ class Op(NamedTuple):
 
 
 Computation = dict[str, Op]  # by name
+
+
+class Exchange(NamedTuple):
+    """Exchanges of one kind among devices: how many run in a step, and the bytes of their results on a device."""
+
+    kind: str
+    group: tuple[int, ...]  # the first group of devices that exchange, by their place in the mesh; (): not known
+    overlapped: bool  # runs beside other operations
+    count: int
+    bytes: int
 
 
 class Collective(NamedTuple):
@@ -93,14 +104,14 @@ def _visited(computations: dict[str, Computation], branch: int | None = None) ->
             todo += [(body, times * turns, fused or op.code == "fusion") for body in called]
 
 
-def collectives(text: str, mesh) -> list[Collective]:
-    """The collectives of a program (`compiled.as_text()`) on a mesh, largest first; in a loop, one for each turn.
+def exchanges(text: str) -> list[Exchange]:
+    """The exchanges of a program (`compiled.as_text()`); in a loop, one for each turn.
 
     The TPU compiler writes an exchange that runs beside other work into each fusion beside which it runs, on one channel;
     it counts once. A loop with an unknown number of turns counts once.
     """
     computations = _parse(text)
-    found: dict[tuple, Collective] = {}
+    found: dict[tuple, Exchange] = {}
     begun = set()
     for op, _, times, fused in _visited(computations):
         if not op.kind:
@@ -110,18 +121,40 @@ def collectives(text: str, mesh) -> list[Collective]:
                 continue
             begun.add((op.kind, channel[0]))
         lines = [op.line, *(one.line for name in op.called for one in computations.get(name, {}).values())]
-        group = next(filter(None, map(_group, lines)), [])
+        group = tuple(next(filter(None, map(_group, lines)), []))
         if len(group) == 1:  # a device alone
             continue
-        places = np.unravel_index(np.array(group, int), tuple(mesh.shape.values()))
+        overlapped = (fused or op.code.endswith("-start") or op.kind == "send") and '"is_sync":true' not in op.line
+        _, _, _, count, size = found.get((op.kind, group, overlapped), (op.kind, group, overlapped, 0, 0))
+        found[op.kind, group, overlapped] = Exchange(op.kind, group, overlapped, count + times, size + int(times * _bytes(op)))
+    return list(found.values())
+
+
+def collectives(text: str, mesh) -> list[Collective]:
+    """The exchanges of a program by the axes of its mesh, largest first."""
+    return by_axes(exchanges(text), mesh)
+
+
+def by_axes(found: list[Exchange], mesh) -> list[Collective]:
+    """Exchanges by the axes of a mesh, largest first."""
+    merged: dict[tuple, Collective] = {}
+    for one in found:
+        places = np.unravel_index(np.array(one.group, int), tuple(mesh.shape.values()))
         axes = tuple(name for name, row in zip(mesh.shape, places, strict=True) if len(set(row.tolist())) > 1)
-        _, _, count, size = found.get((op.kind, axes), (op.kind, axes, 0, 0))
-        found[op.kind, axes] = Collective(op.kind, axes, count + times, size + int(times * _bytes(op)))
-    return sorted(found.values(), key=lambda one: -one.bytes)
+        _, _, count, size = merged.get((one.kind, axes), (one.kind, axes, 0, 0))
+        merged[one.kind, axes] = Collective(one.kind, axes, count + one.count, size + one.bytes)
+    return sorted(merged.values(), key=lambda one: -one.bytes)
 
 
-def traffic(text: str, branch: int | None = None) -> float:
-    """Bytes that a device reads from and writes to its memory in one run of a program, loops multiplied out.
+class Traffic(NamedTuple):
+    """Bytes that a device reads from and writes to its memory in one run of a program."""
+
+    products: float  # of matrix products and kernels, with what is fused to them
+    others: float
+
+
+def traffic(text: str, branch: int | None = None) -> Traffic:
+    """What operations move through a device's memory, loops multiplied out.
 
     Of a conditional, all branches count, or the one with that number (the last, if there are fewer).
 
@@ -129,7 +162,7 @@ def traffic(text: str, branch: int | None = None) -> float:
     it, the size of the piece counts. Arrays in the chip's fast memory (S(1) in their layout) do not count.
     """
     computations = _parse(text)
-    total = 0.0
+    total = {True: 0.0, False: 0.0}
     for op, inside, times, fused in _visited(computations, branch):
         if fused or _FREE.fullmatch(op.code) or "ConcatBitcast" in op.line:
             continue
@@ -148,8 +181,13 @@ def traffic(text: str, branch: int | None = None) -> float:
             moved = 2 * sizes[1]
         else:
             moved = result + sum(sizes)
-        total += times * moved
-    return total
+        total[_has_product(computations, op)] += times * moved
+    return Traffic(total[True], total[False])
+
+
+def _has_product(computations: dict[str, Computation], op: Op) -> bool:
+    inside = (other for name in op.called for other in computations.get(name, {}).values()) if op.code == "fusion" else ()
+    return op.code in _PRODUCTS or any(_has_product(computations, other) for other in inside)
 
 
 def _fusion(computations: dict[str, Computation], inside: Computation, operands: list[float], result: float) -> float:

@@ -42,11 +42,12 @@ class Plan:
     donated: bool  # the new state takes the memory of the old one
     moved_bytes: float  # through a device's memory
     collectives: list[dict]
-    seconds: dict[str, float]  # compute, memory, and of the network by mesh axes
+    seconds: dict[str, float]  # the parts of `roofline.Seconds`
     step_seconds: float
     tokens_per_second: float
     mfu: dict[str, float]  # at that speed
     compile_seconds: float
+    versions: dict[str, str]  # of jax and the compiler
     notes: list[str]
     largest: list[dict]  # arrays of a step that does not fit
 
@@ -87,22 +88,21 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     compiled, log = compile_step(lowered, devices, fast)
     memory = memory_of(compiled, log, traced.argument_bytes)
     text = (compiled.as_text() or "") if compiled else ""
-    collectives, moved = hlo.collectives(text, mesh), hlo.traffic(text)
+    exchanges, moved = hlo.exchanges(text), hlo.traffic(text)
     length = models.last_stack(model).context_length  # of images: patches
     if "tokens" in traced.batch:
         length = traced.batch["tokens"].shape[1]
     tokens = experiment.batch_size * length
-    seconds = {"compute": counted.matmul / len(devices) / chip.peak, "memory": moved / chip.bandwidth}
-    seconds |= roofline.network(collectives, mesh, chip)
-    step_seconds = roofline.step(seconds)
-    speed = tokens / step_seconds
+    seconds = roofline.seconds(counted.matmul / len(devices), moved, exchanges, mesh, chip)
+    speed = tokens / seconds.step
     return Plan(
         topology=name, chip=kind, devices=len(devices), mesh={k: v for k, v in mesh.shape.items() if v > 1},
         parameters=parameters, tokens=tokens, flops=counted.matmul, model_flops=cost.training_flops(model, length) * tokens,
         capacity_bytes=int(chip.memory), fits=compiled is not None and memory["peak_bytes"] <= chip.memory, **memory,
-        moved_bytes=moved, collectives=[one._asdict() for one in collectives], seconds=seconds,
-        step_seconds=step_seconds, tokens_per_second=speed,
+        moved_bytes=sum(moved), collectives=[one._asdict() for one in hlo.by_axes(exchanges, mesh)],
+        seconds=seconds.parts(), step_seconds=seconds.step, tokens_per_second=speed,
         mfu=cost.utilization(model, length, speed, len(devices), kind), compile_seconds=time.monotonic() - began,
+        versions=topology.versions(devices[0].platform),
         notes=[*traced.notes, *sorted(counted.notes), *_notes(log, experiment.mesh, mesh.shape["stage"])],
         largest=[] if compiled else hlo.largest(log.text),
     )  # fmt: skip
@@ -152,4 +152,5 @@ def table(plan: Plan) -> str:
         ]
     rows += [f"large              {gib(one['bytes'])}  {one['shape']}" for one in plan.largest]
     rows += [f"note: {note}" for note in plan.notes]
-    return "\n".join([*rows, f"planned in {plan.compile_seconds:.0f} s"])
+    versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
+    return "\n".join([*rows, f"planned in {plan.compile_seconds:.0f} s with {versions}"])

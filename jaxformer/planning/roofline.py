@@ -2,29 +2,29 @@
 
 import math
 from collections import Counter, defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxformer.models.cost import Chip
-from jaxformer.planning.hlo import Collective
+from jaxformer.planning.hlo import Exchange, Traffic, by_axes
 
-# products wait for exchanges over these axes; exchanges over the others can run at the same time
-BLOCKING = ("tensor", "expert", "stage")
 _TORUS = {4: (16,), 6: tuple(range(4, 1025, 4))}  # extents at which a 2D (v5e, v6e) or 3D torus closes into a ring
 
 
-def network(found: list[Collective], mesh: Any, chip: Chip) -> dict[str, float]:
-    """Seconds of a step's exchanges by mesh axes; `outside ...` is the traffic between slices (TPU) or hosts (GPU).
+def network(found: list[Exchange], mesh: Any, chip: Chip) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of the exchanges that other operations wait for, and of the overlapped ones, by mesh axes.
 
     A ring of n moves (n - 1) / n of an array to gather or scatter it, twice that to sum it everywhere. A torus has a ring in
-    each dimension that an axis fills, an open line half of one (Chan et al. 2007; the JAX scaling book, chapter 3).
+    each dimension that a group fills, an open line half of one (Chan et al. 2007; the JAX scaling book, chapter 3).
+    `outside ...` is the traffic between slices (TPU) or hosts (GPU).
     """
-    seconds: dict[str, float] = defaultdict(float)
-    extents = _extents(list(mesh.devices.flat))
+    waits: dict[str, float] = defaultdict(float)
+    overlapped: dict[str, float] = defaultdict(float)
+    everywhere = list(mesh.devices.flat)
+    extents = _extents(everywhere)
     for one in found:
-        # the mesh's first group along its axes; all devices where they are not known
-        at = tuple(slice(None) if axis in one.axes or not one.axes else 0 for axis in mesh.axis_names)
-        devices = list(mesh.devices[at].flat)
-        name, n = "*".join(one.axes) or "others", max(2, len(devices))
+        devices = [everywhere[place] for place in one.group] or everywhere
+        (axes,) = [found.axes for found in by_axes([one], mesh)]
+        name, n, seconds = "*".join(axes) or "others", max(2, len(devices)), overlapped if one.overlapped else waits
         islands = {0: 1, 1: 1} if one.kind == "send" else Counter(map(_island, devices))
         if len(islands) > 1:
             size = one.bytes * n / len(islands) if one.kind == "reduce-scatter" else one.bytes
@@ -32,14 +32,32 @@ def network(found: list[Collective], mesh: Any, chip: Chip) -> dict[str, float]:
             seconds[f"outside {name}"] += _moved(one.kind, size, len(islands)) / (chip.outside * senders)
         if max(islands.values()) > 1:
             seconds[name] += _moved(one.kind, one.bytes, n) / _speed(devices, extents, chip)
-    return dict(seconds)
+    return dict(waits), dict(overlapped)
 
 
-def step(seconds: dict[str, float]) -> float:
-    """The least time of a step: the largest of products with the exchanges that they wait for, memory, and other exchanges."""
-    blocking = sum(value for name, value in seconds.items() if any(axis in name for axis in BLOCKING))
-    others = sum(value for name, value in seconds.items() if name not in ("compute", "memory")) - blocking
-    return max(seconds["compute"] + blocking, seconds["memory"], others)
+class Seconds(NamedTuple):
+    """Estimates of a step's parts on a device."""
+
+    products: float  # of matrix products: the larger of their arithmetic and of what they move through memory
+    others: float  # of all other operations, by what they move
+    waits: dict[str, float]  # of exchanges that nothing runs beside, by mesh axes
+    overlapped: dict[str, float]  # of exchanges beside other operations, by mesh axes
+
+    @property
+    def step(self) -> float:
+        return max(self.products + self.others + sum(self.waits.values()), sum(self.overlapped.values()))
+
+    def parts(self) -> dict[str, float]:
+        """Each part by its name."""
+        parts = {"products": self.products, "other operations": self.others}
+        parts |= {f"waiting for {name}": seconds for name, seconds in self.waits.items()}
+        return parts | {f"beside them {name}": seconds for name, seconds in self.overlapped.items()}
+
+
+def seconds(flops: float, moved: Traffic, found: list[Exchange], mesh: Any, chip: Chip) -> Seconds:
+    """The parts of a program that does so many FLOPs on a device."""
+    products = max(flops / (chip.peak * chip.reached), moved.products / chip.bandwidth)
+    return Seconds(products, moved.others / chip.bandwidth, *network(found, mesh, chip))
 
 
 def _moved(kind: str, size: int | float, n: int | float) -> float:

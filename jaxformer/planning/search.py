@@ -59,7 +59,7 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     weights = (2 * width + 4) * gathered / 4 / split / shape["expert"] if shape["fsdp"] > 1 else 0
     summed = 2 * local if shape["data"] > 1 else 0
     reduced = (6 if model.remat in ("full", "attention") else 4) * 2 * L * stream * (split - 1) / split
-    blocking = total * again / devices / chip.peak + reduced / link
+    blocking = total * again / devices / (chip.peak * chip.reached) + reduced / link
     return Estimate(peak, max(blocking, (weights + summed) / far))
 
 

@@ -6,13 +6,15 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxformer.errors import ConfigError
 
+TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 EXAMPLES = "v5e:4x4, v5p:8x8x8, v4:8x16x16, v6e:16x16, tpu7x:4x4x8, h200:16x8"
 
 
@@ -54,17 +56,29 @@ def devices(name: str, slices: int = 1) -> list:
     """The devices of a topology: `v5e:2x2`; of GPUs `h200:1x4x8`, slices x hosts x GPUs. ConfigError for an unknown name."""
     kind, _, shape = name.partition(":")
     if kind in GPUS:
-        sizes = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d+)", shape)
+        sizes = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)", shape)
         if sizes is None:
             raise ConfigError(f"--topology={name}: expected slices x hosts x GPUs of a host, such as {kind}:1x4x8")
         shape = "x".join(size or "1" for size in sizes.groups())
         return _ask("CUDA", "plan-gpu", name, target_config=_target(GPUS[kind]), topology=shape)
+    if kind not in TPUS:
+        known = f"expected {', '.join([*TPUS, *GPUS])} with a shape: {EXAMPLES}"
+        raise ConfigError(f"--topology={name}: no chip {kind!r} that can be planned for; {known}")
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     if kind == "v4":
         options["chip_config_name"] = "megacore"
     if set(re.findall(r"\d+", shape)) == {"1"}:
         options["chips_per_host_bounds"] = (1, 1, 1)
     return _ask("TPU", "tpu", name, **options)
+
+
+def versions(platform: str) -> dict[str, str]:
+    """Of jax and of the compiler of that platform, as far as they are installed."""
+    found = {}
+    for name in ("jax", "libtpu" if platform == "tpu" else "jax-cuda13-plugin"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _ask(platform: str, extra: str, name: str, **options: Any) -> list:

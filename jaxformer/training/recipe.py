@@ -17,7 +17,8 @@ from jaxformer.params import Tree
 from jaxformer.training import optimizers, rms
 from jaxformer.training.spikes import Spikes
 
-COPIED = "seed", "precision", "accumulation", "clip_norm", "ema_decay", "rms", "max_skipped", "spikes"  # of an experiment
+# of an experiment
+COPIED = "seed", "precision", "accumulation", "gradient_sums", "clip_norm", "ema_decay", "rms", "max_skipped", "spikes"
 Loss = Callable[[Tree, dict[str, Array], Array], LossSums]
 
 
@@ -34,6 +35,7 @@ class Recipe:
     seed: int
     precision: str
     accumulation: int
+    gradient_sums: str
     clip_norm: float | None
     ema_decay: float | None
     frozen: str | None

@@ -208,12 +208,18 @@ def accumulate(recipe: Recipe, params: Tree, batch: Batch, key: Array, scale) ->
 
     Sums are divided once, at the end: splitting the batch does not change the gradient, however uneven the padding.
     """
+    wide, narrow = params, jnp.dtype(recipe.gradient_sums)
+    if narrow.itemsize < 4:  # a gradient has the dtype of its weight, which products round to this precision anyway
+        params = jax.tree.map(lambda spec, leaf: leaf.astype(narrow) if spec.contracts else leaf, recipe.spec, params)
 
     def loss(params, batch, key):
         sums = recipe.loss(params, batch, key)
         return sums.loss * scale, sums
 
-    gradient = jax.grad(loss, has_aux=True)
+    def gradient(params, batch, key):
+        gradients, sums = jax.grad(loss, has_aux=True)(params, batch, key)
+        return jax.tree.map(lambda g, leaf: g.astype(leaf.dtype), gradients, wide), sums
+
     if recipe.accumulation == 1:
         gradients, sums = gradient(params, batch, key)
         return sums, gradients

@@ -362,14 +362,14 @@ def test_no_array_of_all_logits_exists():
     assert largest >= B * T * V and memory >= 4 * B * T * V  # the witness: this way of looking sees them
 
 
-def test_the_default_chunk_is_bounded():
-    """64 MiB of float32 logits by default: 2 x 512 x 50,257 of them would be 196."""
-    B, T, V = 2, 512, 50_257
+@pytest.mark.parametrize(("V", "tokens"), [(50_257, 1024), (1000, 16_000)])
+def test_the_default_chunk_has_1024_tokens_or_64_mib_of_logits(V, tokens):
+    B, T = 2, 16_000
     shapes = jax.ShapeDtypeStruct((B, T, 4), jnp.float32), jax.ShapeDtypeStruct((V, 4), jnp.float32)
     loss = lambda h, w: projected_cross_entropy(h, w, jnp.zeros((B, T), jnp.int32)).loss
     text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes))
-    sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text)]
-    assert max(sizes) * 4 <= 2**26
+    sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(rf"f32\[(\d+,\d+,{V})\]", text)]
+    assert 0.9 * tokens * V <= max(sizes) <= max(tokens * V, 2**24)
 
 
 def test_under_vmap_scan_and_checkpoint():

@@ -15,7 +15,7 @@ from jaxformer.masks import full
 from jaxformer.models import block
 from jaxformer.models.layer import Context
 from jaxformer.models.mixture import Mixture
-from jaxformer.ops.mixture import balance_loss, mixture, route
+from jaxformer.ops.mixture import _each_block, _ragged, balance_loss, mixture, route
 from jaxformer.parallel import Mesh, block_if_simulated, make_mesh
 from jaxformer.params import paths
 
@@ -416,3 +416,13 @@ def test_a_model_of_one_expert_is_the_dense_model():
 def test_what_cannot_be_is_refused_by_name(options, said):
     with pytest.raises(ConfigError, match=said):
         Mixture(**options)
+
+
+def test_the_chips_kernel_gives_what_the_loop_gives():
+    """Blocks of one expert each, the last ones unused; experts without a block."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((6, 8, 16), (5, 16, 4)))
+    owners, used = jnp.array([0, 0, 2, 4, 4, 4]), jnp.array(5)
+    loop = _each_block("bd,df->bf", x, w, owners, used)
+    np.testing.assert_allclose(_ragged(x, w, owners, used), loop, rtol=1e-5, atol=1e-5)
+    assert np.all(np.asarray(loop)[5] == 0)

@@ -19,7 +19,7 @@ from jaxformer.models import cost, presets
 from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.planning import plan, roofline, search, topology
 from jaxformer.planning.compile import trace
-from jaxformer.planning.hlo import Collective
+from jaxformer.planning.hlo import Exchange
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.objectives import ClassCrossEntropy, TokenCrossEntropy
 from jaxformer.training.optimizers import AdamW, Lion
@@ -70,23 +70,33 @@ def test_small_models_are_planned_for_every_generation():
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs pip install 'jaxformer[tpu]'")
 def test_what_does_not_fit_is_an_answer():
     small = ["--model.num-layers=2", "--batch-size=256", "--model.attention-implementation=reference"]
-    command = [sys.executable, "-m", "jaxformer", "plan", "llama_7b", "--topology", "v5e:1x1", "--fast", "--json"]
+    command = [sys.executable, "-m", "jaxformer", "plan", "preset:llama_7b", "--topology", "v5e:1x1", "--fast", "--json"]
     run = subprocess.run([*command, *small], capture_output=True, text=True)
     assert run.returncode == 3, run.stderr
     made = json.loads(run.stdout)
     assert not made["fits"] and made["peak_bytes"] > made["capacity_bytes"] and len(made["largest"]) >= 3
 
 
+def ring_seconds(kind, axes, mesh, chip, size=10**9, overlapped=False):
+    """What an exchange over these axes of a mesh takes."""
+    places = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
+    along = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)
+    waits, beside = roofline.network([Exchange(kind, tuple(places[along].ravel()), overlapped, 1, size)], mesh, chip)
+    assert not (waits if overlapped else beside)
+    return beside if overlapped else waits
+
+
 def test_rings_take_what_rings_take():
     """(n - 1) / n of an array to gather it, twice that to sum it, over both directions of one link of four: 100 GB/s."""
     mesh = make_mesh(Mesh(data=2, fsdp=4))
     size, way = 10**9, 400e9 / 4 / 2  # an open line has half of a ring
-    seconds = lambda kind, axes: roofline.network([Collective(kind, axes, 1, size)], mesh, V5E)
-    assert seconds("all-gather", ("fsdp",)) == {"fsdp": pytest.approx(3 / 4 * size / way)}
-    assert seconds("all-reduce", ("fsdp",)) == {"fsdp": pytest.approx(2 * 3 / 4 * size / way)}
-    assert seconds("reduce-scatter", ("fsdp",)) == {"fsdp": pytest.approx(3 * size / way)}
-    assert seconds("all-gather", ("data", "fsdp")) == {"data*fsdp": pytest.approx(7 / 8 * size / way)}
-    assert seconds("send", ()) == {"outside others": pytest.approx(size / V5E.outside)}
+    seconds = lambda kind, *axes, **how: ring_seconds(kind, axes, mesh, V5E, **how)
+    assert seconds("all-gather", "fsdp", overlapped=True) == {"fsdp": pytest.approx(3 / 4 * size / way)}
+    assert seconds("all-reduce", "fsdp") == {"fsdp": pytest.approx(2 * 3 / 4 * size / way)}
+    assert seconds("reduce-scatter", "fsdp") == {"fsdp": pytest.approx(3 * size / way)}
+    assert seconds("all-gather", "data", "fsdp") == {"data*fsdp": pytest.approx(7 / 8 * size / way)}
+    unknown = roofline.network([Exchange("send", (), True, 1, size)], mesh, V5E)
+    assert unknown == ({}, {"outside others": pytest.approx(size / V5E.outside)})
 
 
 class Device:
@@ -96,26 +106,35 @@ class Device:
         self.platform, self.coords, self.process_index, self.slice_index = platform, coords, process, part
 
 
+class Grid:
+    """A mesh of such devices."""
+
+    def __init__(self, rows):
+        self.devices, self.axis_names = np.array(rows), ("data", "fsdp")
+        self.shape = dict(zip(self.axis_names, self.devices.shape, strict=True))
+
+
 def test_a_whole_torus_dimension_is_a_ring_and_slices_and_hosts_have_their_own_network():
-    torus = np.array([[Device("tpu", [x, y]) for y in range(16)] for x in range(16)])
-    mesh = type("Mesh", (), {"devices": torus, "axis_names": ("data", "fsdp")})
-    both, one = (
-        roofline.network([Collective("all-gather", axes, 1, 10**9)], mesh, V5E) for axes in (("data", "fsdp"), ("fsdp",))
-    )
+    torus = Grid([[Device("tpu", [x, y]) for y in range(16)] for x in range(16)])
+    both, one = (ring_seconds("all-gather", axes, torus, V5E) for axes in (("data", "fsdp"), ("fsdp",)))
     assert one["fsdp"] == pytest.approx(15 / 16 * 1e9 / 100e9) and both["data*fsdp"] == pytest.approx(255 / 256 * 1e9 / 200e9)
     h200 = cost.CHIPS["NVIDIA H200"]
-    hosts = np.array([[Device("gpu", process=host) for _ in range(8)] for host in range(4)])
-    mesh = type("Mesh", (), {"devices": hosts, "axis_names": ("data", "fsdp")})
-    inside = roofline.network([Collective("all-gather", ("fsdp",), 1, 10**9)], mesh, h200)
-    assert inside == {"fsdp": pytest.approx(7 / 8 * 1e9 / 450e9)}
-    across = roofline.network([Collective("all-reduce", ("data",), 1, 10**9)], mesh, h200)
-    assert across == {"outside data": pytest.approx(2 * 3 / 4 * 1e9 / 50e9)}
+    hosts = Grid([[Device("gpu", process=host) for _ in range(8)] for host in range(4)])
+    assert ring_seconds("all-gather", ("fsdp",), hosts, h200) == {"fsdp": pytest.approx(7 / 8 * 1e9 / 450e9)}
+    assert ring_seconds("all-reduce", ("data",), hosts, h200) == {"outside data": pytest.approx(2 * 3 / 4 * 1e9 / 50e9)}
 
 
-def test_a_step_waits_for_tensor_exchanges_but_not_for_fsdp():
-    assert roofline.step({"compute": 3.0, "memory": 1.0, "fsdp": 2.0, "tensor": 1.0}) == 4.0
-    assert roofline.step({"compute": 3.0, "memory": 1.0, "fsdp": 5.0}) == 5.0
-    assert roofline.step({"compute": 3.0, "memory": 6.0, "fsdp": 5.0}) == 6.0
+def test_a_ring_of_an_axis_is_faster_than_the_axis_is_long():
+    """fsdp over a torus of 256: a reduce-scatter among every 16th device."""
+    mesh = Grid([[Device("tpu", [n // 16, n % 16]) for n in range(256)]])
+    waits, _ = roofline.network([Exchange("reduce-scatter", tuple(range(0, 256, 16)), False, 1, 10**9)], mesh, V5E)
+    assert waits == {"fsdp": pytest.approx(15e9 / 100e9)}
+
+
+def test_a_step_waits_for_what_nothing_runs_beside():
+    step = lambda products, others, waits, overlapped: roofline.Seconds(products, others, waits, overlapped).step
+    assert step(3.0, 1.0, {"tensor": 1.0}, {"fsdp": 2.0}) == 5.0
+    assert step(3.0, 1.0, {}, {"fsdp": 5.0, "data": 2.0}) == 7.0
 
 
 def test_utilization_in_both_conventions():
@@ -170,12 +189,15 @@ def test_show_sharding_lists_every_parameter(capsys):
         (["t5_small", "--topology", "v5e:2x2"], "t5_small: plans train language models"),
         (["gpt2_small"], "plan: give --topology"),
         (["gpt2_small", "--topology", "h200:8"], "expected slices x hosts x GPUs"),
+        (["gpt2_small", "--topology", "h100:0x8"], "expected slices x hosts x GPUs"),
+        (["gpt2_small", "--topology", "v3:2x2"], "no chip 'v3' that can be planned for; expected v4, v5e"),
     ],
 )
 def test_what_is_asked_wrongly_is_said_in_a_line(arguments, words, capsys, monkeypatch):
     monkeypatch.setattr(topology, "prepare", lambda: None)
     assert cli.main(["plan", *arguments]) == 2
-    assert words in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1
 
 
 def test_the_compilers_log_is_heard(tmp_path, monkeypatch):

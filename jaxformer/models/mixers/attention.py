@@ -13,7 +13,7 @@ from jaxtyping import Float
 from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Alibi, ModelConfig, Relative
-from jaxformer.models.layer import Context, Mixer, MixerOutput, Tree, linear, linear_spec, residual_std
+from jaxformer.models.layer import Context, Mixer, MixerOutput, Tree, linear, linear_maps, linear_spec, residual_std
 from jaxformer.ops.attention import cached as cached_attention
 from jaxformer.ops.attention.cached import Slots, as_array, first_slots, slot_positions, write_slots, write_token
 from jaxformer.ops.attention.call import Call
@@ -76,10 +76,9 @@ def attention(
 
 def project(params: Tree, x: Float[Array, "B T D"]) -> Heads:
     """Queries, keys and values, with heads split over devices."""
-    split = lambda name, heads: with_logical_constraint(
-        linear("btd,dnh->btnh", x, params[name]), "batch", "length", heads, None
-    )
-    return Heads(split("query", "heads"), split("key", "kv_heads"), split("value", "kv_heads"))
+    heads = linear_maps("btd,dnh->btnh", x, {name: params[name] for name in ("query", "key", "value")})
+    axes = {"query": "heads", "key": "kv_heads", "value": "kv_heads"}
+    return Heads(**{name: with_logical_constraint(y, "batch", "length", axes[name], None) for name, y in heads.items()})
 
 
 def attention_options(config: ModelConfig, context: Context) -> dict[str, Any]:
@@ -175,7 +174,8 @@ def cross_attention(config: ModelConfig, params: Tree, x: Float[Array, "B T D"],
 
 def source_heads(params: Tree, hidden: Float[Array, "B S D"]) -> Tree:
     """Keys and values of an encoder's output, `[B, K, S, H]` as in a cache."""
-    return {name: linear("btd,dnh->btnh", hidden, params[name]).swapaxes(1, 2) for name in ("key", "value")}
+    heads = linear_maps("btd,dnh->btnh", hidden, {name: params[name] for name in ("key", "value")})
+    return {name: y.swapaxes(1, 2) for name, y in heads.items()}
 
 
 def cached(

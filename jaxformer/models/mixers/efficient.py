@@ -20,7 +20,7 @@ from jaxtyping import Float
 from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Alibi, ModelConfig, Relative
-from jaxformer.models.layer import Context, Mixer, MixerOutput, linear
+from jaxformer.models.layer import Context, Mixer, MixerOutput, linear, linear_maps
 from jaxformer.models.mixers.attention import attention, attention_spec
 from jaxformer.ops.attention.linear import FeatureMap, visibility
 from jaxformer.ops.positions import Bias, Rope, rope
@@ -255,9 +255,9 @@ def _mixer(system, config: ModelConfig, mix: Callable, spec: Tree = None, has_we
     def apply(params, x, context: Context) -> MixerOutput:
         if context.tap.asks("weights"):
             raise NotImplementedError(f"{name} keeps no attention maps; models.mixers.attention (mixer=None) does")
-        heads = {}
-        for projection in (p for p in spec if p.endswith(("query", "key", "value"))):
-            heads[projection] = linear("btd,dnh->btnh", x, params[projection])
+        maps = {name: params[name] for name in spec if name.endswith(("query", "key", "value"))}
+        heads = linear_maps("btd,dnh->btnh", x, maps)
+        for projection in heads:
             if isinstance(config.positions, Rope) and not projection.endswith("value"):
                 heads[projection] = rope(heads[projection], context.positions, config.positions)
         out = mix(params, context, **heads)
