@@ -346,6 +346,19 @@ def test_a_profile_is_written(workplace, capsys):
     assert code == 0 and "profile of steps 10 to 15" in out and list((folder / "profile").rglob("*.pb"))
 
 
+def test_a_name_is_the_experiment_and_a_preset_of_that_name_has_a_prefix(workplace, capsys):
+    from jaxformer.models import PRESETS
+
+    (workplace / "experiments" / "llama_7b.py").write_text(EXPERIMENT.replace("tiny", "llama_7b"))
+    assert json.loads(run(capsys, "show", "llama_7b")[1].partition("\n}")[0] + "}")["name"] == "llama_7b"
+    for name in ("llama_7b", "gpt2_medium"):
+        described = json.loads(run(capsys, "show", f"preset:{name}")[1].partition("\n}")[0] + "}")
+        assert "data" not in described and described["d_model"] == PRESETS[name].d_model
+    assert run(capsys, "show", "gpt2_medium") == run(capsys, "show", "preset:gpt2_medium")
+    code, _, err = run(capsys, "train", "preset:llama_7b")
+    assert code == 2 and "llama_7b is a preset" in err
+
+
 def test_list_and_version(workplace, capsys):
     from jaxformer import __version__
 

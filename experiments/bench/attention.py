@@ -22,7 +22,7 @@ import numpy as np
 from jax import random
 
 from jaxformer import masks, ops
-from jaxformer.training.loop import keep_memory
+from jaxformer.training import memory
 
 HEADS, WIDTH, FEATURES, RANK = 4, 64, 128, 128
 DENSE_UP_TO = 8192  # its scores alone are 1 GiB there, and it keeps several such arrays
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=32_768, help="0 leaves the table out")
     parser.add_argument("--budget", type=float, default=2.0, help="seconds a figure of the table")
     options = parser.parse_args()
-    keep_memory()
+    memory.keep()
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {device.device_kind}, {HEADS} heads x {WIDTH}, float32, forward + backward")
     summary = ratios(options.rounds)

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 
 from experiments.gpt2_small import experiment as gpt2_small
 from jaxformer.parallel.processes import Watchdog
-from jaxformer.training import Spikes, step as steps
+from jaxformer.training import Spikes, memory, step as steps
 from jaxformer.training.goodput import Goodput
-from jaxformer.training.loop import keep_memory
 from jaxformer.training.manifest import fingerprints
 from jaxformer.training.metrics import Console, Reporter
 from jaxformer.training.recipe import build
@@ -47,7 +46,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
     options = parser.parse_args()
-    keep_memory()
+    memory.keep()
     experiment = replace(gpt2_small, batch_size=options.rows, accumulation=1, spikes=Spikes())
     recipe = build(experiment)
     tokens = jax.random.randint(jax.random.key(0), (options.rows, options.length), 0, experiment.model.vocab_size)

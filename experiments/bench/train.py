@@ -42,11 +42,11 @@ def ours(shape: str, precision: Any):
     import jax
 
     from experiments.shakespeare_char import experiment
-    from jaxformer.training.loop import keep_memory
+    from jaxformer.training import memory
     from jaxformer.training.recipe import build
     from jaxformer.training.step import init_state, make_train_step
 
-    keep_memory()
+    memory.keep()
     layers, width, heads, context, batch, vocabulary = SHAPES[shape]
     model = replace(
         experiment.model, num_layers=layers, d_model=width, num_heads=heads, context_length=context,

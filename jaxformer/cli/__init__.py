@@ -1,6 +1,10 @@
 """python -m jaxformer COMMAND: the only place that reads argv.
 
-    train EXPERIMENT [--runs DIR] [--key.path=value ...]      trains, or resumes, experiments/EXPERIMENT.py
+    train EXPERIMENT [--runs DIR] [--jax VERSION] [--key.path=value ...]
+                                                              trains, or resumes, experiments/EXPERIMENT.py; with another
+                                                              version of jax than that, it does not start
+    tokens EXPERIMENT [--key.path=value ...]                  encodes the experiment's texts and no more; on several hosts that
+                                                              see one cache (--data.cache=DIR) each does its share
     evaluate RUN [--step N] [--average N] [--int8] [--mesh.tensor=N ...]
                                                               scores a run's checkpoint, or the mean of its last N, on its
                                                               validation split
@@ -25,7 +29,8 @@
     plan EXPERIMENT|PRESET --topology NAME [--search] [--fast] [--json] [--key.path=value ...]
                                                               the train step compiled for TPUs or GPUs that are not here
 
-EXPERIMENT is a name in experiments/ or a path to a .py file; RUN a folder in runs/, or an experiment's name for its newest
+EXPERIMENT is a name in experiments/ or a path to a .py file; PRESET a model of jaxformer.models.presets, preset:NAME where an
+experiment has its name; RUN a folder in runs/, or an experiment's name for its newest
 run. `train EXPERIMENT --help` lists every option of that experiment. To open a run is to run the code in its folder: one that
 you did not train on this machine needs --trust, once. Several processes train as one on TPU pods, GKE, Slurm and MPI, or where
 JAXFORMER_COORDINATOR=HOST:PORT, JAXFORMER_PROCESSES=COUNT and JAXFORMER_PROCESS=INDEX say so.
@@ -38,7 +43,10 @@ import errno
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
 
 from jaxformer import __version__
 from jaxformer.cli import models, runs
@@ -49,9 +57,10 @@ from jaxformer.errors import ConfigError, did_you_mean
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands = {
-        "train": train, "evaluate": runs.evaluate, "generate": runs.generate, "harness": runs.run_harness,
-        "inspect": runs.inspect, "report": runs.write_report, "runs": runs.runs, "compare": runs.compare,
-        "list": models.list_all, "show": models.show, "cost": models.show_cost, "draw": models.draw, "plan": models.plan,
+        "train": train, "tokens": tokens, "evaluate": runs.evaluate, "generate": runs.generate,
+        "harness": runs.run_harness, "inspect": runs.inspect, "report": runs.write_report, "runs": runs.runs,
+        "compare": runs.compare, "list": models.list_all, "show": models.show, "cost": models.show_cost, "draw": models.draw,
+        "plan": models.plan,
     }  # fmt: skip
     if not argv or argv[0] in ("-h", "--help", "--version"):
         print(__version__ if argv == ["--version"] else __doc__)
@@ -86,16 +95,17 @@ def run(command: Callable[[list[str]], int], argv: list[str]) -> int:
 def train(argv: list[str]) -> int:
     parser = parser_of("train", "EXPERIMENT")
     parser.add_argument("--runs", default="runs")
+    parser.add_argument("--jax")
     options, overrides = parser.parse_known_args(argv)
     source, experiment = read_experiment(options.name, overrides)
 
     from jaxformer.analysis import report
-    from jaxformer.parallel import peers, processes
     from jaxformer.training import goodput, loop
     from jaxformer.training.metrics import NonFinite
     from jaxformer.training.signals import Interrupted
 
     def body() -> int:
+        check_host(options.runs, options.jax)
         try:
             refresh, reports = report.refresh, [report.run_report]
             loop.train(experiment, options.runs, source, reports, refresh, began=goodput.program_began())
@@ -111,11 +121,44 @@ def train(argv: list[str]) -> int:
             raise ConfigError(f"out of device memory: {first} What would help is above; checkpoints are as they were") from None
         return 0
 
+    return _together(body)
+
+
+def tokens(argv: list[str]) -> int:
+    options, overrides = parser_of("tokens", "EXPERIMENT").parse_known_args(argv)
+    _, experiment = read_experiment(options.name, overrides)
+
+    from jaxformer.training import loop
+
+    def body() -> int:
+        print(loop.open_data(experiment).description)
+        return 0
+
+    return _together(body)
+
+
+def _together(body: Callable[[], int]) -> int:
+    """The exit code of `body()` in all processes of the run."""
+    from jaxformer.parallel import peers, processes
+
     try:
         processes.initialize()
     except peers.MissingProcess as error:
         return _refused(error, peers.LOST)
     return processes.run_together(body)
+
+
+def check_host(runs: str, version: str | None) -> None:
+    """What only the machine knows and takes no time to ask; `loop.train` checks the rest before it compiles. ConfigError."""
+    if version is not None and (found := metadata.version("jax")) != version:
+        raise ConfigError(f"--jax={version}: this machine has jax {found}; install that version, or build the image again")
+    folder = Path(runs).absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        if "://" not in runs:
+            tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise ConfigError(f"--runs={runs}: {existing} cannot be written ({error.strerror}); choose another folder") from None
 
 
 def _refused(error: Exception | str, code: int) -> int:

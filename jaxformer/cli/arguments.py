@@ -9,6 +9,8 @@ from typing import Any
 from jaxformer import config
 from jaxformer.errors import ConfigError, did_you_mean
 
+PRESET = "preset:"  # before the name of a preset: an experiment may have the same
+
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
@@ -68,7 +70,8 @@ def read_experiment(name: str, overrides: list[str]):
     if name not in config.available() and not name.endswith(".py"):
         from jaxformer.models import PRESETS
 
-        if name in PRESETS:
+        if name.removeprefix(PRESET) in PRESETS:
+            name = name.removeprefix(PRESET)
             raise ConfigError(f"{name} is a preset, a model without data; train it in an experiment (--model {name})")
         near = did_you_mean(name, [*config.available(), *PRESETS])
         raise ConfigError(f"{name}: no experiment or preset of that name{near}; the command `list` shows all")
@@ -88,12 +91,16 @@ def read_experiment(name: str, overrides: list[str]):
 
 
 def experiment_of(name: str, overrides: list[str], preset: Callable[[str, Any], Any]):
-    """An experiment with its options, or what `preset` makes of a preset's name and model."""
+    """An experiment with its options, or what `preset` makes of a preset's name and model.
+
+    A name means the experiment, where there is one; `preset:NAME` means the preset.
+    """
     from jaxformer.models import PRESETS
     from jaxformer.training.names import MODEL, NAMES
 
-    if name in PRESETS:
-        return config.override(preset(name, PRESETS[name]), overrides, {**NAMES, "": MODEL})
+    chosen = name.removeprefix(PRESET)
+    if chosen in PRESETS and (chosen != name or name not in config.available()):
+        return config.override(preset(chosen, PRESETS[chosen]), overrides, {**NAMES, "": MODEL})
     return read_experiment(name, overrides)[1]
 
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 from jaxformer import config
-from jaxformer.cli.arguments import experiment_of, model_of, parser_of
+from jaxformer.cli.arguments import PRESET, experiment_of, model_of, parser_of
 from jaxformer.errors import ConfigError
 
 
@@ -73,10 +73,11 @@ def draw(argv: list[str]) -> int:
     from jaxformer.analysis import gallery, page, report
 
     model = model_of(options.name, overrides, "draw")
-    path = epath.Path(options.out or f"figures/{options.name}.html")
-    drawn = gallery.model_pictures(model, options.name)
-    parts = [report.section(title, {options.name: drawn[title]}, path.parent) for title in gallery.NOTES if title in drawn]
-    config.write_atomically(path, page.page(options.name, parts))
+    name = options.name.removeprefix(PRESET)
+    path = epath.Path(options.out or f"figures/{name}.html")
+    drawn = gallery.model_pictures(model, name)
+    parts = [report.section(title, {name: drawn[title]}, path.parent) for title in gallery.NOTES if title in drawn]
+    config.write_atomically(path, page.page(name, parts))
     print(f"page: {path}")
     return 0
 

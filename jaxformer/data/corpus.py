@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -29,7 +28,7 @@ import numpy as np
 
 from jaxformer.config import execution, regular_file
 from jaxformer.data import tokenizers
-from jaxformer.data.records import Part, Policy, Problems, Stream, lines, parts, records
+from jaxformer.data.records import Part, Policy, Problems, Stream, hugging_face_name, lines, parts, records
 from jaxformer.data.sources import Dataset, Windows, cache_folder, check_lengths, context_length
 from jaxformer.data.tokens import (
     Index,
@@ -77,6 +76,8 @@ class Corpus:
 
 def open_corpus(config: Corpus, context_length: int) -> Dataset:
     """Encodes what is not in the cache. Raises ConfigError for impossible settings and for what cannot be read."""
+    from jaxformer.parallel import processes  # imports jax, which those that encode need not have
+
     if not 0 < config.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction: {config.validation_fraction} is not between 0 and 1")
     tokenizers.check_vocab_size(config.tokenizer, config.vocab_size)
@@ -84,10 +85,11 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
         raise ConfigError(f"data.stride={config.stride}, data.jobs={config.jobs}: must be at least 1, or None")
     folder = cache_folder(config.cache)
     try:
-        tokenizer = _tokenizer(config, folder)
+        group = processes.that_see(folder)
+        tokenizer = _tokenizer(config, folder, group)
         paths = [config.path] if config.validation is None else [config.path, config.validation]
         end = _end_of_text(config, tokenizer)
-        opened = [_open_tokens(config, path, tokenizer, end, folder) for path in paths]
+        opened = [_open_tokens(config, path, tokenizer, end, folder, group) for path in paths]
     except OSError as error:
         problem = f"data: cannot read {config.path}, or keep tokens in {folder} ({error})"
         if is_full(error):
@@ -130,10 +132,10 @@ def _files(path: str) -> list[str]:
 
 def _key(config: Corpus, path: str, *more: Any) -> str:
     """A digest of the files as they are now. A file that changes has another size or time, so no file is read for it."""
-    stream = re.match("hf:([^,#]*)", path)  # its files if it is a local folder, else nothing but its name
-    found = _files(path) if stream is None else sorted(glob.glob(f"{glob.escape(stream[1])}/**/*.*", recursive=True))
+    stream = hugging_face_name(path)[0] if path.startswith("hf:") else None  # its files if it is a local folder, else its name
+    found = _files(path) if stream is None else sorted(glob.glob(f"{glob.escape(stream)}/**/*.*", recursive=True))
     files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in found]
-    words = ["layout 2", stream and stream.string, files, config.field, config.bad_rows, config.end_of_text, *more]
+    words = ["layout 2", stream and f"hf:{stream}", files, config.field, config.bad_rows, config.end_of_text, *more]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:24]
 
 
@@ -181,17 +183,22 @@ def _pieces(path: str, part: Part, problems: Problems) -> Iterator[tuple[str, bo
     yield "".join(piece), part.stop is None
 
 
-def _tokenizer(config: Corpus, folder: Path) -> Any:
+def _tokenizer(config: Corpus, folder: Path, group: Any) -> Any:
     if config.tokenizer != "bpe":
         return tokenizers.by_name(config.tokenizer, None)
     left_out = config.validation_fraction if config.validation is None else 0.0
-    saved = folder / f"tokenizer-{_key(config, config.path, config.vocab_size, left_out)}.json"
-    with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged one is learned again
-        return tokenizers.BPE(load_sealed(saved))
-    log.info("learning %s byte pairs from a sample of %s", f"{config.vocab_size:,}", config.path)
-    tokenizer = tokenizers.BPE.train("".join(_sample(config.path, config.field, left_out)), config.vocab_size or 0)
-    save_sealed(saved, json.dumps(tokenizer.state["tokenizer"]))
-    return tokenizer
+
+    def learn() -> Path:
+        saved = folder / f"tokenizer-{_key(config, config.path, config.vocab_size, left_out)}.json"
+        with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged one is learned again
+            load_sealed(saved)
+            return saved
+        log.info("learning %s byte pairs from a sample of %s", f"{config.vocab_size:,}", config.path)
+        tokenizer = tokenizers.BPE.train("".join(_sample(config.path, config.field, left_out)), config.vocab_size or 0)
+        save_sealed(saved, json.dumps(tokenizer.state["tokenizer"]))
+        return saved
+
+    return tokenizers.BPE(load_sealed(group.first(learn)))
 
 
 def _sample(path: str, field: str, left_out: float) -> Iterator[str]:
@@ -223,19 +230,28 @@ def _size(tokenizer: Any, end: int) -> int:
     return max(tokenizer.vocab_size, end + 1)
 
 
-def _open_tokens(config: Corpus, path: str, tokenizer: Any, end: int, folder: Path) -> tuple[Tokens, Index]:
-    """All tokens of a path, from the cache or new."""
-    key = _key(config, path, tokenizer.digest)
+def _open_tokens(config: Corpus, path: str, tokenizer: Any, end: int, folder: Path, group: Any) -> tuple[Tokens, Index]:
+    """All tokens of a path, from the cache or new. A `processes.Group` shares the work."""
+    key = group.first(lambda: _key(config, path, tokenizer.digest))
     entry, dtype = folder / f"corpus-{key}", np.min_scalar_type(_size(tokenizer, end) - 1)
-    for _ in range(3):
-        if (index := checked_index(entry, dtype.itemsize)) is not None:
-            break
+
+    def begin() -> None:
         tokenizer.save(entry / "tokenizer.json")
         _plan(entry, lambda: {"groups": _groups(path), "field": config.field, "policy": config.bad_rows, "end": end})
-        total = _encode(entry, path, config.jobs or os.cpu_count() or 1)
+
+    def finish() -> None:
+        total = _sum_up(entry, path)
         if key != _key(config, path, tokenizer.digest):
             raise ConfigError(f"data.path: files of {path} changed while they were read; start again once they do not")
         total.save(entry / "index.json")
+
+    for _ in range(3):
+        if (index := group.first(lambda: checked_index(entry, dtype.itemsize))) is not None:
+            break
+        group.first(begin)
+        _encode(entry, path, config.jobs or os.cpu_count() or 1, group.index, group.count)
+        group.wait()
+        group.first(finish)
     else:
         raise ConfigError(f"data.cache: what is written to {entry} is damaged each time; choose another disk")
     sizes = {entry / f"{name}.tokens": tokens for name, (tokens, _) in (index.shards or {}).items()}
@@ -252,16 +268,20 @@ def _plan(entry: Path, plan: Callable[[], dict[str, Any]]) -> None:
         save_sealed(entry / "plan.json", plan())
 
 
-def _encode(entry: Path, path: str, jobs: int) -> Index:
-    """Runs the processes that encode the missing parts, and sums up. Several commands may do so at once."""
+def _encode(entry: Path, path: str, jobs: int, number: int, count: int) -> None:
+    """Runs the processes that encode our share of the missing parts, every `count`th. Several commands may do so at once."""
     progress = _Progress(entry)
-    if len(missing := progress.missing()) == 1 and not path.startswith("hf:"):
+    missing = [part for part in progress.missing() if part % count == number]
+    if len(missing) == 1 and not path.startswith("hf:"):
         encode_part(entry, missing[0])
     elif missing:
         random.shuffle(missing)  # two commands that encode the same corpus share the work
         _run_workers(entry, path, missing, jobs, progress)
-    progress.missing()
-    total = progress.total()
+
+
+def _sum_up(entry: Path, path: str) -> Index:
+    """The index of an entry of which all parts are finished."""
+    total = _Progress(entry).total()
     if not total.tokens:
         raise ConfigError(f"data.path: {path} has no text{Problems('skip', total.counts, total.first)}")
     for leftover in entry.glob("*.unfinished"):

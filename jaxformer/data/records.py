@@ -195,10 +195,21 @@ def _parquet(path: str, fields: Sequence[str], problems: Problems, part: Part) -
             problems.add(f"{path}: rows {number + 1} to {end}", "row group not readable", f" ({error})")
 
 
+def hugging_face_name(path: str) -> tuple[str, str, str]:
+    """(name, configuration, split) of hf:NAME[,CONFIG][#SPLIT]. The name of a folder that is there may have , and # in it."""
+    path = path.removeprefix("hf:")
+    before, _, after = path.rpartition("#")
+    for folder, split in ((path, ""), (before, after)):
+        if folder and Path(folder).is_dir():
+            return folder, "", split
+    before, _, split = path.partition("#")
+    name, _, config = before.partition(",")
+    return name, config, split
+
+
 def _hugging_face(path: str) -> Any:
     """An iterable data set; of a folder that `save_to_disk` wrote, in at most 64 shards."""
-    name, _, split = path.removeprefix("hf:").partition("#")
-    name, _, config = name.partition(",")
+    name, config, split = hugging_face_name(path)
     with package_of("data"):
         import datasets
     try:

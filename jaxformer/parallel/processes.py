@@ -7,12 +7,14 @@ import logging
 import math
 import os
 import pickle
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import jax
@@ -136,6 +138,34 @@ def all_gather_object(value: T) -> list[T]:
     client.wait_at_barrier(key, _DAY)
     values = {int(name.rpartition("/")[2]): pickle.loads(data) for name, data in client.key_value_dir_get_bytes(key)}
     return [values[index] for index in range(jax.process_count())]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes that do a work together: this one is number `index` of `count`."""
+
+    index: int
+    count: int
+    first: Callable[[Callable[[], Any]], Any]  # calls a function on the first one; its value or error is that of all
+    wait: Callable[[], Any]  # until all are here
+
+
+def that_see(folder: Path) -> Group:
+    """All processes if they see the files of one folder, else this process alone. All must make this call."""
+    alone = Group(0, 1, lambda function: function(), lambda: None)
+    if jax.process_count() == 1:
+        return alone
+    name = first(lambda: _new_file(folder))
+    seen = all(all_gather_object((folder / name).exists()))
+    first((folder / name).unlink)
+    return Group(jax.process_index(), jax.process_count(), first, lambda: all_gather_object(None)) if seen else alone
+
+
+def _new_file(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=folder)
+    os.close(handle)
+    return os.path.basename(name)
 
 
 def run_together(body: Callable[[], int]) -> int:

@@ -11,6 +11,7 @@ and fingerprint of each leaf, and `restore` compares them. The folder may be a U
 
 import errno
 import fcntl
+import json
 import logging
 import math
 import os
@@ -28,6 +29,7 @@ from typing import IO, Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as orbax
+import tensorstore
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization import tensorstore_utils
@@ -35,7 +37,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.processes import all_gather_object, first, is_first
 from jaxformer.params import Tree
-from jaxformer.training import manifest
+from jaxformer.training import manifest, memory, silence
 from jaxformer.training.manifest import CheckpointError, Damaged, fingerprints, key_data
 
 Folder = os.PathLike | str
@@ -45,12 +47,12 @@ NOT_DAMAGE = (
     "Permission denied", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED",
     "MemoryError",
 )  # fmt: skip
+PIECE = 1 << 26  # bytes: of another mesh, a process reads no more than the pieces that its part of an array touches
 SMALL = 100_000_000  # bytes that a file of a checkpoint may have beside those of its arrays
 _warn = logging.getLogger(__name__).warning
 # Orbax counts written bytes, for its log alone, with a call that never frees its lists (tensorstore 0.1.86): 60 kB a save.
 tensorstore_utils.get_tensorstore_raw_bytes = lambda direction=None: 0
-# Orbax logs errors through absl, with a traceback from each of its threads. They reach us as exceptions as well.
-logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
+silence.install()
 
 
 class LatestAndBest:
@@ -103,7 +105,8 @@ class Manager(AbstractContextManager):
             # In the background, a folder that cannot be made leaves orbax's threads waiting for it for 20 minutes.
             async_options=orbax.AsyncOptions(timeout_secs=1200, create_directories_asynchronously=False),
         )
-        self._orbax = orbax.CheckpointManager(self.folder, options=options)
+        self._handler = orbax.StandardCheckpointHandler()
+        self._orbax = orbax.CheckpointManager(self.folder, options=options, item_handlers={"state": self._handler})
 
     def _open(self) -> None:
         self.steps()  # refuses a URL whose packages are missing
@@ -139,17 +142,25 @@ class Manager(AbstractContextManager):
         sealed = manifest.seal(step, metric, metadata, leaves)  # an error in the computation of the state appears here
         data = {name: key_data(leaf) for name, leaf in leaves.items() if leaf.size}
         size = sum(leaf.nbytes for leaf in data.values())
+        # where arrays lie in the host's memory, a copy of all would double it
+        limit = memory.in_flight(data.values()) if jax.default_backend() == "cpu" else None
+        writer: Any = self._handler._impl._handler_impl
+        writer._save_device_host_concurrent_bytes = writer._save_concurrent_bytes = limit
+        memory.give_back()
         try:
             first(lambda: self._make_room(step, size))
             if list(self._orbax.all_steps()) != self.steps():
                 self._orbax.reload()  # something was renamed
-            items = orbax.args.Composite(state=orbax.args.StandardSave(data))
+            pieces = jax.tree.map(lambda _: orbax.SaveArgs(chunk_byte_size=PIECE), data)
+            items = orbax.args.Composite(state=orbax.args.StandardSave(data, pieces))
             self._orbax.save(step, args=items, custom_metadata=sealed, force=True)
         except Exception as error:
             self._failed(step, error, size)
         else:
             self._saving = threading.Thread(target=self._finish, args=(step, size))
             self._saving.start()
+        if limit is not None:  # then orbax copies while it writes
+            self.wait()
         if wait:
             self.wait()
             for problem in filter(None, all_gather_object(self._problem)):
@@ -173,8 +184,19 @@ class Manager(AbstractContextManager):
         if self._saving is not None:
             self._saving.join()
             self._saving = None
-            with suppress(Exception):  # orbax raises a failure once in each thread; `_finish` has logged it
-                self._orbax.wait_until_finished()
+        if self._problem is not None:
+            self._forget_failures()
+
+    def _forget_failures(self) -> None:
+        """Orbax keeps what failed, in several parts, and would raise each of them in a later save. `_failed` has logged one."""
+        with suppress(Exception):
+            self._orbax.wait_until_finished()
+        checkpointer: Any = self._orbax._checkpointer
+        for _ in range(100):  # each failure is raised once; a thread of the failed save may still run
+            try:
+                return checkpointer.wait_until_finished()
+            except Exception:
+                continue
 
     def close(self) -> None:
         """Waits, then lets another manager open the folder."""
@@ -190,6 +212,7 @@ class Manager(AbstractContextManager):
         except BaseException as error:
             return self._failed(step, error, size)
         self._tidy()
+        memory.give_back()
 
     def _failed(self, step: int, error: BaseException, size: int) -> None:
         reason = _reason(error)
@@ -230,6 +253,8 @@ class Manager(AbstractContextManager):
                 step, _, suffix = path.name.partition(".")
                 if path.name == "deleted" or (step.isdecimal() and suffix.startswith("orbax-checkpoint-tmp")):
                     path.rmtree()
+        except FileNotFoundError:  # of a bucket: without objects there is no folder
+            pass
         except OSError as error:
             self.log(f"{self.folder}: what an earlier save or deletion left cannot be removed ({error})")
 
@@ -286,6 +311,7 @@ def _newest_good(
 def _read(path: epath.Path, abstract: Tree, prefix: str) -> tuple[Tree, dict]:
     """The checkpoint in `path`, onto an abstract tree. Raises Damaged, or CheckpointError if it is good and does not fit."""
     contents = first(lambda: _manifest(path))
+    first(lambda: _check_pieces(path))
     saved = {name: leaf for name, leaf in contents["leaves"].items() if name.startswith(prefix)}
     wanted = dict(manifest.named_leaves(abstract, prefix))
     manifest.compare(path, saved, wanted)
@@ -308,15 +334,21 @@ def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[st
     # orbax refuses to save an empty array
     data: Any = {k: jnp.zeros(x.shape, x.dtype, device=x.sharding) for k, x in numbers.items() if not x.size}
     full = {name: leaf for name, leaf in numbers.items() if leaf.size}
-    context, problem = ocp.Context(), None
-    context.pytree.loading.partial_load = True
-    try:
-        with context:
-            # pyrefly: ignore[bad-argument-type]  (orbax's own annotations do not resolve)
-            data |= ocp.load(path, full) if full else {}
-    except Exception as error:
-        problem = _reason(error)
-    for reason in filter(None, all_gather_object(problem)):
+    problems: list[str] = []
+    for limit in (memory.in_flight(full.values()), None):  # pieces that other programs wrote may be larger than this
+        context, problem = ocp.Context(), None
+        context.pytree.loading.partial_load = True
+        context.memory.read_concurrent_bytes = limit
+        try:
+            with context:
+                # pyrefly: ignore[bad-argument-type]  (orbax's own annotations do not resolve)
+                data |= ocp.load(path, full) if full else {}
+        except Exception as error:
+            problem = _reason(error)
+        problems = [reason for reason in all_gather_object(problem) if reason]
+        if not any("Requested more bytes" in reason for reason in problems):  # else all processes try once more
+            break
+    for reason in problems:
         raise _read_error(path, reason)
     return data
 
@@ -340,6 +372,24 @@ def _check_files(path: epath.Path) -> None:
                 raise Damaged(f"{name} is no regular file")
             if found.st_size > SMALL and name.parent.name != "d":  # numbers are in d; all else is JSON and indices
                 raise Damaged(f"{name} has {found.st_size:,} bytes")
+
+
+def _check_pieces(path: epath.Path) -> None:
+    """Raises Damaged where the pieces of an array are larger than it: tensorstore allocates one, and aborts if it cannot."""
+    if not _is_local(path):
+        return
+    try:
+        files = {"driver": "file", "path": f"{path}/state/"}  # a path in a URL could not have spaces
+        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": files}).result()
+        for key in store.list().result():
+            if key.endswith(b".zarray"):
+                array = json.loads(store[key])
+                if any(piece > size for piece, size in zip(array["chunks"], array["shape"], strict=True)):
+                    raise Damaged(f"{key.decode()}: pieces of {array['chunks']} of an array of {array['shape']}")
+    except Damaged:
+        raise
+    except Exception as error:
+        raise _read_error(path, _reason(error)) from error
 
 
 def _read_error(path: epath.Path, reason: str) -> Exception:

@@ -19,7 +19,7 @@ from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.models import cost
 from jaxformer.parallel import pmap, processes
-from jaxformer.training import checkpoint, compilation_cache, optimizers, replicas, reproduction
+from jaxformer.training import checkpoint, compilation_cache, memory, optimizers, replicas, reproduction
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.goodput import Goodput
 from jaxformer.training.initial import first_params
@@ -107,13 +107,13 @@ def train(
         keep = dict(every=kept.every, keep_latest=kept.keep_latest, keep_best=kept.keep_best)
         manager = stack.enter_context(checkpoint.Manager(folder.checkpoints, **keep))  # holds the run's lock
         compilation_cache.enable(runs)
-        keep_memory()
         if mesh is not None and experiment.mesh.backend == "jit":
             stack.enter_context(jax.set_mesh(mesh))
         record = Record(folder.metrics if processes.is_first() else None)
         stack.callback(record.close)
         begin = partial(first_params, experiment.initial, models.spec(experiment.model), recipe)
         state, start = restore(recipe, folder, dataset, manager, record, mesh, begin)
+        memory.keep()
         for change in processes.first(lambda: describe(folder, experiment, source, dataset.digest)):
             log.warning("changed since the last start: %s", change)
         if dataset.tokenizer is not None:
@@ -150,22 +150,6 @@ def open_data(experiment: Experiment):
 def can_sample(experiment: Experiment, dataset) -> bool:
     """Whether the run can end with a text that the model writes."""
     return dataset.tokenizer is not None and writes_text(experiment)
-
-
-def keep_memory() -> None:
-    """On CPU, lets the process keep freed memory instead of giving it back after every step and faulting it in again.
-
-    XLA allocates a program's temporaries anew for each call; glibc returns such large blocks to the kernel at once. Keeping
-    them took a third off the time of a small step. Elsewhere than on glibc this does nothing.
-    """
-    if jax.default_backend() != "cpu":
-        return
-    import ctypes
-
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-        mallopt(-4, 0)  # M_MMAP_MAX
 
 
 def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh, begin) -> tuple[TrainState, int]:

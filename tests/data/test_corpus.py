@@ -18,8 +18,9 @@ from hypothesis import given, settings, strategies as st
 
 from jaxformer.data import batching, corpus, tokenizers
 from jaxformer.data.corpus import Corpus
-from jaxformer.data.tokens import Tokens
+from jaxformer.data.tokens import Index, Tokens
 from jaxformer.errors import ConfigError
+from tests.faults.pods import Pod, found
 
 END = 0xFF  # of bytes
 DOCUMENTS = [f"document {i}\n" + "words and — more words\n" * (i % 5) for i in range(60)]
@@ -518,3 +519,63 @@ def test_characters_of_another_run_and_the_end_above_them(tmp_path, count):
     assert dataset.vocab_size == count + 1
     tokens = np.concatenate([dataset.train.tokens[:], dataset.validation.tokens[:]])
     assert tokens[-1] == count and characters.decode(tokens[:-1]) == text + "\n"
+
+
+SHARING = """
+import os, sys
+from types import SimpleNamespace
+from jaxformer.data import corpus
+from jaxformer.parallel import processes
+corpus.PART = 500
+def here(entry, path, missing, jobs, progress):
+    print("encodes", *missing)
+    [corpus.encode_part(entry, part) for part in missing]
+corpus._run_workers = here
+processes.initialize()
+def body():
+    cache = sys.argv[2] + os.environ.get("CACHE", "")
+    config = corpus.Corpus(sys.argv[1], tokenizer="bpe", vocab_size=300, cache=cache, validation_fraction=0.1)
+    dataset = config.open(SimpleNamespace(context_length=8))
+    print("has", len(dataset.train.tokens), dataset.digest)
+    return 0
+raise SystemExit(processes.run_together(body))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shared", [True, False])
+def test_processes_share_the_work_where_they_see_one_cache(texts, tmp_path, shared):
+    """Each part is encoded by one process; by every process where each has a cache of its own. All have the same tokens."""
+    each = {} if shared else {i: {"CACHE": f"-{i}"} for i in range(3)}
+    with Pod(3, texts.path, str(tmp_path / "new"), folder=tmp_path, code=SHARING, each=each) as pod:
+        pod.finish()
+        encoded = [[int(part) for line in re.findall("encodes(.*)", pod.said(i)) for part in line.split()] for i in range(3)]
+        assert len({found(r"has (.*)", pod.said(i)) for i in range(3)}) == 1
+    parts = sorted(part for own in encoded for part in own)
+    assert parts == sorted(list(range(1 + max(parts))) * (1 if shared else 3)) and len(set(parts)) > 8
+    assert not [file for file in tmp_path.glob("new*/*") if file.name.startswith("tmp")]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="Linux counts what a process reads")
+def test_of_a_trillion_tokens_no_more_is_read_than_what_a_batch_needs(tmp_path):
+    """Files of holes: 4 TB of text, 2 TB of tokens. What is read is the index and the rows."""
+    count, size, tokenizer = 31_250, 32_000_000, tokenizers.by_name("bytes", None)
+    config = Corpus(str(tmp_path / "texts"), cache=str(tmp_path / "cache"), validation_fraction=1e-6)
+    (tmp_path / "texts").mkdir()
+    for i in range(count):
+        with (tmp_path / "texts" / f"{i:06}.txt").open("wb") as file:
+            file.truncate(1 << 27)
+    entry, shards = tmp_path / "cache" / f"corpus-{corpus._key(config, config.path, tokenizer.digest)}", {}
+    entry.mkdir(parents=True)
+    for i in range(count):
+        with (entry / f"{i:06}-0000.tokens").open("wb") as file:
+            file.truncate(size)
+        shards[f"{i:06}-0000"] = [size, (entry / f"{i:06}-0000.tokens").stat().st_mtime_ns]
+    Index(count * size, count, count << 27, "", {}, {}, shards=shards).save(entry / "index.json")
+    read = lambda: int(re.search(r"rchar: (\d+)", corpus.Path("/proc/self/io").read_text())[1])
+    before = read()
+    dataset = config.open(SimpleNamespace(context_length=4096))
+    batch = batching.batches(dataset.train, 256, 0)[12345]
+    assert len(dataset.train.tokens) == 999_999_000_000 and batch["tokens"].shape == (256, 4096)
+    assert read() - before < 256 * 4097 + (entry / "index.json").stat().st_size + 30e6  # grain's modules are read, too

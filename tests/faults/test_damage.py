@@ -1,5 +1,6 @@
 """Row 3: each file of the newest checkpoint damaged in each way. Found or harmless; the end is that of an undisturbed run."""
 
+import json
 import os
 import random
 import shutil
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tensorstore
 
 from jaxformer.training import checkpoint
 from jaxformer.training.checkpoint import Manager
@@ -120,6 +122,19 @@ def test_every_file_of_the_newest_checkpoint(way, two_steps, tmp_path, report):
     assert count.found >= 3 and count.trials == count.found + count.harmless
     words = f"{count.found} found, {count.harmless} harmless; in one process"
     report(3, f"checkpoint file: {way}", trials=count.trials, detected=count.trials, recovered=count.trials, note=words)
+
+
+def test_pieces_larger_than_their_array(two_steps, tmp_path, report):
+    """Tensorstore would allocate a whole piece, and abort the process where it cannot."""
+    shutil.copytree(two_steps, folder := tmp_path / "c")
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/2/state/"}}).result()
+    key = next(key for key in store.list().result() if key.endswith(b".zarray") and json.loads(store[key])["shape"])
+    array = json.loads(store[key])
+    store[key] = json.dumps(array | {"chunks": [1 << 40 for _ in array["shape"]]}).encode()
+    count = Count()
+    trial(folder, count)
+    assert count.found == 1
+    report(15, "array pieces of terabytes in a checkpoint", trials=1, detected=1, recovered=1)
 
 
 STOP, STEPS = 45, 60

@@ -1,6 +1,7 @@
 """Rows 1 and 2: a run that is killed or asked to stop, at any moment, ends as one that was not."""
 
 import random
+import shutil
 import signal
 import time
 
@@ -82,18 +83,22 @@ def test_a_signal_saves_at_the_current_step_and_nothing_is_done_again(signum, tm
 
 @pytest.mark.fault
 def test_sigkill_at_random_moments(tmp_path, undisturbed, report):
-    """Of a start, a compilation, a step, an evaluation, a save."""
+    """Of a start, a compilation, a step, an evaluation, a save. Runs that reach their end are compared, and begun anew."""
     training, rng, kills, again, reached = Training(tmp_path, *OPTIONS), random.Random(0), 0, [], 0
     while kills < 20:
         with training.start() as process:
-            if rng.random() < 0.7:  # while it trains
-                process.wait_for("/200 loss", times=rng.randrange(1, 15))
-                time.sleep(rng.uniform(0, 0.3))
-            else:
-                time.sleep(rng.uniform(0, 8))  # while it starts and compiles
-            if not process.running:
-                break
+            lines = rng.randrange(1, 15) if rng.random() < 0.7 else 0
+            while process.running and process.said().count("/200 loss") < lines:
+                time.sleep(0.005)
+            time.sleep(rng.uniform(0, 0.3 if lines else 8))  # while it trains; or while it starts and compiles
+            if ended := not process.running:
+                assert process.end() == 0, process.said()
             output = process.kill()
+        if ended:
+            assert_same(training.ending(), undisturbed)
+            shutil.rmtree(training.folder / "runs")
+            reached = 0
+            continue
         kills += 1
         if resumed_after(output):
             again.append(max(0, reached - resumed_after(output)))
@@ -121,7 +126,7 @@ def test_a_second_signal_ends_at_once_and_nothing_saved_is_lost(tmp_path, undist
     training = Training(tmp_path, *OPTIONS, experiment=MORTAL)
     slow = 'setattr(checkpoint.Manager, "save", lambda *_, **__: __import__("time").sleep(300))'
     with training.start(DIE=slow) as process:
-        process.wait_for("step  15/200")
+        process.wait_for("step  10/200")  # then the first save
         process.send(signal.SIGTERM)
         time.sleep(1)
         process.send(signal.SIGTERM)

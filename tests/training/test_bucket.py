@@ -29,6 +29,11 @@ class Files(MemoryFileSystem):
     def _strip_protocol(cls, path):
         return super()._strip_protocol(path.removeprefix("gs://"))
 
+    def makedirs(self, path, **_):
+        """A bucket has no folders, only names of objects."""
+
+    mkdir = makedirs
+
     def glob(self, path, **options):
         return [name.lstrip("/") for name in super().glob(path, **options)]
 
@@ -38,7 +43,7 @@ class Bucket:
 
     saved: ClassVar[dict] = {}
 
-    def __init__(self, directory, options):
+    def __init__(self, directory, options, item_handlers):
         self.directory, self.options = directory, options
 
     def all_steps(self):
@@ -119,11 +124,12 @@ def test_checkpoints_of_a_bucket(bucket, tmp_path):
     state = lambda step: {"a": jnp.arange(4.0) + step}
     abstract = jax.eval_shape(lambda: state(0))
     folder = "gs://bucket/runs/a/checkpoints"
-    with Manager(folder) as manager:
-        assert str(manager.folder) == folder and manager.restore(abstract) is None
+    log = []
+    with Manager(folder, log=log.append) as manager:
+        assert not log and str(manager.folder) == folder and manager.restore(abstract) is None
         for step in (1, 2, 3):
             manager.save(step, state(step), wait=True)
-        (epath.Path(folder) / "9").mkdir()  # begun and not complete
+        (epath.Path(folder) / "9" / "array").write_text("")  # begun and not complete
         assert manager.steps() == checkpoint.steps(folder) == [1, 2, 3]
         with pytest.raises(CheckpointError, match="gs://bucket/runs/a/checkpoints: every checkpoint is damaged"):
             manager.restore(abstract)  # there are no arrays in this bucket

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import gc
+import json
 import math
 import os
 import random
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore
 from flax import struct
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
@@ -310,6 +312,39 @@ def test_saves_leave_nothing_in_memory(tmp_path):
     assert lists - before < 60
 
 
+@pytest.mark.parametrize("least", [1 << 12, 1 << 27])
+def test_what_does_not_fit_at_once_is_saved_and_read_in_turn(tmp_path, monkeypatch, least):
+    """Leaves of 16 kB: one after the other, or as always all at once. The state is donated as soon as `save` returns."""
+    seen, real = [], checkpoint.memory.in_flight
+    monkeypatch.setattr(checkpoint.memory, "LEAST", least)
+    monkeypatch.setattr(checkpoint.memory, "in_flight", lambda leaves: seen.append(real(list(leaves))) or seen[-1])
+    monkeypatch.setattr(checkpoint, "PIECE", 1 << 10)
+    draw = lambda step: {f"{i}": jax.random.normal(jax.random.key(i + step), (64, 64)) for i in range(9)}
+    with Manager(tmp_path) as manager:
+        for step in (1, 2):
+            state = draw(step)
+            manager.save(step, state)
+            jax.jit(lambda state: jax.tree.map(jnp.negative, state), donate_argnums=0)(state)
+        for step in (1, 2):
+            assert_same(manager.restore(abstract(draw(0)), step=step)[1], draw(step))
+    assert seen == [(9 << 14) // 8 if least < 1 << 14 else None] * 4
+
+
+@needs_8_devices
+def test_files_have_pieces_that_another_mesh_reads_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PIECE", 1 << 10)
+    x = jax.random.normal(jax.random.key(0), (64, 64))
+    with Manager(tmp_path) as manager:
+        manager.save(1, {"x": x}, wait=True)
+        files = {"driver": "file", "path": f"{tmp_path}/1/state/"}
+        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": files}).result()
+        (key,) = [key for key in store.list().result() if key.endswith(b".zarray")]
+        assert math.prod(json.loads(store[key])["chunks"]) * 4 <= 1 << 10
+        sharding = NamedSharding(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), P(None, "data"))
+        like = {"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)}
+        assert_same(manager.restore(like)[1], {"x": x})
+
+
 def test_a_step_is_saved_once_and_in_order(tmp_path):
     with Manager(tmp_path) as manager:
         for step in (1, 3):
@@ -470,7 +505,7 @@ def test_a_leaf_that_differs_is_named(tmp_path, monkeypatch):
     log = []
     with Manager(tmp_path, log=log.append) as manager:
         manager.save(1, make(1), wait=True)
-        monkeypatch.setattr(checkpoint.orbax.args, "StandardSave", lambda data: real(spoil(data)))
+        monkeypatch.setattr(checkpoint.orbax.args, "StandardSave", lambda data, pieces: real(spoil(data), pieces))
         manager.save(2, make(2), wait=True)
         assert manager.restore(abstract(make(1)))[0] == 1
     assert "step 2 is damaged: params/embed: the fingerprint" in log[-1]
