@@ -4,86 +4,100 @@ PYTHON ?= python3
 EXP ?= quickstart
 ARGS ?=
 WHAT ?= train
-BIN := .venv/bin
+# JAX=0.11.* is another environment, .venv-jax-0.11, with that version
+VENV := .venv$(addprefix -jax-,$(subst .*,,$(JAX)))
+PIN := $(if $(JAX),'jax==$(JAX)')
+BIN := $(VENV)/bin
+# a variable as one word of the shell, whatever quotes and spaces it has; ARGS is shell text, words with their quotes
+quote = '$(subst ','\'',$(1))'
 
 .DEFAULT_GOAL := help
-.PHONY: help train sweep scaling report inspect draw cost evaluate harness generate show plan pod-sim pod-train slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench clean
+.PHONY: help train tokens sweep scaling report inspect draw cost evaluate harness generate show plan pod-sim pod-train image slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
 	@echo 'Experiments: $(patsubst experiments/%.py,%,$(wildcard experiments/[a-z]*.py))'
 
-train: .venv/ready     ## train or resume an experiment: EXP=shakespeare_char ARGS="--data.path=... --steps=500"
-	@$(BIN)/python -m jaxformer train $(EXP) $(ARGS)
+train: $(VENV)/ready     ## train or resume an experiment: EXP=shakespeare_char ARGS="--data.path=... --steps=500"
+	@$(BIN)/python -m jaxformer train $(call quote,$(EXP)) $(ARGS)
 
-sweep: .venv/ready     ## train every combination of options: EXP=quickstart GRID="--optimizer.learning-rate=1e-4,3e-4 --seed=0,1"
-	@$(BIN)/python -m experiments.launch.sweep $(EXP) --grid '$(GRID)' $(ARGS)
+tokens: $(VENV)/ready    ## encode an experiment's texts ahead of its training: EXP=gpt2_small ARGS="--data.path=texts/"
+	@$(BIN)/python -m jaxformer tokens $(call quote,$(EXP)) $(ARGS)
 
-harness: .venv/ready   ## tasks of lm-evaluation-harness on a run: EXP=quickstart TASKS=arc_easy (pip install 'jaxformer[harness]')
-	@$(BIN)/python -m jaxformer harness $(EXP) --tasks '$(TASKS)' $(ARGS)
+sweep: $(VENV)/ready     ## train every combination of options: EXP=quickstart GRID="--optimizer.learning-rate=1e-4,3e-4 --seed=0,1"
+	@$(BIN)/python -m experiments.launch.sweep $(call quote,$(EXP)) --grid $(call quote,$(GRID)) $(ARGS)
 
-scaling: .venv/ready   ## a grid of small runs and the law of their losses: EXP=quickstart SIZES="--model.d-model=32,64,128" STEPS=200,400,800
-	@$(BIN)/python -m experiments.launch.scaling $(EXP) $(if $(SIZES),--sizes '$(SIZES)') $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+harness: $(VENV)/ready   ## tasks of lm-evaluation-harness on a run: EXP=quickstart TASKS=arc_easy (pip install 'jaxformer[harness]')
+	@$(BIN)/python -m jaxformer harness $(call quote,$(EXP)) --tasks $(call quote,$(TASKS)) $(ARGS)
 
-report: .venv/ready    ## one HTML page of a run, or of several side by side: EXP=reverse, or RUNS="runs/a runs/b"
-	@$(BIN)/python -m jaxformer report $(or $(RUNS),$(EXP)) $(ARGS)
+scaling: $(VENV)/ready   ## a grid of small runs and the law of their losses: EXP=quickstart SIZES="--model.d-model=32,64,128" STEPS=200,400,800
+	@$(BIN)/python -m experiments.launch.scaling $(call quote,$(EXP)) $(if $(SIZES),--sizes $(call quote,$(SIZES))) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
-inspect: .venv/ready   ## losses, predictions and heads of a run, token by token: EXP=quickstart ARGS="--prompt 'def f(x):' --html page.html"
-	@$(BIN)/python -m jaxformer inspect $(EXP) $(ARGS)
+report: $(VENV)/ready    ## one HTML page of a run, or of several side by side: EXP=reverse, or RUNS="runs/a runs/b"
+	@$(BIN)/python -m jaxformer report $(or $(RUNS),$(call quote,$(EXP))) $(ARGS)
 
-draw: .venv/ready      ## one HTML page of a model, with its architecture, masks and costs: EXP=gpt2_small
-	@$(BIN)/python -m jaxformer draw $(EXP) $(ARGS)
+inspect: $(VENV)/ready   ## losses, predictions and heads of a run, token by token: EXP=quickstart ARGS="--prompt 'def f(x):' --html page.html"
+	@$(BIN)/python -m jaxformer inspect $(call quote,$(EXP)) $(ARGS)
 
-cost: .venv/ready      ## parameters, FLOPs and bytes of a model, part by part: EXP=gpt2_small ARGS="--length 8192"
-	@$(BIN)/python -m jaxformer cost $(EXP) $(ARGS)
+draw: $(VENV)/ready      ## one HTML page of a model, with its architecture, masks and costs: EXP=gpt2_small
+	@$(BIN)/python -m jaxformer draw $(call quote,$(EXP)) $(ARGS)
 
-evaluate: .venv/ready  ## score a run on its validation split: EXP=quickstart, or a run folder
-	@$(BIN)/python -m jaxformer evaluate $(EXP) $(ARGS)
+cost: $(VENV)/ready      ## parameters, FLOPs and bytes of a model, part by part: EXP=gpt2_small ARGS="--length 8192"
+	@$(BIN)/python -m jaxformer cost $(call quote,$(EXP)) $(ARGS)
 
-generate: .venv/ready  ## continue a text: EXP=quickstart ARGS="--prompt 'def main('"
-	@$(BIN)/python -m jaxformer generate $(EXP) $(ARGS)
+evaluate: $(VENV)/ready  ## score a run on its validation split: EXP=quickstart, or a run folder
+	@$(BIN)/python -m jaxformer evaluate $(call quote,$(EXP)) $(ARGS)
 
-show: .venv/ready      ## the final config of an experiment or preset, its parameters and cost
-	@$(BIN)/python -m jaxformer show $(EXP) $(ARGS)
+generate: $(VENV)/ready  ## continue a text: EXP=quickstart ARGS="--prompt 'def main('"
+	@$(BIN)/python -m jaxformer generate $(call quote,$(EXP)) $(ARGS)
+
+show: $(VENV)/ready      ## the final config of an experiment or preset, its parameters and cost
+	@$(BIN)/python -m jaxformer show $(call quote,$(EXP)) $(ARGS)
 
 GPU := $(filter a100:% h100:% h200:% b200:%,$(TOPOLOGY))
 plan: .venv-plan/ready$(if $(GPU),-gpu)  ## a step compiled for a pod that is not here: EXP=llama_7b TOPOLOGY=v5e:16x16 [SEARCH=1 or DECODE=1]
-	@.venv-plan/bin/python -m jaxformer plan $(EXP) --topology $(or $(TOPOLOGY),v5e:2x2) $(if $(SEARCH),--search) $(if $(DECODE),--decode) $(ARGS)
+	@.venv-plan/bin/python -m jaxformer plan $(call quote,$(EXP)) --topology $(call quote,$(or $(TOPOLOGY),v5e:2x2)) $(if $(SEARCH),--search) $(if $(DECODE),--decode) $(ARGS)
 
 # launching: what is given on the command line becomes options; DRY=1 prints what would run
-given = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z a-z)='$($(name))'))
-launch = @$(BIN)/python -m experiments.launch.$(1) $(EXP) $(if $(DRY),--dry) $(call given,$(2)) $(3) -- $(ARGS)
+given = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z a-z)=$(call quote,$($(name)))))
+launch = @$(BIN)/python -m experiments.launch.$(1) $(call quote,$(EXP)) $(if $(DRY),--dry) $(call given,$(2)) $(3) -- $(ARGS)
 
-pod-train: .venv/ready   ## train on a TPU VM or pod: EXP=gpt2_small TPU=my-pod ZONE=us-east5-a TOPOLOGY=v5e:4x4 BUCKET=b [SPOT=1] [DRY=1]
+pod-train: $(VENV)/ready   ## train on a TPU VM or pod: EXP=quickstart TPU=my-pod ZONE=us-east5-a TOPOLOGY=v5e:4x4 BUCKET=b ARGS="--mesh.data=-1" [SPOT=1] [DRY=1]
 	$(call launch,tpu_vm,TPU ZONE PROJECT TOPOLOGY BUCKET RUNS RETRIES,$(if $(SPOT),--spot))
 
-slurm-train: .venv/ready ## submit a Slurm job: EXP=gpt2_small NODES=4 GPUS=8 RUNS=/shared/runs [PARTITION=] [TIME=] [DRY=1]
+CUDA := $(if $(DRY),,$(if $(filter 0,$(GPUS)),$(VENV)/ready-hosts,.venv-cuda/ready))
+slurm-train: $(VENV)/ready $(CUDA) ## submit a Slurm job: EXP=quickstart NODES=2 GPUS=8 RUNS=/shared/runs ARGS="--mesh.data=-1" [PARTITION=] [TIME=] [DRY=1]
 	$(call launch,slurm,NODES GPUS CPUS TIME PARTITION ACCOUNT RUNS RETRIES)
 
-gke-train: .venv/ready   ## submit a GKE JobSet: EXP=gpt2_small TOPOLOGY=v5e:4x4 IMAGE=... BUCKET=b [SLICES=2] [DRY=1]
+image: $(VENV)/ready       ## build and push the image of gke-train, with the versions of .venv: IMAGE=us-docker.pkg.dev/my/repo/jaxformer:1
+	@$(BIN)/python -m experiments.launch.lock
+	docker build -f experiments/launch/Dockerfile -t $(call quote,$(IMAGE)) --build-arg PYTHON=$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])') .
+	docker push $(call quote,$(IMAGE))
+
+gke-train: $(VENV)/ready   ## submit a GKE JobSet: EXP=quickstart TOPOLOGY=v5e:4x4 IMAGE=... BUCKET=b ARGS="--mesh.data=-1" [SLICES=2] [DRY=1]
 	$(call launch,gke,TOPOLOGY SLICES IMAGE BUCKET CLAIM ACCOUNT RETRIES,$(if $(SPOT),--spot))
 
-sky-train: .venv/ready   ## submit a SkyPilot managed job: EXP=gpt2_small TOPOLOGY=v5e:4x4 BUCKET=gs://b, or GPUS=H100:8 NODES=4 [DRY=1]
-	$(call launch,skypilot,TOPOLOGY NODES BUCKET RETRIES,$(if $(GPUS),--accelerators='$(GPUS)'))
+sky-train: $(VENV)/ready   ## submit a SkyPilot managed job: EXP=quickstart TOPOLOGY=v5e:4x4 BUCKET=gs://b ARGS="--mesh.data=-1", or GPUS=H100:8 NODES=2 [DRY=1]
+	$(call launch,skypilot,TOPOLOGY NODES BUCKET RETRIES,$(if $(GPUS),--accelerators=$(call quote,$(GPUS))))
 
 N ?= 2
-pod-sim: .venv/ready     ## N real processes of one run on this machine: N=4 EXP=quickstart ARGS="--steps=60"
-	@$(BIN)/python -m experiments.launch.pod_sim $(N) $(EXP) $(ARGS)
+pod-sim: $(VENV)/ready     ## N real processes of one run on this machine: N=4 EXP=quickstart ARGS="--steps=60"
+	@$(BIN)/python -m experiments.launch.pod_sim $(N) $(call quote,$(EXP)) $(ARGS)
 
-test: .venv/ready-dev  ## the test suite (some minutes on two cores)
+test: $(VENV)/ready-dev  ## the test suite (some minutes on two cores)
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
-test-thorough: .venv/ready-dev  ## the tests that take some seconds each (CI runs them too)
+test-thorough: $(VENV)/ready-dev  ## the tests that take some seconds each (CI runs them too)
 	@$(BIN)/python -m pytest -n 2 -m 'thorough and not slow and not fault and not parity and not gpu and not tpu and not aot' $(ARGS)
 
-test-all: .venv/ready-dev  ## also the slow tests and those that kill, corrupt and fill things
+test-all: $(VENV)/ready-dev  ## also the slow tests and those that kill, corrupt and fill things
 	@$(BIN)/python -m pytest -n 2 -m 'not parity and not gpu and not tpu and not aot' $(ARGS)
 
-test-faults: .venv/ready-dev  ## real runs killed, damaged, cut off and filled up; the report is dist/faults.md (some two hours)
+test-faults: $(VENV)/ready-dev  ## real runs killed, damaged, cut off and filled up; the report is dist/faults.md (some two hours)
 	@$(BIN)/python -m pytest -m 'fault or not fault' $(ARGS) tests/faults
 
 SECONDS ?= 60
-fuzz: .venv/ready-dev  ## every parser under atheris: SECONDS=60 for each
+fuzz: $(VENV)/ready-dev  ## every parser under atheris: SECONDS=60 for each
 	@$(BIN)/pip install -q --group fuzz
 	@$(BIN)/python tests/faults/fuzz.py $(SECONDS) $(ARGS)
 
@@ -94,42 +108,55 @@ parity: .venv-parity/ready  ## other people's packages run live against tests/fi
 	@.venv-parity/bin/python -m pytest -m parity $(ARGS)
 
 .PHONY: docs
-docs: .venv/ready-docs ## the book, every block and notebook executed: dist/site/index.html
+docs: $(VENV)/ready-docs ## the book, every block and notebook executed: dist/site/index.html
 	@$(BIN)/python -m pytest -q -n 2 -m 'not parity' tests/test_docs.py tests/test_mathematics.py
 	@NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --quiet --strict -f docs/site/mkdocs.yml
 	@echo 'the book: dist/site/index.html'
 
-lint: .venv/ready-dev  ## style and types
+lint: $(VENV)/ready-dev  ## style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyrefly check
 
-format: .venv/ready-dev  ## rewrite to the style
+format: $(VENV)/ready-dev  ## rewrite to the style
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: .venv/ready     ## our speed beside a named peer's: WHAT=train (installs a CPU build of torch into .venv-bench)
+bench: $(VENV)/ready     ## our speed beside a named peer's: WHAT=train (installs a CPU build of torch into .venv-bench)
 	@$(BIN)/python -m experiments.bench.$(WHAT) $(ARGS)
 
 clean:           ## removes .venv and caches; runs/ stays
-	rm -rf .venv .venv-bench .venv-parity .venv-plan .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-bench .venv-parity .venv-plan .venv-cuda .venv-jax-* .pytest_cache .hypothesis .ruff_cache
 
-.venv/made:
+$(VENV)/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxformer needs Python 3.11 or newer; set PYTHON=")'
-	@echo 'setting up .venv (once, about a minute)'
-	@$(PYTHON) -m venv .venv
+	@echo 'setting up $(VENV) (once, about a minute)'
+	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -q --upgrade 'pip>=25.1'
 	@touch $@
 
-.venv/ready: pyproject.toml | .venv/made
-	@$(BIN)/pip install -q -e .
+$(VENV)/ready: pyproject.toml | $(VENV)/made
+	@$(BIN)/pip install -q -e . $(PIN)
 	@touch $@
 
-.venv/ready-dev: .venv/ready
-	@$(BIN)/pip install -q -e . --group dev
+$(VENV)/ready-dev: $(VENV)/ready
+	@$(BIN)/pip install -q -e . $(PIN) --group dev
 	@touch $@
 
-.venv/ready-docs: .venv/ready-dev
+$(VENV)/ready-hosts: $(VENV)/ready
+	@$(BIN)/pip install -q -e '.[hosts]' $(PIN)
+	@touch $@
+
+# what Slurm's GPU nodes run, in the versions of .venv: made where there is a network
+.venv-cuda/ready: pyproject.toml | $(VENV)/ready
+	@echo 'setting up .venv-cuda with CUDA (once, some minutes, 5 GB)'
+	@$(BIN)/python -m experiments.launch.lock
+	@$(BIN)/python -m venv .venv-cuda
+	@.venv-cuda/bin/pip install -q --upgrade 'pip>=25.1'
+	@.venv-cuda/bin/pip install -q -c dist/constraints.txt -e '.[cuda,hosts]'
+	@touch $@
+
+$(VENV)/ready-docs: $(VENV)/ready-dev
 	@$(BIN)/pip install -q -e . --group docs
 	@touch $@
 

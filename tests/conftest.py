@@ -30,12 +30,23 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
         os.environ[variable] = tempfile.mkdtemp(prefix="jaxformer-tests-")
         atexit.register(shutil.rmtree, os.environ[variable], ignore_errors=True)
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+    # what `make test` hands to a make that a test starts: that one would print its folders, and take this one's variables
+    for variable in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "ARGS"):
+        os.environ.pop(variable, None)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    """Every file of every test lies where users' files lie: on a path with spaces, quotes and letters beyond ASCII."""
+    folder = tmp_path / "mes modèles 火 'q' #1"
+    folder.mkdir()
+    return folder
 
 
 _finished = itertools.count()

@@ -12,8 +12,8 @@ import pytest
 
 from experiments.launch.sweep import read_trials
 from jaxformer import cli, config, models
+from jaxformer.cli.arguments import PRESET, experiment_of
 from jaxformer.planning.plan import of_preset
-from jaxformer.training.names import MODEL, NAMES
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -121,7 +121,7 @@ def check_python(line):
                 read_trials(names[0], value, [])
         elif not OPEN.search(word):
             dotted.append(f"{flag}={value}")
-    known = [name for name in names if name in config.available() or name in models.PRESETS]
+    known = [name for name in names if name in config.available() or name.removeprefix(PRESET) in models.PRESETS]
     check_options((known or ["quickstart"])[0], dotted)
 
 
@@ -132,7 +132,7 @@ def check_options(name, options):
     if name in config.available():
         cli.read_experiment(name, options)
     else:
-        config.override(of_preset(name, models.PRESETS[name]), options, {**NAMES, "": MODEL})
+        experiment_of(name, options, of_preset)
 
 
 def check_commands(text):

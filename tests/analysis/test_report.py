@@ -173,6 +173,6 @@ def test_inspect_and_cost_from_the_command_line(trained, capsys):
         assert "Architecture" in (trained / "drawn" / "vit.html").read_text() and (trained / "drawn" / "masks.png").is_file()
         assert cli.main(["inspect", str(runs(trained)[0]), "--prompt", "t"]) == 2
         assert "at least two" in capsys.readouterr().err
-        assert cli.main(["cost", "gpt2_small", "--length", "2048"]) == 0
+        assert cli.main(["cost", "preset:gpt2_small", "--length", "2048"]) == 0
         said = capsys.readouterr().out
         assert "124,439,808" in said and "4,608 tokens" in said

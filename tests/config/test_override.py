@@ -359,10 +359,11 @@ def test_help_never_fails(value):
 def test_help_of_every_experiment(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)  # and there is no terminal
     monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
     for name in C.available():
         experiment = C.load(name)
         text = C.help_text(experiment, name)
         field = r"--model(\.decoder)?\.num-layers  int = " if models.is_config(experiment.model) else "--model  "
         assert " at 0x" not in text and re.search(field, text)
-    for name in [name for name in sys.modules if name.startswith("experiment")]:
+    for name in {name for name in sys.modules if name.startswith("experiment")} - before:
         del sys.modules[name]

@@ -125,7 +125,7 @@ def test_generation_obeys_the_task():
 CHOICE = """
 task: animals
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/animals.jsonl}}}}
+dataset_kwargs: {{data_files: {{test: "{folder}/animals.jsonl"}}}}
 test_split: test
 output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
@@ -138,7 +138,7 @@ metric_list:
 ANSWER = """
 task: endings
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/animals.jsonl}}}}
+dataset_kwargs: {{data_files: {{test: "{folder}/animals.jsonl"}}}}
 test_split: test
 output_type: generate_until
 doc_to_text: "{{{{question}}}}"
@@ -150,7 +150,7 @@ metric_list:
 ROLLING = """
 task: text
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/animals.jsonl}}}}
+dataset_kwargs: {{data_files: {{test: "{folder}/animals.jsonl"}}}}
 test_split: test
 output_type: loglikelihood_rolling
 doc_to_text: ""
