@@ -21,7 +21,7 @@ def enable(runs: epath.PathLike = "") -> None:
     """Programs persist in the user's own cache folder, because they are native code; those of runs in a bucket beside these.
 
     Hosts share a bucket, and a new host has no cache folder. JAX_COMPILATION_CACHE_DIR is another folder. Where none can be
-    written, nothing persists.
+    written, nothing persists. Programs that compile within 0.2 s, or JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS, are not kept.
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxformer" / "compiled"
@@ -34,7 +34,8 @@ def enable(runs: epath.PathLike = "") -> None:
                 return log.warning("compiled programs are not kept: %s", error)
             tidy(folder)
         jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if jax.process_count() > 1 and "://" not in str(jax.config.values["jax_compilation_cache_dir"]):
         compiler._cache_write = write
 

@@ -190,7 +190,8 @@ def test_a_slow_compilation(training, undisturbed, report):
 def test_restarts_under_load(training, undisturbed, report):
     """With a busy loop per core: every process takes every program from the cache."""
     code, trials, hits = COMPILES.format(seconds=0), 5, []
-    caches = {i: {"XDG_CACHE_HOME": str(training.folder / f"cache-{i}")} for i in range(COUNT)}
+    keep = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # every program, however long it took to compile
+    caches = {i: {"XDG_CACHE_HOME": str(training.folder / f"cache-{i}"), **keep} for i in range(COUNT)}
     with start(training, code=code, each=caches) as pod:
         pod.finish()
         assert all(int(found(r"misses (\d+)", pod.said(i))) > 0 for i in range(COUNT))
