@@ -97,9 +97,13 @@ def with_logical_constraint(x: Array, *names: str | None) -> Array:
 
 def is_split() -> bool:
     """Whether there is a mesh (`jax.set_mesh`) with an axis of several devices that `jax.shard_map` has not made manual."""
+    return any(jax.sharding.get_abstract_mesh().shape[axis] > 1 for axis in auto_axis_names())
+
+
+def auto_axis_names() -> list[str]:
+    """The axes of the mesh (`jax.set_mesh`) that `jax.shard_map` has not made manual."""
     mesh = jax.sharding.get_abstract_mesh()
-    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    return any(size > 1 and kind != AxisType.Manual for size, kind in axes)
+    return [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual]
 
 
 def with_sharding(x: Array, spec: P) -> Array:

@@ -16,7 +16,20 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from jaxformer.ops.einsum import einsum
-from jaxformer.sharding import PARAMETERS, is_explicit, mesh_axes, psum, psum_scatter, wide_on_cpu
+from jaxformer.sharding import (
+    PARAMETERS,
+    auto_axis_names,
+    is_explicit,
+    is_split,
+    mesh_axes,
+    psum,
+    psum_scatter,
+    wide_on_cpu,
+    with_sharding,
+)  # fmt: skip
+
+LANES = 128  # of a TPU: rows of a block that its kernel takes
+ADD, SET, ZERO = 1, 2, 3  # what that kernel does with a tile of a sum
 
 
 class Routing(NamedTuple):
@@ -105,13 +118,15 @@ def mixture(
     batch, length = mesh_axes("batch", B), mesh_axes("length", T)
     embed = tuple(name for name in PARAMETERS["embed"] if name in batch and D % mesh.shape[name] == 0)
     split = Split(batch, length, mesh_axes("expert", E), embed, mesh_axes("mlp", F))
-    run = partial(_on_device, split, activation, top_k, normalise, capacity)
-    if any(split):
+    run, arrays = partial(_on_device, split, activation, top_k, normalise, capacity), (x, router, gate, up, down, real)
+    if is_split():  # a chip's own kernels need all axes of the mesh to be manual
         inward, outward = P(split.experts, embed, split.mlp), P(split.experts, split.mlp, embed)
-        tokens, axes = P(batch, length), frozenset(sum(split, ()))
+        tokens, axes = P(batch, length), frozenset(auto_axis_names())
         in_specs = tokens, P(), inward, inward, outward, tokens
+        if is_explicit():
+            arrays = [a if a is None else with_sharding(a, how) for a, how in zip(arrays, in_specs, strict=True)]
         run = jax.shard_map(run, in_specs=in_specs, out_specs=(tokens, P()), axis_names=axes)
-    return run(x, router, gate, up, down, real)
+    return run(*arrays)
 
 
 def _on_device(split: Split, activation, top_k, normalise, capacity, x, router, gate, up, down, real):
@@ -256,6 +271,7 @@ def _blocks(experts: Int[Array, "top_k N"], here: int, E: int):
     top_k, N = experts.shape
     # a quarter of an expert's even share, in eights: last blocks are half empty, so an eighth of the work is lost
     length = min(8 * -(-experts.size // (32 * E)), 512)
+    length += -length % LANES if length > LANES else 0
     sizes = _sizes(experts, here)
     blocks = -(-sizes // length)  # of each expert
     ends = jnp.cumsum(blocks)
@@ -287,17 +303,77 @@ def _grouped(x: Float[Array, "n b D"], w: Float[Array, "E D F"], owners: Int[Arr
 
 def _grouped_backward(residuals, g):
     x, w, owners, used = residuals
+    loop, ragged = partial(_each_block, "bf,df->bd"), lambda g, w, *blocks: _ragged(g, w.swapaxes(1, 2), *blocks)
+    dx = lax.platform_dependent(*_alike(g, w.astype(x.dtype)), owners, used, cpu=loop, default=ragged)
+    each = partial(_sum_blocks, len(w))
+    kernel = partial(_sum_on_tpu, len(w)) if x.shape[1] % LANES == 0 else each
+    dw = lax.platform_dependent(*_alike(x, g), owners, used, tpu=kernel, default=each)
+    return dx, dw.astype(w.dtype), None, None
 
-    # `lax.ragged_dot_general` multiplies every row by every expert here, also on TPUs
+
+def _sum_blocks(count: int, x: Float[Array, "n b D"], g: Float[Array, "n b F"], owners, used) -> Float[Array, "E D F"]:
+    """Of each of `count` experts, the sum of x[i]^T g[i] over its blocks, in float32 or better."""
+
     def add(i, dw):
         part = einsum("bd,bf->df", _at(x, i), _at(g, i), dtype=dw.dtype)
         return _put(dw, _at(dw, owners[i]) + part, owners[i])
 
-    loop, ragged = partial(_each_block, "bf,df->bd"), lambda g, w, *blocks: _ragged(g, w.swapaxes(1, 2), *blocks)
-    dx = lax.platform_dependent(*_alike(g, w.astype(x.dtype)), owners, used, cpu=loop, default=ragged)
-    zeros = jnp.zeros(w.shape, jnp.promote_types(x.dtype, jnp.float32))
-    dw = lax.fori_loop(0, used, add, _alike(zeros, x)[0])
-    return dx, dw.astype(w.dtype), None, None
+    zeros = jnp.zeros((count, x.shape[-1], g.shape[-1]), jnp.promote_types(x.dtype, jnp.float32))
+    return lax.fori_loop(0, used, add, _alike(zeros, x)[0])
+
+
+def _sum_on_tpu(count: int, x, g, owners, used, interpret=False):
+    """The same by a kernel: a tile of an expert's sum stays in fast memory while that expert's blocks pass.
+
+    In the loop each block reads and writes a whole sum. (`lax.ragged_dot_general` multiplies every row by every expert here,
+    also on TPUs.)
+    """
+    from jax.experimental import pallas
+    from jax.experimental.pallas import tpu
+
+    (n, _, D), F, (tile, across) = x.shape, g.shape[-1], (min(x.shape[-1], 512), min(g.shape[-1], 1024))
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    # an expert without a block is visited once, for zeros
+    blocks = _sizes(jnp.where(jnp.arange(n) < used, owners, count), count)
+    visits = jnp.maximum(blocks, 1)
+    ends, starts = jnp.cumsum(visits), jnp.cumsum(visits) - visits
+    turn = jnp.minimum(jnp.arange(n + count), ends[-1] - 1)
+    expert = jnp.sum(ends[None] <= turn[:, None], axis=1)
+    place = turn - starts[expert]
+    block = jnp.minimum((jnp.cumsum(blocks) - blocks)[expert] + place, n - 1)
+    what = jnp.where(jnp.arange(n + count) > turn, 0, jnp.where(place > 0, ADD, jnp.where(blocks[expert] > 0, SET, ZERO)))
+
+    def kernel(expert, block, what, x, g, out):
+        step = what[pallas.program_id(2)]
+        part = lambda: lax.dot_general(x[0], g[0], (((0,), (0,)), ((), ())), preferred_element_type=wide)
+
+        @pallas.when(step == ADD)
+        def _():
+            out[0] += part()
+
+        @pallas.when(step == SET)
+        def _():
+            out[0] = part()
+
+        @pallas.when(step == ZERO)
+        def _():
+            out[0] = jnp.zeros_like(out[0])
+
+    spec = tpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=3, grid=(pallas.cdiv(F, across), pallas.cdiv(D, tile), n + count),
+        in_specs=[
+            pallas.BlockSpec((1, x.shape[1], tile), lambda f, d, i, expert, block, what: (block[i], 0, d)),
+            pallas.BlockSpec((1, x.shape[1], across), lambda f, d, i, expert, block, what: (block[i], 0, f)),
+        ],
+        out_specs=pallas.BlockSpec((1, tile, across), lambda f, d, i, expert, block, what: (expert[i], d, f)),
+    )  # fmt: skip
+    run = pallas.pallas_call(
+        kernel, grid_spec=spec, interpret=interpret, name="sum_blocks",
+        out_shape=jax.ShapeDtypeStruct((count, D, F), wide, manual_axis_type=jax.typeof(x).manual_axis_type),
+        cost_estimate=pallas.CostEstimate(flops=2 * x.size * F, bytes_accessed=0, transcendentals=0),
+        compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+    )  # fmt: skip
+    return run(*(a.astype(jnp.int32) for a in (expert, block, what)), x, g)
 
 
 _grouped.defvjp(lambda *args: (_grouped(*args), args), _grouped_backward)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 ONCE = "a loop with an unknown number of turns counts once: a lower bound"
-ROWS = "a loop of unknown length over the rows of an array counts for all of them: an upper bound"
+ROWS = "a loop, or a product, over an unknown number of rows of an array counts for all of them: an upper bound"
 DEAREST = "the most expensive branch of a conditional counts: an upper bound"
 CUDNN = "cuDNN's attention counts every pair of a query and a key: an upper bound"
 SAME = ("pvary", "pcast", "reshard", "sharding_constraint", "copy")  # their result is their operand
@@ -155,7 +155,7 @@ def _product(eqn) -> Count:
             (_, contracted), (_, batched) = numbers.dot_dimension_numbers
             gone = {*contracted, *batched, *numbers.rhs_group_dimensions}
             free = math.prod(n for axis, n in enumerate(eqn.invars[1].aval.shape) if axis not in gone)
-            return Count(2.0 * eqn.invars[0].aval.size * free)
+            return Count(2.0 * eqn.invars[0].aval.size * free, frozenset([ROWS]))
         case "conv_general_dilated":
             kernel, features = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec[0]
             return Count(2.0 * eqn.outvars[0].aval.size * kernel.size / kernel.shape[features])

@@ -15,7 +15,7 @@ from jaxformer.masks import full
 from jaxformer.models import block
 from jaxformer.models.layer import Context
 from jaxformer.models.mixture import Mixture
-from jaxformer.ops.mixture import _each_block, _ragged, balance_loss, mixture, route
+from jaxformer.ops.mixture import _each_block, _ragged, _sum_blocks, _sum_on_tpu, balance_loss, mixture, route
 from jaxformer.parallel import Mesh, block_if_simulated, make_mesh
 from jaxformer.params import paths
 
@@ -426,3 +426,15 @@ def test_the_chips_kernel_gives_what_the_loop_gives():
     loop = _each_block("bd,df->bf", x, w, owners, used)
     np.testing.assert_allclose(_ragged(x, w, owners, used), loop, rtol=1e-5, atol=1e-5)
     assert np.all(np.asarray(loop)[5] == 0)
+
+
+@pytest.mark.parametrize("D, F, owners, used", [(640, 130, [0, 0, 2, 4, 4, 4], 5), (8, 1100, [1, 1, 1, 3], 4), (16, 8, [1], 0)])
+def test_the_chips_sums_are_those_of_the_loop(D, F, owners, used):
+    """Of one tile and of several that do not fill the matrix; unused blocks, and experts without one."""
+    rng = np.random.default_rng(0)
+    x, g = (jnp.asarray(rng.normal(size=(len(owners), 128, width)), jnp.bfloat16) for width in (D, F))
+    blocks = jnp.array(owners), jnp.array(used)
+    sums = _sum_blocks(5, x, g, *blocks)
+    # the same products; a block's sum may be made in another order: float32, 128 terms of order one
+    np.testing.assert_allclose(_sum_on_tpu(5, x, g, *blocks, interpret=True), sums, rtol=1e-5, atol=1e-4)
+    assert np.all(np.asarray(sums)[[e for e in range(5) if e not in owners[:used]]] == 0)

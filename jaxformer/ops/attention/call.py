@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from jaxformer.masks import Mask
-from jaxformer.sharding import mesh_axes
+from jaxformer.sharding import auto_axis_names, mesh_axes
 
 
 @struct.dataclass
@@ -80,10 +80,8 @@ class Share(NamedTuple):
 
 def share(B: int, T: int, heads: int) -> Share:
     """How the mesh of `jax.set_mesh` splits a call. A size that does not divide is not split: every device has all of it."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    manual = frozenset(axis for axis, kind in kinds.items() if kind != AxisType.Manual)
-    if mesh.empty or mesh.size == 1 or not manual:
+    manual = frozenset(auto_axis_names())
+    if jax.sharding.get_abstract_mesh().size == 1 or not manual:
         return Share()
     entry = lambda name, size: mesh_axes(name, size) or None
     return Share(entry("batch", B), entry("length", T), entry("heads", heads), manual)
