@@ -139,6 +139,7 @@ class Manager(AbstractContextManager):
         self._policy.metrics[step] = metric = None if metric is None else float(metric)
         leaves = dict(manifest.named_leaves(state))
         leaves = {name: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf) for name, leaf in leaves.items()}
+        memory.give_back()
         sealed = manifest.seal(step, metric, metadata, leaves)  # an error in the computation of the state appears here
         data = {name: key_data(leaf) for name, leaf in leaves.items() if leaf.size}
         size = sum(leaf.nbytes for leaf in data.values())
@@ -146,7 +147,6 @@ class Manager(AbstractContextManager):
         limit = memory.in_flight(data.values()) if jax.default_backend() == "cpu" else None
         writer: Any = self._handler._impl._handler_impl
         writer._save_device_host_concurrent_bytes = writer._save_concurrent_bytes = limit
-        memory.give_back()
         try:
             first(lambda: self._make_room(step, size))
             if list(self._orbax.all_steps()) != self.steps():
@@ -161,6 +161,7 @@ class Manager(AbstractContextManager):
             self._saving.start()
         if limit is not None:  # then orbax copies while it writes
             self.wait()
+            memory.give_back()
         if wait:
             self.wait()
             for problem in filter(None, all_gather_object(self._problem)):

@@ -158,7 +158,9 @@ def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record,
     restored = manager.restore(abstract_state(recipe, shardings))
     if restored is None:
         record.rewind(0)
-        return first_state(recipe, shardings, begin()), 0
+        state = jax.block_until_ready(first_state(recipe, shardings, begin()))
+        memory.give_back()
+        return state, 0
     step, state, metadata = restored
     check_data(folder, metadata, dataset)
     record.rewind(step)
@@ -299,6 +301,7 @@ def loop(
             if not (evaluates or saves):
                 continue
             watchdog.beat(step, patience=LONG)
+            memory.give_back()
             job.check(state, done)  # before anything is made of it
             rank = None
             if evaluates:

@@ -1,6 +1,7 @@
 """The host's memory: what a CPU run keeps between steps, and what a save or a restore may take beside the state."""
 
 import ctypes
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 LEAST, MOST = 1 << 27, 1 << 32
 
 
+@functools.cache  # one listener a process
 def keep() -> None:
     """On CPU, lets the process keep freed memory instead of giving it back after every step and faulting it in again.
 
@@ -20,6 +22,13 @@ def keep() -> None:
     if mallopt is not None:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
         mallopt(-4, 0)  # M_MMAP_MAX
+        jax.monitoring.register_event_duration_secs_listener(_after_compiling)
+
+
+def _after_compiling(event: str, seconds: float, **_: Any) -> None:
+    """The compiler leaves 0.1 GB of freed memory; a step would be beside it."""
+    if event.endswith("backend_compile_duration") and seconds > 1:
+        give_back()
 
 
 def give_back() -> None:
