@@ -135,9 +135,10 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
         sums, gradients = jax.lax.psum((sums, gradients), axis_name)
     gradients = sharding.with_spec_sharding(gradients, recipe.spec, gradient_rules(recipe.mesh))
     total = jnp.where(sums.weight > 0, sums.weight, 1)
-    gradients = jax.tree.map(lambda g: g / (total * scale), gradients)
-    reports = root_mean_squares(recipe, "gradient", gradients)
-    gradients, norm = clip(gradients, recipe.clip_norm)
+    means = jax.tree.map(lambda g: g / (total * scale), gradients)
+    reports, norm = root_mean_squares(recipe, "gradient", means), optax.tree.norm(means)
+    # the update reads the sums themselves: no array of means or of clipped gradients is written
+    factor = jnp.minimum(1.0, jnp.inf if recipe.clip_norm is None else recipe.clip_norm / norm) / (total * scale)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
     empty = finite & (sums.weight <= 0)
     recent = jnp.stack([sums.loss / total, norm]).astype(jnp.float32)
@@ -146,7 +147,7 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     no_update = jax.tree.map(jnp.zeros_like, jax.eval_shape(partial(root_mean_squares, recipe, "update"), state.params))
     # jnp.where would keep both states alive and copy the donated one
     new, updates = jax.lax.cond(
-        good & ~empty, partial(update, recipe, gradients, rate), lambda state: (state, no_update), state
+        good & ~empty, partial(update, recipe, gradients, factor, rate), lambda state: (state, no_update), state
     )
     new = replace(count(new, finite, good, empty), step=state.step + 1)
     if state.recent is not None:
@@ -161,17 +162,12 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     return new, metrics
 
 
-def clip(gradients: Tree, largest: float | None) -> tuple[Tree, Array]:
-    """(the gradients, no longer than `largest`; their norm before)."""
-    norm = optax.tree.norm(gradients)
-    if largest is None:
-        return gradients, norm
-    shrink = jnp.minimum(1.0, largest / norm)
-    return jax.tree.map(lambda g: g * shrink, gradients), norm
+def update(recipe: Recipe, sums: Tree, factor: Array, rate: Array, state: TrainState) -> tuple[TrainState, Metrics]:
+    """The state with new parameters, optimizer state and average, ema * decay + params * (1 - decay); sizes of updates.
 
-
-def update(recipe: Recipe, gradients: Tree, rate: Array, state: TrainState) -> tuple[TrainState, Metrics]:
-    """The state with new parameters, optimizer state and average, ema * decay + params * (1 - decay); sizes of updates."""
+    The gradients are `sums` times the factor.
+    """
+    gradients = jax.tree.map(lambda g: g * factor.astype(g.dtype), sums)
     opt_state = in_memory(recipe, state.opt_state, jax.memory.Space.Device)
     updates, opt_state = recipe.optimizer.update(gradients, opt_state, state.params)
     updates = jax.tree.map(lambda p, u: (rate * u).astype(p.dtype), state.params, updates)
