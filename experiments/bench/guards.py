@@ -16,6 +16,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from experiments.gpt2_small import experiment as gpt2_small
 from jaxformer.parallel.processes import Watchdog
@@ -30,8 +31,9 @@ def bare_step(recipe, state, batch):
     """The step of a trainer without guards: the same gradients, clip and update, always applied."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 1), state.step)
     sums, gradients = steps.accumulate(recipe, state.params, batch, key, 1.0)
-    gradients, norm = steps.clip(jax.tree.map(lambda g: g / sums.weight, gradients), recipe.clip_norm)
-    state, _ = steps.update(recipe, gradients, jnp.float32(recipe.schedule(state.step)), state)
+    norm = optax.tree.norm(jax.tree.map(lambda g: g / sums.weight, gradients))
+    factor = jnp.minimum(1.0, recipe.clip_norm / norm) / sums.weight
+    state, _ = steps.update(recipe, gradients, factor, jnp.float32(recipe.schedule(state.step)), state)
     return replace(state, step=state.step + 1), {"loss": sums.loss / sums.weight, "grad_norm": norm}
 
 

@@ -332,7 +332,6 @@ def _sum_on_tpu(count: int, x, g, owners, used, interpret=False):
     from jax.experimental.pallas import tpu
 
     (n, _, D), F, (tile, across) = x.shape, g.shape[-1], (min(x.shape[-1], 512), min(g.shape[-1], 1024))
-    wide = jnp.promote_types(x.dtype, jnp.float32)
     # an expert without a block is visited once, for zeros
     blocks = _sizes(jnp.where(jnp.arange(n) < used, owners, count), count)
     visits = jnp.maximum(blocks, 1)
@@ -343,22 +342,6 @@ def _sum_on_tpu(count: int, x, g, owners, used, interpret=False):
     block = jnp.minimum((jnp.cumsum(blocks) - blocks)[expert] + place, n - 1)
     what = jnp.where(jnp.arange(n + count) > turn, 0, jnp.where(place > 0, ADD, jnp.where(blocks[expert] > 0, SET, ZERO)))
 
-    def kernel(expert, block, what, x, g, out):
-        step = what[pallas.program_id(2)]
-        part = lambda: lax.dot_general(x[0], g[0], (((0,), (0,)), ((), ())), preferred_element_type=wide)
-
-        @pallas.when(step == ADD)
-        def _():
-            out[0] += part()
-
-        @pallas.when(step == SET)
-        def _():
-            out[0] = part()
-
-        @pallas.when(step == ZERO)
-        def _():
-            out[0] = jnp.zeros_like(out[0])
-
     spec = tpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=3, grid=(pallas.cdiv(F, across), pallas.cdiv(D, tile), n + count),
         in_specs=[
@@ -367,13 +350,34 @@ def _sum_on_tpu(count: int, x, g, owners, used, interpret=False):
         ],
         out_specs=pallas.BlockSpec((1, tile, across), lambda f, d, i, expert, block, what: (expert[i], d, f)),
     )  # fmt: skip
+    dtype, varying = jnp.promote_types(x.dtype, jnp.float32), jax.typeof(x).manual_axis_type
     run = pallas.pallas_call(
-        kernel, grid_spec=spec, interpret=interpret, name="sum_blocks",
-        out_shape=jax.ShapeDtypeStruct((count, D, F), wide, manual_axis_type=jax.typeof(x).manual_axis_type),
+        _sum_tile, grid_spec=spec, interpret=interpret, name="sum_blocks",
+        out_shape=jax.ShapeDtypeStruct((count, D, F), dtype, manual_axis_type=varying),
         cost_estimate=pallas.CostEstimate(flops=2 * x.size * F, bytes_accessed=0, transcendentals=0),
         compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
     )  # fmt: skip
     return run(*(a.astype(jnp.int32) for a in (expert, block, what)), x, g)
+
+
+def _sum_tile(expert, block, what, x, g, out):
+    """A step of that kernel, on a tile of one expert's sum and one block of rows."""
+    from jax.experimental import pallas
+
+    step = what[pallas.program_id(2)]
+    part = lambda: lax.dot_general(x[0], g[0], (((0,), (0,)), ((), ())), preferred_element_type=out.dtype)
+
+    @pallas.when(step == ADD)
+    def _():
+        out[0] += part()
+
+    @pallas.when(step == SET)
+    def _():
+        out[0] = part()
+
+    @pallas.when(step == ZERO)
+    def _():
+        out[0] = jnp.zeros_like(out[0])
 
 
 _grouped.defvjp(lambda *args: (_grouped(*args), args), _grouped_backward)

@@ -25,9 +25,9 @@ def keep() -> None:
         jax.monitoring.register_event_duration_secs_listener(_after_compiling)
 
 
-def _after_compiling(event: str, seconds: float, **_: Any) -> None:
+def _after_compiling(event: str, duration_secs: float, **_: Any) -> None:
     """The compiler leaves 0.1 GB of freed memory; a step would be beside it."""
-    if event.endswith("backend_compile_duration") and seconds > 1:
+    if event.endswith("backend_compile_duration") and duration_secs > 1:
         give_back()
 
 
