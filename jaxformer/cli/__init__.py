@@ -140,7 +140,9 @@ def tokens(argv: list[str]) -> int:
 def _together(body: Callable[[], int]) -> int:
     """The exit code of `body()` in all processes of the run."""
     from jaxformer.parallel import peers, processes
+    from jaxformer.training import memory
 
+    memory.share()
     try:
         processes.initialize()
     except peers.MissingProcess as error:
