@@ -32,7 +32,7 @@ def bare_step(recipe, state, batch):
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 1), state.step)
     sums, gradients = steps.accumulate(recipe, state.params, batch, key, 1.0)
     norm = optax.tree.norm(jax.tree.map(lambda g: g / sums.weight, gradients))
-    factor = jnp.minimum(1.0, recipe.clip_norm / norm) / sums.weight
+    factor = steps.clip_factor(norm, recipe.clip_norm) / sums.weight
     state, _ = steps.update(recipe, gradients, factor, jnp.float32(recipe.schedule(state.step)), state)
     return replace(state, step=state.step + 1), {"loss": sums.loss / sums.weight, "grad_norm": norm}
 

@@ -138,7 +138,7 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     means = jax.tree.map(lambda g: g / (total * scale), gradients)
     reports, norm = root_mean_squares(recipe, "gradient", means), optax.tree.norm(means)
     # the update reads the sums themselves: no array of means or of clipped gradients is written
-    factor = jnp.minimum(1.0, jnp.inf if recipe.clip_norm is None else recipe.clip_norm / norm) / (total * scale)
+    factor = clip_factor(norm, recipe.clip_norm) / (total * scale)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
     empty = finite & (sums.weight <= 0)
     recent = jnp.stack([sums.loss / total, norm]).astype(jnp.float32)
@@ -160,6 +160,17 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     if new.loss_scale is not None:
         metrics["loss_scale"] = new.loss_scale.value
     return new, metrics
+
+
+def clip(gradients: Tree, largest: float | None) -> tuple[Tree, Array]:
+    """(the gradients, no longer than `largest`; their norm before)."""
+    norm = optax.tree.norm(gradients)
+    return jax.tree.map(lambda g: g * clip_factor(norm, largest), gradients), norm
+
+
+def clip_factor(norm: Array, largest: float | None) -> Array:
+    """What clipping multiplies gradients of that norm by: min(1, largest / norm)."""
+    return jnp.minimum(1.0, jnp.inf if largest is None else largest / norm)
 
 
 def update(recipe: Recipe, sums: Tree, factor: Array, rate: Array, state: TrainState) -> tuple[TrainState, Metrics]:
