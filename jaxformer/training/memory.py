@@ -17,7 +17,7 @@ def share() -> None:
     Else what a thread has freed is no room for another one: a save left 0.2 GB beside each later step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and jax.config.jax_platforms == "cpu":
+    if mallopt is not None and jax.config.values["jax_platforms"] == "cpu":
         mallopt(-8, 1)  # M_ARENA_MAX
 
 
