@@ -20,7 +20,6 @@ from jaxformer.sharding import (
     PARAMETERS,
     auto_axis_names,
     is_explicit,
-    is_split,
     mesh_axes,
     psum,
     psum_scatter,
@@ -119,12 +118,15 @@ def mixture(
     embed = tuple(name for name in PARAMETERS["embed"] if name in batch and D % mesh.shape[name] == 0)
     split = Split(batch, length, mesh_axes("expert", E), embed, mesh_axes("mlp", F))
     run, arrays = partial(_on_device, split, activation, top_k, normalise, capacity), (x, router, gate, up, down, real)
-    if is_split():  # a chip's own kernels need all axes of the mesh to be manual
+    if any(split):
         inward, outward = P(split.experts, embed, split.mlp), P(split.experts, split.mlp, embed)
-        tokens, axes = P(batch, length), frozenset(auto_axis_names())
+        tokens, names = P(batch, length), auto_axis_names()
         in_specs = tokens, P(), inward, inward, outward, tokens
-        if is_explicit():
+        # a chip's own kernels need all axes to be manual; where few rows leave weights split, the compiler keeps those axes
+        whole = all(name in embed for name in PARAMETERS["embed"] if name in names and mesh.shape[name] > 1)
+        if whole and is_explicit():
             arrays = [a if a is None else with_sharding(a, how) for a, how in zip(arrays, in_specs, strict=True)]
+        axes = frozenset(names if whole else sum(split, ()))
         run = jax.shard_map(run, in_specs=in_specs, out_specs=(tokens, P()), axis_names=axes)
     return run(*arrays)
 
