@@ -142,7 +142,7 @@ def _together(body: Callable[[], int]) -> int:
     from jaxformer.parallel import peers, processes
     from jaxformer.training import memory
 
-    memory.share()
+    memory.one_heap()
     try:
         processes.initialize()
     except peers.MissingProcess as error:

@@ -353,10 +353,11 @@ def _sum_on_tpu(count: int, x, g, owners, used, interpret=False):
         out_specs=pallas.BlockSpec((1, tile, across), lambda f, d, i, expert, block, what: (expert[i], d, f)),
     )  # fmt: skip
     dtype, varying = jnp.promote_types(x.dtype, jnp.float32), jax.typeof(x).manual_axis_type
+    moved = (x.size + g.size) * x.dtype.itemsize + count * D * F * dtype.itemsize
     run = pallas.pallas_call(
         _sum_tile, grid_spec=spec, interpret=interpret, name="sum_blocks",
         out_shape=jax.ShapeDtypeStruct((count, D, F), dtype, manual_axis_type=varying),
-        cost_estimate=pallas.CostEstimate(flops=2 * x.size * F, bytes_accessed=0, transcendentals=0),
+        cost_estimate=pallas.CostEstimate(flops=2 * x.size * F, bytes_accessed=moved, transcendentals=0),
         compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
     )  # fmt: skip
     return run(*(a.astype(jnp.int32) for a in (expert, block, what)), x, g)

@@ -11,7 +11,7 @@ import jax
 LEAST, MOST = 1 << 27, 1 << 32
 
 
-def share() -> None:
+def one_heap() -> None:
     """Where JAX is told to run on CPU, lets all threads allocate from one heap; before JAX starts its threads.
 
     Else what a thread has freed is no room for another one: a save left 0.2 GB beside each later step.

@@ -7,7 +7,6 @@ sbatch, srun, scontrol; 2026-11.
 
 import importlib
 import importlib.metadata
-import os
 import shlex
 import subprocess
 import sys
@@ -20,6 +19,7 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
 from experiments.launch import slices  # noqa: E402
+from tests.launch.fakes import install  # noqa: E402
 
 JAX = importlib.metadata.version("jax")
 TRAINER = """\
@@ -99,14 +99,7 @@ def cloud(tmp_path, monkeypatch):
     python = f"#!{sys.executable} -S\n"
     files = {"image/python": TRAINER, "bin/kubectl": python.replace(" -S", "") + KUBECTL, "bin/sbatch": python + SBATCH,
              "bin/srun": python + SRUN, "bin/scontrol": SCONTROL}  # fmt: skip
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setenv("CLOUD", str(tmp_path))
-    return tmp_path
+    return install(files, tmp_path, monkeypatch)
 
 
 def launch(cloud, line, ends):

@@ -5,7 +5,6 @@ recorded/*.txt begin with the command line; the rest is its output, to the lette
 
 import importlib
 import importlib.metadata
-import os
 import re
 import shlex
 import subprocess
@@ -27,6 +26,7 @@ from jaxformer.data.corpus import Corpus  # noqa: E402
 from jaxformer.data.mixing import Mixed  # noqa: E402
 from jaxformer.data.sources import Stdlib  # noqa: E402
 from jaxformer.errors import ConfigError  # noqa: E402
+from tests.launch.fakes import install  # noqa: E402
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.txt"))
 POD = "tpu_vm quickstart --tpu=my-pod --zone=us-east5-a"
@@ -279,19 +279,19 @@ else:
 """
 PIP = """\
 #!/bin/bash
-mkdir -p ~/.local/bin && cp $CLOUD/remote/uv ~/.local/bin/
+mkdir -p ~/.local/bin && cp "$CLOUD/remote/uv" ~/.local/bin/
 """
 UV = """\
 #!/bin/bash
-[ $1 = venv ] && mkdir -p .venv/bin && cp $CLOUD/remote/trainer .venv/bin/python && basename $HOME >> $CLOUD/installs
+[ $1 = venv ] && mkdir -p .venv/bin && cp "$CLOUD/remote/trainer" .venv/bin/python && basename "$HOME" >> "$CLOUD/installs"
 [ -e pyproject.toml ] && grep -q ^jax== dist/constraints.txt  # the code and the lock are there
 """
 TRAINER = """\
 #!/bin/bash
-echo "$@" >> $CLOUD/$(basename $HOME).starts
-case $(wc -l < $CLOUD/$(basename $HOME).starts) in
+echo "$@" >> "$CLOUD/$(basename "$HOME").starts"
+case $(wc -l < "$CLOUD/$(basename "$HOME").starts") in
   1) echo saved; exit 143 ;;
-  2) echo PREEMPTED > $CLOUD/state; exit 143 ;;
+  2) echo PREEMPTED > "$CLOUD/state"; exit 143 ;;
   *) echo trained; exit ${LAST:-0} ;;
 esac
 """
@@ -299,16 +299,8 @@ esac
 
 @pytest.fixture
 def cloud(tmp_path, monkeypatch):
-    for name, text in {
-        "bin/gcloud": f"#!{sys.executable}\n{GCLOUD}", "remote/python3": PIP, "remote/uv": UV, "remote/trainer": TRAINER,
-    }.items():  # fmt: skip
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setenv("CLOUD", str(tmp_path))
-    return tmp_path
+    files = {"bin/gcloud": f"#!{sys.executable}\n{GCLOUD}", "remote/python3": PIP, "remote/uv": UV, "remote/trainer": TRAINER}
+    return install(files, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
