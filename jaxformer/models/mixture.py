@@ -29,6 +29,7 @@ class Mixture:
     normalise: bool = True  # the weights of a token's experts sum to one
     shared: int = 0  # width of an expert that all tokens go through; 0: there is none
     capacity: float | None = None  # room of an expert, as a multiple of an even share of the tokens; None: no limit
+    device_capacity: float | None = None  # rows of a device's experts together, as a multiple of an even share; None: for all
     balance_loss: float = 0.0  # weight of the loss that evens out the load of the experts
     router_z_loss: float = 0.0  # weight of the loss that keeps the router's logits small
 
@@ -37,6 +38,8 @@ class Mixture:
         lone = self.normalise and self.top_k == 1 < self.experts and not self.balance_loss
         for field, right, expected in (
             ("capacity", self.capacity is None or self.capacity > 0, "must be above 0, or None"),
+            ("device_capacity", self.device_capacity is None or self.device_capacity >= 1, "must be at least 1, or None"),
+            ("device_capacity", None in (self.capacity, self.device_capacity), "experts have a capacity; set one of the two"),
             ("balance_loss", self.balance_loss >= 0, "must be at least 0"),
             ("router_z_loss", self.router_z_loss >= 0, "must be at least 0"),
             ("top_k", 1 <= self.top_k <= self.experts, f"must be 1 to {self.experts}, the number of experts"),
@@ -62,8 +65,9 @@ class Mixture:
         kernels = {name: params[name]["kernel"] for name in ("router", "up", "down")}
         kernels["gate"] = params["gate"]["kernel"] if self.activation in GATES else None
         activation = ACTIVATIONS[GATES.get(self.activation, self.activation)]
-        options = dict(top_k=self.top_k, normalise=self.normalise, capacity=self.capacity, real=context.real)
-        out, routed = mixture(x, **kernels, activation=activation, **options)
+        names = "top_k", "normalise", "capacity", "device_capacity"
+        options = {name: getattr(self, name) for name in names}
+        out, routed = mixture(x, **kernels, activation=activation, **options, real=context.real)
         if self.shared:
             out = out + feedforward(self.activation, params["shared"], x)
         loss = None

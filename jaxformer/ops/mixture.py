@@ -100,7 +100,7 @@ class Split(NamedTuple):
 def mixture(
     x: Float[Array, "B T D"], router: Float[Array, "D E"], gate: Float[Array, "E D F"] | None, up: Float[Array, "E D F"],
     down: Float[Array, "E F D"], activation: Callable, *, top_k: int, normalise: bool = True, capacity: float | None = None,
-    real: Bool[Array, "B T"] | None = None,
+    device_capacity: float | None = None, real: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], RoutingStatistics]:  # fmt: skip
     """sum_k w_k expert_{e_k}(x), where w and e are `route`d by x router; and statistics of the choices.
 
@@ -111,13 +111,16 @@ def mixture(
 
     On a mesh each device routes its own tokens; the statistics are those of all. Tokens reach experts that are split over
     `expert` by `all_to_all` if there is a capacity, else by `gather_scatter`. Weights are gathered over `fsdp`.
+    Without a capacity a device of P along `expert` has memory for the case that its experts get all they can. With a
+    `device_capacity` it has memory for ceil(device_capacity top_k n / P) choices of n tokens, and drops later ones.
     """
     real = jnp.ones(x.shape[:2], bool) if real is None else real
     (B, T, D), (E, _, F), mesh = x.shape, up.shape, jax.sharding.get_abstract_mesh()
     batch, length = mesh_axes("batch", B), mesh_axes("length", T)
     embed = tuple(name for name in PARAMETERS["embed"] if name in batch and D % mesh.shape[name] == 0)
     split = Split(batch, length, mesh_axes("expert", E), embed, mesh_axes("mlp", F))
-    run, arrays = partial(_on_device, split, activation, top_k, normalise, capacity), (x, router, gate, up, down, real)
+    arrays = x, router, gate, up, down, real
+    run = partial(_on_device, split, activation, top_k, normalise, capacity, device_capacity)
     if any(split):
         inward, outward = P(split.experts, embed, split.mlp), P(split.experts, split.mlp, embed)
         tokens, names = P(batch, length), auto_axis_names()
@@ -131,7 +134,7 @@ def mixture(
     return run(*arrays)
 
 
-def _on_device(split: Split, activation, top_k, normalise, capacity, x, router, gate, up, down, real):
+def _on_device(split: Split, activation, top_k, normalise, capacity, device_capacity, x, router, gate, up, down, real):
     """`mixture` on one device: its tokens `[B, T, D]`, and its experts, with D and F as they are split."""
     (B, T, D), E = x.shape, router.shape[1]
     logits = einsum("btd,de->bte", _wide(x), router)
@@ -146,32 +149,50 @@ def _on_device(split: Split, activation, top_k, normalise, capacity, x, router, 
     experts = Experts(None if gate is None else gather(gate, 1), gather(up, 1), gather(down, 2), activation)
     choices = Choices(spread(x.reshape(B * T, D)), chosen, routing.weights.reshape(B * T, top_k).T)
     tokens_split = set(split.experts) <= set(split.batch)  # over the axis of experts, too
+    rows = None
+    if device_capacity is not None and split.experts:  # of tokens that a device of `gather_scatter` sees
+        seen = B * T if tokens_split else B * T / lax.axis_size(split.experts)
+        rows = math.ceil(device_capacity * top_k * seen - 1e-9)
     match split.experts, tokens_split, room:
         case (), _, _:
             out = local(choices, experts, E, room)
         case axes, True, int(length):
             out = all_to_all(choices, experts, E, length, axes)
         case axes, _, _:
-            out = gather_scatter(choices, experts, E, room, axes, tokens_split)
+            out = gather_scatter(choices, experts, E, room, axes, tokens_split, rows)
     out = psum(out, split.mlp).reshape(B, T, D)
-    return out, _statistics(split, logits, routing, chosen, real, B * T if room is None else room)
+    lost = _lost(split, chosen, E, room, rows)
+    return out, _statistics(split, logits, routing, chosen, real, lost)
 
 
-def _statistics(split: Split, logits, routing: Routing, chosen, real, room: int) -> RoutingStatistics:
+def _lost(split: Split, chosen, E: int, room: int | None, rows: int | None):
+    """How many choices have no room with their expert, or no row on its device; of the tokens of all devices."""
+    sizes, tokens = _sizes(chosen, E), split.batch + split.length
+    if room is None and rows is not None:
+        seen = [name for name in split.experts if name in tokens]  # devices that gather each other's tokens
+        sizes = lax.psum(sizes, seen).reshape(lax.axis_size(split.experts), -1).sum(axis=1)
+        room, tokens = rows, [name for name in tokens if name not in seen]
+    return lax.psum(jnp.zeros((), int) if room is None else jnp.sum(jnp.maximum(sizes - room, 0)), tokens)
+
+
+def _statistics(split: Split, logits, routing: Routing, chosen, real, dropped) -> RoutingStatistics:
     total = lambda a: lax.psum(a, split.batch + split.length)
     sizes, top_k = _sizes(chosen, logits.shape[-1]), chosen.shape[0]
-    asked, dropped = total(jnp.sum(sizes)), total(jnp.sum(jnp.maximum(sizes - room, 0)))
+    asked = total(jnp.sum(sizes))
     fraction = total(sizes).astype(logits.dtype) * top_k / jnp.maximum(asked, 1)
     probability = _mean(routing.probabilities, real, total)
     z = _mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), real, total)
     return RoutingStatistics(fraction, probability, dropped.astype(logits.dtype) / jnp.maximum(asked, 1), z)
 
 
-def local(choices: Choices, experts: Experts, E: int, room: int | None) -> Float[Array, "N D"]:
-    """The weighted sums of what these experts compute of the tokens, on this device. E is the number of all experts."""
+def local(choices: Choices, experts: Experts, E: int, room: int | None, rows: int | None = None) -> Float[Array, "N D"]:
+    """The weighted sums of what these experts compute of the tokens, on this device. E is the number of all experts.
+
+    Each takes at most `room` choices, or all together at most `rows`.
+    """
     here = experts.up.shape[0]
     if room is None:
-        table, owners, used = _blocks(choices.experts, here, E)
+        table, owners, used = _blocks(choices.experts, here, E, rows)
         product = lambda x, w: _grouped(*_alike(x, w), owners, used)
     else:
         table, product = _buckets(choices.experts, here, room), _bucket_product
@@ -189,10 +210,11 @@ def all_to_all(choices: Choices, experts: Experts, E: int, room: int, axes) -> F
     return _combine(table, outputs, choices)
 
 
-def gather_scatter(choices: Choices, experts: Experts, E: int, room, axes, tokens_split: bool) -> Float[Array, "N D"]:
+def gather_scatter(choices: Choices, experts: Experts, E: int, room, axes, tokens_split: bool, rows) -> Float[Array, "N D"]:
     """Each device computes its experts' part of the tokens of all, and the parts are summed.
 
-    On P devices P n D numbers are gathered, and scattered. Memory is P n min(top_k, E/P) rows of D and F for any choice.
+    On P devices P n D numbers are gathered, and scattered. Memory is P n min(top_k, E/P) rows of D and F for any choice, or
+    the `rows` that there are.
     """
     here = experts.up.shape[0]
     if tokens_split:
@@ -200,7 +222,10 @@ def gather_scatter(choices: Choices, experts: Experts, E: int, room, axes, token
         choices = Choices(tokens, *(lax.all_gather(a, axes, axis=1, tiled=True) for a in choices[1:]))
     chosen = choices.experts - lax.axis_index(axes) * here
     chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)
-    out = local(choices._replace(experts=chosen), experts, E, room)
+    if rows is not None:
+        earlier = jnp.cumsum(chosen.reshape(-1) < here).reshape(chosen.shape)  # this choice included
+        chosen = jnp.where(earlier <= rows, chosen, here)
+    out = local(choices._replace(experts=chosen), experts, E, room, rows)
     return psum_scatter(out, axes, tiled=True) if tokens_split else psum(out, axes)
 
 
@@ -268,8 +293,11 @@ def _bucket_product(x, w):
     return einsum("ebd,edf->ebf", *_alike(x, w))
 
 
-def _blocks(experts: Int[Array, "top_k N"], here: int, E: int):
-    """(a table in blocks, each of one expert; the expert of each block; how many blocks are used). Nothing is dropped."""
+def _blocks(experts: Int[Array, "top_k N"], here: int, E: int, rows: int | None):
+    """(a table in blocks, each of one expert; the expert of each block; how many blocks are used).
+
+    There are at most `rows` choices of these experts, if that is known.
+    """
     top_k, N = experts.shape
     # a quarter of an expert's even share, in eights: last blocks are half empty, so an eighth of the work is lost
     length = min(8 * -(-experts.size // (32 * E)), 512)
@@ -277,7 +305,7 @@ def _blocks(experts: Int[Array, "top_k N"], here: int, E: int):
     sizes = _sizes(experts, here)
     blocks = -(-sizes // length)  # of each expert
     ends = jnp.cumsum(blocks)
-    most = N * min(top_k, here)
+    most = min(N * min(top_k, here), experts.size if rows is None else rows)
     count = min((most + here * (length - 1)) // length, most)  # of blocks, at most
     owners = jnp.minimum(jnp.sum(ends[None] <= jnp.arange(count)[:, None], axis=1), here - 1)
     return _table(experts, sizes, (ends - blocks) * length, experts.size, count, length), owners, ends[-1]

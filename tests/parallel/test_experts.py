@@ -1,5 +1,6 @@
 """Experts split over devices: what one device gives, which collectives it takes, and a compile for a TPU."""
 
+import math
 import os
 import subprocess
 import sys
@@ -78,6 +79,59 @@ def test_a_mesh_gives_what_one_device_gives(axes, capacity):
         on(axes, partial(everything, capacity), X, REAL, *WEIGHTS),
         jax.jit(partial(everything, None))(X, REAL, *WEIGHTS),
     )
+
+
+def crowded(factor, x, real, *weights):
+    """Output, gradients and dropped share where a device of `expert` has a row for `factor` times its even share."""
+    f = lambda x, *weights: mixture(x, *weights, jax.nn.silu, top_k=2, device_capacity=factor, real=real)
+    gradients = jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a)[0])), argnums=range(5))(x, *weights)
+    out, statistics = f(x, *weights)
+    return {"out": out, "dropped": statistics.dropped, "gradients": dict(enumerate(gradients))}
+
+
+@pytest.mark.parametrize("B", [8, 1])
+@pytest.mark.parametrize("factor", [1.0, 1.2])
+def test_a_device_drops_what_comes_after_its_last_row(factor, B):
+    """8 sequences: each half (`data`) is a group of four devices. One sequence: every device sees it whole."""
+    x, real, router = X[:B] + 0.5, REAL[:B].at[:, 1:].set(True), WEIGHTS[0]  # a busy expert, little padding
+    groups = 2 if B == 8 else 1
+    tokens = B * 16 // groups
+    _, chosen, _ = ops.route(jnp.einsum("btd,de->bte", x, router), 2)
+    kept = np.zeros((groups, tokens, 2), bool)
+    for group in range(groups):
+        owner = np.asarray(chosen).reshape(groups, tokens, 2)[group] // 2  # two experts a device
+        used = np.zeros(4, int)
+        for slot in (0, 1):
+            for n in np.flatnonzero(np.asarray(real).reshape(groups, tokens)[group]):
+                kept[group, n, slot] = used[owner[n, slot]] < math.ceil(factor * 2 * tokens / 4)
+                used[owner[n, slot]] += 1
+
+    def expected(x, router, gate, up, down):
+        weights = ops.route(jnp.einsum("btd,de->bte", x, router), 2).weights * kept.reshape(*chosen.shape)
+        y = jnp.einsum(
+            "btef,efd->bted", jax.nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up), down
+        )
+        return jnp.einsum("btk,btke,bted->btd", weights, jax.nn.one_hot(chosen, E), y)
+
+    gradients = jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(expected(*a))), argnums=range(5)))(x, *WEIGHTS)
+    lost = 1 - kept.sum() / (2 * real.sum())
+    assert lost > 0
+    many = on(dict(data=2, expert=4), partial(crowded, factor), x, real, *WEIGHTS)
+    near(many, {"dropped": lost, "gradients": dict(enumerate(gradients)), "out": expected(x, *WEIGHTS)})
+
+
+def test_a_device_with_a_row_for_every_choice_drops_nothing_and_one_with_fewer_has_less_memory():
+    args = X, REAL, *WEIGHTS
+    near(on(dict(expert=8), partial(crowded, 8.0), *args), jax.jit(partial(crowded, None))(*args))
+
+    def memory(factor):
+        mesh = make_mesh(Mesh(data=1, expert=8))
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(partial(crowded, factor)).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # the worst case is a row for each of 128 tokens; of 2 x 128 choices on 8 devices, 1.25 times the even share is 40
+    assert memory(None) - memory(1.25) > (128 - 40) * (D + F) * 4
 
 
 @pytest.mark.slow
