@@ -91,7 +91,7 @@ class Manager(AbstractContextManager):
     """
 
     def __init__(self, folder: Folder, every: int = 1, keep_latest: int = 3, keep_best: int = 1, log: Log = _warn):
-        self.folder = _path(folder)
+        self.folder = resolve(folder)
         self.log = log if is_first() else lambda line: None
         self._policy = LatestAndBest(self.folder, every, keep_latest, keep_best)
         self._saving: threading.Thread | None = None
@@ -270,17 +270,27 @@ class Manager(AbstractContextManager):
         self.log(f"{self.folder}: step {step} is damaged: {why}; {then}, trying an older one")
 
 
+def resolve(folder: Folder) -> epath.Path:
+    """The absolute path of a folder, or a URL that checkpoints can be written to. Raises ConfigError for another URL."""
+    scheme, is_url, _ = os.fspath(folder).partition("://")
+    if is_url and scheme != "gs":
+        raise ConfigError(
+            f"{folder}: checkpoints go to folders and to gs://; mount the bucket of {scheme}:// and give its folder"
+        )
+    return epath.Path(folder) if is_url else epath.Path(folder).absolute()
+
+
 def steps(folder: Folder) -> list[int]:
     """The complete steps in a folder, in order; none if there is no such folder."""
     try:
-        return sorted(found.step for found in orbax.path.step.standard_name_format().find_all(_path(folder)))
+        return sorted(found.step for found in orbax.path.step.standard_name_format().find_all(resolve(folder)))
     except ImportError as error:
         raise ConfigError(f"{folder}: {error}; gs:// needs `pip install 'jaxformer[gcs]'`") from None
 
 
 def restore_params(folder: Folder, abstract: Tree, step: int | None = None, part: str = "params") -> tuple[int, Tree, dict]:
     """The field `part` of a state, (step, params, metadata), verified. Nothing on disk changes. Errors: those of `restore`."""
-    folder = _path(folder)
+    folder = resolve(folder)
     skip = lambda bad, why: _warn(f"{folder}: step {bad} is damaged: {why}; trying an older one")
     found = _newest_good(folder, abstract, f"{part}/", step, skip)
     if found is None:
@@ -401,10 +411,6 @@ def _read_error(path: epath.Path, reason: str) -> Exception:
 
 def _is_local(folder: Folder) -> bool:
     return "://" not in os.fspath(folder)
-
-
-def _path(folder: Folder) -> epath.Path:
-    return epath.Path(folder).absolute() if _is_local(folder) else epath.Path(folder)
 
 
 def _lock(folder: epath.Path, log: Log) -> IO[str]:

@@ -20,6 +20,7 @@ from etils import epath
 from jaxformer import config
 from jaxformer.errors import ConfigError
 from jaxformer.training import trust
+from jaxformer.training.checkpoint import resolve
 from jaxformer.training.experiment import Experiment
 
 log = logging.getLogger("jaxformer")
@@ -50,6 +51,7 @@ class RunFolder:
 
 def run_folder(experiment: Experiment, runs: epath.PathLike) -> RunFolder:
     """Where this experiment lives: its name and the fingerprint of what decides its numbers."""
+    resolve(runs)  # refuses a URL that checkpoints cannot go to
     return RunFolder(epath.Path(runs) / f"{experiment.name}-{config.fingerprint(experiment)}")
 
 

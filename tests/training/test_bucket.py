@@ -160,3 +160,14 @@ def test_a_url_whose_packages_are_missing_gets_one_line(monkeypatch):
     for read in (Manager, lambda folder: restore_params(folder, {"a": jax.ShapeDtypeStruct((), "float32")})):
         with pytest.raises(ConfigError, match="gs://bucket/a: No module named 'gcsfs'; gs:// needs `pip install 'jaxf"):
             read("gs://bucket/a")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/runs", "az://bucket/runs"])
+def test_a_bucket_that_takes_no_checkpoints_is_refused_before_training(url, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    furnish(tmp_path)
+    assert cli.main(["train", "tiny", "--runs", url]) == 2
+    assert capsys.readouterr().err.strip().endswith(f"{url}: checkpoints go to folders and to gs://; mount the bucket of "
+        f"{url[:2]}:// and give its folder")  # fmt: skip
+    with pytest.raises(ConfigError, match="mount the bucket"):
+        Manager(url)
