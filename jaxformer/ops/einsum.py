@@ -71,12 +71,13 @@ def einsum(spec: str, x: Float[Array, "..."], w: Weight, dtype=None, *, operand_
 
     x and w are first cast to `operand_dtype` (x's own). Each gradient has the dtype of its operand: a bfloat16 activation
     times a float32 parameter is a bfloat16 product with a float32 gradient. `spec` names every axis (no ellipsis), each in
-    at least two of the three. Under Explicit axes the result is split as the operands are.
+    at least two of the three. Under Explicit axes the result is split as the operands are. Products of 16 and 32 bits have
+    gradients of any order in reverse mode; jax.jvp and jax.jacfwd of themselves need float64.
     """
     dtype, narrow = dtype or x.dtype, jnp.dtype(operand_dtype or x.dtype)
     if isinstance(w, StoredWeight):
         return _stored_product(spec, x.astype(narrow), w).astype(dtype)
-    if narrow.itemsize >= 4 and not _scattered(spec, x, w):
+    if narrow.itemsize > 4 and not _scattered(spec, x, w):
         return jnp.einsum(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
     return _product(spec, narrow, dtype, (x.dtype, w.dtype), x, w)
 
@@ -118,8 +119,9 @@ def _int8_product(x: Array, values: Array) -> Array:
     return (y[: len(x)] + y[len(x) :] / 254) * unit
 
 
-# Autodiff would multiply a float32 cotangent by a bfloat16 operand, which on CPU is five times slower; and on a mesh sum a
-# whole gradient everywhere.
+# Autodiff would multiply a float32 cotangent by a bfloat16 operand, which on CPU is five times slower; leave the gradient of
+# a float32 weight in an order that XLA:CPU transposes on one thread, which costs a step a third; and on a mesh sum a whole
+# gradient everywhere.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _product(spec, narrow, dtype, dtypes, x, w):
     return _dot(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)

@@ -12,23 +12,10 @@ from jaxtyping import Float
 from jaxformer.ops.einsum import Weight, add_bias, einsum, float32_gradient
 
 
-@jax.custom_jvp
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x Phi(x), by erf and in float32. Hendrycks & Gimpel 2016, arXiv:1606.08415. Only its derivative is kept for backward."""
-    return _gelu(x)[0]
-
-
-def _gelu(x):
+    """x Phi(x), by erf and in float32. Hendrycks & Gimpel 2016, arXiv:1606.08415."""
     y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    cumulative = 0.5 * (1 + jax.lax.erf(y * math.sqrt(0.5)))
-    density = jnp.exp(-0.5 * jnp.square(y)) / math.sqrt(2 * math.pi)
-    return (y * cumulative).astype(x.dtype), (cumulative + y * density).astype(x.dtype)
-
-
-@gelu.defjvp
-def _gelu_jvp(primals, tangents):
-    value, slope = _gelu(primals[0])
-    return value, slope * tangents[0]
+    return (0.5 * y * (1 + jax.lax.erf(y * math.sqrt(0.5)))).astype(x.dtype)
 
 
 def laplace(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -53,13 +40,22 @@ GATES: dict[str, str] = {
 GATES |= {f"{name}_glu": name for name in ACTIVATIONS if name not in GATES.values()}  # without a published name
 
 
+def activated(activation: Callable, x: Float[Array, "..."], up: Float[Array, "..."] | None = None) -> Float[Array, "..."]:
+    """activation(x), times `up` of a gated layer. Its backward pass computes it again, which costs less than to keep it.
+
+    What a slope needs is one read of x, which is kept anyway; kept themselves, float32 slopes were 5 % of a step on CPU.
+    """
+    gated = lambda x, up: activation(x) if up is None else activation(x) * up
+    return jax.checkpoint(gated)(x, up)
+
+
 def mlp(
     x: Float[Array, "B T D"], up: Weight, down: Weight, activation: Callable, up_bias: Float[Array, " F"] | None = None,
     down_bias: Float[Array, " D"] | None = None, edit: Callable = lambda hidden: hidden,
 ) -> Float[Array, "B T D"]:  # fmt: skip
     """activation(x up + b_up) down + b_down. Vaswani et al. 2017, arXiv:1706.03762, eq. 2. `edit`: of what `down` reads."""
-    hidden = edit(activation(_add(einsum("btd,df->btf", x, up), up_bias)))
-    return _add(einsum("btf,fd->btd", hidden, down), down_bias)
+    hidden = activated(activation, _add(einsum("btd,df->btf", x, up), up_bias))
+    return _add(einsum("btf,fd->btd", edit(hidden), down), down_bias)
 
 
 def glu(
@@ -69,7 +65,7 @@ def glu(
 ) -> Float[Array, "B T D"]:  # fmt: skip
     """(activation(x gate + b_gate) * (x up + b_up)) down + b_down. Shazeer 2020, arXiv:2002.05202, eq. 6."""
     wide, product = float32_gradient(x), partial(einsum, "btd,df->btf", dtype=x.dtype, operand_dtype=x.dtype)
-    hidden = activation(_add(product(wide, gate), gate_bias)) * _add(product(wide, up), up_bias)
+    hidden = activated(activation, _add(product(wide, gate), gate_bias), _add(product(wide, up), up_bias))
     return _add(einsum("btf,fd->btd", edit(hidden), down), down_bias)
 
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from jaxformer.ops.einsum import einsum
+from jaxformer.ops.feedforward import activated
 from jaxformer.sharding import (
     PARAMETERS,
     auto_axis_names,
@@ -74,9 +75,9 @@ class Experts(NamedTuple):
     activation: Callable
 
     def __call__(self, product: Callable, x: Array) -> Array:
-        hidden = product(x, self.up)
-        hidden = self.activation(hidden) if self.gate is None else self.activation(product(x, self.gate)) * hidden
-        return product(hidden, self.down)
+        up = product(x, self.up)
+        hidden = (up,) if self.gate is None else (product(x, self.gate), up)
+        return product(activated(self.activation, *hidden), self.down)
 
 
 class Choices(NamedTuple):
