@@ -1,7 +1,7 @@
 """Logical axes to mesh axes: one table for parameters, one for activations."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -185,6 +185,18 @@ def wide_on_cpu(exchange: Callable[[Array], Array], x: Array) -> Array:
     if x.dtype.itemsize >= 4 or not jnp.issubdtype(x.dtype, jnp.floating):
         return exchange(x)
     return jax.lax.platform_dependent(x, cpu=lambda x: exchange(x.astype(jnp.float32)).astype(x.dtype), default=exchange)
+
+
+def varying(x: Array, axes: Iterable[str]) -> Array:
+    """x as an array that may differ along these manual mesh axes; the transpose is a sum over them."""
+    axes = tuple(set(axes) - jax.typeof(x).manual_axis_type.varying)
+    return wide_on_cpu(lambda x: jax.lax.pcast(x, axes, to="varying"), x) if axes else x
+
+
+def alike(*arrays: Array) -> list[Array]:
+    """Arrays that may differ along the same manual mesh axes, which a custom VJP and the carry of a loop need."""
+    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
+    return [varying(a, axes) for a in arrays]
 
 
 def is_explicit() -> bool:

@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from jaxformer.sharding import auto_axes, mesh_axes, psum, reduce_scatter
+from jaxformer.sharding import alike, auto_axes, mesh_axes, psum, reduce_scatter
 
 _LOGICAL = {"b": "batch", "t": "length", "n": "heads", "f": "mlp", "v": "vocab"}  # of the letters that a mesh may split
 FEW_ROWS = 128  # up to here XLA:CPU is faster with int8 operands than with a weight that it first makes float32
@@ -79,7 +79,7 @@ def einsum(spec: str, x: Float[Array, "..."], w: Weight, dtype=None, *, operand_
         return _stored_product(spec, x.astype(narrow), w).astype(dtype)
     if narrow.itemsize > 4 and not _scattered(spec, x, w):
         return jnp.einsum(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
-    return _product(spec, narrow, dtype, (x.dtype, w.dtype), x, w)
+    return _product(spec, narrow, dtype, (x.dtype, w.dtype), *alike(x, w))
 
 
 def _stored_product(spec: str, x: Array, w: StoredWeight) -> Array:

@@ -19,11 +19,13 @@ from jaxformer.ops.einsum import einsum
 from jaxformer.ops.feedforward import activated
 from jaxformer.sharding import (
     PARAMETERS,
+    alike,
     auto_axis_names,
     is_explicit,
     mesh_axes,
     psum,
     psum_scatter,
+    varying,
     wide_on_cpu,
     with_sharding,
 )  # fmt: skip
@@ -145,7 +147,7 @@ def _on_device(split: Split, activation, top_k, normalise, capacity, device_capa
     room = None if capacity is None else min(math.ceil(capacity * top_k * B * T / E - 1e-9), B * T)
 
     # pcast here, not where arrays first meet: its transpose is a sum over devices, and these arrays are the smallest
-    spread = lambda a: wide_on_cpu(lambda a: _varying(a, {*split.batch, *split.length, *split.experts, *split.mlp}), a)
+    spread = lambda a: varying(a, {*split.batch, *split.length, *split.experts, *split.mlp})
     gather = lambda w, axis: _gather(split.embed, axis, x.dtype, spread(w)) if split.embed else spread(w)
     experts = Experts(None if gate is None else gather(gate, 1), gather(up, 1), gather(down, 2), activation)
     choices = Choices(spread(x.reshape(B * T, D)), chosen, routing.weights.reshape(B * T, top_k).T)
@@ -194,7 +196,7 @@ def local(choices: Choices, experts: Experts, E: int, room: int | None, rows: in
     here = experts.up.shape[0]
     if room is None:
         table, owners, used = _blocks(choices.experts, here, E, rows)
-        product = lambda x, w: _grouped(*_alike(x, w), owners, used)
+        product = lambda x, w: _grouped(*alike(x, w), owners, used)
     else:
         table, product = _buckets(choices.experts, here, room), _bucket_product
     return _combine(table, experts(product, _take(choices.tokens, table.tokens)), choices)
@@ -245,18 +247,6 @@ def _sizes(experts, E):
     return jnp.sum(experts.reshape(-1, 1) == jnp.arange(E)[None], axis=0)
 
 
-def _varying(x, axes):
-    """x as an array that may differ along mesh axes of an enclosing `shard_map`; the transpose is a sum over them."""
-    axes = set(axes) - jax.typeof(x).manual_axis_type.varying
-    return lax.pcast(x, tuple(axes), to="varying") if axes else x
-
-
-def _alike(*arrays):
-    """Arrays that may differ along the same mesh axes, which a custom VJP and the carry of a loop need."""
-    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
-    return [_varying(a, axes) for a in arrays]
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(mesh_axes, axis, dtype, w):
     """w gathered along mesh axes, rounded to `dtype` on the way; the gradient is summed in its own precision."""
@@ -291,7 +281,7 @@ def _buckets(experts: Int[Array, "top_k N"], E: int, room: int) -> _Table:
 
 
 def _bucket_product(x, w):
-    return einsum("ebd,edf->ebf", *_alike(x, w))
+    return einsum("ebd,edf->ebf", *alike(x, w))
 
 
 def _blocks(experts: Int[Array, "top_k N"], here: int, E: int, rows: int | None):
@@ -329,16 +319,16 @@ def _table(experts: Int[Array, "top_k N"], sizes, first, room: int, count: int, 
 def _grouped(x: Float[Array, "n b D"], w: Float[Array, "E D F"], owners: Int[Array, " n"], used: Int[Array, ""]):
     """x[i] w[owners[i]] for the first `used` blocks i of x, zeros for the rest. Reverse mode, first order."""
     loop = partial(_each_block, "bd,df->bf")
-    return lax.platform_dependent(*_alike(x, w.astype(x.dtype)), owners, used, cpu=loop, default=_ragged)
+    return lax.platform_dependent(*alike(x, w.astype(x.dtype)), owners, used, cpu=loop, default=_ragged)
 
 
 def _grouped_backward(residuals, g):
     x, w, owners, used = residuals
     loop, ragged = partial(_each_block, "bf,df->bd"), lambda g, w, *blocks: _ragged(g, w.swapaxes(1, 2), *blocks)
-    dx = lax.platform_dependent(*_alike(g, w.astype(x.dtype)), owners, used, cpu=loop, default=ragged)
+    dx = lax.platform_dependent(*alike(g, w.astype(x.dtype)), owners, used, cpu=loop, default=ragged)
     each = partial(_sum_blocks, len(w))
     kernel = partial(_sum_on_tpu, len(w)) if x.shape[1] % LANES == 0 else each
-    dw = lax.platform_dependent(*_alike(x, g), owners, used, tpu=kernel, default=each)
+    dw = lax.platform_dependent(*alike(x, g), owners, used, tpu=kernel, default=each)
     return dx, dw.astype(w.dtype), None, None
 
 
@@ -350,7 +340,7 @@ def _sum_blocks(count: int, x: Float[Array, "n b D"], g: Float[Array, "n b F"], 
         return _put(dw, _at(dw, owners[i]) + part, owners[i])
 
     zeros = jnp.zeros((count, x.shape[-1], g.shape[-1]), jnp.promote_types(x.dtype, jnp.float32))
-    return lax.fori_loop(0, used, add, _alike(zeros, x)[0])
+    return lax.fori_loop(0, used, add, alike(zeros, x)[0])
 
 
 def _sum_on_tpu(count: int, x, g, owners, used, interpret=False):
@@ -381,11 +371,11 @@ def _sum_on_tpu(count: int, x, g, owners, used, interpret=False):
         ],
         out_specs=pallas.BlockSpec((1, tile, across), lambda f, d, i, expert, block, what: (expert[i], d, f)),
     )  # fmt: skip
-    dtype, varying = jnp.promote_types(x.dtype, jnp.float32), jax.typeof(x).manual_axis_type
+    dtype, axes = jnp.promote_types(x.dtype, jnp.float32), jax.typeof(x).manual_axis_type
     moved = (x.size + g.size) * x.dtype.itemsize + count * D * F * dtype.itemsize
     run = pallas.pallas_call(
         _sum_tile, grid_spec=spec, interpret=interpret, name="sum_blocks",
-        out_shape=jax.ShapeDtypeStruct((count, D, F), dtype, manual_axis_type=varying),
+        out_shape=jax.ShapeDtypeStruct((count, D, F), dtype, manual_axis_type=axes),
         cost_estimate=pallas.CostEstimate(flops=2 * x.size * F, bytes_accessed=moved, transcendentals=0),
         compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
     )  # fmt: skip
@@ -427,7 +417,7 @@ def _ragged(x, w, owners, used):
 # weights of experts without tokens.
 def _each_block(spec, x, w, owners, used):
     product = lambda i: einsum(spec, _at(x, i), _at(w, owners[i]))
-    out, _ = _alike(jnp.zeros((x.shape[0], *jax.eval_shape(product, 0).shape), x.dtype), x)
+    out, _ = alike(jnp.zeros((x.shape[0], *jax.eval_shape(product, 0).shape), x.dtype), x)
     return lax.fori_loop(0, used, lambda i, out: _put(out, product(i), i), out)
 
 

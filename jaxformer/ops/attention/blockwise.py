@@ -20,13 +20,14 @@ from jaxformer.ops.attention.blocks import Grid, Visits, group_heads, join_block
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.dropout import kept, rescaled
 from jaxformer.ops.einsum import einsum
+from jaxformer.sharding import alike
 
 
 def attention(query: Array, key: Array, value: Array, call: Call, block: tuple[int, int] | None = None) -> tuple[Array, Array]:
     """The output and the log-sum-exp `[B, T, N]` of the scores (sink included; -inf: no key seen); `block`: (queries, keys)."""
     (B, T, N, _), S = query.shape, key.shape[1]
     grid = Grid(T, S, *(block or blocks.choose_block(call.mask, T, S, B * N)))
-    return _attend(grid, query, key, value, replace(call, bias=blocks.differentiable(grid, call.bias)))
+    return _attend(grid, *alike(query, key, value), replace(call, bias=blocks.differentiable(grid, call.bias)))
 
 
 class Tiles(NamedTuple):
