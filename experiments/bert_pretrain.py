@@ -175,7 +175,6 @@ experiment = Experiment(
         embedding=Embedding(norm=True, token_types=2),
         heads=(LanguageModel(transform="gelu", bias=True), Classification(2, pool="mean", name="next_sentence")),
         init_std=0.1,
-        unroll=2,
     ),
     data=Docstrings(),
     objective=NextSentence(MaskedTokens(MASK)),

@@ -116,7 +116,6 @@ decoder = ModelConfig(
     context_length=LENGTH,
     init_std=0.1,
     dropout_rate=0.1,
-    unroll=2,
 )
 patches = Patches(image=(8, 24), patch=(4, 4), channels=1, class_token=False)
 encoder = ModelConfig(
@@ -130,7 +129,6 @@ encoder = ModelConfig(
     heads=(),
     init_std=0.1,
     dropout_rate=0.1,
-    unroll=3,
 )
 
 experiment = Experiment(

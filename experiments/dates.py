@@ -92,7 +92,6 @@ stack = ModelConfig(
     context_length=16,
     feedforward="gelu",
     init_std=0.1,
-    unroll=2,
 )
 experiment = Experiment(
     name="dates",

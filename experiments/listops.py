@@ -140,7 +140,6 @@ experiment = Experiment(
         masks=(full(),),
         heads=(Classification(10, pool="mean"),),
         init_std=0.1,
-        unroll=2,
     ),
     data=ListOps(),
     objective=ClassCrossEntropy(),

@@ -23,7 +23,6 @@ experiment = Experiment(
         feedforward="gelu",
         positions=Rope(),
         masks=(full(),),
-        unroll=4,
     ),
     data=Stdlib(),
     objective=MaskedTokens(mask_token=256),

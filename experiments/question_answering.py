@@ -116,7 +116,6 @@ experiment = Experiment(
         embedding=Embedding(norm=True, token_types=2),
         heads=(TokenClassification(2),),
         init_std=0.1,
-        unroll=3,
     ),
     data=Passages(),
     objective=SpanCrossEntropy(),

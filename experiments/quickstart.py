@@ -25,7 +25,6 @@ experiment = Experiment(
         # a window as wide as the training context lets the sample run on past it
         masks=(causal() & window(127),),
         use_bias=False,
-        unroll=4,
     ),
     data=Stdlib(),
     optimizer=AdamW(learning_rate=3e-3, b2=0.98),

@@ -117,7 +117,6 @@ image = ModelConfig(
     masks=(full(),),
     heads=(Classification(64, pool="mean", pooler=None, bias=False),),
     init_std=0.1,
-    unroll=3,
 )
 text = ModelConfig(
     vocab_size=len(WORDS),
@@ -128,7 +127,6 @@ text = ModelConfig(
     masks=(full(),),
     heads=(Classification(64, pool="mean", pooler=None, bias=False),),
     init_std=0.1,
-    unroll=2,
 )
 
 experiment = Experiment(

@@ -20,7 +20,6 @@ experiment = Experiment(
         context_length=64,
         feedforward="gelu",
         use_bias=False,
-        unroll=4,
     ),
     data=Text(
         path="tinyshakespeare.txt",

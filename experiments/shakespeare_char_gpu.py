@@ -20,7 +20,6 @@ experiment = replace(
         context_length=256,
         dropout_rate=0.2,
         attention_dropout_rate=0.2,
-        unroll=1,
     ),
     steps=5000,
     batch_size=64,

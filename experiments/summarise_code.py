@@ -67,7 +67,6 @@ stack = ModelConfig(
     context_length=32,
     feedforward="gelu",
     init_std=0.1,
-    unroll=2,
 )
 experiment = Experiment(
     name="summarise_code",

@@ -26,7 +26,6 @@ experiment = Experiment(
         masks=(full(),),
         init_std=0.1,
         dropout_rate=0.1,
-        unroll=4,
     ),
     data=Digits(),
     objective=ClassCrossEntropy(label_smoothing=0.1, augment=(Move(degrees=5.0, pixels=0.5),)),

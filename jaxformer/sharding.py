@@ -199,6 +199,12 @@ def alike(*arrays: Array) -> list[Array]:
     return [varying(a, axes) for a in arrays]
 
 
+def platform() -> str:
+    """The platform of the mesh, which may be absent from this machine, or of this process: "cpu", "gpu", "tpu"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def is_explicit() -> bool:
     """Whether the mesh has Explicit axes."""
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types

@@ -17,7 +17,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from experiments.bench.train import torch_python
+from experiments.bench.compare import torch_python
 
 NEW = 64
 OURS = {"gpt2": ("float32", "bfloat16", "int8"), "llama": ("float32", "bfloat16", "int8"), "t5": ("float32",)}

@@ -41,9 +41,7 @@ def nothing(config: ModelConfig) -> FeedForward:
 
 def model(layers: int) -> ModelConfig:
     rope = Rope()
-    return ModelConfig(
-        VOCABULARY, layers, 64, 4, context_length=LENGTH, positions=rope, feedforward=nothing, init_std=0.1, unroll=layers
-    )
+    return ModelConfig(VOCABULARY, layers, 64, 4, context_length=LENGTH, positions=rope, feedforward=nothing, init_std=0.1)
 
 
 def draw(key: Array, batch: int = BATCH) -> small.Batch:

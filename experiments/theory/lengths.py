@@ -52,7 +52,7 @@ def shaw(config: ModelConfig, reach: int = 16) -> Mixer:
     return attention(config, extra={"relative_keys": table}, attend=attend)
 
 
-BASE = ModelConfig(VOCABULARY, 2, 64, 4, context_length=TRAINED, positions=None, init_std=0.1, unroll=2)
+BASE = ModelConfig(VOCABULARY, 2, 64, 4, context_length=TRAINED, positions=None, init_std=0.1)
 ENCODINGS = {
     "none": BASE,
     "sinusoidal": replace(BASE, positions=Sinusoidal()),

@@ -30,7 +30,7 @@ from jaxformer.training.run import Run
 PAIRS = 6
 experiment = Experiment(
     name="recall",
-    model=ModelConfig(32, 2, 64, 2, context_length=3 * PAIRS, positions=Rope(), init_std=0.1, unroll=2),
+    model=ModelConfig(32, 2, 64, 2, context_length=3 * PAIRS, positions=Rope(), init_std=0.1),
     data=Recall(vocab_size=32, length=PAIRS, examples=20_000),
     optimizer=AdamW(learning_rate=3e-3),
     schedule=Cosine(warmup=50),

@@ -152,7 +152,7 @@ class ModelConfig:
     attention_implementation: str | None = execution(None)  # of ops.attention; None: the fastest that can
     # kept of a layer for the backward pass: everything, products with weights, long attention, or only its input
     remat: Literal["none", "dots", "attention", "full"] = execution("none")
-    unroll: int = execution(1)  # layers of one scan step; num_layers unrolls all of them
+    unroll: int | None = execution(None)  # layers of one scan step, num_layers: no scan; None: the fastest on the platform
 
     def __post_init__(self):
         for problem in itertools.chain(_wrong_sizes(self), _wrong_words(self), _wrong_masks(self.masks)):
@@ -181,8 +181,8 @@ def _wrong_sizes(config: ModelConfig) -> Iterator[str]:
     """One line for each number that is out of range or does not fit another."""
     c, positions = config, config.positions
     patches = c.embedding if isinstance(c.embedding, Patches) else None
-    optional = "num_kv_heads", "head_width", "d_ff"
-    for name in ("vocab_size", "num_layers", "d_model", "num_heads", "context_length", "unroll", *optional):
+    optional = "num_kv_heads", "head_width", "d_ff", "unroll"
+    for name in ("vocab_size", "num_layers", "d_model", "num_heads", "context_length", *optional):
         value, least = getattr(c, name), 0 if patches and name == "vocab_size" else 1
         if value is not None and value < least:
             yield f"{name}={value}: must be at least {least}" + (", or None" if name in optional else "")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
@@ -173,19 +174,54 @@ def _axes(spec: str) -> tuple[str, str, str]:
 def _dot(spec, a, b):
     """The product, summed in float32 or better. The operand that has the result's first free axis goes first."""
     # In the other order XLA:CPU has no kernel for some products ("Unsupported element type for DotThunk"); nor where an axis of
-    # the other operand, or a batch axis, lies between two free ones: then each operand's axes are together until the end.
+    # the other operand lies between two free ones: then each operand's axes are together until the end.
     a_axes, b_axes, out = _axes(spec)
-    batch = "".join(axis for axis in out if axis in a_axes and axis in b_axes)
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    if any(axis in a_axes and axis in b_axes for axis in out):
+        product = lambda a, b: jnp.einsum(spec, a, b, preferred_element_type=wide)
+        return jax.lax.platform_dependent(a, b, cpu=partial(_batched_dot, a_axes, b_axes, out), default=product)
     for axes in (a_axes, b_axes):
-        free = [axis for axis in axes if axis in out and axis not in batch]
-        if len(free) > 1 and not (batch and out.startswith(batch)) and "".join(free) not in out:
-            order = "".join(sorted(out, key=lambda axis: (axis not in batch, axis not in a_axes)))
+        free = [axis for axis in axes if axis in out]
+        if len(free) > 1 and "".join(free) not in out:
+            order = "".join(sorted(out, key=lambda axis: axis not in a_axes))
             y = _cpu_barrier(_dot(f"{a_axes},{b_axes}->{order}", a, b))
             return jnp.transpose(y, [order.index(axis) for axis in out])
-    free = [axis for axis in out if not (axis in a_axes and axis in b_axes)]
-    if free and free[0] in b_axes:
+    if out and out[0] in b_axes:
         a_axes, b_axes, a, b = b_axes, a_axes, b, a
-    return jnp.einsum(f"{a_axes},{b_axes}->{out}", a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+    return jnp.einsum(f"{a_axes},{b_axes}->{out}", a, b, preferred_element_type=wide)
+
+
+def _batched_dot(a_axes: str, b_axes: str, out: str, a, b):
+    """A product with batch axes for XLA:CPU, whose kernels take matrices: [batch, m, k] times [batch, k, n] or [batch, n, k].
+
+    In these layouts attention's products of [B, T, N, H] take half to four fifths of the time of XLA's own choice.
+    """
+    batch = "".join(axis for axis in out if axis in a_axes and axis in b_axes)
+    summed = "".join(axis for axis in a_axes if axis not in out)
+    matrix = lambda axes: "".join(axis for axis in axes if axis not in batch)
+    free = lambda axes: "".join(axis for axis in matrix(axes) if axis in out)
+    in_order = lambda axes: matrix(axes) == free(axes) + summed
+    if in_order(b_axes) and not in_order(a_axes):
+        a_axes, b_axes, a, b = b_axes, a_axes, b, a
+    kernels = lambda axes, narrow: (free(axes) + summed, *(() if narrow else (summed + free(axes),)))
+    # a first operand [batch, k, m] costs nothing in float32, but in 16 bits it is eight times slower than a copy of it
+    left, right = (
+        batch + (matrix(axes) if matrix(axes) in kernels(axes, narrow) else free(axes) + summed)
+        for axes, narrow in ((a_axes, a.dtype.itemsize < 4), (b_axes, False))
+    )
+    order = batch + free(a_axes) + free(b_axes)
+    a, b = _in_rows(a, a_axes, left), _in_rows(b, b_axes, right)
+    y = jnp.einsum(f"{left},{right}->{order}", a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+    return y if order == out else jnp.transpose(jax.lax.optimization_barrier(y), [order.index(axis) for axis in out])
+
+
+def _in_rows(x, axes: str, order: str):
+    """x with its axes in this order, written so: the compiler would fold the transpose into the product."""
+    if axes == order:
+        return x
+    x = jnp.transpose(x, [axes.index(axis) for axis in order])
+    on_mesh = jax.sharding.get_abstract_mesh().size > 1  # the partitioner would gather what has a fixed layout
+    return jax.lax.optimization_barrier(x) if on_mesh else with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _gradient(spec, x, g):

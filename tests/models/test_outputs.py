@@ -21,7 +21,8 @@ from jaxformer.models.stacks import scan
 from jaxformer.ops.positions import Rope
 
 V, T, S, B = 17, 6, 8, 2
-BASE = ModelConfig(vocab_size=V, num_layers=4, d_model=12, num_heads=2, context_length=8, d_ff=16, positions=Rope())
+SIZES = dict(vocab_size=V, num_layers=4, d_model=12, num_heads=2, context_length=8, d_ff=16)
+BASE = ModelConfig(**SIZES, positions=Rope(), unroll=1)
 LOCAL = (masks.causal(), masks.causal() & masks.window(2))
 STACKS = {
     "one kind": BASE,

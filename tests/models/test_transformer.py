@@ -131,6 +131,7 @@ def test_padding_on_either_side_and_packing_change_nothing(name):
 def test_scanned_equals_unrolled_equals_remat(name):
     """In logits, loss gradient and attention maps."""
     config, parameters, tokens = make(name)
+    config = replace(config, unroll=1)
     (_, (logits, attention)), gradient = loss_and_gradient(config, parameters, tokens)
     assert attention.shape == (config.num_layers, 2, config.num_heads, T, T)
     changes = [dict(unroll=99, remat="full")]
@@ -189,7 +190,7 @@ def test_layer_masks_follow_their_pattern():
 
 def test_dropout_needs_a_key_and_follows_it():
     config, parameters, tokens = make("gpt2")
-    config = replace(config, dropout_rate=0.3, attention_dropout_rate=0.3)
+    config = replace(config, dropout_rate=0.3, attention_dropout_rate=0.3, unroll=1)
     run = lambda key: apply(config, parameters, tokens, dropout_key=key).logits
     close(run(None), apply(FAMILIES["gpt2"], parameters, tokens).logits)
     scanned = run(jax.random.key(1))

@@ -1,9 +1,10 @@
 """The default stack: all layers under one scan. Also what other stacks need: the pattern of mixers, its rows, its state."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,9 @@ from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, Layers, Mixer
 from jaxformer.models.mixers.attention import attention
 from jaxformer.params import Tree, paths
+from jaxformer.sharding import platform
+
+UNROLLED = 24  # on CPU, models of more layers are scanned: the time to compile grows with the layers
 
 
 class Row(NamedTuple):
@@ -100,12 +104,32 @@ def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callab
     carry, outputs = (x, slots[0].memo(x)), []
     for step, rows, scanned in layer_groups(config, layers, slots, x, context, pick):
         if scanned:
-            carry, output = jax.lax.scan(step, carry, rows, unroll=max(1, config.unroll // len(slots)))
+            carry, output = jax.lax.scan(step, carry, rows, unroll=max(1, layers_a_step(config) // len(slots)))
             output = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), output)
         else:
             carry, output = step(carry, rows)
         outputs.append(output)
     return carry[0], outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+
+
+def layers_a_step(config: ModelConfig) -> int:
+    """Layers of one step of the scan: `config.unroll`, or by default what is fastest.
+
+    On one CPU that is no scan: a scan copies what each layer keeps for its gradient. Elsewhere it is one layer, which compiles
+    soonest. A mesh of CPU devices stands for a pod, and has its program.
+    """
+    if config.unroll is not None:
+        return config.unroll
+    alone = platform() == "cpu" and jax.sharding.get_abstract_mesh().size <= 1
+    chosen = config.num_layers if alone and config.num_layers <= UNROLLED else 1
+    _log_once(platform(), config.num_layers, chosen)
+    return chosen
+
+
+@cache
+def _log_once(platform: str, layers: int, chosen: int) -> None:
+    how = "one after another, without a scan" if chosen >= layers else f"a scan, {chosen} a step"
+    logging.getLogger("jaxformer").info("%d layers on %s: %s", layers, platform, how)
 
 
 def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context, pick) -> Iterator[tuple]:
@@ -130,7 +154,7 @@ def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context
         return
     if rows.constants is None:
         rows = rows._replace(constants=slots[0].constants(x.shape[1]))
-    scanned = 0 if config.unroll >= L else L - L % period
+    scanned = 0 if layers_a_step(config) >= L else L - L % period
     if scanned and period == 1:
         yield partial(run_in_turn, each), (rows,), True
     elif scanned:
@@ -227,7 +251,7 @@ def remat(config: ModelConfig, f: Callable) -> Callable:
     """f, keeping for the backward pass what `ModelConfig.remat` says. Gathered weights are never kept but gathered again."""
     mesh = jax.sharding.get_abstract_mesh()
     # a loop keeps the passes apart
-    checkpoint = partial(jax.checkpoint, f, prevent_cse=config.unroll >= config.num_layers)
+    checkpoint = partial(jax.checkpoint, f, prevent_cse=layers_a_step(config) >= config.num_layers)
     match config.remat:
         case "none":
             gathers = not mesh.empty and mesh.shape.get("fsdp", 1) > 1

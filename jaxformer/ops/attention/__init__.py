@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from jaxformer.masks import Mask, as_mask
-from jaxformer.ops.attention import blockwise, cudnn, ring, splash
+from jaxformer.ops.attention import blockwise, cudnn, ring, rows, splash
 from jaxformer.ops.attention.call import Call, check_shapes, dropout_seed
 from jaxformer.ops.attention.reference import reference, rounded_softmax, softmax
 from jaxformer.ops.positions import Bias, bias_between
-from jaxformer.sharding import auto_axes, with_logical_constraint
+from jaxformer.sharding import auto_axes, platform as mesh_platform, with_logical_constraint
 
 
 @jax.named_scope("attention")
@@ -36,9 +36,10 @@ def attention(
     the weights before dropout. The softmax is float32 or wider. A query that sees no key yields zeros and no gradient.
     `positions` are those of queries and keys by row, where -1 is an empty slot of a cache; only the reference takes them.
 
-    `implementation`: "reference" (an array [B, N, T, S]), "blockwise" (no such array), "splash" (TPU), "cudnn" (GPU),
-    "ring" (a sequence split over the mesh axis `context`; "blockwise" is the same there, "reference" and "splash" gather keys
-    and values). None takes the fastest on the platform, and logs which. All give the same values and drop the same weights, or
+    `implementation`: "reference" (an array [B, N, T, S]), "rows" (of this array the part between the first and the last key
+    that each block of queries sees), "blockwise" (no such array), "splash" (TPU), "cudnn" (GPU), "ring" (a sequence split over
+    the mesh axis `context`; "blockwise" is the same there, the first two and "splash" gather keys and values). None takes the
+    fastest on the platform, and logs which. All give the same values and drop the same weights, or
     raise NotImplementedError that names what they lack.
     """
     _check(query, key, value, bias, sinks, dropout_rate)
@@ -76,12 +77,14 @@ def _check(query, key, value, bias, sinks, dropout_rate):
 def _attend(implementation: str | None, return_weights: bool, query, key, value, call: Call):
     only_reference = return_weights or call.positions is not None
     match "reference" if only_reference else implementation or _choose(query, key, value, call):
-        case "reference":
+        case "reference" | "rows" as name:
             if ring.devices() > 1:
                 key, value = (with_logical_constraint(x, "batch", None, "kv_heads", None) for x in (key, value))
             # the weights of a 16-bit model may have 16 bits too, unless they are returned
             wide = return_weights or value.dtype.itemsize >= 4
             weigh = softmax if wide else partial(rounded_softmax, value.dtype)
+            if name == "rows":
+                return rows.attention(query, key, value, call, weigh)
             out, weights = reference(query, key, value, call, weigh)
             return (out, weights) if return_weights else out
         case "blockwise" if ring.refuses(query, key, value, call):
@@ -92,22 +95,23 @@ def _attend(implementation: str | None, return_weights: bool, query, key, value,
             return splash.attention(query, key, value, call)
         case "cudnn":
             return cudnn.attention(query, key, value, call)
-    known = "reference, blockwise, splash, cudnn, ring"
+    known = "reference, rows, blockwise, splash, cudnn, ring"
     raise NotImplementedError(f"attention(implementation={implementation!r}): there are {known}")
 
 
 def _choose(query, key, value, call: Call) -> str:
     """The fastest implementation on the platform of the mesh, which may be absent from this machine, or of this process."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    count = ring.devices()
+    platform, count = mesh_platform(), ring.devices()
     if count > 1 and ring.refuses(query, key, value, call) is None:
         return _log_once(platform, "ring", f" of {count}")
     kernels: dict[str, Any] = {"tpu": ("splash", splash), "gpu": ("cudnn", cudnn), "cuda": ("cudnn", cudnn)}
     if platform not in kernels:
-        # the reference is differentiable to any order; at this size blockwise is faster by a third (bench/attention.py)
-        small = query.shape[1] * key.shape[1] <= 512 * 512
-        return _log_once(platform, *(("reference", " (short)") if small else ("blockwise", " (long)")))
+        # the longest for which blockwise, which keeps no weights, is slower (bench/attention.py)
+        longest = 512 if query.dtype.itemsize >= 4 else 1024
+        if query.shape[1] * key.shape[1] > longest**2:
+            return _log_once(platform, "blockwise", " (long)")
+        by_rows = count == 1 and rows.refuses(call) is None and rows.is_cheaper(query, key, call)
+        return _log_once(platform, "rows" if by_rows else "reference", " (short)")
     name, kernel = kernels[platform]
     reason = kernel.refuses(query, key, value, call)
     if reason is None and count > 1:

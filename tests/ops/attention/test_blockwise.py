@@ -275,7 +275,7 @@ def gradients(implementation):
 reference = jax.jit(gradients("reference"))  # one for all, compiled once for equal shapes
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("implementation", ["reference", "rows", "blockwise"])
 def test_under_every_transformation(implementation):
     arrays = random_arrays()
     expected = reference(*arrays)
@@ -301,7 +301,7 @@ def test_without_jit(implementation):
     jax.tree.map(partial(np.testing.assert_allclose, **FLOAT32), ours, expected)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("implementation", ["reference", "rows", "blockwise"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
 def test_on_meshes(kind, implementation):
     """Batch and heads sharded over 4 x 2 devices: the compiler's sharding, sharding in types, and shard_map."""

@@ -15,7 +15,7 @@ import pytest
 
 from jaxformer import masks, ops
 from jaxformer.masks import Mask, rules
-from jaxformer.ops.attention import blocks, blockwise, cached, cudnn, ring, splash
+from jaxformer.ops.attention import blocks, blockwise, cached, cudnn, ring, rows, splash
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.attention.reference import reference
 
@@ -110,6 +110,7 @@ EXACT = {
     "ops.attention.cached.attention": by_cache,
     "ops.attention.cudnn.attention": by_cudnn,
     "ops.attention.ring.attention": called(ring.attention),
+    "ops.attention.rows.attention": called(rows.attention),
     "ops.attention.splash.attention": by_splash,
     "ops.attention.attention": partial(ops.attention, implementation="blockwise"),
     "ops.attention.reference.reference": softmax_of_reference,
@@ -120,6 +121,9 @@ OTHERS = {
     "ops.attention.cudnn.plan": lambda mask: isinstance(cudnn.plan(mask, T, T), str),
     "ops.attention.cudnn.refuses": lambda mask: isinstance(cudnn.plan(mask, T, T), str),
     "ops.attention.ring.refuses": lambda mask: ring.refuses(QUERY, KEY, VALUE, Call(mask)),
+    "ops.attention.rows.is_cheaper": lambda mask: rows.is_cheaper(QUERY, KEY, Call(mask)),
+    "ops.attention.rows.refuses": lambda mask: rows.refuses(Call(mask)),
+    "ops.attention.rows.spans": lambda mask: rows.spans(mask, T, T, 4),
     "ops.attention.splash.refuses": lambda mask: exact(by_splash, mask),
     "ops.attention.reference.visible_scores": lambda mask: exact(softmax_of_reference, mask),
     "ops.attention.linear.efficient_attention": lambda mask: ops.efficient_attention(QUERY, KEY, VALUE, mask=mask),

@@ -1,0 +1,110 @@
+"""What the benchmarks share: peers in an environment of their own, runs in alternation, medians with their spread, ratios.
+
+A run is a process that prints one line of JSON with `ms`, and may add `ceiling` (the FLOP/s of one large matrix product in the
+run's own library and precision) and `loss`. All runs of a case take turns, so that the machine's mood is the same for all.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+VENV = Path(".venv-bench")
+PRECISIONS = ("float32", "bfloat16")
+SIZES = 4096, 1024, 4096  # of the product whose speed is the ceiling
+OURS = "jaxformer"
+
+
+def torch_python(*packages: str) -> str:
+    """The interpreter of .venv-bench, made on first use, with torch and these packages."""
+    python, packages = VENV / "bin" / "python", ("torch==2.13.0", "numpy", *packages)
+    ready = VENV / "ready"
+    have = set(ready.read_text().split()) if ready.exists() else set()
+    if not set(packages) <= have:
+        print(f"setting up {VENV} with {', '.join(packages)} for CPU (once)", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+        ready.write_text("\n".join(sorted(have | set(packages))))
+    return str(python)
+
+
+def time_calls(call: Callable[[], Any], count: int, warm: int = 3) -> float:
+    """Median milliseconds of `count` calls, after some that do not count."""
+    for _ in range(warm):
+        call()
+    times = []
+    for _ in range(count):
+        began = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def ceiling(precision: str) -> float:
+    """FLOP/s of a large product in JAX: the best of five."""
+    import jax
+
+    m, k, n = SIZES
+    a, b = (jax.numpy.ones(shape, precision) for shape in ((m, k), (k, n)))
+    product = jax.jit(partial(jax.numpy.matmul, preferred_element_type="float32"))  # as our products are summed
+    product(a, b).block_until_ready()
+    return max(2 * m * k * n / (1e-3 * time_calls(lambda: product(a, b).block_until_ready(), 1, 0)) for _ in range(5))
+
+
+def alternate(runs: dict[tuple[str, str], list[str]], rounds: int) -> dict[tuple[str, str], list[dict]]:
+    """{(who, precision): what each of its runs printed}, of commands that take turns. A run that fails is left out, aloud."""
+    found: dict[tuple[str, str], list[dict]] = {run: [] for run in runs}
+    for turn in range(rounds):
+        for (who, precision), command in runs.items():
+            if (who, precision) not in found:
+                continue
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or ["failed"])[-1][:160]
+                print(f"  {who} {precision} is left out: {reason}", flush=True)
+                del found[who, precision]
+                continue
+            found[who, precision].append(json.loads(done.stdout.splitlines()[-1]))
+            print(
+                f"  round {turn + 1}: {who} {precision} {found[who, precision][-1]['ms']:.1f} ms", file=sys.stderr, flush=True
+            )
+    return found
+
+
+def report(title: str, found: dict[tuple[str, str], list[dict]], flops: float | None = None) -> dict[str, float]:
+    """Prints a table of a case, and the ratios best peer / ours for each precision and for the best of each; returns them."""
+    print(title, flush=True)
+    tops: dict[str, float] = {}
+    for (_, precision), lines in found.items():
+        tops[precision] = max([tops.get(precision, 0.0), *(line.get("ceiling", 0.0) for line in lines)])
+    medians = {run: statistics.median(line["ms"] for line in lines) for run, lines in found.items()}
+    for (who, precision), lines in found.items():
+        ms, times = medians[who, precision], sorted(line["ms"] for line in lines)
+        text = f"  {who:22} {precision:8} {ms:9.1f} ms  ({times[0]:.1f} to {times[-1]:.1f}, {len(times)} rounds)"
+        if flops:
+            speed = 1e3 * flops / ms
+            text += f"  {speed / 1e9:7.1f} GFLOP/s" + (f" = {speed / tops[precision]:4.0%}" if tops[precision] else "")
+        losses = [line["loss"] for line in lines if "loss" in line]
+        print(text + (f"  first loss {losses[0]:.3f}" if losses else ""))
+    if any(tops.values()):
+        print("  ceiling, one product {} x {} x {}: ".format(*SIZES)
+              + ", ".join(f"{precision} {top / 1e9:.0f} GFLOP/s" for precision, top in tops.items() if top))  # fmt: skip
+    ratios = {}
+    for name in (*dict.fromkeys(precision for _, precision in medians), "best of each"):
+        each = {run: ms for run, ms in medians.items() if name in (run[1], "best of each")}
+        ours, peers = ([ms for run, ms in each.items() if (run[0] == OURS) == own] for own in (True, False))
+        if ours and peers:
+            ratios[name] = min(peers) / min(ours)
+    shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    print(f"  ratio, best peer / {OURS} (above 1 we are faster): {shown}\n", flush=True)
+    return ratios
+
+
+def run_of_peer(*arguments: str) -> list[str]:
+    """The command of a run of `experiments.bench.peers`."""
+    return [torch_python("transformers>=5.23", "x-transformers>=2.31"), "-m", "experiments.bench.peers", *arguments]

@@ -1,0 +1,103 @@
+"""BERT-base, ViT-B/16 and T5-small beside transformers, eager and compiled: a forward pass and a training step.
+
+All run in turns, each in its own process, in float32 and bfloat16, with random weights and no dropout. BERT predicts every
+token, ViT one of 1,000 classes, T5 128 tokens from 128. For a forward pass the weights are bfloat16 too, on both sides.
+Command: make bench WHAT=forward          (two hours on 2 cores; sets up .venv-bench with CPU builds of torch and transformers)
+         make bench WHAT=forward ARGS="--rounds 3 --models bert --works forward"
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+from experiments.bench import compare
+from experiments.bench.shapes import MODELS
+from experiments.bench.train import ours, token_batch
+
+WORKS = ("forward", "train")
+
+
+def config_of(name: str) -> Any:
+    """The preset, without dropout."""
+    from jaxformer.models import PRESETS
+
+    config: Any = PRESETS[{"bert": "bert_base_mlm", "vit": "vit_base", "t5": "t5_small"}[name]]
+    quiet = lambda stack: replace(stack, dropout_rate=0.0, attention_dropout_rate=0.0)
+    return replace(config, encoder=quiet(config.encoder), decoder=quiet(config.decoder)) if name == "t5" else quiet(config)
+
+
+def batch_of(name: str) -> dict[str, Any]:
+    """Random rows as the objective reads them."""
+    import jax
+
+    rows, length = MODELS[name]
+    if name == "vit":
+        images = jax.random.normal(jax.random.key(0), (rows, 224, 224, 3))
+        return {"images": images, "labels": jax.numpy.arange(rows), "weights": jax.numpy.ones(rows)}
+    batch = token_batch(rows, length, 30_000)
+    return batch | {"source": batch["tokens"]} if name == "t5" else batch
+
+
+def train(name: str, precision: Any):
+    """A training step."""
+    from experiments.shakespeare_char import experiment
+    from jaxformer.training import ClassCrossEntropy, TokenCrossEntropy
+
+    objective, config = ClassCrossEntropy() if name == "vit" else TokenCrossEntropy(), config_of(name)
+    rows = MODELS[name][0]
+    return ours(replace(experiment, model=config, objective=objective, batch_size=rows, precision=precision), batch_of(name))
+
+
+def forward(name: str, precision: str):
+    """A forward pass to logits."""
+    import jax
+
+    from jaxformer import models
+    from jaxformer.training import memory
+
+    memory.keep()
+    config, dtype, batch = config_of(name), jax.numpy.dtype(precision), batch_of(name)
+    params = jax.jit(lambda key: jax.tree.map(lambda leaf: leaf.astype(dtype), models.init(config, key)))(jax.random.key(0))
+    inputs = {"source": batch["source"]} if name == "t5" else {}
+    call = jax.jit(lambda params, x, inputs: models.apply(config, params, x, dtype=dtype, **inputs).logits)
+    return lambda: call(params, batch["images" if name == "vit" else "tokens"], inputs).block_until_ready()
+
+
+def one(work: str, name: str, precision: str) -> dict[str, float]:
+    call = {"forward": forward, "train": train}[work](name, precision)
+    first = call()
+    line = dict(loss=first) if work == "train" else {}
+    return line | dict(ms=compare.time_calls(call, 5, 2), ceiling=compare.ceiling(precision))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--precisions", nargs="+", choices=compare.PRECISIONS, default=list(compare.PRECISIONS))
+    parser.add_argument("--one", nargs=3, metavar=("WORK", "MODEL", "PRECISION"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(*options.one)))
+        return
+    from jaxformer.models.cost import training_flops
+
+    for name in options.models:
+        rows, length = MODELS[name]
+        for work in options.works:
+            runs = {}
+            for precision in options.precisions:
+                own = [sys.executable, "-m", "experiments.bench.forward", "--one", work, name, precision]
+                runs[compare.OURS, precision] = own
+                for mode in ("eager", "compiled"):
+                    runs[f"transformers {mode}", precision] = compare.run_of_peer(f"model-{work}", name, mode, precision)
+            flops = rows * length * training_flops(config_of(name), length) / (3 if work == "forward" else 1)
+            title = f"{name}, {rows} x {length}, {'a forward pass' if work == 'forward' else 'a training step'}"
+            compare.report(title, compare.alternate(runs, options.rounds), flops)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The peers of the benchmarks, in torch: run with .venv-bench, one process a figure, which it prints as a line of JSON.
+
+Each has its own recommended settings: scaled_dot_product_attention, fused AdamW, autocast to bfloat16 for training, bfloat16
+weights for inference, and `compiled` (torch.compile) beside `eager`. Weights are random; the work is that of our run.
+Command: .venv-bench/bin/python -m experiments.bench.peers train small eager float32
+"""
+
+import json
+import sys
+import time
+
+import torch  # pyrefly: ignore[missing-import]
+import torch.nn.functional as F  # pyrefly: ignore[missing-import]
+from torch import nn  # pyrefly: ignore[missing-import]
+
+from experiments.bench.compare import SIZES, time_calls
+from experiments.bench.shapes import ATTENTION, MODELS, TRAIN
+
+
+def ceiling(precision: str) -> float:
+    """FLOP/s of a large product in torch: the best of five."""
+    m, k, n = SIZES
+    a, b = (torch.ones(shape, dtype=getattr(torch, precision)) for shape in ((m, k), (k, n)))
+    torch.mm(a, b)
+    return max(2 * m * k * n / (1e-3 * time_calls(lambda: torch.mm(a, b), 1, 0)) for _ in range(5))
+
+
+class Layer(nn.Module):
+    """A layer of nanoGPT: pre-norm, one product for query, key and value, no biases."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):
+        rows, length, width = x.shape
+        split = self.qkv(self.norms[0](x)).view(rows, length, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Decoder(nn.Module):
+    """A decoder with one table for tokens and logits; (ids) -> the loss of predicting them."""
+
+    def __init__(self, layers: int, width: int, heads: int, context: int, vocabulary: int):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.body, self.last = nn.Sequential(*(Layer(width, heads) for _ in range(layers))), nn.LayerNorm(width, bias=False)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+        logits = self.last(self.body(x)) @ self.tokens.weight.T
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.view(-1))
+
+
+def make_step(model: nn.Module, loss_of, mode: str, precision: str):
+    """A training step with clipping and fused AdamW: forward and backward are compiled in mode `compiled`."""
+    groups = [
+        dict(params=[p for p in model.parameters() if p.ndim > 1], weight_decay=0.1),
+        dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0),
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=True)
+    loss_of = torch.compile(loss_of) if mode == "compiled" else loss_of
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+            loss = loss_of()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def decoder_step(shape: str, mode: str, precision: str):
+    """The twin of our train step."""
+    layers, width, heads, context, rows, vocabulary = TRAIN[shape][:6]
+    model, ids = Decoder(layers, width, heads, context, vocabulary), torch.randint(0, vocabulary, (rows, context))
+    return make_step(model, lambda: model(ids), mode, precision)
+
+
+def gpt2_step(shape: str, mode: str, precision: str):
+    """The same with the GPT-2 of transformers, which has biases."""
+    import transformers  # pyrefly: ignore[missing-import]
+
+    layers, width, heads, context, rows, vocabulary = TRAIN[shape][:6]
+    options = dict(vocab_size=vocabulary, n_layer=layers, n_embd=width, n_head=heads, n_positions=context)
+    dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**options, **dropout)).train()
+    ids = torch.randint(0, vocabulary, (rows, context))
+    return make_step(model, lambda: model(ids, labels=ids).loss, mode, precision)
+
+
+def network(name: str):
+    """(model of transformers, its inputs, its labels) for a row of `shapes.MODELS`; no dropout."""
+    import transformers  # pyrefly: ignore[missing-import]
+
+    rows, length = MODELS[name]
+    ids = torch.randint(5, 30_000, (rows, length))
+    if name == "bert":
+        quiet = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        return transformers.BertForMaskedLM(transformers.BertConfig(**quiet)), dict(input_ids=ids), ids
+    if name == "vit":
+        config = transformers.ViTConfig(num_labels=1000)
+        images = torch.randn(rows, 3, 224, 224)
+        return transformers.ViTForImageClassification(config), dict(pixel_values=images), torch.randint(0, 1000, (rows,))
+    config = transformers.T5Config(
+        vocab_size=32_128, d_model=512, d_ff=2048, num_layers=6, num_heads=8, dropout_rate=0.0, decoder_start_token_id=0,
+        use_cache=False,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config), dict(input_ids=ids, decoder_input_ids=ids), ids
+
+
+def model_train(name: str, mode: str, precision: str):
+    model, inputs, labels = network(name)
+    model.train()
+    return make_step(model, lambda: model(**inputs, labels=labels).loss, mode, precision)
+
+
+def model_forward(name: str, mode: str, precision: str):
+    model, inputs, _ = network(name)
+    dtype = getattr(torch, precision)
+    model = model.eval().to(dtype)
+    inputs = {key: x.to(dtype) if x.is_floating_point() else x for key, x in inputs.items()}
+    call = torch.compile(model) if mode == "compiled" else model
+
+    @torch.inference_mode()
+    def forward():
+        return call(**inputs).logits
+
+    return forward
+
+
+def attention_call(case: str, mode: str, precision: str):
+    """Forward and backward of attention of `shapes.ATTENTION`'s heads: case is KIND-LENGTH, mode the implementation."""
+    kind, length = case.split("-")
+    n, (rows, heads, width, window) = int(length), ATTENTION
+    dtype = getattr(torch, precision)
+    q, k, v = (torch.randn(rows, heads, n, width, dtype=dtype, requires_grad=True) for _ in range(3))
+    g = torch.randn(rows, heads, n, width, dtype=dtype)
+    if mode == "sdpa" and kind == "causal":
+        call = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    elif mode == "sdpa":
+        places = torch.arange(n)
+        distance = places[:, None] - places[None]
+        mask = (distance >= 0) & (distance <= window)
+        call = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    elif mode == "flex":
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # pyrefly: ignore[missing-import]
+
+        rule = lambda b, h, i, j: (i >= j) & ((i - j <= window) | (kind == "causal"))
+        mask, compiled = create_block_mask(rule, None, None, n, n, device="cpu"), torch.compile(flex_attention)
+        call = lambda: compiled(q, k, v, block_mask=mask)
+    else:  # blocks of `window` tokens, each with the block before it: the windows of x-transformers
+        from local_attention import LocalAttention  # pyrefly: ignore[missing-import]
+
+        options = dict(causal=True, look_backward=1, look_forward=0, autopad=True, exact_windowsize=True)
+        local = LocalAttention(window_size=window, use_rotary_pos_emb=False, **options)
+        call = lambda: local(q, k, v)
+
+    def both():
+        out = call()
+        out.backward(g)
+        q.grad = k.grad = v.grad = None
+
+    return both
+
+
+def first_step(mode: str) -> float:
+    """Seconds from the start of this program to the end of the first training step of a model of the quickstart's size."""
+    layers, width, heads, context, rows, vocabulary = TRAIN["quickstart"][:6]
+    model = Decoder(layers, width, heads, context, vocabulary)
+    ids = torch.randint(0, vocabulary, (rows, context))
+    return make_step(model, lambda: model(ids), mode, "bfloat16")()
+
+
+WORKS = {
+    "train": decoder_step, "gpt2": gpt2_step, "model-train": model_train, "model-forward": model_forward,
+    "attention": attention_call,
+}  # fmt: skip
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    work, shape, mode, precision = sys.argv[1:]
+    if work == "first":
+        began = time.perf_counter()
+        first_step(mode)
+        print(json.dumps(dict(ms=1e3 * (time.perf_counter() - began))))
+        return
+    call = WORKS[work](shape, mode, precision)
+    first = call()
+    line = dict(loss=first) if isinstance(first, float) else {}
+    count = TRAIN[shape][6] if shape in TRAIN else 5
+    print(json.dumps(line | dict(ms=time_calls(call, count, 2), ceiling=ceiling(precision))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Attention by blocks of queries against the reference, and what it saves, counted."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import masks
+from jaxformer.ops.attention import attention, rows
+from jaxformer.ops.attention.call import Call
+from jaxformer.planning import flops
+from tests.ops.attention.test_blockwise import dynamic_masks, static_masks
+
+T, S, N, K = 11, 13, 4, 2
+# sums of at most 13 terms of order one in another order; float32 unit roundoff is 6e-8
+FLOAT32 = dict(rtol=5e-6, atol=5e-6)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of 3 queries and 2 keys, so that small calls have many. The spans are cached; nobody else has blocks of 3."""
+    monkeypatch.setattr(rows, "block", lambda query: 3)
+    monkeypatch.setattr(rows, "KEYS", 2)
+
+
+def both(arrays, **options):
+    """(output, gradients) of the reference and by rows."""
+
+    @partial(jax.jit, static_argnums=0)
+    def run(name, *arrays):
+        out, pullback = jax.vjp(partial(attention, implementation=name, **options), *arrays)
+        return out, pullback(jnp.cos(out))
+
+    return [jax.tree.map(np.asarray, run(name, *arrays)) for name in ("reference", "rows")]
+
+
+def draw(dtype=jnp.float32, rows=2, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = (rows, T, N, 6), (rows, S, K, 6), (rows, S, K, 5)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+MASKS = {**static_masks(T, S), **dynamic_masks(np.random.default_rng(0), 2, T, S)}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough if i % 4 else ()) for i, n in enumerate(MASKS)])
+def test_is_the_reference_under_every_mask(name):
+    sinks = jnp.linspace(-1, 1, N)
+    dropout = dict(dropout_rate=0.3, dropout_key=jax.random.key(3))
+    expected, found = both(draw(), mask=MASKS[name], softcap=2.0, sinks=sinks, **dropout)
+    jax.tree.map(partial(np.testing.assert_allclose, **FLOAT32), found, expected)
+
+
+def test_in_16_bits_it_stays_as_near_as_the_reference():
+    arrays = draw(jnp.bfloat16)
+    exact, _ = both([x.astype(jnp.float32) for x in arrays], mask=masks.causal())
+    for found in both(arrays, mask=masks.causal()):
+        for ours, right in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+            # a few roundings of 2^-8, of the largest number
+            assert np.abs(ours.astype(np.float32) - right).max() <= 2.0**-6 * np.abs(right).max()
+
+
+@pytest.mark.parametrize("name", static_masks(T, S))
+def test_no_visible_key_is_outside_its_span(name):
+    mask = MASKS[name]
+    dense = np.asarray(mask.dense(T, S)).any((0, 1))
+    found = rows.spans(mask, T, S, 3)
+    assert [span[:2] for span in found] == [(0, 3), (3, 6), (6, 9), (9, 11)]
+    for start, stop, low, high in found:
+        seen = np.flatnonzero(dense[start:stop].any(0))
+        assert not len(seen) or (low <= seen[0] and seen[-1] < high <= S), (start, low, high)
+
+
+def test_causal_products_are_little_more_than_half():
+    """Of 12 keys, whose edges are at multiples of 2, four blocks of 3 queries read 4, 6, 10 and 12."""
+    arrays = [jax.ShapeDtypeStruct((1, 12, 2, 8), jnp.float32)] * 3
+    some, every = (
+        flops.count(partial(attention, mask=masks.causal(), implementation=name), *arrays).flops
+        for name in ("rows", "reference")
+    )
+    assert some == every * (4 + 6 + 10 + 12) / 48
+
+
+def test_what_it_cannot_is_said_and_left_to_others():
+    query, key, value = draw()
+    bias = jnp.zeros((1, 1, T, S))
+    with pytest.raises(NotImplementedError, match="rows: no bias; implementation='reference' has it"):
+        attention(query, key, value, bias=bias, implementation="rows")
+    attention(query, key, value, bias=bias, mask=masks.causal())  # chosen for us: another
+
+
+def test_the_choice_needs_pairs_that_are_left_out():
+    query, key, _ = draw()
+    chosen = lambda mask: rows.is_cheaper(query, key, Call(mask))
+    assert chosen(masks.causal()) and chosen(masks.causal() & masks.window(2)) and not chosen(masks.full())
