@@ -123,7 +123,6 @@ OTHERS = {
     "ops.attention.ring.refuses": lambda mask: ring.refuses(QUERY, KEY, VALUE, Call(mask)),
     "ops.attention.rows.is_cheaper": lambda mask: rows.is_cheaper(QUERY, KEY, Call(mask)),
     "ops.attention.rows.refuses": lambda mask: rows.refuses(Call(mask)),
-    "ops.attention.rows.spans": lambda mask: rows.spans(mask, T, T, 4),
     "ops.attention.splash.refuses": lambda mask: exact(by_splash, mask),
     "ops.attention.reference.visible_scores": lambda mask: exact(softmax_of_reference, mask),
     "ops.attention.linear.efficient_attention": lambda mask: ops.efficient_attention(QUERY, KEY, VALUE, mask=mask),
