@@ -39,6 +39,7 @@ def ours(experiment, batch: dict[str, Any]):
     from jaxformer.training.recipe import build
     from jaxformer.training.step import first_state, make_train_step
 
+    memory.one_heap()
     memory.keep()
     recipe = build(experiment)
     state, compiled = first_state(recipe), jax.jit(make_train_step(recipe), donate_argnums=0)

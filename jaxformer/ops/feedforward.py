@@ -18,6 +18,12 @@ def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return (0.5 * y * (1 + jax.lax.erf(y * math.sqrt(0.5)))).astype(x.dtype)
 
 
+def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 = x sigmoid(2 sqrt(2 / pi) (...)), in float32. As `gelu`."""
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (y * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (y + 0.044715 * y**3))).astype(x.dtype)
+
+
 def laplace(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """(1 + erf((x - mu) / (sigma sqrt 2))) / 2, near relu(x)^2 and bounded. Ma et al. 2022, arXiv:2209.10655, eq. 16."""
     y = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) - 0.707107) / (0.282095 * math.sqrt(2))
@@ -26,7 +32,7 @@ def laplace(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 # jax.nn.gelu is an approximation by default; here the approximation has a name of its own
 ACTIVATIONS: dict[str, Callable] = {
-    "relu": jax.nn.relu, "gelu": gelu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True), "silu": jax.nn.silu,
+    "relu": jax.nn.relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": jax.nn.silu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)), "sigmoid": jax.nn.sigmoid, "tanh": jnp.tanh, "identity": lambda x: x,
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x), "gelu_10": lambda x: jnp.clip(gelu(x), -10, 10),
     "relu6": jax.nn.relu6, "leaky_relu": jax.nn.leaky_relu, "hardswish": jax.nn.hard_swish, "mish": jax.nn.mish,
