@@ -20,7 +20,9 @@ from jaxformer.models.mixers.attention import attention
 from jaxformer.params import Tree, paths
 from jaxformer.sharding import platform
 
-UNROLLED = 24  # on CPU, models of more layers are scanned: the time to compile grows with the layers
+# On CPU, models of more layers are scanned: the time to compile grows with the layers. So are wider models of 32 bits: each
+# layer's weights are cut out of the stack, which in 16 bits costs nothing more than the cast (bench/LOG.md)
+UNROLLED, WIDE = 24, 512
 
 
 class Row(NamedTuple):
@@ -104,7 +106,7 @@ def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callab
     carry, outputs = (x, slots[0].memo(x)), []
     for step, rows, scanned in layer_groups(config, layers, slots, x, context, pick):
         if scanned:
-            carry, output = jax.lax.scan(step, carry, rows, unroll=max(1, layers_a_step(config) // len(slots)))
+            carry, output = jax.lax.scan(step, carry, rows, unroll=max(1, layers_a_step(config, x.dtype) // len(slots)))
             output = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), output)
         else:
             carry, output = step(carry, rows)
@@ -112,16 +114,17 @@ def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callab
     return carry[0], outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
 
-def layers_a_step(config: ModelConfig) -> int:
+def layers_a_step(config: ModelConfig, dtype) -> int:
     """Layers of one step of the scan: `config.unroll`, or by default what is fastest.
 
-    On one CPU that is no scan: a scan copies what each layer keeps for its gradient. Elsewhere it is one layer, which compiles
+    On one CPU that is no scan (but see `WIDE`): a scan copies what each layer keeps for its gradient. Elsewhere it is one layer, which compiles
     soonest. A mesh of CPU devices stands for a pod, and has its program.
     """
     if config.unroll is not None:
         return config.unroll
     alone = platform() == "cpu" and jax.sharding.get_abstract_mesh().size <= 1
-    chosen = config.num_layers if alone and config.num_layers <= UNROLLED else 1
+    fits = config.num_layers <= UNROLLED and (dtype.itemsize < 4 or config.d_model <= WIDE)
+    chosen = config.num_layers if alone and fits else 1
     _log_once(platform(), config.num_layers, chosen)
     return chosen
 
@@ -140,7 +143,7 @@ def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context
     L, period = config.num_layers, len(slots)
     contexts = [replace(context, mask=layers.masks[i % len(layers.masks)]) for i in range(period)]
     functions = [partial(run_layer, config, *slot_context, pick) for slot_context in zip(slots, contexts, strict=True)]
-    each = [remat(config, function) for function in functions]
+    each = [remat(config, function, x.dtype) for function in functions]
     heads = None if context.source is None else context.source.heads
     if isinstance(layers.params, tuple) or layers.state is not None:
         turns = [functions[i % period] for i in range(L)]
@@ -154,13 +157,13 @@ def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context
         return
     if rows.constants is None:
         rows = rows._replace(constants=slots[0].constants(x.shape[1]))
-    scanned = 0 if layers_a_step(config) >= L else L - L % period
+    scanned = 0 if layers_a_step(config, x.dtype) >= L else L - L % period
     if scanned and period == 1:
         yield partial(run_in_turn, each), (rows,), True
     elif scanned:
         # each layer takes its row within what is recomputed: the loop then keeps no copy of the weights for the backward pass
         on_row = lambda function, i, carry, rows: function(carry, unstack(rows, period)[i])
-        takes = [remat(config, partial(on_row, function, i)) for i, function in enumerate(functions)]
+        takes = [remat(config, partial(on_row, function, i), x.dtype) for i, function in enumerate(functions)]
         step = lambda carry, rows: run_in_turn(takes, carry, (rows,) * period)
         cut = lambda leaf: leaf[:scanned].reshape(scanned // period, period, *leaf.shape[1:])
         yield step, jax.tree.map(cut, rows), True
@@ -247,11 +250,11 @@ def combine(tree: Tree, other: Tree) -> Tree:
     return jax.tree.map(lambda a, b: b if a is None else a, tree, other, is_leaf=lambda leaf: leaf is None)
 
 
-def remat(config: ModelConfig, f: Callable) -> Callable:
+def remat(config: ModelConfig, f: Callable, dtype) -> Callable:
     """f, keeping for the backward pass what `ModelConfig.remat` says. Gathered weights are never kept but gathered again."""
     mesh = jax.sharding.get_abstract_mesh()
     # a loop keeps the passes apart
-    checkpoint = partial(jax.checkpoint, f, prevent_cse=layers_a_step(config) >= config.num_layers)
+    checkpoint = partial(jax.checkpoint, f, prevent_cse=layers_a_step(config, dtype) >= config.num_layers)
     match config.remat:
         case "none":
             gathers = not mesh.empty and mesh.shape.get("fsdp", 1) > 1
