@@ -117,8 +117,8 @@ def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callab
 def layers_a_step(config: ModelConfig, dtype) -> int:
     """Layers of one step of the scan: `config.unroll`, or by default what is fastest.
 
-    On one CPU that is no scan (but see `WIDE`): a scan copies what each layer keeps for its gradient. Elsewhere it is one layer, which compiles
-    soonest. A mesh of CPU devices stands for a pod, and has its program.
+    On one CPU that is no scan (but see `WIDE`): a scan copies what each layer keeps for its gradient. Elsewhere it is one
+    layer, which compiles soonest. A mesh of CPU devices stands for a pod, and has its program.
     """
     if config.unroll is not None:
         return config.unroll
