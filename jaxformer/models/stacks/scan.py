@@ -117,13 +117,14 @@ def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callab
 def layers_a_step(config: ModelConfig, dtype) -> int:
     """Layers of one step of the scan: `config.unroll`, or by default what is fastest.
 
-    On one CPU that is no scan (but see `WIDE`): a scan copies what each layer keeps for its gradient. Elsewhere it is one
-    layer, which compiles soonest. A mesh of CPU devices stands for a pod, and has its program.
+    On one CPU that is no scan (but see `WIDE`): a scan copies what each layer keeps for its gradient. With `config.remat`
+    it is a scan, which keeps no layer's weights. Elsewhere it is one layer, which compiles soonest. A mesh of CPU devices
+    stands for a pod, and has its program.
     """
     if config.unroll is not None:
         return config.unroll
     alone = platform() == "cpu" and jax.sharding.get_abstract_mesh().size <= 1
-    fits = config.num_layers <= UNROLLED and (dtype.itemsize < 4 or config.d_model <= WIDE)
+    fits = config.num_layers <= UNROLLED and (dtype.itemsize < 4 or config.d_model <= WIDE) and config.remat == "none"
     chosen = config.num_layers if alone and fits else 1
     _log_once(platform(), config.num_layers, chosen)
     return chosen
