@@ -1,15 +1,20 @@
-"""What attention costs as sequences grow: every variant beside the dense reference, forward and backward, in one process.
+"""What attention costs as sequences grow, forward and backward: beside torch, and every variant beside the dense reference.
 
-The efficiency table of Long Range Arena (Tay et al. 2020, arXiv:2011.04006, table 2) for this machine: milliseconds and
-mebibytes of temporary memory (the compiler's account) a call, one row, 4 heads of 64, float32, from 512 to 32,768 tokens.
-First the ratios that the library stands for, with 8 heads. Programs to be compared run alternately; figures are medians.
-Command: make bench WHAT=attention          (10 minutes on 2 cores; writes runs/bench/attention.json and .png)
-         make bench WHAT=attention ARGS="--longest 4096"
+First beside peers, each in its own process, in turns: causal and window(256), 4,096 to 16,384 tokens, in float32 and bfloat16;
+torch's scaled_dot_product_attention (causal, or with the window as a mask), flex_attention (compiled, where torch can
+differentiate it on CPU) and the local attention of x-transformers, whose windows are blocks of 256 and the block before.
+Then the efficiency table of Long Range Arena (Tay et al. 2020, arXiv:2011.04006, table 2) for this machine: milliseconds and
+mebibytes of temporary memory (the compiler's account) a call, one row, 4 heads of 64, float32, from 512 to 32,768 tokens;
+before it the ratios that the library stands for, with 8 heads. Programs run alternately; figures are medians.
+Command: make bench WHAT=attention          (30 minutes on 2 cores; writes runs/bench/attention.json and .png)
+         make bench WHAT=attention ARGS="--peers 0 --longest 4096"
+         make bench WHAT=attention ARGS="--alone 0"                    (only beside peers)
 """
 
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,10 +26,14 @@ import jax
 import numpy as np
 from jax import random
 
+from experiments.bench.compare import OURS, PRECISIONS, alternate, ceiling, report, run_of_peer, time_calls
+from experiments.bench.shapes import ATTENTION
 from jaxformer import masks, ops
 from jaxformer.training import memory
 
-HEADS, WIDTH, FEATURES, RANK = 4, 64, 128, 128
+FEATURES, RANK = 128, 128
+_, HEADS, WIDTH, WINDOW = ATTENTION
+LENGTHS = 4096, 8192, 16_384  # beside peers
 DENSE_UP_TO = 8192  # its scores alone are 1 GiB there, and it keeps several such arrays
 causal = masks.causal()
 
@@ -78,13 +87,13 @@ VARIANTS: dict[str, tuple[Callable, str]] = {
 class Program:
     """A variant's forward and backward pass at one length, compiled; calling it runs it and notes the milliseconds."""
 
-    def __init__(self, function: Callable, length: int, heads: int = HEADS):
+    def __init__(self, function: Callable, length: int, heads: int = HEADS, dtype: str = "float32"):
         def both(query, key, value, g):
             out, pullback = jax.vjp(function, query, key, value)
             return out, pullback(g)
 
         keys = random.split(random.key(0), 4)
-        self.arrays = [random.normal(key, (1, length, heads, WIDTH)) for key in keys]
+        self.arrays = [random.normal(key, (1, length, heads, WIDTH), dtype) for key in keys]
         self.compiled = jax.jit(both).lower(*self.arrays).compile()
         analysis: Any = self.compiled.memory_analysis()
         self.memory: int = analysis.temp_size_in_bytes
@@ -111,6 +120,31 @@ def compare(one: Program, other: Program, rounds: int) -> float:
 
 def shown(program: Program) -> str:
     return f"{program.median:.1f} ms (median of {len(program.times)}, from {min(program.times):.1f})"
+
+
+def one(kind: str, length: int, precision: str) -> dict[str, float]:
+    """Our attention as the chooser picks it."""
+    mask = causal if kind == "causal" else causal & masks.window(WINDOW)
+    program = Program(partial(ops.attention, mask=mask), length, dtype=precision)
+    return dict(ms=time_calls(program, 5, 1), ceiling=ceiling(precision))
+
+
+def beside_peers(rounds: int) -> None:
+    """A table for each mask and length."""
+    for length in LENGTHS:
+        for kind, peers in (("causal", ("sdpa", "flex")), ("window", ("sdpa", "flex", "x-transformers local"))):
+            runs = {}
+            for precision in PRECISIONS:
+                case = [kind, str(length), precision]
+                runs[OURS, precision] = [sys.executable, "-m", "experiments.bench.attention", "--one", *case]
+                for peer in peers:
+                    runs[f"{'' if ' ' in peer else 'torch '}{peer}", precision] = run_of_peer(
+                        "attention", f"{kind}-{length}", peer.split()[-1], precision
+                    )
+            mask = causal if kind == "causal" else causal & masks.window(WINDOW)
+            flops = 7 * 2 * HEADS * WIDTH * length**2 * mask.density(length, length)  # two products forward, five backward
+            title = f"{kind}{f'({WINDOW})' if kind == 'window' else ''}, {length:,} tokens, {HEADS} heads of {WIDTH}"
+            report(title, alternate(runs, rounds), flops)
 
 
 def ratios(rounds: int) -> dict[str, Any]:
@@ -196,8 +230,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--longest", type=int, default=32_768, help="0 leaves the table out")
     parser.add_argument("--budget", type=float, default=2.0, help="seconds a figure of the table")
+    parser.add_argument("--peers", type=int, default=3, help="rounds beside peers; 0 leaves them out")
+    parser.add_argument("--alone", type=int, choices=(0, 1), default=1, help="0 leaves out what has no peer")
+    parser.add_argument("--one", nargs=3, metavar=("KIND", "LENGTH", "PRECISION"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    memory.one_heap()
     memory.keep()
+    if options.one:
+        kind, length, precision = options.one
+        print(json.dumps(one(kind, int(length), precision)))
+        return
+    if options.peers:
+        beside_peers(options.peers)
+    if not options.alone:
+        return
     device = jax.devices()[0]
     print(f"jax {jax.__version__}, {device.device_kind}, {HEADS} heads x {WIDTH}, float32, forward + backward")
     summary = ratios(options.rounds)

@@ -96,7 +96,7 @@ def _stored_product(spec: str, x: Array, w: StoredWeight) -> Array:
     if w.scale is None:
         y = _lines_product(x, values.astype(x.dtype))
     else:
-        wide = lambda x, values: _lines_product(x, _cpu_barrier(values.astype(x.dtype)))  # XLA:CPU would convert in a slow loop
+        wide = lambda x, values: _lines_product(x, cpu_barrier(values.astype(x.dtype)))  # XLA:CPU would convert in a slow loop
         on_cpu = _int8_product if len(x) <= FEW_ROWS else wide
         y = jax.lax.platform_dependent(x, values, cpu=on_cpu, default=wide) * w.scale.reshape(1, -1)
     return y.reshape(*rows, *columns)
@@ -139,7 +139,7 @@ def _backward(spec, narrow, dtype, dtypes, residuals, g):
     g = g.astype(x.dtype)
     batch = "".join(axis for axis in out if axis in x_axes and axis in w_axes)
     # g may be the transpose of a product that was made batch first; folded together, they have no kernel on CPU
-    dx = _dot(f"{out},{w_axes}->{x_axes}", g if out.startswith(batch) else _cpu_barrier(g), w)
+    dx = _dot(f"{out},{w_axes}->{x_axes}", g if out.startswith(batch) else cpu_barrier(g), w)
     axes = _scattered(spec, x, w)
     dw = _scattered_gradient(spec, axes, dtypes[1], x, g) if axes else _gradient(f"{x_axes},{out}->{w_axes}", x, g)
     return dx.astype(dtypes[0]), dw.astype(dtypes[1])
@@ -184,7 +184,7 @@ def _dot(spec, a, b):
         free = [axis for axis in axes if axis in out]
         if len(free) > 1 and "".join(free) not in out:
             order = "".join(sorted(out, key=lambda axis: axis not in a_axes))
-            y = _cpu_barrier(_dot(f"{a_axes},{b_axes}->{order}", a, b))
+            y = cpu_barrier(_dot(f"{a_axes},{b_axes}->{order}", a, b))
             return jnp.transpose(y, [order.index(axis) for axis in out])
     if out and out[0] in b_axes:
         a_axes, b_axes, a, b = b_axes, a_axes, b, a
@@ -229,11 +229,11 @@ def _gradient(spec, x, g):
     # XLA:CPU transposes the operand that has them, on one thread. The result is small: it is transposed afterwards instead.
     x_axes, g_axes, out = _axes(spec)
     if any(axis in x_axes and axis in g_axes for axis in out):
-        return _cpu_barrier(_dot(spec, x, g))
+        return cpu_barrier(_dot(spec, x, g))
     (small, b), (large, a) = sorted([(x_axes, x), (g_axes, g)], key=lambda operand: operand[1].size)
     order = "".join(sorted(out, key=lambda axis: axis not in small))  # stable: the small operand's axes first
     wide = jnp.promote_types(a.dtype, jnp.float32)
-    y = _cpu_barrier(jnp.einsum(f"{large},{small}->{order}", a, b, preferred_element_type=wide))
+    y = cpu_barrier(jnp.einsum(f"{large},{small}->{order}", a, b, preferred_element_type=wide))
     return y if order == out else jnp.transpose(y, [order.index(axis) for axis in out])
 
 
@@ -269,6 +269,6 @@ def _scattered_gradient(spec: str, axes: dict[str, tuple[str, ...]], dtype, x, g
     return jnp.transpose(dw, [order.index(axis) for axis in w_axes])
 
 
-def _cpu_barrier(x):
-    """x. On CPU a barrier keeps later transposes from being folded back into the product that made x."""
+def cpu_barrier(x: Array) -> Array:
+    """x. On CPU a barrier keeps later transposes from being folded back into the product that made x, or that reads it."""
     return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)

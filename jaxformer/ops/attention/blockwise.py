@@ -19,7 +19,7 @@ from jaxformer.ops.attention import blocks
 from jaxformer.ops.attention.blocks import Grid, Visits, group_heads, join_blocks, query_blocks, ungroup_heads
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.dropout import kept, rescaled
-from jaxformer.ops.einsum import einsum
+from jaxformer.ops.einsum import cpu_barrier, einsum
 from jaxformer.sharding import alike
 
 
@@ -49,7 +49,7 @@ class Tiles(NamedTuple):
         """The keys or values of block j: `[B, K, bk, H]`."""
         x = lax.dynamic_slice_in_dim(x, self.start(j), self.grid.bk, axis=1, allow_negative_indices=False)
         # XLA:CPU computes a product with a transposition inside it slowly, and in bfloat16 not at all
-        return lax.optimization_barrier(x.transpose(0, 2, 1, 3))
+        return cpu_barrier(x.transpose(0, 2, 1, 3))
 
     def positions(self, i, j):
         """Of the queries of block i and the keys of block j."""

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from jaxformer.masks import Mask, as_mask, rules
 from jaxformer.ops.attention import attention
 from jaxformer.ops.attention.call import check_shapes, mask_refusal
-from jaxformer.ops.einsum import einsum
+from jaxformer.ops.einsum import cpu_barrier, einsum
 from jaxformer.ops.positions import fill_padding
 
 FeatureMap = Callable[[Array], Array]  # [B, T, N, H] -> [B, T, N, M], token by token or along the sequence
@@ -337,4 +337,4 @@ def _reduce(x, projection, shown):
     else:
         reduced = jnp.moveaxis(einsum("bskh,ksr->kbhr", x, projection[:, :S]), (0, -1), (2, 1))
     # XLA:CPU would fold the transposition into attention's 16-bit products, and then has no kernel for them
-    return jax.lax.optimization_barrier(reduced)
+    return cpu_barrier(reduced)
