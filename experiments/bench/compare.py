@@ -76,8 +76,13 @@ def alternate(runs: dict[tuple[str, str], list[str]], rounds: int) -> dict[tuple
     return found
 
 
-def report(title: str, found: dict[tuple[str, str], list[dict]], flops: float | None = None) -> dict[str, float]:
-    """Prints a table of a case, and the ratios best peer / ours for each precision and for the best of each; returns them."""
+def report(
+    title: str, found: dict[tuple[str, str], list[dict]], flops: float | None = None, each_peer: bool = False
+) -> dict[str, float]:
+    """Prints a table of a case, and the ratios best peer / ours for each precision and for the best of each; returns them.
+
+    With `each_peer`, a ratio for each peer too. Who begins with `OURS` is ours.
+    """
     print(title, flush=True)
     tops: dict[str, float] = {}
     for (_, precision), lines in found.items():
@@ -97,9 +102,13 @@ def report(title: str, found: dict[tuple[str, str], list[dict]], flops: float | 
     ratios = {}
     for name in (*dict.fromkeys(precision for _, precision in medians), "best of each"):
         each = {run: ms for run, ms in medians.items() if name in (run[1], "best of each")}
-        ours, peers = ([ms for run, ms in each.items() if (run[0] == OURS) == own] for own in (True, False))
+        ours, peers = ([ms for run, ms in each.items() if run[0].startswith(OURS) == own] for own in (True, False))
         if ours and peers:
             ratios[name] = min(peers) / min(ours)
+    best = min((ms for run, ms in medians.items() if run[0].startswith(OURS)), default=0)
+    for (who, precision), ms in medians.items():
+        if each_peer and best and not who.startswith(OURS):
+            print(f"  ratio {who} {precision} / {OURS}: {ms / best:.2f}")
     shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
     print(f"  ratio, best peer / {OURS} (above 1 we are faster): {shown}\n", flush=True)
     return ratios

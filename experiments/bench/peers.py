@@ -14,7 +14,7 @@ import torch.nn.functional as F  # pyrefly: ignore[missing-import]
 from torch import nn  # pyrefly: ignore[missing-import]
 
 from experiments.bench.compare import SIZES, time_calls
-from experiments.bench.shapes import ATTENTION, MODELS, TRAIN
+from experiments.bench.shapes import ATTENTION, MODELS, TRAIN, find
 
 
 def ceiling(precision: str) -> float:
@@ -61,8 +61,11 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.view(-1))
 
 
-def make_step(model: nn.Module, loss_of, mode: str, precision: str):
-    """A training step with clipping and fused AdamW: forward and backward are compiled in mode `compiled`."""
+def make_step(model: nn.Module, loss_of, mode: str, precision: str, batch: tuple = ()):
+    """A training step with clipping and fused AdamW: forward and backward are compiled in mode `compiled`.
+
+    `batch` has the arguments of `loss_of` for each micro-batch; their losses are averaged.
+    """
     groups = [
         dict(params=[p for p in model.parameters() if p.ndim > 1], weight_decay=0.1),
         dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0),
@@ -71,33 +74,39 @@ def make_step(model: nn.Module, loss_of, mode: str, precision: str):
     loss_of = torch.compile(loss_of) if mode == "compiled" else loss_of
 
     def step():
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-            loss = loss_of()
-        loss.backward()
+        total = 0.0
+        for arguments in batch or ((),):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+                loss = loss_of(*arguments) / max(1, len(batch))
+            loss.backward()
+            total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+        return float(total)
 
     return step
 
 
 def decoder_step(shape: str, mode: str, precision: str):
     """The twin of our train step."""
-    layers, width, heads, context, rows, vocabulary = TRAIN[shape][:6]
-    model, ids = Decoder(layers, width, heads, context, vocabulary), torch.randint(0, vocabulary, (rows, context))
-    return make_step(model, lambda: model(ids), mode, precision)
+    size, parts = find(shape)
+    model = Decoder(size.layers, size.width, size.heads, size.context, size.vocabulary)
+    ids = torch.randint(0, size.vocabulary, (size.rows, size.context))
+    return make_step(model, model, mode, precision, tuple((part,) for part in ids.chunk(parts)))
 
 
 def gpt2_step(shape: str, mode: str, precision: str):
     """The same with the GPT-2 of transformers, which has biases."""
     import transformers  # pyrefly: ignore[missing-import]
 
-    layers, width, heads, context, rows, vocabulary = TRAIN[shape][:6]
-    options = dict(vocab_size=vocabulary, n_layer=layers, n_embd=width, n_head=heads, n_positions=context)
+    size, _ = find(shape)
+    options = dict(
+        vocab_size=size.vocabulary, n_layer=size.layers, n_embd=size.width, n_head=size.heads, n_positions=size.context
+    )
     dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**options, **dropout)).train()
-    ids = torch.randint(0, vocabulary, (rows, context))
+    ids = torch.randint(0, size.vocabulary, (size.rows, size.context))
     return make_step(model, lambda: model(ids, labels=ids).loss, mode, precision)
 
 
@@ -178,10 +187,7 @@ def attention_call(case: str, mode: str, precision: str):
 
 def first_step(mode: str) -> float:
     """Seconds from the start of this program to the end of the first training step of a model of the quickstart's size."""
-    layers, width, heads, context, rows, vocabulary = TRAIN["quickstart"][:6]
-    model = Decoder(layers, width, heads, context, vocabulary)
-    ids = torch.randint(0, vocabulary, (rows, context))
-    return make_step(model, lambda: model(ids), mode, "bfloat16")()
+    return decoder_step("quickstart", mode, "bfloat16")()
 
 
 class Windows(torch.utils.data.Dataset):
@@ -232,7 +238,7 @@ def main() -> None:
     call = WORKS[work](shape, mode, precision)
     first = call()
     line = dict(loss=first) if isinstance(first, float) else {}
-    count = TRAIN[shape][6] if shape in TRAIN else 5
+    count = find(shape)[0].steps if shape.partition("/")[0] in TRAIN else 5
     print(json.dumps(line | dict(ms=time_calls(call, count, 2), ceiling=ceiling(precision))))
 
 

@@ -51,7 +51,7 @@ def starts(rounds: int) -> None:
                 command = [sys.executable, "-m", "jaxformer", "train", "experiments/quickstart.py", *options]
                 found[state].setdefault((compare.OURS, "bfloat16"), []).append(first_step(command, environment, runs))
     for state, runs in found.items():
-        compare.report(f"from the command to the first training step of the quickstart, {state}", runs)
+        compare.report(f"from the command to the first training step of the quickstart, {state}", runs, each_peer=True)
 
 
 def depths(shape: str = "small") -> None:
@@ -63,8 +63,8 @@ def depths(shape: str = "small") -> None:
     from jaxformer.training.recipe import build
     from jaxformer.training.step import abstract_state, make_train_step
 
-    experiment, (context, rows, vocabulary) = experiment_of(shape, "bfloat16"), TRAIN[shape][3:6]
-    batch, seconds = token_batch(rows, context, vocabulary), {}
+    experiment, sizes, seconds = experiment_of(shape, "bfloat16"), TRAIN[shape], {}
+    batch = token_batch(sizes.rows, sizes.context, sizes.vocabulary)
     for layers in (DEPTHS[0], *DEPTHS):  # the first one warms up the compiler, and does not count
         model = replace(experiment.model, num_layers=layers, unroll=1)
         recipe, began = build(replace(experiment, model=model)), time.perf_counter()

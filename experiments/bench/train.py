@@ -1,21 +1,22 @@
 """Our train step beside the same step in torch, eager and compiled (SDPA, fused AdamW), and for GPT-2 that of transformers.
 
 All run in turns, each in its own process, in float32 and bfloat16. Shapes: nanoGPT's two for Shakespeare, the second at a batch
-that a CPU bears; GPT-2 small as experiments/gpt2_small.py has it, at 4 x 256 and 1 x 1024 tokens.
+that a CPU bears, as a whole and in 4 micro-batches on both sides; GPT-2 small as experiments/gpt2_small.py has it, at 4 x 256
+and 1 x 1024 tokens.
 Command: make bench WHAT=train          (an hour on 2 cores; sets up .venv-bench with CPU builds of torch and transformers)
          make bench WHAT=train ARGS="--rounds 3 --shapes small"
          make bench WHAT=train ARGS="--profile runs/bench/trace --shapes large"     (a trace of our step, for Perfetto)
 """
 
 import argparse
+import itertools
 import json
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from experiments.bench import compare
-from experiments.bench.shapes import TRAIN
+from experiments.bench.shapes import TRAIN, find
 
 SHAPES = [shape for shape in TRAIN if shape != "quickstart"]
 
@@ -24,11 +25,13 @@ def experiment_of(shape: str, precision: Any):
     """The experiment whose step is timed: what its file says, but for the sizes."""
     from experiments import gpt2_small, shakespeare_char
 
-    layers, width, heads, context, rows, vocabulary = TRAIN[shape][:6]
+    size, parts = find(shape)
     whole = (gpt2_small if shape.startswith("gpt2") else shakespeare_char).experiment
-    sizes = dict(num_layers=layers, d_model=width, num_heads=heads, context_length=context, vocab_size=vocabulary)
-    model = replace(whole.model, **sizes)
-    return replace(whole, model=model, batch_size=rows, accumulation=1, precision=precision)
+    model = replace(
+        whole.model, num_layers=size.layers, d_model=size.width, num_heads=size.heads, context_length=size.context,
+        vocab_size=size.vocabulary,
+    )  # fmt: skip
+    return replace(whole, model=model, batch_size=size.rows, accumulation=parts, precision=precision)
 
 
 def ours(experiment, batch: dict[str, Any]):
@@ -62,20 +65,21 @@ def token_batch(rows: int, context: int, vocabulary: int) -> dict[str, Any]:
 
 
 def one(shape: str, precision: str) -> dict[str, float]:
-    context, rows, vocabulary, count = TRAIN[shape][3:]
-    step = ours(experiment_of(shape, precision), token_batch(rows, context, vocabulary))
-    return dict(loss=step(), ms=compare.time_calls(step, count, 2), ceiling=compare.ceiling(precision))
+    size, _ = find(shape)
+    step = ours(experiment_of(shape, precision), token_batch(size.rows, size.context, size.vocabulary))
+    return dict(loss=step(), ms=compare.time_calls(step, size.steps, 2), ceiling=compare.ceiling(precision))
 
 
-def commands(shape: str, precisions: list[str]) -> dict[tuple[str, str], list[str]]:
+def commands(name: str, precisions: list[str]) -> dict[tuple[str, str], list[str]]:
     """The runs of a case: ours, and its peers."""
-    runs, peer = {}, partial(compare.run_of_peer)
-    for precision in precisions:
-        runs[compare.OURS, precision] = [sys.executable, "-m", "experiments.bench.train", "--one", shape, precision]
+    runs, parts = {}, TRAIN[name].parts
+    for precision, shape in itertools.product(precisions, [name, f"{name}/{parts}"] if parts > 1 else [name]):
+        how = f", {parts} parts" if "/" in shape else ""
+        runs[compare.OURS + how, precision] = [sys.executable, "-m", "experiments.bench.train", "--one", shape, precision]
         for mode in ("eager", "compiled"):
-            runs[f"torch {mode}", precision] = peer("train", shape, mode, precision)
+            runs[f"torch {mode}{how}", precision] = compare.run_of_peer("train", shape, mode, precision)
             if shape.startswith("gpt2"):
-                runs[f"transformers {mode}", precision] = peer("gpt2", shape, mode, precision)
+                runs[f"transformers {mode}", precision] = compare.run_of_peer("gpt2", shape, mode, precision)
     return runs
 
 
@@ -93,19 +97,21 @@ def main() -> None:
     from jaxformer.models.cost import training_flops
 
     for shape in options.shapes:
-        layers, width, _, context, rows, vocabulary, _ = TRAIN[shape]
+        size = TRAIN[shape]
         if options.profile:
             import jax
 
-            step = ours(experiment_of(shape, options.precisions[-1]), token_batch(rows, context, vocabulary))
+            batch = token_batch(size.rows, size.context, size.vocabulary)
+            step = ours(experiment_of(shape, options.precisions[-1]), batch)
             step(), step()
             with jax.profiler.trace(options.profile):
                 step(), step(), step()
             print(f"{shape}, {options.precisions[-1]}, three steps: {options.profile}")
             continue
         found = compare.alternate(commands(shape, options.precisions), options.rounds)
-        flops = rows * context * training_flops(experiment_of(shape, "float32").model, context)
-        compare.report(f"{shape}: {layers} layers x {width}, batch {rows} x {context}, a training step", found, flops)
+        flops = size.rows * size.context * training_flops(experiment_of(shape, "float32").model, size.context)
+        title = f"{shape}: {size.layers} layers x {size.width}, batch {size.rows} x {size.context}, a training step"
+        compare.report(title, found, flops)
 
 
 if __name__ == "__main__":
