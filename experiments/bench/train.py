@@ -5,7 +5,7 @@ that a CPU bears, as a whole and in 4 micro-batches on both sides; GPT-2 small a
 and 1 x 1024 tokens.
 Command: make bench WHAT=train          (an hour on 2 cores; sets up .venv-bench with CPU builds of torch and transformers)
          make bench WHAT=train ARGS="--rounds 3 --shapes small"
-         make bench WHAT=train ARGS="--profile runs/bench/trace --shapes large"     (a trace of our step, for Perfetto)
+         make bench WHAT=train ARGS="--profile runs/bench/trace --shapes large"     (what our step's time goes to)
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from experiments.bench import compare
+from experiments.bench import compare, trace
 from experiments.bench.shapes import TRAIN, find
 
 SHAPES = [shape for shape in TRAIN if shape != "quickstart"]
@@ -34,8 +34,8 @@ def experiment_of(shape: str, precision: Any):
     return replace(whole, model=model, batch_size=size.rows, accumulation=parts, precision=precision)
 
 
-def ours(experiment, batch: dict[str, Any]):
-    """One step of the library's own train step, as `make train` runs it: a call that returns its loss."""
+def program(experiment, batch: dict[str, Any]):
+    """(the library's own train step, compiled as `make train` runs it; its first state; the batch on the device)."""
     import jax
 
     from jaxformer.training import memory
@@ -44,9 +44,14 @@ def ours(experiment, batch: dict[str, Any]):
 
     memory.one_heap()
     memory.keep()
-    recipe = build(experiment)
-    state, compiled = first_state(recipe), jax.jit(make_train_step(recipe), donate_argnums=0)
-    batch = jax.device_put(batch)
+    recipe, batch = build(experiment), jax.device_put(batch)
+    state = first_state(recipe)
+    return jax.jit(make_train_step(recipe), donate_argnums=0).lower(state, batch).compile(), state, batch
+
+
+def ours(experiment, batch: dict[str, Any]):
+    """One step of `program`: a call that returns its loss."""
+    compiled, state, batch = program(experiment, batch)
 
     def step():
         nonlocal state
@@ -54,6 +59,21 @@ def ours(experiment, batch: dict[str, Any]):
         return float(metrics["loss"])
 
     return step
+
+
+def profile(shape: str, precision: str, folder: str, steps: int = 3) -> None:
+    """Writes a trace of some steps, and prints what their time went to."""
+    import jax
+
+    size, _ = find(shape)
+    compiled, state, batch = program(experiment_of(shape, precision), token_batch(size.rows, size.context, size.vocabulary))
+    for turn in range(2 + steps):  # the first two do not count
+        if turn == 2:
+            jax.profiler.start_trace(folder)
+        state, _ = jax.block_until_ready(compiled(state, batch))
+    jax.profiler.stop_trace()
+    print(f"{shape}, {precision}, {steps} steps: {folder}")
+    trace.report(folder, compiled.as_text(), steps)
 
 
 def token_batch(rows: int, context: int, vocabulary: int) -> dict[str, Any]:
@@ -88,7 +108,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
     parser.add_argument("--precisions", nargs="+", choices=compare.PRECISIONS, default=list(compare.PRECISIONS))
-    parser.add_argument("--profile", metavar="FOLDER", help="write a trace of three steps of ours, and no comparison")
+    parser.add_argument("--profile", metavar="FOLDER", help="trace our step and print its parts, no comparison")
     parser.add_argument("--one", nargs=2, metavar=("SHAPE", "PRECISION"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -99,14 +119,7 @@ def main() -> None:
     for shape in options.shapes:
         size = TRAIN[shape]
         if options.profile:
-            import jax
-
-            batch = token_batch(size.rows, size.context, size.vocabulary)
-            step = ours(experiment_of(shape, options.precisions[-1]), batch)
-            step(), step()
-            with jax.profiler.trace(options.profile):
-                step(), step(), step()
-            print(f"{shape}, {options.precisions[-1]}, three steps: {options.profile}")
+            profile(shape, options.precisions[-1], options.profile)
             continue
         found = compare.alternate(commands(shape, options.precisions), options.rounds)
         flops = size.rows * size.context * training_flops(experiment_of(shape, "float32").model, size.context)
