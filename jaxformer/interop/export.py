@@ -53,7 +53,9 @@ def save(
     forward = jax.jit(partial(_forward, _portable(config, length), tuple(arguments)[1:]))
     shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
     try:
-        exported = export.export(forward, platforms=platforms)(shapes, *arguments.values())
+        # the CPU's gradients fix layouts by this call, which every XLA has had since 2023
+        layouts = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+        exported = export.export(forward, platforms=platforms, disabled_checks=layouts)(shapes, *arguments.values())
     except (jax.errors.InconclusiveDimensionOperation, TypeError) as error:  # ConcretizationTypeError is a TypeError
         if batch is not None and length is not None:
             raise

@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 
@@ -34,3 +35,10 @@ def test_no_barrier_and_no_fixed_layout(name, platform):
     assert not any(word in text(platform) for word in cpu_only)
     if name != "linear":  # has none on CPU either
         assert any(word in text("cpu") for word in cpu_only)  # the words are those of this version of JAX
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_can_be_exported(name):
+    """By a researcher's own jax.export, which refuses custom calls without guarantees."""
+    function, shapes = FUNCTIONS[name]
+    assert jax.export.export(jax.jit(function), platforms=("cpu", "tpu", "cuda"))(*shapes).serialize()
