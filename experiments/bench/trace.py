@@ -1,7 +1,7 @@
 """A trace of a CPU program as a table that adds up: the wall time of its thunks, on all threads, and the time of none."""
 
-import collections
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -25,18 +25,18 @@ def thunks(folder: str) -> list[Thunk]:
     return [Thunk(event.start_ns, event.end_ns, str(stats["hlo_op"])) for event, stats in events if "hlo_op" in stats]
 
 
-def wall_time(found: Iterable[Thunk]) -> tuple[collections.Counter, list[float]]:
+def wall_time(found: Iterable[Thunk]) -> tuple[dict[str, float], list[float]]:
     """(milliseconds of each name, milliseconds in which 0, 1, 2... ran). An instant is shared equally by all that run in it."""
     found = list(found)
     edges = sorted([(one.start, 1, i) for i, one in enumerate(found)] + [(one.end, 0, i) for i, one in enumerate(found)])
-    shares, running, before, counts = collections.Counter(), set(), edges[0][0], collections.Counter()
+    shares, counts, running, before = defaultdict(float), defaultdict(float), set(), edges[0][0]
     for time, begins, i in edges:
         took, before = 1e-6 * (time - before), time
         counts[len(running)] += took
         for j in running:
             shares[found[j].name] += took / len(running)
         (running.add if begins else running.discard)(i)
-    return shares, [counts[n] for n in range(max(2, max(counts)) + 1)]
+    return dict(shares), [counts[n] for n in range(max(2, *counts) + 1)]
 
 
 def describe(text: str) -> dict[str, str]:
@@ -44,24 +44,26 @@ def describe(text: str) -> dict[str, str]:
     shapes, found = {}, {}
     for line in text.splitlines():
         if match := re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ([a-z]\w*\[[\d,]*\])\S* [\w\-]+\(([^)]*)\)", line):
-            name, shapes[match[1]], operands = match[1], match[2], re.findall(r"%([\w.\-]+)", match[3])
+            name, result, operands = match[1], match[2], re.findall(r"%([\w.\-]+)", match[3])
+            shapes[name] = result
             where = re.search(r'op_name="(?:jit\([^"/]*\)/)?([^"]*)"', line)
             inputs = " ".join(shapes.get(operand, "?") for operand in operands[:3])
             place = "/".join(where[1].split("/")[-3:]) if where else ""
-            found[name] = f"{re.sub(r'[.0-9]+$', '', name)}  {inputs} -> {match[2]}  {place}"
+            found[name] = f"{re.sub(r'[.0-9]+$', '', name)}  {inputs} -> {result}  {place}"
     return found
 
 
 def report(folder: str, text: str, steps: int, most: int = 40) -> None:
     """Prints milliseconds a step of the operations of a program that was traced for so many steps, alike ones together."""
     shares, counts = wall_time(thunks(folder))
-    names, total, number = describe(text), collections.Counter(), collections.Counter()
+    names, total, number = describe(text), defaultdict(float), defaultdict(int)
     for name, ms in shares.items():
         kind = names.get(name, re.sub(r"[.0-9]+$", "", name))
         total[kind] += ms / steps
         number[kind] += 1
     none, one, several = counts[0] / steps, counts[1] / steps, sum(counts[2:]) / steps
     print(f"{none + one + several:.1f} ms a step: one operation runs {one:.1f}, several {several:.1f}, none {none:.1f}")
-    for kind, ms in total.most_common(most):
+    largest = sorted(total.items(), key=lambda item: -item[1])
+    for kind, ms in largest[:most]:
         print(f"  {ms:8.2f} ms  {number[kind]:3} x  {kind}")
-    print(f"  {sum(total.values()) - sum(ms for _, ms in total.most_common(most)):8.2f} ms  the rest", flush=True)
+    print(f"  {sum(ms for _, ms in largest[most:]):8.2f} ms  the rest", flush=True)

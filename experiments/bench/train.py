@@ -73,7 +73,7 @@ def profile(shape: str, precision: str, folder: str, steps: int = 3) -> None:
         state, _ = jax.block_until_ready(compiled(state, batch))
     jax.profiler.stop_trace()
     print(f"{shape}, {precision}, {steps} steps: {folder}")
-    trace.report(folder, compiled.as_text(), steps)
+    trace.report(folder, str(compiled.as_text()), steps)
 
 
 def token_batch(rows: int, context: int, vocabulary: int) -> dict[str, Any]:
