@@ -53,7 +53,7 @@ def save(
     forward = jax.jit(partial(_forward, _portable(config, length), tuple(arguments)[1:]))
     shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
     try:
-        # the CPU's gradients fix layouts by this call, which every XLA has had since 2023
+        # gradients on CPU fix layouts by this call, which XLA does not promise to keep; forward programs have none
         layouts = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
         exported = export.export(forward, platforms=platforms, disabled_checks=layouts)(shapes, *arguments.values())
     except (jax.errors.InconclusiveDimensionOperation, TypeError) as error:  # ConcretizationTypeError is a TypeError

@@ -172,10 +172,23 @@ def _axes(spec: str) -> tuple[str, str, str]:
     return a, b, out
 
 
-def _dot(spec, a, b, write=None):
+def _in_order(x, axes: str, order: str):
+    """x with its axes in this order, behind a barrier: the compiler would fold the transpose into the product."""
+    return x if axes == order else jax.lax.optimization_barrier(jnp.transpose(x, [axes.index(axis) for axis in order]))
+
+
+def _in_rows(x, axes: str, order: str):
+    """`_in_order`, and written so, without which 16-bit products take a tenth longer."""
+    if axes == order or jax.sharding.get_abstract_mesh().size > 1:  # the partitioner would gather what has a fixed layout
+        return _in_order(x, axes, order)
+    x = jnp.transpose(x, [axes.index(axis) for axis in order])
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def _dot(spec, a, b, write=_in_rows):
     """The product, summed in float32 or better. The operand that has the result's first free axis goes first.
 
-    `write` turns operands of batched products on CPU: `_in_rows` or `_in_order`.
+    `write` transposes operands of batched products on CPU: `_in_rows` or `_in_order`.
     """
     # In the other order XLA:CPU has no kernel for some products ("Unsupported element type for DotThunk"); nor where an axis of
     # the other operand lies between two free ones: then each operand's axes are together until the end.
@@ -183,9 +196,7 @@ def _dot(spec, a, b, write=None):
     wide = jnp.promote_types(a.dtype, jnp.float32)
     if any(axis in a_axes and axis in b_axes for axis in out):
         product = lambda a, b: jnp.einsum(spec, a, b, preferred_element_type=wide)
-        return jax.lax.platform_dependent(
-            a, b, cpu=partial(_batched_dot, a_axes, b_axes, out, write or _in_rows), default=product
-        )
+        return jax.lax.platform_dependent(a, b, cpu=partial(_batched_dot, a_axes, b_axes, out, write), default=product)
     for axes in (a_axes, b_axes):
         free = [axis for axis in axes if axis in out]
         if len(free) > 1 and "".join(free) not in out:
@@ -219,19 +230,6 @@ def _batched_dot(a_axes: str, b_axes: str, out: str, write, a, b):
     a, b = write(a, a_axes, left), write(b, b_axes, right)
     y = jnp.einsum(f"{left},{right}->{order}", a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
     return y if order == out else jnp.transpose(jax.lax.optimization_barrier(y), [order.index(axis) for axis in out])
-
-
-def _in_order(x, axes: str, order: str):
-    """x with its axes in this order, behind a barrier: the compiler would fold the transpose into the product."""
-    return x if axes == order else jax.lax.optimization_barrier(jnp.transpose(x, [axes.index(axis) for axis in order]))
-
-
-def _in_rows(x, axes: str, order: str):
-    """`_in_order`, and written so, without which 16-bit products take a tenth longer."""
-    if axes == order or jax.sharding.get_abstract_mesh().size > 1:  # the partitioner would gather what has a fixed layout
-        return _in_order(x, axes, order)
-    x = jnp.transpose(x, [axes.index(axis) for axis in order])
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _gradient(spec, x, g):
