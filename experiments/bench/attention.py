@@ -2,7 +2,7 @@
 
 First beside peers, each in its own process, in turns: causal and window(256), 4,096 to 16,384 tokens, in float32 and bfloat16;
 torch's scaled_dot_product_attention (causal, or with the window as a mask), flex_attention (compiled, where torch can
-differentiate it on CPU) and the local attention of x-transformers, whose windows are blocks of 256 and the block before.
+differentiate it on CPU) and the package local-attention, whose windows are blocks of 256 and the block before.
 Then the efficiency table of Long Range Arena (Tay et al. 2020, arXiv:2011.04006, table 2) for this machine: milliseconds and
 mebibytes of temporary memory (the compiler's account) a call, one row, 4 heads of 64, float32, from 512 to 32,768 tokens;
 before it the ratios that the library stands for, with 8 heads. Programs run alternately; figures are medians.
@@ -12,6 +12,7 @@ Command: make bench WHAT=attention          (30 minutes on 2 cores; writes runs/
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -36,6 +37,7 @@ _, HEADS, WIDTH, WINDOW = ATTENTION
 LENGTHS = 4096, 8192, 16_384  # beside peers
 DENSE_UP_TO = 8192  # its scores alone are 1 GiB there, and it keeps several such arrays
 causal = masks.causal()
+MASKS = {"causal": causal, "window": causal & masks.window(WINDOW)}  # beside peers
 
 
 def exact(mask: masks.Mask, implementation: str = "blockwise") -> Callable:
@@ -124,27 +126,23 @@ def shown(program: Program) -> str:
 
 def one(kind: str, length: int, precision: str) -> dict[str, float]:
     """Our attention as the chooser picks it."""
-    mask = causal if kind == "causal" else causal & masks.window(WINDOW)
-    program = Program(partial(ops.attention, mask=mask), length, dtype=precision)
+    program = Program(partial(ops.attention, mask=MASKS[kind]), length, dtype=precision)
     return dict(ms=time_calls(program, 5, 1), ceiling=ceiling(precision))
 
 
 def beside_peers(rounds: int) -> None:
     """A table for each mask and length."""
-    for length in LENGTHS:
-        for kind, peers in (("causal", ("sdpa", "flex")), ("window", ("sdpa", "flex", "x-transformers local"))):
-            runs = {}
-            for precision in PRECISIONS:
-                case = [kind, str(length), precision]
-                runs[OURS, precision] = [sys.executable, "-m", "experiments.bench.attention", "--one", *case]
-                for peer in peers:
-                    runs[f"{'' if ' ' in peer else 'torch '}{peer}", precision] = run_of_peer(
-                        "attention", f"{kind}-{length}", peer.split()[-1], precision
-                    )
-            mask = causal if kind == "causal" else causal & masks.window(WINDOW)
-            flops = 7 * 2 * HEADS * WIDTH * length**2 * mask.density(length, length)  # two products forward, five backward
-            title = f"{kind}{f'({WINDOW})' if kind == 'window' else ''}, {length:,} tokens, {HEADS} heads of {WIDTH}"
-            report(title, alternate(runs, rounds), flops)
+    names = {"sdpa": "torch sdpa", "flex": "torch flex_attention", "local": "local-attention"}
+    for length, (kind, peers) in itertools.product(LENGTHS, (("causal", ("sdpa", "flex")), ("window", tuple(names)))):
+        runs = {}
+        for precision in PRECISIONS:
+            ours = [sys.executable, "-m", "experiments.bench.attention", "--one", kind, str(length), precision]
+            runs[OURS, precision] = ours
+            for peer in peers:
+                runs[names[peer], precision] = run_of_peer("attention", f"{kind}-{length}", peer, precision)
+        flops = 7 * 2 * HEADS * WIDTH * length**2 * MASKS[kind].density(length, length)  # two products forward, five backward
+        title = f"{kind}{f'({WINDOW})' if kind == 'window' else ''}, {length:,} tokens, {HEADS} heads of {WIDTH}"
+        report(title, alternate(runs, rounds), flops)
 
 
 def ratios(rounds: int) -> dict[str, Any]:

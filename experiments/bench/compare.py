@@ -116,4 +116,4 @@ def report(
 
 def run_of_peer(*arguments: str) -> list[str]:
     """The command of a run of `experiments.bench.peers`."""
-    return [torch_python("transformers>=5.23", "x-transformers>=2.31"), "-m", "experiments.bench.peers", *arguments]
+    return [torch_python("transformers>=5.23", "local-attention>=1.11"), "-m", "experiments.bench.peers", *arguments]

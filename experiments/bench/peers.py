@@ -170,7 +170,7 @@ def attention_call(case: str, mode: str, precision: str):
         rule = lambda b, h, i, j: (i >= j) & ((i - j <= window) | (kind == "causal"))
         mask, compiled = create_block_mask(rule, None, None, n, n, device="cpu"), torch.compile(flex_attention)
         call = lambda: compiled(q, k, v, block_mask=mask)
-    else:  # blocks of `window` tokens, each with the block before it: the windows of x-transformers
+    else:  # blocks of `window` tokens, each with the block before it: the package local-attention
         from local_attention import LocalAttention  # pyrefly: ignore[missing-import]
 
         options = dict(causal=True, look_backward=1, look_forward=0, autopad=True, exact_windowsize=True)
