@@ -69,16 +69,26 @@ def join_blocks(x, length: int):
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def group_heads(x, K: int):
-    """[B, bq, N, ...] -> [B, K, G, bq, ...]."""
-    x = x.reshape(*x.shape[:2], K, -1, *x.shape[3:])
-    return jnp.moveaxis(x, 1, 3)
+def head_blocks(block: int, K: int, x):
+    """[B, T, N, ...] -> [blocks, B, K, G, block, ...], padded with zeros."""
+    x = query_blocks(block, x)
+    return jnp.moveaxis(x.reshape(*x.shape[:3], K, -1, *x.shape[4:]), 2, 4)
 
 
-def ungroup_heads(x):
-    """[B, K, G, bq, ...] -> [B, bq, N, ...]."""
-    x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+def join_heads(x, length: int):
+    """The inverse of `head_blocks`, without the padding."""
+    x = jnp.moveaxis(x, 4, 2)
+    return join_blocks(x.reshape(*x.shape[:3], -1, *x.shape[5:]), length)
+
+
+def key_blocks(block: int, x):
+    """[B, S, K, H] -> [blocks, B, K, block, H], padded with zeros."""
+    return head_blocks(block, x.shape[2], x)[:, :, :, 0]
+
+
+def join_keys(x, length: int):
+    """The inverse of `key_blocks`, without the padding."""
+    return join_heads(x[:, :, :, None], length)
 
 
 # Biases. Each kind gives a block of itself, `block(i, j)`, `[B|1, N|1, bq|1, bk|1]`, and adds the gradient of that block
@@ -127,7 +137,7 @@ class BiasRule(NamedTuple):
         block, pullback = jax.vjp(*self._part(i, j))
         (more,) = pullback(_sum_to(gradient, block.shape).astype(block.dtype))
         arrays = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total.arrays, more.arrays)
-        rows = (add_at(x, y, i * self.grid.bq) for x, y in zip(total.rows, more.rows, strict=True))
+        rows = (add_at(x, y, i * self.grid.bq, axis=1) for x, y in zip(total.rows, more.rows, strict=True))
         return replace(total, arrays=arrays, rows=tuple(rows))
 
     def _part(self, i, j):
@@ -143,10 +153,10 @@ def _sum_to(gradient, shape):
     return jnp.sum(gradient, [axis for axis in range(4) if shape[axis] == 1], keepdims=True)
 
 
-def add_at(x, more, start):
-    """x with `more` added from `start` on along axis 1, in place inside a loop."""
-    more = more.astype(x.dtype) + lax.dynamic_slice_in_dim(x, start, more.shape[1], axis=1, allow_negative_indices=False)
-    return lax.dynamic_update_slice_in_dim(x, more, start, axis=1, allow_negative_indices=False)
+def add_at(x, more, start, axis: int):
+    """x with `more` added from `start` on along an axis, in place inside a loop."""
+    part = lax.dynamic_slice_in_dim(x, start, more.shape[axis], axis, allow_negative_indices=False)
+    return lax.dynamic_update_slice_in_dim(x, part + more.astype(x.dtype), start, axis, allow_negative_indices=False)
 
 
 def differentiable(grid: Grid, bias):

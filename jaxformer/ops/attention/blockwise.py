@@ -16,10 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.masks import PARTIAL
 from jaxformer.ops.attention import blocks
-from jaxformer.ops.attention.blocks import Grid, Visits, group_heads, join_blocks, query_blocks, ungroup_heads
+from jaxformer.ops.attention.blocks import Grid, Visits, head_blocks, join_heads, join_keys, key_blocks
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.dropout import kept, rescaled
-from jaxformer.ops.einsum import cpu_barrier, einsum
+from jaxformer.ops.einsum import einsum
 from jaxformer.sharding import alike
 
 
@@ -30,6 +30,8 @@ def attention(query: Array, key: Array, value: Array, call: Call, block: tuple[i
     return _attend(grid, *alike(query, key, value), replace(call, bias=blocks.differentiable(grid, call.bias)))
 
 
+# All arrays are laid out in blocks before the loops: XLA:CPU computes a product with a transposition inside a loop slowly, and in
+# bfloat16 not at all (it converts the operands to float32).
 class Tiles(NamedTuple):
     """Pairs of a query block and a key block, and what their scores are computed from."""
 
@@ -37,19 +39,17 @@ class Tiles(NamedTuple):
     call: Call
     bias: Any  # a BiasArray, a BiasRule or None
     visits: Visits
-    keys: Any  # [B, S, K, H], padded to whole blocks
-    values: Any  # [B, S, K, Hv]
+    keys: Any  # [nk, B, K, bk, H]
+    values: Any  # [nk, B, K, bk, Hv]
     places: Any = None  # [nk]: where key block j is in `keys`, if these are a part of all keys
 
-    def start(self, j):
-        """Where the keys of block j start in `keys`."""
-        return (j if self.places is None else self.places[j]) * self.grid.bk
+    def place(self, j):
+        """Where key block j is in `keys`."""
+        return j if self.places is None else self.places[j]
 
     def block(self, x, j):
         """The keys or values of block j: `[B, K, bk, H]`."""
-        x = lax.dynamic_slice_in_dim(x, self.start(j), self.grid.bk, axis=1, allow_negative_indices=False)
-        # XLA:CPU computes a product with a transposition inside it slowly, and in bfloat16 not at all
-        return cpu_barrier(x.transpose(0, 2, 1, 3))
+        return lax.dynamic_index_in_dim(x, self.place(j), keepdims=False, allow_negative_indices=False)
 
     def positions(self, i, j):
         """Of the queries of block i and the keys of block j."""
@@ -68,10 +68,10 @@ class Tiles(NamedTuple):
 # Scores are [B, K, G, bq, bk]: query head n is group member n % G of key head n // G.
 def _scores(tiles: Tiles, kind: int, q, k, i, j):
     """Masked scores of block (i, j), and the derivative of the softcap."""
-    (B, K, _, _), wide = q.shape, jnp.promote_types(q.dtype, jnp.float32)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
     grid, call, slope = tiles.grid, tiles.call, 1.0
-    scores = einsum("bkrh,bksh->bkrs", q, k, dtype=wide) * call.scale
-    scores = scores.reshape(B, K, -1, grid.bq, grid.bk)
+    scores = einsum("bkrh,bksh->bkrs", _flat(q), k, dtype=wide) * call.scale
+    scores = scores.reshape(*q.shape[:-1], grid.bk)
     if tiles.bias is not None:
         scores = scores + _like_scores(tiles.bias.block(i, j), scores).astype(wide)
     if call.softcap is not None:
@@ -101,17 +101,17 @@ class Softmax(NamedTuple):
     out: Any
 
 
-def begin(q, sinks, K: int, Hv: int) -> Softmax:
-    """For queries q `[B, bq, N, H]`, before any key."""
+def begin(q, sinks, Hv: int) -> Softmax:
+    """For queries q `[B, K, G, bq, H]`, before any key."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    none = jnp.zeros_like(group_heads(q, K)[..., 0], wide)  # made from q, so that it is sharded as q is
-    top = none - jnp.inf if sinks is None else none + _finite(sinks, wide).reshape(1, K, -1, 1)
+    none = jnp.zeros_like(q[..., 0], wide)  # made from q, so that it is sharded as q is
+    top = none - jnp.inf if sinks is None else none + _finite(sinks, wide).reshape(1, q.shape[1], -1, 1)
     return Softmax(top, none + (sinks is not None), jnp.broadcast_to(none[..., None], (*none.shape, Hv)))
 
 
 def extend(tiles: Tiles, softmax: Softmax, q, i, at) -> Softmax:
-    """`softmax` of the queries q `[B, bq, N, H]` of block i, after the visits that stand at `at`."""
-    wide, q = jnp.promote_types(q.dtype, jnp.float32), _flat(group_heads(q, tiles.keys.shape[2]))
+    """`softmax` of the queries q `[B, K, G, bq, H]` of block i, after the visits that stand at `at`."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
 
     def visit(kind, j, softmax):
         top, total, out = softmax
@@ -128,9 +128,9 @@ def extend(tiles: Tiles, softmax: Softmax, q, i, at) -> Softmax:
 
 
 def finish(softmax: Softmax, dtype):
-    """(output `[B, bq, N, Hv]`, log-sum-exp `[B, K, G, bq]`)"""
+    """(output `[B, K, G, bq, Hv]`, log-sum-exp `[B, K, G, bq]`)"""
     total = jnp.where(softmax.total == 0, 1, softmax.total)
-    return ungroup_heads((softmax.out / total[..., None]).astype(dtype)), softmax.top + jnp.log(total)
+    return (softmax.out / total[..., None]).astype(dtype), softmax.top + jnp.log(total)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -140,7 +140,7 @@ def _attend(grid, query, key, value, call):
 
 def _tiles(grid: Grid, key, value, call) -> Tiles:
     bias = blocks.bias_blocks(grid, call.bias, call.mask.first(grid.T, grid.S))
-    keys, values = (blocks.padded(x, 1, grid.bk) for x in (key, value))
+    keys, values = (key_blocks(grid.bk, x) for x in (key, value))
     return Tiles(grid, call, bias, blocks.find_visits(call.mask, grid), keys, values)
 
 
@@ -149,65 +149,72 @@ def _forward(grid, query, key, value, call):
 
     def row(_, inputs):
         i, q = inputs
-        return None, finish(extend(tiles, begin(q, call.sinks, *value.shape[2:]), q, i, i), value.dtype)
+        return None, finish(extend(tiles, begin(q, call.sinks, value.shape[-1]), q, i, i), value.dtype)
 
-    _, (out, lse) = lax.scan(row, None, (jnp.arange(grid.nq), query_blocks(grid.bq, query)))
-    out, public = join_blocks(out, grid.T), join_blocks(jax.vmap(ungroup_heads)(lse), grid.T)
+    _, (out, lse) = lax.scan(row, None, (jnp.arange(grid.nq), head_blocks(grid.bq, value.shape[2], query)))
+    out, public = join_heads(out, grid.T), join_heads(lse, grid.T)
     # named for policies that keep them (`stacks.scan.remat`)
     out, public, lse = checkpoint_name((out, public, lse), "attention")
     return (out, public), (query, key, value, call, out, lse)
 
 
 class Row(NamedTuple):
-    """A query block `[B, bq, N, ...]` in the backward pass."""
+    """A query block in the backward pass; in front, all of them."""
 
-    q: Any
+    q: Any  # [B, K, G, bq, H]
     g: Any  # the gradient of its output
-    delta: Any  # the sum of gradient times output, less the gradient of the log-sum-exp
-    lse: Any  # [B, K, G, bq]
+    delta: Any  # [B, K, G, bq]: the sum of gradient times output, less the gradient of the log-sum-exp
+    lse: Any
+    q_by_width: Any  # [B, K, H, G * bq]
+    g_by_width: Any
+
+
+def rows(grid: Grid, K: int, query, g, delta, lse) -> Row:
+    """All query blocks, from `[B, T, N, ...]`; lse is in blocks already."""
+    q, g, delta = (head_blocks(grid.bq, K, x) for x in (query, g, delta))
+    by_width = lambda x: jax.vmap(_flat)(x).swapaxes(-1, -2)
+    return Row(q, g, delta, lse, by_width(q), by_width(g))
 
 
 class Gradients(NamedTuple):
     """Sums that every visit adds to."""
 
-    dk: Any
+    dk: Any  # [nk, B, K, H, bk]
     dv: Any
     bias: Any
 
 
 def add_gradients(tiles: Tiles, sums: Gradients, row: Row, i, at) -> tuple[Gradients, Array]:
-    """`sums` with the visits of query block i that stand at `at`, and of these visits the gradient `[B, bq, N, H]` of q."""
-    wide, K, dtype = jnp.promote_types(row.q.dtype, jnp.float32), tiles.keys.shape[2], row.q.dtype
-    q, g = _flat(group_heads(row.q, K)), _flat(group_heads(row.g.astype(tiles.values.dtype), K))
-    lse, delta = _finite_lse(row.lse)[..., None], group_heads(row.delta, K)[..., None]
+    """`sums` with the visits of query block i that stand at `at`, and of these visits the gradient `[B, K, G, bq, H]` of q."""
+    wide, dtype = jnp.promote_types(row.q.dtype, jnp.float32), row.q.dtype
+    lse, delta = _finite_lse(row.lse)[..., None], row.delta[..., None]
 
     def visit(kind, j, state):
         dq, (dk, dv, d_bias) = state
         keys, values = tiles.block(tiles.keys, j), tiles.block(tiles.values, j)
-        scores, slope = _scores(tiles, kind, q, keys, i, j)
+        scores, slope = _scores(tiles, kind, row.q, keys, i, j)
         weights = jnp.exp(scores - lse)
         dropped = _flat(tiles.dropout(weights, i, j).astype(tiles.values.dtype))
-        d_weights = einsum("bkrh,bksh->bkrs", g, values, dtype=wide).reshape(weights.shape)
+        d_weights = einsum("bkrh,bksh->bkrs", _flat(row.g), values, dtype=wide).reshape(weights.shape)
         d_scores = weights * (tiles.dropout(d_weights, i, j) - delta) * slope  # Dao et al. 2022, appendix B.2
         if tiles.bias is not None:
             d_bias = tiles.bias.accumulate(d_bias, i, j, d_scores)
         d_scores = _flat((d_scores * tiles.call.scale).astype(dtype))
-        dq = dq + einsum("bkrs,bksh->bkrh", d_scores, keys, dtype=wide)
+        dq = dq + einsum("bkrs,bksh->bkrh", d_scores, keys, dtype=wide).reshape(dq.shape)
         # XLA:CPU computes these transposed products a third faster
-        by_key = lambda x: x.transpose(0, 3, 1, 2)
-        dk = blocks.add_at(dk, by_key(einsum("bkrh,bkrs->bkhs", q, d_scores, dtype=wide)), tiles.start(j))
-        dv = blocks.add_at(dv, by_key(einsum("bkrh,bkrs->bkhs", g, dropped, dtype=wide)), tiles.start(j))
+        dk = blocks.add_at(dk, einsum("bkhr,bkrs->bkhs", row.q_by_width, d_scores, dtype=wide)[None], tiles.place(j), axis=0)
+        dv = blocks.add_at(dv, einsum("bkhr,bkrs->bkhs", row.g_by_width, dropped, dtype=wide)[None], tiles.place(j), axis=0)
         return dq, Gradients(dk, dv, d_bias)
 
-    dq, sums = blocks.visit_all(tiles.visits, at, visit, (jnp.zeros_like(q, wide), sums))
-    return sums, ungroup_heads(dq.reshape(*delta.shape[:-1], -1))
+    dq, sums = blocks.visit_all(tiles.visits, at, visit, (jnp.zeros_like(row.q, wide), sums))
+    return sums, dq
 
 
 def sink_gradient(sinks, lse, delta):
     """From the log-sum-exp `[nq, B, K, G, bq]` of all query blocks and delta `[B, T, N]`; None without sinks."""
     if sinks is None:
         return None
-    lse = join_blocks(jax.vmap(ungroup_heads)(lse), delta.shape[1])
+    lse = join_heads(lse, delta.shape[1])
     on_sink = jnp.exp(_finite(sinks, lse.dtype)[None, None] - _finite_lse(lse))
     return -jnp.sum(on_sink * delta, axis=(0, 1)).astype(sinks.dtype)
 
@@ -225,12 +232,13 @@ def _backward(grid, residuals, gradients):
         return sums, dq.astype(query.dtype)
 
     d_bias = None if tiles.bias is None else tiles.bias.zeros(wide)
-    sums = Gradients(jnp.zeros_like(tiles.keys, wide), jnp.zeros_like(tiles.values, wide), d_bias)
-    q, g, block_delta = (query_blocks(grid.bq, x) for x in (query, d_out, delta))
-    (dk, dv, d_bias), dq = lax.scan(step, sums, (jnp.arange(grid.nq), Row(q, g, block_delta, lse)))
-    dk, dv = (d[:, : grid.S].astype(x.dtype) for d, x in ((dk, key), (dv, value)))
+    by_width = lambda x: jnp.zeros_like(x, wide).swapaxes(-1, -2)
+    sums = Gradients(by_width(tiles.keys), by_width(tiles.values), d_bias)
+    d_out = d_out.astype(value.dtype)
+    (dk, dv, d_bias), dq = lax.scan(step, sums, (jnp.arange(grid.nq), rows(grid, key.shape[2], query, d_out, delta, lse)))
+    dk, dv = (join_keys(d.swapaxes(-1, -2), grid.S).astype(x.dtype) for d, x in ((dk, key), (dv, value)))
     d_call = call.gradient(blocks.bias_gradient(call.bias, d_bias), sink_gradient(call.sinks, lse, delta))
-    return join_blocks(dq, grid.T), dk, dv, d_call
+    return join_heads(dq, grid.T), dk, dv, d_call
 
 
 _attend.defvjp(_forward, _backward)
