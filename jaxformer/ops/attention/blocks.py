@@ -16,15 +16,20 @@ from jaxformer.ops.positions import Bias
 
 @dataclass(frozen=True)
 class Grid:
-    """T queries and S keys in blocks of bq and bk."""
+    """T queries in blocks of bq, and S keys in blocks of bk that begin at multiples of `step` (of bk, if it is 0)."""
 
     T: int
     S: int
     bq: int
     bk: int
+    step: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "step", self.step or self.bk)
 
     nq = property(lambda self: -(-self.T // self.bq))
-    nk = property(lambda self: -(-self.S // self.bk))
+    nk = property(lambda self: -(-self.S // self.step))
+    width = property(lambda self: self.bk // self.step)  # steps of a block
 
 
 def cached_by_mask(f: Callable) -> Callable:
@@ -33,28 +38,54 @@ def cached_by_mask(f: Callable) -> Callable:
     return lambda mask, *rest: (cached if mask.static else f)(mask, *rest)
 
 
+VISIT = 70_000  # what a visit costs besides its scores, as a number of scores: measured on XLA:CPU, 2 cores
+LARGE = 1 << 17  # scores of a head: with fewer, XLA:CPU computes a product on one thread, which takes a half longer in all
+MOST = 1 << 23  # scores of all heads: 32 MiB
+
+
 @cached_by_mask
-def choose_block(mask: Mask, T: int, S: int, heads: int) -> tuple[int, int]:
-    """The (queries, keys) of a block for which all visited pairs, plus a fixed price for each visit, are cheapest."""
+def choose_grid(mask: Mask, T: int, S: int, heads: int) -> Grid:
+    """The blocks for which all scores of the visits, and a fixed price for each visit, are cheapest."""
     if T * S == 0:
-        return 1, 1
+        return Grid(T, S, 1, 1)
     bq, bk = (min(n, 64 << (n // 32_768).bit_length()) for n in (T, S))  # the finest: about 500 blocks a side at most
-    visited = mask.blocks(T, S, (bq, bk)) != EMPTY
-    best, price = (np.inf, 0, 0), 2_500.0 / heads  # of a visit, in pairs: measured on XLA:CPU
+    visible, best = mask.blocks(T, S, (bq, bk)) != EMPTY, (np.inf, 0, 0)
     for q in (1, 2, 4, 8):
-        for k in (1, 2, 4):
-            if (q > 1 and q // 2 * bq >= T) or (k > 1 and k // 2 * bk >= S):
+        rows = np.logical_or.reduceat(visible, np.arange(0, len(visible), q))
+        for k in (1, 2, 3, 4, 6, 8):
+            scores = q * bq * k * bk
+            if (q > 1 and q // 2 * bq >= T) or (k > 1 and (k - 1) * bk >= S) or (q * k > 1 and scores * heads > MOST):
                 continue
-            rows = np.logical_or.reduceat(visited, np.arange(0, len(visited), q))
-            visits = np.count_nonzero(np.logical_or.reduceat(rows, np.arange(0, rows.shape[1], k), axis=1))
-            best = min(best, (visits * (q * bq * k * bk + price), q * bq, k * bk))
-    return best[1:]
+            price = (scores if scores >= LARGE else 1.5 * scores) + VISIT / heads
+            best = min(best, (len(cover(rows, k)[0]) * price, q * bq, k * bk))
+    return Grid(T, S, *best[1:], bk)
+
+
+def cover(visible: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(row, first column) of the fewest spans of `width` columns that hold everything visible `[rows, columns]`."""
+    columns = visible.shape[1]
+    following = np.where(visible, np.arange(columns), columns)
+    following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]  # the first visible column from here on
+    following = np.pad(following, ((0, 0), (0, width)), constant_values=columns)
+    each, start, found = np.arange(len(visible)), following[:, 0], []
+    while len(each := each[start < columns]):
+        start = start[start < columns]
+        found.append((each, start))
+        start = following[each, start + width]
+    rows, starts = (np.concatenate(parts) for parts in zip(*found, strict=True)) if found else (each, each)
+    order = np.lexsort((starts, rows))
+    return rows[order], starts[order]
 
 
 # Layouts. Queries that share a key head are neighbours: row r of G * bq is query r % bq of head r // bq in its group.
 def padded(x, axis: int, block: int):
     """x with zeros behind `axis`, up to whole blocks."""
-    return jnp.pad(x, [(0, -size % block if n == axis else 0) for n, size in enumerate(x.shape)])
+    return padded_to(x, axis, -(-x.shape[axis] // block) * block)
+
+
+def padded_to(x, axis: int, length: int):
+    """x with zeros behind `axis`, up to this length."""
+    return jnp.pad(x, [(0, length - size if n == axis else 0) for n, size in enumerate(x.shape)])
 
 
 def query_blocks(block: int, x):
@@ -81,16 +112,6 @@ def join_heads(x, length: int):
     return join_blocks(x.reshape(*x.shape[:3], -1, *x.shape[5:]), length)
 
 
-def key_blocks(block: int, x):
-    """[B, S, K, H] -> [blocks, B, K, block, H], padded with zeros."""
-    return head_blocks(block, x.shape[2], x)[:, :, :, 0]
-
-
-def join_keys(x, length: int):
-    """The inverse of `key_blocks`, without the padding."""
-    return join_heads(x[:, :, :, None], length)
-
-
 # Biases. Each kind gives a block of itself, `block(i, j)`, `[B|1, N|1, bq|1, bk|1]`, and adds the gradient of that block
 # to its own, `accumulate(total, i, j, gradient)`, beginning with `zeros(dtype)`.
 
@@ -114,8 +135,9 @@ class BiasArray(NamedTuple):
 
     def _slice(self, i, j):
         """Start and shape of block (i, j). An axis is broadcast if the array has length 1 there: a block may have it too."""
-        axes = zip(self.array.shape[2:], (i, j), (self.grid.bq, self.grid.bk), strict=True)
-        first, sizes = zip(*((n * size, size) if length > 1 else (0, 1) for length, n, size in axes), strict=True)
+        grid = self.grid
+        axes = zip(self.array.shape[2:], (i * grid.bq, j * grid.step), (grid.bq, grid.bk), strict=True)
+        first, sizes = zip(*((start, size) if length > 1 else (0, 1) for length, start, size in axes), strict=True)
         return tuple(jnp.asarray(index, jnp.int32) for index in (0, 0, *first)), (*self.array.shape[:2], *sizes)
 
 
@@ -144,7 +166,7 @@ class BiasRule(NamedTuple):
         """Block (i, j) as a function of the bias with the rows of query block i, and this bias."""
         grid, start = self.grid, i * self.grid.bq
         rows = tuple(lax.dynamic_slice_in_dim(x, start, grid.bq, axis=1) for x in self.bias.rows)
-        return lambda bias: bias.block(self.first + start, grid.bq, j * grid.bk, grid.bk), replace(self.bias, rows=rows)
+        return lambda bias: bias.block(self.first + start, grid.bq, j * grid.step, grid.bk), replace(self.bias, rows=rows)
 
 
 def _sum_to(gradient, shape):
@@ -168,15 +190,15 @@ def differentiable(grid: Grid, bias):
     return Bias(lambda b, q, kv: function(q, kv, *b.arrays), arrays=tuple(arrays))
 
 
-def bias_blocks(grid: Grid, bias, first) -> BiasArray | BiasRule | None:
-    """The bias by blocks; `first` is the position of the first query."""
+def bias_blocks(grid: Grid, bias, first, keys: int) -> BiasArray | BiasRule | None:
+    """The bias by blocks; `first` is the position of the first query, `keys` their number with padding."""
     if bias is None:
         return None
     if isinstance(bias, Bias):
         return BiasRule(grid, replace(bias, rows=tuple(padded(x, 1, grid.bq) for x in bias.rows)), first)
-    for axis, block in ((2, grid.bq), (3, grid.bk)):
+    for axis, length in ((2, grid.nq * grid.bq), (3, keys)):
         if bias.shape[axis] > 1:
-            bias = padded(bias, axis, block)
+            bias = padded_to(bias, axis, length)
     return BiasArray(grid, bias)
 
 
@@ -190,20 +212,30 @@ Visits = dict[int, tuple[np.ndarray, np.ndarray]]  # by kind: query block i visi
 
 @cached_by_mask
 def find_visits(mask: Mask, grid: Grid, owners: tuple[int, ...] | None = None) -> Visits:
-    """The key blocks to visit, by kind. owners[j] < P is the part with key block j: visits of i to part p stand at i P + p."""
-    kinds = mask.blocks(grid.T, grid.S, (grid.bq, grid.bk))
-    if grid.S % grid.bk:  # the last keys of the last block are padding
-        kinds[:, -1] = np.minimum(kinds[:, -1], PARTIAL)
+    """The key blocks to visit, by kind; block j begins at key j * grid.step.
+
+    owners[j] < P is the part with key block j: visits of i to part p stand at i P + p.
+    """
+    kinds = mask.blocks(grid.T, grid.S, (grid.bq, grid.step))
+    rows, columns = cover(kinds != EMPTY, grid.width)
+    kinds = np.pad(kinds, ((0, 0), (0, grid.width)), constant_values=PARTIAL)
+    if grid.S % grid.step:  # the last keys of the last block are padding
+        kinds[:, grid.nk - 1] = PARTIAL
+    full = np.all([kinds[rows, columns + step] == FULL for step in range(grid.width)], axis=0)
     owner = np.asarray(owners or (0,) * grid.nk)
     parts, found = max(owner, default=0) + 1, {}
     for kind in (FULL, PARTIAL):
-        rows, columns = np.nonzero(kinds == kind)
-        if len(rows):
-            at = rows * parts + owner[columns]
+        if (here := full == (kind == FULL)).any():
+            at, starts = rows[here] * parts + owner[columns[here]], np.arange(grid.nq * parts + 1)
             order = np.argsort(at, kind="stable")
-            starts = np.searchsorted(at[order], np.arange(grid.nq * parts + 1))
-            found[kind] = starts.astype(np.int32), columns[order].astype(np.int32)
+            found[kind] = np.searchsorted(at[order], starts).astype(np.int32), columns[here][order].astype(np.int32)
     return found
+
+
+def visited_keys(grid: Grid, visits: Visits) -> int:
+    """The keys with as much padding as the visits need."""
+    ends = [grid.step * int(columns.max()) + grid.bk for _, columns in visits.values()]
+    return max(grid.S, *ends, 0)
 
 
 def visit_all(visits: Visits, at, visit: Callable, state):

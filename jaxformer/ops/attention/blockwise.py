@@ -16,22 +16,24 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.masks import PARTIAL
 from jaxformer.ops.attention import blocks
-from jaxformer.ops.attention.blocks import Grid, Visits, head_blocks, join_heads, join_keys, key_blocks
+from jaxformer.ops.attention.blocks import Grid, Visits, head_blocks, join_heads
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.dropout import kept, rescaled
 from jaxformer.ops.einsum import einsum
 from jaxformer.sharding import alike
 
 
-def attention(query: Array, key: Array, value: Array, call: Call, block: tuple[int, int] | None = None) -> tuple[Array, Array]:
-    """The output and the log-sum-exp `[B, T, N]` of the scores (sink included; -inf: no key seen); `block`: (queries, keys)."""
+def attention(query: Array, key: Array, value: Array, call: Call, block: tuple[int, ...] | None = None) -> tuple[Array, Array]:
+    """The output and the log-sum-exp `[B, T, N]` of the scores (sink included; -inf: no key seen).
+
+    `block` is (queries, keys) of a block, and as a third number of which multiples a block of keys begins at (of its length).
+    """
     (B, T, N, _), S = query.shape, key.shape[1]
-    grid = Grid(T, S, *(block or blocks.choose_block(call.mask, T, S, B * N)))
+    grid = Grid(T, S, *block) if block else blocks.choose_grid(call.mask, T, S, B * N)
     return _attend(grid, *alike(query, key, value), replace(call, bias=blocks.differentiable(grid, call.bias)))
 
 
-# All arrays are laid out in blocks before the loops: XLA:CPU computes a product with a transposition inside a loop slowly, and in
-# bfloat16 not at all (it converts the operands to float32).
+# Arrays are transposed before the loops: inside, XLA:CPU would convert the operands of bfloat16 products to float32.
 class Tiles(NamedTuple):
     """Pairs of a query block and a key block, and what their scores are computed from."""
 
@@ -39,23 +41,23 @@ class Tiles(NamedTuple):
     call: Call
     bias: Any  # a BiasArray, a BiasRule or None
     visits: Visits
-    keys: Any  # [nk, B, K, bk, H]
-    values: Any  # [nk, B, K, bk, Hv]
+    keys: Any  # [B, K, S, H], padded for the last visits
+    values: Any  # [B, K, S, Hv]
     places: Any = None  # [nk]: where key block j is in `keys`, if these are a part of all keys
 
-    def place(self, j):
-        """Where key block j is in `keys`."""
-        return j if self.places is None else self.places[j]
+    def start(self, j):
+        """Where the keys of block j start in `keys`."""
+        return (j if self.places is None else self.places[j]) * self.grid.step
 
     def block(self, x, j):
         """The keys or values of block j: `[B, K, bk, H]`."""
-        return lax.dynamic_index_in_dim(x, self.place(j), keepdims=False, allow_negative_indices=False)
+        return lax.dynamic_slice_in_dim(x, self.start(j), self.grid.bk, axis=2, allow_negative_indices=False)
 
     def positions(self, i, j):
         """Of the queries of block i and the keys of block j."""
         grid = self.grid
         first = self.call.mask.first(grid.T, grid.S)
-        return first + i * grid.bq + jnp.arange(grid.bq), j * grid.bk + jnp.arange(grid.bk)
+        return first + i * grid.bq + jnp.arange(grid.bq), j * grid.step + jnp.arange(grid.bk)
 
     def dropout(self, x, i, j):
         if self.call.dropout_seed is None:
@@ -80,7 +82,7 @@ def _scores(tiles: Tiles, kind: int, q, k, i, j):
     if kind == PARTIAL:
         q_positions, kv_positions = tiles.positions(i, j)
         visible = call.mask(q_positions, kv_positions)
-        if grid.S % grid.bk:
+        if tiles.places is None and tiles.keys.shape[2] > grid.S:  # padding
             visible = visible & (kv_positions < grid.S)[None, None, None, :]
         scores = jnp.where(_like_scores(visible, scores), scores, -jnp.inf)
     return scores, slope
@@ -139,9 +141,10 @@ def _attend(grid, query, key, value, call):
 
 
 def _tiles(grid: Grid, key, value, call) -> Tiles:
-    bias = blocks.bias_blocks(grid, call.bias, call.mask.first(grid.T, grid.S))
-    keys, values = (key_blocks(grid.bk, x) for x in (key, value))
-    return Tiles(grid, call, bias, blocks.find_visits(call.mask, grid), keys, values)
+    visits = blocks.find_visits(call.mask, grid)
+    length = blocks.visited_keys(grid, visits)
+    keys, values = (blocks.padded_to(x.swapaxes(1, 2), 2, length) for x in (key, value))
+    return Tiles(grid, call, blocks.bias_blocks(grid, call.bias, call.mask.first(grid.T, grid.S), length), visits, keys, values)
 
 
 def _forward(grid, query, key, value, call):
@@ -169,7 +172,7 @@ class Row(NamedTuple):
     g_by_width: Any
 
 
-def rows(grid: Grid, K: int, query, g, delta, lse) -> Row:
+def query_rows(grid: Grid, K: int, query, g, delta, lse) -> Row:
     """All query blocks, from `[B, T, N, ...]`; lse is in blocks already."""
     q, g, delta = (head_blocks(grid.bq, K, x) for x in (query, g, delta))
     by_width = lambda x: jax.vmap(_flat)(x).swapaxes(-1, -2)
@@ -179,7 +182,7 @@ def rows(grid: Grid, K: int, query, g, delta, lse) -> Row:
 class Gradients(NamedTuple):
     """Sums that every visit adds to."""
 
-    dk: Any  # [nk, B, K, H, bk]
+    dk: Any  # [B, K, H, S]
     dv: Any
     bias: Any
 
@@ -202,8 +205,8 @@ def add_gradients(tiles: Tiles, sums: Gradients, row: Row, i, at) -> tuple[Gradi
         d_scores = _flat((d_scores * tiles.call.scale).astype(dtype))
         dq = dq + einsum("bkrs,bksh->bkrh", d_scores, keys, dtype=wide).reshape(dq.shape)
         # XLA:CPU computes these transposed products a third faster
-        dk = blocks.add_at(dk, einsum("bkhr,bkrs->bkhs", row.q_by_width, d_scores, dtype=wide)[None], tiles.place(j), axis=0)
-        dv = blocks.add_at(dv, einsum("bkhr,bkrs->bkhs", row.g_by_width, dropped, dtype=wide)[None], tiles.place(j), axis=0)
+        dk = blocks.add_at(dk, einsum("bkhr,bkrs->bkhs", row.q_by_width, d_scores, dtype=wide), tiles.start(j), axis=3)
+        dv = blocks.add_at(dv, einsum("bkhr,bkrs->bkhs", row.g_by_width, dropped, dtype=wide), tiles.start(j), axis=3)
         return dq, Gradients(dk, dv, d_bias)
 
     dq, sums = blocks.visit_all(tiles.visits, at, visit, (jnp.zeros_like(row.q, wide), sums))
@@ -235,8 +238,8 @@ def _backward(grid, residuals, gradients):
     by_width = lambda x: jnp.zeros_like(x, wide).swapaxes(-1, -2)
     sums = Gradients(by_width(tiles.keys), by_width(tiles.values), d_bias)
     d_out = d_out.astype(value.dtype)
-    (dk, dv, d_bias), dq = lax.scan(step, sums, (jnp.arange(grid.nq), rows(grid, key.shape[2], query, d_out, delta, lse)))
-    dk, dv = (join_keys(d.swapaxes(-1, -2), grid.S).astype(x.dtype) for d, x in ((dk, key), (dv, value)))
+    (dk, dv, d_bias), dq = lax.scan(step, sums, (jnp.arange(grid.nq), query_rows(grid, key.shape[2], query, d_out, delta, lse)))
+    dk, dv = (d[..., : grid.S].transpose(0, 3, 1, 2).astype(x.dtype) for d, x in ((dk, key), (dv, value)))
     d_call = call.gradient(blocks.bias_gradient(call.bias, d_bias), sink_gradient(call.sinks, lse, delta))
     return join_heads(dq, grid.T), dk, dv, d_call
 

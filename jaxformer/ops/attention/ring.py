@@ -19,7 +19,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxformer.masks import EMPTY, Mask
 from jaxformer.ops.attention import blocks, blockwise
-from jaxformer.ops.attention.blocks import Grid, Visits, join_blocks, query_blocks
+from jaxformer.ops.attention.blocks import Grid, Visits, head_blocks, join_heads
 from jaxformer.ops.attention.blockwise import Gradients, Row, Tiles
 from jaxformer.ops.attention.call import Call, refuse
 
@@ -45,9 +45,9 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
         return blockwise.attention(query, key, value, call)[0]
     refuse("ring", refuses(query, key, value, call), "reference")
     chunks = 2 * count if T % (2 * count) == 0 == S % (2 * count) else count  # zigzag needs two for each device
-    most = blocks.choose_block(call.mask, T, S, B * N)
+    most = blocks.choose_grid(call.mask, T, S, B * N)
     divisor = lambda n, most: max(d for d in range(1, min(n, most) + 1) if n % d == 0)
-    grid = Grid(T, S, *(divisor(n // chunks, size) for n, size in zip((T, S), most, strict=True)))
+    grid = Grid(T, S, divisor(T // chunks, most.bq), divisor(S // chunks, most.bk))
     plan, kv = make_plan(call.mask, grid, count, chunks), jnp.concatenate([key, value], axis=-1)
     if not plan.zigzag:
         return _attend(plan, query, kv, call)
@@ -139,8 +139,8 @@ def _exchange(devices: int, x, back: bool = False):
 class Ring(NamedTuple):
     """What is on a device during one turn: keys and values with their gradient, which travel, and what stays."""
 
-    kv: Any  # [B, S, K, H + Hv]
-    d_kv: Any  # None in the forward pass
+    kv: Any  # [B, K, S, H + Hv]
+    d_kv: Any  # [B, K, H + Hv, S]; None in the forward pass
     rows: Any  # of the device's query blocks: the running softmax, or (dq, gradient of the bias)
 
 
@@ -180,7 +180,7 @@ def _tiles(plan: Plan, call: Call) -> Tiles:
     """The pairs of this device's queries with keys and values that come later."""
     # as different on each device: then its gradient is summed over devices once, at the end
     bias = jax.tree.map(lambda x: lax.pcast(x, AXIS, to="varying"), call.bias)
-    bias = blocks.bias_blocks(plan.grid, bias, call.mask.first(plan.grid.T, plan.grid.S))
+    bias = blocks.bias_blocks(plan.grid, bias, call.mask.first(plan.grid.T, plan.grid.S), plan.grid.S)
     return Tiles(plan.grid, call, bias, plan.visits, None, None, jnp.asarray(plan.places))
 
 
@@ -202,11 +202,12 @@ def _forward(plan: Plan, query, kv, call: Call):
 
 
 def _forward_here(plan: Plan, query, kv, call: Call):
-    q, H, (K, width) = query_blocks(plan.grid.bq, query), query.shape[3], kv.shape[2:]
-    rows = jax.vmap(lambda q: blockwise.begin(q, call.sinks, K, width - H))(q)
-    ring = go_around(plan, partial(_extend, plan, _tiles(plan, call), q), Ring(kv, None, rows))
+    H, (K, width) = query.shape[3], kv.shape[2:]
+    q = head_blocks(plan.grid.bq, K, query)
+    rows = jax.vmap(lambda q: blockwise.begin(q, call.sinks, width - H))(q)
+    ring = go_around(plan, partial(_extend, plan, _tiles(plan, call), q), Ring(kv.swapaxes(1, 2), None, rows))
     out, lse = jax.vmap(lambda row: blockwise.finish(row, kv.dtype))(ring.rows)
-    return join_blocks(out, query.shape[1]), lse
+    return join_heads(out, query.shape[1]), lse
 
 
 def _extend(plan: Plan, tiles: Tiles, q, ring: Ring, part) -> Ring:
@@ -228,13 +229,14 @@ def _backward(plan: Plan, residuals, d_out):
 
 
 def _backward_here(plan: Plan, query, kv, call: Call, lse, d_out, delta):
-    q, g, delta = (query_blocks(plan.grid.bq, x) for x in (query, d_out, delta))
-    rows, wide, tiles = Row(q, g, delta, lse), delta.dtype, _tiles(plan, call)
+    wide, tiles, kv = delta.dtype, _tiles(plan, call), kv.swapaxes(1, 2)
+    rows = blockwise.query_rows(plan.grid, kv.shape[1], query, d_out.astype(kv.dtype), delta, lse)
     d_bias = None if tiles.bias is None else tiles.bias.zeros(wide)
-    ring = Ring(kv, jnp.zeros_like(kv, wide), (jnp.zeros_like(q, wide), d_bias))
+    ring = Ring(kv, jnp.zeros_like(kv, wide).swapaxes(2, 3), (jnp.zeros_like(rows.q, wide), d_bias))
     _, d_kv, (dq, d_bias) = go_around(plan, partial(_add_gradients, plan, tiles, rows), ring)
     d_bias = blocks.bias_gradient(call.bias, lax.psum(d_bias, AXIS))
-    return join_blocks(dq, query.shape[1]).astype(query.dtype), d_kv.astype(kv.dtype), d_bias
+    d_kv = d_kv.transpose(0, 3, 1, 2).astype(kv.dtype)
+    return join_heads(dq, query.shape[1]).astype(query.dtype), d_kv, d_bias
 
 
 def _add_gradients(plan: Plan, tiles: Tiles, rows: Row, ring: Ring, part) -> Ring:
@@ -246,9 +248,9 @@ def _add_gradients(plan: Plan, tiles: Tiles, rows: Row, ring: Ring, part) -> Rin
         sums, more = blockwise.add_gradients(tiles, sums, *row)
         return sums, dq + more
 
-    sums = Gradients(ring.d_kv[..., :H], ring.d_kv[..., H:], d_bias)
+    sums = Gradients(ring.d_kv[:, :, :H], ring.d_kv[:, :, H:], d_bias)
     (dk, dv, d_bias), dq = lax.scan(step, sums, (dq, rows, *_row_numbers(plan, part)))
-    return Ring(ring.kv, jnp.concatenate([dk, dv], axis=-1), (dq, d_bias))
+    return Ring(ring.kv, jnp.concatenate([dk, dv], axis=2), (dq, d_bias))
 
 
 _attend.defvjp(_forward, _backward)

@@ -24,6 +24,20 @@ FLOAT32 = dict(rtol=2e-5, atol=2e-5)
 DRAW = (Phase.explicit, Phase.generate)  # an example costs seconds to compile: shrinking one would take minutes
 
 
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 5), st.integers(0, 2**20))
+def test_spans_cover_what_is_visible(rows, columns, width, seed):
+    """Without overlap, from a visible column on, and with no span that could be left out."""
+    visible = np.random.default_rng(seed).random((rows, columns)) < 0.4
+    found = list(zip(*blocks.cover(visible, width), strict=True))
+    assert found == sorted(found)
+    covered = np.zeros((rows, columns + width), int)
+    for row, start in found:
+        covered[row, start : start + width] += 1
+        assert visible[row, start]
+    assert covered.max(initial=0) <= 1
+    assert (covered[:, :columns] >= visible).all()
+
+
 def static_masks(T: int, S: int):
     """One of every builder and of every composition."""
     layout = np.random.default_rng(T * 41 + S).random((4, 4)) < 0.5
@@ -106,7 +120,8 @@ def draw_case(draw, dtype):
         fixed["softcap"] = 2.0
     if draw(st.booleans()):
         fixed |= dict(dropout_rate=0.4, dropout_key=jax.random.key(draw(st.integers(0, 99))))
-    block = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    step = draw(st.integers(1, 4))
+    block = draw(st.integers(1, 6)), step * draw(st.integers(1, 3)), step
     return arrays, learned, kind, fixed, block
 
 
