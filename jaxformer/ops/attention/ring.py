@@ -221,7 +221,7 @@ def _extend(plan: Plan, tiles: Tiles, q, ring: Ring, part) -> Ring:
 def _backward(plan: Plan, residuals, d_out):
     query, kv, call, out, lse = residuals
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1)
+    delta = blockwise.row_products(d_out, out, wide)
     in_specs = SPLIT, SPLIT, P(), P(AXIS), SPLIT, SPLIT
     run = _on_devices(partial(_backward_here, plan), in_specs, (SPLIT, SPLIT, P()))
     d_query, d_kv, d_bias = run(query, kv, call, lse, d_out, delta)
