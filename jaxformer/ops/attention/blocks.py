@@ -16,7 +16,7 @@ from jaxformer.ops.positions import Bias
 
 @dataclass(frozen=True)
 class Grid:
-    """T queries in blocks of bq, and S keys in blocks of bk that begin at multiples of `step` (of bk, if it is 0)."""
+    """T queries in blocks of bq, S keys in blocks of bk. Key block j begins at key j * step; a step of 0 means bk."""
 
     T: int
     S: int
@@ -212,7 +212,7 @@ Visits = dict[int, tuple[np.ndarray, np.ndarray]]  # by kind: query block i visi
 
 @cached_by_mask
 def find_visits(mask: Mask, grid: Grid, owners: tuple[int, ...] | None = None) -> Visits:
-    """The key blocks to visit, by kind; block j begins at key j * grid.step.
+    """The key blocks to visit, by kind.
 
     owners[j] < P is the part with key block j: visits of i to part p stand at i P + p.
     """

@@ -26,7 +26,7 @@ from jaxformer.sharding import alike
 def attention(query: Array, key: Array, value: Array, call: Call, block: tuple[int, ...] | None = None) -> tuple[Array, Array]:
     """The output and the log-sum-exp `[B, T, N]` of the scores (sink included; -inf: no key seen).
 
-    `block` is (queries, keys) of a block, and as a third number of which multiples a block of keys begins at (of its length).
+    `block`: the queries and the keys of a block. Key blocks begin at multiples of their length, or of a third number.
     """
     (B, T, N, _), S = query.shape, key.shape[1]
     grid = Grid(T, S, *block) if block else blocks.choose_grid(call.mask, T, S, B * N)

@@ -14,6 +14,7 @@ from jaxformer import masks
 from jaxformer.ops import positions
 from jaxformer.ops.attention import _log_once, attention, blocks, blockwise
 from jaxformer.ops.attention.call import Call, dropout_seed
+from jaxformer.planning import hlo
 
 # float64 sums of at most a few hundred terms of order one, summed in another order.
 FLOAT64 = dict(rtol=1e-10, atol=1e-10)
@@ -350,3 +351,18 @@ def test_what_no_kernel_has_is_refused_by_name():
         attention(*arrays, implementation="blockwise", return_weights=True)
     with pytest.raises(NotImplementedError, match=r"'flash'.*blockwise"):
         attention(*arrays, implementation="flash")
+
+
+@pytest.mark.parametrize("name, mask", [("causal", masks.causal()), ("window", masks.causal() & masks.window(64))])
+def test_products_of_16_bits_read_16_bits(name, mask):
+    """XLA:CPU converts the operands of a product in a loop to float32 if one is transposed there.
+
+    Scores are float32 in both; of all bytes that products move, 16 bits save three tenths.
+    """
+
+    def bytes_of_products(dtype):
+        arrays = [jax.ShapeDtypeStruct((1, 1024, 4, 64), dtype)] * 3
+        total = lambda *arrays: jnp.sum(attention(*arrays, mask=mask, implementation="blockwise").astype(jnp.float32))
+        return hlo.traffic(jax.jit(jax.grad(total, (0, 1, 2))).lower(*arrays).compile().as_text()).products
+
+    assert 0 < bytes_of_products(jnp.bfloat16) < 0.75 * bytes_of_products(jnp.float32)
