@@ -93,7 +93,8 @@ def test_blockwise_attention_counts_what_it_visits():
         counted = flops.count(run, query, query, query)
         assert counted.matmul == visited * B * 4 * 16 * 4 and not counted.notes
         both = flops.count(jax.grad(lambda *a, run=run: run(*a).sum(), (0, 1, 2)), query, query, query)
-        assert both.matmul == 7 / 2 * counted.matmul and not both.notes  # scores again, and two products for each of two
+        # scores again, two products for each of two, and the sums of gradient times output
+        assert both.matmul == 7 / 2 * counted.matmul + 2 * query.size and not both.notes
 
 
 def test_inside_a_model_too():

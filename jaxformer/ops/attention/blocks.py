@@ -97,19 +97,19 @@ def query_blocks(block: int, x):
 def join_blocks(x, length: int):
     """The inverse of `query_blocks`, without the padding."""
     x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
 
 
 def head_blocks(block: int, K: int, x):
     """[B, T, N, ...] -> [blocks, B, K, G, block, ...], padded with zeros."""
     x = query_blocks(block, x)
-    return jnp.moveaxis(x.reshape(*x.shape[:3], K, -1, *x.shape[4:]), 2, 4)
+    return jnp.moveaxis(x.reshape(*x.shape[:3], K, x.shape[3] // K, *x.shape[4:]), 2, 4)
 
 
 def join_heads(x, length: int):
     """The inverse of `head_blocks`, without the padding."""
     x = jnp.moveaxis(x, 4, 2)
-    return join_blocks(x.reshape(*x.shape[:3], -1, *x.shape[5:]), length)
+    return join_blocks(x.reshape(*x.shape[:3], x.shape[3] * x.shape[4], *x.shape[5:]), length)
 
 
 # Biases. Each kind gives a block of itself, `block(i, j)`, `[B|1, N|1, bq|1, bk|1]`, and adds the gradient of that block

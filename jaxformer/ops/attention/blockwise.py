@@ -264,4 +264,4 @@ def _finite_lse(lse):
 
 def _flat(x):
     """[B, K, G, bq, ...] -> [B, K, G * bq, ...], the rows of a product."""
-    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
