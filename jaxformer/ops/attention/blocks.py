@@ -38,9 +38,10 @@ def cached_by_mask(f: Callable) -> Callable:
     return lambda mask, *rest: (cached if mask.static else f)(mask, *rest)
 
 
-VISIT = 70_000  # what a visit costs besides its scores, as a number of scores: measured on XLA:CPU, 2 cores
-LARGE = 1 << 17  # scores of a head: with fewer, XLA:CPU computes a product on one thread, which takes a half longer in all
-MOST = 1 << 23  # scores of all heads: 32 MiB
+# Scores of a block, as measured on XLA:CPU with 2 cores
+VISIT = 70_000  # what a visit costs besides its scores, as a number of scores
+LARGE = 1 << 17  # of a head: with fewer, a product runs on one thread, and all takes a half longer
+CACHED, MOST = 1 << 21, 1 << 24  # of all heads: larger blocks than LARGE fit the cache; no block takes more than 64 MiB
 
 
 @cached_by_mask
@@ -50,11 +51,12 @@ def choose_grid(mask: Mask, T: int, S: int, heads: int) -> Grid:
         return Grid(T, S, 1, 1)
     bq, bk = (min(n, 64 << (n // 32_768).bit_length()) for n in (T, S))  # the finest: about 500 blocks a side at most
     visible, best = mask.blocks(T, S, (bq, bk)) != EMPTY, (np.inf, 0, 0)
+    most = max(CACHED, min(LARGE * heads, MOST)) // heads
     for q in (1, 2, 4, 8):
         rows = np.logical_or.reduceat(visible, np.arange(0, len(visible), q))
         for k in (1, 2, 3, 4, 6, 8):
             scores = q * bq * k * bk
-            if (q > 1 and q // 2 * bq >= T) or (k > 1 and (k - 1) * bk >= S) or (q * k > 1 and scores * heads > MOST):
+            if (q > 1 and q // 2 * bq >= T) or (k > 1 and (k - 1) * bk >= S) or (q * k > 1 and scores > most):
                 continue
             price = (scores if scores >= LARGE else 1.5 * scores) + VISIT / heads
             best = min(best, (len(cover(rows, k)[0]) * price, q * bq, k * bk))
