@@ -18,6 +18,7 @@ VENV = Path(".venv-bench")
 PRECISIONS = ("float32", "bfloat16")
 SIZES = 4096, 1024, 4096  # of the product whose speed is the ceiling
 OURS = "jaxformer"
+SETTLE = 2.0
 
 
 def torch_python(*packages: str) -> str:
@@ -34,9 +35,14 @@ def torch_python(*packages: str) -> str:
 
 
 def time_calls(call: Callable[[], Any], count: int, warm: int = 3) -> float:
-    """Median milliseconds of `count` calls, after some that do not count."""
-    for _ in range(warm):
+    """Median milliseconds of `count` calls, after some that do not count: `warm` of them, and as many as `SETTLE` seconds take.
+
+    A virtual machine may run two threads on one core for as long as a second after a process has begun to use both.
+    """
+    began, done = time.perf_counter(), 0
+    while done < warm or (warm and time.perf_counter() - began < SETTLE):
         call()
+        done += 1
     times = []
     for _ in range(count):
         began = time.perf_counter()
