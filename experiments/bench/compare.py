@@ -18,7 +18,7 @@ VENV = Path(".venv-bench")
 PRECISIONS = ("float32", "bfloat16")
 SIZES = 4096, 1024, 4096  # of the product whose speed is the ceiling
 OURS = "jaxformer"
-SETTLE = 2.0
+SETTLE = 2.0  # seconds of calls before those that count
 
 
 def torch_python(*packages: str) -> str:

@@ -46,7 +46,7 @@ CACHED, MOST = 1 << 21, 1 << 24  # of all heads: larger blocks than LARGE fit th
 
 @cached_by_mask
 def choose_grid(mask: Mask, T: int, S: int, heads: int) -> Grid:
-    """The blocks for which all scores of the visits, and a fixed price for each visit, are cheapest."""
+    """The blocks that make the fewest scores, where each visit counts as `VISIT` scores more. `heads` is B * N."""
     if T * S == 0:
         return Grid(T, S, 1, 1)
     bq, bk = (min(n, 64 << (n // 32_768).bit_length()) for n in (T, S))  # the finest: about 500 blocks a side at most
@@ -243,7 +243,7 @@ def visited_keys(grid: Grid, visits: Visits) -> int:
 def visit_all(visits: Visits, at, visit: Callable, state):
     """`state` after visit(kind, j, state) for every key block j that stands at `at`, FULL ones first."""
     for kind, (starts, columns) in visits.items():
-        one_each = len(columns) == len(starts) - 1 and (np.diff(starts) == 1).all()
+        one_each = (np.diff(starts) == 1).all()
         starts, columns = jnp.asarray(starts), jnp.asarray(columns)
         if one_each:  # a loop costs XLA:CPU a tenth of the time of a window's visits
             state = visit(kind, columns[starts[at]], state)

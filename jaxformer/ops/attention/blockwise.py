@@ -162,18 +162,18 @@ def _forward(grid, query, key, value, call):
 
 
 class Row(NamedTuple):
-    """A query block in the backward pass; in front, all of them."""
+    """A query block in the backward pass; of all blocks, each array has one more axis in front."""
 
     q: Any  # [B, K, G, bq, H]
     g: Any  # the gradient of its output
     delta: Any  # [B, K, G, bq]: the sum of gradient times output, less the gradient of the log-sum-exp
-    lse: Any
+    lse: Any  # [B, K, G, bq]
     q_by_width: Any  # [B, K, H, G * bq]
     g_by_width: Any
 
 
 def query_rows(grid: Grid, K: int, query, g, delta, lse) -> Row:
-    """All query blocks, from `[B, T, N, ...]`; lse is in blocks already."""
+    """All query blocks, with their number as first axis, from arrays `[B, T, N, ...]`; `lse` is in blocks already."""
     q, g, delta = (head_blocks(grid.bq, K, x) for x in (query, g, delta))
     by_width = lambda x: jax.vmap(_flat)(x).swapaxes(-1, -2)
     return Row(q, g, delta, lse, by_width(q), by_width(g))
@@ -214,8 +214,8 @@ def add_gradients(tiles: Tiles, sums: Gradients, row: Row, i, at) -> tuple[Gradi
 
 
 def row_products(x, y, dtype):
-    """The sum of x times y over the last axis, in `dtype`."""
-    # jnp.sum(x * y) of one sequence is twenty times slower on XLA:CPU; TPUs would round the operands
+    """The sum of x times y `[B, T, N, H]` over the last axis, in `dtype`: `[B, T, N]`."""
+    # With B = 1, jnp.sum(x * y) is twenty times slower on XLA:CPU. Without the precision, TPUs would round the operands.
     return jnp.einsum("btnh,btnh->btn", x.astype(dtype), y.astype(dtype), precision=lax.Precision.HIGHEST)
 
 
