@@ -195,8 +195,8 @@ def _dot(spec, a, b, write=_in_rows):
     a_axes, b_axes, out = _axes(spec)
     wide = jnp.promote_types(a.dtype, jnp.float32)
     if any(axis in a_axes and axis in b_axes for axis in out):
-        product = lambda a, b: jnp.einsum(spec, a, b, preferred_element_type=wide)
-        return jax.lax.platform_dependent(a, b, cpu=partial(_batched_dot, a_axes, b_axes, out, write), default=product)
+        on_cpu, default = (partial(function, a_axes, b_axes, out) for function in (_batched_dot, _contraction))
+        return jax.lax.platform_dependent(a, b, cpu=partial(on_cpu, write), default=default)
     for axes in (a_axes, b_axes):
         free = [axis for axis in axes if axis in out]
         if len(free) > 1 and "".join(free) not in out:
@@ -205,7 +205,22 @@ def _dot(spec, a, b, write=_in_rows):
             return jnp.transpose(y, [order.index(axis) for axis in out])
     if out and out[0] in b_axes:
         a_axes, b_axes, a, b = b_axes, a_axes, b, a
-    return jnp.einsum(f"{a_axes},{b_axes}->{out}", a, b, preferred_element_type=wide)
+    return _contraction(a_axes, b_axes, out, a, b)
+
+
+def _contraction(a_axes: str, b_axes: str, out: str, a: Array, b: Array) -> Array:
+    """The product of a and b in this order, summed in float32 or better, over axes in the order that they have in a.
+
+    jnp.einsum would sort these axes by letter, "h" before "n", and XLA:CPU would then write both operands in that order.
+    """
+    batch = [axis for axis in a_axes if axis in b_axes and axis in out]
+    summed = [axis for axis in a_axes if axis in b_axes and axis not in out]
+    places = lambda axes: ([a_axes.index(axis) for axis in axes], [b_axes.index(axis) for axis in axes])
+    with jax.named_scope(f"{a_axes},{b_axes}->{out}"):
+        wide = jnp.promote_types(a.dtype, jnp.float32)
+        y = jax.lax.dot_general(a, b, (places(summed), places(batch)), preferred_element_type=wide)
+        order = batch + [axis for axis in a_axes + b_axes if axis not in batch + summed]
+        return jnp.transpose(y, [order.index(axis) for axis in out])
 
 
 def _batched_dot(a_axes: str, b_axes: str, out: str, write, a, b):
@@ -228,7 +243,7 @@ def _batched_dot(a_axes: str, b_axes: str, out: str, write, a, b):
     )
     order = batch + free(a_axes) + free(b_axes)
     a, b = write(a, a_axes, left), write(b, b_axes, right)
-    y = jnp.einsum(f"{left},{right}->{order}", a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+    y = _contraction(left, right, order, a, b)
     return y if order == out else jnp.transpose(jax.lax.optimization_barrier(y), [order.index(axis) for axis in out])
 
 
@@ -240,8 +255,7 @@ def _gradient(spec, x, g):
         return cpu_barrier(_dot(spec, x, g))
     (small, b), (large, a) = sorted([(x_axes, x), (g_axes, g)], key=lambda operand: operand[1].size)
     order = "".join(sorted(out, key=lambda axis: axis not in small))  # stable: the small operand's axes first
-    wide = jnp.promote_types(a.dtype, jnp.float32)
-    y = cpu_barrier(jnp.einsum(f"{large},{small}->{order}", a, b, preferred_element_type=wide))
+    y = cpu_barrier(_contraction(small, large, order, b, a))
     return y if order == out else jnp.transpose(y, [order.index(axis) for axis in out])
 
 
