@@ -127,7 +127,7 @@ def shown(program: Program) -> str:
 def one(kind: str, length: int, precision: str) -> dict[str, float]:
     """Our attention as the chooser picks it."""
     program = Program(partial(ops.attention, mask=MASKS[kind]), length, dtype=precision)
-    return dict(ms=time_calls(program, 5, 1), ceiling=ceiling(precision))
+    return time_calls(program, 5, 1) | dict(ceiling=ceiling(precision))
 
 
 def beside_peers(rounds: int) -> None:
@@ -232,7 +232,6 @@ def main() -> None:
     parser.add_argument("--alone", type=int, choices=(0, 1), default=1, help="0 leaves out what has no peer")
     parser.add_argument("--one", nargs=3, metavar=("KIND", "LENGTH", "PRECISION"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    memory.one_heap()
     memory.keep()
     if options.one:
         kind, length, precision = options.one

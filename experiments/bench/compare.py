@@ -1,10 +1,12 @@
 """What the benchmarks share: peers in an environment of their own, runs in alternation, medians with their spread, ratios.
 
 A run is a process that prints one line of JSON with `ms`, and may add `ceiling` (the FLOP/s of one large matrix product in the
-run's own library and precision) and `loss`. All runs of a case take turns, so that the machine's mood is the same for all.
+run's own library and precision), `faults` (pages that a call faulted in) and `loss`. All runs of a case take turns, so that the
+machine's mood is the same for all.
 """
 
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -19,6 +21,8 @@ PRECISIONS = ("float32", "bfloat16")
 SIZES = 4096, 1024, 4096  # of the product whose speed is the ceiling
 OURS = "jaxformer"
 SETTLE = 2.0  # seconds of calls before those that count
+# what our runs do with freed memory (`training.memory`), for a process that is not ours: kept, in one heap and in huge pages
+KEPT = "arena_max=1", "mmap_max=0", "trim_threshold=1000000000000", "hugetlb=1"
 
 
 def torch_python(*packages: str) -> str:
@@ -34,21 +38,27 @@ def torch_python(*packages: str) -> str:
     return str(python)
 
 
-def time_calls(call: Callable[[], Any], count: int, warm: int = 3) -> float:
-    """Median milliseconds of `count` calls, after some that do not count: `warm` of them, and as many as `SETTLE` seconds take.
+def time_calls(call: Callable[[], Any], count: int, warm: int = 3) -> dict[str, float]:
+    """Median `ms` of `count` calls, and the `faults` of one: pages, of 4 KiB or huge, that the kernel gave it.
 
-    A virtual machine may run two threads on one core for as long as a second after a process has begun to use both.
+    Some calls do not count: `warm` of them, and as many as `SETTLE` seconds take. A virtual machine may run two threads on one
+    core for as long as a second after a process has begun to use both.
     """
     began, done = time.perf_counter(), 0
     while done < warm or (warm and time.perf_counter() - began < SETTLE):
         call()
         done += 1
-    times = []
+    times, before = [], page_faults()
     for _ in range(count):
         began = time.perf_counter()
         call()
         times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times)
+    return dict(ms=statistics.median(times), faults=(page_faults() - before) / count)
+
+
+def page_faults() -> int:
+    """Pages that the kernel has given this process so far, each cleared: milliseconds for every thousand of 4 KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def ceiling(precision: str) -> float:
@@ -59,7 +69,7 @@ def ceiling(precision: str) -> float:
     a, b = (jax.numpy.ones(shape, precision) for shape in ((m, k), (k, n)))
     product = jax.jit(partial(jax.numpy.matmul, preferred_element_type="float32"))  # as our products are summed
     product(a, b).block_until_ready()
-    return max(2 * m * k * n / (1e-3 * time_calls(lambda: product(a, b).block_until_ready(), 1, 0)) for _ in range(5))
+    return max(2 * m * k * n / (1e-3 * time_calls(lambda: product(a, b).block_until_ready(), 1, 0)["ms"]) for _ in range(5))
 
 
 def alternate(runs: dict[tuple[str, str], list[str]], rounds: int) -> dict[tuple[str, str], list[dict]]:
@@ -96,10 +106,12 @@ def report(
     medians = {run: statistics.median(line["ms"] for line in lines) for run, lines in found.items()}
     for (who, precision), lines in found.items():
         ms, times = medians[who, precision], sorted(line["ms"] for line in lines)
-        text = f"  {who:22} {precision:8} {ms:9.1f} ms  ({times[0]:.1f} to {times[-1]:.1f}, {len(times)} rounds)"
+        text = f"  {who:32} {precision:8} {ms:9.1f} ms  ({times[0]:.1f} to {times[-1]:.1f}, {len(times)} rounds)"
         if flops:
             speed = 1e3 * flops / ms
             text += f"  {speed / 1e9:7.1f} GFLOP/s" + (f" = {speed / tops[precision]:4.0%}" if tops[precision] else "")
+        if faults := statistics.median(line.get("faults", 0.0) for line in lines):
+            text += f"  {faults:7,.0f} faults"
         losses = [line["loss"] for line in lines if "loss" in line]
         print(text + (f"  first loss {losses[0]:.3f}" if losses else ""))
     if any(tops.values()):
@@ -123,3 +135,9 @@ def report(
 def run_of_peer(*arguments: str) -> list[str]:
     """The command of a run of `experiments.bench.peers`."""
     return [torch_python("transformers>=5.23", "local-attention>=1.11"), "-m", "experiments.bench.peers", *arguments]
+
+
+def both_heaps(name: str, command: list[str]) -> dict[str, list[str]]:
+    """A peer as it is, and with the memory that it frees kept as ours is."""
+    tunables = ":".join(f"glibc.malloc.{one}" for one in KEPT)
+    return {name: command, f"{name}, heap kept": ["env", f"GLIBC_TUNABLES={tunables}", *command]}

@@ -4,6 +4,7 @@ All run in turns, each in its own process, in float32 and bfloat16, with random 
 token, ViT one of 1,000 classes, T5 128 tokens from 128. For a forward pass the weights are bfloat16 too, on both sides.
 Command: make bench WHAT=forward          (two hours on 2 cores; sets up .venv-bench with CPU builds of torch and transformers)
          make bench WHAT=forward ARGS="--rounds 3 --models bert --works forward"
+         make bench WHAT=forward ARGS="--profile runs/bench/trace --models bert --works forward"
 """
 
 import argparse
@@ -12,7 +13,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from experiments.bench import compare
+from experiments.bench import compare, trace
 from experiments.bench.shapes import MODELS
 from experiments.bench.train import ours, token_batch
 
@@ -55,21 +56,29 @@ def forward(name: str, precision: str):
     import jax
 
     from jaxformer import models
-    from jaxformer.training import memory
 
-    memory.keep()
     config, dtype, batch = config_of(name), jax.numpy.dtype(precision), batch_of(name)
     params = jax.jit(lambda key: jax.tree.map(lambda leaf: leaf.astype(dtype), models.init(config, key)))(jax.random.key(0))
     inputs = {"source": batch["source"]} if name == "t5" else {}
     call = jax.jit(lambda params, x, inputs: models.apply(config, params, x, dtype=dtype, **inputs).logits)
-    return lambda: call(params, batch["images" if name == "vit" else "tokens"], inputs).block_until_ready()
+    arguments = params, batch["images" if name == "vit" else "tokens"], inputs
+    compiled = call.lower(*arguments).compile()
+    return lambda: compiled(*arguments).block_until_ready(), str(compiled.as_text())
+
+
+def case(work: str, name: str, precision: str):
+    """(the call that is timed, its compiled text), with the memory of a run."""
+    from jaxformer.training import memory
+
+    memory.keep()  # before JAX starts
+    return {"forward": forward, "train": train}[work](name, precision)
 
 
 def one(work: str, name: str, precision: str) -> dict[str, float]:
-    call = {"forward": forward, "train": train}[work](name, precision)
+    call, _ = case(work, name, precision)
     first = call()
     line = dict(loss=first) if work == "train" else {}
-    return line | dict(ms=compare.time_calls(call, 5, 2), ceiling=compare.ceiling(precision))
+    return line | compare.time_calls(call, 5, 2) | dict(ceiling=compare.ceiling(precision))
 
 
 def main() -> None:
@@ -78,6 +87,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--precisions", nargs="+", choices=compare.PRECISIONS, default=list(compare.PRECISIONS))
+    parser.add_argument("--profile", metavar="FOLDER", help="trace our calls and print their parts, no comparison")
     parser.add_argument("--one", nargs=3, metavar=("WORK", "MODEL", "PRECISION"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -88,12 +98,17 @@ def main() -> None:
     for name in options.models:
         rows, length = MODELS[name]
         for work in options.works:
+            if options.profile:
+                precision = options.precisions[-1]
+                trace.profile(*case(work, name, precision), options.profile, f"{name}, {work}, {precision}")
+                continue
             runs = {}
             for precision in options.precisions:
                 own = [sys.executable, "-m", "experiments.bench.forward", "--one", work, name, precision]
                 runs[compare.OURS, precision] = own
                 for mode in ("eager", "compiled"):
-                    runs[f"transformers {mode}", precision] = compare.run_of_peer(f"model-{work}", name, mode, precision)
+                    command = compare.run_of_peer(f"model-{work}", name, mode, precision)
+                    runs |= {(who, precision): run for who, run in compare.both_heaps(f"transformers {mode}", command).items()}
             flops = rows * length * training_flops(config_of(name), length) / (3 if work == "forward" else 1)
             title = f"{name}, {rows} x {length}, {'a forward pass' if work == 'forward' else 'a training step'}"
             compare.report(title, compare.alternate(runs, options.rounds), flops)

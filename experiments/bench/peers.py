@@ -22,7 +22,7 @@ def ceiling(precision: str) -> float:
     m, k, n = SIZES
     a, b = (torch.ones(shape, dtype=getattr(torch, precision)) for shape in ((m, k), (k, n)))
     torch.mm(a, b)
-    return max(2 * m * k * n / (1e-3 * time_calls(lambda: torch.mm(a, b), 1, 0)) for _ in range(5))
+    return max(2 * m * k * n / (1e-3 * time_calls(lambda: torch.mm(a, b), 1, 0)["ms"]) for _ in range(5))
 
 
 class Layer(nn.Module):
@@ -239,7 +239,7 @@ def main() -> None:
     first = call()
     line = dict(loss=first) if isinstance(first, float) else {}
     count = find(shape)[0].steps if shape.partition("/")[0] in TRAIN else 5
-    print(json.dumps(line | dict(ms=time_calls(call, count, 2), ceiling=ceiling(precision))))
+    print(json.dumps(line | time_calls(call, count, 2) | dict(ceiling=ceiling(precision))))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Thunk(NamedTuple):
@@ -53,8 +53,21 @@ def describe(text: str) -> dict[str, str]:
     return found
 
 
+def profile(call: Callable[[], Any], text: str, folder: str, name: str, count: int = 3) -> None:
+    """Writes a trace of some calls of the compiled program `text`, and prints what their time went to."""
+    import jax
+
+    for turn in range(2 + count):  # the first two do not count
+        if turn == 2:
+            jax.profiler.start_trace(folder)
+        call()
+    jax.profiler.stop_trace()
+    print(f"{name}, {count} calls: {folder}")
+    report(folder, text, count)
+
+
 def report(folder: str, text: str, steps: int, most: int = 40) -> None:
-    """Prints milliseconds a step of the operations of a program that was traced for so many steps, alike ones together."""
+    """Prints milliseconds a call of the operations of a program that was traced for so many steps, alike ones together."""
     shares, counts = wall_time(thunks(folder))
     names, total, number = describe(text), defaultdict(float), defaultdict(int)
     for name, ms in shares.items():
@@ -62,7 +75,7 @@ def report(folder: str, text: str, steps: int, most: int = 40) -> None:
         total[kind] += ms / steps
         number[kind] += 1
     none, one, several = counts[0] / steps, counts[1] / steps, sum(counts[2:]) / steps
-    print(f"{none + one + several:.1f} ms a step: one operation runs {one:.1f}, several {several:.1f}, none {none:.1f}")
+    print(f"{none + one + several:.1f} ms a call: one operation runs {one:.1f}, several {several:.1f}, none {none:.1f}")
     largest = sorted(total.items(), key=lambda item: -item[1])
     for kind, ms in largest[:most]:
         print(f"  {ms:8.2f} ms  {number[kind]:3} x  {kind}")

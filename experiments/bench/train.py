@@ -38,19 +38,16 @@ def program(experiment, batch: dict[str, Any]):
     """(the library's own train step, compiled as `make train` runs it; its first state; the batch on the device)."""
     import jax
 
-    from jaxformer.training import memory
     from jaxformer.training.recipe import build
     from jaxformer.training.step import first_state, make_train_step
 
-    memory.one_heap()
-    memory.keep()
     recipe, batch = build(experiment), jax.device_put(batch)
     state = first_state(recipe)
     return jax.jit(make_train_step(recipe), donate_argnums=0).lower(state, batch).compile(), state, batch
 
 
 def ours(experiment, batch: dict[str, Any]):
-    """One step of `program`: a call that returns its loss."""
+    """(one step of `program`: a call that returns its loss; the compiled text)."""
     compiled, state, batch = program(experiment, batch)
 
     def step():
@@ -58,22 +55,16 @@ def ours(experiment, batch: dict[str, Any]):
         state, metrics = compiled(state, batch)
         return float(metrics["loss"])
 
-    return step
+    return step, str(compiled.as_text())
 
 
-def profile(shape: str, precision: str, folder: str, steps: int = 3) -> None:
-    """Writes a trace of some steps, and prints what their time went to."""
-    import jax
+def case(shape: str, precision: str):
+    """`ours` of a shape, with the memory of a run."""
+    from jaxformer.training import memory
 
+    memory.keep()  # before JAX starts
     size, _ = find(shape)
-    compiled, state, batch = program(experiment_of(shape, precision), token_batch(size.rows, size.context, size.vocabulary))
-    for turn in range(2 + steps):  # the first two do not count
-        if turn == 2:
-            jax.profiler.start_trace(folder)
-        state, _ = jax.block_until_ready(compiled(state, batch))
-    jax.profiler.stop_trace()
-    print(f"{shape}, {precision}, {steps} steps: {folder}")
-    trace.report(folder, str(compiled.as_text()), steps)
+    return ours(experiment_of(shape, precision), token_batch(size.rows, size.context, size.vocabulary))
 
 
 def token_batch(rows: int, context: int, vocabulary: int) -> dict[str, Any]:
@@ -85,9 +76,8 @@ def token_batch(rows: int, context: int, vocabulary: int) -> dict[str, Any]:
 
 
 def one(shape: str, precision: str) -> dict[str, float]:
-    size, _ = find(shape)
-    step = ours(experiment_of(shape, precision), token_batch(size.rows, size.context, size.vocabulary))
-    return dict(loss=step(), ms=compare.time_calls(step, size.steps, 2), ceiling=compare.ceiling(precision))
+    step, _ = case(shape, precision)
+    return dict(loss=step()) | compare.time_calls(step, find(shape)[0].steps, 2) | dict(ceiling=compare.ceiling(precision))
 
 
 def commands(name: str, precisions: list[str]) -> dict[tuple[str, str], list[str]]:
@@ -97,9 +87,11 @@ def commands(name: str, precisions: list[str]) -> dict[tuple[str, str], list[str
         how = f", {parts} parts" if "/" in shape else ""
         runs[compare.OURS + how, precision] = [sys.executable, "-m", "experiments.bench.train", "--one", shape, precision]
         for mode in ("eager", "compiled"):
-            runs[f"torch {mode}{how}", precision] = compare.run_of_peer("train", shape, mode, precision)
+            peers = {f"torch {mode}{how}": compare.run_of_peer("train", shape, mode, precision)}
             if shape.startswith("gpt2"):
-                runs[f"transformers {mode}", precision] = compare.run_of_peer("gpt2", shape, mode, precision)
+                peers[f"transformers {mode}"] = compare.run_of_peer("gpt2", shape, mode, precision)
+            for peer, command in peers.items():
+                runs |= {(who, precision): run for who, run in compare.both_heaps(peer, command).items()}
     return runs
 
 
@@ -119,7 +111,7 @@ def main() -> None:
     for shape in options.shapes:
         size = TRAIN[shape]
         if options.profile:
-            profile(shape, options.precisions[-1], options.profile)
+            trace.profile(*case(shape, options.precisions[-1]), options.profile, f"{shape}, {options.precisions[-1]}")
             continue
         found = compare.alternate(commands(shape, options.precisions), options.rounds)
         flops = size.rows * size.context * training_flops(experiment_of(shape, "float32").model, size.context)

@@ -1,10 +1,15 @@
 """The benches' own arithmetic: shares of wall time add up, ratios are of the best on each side."""
 
+import json
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from experiments.bench import compare, shapes, trace
+from jaxformer.training import memory
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 1000), st.sampled_from("abc")), min_size=1, max_size=20))
@@ -44,3 +49,15 @@ def test_a_ratio_is_of_the_best_on_each_side(capsys):
 def test_a_shape_is_found_with_its_parts():
     assert shapes.find("large/4") == (shapes.TRAIN["large"], 4)
     assert shapes.find("small") == (shapes.TRAIN["small"], 1)
+
+
+@pytest.mark.skipif(memory._of_glibc("mallopt") is None, reason="the memory is kept by glibc's malloc")
+@pytest.mark.parametrize(
+    "command", [["train", "--one", "small", "float32"], ["attention", "--one", "causal", "2048", "float32"]]
+)
+def test_a_measured_call_faults_in_no_memory(command):
+    """As in a run. When a bench kept no memory, each of these calls faulted in thousands of pages, a fifth of its time."""
+    name, *arguments = command
+    done = subprocess.run([sys.executable, "-m", f"experiments.bench.{name}", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert json.loads(done.stdout.splitlines()[-1])["faults"] < 300

@@ -196,3 +196,29 @@ def test_axes_of_both_operands_may_alternate_in_the_result(size):
     """Talking heads: XLA:CPU has no kernel for it in bfloat16 unless each operand's axes are together."""
     x, w = jnp.ones((2, size, size, size), jnp.bfloat16), jnp.eye(size)
     np.testing.assert_array_equal(jax.jit(partial(einsum, "bmts,mn->bnts"))(x, w), x)
+
+
+def attend(x, *weights):
+    """Attention without its mask and scale: the products of a layer."""
+    query, key, value = (einsum("btd,dnh->btnh", x, w) for w in weights)
+    scores = einsum("btnh,bsnh->bnts", query, key, jnp.float32)
+    return einsum("bnts,bsnh->btnh", jax.nn.softmax(scores).astype(x.dtype), value)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU makes of products")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_compiled_products_take_their_operands_as_they_are(dtype, backward):
+    """In the precision of the model: XLA:CPU once widened them in forward passes, whose products were half as fast.
+
+    And without an array whose heads and widths of a head have changed places, which the sum over both once took.
+    """
+    B, T, D, N, H = 4, 128, 256, 4, 64
+    x, weights = jnp.ones((B, T, D), dtype), [jnp.ones((D, N, H), dtype)] * 3
+    total = lambda *operands: jnp.sum(attend(*operands), dtype=jnp.float32)
+    text = jax.jit(jax.grad(total, (0, 1, 2, 3)) if backward else attend).lower(x, *weights).compile().as_text()
+    types = dict(re.findall(r"%?([\w.\-]+)(?: =|:) (\w+)\[", text))
+    operands = [name for match in re.findall(r" dot\((.*?)\)", text) for name in re.findall(r"%([\w.\-]+)", match)]
+    assert len(operands) == 2 * (14 if backward else 5)
+    assert {types[name] for name in operands} == {"bf16" if dtype == "bfloat16" else "f32"}
+    assert not re.findall(rf"\[(?:{B},{T},{H},{N}|{H},{N},{D}|{D},{H},{N})\]", text)

@@ -15,7 +15,6 @@ import resource
 import jax, jax.numpy as jnp
 from jaxformer.training import memory
 
-memory.one_heap()
 memory.keep()
 double = jax.jit(lambda x: jnp.sort(x * 2)[::-1].sum() + jnp.sort(x * 3).sum())  # 0.1 GB of temporaries
 x = jnp.ones(1 << 24)
