@@ -106,7 +106,7 @@ def report(
     medians = {run: statistics.median(line["ms"] for line in lines) for run, lines in found.items()}
     for (who, precision), lines in found.items():
         ms, times = medians[who, precision], sorted(line["ms"] for line in lines)
-        text = f"  {who:32} {precision:8} {ms:9.1f} ms  ({times[0]:.1f} to {times[-1]:.1f}, {len(times)} rounds)"
+        text = f"  {who:34} {precision:8} {ms:9.1f} ms  ({times[0]:.1f} to {times[-1]:.1f}, {len(times)} rounds)"
         if flops:
             speed = 1e3 * flops / ms
             text += f"  {speed / 1e9:7.1f} GFLOP/s" + (f" = {speed / tops[precision]:4.0%}" if tops[precision] else "")
