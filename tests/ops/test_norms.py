@@ -1,5 +1,7 @@
 """Norms against float64, against Flax's layers, and against the cancellation that the one-pass variance suffers."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -132,3 +134,26 @@ def test_invariances():
     x, scale = random(4, (5, 32), (32,))
     np.testing.assert_allclose(layer_norm(4 * x + 2, scale, eps=0.0), layer_norm(x, scale, eps=0.0), **FLOAT32)
     np.testing.assert_allclose(rms_norm(4 * x, scale, eps=0.0), rms_norm(x, scale, eps=0.0), **FLOAT32)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU makes of sums")
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_a_batch_of_one_is_no_axis_of_a_sum(norm):
+    """XLA:CPU takes ten times as long for a scale's gradient over [1, T] as over [T]: a tenth of GPT-2's step of one row."""
+    x, scale = random(0, (1, 64, 128), (128,))
+    text = jax.jit(jax.grad(lambda x, scale: jnp.sum(jnp.square(norm(x, scale))), (0, 1))).lower(x, scale).compile().as_text()
+    assert " reduce(" in text
+    assert not re.findall(r"f32\[1,\d+\]\S* reduce\(", text)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (1, 5, 8), (2, 1, 8), (8,), (1, 8), (0, 3, 8)])
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_axes_of_size_one_stay(norm, shape):
+    """The result, and the gradients of each row alone."""
+    x, scale = random(1, shape, (8,))
+    rows = x.reshape(-1, 8)
+    total = lambda x, scale: jnp.sum(jnp.sin(norm(x, scale)))
+    assert norm(x, scale).shape == shape
+    np.testing.assert_array_equal(norm(x, scale).reshape(-1, 8), norm(rows, scale))
+    for ours, alone in zip(jax.grad(total, (0, 1))(x, scale), jax.grad(total, (0, 1))(rows, scale), strict=True):
+        np.testing.assert_allclose(ours.reshape(alone.shape), alone, **FLOAT32)
