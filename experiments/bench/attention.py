@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from jax import random
 
-from experiments.bench.compare import OURS, PRECISIONS, alternate, ceiling, report, run_of_peer, time_calls
+from experiments.bench.compare import OURS, PRECISIONS, alternate, both_heaps, ceiling, report, run_of_peer, time_calls
 from experiments.bench.shapes import ATTENTION
 from jaxformer import masks, ops
 from jaxformer.training import memory
@@ -139,7 +139,7 @@ def beside_peers(rounds: int) -> None:
             ours = [sys.executable, "-m", "experiments.bench.attention", "--one", kind, str(length), precision]
             runs[OURS, precision] = ours
             for peer in peers:
-                runs[names[peer], precision] = run_of_peer("attention", f"{kind}-{length}", peer, precision)
+                runs |= both_heaps(names[peer], precision, run_of_peer("attention", f"{kind}-{length}", peer, precision))
         flops = 7 * 2 * HEADS * WIDTH * length**2 * MASKS[kind].density(length, length)  # two products forward, five backward
         title = f"{kind}{f'({WINDOW})' if kind == 'window' else ''}, {length:,} tokens, {HEADS} heads of {WIDTH}"
         report(title, alternate(runs, rounds), flops)

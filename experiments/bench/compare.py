@@ -57,7 +57,7 @@ def time_calls(call: Callable[[], Any], count: int, warm: int = 3) -> dict[str, 
 
 
 def page_faults() -> int:
-    """Pages that the kernel has given this process so far, each cleared: milliseconds for every thousand of 4 KiB."""
+    """Pages that the kernel has given this process so far. It clears each of them first, which takes time."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
@@ -110,7 +110,7 @@ def report(
         if flops:
             speed = 1e3 * flops / ms
             text += f"  {speed / 1e9:7.1f} GFLOP/s" + (f" = {speed / tops[precision]:4.0%}" if tops[precision] else "")
-        if faults := statistics.median(line.get("faults", 0.0) for line in lines):
+        if (faults := statistics.median(line.get("faults", 0.0) for line in lines)) >= 1:
             text += f"  {faults:7,.0f} faults"
         losses = [line["loss"] for line in lines if "loss" in line]
         print(text + (f"  first loss {losses[0]:.3f}" if losses else ""))
@@ -137,7 +137,10 @@ def run_of_peer(*arguments: str) -> list[str]:
     return [torch_python("transformers>=5.23", "local-attention>=1.11"), "-m", "experiments.bench.peers", *arguments]
 
 
-def both_heaps(name: str, command: list[str]) -> dict[str, list[str]]:
-    """A peer as it is, and with the memory that it frees kept as ours is."""
+def both_heaps(peer: str, precision: str, command: list[str]) -> dict[tuple[str, str], list[str]]:
+    """The runs of a peer: as it is, and with the memory that it frees kept as ours is."""
     tunables = ":".join(f"glibc.malloc.{one}" for one in KEPT)
-    return {name: command, f"{name}, heap kept": ["env", f"GLIBC_TUNABLES={tunables}", *command]}
+    return {
+        (peer, precision): command,
+        (f"{peer}, heap kept", precision): ["env", f"GLIBC_TUNABLES={tunables}", *command],
+    }

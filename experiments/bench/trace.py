@@ -53,8 +53,8 @@ def describe(text: str) -> dict[str, str]:
     return found
 
 
-def profile(call: Callable[[], Any], text: str, folder: str, name: str, count: int = 3) -> None:
-    """Writes a trace of some calls of the compiled program `text`, and prints what their time went to."""
+def profile(call: Callable[[], Any], compiled: Any, folder: str, name: str, count: int = 3) -> None:
+    """Writes a trace of some calls that run this compiled program, and prints what their time went to."""
     import jax
 
     for turn in range(2 + count):  # the first two do not count
@@ -63,18 +63,18 @@ def profile(call: Callable[[], Any], text: str, folder: str, name: str, count: i
         call()
     jax.profiler.stop_trace()
     print(f"{name}, {count} calls: {folder}")
-    report(folder, text, count)
+    report(folder, str(compiled.as_text()), count)
 
 
-def report(folder: str, text: str, steps: int, most: int = 40) -> None:
-    """Prints milliseconds a call of the operations of a program that was traced for so many steps, alike ones together."""
+def report(folder: str, text: str, calls: int, most: int = 40) -> None:
+    """Prints milliseconds a call of the operations of a program that was traced for so many calls, alike ones together."""
     shares, counts = wall_time(thunks(folder))
     names, total, number = describe(text), defaultdict(float), defaultdict(int)
     for name, ms in shares.items():
         kind = names.get(name, re.sub(r"[.0-9]+$", "", name))
-        total[kind] += ms / steps
+        total[kind] += ms / calls
         number[kind] += 1
-    none, one, several = counts[0] / steps, counts[1] / steps, sum(counts[2:]) / steps
+    none, one, several = counts[0] / calls, counts[1] / calls, sum(counts[2:]) / calls
     print(f"{none + one + several:.1f} ms a call: one operation runs {one:.1f}, several {several:.1f}, none {none:.1f}")
     largest = sorted(total.items(), key=lambda item: -item[1])
     for kind, ms in largest[:most]:

@@ -1,8 +1,8 @@
 """Our train step beside the same step in torch, eager and compiled (SDPA, fused AdamW), and for GPT-2 that of transformers.
 
-All run in turns, each in its own process, in float32 and bfloat16. Shapes: nanoGPT's two for Shakespeare, the second at a batch
-that a CPU bears, as a whole and in 4 micro-batches on both sides; GPT-2 small as experiments/gpt2_small.py has it, at 4 x 256
-and 1 x 1024 tokens.
+All run in turns, each in its own process, in float32 and bfloat16; torch also with its freed memory kept, as ours is. Shapes:
+nanoGPT's two for Shakespeare, the second at a batch that a CPU bears, as a whole and in 4 micro-batches on both sides; GPT-2
+small as experiments/gpt2_small.py has it, at 4 x 256 and 1 x 1024 tokens.
 Command: make bench WHAT=train          (an hour on 2 cores; sets up .venv-bench with CPU builds of torch and transformers)
          make bench WHAT=train ARGS="--rounds 3 --shapes small"
          make bench WHAT=train ARGS="--profile runs/bench/trace --shapes large"     (what our step's time goes to)
@@ -47,7 +47,7 @@ def program(experiment, batch: dict[str, Any]):
 
 
 def ours(experiment, batch: dict[str, Any]):
-    """(one step of `program`: a call that returns its loss; the compiled text)."""
+    """(one step of `program`: a call that returns its loss; the compiled program)."""
     compiled, state, batch = program(experiment, batch)
 
     def step():
@@ -55,7 +55,7 @@ def ours(experiment, batch: dict[str, Any]):
         state, metrics = compiled(state, batch)
         return float(metrics["loss"])
 
-    return step, str(compiled.as_text())
+    return step, compiled
 
 
 def case(shape: str, precision: str):
@@ -91,7 +91,7 @@ def commands(name: str, precisions: list[str]) -> dict[tuple[str, str], list[str
             if shape.startswith("gpt2"):
                 peers[f"transformers {mode}"] = compare.run_of_peer("gpt2", shape, mode, precision)
             for peer, command in peers.items():
-                runs |= {(who, precision): run for who, run in compare.both_heaps(peer, command).items()}
+                runs |= compare.both_heaps(peer, precision, command)
     return runs
 
 

@@ -232,7 +232,7 @@ def _batched_dot(a_axes: str, b_axes: str, out: str, a: Array, b: Array) -> Arra
     a, b = _in_order(a, a_axes, left), _in_order(b, b_axes, right)
     if jax.sharding.get_abstract_mesh().size > 1:  # which may split several of the batch axes
         y = _contraction(left, right, order, a, b)
-    else:  # with one batch axis the transposes stay where they are: folded into it, a 16-bit product has no kernel
+    else:  # XLA:CPU folds a transpose of several batch axes into the product, and has no 16-bit kernel for that
         one = lambda axes: batch[0] + axes[len(batch) :]
         joined = lambda x: x.reshape(math.prod(x.shape[: len(batch)]), *x.shape[len(batch) :])
         y = _contraction(one(left), one(right), one(order), joined(a), joined(b)).reshape([sizes[axis] for axis in order])

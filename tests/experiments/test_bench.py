@@ -56,7 +56,7 @@ def test_a_shape_is_found_with_its_parts():
     "command", [["train", "--one", "small", "float32"], ["attention", "--one", "causal", "2048", "float32"]]
 )
 def test_a_measured_call_faults_in_no_memory(command):
-    """As in a run. When a bench kept no memory, each of these calls faulted in thousands of pages, a fifth of its time."""
+    """As in a run. In a process that starts JAX before it keeps memory, these calls fault in 2,000 and 10,000 pages each."""
     name, *arguments = command
     done = subprocess.run([sys.executable, "-m", f"experiments.bench.{name}", *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-1000:]
