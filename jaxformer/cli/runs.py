@@ -71,6 +71,8 @@ def _generate_file(run, source: str, target: str, **how) -> None:
         prompts = [json.loads(line)["prompt"] for line in epath.Path(source).read_text().splitlines() if line.strip()]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f'{source}: {error!r}; each line must be {{"prompt": "..."}}') from error
+    if not prompts:
+        raise ConfigError(f'{source}: holds no prompt; expected a line {{"prompt": "..."}} for each')
     lines = zip(prompts, run.continue_all(prompts, **how), strict=True)
     config.write_atomically(epath.Path(target), "".join(json.dumps({"prompt": p, "texts": texts}) + "\n" for p, texts in lines))
     print(f"{len(prompts)} prompts continued in {target}")

@@ -11,6 +11,7 @@ from jaxformer.config.files import (
     available,
     in_library,
     load,
+    new_file,
     read,
     read_json,
     read_text,

@@ -1,14 +1,17 @@
 """Experiment files: found, run, and run again from the copy that a run folder keeps."""
 
+import contextlib
 import hashlib
 import json
 import os
+import secrets
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jaxformer.config.code import is_users_file, is_users_module
 from jaxformer.config.describe import is_config
@@ -185,15 +188,27 @@ def write_atomically(path: os.PathLike | str, text: str | bytes) -> None:
     from etils import epath
 
     path, data = epath.Path(path), text.encode() if isinstance(text, str) else text
-    path.parent.mkdir(parents=True, exist_ok=True)
     if "://" in str(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)  # an object appears when it is complete
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with new_file(Path(path)) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which gets its name when it is complete and on the disk. Where the body fails it is removed.
+
+    Several hosts may write a file of one name at once, and their processes may have one number: until then its name is random.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.unfinished")
     try:
-        temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as file:  # x: never through a link
-            file.write(data)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # otherwise the name may survive a power failure that the content does not
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -19,14 +19,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxformer.config import execution, regular_file
+from jaxformer.config import execution, new_file, regular_file
 from jaxformer.data import tokenizers
 from jaxformer.data.records import Part, Policy, Problems, Stream, hugging_face_name, lines, parts, records
 from jaxformer.data.sources import Dataset, Windows, cache_folder, check_lengths, context_length
@@ -38,7 +38,6 @@ from jaxformer.data.tokens import (
     free_bytes,
     is_full,
     load_sealed,
-    new_file,
     save_sealed,
 )
 from jaxformer.errors import ConfigError
@@ -81,6 +80,8 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
     if not 0 < config.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction: {config.validation_fraction} is not between 0 and 1")
     tokenizers.check_vocab_size(config.tokenizer, config.vocab_size)
+    if config.tokenizer == "characters":
+        raise ConfigError("data.tokenizer='characters': a corpus may hold any; expected bytes, bpe or a tokenizer.json")
     if min(value for value in (1, config.stride, config.jobs) if value is not None) < 1:
         raise ConfigError(f"data.stride={config.stride}, data.jobs={config.jobs}: must be at least 1, or None")
     folder = cache_folder(config.cache)
@@ -88,7 +89,7 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
         group = processes.that_see(folder)
         tokenizer = _tokenizer(config, folder, group)
         paths = [config.path] if config.validation is None else [config.path, config.validation]
-        end = _end_of_text(config, tokenizer)
+        end = tokenizer.end_of_text
         opened = [_open_tokens(config, path, tokenizer, end, folder, group) for path in paths]
     except OSError as error:
         problem = f"data: cannot read {config.path}, or keep tokens in {folder} ({error})"
@@ -132,10 +133,10 @@ def _files(path: str) -> list[str]:
 
 def _key(config: Corpus, path: str, *more: Any) -> str:
     """A digest of the files as they are now. A file that changes has another size or time, so no file is read for it."""
-    stream = hugging_face_name(path)[0] if path.startswith("hf:") else None  # its files if it is a local folder, else its name
-    found = _files(path) if stream is None else sorted(glob.glob(f"{glob.escape(stream)}/**/*.*", recursive=True))
+    stream = [*hugging_face_name(path)] if path.startswith("hf:") else None  # its files if it is a local folder, else its name
+    found = _files(path) if stream is None else sorted(glob.glob(f"{glob.escape(stream[0])}/**/*.*", recursive=True))
     files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in found]
-    words = ["layout 2", stream and f"hf:{stream}", files, config.field, config.bad_rows, config.end_of_text, *more]
+    words = ["layout 2", stream, files, config.field, config.bad_rows, config.end_of_text, *more]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:24]
 
 
@@ -184,8 +185,16 @@ def _pieces(path: str, part: Part, problems: Problems) -> Iterator[tuple[str, bo
 
 
 def _tokenizer(config: Corpus, folder: Path, group: Any) -> Any:
-    if config.tokenizer != "bpe":
-        return tokenizers.by_name(config.tokenizer, None)
+    learns, end = config.tokenizer == "bpe", config.end_of_text
+    tokenizer = _learned(config, folder, group) if learns else tokenizers.by_name(config.tokenizer, None)
+    if (tokenizer.end_of_text if end is None else tokenizer.id_of(end)) is None:
+        name = repr(end or " ".join(tokenizers.ENDS))
+        raise ConfigError(f"data.end_of_text: the tokenizer {config.tokenizer!r} has no {name}; name its token for the end")
+    return tokenizer if end is None else tokenizer.ending_with(end)
+
+
+def _learned(config: Corpus, folder: Path, group: Any) -> tokenizers.BPE:
+    """Byte pairs from the cache, or learned from a sample and kept there."""
     left_out = config.validation_fraction if config.validation is None else 0.0
 
     def learn() -> Path:
@@ -202,27 +211,23 @@ def _tokenizer(config: Corpus, folder: Path, group: Any) -> Any:
 
 
 def _sample(path: str, field: str, left_out: float) -> Iterator[str]:
-    """The beginnings of up to 64 parts, evenly spaced among all but the last fraction `left_out` of them."""
-    groups = _groups(path)
-    groups = groups[: max(1, int(len(groups) * (1 - left_out)))]
-    groups = groups[:: -(-len(groups) // 64)]
+    """The beginnings of up to 64 parts, evenly spaced, without the last fraction `left_out` of all characters."""
+    groups, most = _groups(path), SAMPLE
+    texts = lambda group: (text for text, _ in _documents(group, field, Problems("skip")))
+    if len(groups) == 1:  # it holds the last ones too
+        most = min(most, int((1 - left_out) * sum(map(len, texts(groups[0])))))
+    else:
+        groups = groups[: max(1, int(len(groups) * (1 - left_out)))]
+        groups = groups[:: -(-len(groups) // 64)]
     for group in groups:
-        left = SAMPLE // len(groups)
-        for text, _ in _documents(group, field, Problems("skip")):
+        left = most // len(groups)
+        for text in texts(group):
             yield text[:left]
             if (left := left - len(text)) <= 0:
                 break
 
 
 # --- encoding
-
-
-def _end_of_text(config: Corpus, tokenizer: Any) -> int:
-    """The token after each document."""
-    if (end := tokenizer.id_of(config.end_of_text) if config.end_of_text else tokenizer.end_of_text) is None:
-        name = repr(config.end_of_text or " ".join(tokenizers.ENDS))
-        raise ConfigError(f"data.end_of_text: the tokenizer {config.tokenizer!r} has no {name}; name its token for the end")
-    return end
 
 
 def _size(tokenizer: Any, end: int) -> int:
@@ -237,10 +242,20 @@ def _open_tokens(config: Corpus, path: str, tokenizer: Any, end: int, folder: Pa
 
     def begin() -> None:
         tokenizer.save(entry / "tokenizer.json")
-        _plan(entry, lambda: {"groups": _groups(path), "field": config.field, "policy": config.bad_rows, "end": end})
+        try:
+            load_sealed(entry / "plan.json")
+        except (FileNotFoundError, ValueError):  # shards belong to their plan: without it they count no longer
+            for shard in entry.glob("0*.json"):
+                shard.unlink(missing_ok=True)
+            plan = {"groups": _groups(path), "field": config.field, "policy": config.bad_rows, "end": end}
+            save_sealed(entry / "plan.json", plan)
 
     def finish() -> None:
-        total = _sum_up(entry, path)
+        total = _Progress(entry).total()
+        if not total.tokens:
+            raise ConfigError(f"data.path: {path} has no text{Problems('skip', total.counts, total.first)}")
+        for leftover in entry.glob(".*.tokens.*.unfinished"):
+            leftover.unlink(missing_ok=True)
         if key != _key(config, path, tokenizer.digest):
             raise ConfigError(f"data.path: files of {path} changed while they were read; start again once they do not")
         total.save(entry / "index.json")
@@ -258,16 +273,6 @@ def _open_tokens(config: Corpus, path: str, tokenizer: Any, end: int, folder: Pa
     return Tokens(list(sizes), list(sizes.values()), dtype), index
 
 
-def _plan(entry: Path, plan: Callable[[], dict[str, Any]]) -> None:
-    """Writes the plan of an entry that has none. Shards belong to their plan: without it they count no longer."""
-    try:
-        load_sealed(entry / "plan.json")
-    except (FileNotFoundError, ValueError):
-        for shard in entry.glob("0*.json"):
-            shard.unlink(missing_ok=True)
-        save_sealed(entry / "plan.json", plan())
-
-
 def _encode(entry: Path, path: str, jobs: int, number: int, count: int) -> None:
     """Runs the processes that encode our share of the missing parts, every `count`th. Several commands may do so at once."""
     progress = _Progress(entry)
@@ -277,16 +282,6 @@ def _encode(entry: Path, path: str, jobs: int, number: int, count: int) -> None:
     elif missing:
         random.shuffle(missing)  # two commands that encode the same corpus share the work
         _run_workers(entry, path, missing, jobs, progress)
-
-
-def _sum_up(entry: Path, path: str) -> Index:
-    """The index of an entry of which all parts are finished."""
-    total = _Progress(entry).total()
-    if not total.tokens:
-        raise ConfigError(f"data.path: {path} has no text{Problems('skip', total.counts, total.first)}")
-    for leftover in entry.glob("*.unfinished"):
-        leftover.unlink(missing_ok=True)
-    return total
 
 
 class _Progress:

@@ -101,9 +101,11 @@ def _open_array(config: Images, path: str, model: Any, problems: Problems) -> tu
         raise ConfigError(f"data: cannot read {path} ({error}); expected a .npz file with `images` and `labels`") from None
     images = images[..., None] if images.ndim == 3 else images
     expected = (labels.size, *config.image, config.channels)
-    if images.shape != expected or labels.ndim != 1 or labels.dtype.kind not in "iu":
-        found = f"images {list(images.shape)} and labels {labels.dtype}{list(labels.shape)}"
-        raise ConfigError(f"data: {path}: {found}; expected {list(expected)} (data.image, data.channels) and integers [n]")
+    numbers = (images.dtype == np.uint8 or images.dtype.kind in "fb") and labels.dtype.kind in "iu"
+    if images.shape != expected or labels.ndim != 1 or not numbers:
+        found = f"images {images.dtype}{list(images.shape)} and labels {labels.dtype}{list(labels.shape)}"
+        wanted = f"bytes, or floats from 0 to 1, {list(expected)} (data.image, data.channels) and integers [n]"
+        raise ConfigError(f"data: {path}: {found}; expected {wanted}")
     good = _check_labels(model, labels, lambda index: f"{path}: image {index}", problems)
     content = hashlib.sha256(images.tobytes() + labels.tobytes()).digest()
     return Split(labels[good], partial(_scaled, images[good], config.values)), content

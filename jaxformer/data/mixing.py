@@ -90,8 +90,8 @@ def before(positions: np.ndarray, shares: Sequence[int]) -> np.ndarray:
 
 def open_mixture(config: Mixed, model: Any) -> Dataset:
     """Opens every source. Raises ConfigError if they cannot be one data set."""
-    if not config.sources or not all(share > 0 for share, _ in config.sources):
-        raise ConfigError(f"data.sources: expected pairs (share above 0, data), not {config.sources}")
+    if not config.sources or not all(0 < share < float("inf") for share, _ in config.sources):
+        raise ConfigError(f"data.sources: expected pairs (finite share above 0, data), not {config.sources}")
     datasets = [batching.open_dataset(data, model) for _, data in config.sources]
     for number, dataset in enumerate(datasets):
         if len(dataset.train) == 0:

@@ -216,6 +216,8 @@ def _hugging_face(path: str) -> Any:
         if not any((Path(name) / file).exists() for file in ("state.json", "dataset_dict.json")):
             return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
         found = datasets.load_from_disk(name)
+        if not isinstance(found, dict) and split not in ("", "train"):
+            raise ValueError(f"the folder holds one data set without splits, so none is called {split!r}")
         rows: Any = found[split or "train"] if isinstance(found, dict) else found
         return rows.to_iterable_dataset(num_shards=max(1, min(64, len(rows))))
     except Exception as error:  # of the hub, of files and of settings

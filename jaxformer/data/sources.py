@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxformer.config import execution, regular_file
+from jaxformer.config import execution, new_file, regular_file
 from jaxformer.data import tokenizers
-from jaxformer.data.tokens import free_bytes, is_full, new_file
+from jaxformer.data.tokens import free_bytes, is_full
 from jaxformer.errors import ConfigError, did_you_mean
 
 log = logging.getLogger("jaxformer")

@@ -114,15 +114,16 @@ class BPE(_Tokenizer):
     """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019), or another of the `tokenizers` package."""
 
     @_panic_as_error()
-    def __init__(self, serialized: str):
+    def __init__(self, serialized: str, end: str | None = None):
+        """Of the JSON of the package; `end` is the token that ends a text, by default one of `ENDS`."""
         self._tokenizer = require_package().Tokenizer.from_str(serialized)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # without this flag "<|endoftext|>" in a text would become the control id; the JSON does not hold the flag
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
-        self.end_of_text = next((i for i in map(self.id_of, ENDS) if i is not None), None)
-        self.state = {"type": "bpe", "tokenizer": json.loads(self._tokenizer.to_str())}
+        self.end_of_text = next((i for i in map(self.id_of, (end,) if end else ENDS) if i is not None), None)
+        self.state = {"type": "bpe", "tokenizer": json.loads(self._tokenizer.to_str())} | ({"end_of_text": end} if end else {})
         # some tokenizers (Llama's) put a space before every text that they are given: theirs is not cut
         self._chunk = sys.maxsize
         one, other, both = ([*self.encode(text)] for text in ("a\n", "b", "a\nb"))
@@ -144,6 +145,10 @@ class BPE(_Tokenizer):
         )  # fmt: skip
         tokenizer.train_from_iterator(_chunks(text), trainer)
         return cls(tokenizer.to_str())
+
+    def ending_with(self, token: str) -> "BPE":
+        """The same, of which another token ends a text."""
+        return BPE(json.dumps(self.state["tokenizer"]), token)
 
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
@@ -175,9 +180,9 @@ def load(path: str | os.PathLike) -> Bytes | Characters | BPE:
             return Bytes()
         case {"type": "characters", "characters": str(characters)}:
             return Characters(characters)
-        case {"type": "bpe", "tokenizer": tokenizer}:
+        case {"type": "bpe", "tokenizer": tokenizer, **more}:
             try:
-                return BPE(json.dumps(tokenizer))
+                return BPE(json.dumps(tokenizer), more.get("end_of_text"))
             except ConfigError:
                 raise
             except Exception as error:  # the package has no class of its own

@@ -8,12 +8,9 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,22 +18,6 @@ from jaxformer.config import write_atomically
 from jaxformer.errors import ConfigError
 
 log = logging.getLogger("jaxformer")
-
-
-@contextlib.contextmanager
-def new_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write. Where the body fails it is removed, so that it does not fill the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = tempfile.NamedTemporaryFile(dir=path.parent, suffix=".unfinished", delete=False)  # noqa: SIM115
-    try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # otherwise the name may survive a power failure that the content does not
-            os.fchmod(file.fileno(), 0o644)  # of temporary files it is 0600
-        os.replace(file.name, path)
-    finally:
-        Path(file.name).unlink(missing_ok=True)
 
 
 def is_full(error: OSError) -> bool:

@@ -35,6 +35,8 @@ class Generated:
         questions = getattr(scored.dataset.validation, "questions", None)
         if not questions:
             raise ConfigError("metrics: Generated needs a validation split with `questions`, such as that of data.pairs.Pairs")
+        if self.examples is not None and self.examples < 1:
+            raise ConfigError(f"metrics: Generated(examples={self.examples}): must be at least 1, or None for all questions")
         questions = questions[: self.examples]
         tokenizer = scored.dataset.tokenizer
         found = answers(

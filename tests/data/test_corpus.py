@@ -315,6 +315,16 @@ def test_byte_pairs_are_learned_from_a_sample_without_the_validation_part(small,
     assert 50 <= len(seen[1]) <= 100
 
 
+def test_the_sample_of_a_small_corpus_has_none_of_the_validation_part_either(tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    seen, train = [], tokenizers.BPE.train
+    monkeypatch.setattr(tokenizers.BPE, "train", lambda text, size: seen.append(text) or train(text, size))
+    (tmp_path / "text.txt").write_text("train " * 900 + "\n" + "validation" * 60)
+    config = Corpus(str(tmp_path / "text.txt"), "bpe", 300, validation_fraction=0.1, cache=str(tmp_path / "cache"))
+    open_dataset(config)
+    assert len(seen) == 1 and "validation" not in seen[0] and len(seen[0]) > 5000
+
+
 @pytest.fixture
 def tokenizer_json(tmp_path):
     """A tokenizer.json as Llama's: a template puts <s> before every text, and </s> ends one."""
@@ -337,12 +347,24 @@ def test_a_tokenizer_of_hugging_face_is_used(small, texts, tokenizer_json, name)
     assert dataset.vocab_size == 1 + dataset.tokenizer.id_of("<s>")
 
 
+def test_the_tokenizer_knows_which_token_ends_a_document(small, texts, tokenizer_json, tmp_path):
+    """What generates and scores text later asks the tokenizer alone, as a run folder keeps it."""
+    dataset = open_dataset(replace(texts, tokenizer=str(tokenizer_json), end_of_text="<s>"))
+    assert dataset.tokenizer.decode(all_tokens(dataset)) == "".join(f"{text}<s>" for text in WHOLE)
+    dataset.tokenizer.save(tmp_path / "saved.json")
+    again = tokenizers.load(tmp_path / "saved.json")
+    assert again.end_of_text == dataset.tokenizer.end_of_text == again.id_of("<s>") and again.digest == dataset.tokenizer.digest
+    plain = open_dataset(replace(texts, tokenizer=str(tokenizer_json))).tokenizer
+    assert plain.end_of_text == plain.id_of("</s>") and plain.digest != again.digest
+
+
 def bad_settings():
     yield "no file", dict(path="/no/such/*.txt"), r"no file in '/no/such/\*\.txt'"
     yield "fraction", dict(validation_fraction=1.0), r"validation_fraction: 1\.0 is not between"
     yield "size", dict(vocab_size=300), r"data\.vocab_size=.*: tokenizer='bpe' needs one"
     yield "no size", dict(tokenizer="bpe"), r"data\.vocab_size=.*: tokenizer='bpe' needs one"
     yield "stride", dict(stride=0), r"data\.stride=0, data\.jobs=2: must be at least 1"
+    yield "characters", dict(tokenizer="characters"), r"data\.tokenizer='characters': a corpus may hold any"
     yield "end", dict(end_of_text="</s>"), r"data\.end_of_text: the tokenizer 'bytes' has no '</s>'"
     yield "field", dict(field="txt"), r"\.(jsonl|jsonl\.gz|parquet):\d+: no field 'txt'; did you mean text\?"
     yield "tokenizer", dict(tokenizer="/no/such/tokenizer.json"), r"data\.tokenizer='/no/such/tokenizer\.json'"
@@ -425,6 +447,16 @@ def test_a_local_data_set_that_changes_is_encoded_again(small, hub, tmp_path):
     open_dataset(hub)
     (tmp_path / "set" / "1.jsonl").write_text(jsonl(DOCUMENTS[:2]))
     assert documents_of(open_dataset(hub)) == DOCUMENTS[:30] + DOCUMENTS[:2]
+
+
+def test_the_splits_of_a_data_set_have_entries_of_their_own(small, hub, tmp_path):
+    folder = tmp_path / "splits"
+    folder.mkdir()
+    for split, texts in (("train", DOCUMENTS[:30]), ("validation", DOCUMENTS[30:])):
+        (folder / f"{split}.jsonl").write_text(jsonl(texts))
+    dataset = open_dataset(replace(hub, path=f"hf:{folder}#train", validation=f"hf:{folder}#validation"))
+    assert documents_of(dataset) == DOCUMENTS
+    assert documents_of(open_dataset(replace(hub, path=f"hf:{folder}#validation"))) == DOCUMENTS[30:]
 
 
 def test_a_killed_stream_goes_on_from_its_state(small, hub, tmp_path, monkeypatch):

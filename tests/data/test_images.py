@@ -95,8 +95,12 @@ def test_what_is_wrong_with_an_array_is_said(tmp_path):
     path = str(tmp_path / "a.npz")
     config = Images(train=path, validation=path, image=(4, 4))
     wrong = [
-        ({"images": images[:, :2], "labels": labels}, r"a\.npz: images \[3, 2, 4, 3\] .* expected \[3, 4, 4, 3\]"),
-        ({"images": images, "labels": labels[:2]}, r"a\.npz: images \[3, 4, 4, 3\] and labels int64\[2\]"),
+        ({"images": images[:, :2], "labels": labels}, r"a\.npz: images uint8\[3, 2, 4, 3\] .* expected .*\[3, 4, 4, 3\]"),
+        (
+            {"images": images.astype(np.int64), "labels": labels},
+            r"a\.npz: images int64.* expected bytes, or floats from 0",
+        ),
+        ({"images": images, "labels": labels[:2]}, r"a\.npz: images uint8\[3, 4, 4, 3\] and labels int64\[2\]"),
         ({"images": images, "labels": labels / 2}, r"a\.npz: .* labels float64"),
         ({"images": images}, r"cannot read .*a\.npz .*labels"),
         ({"images": np.array([images[0], images[0, :2]], object), "labels": labels[:2]}, r"cannot read .*a\.npz"),

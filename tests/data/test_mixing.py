@@ -139,8 +139,9 @@ class Chosen:
 
 
 REFUSED = {
-    "none": ((), r"expected pairs \(share above 0, data\)"),
-    "share": (((0.5, Numbered(0, 3)), (0.0, Numbered(1, 3))), r"expected pairs \(share above 0, data\)"),
+    "none": ((), r"expected pairs \(finite share above 0, data\)"),
+    "share": (((0.5, Numbered(0, 3)), (0.0, Numbered(1, 3))), r"expected pairs \(finite share above 0, data\)"),
+    "infinite": (((1, Numbered(0, 3)), (float("inf"), Numbered(1, 3))), r"expected pairs \(finite share above 0, data\)"),
     "shapes": (
         ((1, Numbered(0, 3)), (1, Numbered(1, 3, width=4))),
         r"sources\[1\] gives tokens int32\[4\].* tokens int32\[2\]",

@@ -217,7 +217,8 @@ def test_a_stream_goes_on_from_its_state(taken, folder):
 
 
 def test_a_data_set_that_is_not_there_is_one_line(folder, tmp_path):
-    for path in (f"hf:{folder}#trian", f"hf:{tmp_path}/nothing#train"):
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    for path in (f"hf:{folder}#trian", f"hf:{tmp_path}/nothing#train", f"hf:{tmp_path}/saved#validation"):
         with pytest.raises(ConfigError, match="cannot read hf:") as caught:
             list(records(path, ["text"], Problems()))
         assert "\n" not in str(caught.value)

@@ -168,15 +168,16 @@ def test_processes_may_race_for_the_cache(text, tmp_path):
 def test_another_process_may_finish_first(text, tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
     config = replace(text, tokenizer="bpe", vocab_size=300, cache=str(tmp_path / "cache"))
-    save = sources.tokenizers.BPE.save
+    train, faster = sources.tokenizers.BPE.train, []
 
-    def save_and_be_overtaken(tokenizer, path):
-        save(tokenizer, path)
-        monkeypatch.setattr(sources.tokenizers.BPE, "save", save)
-        open_dataset(config, 8)
+    def train_and_be_overtaken(text, size):
+        monkeypatch.setattr(sources.tokenizers.BPE, "train", train)
+        faster.append(open_dataset(config, 8))
+        return train(text, size)
 
-    monkeypatch.setattr(sources.tokenizers.BPE, "save", save_and_be_overtaken)
+    monkeypatch.setattr(sources.tokenizers.BPE, "train", train_and_be_overtaken)
     first = open_dataset(config, 8)
+    assert len(faster) == 1 and faster[0].digest == first.digest
     (entry,) = (tmp_path / "cache").iterdir()
     assert entry.name.startswith("tokens-")
     assert first.tokenizer.decode(first.train.tokens) == (SENTENCE * 100)[: int(len(SENTENCE) * 90)]
