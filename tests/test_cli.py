@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxformer import cli
+from jaxformer.cli.arguments import Parser
 from tests.tiny import EXPERIMENT, TEXT, furnish
 
 TINY = [
@@ -128,6 +130,65 @@ def test_positions_beyond_the_learned_table_get_one_line(trained, capsys):
     (folder,) = (trained / "runs").glob("tiny-*")
     code, _, err = run(capsys, "generate", str(folder), "--prompt", "x" * 17)
     assert code == 2 and "learned positions" in err and err.count("\n") == 1
+
+
+def test_a_run_without_a_tokenizer_gets_one_line(trained, capsys):
+    (folder,) = (trained / "runs").glob("tiny-*")
+    (folder / "tokenizer.json").unlink()
+    for command in ("inspect", "generate"):
+        code, _, err = run(capsys, command, str(folder), "--prompt", "abc")
+        assert code == 2 and "has no tokenizer" in err and err.count("\n") == 1, command
+
+
+def test_a_damaged_description_of_another_run_is_left_out(trained, capsys, caplog):
+    from jaxformer import config
+    from jaxformer.training.run_folder import introduce
+
+    (folder,) = (trained / "runs").glob("tiny-*")
+    before = run(capsys, "runs")
+    changed = config.override(config.load("tiny"), ["--steps=7"])
+    for number, text in enumerate((b"", b"{torn", b"[]", b"\xff", b"[" * 100_000)):
+        other = trained / "runs" / f"other-{number}" / "config.json"
+        other.parent.mkdir()
+        other.write_bytes(text)
+        caplog.clear()
+        assert run(capsys, "runs") == before and f"runs/other-{number}" in caplog.text
+        assert introduce(changed, "runs") == [f"a new run: runs/{folder.name} differs in steps: 6 -> 7"]
+    assert run(capsys, "evaluate", "runs/other-0")[0] == 2  # asked for itself, it is a mistake
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("evaluate tiny --replay --int8", "not allowed with argument"),
+        ("evaluate tiny --replay --step=4", "leave out --step and --average"),
+        ("evaluate tiny --replay --average=2", "leave out --step and --average"),
+        ("show tiny --devices=2", "--devices=2: goes with --sharding"),
+        ("plan tiny --topology=v5e:2x2 --rows=3", "--rows=3: goes with --decode"),
+        ("plan tiny --topology=v5e:2x2 --search --length=64", "--length=64: goes with --decode"),
+        ("plan tiny --topology=v5e:2x2 --search --decode", "not allowed with argument"),
+    ],
+)
+def test_options_that_do_not_go_together_get_one_line(argv, said, workplace, capsys):
+    code, _, err = run(capsys, *argv.split())
+    assert code == 2 and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", re.findall(r"^    (\w+)", cli.__doc__, re.MULTILINE))
+def test_the_page_of_commands_has_every_option(command, workplace, capsys, monkeypatch):
+    parsers = []
+
+    def stop(parser, argv=None):
+        parsers.append(parser)
+        raise SystemExit
+
+    for method in ("parse_args", "parse_known_args"):
+        monkeypatch.setattr(Parser, method, stop)
+    cli.main([command])
+    about = "".join(re.findall(rf"^    {command} .*?(?=^    \w|^\w)", cli.__doc__, re.MULTILINE | re.DOTALL))
+    found = {option for parser in parsers for action in parser._actions for option in action.option_strings}
+    assert found - set(re.findall(r"--[a-z0-9-]+", about)) <= {"-h", "--help", "--runs", "--trust"}  # of every command
+    assert parsers or command == "list"
 
 
 def test_an_unwritable_run_folder_gets_one_line(workplace, capsys):

@@ -19,6 +19,7 @@ from jaxformer.analysis.scaling import HOFFMANN, Law, Numbers
 from jaxformer.masks import Mask
 
 COLORS = ["#1f77b4", "#d1495b", "#2a9d5c", "#e08e0b", "#7b5ea7", "#5f6b73"]
+NOT_CURVES = {"step", "loss", "skipped", "loss_scale"}
 DARK = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#c9d1d9")
 
 
@@ -65,7 +66,8 @@ def losses(runs: Mapping[str, Sequence[dict]], baseline: float | None = None) ->
         if validation:
             steps, values = zip(*validation, strict=True)
             other = COLORS[1] if alone else color
-            axes.plot(steps, values, "o-", color=other, markersize=4, linewidth=1.2, label="validation" if alone else None)
+            label = "validation" if alone else None if train else name
+            axes.plot(steps, values, "o-", color=other, markersize=4, linewidth=1.2, label=label)
             place = dict(textcoords="offset points", xytext=(-4, 8), ha="right", color=other)
             axes.annotate(f"{values[-1]:.3f}", validation[-1], **place)
     if baseline is not None:
@@ -104,7 +106,7 @@ def curves(runs: Mapping[str, Sequence[dict]]) -> Any:
     for color, records in zip(_colors(len(runs)), runs.values(), strict=True):
         for name in dict.fromkeys(name for record in records for name in record):
             title, _, part = re.sub(r"(rms/\w+)/", r"\1 ", name.removeprefix("validation_")).partition(" ")
-            if title not in ("step", "loss", "skipped", "loss_scale"):
+            if title not in NOT_CURVES:
                 points = [(record["step"], record[name]) for record in records if name in record]
                 style = "o-" if name.startswith("validation_") else "-"
                 found.setdefault(title, []).append((part, color, style, tuple(zip(*points, strict=True))))
@@ -173,13 +175,6 @@ def heat(values: np.ndarray, xlabel: str, ylabel: str, title: str = "") -> Any:
     image = axes.imshow(values, aspect="auto", cmap="RdBu_r" if signed else "magma", vmin=-most if signed else 0, vmax=most)
     axes.figure.colorbar(image)
     return axes.figure
-
-
-def schedules(rates: Mapping[str, Callable[[int], Any]], steps: int) -> Any:
-    """Learning rates against step."""
-    places = np.unique(np.linspace(0, steps, 400).astype(int))
-    made = {name: (places, [float(rate(int(step))) for step in places]) for name, rate in rates.items()}
-    return lines(made, xlabel="step", ylabel="learning rate")
 
 
 def lines(series: Mapping[str, tuple[Any, Any]], **labels: Any) -> Any:

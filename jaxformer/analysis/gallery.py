@@ -41,7 +41,9 @@ NOTES = {  # what a page shows, in this order
 
 def record_pictures(runs: Mapping[str, Sequence[dict]], baseline: float | None) -> Pictures:
     """What the records of runs show together."""
-    return {"Loss": lambda: figures.losses(runs, baseline), "Other numbers": lambda: figures.curves(runs)}
+    names = {name.removeprefix("validation_") for records in runs.values() for record in records for name in record}
+    found: Pictures = {"Loss": lambda: figures.losses(runs, baseline)} if "loss" in names else {}
+    return found | ({"Other numbers": lambda: figures.curves(runs)} if names - figures.NOT_CURVES else {})
 
 
 def model_pictures(model: Any, name: str) -> Pictures:
@@ -108,14 +110,15 @@ def attention(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
     options = {name: batch[name] for name in INPUTS if name in batch}
     with run.on_mesh():
         output = models.apply(model, run.params, batch[field], intermediates=(name,), **options)
-    tokens = batch[field][0].tolist() if field == "tokens" else range(output.hidden.shape[1])
-    words = lambda tokens: [run.tokenizer.decode([token]) if run.tokenizer else str(token) for token in tokens]
-    keys = words(batch["source"][0].tolist()) if "source" in batch else words(tokens)
+    weights = np.asarray(output.intermediates[name])[-4:, 0, :4]
+    word = lambda token: run.tokenizer.decode([token]) if run.tokenizer else str(token)
+    # of an image, the numbers of its patches
+    words = lambda x, count: [word(token) for token in x[0].tolist()] if x.ndim == 2 else [str(i) for i in range(count)]
+    tokens, keys = words(batch[field], weights.shape[-2]), words(batch.get("source", batch[field]), weights.shape[-1])
     real = lambda name, count: min(SHOWN, int((batch[name] != 0).sum()) if name in batch else count)
     T, S = real("segment_ids", len(tokens)), real("source_segment_ids" if "source" in batch else "segment_ids", len(keys))
-    weights = np.asarray(output.intermediates[name])[-4:, 0, :4, :T, :S]
     first = last_stack(model).num_layers - len(weights)
-    return lambda: figures.attention(weights, words(tokens)[:T], keys[:S], first)
+    return lambda: figures.attention(weights[..., :T, :S], tokens[:T], keys[:S], first)
 
 
 def gradients(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:

@@ -12,7 +12,7 @@ from jaxformer.analysis import figures, gallery, page
 from jaxformer.analysis.gallery import Pictures
 from jaxformer.errors import ConfigError
 from jaxformer.training import loop
-from jaxformer.training.metrics import read_records
+from jaxformer.training.metrics import read_records, steps_done
 from jaxformer.training.run_folder import RunFolder
 
 LARGE = 1e9  # parameters: a run of a larger model ends without the pictures that load it again
@@ -31,9 +31,13 @@ def write(path: epath.PathLike, folders: Sequence[RunFolder], drawn: Sequence[Pi
 def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath.Path) -> str:
     """The page: scores, what differs, the last samples, the pictures of `gallery.NOTES` in their order, configs."""
     names = [folder.path.name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder.path) for folder in folders]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"report: {repeated[0]} is given {len(repeated)} times; give each run once")
     runs = {name: read_records(folder.metrics) for name, folder in zip(names, folders, strict=True)}
     results = [config.read_json(folder.result) if folder.result.is_file() else {} for folder in folders]
-    done = [f"{max((r['step'] + ('loss' in r) for r in records), default=0)}" for records in runs.values()]
+    done = map(steps_done, runs.values())
     steps = [f"{n} of {folder.description().get('steps')}" for n, folder in zip(done, folders, strict=True)]
     parts = [page.heading("Scores on the validation split", f"After {' and '.join(steps)} training steps.")]
     scores = [result.get("validation") or last_scores(records) for result, records in zip(results, runs.values(), strict=True)]
@@ -65,7 +69,9 @@ def section(title: str, draws: Pictures, files: epath.Path) -> str:
         with gallery.warn_on_failure(f"{title} {name}".strip()):
             if not isinstance(made, str):
                 light, dark = figures.png(made), figures.png(made, dark=True)
-                file = "-".join(filter(None, (title.lower().replace(" ", "-"), name if len(draws) > 1 else "")))
+                file = "-".join(
+                    filter(None, (title.lower().replace(" ", "-"), name.replace("/", "-") if len(draws) > 1 else ""))
+                )
                 config.write_atomically(files / f"{file}.png", light)
                 made = page.picture(title, light, dark)
             found[name] = made

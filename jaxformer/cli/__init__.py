@@ -8,10 +8,11 @@
     evaluate RUN [--step N] [--average N] [--int8] [--mesh.tensor=N ...]
                                                               scores a run's checkpoint, or the mean of its last N, on its
                                                               validation split
+    evaluate RUN --replay [--mesh.tensor=N ...]               the bad step that ended a run, computed again
     generate RUN --prompt TEXT | --prompts FILE.jsonl --out FILE.jsonl [--tokens N] [--temperature X] [--top-k K] [--top-p P]
              [--min-p P] [--typical P] [--filter "Repetition(1.2)"] [--beams N [--n-best N] [--length-penalty X]]
              [--stop TEXT] [--seed S] [--step N] [--average N] [--mesh.tensor=N ...]
-    harness RUN --tasks NAME,... [--include DIR] [--limit N] [--step N] [--mesh.tensor=N ...]
+    harness RUN --tasks NAME,... [--include DIR] [--limit N] [--step N] [--average N] [--mesh.tensor=N ...]
                                                               tasks of lm-evaluation-harness; writes harness.json into the run
     inspect RUN --prompt TEXT [--html FILE] [--step N] [--average N]
                                                               losses, predictions and heads, token by token
@@ -28,6 +29,8 @@
                                                               parameters, FLOPs and bytes of a forward pass, part by part
     plan EXPERIMENT|PRESET --topology NAME [--search] [--fast] [--json] [--key.path=value ...]
                                                               the train step compiled for TPUs or GPUs that are not here
+    plan EXPERIMENT|PRESET --topology NAME --decode [--rows N] [--length N] [--fast] [--json] [--key.path=value ...]
+                                                              the same of a prompt and a step of its continuation
 
 EXPERIMENT is a name in experiments/ or a path to a .py file; PRESET a model of jaxformer.models.presets, preset:NAME where an
 experiment has its name; RUN a folder in runs/, or an experiment's name for its newest

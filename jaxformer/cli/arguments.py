@@ -24,6 +24,13 @@ def parser_of(command: str, name: str, nargs: int | str | None = None) -> Parser
     return parser
 
 
+def check_needs(options, flag: str, *names: str) -> None:
+    """Raises ConfigError where one of these options is given without the flag that reads it."""
+    for name in names:
+        if getattr(options, name) is not None and not getattr(options, flag):
+            raise ConfigError(f"--{name}={getattr(options, name)}: goes with --{flag}; add it, or leave --{name} out")
+
+
 def run_parser(command: str) -> Parser:
     parser = parser_of(command, "RUN")
     parser.add_argument("-h", "--help", action="help")

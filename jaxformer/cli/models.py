@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 from jaxformer import config
-from jaxformer.cli.arguments import PRESET, experiment_of, model_of, parser_of
+from jaxformer.cli.arguments import PRESET, check_needs, experiment_of, model_of, parser_of
 from jaxformer.errors import ConfigError
 
 
@@ -28,6 +28,7 @@ def show(argv: list[str]) -> int:
     parser.add_argument("--sharding", action="store_true")
     parser.add_argument("--devices", type=int)
     options, overrides = parser.parse_known_args(argv)
+    check_needs(options, "sharding", "devices")
 
     from jaxformer import models
     from jaxformer.models import cost
@@ -85,11 +86,13 @@ def draw(argv: list[str]) -> int:
 def plan(argv: list[str]) -> int:
     parser = parser_of("plan", "EXPERIMENT|PRESET")
     parser.add_argument("--topology")
-    for flag in ("--search", "--decode", "--fast", "--json"):
-        parser.add_argument(flag, action="store_true")
-    for option, default in (("--rows", 8), ("--length", 2048)):
-        parser.add_argument(option, type=int, default=default)
+    exclusive = parser.add_mutually_exclusive_group()
+    for place, flag in ((exclusive, "--search"), (exclusive, "--decode"), (parser, "--fast"), (parser, "--json")):
+        place.add_argument(flag, action="store_true")
+    for option in ("--rows", "--length"):
+        parser.add_argument(option, type=int)
     options, overrides = parser.parse_known_args(argv)
+    check_needs(options, "decode", "rows", "length")
     if options.topology is None:
         raise ConfigError("plan: give --topology, such as v5e:2x2, v5p:8x8x8 or h200:1x4x8")
 
@@ -107,7 +110,8 @@ def plan(argv: list[str]) -> int:
         print(json.dumps(made) if options.json else search.table(found, experiment, options.name, options.topology))
         return 0 if found and found[0][1].fits else 3
     if options.decode:
-        made = decode.plan_decode(experiment, options.topology, devices, options.rows, options.length, fast=options.fast)
+        shape = {name: getattr(options, name) for name in ("rows", "length") if getattr(options, name) is not None}
+        made = decode.plan_decode(experiment, options.topology, devices, fast=options.fast, **shape)
         table = decode.table(made)
     else:
         made = planning.plan(experiment, options.topology, devices, fast=options.fast)

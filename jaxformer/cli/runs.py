@@ -10,9 +10,12 @@ from jaxformer.errors import ConfigError
 
 def evaluate(argv: list[str]) -> int:
     parser = run_parser("evaluate")
-    parser.add_argument("--int8", action="store_true", help="also with weights in 8 bits")
-    parser.add_argument("--replay", action="store_true", help="the bad step that ended the run, computed again")
+    exclusive = parser.add_mutually_exclusive_group()
+    exclusive.add_argument("--int8", action="store_true", help="also with weights in 8 bits")
+    exclusive.add_argument("--replay", action="store_true", help="the bad step that ended the run, computed again")
     options, overrides = parser.parse_known_args(argv)
+    if options.replay and (options.step is not None or options.average != 1):
+        raise ConfigError("evaluate: --replay takes the parameters of the bad step; leave out --step and --average")
     run = run_of(options, overrides)
 
     from jaxformer.training import reproduction
@@ -46,6 +49,9 @@ def generate(argv: list[str]) -> int:
     how: dict[str, Any] = given(("seed", "tokens", "stop"))
     how["filters"] = [config.expressions.evaluate(text, names) for text in options.filter]
     picks, search = given(("temperature", "top_k", "top_p", "min_p", "typical")), given(("beams", "n_best", "length_penalty"))
+    if picks and search:
+        both = ", ".join(f"--{name.replace('_', '-')}" for name in [*search, *picks])
+        raise ConfigError(f"generate: {both}: a beam search draws nothing; give options of the one or of the other")
     if picks or search:  # otherwise as the experiment says
         picks.setdefault("temperature", 0.8)
         how["sampling"] = Beams(**search) if search else Sampling(**picks)
@@ -69,8 +75,11 @@ def _generate_file(run, source: str, target: str, **how) -> None:
 
     try:
         prompts = [json.loads(line)["prompt"] for line in epath.Path(source).read_text().splitlines() if line.strip()]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f'{source}: {error!r}; each line must be {{"prompt": "..."}}') from error
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise ConfigError(f'{source}: the prompt {prompt!r} is no text; each line must be {{"prompt": "..."}}')
     if not prompts:
         raise ConfigError(f'{source}: holds no prompt; expected a line {{"prompt": "..."}} for each')
     lines = zip(prompts, run.continue_all(prompts, **how), strict=True)
@@ -115,6 +124,8 @@ def inspect(argv: list[str]) -> int:
     from jaxformer.analysis import inspection
 
     run = run_of(options)
+    if run.tokenizer is None:
+        raise ConfigError(f"{run.folder.path}: has no tokenizer, so there is no text to look into")
     with run.on_mesh():
         found = inspection.inspect(run.experiment.model, run.params, run.tokenizer, options.prompt)
     print(inspection.table(found, shutil.get_terminal_size((120, 24)).columns))
@@ -156,14 +167,13 @@ def runs(argv: list[str]) -> int:
 
 def _scores(folder) -> str:
     """How far a run is, and its last validation scores, in words."""
-    from jaxformer.training.metrics import read_records
+    from jaxformer.training.metrics import read_records, steps_done
 
     records = read_records(folder.metrics)
     steps = folder.description().get("steps")
-    done = max((record["step"] + ("loss" in record) for record in records), default=0)
     last = next((record for record in reversed(records) if "validation_loss" in record), {})
     scores = ", ".join(f"{name} {value:.4g}" for name, value in last.items() if name != "step")
-    return f"{done}/{steps} steps{', ' + scores if scores else ''}"
+    return f"{steps_done(records)}/{steps} steps{', ' + scores if scores else ''}"
 
 
 def compare(argv: list[str]) -> int:

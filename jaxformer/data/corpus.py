@@ -190,7 +190,7 @@ def _tokenizer(config: Corpus, folder: Path, group: Any) -> Any:
     if (tokenizer.end_of_text if end is None else tokenizer.id_of(end)) is None:
         name = repr(end or " ".join(tokenizers.ENDS))
         raise ConfigError(f"data.end_of_text: the tokenizer {config.tokenizer!r} has no {name}; name its token for the end")
-    return tokenizer if end is None else tokenizer.ending_with(end)
+    return tokenizer.ending_with(end) if end is not None and isinstance(tokenizer, tokenizers.BPE) else tokenizer
 
 
 def _learned(config: Corpus, folder: Path, group: Any) -> tokenizers.BPE:

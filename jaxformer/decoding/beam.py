@@ -42,7 +42,7 @@ class Beams:
             raise ConfigError(f"beams={self.beams}, n_best={self.n_best}: 1 <= n_best <= beams is needed")
         if self.groups < 1 or self.beams % self.groups:
             raise ConfigError(f"groups={self.groups}: must divide beams={self.beams}")
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":  # 1 equals True, and is not True
             raise ConfigError(f'early_stopping={self.early_stopping!r}: must be True, False or "never"')
         if callable(self.length_penalty) and not isinstance(self.length_penalty, Partial):  # a pytree, as jit needs
             object.__setattr__(self, "length_penalty", Partial(self.length_penalty))

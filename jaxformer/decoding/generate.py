@@ -20,7 +20,7 @@ from jaxformer.decoding.filters import Filter, History
 from jaxformer.decoding.sampling import Sampling, draw
 from jaxformer.decoding.steps import decode_step, prefill, prepare
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import Axial, EncoderDecoder, Learned, ModelConfig, Patches
+from jaxformer.models.config import EncoderDecoder, ModelConfig, Patches
 from jaxformer.sharding import is_explicit, is_split, mesh_axes, with_logical_constraint, with_sharding
 
 CHUNK = 1024  # tokens of a prompt that are read at a time
@@ -167,7 +167,7 @@ def bucket(length: int, config: ModelConfig) -> int:
     """The length to compile for: at most a quarter more, so that four programs serve all lengths from n to 2 n."""
     step = max(16, 1 << length.bit_length() >> 3)
     length = -(-length // step) * step
-    return min(length, config.context_length) if isinstance(config.positions, Learned | Axial) else length
+    return min(length, config.position_limit)
 
 
 def padded(tokens: Sequence[int], room: int) -> np.ndarray:
@@ -301,5 +301,5 @@ def _problems(config, prompts, max_tokens: int | None, sources) -> Iterator[str]
             if not 0 <= token < stack.vocab_size:
                 yield f"{name} token {token} is outside the vocabulary of {stack.vocab_size}"
         longest, more = max(map(len, rows)), f" + {new} new" if new else ""
-        if isinstance(stack.positions, Learned | Axial) and longest + new > stack.context_length:
-            yield f"{longest} {name}{more} tokens exceed the {stack.context_length} learned positions"
+        if longest + new > stack.position_limit:
+            yield f"{longest} {name}{more} tokens exceed the {stack.position_limit} learned positions"

@@ -84,8 +84,12 @@ def score(
 
     Raises ConfigError as `generate` does, and for an empty continuation.
     """
-    if len(prompts) != len(continuations) or not all(map(len, continuations)):
-        raise ConfigError(f"score: {len(prompts)} prompts need as many continuations, none of them empty")
+    if len(prompts) != len(continuations) or not all(map(len, (*prompts, *continuations))):
+        raise ConfigError(f"score: {len(prompts)} prompts need as many continuations; no prompt or continuation may be empty")
+    vocabulary = models.last_stack(config).vocab_size
+    for *_, last in continuations:  # `open_model` checks what is read, which is all but this
+        if not 0 <= last < vocabulary:
+            raise ConfigError(f"score: token {last} is outside the vocabulary of {vocabulary}")
     texts = [[*prompt, *new] for prompt, new in zip(prompts, continuations, strict=True)]
     model = open_model(config, params, [text[:-1] for text in texts], None, sources, dtype)
     rows, found = min(rows, 1 << (len(texts) - 1).bit_length()), []

@@ -13,8 +13,8 @@ from jaxformer import models
 from jaxformer.decoding.cache import Cache
 from jaxformer.models import EncoderDecoder, ModelConfig, block
 from jaxformer.models.stacks import scan
-from jaxformer.ops.einsum import StoredWeight, int8_scale, int8_weight
-from jaxformer.params import Spec, Tree
+from jaxformer.ops.einsum import StoredWeight, int8_weight, to_int8
+from jaxformer.params import Spec, Tree, map_with_name, paths
 from jaxformer.sharding import is_split
 
 
@@ -48,10 +48,10 @@ def round_to_int8(spec: Tree, params: Tree) -> Tree:
         if not summed or "expert" in spec.axes:
             return leaf
         axes = tuple(i for i, axis in enumerate(spec.axes) if axis in summed)
-        scale = int8_scale(leaf, axes)
-        return (jnp.round(leaf / scale) * scale).astype(leaf.dtype)
+        values, scale = to_int8(leaf, axes)
+        return (values * scale).astype(leaf.dtype)
 
-    return jax.tree.map(rounded, spec, params)
+    return _map_declared(rounded, spec, params)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))  # two equal `partial`s differ: one of them as argument would compile anew
@@ -65,10 +65,16 @@ def _prepare(config, store: Callable, option, params):
 def _prepare_stack(config: ModelConfig, store, params: Tree, source_width: int | None = None) -> Tree:
     slots = [block.spec(config, mixer, source_width) for mixer in scan.pattern(config)]
     layers = scan.unstacked(config, params["layers"])
-    tree = {name: part for name, part in params.items() if name != "layers"}
-    spec = {name: part for name, part in models.transformer.spec(config, source_width).items() if name in tree}
-    tree |= jax.tree.map(store, spec, {name: tree[name] for name in spec})
+    spec = models.transformer.spec(config, source_width)
+    models.transformer.check_params({name: part for name, part in spec.items() if name != "heads"}, params)
+    tree = _map_declared(store, spec, {name: part for name, part in params.items() if name != "layers"})
     return tree | {"layers": tuple(jax.tree.map(store, slots[i % len(slots)], layer) for i, layer in enumerate(layers))}
+
+
+def _map_declared(function: Callable, spec: Tree, params: Tree) -> Tree:
+    """function(spec, leaf) of each leaf that the spec has. Others, heads of another use of the stack, stay as they are."""
+    declared = paths(spec)
+    return map_with_name(lambda path, leaf: function(declared[path], leaf) if path in declared else leaf, params)
 
 
 def _cast(dtype, spec: Spec, leaf: Array) -> Array:

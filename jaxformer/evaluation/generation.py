@@ -12,7 +12,6 @@ from jaxformer.data.sources import Question
 from jaxformer.decoding import Beams, Sampling, generate, search
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.metric import Evaluation
-from jaxformer.models.config import Learned
 
 Score = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]  # (answers, references) -> scores
 
@@ -73,9 +72,7 @@ def answers(
 
 def room_for(model: Any, max_tokens: int, prompts: Sequence[Sequence[int]]) -> int:
     """How many tokens may follow the prompts: not more than learned positions are left."""
-    stack = models.last_stack(model)
-    left = stack.context_length - max(map(len, prompts))
-    return min(max_tokens, left) if isinstance(stack.positions, Learned) else max_tokens
+    return min(max_tokens, models.last_stack(model).position_limit - max(map(len, prompts)))
 
 
 def continuation(decode: Callable[[list[int]], str], prompt: Sequence[int], new: Sequence[int]) -> str:

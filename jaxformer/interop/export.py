@@ -37,15 +37,16 @@ def save(
 ) -> None:  # fmt: skip
     """Writes `forward(params, tokens, *inputs) -> logits` (hidden states if there are no heads) into the folder `path`.
 
-    An encoder-decoder takes (tokens, source), a vision model images. `inputs` names more [B, T] arrays of integers, of
-    OPTIONAL_INPUTS. `batch=None` and `length=None` allow any size up to `context_length`, with attention in O(T^2) memory; a
+    An encoder-decoder takes (tokens, source), a vision model images; a source may be images, too. `inputs` names more [B, T]
+    arrays of integers, of OPTIONAL_INPUTS. `batch=None` and `length=None` allow any size up to `context_length`, with attention in O(T^2) memory; a
     fixed length above 512 uses the blockwise kernel. The program can be differentiated `vjp_order` times.
     """
     if wrong := mismatch(models.spec(config), params):
         raise ConfigError(f"{path}: the parameters are not those of the config: {wrong}")
     if unknown := [name for name in platforms if name not in PLATFORMS]:
         raise ConfigError(f"platforms={tuple(platforms)}: expected some of {', '.join(PLATFORMS)} ({unknown})")
-    allowed = OPTIONAL_INPUTS if isinstance(config, EncoderDecoder) else OPTIONAL_INPUTS[:-1]
+    reads_source = isinstance(config, EncoderDecoder) and not isinstance(config.encoder.embedding, Patches)
+    allowed = OPTIONAL_INPUTS if reads_source else OPTIONAL_INPUTS[:-1]
     if unknown := [name for name in inputs if name not in allowed or isinstance(models.last_stack(config).embedding, Patches)]:
         raise ConfigError(f"inputs={unknown}: expected some of {', '.join(allowed)}, for a model of tokens")
     leaves = paths(params)
@@ -89,15 +90,20 @@ def _forward(config, names: tuple[str, ...], leaves: dict[str, Array], first: Ar
 
 def _arguments(config, batch, length, inputs, dtype) -> dict[str, jax.ShapeDtypeStruct]:
     """The arguments of the program after the parameters, in order."""
-    stack = models.last_stack(config)
-    lengths = {} if isinstance(stack.embedding, Patches) else {"t": stack.context_length}
+    stacks = {"tokens": models.last_stack(config)}
     if isinstance(config, EncoderDecoder):
-        lengths["s"] = config.encoder.context_length
+        stacks["source"] = config.encoder
+    lengths = {name[0]: stack.context_length for name, stack in stacks.items() if not isinstance(stack.embedding, Patches)}
     limits = [] if length else [f"{name} {limit}" for name, most in lengths.items() for limit in (f"<= {most}", ">= 1")]
     sizes = ["b" if batch is None else str(batch), *(str(length) if length else name for name in lengths)]
     b, *rest = export.symbolic_shape(", ".join(sizes), constraints=limits)
-    images, integers = {}, dict(zip(("tokens", "source"), rest, strict=False))
-    if isinstance(stack.embedding, Patches):
-        images["images"] = jax.ShapeDtypeStruct((b, *stack.embedding.image, stack.embedding.channels), dtype)
-    integers |= {name: rest[name.startswith("source")] for name in inputs}
-    return images | {name: jax.ShapeDtypeStruct((b, size), np.int32) for name, size in integers.items()}
+    size = dict(zip(lengths, rest, strict=True))
+    arguments = {}
+    for name, stack in stacks.items():
+        if isinstance(patches := stack.embedding, Patches):
+            image = jax.ShapeDtypeStruct((b, *patches.image, patches.channels), dtype)
+            arguments["images" if name == "tokens" else name] = image
+        else:
+            arguments[name] = jax.ShapeDtypeStruct((b, size[name[0]]), np.int32)
+    letters = {name: "s" if name.startswith("source") else "t" for name in inputs}
+    return arguments | {name: jax.ShapeDtypeStruct((b, size[letter]), np.int32) for name, letter in letters.items()}

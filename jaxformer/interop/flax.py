@@ -15,7 +15,7 @@ from jaxformer import models, params
 from jaxformer.errors import ConfigError
 from jaxformer.masks import full, rules
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
-from jaxformer.models.config import Learned, Sinusoidal
+from jaxformer.models.config import Axial, Learned, Sinusoidal
 from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput, Mixer, MixerOutput
 from jaxformer.params import Spec, Tree, mismatch
 
@@ -128,7 +128,7 @@ class FlaxMixer:
         unused = {
             "attention_softcap": config.attention_softcap is not None, "attention_scale": config.score_scale is not None,
             "attention_dropout_rate": config.attention_dropout_rate != 0,
-            "positions": not isinstance(config.positions, Learned | Sinusoidal | None),
+            "positions": not isinstance(config.positions, Learned | Sinusoidal | Axial | None),
         }  # fmt: skip
         for field in (field for field, is_set in unused.items() if is_set):
             advice = "build it into the layer, or use models.mixers.attention (mixer=None)"

@@ -310,7 +310,9 @@ def segments(q: Int[Array, "B T"], kv: Int[Array, "B S"] | None = None) -> Mask:
 
     With two arrays (cross-attention) both sides count from 0, whatever their lengths.
     """
-    return Mask(rules.segments, arrays=(q, q if kv is None else kv), offset=None if kv is None else 0)
+    # one array for both sides: as two arguments of jit, nobody could tell that they are equal
+    arrays = (q,) if kv is None or kv is q else (q, kv)
+    return Mask(rules.segments, arrays=arrays, offset=None if kv is None else 0)
 
 
 def lengths(q: Int[Array, " B"] | None = None, kv: Int[Array, " B"] | None = None) -> Mask:

@@ -125,7 +125,7 @@ def _draw(count, seed, n):
 
 
 def segments(mask, q, kv):
-    q_ids, kv_ids = lookup(mask.arrays[0], q), lookup(mask.arrays[1], kv)
+    q_ids, kv_ids = lookup(mask.arrays[0], q), lookup(mask.arrays[-1], kv)
     return (q_ids == kv_ids) & (kv_ids != 0)
 
 
@@ -151,7 +151,7 @@ def segment_ids(parts, q, kv):
     for side, positions in enumerate((q, kv)):
         ids = jnp.ones((1, len(positions)), jnp.int32)
         for part in parts:
-            array = part.arrays[side]
+            array = part.arrays[-side]  # the first or the last: `segments` of one sequence has one array
             if part.rule is segments:
                 ids = jnp.where(ids == 0, 0, lookup(array, positions[None]))
             elif array is not None:

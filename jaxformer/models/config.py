@@ -3,9 +3,10 @@
 import itertools
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_origin
 
 from jaxformer.config import execution
 from jaxformer.errors import ConfigError
@@ -13,6 +14,20 @@ from jaxformer.masks import Mask, causal
 from jaxformer.models.mup import MuP
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.ops.positions import Rope
+
+
+def unknown_words(config: Any) -> Iterator[str]:
+    """One line for each field of a dataclass that is declared `Literal[...]` and holds another word."""
+    for field in fields(config):
+        word, words = getattr(config, field.name), get_args(field.type)
+        if get_origin(field.type) is Literal and word not in words:
+            yield f"{field.name}={word!r}: expected one of {', '.join(words)}"
+
+
+def check_words(config: Any) -> None:
+    """The `__post_init__` of a dataclass that refuses unknown words."""
+    for problem in unknown_words(config):
+        raise ConfigError(f"{type(config).__name__}.{problem}")
 
 
 @dataclass(frozen=True)
@@ -28,6 +43,8 @@ class Sinusoidal:
 
     layout: Literal["interleaved", "half"] = "interleaved"  # sines and cosines in turn, or sines first
     spacing: Literal["paper", "tensor2tensor"] = "paper"  # of the frequencies
+
+    __post_init__ = check_words
 
 
 @dataclass(frozen=True)
@@ -103,6 +120,8 @@ class Classification:
     name: str = "classification"  # key of its parameters and of its output
     pooler_width: int | None = None  # None: as wide as what it reads
 
+    __post_init__ = check_words
+
 
 @dataclass(frozen=True)
 class TokenClassification:
@@ -155,12 +174,14 @@ class ModelConfig:
     unroll: int | None = execution(None)  # layers of one scan step, num_layers: no scan; None: the fastest on the platform
 
     def __post_init__(self):
-        for problem in itertools.chain(_wrong_sizes(self), _wrong_words(self), _wrong_masks(self.masks)):
+        for problem in itertools.chain(_wrong_sizes(self), _wrong_words(self), unknown_words(self), _wrong_masks(self.masks)):
             raise ConfigError(f"model.{problem}")
 
     kv_heads = property(lambda self: self.num_kv_heads or self.num_heads)
     head_size = property(lambda self: self.head_width or self.d_model // self.num_heads)
     ff_width = property(lambda self: self.d_ff or 4 * self.d_model)
+    # how many positions there are: rows of a trained table, or no end of them
+    position_limit = property(lambda self: self.context_length if isinstance(self.positions, Learned | Axial) else sys.maxsize)
     std = property(lambda self: getattr(self.init_std, "init_std", self.init_std))  # of initial values, at the base of a MuP
     # of what the heads read: D, or 2 D of a reversible stack that gives both streams
     hidden_width = property(lambda self: self.d_model * getattr(self.stack, "streams", 1))
@@ -189,6 +210,9 @@ def _wrong_sizes(config: ModelConfig) -> Iterator[str]:
     for name in ("dropout_rate", "attention_dropout_rate"):
         if not 0 <= getattr(c, name) < 1:
             yield f"{name}={getattr(c, name)}: must be in [0, 1)"
+    for name in ("attention_softcap", "logit_softcap"):
+        if getattr(c, name) is not None and not 0 < getattr(c, name) < math.inf:
+            yield f"{name}={getattr(c, name)}: must be above 0 and finite, or None"
     if c.head_width is None and c.d_model % c.num_heads:
         yield (f"num_heads={c.num_heads} does not divide model.d_model={c.d_model}; choose a divisor or set model.head_width")
     if c.num_heads % c.kv_heads:
@@ -219,10 +243,6 @@ def _wrong_words(config: ModelConfig) -> Iterator[str]:
         name = getattr(head, field, None)
         if name is not None and name not in ACTIVATIONS:
             yield f"heads: {field}={name!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
-    for name in ("norm", "norm_placement", "remat"):
-        choices = get_args(ModelConfig.__annotations__[name])
-        if getattr(config, name) not in choices:
-            yield f"{name}={getattr(config, name)!r}: expected one of {', '.join(choices)}"
 
 
 def _wrong_masks(patterns) -> Iterator[str]:

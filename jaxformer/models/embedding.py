@@ -64,12 +64,9 @@ def embed(config: ModelConfig, params, inputs, positions, token_types=None, dtyp
         dtype = dtype or params["patches"]["kernel"].dtype
         x = _embed_images(config, params, inputs.astype(dtype), masked)
     else:
-        dtype = dtype or getattr(params["tokens"], "dtype", jnp.float32)
         table = params["tokens"]
-        if isinstance(table, StoredWeight):
-            x = table.rows(inputs, dtype)
-        else:  # NaN for tokens outside the table
-            x = _rows(table, inputs)
+        dtype = dtype or getattr(table, "dtype", jnp.float32)
+        x = table.rows(inputs, dtype) if isinstance(table, StoredWeight) else _rows(table, inputs)
         x = x * config.embedding.scale
         if config.embedding.token_types:
             types = jnp.zeros_like(inputs) if token_types is None else token_types

@@ -72,7 +72,7 @@ def logits(config: ModelConfig, head: LanguageModel, params: Tree, hidden: Float
     """`[B, T, V]`: the product of `unembedding`, after the softcap."""
     hidden, kernel, bias = unembedding(config, head, params, hidden, table)
     found = ops.einsum("btd,vd->btv", hidden, kernel, dtype=_wide(hidden))
-    found = with_logical_constraint(found if bias is None else add_bias(found, bias), "batch", "length", "vocab")
+    found = with_logical_constraint(add_bias(found, bias), "batch", "length", "vocab")
     cap = config.logit_softcap
     return found if cap is None else cap * jnp.tanh(found / cap)
 

@@ -13,7 +13,7 @@ from jaxformer import ops, params
 from jaxformer.masks import Mask
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.intermediates import NOTHING, Tap
-from jaxformer.ops.einsum import add_bias, float32_gradient
+from jaxformer.ops.einsum import add_bias, in_float32
 from jaxformer.params import Tree
 
 
@@ -119,10 +119,10 @@ def residual_std(config: ModelConfig) -> float:
 def linear(spec: str, x: Float[Array, "..."], params: Tree, dtype=None, operand_dtype=None) -> Float[Array, "..."]:
     """The product with the kernel, and the bias if there is one. The dtypes are those of `ops.einsum`."""
     y = ops.einsum(spec, x, params["kernel"], dtype, operand_dtype=operand_dtype)
-    return add_bias(y, params["bias"]) if "bias" in params else y
+    return add_bias(y, params.get("bias"))
 
 
 def linear_maps(spec: str, x: Float[Array, "..."], maps: dict[str, Tree]) -> dict[str, Float[Array, "..."]]:
-    """`linear` with several parameters of one x, whose gradient is added up in float32 (`float32_gradient`)."""
-    wide = float32_gradient(x)
+    """`linear` with several parameters of one x, whose gradient is added up in float32 (`in_float32`)."""
+    wide = in_float32(x)
     return {name: linear(spec, wide, params, x.dtype, x.dtype) for name, params in maps.items()}

@@ -16,7 +16,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask
 from jaxformer.masks.rules import lookup
 from jaxformer.models import block as blocks, embedding, heads
-from jaxformer.models.config import Axial, Learned, ModelConfig, Patches
+from jaxformer.models.config import ModelConfig, Patches
 from jaxformer.models.intermediates import tap
 from jaxformer.models.layer import Context, Layers, Source
 from jaxformer.models.mup import MuP
@@ -119,9 +119,9 @@ def check_inputs(config: ModelConfig, inputs: Inputs) -> None:
         raise ConfigError("apply: `lengths` go with a cache; without one, segment_ids=0 marks padding")
     if inputs.cache is not None and inputs.segment_ids is not None:
         raise ConfigError("apply: a cache keeps one text a row; give `lengths` [B] instead of segment_ids")
-    table = isinstance(config.positions, Learned | Axial) and inputs.positions is None and inputs.segment_ids is None
-    if table and inputs.lengths is None and config.context_length < T:
-        raise ConfigError(f"{T} tokens do not fit the {config.context_length} learned positions (model.context_length)")
+    counted = inputs.positions is None and inputs.segment_ids is None and inputs.lengths is None
+    if counted and config.position_limit < T:
+        raise ConfigError(f"{T} tokens do not fit the {config.position_limit} learned positions (model.context_length)")
 
 
 def output_axes(path: str, leaf) -> tuple[str | None, ...]:

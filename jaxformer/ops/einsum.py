@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int8
 
 from jaxformer.sharding import alike, auto_axes, mesh_axes, psum, reduce_scatter
 
@@ -31,22 +31,23 @@ class StoredWeight:
     ndim = property(lambda self: len(self.order))
 
     def rows(self, index: Int[Array, "..."], dtype) -> Float[Array, "... D"]:
-        """Rows of a table [V, D], which a look-up reads."""
+        """Rows of a table [V, D], which a look-up reads; NaN outside it."""
+        index = jnp.where(index < 0, len(self.values), index)  # jnp.take would count negative ones from the end
         rows = jnp.take(self.values, index, axis=0).astype(dtype)
-        return rows if self.scale is None else rows * self.scale[index][..., None].astype(dtype)
+        return rows if self.scale is None else rows * jnp.take(self.scale, index)[..., None].astype(dtype)
 
 
-def int8_scale(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
-    """max |x| / 127 over these axes, which stay with size 1: what x is divided by to fit 8 bits, in float32."""
-    return jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(jnp.float32), 1e-30) / 127
+def to_int8(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
+    """x as values * scale: values in 8 bits, and max |x| / 127 over these axes, which stay with size 1, in float32."""
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(jnp.float32), 1e-30) / 127
+    return jnp.round(x / scale).astype(jnp.int8), scale
 
 
 def int8_weight(w: Float[Array, "..."], order: tuple[int, ...], summed: int) -> StoredWeight:
     """w in 8 bits, with a scale max |w| / 127 for each output channel; the last `summed` axes of `order` are summed over."""
-    w = w.transpose(order)
     axes = tuple(range(w.ndim - summed, w.ndim))
-    scale = int8_scale(w, axes)
-    return StoredWeight(jnp.round(w / scale).astype(jnp.int8), order, scale.squeeze(axes))
+    values, scale = to_int8(w.transpose(order), axes)
+    return StoredWeight(values, order, scale.squeeze(axes))
 
 
 Weight = Float[Array, "..."] | StoredWeight
@@ -90,8 +91,8 @@ def _stored_product(spec: str, x: Array, w: StoredWeight) -> Array:
         tuple(n for n, axis in zip(shape, axes, strict=True) if axis not in summed)
         for shape, axes in ((x.shape, x_axes), (w.values.shape, [w_axes[i] for i in w.order]))
     )
-    x = x.reshape(math.prod(rows), -1)
-    values = w.values.reshape(-1, x.shape[1])
+    values = w.values.reshape(math.prod(columns), -1)
+    x = x.reshape(math.prod(rows), values.shape[1])
     if w.scale is None:
         y = _lines_product(x, values.astype(x.dtype))
     else:
@@ -147,17 +148,19 @@ def _backward(spec, narrow, dtype, dtypes, residuals, g):
 _product.defvjp(_forward, _backward)
 
 
-def float32_gradient(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x in float32 or better, for several products that round it back to x's precision.
+def in_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x in float32 or better.
 
-    The gradients of x are added in float32, before they are rounded. On a mesh that splits the weights their sum needs one
-    all-reduce; rounded first, each needs its own.
+    Several products may round it back to x's precision: then the gradients of x are added in float32, before they are
+    rounded. On a mesh that splits the weights their sum needs one all-reduce; rounded first, each needs its own.
     """
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x + bias over x's last axes, in x's precision; the bias's gradient is summed in float32 or better."""
+def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."] | None) -> Float[Array, "..."]:
+    """x + bias over x's last axes, in x's precision (None: x); the bias's gradient is summed in float32 or better."""
+    if bias is None:
+        return x
     # Broadcast before it is rounded: the other way round, autodiff would sum the cotangents of all tokens in bfloat16, which
     # stops growing after some thousand of them.
     wide = jnp.broadcast_to(bias.astype(jnp.promote_types(x.dtype, jnp.float32)), x.shape)

@@ -9,24 +9,24 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxformer.ops.einsum import Weight, add_bias, einsum, float32_gradient
+from jaxformer.ops.einsum import Weight, add_bias, einsum, in_float32
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """x Phi(x), by erf and in float32. Hendrycks & Gimpel 2016, arXiv:1606.08415."""
-    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = in_float32(x)
     return (0.5 * y * (1 + jax.lax.erf(y * math.sqrt(0.5)))).astype(x.dtype)
 
 
 def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 = x sigmoid(2 sqrt(2 / pi) (...)), in float32. As `gelu`."""
-    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = in_float32(x)
     return (y * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (y + 0.044715 * y**3))).astype(x.dtype)
 
 
 def laplace(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """(1 + erf((x - mu) / (sigma sqrt 2))) / 2, near relu(x)^2 and bounded. Ma et al. 2022, arXiv:2209.10655, eq. 16."""
-    y = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) - 0.707107) / (0.282095 * math.sqrt(2))
+    y = (in_float32(x) - 0.707107) / (0.282095 * math.sqrt(2))
     return (0.5 * (1 + jax.lax.erf(y))).astype(x.dtype)
 
 
@@ -60,8 +60,8 @@ def mlp(
     down_bias: Float[Array, " D"] | None = None, edit: Callable = lambda hidden: hidden,
 ) -> Float[Array, "B T D"]:  # fmt: skip
     """activation(x up + b_up) down + b_down. Vaswani et al. 2017, arXiv:1706.03762, eq. 2. `edit`: of what `down` reads."""
-    hidden = activated(activation, _add(einsum("btd,df->btf", x, up), up_bias))
-    return _add(einsum("btf,fd->btd", edit(hidden), down), down_bias)
+    hidden = activated(activation, add_bias(einsum("btd,df->btf", x, up), up_bias))
+    return add_bias(einsum("btf,fd->btd", edit(hidden), down), down_bias)
 
 
 def glu(
@@ -70,9 +70,9 @@ def glu(
     down_bias: Float[Array, " D"] | None = None, edit: Callable = lambda hidden: hidden,
 ) -> Float[Array, "B T D"]:  # fmt: skip
     """(activation(x gate + b_gate) * (x up + b_up)) down + b_down. Shazeer 2020, arXiv:2002.05202, eq. 6."""
-    wide, product = float32_gradient(x), partial(einsum, "btd,df->btf", dtype=x.dtype, operand_dtype=x.dtype)
-    hidden = activated(activation, _add(product(wide, gate), gate_bias), _add(product(wide, up), up_bias))
-    return _add(einsum("btf,fd->btd", edit(hidden), down), down_bias)
+    wide, product = in_float32(x), partial(einsum, "btd,df->btf", dtype=x.dtype, operand_dtype=x.dtype)
+    hidden = activated(activation, add_bias(product(wide, gate), gate_bias), add_bias(product(wide, up), up_bias))
+    return add_bias(einsum("btf,fd->btd", edit(hidden), down), down_bias)
 
 
 # the gated layers of Shazeer 2020 by name: `swiglu(x, gate, up, down)`
@@ -80,7 +80,3 @@ swiglu = partial(glu, activation=jax.nn.silu)
 geglu = partial(glu, activation=gelu)
 reglu = partial(glu, activation=jax.nn.relu)
 bilinear = partial(glu, activation=ACTIVATIONS["identity"])
-
-
-def _add(x, bias):
-    return x if bias is None else add_bias(x, bias)

@@ -10,7 +10,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Integer
 
-from jaxformer.ops.einsum import add_bias, einsum
+from jaxformer.ops.einsum import add_bias, einsum, in_float32
 from jaxformer.sharding import (
     all_gather_weight,
     auto_axes,
@@ -55,7 +55,7 @@ def cross_entropy(
 
 
 def _cross_entropy(logits, labels, weights, label_smoothing: float, z_loss: float) -> TokenSums:
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = in_float32(logits)
     weights = weights.astype(logits.dtype)
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # uint8 does not hold every V
     V = logits.shape[-1]
@@ -107,8 +107,8 @@ def projected_cross_entropy(
     `softcap` c maps a logit l to c tanh(l / c). On a mesh each device has its own tokens and its part of the vocabulary.
     """
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
-    options = _Options(chunk, softcap, label_smoothing, z_loss)
-    return _projected(options, _Tokens(hidden, labels, weights), _Head(head, bias))
+    options, tokens = _Options(chunk, softcap, label_smoothing, z_loss), _Tokens(hidden, labels, weights)
+    return _projected(options, tokens, _Head(head, bias)) if labels.size else _zero_sums(tokens)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -214,8 +214,7 @@ def _logits(dtype, hidden, head: _Head):
     """hidden head^T + bias in float32 or better, of operands that are rounded to `dtype`."""
     wide = jnp.promote_types(dtype, jnp.float32)
     logits = einsum("btd,vd->btv", hidden, head.kernel, dtype=wide, operand_dtype=dtype)
-    logits = logits if head.bias is None else add_bias(logits, head.bias)
-    return with_logical_constraint(logits, "batch", "length", "vocab")
+    return with_logical_constraint(add_bias(logits, head.bias), "batch", "length", "vocab")
 
 
 def _chunk_loss(options: _Options, chunk: _Tokens, logits) -> tuple[Array, TokenSums]:

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from jaxformer.ops.einsum import einsum
+from jaxformer.ops.einsum import einsum, in_float32
 from jaxformer.ops.feedforward import activated
 from jaxformer.sharding import (
     PARAMETERS,
@@ -32,6 +32,8 @@ from jaxformer.sharding import (
 
 LANES = 128  # of a TPU: rows of a block that its kernel takes
 ADD, SET, ZERO = 1, 2, 3  # what that kernel does with a tile of a sum
+
+Outputs = tuple[Float[Array, "N D"], Int[Array, ""]]  # the experts' weighted sum of each token; how many choices had a row
 
 
 class Routing(NamedTuple):
@@ -56,7 +58,7 @@ def route(logits: Float[Array, "*batch E"], top_k: int, normalise: bool = True) 
 
     With it this is Mixtral (section 2.1), without it Switch (eq. 2). Of equal ones the first expert wins.
     """
-    probabilities = jax.nn.softmax(_wide(logits), axis=-1)
+    probabilities = jax.nn.softmax(in_float32(logits), axis=-1)
     weights, experts = lax.top_k(probabilities, top_k)
     if normalise:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -140,7 +142,8 @@ def mixture(
 def _on_device(split: Split, activation, top_k, normalise, capacity, device_capacity, x, router, gate, up, down, real):
     """`mixture` on one device: its tokens `[B, T, D]`, and its experts, with D and F as they are split."""
     (B, T, D), E = x.shape, router.shape[1]
-    logits = einsum("btd,de->bte", _wide(x), router)
+    capacity = capacity if x.size else 0.0  # without tokens, blocks have no size and collectives nothing to gather
+    logits = einsum("btd,de->bte", in_float32(x), router)
     routing = route(logits, top_k, normalise)
     chosen = jnp.where(real[:, :, None], routing.experts, E).reshape(B * T, top_k).T
     # a token takes no expert twice; the small number is for products like 1.1 x 10, which are not 11 in floating point
@@ -158,38 +161,29 @@ def _on_device(split: Split, activation, top_k, normalise, capacity, device_capa
         rows = math.ceil(device_capacity * top_k * seen - 1e-9)
     match split.experts, tokens_split, room:
         case (), _, _:
-            out = local(choices, experts, E, room)
+            out, served = local(choices, experts, E, room)
         case axes, True, int(length):
-            out = all_to_all(choices, experts, E, length, axes)
+            out, served = all_to_all(choices, experts, E, length, axes)
         case axes, _, _:
-            out = gather_scatter(choices, experts, E, room, axes, tokens_split, rows)
+            out, served = gather_scatter(choices, experts, E, room, axes, tokens_split, rows)
     out = psum(out, split.mlp).reshape(B, T, D)
-    lost = _lost(split, chosen, E, room, rows)
-    return out, _statistics(split, logits, routing, chosen, real, lost)
+    # of the choices that a device gathered, each is served by one device at most
+    served = lax.psum(served, tuple(dict.fromkeys(split.batch + split.length + split.experts)))
+    return out, _statistics(split, logits, routing, chosen, real, served)
 
 
-def _lost(split: Split, chosen, E: int, room: int | None, rows: int | None):
-    """How many choices have no room with their expert, or no row on its device; of the tokens of all devices."""
-    sizes, tokens = _sizes(chosen, E), split.batch + split.length
-    if room is None and rows is not None:
-        seen = [name for name in split.experts if name in tokens]  # devices that gather each other's tokens
-        sizes = lax.psum(sizes, seen).reshape(lax.axis_size(split.experts), -1).sum(axis=1)
-        room, tokens = rows, [name for name in tokens if name not in seen]
-    return lax.psum(jnp.zeros((), int) if room is None else jnp.sum(jnp.maximum(sizes - room, 0)), tokens)
-
-
-def _statistics(split: Split, logits, routing: Routing, chosen, real, dropped) -> RoutingStatistics:
+def _statistics(split: Split, logits, routing: Routing, chosen, real, served) -> RoutingStatistics:
     total = lambda a: lax.psum(a, split.batch + split.length)
     sizes, top_k = _sizes(chosen, logits.shape[-1]), chosen.shape[0]
     asked = total(jnp.sum(sizes))
     fraction = total(sizes).astype(logits.dtype) * top_k / jnp.maximum(asked, 1)
     probability = _mean(routing.probabilities, real, total)
     z = _mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), real, total)
-    return RoutingStatistics(fraction, probability, dropped.astype(logits.dtype) / jnp.maximum(asked, 1), z)
+    return RoutingStatistics(fraction, probability, (asked - served).astype(logits.dtype) / jnp.maximum(asked, 1), z)
 
 
-def local(choices: Choices, experts: Experts, E: int, room: int | None, rows: int | None = None) -> Float[Array, "N D"]:
-    """The weighted sums of what these experts compute of the tokens, on this device. E is the number of all experts.
+def local(choices: Choices, experts: Experts, E: int, room: int | None, rows: int | None = None) -> Outputs:
+    """What these experts compute of the tokens, on this device. E is the number of all experts.
 
     Each takes at most `room` choices, or all together at most `rows`.
     """
@@ -202,7 +196,7 @@ def local(choices: Choices, experts: Experts, E: int, room: int | None, rows: in
     return _combine(table, experts(product, _take(choices.tokens, table.tokens)), choices)
 
 
-def all_to_all(choices: Choices, experts: Experts, E: int, room: int, axes) -> Float[Array, "N D"]:
+def all_to_all(choices: Choices, experts: Experts, E: int, room: int, axes) -> Outputs:
     """Tokens travel to the devices of their experts, a bucket of `room` rows an expert, and the outputs back.
 
     Each way moves E C D numbers, C = ceil(capacity top_k n / E) for the n tokens of a device, a group (GShard, section 3.2).
@@ -213,7 +207,7 @@ def all_to_all(choices: Choices, experts: Experts, E: int, room: int, axes) -> F
     return _combine(table, outputs, choices)
 
 
-def gather_scatter(choices: Choices, experts: Experts, E: int, room, axes, tokens_split: bool, rows) -> Float[Array, "N D"]:
+def gather_scatter(choices: Choices, experts: Experts, E: int, room, axes, tokens_split: bool, rows) -> Outputs:
     """Each device computes its experts' part of the tokens of all, and the parts are summed.
 
     On P devices P n D numbers are gathered, and scattered. Memory is P n min(top_k, E/P) rows of D and F for any choice, or
@@ -228,12 +222,8 @@ def gather_scatter(choices: Choices, experts: Experts, E: int, room, axes, token
     if rows is not None:
         earlier = jnp.cumsum(chosen.reshape(-1) < here).reshape(chosen.shape)  # this choice included
         chosen = jnp.where(earlier <= rows, chosen, here)
-    out = local(choices._replace(experts=chosen), experts, E, room, rows)
-    return psum_scatter(out, axes, tiled=True) if tokens_split else psum(out, axes)
-
-
-def _wide(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    out, served = local(choices._replace(experts=chosen), experts, E, room, rows)
+    return psum_scatter(out, axes, tiled=True) if tokens_split else psum(out, axes), served
 
 
 def _mean(x, real, total):
@@ -270,9 +260,10 @@ def _take(x: Float[Array, "N D"], rows: Int[Array, "..."]) -> Float[Array, "... 
     return x.at[rows].get(mode="fill", fill_value=0)
 
 
-def _combine(table: _Table, y: Float[Array, "count length D"], choices: Choices) -> Float[Array, "N D"]:
-    wide = _wide(_take(y.reshape(-1, y.shape[-1]), table.rows))  # [top_k, N, D]
-    return jnp.sum(wide * choices.weights[:, :, None].astype(wide.dtype), axis=0).astype(choices.tokens.dtype)
+def _combine(table: _Table, y: Float[Array, "count length D"], choices: Choices) -> Outputs:
+    wide = in_float32(_take(y.reshape(-1, y.shape[-1]), table.rows))  # [top_k, N, D]
+    sums = jnp.sum(wide * choices.weights[:, :, None].astype(wide.dtype), axis=0)
+    return sums.astype(choices.tokens.dtype), jnp.sum(table.rows < table.tokens.size)
 
 
 def _buckets(experts: Int[Array, "top_k N"], E: int, room: int) -> _Table:

@@ -155,17 +155,15 @@ def that_see(folder: Path) -> Group:
     alone = Group(0, 1, lambda function: function(), lambda: None)
     if jax.process_count() == 1:
         return alone
-    name = first(lambda: _new_file(folder))
+    name = first(lambda: _new_folder(folder))
     seen = all(all_gather_object((folder / name).exists()))
-    first((folder / name).unlink)
+    first((folder / name).rmdir)
     return Group(jax.process_index(), jax.process_count(), first, lambda: all_gather_object(None)) if seen else alone
 
 
-def _new_file(folder: Path) -> str:
+def _new_folder(folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=folder)
-    os.close(handle)
-    return os.path.basename(name)
+    return os.path.basename(tempfile.mkdtemp(dir=folder))
 
 
 def run_together(body: Callable[[], int]) -> int:
@@ -215,7 +213,7 @@ class Watchdog(contextlib.AbstractContextManager):
     """
 
     def __init__(self, limit: float | None):
-        self._limit, self._closed, self._steps, self._longest = limit, threading.Event(), 0, 0.0
+        self._closed, self._steps, self._longest = threading.Event(), 0, 0.0
         self._tick, self._ticks = min(2.0, (limit or 0) / 4), 0
         self._step, self._begin, self._patience = -1, 0, 10.0
         if limit is not None:

@@ -5,7 +5,6 @@ TPUs need the libtpu that `jax[tpu]` pins, GPUs the CUDA plugin; `topology.prepa
 
 import math
 import re
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ from jaxformer.data.batching import open_dataset
 from jaxformer.errors import ConfigError
 from jaxformer.planning import topology
 from jaxformer.training.recipe import build
-from jaxformer.training.step import init_state, make_train_step, state_shardings
+from jaxformer.training.step import abstract_state, make_train_step, state_shardings
 
 FAST: Any = {"exec_time_optimization_effort": -1.0}
 # libtpu 0.0.42 ends the process over these on TPU7x (offload_collective_strategies.cc: "Check failed: std::abs(inc)")
@@ -29,6 +28,7 @@ class Traced(NamedTuple):
 
     mesh: Any
     stage: Any  # jax.stages.Traced
+    state: Any  # shapes, split over the mesh
     batch: dict[str, Any]  # shapes
     notes: list[str]
     argument_bytes: int  # of a device, without the compiler's padding
@@ -42,12 +42,12 @@ def trace(experiment: Any, devices: list) -> Traced:
     parallel.check_batch(experiment.mesh, dict(mesh.shape), experiment.batch_size // experiment.accumulation)
     recipe, (shapes, notes) = build(experiment), abstract_batch(experiment)
     places = state_shardings(recipe, mesh)
-    state = jax.tree.map(placed, jax.eval_shape(partial(init_state, recipe)), places)
+    state = abstract_state(recipe, places)
     batch = jax.tree.map(placed, shapes, sharding.batch_sharding(mesh, shapes))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(places, None))
         stage = step.trace(state, batch)
-    return Traced(mesh, stage, shapes, notes, device_bytes((state, batch)))
+    return Traced(mesh, stage, state, shapes, notes, device_bytes((state, batch)))
 
 
 def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -55,8 +55,9 @@ def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes on a device, without the compiler's padding."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Bytes on a device, without the compiler's padding and without what its host holds."""
+    leaves = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != "pinned_host"]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def abstract_batch(experiment: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], list[str]]:

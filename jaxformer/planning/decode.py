@@ -69,9 +69,9 @@ def plan_decode(
     if not config.tie_embeddings:  # rows of the table are looked up
         read.pop("embedding/tokens", None)
     needed = device_bytes(read) + device_bytes(cache) * length // room
-    moved = sum(hlo.traffic(text, sum(width < length for width in widths(room)))) or needed
-    waits, overlapped = roofline.network(exchanges, mesh, chip)
-    seconds = {"memory": moved / chip.bandwidth} | overlapped | waits
+    traffic = hlo.traffic(text, sum(width < length for width in widths(room)))
+    traffic = traffic if any(traffic) else hlo.Traffic(needed, 0.0)
+    seconds = roofline.seconds(0.0, traffic, exchanges, mesh, chip)  # no product is large: memory and network decide
     peak, temporary = (max(size[name], first[name]) for name in ("peak_bytes", "temporary_bytes"))
     split = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "data=1"
     return DecodePlan(
@@ -79,10 +79,10 @@ def plan_decode(
         weight_bytes=device_bytes(weights), cache_bytes=device_bytes(cache), temporary_bytes=temporary, peak_bytes=peak,
         capacity_bytes=int(chip.memory), fits=bool(step and prefill) and peak <= chip.memory,
         donated=bool(step) and step.memory_analysis().alias_size_in_bytes >= 0.99 * device_bytes(cache),
-        needed_bytes=needed, moved_bytes=moved, seconds=seconds,
+        needed_bytes=needed, moved_bytes=sum(traffic), seconds=seconds.parts(),
         collectives=[one._asdict() for one in hlo.by_axes(exchanges, mesh)],
-        tokens_per_second=rows / sum(seconds.values()), bound=rows * chip.bandwidth / needed,
-        kernel=next((kernel for kernel, mark in KERNELS.items() if prefill and mark in prefill.as_text()), "blockwise"),
+        tokens_per_second=rows / seconds.step, bound=rows * chip.bandwidth / needed,
+        kernel=next((kernel for kernel, mark in KERNELS.items() if prefill and mark in (prefill.as_text() or "")), "blockwise"),
         versions=topology.versions(devices[0].platform),
     )  # fmt: skip
 

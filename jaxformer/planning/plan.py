@@ -3,7 +3,6 @@
 import math
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jaxformer.planning import flops, hlo, roofline, topology
 from jaxformer.planning.compile import compile_step, memory_of, trace
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import build
-from jaxformer.training.step import init_state, make_train_step
+from jaxformer.training.step import abstract_state, make_train_step
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def _on_one_device(experiment: Any, batch: dict[str, Any], devices: list) -> flo
     """What the step computes on a single device that is large enough."""
     recipe = build(replace(experiment, mesh=parallel.Mesh(data=1)))
     with jax.sharding.use_abstract_mesh(parallel.make_mesh(recipe.mesh, devices[:1]).abstract_mesh):
-        return flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)
+        return flops.count(make_train_step(recipe), abstract_state(recipe), batch)
 
 
 def table(plan: Plan) -> str:

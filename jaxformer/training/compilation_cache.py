@@ -47,8 +47,8 @@ def write(
 
     The keys tell which devices are the process's own, so processes of one machine share a folder.
     """
-    if host_callbacks:
-        return  # its addresses are those of this start
+    if host_callbacks or compile_time_secs < jax.config.values["jax_persistent_cache_min_compile_time_secs"]:
+        return  # the addresses of callbacks are those of this start
     try:
         compilation_cache.put_executable_and_time(cache_key, module_name, executable, backend, int(compile_time_secs))
     except Exception as error:
@@ -59,16 +59,12 @@ def tidy(folder: Path) -> None:
     """Removes programs that a killed process left torn, which JAX would neither read nor replace, and those long unused."""
     for path in folder.glob("*-cache"):
         with contextlib.suppress(OSError):  # another process removes it
-            read = path.stat().st_atime
-            data = path.read_bytes()
-            torn = data[:1] == b"\x78" and not _is_whole(data)  # zlib's first byte
-            if torn or not data or time.time() - read > UNUSED:
+            read, data = path.stat().st_atime, path.read_bytes()
+            torn = not data
+            try:
+                if data[:1] == b"\x78":  # zlib's first byte
+                    zlib.decompress(data)
+            except zlib.error:
+                torn = True
+            if torn or time.time() - read > UNUSED:
                 path.unlink()
-
-
-def _is_whole(data: bytes) -> bool:
-    try:
-        zlib.decompress(data)
-    except zlib.error:
-        return False
-    return True

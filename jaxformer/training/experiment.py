@@ -16,7 +16,6 @@ from jaxformer.parallel.mesh import Mesh
 from jaxformer.training.objectives import TokenCrossEntropy
 from jaxformer.training.optimizers import AdamW
 from jaxformer.training.schedules import Cosine
-from jaxformer.training.spikes import Spikes
 
 
 def _check_least(config: Any, prefix: str, fields: dict[str, int]) -> None:
@@ -52,6 +51,21 @@ class Sample:
 
     def __post_init__(self):
         _check_least(self, "sample.", {"tokens": 1})
+
+
+@dataclass(frozen=True)
+class Spikes:
+    """A step is bad whose loss or gradient norm is so many `deviations` above the mean of the last `window` good steps.
+
+    Nothing is bad before so many steps were good. Standard deviations, of the losses and of the norms.
+    """
+
+    deviations: float = 6.0  # standard deviations above the mean
+    window: int = 128  # good steps
+
+    def __post_init__(self):
+        if not (self.deviations > 0 and self.window > 1):
+            raise ConfigError(f"{self}: expected deviations above 0 and a window of at least 2 steps")
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def train(
             record.loggers = open_loggers(experiment.loggers, folder.path, folder.path.name, description)
         for line in [*lines, *_facts(experiment, recipe, dataset, start, mesh)]:
             console.say(line)
-        refreshed = None if refresh is None or not processes.is_first() else partial(seldom(harmless(refresh)), folder)
+        refreshed = None if refresh is None or not processes.is_first() else partial(harmless(refresh, share=0.05), folder)
         job = prepare(experiment, recipe, folder, dataset, mesh, refreshed)
         watchdog = stack.enter_context(processes.Watchdog(processes.step_limit()))
         goodput = Goodput(folder.goodput if processes.is_first() else None, began)
@@ -184,32 +184,25 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
     return [*lines, f"resuming after step {start}"] if start else lines
 
 
-def harmless(report: Callable) -> Callable:
-    """The report; when it fails it is dropped with one warning, because no picture stops a run."""
-    failed = []
+def harmless(report: Callable, share: float = 1.0) -> Callable:
+    """The report, left out while its calls have taken more than this share of the time since the first.
+
+    When it fails it is dropped with one warning, because no picture stops a run.
+    """
+    spent, began, failed = 0.0, None, False
 
     def call(*arguments: Any) -> Any:
-        if failed:
+        nonlocal spent, began, failed
+        now = time.monotonic()
+        began = now if began is None else began
+        if failed or spent > share * (now - began):
             return None
         try:
             return report(*arguments)
         except Exception as error:
-            failed.append(error)
-            log.warning("%s failed: %s: %s; the run goes on without it", report.__name__, type(error).__name__, error)
-
-    return call
-
-
-def seldom(report: Callable, share: float = 0.05) -> Callable:
-    """The report, left out while its calls have taken more than this share of the time since the first."""
-    spent, began = 0.0, None
-
-    def call(*arguments: Any) -> Any:
-        nonlocal spent, began
-        now = time.monotonic()
-        began = now if began is None else began
-        if spent <= share * (now - began):
-            report(*arguments)
+            failed, name = True, getattr(report, "__name__", report)
+            log.warning("%s failed: %s: %s; the run goes on without it", name, type(error).__name__, error)
+        finally:
             spent += time.monotonic() - now
 
     return call

@@ -43,7 +43,7 @@ class Record:
 
     def rewind(self, step: int) -> None:
         """Forgets what happened after `step` steps were done: those steps will be done, and logged, again."""
-        self.reached = max((line["step"] for line in self.lines), default=-1) + 1
+        self.reached = steps_done(self.lines)
         self.lines = [r for r in self.lines if r["step"] < step or ("validation_loss" in r and r["step"] <= step)]
         self._write_all()
 
@@ -98,6 +98,11 @@ class Record:
 def read_records(path: epath.PathLike) -> list[dict]:
     """The records of a metrics.jsonl; lines that are none are left out."""
     return _parse(path)[0]
+
+
+def steps_done(records: Sequence[dict]) -> int:
+    """How many steps a run has done: a step's record has its number, counted from 0, an evaluation's how many were done."""
+    return max((record["step"] + ("validation_loss" not in record) for record in records), default=0)
 
 
 def _parse(path: epath.PathLike) -> tuple[list[dict], list[int]]:

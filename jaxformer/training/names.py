@@ -18,8 +18,7 @@ from jaxformer.models.stacks import reversible
 from jaxformer.ops import positions
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.training import augment, corruption, initial, objectives, optimizers, schedules
-from jaxformer.training.experiment import Checkpoints, Sample
-from jaxformer.training.spikes import Spikes
+from jaxformer.training.experiment import Checkpoints, Sample, Spikes
 
 
 def _of(module: ModuleType, names: str) -> dict[str, Any]:

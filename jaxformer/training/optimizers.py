@@ -208,7 +208,8 @@ def freeze(parameters: Tree, frozen: str | None) -> Tree:
 
 def routes(optimizer: Any, spec: Tree, frozen: str | None = None) -> dict[str, str]:
     """For every parameter path, in words, what the optimizer does with it."""
-    has_decay = params.paths(decayed(optimizer, spec)) if getattr(optimizer, "weight_decay", 0) else {}
+    decays = getattr(optimizer, "weight_decay", 0) and hasattr(optimizer, "not_decayed")  # one of the user's own may not say
+    has_decay = params.paths(decayed(optimizer, spec)) if decays else {}
 
     def route(path, leaf):
         if frozen is not None and re.search(frozen, path):

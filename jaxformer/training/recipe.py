@@ -15,7 +15,7 @@ from jaxformer.ops.losses import LossSums
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.params import Tree
 from jaxformer.training import optimizers, rms
-from jaxformer.training.spikes import Spikes
+from jaxformer.training.experiment import Spikes
 
 # of an experiment
 COPIED = "seed", "precision", "accumulation", "gradient_sums", "clip_norm", "ema_decay", "rms", "max_skipped", "spikes"

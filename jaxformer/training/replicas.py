@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from jaxformer.parallel.processes import all_gather_object
 from jaxformer.training.manifest import fingerprint, key_data, named_leaves
@@ -22,9 +22,7 @@ def check(mesh: jax.sharding.Mesh, state: Any, step: int) -> None:
     """Raises Diverged, on all processes, where devices of the mesh hold copies of a leaf that differ in any bit."""
     leaves = leaves_on_devices(state)
     specs = [leaf.sharding.spec for leaf in leaves.values()]
-    places = [
-        NamedSharding(mesh, spec).devices_indices_map(leaf.shape) for leaf, spec in zip(leaves.values(), specs, strict=True)
-    ]
+    places = [leaf.sharding.devices_indices_map(leaf.shape) for leaf in leaves.values()]
     parts = [[str(place[device]) for device in mesh.devices.flat] for place in places]
     compare(mesh, leaves, specs, parts, step)
 

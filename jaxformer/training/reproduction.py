@@ -81,13 +81,16 @@ def bad_rows(leaves: dict[str, Any]) -> dict[str, str]:
 
 
 def out_of_vocabulary(model: Any, batch: dict[str, Any]) -> list[str]:
-    """A line for tokens and labels that the model does not have."""
-    size = getattr(models.last_stack(model), "vocab_size", None) if models.is_config(model) else None
+    """A line for tokens, labels and source tokens that the model does not have."""
+    size = models.last_stack(model).vocab_size if models.is_config(model) else None
+    sizes = {"tokens": size, "labels": size}
+    if isinstance(model, models.EncoderDecoder):
+        sizes["source"] = model.encoder.vocab_size
+    outside = jax.jit(lambda tokens, size: ((tokens < 0) | (tokens >= size)).any(tuple(range(1, tokens.ndim))))
     lines = []
-    for name in ("tokens", "labels"):
-        if size is not None and name in batch and jnp.issubdtype(batch[name].dtype, jnp.integer) and batch[name].ndim > 1:
-            outside = jax.jit(lambda tokens: ((tokens < 0) | (tokens >= size)).any(tuple(range(1, tokens.ndim))))(batch[name])
-            rows = np.flatnonzero(jax.device_get(outside))
+    for name, size in sizes.items():
+        if size and name in batch and jnp.issubdtype(batch[name].dtype, jnp.integer) and batch[name].ndim > 1:
+            rows = np.flatnonzero(jax.device_get(outside(batch[name], size)))
             if len(rows):
                 lines.append(f"batch: {name} outside of the vocabulary of {size} in {rows_text(rows, batch[name].shape)}")
     return lines

@@ -21,7 +21,6 @@ from jaxformer.evaluation.generation import answers, before_stop, continuation, 
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.perplexity import perplexity
 from jaxformer.models import heads
-from jaxformer.models.config import Learned
 from jaxformer.parallel import processes
 from jaxformer.training import checkpoint
 from jaxformer.training.experiment import Experiment, Sample
@@ -209,8 +208,8 @@ def ask(experiment: Experiment, sample: Sample, tokenizer: Any) -> Question:
     if sample.prompt == "" or not question.prompt:
         raise ConfigError("sample.prompt is empty; give at least one character, or None")
     length = len(question.prompt)
-    if isinstance(model.positions, Learned) and length >= model.context_length:
-        raise ConfigError(f"sample.prompt is {length} tokens, no room in {model.context_length} learned positions")
+    if length >= model.position_limit:
+        raise ConfigError(f"sample.prompt is {length} tokens, no room in {model.position_limit} learned positions")
     return question
 
 
@@ -257,7 +256,17 @@ def evaluator(experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sh
             model, weights = models.evaluation(experiment.model), recipe.weights(trained)
             scored = Evaluation(model, weights, dataset, batches, experiment.precision, experiment.seed)
             for metric in metrics:
-                scores |= metric(scored)
+                scores |= scores_of(metric, scored)
         return scores
 
     return evaluate
+
+
+def scores_of(metric: Callable, scored: Evaluation) -> dict[str, Any]:
+    """What a metric finds, numbers of NumPy and JAX as Python's, which a record can hold. ConfigError for what is no score."""
+    found = metric(scored)
+    try:
+        return {name: value if isinstance(value, str) else float(value) for name, value in found.items()}
+    except (AttributeError, TypeError, ValueError):
+        name = getattr(metric, "__name__", type(metric).__name__)
+        raise ConfigError(f"metrics: {name} returned {found!r:.100}; expected {{name: number, or text}}") from None

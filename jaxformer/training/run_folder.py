@@ -107,9 +107,14 @@ def differences(description: dict, experiment: Experiment) -> list[str]:
 
 
 def runs_of(name: str | None, runs: epath.PathLike) -> list[RunFolder]:
-    """The runs of the experiment `name`, or all, the newest last."""
-    found = [RunFolder(path.parent) for path in epath.Path(runs).glob("*/config.json")]
-    found = [folder for folder in found if name is None or folder.description().get("name") == name]
+    """The runs of the experiment `name`, or all, the newest last. One whose description is damaged is left out."""
+    found = []
+    for path in epath.Path(runs).glob("*/config.json"):
+        try:
+            if RunFolder(path.parent).description().get("name") == name or name is None:
+                found.append(RunFolder(path.parent))
+        except ConfigError as error:
+            log.warning("this run is left out: %s", error)
     written = lambda folder: max(path.stat().mtime or 0 for path in (folder.config, folder.metrics) if path.exists())
     return sorted(found, key=written)
 

@@ -16,8 +16,8 @@ from jaxformer import parallel, params as parameters, sharding
 from jaxformer.ops.losses import LossSums
 from jaxformer.params import Tree
 from jaxformer.training import rms
+from jaxformer.training.experiment import Spikes
 from jaxformer.training.recipe import Recipe
-from jaxformer.training.spikes import is_spike
 
 Batch = dict[str, Array]
 Metrics = dict[str, Array]
@@ -160,6 +160,13 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     if new.loss_scale is not None:
         metrics["loss_scale"] = new.loss_scale.value
     return new, metrics
+
+
+def is_spike(spikes: Spikes | None, recent: Array | None, values: Array) -> Array:
+    """Whether one of the values [2] is far above its recent [2, window], which are NaN, and so compare false, at first."""
+    if spikes is None or recent is None:
+        return jnp.bool_(False)
+    return jnp.any(values > recent.mean(axis=1) + spikes.deviations * recent.std(axis=1))
 
 
 def clip(gradients: Tree, largest: float | None) -> tuple[Tree, Array]:

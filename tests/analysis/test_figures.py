@@ -62,7 +62,7 @@ DRAWN = {
     "attention": lambda: figures.attention(RNG.dirichlet(np.ones(5), size=(2, 3, 5)), list("abcde")),
     "signed heat": lambda: figures.heat(RNG.normal(size=(4, 6)), "head", "layer"),
     "heat": lambda: figures.heat(RNG.uniform(size=(4, 6)), "head", "layer"),
-    "schedules": lambda: figures.schedules({"half": lambda step: 0.5, "rising": lambda step: step / 10}, 10),
+    "lines": lambda: figures.lines({"half": (range(3), [0.5] * 3), "rising": (range(50), range(50))}, xlabel="step"),
     "scaling law": lambda: figures.scaling_law(HOFFMANN, HOFFMANN.loss(N, D), N, D),
     "losses": lambda: figures.losses({"a": RECORDS, "b": []}, 3.0),
     "curves": lambda: figures.curves({"a": RECORDS, "b": RECORDS[:1]}),

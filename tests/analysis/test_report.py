@@ -14,7 +14,7 @@ from etils import epath
 from PIL import Image
 
 from jaxformer import cli
-from jaxformer.analysis import gallery, report
+from jaxformer.analysis import figures, gallery, report
 from jaxformer.analysis.report import run_report  # the tests' own runs end without it
 from jaxformer.models import PRESETS
 from jaxformer.training import loop
@@ -122,6 +122,32 @@ def test_words_of_a_run_are_no_markup(trained, monkeypatch):
     shutil.rmtree(folder)
     assert "<script>" not in text and "&lt;script&gt;" in text and not Strict(text).open
     assert "step-10." in text and "step-6." not in text  # the newest, though "step-6" comes later in the alphabet
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(trained, monkeypatch, capsys):
+    monkeypatch.setattr(gallery, "run_pictures", lambda folder: {"Masks": lambda: figures.heat(np.eye(2), "key", "query")})
+    first = runs(trained)[0]
+    other = trained / "copied" / first.name
+    shutil.copytree(first, other)
+    text = page(trained, str(first), str(other))
+    for path in (first, other):
+        assert f"<th>{path}</th>" in text and f"<figcaption>{path}</figcaption>" in text
+        assert (trained / "figures" / f"masks-{str(path).replace('/', '-')}.png").is_file()
+    with contextlib.chdir(trained):
+        assert cli.main(["report", str(other), str(first), str(first)]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(f"report: {first} is given 2 times; give each run once\n") and said.count("\n") == 1
+    shutil.rmtree(trained / "copied")
+
+
+def test_a_run_without_records_has_a_page_without_curves(trained, monkeypatch, caplog):
+    monkeypatch.setattr(gallery, "run_pictures", lambda folder: {})
+    folder = trained / "runs" / "new"
+    shutil.copytree(runs(trained)[0], folder)
+    (folder / "metrics.jsonl").write_text("")
+    text = page(trained, str(folder))
+    shutil.rmtree(folder)
+    assert "After 0 of 6 training steps" in text and "<img" not in text and not caplog.text
 
 
 @pytest.mark.thorough

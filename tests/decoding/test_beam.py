@@ -252,6 +252,27 @@ def test_bad_settings_are_refused(bad):
         Beams(**bad)
 
 
+@pytest.mark.parametrize("number", [0, 1, 1.0])
+def test_numbers_that_equal_true_and_false_are_neither(number):
+    how = Beams()
+    object.__setattr__(how, "early_stopping", number)  # this suite checks the types of fields, a user's program does not
+    with pytest.raises(ConfigError, match=f"early_stopping={number}: must be True, False"):
+        how.__post_init__()
+
+
+def test_texts_to_score_have_tokens_of_the_vocabulary_and_no_part_is_empty():
+    """Wherever the wrong token stands: the last one is predicted, but not read."""
+    config = ModelConfig(vocab_size=7, num_layers=1, d_model=8, num_heads=2, context_length=6)
+    weights, text = jax.eval_shape(lambda: models.init(config, jax.random.key(0))), [1, 2, 3, 4]
+    for place, wrong in itertools.product(range(4), (-1, 7)):
+        changed = [*text[:place], wrong, *text[place + 1 :]]
+        with pytest.raises(ConfigError, match=f"token {wrong} is outside the vocabulary of 7"):
+            decoding.score(config, weights, [[1], changed[:2]], [[2], changed[2:]])
+    for prompts, continuations in (([[]], [text]), ([text], [[]]), ([text], [])):
+        with pytest.raises(ConfigError, match="as many continuations; no prompt or continuation may be empty"):
+            decoding.score(config, weights, prompts, continuations)
+
+
 @pytest.mark.thorough
 def test_scores_of_a_model_are_those_of_its_forward_pass():
     config = ModelConfig(vocab_size=19, num_layers=2, d_model=24, num_heads=4, context_length=24, init_std=0.4)

@@ -15,7 +15,7 @@ from jaxformer import decoding, masks, models, params
 from jaxformer.decoding import Sampling, filters
 from jaxformer.decoding.generate import bucket
 from jaxformer.errors import ConfigError
-from jaxformer.models import EncoderDecoder, LanguageModel, Learned, ModelConfig, Relative, Sinusoidal
+from jaxformer.models import Classification, EncoderDecoder, LanguageModel, Learned, ModelConfig, Relative, Sinusoidal
 from jaxformer.ops.positions import NTK, LongRoPE, Rope
 
 V = 19
@@ -128,6 +128,22 @@ def test_rope_runs_past_its_context_and_learned_positions_refuse():
     for prompts in ([], [[]], [[1], []], [[V]], [[-1]]):
         with pytest.raises(ConfigError, match="prompt"):
             decoding.generate(config, parameters, prompts, 2)
+
+
+def test_parameters_of_more_heads_are_those_of_the_model_and_others_are_refused():
+    """As `models.apply` has it; once prepared, parameters of a layer are not compared with the config."""
+    config = replace(GPT, tie_embeddings=False)
+    both = replace(config, heads=(LanguageModel(), Classification(2)))
+    shapes = params.abstract(models.spec(both))
+    for make in (decoding.prepare, decoding.quantize, lambda config, w: decoding.round_to_int8(models.spec(config), w)):
+        tree, own = (jax.eval_shape(partial(make, one), shapes) for one in (config, both))
+        assert tree["heads"]["classification"] == shapes["heads"]["classification"]
+        assert tree["heads"]["language_model"] == own["heads"]["language_model"] and tree["layers"] == own["layers"]
+    run = lambda tree: models.apply(config, decoding.prepare(config, tree), jnp.ones((2, 3), jnp.int32)).logits
+    assert jax.eval_shape(run, shapes).shape == (2, 3, V)
+    for change in (dict(num_layers=2), dict(d_ff=8), dict(use_bias=False), dict(vocab_size=V + 1), dict(norm="rms_norm")):
+        with pytest.raises(ConfigError, match=r"apply: parameter .*; models.init makes those of the config"):
+            jax.eval_shape(partial(decoding.prepare, replace(both, **change)), shapes)
 
 
 STACK = replace(

@@ -171,11 +171,15 @@ def weights(data: bytes) -> None:
         found.read(name)
 
 
-def hugging_face(path: Path) -> None:
-    from jaxformer import config
-    from jaxformer.interop.huggingface import config_from
+def hugging_face(data: bytes) -> None:
+    """A folder with weights of other names; its config.json is damaged."""
+    from jaxformer.interop import huggingface, safetensors
 
-    config_from(config.read_json(path))
+    folder = scratch() / "hugging_face"
+    folder.mkdir(exist_ok=True)
+    (folder / safetensors.SINGLE).write_bytes(WEIGHTS)
+    (folder / "config.json").write_bytes(data)
+    huggingface.load(folder)
 
 
 def tokenizer(path: Path) -> None:
@@ -256,6 +260,25 @@ BPE = {"type": "bpe", "tokenizer": {
               "end_of_word_suffix": None, "byte_fallback": False, "ignore_merges": False,
               "vocab": {"t": 0, "h": 1, "e": 2, "th": 3}, "merges": [["t", "h"]]},
 }}  # fmt: skip
+_SIZES = dict(vocab_size=32, num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=16)
+_BERT = _SIZES | dict(max_position_embeddings=16, hidden_act="gelu", layer_norm_eps=1e-12, type_vocab_size=2)
+HUGGING_FACE = [
+    dict(model_type="gpt2", vocab_size=32, n_layer=2, n_embd=8, n_head=2, n_positions=16, n_inner=None,
+         activation_function="gelu_new", architectures=["GPT2LMHeadModel"], bos_token_id=1, eos_token_id=[2, 3]),
+    _SIZES | dict(model_type="llama", max_position_embeddings=16, num_key_value_heads=1, rms_norm_eps=1e-5, hidden_act="silu",
+                  rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0, mscale=1.0, mscale_all_dim=0.5,
+                                       original_max_position_embeddings=8)),
+    _SIZES | dict(model_type="mixtral", max_position_embeddings=16, num_local_experts=2, num_experts_per_tok=1,
+                  num_key_value_heads=2),
+    _BERT | dict(model_type="bert", architectures=["BertForSequenceClassification"], id2label={"0": "no", "1": "yes"}),
+    _BERT | dict(model_type="longformer", attention_window=[4, 4], pad_token_id=1),
+    dict(model_type="reformer", vocab_size=32, hidden_size=8, num_attention_heads=2, feed_forward_size=16, num_buckets=[2, 2],
+         attention_head_size=4, attn_layers=["local", "lsh"], axial_pos_shape=[4, 4], axial_pos_embds_dim=[4, 4],
+         max_position_embeddings=16, is_decoder=True, local_attn_chunk_length=4, lsh_attn_chunk_length=4),
+    _SIZES | dict(model_type="vit", image_size=8, patch_size=4, num_channels=3, qkv_bias=True, hidden_act="gelu"),
+    dict(model_type="t5", vocab_size=32, num_layers=2, d_model=8, num_heads=2, d_kv=4, d_ff=16, feed_forward_proj="gated-gelu",
+         num_decoder_layers=1, relative_attention_num_buckets=8, relative_attention_max_distance=16),
+]  # fmt: skip
 _row = lambda **fields: json.dumps(fields).encode() + b"\n"
 TARGETS: dict[str, Target] = {
     "expression": Target(evaluate, (
@@ -287,6 +310,7 @@ TARGETS: dict[str, Target] = {
         b'{"metadata": {"total_size": 32}, "weight_map": {"a": "a.safetensors", "b": "a.safetensors"}}',
         b'{"weight_map": {"a": "../../etc/passwd", "b": "/etc/passwd"}}',
     )),
+    "Hugging Face config.json": Target(hugging_face, tuple(json.dumps(fields).encode() for fields in HUGGING_FACE)),
     "tokenizer": Target(with_file("tokenizer.json", tokenizer), (
         b'{"type": "bytes"}', '{"type": "characters", "characters": " cefhikoqtux\u00e9"}'.encode(), json.dumps(BPE).encode(),
     )),

@@ -30,6 +30,8 @@ VIT = replace(
     GPT, vocab_size=0, context_length=5, embedding=Patches((4, 4), (2, 2), 3), masks=(masks.full(),),
     heads=(Classification(3, pooler=None),),
 )  # fmt: skip
+CAPTIONS = EncoderDecoder(replace(VIT, heads=()), replace(GPT, context_length=9), share_embeddings=False)
+IMAGES = np.random.default_rng(2).normal(size=(3, 4, 4, 3)).astype(np.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -111,11 +113,12 @@ def test_a_saved_program_is_a_function_of_tokens(tmp_path, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["pair", "vit", "bert", "headless", "long", "performer"])
+@pytest.mark.parametrize("case", ["pair", "captions", "vit", "bert", "headless", "long", "performer"])
 def test_every_kind_of_model(tmp_path, case):
     config, given, options = {
         "pair": (PAIR, (tokens(3, 4), tokens(3, 6)), {}),
-        "vit": (VIT, (np.random.default_rng(2).normal(size=(3, 4, 4, 3)).astype(np.float32),), {"batch": 3}),
+        "captions": (CAPTIONS, (tokens(3, 5), IMAGES), {"batch": 3}),
+        "vit": (VIT, (IMAGES,), {"batch": 3}),
         "bert": (BERT, (tokens(3, 6), np.repeat([[1, 1, 1, 2, 2, 0]], 3, 0).astype(np.int32)),
                  {"inputs": ("segment_ids",), "length": 6}),
         "headless": (replace(GPT, heads=()), (tokens(3, 4),), {}),
@@ -124,7 +127,7 @@ def test_every_kind_of_model(tmp_path, case):
     }[case]  # fmt: skip
     weights = drawn(config)
     export.save(tmp_path / "model", config, weights, **options)
-    names = {"pair": ("source",), "bert": ("segment_ids",)}.get(case, ())
+    names = {"pair": ("source",), "captions": ("source",), "bert": ("segment_ids",)}.get(case, ())
     rest = dict(zip(names, map(jnp.asarray, given[1:]), strict=True))
     output = models.apply(config, weights, jnp.asarray(given[0]), **rest)
     close(load(tmp_path / "model")(*given), output.hidden if output.logits is None else output.logits)
@@ -142,6 +145,24 @@ def test_mistakes_are_answered_at_the_door(tmp_path, options, says):
     with pytest.raises(ConfigError, match=says):
         export.save(tmp_path / "gpt", GPT, drawn(GPT), **options)
     assert not (tmp_path / "gpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"),
+    [
+        (GPT, {"tokens": ("b", "t")}),
+        (PAIR, {"tokens": ("b", "t"), "source": ("b", "s")}),
+        (VIT, {"images": ("b", 4, 4, 3)}),
+        (CAPTIONS, {"tokens": ("b", "t"), "source": ("b", 4, 4, 3)}),
+    ],
+)
+def test_each_stack_takes_what_its_embedding_reads(tmp_path, config, arguments):
+    found = export._arguments(config, None, None, (), np.float32)
+    shapes = {name: tuple(size if isinstance(size, int) else str(size) for size in a.shape) for name, a in found.items()}
+    assert shapes == arguments and all((a.dtype == np.int32) == (a.ndim == 2) for a in found.values())
+    if ("b", 4, 4, 3) in arguments.values():  # patches are no text: none of them is padding
+        with pytest.raises(ConfigError, match="source_segment_ids"):
+            export.save(tmp_path / "model", config, drawn(config), inputs=("source_segment_ids",))
 
 
 def test_what_does_not_belong_together_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 from jaxformer import decoding, masks, models, params
 from jaxformer.errors import ConfigError
 from jaxformer.interop.flax import FlaxFeedForward, FlaxMixer, as_linen, as_nnx, params_of
-from jaxformer.models import Classification, EncoderDecoder, ModelConfig, Patches, Relative
+from jaxformer.models import Alibi, Axial, Classification, EncoderDecoder, Learned, ModelConfig, Patches, Relative, Sinusoidal
 from jaxformer.models.layer import Context
 from jaxformer.ops.positions import Rope
 
@@ -437,12 +437,23 @@ def test_what_cannot_work_is_refused_in_a_line(name):
         models.spec(replace(GPT, **changes))
 
 
+def test_positions_of_the_embedding_reach_a_layer_and_no_others():
+    config = replace(GPT, masks=(masks.full(),), mixer=FlaxMixer(linen.Dense(D)))
+    for positions in (Learned(), Sinusoidal(), Axial((2, 4), (3, 5)), None):
+        found = replace(config, positions=positions)
+        shapes = params.abstract(models.spec(found))
+        assert jax.eval_shape(partial(models.apply, found), shapes, TOKENS).hidden.shape == (2, T, D)
+    for positions in (Rope(), Alibi(), Relative(8, 16), lambda config: None):
+        with pytest.raises(ConfigError, match=r"model.positions=.*build it into the layer"):
+            models.spec(replace(config, positions=positions))
+
+
 def test_masks_that_only_a_batch_has_and_states_are_refused():
     config = replace(GPT, masks=(masks.full(),), mixer=FlaxMixer(linen.Dense(D)))
     tree = drawn(config)
     with pytest.raises(ConfigError, match="does not see the mask"):
         models.apply(config, tree, TOKENS, segment_ids=jnp.ones_like(TOKENS))
-    with pytest.raises(NotImplementedError, match="cannot decode"):
+    with pytest.raises(NotImplementedError, match="FlaxMixer cannot decode"):
         decoding.init_cache(config, 1, 8)
     with pytest.raises(NotImplementedError, match="keeps no attention maps"):
         models.apply(config, tree, TOKENS, intermediates=("layers/*/attention/weights",))

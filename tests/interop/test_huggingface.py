@@ -346,6 +346,24 @@ def test_absent_settings_are_their_defaults(tmp_path):
         read("reformer", "reformer", "is_decoder")
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "word"),
+    [
+        ("llama_mha", dict(head_dim=2**31), "head_dim=2147483648"),
+        ("llama_mha", dict(rope_parameters=dict(rope_type="default", rope_theta=0.0)), "rope_theta=0"),
+        ("llama_mha", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=0.0)), "finite"),
+        ("reformer", dict(attn_layers=[], num_hidden_layers=None), "attn_layers"),
+        ("vit_pooled", dict(image_size=[6, 6, 6]), "image_size"),
+        ("vit_pooled", dict(patch_size=0.5), r"patch_size=0\.5"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_by_name(name, settings, word):
+    """Found by fuzzing: each ended in another error, in NaNs, or in all of the memory."""
+    settings = {key: value for key, value in (golden.config(name) | settings).items() if value is not None}
+    with pytest.raises(ConfigError, match=word):
+        huggingface.FAMILIES[settings["model_type"]].read(settings, ())
+
+
 # Numbers, places and heads
 
 

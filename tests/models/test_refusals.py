@@ -3,6 +3,7 @@
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from typing import Literal, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from jaxformer.models import (
     mixers,
     vision,
 )
-from jaxformer.models.mixers import attention, variants
+from jaxformer.models.mixers import attention, efficient, variants
 from jaxformer.models.stacks import pipeline, reversible
 
 MODEL = ModelConfig(vocab_size=7, num_layers=2, d_model=8, num_heads=2, context_length=6)
@@ -184,12 +185,52 @@ def test_rows_of_a_source_and_of_a_cache():
         ),
         (dict(feedforward=jnp.tanh), "model.feedforward=tanh: an activation is given by its name"),
         (dict(feedforward=ops.feedforward.gelu), "model.feedforward=gelu: an activation is given by its name"),
+        (dict(heads=(LanguageModel("swiglu"),)), "model.heads: transform='swiglu': expected one of relu"),
+        (dict(heads=(Classification(2, pooler="tan"),)), "model.heads: pooler='tan': expected one of relu"),
+        *(
+            (dict([(name, cap)]), f"model.{name}={cap}: must be above 0 and finite, or None")
+            for name in ("attention_softcap", "logit_softcap")
+            for cap in (0.0, -1.0, float("inf"), float("nan"))
+        ),
     ],
 )
 def test_choices_that_there_are_not(change, message):
     with pytest.raises(ConfigError, match=message) as caught:
         changed(**change)
     assert "\n" not in str(caught.value)
+
+
+def dataclasses_of(*modules):
+    return {value for module in modules for value in vars(module).values() if is_dataclass(value)}
+
+
+WORDS = [
+    (cls, field.name)
+    for cls in sorted(dataclasses_of(models, models.config, mixers, efficient, vision, ops, ops.positions), key=str)
+    for field in fields(cls)
+    if get_origin(field.type) is Literal
+]
+
+
+@pytest.mark.parametrize(("cls", "field"), WORDS)
+def test_every_field_that_takes_one_of_some_words_refuses_another(cls, field):
+    value = {ModelConfig: MODEL, Classification: Classification(2)}.get(cls) or cls()
+    value = copy(value)
+    object.__setattr__(value, field, "Another")
+    refuse = partial(ops.positions.rope_frequencies, 2, value) if cls is ops.positions.Rope else value.__post_init__
+    with pytest.raises((ConfigError, ValueError), match=r"'Another'.*expected ") as caught:
+        refuse()
+    assert "\n" not in str(caught.value)
+
+
+def test_words_were_found():
+    assert {(mixers.Performer, "kernel"), (mixers.Linformer, "sharing"), (ModelConfig, "remat")} < set(WORDS)
+
+
+@pytest.mark.parametrize("fields", [dict(feedforward="Swiglu"), dict(attention_implementation="flash")])
+def test_other_words(fields):
+    with pytest.raises((ConfigError, NotImplementedError), match=str(*fields.values())):
+        traced(replace(MODEL, **fields), params.abstract(models.spec(MODEL)))
 
 
 def test_a_source_belongs_to_an_encoder_decoder():

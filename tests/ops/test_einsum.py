@@ -12,7 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 import jaxformer
 from jaxformer.ops import einsum
-from jaxformer.ops.einsum import add_bias
+from jaxformer.ops.einsum import StoredWeight, add_bias, int8_weight
+from jaxformer.ops.positions import learned
 
 # Unit roundoff: half the spacing at 1, for 8 and 11 significant bits. float16 adds half its smallest subnormal.
 ROUNDOFF = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
@@ -203,6 +204,23 @@ def attend(x, *weights):
     query, key, value = (einsum("btd,dnh->btnh", x, w) for w in weights)
     scores = einsum("btnh,bsnh->bnts", query, key, jnp.float32)
     return einsum("bnts,bsnh->btnh", jax.nn.softmax(scores).astype(x.dtype), value)
+
+
+def test_rows_of_a_table_in_8_bits_are_those_of_the_table_and_nan_outside():
+    table = jax.random.normal(jax.random.key(0), (7, 5))
+    index = jnp.array([[*range(-20, 20), -(2**31), 2**31 - 1]], jnp.int32)
+    found, expected = int8_weight(table, (0, 1), 1).rows(index, jnp.float32), learned(index, table)
+    outside = (index < 0) | (index >= 7)
+    np.testing.assert_array_equal(jnp.isnan(found), jnp.broadcast_to(outside[..., None], found.shape))
+    # half a step of 1/127 of the row's largest
+    np.testing.assert_allclose(found, expected, rtol=0, atol=0.51 / 127 * float(jnp.abs(table).max()))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 7), (2, 0, 7)])
+@pytest.mark.parametrize("store", [lambda w: w, lambda w: StoredWeight(w.T, (1, 0)), lambda w: int8_weight(w, (1, 0), 1)])
+def test_no_rows_have_a_product_of_no_rows(store, shape):
+    w = store(jnp.ones((7, 5)))
+    assert jax.jit(lambda x: einsum("btd,df->btf", x, w))(jnp.ones(shape)).shape == (*shape[:2], 5)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU makes of products")

@@ -272,6 +272,15 @@ def test_a_bias_with_narrow_hidden_states_gets_a_float32_gradient():
     np.testing.assert_allclose(gradient, [-800, 400, 400], rtol=1e-4)  # 1200 (1/3 - 1), 1200 / 3
 
 
+@pytest.mark.parametrize(("B", "T"), [(0, 3), (2, 0)])
+def test_no_tokens_have_no_loss_and_no_gradient(B, T):
+    arrays, labels = (jnp.ones((B, T, 4)), jnp.ones((5, 4)), jnp.ones(5)), jnp.zeros((B, T), int)
+    f = lambda hidden, head, bias: projected_cross_entropy(hidden, head, labels, bias=bias)
+    sums, pullback = jax.vjp(f, *arrays)
+    for leaf in jax.tree.leaves((sums, pullback(jax.tree.map(jnp.ones_like, sums)))):
+        np.testing.assert_array_equal(leaf, 0)
+
+
 def test_the_chunked_form_without_a_gradient_and_without_weights():
     hidden, head, labels, _ = random(7)
     hidden, head = floats(hidden, head)

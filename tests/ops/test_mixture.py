@@ -278,14 +278,18 @@ def test_padding_counts_in_nothing(capacity):
             np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.parametrize("axes", [{}, pytest.param(dict(data=2, expert=2), marks=pytest.mark.thorough)], ids=str)
 @pytest.mark.parametrize("capacity", [None, 1.0])
-def test_nothing_but_padding(capacity):
+@pytest.mark.parametrize(("B", "T"), [(2, 10), (2, 0), (0, 10)])
+def test_nothing_but_padding(B, T, capacity, axes):
     def everything(*args):
-        f = lambda *a: mixture(*a, jax.nn.silu, top_k=2, capacity=capacity, real=jnp.zeros((2, 9), bool))
+        f = lambda *a: mixture(*a, jax.nn.silu, top_k=2, capacity=capacity, real=jnp.zeros((B, T), bool))
         results, pullback = jax.vjp(f, *args)
         return results, pullback(jax.tree.map(jnp.ones_like, results))
 
-    for a in jax.tree.leaves(jax.jit(everything)(*problem(19))):
+    with jax.set_mesh(make_mesh(Mesh(**{"data": 1} | axes), jax.devices()[: math.prod(axes.values())])):
+        results = block_if_simulated(jax.jit(everything)(*problem(19, B=B, T=T)))
+    for a in jax.tree.leaves(results):
         assert (np.asarray(a) == 0).all()
 
 

@@ -22,8 +22,7 @@ def weights_of(arrays):
 
 def linear(x, weight, bias=None):
     """torch.nn.Linear: weight [out, in]."""
-    y = einsum("btd,fd->btf", x, weight)
-    return y if bias is None else add_bias(y, bias)
+    return add_bias(einsum("btd,fd->btf", x, weight), bias)
 
 
 def heads(x, N):

@@ -13,6 +13,9 @@ from jaxformer import cli
 from jaxformer.models import presets
 from jaxformer.parallel import Mesh
 from jaxformer.planning import decode, plan, topology
+from jaxformer.planning.hlo import Exchange
+
+TINY = replace(presets.llama2_70b, num_layers=2, d_model=64, num_heads=8, num_kv_heads=4, d_ff=128, vocab_size=128)
 
 PLANNED = """
 import json, sys
@@ -56,10 +59,9 @@ def test_a_step_on_a_gpu_moves_little_more():
 def test_a_plan_of_decoding_for_devices_that_are_here(monkeypatch):
     """The same code for this process's own devices: what a device holds and what it exchanges."""
     monkeypatch.setitem(decode.cost.CHIPS, "cpu", decode.cost.CHIPS["TPU v5 lite"])
-    model = replace(presets.llama2_70b, num_layers=2, d_model=64, num_heads=8, num_kv_heads=4, d_ff=128, vocab_size=128)
-    experiment = replace(plan.of_preset("small", model), mesh=Mesh(data=2, tensor=4))
+    experiment = replace(plan.of_preset("small", TINY), mesh=Mesh(data=2, tensor=4))
     made = decode.plan_decode(experiment, "here", jax.devices(), rows=4, length=256)
-    heads = 2 * 2 * (4 // 2) * (4 // 4) * 256 * model.head_size * 2  # keys and values, layers, rows, heads, in bfloat16
+    heads = 2 * 2 * (4 // 2) * (4 // 4) * 256 * TINY.head_size * 2  # keys and values, layers, rows, heads, in bfloat16
     assert made.cache_bytes == heads + 2 * 4  # and the lengths of two rows
     assert {(one["kind"], one["axes"]) for one in made.collectives} == {("all-reduce", ("data",)), ("all-reduce", ("tensor",))}
     assert made.fits and made.donated and made.needed_bytes < made.weight_bytes + made.cache_bytes
@@ -71,3 +73,19 @@ def test_rows_and_length_are_numbers(capsys, monkeypatch):
     monkeypatch.setattr(topology, "devices", lambda *_: jax.devices())
     assert cli.main(["plan", "gpt2_small", "--topology", "v5e:2x2", "--decode", "--rows", "many"]) == 2
     assert "argument --rows: invalid int value: 'many'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [True, False])
+def test_an_exchange_beside_the_step_hides_none_that_waits(monkeypatch, words):
+    """Over the same axis both kinds count, and the overlapped one takes no time of its own. A program may have no text."""
+    monkeypatch.setitem(decode.cost.CHIPS, "cpu", decode.cost.CHIPS["TPU v5 lite"])
+    found = [Exchange("all-reduce", tuple(range(8)), overlapped, 1, 2**20) for overlapped in (True, False)]
+    monkeypatch.setattr(decode.hlo, "exchanges", lambda text: found)
+    if not words:
+        monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: None)
+    experiment = replace(plan.of_preset("small", TINY), mesh=Mesh(data=8))
+    made = decode.plan_decode(experiment, "here", jax.devices(), rows=8, length=64)
+    waits, beside = (made.seconds[f"{name} data"] for name in ("waiting for", "beside them"))
+    moved = made.moved_bytes / decode.cost.CHIPS["cpu"].bandwidth
+    assert waits == beside > 0 and (made.moved_bytes == made.needed_bytes) == (not words)
+    assert 8 / made.tokens_per_second == pytest.approx(waits + moved) and "beside them data" in decode.table(made)

@@ -88,7 +88,7 @@ def test_blockwise_attention_counts_what_it_visits():
     """Blocks that the mask leaves empty are no work: a constant table has the others, and its loops share it."""
     query = floats(B, 512, 4, 16)
     for mask in (masks.causal(), masks.causal() & masks.window(100), masks.full()):
-        run = lambda q, k, v, mask=mask: blockwise.attention(q, k, v, Call(mask), block=(32, 64))[0]
+        run = lambda q, k, v, mask=mask: blockwise.attention(q, k, v, Call(mask), block=(32, 64, 64))
         visited = int((mask.sized(512).blocks(512, 512, (32, 64)) != masks.EMPTY).sum()) * 32 * 64
         counted = flops.count(run, query, query, query)
         assert counted.matmul == visited * B * 4 * 16 * 4 and not counted.notes

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxformer.data.tasks import Copy
-from jaxformer.models import ModelConfig
+from jaxformer.masks import full
+from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.training import AdamW, Checkpoints, Constant, Experiment, Spikes, loop, run
 from jaxformer.training.manifest import fingerprints
 from jaxformer.training.metrics import NonFinite
 from jaxformer.training.recipe import build
-from jaxformer.training.reproduction import explain, replay
-from jaxformer.training.spikes import is_spike
-from jaxformer.training.step import first_state, make_train_step
+from jaxformer.training.reproduction import explain, out_of_vocabulary, replay
+from jaxformer.training.step import first_state, is_spike, make_train_step
 
 EXPERIMENT = Experiment(
     name="bad", model=ModelConfig(vocab_size=13, num_layers=3, d_model=16, num_heads=2, context_length=9, init_std=0.2),
@@ -137,3 +137,15 @@ def test_a_healthy_step_and_a_label_outside_of_the_vocabulary_are_told_apart():
     labels[5, 2] = 99999
     found = explain(EXPERIMENT, first_state(recipe), batch_of() | {"labels": labels})["found"]
     assert found[0] == "batch: labels outside of the vocabulary of 13 in row 5 of 8"
+
+
+def test_a_source_is_held_against_the_vocabulary_of_the_encoder():
+    """It may be larger or smaller than that of the decoder; images have none."""
+    model = EncoderDecoder(replace(EXPERIMENT.model, vocab_size=6, heads=()), EXPERIMENT.model, share_embeddings=False)
+    tokens, source = np.full((8, 9), 12, np.int32), np.full((8, 9), 5, np.int32)
+    batch = batch_of() | {"tokens": tokens, "source": source}
+    assert out_of_vocabulary(model, batch) == []
+    images = replace(model.encoder, vocab_size=0, context_length=5, embedding=Patches((8, 8), (4, 4)), masks=(full(),))
+    assert out_of_vocabulary(replace(model, encoder=images), batch | {"source": np.full((8, 8, 8, 3), 200, np.uint8)}) == []
+    source[3, 1] = 6
+    assert out_of_vocabulary(model, batch) == ["batch: source outside of the vocabulary of 6 in row 3 of 8"]

@@ -9,6 +9,7 @@ import zlib
 
 import jax
 import pytest
+from jax._src import compilation_cache as jax_cache, compiler
 
 from jaxformer.training import compilation_cache
 
@@ -47,7 +48,7 @@ def test_a_second_process_takes_the_train_step_from_the_cache(tmp_path):
         return map(int, done.stdout.splitlines()[-1].split())
 
     hits, misses = start("first")
-    assert hits == 0 and misses > 0
+    assert hits < misses  # two additions of numbers may be one program
     folder = tmp_path / "cache" / "jaxformer" / "compiled"
     written = list(folder.glob("*-cache"))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and not (tmp_path / "runs" / ".compiled").exists()
@@ -77,6 +78,24 @@ def test_torn_and_old_programs_are_removed(tmp_path):
     (tmp_path / "notes").write_text("kept")
     compilation_cache.tidy(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["jit_other-cache", "jit_whole-cache", "notes"]
+
+
+@pytest.mark.parametrize("callbacks", [[], ["its address"]])
+@pytest.mark.parametrize("least", [0.0, 0.2])
+def test_each_process_keeps_what_jax_keeps_of_one(callbacks, least, monkeypatch):
+    """`write` beside JAX's own, which it replaces: the same programs, by the time that they took to compile."""
+    kept, before = [], jax.config.jax_persistent_cache_min_compile_time_secs
+    monkeypatch.setattr(jax_cache, "put_executable_and_time", lambda key, *_: kept.append(key))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+    try:
+        for write in (compilation_cache.write, compiler._cache_write):
+            kept.append("by")
+            for seconds in (0.0, 0.1, 0.2, 0.3, 5.0):
+                write(str(seconds), seconds, "jit_f", None, None, callbacks)
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+    half = len(kept) // 2
+    assert kept[:half] == kept[half:] and (half == 1) == bool(callbacks)
 
 
 def test_where_programs_persist(tmp_path, monkeypatch, caplog):

@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import jaxformer
-from jaxformer import cli
+from jaxformer import cli, models
+from jaxformer.data.sources import Stdlib
 from jaxformer.errors import ConfigError
 from jaxformer.training import run as runs
+from jaxformer.training.experiment import Experiment, Sample
 from tests.tiny import furnish
 
 
@@ -56,6 +59,15 @@ def test_part_of_a_stop_string_is_held_back_until_it_is_decided():
     assert runs.before_stop("one two one", ["two", "wo"]) == "one "
 
 
+@pytest.mark.parametrize("positions", [models.Learned(), models.Axial((2, 4), (3, 5))])
+def test_a_prompt_as_long_as_the_table_of_positions_is_refused(positions):
+    model = models.ModelConfig(vocab_size=9, num_layers=1, d_model=8, num_heads=2, context_length=8, positions=positions)
+    experiment, tokenizer = Experiment("x", model, Stdlib()), SimpleNamespace(encode=lambda text: [1] * len(text))
+    assert len(runs.ask(experiment, Sample("a" * 7), tokenizer).prompt) == 7
+    with pytest.raises(ConfigError, match=r"sample.prompt is 8 tokens, no room in 8 learned positions"):
+        runs.ask(experiment, Sample("a" * 8), tokenizer)
+
+
 @pytest.mark.thorough
 def test_a_file_of_prompts_becomes_a_file_of_texts(trained, tmp_path, capsys):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -86,11 +98,29 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(trained, tmp_path, capsys):
         (["--prompt=a", "--beams=2", "--n-best=3"], "n_best=3"),
         (["--prompt=a", "--model.d-model=32"], "only --mesh."),
         (["--prompt=a", "--temprature=1"], "temprature"),
+        (["--prompt=a", "--beams=4", "--temperature=0.5"], "--beams, --temperature: a beam search draws nothing"),
+        (["--prompt=a", "--n-best=2", "--top-k=3", "--min-p=0"], "--n-best, --top-k, --min-p: a beam search draws nothing"),
     ],
 )
 def test_what_does_not_fit_gets_one_line(trained, capsys, options, said):
     code, _, err = generate(capsys, trained, *options)
     assert code == 2 and said in err and err.strip().count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    "lines, said",
+    [
+        ("", "holds no prompt"), ("\n \n", "holds no prompt"), ('{"prompt": "a"}\n{"prompt": 5}', "the prompt 5 is no text"),
+        ('{"prompt": null}', "the prompt None is no text"), ('{"prompt": ["a"]}', "the prompt ['a'] is no text"),
+        ('{"text": "a"}', "'prompt'"), ('"a"', "each line must be"), ("a", "each line must be"),
+        ("[" * 100_000, "RecursionError"), (b"\xff", "each line must be"),
+    ],
+)  # fmt: skip
+def test_a_file_that_holds_no_prompts_gets_one_line(trained, tmp_path, capsys, lines, said):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(lines if isinstance(lines, bytes) else lines.encode())
+    code, _, err = generate(capsys, trained, "--prompts", str(source), "--out", str(target))
+    assert code == 2 and said in err and err.strip().count("\n") == 0 and not target.exists()
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import chex
 import jax
@@ -125,8 +126,23 @@ def test_a_process_killed_in_a_save_costs_at_most_the_interval(every):
 
 def test_a_report_takes_a_small_share_of_the_time():
     calls = []
-    report = loop.seldom(lambda: (calls.append(time.monotonic()), time.sleep(0.02)), share=0.2)
+    report = loop.harmless(lambda: (calls.append(time.monotonic()), time.sleep(0.02)), share=0.2)
     began = time.monotonic()
     while time.monotonic() < began + 0.6:
         report()
     assert 2 <= len(calls) <= 0.2 * 0.6 / 0.02 + 2  # the first, and one more when it is due again
+    report = loop.harmless(lambda number: time.sleep(0.001) or number)
+    assert [report(number) for number in range(20)] == list(range(20))
+
+
+@pytest.mark.parametrize("wrapped", [lambda draw: draw, partial])  # a partial has no name
+def test_a_report_that_fails_is_dropped_with_one_warning(wrapped, caplog):
+    calls = []
+
+    def draw(number):
+        calls.append(number)
+        return 2 // (2 - number)
+
+    report = loop.harmless(wrapped(draw))
+    assert [report(number) for number in range(5)] == [1, 2, None, None, None] and calls == [0, 1, 2]
+    assert caplog.text.count("failed: ZeroDivisionError") == 1 and "draw" in caplog.text

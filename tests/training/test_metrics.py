@@ -3,9 +3,15 @@
 import json
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
-from jaxformer.training.metrics import Console, NonFinite, Record, Reporter, read_records
+from jaxformer.errors import ConfigError
+from jaxformer.evaluation.metric import Evaluation
+from jaxformer.training.loop import ranked
+from jaxformer.training.metrics import Console, NonFinite, Record, Reporter, read_records, steps_done
+from jaxformer.training.run import scores_of
 
 GOOD = {"loss": 1.0, "accuracy": 0.5, "tokens": 8.0, "grad_norm": 2.0, "learning_rate": 0.5, "skipped": 0}
 EMPTY = GOOD | {"loss": float("nan"), "accuracy": float("nan"), "tokens": 0.0, "grad_norm": 0.0}
@@ -57,6 +63,45 @@ def test_a_batch_without_weight_is_told_from_a_bad_step_and_never_ends_a_run():
     assert "loss" not in console.logged[-1][1]
     with pytest.raises(NonFinite, match="2 steps in a row, up to step 1"):
         report([GOOD, GOOD | {"loss": float("nan"), "skipped": 2}], max_skipped=2)
+
+
+SCORED = Evaluation(None, None, None, lambda: iter(()), "float32", 0)
+NUMBERS = [1, 1.5, True, np.float32(1.5), np.float64(1.5), np.int64(3), np.bool_(True), np.array(1.5), jnp.float32(1.5)]
+
+
+@pytest.mark.parametrize("number", [*NUMBERS, jnp.bfloat16(1.5), jnp.int32(3)], ids=lambda value: type(value).__name__)
+def test_a_metric_may_find_a_number_of_any_kind(number):
+    scores = scores_of(lambda scored: {"norm": number, "signature": "of it"}, SCORED)
+    assert json.loads(json.dumps(scores)) == {"norm": number, "signature": "of it"} and ranked(scores, "-norm") == -float(
+        number
+    )
+
+
+@pytest.mark.parametrize(
+    "found", [{"norms": np.ones(3)}, {"norms": jnp.ones((2, 40))}, {"norm": None}, {"n": [1.0]}, 1.0, None]
+)
+def test_a_metric_that_finds_no_number_gets_one_line(found):
+    def mine(scored):
+        return found
+
+    with pytest.raises(ConfigError, match=r"metrics: mine returned .*; expected {name: number, or text}") as caught:
+        scores_of(mine, SCORED)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 9), st.integers(0, 60))
+def test_the_steps_that_were_recorded(done, log_every, eval_every, step):
+    """Of a run that was killed: `reached` is the last logged step or evaluation, and no step that never ran."""
+    record = Record(None)
+    for number in range(done):
+        if number % log_every == 0:  # a step without weight has no loss
+            record.lines.append({"step": number, "grad_norm": 1.0} | ({"loss": 1.0} if number % 3 else {}))
+        if (number + 1) % eval_every == 0:
+            record.lines.append({"step": number + 1, "validation_loss": 1.0})
+    evaluated, logged = done // eval_every * eval_every, (done - 1) // log_every * log_every + 1 if done else 0
+    assert steps_done(record.lines) == max(evaluated, logged) <= done
+    record.rewind(step)
+    assert record.reached == max(evaluated, logged) and steps_done(record.lines) <= step
 
 
 DAMAGED = {

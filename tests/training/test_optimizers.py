@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -199,6 +199,27 @@ def test_routes_name_every_leaf():
     routes = optimizers.routes(AdamW(), SPEC)
     assert routes["layers/attention/query/kernel"] == "AdamW + decay"
     assert routes["layers/attention/query/bias"] == routes["final_norm/scale"] == "AdamW"
+
+
+@dataclass(frozen=True)
+class Decayed:
+    """An optimizer of the user's own: its field has the name of ours, and the rest is its own affair."""
+
+    weight_decay: float = 0.1
+
+    def __call__(self, spec):
+        return optax.adamw(1.0, weight_decay=self.weight_decay)
+
+
+@pytest.mark.parametrize("frozen", [None, "bias"])
+@pytest.mark.parametrize("rate", [1.0, 0.25])  # of MuP
+def test_an_optimizer_of_the_users_own_may_have_weight_decay(frozen, rate):
+    spec = jax.tree.map(lambda leaf: replace(leaf, rate=rate), SPEC)
+    assert isinstance(optimizers.build(Decayed(), spec, frozen), optax.GradientTransformation)
+    routes = optimizers.routes(Decayed(), spec, frozen)
+    factor = "" if rate == 1 else ", 0.25 of the rate"
+    assert routes["layers/attention/query/kernel"] == f"Decayed{factor}"
+    assert routes["layers/attention/query/bias"] == (f"Decayed{factor}" if frozen is None else "frozen")
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def _llama_family(llama: Llama) -> Family:
 def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
     fields, lsh, local = (tables.read_fields(c, table) for table in (REFORMER, LSH, LOCAL))
     layers = c["attn_layers"]
-    kinds = tables.layer_kinds("attn_layers", layers, get(c, "num_hidden_layers", len(layers)), "local", "lsh")
+    kinds = tables.layer_kinds("attn_layers", layers, get(c, "num_hidden_layers", len(layers) or 1), "local", "lsh")
     multiple = math.lcm(*({"lsh": lsh, "local": local}[kind]["chunk"] for kind in set(kinds)))
     buckets = c.get("num_buckets")
     buckets = tuple(buckets) if isinstance(buckets, list) else buckets

@@ -176,12 +176,17 @@ def _vit_heads(c: Json) -> dict[str, tuple]:
     }
 
 
+def _pair(c: Json, name: str, default: int) -> tuple[int, int]:
+    """Height and width: an entry that is a size, or a list of two."""
+    value = c.get(name, default)
+    height, width = value if isinstance(value, list) and len(value) == 2 else (value, value)
+    return get({name: height}, name), get({name: width}, name)
+
+
 def _read_vit(c: Json, names: Collection[str]) -> ModelConfig:
     heads = tables.read_heads(c, "ViT", _vit_heads(c))
     masked = isinstance(heads[0], Reconstruction)
-    pair = lambda value: tuple(value) if isinstance(value, list) else (value, value)
-    image, patch = (pair(c.get(key, default)) for key, default in (("image_size", 224), ("patch_size", 16)))
-    patches = Patches(image, patch, get(c, "num_channels", 3), mask_token=masked)
+    patches = Patches(_pair(c, "image_size", 224), _pair(c, "patch_size", 16), get(c, "num_channels", 3), mask_token=masked)
     if masked and patches.grid[0] != patches.grid[1]:  # transformers assumes a square grid
         raise ConfigError(f"config.json: image_size={c.get('image_size')}: ViTForMaskedImageModeling needs a square grid")
     if heads[0].name == "pooled" and names and not any("pooler." in name for name in names):

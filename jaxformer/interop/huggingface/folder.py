@@ -107,7 +107,9 @@ def _read_settings(file: safetensors.Files) -> Checkpoint:
     except ConfigError as error:
         raise ConfigError(f"{file.folder}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as error:
-        raise ConfigError(f"{file.folder}/config.json: cannot be understood ({type(error).__name__}: {error})") from error
+        raise ConfigError(
+            f"{file.folder}/config.json: cannot be understood ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
     return Checkpoint(config, None, tokens, labels, kind)
 
 

@@ -238,7 +238,12 @@ def read_rope(c: Json, head_width: int, theta: float = 1e4) -> Rope:
         scaling = _read_scaling(c, rope, kind)
     rotation = Rope(get(rope if "rope_theta" in rope else c, "rope_theta", theta), 1.0, "half", scaling)
     try:
-        rope_frequencies(head_width, rotation)
+        if head_width > 2**20:
+            raise ValueError(f"expected at most {2**20} features of a head")
+        with np.errstate(all="ignore"):
+            frequencies, _ = rope_frequencies(head_width, rotation)
+        if not np.isfinite(frequencies).all():
+            raise ValueError(f"rope_theta={rotation.theta:g} and these factors give no finite frequencies")
     except ValueError as error:
         raise ConfigError(f"config.json: head_dim={head_width}, rope_type={kind!r}: {error}") from None
     return rotation

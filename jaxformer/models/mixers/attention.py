@@ -15,8 +15,9 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import Alibi, ModelConfig, Relative
 from jaxformer.models.layer import Context, Mixer, MixerOutput, Tree, linear, linear_maps, linear_spec, residual_std
 from jaxformer.ops.attention import cached as cached_attention
-from jaxformer.ops.attention.cached import Slots, as_array, first_slots, slot_positions, write_slots, write_token
+from jaxformer.ops.attention.cached import Int8Slots, Slots, as_array, first_slots, slot_positions, write_slots, write_token
 from jaxformer.ops.attention.call import Call
+from jaxformer.ops.einsum import to_int8
 from jaxformer.ops.positions import Bias, Rope, alibi, bias_between, rope, t5
 from jaxformer.params import Spec
 from jaxformer.sharding import with_logical_constraint
@@ -68,7 +69,7 @@ def attention(
 
     def state(batch: int, length: int, dtype):
         zeros = jnp.zeros((batch, config.kv_heads, length, config.head_size), dtype)
-        empty = cached_attention.in_int8(zeros.astype(jnp.float32)) if dtype == jnp.int8 else zeros
+        empty = Int8Slots(*to_int8(zeros.astype(jnp.float32), (-1,))) if dtype == jnp.int8 else zeros
         return {"key": empty, "value": empty}
 
     return Mixer(attention_spec(config) | (extra or {}), apply, state, rolls=True, shared=relative_spec(config))

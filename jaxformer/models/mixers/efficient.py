@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from jaxformer import ops
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import Alibi, ModelConfig, Relative
+from jaxformer.models.config import Alibi, ModelConfig, Relative, check_words
 from jaxformer.models.layer import Context, Mixer, MixerOutput, linear, linear_maps
 from jaxformer.models.mixers.attention import attention, attention_spec
 from jaxformer.ops.attention.linear import FeatureMap, visibility
@@ -69,6 +69,8 @@ class BigBird:
     seed: int = 0  # of the random layout
     dense_length: int = 0  # up to so many tokens all attend to all (in Hugging Face's model: (5 + 2 random) block)
 
+    __post_init__ = check_words
+
     def __call__(self, config: ModelConfig) -> Mixer:
         def mix(params, context, query, key, value):
             options = _options(config, context) | {"implementation": config.attention_implementation}
@@ -93,7 +95,6 @@ class BigBird:
                 return jnp.asarray(np.stack([ops.bigbird_layout_zero(*plan)] * L))
             case "random":
                 return _by_layer(self.seed, L, lambda key: ops.bigbird_layout(key, *plan))
-        raise ConfigError(f"BigBird(layout={self.layout!r}): expected seeded, zero or random")
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ class Performer:
     seed: int = 0  # of the directions
     chunk: int = 128  # tokens that a causal layer takes at a time
 
+    __post_init__ = check_words
+
     def __call__(self, config: ModelConfig) -> Mixer:
         draw = lambda key: ops.orthogonal_projection(key, self.features, config.head_size)
 
@@ -152,6 +155,8 @@ class Linformer:
     rank: int = 256  # rows of keys and values that remain
     # headwise: E and F of each layer for all its heads; key_value: F = E; layerwise: one E = F for all layers
     sharing: Literal["headwise", "key_value", "layerwise"] = "headwise"
+
+    __post_init__ = check_words
 
     def __call__(self, config: ModelConfig) -> Mixer:
         matrix = Spec((config.context_length, self.rank), ("length", None), normal(self.rank**-0.5), ("length",))
@@ -227,7 +232,7 @@ class LocalChunks:
             bias = Bias(_log_meetings, (self.chunk, tuple(map(tuple, counts.tolist()))))
             return ops.attention(query, key, value, **options | {"bias": bias})
 
-        return attention(config, attend=attend)._replace(state=partial(_no_state, "LocalChunks"))
+        return attention(config, attend=attend)._replace(state=None)
 
 
 def _log_meetings(bias: Bias, q_positions, kv_positions) -> Array:
@@ -264,11 +269,7 @@ def _mixer(system, config: ModelConfig, mix: Callable, spec: Tree = None, has_we
         out, state = out if isinstance(out, tuple) else (out, None)
         return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state)
 
-    return Mixer(spec, apply, partial(_no_state, name))._replace(**rest)
-
-
-def _no_state(name: str, *_):
-    raise NotImplementedError(f"{name} cannot decode; mixer=None, Linear and Performer can, under a causal mask")
+    return Mixer(spec, apply, **rest)
 
 
 def _recurrent(system, config: ModelConfig, maps: Callable, eps: float, features: int | None = None) -> Mixer:

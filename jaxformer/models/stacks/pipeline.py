@@ -20,7 +20,7 @@ from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, LayerOutput, Layers
 from jaxformer.models.stacks import scan
 from jaxformer.params import Tree
-from jaxformer.sharding import ACTIVATIONS
+from jaxformer.sharding import ACTIVATIONS, auto_axis_names
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def pipeline(
     Raises ConfigError where rows or microbatches do not divide.
     """
     mesh, B = jax.sharding.get_abstract_mesh(), len(x)
-    copies = mesh.shape["data"]
-    batch_axes = tuple(axis for axis in ACTIVATIONS["batch"] if axis != "stage" and mesh.shape[axis] > 1)
+    copies = mesh.shape.get("data", 1)  # a user's mesh may lack our axes
+    batch_axes = tuple(axis for axis in ACTIVATIONS["batch"] if axis != "stage" and mesh.shape.get(axis, 1) > 1)
     pipe = Pipe(stage, mesh.shape["stage"], microbatches, repeats, ("data",) if copies > 1 else ())
     groups = math.prod(mesh.shape[axis] for axis in batch_axes)
     _check(B, pipe, groups)
@@ -178,8 +178,9 @@ def _widen(x: Array) -> Array:
 
 
 def _place(x: Array, *entries) -> Array:
-    """x with its first axes split so, the others as the compiler chooses."""
-    return lax.with_sharding_constraint(x, P(*entries, *[P.UNCONSTRAINED] * (x.ndim - len(entries))))
+    """x with its first axes split so, the others as the compiler chooses; x itself where all mesh axes are manual."""
+    spec = P(*entries, *[P.UNCONSTRAINED] * (x.ndim - len(entries)))
+    return lax.with_sharding_constraint(x, spec) if auto_axis_names() else x
 
 
 def _cut(x: Array, M: int, batch_axes: tuple[str, ...] = ()) -> Array:

@@ -71,12 +71,13 @@ def init_state(config: ModelConfig, batch: int, length: int, dtype, ahead: int =
     kinds = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
     for i in range(config.num_layers):
         slot, reach, kind = slots[i % len(slots)], masks.reach(config.masks[i % len(config.masks)]), kinds[i % len(kinds)]
+        name = getattr(kind, "__name__", type(kind).__name__)
         if slot.state is None:
-            raise NotImplementedError("a mixer without `state` cannot decode; give its Mixer(..., state=...)")
+            decoders = "mixer=None, Linear and Performer can, under a causal mask"
+            raise NotImplementedError(f"{name} cannot decode: its Mixer has no `state`; {decoders}")
         keep = length if reach is None or not slot.rolls else min(length, reach + 1 + ahead)
         states.append(slot.state(batch, keep, dtype))
         if ahead and not slot.rolls:  # sums of all tokens
-            name = getattr(kind, "__name__", type(kind).__name__)
             raise NotImplementedError(f"speculate: {name} cannot take tokens back: its Mixer has rolls=False")
     return tuple(states)
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -42,7 +43,7 @@ def attention(
     fastest on the platform, and logs which. All give the same values and drop the same weights, or
     raise NotImplementedError that names what they lack.
     """
-    _check(query, key, value, bias, sinks, dropout_rate)
+    _check(query, key, value, bias, softcap, sinks, dropout_rate)
     for asked, what in ((return_weights, "weights to return"), (positions is not None, "positions by row")):
         if asked and implementation not in (None, "reference"):
             raise NotImplementedError(f"{implementation}: has no {what}; implementation='reference' has")
@@ -62,12 +63,14 @@ def attention(
     return auto_axes(specs)(partial(_attend, implementation, return_weights))(query, key, value, call)
 
 
-def _check(query, key, value, bias, sinks, dropout_rate):
+def _check(query, key, value, bias, softcap, sinks, dropout_rate):
     check_shapes("attention", query, key, value)
     B, T, N, S = *query.shape[:3], key.shape[1]
     shape = getattr(bias, "shape", (1,) * 4)
     if len(shape) != 4 or any(a not in (1, b) for a, b in zip(shape, (B, N, T, S), strict=True)):
         raise ValueError(f"attention: bias must broadcast as [B, N, T, S] = {(B, N, T, S)}; got {shape}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"attention: softcap is a number above 0 and finite, or None; got {softcap}")
     if sinks is not None and sinks.shape != (N,):
         raise ValueError(f"attention: one sink a query head, shape ({N},); got {sinks.shape}")
     if not 0 <= dropout_rate < 1:
@@ -88,7 +91,7 @@ def _attend(implementation: str | None, return_weights: bool, query, key, value,
             out, weights = reference(query, key, value, call, weigh)
             return (out, weights) if return_weights else out
         case "blockwise" if ring.refuses(query, key, value, call):
-            return blockwise.attention(query, key, value, call)[0]
+            return blockwise.attention(query, key, value, call)
         case "blockwise" | "ring":
             return ring.attention(query, key, value, call)
         case "splash":

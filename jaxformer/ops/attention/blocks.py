@@ -16,16 +16,13 @@ from jaxformer.ops.positions import Bias
 
 @dataclass(frozen=True)
 class Grid:
-    """T queries in blocks of bq, S keys in blocks of bk. Key block j begins at key j * step; a step of 0 means bk."""
+    """T queries in blocks of bq, S keys in blocks of bk. Key block j begins at key j * step."""
 
     T: int
     S: int
     bq: int
     bk: int
-    step: int = 0
-
-    def __post_init__(self):
-        object.__setattr__(self, "step", self.step or self.bk)
+    step: int
 
     nq = property(lambda self: -(-self.T // self.bq))
     nk = property(lambda self: -(-self.S // self.step))
@@ -47,8 +44,9 @@ CACHED, MOST = 1 << 21, 1 << 24  # of all heads: larger blocks than LARGE fit th
 @cached_by_mask
 def choose_grid(mask: Mask, T: int, S: int, heads: int) -> Grid:
     """The blocks that make the fewest scores, where each visit counts as `VISIT` scores more. `heads` is B * N."""
+    heads = max(heads, 1)  # a batch may be empty
     if T * S == 0:
-        return Grid(T, S, 1, 1)
+        return Grid(T, S, 1, 1, 1)
     bq, bk = (min(n, 64 << (n // 32_768).bit_length()) for n in (T, S))  # the finest: about 500 blocks a side at most
     visible, best = mask.blocks(T, S, (bq, bk)) != EMPTY, (np.inf, 0, 0)
     most = max(CACHED, min(LARGE * heads, MOST)) // heads
@@ -173,7 +171,8 @@ class BiasRule(NamedTuple):
 
 def _sum_to(gradient, shape):
     """[B, K, G, bq, bk] summed to the shape `[B|1, N|1, bq|1, bk|1]` that was broadcast."""
-    gradient = gradient.reshape(gradient.shape[0], -1, *gradient.shape[3:])
+    B, K, G, *block = gradient.shape
+    gradient = gradient.reshape(B, K * G, *block)
     return jnp.sum(gradient, [axis for axis in range(4) if shape[axis] == 1], keepdims=True)
 
 

@@ -23,11 +23,8 @@ from jaxformer.ops.einsum import einsum
 from jaxformer.sharding import alike
 
 
-def attention(query: Array, key: Array, value: Array, call: Call, block: tuple[int, ...] | None = None) -> tuple[Array, Array]:
-    """The output and the log-sum-exp `[B, T, N]` of the scores (sink included; -inf: no key seen).
-
-    `block`: the queries and the keys of a block. Key blocks begin at multiples of their length, or of a third number.
-    """
+def attention(query: Array, key: Array, value: Array, call: Call, block: tuple[int, int, int] | None = None) -> Array:
+    """The output. `block`: the queries of a block, the keys of a block, and at multiples of what number key blocks begin."""
     (B, T, N, _), S = query.shape, key.shape[1]
     grid = Grid(T, S, *block) if block else blocks.choose_grid(call.mask, T, S, B * N)
     return _attend(grid, *alike(query, key, value), replace(call, bias=blocks.differentiable(grid, call.bias)))
@@ -155,10 +152,9 @@ def _forward(grid, query, key, value, call):
         return None, finish(extend(tiles, begin(q, call.sinks, value.shape[-1]), q, i, i), value.dtype)
 
     _, (out, lse) = lax.scan(row, None, (jnp.arange(grid.nq), head_blocks(grid.bq, value.shape[2], query)))
-    out, public = join_heads(out, grid.T), join_heads(lse, grid.T)
     # named for policies that keep them (`stacks.scan.remat`)
-    out, public, lse = checkpoint_name((out, public, lse), "attention")
-    return (out, public), (query, key, value, call, out, lse)
+    out, lse = checkpoint_name((join_heads(out, grid.T), lse), "attention")
+    return out, (query, key, value, call, out, lse)
 
 
 class Row(NamedTuple):
@@ -166,7 +162,7 @@ class Row(NamedTuple):
 
     q: Any  # [B, K, G, bq, H]
     g: Any  # the gradient of its output
-    delta: Any  # [B, K, G, bq]: the sum of gradient times output, less the gradient of the log-sum-exp
+    delta: Any  # [B, K, G, bq]: the sum of gradient times output
     lse: Any  # [B, K, G, bq]
     q_by_width: Any  # [B, K, H, G * bq]
     g_by_width: Any
@@ -228,12 +224,11 @@ def sink_gradient(sinks, lse, delta):
     return -jnp.sum(on_sink * delta, axis=(0, 1)).astype(sinks.dtype)
 
 
-def _backward(grid, residuals, gradients):
+def _backward(grid, residuals, d_out):
     query, key, value, call, out, lse = residuals
-    d_out, d_lse = gradients
     wide = jnp.promote_types(query.dtype, jnp.float32)
     tiles = _tiles(grid, key, value, call)
-    delta = row_products(d_out, out, wide) - d_lse.astype(wide)
+    delta = row_products(d_out, out, wide)
 
     def step(sums, inputs):
         i, row = inputs

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxformer.ops.attention.blocks import join_blocks, query_blocks
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.attention.reference import softmax, visible_scores
-from jaxformer.ops.einsum import einsum, int8_scale
+from jaxformer.ops.einsum import einsum, to_int8
 from jaxformer.ops.positions import Bias, bias_between
 from jaxformer.sharding import is_split, mesh_axes
 
@@ -28,12 +28,6 @@ class Int8Slots(NamedTuple):
     scale: Array  # float32 [B, K, S, 1]
 
 
-def in_int8(x: Array) -> Int8Slots:
-    """`[B, K, S, H]` in 8 bits."""
-    scale = int8_scale(x, (-1,))
-    return Int8Slots(jnp.round(x / scale).astype(jnp.int8), scale)
-
-
 def as_array(slots: "Array | Int8Slots", dtype) -> Array:
     """Keys or values as an array."""
     return (slots.values * slots.scale if isinstance(slots, Int8Slots) else slots).astype(dtype)
@@ -41,7 +35,7 @@ def as_array(slots: "Array | Int8Slots", dtype) -> Array:
 
 def write(how: Callable, state: dict[str, Any], new: dict[str, Any], *places) -> dict[str, Any]:
     """The state of a layer after `how(old slots, new ones, *places)` of its keys and values, in the precision that it has."""
-    new = {name: in_int8(x) if isinstance(state[name], Int8Slots) else x for name, x in new.items()}
+    new = {name: Int8Slots(*to_int8(x, (-1,))) if isinstance(state[name], Int8Slots) else x for name, x in new.items()}
     return jax.tree.map(lambda old, x: how(old, x, *places), state, new)
 
 

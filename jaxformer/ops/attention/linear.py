@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from jaxformer.masks import Mask, as_mask, rules
 from jaxformer.ops.attention import attention
 from jaxformer.ops.attention.call import check_shapes, mask_refusal
-from jaxformer.ops.einsum import cpu_barrier, einsum
+from jaxformer.ops.einsum import cpu_barrier, einsum, in_float32
 from jaxformer.ops.positions import fill_padding
 
 FeatureMap = Callable[[Array], Array]  # [B, T, N, H] -> [B, T, N, M], token by token or along the sequence
@@ -132,7 +132,7 @@ def visibility(mask: Any, T: int, S: int, function: str, takes_causal: bool = Tr
             causal = True
         elif part.rule is rules.lengths:
             padding.append(part)
-        elif part.rule is rules.segments and ids is None and (part.offset is None or part.arrays[0] is part.arrays[1]):
+        elif part.rule is rules.segments and ids is None and (part.offset is None or len(part.arrays) == 1):
             ids = part.arrays[0]
             padding.append(part)
         elif part.rule is not rules.full:
@@ -259,8 +259,7 @@ def favor_attention(
     check_shapes("favor_attention", query, key, value)
     if stabiliser is None:
         shown = visibility(mask, query.shape[1], key.shape[1], "favor_attention").keys[..., None, None]
-        wide = key.astype(jnp.promote_types(key.dtype, jnp.float32))
-        products = jax.lax.stop_gradient(_project(wide, projection))
+        products = jax.lax.stop_gradient(_project(in_float32(key), projection))
         top = jnp.max(products, axis=(1, 3), keepdims=True, where=shown, initial=-jnp.inf)
         stabiliser = jnp.where(jnp.isfinite(top), top, 0)
     of_query = partial(favor_features, projection=projection, eps=eps)

@@ -12,7 +12,7 @@ from jaxformer.masks import Mask, as_mask, rules
 from jaxformer.ops.attention.call import check_shapes, mask_refusal
 from jaxformer.ops.attention.reference import softmax, softmax_and_log_sum_exp
 from jaxformer.ops.dropout import dropout
-from jaxformer.ops.einsum import einsum
+from jaxformer.ops.einsum import einsum, in_float32
 
 Rotations = Float[Array, "#N H rounds _"] | tuple[Float[Array, "#N H rounds _"], ...]
 
@@ -57,6 +57,8 @@ def lsh_attention(
     """
     check_shapes("lsh_attention", query_key, query_key, value)
     B, T, N, _ = query_key.shape
+    if value.size == 0:
+        return value
     mask = as_mask(mask, "lsh_attention").sized(T)
     labels = _labels(jax.lax.stop_gradient(query_key), rotations, mask, -T % (multiple or chunk))
     order = jnp.argsort(labels, axis=-1, stable=True)
@@ -130,7 +132,7 @@ def _labels(x, rotations, mask, padding):
 
 
 def _unit(x, eps):
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = in_float32(x)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     return (wide * jax.lax.rsqrt((mean_square + eps) * x.shape[-1])).astype(x.dtype)
 

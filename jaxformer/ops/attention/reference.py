@@ -83,12 +83,12 @@ def rounded_softmax(dtype, scores, sinks):
 def _rounded_forward(dtype, scores, sinks):
     weights = softmax(scores, sinks)
     on_sink = None if sinks is None else 1 - jnp.sum(weights, axis=-1)  # before rounding: it may be small
-    return weights.astype(dtype), (weights.astype(dtype), on_sink, sinks)
+    return weights.astype(dtype), (weights.astype(dtype), on_sink, sinks, jnp.zeros(0, scores.dtype))  # for its dtype
 
 
 def _rounded_backward(dtype, residuals, g):
-    weights, on_sink, sinks = residuals
-    weights, g = weights.astype(jnp.float32), g.astype(jnp.float32)
+    weights, on_sink, sinks, like = residuals
+    weights, g = weights.astype(like.dtype), g.astype(like.dtype)
     mean = jnp.sum(weights * g, axis=-1, keepdims=True)
     d_sinks = None if sinks is None else -jnp.sum(on_sink * mean[..., 0], axis=(0, 2)).astype(sinks.dtype)
     return weights * (g - mean), d_sinks

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from jaxformer.masks import EMPTY, Mask
 from jaxformer.ops.attention import blocks, blockwise
 from jaxformer.ops.attention.blocks import Grid, Visits, head_blocks, join_heads
 from jaxformer.ops.attention.blockwise import Gradients, Row, Tiles
 from jaxformer.ops.attention.call import Call, refuse
+from jaxformer.sharding import auto_axis_names
 
 AXIS = "context"
 SPLIT = P(None, AXIS)  # an array [B, T, ...] split over the devices
@@ -29,9 +30,7 @@ SPLIT = P(None, AXIS)  # an array [B, T, ...] split over the devices
 
 def devices() -> int:
     """Devices along `context` in the mesh of `jax.set_mesh`; 1 without a mesh, and where the axis is manual already."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return 1 if kinds.get(AXIS, AxisType.Manual) == AxisType.Manual else mesh.shape[AXIS]
+    return jax.sharding.get_abstract_mesh().shape[AXIS] if AXIS in auto_axis_names() else 1
 
 
 def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
@@ -42,12 +41,13 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     """
     (B, T, N, _), S, count = query.shape, key.shape[1], devices()
     if count == 1:
-        return blockwise.attention(query, key, value, call)[0]
+        return blockwise.attention(query, key, value, call)
     refuse("ring", refuses(query, key, value, call), "reference")
     chunks = 2 * count if T % (2 * count) == 0 == S % (2 * count) else count  # zigzag needs two for each device
     most = blocks.choose_grid(call.mask, T, S, B * N)
     divisor = lambda n, most: max(d for d in range(1, min(n, most) + 1) if n % d == 0)
-    grid = Grid(T, S, divisor(T // chunks, most.bq), divisor(S // chunks, most.bk))
+    bk = divisor(S // chunks, most.bk)
+    grid = Grid(T, S, divisor(T // chunks, most.bq), bk, bk)
     plan, kv = make_plan(call.mask, grid, count, chunks), jnp.concatenate([key, value], axis=-1)
     if not plan.zigzag:
         return _attend(plan, query, kv, call)

@@ -1,6 +1,7 @@
 """Sparse attentions that a mask alone does not describe: Longformer has two sets of projections, BigBird gathers blocks."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,14 +10,11 @@ import numpy as np
 from jax import Array, random
 from jaxtyping import Bool, Float, Int
 
-from jaxformer.masks import Mask, prefix, segments, window as band
+from jaxformer.masks import Mask, global_tokens as global_mask, prefix, segments, window as band
 from jaxformer.ops.attention import attention
 from jaxformer.ops.attention.blocks import padded
 from jaxformer.ops.attention.call import check_shapes, mask_refusal
 from jaxformer.ops.attention.linear import visibility
-from jaxformer.ops.attention.reference import softmax
-from jaxformer.ops.dropout import dropout
-from jaxformer.ops.einsum import einsum
 
 Layout = Int[Array, "N rows r"] | Int[np.ndarray, "N rows r"]
 Tokens = int | Sequence[int] | Int[np.ndarray, "..."] | Bool[Array, "B T"] | Bool[np.ndarray, "B T"]
@@ -63,11 +61,10 @@ def longformer_attention(
 
 def _chosen(tokens, max_globals, B, T):
     """Positions of the global tokens `[B, G]`, T where a row has fewer; of flags, also the rows `[B]` with too many."""
-    if isinstance(tokens, int | np.integer):
-        tokens = range(tokens)
-    if np.ndim(tokens) == 1:
-        positions = np.unique(np.array(tokens, np.int32))
-        if len(positions) and not 0 <= positions[0] <= positions[-1] < T:
+    if np.ndim(tokens) < 2:
+        (static,) = global_mask(np.asarray(tokens)).args  # refuses what is no number and no positions
+        positions = np.arange(static) if isinstance(static, int) else np.array(static, np.int32)
+        if (positions >= T).any():
             raise ValueError(f"longformer_attention: global tokens are among 0 to {T - 1}; got {tokens}")
         return jnp.broadcast_to(jnp.asarray(positions)[None], (B, len(positions))), None
     if tokens.shape != (B, T) or tokens.dtype != bool:
@@ -100,49 +97,53 @@ def bigbird_attention(
     padding (`segments`, `lengths`), which yields zeros; NotImplementedError for others. Cost grows with T * block * (5 + r).
     """
     ids = _segment_ids("bigbird_attention", mask, query, key, value)
-    T, N = query.shape[1:3]
+    B, T, N = query.shape[:3]
     blocks = -(-T // block)
     if layout.shape[:2] != (N, max(blocks - 2, 0)):
         raise ValueError(f"bigbird_attention: layout is [{N}, {max(blocks - 2, 0)}, r]; got {layout.shape}")
+    if B * T == 0:
+        return jnp.zeros((B, T, N, value.shape[-1]), value.dtype)
     query, key, value, q_ids, kv_ids = (padded(x, 1, block) for x in (query, key, value, *ids))
     keys = (None, None) if dropout_key is None else random.split(dropout_key)
 
     ends = np.unique(np.r_[:block, -block:0] % (blocks * block))
-    options = dict(scale=scale, dropout_rate=dropout_rate, dropout_key=keys[0], implementation=implementation)
-    dense: Any = attention(query[:, ends], key, value, mask=segments(q_ids[:, ends], kv_ids), **options)
+    options: dict[str, Any] = dict(scale=scale, dropout_rate=dropout_rate)
+    outer = dict(mask=segments(q_ids[:, ends], kv_ids), dropout_key=keys[0], implementation=implementation)
+    dense: Any = attention(query[:, ends], key, value, **outer, **options)
     parts = [dense[:, :block], dense[:, block:]]
     if blocks > 2:
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        inner = _blocks_attention(query, key, value, q_ids, kv_ids, layout, block, scale, dropout_rate, keys[1])
-        parts.insert(1, inner)
+        parts.insert(1, _inner_blocks(query, key, value, q_ids, kv_ids, layout, block, keys[1], options))
     return jnp.concatenate(parts, axis=1)[:, :T]
 
 
-def _blocks_attention(query, key, value, q_ids, kv_ids, layout, block, scale, dropout_rate, dropout_key):
-    """All but the first and last block of queries: `[B, T - 2 block, N, Hv]`."""
-    (B, T, N, H), K = query.shape, key.shape[2]
+def _inner_blocks(query, key, value, q_ids, kv_ids, layout, block, dropout_key, options):
+    """All but the first and last block of queries, `[B, T - 2 block, N, Hv]`: each row is an attention to gathered keys."""
+    (B, T, N, _), K, r = query.shape, key.shape[2], layout.shape[-1]
     rows = T // block - 2
     near, counted = _neighbours(rows + 2)
-    r = layout.shape[-1]
     index = jnp.concatenate([jnp.broadcast_to(near[None], (N, rows, 5)), jnp.asarray(layout)], axis=-1)
     head = (jnp.arange(N) // (N // K))[:, None, None]
 
-    def take_blocks(x):  # [B, T, K, H] -> [B, N, rows, (5 + r) block, H]
-        x = x.reshape(B, rows + 2, block, K, -1).transpose(0, 3, 1, 2, 4)
-        return x[:, head, index].reshape(B, N, rows, (5 + r) * block, -1)
+    split = lambda x: x.reshape(B, rows + 2, block, *x.shape[2:])
 
-    query = query.reshape(B, rows + 2, block, N, H)[:, 1:-1].transpose(0, 3, 1, 2, 4)
-    q_ids = q_ids.reshape(B, rows + 2, block)[:, None, 1:-1]
-    counted = np.concatenate([counted, np.ones((rows, r), bool)], axis=1).repeat(block, axis=1)[None, None]
-    kv_ids = jnp.where(counted, kv_ids.reshape(B, rows + 2, block)[:, index].reshape(B, N, rows, -1), 0)
-    accumulate = jnp.promote_types(query.dtype, jnp.float32)
-    scores = einsum("bnrth,bnrsh->bnrts", query, take_blocks(key), dtype=accumulate) * scale
-    visible = (q_ids[..., None] == kv_ids[..., None, :]) & (kv_ids != 0)[..., None, :]
-    scores = jnp.where(visible, scores, -jnp.inf)
-    weights = softmax(scores.reshape(B, N, rows * block, -1)).reshape(scores.shape)
-    weights = dropout(weights, dropout_rate, dropout_key).astype(value.dtype)
-    out = einsum("bnrts,bnrsh->bnrth", weights, take_blocks(value))
-    return out.transpose(0, 2, 3, 1, 4).reshape(B, rows * block, N, -1)
+    def take_blocks(x):  # [B, T, K, H] -> [B, rows, (5 + r) block, N, H]
+        x = split(x).transpose(0, 3, 1, 2, 4)[:, head, index]
+        return x.reshape(B, N, rows, (5 + r) * block, -1).transpose(0, 2, 3, 1, 4)
+
+    counted = np.concatenate([counted, np.ones((rows, r), bool)], axis=1)[None, None, :, :, None]
+    kv_ids = jnp.where(counted, split(kv_ids)[:, index], 0).reshape(B, N, rows, 1, -1)
+    ids = split(q_ids)[:, 1:-1, None, :, None].swapaxes(0, 1), jnp.moveaxis(kv_ids, 2, 0)
+    by_row = dict(mask=Mask(_same_id, arrays=ids), dropout_key=None if dropout_key is None else random.split(dropout_key, rows))
+    # rows joined to the batch would be computed whole on each device of a mesh
+    attend = jax.vmap(partial(attention, implementation="reference", **options), 1, 1)  # of keywords it maps the first axis
+    out = attend(split(query)[:, 1:-1], take_blocks(key), take_blocks(value), **by_row)
+    return out.reshape(B, rows * block, N, -1)
+
+
+def _same_id(mask, q, kv):
+    """`segments` of one row: ids `[B, 1, T, 1]` of its queries, `[B, N, 1, S]` of the keys that each head gathered."""
+    q_ids, kv_ids = mask.arrays
+    return (q_ids == kv_ids) & (kv_ids != 0)
 
 
 def _neighbours(blocks):

@@ -35,7 +35,7 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     dynamic = [part for part in call.mask.conjuncts() if not part.static]
     static = reduce(and_, [part for part in call.mask.conjuncts() if part.static] or [full()]).at(call.mask.first(T, S))
     tables = _tables(static, N, T, S, block)
-    if not any(table.blocks.any() for table in tables):
+    if B == 0 or not any(table.blocks.any() for table in tables):
         return jnp.zeros((B, T, N, value.shape[-1]), query.dtype)
     ids = _segment_ids(dynamic, static.offset + np.arange(T), B, S, block) if dynamic else None
     scaled = (query.astype(jnp.float32) * call.scale).astype(query.dtype)

@@ -214,6 +214,23 @@ def test_what_does_not_come_out_even_is_refused_in_words(config, pipe, said):
         jax.eval_shape(partial(models.apply, staged(config, pipe)), weights, TOKENS)
 
 
+@pytest.mark.parametrize("axes", [dict(stage=4), dict(mine=2, stage=2), dict(stage=2, data=2, mine=2)], ids=str)
+def test_a_mesh_of_a_users_own_axes(axes):
+    def stage(weights, pick, x, extras, shared, part, microbatch):
+        layer = lambda x, row: (jnp.sin(x * pick(row) + extras), x.sum())
+        return jax.lax.scan(layer, x, weights)
+
+    weights, (x, extras) = jnp.arange(1.0, 5.0), jax.random.normal(jax.random.key(1), (2, 16, 3))
+    expected = x
+    for weight in weights:
+        expected = jnp.sin(expected * weight + extras)
+    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+    with jax.set_mesh(jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)):
+        run = jax.jit(lambda *args: pipeline(stage, *args, microbatches=4)[0])
+        found = jax.block_until_ready(run(weights, x, extras))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)  # four sines of float32
+
+
 def test_without_stages_it_is_the_plain_stack():
     weights = jax.eval_shape(partial(models.init, GPT), jax.random.key(0))
     run = lambda config: jax.make_jaxpr(partial(models.apply, config))(weights, TOKENS)

@@ -231,16 +231,32 @@ def test_an_infinite_sink_is_a_very_large_one(implementation, dtype):
     assert all(np.isfinite(np.float32(leaf)).all() for leaf in jax.tree.leaves(infinite))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
-@pytest.mark.parametrize(("T", "S"), [(3, 0), (0, 3), (0, 0)])
-def test_no_queries_or_no_keys_pass_no_gradient(T, S, implementation):
-    arrays = [jnp.ones(shape) for shape in ((1, T, 2, 3), (1, S, 1, 3), (1, S, 1, 2), (1, 2, T, S))]
+@pytest.mark.parametrize("implementation", ["reference", "rows", "blockwise", "ring", "splash", None])
+@pytest.mark.parametrize(("B", "T", "S"), [(2, 3, 0), (2, 0, 3), (2, 0, 0), (0, 3, 3)])
+def test_no_rows_queries_or_keys_give_zeros_and_no_gradient(B, T, S, implementation):
+    arrays = [jnp.ones(shape) for shape in ((B, T, 2, 3), (B, S, 1, 3), (B, S, 1, 2), (B, 2, T, S))]
+    takes_bias = implementation not in ("rows", "splash")
 
     def f(query, key, value, bias, sinks):
-        return attention(query, key, value, bias=bias, sinks=sinks, implementation=implementation)
+        options = dict(mask=masks.causal(), sinks=sinks, implementation=implementation)
+        return attention(query, key, value, bias=bias if takes_bias else None, **options)
 
-    for leaf in jax.tree.leaves(value_and_vjp(f, jnp.ones((1, T, 2, 2)), *arrays, jnp.array([0.5, -np.inf]))):
+    out, gradients = value_and_vjp(f, jnp.ones((B, T, 2, 2)), *arrays, jnp.array([0.5, -np.inf]))
+    assert out.shape == (B, T, 2, 2)
+    for leaf in jax.tree.leaves((out, gradients)):
         np.testing.assert_array_equal(leaf, 0)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "rows", "blockwise"])
+@pytest.mark.parametrize("narrow", ["query", "key", "value"])
+def test_gradients_have_the_types_of_their_arrays(narrow, implementation):
+    """One array of 16 bits beside two of 64: scores are float64 where either the query or the key is."""
+    with jax.enable_x64(True):
+        wide = {name: jnp.ones((1, 3, 2, 4), jnp.float64) for name in ("query", "key", "value")}
+        arrays = wide | {narrow: wide[narrow].astype(jnp.bfloat16), "sinks": jnp.ones(2)}
+        f = lambda arrays: jnp.sum(attention(**arrays, mask=masks.causal(), implementation=implementation), dtype=float)
+        gradients = jax.jit(jax.grad(f))(arrays)
+    assert {name: x.dtype for name, x in gradients.items()} == {name: x.dtype for name, x in arrays.items()}
 
 
 def test_a_large_sink_takes_all():
@@ -479,6 +495,13 @@ def test_errors_at_the_door(shapes, options, words):
     options = {k: jnp.ones(v) if isinstance(v, tuple) else v for k, v in options.items()}
     with pytest.raises(ValueError, match=words):
         inspect.unwrap(attention)(*map(jnp.ones, shapes), **options)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_softcap_that_is_no_cap_is_refused(softcap):
+    x = jnp.ones((1, 2, 1, 3))
+    with pytest.raises(ValueError, match=f"attention: softcap is a number above 0 and finite, or None; got {softcap}"):
+        attention(x, x, x, softcap=softcap)
 
 
 def test_an_implementation_that_does_not_exist_is_refused():

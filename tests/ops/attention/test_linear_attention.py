@@ -189,6 +189,21 @@ def test_a_row_whose_ids_come_again_is_nan(rule):
         assert np.isnan(f(x, x, x, mask=mask)[jnp.array([0, 3])]).all()
 
 
+@pytest.mark.parametrize("offset", [None, 0])
+@pytest.mark.parametrize("pair", [False, True], ids=["one side", "both sides"])
+@pytest.mark.parametrize("f", [linear_attention, efficient_attention])
+def test_a_mask_may_be_an_argument_of_jit(f, pair, offset):
+    """Both sides of `segments` are one array, which they stay as leaves of an argument."""
+    (query, key, value), *_ = case(0, False, False, False, 6, 6, dtype=np.float32)
+    ids = jnp.array([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
+    mask = masks.segments(ids, ids) if pair else masks.segments(ids)
+    mask = mask if offset is None else mask.at(offset)
+    call = lambda mask: f(query, key, value, mask=mask)
+    np.testing.assert_array_equal(jax.jit(call)(mask), jax.jit(lambda: call(mask))())
+    with pytest.raises(NotImplementedError, match="segments"):
+        call(masks.segments(ids, jnp.array(ids)))
+
+
 def test_query_lengths_and_offsets():
     """lengths(q=...) empties its queries; an offset moves them along the keys, to either side."""
     arrays, _, _ = case(4, True, False, False, 6, 9, dtype=np.float32)

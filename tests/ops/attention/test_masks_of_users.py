@@ -106,7 +106,7 @@ def called(attend):
 
 
 EXACT = {
-    "ops.attention.blockwise.attention": called(lambda *args: blockwise.attention(*args)[0]),
+    "ops.attention.blockwise.attention": called(blockwise.attention),
     "ops.attention.cached.attention": by_cache,
     "ops.attention.cudnn.attention": by_cudnn,
     "ops.attention.ring.attention": called(ring.attention),
@@ -117,7 +117,7 @@ EXACT = {
 }
 OTHERS = {
     "ops.attention.blocks.choose_grid": lambda mask: astuple(blocks.choose_grid(mask, 64, 64, N)),
-    "ops.attention.blocks.find_visits": lambda mask: blocks.find_visits(mask, blocks.Grid(T, T, 4, 4)),
+    "ops.attention.blocks.find_visits": lambda mask: blocks.find_visits(mask, blocks.Grid(T, T, 4, 4, 4)),
     "ops.attention.cudnn.plan": lambda mask: isinstance(cudnn.plan(mask, T, T), str),
     "ops.attention.cudnn.refuses": lambda mask: isinstance(cudnn.plan(mask, T, T), str),
     "ops.attention.ring.refuses": lambda mask: ring.refuses(QUERY, KEY, VALUE, Call(mask)),

@@ -225,7 +225,7 @@ def test_permutes_of_a_backward_pass():
 
 
 def plan(mask: Mask, devices: int, T: int = 64):
-    return ring.make_plan(mask, Grid(T, T, 4, 4), devices, 2 * devices)
+    return ring.make_plan(mask, Grid(T, T, 4, 4, 4), devices, 2 * devices)
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])

@@ -99,6 +99,28 @@ def test_longformer_equals_its_definition(name):
     assert not d_key[ids == 0].any() and not d_global_key[ids == 0].any()
 
 
+@pytest.mark.parametrize("tokens", [True, np.array([False, False, True]), [False, True], [0.5, 1.0], -1, [2, -1], [3]], ids=str)
+def test_longformer_refuses_what_are_no_positions(tokens):
+    """As `masks.global_tokens` does; booleans by row are flags, but one row of them could be positions 0 and 1."""
+    x = jnp.ones((1, 3, 2, 4))
+    with pytest.raises(ValueError, match=r"global[_ ]tokens"):
+        inspect.unwrap(longformer_attention)(*[x] * 6, window=2, global_tokens=tokens)  # without the test suite's types
+
+
+@pytest.mark.parametrize(("B", "T"), [(0, 8), (2, 0)])
+def test_no_rows_or_no_tokens_give_no_output(B, T):
+    query, key, value = (jnp.ones((B, T, *heads)) for heads in ((4, 6), (2, 6), (2, 5)))
+    layout, rotations = bigbird_layout_zero(T, 2, 1, 4), jnp.ones((4, 6, 2, 2))
+    for f in (
+        lambda *arrays: longformer_attention(*arrays, None, None, None, window=2),
+        lambda *arrays: bigbird_attention(*arrays, layout, block=2),
+        lambda query, *_: ops.lsh_attention(query, query[..., :5], rotations, chunk=2),
+        ops.linear_attention,
+        ops.efficient_attention,
+    ):
+        assert jax.eval_shape(f, query, key, value).shape == (B, T, 4, 5)
+
+
 def test_longformer_traced_flags():
     """Traced flags gather up to `max_globals`; room to spare changes nothing, too little is NaN in that row and no other."""
     arrays = [x.astype(jnp.float32) for x in draw(0, *[(2, 13, 2, 4)] * 6)]

@@ -1,0 +1,36 @@
+"""Texts that a model writes: no more tokens are asked for than it has positions."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jaxformer import models, params
+from jaxformer.decoding.generate import bucket, open_model
+from jaxformer.errors import ConfigError
+from jaxformer.evaluation.generation import room_for
+from jaxformer.models import Alibi, Axial, EncoderDecoder, Learned, ModelConfig, Relative, Sinusoidal
+from jaxformer.ops.positions import Rope
+
+MODEL = ModelConfig(vocab_size=9, num_layers=1, d_model=8, num_heads=2, context_length=8)
+PROMPTS = [[1, 2, 3], [4]]
+LIMITED = [Learned(), Learned(2), Axial((2, 4), (3, 5))]
+OTHERS = [None, Sinusoidal(), Rope(), (Rope(), None), Alibi(), Relative(8, 16, False), lambda config: None]
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("positions", LIMITED + OTHERS)
+def test_a_text_takes_what_positions_are_left(positions, pair):
+    """As many tokens as `generate` accepts, and where there is a table, not one more."""
+    config = stack = replace(MODEL, positions=positions)
+    if pair:
+        config = EncoderDecoder(replace(MODEL, heads=()), stack)
+    room = room_for(config, 200, PROMPTS)
+    assert room == (5 if positions in LIMITED else 200) and room_for(config, 2, PROMPTS) == 2
+    assert bucket(7, stack) == (8 if positions in LIMITED else 16)
+    weights = params.abstract(models.spec(config))
+    make = lambda more: lambda w: open_model(config, w, PROMPTS, room + more, [[1], [2]] if pair else None).params
+    jax.eval_shape(make(0), weights)
+    if positions in LIMITED:
+        with pytest.raises(ConfigError, match=r"3 prompt \+ 6 new tokens exceed the 8 learned positions"):
+            jax.eval_shape(make(1), weights)
