@@ -133,10 +133,11 @@ class Pairs:
 class Margin:
     """How far the mean loss of hidden tokens is below the unigram entropy, nats a token."""
 
+    objective: NextSentence = NextSentence(MaskedTokens(MASK))  # as the experiment's
     only_final: bool = True
 
     def __call__(self, scored: Evaluation) -> dict[str, float]:
-        score = jax.jit(functools.partial(experiment.objective, scored.model, dtype=scored.precision))
+        score = jax.jit(functools.partial(self.objective, scored.model, dtype=scored.precision))
         found = [score(scored.params, batch, key=jax.random.key(i)).metrics for i, batch in enumerate(scored.batches())]
         loss, weight = (float(sum(part)) for part in zip(*(each["masked_loss"] for each in found), strict=True))
         entropy = batching.unigram_entropy(scored.dataset) or 0.0

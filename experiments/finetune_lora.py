@@ -1,8 +1,9 @@
-"""Fine-tuning with LoRA: Hu et al. 2021, arXiv:2106.09685. Low-rank factors train beside the frozen weights of a run.
+r"""Fine-tuning with LoRA: Hu et al. 2021, arXiv:2106.09685. Low-rank factors train beside the frozen weights of a run.
 
-Expected: the starting model's validation loss at step 0, below it at the end. Time: seconds on two CPU cores.
-Command: make train, then make train EXP=finetune_lora ARGS="--initial=runs/quickstart-..."; for weights of Hugging Face give
-their folder or name, and --model the preset of the same sizes: ARGS="--model gpt2_small --initial gpt2 ...".
+Expected: at the end a validation loss below that of the starting run. Time: seconds on two CPU cores.
+For weights of Hugging Face, --initial is their folder or name, --model the preset of the same sizes, and --data a text of yours
+in their tokens: ARGS="--initial gpt2 --model gpt2_small --data \"Corpus('my.txt', tokenizer='gpt2')\"". It needs an --initial.
+Command: make train, then make train EXP=finetune_lora ARGS="--initial=runs/quickstart-..."
 """
 
 from dataclasses import replace

@@ -2,8 +2,8 @@
 
 Nangia & Bowman 2018, arXiv:1804.06028; operators and the shape of the trees as in Long Range Arena (Tay et al. 2020,
 arXiv:2011.04006, section 2.2.1): MIN, MAX, MED (the median, rounded down) and SM (the sum modulo 10) of 2 to `args` values,
-each of which is a list with probability 1/4, down to `depth`. Expressions of any length: --data.shortest and --data.longest,
-with --model.context-length. Long Range Arena has 500 to 2000 tokens, depth and args 10.
+each of which is a list with probability 1/4, down to `depth`. Longer expressions need larger trees, as in Long Range
+Arena: --data.shortest=500 --data.longest=2000 --data.depth=10 --data.args=10 --model.context-length=2000.
 
 Expected, of expressions of 16 to 64 tokens after 300 steps, on 1000 unseen ones (seed 0; binomial error 1.3 %; the most
 frequent value alone gives 11.6 %): too short a training to rank the kinds of attention, only to see that each of them learns.
@@ -42,6 +42,7 @@ from jaxformer.training import AdamW, ClassCrossEntropy, Cosine, Experiment
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")  # ids 10 to 13; digits are 0 to 9, the end of a list is 14
 END = 14
+DRAWS = 100_000  # trees that are tried for an expression
 
 
 def value(operator: str, values: list[int]) -> int:
@@ -81,6 +82,8 @@ class ListOps:
     seed: int = 0  # of the expressions
 
     def open(self, model) -> Dataset:
+        if not self.shortest <= self.longest:
+            raise ConfigError(f"data.shortest={self.shortest}: more than data.longest={self.longest}")
         if (length := context_length(model)) < self.longest:
             raise ConfigError(f"data.longest={self.longest}: more than model.context_length={length}")
         train, validation = (Expressions(self, split, length) for split in (0, 1))
@@ -101,10 +104,12 @@ class Expressions:
 
     def _drawn(self, index: int) -> tuple[list[int], int]:
         rng, config = random.Random(f"{self.config.seed} {self.split} {index}"), self.config
-        while True:  # until the length is right
+        for _ in range(DRAWS):  # until the length is right
             tokens, result = expression(rng, config.depth, config.args)
             if config.shortest <= len(tokens) <= config.longest:
                 return tokens, result
+        problem = f"none of {DRAWS:,} trees has {config.shortest} to {config.longest} tokens"
+        raise ConfigError(f"data.depth={config.depth}, data.args={config.args}: {problem}; raise data.depth or data.args")
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         tokens, result = self._draw(range(len(self))[index])

@@ -21,6 +21,7 @@ import numpy as np
 
 from experiments.bert_pretrain import alike
 from jaxformer.data.sources import Dataset, context_length
+from jaxformer.errors import ConfigError
 from jaxformer.masks import full
 from jaxformer.models import Embedding, ModelConfig, Relative, TokenClassification
 from jaxformer.training import AdamW, Cosine, Experiment, SpanCrossEntropy
@@ -63,6 +64,9 @@ class Passages:
     seed: int = 0  # of the passages
 
     def open(self, model) -> Dataset:
+        most = min(len(PEOPLE), (context_length(model) - 10) // 10)  # a fact and a question have at most 10 and 9 words
+        if not 1 <= self.facts <= most:
+            raise ConfigError(f"data.facts={self.facts}: expected 1 to {most}; each takes 10 of model.context_length")
         train, validation = (Questions(self, split, context_length(model)) for split in (0, 1))
         sample = b"".join(train[i]["tokens"].tobytes() for i in range(16))  # another Python may draw other numbers
         digest = hashlib.sha256(f"{self} {train.length} {WORDS}".encode() + sample).hexdigest()

@@ -1,7 +1,8 @@
 """Which caption belongs to which image: two towers trained with a contrastive loss find "three one seven" among a hundred.
 
 CLIP, Radford et al. 2021, arXiv:2103.00020, section 2.3. The model is no ModelConfig but a class of this file. An image is
-compared with every caption of the batch, on a mesh too: the batch is one array over all devices.
+compared with every caption of the batch, on a mesh too: the batch is one array over all devices. --mesh.backend=pmap and
+--accumulation, which would show it parts of the batch, are refused (`whole_batch`).
 Needs pip install 'jaxformer[vision]'.
 Expected: of 100 unseen rows, all with different captions, 97 images find their caption first (validation_accuracy), and 98
 captions their image (of_texts); seed 0.
@@ -89,6 +90,7 @@ class Contrastive:
     """The mean of two cross entropies: each image picks its text among all of the batch, and each text its image."""
 
     move: Move | None = Move(degrees=5.0, pixels=0.5)  # of each digit, in training
+    whole_batch = True  # no field: the loss is no sum over rows
 
     def evaluation(self) -> "Contrastive":
         return replace(self, move=None)

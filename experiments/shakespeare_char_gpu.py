@@ -8,6 +8,7 @@ train EXP=shakespeare_char_gpu ARGS="--data.path=tinyshakespeare.txt"
 from dataclasses import replace
 
 from experiments.shakespeare_char import experiment as cpu
+from jaxformer.training import AdamW
 
 experiment = replace(
     cpu,
@@ -21,6 +22,7 @@ experiment = replace(
         dropout_rate=0.2,
         attention_dropout_rate=0.2,
     ),
+    optimizer=AdamW(learning_rate=1e-3, b2=0.99),
     steps=5000,
     batch_size=64,
     precision="bfloat16",

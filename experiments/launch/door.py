@@ -23,6 +23,7 @@ from jaxformer.training.recipe import build
 from jaxformer.training.step import state_specs
 
 PATHS = ("path", "train", "validation")  # the fields of our data that name files
+FOLDERS = ("tokenizer", "initial", "name")  # those that name a folder, or something at a hub
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ def provides(name: str, module: str) -> bool:
 
 def check_files(name: str, experiment: Any, hosts: Hosts) -> list[str]:
     """That hosts see the experiment and its data, as far as this can be known here. The paths that only a host can look for."""
-    paths = dict(data_paths(experiment.data)) | ({"EXP": name} if name.endswith(".py") else {})
+    paths = dict(data_paths(experiment.data)) | dict(data_paths(experiment.initial, "initial"))
+    paths |= {"EXP": name} if name.endswith(".py") else {}
     copied = [] if hosts.files == "shared" else tree()
     if hosts.files == "image":
         copied = [path for path in copied if path.startswith(("experiments/", "jaxformer/"))]
@@ -148,16 +150,22 @@ def check_files(name: str, experiment: Any, hosts: Hosts) -> list[str]:
 
 
 def data_paths(data: Any, name: str = "data") -> Iterator[tuple[str, str]]:
-    """The files that data read, also data that are made of others, by the name of the field."""
+    """The files that data, or where parameters start, read, also what is made of others, by the name of the field."""
     if isinstance(data, list | tuple):
         for one in data:
             yield from data_paths(one, name)
     elif is_dataclass(data):
-        for field, value in ((one.name, getattr(data, one.name)) for one in fields(data)):
-            if not isinstance(value, str):
-                yield from data_paths(value, f"{name}.{field}")
-            elif (field in PATHS or value.endswith(".json")) and not re.match(r"hf:|\w+://", value):
-                yield f"{name}.{field}", value
+        for field in fields(data):
+            yield from data_paths(getattr(data, field.name), f"{name}.{field.name}")
+    elif isinstance(data, str) and not re.match(r"hf:|\w+://", data):
+        field = name.rpartition(".")[2]
+        if field in PATHS or data.endswith(".json") or (field in FOLDERS and is_folder(data)):
+            yield name, data
+
+
+def is_folder(text: str) -> bool:
+    """Whether it is one here, or can be nothing else: not the name of a tokenizer or model."""
+    return text.startswith(("/", "~", ".")) or ("/" in text and Path(text).is_dir())
 
 
 def tree() -> list[str]:

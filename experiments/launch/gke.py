@@ -41,6 +41,7 @@ metadata:
   annotations:
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
+  ttlSecondsAfterFinished: 600 # then its name is free; of a JobSet that is there `kubectl apply` starts no pod
   failurePolicy:
     maxRestarts: {retries}
     rules:

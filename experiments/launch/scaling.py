@@ -66,14 +66,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time, each on a device of its own")
     options, overrides = parser.parse_known_args(joined(argv, "--sizes"))
     trials = read_trials(options.name, f"{options.sizes} --steps={options.steps}", overrides)
+    constants = len(scaling.Law._fields)
+    if len(trials) < constants:
+        raise ConfigError(f"scaling: {len(trials)} runs, and the law has {constants} constants; give more --sizes or --steps")
     try:
         ended = sweep(trials, options.runs, [figures.loss_report], options.parallel)
         ended = [trial for trial in ended if not trial.problem]
     except Interrupted as error:
         print(f"scaling: {error}", file=sys.stderr)
         return error.exit_code
-    if not ended:
-        raise ConfigError("scaling: every run failed")
+    if len(ended) < constants:
+        raise ConfigError(f"scaling: {len(ended)} of {len(trials)} runs ended well, and the law has {constants} constants")
     rows = sorted((row(trial, options.runs) for trial in ended), key=lambda row: (row["parameters"], row["tokens"]))
     path = epath.Path(options.runs) / f"scaling-{ended[0].experiment.name}.jsonl"
     config.write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))

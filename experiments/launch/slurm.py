@@ -31,11 +31,12 @@ cd {root}
 # a task that ends first must not take the others with it while they save
 srun --kill-on-bad-exit=0 --cpu-bind=none{cpus} {command}
 code=$?
+file={name}-$SLURM_JOB_ID.crashes # their number; SLURM_RESTART_COUNT has preemptions and time limits, too
 case $code in
-  0) exit 0 ;;
+  0) rm -f $file; exit 0 ;;
   2 | 3) exit $code ;; # a mistake in the options; numbers that went bad: both would happen again
   143) ;; # time is up or preempted, everything is saved
-  *) [ "${{SLURM_RESTART_COUNT:-0}}" -lt {retries} ] || exit $code ;;
+  *) crashes=$(($(cat $file 2> /dev/null || echo 0) + 1)); [ $crashes -le {retries} ] || exit $code; echo $crashes > $file ;;
 esac
 echo "exit code $code: back into the queue (restart ${{SLURM_RESTART_COUNT:-0}})"
 scontrol requeue "$SLURM_JOB_ID"

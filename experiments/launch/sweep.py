@@ -26,7 +26,9 @@ from etils import epath
 
 from jaxformer import cli, config
 from jaxformer.analysis import figures
+from jaxformer.data.batching import BadBatch
 from jaxformer.errors import ConfigError
+from jaxformer.planning.out_of_memory import is_out_of_memory
 from jaxformer.training import loop
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.metrics import NonFinite
@@ -87,17 +89,19 @@ def _split(text: str, separators: str) -> list[str]:
     return parts
 
 
-Train = Callable[[Trial], dict[str, Any]]  # -> final scores; raises NonFinite, ConfigError or Interrupted
+Train = Callable[[Trial], dict[str, Any]]  # -> final scores; raises what `attempt` catches, or Interrupted
 
 
 def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.Report] = (), parallel: int = 1) -> list[Trial]:
     """Trains each trial that is not finished, `parallel` at a time; all with their scores, best first.
 
-    One whose numbers stay bad, or that is refused, fails, and the others go on. `runs` gets a table and a figure:
-    sweep-NAME-DIGEST.md, .png. Raises ConfigError where two trials are the same run, and Interrupted on SIGTERM: called
-    again, it goes on where it was.
+    One whose numbers stay bad, that is refused, or that lacks memory or a batch, fails, and the others go on.
+    `runs` gets a table and a figure: sweep-NAME-DIGEST.md, .png. Raises ConfigError where two trials are the same run, and
+    Interrupted on SIGTERM: called again, it goes on where it was.
     """
     if parallel > 1:
+        if 0 < len(gpus := visible_gpus() or []) < parallel:
+            raise ConfigError(f"--parallel={parallel}: CUDA_VISIBLE_DEVICES={','.join(gpus)} has {len(gpus)} devices")
         jax.config.update("jax_platforms", "cpu")  # here; the other devices are those of the runs
     folders = [run_folder(trial.experiment, runs) for trial in trials]
     if len({folder.path for folder in folders}) < len(trials):
@@ -129,9 +133,12 @@ def attempt(train: Train, runs: epath.PathLike, trial: Trial, place: str) -> Tri
         if folder.result.is_file():
             return trial._replace(scores=config.read_json(folder.result, validation=dict)["validation"])
         return trial._replace(scores=train(trial))
-    except (NonFinite, ConfigError) as error:
-        print(f"failed: {error}", flush=True)
-        return trial._replace(problem=f"failed: {error}")
+    except (NonFinite, ConfigError, RuntimeError) as error:
+        if not isinstance(error, NonFinite | ConfigError | BadBatch) and not is_out_of_memory(error):
+            raise
+        problem = f"failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        print(problem, flush=True)
+        return trial._replace(problem=problem)
 
 
 def train_here(runs: epath.PathLike, reports: Sequence[loop.Report], trial: Trial) -> dict[str, Any]:
@@ -181,12 +188,18 @@ def in_processes(trials: Sequence[Trial], places: Sequence[str], runs: epath.Pat
         signal.signal(signal.SIGTERM, before)
 
 
+def visible_gpus() -> list[str] | None:
+    """Those of CUDA_VISIBLE_DEVICES, which may be empty; None where it is not set."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if given is None else [gpu for gpu in given.split(",") if gpu]
+
+
 def one_device(number: int) -> dict[str, str]:
     """What makes a process see one GPU, or one chip of a TPU host."""
-    gpus = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    gpus = visible_gpus()
     port = str(8476 + number)
     return {
-        "CUDA_VISIBLE_DEVICES": gpus[number] if number < len(gpus) else str(number),
+        "CUDA_VISIBLE_DEVICES": str(number) if gpus is None else gpus[number] if gpus else "",
         "TPU_VISIBLE_CHIPS": str(number), "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1",
         "TPU_MESH_CONTROLLER_ADDRESS": f"localhost:{port}", "TPU_MESH_CONTROLLER_PORT": port,
     }  # fmt: skip

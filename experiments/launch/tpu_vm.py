@@ -31,8 +31,12 @@ FINAL_CODES = {2, 3, 130}  # a mistake in the options, NaN, Ctrl-C: a restart wo
 PACK = (
     "git ls-files -z --cached --others --exclude-standard | tar --null --ignore-failed-read -czf {file} " + lock.FILE + " -T -"
 )
-INSTALL = (  # a TPU VM has Python 3.10; uv installs the one of the lock
-    "rm -f ~/jaxformer.run/installed && mkdir -p ~/jaxformer && tar -xzf ~/jaxformer.tgz -C ~/jaxformer && cd ~/jaxformer"
+# A file that this tree no longer has is removed, also a package lib/x/ that became lib/x.py; runs and data beside them stay.
+# A TPU VM has Python 3.10; uv installs the one of the lock.
+INSTALL = (
+    "rm -f ~/jaxformer.run/installed && mkdir -p ~/jaxformer && cd ~/jaxformer && touch ~/jaxformer.run/files"
+    " && {{ xargs -d '\\n' rm -f -- < ~/jaxformer.run/files || true; }}"
+    " && tar --quoting-style=literal -tzf ~/jaxformer.tgz > ~/jaxformer.run/files && tar -xzf ~/jaxformer.tgz"
     " && python3 -m pip install -q --user uv && ~/.local/bin/uv venv -q --allow-existing --python " + lock.PYTHON + " .venv"
     " && ~/.local/bin/uv pip install -q -c " + lock.FILE + " -e '.[tpu,hosts]' && echo {digest} > ~/jaxformer.run/installed"
 )

@@ -106,6 +106,9 @@ def _open_array(config: Images, path: str, model: Any, problems: Problems) -> tu
         found = f"images {images.dtype}{list(images.shape)} and labels {labels.dtype}{list(labels.shape)}"
         wanted = f"bytes, or floats from 0 to 1, {list(expected)} (data.image, data.channels) and integers [n]"
         raise ConfigError(f"data: {path}: {found}; expected {wanted}")
+    if images.dtype.kind == "f" and not (images.min(initial=0) >= 0 and images.max(initial=0) <= 1):  # or NaN
+        found = f"images from {images.min():g} to {images.max():g}"
+        raise ConfigError(f"data: {path}: {found}; expected bytes, or floats from 0 to 1")
     good = _check_labels(model, labels, lambda index: f"{path}: image {index}", problems)
     content = hashlib.sha256(images.tobytes() + labels.tobytes()).digest()
     return Split(labels[good], partial(_scaled, images[good], config.values)), content
@@ -128,7 +131,9 @@ def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> t
     def first_bytes(file: Path) -> str | None:  # to decode all of a million files would take an hour
         try:
             regular_file(file)
-            Image.open(file).close()
+            with Image.open(file) as image:
+                if image.mode[0] in "IF":  # PIL would clip it to white
+                    return f" (mode {image.mode}: expected 8 bits a channel)"
         except (OSError, ValueError, SyntaxError) as error:  # ConfigError too is a ValueError
             return f" ({error})"
 

@@ -42,6 +42,10 @@ class Packed:
 
     open_rows: int = 64  # rows that are filled at a time
 
+    def __post_init__(self):
+        if self.open_rows < 1:
+            raise ConfigError(f"data: Packed(open_rows={self.open_rows}): must be at least 1")
+
     def __call__(self, examples: Sequence[Example], lengths: tuple[int, int]) -> "Rows":
         rows: list[list[int]] = []
         open_rows: list[tuple[int, list[int]]] = []  # (number, room left of the source and of the target)
@@ -51,7 +55,7 @@ class Packed:
             if found is None:
                 found = len(rows), list(lengths)
                 rows.append([])
-                open_rows = [*open_rows[-self.open_rows + 1 :], found]
+                open_rows = [*open_rows, found][-self.open_rows :]
             row, room = found
             rows[row].append(number)
             room[:] = room[0] - s, room[1] - t

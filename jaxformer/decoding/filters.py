@@ -1,7 +1,8 @@
 """Filters: functions `(logits, history) -> logits`, applied one after another. What one removes is -inf.
 
-`TopK(50)` is a filter, and any function of these two is. Numbers, one for all rows or one per row [B], are leaves of a pytree,
-so arguments of the compiled program: another temperature compiles nothing. The n of an n-gram is static.
+`TopK(50)` is a filter, and any function of these two is. Numbers are leaves of a pytree, so arguments of the compiled program:
+another temperature compiles nothing. The n of an n-gram is static. A number may be one per row, [B], where you call a filter
+yourself; `generate` and the other functions of `decoding` refill and repeat rows, so they need one for all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +37,8 @@ class History:
         """Each row with the first `count` of its n tokens more."""
         i = jnp.arange(tokens.shape[1])[None]
         slots = jnp.where(i < count[:, None], self.length[:, None] + i, self.tokens.shape[1])  # nothing is written outside
-        tokens = self.tokens.at[jnp.arange(len(tokens))[:, None], slots].set(tokens, mode="drop")
-        return History(tokens, self.length + count, self.prompt)
+        tokens = self.tokens.at[jnp.arange(len(tokens))[:, None], slots].set(tokens.astype(self.tokens.dtype), mode="drop")
+        return History(tokens, self.length + count.astype(self.length.dtype), self.prompt)
 
 
 Logits = Float[Array, "B V"]

@@ -47,18 +47,17 @@ class Settings:
     stop_tokens: Any  # [n]; -1: none
 
     def filtered(self, logits: Array, history: History) -> Array:
-        """The logits [B, V] after all filters."""
-        wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        return reduce(lambda logits, function: function(logits, history), self.filters, wide)
+        """The logits [B, V] after all filters, in float32."""
+        return reduce(lambda logits, function: function(logits, history), self.filters, logits.astype(jnp.float32))
 
 
 def generate(
-    config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]], max_tokens: int, *,
+    config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], *,
     sources: Sequence[Any] | None = None, how: Sampling = Sampling(), filters: Sequence[Filter] = (),
     key: Array | None = None, stop_tokens: Sequence[int] = (), stop: Callable[[list[int]], int | None] | None = None,
     rows: int = 16, dtype=None, cache_dtype=None,
 ) -> list[list[int]]:  # fmt: skip
-    """Continues each prompt by at most `max_tokens` tokens, up to the first stop token, which is left out.
+    """Continues each prompt by at most `max_tokens` (of all or of each) tokens, up to the first stop token, which is left out.
 
     Of an encoder-decoder, `sources` are the tokens of the encoder, or images `[height, width, C]`, and a prompt is how the
     target begins (T5: [0]).
@@ -91,7 +90,7 @@ def stream(config: ModelConfig | EncoderDecoder, params: Any, prompt: Sequence[i
 
 
 def serve(
-    config, params, prompts, max_tokens: int, sources, how: Sampling, filters, key, stop_tokens, stop, rows: int, dtypes,
+    config, params, prompts, max_tokens, sources, how: Sampling, filters, key, stop_tokens, stop, rows: int, dtypes,
     every: int | None,
 ) -> Iterator[tuple[int, list[int], bool]]:  # fmt: skip
     """(number of a prompt, its new tokens so far, whether they are all) after `every` steps, and whenever a row ends."""
@@ -102,21 +101,21 @@ def serve(
     key = jax.random.key(0) if key is None else key
     texts: Any = None
     owners, queue = {}, deque(range(len(prompts)))
-    rows = min(rows, 1 << (len(prompts) - 1).bit_length())
+    rows, limits = min(rows, 1 << (len(prompts) - 1).bit_length()), np.broadcast_to(max_tokens, len(prompts))
     while queue or owners:
         steps = every or 2**30
         for row in range(rows):
             if row not in owners and queue:
                 owners[row] = index = queue.popleft()
                 prompt, source = prompts[index], None if sources is None else sources[index]
-                numbers = jax.device_put((np.array([len(prompt) + max_tokens], np.int32), np.int32(index)))
+                numbers = jax.device_put((np.array([len(prompt) + limits[index]], np.int32), np.int32(index)))
                 one = _start(*read(model, prompt, source), *numbers, key, settings)
                 if texts is None:  # rows without a text of their own yet
                     texts = replace(repeat(rows, one), done=jax.device_put(np.ones(rows, bool)))
                 texts = insert(texts, jax.device_put(np.int32(row)), one)
                 steps = steps if every is None else 0  # a first token is shown at once
-        limits = jax.device_put((np.int32(steps), np.int32(len(owners) if queue else 1)))
-        texts = _run(model.config, model.dtype, model.params, texts, settings, *limits)
+        until = jax.device_put((np.int32(steps), np.int32(len(owners) if queue else 1)))
+        texts = _run(model.config, model.dtype, model.params, texts, settings, *until)
         history, done = jax.device_get((texts.history, texts.done))
         for row, index in list(owners.items()):
             tokens, ended = new_tokens(history, row, stop_tokens), bool(done[row])
@@ -140,14 +139,14 @@ class Model(NamedTuple):
     ahead: int = 0  # how many tokens its caches can take back
 
 
-def open_model(config, params, prompts, max_tokens: int | None, sources, dtype=None, cache_dtype=None, ahead: int = 0) -> Model:
+def open_model(config, params, prompts, max_tokens, sources, dtype=None, cache_dtype=None, ahead: int = 0) -> Model:
     """The model for these prompts, which are only read if `max_tokens` is None. ConfigError for what does not fit it."""
     for problem in _problems(config, prompts, max_tokens, sources):
         raise ConfigError(f"generate: {problem}")
     floats = (leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
     dtype = jnp.dtype(next(floats) if dtype is None else dtype)
     source_room = bucket(max(map(len, sources)), config.encoder) if sources is not None else 0
-    room = bucket(max(map(len, prompts)) + (max_tokens or 0), models.last_stack(config))
+    room = bucket(sum(_longest(prompts, max_tokens or 0)), models.last_stack(config))
     if cache_dtype is None:  # to write one token, XLA:CPU makes a cache of 16 bits one of 32, and back
         cache_dtype = jnp.promote_types(dtype, jnp.float32) if jax.default_backend() == "cpu" else dtype
     return Model(config, prepare(config, params, dtype), dtype, room, source_room, jnp.dtype(cache_dtype), ahead)
@@ -278,7 +277,12 @@ def append(texts: Texts, logits: Array, settings: Settings) -> Texts:
     return replace(texts, history=history, done=done)
 
 
-def _problems(config, prompts, max_tokens: int | None, sources) -> Iterator[str]:
+def _longest(texts, more: int | Sequence[int]) -> tuple[int, int]:
+    """(tokens, new tokens) of the text that is the longest with those that follow: so many for all, or for each."""
+    return max(zip(map(len, texts), np.broadcast_to(more, len(texts)).tolist(), strict=True), key=sum)
+
+
+def _problems(config, prompts, max_tokens: int | Sequence[int] | None, sources) -> Iterator[str]:
     """One line for each thing that does not fit the model."""
     decoder, pair = models.last_stack(config), isinstance(config, EncoderDecoder)
     if is_explicit():
@@ -289,8 +293,8 @@ def _problems(config, prompts, max_tokens: int | None, sources) -> Iterator[str]
         yield f"{len(prompts)} prompts need as many sources, none of them empty"
     if not prompts or not all(map(len, prompts)):
         yield "a prompt is empty; give at least one token (a start token, a newline)"
-    if max_tokens is not None and max_tokens < 1:
-        yield f"max_tokens={max_tokens}: must be at least 1"
+    if max_tokens is not None and (np.shape(max_tokens) not in ((), (len(prompts),)) or np.min(max_tokens) < 1):
+        yield f"max_tokens={max_tokens}: must be at least 1, of all prompts or of each"
     images = pair and isinstance(config.encoder.embedding, Patches)
     if images:
         expected = (*config.encoder.embedding.image, config.encoder.embedding.channels)
@@ -300,6 +304,6 @@ def _problems(config, prompts, max_tokens: int | None, sources) -> Iterator[str]
         for token in itertools.chain.from_iterable(rows):
             if not 0 <= token < stack.vocab_size:
                 yield f"{name} token {token} is outside the vocabulary of {stack.vocab_size}"
-        longest, more = max(map(len, rows)), f" + {new} new" if new else ""
-        if longest + new > stack.position_limit:
-            yield f"{longest} {name}{more} tokens exceed the {stack.position_limit} learned positions"
+        (longest, new), limit = _longest(rows, new), stack.position_limit
+        if longest + new > limit:
+            yield f"{longest} {name}{f' + {new} new' if new else ''} tokens exceed the {limit} learned positions"

@@ -181,7 +181,7 @@ def accept(
     of_token = lambda x: jnp.take_along_axis(x, proposal.tokens[..., None], axis=2)[..., 0]
     level = jax.vmap(lambda key: jax.random.uniform(key, (A,)))(_fold(keys, A))
     accepted = (level * of_token(q) < of_token(p[:, :A])) & (jnp.arange(A)[None] < most[:, None])
-    taken = jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1)
+    taken = jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
     p, q = (jnp.take_along_axis(x, taken[:, None, None], axis=1, mode="clip")[:, 0] for x in (p, q))
     rest = jnp.where((taken < most)[:, None], jnp.maximum(p - q, 0), p)
     rest = jnp.where(rest.sum(axis=1, keepdims=True) > 0, rest, p)  # p = q but for rounding

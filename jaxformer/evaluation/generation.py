@@ -54,25 +54,35 @@ def answers(
 
     Other options are those of `decoding.generate` and `decoding.search`, such as `stop_tokens`.
     """
-    order, max_tokens = list(range(len(questions))), room_for(model, max_tokens, [question.prompt for question in questions])
+    order, rooms = list(range(len(questions))), rooms_for(model, max_tokens, [question.prompt for question in questions])
     if isinstance(how, Beams):  # rows of about one length end together
         order.sort(key=lambda i: np.size(questions[i].prompt if questions[i].source is None else questions[i].source))
-    prompts = [questions[i].prompt for i in order]
+    prompts, rooms = [questions[i].prompt for i in order], [rooms[i] for i in order]
     sources = None if questions[0].source is None else [questions[i].source for i in order]
     options |= dict(sources=sources, how=how, dtype=jax.numpy.dtype(precision))
     if isinstance(how, Beams):
-        found = [[text.tokens for text in some] for some in search(model, params, prompts, max_tokens, **options)]
+        found = [[text.tokens for text in some] for some in search(model, params, prompts, rooms, **options)]
     else:
         key, ends = jax.random.key(seed), stop_strings(tokenizer.decode, stop)
-        found = [[tokens] for tokens in generate(model, params, prompts, max_tokens, key=key, stop=ends, **options)]
+        found = [[tokens] for tokens in generate(model, params, prompts, rooms, key=key, stop=ends, **options)]
     text = lambda prompt, tokens: before_stop(continuation(tokenizer.decode, prompt, tokens), stop)
     texts = {i: [text(questions[i].prompt, tokens) for tokens in some] for i, some in zip(order, found, strict=True)}
     return [texts[i] for i in range(len(questions))]
 
 
 def room_for(model: Any, max_tokens: int, prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens may follow the prompts: not more than learned positions are left."""
-    return min(max_tokens, models.last_stack(model).position_limit - max(map(len, prompts)))
+    """How many tokens may follow all of the prompts."""
+    return min(rooms_for(model, max_tokens, prompts))
+
+
+def rooms_for(model: Any, max_tokens: int, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """How many tokens may follow each prompt: not more than learned positions are left. ConfigError where none is."""
+    limit = models.last_stack(model).position_limit
+    for number, prompt in enumerate(prompts):
+        if len(prompt) >= limit:
+            taken = f"its {len(prompt)} tokens leave none of the {limit} learned positions for an answer"
+            raise ConfigError(f"prompt {number + 1} of {len(prompts)}: {taken}; shorten it")
+    return [min(max_tokens, limit - len(prompt)) for prompt in prompts]
 
 
 def continuation(decode: Callable[[list[int]], str], prompt: Sequence[int], new: Sequence[int]) -> str:

@@ -17,6 +17,7 @@ from jaxformer.evaluation.metric import Evaluation
 from jaxformer.models import heads
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel import block_if_simulated
+from jaxformer.training.metrics import numbers
 from jaxformer.training.objectives import TokenCrossEntropy
 
 
@@ -24,7 +25,7 @@ def perplexity(score: Callable[[Any, dict, Any], LossSums], params: Any, batches
     """exp of the mean loss over every weighted token of `batches`.
 
     `score(params, batch, number of the batch) -> LossSums` should be jitted; sums stay on the device until the last batch
-    is in. Returns loss (nats a token), perplexity, bits (a token), what else is scored, and tokens. Raises ValueError
+    is in. Returns loss (nats a token), perplexity, bits (a token), what else is scored, and tokens. Raises ConfigError
     where no token has weight.
     """
     sums = None
@@ -34,9 +35,10 @@ def perplexity(score: Callable[[Any, dict, Any], LossSums], params: Any, batches
         part = block_if_simulated(score(params, batch if there else jax.device_put(batch), np.int32(number)))
         sums = part if sums is None else jax.tree.map(jnp.add, sums, part)
     if sums is None or float(sums.weight) == 0:
-        raise ValueError("perplexity: no token to score; is the validation split empty?")
+        raise ConfigError("perplexity: no token to score; the validation split is empty, or shorter than the model's context")
     loss = float(sums.loss) / float(sums.weight)
-    metrics = {name: float(total) / max(float(weight), 1e-30) for name, (total, weight) in sums.metrics.items()}
+    mean = lambda total, weight: np.asarray(total, np.float64) / np.maximum(np.asarray(weight, np.float64), 1e-30)
+    metrics = numbers({name: mean(*pair) for name, pair in sums.metrics.items()})
     scores = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits": loss / math.log(2)}
     return scores | metrics | {"tokens": float(sums.weight)}
 
@@ -61,7 +63,7 @@ class StridedPerplexity:
         length = sources.context_length(evaluation.model)
         if not 1 <= self.stride <= length:
             raise ConfigError(f"StridedPerplexity: stride={self.stride} must be from 1 to context_length={length}")
-        if isinstance(evaluation.model, models.ModelConfig) and heads.sees_later_tokens(evaluation.model):
+        if isinstance(evaluation.model, models.ModelConfig) and heads.sees_later_tokens(evaluation.model, everywhere=True):
             raise ConfigError("StridedPerplexity: the model sees later tokens, so it does not predict the next one")
         objective, dtype = TokenCrossEntropy(), jnp.dtype(evaluation.precision)
 

@@ -38,8 +38,9 @@ def save(
     """Writes `forward(params, tokens, *inputs) -> logits` (hidden states if there are no heads) into the folder `path`.
 
     An encoder-decoder takes (tokens, source), a vision model images; a source may be images, too. `inputs` names more [B, T]
-    arrays of integers, of OPTIONAL_INPUTS. `batch=None` and `length=None` allow any size up to `context_length`, with attention in O(T^2) memory; a
-    fixed length above 512 uses the blockwise kernel. The program can be differentiated `vjp_order` times.
+    arrays of integers, of OPTIONAL_INPUTS. `batch=None` and `length=None` allow any size up to `context_length`, with
+    attention in O(T^2) memory; a fixed length above 512 uses the blockwise kernel. The program can be differentiated
+    `vjp_order` times.
     """
     if wrong := mismatch(models.spec(config), params):
         raise ConfigError(f"{path}: the parameters are not those of the config: {wrong}")

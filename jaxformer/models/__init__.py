@@ -63,14 +63,15 @@ def last_stack(model: ModelConfig | EncoderDecoder) -> ModelConfig:
 
 
 def evaluation(model: Any) -> Any:
-    """The model as it is scored, without dropout or redrawn features; your own by its method `evaluation()`, if it has one."""
+    """The model as it is scored: no dropout, no redrawn features. A model or feed-forward with `evaluation()` says its own."""
     if isinstance(model, EncoderDecoder):
         return replace(model, encoder=evaluation(model.encoder), decoder=evaluation(model.decoder))
     if not isinstance(model, ModelConfig):
         return model.evaluation() if hasattr(model, "evaluation") else model
     fixed = lambda mixer: replace(mixer, redraw=False) if hasattr(mixer, "redraw") else mixer
     mixer = tuple(map(fixed, model.mixer)) if isinstance(model.mixer, tuple) else fixed(model.mixer)
-    return replace(model, dropout_rate=0.0, attention_dropout_rate=0.0, mixer=mixer)
+    feedforward = getattr(model.feedforward, "evaluation", lambda: model.feedforward)()
+    return replace(model, dropout_rate=0.0, attention_dropout_rate=0.0, mixer=mixer, feedforward=feedforward)
 
 
 def _functions(model: ModelConfig | EncoderDecoder) -> Any:

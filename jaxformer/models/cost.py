@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from jaxformer import models, params
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import EncoderDecoder, ModelConfig, Patches
+from jaxformer.models.config import Classification, EncoderDecoder, ModelConfig
 from jaxformer.models.heads import language_model
+from jaxformer.models.mixers.efficient import Linformer
 from jaxformer.models.mixture import Mixture
 
 GIB = 2**30
@@ -65,8 +66,12 @@ def products(config: ModelConfig | EncoderDecoder) -> dict[str, tuple[int, float
         share = 1.0
         if isinstance(stack.feedforward, Mixture) and "expert" in leaf.axes and "router" not in path:
             share = stack.feedforward.top_k / stack.feedforward.experts
-        if isinstance(stack.embedding, Patches) and "heads/" in path:
-            share = 1 / stack.embedding.length  # one position of all is classified
+        head = next((head for head in stack.heads if f"heads/{getattr(head, 'name', None)}/" in path), None)
+        if isinstance(head, Classification):
+            share = 1 / stack.context_length  # one position of all is classified
+        if isinstance(stack.mixer, Linformer) and "length" in leaf.contracts:  # a row of it for each feature of keys, values
+            uses = {"headwise": 1, "key_value": 2, "layerwise": 2 * stack.num_layers}[stack.mixer.sharing]
+            share = uses * stack.kv_heads * stack.head_size / stack.context_length
         if leaf.contracts:
             found[path] = params.count(leaf), share
         elif path.endswith("embedding/tokens") and stack.tie_embeddings and language_model(stack):

@@ -6,12 +6,15 @@ from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.nn.initializers import normal, zeros
 from jaxtyping import Bool, Float
 
 from jaxformer import ops, params
 from jaxformer.errors import ConfigError
+from jaxformer.masks import Mask
+from jaxformer.masks.blocks import evaluate
 from jaxformer.models.config import Classification, LanguageModel, ModelConfig, TokenClassification
 from jaxformer.models.embedding import norm, norm_spec
 from jaxformer.models.layer import linear
@@ -20,6 +23,8 @@ from jaxformer.ops.einsum import Weight, add_bias
 from jaxformer.ops.feedforward import ACTIVATIONS
 from jaxformer.params import Spec, Tree
 from jaxformer.sharding import with_logical_constraint
+
+MOST = 1024  # positions whose pairs are evaluated: a long context has too many
 
 
 class Head(NamedTuple):
@@ -119,11 +124,24 @@ def pool(hidden: Float[Array, "B T D"], how: str, real: Bool[Array, "B T"] | Non
     return jnp.take_along_axis(hidden, at[:, None, None], axis=1)[:, 0]
 
 
-def sees_later_tokens(config: ModelConfig) -> bool:
-    """Whether a mask of the model lets a token see those behind it, so that it cannot predict the next one."""
-    length = min(config.context_length, 64)
-    # `blocks` is NumPy's work; `dense` would compile a dozen small programs
-    return any(mask.blocks(length, length, 1)[..., 0, -1].any() for mask in config.masks)
+def sees_later_tokens(config: ModelConfig, everywhere: bool = False) -> bool:
+    """Whether a mask of the model lets a token see later ones, so that it cannot predict the next one.
+
+    A prefix LM (`causal() | prefix(n)`) sees later tokens of its prefix alone: it generates, and not all of its labels count.
+    """
+    return any(shows_later(mask, config.context_length, everywhere) for mask in set(config.masks))
+
+
+def shows_later(mask: Mask, length: int, everywhere: bool = True) -> bool:
+    """Whether a position sees a later one, or one of the last half one behind a prefix. Of a half at most `MOST` are asked."""
+    half = min(length // 2 + 1, MOST)
+    positions = np.union1d(np.arange(half), np.arange(length - half, length))
+    visible = evaluate(mask.sized(length), positions[None], positions[None])
+    later = np.triu(visible, 1)
+    if not everywhere:
+        prefix = int(np.cumprod(visible.all(axis=(0, 1, 2))).sum())  # the first keys that all queries see
+        later = later[..., -half:, prefix if prefix < len(positions) else 0 :]
+    return bool(later.any())
 
 
 def language_model(config: ModelConfig) -> LanguageModel | None:

@@ -19,7 +19,8 @@ from jaxformer.params import Tree, linear
 class Mixture:
     """Each token goes to `top_k` of the experts: Mixtral (the defaults), Switch (top_k=1, normalise=False), `ops.mixture`.
 
-    `shared`: DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066. There are no biases.
+    `shared`: DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066. There are no biases. A capacity is for training: tokens that
+    compete for room depend on their neighbours. With a cache (generation) no choice is dropped; of scores, see `evaluation`.
     """
 
     experts: int = 8  # how many there are
@@ -52,6 +53,10 @@ class Mixture:
     def __call__(self, config: ModelConfig) -> FeedForward:
         return FeedForward(self.spec(config), self.apply)
 
+    def evaluation(self) -> "Mixture":
+        """Without a capacity of each expert. Where a mesh divides experts, those of a device have it together, as memory."""
+        return self if self.capacity is None else replace(self, capacity=None, device_capacity=max(self.capacity, 1.0))
+
     def spec(self, config: ModelConfig) -> Tree:
         D, E = config.d_model, self.experts
         one = replace(config, feedforward=self.activation, d_ff=self.d_ff or config.ff_width, use_bias=False)
@@ -65,7 +70,7 @@ class Mixture:
         kernels = {name: params[name]["kernel"] for name in ("router", "up", "down")}
         kernels["gate"] = params["gate"]["kernel"] if self.activation in GATES else None
         activation = ACTIVATIONS[GATES.get(self.activation, self.activation)]
-        names = "top_k", "normalise", "capacity", "device_capacity"
+        names = "top_k", "normalise", *(() if context.room else ("capacity", "device_capacity"))
         options = {name: getattr(self, name) for name in names}
         out, routed = mixture(x, **kernels, activation=activation, **options, real=context.real)
         if self.shared:

@@ -74,7 +74,7 @@ class NTK:
     """NTK-aware base: base * a^(r / (r - 2)) for r rotated features. Peng et al. 2023, arXiv:2309.00071, section 3.1.
 
     a = factor; or, with an `original_length`, the "dynamic" a = factor * n / original_length - (factor - 1), where n is the
-    largest position of the row + 1, at least `original_length`. Keys in a cache keep the rotation of their own call.
+    largest position of the segment + 1, at least `original_length`. Keys in a cache keep the rotation of their own call.
     """
 
     factor: float  # new context length divided by the old one
@@ -88,14 +88,14 @@ class NTK:
             if positions is None:
                 return frequencies, 1.0
             factor = factor * jnp.maximum(_length(positions) / self.original_length, 1) - (factor - 1)
-            frequencies = frequencies[None]
+            frequencies = frequencies[None, None]
         exponent = np.arange(0, rotated, 2).reshape(frequencies.shape) / rotated
         return frequencies * factor ** (-exponent * rotated / (rotated - 2)), 1.0
 
 
 @dataclass(frozen=True)
 class LongRoPE:
-    """Each frequency divided by its own factor: of `short`, or of `long` in rows with positions beyond `original_length`.
+    """Each frequency divided by its own factor: of `short`, or of `long` in segments with positions beyond `original_length`.
 
     cos and sin are multiplied by `attention_factor`. Ding et al. 2024, arXiv:2402.13753; a call is as for `NTK`.
     """
@@ -111,7 +111,7 @@ class LongRoPE:
             raise ValueError(f"rope: LongRoPE needs {pairs} factors; got {sizes[0]} short, {sizes[1]} long")
         near, far = frequencies / np.array(self.short), frequencies / np.array(self.long)
         if positions is not None:
-            near = jnp.where(_length(positions) > self.original_length, far[None], near[None])
+            near = jnp.where(_length(positions) > self.original_length, far[None, None], near[None, None])
         return near, self.attention_factor
 
 
@@ -174,8 +174,9 @@ def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope
     """
     frequencies, amplitude = rope_frequencies(x.shape[-1], config, positions)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    frequencies = jnp.atleast_2d(jnp.asarray(frequencies, jnp.result_type(float))).astype(wide)
-    angles = (positions[..., None].astype(wide) * frequencies[:, None])[:, :, None, :]
+    frequencies = jnp.asarray(frequencies, jnp.result_type(float)).astype(wide)
+    frequencies = frequencies.reshape(*[1] * (3 - frequencies.ndim), *frequencies.shape)  # [#B, #T, pairs]
+    angles = (positions[..., None].astype(wide) * frequencies)[:, :, None, :]
     cos, sin = jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
     rotated, rest = jnp.split(x, [2 * frequencies.shape[-1]], axis=-1)
     half = config.layout == "half"
@@ -201,8 +202,10 @@ def rope_frequencies(head_width: int, config: Rope, positions: Int[Array, "#B T"
     return (frequencies, 1.0) if scaling is None else scaling.scale(frequencies, config.theta, positions)
 
 
-def _length(positions):  # of each row, [B, 1]
-    return (jnp.max(positions, axis=1, keepdims=True) + 1).astype(jnp.result_type(float))
+def _length(positions):  # of each token's segment, [B, T, 1]: positions fall where the next one begins
+    ends = jnp.pad(positions[:, 1:] < positions[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    end = lax.cummin(jnp.where(ends, jnp.arange(positions.shape[1])[None], positions.shape[1]), axis=1, reverse=True)
+    return (jnp.take_along_axis(positions, end, axis=1)[..., None] + 1).astype(jnp.result_type(float))
 
 
 @struct.dataclass

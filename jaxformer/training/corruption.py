@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
-from jaxformer.masks import EMPTY, FULL
+from jaxformer.masks import FULL, prefix
 from jaxformer.models import heads
 from jaxformer.ops.losses import LossSums, cross_entropy, projected_cross_entropy
 from jaxformer.ops.positions import within_segments
@@ -121,8 +121,8 @@ class NextSentence:
 
     Two sentences a row; the label says whether the second follows the first. `weights` `[B, T]` are those of `MaskedTokens`,
     0 for CLS, SEP and padding; a row without a weight has no label. The sums of a batch are those of its hidden tokens; the
-    mean loss of its labels counts once for each of them. So in a mean over batches (accumulation, evaluation) the labels of
-    a batch weigh as its hidden tokens do; `masked_loss` and `sentence_loss` are means over all tokens and over all rows.
+    mean loss of its labels counts once for each of them. So in a mean over batches (accumulation, pmap, evaluation) the labels
+    of a batch weigh as its hidden tokens do; `masked_loss` and `sentence_loss` are means over all tokens and over all rows.
     Devlin et al. 2018, arXiv:1810.04805, section 3.1, task 2.
     """
 
@@ -170,8 +170,8 @@ class PrefixLanguageModel:
         tokens, n = batch["tokens"], self.prefix
         T = tokens.shape[1]
         for mask in models.last_stack(model).masks if models.is_config(model) else ():
-            shown, hidden = mask.blocks(T, T, (T, n))[0, 0] == FULL, mask.blocks(n + 1, n + 1, 1)[:n, n] == EMPTY
-            if n >= T or not (shown and hidden.all()):
+            shown = n < T and mask.blocks(T, T, (T, n))[0, 0] == FULL
+            if not shown or heads.shows_later(mask & ~prefix(n), T):
                 raise ConfigError(f"objective.prefix={n}: {T} tokens under {mask}; give model.masks=(causal() | prefix({n}),)")
         positions = within_segments(batch["segment_ids"]) if "segment_ids" in batch else jnp.arange(T)[None]
         weights = jnp.where(positions >= n - 1, batch["weights"], 0)  # the label of position n - 1 is the first one behind it

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -55,7 +55,7 @@ class Job:
     evaluate: Callable[..., dict[str, Any]]
     sample: Callable[[Any], str] | None  # params -> text
     profile: str | None  # where a trace of some steps goes
-    share: float | None  # of all devices' FLOP/s that one token a second uses; None where it is not known
+    work: Callable[[int | None], float | None]  # length of a batch's tokens -> seconds of a step at all devices' peak
     refresh: Callable[[], Any]  # after an evaluation
     explain: Callable[[TrainState, int], Any]  # keeps a bad step, and says what is bad in it
     check: Callable[[Any, int], None]  # raises Diverged where copies of the state differ
@@ -91,6 +91,8 @@ def train(
     folder, began = run_folder(experiment, runs), time.monotonic() if began is None else began
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
     recipe = build(experiment)
+    if experiment.initial is None and recipe.frozen != experiment.frozen:
+        raise ConfigError("adaptation: it freezes weights that would be random; give --initial=RUN or a name of Hugging Face")
     if mesh is not None:
         state_shardings(recipe, mesh)  # refuses what does not divide
     if jax.process_count() > 1 and (mesh is None or mesh.size < jax.device_count() or experiment.mesh.backend == "pmap"):
@@ -225,10 +227,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     sample, profile = lambda trained: sample_text(experiment, recipe.weights(trained), dataset), None
     if experiment.profile and processes.is_first():  # the profiler writes no bucket
         profile = tempfile.mkdtemp(prefix="profile-") if "://" in str(folder.path) else str(folder.path / "profile")
-    model, kind, share = experiment.model, jax.devices()[0].device_kind, None
-    if kind in cost.CHIPS and models.is_config(model):
-        flops = cost.training_flops(model, models.last_stack(model).context_length)
-        share = flops / (cost.CHIPS[kind].peak * (1 if mesh is None else mesh.size))
+    work = cache(partial(seconds_at_peak, experiment, 1 if mesh is None else mesh.size, jax.devices()[0].device_kind))
     metadata = {"data_digest": dataset.digest, "config": config.describe(experiment)}
     batches = batching.batches(dataset.train, size, experiment.seed, rows).__getitem__
 
@@ -248,8 +247,21 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         metadata=metadata, batches=batches, explain=harmless(explain), check=check,
         evaluate=evaluator(experiment, recipe, dataset, None if pmapped else mesh),
         sample=sample if can_sample(experiment, dataset) else None,
-        profile=profile, share=share, refresh=refresh or (lambda: None),
+        profile=profile, work=work, refresh=refresh or (lambda: None),
     )  # fmt: skip
+
+
+def seconds_at_peak(experiment: Experiment, devices: int, kind: str, length: int | None) -> float | None:
+    """What the model's FLOPs of a step would take at the peak of all devices; None for devices or models not known.
+
+    All positions count, those of weight 0 too. `length` None: the model's own, of images.
+    """
+    model = experiment.model
+    if kind not in cost.CHIPS or not models.is_config(model):
+        return None
+    length = length or models.last_stack(model).context_length
+    flops = cost.training_flops(model, length) * experiment.batch_size * length
+    return flops / (cost.CHIPS[kind].peak * devices)
 
 
 def loop(
@@ -258,7 +270,7 @@ def loop(
     """Steps `start` to the end. Metrics of a step are fetched after the next one is on its way, so the device never waits."""
     scores: dict[str, Any] = {}
     state = job.spread(state)
-    options = dict(every=job.log_every, last=job.steps - 1, max_skipped=job.max_skipped, share=job.share)
+    options = dict(every=job.log_every, last=job.steps - 1, max_skipped=job.max_skipped)
     report = Reporter(record.write, console, **options)
     with (
         Signals() as signals,
@@ -283,7 +295,7 @@ def loop(
             last, stop = done == job.steps, signals.after(done)
             evaluates, saves = last or done % job.eval_every == 0, last or stop or saves_after(done, job.save_every)
             try:
-                report.later(step, metrics)
+                report.later(step, metrics, job.work(batch["tokens"].shape[-1] if "tokens" in batch else None))
                 if evaluates or saves:
                     report.now()
             except NonFinite as bad:
@@ -299,7 +311,12 @@ def loop(
             rank = None
             if evaluates:
                 scores = evaluate(job, job.gather(state).best, done, record, console)
-                rank = ranked(scores, job.best)
+                try:
+                    rank = ranked(scores, job.best)
+                except ConfigError:  # corrected, the same command goes on after this step
+                    record.save()
+                    manager.save(done, job.gather(state), job.metadata, None, wait=True)
+                    raise
                 goodput.lap("evaluation")
             if saves:
                 record.save()

@@ -207,24 +207,24 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 class Reporter:
     """Holds back each step's metrics until the next step was dispatched; checks them, logs every `every`-th and the last.
 
-    A step that changed nothing is reported at once, with its number and why. `share` is the share of all devices' peak that
-    one token a second uses; None where it is not known.
+    A step that changed nothing is reported at once, with its number and why.
     """
 
-    def __init__(self, write, console: Console, *, every: int, last: int, max_skipped: int, share: float | None = None):
-        self._write, self._console, self._share = write, console, share
+    def __init__(self, write, console: Console, *, every: int, last: int, max_skipped: int):
+        self._write, self._console = write, console
         self._every, self._last, self._max_skipped = every, last, max_skipped
-        self._waiting: tuple[int, dict] | None = None
+        self._waiting: tuple[int, dict, float | None] | None = None
         self._clock: float | None = None
-        self._tokens = 0.0  # since when tokens are counted: not before the first step is compiled
+        self._tokens = self._work = 0.0  # of the steps since then: not before the first one is compiled
 
     def restart_clock(self) -> None:
         """Time spent on evaluation and saving does not count in tokens a second."""
-        self._clock, self._tokens = time.monotonic(), 0.0
+        self._clock, self._tokens, self._work = time.monotonic(), 0.0, 0.0
 
-    def later(self, step: int, metrics: dict[str, jax.Array]) -> None:
+    def later(self, step: int, metrics: dict[str, jax.Array], work: float | None = None) -> None:
+        """`work` is the model's FLOPs of the step over the peak of all devices, in seconds; None where it is not known."""
         self.now()
-        self._waiting = (step, metrics)
+        self._waiting = (step, metrics, work)
 
     def is_idle(self) -> bool:
         """Whether the device has done all that it was given."""
@@ -233,7 +233,7 @@ class Reporter:
     def now(self) -> None:
         if self._waiting is None:
             return
-        step, metrics = self._waiting
+        step, metrics, work = self._waiting
         self._waiting = None
         values = numbers(jax.device_get(metrics))
         if values["skipped"] >= self._max_skipped:
@@ -251,18 +251,19 @@ class Reporter:
             why = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}{spike}{scale}"
             self._console.say(f"step {step} changed nothing: {why}")
         tokens = values["tokens"] if empty else values.pop("tokens")
-        speed = self._speed(tokens)
+        speed = self._speed(tokens, work)
         if step % self._every == 0 or step == self._last:
             self._write(step, values)
             others = sorted(name for name in values.keys() - {"loss", *QUIET} if "rms/" not in name)
             shown = ["loss", *others, "learning_rate"] + ["skipped"] * (values["skipped"] > 0)
             self._console.step(step, {name: values[name] for name in shown if name in values} | speed)
 
-    def _speed(self, tokens: float) -> dict[str, float]:
+    def _speed(self, tokens: float, work: float | None) -> dict[str, float]:
         now = time.monotonic()
         if self._clock is None:
             self._clock = now
             return {}
         self._tokens += tokens if math.isfinite(tokens) else 0  # a weight of the batch may be NaN
-        rate = self._tokens / max(now - self._clock, 1e-9)
-        return {"tokens/s": float(round(rate))} | ({} if self._share is None else {"MFU": rate * self._share})
+        self._work += work or 0
+        seconds = max(now - self._clock, 1e-9)
+        return {"tokens/s": float(round(self._tokens / seconds))} | ({} if work is None else {"MFU": self._work / seconds})

@@ -2,10 +2,12 @@
 
 Any function of that form is an objective. `key` is always given, and is a function of (seed, step): for dropout, for
 random masks. An objective that is scored by another one has a method `evaluation()` that returns it.
+One whose loss is no sum over rows, because a row is compared with the others of the batch, has an attribute
+`whole_batch = True`: what would show it parts of the batch (accumulation, pmap) is refused.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -40,7 +42,7 @@ class TokenCrossEntropy:
             raise ConfigError(f"objective: {problem}")
 
     def evaluation(self) -> "TokenCrossEntropy":
-        return TokenCrossEntropy()
+        return replace(self, label_smoothing=0.0, z_loss=0.0)
 
     def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
         inputs = {name: batch[name] for name in INPUTS if name in batch}
@@ -72,7 +74,7 @@ class ClassCrossEntropy:
     augment: tuple[Callable, ...] = ()
 
     def evaluation(self) -> "ClassCrossEntropy":
-        return ClassCrossEntropy()
+        return replace(self, label_smoothing=0.0, augment=())
 
     def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
         inputs = {name: batch[name] for name in INPUTS if name in batch}

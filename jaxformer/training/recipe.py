@@ -48,9 +48,15 @@ class Recipe:
 def build(experiment: Any) -> Recipe:
     """The recipe of an experiment. Raises ConfigError where its parts do not fit each other."""
     model, mesh, dtype = pipelined(experiment.model, experiment.mesh), experiment.mesh, jnp.dtype(experiment.precision)
+    in_parts = experiment.accumulation > 1 or (mesh.backend == "pmap" and mesh.data != 1)
+    if in_parts and getattr(experiment.objective, "whole_batch", False):
+        found = f"accumulation={experiment.accumulation}, mesh.backend={mesh.backend}"
+        raise ConfigError(f"{found}: this objective compares all rows of a batch; expected accumulation=1, backend=jit")
     spec = models.spec(model)
     weights, frozen = lambda tree: tree, experiment.frozen
     if experiment.adaptation is not None:
+        if experiment.gradient_sums == "bfloat16":
+            raise ConfigError("gradient_sums=bfloat16: rounds the weights that an adaptation merges; leave one of them out")
         adapted = experiment.adaptation(spec)
         spec, weights = adapted.spec, adapted.merge
         frozen = "|".join(f"({pattern})" for pattern in (adapted.frozen, frozen) if pattern) or None

@@ -89,13 +89,15 @@ class Run:
     def evaluate(self, int8: bool = False) -> dict[str, Any]:
         """Scores on the validation split; under `int8` also those with weights rounded to 8 bits (`decoding.quantize`)."""
         dataset = batching.open_dataset(self.experiment.data, self.experiment.model)
-        step, trained, metadata = self.checkpoint
+        step, _, metadata = self.checkpoint
         check_data(self.folder, metadata, dataset)
-        score = evaluator(self.experiment, self.recipe, dataset, self.mesh)
+        merged = replace(self.experiment, adaptation=None)  # as `params` are, and as `quantize` takes them
+        recipe = build(merged)
+        score = evaluator(merged, recipe, dataset, self.mesh)
         with self.on_mesh():
-            found = {"step": step, **score(trained, final=True)}
+            found = {"step": step, **score(self.params, final=True)}
             if int8:
-                rounded = score(jax.jit(partial(round_to_int8, self.recipe.spec))(trained))
+                rounded = score(jax.jit(partial(round_to_int8, recipe.spec))(self.params))
                 found |= {f"int8_{name}": value for name, value in rounded.items()}
             return found
 

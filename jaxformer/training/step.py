@@ -224,7 +224,8 @@ def accumulate(recipe: Recipe, params: Tree, batch: Batch, key: Array, scale) ->
     """
     wide, narrow = params, jnp.dtype(recipe.gradient_sums)
     if narrow.itemsize < 4:  # a gradient has the dtype of its weight, which products round to this precision anyway
-        params = jax.tree.map(lambda spec, leaf: leaf.astype(narrow) if spec.contracts else leaf, recipe.spec, params)
+        rounds = lambda spec: spec.contracts and spec.axes[-1] != "expert"  # a router works in float32
+        params = jax.tree.map(lambda spec, leaf: leaf.astype(narrow) if rounds(spec) else leaf, recipe.spec, params)
 
     def loss(params, batch, key):
         sums = recipe.loss(params, batch, key)

@@ -102,6 +102,9 @@ def test_what_is_wrong_with_an_array_is_said(tmp_path):
         ),
         ({"images": images, "labels": labels[:2]}, r"a\.npz: images uint8\[3, 4, 4, 3\] and labels int64\[2\]"),
         ({"images": images, "labels": labels / 2}, r"a\.npz: .* labels float64"),
+        ({"images": images + np.float32(2), "labels": labels}, r"a\.npz: images from 2 to 2; expected bytes, or floats from 0"),
+        ({"images": images - np.float16(0.5), "labels": labels}, r"a\.npz: images from -0.5 to -0.5; expected"),
+        ({"images": images * np.nan, "labels": labels}, r"a\.npz: images from nan to nan; expected"),
         ({"images": images}, r"cannot read .*a\.npz .*labels"),
         ({"images": np.array([images[0], images[0, :2]], object), "labels": labels[:2]}, r"cannot read .*a\.npz"),
         ({"images": images, "labels": np.array([0, 3, -1])}, r"a\.npz: image 1: of no class .*label 3; .* 3 classes"),
@@ -133,6 +136,13 @@ def test_what_is_wrong_with_a_folder_is_said(folders, tmp_path):
     for path in (str(tmp_path / "nowhere"), str(tmp_path)):
         with pytest.raises(ConfigError, match=r"no folder .*nowhere|has no image"):
             replace(skip, train=path, validation=path).open(None)
+
+
+def test_grey_of_16_bits_is_refused_and_not_white(folders, tmp_path):
+    Image.fromarray(np.full((4, 4), 12_000, np.uint16)).save(tmp_path / "train" / "green" / "1.png")
+    with pytest.raises(ConfigError, match=r"green/1\.png: not readable \(mode I.*: expected 8 bits a channel"):
+        folders.open(MODEL)
+    assert len(replace(folders, bad_rows="skip").open(MODEL).train) == 8
 
 
 def test_a_file_that_is_damaged_further_on_is_refused_or_has_no_weight(folders, tmp_path, caplog):

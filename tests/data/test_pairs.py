@@ -80,6 +80,17 @@ def test_packing_wastes_little_and_loses_nothing(lengths):
     assert rows.members == Packed()(examples, lengths).members and rows.padding() < 0.15
 
 
+def test_no_more_rows_are_open_than_asked():
+    """One open row is closed by the first pair that does not fit: rows hold the pairs in the order in which they come."""
+    for seed in range(20):
+        sizes = np.random.default_rng(seed).integers(1, 9, 30)
+        examples = [Example(*(np.ones(t, np.int32),) * 3, np.ones(0, np.int32)) for t in sizes]
+        members = Packed(open_rows=1)(examples, (0, 10)).members
+        assert np.concatenate(members).tolist() == np.random.default_rng(0).permutation(30).tolist()
+    with pytest.raises(ConfigError, match=r"open_rows=0\): must be at least 1"):
+        Packed(open_rows=0)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "implementation"),

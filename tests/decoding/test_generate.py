@@ -15,7 +15,7 @@ from jaxformer import decoding, masks, models, params
 from jaxformer.decoding import Sampling, filters
 from jaxformer.decoding.generate import bucket
 from jaxformer.errors import ConfigError
-from jaxformer.models import Classification, EncoderDecoder, LanguageModel, Learned, ModelConfig, Relative, Sinusoidal
+from jaxformer.models import Classification, EncoderDecoder, LanguageModel, Learned, Mixture, ModelConfig, Relative, Sinusoidal
 from jaxformer.ops.positions import NTK, LongRoPE, Rope
 
 V = 19
@@ -128,6 +128,47 @@ def test_rope_runs_past_its_context_and_learned_positions_refuse():
     for prompts in ([], [[]], [[1], []], [[V]], [[-1]]):
         with pytest.raises(ConfigError, match="prompt"):
             decoding.generate(config, parameters, prompts, 2)
+
+
+@pytest.mark.thorough
+def test_each_prompt_may_have_its_own_number_of_tokens():
+    config, parameters = make("gpt2")
+    prompts, limits, greedy = [[1, 2], [3] * 23, [4, 5, 6], [7]], [9, 1, 4, 23], Sampling(temperature=0.0)
+    found = decoding.generate(config, parameters, prompts, limits, how=greedy, rows=2)
+    assert [len(new) for new in found] == limits
+    beams = decoding.search(config, parameters, prompts[:3], limits[:3], how=decoding.Beams(2), rows=2)
+    assert [len(best.tokens) for (best,) in beams] == limits[:3]
+    for prompt, limit, new in zip(prompts, limits, found, strict=True):
+        assert decoding.generate(config, parameters, [prompt], limit, how=greedy) == [new]
+    for bad in ([9, 1], [9, 1, 4, 0], [9, 1, 4, 24], [9, 2, 4, 23]):
+        with pytest.raises(ConfigError, match=r"of all prompts or of each|exceed the 24 learned positions"):
+            decoding.generate(config, parameters, prompts, bad)
+
+
+@pytest.mark.thorough
+def test_experts_with_a_capacity_drop_no_choice_where_a_text_is_written_or_scored():
+    """Rows that compete for room would depend on their neighbours."""
+    config = replace(GPT, num_layers=1, feedforward=Mixture(4, 2, d_ff=16, capacity=0.3))
+    free = replace(config, feedforward=Mixture(4, 2, d_ff=16))
+    parameters, prompts = init(config, jax.random.key(3)), [[1, 2, 3], [4, 5], [6], [7, 8, 9]]
+    assert decoding.generate(config, parameters, prompts, 6) == decoding.generate(free, parameters, prompts, 6)
+    scores = [decoding.score(each, parameters, prompts, [[5, 6]] * 4) for each in (config, free)]
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", [Sampling(top_k=4, top_p=0.9, typical=0.9), Sampling(temperature=0.0)])
+def test_parameters_in_float64(how):
+    config = replace(GPT, num_layers=1)
+    parameters = init(config, jax.random.key(3))
+    expected = decoding.generate(config, parameters, [[1, 2], [3]], 5, how=Sampling(temperature=0.0))
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), parameters)
+        found = decoding.generate(config, wide, [[1, 2], [3]], 5, how=how)
+        spoken = decoding.speculate(config, wide, [[1, 2], [3]], 5, how=how, draft=decoding.Lookup())
+    assert list(map(len, found)) == list(map(len, spoken.tokens)) == [5, 5]
+    if how.temperature == 0:
+        assert found == spoken.tokens == expected
 
 
 def test_parameters_of_more_heads_are_those_of_the_model_and_others_are_refused():

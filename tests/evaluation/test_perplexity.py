@@ -12,8 +12,9 @@ from jaxformer import config, masks, models
 from jaxformer.data import batching, sources, tokenizers
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.metric import Evaluation
-from jaxformer.evaluation.perplexity import StridedPerplexity, count_bytes, strided_batches
+from jaxformer.evaluation.perplexity import StridedPerplexity, count_bytes, perplexity, strided_batches
 from jaxformer.models import ModelConfig
+from jaxformer.ops.losses import LossSums
 from jaxformer.training.recipe import build
 from jaxformer.training.run import evaluator
 
@@ -115,6 +116,20 @@ def test_bytes_are_those_of_the_text():
     assert count_bytes(np.array([*bpe.encode(text), bpe.end_of_text, *bpe.encode(text)]), bpe) == 2 * len(text.encode())
 
 
+def test_a_metric_with_a_value_for_each_layer_is_recorded_as_in_training():
+    score = lambda params, batch, number: LossSums(6.0, 2.0, {"load/layers": (batch["x"], 2.0), "accuracy": (1.0, 2.0)})
+    scores = perplexity(score, None, [{"x": np.array([1.0, 3.0])}, {"x": np.array([3.0, 5.0])}])
+    assert scores.pop("perplexity") == pytest.approx(math.exp(3))
+    assert scores.pop("bits") == pytest.approx(3 / math.log(2))
+    assert scores == {"loss": 3.0, "load/layers/0": 1.0, "load/layers/1": 2.0, "accuracy": 0.5, "tokens": 4.0}
+
+
+@pytest.mark.parametrize("batches", [[], [{"x": np.zeros(1)}]])
+def test_a_split_without_weight_is_refused_in_a_line(batches):
+    with pytest.raises(ConfigError, match="the validation split is empty, or shorter than the model's context"):
+        perplexity(lambda *_: LossSums(0.0, 0.0, {}), None, batches)
+
+
 def test_what_is_no_text_is_refused():
     scored = evaluation(tokenizers.Bytes(), tokenizers.Bytes().encode_text(TEXT))
     for stride in (0, T + 1):
@@ -122,5 +137,6 @@ def test_what_is_no_text_is_refused():
             StridedPerplexity(stride)(scored)
     with pytest.raises(ConfigError, match="no text"):
         StridedPerplexity(4)(replace(scored, dataset=replace(scored.dataset, tokenizer=None)))
-    with pytest.raises(ConfigError, match="sees later tokens"):
-        StridedPerplexity(4)(replace(scored, model=replace(MODEL, masks=(masks.full(),))))
+    for mask in (masks.full(), masks.window(3, 1), masks.chunked(5), masks.causal() | masks.prefix(3)):
+        with pytest.raises(ConfigError, match="sees later tokens"):
+            StridedPerplexity(4)(replace(scored, model=replace(MODEL, masks=(mask,))))

@@ -1,5 +1,6 @@
 """Captions and retrieval of rows of digits: their data, their losses by hand, a mesh's batch, and runs that are stopped."""
 
+import contextlib
 from dataclasses import replace
 
 import jax
@@ -8,15 +9,26 @@ import numpy as np
 import pytest
 
 import jaxformer
-from experiments import caption_digits, retrieve_digits, vit_digits
+from experiments import (
+    caption_digits,
+    listops,
+    question_answering,
+    retrieve_digits,
+    shakespeare_char,
+    shakespeare_char_gpu,
+    vit_digits,
+)
 from experiments.caption_digits import MovedDigits
 from jaxformer import cli, models
 from jaxformer.data.batching import take_rows
 from jaxformer.data.images import Digits
+from jaxformer.errors import ConfigError
 from jaxformer.models import EncoderDecoder
+from jaxformer.parallel import Mesh
 from jaxformer.training import TokenCrossEntropy
 from jaxformer.training.augment import Move
 from jaxformer.training.metrics import Reporter
+from jaxformer.training.recipe import build
 
 CAPTIONS = caption_digits.RowsOfDigits(examples=2000, validation_examples=100)
 TINY = ["encoder.num-layers=1", "decoder.num-layers=1", "encoder.unroll=1", "decoder.unroll=1"]
@@ -117,6 +129,40 @@ def test_the_contrastive_loss_is_over_the_batch_of_all_devices():
     halves = [loss(parameters, {name: rows[part] for name, rows in batch.items()}, jax.random.key(0))[0] for part in
               (slice(8), slice(8, None))]  # fmt: skip
     assert abs(sum(halves) - expected) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"accumulation": 2}, True), ({"mesh": Mesh(data=2, backend="pmap")}, True), ({"mesh": Mesh(backend="pmap")}, True),
+        ({"mesh": Mesh(data=1, backend="pmap")}, False), ({"mesh": Mesh(data=2)}, False),
+    ],
+)  # fmt: skip
+def test_parts_of_a_batch_are_refused_where_its_rows_are_compared(changes, refused):
+    changed = replace(retrieve_digits.experiment, **changes)
+    with pytest.raises(ConfigError, match="compares all rows") if refused else contextlib.nullcontext():
+        build(changed)
+    build(replace(changed, objective=TokenCrossEntropy()))
+
+
+def test_examples_that_cannot_be_made_are_one_line():
+    model = replace(listops.experiment.model, context_length=2000)
+    for changes in (dict(shortest=65), dict(shortest=500, longest=2000), dict(depth=1, args=2)):
+        with pytest.raises(ConfigError, match=r"data\."):
+            replace(listops.ListOps(), **changes).open(model)
+    model = question_answering.experiment.model
+    for length in (56, 500):
+        model = replace(model, context_length=length)
+        most = min(16, (length - 10) // 10)
+        for facts in (0, most + 1):
+            with pytest.raises(ConfigError, match=f"data.facts={facts}: expected 1 to {most}"):
+                question_answering.Passages(facts=facts).open(model)
+        split = question_answering.Passages(facts=most).open(model).train
+        assert max(split[i]["segment_ids"].sum() for i in range(300)) <= length
+
+
+def test_the_recipe_of_nanogpt_keeps_its_rate_in_the_gpu_size():
+    assert shakespeare_char_gpu.experiment.optimizer == replace(shakespeare_char.experiment.optimizer, learning_rate=1e-3)
 
 
 def outcome(folder):

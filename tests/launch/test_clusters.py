@@ -137,6 +137,7 @@ def test_a_jobset_restarts_where_that_helps(cloud, ends, starts, states):
         ("2 2", 1, ["2"]),
         ("4 4\n4 4\n4 4\n4 4", 3, ["0", "0", "4"]),  # restarts are counted, preemptions not
         ("143 143\n143 143\n143 143\n143 143\n0 0", 5, ["0"] * 5),
+        ("143 143\n143 143\n143 143\n4 4\n143 143\n4 4\n0 0", 7, ["0"] * 7),  # preemptions use up no restart
     ],
 )
 def test_a_slurm_job_queues_again_where_that_helps(cloud, monkeypatch, ends, starts, states):

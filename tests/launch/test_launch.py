@@ -191,6 +191,19 @@ def test_files_of_data_are_found_in_mixtures():
     assert dict(door.data_paths(data)) == {"data.sources.path": "web/", "data.sources.tokenizer": "a/tokenizer.json"}
 
 
+def test_folders_of_tokenizers_and_first_parameters_are_seen_by_hosts(tmp_path, monkeypatch, capsys):
+    for folder in ("runs/before/checkpoints", "my/tokens"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(door, "tree", lambda: ["experiments/quickstart.py"])
+    data = Corpus("hf:a#train", tokenizer="my/tokens"), Corpus("hf:a#train", tokenizer="openai-community/gpt2")
+    assert list(door.data_paths(data)) == [("data.tokenizer", "my/tokens")]
+    line = f"{POD} --topology=v5e:1x1 --dry -- --initial="
+    assert "--initial=runs/before: not in the copy of this checkout" in run(f"{line}runs/before", capsys)[2]
+    assert run(f"{line}openai-community/gpt2", capsys)[0] == 0
+    assert "/mnt/data/before is there" in run(f"{line}/mnt/data/before", capsys)[1]
+
+
 def test_the_lock_holds_what_is_installed_and_all_that_experiments_need():
     found, absent = lock.versions()
     assert found["jax"] == importlib.metadata.version("jax") and {"jaxlib", "numpy", "tokenizers", "tensorboardx"} <= set(found)
@@ -329,6 +342,26 @@ def test_a_pod_stops_for_what_a_restart_does_not_mend(cloud, capfd, monkeypatch,
     ended, out, err = run(f"{POD} --topology=v5e:2x4 --runs=/shared --pause=0 --retries={retries} -- --mesh.data=-1", capfd)
     assert ended == code, out + err
     assert len((cloud / "worker0.starts").read_text().splitlines()) == starts
+
+
+def test_a_new_tree_replaces_the_old_one_and_leaves_runs(cloud):
+    """A package that became a module is gone; what the run wrote in the same folder is not."""
+    home = cloud / "worker"
+    (home / "jaxformer.run").mkdir(parents=True)
+    for number, name in enumerate(("lib/x/__init__.py", "lib/x.py", "lib/\u00e9 b.py")):
+        tree = cloud / f"tree{number}"
+        for path, text in {name: str(number), "pyproject.toml": "", lock.FILE: "jax==1"}.items():
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
+            (tree / path).write_text(text)
+        subprocess.run(["tar", "-czf", home / "jaxformer.tgz", "-C", tree, name, "pyproject.toml", lock.FILE], check=True)
+        environment = {"HOME": str(home), "CLOUD": str(cloud), "PATH": f"{cloud}/remote:/usr/bin:/bin"}
+        subprocess.run(["bash", "-c", tpu_vm.INSTALL.format(digest=number)], env=environment, check=True)
+        assert (home / "jaxformer.run" / "installed").read_text() == f"{number}\n"
+        library = [path.relative_to(home / "jaxformer") for path in (home / "jaxformer" / "lib").rglob("*.py")]
+        assert list(map(str, library)) == [name]
+        (home / "jaxformer" / "runs").mkdir(exist_ok=True)
+        (home / "jaxformer" / "runs" / str(number)).touch()
+    assert len(list((home / "jaxformer" / "runs").iterdir())) == 3
 
 
 @pytest.mark.parametrize(("becomes", "creations"), [("FAILED", 4), ("HIDDEN", 1)])

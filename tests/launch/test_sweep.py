@@ -4,11 +4,13 @@ import contextlib
 import json
 import shutil
 
+import jax
 import pytest
 
-from experiments.launch import sweep as sweeps
+from experiments.launch import scaling, sweep as sweeps
 from experiments.launch.sweep import combinations
 from jaxformer import cli
+from jaxformer.data.batching import BadBatch
 from jaxformer.errors import ConfigError
 from jaxformer.training import loop
 from tests.tiny import furnish
@@ -113,6 +115,36 @@ def test_bad_options_are_refused_before_the_first_run(runs, capsys, grid, said):
     assert sweep(grid) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and not runs.exists()
+
+
+ROOM = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nby 3 GiB")
+
+
+@pytest.mark.parametrize(("error", "caught"), [(ROOM, True), (BadBatch("step 3: bad"), True), (RuntimeError("other"), False)])
+def test_a_trial_without_memory_or_with_a_bad_batch_fails_alone(runs, monkeypatch, error, caught):
+    monkeypatch.setattr(loop, "train", lambda *_: (_ for _ in ()).throw(error))
+    expected = contextlib.nullcontext() if caught else pytest.raises(RuntimeError, match="other")
+    with expected:
+        assert sweep("--seed=0,1") == 3
+        assert [row[-1] for row in rows(runs)[1]] == [f"failed: {str(error).splitlines()[0]}"] * 2
+
+
+@pytest.mark.parametrize(("given", "first"), [(None, "0"), ("", ""), ("3,5", "3")])
+def test_a_run_sees_only_gpus_that_the_sweep_sees(runs, monkeypatch, capsys, given, first):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert sweeps.one_device(0)["CUDA_VISIBLE_DEVICES"] == first
+    if given:
+        assert sweep("--seed=0,1", "--parallel=3") == 2
+        assert "CUDA_VISIBLE_DEVICES=3,5 has 2 devices" in capsys.readouterr().err
+
+
+def test_too_few_runs_for_the_law_are_refused_before_training(runs, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "train", None)  # a call would fail
+    words = ["tiny", "--sizes", "--model.d-model=16,32", "--steps", "2,3", *QUICK]
+    assert cli.run(scaling.main, words) == 2
+    assert "4 runs, and the law has 5 constants" in capsys.readouterr().err and not runs.exists()
 
 
 @pytest.mark.thorough

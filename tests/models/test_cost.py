@@ -1,11 +1,18 @@
 """Counts of operations against published ones and against rules of thumb; nothing is computed, no model is built."""
 
 from dataclasses import replace
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxformer import masks, models, params
-from jaxformer.models import PRESETS, LanguageModel, Mixture, ModelConfig, cost, presets
+from jaxformer.models import PRESETS, Classification, LanguageModel, Mixture, ModelConfig, Patches, cost, presets
+from jaxformer.models.config import TokenClassification
+from jaxformer.models.mixers.efficient import Linformer
+from jaxformer.models.vision import Reconstruction
+from jaxformer.planning import flops
 
 
 def forward(config, length):
@@ -57,6 +64,31 @@ def test_encoder_decoders_count_a_source_token_with_each_target_token():
     untied = presets.t5_v1_1_small  # of its two matrices of the vocabulary one is looked up
     N = params.count(models.spec(untied)) - untied.decoder.vocab_size * untied.decoder.d_model
     assert cost.training_flops(untied, 0) == pytest.approx(6 * N, rel=1e-3)
+
+
+SMALL = ModelConfig(vocab_size=50, num_layers=3, d_model=16, num_heads=2, context_length=16, masks=(masks.full(),), heads=())
+IMAGES = replace(SMALL, vocab_size=1, embedding=Patches((8, 8), (2, 2), class_token=False), tie_embeddings=False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(replace(SMALL, heads=(head,)) for head in (Classification(3), TokenClassification(3))),
+        *(replace(IMAGES, heads=(head,)) for head in (Classification(3), TokenClassification(3), Reconstruction(2))),
+        *(replace(SMALL, mixer=Linformer(5, sharing)) for sharing in ("headwise", "key_value", "layerwise")),
+    ],
+    ids=lambda config: f"{type(config.mixer).__name__}-{config.heads}-{type(config.embedding).__name__}",
+)
+def test_the_closed_form_is_what_the_program_multiplies(config):
+    """Pooled heads read one position, Linformer's E and F multiply the features of all keys and values in each layer."""
+    T, keys = config.context_length, getattr(config.mixer, "rank", config.context_length)
+    given = jax.ShapeDtypeStruct((1, T), jnp.int32)
+    if isinstance(config.embedding, Patches):
+        given = jax.ShapeDtypeStruct((1, 8, 8, 3), jnp.float32)
+    forward = jax.eval_shape(lambda: models.init(config, jax.random.key(0)))
+    counted = flops.count(partial(models.apply, config), forward, given).matmul / 2
+    attended = 2 * config.num_layers * config.d_model * keys * T
+    assert counted == pytest.approx(attended + T * sum(size * share for size, share in cost.products(config).values()))
 
 
 @pytest.mark.parametrize("name", ["gpt2_small", "mixtral_8x7b", "bert_base", "vit_base", "t5_small", "reformer_enwik8"])

@@ -239,6 +239,34 @@ def test_what_cannot_be_is_refused():
         jax.eval_shape(partial(token_sums, without), random(CONFIG), jax.tree.map(jnp.asarray, batch()))
 
 
+CAUSAL, WINDOW, PREFIX = masks.causal(), masks.window, masks.prefix
+BLIND = [CAUSAL, WINDOW(3), CAUSAL & masks.strided(4), masks.by_head(WINDOW(1), CAUSAL), CAUSAL & masks.chunked(16)]
+LEAKS = [masks.full(), WINDOW(4, 4), WINDOW(40, 1), masks.chunked(16), masks.strided(8), masks.by_head(CAUSAL, WINDOW(2, 1))]
+LEAKS += [CAUSAL | masks.Mask(lambda mask, q, kv: kv == q + 1), CAUSAL | PREFIX(20) | masks.strided(7), CAUSAL | PREFIX(9999)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 17, 40, 64, 65])
+def test_a_mask_that_shows_later_tokens_is_seen(length):
+    """Anywhere: as the mask written out; behind a prefix: whatever its length, unless all is prefix."""
+    prefixes = [CAUSAL | PREFIX(n) for n in (2, 16, 39, 64) if n < length]
+    for mask in BLIND + LEAKS + prefixes:
+        config = replace(CONFIG, context_length=length, masks=(CAUSAL, mask))
+        dense = np.triu(mask.dense(length, length), 1).any()
+        assert heads.sees_later_tokens(config, everywhere=True) == dense, mask
+        expected = (mask in LEAKS and length > 20) or (mask in LEAKS[:3] and length > 1)
+        if mask in BLIND + prefixes or expected:
+            assert heads.sees_later_tokens(config) == expected, mask
+
+
+def test_a_long_context_is_asked_at_its_ends():
+    long = replace(CONFIG, context_length=1 << 17)
+    for mask in LEAKS[:6]:
+        assert heads.sees_later_tokens(replace(long, masks=(mask,)))
+    for n in (100, 1 << 16, (1 << 17) - 9):
+        prefix = replace(long, masks=(CAUSAL | PREFIX(n),))
+        assert not heads.sees_later_tokens(prefix) and heads.sees_later_tokens(prefix, everywhere=True)
+
+
 @pytest.mark.parametrize("head", [Classification(2, pooler="tahn"), LanguageModel(transform="gelo")])
 def test_misspelt_activations_are_refused_with_the_config(head):
     with pytest.raises(ConfigError, match="expected one of"):

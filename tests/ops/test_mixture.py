@@ -404,6 +404,23 @@ def test_a_model_of_one_expert_is_the_dense_model():
     assert ours.loss.shape == () and ours.stats["fraction"].shape == (2, 1) and theirs.loss is None
 
 
+def test_a_capacity_is_for_training():
+    assert Mixture(capacity=0.5).evaluation() == Mixture(device_capacity=1.0)
+    assert Mixture(capacity=1.25).evaluation() == Mixture(device_capacity=1.25)
+    layers = [Mixture(4, d_ff=5, capacity=capacity)(CONFIG) for capacity in (0.5, None)]
+    (x,), contexts = random(27, (2, 9, 6)), [Context(mask=full(), positions=None, room=room) for room in (0, 16)]
+    weights = jax.tree.map(lambda leaf: jnp.asarray(random(28, leaf.shape)[0]), layers[0].spec)
+    tight, decoded, free = (layers[i].apply(weights, x, contexts[j]) for i, j in ((0, 0), (0, 1), (1, 0)))
+    assert tight.stats["dropped"] > 0 == decoded.stats["dropped"]
+    np.testing.assert_array_equal(decoded.out, free.out)
+    for kept in (Mixture(), Mixture(device_capacity=1.5)):
+        assert kept.evaluation() == kept
+    routed, plain = replace(CONFIG, feedforward=Mixture(capacity=0.5), dropout_rate=0.1), replace(CONFIG, dropout_rate=0.0)
+    assert models.evaluation(routed) == replace(plain, feedforward=Mixture(device_capacity=1.0))
+    pair = models.EncoderDecoder(replace(routed, heads=(), masks=(full(),)), routed)
+    assert models.evaluation(pair).encoder.feedforward.capacity is models.evaluation(pair).decoder.feedforward.capacity is None
+
+
 @pytest.mark.parametrize(
     "options, said",
     [

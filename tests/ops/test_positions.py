@@ -287,13 +287,30 @@ def test_scalings_that_read_the_positions_of_the_call(length, fraction):
         (NTK(4.0, OLD), [rebased(THETA * each ** (32 / 30)) for each in growth]),
         (LongRoPE(SHORT, LONG, OLD, 1.2), [[f / by for f, by in zip(PLAIN, each, strict=True)] for each in factors]),
     ):
-        np.testing.assert_allclose(find(positions, scaling), expected, rtol=1e-6)  # one power in float32
+        found = find(positions, scaling)
+        for token in range(3):
+            np.testing.assert_allclose(found[:, token], expected, rtol=1e-6)  # one power in float32
         x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 1, width)), jnp.float32)
         ours = turn(x, positions, Rope(THETA, fraction, scaling=scaling))
         sharpen = getattr(scaling, "attention_factor", 1.0)
         for row in range(2):
             wanted = rotated(x[row : row + 1], np.asarray(positions)[row : row + 1], expected[row], "half", sharpen)
             np.testing.assert_allclose(ours[row : row + 1], wanted, rtol=0, atol=10 * angle_error(1000))
+
+
+@pytest.mark.parametrize("scaling", [NTK(4.0, 4), LongRoPE(SHORT, LONG, 4)], ids=["ntk", "longrope"])
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_a_packed_segment_is_turned_as_it_is_alone(scaling, seed):
+    rng = np.random.default_rng(seed)
+    ids = np.repeat(rng.integers(0, 4, 12), rng.integers(1, 8, 12))[None, :20]  # 0: padding, which counts nowhere
+    ids = np.pad(ids, ((0, 0), (0, 20 - ids.shape[1])))
+    x = jnp.asarray(rng.normal(size=(1, 20, 1, 32)), jnp.float32)
+    found = turn(x, within_segments(jnp.asarray(ids)), Rope(scaling=scaling))
+    real = np.flatnonzero(ids[0])
+    for run in np.split(real, np.flatnonzero(np.diff(ids[0, real])) + 1):
+        alone = turn(x[:, run], jnp.arange(len(run))[None], Rope(scaling=scaling))
+        np.testing.assert_allclose(found[:, run], alone, rtol=0, atol=1e-5)
 
 
 def test_yarn_sharpens_the_scores():

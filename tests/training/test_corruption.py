@@ -10,7 +10,7 @@ import pytest
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
-from jaxformer.masks import causal, full, prefix, window
+from jaxformer.masks import causal, chunked, full, prefix, window
 from jaxformer.models import Classification, Embedding, EncoderDecoder, LanguageModel, ModelConfig
 from jaxformer.training.corruption import (
     MaskedTokens,
@@ -241,8 +241,12 @@ def test_the_loss_behind_a_prefix_by_hand(packed):
 
 
 @pytest.mark.parametrize(
-    "mask", [causal(), full(), causal() | prefix(4), causal() | prefix(6), causal() & window(3) | prefix(9)]
-)
+    "mask",
+    [
+        causal(), full(), causal() | prefix(4), causal() | prefix(6), causal() & window(3) | prefix(9),
+        causal() | prefix(5) | chunked(5), window(3, 1) | prefix(5),
+    ],
+)  # fmt: skip
 def test_masks_that_do_not_show_the_prefix_are_refused(mask):
     config = ModelConfig(MASK, 1, 16, 2, context_length=32, masks=(mask,))
     batch = {"tokens": text(2, 16), "labels": text(2, 16), "weights": jnp.ones((2, 16))}

@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jaxformer import models
+from jaxformer import models, params
 from jaxformer.data.tasks import Reverse
+from jaxformer.decoding import round_to_int8
 from jaxformer.errors import ConfigError
-from jaxformer.models import ModelConfig
-from jaxformer.training import Checkpoints, Experiment, loop
+from jaxformer.models import ModelConfig, cost
+from jaxformer.models.adaptation import Lora
+from jaxformer.training import AdamW, Checkpoints, Constant, Experiment, checkpoint, loop
 from jaxformer.training.recipe import build
-from jaxformer.training.run import evaluator, open_run
+from jaxformer.training.run import Run, evaluator, open_run
+from jaxformer.training.run_folder import RunFolder
 from jaxformer.training.step import init_state, make_train_step
 
 TINY = Experiment(
@@ -46,6 +49,26 @@ def test_a_run_traces_its_step_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop, "make_train_step", once)
     assert loop.train(TINY, tmp_path).validation["loss"] > 0
+
+
+@pytest.mark.thorough
+def test_a_score_that_there_is_not_costs_no_step(tmp_path):
+    """The step that could not be ranked is saved: corrected, the run ends as one without the mistake."""
+    good = replace(TINY, checkpoints=Checkpoints(every=100))
+    with pytest.raises(ConfigError, match=r"checkpoints\.best='none'"):
+        loop.train(replace(good, checkpoints=Checkpoints(every=100, best="none")), tmp_path / "a")
+    (folder,) = (tmp_path / "a").glob("tiny-*")
+    assert checkpoint.steps(folder / "checkpoints") == [2]
+    found, expected = loop.train(good, tmp_path / "a"), loop.train(good, tmp_path / "b")
+    assert found.validation == expected.validation
+    records = [(each.folder / "metrics.jsonl").read_text() for each in (found, expected)]
+    assert records[0] == records[1]
+
+
+def test_factors_beside_random_frozen_weights_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="freezes weights that would be random; give --initial"):
+        loop.train(replace(TINY, adaptation=Lora()), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_step_keeps_the_form_of_its_state():
@@ -90,6 +113,31 @@ def test_a_function_gives_the_first_parameters(tmp_path):
     wrong = lambda spec, key: models.init(replace(TINY.model, d_model=32), key)
     with pytest.raises(ConfigError, match=r"parameter .* has shape .* expected"):
         loop.train(replace(TINY, initial=wrong, name="wrong"), tmp_path)
+
+
+@pytest.mark.thorough
+def test_8_bits_of_an_adaptation_are_those_of_the_merged_weights(tmp_path):
+    model = replace(TINY.model, dropout_rate=0.0, init_std=0.5)
+    tuned = replace(
+        TINY, model=model, adaptation=Lora(rank=2), initial=params.init, optimizer=AdamW(0.1), schedule=Constant()
+    )  # fmt: skip
+    result = loop.train(tuned, tmp_path)
+    run, merged, dataset = Run(RunFolder(result.folder), tuned), replace(tuned, adaptation=None), loop.open_data(tuned)
+    scores = run.evaluate(int8=True)
+    rounded = round_to_int8(models.spec(model), run.params)
+    expected = evaluator(merged, build(merged), dataset)(rounded)["loss"]
+    assert scores["int8_loss"] == pytest.approx(expected, rel=1e-6) != pytest.approx(scores["loss"], rel=1e-6)
+    assert scores["loss"] == pytest.approx(result.validation["loss"], rel=1e-6)
+
+
+def test_the_work_of_a_step_is_that_of_all_its_positions():
+    """Of a classified image one position has a label; of a masked text few have weight: all of them are multiplied."""
+    found = loop.seconds_at_peak(TINY, 2, "TPU v4", 8)
+    assert found == cost.training_flops(TINY.model, 8) * 4 * 8 / (2 * cost.CHIPS["TPU v4"].peak)
+    images = replace(TINY, model=models.PRESETS["vit_base"], batch_size=8)
+    found = loop.seconds_at_peak(images, 1, "TPU v4", None) * cost.CHIPS["TPU v4"].peak
+    assert found == pytest.approx(8 * 6 * 17.58e9, rel=0.01)  # multiply-adds of an image
+    assert loop.seconds_at_peak(TINY, 1, "no such chip", 8) is None
 
 
 @pytest.mark.thorough

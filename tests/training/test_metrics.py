@@ -1,5 +1,6 @@
 """What a run says of its steps."""
 
+import itertools
 import json
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from hypothesis import given, strategies as st
 
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.metric import Evaluation
+from jaxformer.training import metrics
 from jaxformer.training.loop import ranked
 from jaxformer.training.metrics import Console, NonFinite, Record, Reporter, read_records, steps_done
 from jaxformer.training.run import scores_of
@@ -63,6 +65,22 @@ def test_a_batch_without_weight_is_told_from_a_bad_step_and_never_ends_a_run():
     assert "loss" not in console.logged[-1][1]
     with pytest.raises(NonFinite, match="2 steps in a row, up to step 1"):
         report([GOOD, GOOD | {"loss": float("nan"), "skipped": 2}], max_skipped=2)
+
+
+def test_utilization_counts_positions_and_tokens_a_second_the_weights(monkeypatch):
+    """A step a second, of which each is a quarter of a second's work, whatever the weights of its batch sum to."""
+    clock = itertools.count()
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: float(next(clock)))
+    for weight in (8.0, 1200.0):
+        console = Listener()
+        reporter = Reporter({}.__setitem__, console, every=1, last=3, max_skipped=9)
+        for step in range(4):
+            reporter.later(step, {name: jnp.asarray(value) for name, value in (GOOD | {"tokens": weight}).items()}, 0.25)
+        reporter.now()
+        assert "MFU" not in console.logged[0][1]  # the first step was compiled
+        assert [values["MFU"] for _, values in console.logged[1:]] == [0.25] * 3
+        assert [values["tokens/s"] for _, values in console.logged[1:]] == [weight] * 3
+    report([GOOD, GOOD])  # and where the peak is not known there is none
 
 
 SCORED = Evaluation(None, None, None, lambda: iter(()), "float32", 0)

@@ -1,6 +1,6 @@
 """Objectives: what they are given, what they report, what is scored."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -69,6 +69,20 @@ def test_smoothing_and_auxiliary_losses_are_trained_and_not_scored():
     plain = losses(CONFIG)
     smooth = losses(CONFIG, objective=TokenCrossEntropy(label_smoothing=0.1, z_loss=0.01))
     assert plain[0] == plain[1] == smooth[1] and smooth[0][0] > plain[0][0]
+
+
+@pytest.mark.parametrize("kind", [TokenCrossEntropy, ClassCrossEntropy])
+def test_an_objective_of_ones_own_is_scored_by_itself(kind):
+    @dataclass(frozen=True)
+    class Weighted(kind):
+        factor: float = 1.0
+
+        def __call__(self, *args):
+            sums = super().__call__(*args)
+            return sums._replace(loss=sums.loss * self.factor)
+
+    scored = Weighted(label_smoothing=0.1, factor=3.0).evaluation()
+    assert scored == Weighted(factor=3.0) and type(scored) is Weighted
 
 
 @pytest.mark.thorough

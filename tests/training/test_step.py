@@ -10,7 +10,10 @@ import pytest
 
 from jaxformer import params
 from jaxformer.data.tasks import Copy
-from jaxformer.models import ModelConfig
+from jaxformer.errors import ConfigError
+from jaxformer.models import Mixture, ModelConfig
+from jaxformer.models.adaptation import Lora
+from jaxformer.ops.losses import LossSums
 from jaxformer.training import AdamW, Constant, Experiment
 from jaxformer.training.recipe import build
 from jaxformer.training.step import GROWTH_INTERVAL, LossScale, accumulate, init_state, make_train_step, rescale
@@ -76,6 +79,23 @@ def test_accumulated_equals_whole_with_uneven_padding():
         for ours, whole in zip(jax.tree.leaves(sums), jax.tree.leaves(results[0][0]), strict=True):
             np.testing.assert_allclose(ours, whole, rtol=1e-6)  # float32 sums in another order
         np.testing.assert_allclose(flat(gradient), flat(results[0][1]), rtol=1e-4, atol=1e-5)
+
+
+def test_sums_in_16_bits_round_only_weights_that_products_round():
+    """The router's products are in float32 or better: rounded weights would choose other experts."""
+    made = replace(EXPERIMENT, precision="bfloat16", gradient_sums="bfloat16")
+    recipe, kinds = build(replace(made, model=replace(EXPERIMENT.model, feedforward=Mixture(4, 2, d_ff=16)))), {}
+
+    def loss(tree, batch, key):
+        kinds.update({path: str(leaf.dtype) for path, leaf in params.paths(tree).items()})
+        return LossSums(sum(leaf.sum() for leaf in jax.tree.leaves(tree)), jnp.float32(1), {})
+
+    jax.eval_shape(lambda tree: accumulate(replace(recipe, loss=loss), tree, {}, KEY, 1.0), params.abstract(recipe.spec))
+    matrices = {path for path, leaf in params.paths(recipe.spec).items() if leaf.contracts}
+    assert {path for path, kind in kinds.items() if kind == "bfloat16"} == {path for path in matrices if "router" not in path}
+    assert any("router" in path for path in matrices)
+    with pytest.raises(ConfigError, match="gradient_sums=bfloat16: rounds the weights that an adaptation merges"):
+        build(replace(made, adaptation=Lora()))
 
 
 def test_first_loss_is_that_of_guessing_and_training_lowers_it():
