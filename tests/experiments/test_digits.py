@@ -184,10 +184,10 @@ def test_a_run_with_images_as_the_source_is_stopped_and_resumed_to_the_same_bits
 
     later = Reporter.later
 
-    def stop(self, step, metrics):
+    def stop(self, step, metrics, work):
         if step == 10:
             raise Stopped
-        later(self, step, metrics)
+        later(self, step, metrics, work)
 
     with pytest.raises(Stopped), monkeypatch.context() as inner:
         inner.setattr(Reporter, "later", stop)

@@ -54,10 +54,10 @@ def test_a_run_goes_on_on_another_mesh(alone, tmp_path, monkeypatch):
     class Stopped(Exception):
         pass
 
-    def stop(self, step, metrics):
+    def stop(self, step, metrics, work):
         if step == 3:  # after the checkpoint of step 2
             raise Stopped
-        later(self, step, metrics)
+        later(self, step, metrics, work)
 
     later = loop.Reporter.later
     with monkeypatch.context() as patch:

@@ -53,10 +53,10 @@ def test_a_file_of_ones_own_is_trained_stopped_and_resumed_to_the_same_bits(name
 
     later = Reporter.later
 
-    def stop(self, step, metrics):
+    def stop(self, step, metrics, work):
         if step == 33:
             raise Stopped
-        later(self, step, metrics)
+        later(self, step, metrics, work)
 
     with monkeypatch.context() as patch:
         patch.chdir(folders[1])
