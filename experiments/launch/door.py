@@ -19,6 +19,7 @@ from experiments.launch import lock
 from jaxformer import parallel
 from jaxformer.cli.arguments import read_experiment
 from jaxformer.errors import ConfigError
+from jaxformer.training.initial import check_initial
 from jaxformer.training.recipe import build
 from jaxformer.training.step import state_specs
 
@@ -75,7 +76,9 @@ def check_mesh(experiment: Any, hosts: Hosts) -> str:
         raise ConfigError(f"--mesh.backend=pmap: cannot run in {hosts.processes} processes; leave it out")
     shape = mesh.shape(count)
     check_batch(experiment, shape)
-    state_specs(build(experiment), jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape)))
+    recipe = build(experiment)
+    check_initial(experiment, recipe)
+    state_specs(recipe, jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape)))
     split = " x ".join(f"{axis}={size}" for axis, size in shape.items() if size > 1) or "data=1"
     batch = f"batch {experiment.batch_size} / accumulation {experiment.accumulation}"
     return f"mesh {split} of {count} devices in {hosts.processes} processes, {batch} and the parameters divide"

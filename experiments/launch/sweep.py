@@ -31,6 +31,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.planning.out_of_memory import is_out_of_memory
 from jaxformer.training import loop
 from jaxformer.training.experiment import Experiment
+from jaxformer.training.initial import check_initial
 from jaxformer.training.metrics import NonFinite
 from jaxformer.training.recipe import build
 from jaxformer.training.run_folder import run_folder
@@ -108,7 +109,7 @@ def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.
         raise ConfigError("--grid: two combinations are the same run; vary what decides numbers, and each value once")
     for trial, folder in zip(trials, folders, strict=True):
         if not folder.result.is_file():  # what does not fit together is refused before the first run starts
-            build(trial.experiment)
+            check_initial(trial.experiment, build(trial.experiment))
             loop.open_data(trial.experiment)
     places = [f"{number}/{len(trials)}" for number in range(1, len(trials) + 1)]
     if parallel == 1:

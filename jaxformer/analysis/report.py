@@ -69,10 +69,8 @@ def section(title: str, draws: Pictures, files: epath.Path) -> str:
         with gallery.warn_on_failure(f"{title} {name}".strip()):
             if not isinstance(made, str):
                 light, dark = figures.png(made), figures.png(made, dark=True)
-                file = "-".join(
-                    filter(None, (title.lower().replace(" ", "-"), name.replace("/", "-") if len(draws) > 1 else ""))
-                )
-                config.write_atomically(files / f"{file}.png", light)
+                suffix = f"-{name.replace('/', '-')}" if len(draws) > 1 else ""
+                config.write_atomically(files / f"{title.lower().replace(' ', '-')}{suffix}.png", light)
                 made = page.picture(title, light, dark)
             found[name] = made
     return page.heading(title, gallery.NOTES[title]) + page.side_by_side(found) if found else ""

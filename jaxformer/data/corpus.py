@@ -185,12 +185,14 @@ def _pieces(path: str, part: Part, problems: Problems) -> Iterator[tuple[str, bo
 
 
 def _tokenizer(config: Corpus, folder: Path, group: Any) -> Any:
-    learns, end = config.tokenizer == "bpe", config.end_of_text
-    tokenizer = _learned(config, folder, group) if learns else tokenizers.by_name(config.tokenizer, None)
+    end, name = config.end_of_text, config.tokenizer
+    tokenizer = _learned(config, folder, group) if name == "bpe" else tokenizers.by_name(name, None)
     if (tokenizer.end_of_text if end is None else tokenizer.id_of(end)) is None:
-        name = repr(end or " ".join(tokenizers.ENDS))
-        raise ConfigError(f"data.end_of_text: the tokenizer {config.tokenizer!r} has no {name}; name its token for the end")
-    return tokenizer.ending_with(end) if end is not None and isinstance(tokenizer, tokenizers.BPE) else tokenizer
+        problem = f"the tokenizer {name!r} has no {(end or ' '.join(tokenizers.ENDS))!r}"
+        raise ConfigError(f"data.end_of_text: {problem}; name its token for the end")
+    if end is not None and isinstance(tokenizer, tokenizers.BPE):  # only these have control tokens
+        return tokenizer.ending_with(end)
+    return tokenizer
 
 
 def _learned(config: Corpus, folder: Path, group: Any) -> tokenizers.BPE:

@@ -101,21 +101,21 @@ def serve(
     key = jax.random.key(0) if key is None else key
     texts: Any = None
     owners, queue = {}, deque(range(len(prompts)))
-    rows, limits = min(rows, 1 << (len(prompts) - 1).bit_length()), np.broadcast_to(max_tokens, len(prompts))
+    rows, rooms = min(rows, 1 << (len(prompts) - 1).bit_length()), np.broadcast_to(max_tokens, len(prompts))
     while queue or owners:
         steps = every or 2**30
         for row in range(rows):
             if row not in owners and queue:
                 owners[row] = index = queue.popleft()
                 prompt, source = prompts[index], None if sources is None else sources[index]
-                numbers = jax.device_put((np.array([len(prompt) + limits[index]], np.int32), np.int32(index)))
+                numbers = jax.device_put((np.array([len(prompt) + rooms[index]], np.int32), np.int32(index)))
                 one = _start(*read(model, prompt, source), *numbers, key, settings)
                 if texts is None:  # rows without a text of their own yet
                     texts = replace(repeat(rows, one), done=jax.device_put(np.ones(rows, bool)))
                 texts = insert(texts, jax.device_put(np.int32(row)), one)
                 steps = steps if every is None else 0  # a first token is shown at once
-        until = jax.device_put((np.int32(steps), np.int32(len(owners) if queue else 1)))
-        texts = _run(model.config, model.dtype, model.params, texts, settings, *until)
+        limits = jax.device_put((np.int32(steps), np.int32(len(owners) if queue else 1)))
+        texts = _run(model.config, model.dtype, model.params, texts, settings, *limits)
         history, done = jax.device_get((texts.history, texts.done))
         for row, index in list(owners.items()):
             tokens, ended = new_tokens(history, row, stop_tokens), bool(done[row])

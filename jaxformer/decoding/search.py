@@ -38,12 +38,12 @@ def search(
     model = open_model(config, params, prompts, max_tokens, sources, dtype)
     rows = min(rows, 1 << (len(prompts) - 1).bit_length())
     settings = jax.device_put((how, stops(stop_tokens), as_filters(filters)))
-    limits, found = np.broadcast_to(max_tokens, len(prompts)), []
+    rooms, found = np.broadcast_to(max_tokens, len(prompts)), []
     for first in range(0, len(prompts), rows):
         numbers = range(first, min(first + rows, len(prompts)))
         batch = read_rows([model], prompts, sources, numbers, rows)
-        most = np.pad(limits[first : first + rows], (0, rows - len(numbers)), constant_values=1).astype(np.int32)
-        best = jax.device_get(_search(model.config, model.dtype, model.params, *batch, jax.device_put(most), *settings))
+        room = np.pad(rooms[first : first + rows], (0, rows - len(numbers)), constant_values=1).astype(np.int32)
+        best = jax.device_get(_search(model.config, model.dtype, model.params, *batch, jax.device_put(room), *settings))
         found += [_hypotheses(best, row, len(prompts[i]), set(stop_tokens)) for row, i in enumerate(numbers)]
     return found
 
@@ -91,10 +91,10 @@ def score(
     for *_, last in continuations:  # `open_model` checks what is read, which is all but this
         if not 0 <= last < vocabulary:
             raise ConfigError(f"score: token {last} is outside the vocabulary of {vocabulary}")
+    config = models.evaluation(config)
     texts = [[*prompt, *new] for prompt, new in zip(prompts, continuations, strict=True)]
     model = open_model(config, params, [text[:-1] for text in texts], None, sources, dtype)
     rows, found = min(rows, 1 << (len(texts) - 1).bit_length()), []
-    scored = models.evaluation(config)
     for first in range(0, len(texts), rows):
         index = [min(i, len(texts) - 1) for i in range(first, first + rows)]
         some = [texts[i] for i in index]
@@ -103,7 +103,7 @@ def score(
         options = {"segment_ids": np.concatenate([padded([1] * (len(text) - 1), room) for text in some])}
         if sources is not None:
             options |= source_inputs(model, [sources[i] for i in index])
-        logs, greedy = jax.device_get(_score(scored, model.dtype, model.params, *jax.device_put((tokens, labels, options))))
+        logs, greedy = jax.device_get(_score(config, model.dtype, model.params, *jax.device_put((tokens, labels, options))))
         for row, i in enumerate(range(first, min(first + rows, len(texts)))):
             place = slice(len(prompts[i]) - 1, len(texts[i]) - 1)
             found.append(Score(float(logs[row, place].sum()), bool(greedy[row, place].all()), logs[row, place].tolist()))

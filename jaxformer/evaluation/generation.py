@@ -70,11 +70,6 @@ def answers(
     return [texts[i] for i in range(len(questions))]
 
 
-def room_for(model: Any, max_tokens: int, prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens may follow all of the prompts."""
-    return min(rooms_for(model, max_tokens, prompts))
-
-
 def rooms_for(model: Any, max_tokens: int, prompts: Sequence[Sequence[int]]) -> list[int]:
     """How many tokens may follow each prompt: not more than learned positions are left. ConfigError where none is."""
     limit = models.last_stack(model).position_limit

@@ -63,15 +63,16 @@ def last_stack(model: ModelConfig | EncoderDecoder) -> ModelConfig:
 
 
 def evaluation(model: Any) -> Any:
-    """The model as it is scored: no dropout, no redrawn features. A model or feed-forward with `evaluation()` says its own."""
+    """The model as it is scored: without dropout, and each part that has a method `evaluation()` as it returns."""
     if isinstance(model, EncoderDecoder):
         return replace(model, encoder=evaluation(model.encoder), decoder=evaluation(model.decoder))
+    to_score = lambda part: part.evaluation() if hasattr(part, "evaluation") else part
     if not isinstance(model, ModelConfig):
-        return model.evaluation() if hasattr(model, "evaluation") else model
-    fixed = lambda mixer: replace(mixer, redraw=False) if hasattr(mixer, "redraw") else mixer
-    mixer = tuple(map(fixed, model.mixer)) if isinstance(model.mixer, tuple) else fixed(model.mixer)
-    feedforward = getattr(model.feedforward, "evaluation", lambda: model.feedforward)()
-    return replace(model, dropout_rate=0.0, attention_dropout_rate=0.0, mixer=mixer, feedforward=feedforward)
+        return to_score(model)
+    mixer = tuple(map(to_score, model.mixer)) if isinstance(model.mixer, tuple) else to_score(model.mixer)
+    return replace(
+        model, dropout_rate=0.0, attention_dropout_rate=0.0, mixer=mixer, feedforward=to_score(model.feedforward)
+    )  # fmt: skip
 
 
 def _functions(model: ModelConfig | EncoderDecoder) -> Any:

@@ -18,6 +18,7 @@ from jax.nn.initializers import normal, zeros
 from jaxformer import models, params
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, Learned, ModelConfig, Patches
+from jaxformer.ops.einsum import in_float32
 from jaxformer.params import Spec, Tree
 
 
@@ -158,7 +159,7 @@ def resize_vocabulary(
         old = leaf.shape[axis]
         if vocab_size <= old:
             return jax.lax.slice_in_dim(leaf, 0, vocab_size, axis=axis)
-        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        wide = in_float32(leaf)
         mean, spread = (f(wide, axis=axis, keepdims=True) for f in (jnp.mean, jnp.std))
         shape = (*leaf.shape[:axis], vocab_size - old, *leaf.shape[axis + 1 :])
         rows = Spec(shape, axes, lambda k, s, d: mean + noise * spread * jax.random.normal(k, s, d))

@@ -24,7 +24,7 @@ from jaxformer.ops.feedforward import ACTIVATIONS
 from jaxformer.params import Spec, Tree
 from jaxformer.sharding import with_logical_constraint
 
-MOST = 1024  # positions whose pairs are evaluated: a long context has too many
+MOST_POSITIONS = 1024  # positions whose pairs are evaluated: a long context has too many
 
 
 class Head(NamedTuple):
@@ -133,8 +133,11 @@ def sees_later_tokens(config: ModelConfig, everywhere: bool = False) -> bool:
 
 
 def shows_later(mask: Mask, length: int, everywhere: bool = True) -> bool:
-    """Whether a position sees a later one, or one of the last half one behind a prefix. Of a half at most `MOST` are asked."""
-    half = min(length // 2 + 1, MOST)
+    """Whether the mask shows a later position to any, or else (not `everywhere`) one behind a prefix to the last half.
+
+    A prefix is the first positions, which all see. At most `MOST_POSITIONS` of each half are evaluated.
+    """
+    half = min(length // 2 + 1, MOST_POSITIONS)
     positions = np.union1d(np.arange(half), np.arange(length - half, length))
     visible = evaluate(mask.sized(length), positions[None], positions[None])
     later = np.triu(visible, 1)

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int, UInt32
 
+from jaxformer.ops.einsum import in_float32
+
 
 def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Array, "..."]:
     """Keeps each entry with probability 1 - rate, divided by it; the identity without a key. Srivastava et al. 2014."""
@@ -15,7 +17,7 @@ def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Arr
 
 def rescaled(x: Float[Array, "..."], keep: Bool[Array, "..."], rate: float) -> Float[Array, "..."]:
     """x / (1 - rate) where kept, else 0."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # a bfloat16 1 - rate would bias every entry the same way
+    wide = in_float32(x)  # a bfloat16 1 - rate would bias every entry the same way
     return jnp.where(keep, wide / (1.0 - rate), 0).astype(x.dtype)
 
 

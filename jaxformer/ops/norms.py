@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
+from jaxformer.ops.einsum import in_float32
+
 
 def layer_norm(
     x: Float[Array, "*rest D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None = None, eps: float = 1e-5
@@ -13,7 +15,7 @@ def layer_norm(
     Statistics are float32 or wider. The one-pass variance E[x^2] - E[x]^2 would lose all digits where the mean is large.
     """
     ones = _unit_axes(x)
-    y = jnp.squeeze(x.astype(jnp.promote_types(x.dtype, jnp.float32)), ones)
+    y = jnp.squeeze(in_float32(x), ones)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
     y = y * _row(scale, y)
@@ -25,7 +27,7 @@ def layer_norm(
 def rms_norm(x: Float[Array, "*rest D"], scale: Float[Array, " D"], eps: float = 1e-6) -> Float[Array, "*rest D"]:
     """x / sqrt(mean(x^2) + eps) * scale. Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4. Statistics in float32."""
     ones = _unit_axes(x)
-    y = jnp.squeeze(x.astype(jnp.promote_types(x.dtype, jnp.float32)), ones)
+    y = jnp.squeeze(in_float32(x), ones)
     y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
     return jnp.expand_dims((y * _row(scale, y)).astype(x.dtype), ones)
 

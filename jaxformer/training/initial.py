@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,12 @@ def from_text(text: str) -> FromRun | HuggingFace:
     if (path / "config.json").is_file() or not path.exists():
         return HuggingFace(text)
     raise ConfigError(f"initial={text}: neither a run's folder nor one with a Hugging Face config.json")
+
+
+def check_initial(experiment: Any, recipe: Recipe) -> None:
+    """Raises ConfigError where an adaptation freezes weights that would be random."""
+    if experiment.initial is None and recipe.frozen != experiment.frozen:
+        raise ConfigError("adaptation: it freezes weights that would be random; give --initial=RUN or a name of Hugging Face")
 
 
 def first_params(initial: Callable | str | None, model_spec: params.Tree, recipe: Recipe) -> params.Tree:

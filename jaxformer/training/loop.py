@@ -22,7 +22,7 @@ from jaxformer.parallel import pmap, processes
 from jaxformer.training import checkpoint, compilation_cache, memory, optimizers, replicas, reproduction
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.goodput import Goodput
-from jaxformer.training.initial import first_params
+from jaxformer.training.initial import check_initial, first_params
 from jaxformer.training.metrics import Console, NonFinite, Record, Reporter, open_loggers
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run import ask, check_data, evaluator, on_devices, sample_text, writes_text
@@ -91,13 +91,8 @@ def train(
     folder, began = run_folder(experiment, runs), time.monotonic() if began is None else began
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
     recipe = build(experiment)
-    if experiment.initial is None and recipe.frozen != experiment.frozen:
-        raise ConfigError("adaptation: it freezes weights that would be random; give --initial=RUN or a name of Hugging Face")
-    if mesh is not None:
-        state_shardings(recipe, mesh)  # refuses what does not divide
-    if jax.process_count() > 1 and (mesh is None or mesh.size < jax.device_count() or experiment.mesh.backend == "pmap"):
-        needed = f"several processes need backend=jit and all of their {jax.device_count()} devices; try --mesh.data=-1"
-        raise ConfigError(f"mesh={experiment.mesh}: {needed}")
+    check_initial(experiment, recipe)
+    check_mesh(experiment, recipe, mesh)
     dataset = open_data(experiment)  # before anything is written: most mistakes show here
     if can_sample(experiment, dataset):
         ask(experiment, experiment.sample, dataset.tokenizer)
@@ -138,6 +133,15 @@ def train(
             scores = job.evaluate(state.best, final=True)
         watchdog.beat(job.steps, patience=LONG)
         return finish(job, folder, dataset, state, scores, record, console, reports)
+
+
+def check_mesh(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh | None) -> None:
+    """Raises ConfigError where the parameters do not divide, or several processes have no part of the mesh."""
+    if mesh is not None:
+        state_shardings(recipe, mesh)  # refuses what does not divide
+    if jax.process_count() > 1 and (mesh is None or mesh.size < jax.device_count() or experiment.mesh.backend == "pmap"):
+        needed = f"several processes need backend=jit and all of their {jax.device_count()} devices; try --mesh.data=-1"
+        raise ConfigError(f"mesh={experiment.mesh}: {needed}")
 
 
 def open_data(experiment: Experiment):
@@ -308,19 +312,13 @@ def loop(
             watchdog.beat(step, patience=LONG)
             memory.give_back()
             job.check(state, done)  # before anything is made of it
-            rank = None
+            rank, keep = None, partial(save, job, manager, record, done, state)
             if evaluates:
                 scores = evaluate(job, job.gather(state).best, done, record, console)
-                try:
-                    rank = ranked(scores, job.best)
-                except ConfigError:  # corrected, the same command goes on after this step
-                    record.save()
-                    manager.save(done, job.gather(state), job.metadata, None, wait=True)
-                    raise
+                rank = rank_or_save(scores, job.best, keep)
                 goodput.lap("evaluation")
             if saves:
-                record.save()
-                manager.save(done, job.gather(state), job.metadata, rank, wait=last or bool(stop))
+                keep(rank, wait=last or bool(stop))
                 if job.save_every == 1:
                     manager.wait()
                 goodput.lap("save")
@@ -338,6 +336,21 @@ def saves_after(done: int, every: int) -> bool:
     `every` older, so that never more than `every` steps are done again.
     """
     return done % every in (0, every // 2)
+
+
+def save(job: Job, manager, record: Record, done: int, state: TrainState, rank: float | None, wait: bool) -> None:
+    """Writes the record, and begins a checkpoint after so many steps."""
+    record.save()
+    manager.save(done, job.gather(state), job.metadata, rank, wait=wait)
+
+
+def rank_or_save(scores: dict[str, Any], best: str, keep: Callable) -> float:
+    """The rank of a checkpoint. Without a score of that name it is kept, for the corrected command, before ConfigError."""
+    try:
+        return ranked(scores, best)
+    except ConfigError:
+        keep(None, wait=True)
+        raise
 
 
 def evaluate(job: Job, trained: Any, done: int, record: Record, console: Console) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jaxformer.data import batching, tokenizers
 from jaxformer.data.sources import Question
 from jaxformer.decoding import Beams, round_to_int8, stream
 from jaxformer.errors import ConfigError
-from jaxformer.evaluation.generation import answers, before_stop, continuation, room_for, stop_strings
+from jaxformer.evaluation.generation import answers, before_stop, continuation, rooms_for, stop_strings
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.perplexity import perplexity
 from jaxformer.models import heads
@@ -117,9 +117,9 @@ class Run:
             return
         model, decode, shown, tokens = self.experiment.model, self.tokenizer.decode, 0, question.prompt
         with self.on_mesh():
-            new = []
+            new, (room,) = [], rooms_for(model, sample.tokens, [tokens])
             for piece in stream(
-                model, self.params, tokens, room_for(model, sample.tokens, [tokens]), source=question.source,
+                model, self.params, tokens, room, source=question.source,
                 how=sample.sampling, filters=filters, key=jax.random.key(seed), stop=stop_strings(decode, stop),
                 stop_tokens=self._ends(), dtype=jax.numpy.dtype(self.experiment.precision),
             ):  # fmt: skip

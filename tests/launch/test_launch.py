@@ -133,6 +133,7 @@ MISTAKES = [
     (f"{POD} --bucket=b {FOUR}", "uses 1 of 16 devices; give --mesh.fsdp=-1"),
     (f"{POD} --bucket=b {FOUR} -- --mesh.fsdp=32", "do not make up 16"),
     (f"{POD} --bucket=b {FOUR} -- --mesh.fsdp=16 --batch-size=24", "no --accumulation divides"),
+    (f"tpu_vm finetune_lora --tpu=a --zone=z --bucket=b {FOUR} -- --mesh.data=16", "freezes weights that would be random"),
     (f"{POD} --bucket=b {FOUR} -- --mesh.tensor=16", "does not divide among mesh.tensor=16"),
     (f"{POD} --bucket=b {FOUR} -- --mesh.data=16 --mesh.backend=pmap", "cannot run in 4 processes"),
     (f"tpu_vm gpt2_small --tpu=a --zone=z --bucket=b {FOUR} -- --mesh.fsdp=16 {TEXT}",

@@ -6,7 +6,7 @@ do not exist, some masks, decoding of what is not causal. Local attention and th
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -188,6 +188,9 @@ class Reformer:
     redraw: bool = True  # whether training draws the rotations of each step from the dropout key, if there is one
     duplicates: bool = False  # a key met in several rounds counts each time, as in Hugging Face's model
     multiple: int | None = None  # padding fills the length up to a multiple of this; None: of chunk
+
+    def evaluation(self) -> "Reformer":
+        return replace(self, redraw=False)
 
     def __call__(self, config: ModelConfig) -> Mixer:
         N = config.num_heads

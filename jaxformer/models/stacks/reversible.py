@@ -17,6 +17,7 @@ from jaxformer.models.embedding import norm
 from jaxformer.models.layer import Context, LayerOutput, Layers
 from jaxformer.models.stacks import scan
 from jaxformer.models.stacks.scan import Row, combine, partition
+from jaxformer.ops.einsum import in_float32
 from jaxformer.params import Tree
 
 
@@ -42,7 +43,7 @@ class Reversible:
         run = partial(_sublayer, config, x.dtype)
         f = tuple(partial(run, "attention", slot.apply, i % len(layers.masks)) for i, slot in enumerate(slots))
         g = (partial(run, "feedforward", block.feed(config).apply, 0),) * len(slots)
-        stream = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        stream = in_float32(x)
         y1, y2 = reversible_stack(f, g, rows, stream, stream, context, layers.masks)
         out = (y1 + y2) / 2 if self.streams == 1 else jnp.concatenate([y1, y2], axis=-1)
         return out.astype(x.dtype), LayerOutput()

@@ -1,6 +1,6 @@
 """Every named system as a model's mixer: the properties of a stack, and dense attention where a system contains it."""
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
 import jax
@@ -524,3 +524,19 @@ def test_a_padded_slot_of_sparse_attention_sees_nothing(mixer):
     others = TOKENS.at[:, 2:].add(1) % V
     np.testing.assert_array_equal(run(config, p, TOKENS, ids), run(config, p, others, ids))
     assert np.abs(run(config, p) - run(config, p, others)).max() > 1e-3
+
+
+def test_a_mixer_of_ones_own_may_be_scored_as_another():
+    @dataclass(frozen=True)
+    class Noisy:
+        noise: float = 0.1
+
+        def __call__(self, config):
+            return mixers.attention(config)
+
+        def evaluation(self):
+            return replace(self, noise=0.0)
+
+    kinds = Noisy(), mixers.Reformer(chunk=4)
+    config = ModelConfig(vocab_size=8, num_layers=2, d_model=8, num_heads=2, context_length=8, mixer=kinds)
+    assert models.evaluation(config).mixer == (Noisy(0.0), mixers.Reformer(chunk=4, redraw=False))
