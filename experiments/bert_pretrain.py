@@ -1,13 +1,13 @@
-"""BERT's pre-training, hidden tokens and next sentences, on docstrings: of Python's standard library, NumPy, SciPy and JAX.
+"""BERT's pre-training (hidden tokens, next sentences) on the docstrings of Python's standard library, NumPy, SciPy and JAX.
 
-Devlin et al. 2018, arXiv:1810.04805, section 3.1. As there, a "sentence" is a span of running text: 48 to 60 words. The second
-one follows the first, or is of another docstring, as often. Both kinds of pairs have the same lengths in words, begin at a
-word, have no line breaks, and end at the end of a docstring as often: what is left is what the sentences say, and grammar
-across the gap. A docstring of the validation split may have neighbours of its module in the training split.
-Rare words that both sentences have decide 89.5 % of these pairs (overlap weighted by rarity, best threshold).
+Devlin et al. 2018, arXiv:1810.04805, section 3.1. As there, a "sentence" is a span of running text, here of 48 to 60 words. In
+half of the pairs the second sentence follows the first; in the others it is from another docstring. Both kinds have the same
+lengths in words, begin at a word, have no line breaks, and end equally often at the end of a docstring. So only the meaning of
+the sentences, and the grammar where they meet, tell the kinds apart. For a docstring of the validation split, others of its
+module may be in the training split. A rule that counts shared words, weighted by rarity, gets 89.5 % of the pairs right.
 
-Expected: masked loss 3.769 nats on validation, 2.636 below the unigram entropy of 6.413; next sentence right in 92.4 % of the
-pairs, 89 % after 1000 steps (seed 0).
+Expected: on validation a masked loss of 3.769 nats a token, 2.636 below the unigram entropy of 6.413; next sentence right in
+92.4 % of the pairs, 89 % after 1000 steps (seed 0).
 Time: 31 minutes on 2 CPU cores beside other work.
 Command: make train EXP=bert_pretrain
 """
@@ -40,7 +40,7 @@ MASK, CLS, SEP = VOCABULARY, VOCABULARY + 1, VOCABULARY + 2
 
 
 def modules(root: Path) -> Iterator[tuple[Path, ast.Module]]:
-    """(path below `root`, syntax tree) of every source file, without tests and packages that are not of the library."""
+    """(path below `root`, syntax tree) of every source file, without tests and installed packages."""
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if SKIP & set(name.parts) or name.parts[0].startswith("config-"):
@@ -53,7 +53,7 @@ def modules(root: Path) -> Iterator[tuple[Path, ast.Module]]:
 def docstrings(*packages: str) -> list[tuple[str, str]]:
     """(file, docstring with single spaces) of modules, classes and functions of the standard library and of packages.
 
-    No text comes twice. A package that is not installed is an error.
+    No docstring comes twice. A package that is not installed is an error.
     """
     roots, found = [Path(sysconfig.get_path("stdlib"))], {}
     roots += [Path(str(importlib.resources.files(package))) for package in packages]
@@ -69,10 +69,10 @@ def docstrings(*packages: str) -> list[tuple[str, str]]:
 class Docstrings:
     """Pairs of sentences; every tenth docstring is for validation. Pair i is a function of (seed, split, i)."""
 
-    packages: tuple[str, ...] = ("numpy", "scipy", "jax")  # whose docstrings are read besides those of the standard library
-    words: int = 60  # most of a sentence
-    least: int = 48  # fewest of a sentence; of a docstring that is used, `words` + `words`
-    pairs: int = 64  # of each docstring in training; 8 in validation
+    packages: tuple[str, ...] = ("numpy", "scipy", "jax")  # docstrings of these are read besides those of the standard library
+    words: int = 60  # in the longest sentence
+    least: int = 48  # in the shortest sentence; a docstring needs 2 * `words`
+    pairs: int = 64  # for each docstring in training; 8 in validation
     seed: int = 0  # of the pairs
 
     def open(self, model) -> Dataset:
@@ -145,10 +145,11 @@ class Margin:
 
 
 def alike(spec, key):
-    """Random parameters; in the first head of each layer a token attends at first to its like, and says where that stands.
+    """Random parameters, but in the first head of each layer a token attends to equal tokens.
 
-    Its keys are queries, of a size that gives like tokens most of the weight. Token types are small, or tokens of two types
-    would be unlike. From any other beginning a model of this size needs many more steps before it compares two texts.
+    The keys of this head equal its queries, scaled so that equal tokens get most of the weight, and its output has the size of
+    its input. Token types are small, because otherwise equal tokens of two types would differ. With other initial values a
+    model of this size needs many more steps before it compares two texts.
     """
     tree = params.init(spec, key)
     attention, embedding = tree["layers"]["attention"], tree["embedding"]

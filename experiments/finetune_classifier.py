@@ -1,11 +1,11 @@
-r"""From a pre-trained encoder to a classifier: which package of Python's standard library a docstring is of, 20 classes.
+r"""Fine-tunes a pre-trained encoder as a classifier: from which of 20 packages of Python's standard library is a docstring?
 
-Devlin et al. 2018, arXiv:1810.04805, section 4: a new head on the first token, all parameters are trained. The beginning is a
-run of bert_pretrain, or a Hugging Face folder of an encoder; without one (no --initial) the model starts at random.
+Devlin et al. 2018, arXiv:1810.04805, section 4: a new head on the first token, all parameters are trained. The initial
+parameters are those of a run of bert_pretrain or of a Hugging Face encoder. Without --initial they are random.
 
-Expected: accuracy 66.0 % on 382 unseen docstrings after 400 steps from a run of bert_pretrain, 62.8 % from a random beginning
-(seed 0, CPU); the most frequent package alone gives 15.4 %. The run of bert_pretrain had read some of the validation
-docstrings, without their labels.
+Expected: accuracy 66.0 % on 382 unseen docstrings after 400 steps from a run of bert_pretrain, 62.8 % from random
+parameters (seed 0, CPU); the most frequent package alone gives 15.4 %. The run of bert_pretrain had read some of the
+validation docstrings, without their labels.
 Time: 2.5 minutes on 2 CPU cores.
 Command: make train EXP=finetune_classifier
 ARGS="--initial \"Pretrained('runs/bert_pretrain-...')\" --data.tokenizer=runs/bert_pretrain-.../tokenizer.json"
@@ -36,7 +36,7 @@ CLASSES = 20
 
 @dataclass(frozen=True)
 class Pretrained:
-    """The parameters of a run or of a Hugging Face folder but for its heads, which start at random."""
+    """The parameters of a run or of a Hugging Face folder, but random heads."""
 
     path: str  # the run's folder, or the one with config.json and safetensors
 
@@ -48,7 +48,7 @@ class Pretrained:
 
 @functools.lru_cache(maxsize=1)
 def labelled() -> tuple[list[str], list[tuple[str, int]]]:
-    """(packages, docstrings of at least 8 words with the number of their package); the 20 packages that have most."""
+    """(packages, docstrings of at least 8 words with the number of their package), for the 20 packages with most docstrings."""
     found = [(name.split("/")[0].removesuffix(".py"), text) for name, text in docstrings() if len(text.split()) >= 8]
     packages = sorted(name for name, _ in collections.Counter(name for name, _ in found).most_common(CLASSES))
     return packages, [(text, packages.index(name)) for name, text in found if name in packages]
@@ -58,7 +58,7 @@ def labelled() -> tuple[list[str], list[tuple[str, int]]]:
 class Packages:
     """Every tenth docstring is for validation."""
 
-    tokenizer: str | None = None  # the tokenizer.json of the pre-trained model; None: learned here, for a random beginning
+    tokenizer: str | None = None  # the tokenizer.json of the pre-trained model; None: learned here, for random parameters
     first: int = CLS  # the id in front of a text
     last: int = SEP  # the id behind it
 

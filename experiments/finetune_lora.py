@@ -1,8 +1,8 @@
 r"""Fine-tuning with LoRA: Hu et al. 2021, arXiv:2106.09685. Low-rank factors train beside the frozen weights of a run.
 
+It needs --initial: a run, or the folder or name of Hugging Face weights. For these, --model is the preset of the same size, and
+--data your text with their tokenizer: ARGS="--initial gpt2 --model gpt2_small --data \"Corpus('my.txt', tokenizer='gpt2')\"".
 Expected: at the end a validation loss below that of the starting run. Time: seconds on two CPU cores.
-For weights of Hugging Face, --initial is their folder or name, --model the preset of the same sizes, and --data a text of yours
-in their tokens: ARGS="--initial gpt2 --model gpt2_small --data \"Corpus('my.txt', tokenizer='gpt2')\"". It needs an --initial.
 Command: make train, then make train EXP=finetune_lora ARGS="--initial=runs/quickstart-..."
 """
 

@@ -1,12 +1,12 @@
 """ListOps: the value, 0 to 9, of nested lists such as [MAX 2 9 [MIN 4 7 ] 0 ]. Every kind of attention can be tried on it.
 
 Nangia & Bowman 2018, arXiv:1804.06028; operators and the shape of the trees as in Long Range Arena (Tay et al. 2020,
-arXiv:2011.04006, section 2.2.1): MIN, MAX, MED (the median, rounded down) and SM (the sum modulo 10) of 2 to `args` values,
-each of which is a list with probability 1/4, down to `depth`. Longer expressions need larger trees, as in Long Range
+arXiv:2011.04006, section 2.2.1): MIN, MAX, MED (the median, rounded down) and SM (the sum modulo 10) of 2 to `args` values.
+Each value is a list with probability 1/4, down to `depth` levels. Longer expressions need larger trees, as in Long Range
 Arena: --data.shortest=500 --data.longest=2000 --data.depth=10 --data.args=10 --model.context-length=2000.
 
-Expected, of expressions of 16 to 64 tokens after 300 steps, on 1000 unseen ones (seed 0; binomial error 1.3 %; the most
-frequent value alone gives 11.6 %): too short a training to rank the kinds of attention, only to see that each of them learns.
+Expected accuracy on 1000 unseen expressions of 16 to 64 tokens, after 300 steps (seed 0; standard error 1.3 %; the most
+frequent value alone gives 11.6 %). This training is too short to rank the kinds of attention, but each of them learns.
 
     attention       options                                                     accuracy
     full                                                                        23.9 %
@@ -20,8 +20,8 @@ frequent value alone gives 11.6 %): too short a training to rank the kinds of at
     Performer       --model.mixer "Performer(features=64)"                      24.0 %
     Reformer        --model.mixer "Reformer(chunk=16)"                          23.5 %
 
-Time: 17 to 25 seconds of one CPU core each, most of it to compile.
-Command: make train EXP=listops ARGS="--name=listops-linear --model.mixer 'Linear()'"; for the table, a line for each.
+Time: 17 to 25 seconds of one CPU core each, most of it compilation.
+Command: make train EXP=listops ARGS="--name=listops-linear --model.mixer 'Linear()'"; one for each line of the table.
 """
 
 import functools
@@ -42,11 +42,11 @@ from jaxformer.training import AdamW, ClassCrossEntropy, Cosine, Experiment
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")  # ids 10 to 13; digits are 0 to 9, the end of a list is 14
 END = 14
-DRAWS = 100_000  # trees that are tried for an expression
+DRAWS = 100_000  # trees that are drawn at most, until one has the right length
 
 
 def value(operator: str, values: list[int]) -> int:
-    """What a list is worth."""
+    """The value of a list."""
     match operator:
         case "MIN":
             return min(values)
@@ -75,7 +75,7 @@ class ListOps:
 
     shortest: int = 16  # tokens of an expression
     longest: int = 64  # tokens of an expression
-    depth: int = 4  # of the trees
+    depth: int = 4  # most levels of a tree
     args: int = 5  # most values of a list
     examples: int = 20_000  # of the training split
     validation_examples: int = 1000  # of the validation split

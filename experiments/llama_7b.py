@@ -1,11 +1,11 @@
 """LLaMA 7B: Touvron et al. 2023, arXiv:2302.13971, table 2, on your own text.
 
-Expected: the paper trains on a trillion tokens (its figure 1: 1.76 nats a token or so at the end). Byte pairs are learned from
-your text, so compare in bits a byte; --data.tokenizer=DIR/tokenizer.json --data.vocab-size=None takes a tokenizer of your own.
-Time: 82,432 A100 hours by the paper's table 15. Not run by us: this needs a pod. What starts and reads its data was run, with
-one layer. Look first, for nothing: make plan EXP=llama_7b TOPOLOGY=v5e:16x16
+Expected: the paper ends at about 1.76 nats a token after a trillion tokens (its figure 1). Byte pairs are learned from your
+text, so compare in bits a byte. For another tokenizer: --data.tokenizer=DIR/tokenizer.json --data.vocab-size=None.
+Time: 82,432 A100 hours by the paper's table 15. Not run by us: this needs a pod. We ran its start and the reading of its data,
+with one layer. First look at the plan, which costs nothing: make plan EXP=llama_7b TOPOLOGY=v5e:16x16
 Data: a folder of .txt, .jsonl or .parquet files (docs/data.md) that all hosts see, or hf:NAME,CONFIG#SPLIT. With a cache that
-all hosts see (--data.cache=/mnt/bucket/tokens) each encodes its share; `make tokens` with the same options does it ahead.
+all hosts see (--data.cache=/mnt/bucket/tokens) each encodes its share; `make tokens` with the same options does it before.
 Command: make pod-train EXP=llama_7b TPU=my-pod ZONE=... TOPOLOGY=v5e:16x16 BUCKET=... ARGS="--data.path=/mnt/bucket/text/"
 """
 

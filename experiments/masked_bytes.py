@@ -1,4 +1,4 @@
-"""BERT's masked language model on bytes: an encoder fills in 15 % hidden bytes of the source text of Python's standard library.
+"""BERT's masked language model on bytes: an encoder predicts 15 % hidden bytes of the source of Python's standard library.
 
 Devlin et al. 2018, arXiv:1810.04805, section 3.1, without next-sentence prediction.
 Expected: validation loss about 1.5 nats a hidden byte (the text's unigram entropy is 3.2).
@@ -15,7 +15,7 @@ from jaxformer.training import AdamW, Cosine, Experiment, MaskedTokens
 experiment = Experiment(
     name="masked_bytes",
     model=ModelConfig(
-        vocab_size=257,  # bytes, and what stands for a hidden one
+        vocab_size=257,  # 256 bytes, and the token that replaces a hidden one
         num_layers=4,
         d_model=128,
         num_heads=4,

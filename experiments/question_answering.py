@@ -1,11 +1,11 @@
-"""Answers as spans: a passage of facts and a question, of which the model marks the first and the last word of the answer.
+"""Answers as spans: the model reads a question and a passage, and marks the first and the last word of the answer.
 
 Devlin et al. 2018, arXiv:1810.04805, section 4.2 (SQuAD), on passages that are generated: four sentences such as "The red box
-holds 1 7 coins." or "Anna hid the old map in the dark mill.", and a question about one of them. All four speak of different
-things and people, but share colours, places and numbers; a validation passage is drawn apart from those of training.
+holds 1 7 coins." or "Anna hid the old map in the dark mill.", and a question about one of them. The four facts
+are about different things and people, but share colours, places and numbers. Validation passages are drawn separately.
 
-Expected: exact match 100 % on 1000 unseen passages (seed 0), after 1000 steps already. After 500 it is 53 %: the kind of
-sentence is found, not yet the person or thing.
+Expected: exact match 100 % on 1000 unseen passages (seed 0), after 1000 steps already. After 500 it is 53 %: the
+model then finds the kind of sentence, but not yet the person or thing.
 Time: 2.5 minutes on 2 CPU cores.
 Command: make train EXP=question_answering
 """
@@ -36,7 +36,7 @@ IDS = {word: i for i, word in enumerate(WORDS)}
 
 
 def fact(rng: random.Random, person: str, thing: str) -> tuple[list[str], int, list[str], list[str]]:
-    """(sentence, where the answer begins in it, question, answer), about a person or a thing that no other fact is about."""
+    """(sentence, place of the answer in it, question, answer), about a person or a thing of its own."""
     quality, other = rng.sample(QUALITIES, 2)
     place, number = rng.choice(PLACES), list(str(rng.randrange(1000)))
     match rng.randrange(4):
@@ -123,7 +123,7 @@ experiment = Experiment(
     ),
     data=Passages(),
     objective=SpanCrossEntropy(),
-    initial=alike,  # words of the question find themselves in the passage
+    initial=alike,  # tokens of the question attend to equal tokens of the passage
     optimizer=AdamW(learning_rate=3e-3, b2=0.98),
     schedule=Cosine(warmup=50),
     steps=3000,

@@ -1,12 +1,13 @@
 """What a function does, in a sentence: from the source of the functions of Python's standard library to their docstrings.
 
-The source is a function without its docstring, with the layout that ast.unparse gives it; the target is the first paragraph of
-the docstring. Every tenth function is for validation; it may have neighbours of its class in training. An encoder-decoder with
-a shared vocabulary (Vaswani et al. 2017).
+The source is a function without its docstring, as ast.unparse writes it. The target is the first paragraph of the docstring.
+Every tenth function is for validation; other functions of its class may be in the training split. An encoder-decoder with a
+shared vocabulary (Vaswani et al. 2017).
 
 Expected: ROUGE-1 18.2, ROUGE-2 5.3, ROUGE-L 17.1, BLEU 3.2 on 200 unseen functions (seed 0, CPU, greedy). After 500 steps
-ROUGE-L is 16.4 and BLEU 0.9: the model learns soon how summaries sound, and slowly what a function does. Its training loss
-falls to 1.9, its validation loss stays at 4.0: some thousand functions are few. Targets longer than 32 tokens are left out.
+ROUGE-L is 16.4 and BLEU 0.9: the model learns the style of summaries soon, and what a function does only slowly. The training
+loss falls to 1.9, but the validation loss stays at 4.0, because some thousand functions are few. Targets longer than 32 tokens
+are left out.
 Time: 7 minutes on 2 CPU cores.
 Command: make train EXP=summarise_code; make generate EXP=summarise_code ARGS="--prompt 'def f(self): return self.x'"
 """
@@ -28,7 +29,7 @@ from jaxformer.training import AdamW, Cosine, Experiment, Sample
 
 
 def functions() -> list[pairs.Pair]:
-    """(where, source, first paragraph of the docstring) of each function that has both; no source twice."""
+    """(place, source, first paragraph of the docstring) of each function that has both; no source comes twice."""
     found = {}
     for name, tree in modules(Path(sysconfig.get_path("stdlib"))):
         for node in ast.walk(tree):

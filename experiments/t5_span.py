@@ -2,7 +2,7 @@
 
 Raffel et al. 2020, arXiv:1910.10683, section 3.1.4: 15 % of the text, in spans of three on average.
 Expected: validation loss about 2.5 nats a target byte (the text's unigram entropy is 3.2).
-Time: about six minutes on two CPU cores.
+Time: six to eight minutes on two CPU cores.
 Command: make train EXP=t5_span
 """
 
@@ -19,7 +19,7 @@ experiment = Experiment(
     name="t5_span",
     model=EncoderDecoder(sized(t5_v1_1_small.encoder, **SIZE), sized(t5_v1_1_small.decoder, **SIZE), True),
     data=Stdlib(),
-    objective=SpanCorruption(sentinel=279, end=256),  # 256 bytes, the end, and more sentinels than a text has spans
+    objective=SpanCorruption(sentinel=279, end=256),  # 256 bytes, an end token, and more sentinels than a text has spans
     optimizer=AdamW(learning_rate=3e-3, b2=0.98),
     schedule=Cosine(warmup=50),
     steps=1000,

@@ -2,10 +2,10 @@
 
 The model is that of Dosovitskiy et al. 2020, arXiv:2010.11929, without a class token: the mean of the patches is classified.
 The paper's recipe: batches of 1024, a rate of 1e-3 after 10,000 steps, then a cosine, weight decay, Inception crops, flips.
-Unlike here, the paper has RandAugment, Mixup and fixed positions of sines, and crops the original picture, not the one that was
+The paper also has RandAugment, Mixup and fixed sinusoidal positions, and crops the original picture; here the picture is first
 scaled and cut to 224 x 224.
-Expected: the paper has 76.5 % of the validation images; this should be a little below.
-NOT RUN: ImageNet was not at hand. Two steps of a small version on a folder of generated images are a test.
+Expected: the paper has an accuracy of 76.5 % on validation; this should be a little below.
+NOT RUN by us: we do not have ImageNet. A test runs two steps of a small version on a folder of generated images.
 Time: not measured. Needs pip install 'jaxformer[vision]'.
 Command: make train EXP=vit_imagenet ARGS="--data.train=imagenet/train --data.validation=imagenet/val --mesh.data=-1"
 Both folders have a folder of JPEG files for each class. --data.bad-rows=skip leaves out files that cannot be read.
