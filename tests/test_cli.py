@@ -174,6 +174,25 @@ def test_options_that_do_not_go_together_get_one_line(argv, said, workplace, cap
     assert code == 2 and said in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("value", ["0", "-5", "x"])
+@pytest.mark.parametrize(
+    "command",
+    ["cost tiny --length", "show tiny --sharding --devices", "plan tiny --decode --rows", "harness tiny --tasks=a --limit"],
+)
+def test_what_counts_something_is_at_least_1(command, value, workplace, capsys):
+    code, _, err = run(capsys, *f"{command}={value}".split())
+    assert code == 2 and f"{value}: expected a whole number of at least 1" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("target", ["runs", "text.txt/page.html"])
+@pytest.mark.parametrize(
+    "command", ["report tiny --out", "draw tiny --out", "inspect tiny --prompt=a --html", "generate tiny --prompts=p --out"]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(command, target, trained, capsys):
+    code, _, err = run(capsys, *f"{command}={target}".split())
+    assert code == 2 and f"{target}: a folder, or in a file" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", re.findall(r"^    (\w+)", cli.__doc__, re.MULTILINE))
 def test_the_page_of_commands_has_every_option(command, workplace, capsys, monkeypatch):
     parsers = []
