@@ -5,9 +5,11 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -375,6 +377,13 @@ def test_more_steps_of_a_finished_run_are_a_new_one_which_may_begin_with_its_par
         for path, line in ((folder, 0), (next((workplace / "runs").glob("tiny_longer-*")), 0))
     )
     assert second < first
+
+
+def test_the_commands_that_a_run_prints_are_those_of_a_shell(trained, capsys):
+    (trained / "runs").rename(trained / "my runs")
+    code, out, _ = run(capsys, "train", "tiny", "--runs=my runs")
+    words = shlex.split(out.partition("next: ")[2].partition(";")[0])
+    assert code == 0 and words[:4] == ["python", "-m", "jaxformer", "evaluate"] and Path(words[4]).is_dir() and len(words) == 5
 
 
 def test_how_a_run_executes_may_change_and_is_said(workplace, capsys, caplog):

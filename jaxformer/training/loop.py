@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -241,7 +242,8 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         found = reproduction.explain(experiment, replace(state, step=jax.numpy.full_like(state.step, step)), batch)
         numbers = f"loss {found['loss']:g}, gradient norm {found['grad_norm']:g}"
         examples = batching.batch_indices(dataset.train, size, experiment.seed)[step].tolist()
-        kept = f"kept in {folder.bad}; `python -m jaxformer evaluate {folder.path} --replay` computes it again"
+        replay = f"python -m jaxformer evaluate {shlex.quote(str(folder.path))} --replay"
+        kept = f"kept in {folder.bad}; `{replay}` computes it again"
         log.error("%s", "\n  ".join([f"step {step}: {numbers}", *found["found"], f"its examples: {examples}", kept]))
 
     return Job(
@@ -398,6 +400,7 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     for report in reports:
         if line := harmless(report)(result, record.lines):
             console.say(line)
-    generate = "" if text is None else f"; python -m jaxformer generate {folder.path} --prompt '...'"
-    console.say(f"next: python -m jaxformer evaluate {folder.path}{generate}")
+    quoted = shlex.quote(str(folder.path))
+    generate = "" if text is None else f"; python -m jaxformer generate {quoted} --prompt '...'"
+    console.say(f"next: python -m jaxformer evaluate {quoted}{generate}")
     return result

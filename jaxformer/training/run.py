@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -185,7 +186,8 @@ def check_data(folder: RunFolder, metadata: dict, dataset: Any) -> None:
     before = str(metadata.get("data_digest"))
     if before != dataset.digest:
         problem = f"the data changed since this run began (digest {before[:12]}, now {dataset.digest[:12]})"
-        advice = f"restore them, or train on from its parameters as another run: --initial={folder.path} --name=..."
+        initial = f"--initial={shlex.quote(str(folder.path))} --name=..."
+        advice = f"restore them, or train on from its parameters as another run: {initial}"
         raise ConfigError(f"{folder.path}: {problem}; {advice}")
 
 
