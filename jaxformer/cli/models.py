@@ -107,7 +107,7 @@ def plan(argv: list[str]) -> int:
     if options.search:
         found = search.search(experiment, options.topology, devices)
         made = [asdict(one) | {"options": search.options(other, experiment)} for other, one in found]
-        print(json.dumps(made) if options.json else search.table(found, experiment, options.name, options.topology))
+        print(json.dumps(made) if options.json else search.table(found, experiment, options.name, options.topology, overrides))
         return 0 if found and found[0][1].fits else 3
     if options.decode:
         shape = {name: getattr(options, name) for name in ("rows", "length") if getattr(options, name) is not None}
