@@ -176,6 +176,16 @@ def test_options_that_do_not_go_together_get_one_line(argv, said, workplace, cap
     assert code == 2 and said in err and err.count("\n") == 1
 
 
+def test_a_bucket_without_its_package_gets_one_line(capsys, monkeypatch):
+    def read(argv):
+        raise ImportError(said)  # as fsspec does
+
+    said = "Please install gcsfs to access Google Storage"
+    monkeypatch.setattr(cli.runs, "evaluate", read)
+    code, _, err = run(capsys, "evaluate", "gs://bucket/runs/tiny-1")
+    assert code == 2 and err == f"jaxformer: {said}: gs:// needs `pip install 'jaxformer[gcs]'`\n"
+
+
 @pytest.mark.parametrize("value", ["0", "-5", "x"])
 @pytest.mark.parametrize(
     "command",
