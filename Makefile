@@ -56,7 +56,7 @@ show: $(VENV)/ready      ## the final config of an experiment or preset, its par
 
 GPU := $(filter a100:% h100:% h200:% b200:%,$(TOPOLOGY))
 plan: .venv-plan/ready$(if $(GPU),-gpu)  ## a step compiled for a pod that is not here: EXP=llama_7b TOPOLOGY=v5e:16x16 [SEARCH=1 or DECODE=1]
-	@.venv-plan/bin/python -m jaxformer plan $(call quote,$(EXP)) --topology $(call quote,$(or $(TOPOLOGY),v5e:2x2)) $(if $(SEARCH),--search) $(if $(DECODE),--decode) $(ARGS)
+	@.venv-plan/bin/python -m jaxformer plan $(call quote,$(EXP)) --topology $(call quote,$(or $(TOPOLOGY),v5e:1x1)) $(if $(SEARCH),--search) $(if $(DECODE),--decode) $(ARGS)
 
 # launching: what is given on the command line becomes options; DRY=1 prints what would run
 given = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z a-z)=$(call quote,$($(name)))))

@@ -5,9 +5,11 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,6 +174,35 @@ def test_a_damaged_description_of_another_run_is_left_out(trained, capsys, caplo
 def test_options_that_do_not_go_together_get_one_line(argv, said, workplace, capsys):
     code, _, err = run(capsys, *argv.split())
     assert code == 2 and said in err and err.count("\n") == 1
+
+
+def test_a_bucket_without_its_package_gets_one_line(capsys, monkeypatch):
+    def read(argv):
+        raise ImportError(said)  # as fsspec does
+
+    said = "Please install gcsfs to access Google Storage"
+    monkeypatch.setattr(cli.runs, "evaluate", read)
+    code, _, err = run(capsys, "evaluate", "gs://bucket/runs/tiny-1")
+    assert code == 2 and err == f"jaxformer: {said}: gs:// needs `pip install 'jaxformer[gcs]'`\n"
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "x"])
+@pytest.mark.parametrize(
+    "command",
+    ["cost tiny --length", "show tiny --sharding --devices", "plan tiny --decode --rows", "harness tiny --tasks=a --limit"],
+)
+def test_what_counts_something_is_at_least_1(command, value, workplace, capsys):
+    code, _, err = run(capsys, *f"{command}={value}".split())
+    assert code == 2 and f"{value}: expected a whole number of at least 1" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("target", ["runs", "text.txt/page.html"])
+@pytest.mark.parametrize(
+    "command", ["report tiny --out", "draw tiny --out", "inspect tiny --prompt=a --html", "generate tiny --prompts=p --out"]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(command, target, trained, capsys):
+    code, _, err = run(capsys, *f"{command}={target}".split())
+    assert code == 2 and f"{target}: a folder, or in a file" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", re.findall(r"^    (\w+)", cli.__doc__, re.MULTILINE))
@@ -356,6 +387,13 @@ def test_more_steps_of_a_finished_run_are_a_new_one_which_may_begin_with_its_par
         for path, line in ((folder, 0), (next((workplace / "runs").glob("tiny_longer-*")), 0))
     )
     assert second < first
+
+
+def test_the_commands_that_a_run_prints_are_those_of_a_shell(trained, capsys):
+    (trained / "runs").rename(trained / "my runs")
+    code, out, _ = run(capsys, "train", "tiny", "--runs=my runs")
+    words = shlex.split(out.partition("next: ")[2].partition(";")[0])
+    assert code == 0 and words[:4] == ["python", "-m", "jaxformer", "evaluate"] and Path(words[4]).is_dir() and len(words) == 5
 
 
 def test_how_a_run_executes_may_change_and_is_said(workplace, capsys, caplog):

@@ -130,7 +130,8 @@ def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
         spot=SPOT.rstrip() if options.spot else "",
         image=options.image,
         account=options.account,
-        command=json.dumps(["python", *command.words]),
+        # Kubernetes makes one of two dollars, and YAML's escapes have no surrogates
+        command=json.dumps(["python", *command.words], ensure_ascii=False).replace("$", "$$"),
         fuse=str(bool(bucket)).lower(),
         volume=(BUCKET.format(bucket=bucket, caches=CACHES) if bucket else CLAIM.format(claim=options.claim)),
     )

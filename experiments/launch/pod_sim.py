@@ -23,13 +23,13 @@ PATIENCE = 60.0  # seconds
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) < 2 or not argv[0].isdecimal():
-        print(__doc__, file=sys.stderr)
+    at = 4 if argv[2:3] == ["--devices"] else 2
+    sizes = [argv[0] if argv else "", *argv[3:at]]
+    if len(argv) < at or not all(size.isdecimal() and int(size) for size in sizes):
+        print("pod-sim: expected N EXPERIMENT [--devices D] [OPTIONS], N and D at least 1", file=sys.stderr)
         return 2
-    count, experiment, options = int(argv[0]), argv[1], argv[2:]
-    devices = max(1, 8 // count)
-    if options[:1] == ["--devices"]:
-        devices, options = int(options[1]), options[2:]
+    count, experiment, options = int(argv[0]), argv[1], argv[at:]
+    devices = int(argv[3]) if at == 4 else max(1, 8 // count)
     try:
         mesh = config.load(experiment).mesh
     except ConfigError as error:

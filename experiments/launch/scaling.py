@@ -16,6 +16,7 @@ from etils import epath
 from experiments.launch.sweep import Trial, joined, read_trials, sweep
 from jaxformer import cli, config, models, params
 from jaxformer.analysis import figures, scaling
+from jaxformer.cli.arguments import positive
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.training.run_folder import run_folder
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--sizes", default="--model.d-model=32,64,128")
     parser.add_argument("--steps", default="200,400,800")
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time, each on a device of its own")
+    parser.add_argument("--parallel", type=positive, default=1, metavar="N", help="runs at a time, each on a device of its own")
     options, overrides = parser.parse_known_args(joined(argv, "--sizes"))
     trials = read_trials(options.name, f"{options.sizes} --steps={options.steps}", overrides)
     constants = len(scaling.Law._fields)

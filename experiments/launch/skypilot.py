@@ -91,7 +91,7 @@ def task(options, arguments: list[str]) -> tuple[str, list[str]]:
         python=lock.PYTHON,
         extra="tpu" if options.topology else "cuda",
         environment=GPUS if options.nodes > 1 else "",
-        command=shlex.join(command.words),
+        command=shlex.join(command.words).replace("\n", "\n  "),  # a line of the block begins with two spaces
     )
     return text, command.facts
 

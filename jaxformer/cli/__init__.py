@@ -86,6 +86,10 @@ def run(command: Callable[[list[str]], int], argv: list[str]) -> int:
         return int(end.code or 0)
     except KeyboardInterrupt:  # at a start, or while a text is sampled
         return _refused("stopped by SIGINT", 130)
+    except ImportError as error:  # of the package that reads buckets, at the first use of one
+        if "gcsfs" not in str(error):
+            raise
+        return _refused(f"{error}: gs:// needs `pip install 'jaxformer[gcs]'`", 2)
     except BrokenPipeError:  # whoever read our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

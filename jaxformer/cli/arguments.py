@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from jaxformer import config
@@ -15,6 +16,20 @@ PRESET = "preset:"  # before the name of a preset: an experiment may have the sa
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise ConfigError(f"{self.prog}: {message}; {self.format_usage()}")
+
+
+def positive(text: str) -> int:
+    """The type of an option that counts something."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
+    return int(text)
+
+
+def new_file(text: str) -> str:
+    """The type of an option that names a file to write: that it may not is known before anything is computed."""
+    if Path(text).is_dir() or any(parent.is_file() for parent in Path(text).parents):
+        raise argparse.ArgumentTypeError(f"{text}: a folder, or in a file; expected the name of a file to write")
+    return text
 
 
 def parser_of(command: str, name: str, nargs: int | str | None = None) -> Parser:

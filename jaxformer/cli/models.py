@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 from jaxformer import config
-from jaxformer.cli.arguments import PRESET, check_needs, experiment_of, model_of, parser_of
+from jaxformer.cli.arguments import PRESET, check_needs, experiment_of, model_of, new_file, parser_of, positive
 from jaxformer.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def list_all(argv: list[str]) -> int:
 def show(argv: list[str]) -> int:
     parser = parser_of("show", "EXPERIMENT|PRESET")
     parser.add_argument("--sharding", action="store_true")
-    parser.add_argument("--devices", type=int)
+    parser.add_argument("--devices", type=positive)
     options, overrides = parser.parse_known_args(argv)
     check_needs(options, "sharding", "devices")
 
@@ -53,7 +53,7 @@ def show(argv: list[str]) -> int:
 
 def show_cost(argv: list[str]) -> int:
     parser = parser_of("cost", "EXPERIMENT|PRESET")
-    parser.add_argument("--length", type=int)
+    parser.add_argument("--length", type=positive)
     options, overrides = parser.parse_known_args(argv)
 
     from jaxformer import models
@@ -66,7 +66,7 @@ def show_cost(argv: list[str]) -> int:
 
 def draw(argv: list[str]) -> int:
     parser = parser_of("draw", "EXPERIMENT|PRESET")
-    parser.add_argument("--out")
+    parser.add_argument("--out", type=new_file)
     options, overrides = parser.parse_known_args(argv)
 
     from etils import epath
@@ -90,7 +90,7 @@ def plan(argv: list[str]) -> int:
     for place, flag in ((exclusive, "--search"), (exclusive, "--decode"), (parser, "--fast"), (parser, "--json")):
         place.add_argument(flag, action="store_true")
     for option in ("--rows", "--length"):
-        parser.add_argument(option, type=int)
+        parser.add_argument(option, type=positive)
     options, overrides = parser.parse_known_args(argv)
     check_needs(options, "decode", "rows", "length")
     if options.topology is None:
@@ -107,7 +107,7 @@ def plan(argv: list[str]) -> int:
     if options.search:
         found = search.search(experiment, options.topology, devices)
         made = [asdict(one) | {"options": search.options(other, experiment)} for other, one in found]
-        print(json.dumps(made) if options.json else search.table(found, experiment, options.name, options.topology))
+        print(json.dumps(made) if options.json else search.table(found, experiment, options.name, options.topology, overrides))
         return 0 if found and found[0][1].fits else 3
     if options.decode:
         shape = {name: getattr(options, name) for name in ("rows", "length") if getattr(options, name) is not None}

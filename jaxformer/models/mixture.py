@@ -31,7 +31,7 @@ class Mixture:
     shared: int = 0  # width of an expert that all tokens go through; 0: there is none
     capacity: float | None = None  # room of an expert, as a multiple of an even share of the tokens; None: no limit
     device_capacity: float | None = None  # rows of a device's experts together, as a multiple of an even share; None: for all
-    balance_loss: float = 0.0  # weight of the loss that evens out the load of the experts
+    balance_loss: float = 0.0  # weight of the loss that evens out the load of the experts, in each micro-batch
     router_z_loss: float = 0.0  # weight of the loss that keeps the router's logits small
 
     def __post_init__(self):

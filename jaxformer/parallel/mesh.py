@@ -49,7 +49,8 @@ class Mesh:
         fixed = math.prod(size for size in sizes.values() if size != -1)
         if devices % fixed or (-1 not in sizes.values() and devices != fixed):
             product = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "1"
-            raise ConfigError(f"mesh: {product} = {fixed} devices do not make up {devices}; let the product divide it")
+            advice = "let the product divide it" if -1 in sizes.values() else f"let the product be {devices}, or one axis -1"
+            raise ConfigError(f"mesh: {product} = {fixed} devices do not make up {devices}; {advice}")
         sizes = {axis: devices // fixed if size == -1 else size for axis, size in sizes.items()}
         if sizes["data"] % self.slices:
             raise ConfigError(f"mesh.slices={self.slices} does not divide mesh.data={sizes['data']}")

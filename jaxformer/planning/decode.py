@@ -43,15 +43,20 @@ class DecodePlan:
 
 
 def plan_decode(
-    experiment: Any, name: str, devices: list, rows: int = 8, length: int = 2048, room: int | None = None, fast: bool = False
-) -> DecodePlan:
+    experiment: Any, name: str, devices: list, rows: int = 8, length: int | None = None, room: int | None = None,
+    fast: bool = False,
+) -> DecodePlan:  # fmt: skip
     """Compiles prefill of a prompt and the step that follows, with `length` tokens in a cache of `room` (as many).
 
-    Rows are split over `data`, heads over `tensor`. ConfigError where the mesh does not fit the devices or the model.
+    By default 2,048 tokens, or as many as the model has positions. Rows are split over `data`, heads over `tensor`. ConfigError
+    where the mesh does not fit the devices or the model, or `length` its positions.
     """
     config, chip = experiment.model, cost.CHIPS[devices[0].device_kind]
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"plan --decode: model={type(config).__name__}: expected a ModelConfig, one stack")
+    length = min(2048, config.position_limit) if length is None else length
+    if length > config.position_limit:
+        raise ConfigError(f"plan --decode: {length} tokens do not fit the model's {config.position_limit} learned positions")
     mesh, dtype, room = parallel.make_mesh(experiment.mesh, devices), jnp.dtype(experiment.precision), room or length
 
     def compiled(function, *shape):

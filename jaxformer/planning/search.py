@@ -2,9 +2,10 @@
 
 import itertools
 import math
+import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -147,8 +148,8 @@ def _varied(pairs: list[tuple]) -> list[tuple]:
     return early + late
 
 
-def table(found: list[tuple[Any, Any]], base: Any, name: str, topology: str) -> str:
-    """The candidates in order, and the command line of the first."""
+def table(found: list[tuple[Any, Any]], base: Any, name: str, topology: str, overrides: Sequence[str] = ()) -> str:
+    """The candidates in order, and the command line of the first; `overrides` are the options that made the base."""
     rows = [f"{'':>3} {'tokens/s':>11} {'MFU':>5} {'peak GiB':>9}  {'bound by':<14} options"]
     for place, (one, made) in enumerate(found, 1):
         bound = max(made.seconds, key=made.seconds.__getitem__) if made.fits else "-"
@@ -159,5 +160,6 @@ def table(found: list[tuple[Any, Any]], base: Any, name: str, topology: str) -> 
     fits = sum(made.fits for _, made in found)
     rows.append(f"{fits} of {len(found)} fit; speeds are estimates of the roofline, memory is that of a fast compile")
     if fits:
-        rows.append(f'make plan EXP={name} TOPOLOGY={topology} ARGS="{options(found[0][0], base)}"')
+        arguments = shlex.join([*overrides, *options(found[0][0], base).split()])
+        rows.append(shlex.join(["make", "plan", f"EXP={name}", f"TOPOLOGY={topology}", f"ARGS={arguments}"]))
     return "\n".join(rows)

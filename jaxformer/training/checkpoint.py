@@ -35,7 +35,7 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jaxformer.errors import ConfigError
-from jaxformer.parallel.processes import all_gather_object, first, is_first
+from jaxformer.parallel.processes import all_gather_object, first, is_first, that_see
 from jaxformer.params import Tree
 from jaxformer.training import manifest, memory, silence
 from jaxformer.training.manifest import CheckpointError, Damaged, fingerprints, key_data
@@ -98,6 +98,10 @@ class Manager(AbstractContextManager):
         self._problem: str | None = None  # why the last save failed
         self._lock: IO[str] | None = None
         first(self._open)
+        if _is_local(self.folder) and that_see(Path(self.folder)).count < jax.process_count():
+            if self._lock is not None:
+                self._lock.close()
+            raise ConfigError(f"{self.folder}: not all processes see it; give a folder that all hosts share (--runs)")
         options = orbax.CheckpointManagerOptions(
             preservation_policy=self._policy,
             todelete_subdir="deleted",  # a step moves there before its files go, because half a step must not look like one

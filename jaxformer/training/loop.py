@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from jaxformer.training.initial import check_initial, first_params
 from jaxformer.training.metrics import Console, NonFinite, Record, Reporter, open_loggers
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run import ask, check_data, evaluator, on_devices, sample_text, writes_text
-from jaxformer.training.run_folder import RunFolder, describe, introduce, run_folder
+from jaxformer.training.run_folder import RunFolder, compare, describe, introduce, run_folder
 from jaxformer.training.signals import Interrupted, Signals
 from jaxformer.training.step import TrainState, abstract_state, first_state, make_train_step, state_shardings
 
@@ -89,6 +90,7 @@ def train(
     numbers stay bad, Interrupted on SIGTERM. Several processes (`parallel.processes`) call it alike; the first one writes.
     """
     folder, began = run_folder(experiment, runs), time.monotonic() if began is None else began
+    check_hosts(experiment, source)
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
     recipe = build(experiment)
     check_initial(experiment, recipe)
@@ -133,6 +135,17 @@ def train(
             scores = job.evaluate(state.best, final=True)
         watchdog.beat(job.steps, patience=LONG)
         return finish(job, folder, dataset, state, scores, record, console, reports)
+
+
+def check_hosts(experiment: Experiment, source: Source | None) -> None:
+    """Raises ConfigError where the experiment here is not that of process 0: one would wait for what another never does."""
+    code = None if source is None else (source.text, sorted(source.imports.values()))
+    here = config.describe(experiment), code
+    there = processes.first(lambda: here)
+    if here != there:
+        different = "; ".join(compare(there[0], here[0])) or "its file, or one that it imports"
+        advice = "give every host the same file and options"
+        raise ConfigError(f"the experiment here is not that of process 0: {different}; {advice}")
 
 
 def check_mesh(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh | None) -> None:
@@ -241,7 +254,8 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         found = reproduction.explain(experiment, replace(state, step=jax.numpy.full_like(state.step, step)), batch)
         numbers = f"loss {found['loss']:g}, gradient norm {found['grad_norm']:g}"
         examples = batching.batch_indices(dataset.train, size, experiment.seed)[step].tolist()
-        kept = f"kept in {folder.bad}; `python -m jaxformer evaluate {folder.path} --replay` computes it again"
+        replay = f"python -m jaxformer evaluate {shlex.quote(str(folder.path))} --replay"
+        kept = f"kept in {folder.bad}; `{replay}` computes it again"
         log.error("%s", "\n  ".join([f"step {step}: {numbers}", *found["found"], f"its examples: {examples}", kept]))
 
     return Job(
@@ -398,6 +412,7 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     for report in reports:
         if line := harmless(report)(result, record.lines):
             console.say(line)
-    generate = "" if text is None else f"; python -m jaxformer generate {folder.path} --prompt '...'"
-    console.say(f"next: python -m jaxformer evaluate {folder.path}{generate}")
+    quoted = shlex.quote(str(folder.path))
+    generate = "" if text is None else f"; python -m jaxformer generate {quoted} --prompt '...'"
+    console.say(f"next: python -m jaxformer evaluate {quoted}{generate}")
     return result

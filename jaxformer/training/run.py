@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-import math
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -63,13 +63,13 @@ class Run:
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh | None:
-        """The run's mesh, with Auto axes; None for one device, and where the run had more devices than there are."""
-        config, count = replace(self.experiment.mesh, explicit=False), jax.device_count()
-        sizes = [getattr(config, axis) for axis in parallel.AXES]
-        if math.prod(size for size in sizes if size != -1) > count:
-            logging.getLogger("jaxformer").info("the run's mesh needs more than %d devices: on one device", count)
+        """The run's mesh, with Auto axes; None for one device, and where it or the batch does not fit the devices here."""
+        config = replace(self.experiment.mesh, explicit=False)
+        try:
+            return None if config.backend == "pmap" else parallel.run_mesh(config, self.experiment.batch_size)
+        except ConfigError as error:
+            logging.getLogger("jaxformer").info("%s: on one device", error)
             return None
-        return None if config.backend == "pmap" else parallel.run_mesh(config, self.experiment.batch_size)
 
     @property
     def params(self) -> Any:
@@ -185,7 +185,8 @@ def check_data(folder: RunFolder, metadata: dict, dataset: Any) -> None:
     before = str(metadata.get("data_digest"))
     if before != dataset.digest:
         problem = f"the data changed since this run began (digest {before[:12]}, now {dataset.digest[:12]})"
-        advice = f"restore them, or train on from its parameters as another run: --initial={folder.path} --name=..."
+        initial = f"--initial={shlex.quote(str(folder.path))} --name=..."
+        advice = f"restore them, or train on from its parameters as another run: {initial}"
         raise ConfigError(f"{folder.path}: {problem}; {advice}")
 
 

@@ -77,6 +77,13 @@ def test_what_the_pages_say_to_type_starts(command, shell, capsys, monkeypatch):
             experiment.mesh.shape(devices(topology))
 
 
+def test_plan_alone_plans_the_quickstart():
+    done = subprocess.run(["make", "-n", "plan"], cwd=ROOT, capture_output=True, text=True)
+    words = shlex.split(done.stdout.splitlines()[-1])
+    topology = words[words.index("--topology") + 1]
+    experiment_of("quickstart", [], plan.of_preset).mesh.shape(devices(topology))
+
+
 @pytest.mark.parametrize("line", commands(SHOW))
 def test_what_the_pages_say_to_look_at_is_shown(line, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -68,6 +68,22 @@ def test_dry_prints_what_is_recorded(path, capsys, pinned):
         assert subprocess.run(["bash", "-n"], input=command, text=True).returncode == 0
 
 
+@pytest.mark.parametrize("prompt", ["a\nb", "it's", 'a "b" `c` $HOME', "$(HOME) $$", "火 😀", "\\n"])
+def test_arguments_reach_the_hosts_as_they_were_typed(prompt, capsys, pinned):
+    option = f"--sample.prompt={prompt}"
+    typed = f"--dry -- --mesh.data=-1 {shlex.quote(option)}"
+    _, out, _ = run(f"gke quickstart {FOUR} --image=i --bucket=b {typed}", capsys)
+    (container,) = yaml.safe_load(out)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"][-1].replace("$$", "$") == option
+    _, out, _ = run(f"skypilot quickstart {FOUR} --bucket=b {typed}", capsys)
+    assert shlex.split(yaml.safe_load(out)["run"])[-1] == option
+    _, out, _ = run(f"slurm quickstart --nodes=2 --gpus=8 {typed}", capsys)
+    assert option in shlex.split(out, comments=True)
+    _, out, _ = run(f"{POD} {FOUR} --bucket=b {typed}", capsys)
+    words = shlex.split(next(word for word in shlex.split(out, comments=True) if "setsid nohup" in word))
+    assert option in shlex.split(words[words.index("-c") + 1])
+
+
 def test_a_jobset_has_a_pod_a_host_and_all_chips(capsys):
     _, out, _ = run("gke quickstart --topology=v5p:4x4x8 --slices=2 --image=i --claim=c --dry"
                     " -- --mesh.slices=2 --mesh.data=2 --batch-size=256 --mesh.fsdp=-1", capsys)  # fmt: skip

@@ -377,6 +377,12 @@ def test_a_batch_is_put_together_from_rows(mesh):
         assert out[name].sharding == place
 
 
+@pytest.mark.parametrize("words", ["", "2", "0 tiny", "x tiny", "2 tiny --devices", "2 tiny --devices x", "2 tiny --devices 0"])
+def test_pod_sim_refuses_what_is_no_number_of_processes_or_devices(words, capsys):
+    assert pod_sim.main(words.split()) == 2
+    assert capsys.readouterr().err == "pod-sim: expected N EXPERIMENT [--devices D] [OPTIONS], N and D at least 1\n"
+
+
 @pytest.mark.slow
 def test_pod_sim(workplace):
     command = [sys.executable, "-m", "experiments.launch.pod_sim", "2", "tiny", "--devices", "1", "--steps=2000"]

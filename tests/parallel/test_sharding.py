@@ -26,8 +26,8 @@ def test_axes_go_by_one_table():
     "mesh, said",
     [
         (dict(tensor=4), "kv_heads=2 does not divide among mesh.tensor=4; sizes that do: 4"),
-        (dict(fsdp=3), "do not make up 8"),
-        (dict(data=4), "do not make up 8"),
+        (dict(fsdp=3), "do not make up 8; let the product divide it"),
+        (dict(data=4), "do not make up 8; let the product be 8, or one axis -1"),
         (dict(slices=3), "mesh.slices=3 does not divide mesh.data=8"),
         (dict(data=-1, fsdp=-1), "one of them may be -1"),
     ],

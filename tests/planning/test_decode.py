@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from jaxformer import cli
-from jaxformer.models import presets
+from jaxformer.errors import ConfigError
+from jaxformer.models import Learned, presets
 from jaxformer.parallel import Mesh
 from jaxformer.planning import decode, plan, topology
 from jaxformer.planning.hlo import Exchange
@@ -68,11 +69,20 @@ def test_a_plan_of_decoding_for_devices_that_are_here(monkeypatch):
     assert "data=2 x tensor=4; 4 rows of 256 tokens" in decode.table(made)
 
 
+def test_a_plan_of_decoding_has_no_more_tokens_than_the_model_has_positions(monkeypatch):
+    monkeypatch.setitem(decode.cost.CHIPS, "cpu", decode.cost.CHIPS["TPU v5 lite"])
+    model = replace(TINY, positions=Learned(), context_length=32)
+    experiment = replace(plan.of_preset("small", model), mesh=Mesh(data=1))
+    assert "8 rows of 32 tokens" in decode.plan_decode(experiment, "here", jax.devices()[:1]).where
+    with pytest.raises(ConfigError, match="33 tokens do not fit the model's 32 learned positions"):
+        decode.plan_decode(experiment, "here", jax.devices()[:1], length=33)
+
+
 def test_rows_and_length_are_numbers(capsys, monkeypatch):
     monkeypatch.setattr(topology, "prepare", lambda: None)
     monkeypatch.setattr(topology, "devices", lambda *_: jax.devices())
     assert cli.main(["plan", "gpt2_small", "--topology", "v5e:2x2", "--decode", "--rows", "many"]) == 2
-    assert "argument --rows: invalid int value: 'many'" in capsys.readouterr().err
+    assert "argument --rows: many: expected a whole number of at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [True, False])

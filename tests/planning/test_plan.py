@@ -2,16 +2,18 @@
 
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import optax
 import pytest
 
-from jaxformer import cli, masks, models
+from jaxformer import cli, config, masks, models
 from jaxformer.data.sources import Dataset, Text
 from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
@@ -21,6 +23,7 @@ from jaxformer.planning import plan, roofline, search, topology
 from jaxformer.planning.compile import trace
 from jaxformer.planning.hlo import Exchange
 from jaxformer.training.experiment import Experiment
+from jaxformer.training.names import NAMES
 from jaxformer.training.objectives import ClassCrossEntropy, TokenCrossEntropy
 from jaxformer.training.optimizers import AdamW, Lion
 
@@ -173,6 +176,16 @@ def test_candidates_make_up_the_devices():
         assert rows * one.mesh.tensor == 16 and one.batch_size % rows == 0
     one = replace(found[0], mesh=replace(LLAMA.mesh, fsdp=8, tensor=2), batch_size=32)
     assert search.options(one, LLAMA) == "--mesh.fsdp=8 --mesh.tensor=2 --batch-size=32 --model.remat=none"
+
+
+def test_the_command_of_the_fastest_candidate_has_the_options_of_the_search():
+    typed = ["--seed=3", "--model.masks", "causal() & window(255)", "--mesh.fsdp=4"]
+    base = config.override(LLAMA, typed, NAMES)
+    best = replace(base, mesh=replace(base.mesh, fsdp=8, tensor=2), batch_size=32)
+    made = SimpleNamespace(fits=True, seconds={"products": 1.0}, tokens_per_second=1.0, mfu={"6N+12LNHT": 0.5}, peak_bytes=0)
+    command = shlex.split(search.table([(best, made)], base, "my own.py", "v5e:4x4", typed).splitlines()[-1])
+    assert command[:4] == ["make", "plan", "EXP=my own.py", "TOPOLOGY=v5e:4x4"]
+    assert config.override(LLAMA, shlex.split(command[4].removeprefix("ARGS=")), NAMES) == best
 
 
 def test_show_sharding_lists_every_parameter(capsys):

@@ -27,6 +27,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDevi
 
 import jaxformer
 from jaxformer.errors import ConfigError
+from jaxformer.parallel import processes
 from jaxformer.training import checkpoint
 from jaxformer.training.checkpoint import CheckpointError, Manager, restore_params
 from jaxformer.training.manifest import fingerprints
@@ -576,6 +577,13 @@ def test_a_step_under_another_number_is_refused(tmp_path):
 
 
 # Saves that fail, and what they leave
+
+
+def test_a_folder_that_only_some_processes_see_is_refused(tmp_path, monkeypatch):
+    """Its first save would wait for the others without an end."""
+    monkeypatch.setattr(checkpoint, "that_see", lambda folder: processes.Group(0, jax.process_count() - 1, lambda f: f(), int))
+    with pytest.raises(ConfigError, match="not all processes see it; give a folder that all hosts share"):
+        Manager(tmp_path / "run")
 
 
 def test_a_failed_save_is_one_line_and_the_next_one_works(tmp_path, monkeypatch):

@@ -135,8 +135,10 @@ def test_a_mesh_changes_nothing(trained, mesh):
     assert found == pytest.approx(expected, rel=1e-5)  # float32, summed in another order
 
 
-def test_a_mesh_that_is_not_here_becomes_one_device(trained):
-    run = jaxformer.open_run(trained, overrides=["--mesh.fsdp=512"])
+@pytest.mark.parametrize("mesh", [["--mesh.fsdp=512"], ["--mesh.data=3"], ["--mesh.data=-1", "--mesh.fsdp=3"]])
+def test_a_mesh_that_is_not_here_becomes_one_device(trained, mesh):
+    """Nor does one that the run's batch, of 4, does not divide among: it cannot be changed any more."""
+    run = jaxformer.open_run(trained, overrides=mesh)
     assert run.mesh is None and run.generate("the ", tokens=3).startswith("the ")
     with pytest.raises(ConfigError, match="another run"):
         jaxformer.open_run(trained, overrides=["--steps=7"])

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxformer import config
 from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
@@ -68,6 +69,18 @@ def test_a_run_goes_on_on_another_mesh(alone, tmp_path, monkeypatch):
     assert run_folder(resumed, tmp_path).path == run_folder(TINY, tmp_path).path
     result = loop.train(resumed, tmp_path)
     np.testing.assert_allclose(losses(result.folder), alone, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "other, text, said",
+    [(replace(TINY, eval_every=1), "", "eval_every: 1 -> 2"), (TINY, "# another", "its file, or one that it imports")],
+)
+def test_a_host_with_another_experiment_is_refused(other, text, said, monkeypatch, tmp_path):
+    """Each would wait for what the other never does, such as an evaluation."""
+    monkeypatch.setattr(loop.processes, "first", lambda function: (config.describe(other), (text, [])))
+    with pytest.raises(ConfigError, match=f"not that of process 0: {said}; give every host"):
+        loop.train(TINY, tmp_path, config.Source("", "tiny.py", TINY))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
