@@ -44,18 +44,30 @@ CHIPS = {
 }
 
 
-def training_flops(config: ModelConfig | EncoderDecoder, length: int) -> int:
+def training_flops(config: ModelConfig | EncoderDecoder, length: int, source: int | None = None) -> int:
     """FLOPs a token of one training step: 6 for each weight in a product, 12 L N H T for full T x T attention.
 
     The usual convention, Chowdhery et al. 2022, appendix B ("model FLOPs"): 2 FLOPs a multiply-add, backward twice the
     forward, nothing for recomputation, no discount for causal masks. Of routed experts only those that a token goes to are
-    counted. Of an encoder-decoder: for a target token and a source token.
+    counted. Of an encoder-decoder: for a target token and its share of the `source` tokens of a row, by default one.
     """
-    multiplied = sum(weight * share for weight, share in products(config).values())
-    # the decoder of a pair attends twice
-    stacks = [config.encoder, config.decoder, config.decoder] if isinstance(config, EncoderDecoder) else [config]
-    attended = sum(stack.num_layers * stack.num_heads * stack.head_size for stack in stacks)
-    return 6 * round(multiplied) + 12 * attended * length
+    source = length if source is None else source
+    width = lambda stack: stack.num_layers * stack.num_heads * stack.head_size
+    attended: float = width(models.last_stack(config)) * length
+    if isinstance(config, EncoderDecoder):  # the decoder attends to the source, too
+        attended += width(config.decoder) * source + width(config.encoder) * source * _ratio(length, source)
+    return 6 * _multiplied(config, length, source) + round(12 * attended)
+
+
+def _multiplied(config: ModelConfig | EncoderDecoder, length: int, source: int) -> int:
+    """Weights that a token is multiplied with; those that read the source count for each of its tokens."""
+    of_source = ("encoder/", "decoder/layers/cross_attention/key", "decoder/layers/cross_attention/value")
+    times = lambda path: _ratio(length, source) if isinstance(config, EncoderDecoder) and path.startswith(of_source) else 1.0
+    return round(sum(weight * share * times(path) for path, (weight, share) in products(config).items()))
+
+
+def _ratio(length: int, source: int) -> float:
+    return 1.0 if source == length else source / length
 
 
 def products(config: ModelConfig | EncoderDecoder) -> dict[str, tuple[int, float]]:
@@ -80,8 +92,9 @@ def products(config: ModelConfig | EncoderDecoder) -> dict[str, tuple[int, float
 
 
 def utilization(
-    config: ModelConfig | EncoderDecoder, length: int, tokens_per_second: float, devices: int, device_kind: str
-) -> dict[str, float]:
+    config: ModelConfig | EncoderDecoder, length: int, tokens_per_second: float, devices: int, device_kind: str,
+    source: int | None = None,
+) -> dict[str, float]:  # fmt: skip
     """Model FLOPs over the devices' peak (MFU), in both conventions: with `training_flops`, and with 6 N a token alone.
 
     Neither counts recomputation; hardware utilization takes `flops.count` of the step. ConfigError for unknown devices.
@@ -89,7 +102,8 @@ def utilization(
     if device_kind not in CHIPS:
         raise ConfigError(f"{device_kind}: its peak is not known; there are {', '.join(CHIPS)}")
     share = lambda flops: flops * tokens_per_second / (devices * CHIPS[device_kind].peak)
-    return {"6N+12LNHT": share(training_flops(config, length)), "6N": share(training_flops(config, 0))}
+    weights = 6 * _multiplied(config, length, length if source is None else source)
+    return {"6N+12LNHT": share(training_flops(config, length, source)), "6N": share(weights)}
 
 
 def table(config: ModelConfig | EncoderDecoder) -> str:

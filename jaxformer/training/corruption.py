@@ -195,6 +195,11 @@ class SpanCorruption:
         if not (0 < self.rate < 1 and self.mean_span >= 1):
             raise ConfigError(f"objective: rate={self.rate} must be in (0, 1), mean_span={self.mean_span} at least 1")
 
+    def lengths(self, length: int) -> tuple[int, int]:
+        """(tokens of the target, tokens of the source) of a text."""
+        tokens, spans = span_counts(length, self.rate, self.mean_span)
+        return tokens + spans + 1, length - tokens + spans + 1
+
     def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
         tokens = batch["tokens"]
         _, spans = span_counts(tokens.shape[1], self.rate, self.mean_span)

@@ -25,7 +25,7 @@ from jaxformer.training.experiment import Experiment
 from jaxformer.training.goodput import Goodput
 from jaxformer.training.initial import check_initial, first_params
 from jaxformer.training.metrics import Console, NonFinite, Record, Reporter, open_loggers
-from jaxformer.training.recipe import Recipe, build
+from jaxformer.training.recipe import Recipe, build, lengths
 from jaxformer.training.run import ask, check_data, evaluator, on_devices, sample_text, writes_text
 from jaxformer.training.run_folder import RunFolder, compare, describe, introduce, run_folder
 from jaxformer.training.signals import Interrupted, Signals
@@ -56,7 +56,7 @@ class Job:
     evaluate: Callable[..., dict[str, Any]]
     sample: Callable[[Any], str] | None  # params -> text
     profile: str | None  # where a trace of some steps goes
-    work: Callable[[int | None], float | None]  # length of a batch's tokens -> seconds of a step at all devices' peak
+    work: Callable[[dict[str, Any]], float | None]  # a batch -> seconds of its step at all devices' peak, if that is known
     refresh: Callable[[], Any]  # after an evaluation
     explain: Callable[[TrainState, int], Any]  # keeps a bad step, and says what is bad in it
     check: Callable[[Any, int], None]  # raises Diverged where copies of the state differ
@@ -244,7 +244,10 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     sample, profile = lambda trained: sample_text(experiment, recipe.weights(trained), dataset), None
     if experiment.profile and processes.is_first():  # the profiler writes no bucket
         profile = tempfile.mkdtemp(prefix="profile-") if "://" in str(folder.path) else str(folder.path / "profile")
-    work = cache(partial(seconds_at_peak, experiment, 1 if mesh is None else mesh.size, jax.devices()[0].device_kind))
+    kind, work = jax.devices()[0].device_kind, lambda batch: None
+    if kind in cost.CHIPS and models.is_config(experiment.model):
+        seconds = cache(partial(seconds_at_peak, experiment, 1 if mesh is None else mesh.size, kind))
+        work = lambda batch: seconds(*lengths(experiment, batch))
     metadata = {"data_digest": dataset.digest, "config": config.describe(experiment)}
     batches = batching.batches(dataset.train, size, experiment.seed, rows).__getitem__
 
@@ -269,16 +272,12 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     )  # fmt: skip
 
 
-def seconds_at_peak(experiment: Experiment, devices: int, kind: str, length: int | None) -> float | None:
-    """What the model's FLOPs of a step would take at the peak of all devices; None for devices or models not known.
+def seconds_at_peak(experiment: Experiment, devices: int, kind: str, length: int, source: int | None) -> float | None:
+    """What the model's FLOPs of a step would take at the peak of all devices, which must be known.
 
-    All positions count, those of weight 0 too. `length` None: the model's own, of images.
+    All positions count, those of weight 0 too.
     """
-    model = experiment.model
-    if kind not in cost.CHIPS or not models.is_config(model):
-        return None
-    length = length or models.last_stack(model).context_length
-    flops = cost.training_flops(model, length) * experiment.batch_size * length
+    flops = cost.training_flops(experiment.model, length, source) * experiment.batch_size * length
     return flops / (cost.CHIPS[kind].peak * devices)
 
 
@@ -313,7 +312,7 @@ def loop(
             last, stop = done == job.steps, signals.after(done)
             evaluates, saves = last or done % job.eval_every == 0, last or stop or saves_after(done, job.save_every)
             try:
-                report.later(step, metrics, job.work(batch["tokens"].shape[-1] if "tokens" in batch else None))
+                report.later(step, metrics, job.work(batch))
                 if evaluates or saves:
                     report.now()
             except NonFinite as bad:

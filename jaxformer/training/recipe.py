@@ -10,6 +10,7 @@ from jax import Array
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
+from jaxformer.models.config import EncoderDecoder, Patches
 from jaxformer.models.stacks.pipeline import Pipeline
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel.mesh import Mesh
@@ -77,6 +78,17 @@ def build(experiment: Any) -> Recipe:
         optimizer=optimizers.build(experiment.optimizer, spec, frozen), schedule=experiment.schedule(experiment),
         **{name: getattr(experiment, name) for name in COPIED},
     )  # fmt: skip
+
+
+def lengths(experiment: Any, batch: dict[str, Any]) -> tuple[int, int | None]:
+    """(tokens of a row, tokens of its source) as the model reads them, or patches; None: the model has no source."""
+    model = experiment.model
+    length = batch["tokens"].shape[-1] if "tokens" in batch else models.last_stack(model).context_length
+    if hasattr(experiment.objective, "lengths"):  # it makes source and target of one text
+        return experiment.objective.lengths(length)
+    if not isinstance(model, EncoderDecoder):
+        return length, None
+    return length, model.encoder.context_length if isinstance(model.encoder.embedding, Patches) else batch["source"].shape[-1]
 
 
 def checked(sums: Any) -> LossSums:

@@ -10,14 +10,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxformer import masks, models
 from jaxformer.data.sources import Stdlib
-from jaxformer.models import LanguageModel, ModelConfig, cost, presets
+from jaxformer.models import EncoderDecoder, LanguageModel, ModelConfig, cost, presets
 from jaxformer.ops import attention
 from jaxformer.ops.attention import blockwise
 from jaxformer.ops.attention.call import Call
 from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.planning import flops
+from jaxformer.training.corruption import SpanCorruption
 from jaxformer.training.experiment import Experiment
-from jaxformer.training.recipe import build
+from jaxformer.training.objectives import TokenCrossEntropy
+from jaxformer.training.recipe import build, lengths
 from jaxformer.training.step import init_state, make_train_step
 
 B, T, D, L, V = 2, 64, 32, 3, 128
@@ -69,6 +71,23 @@ def test_the_closed_form_is_within_a_percent_of_the_count(name):
     counted = flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)
     assert counted.matmul == pytest.approx(cost.training_flops(config, 256) * B * 256, rel=0.01)
     assert not counted.notes
+
+
+@pytest.mark.parametrize(("objective", "source"), [(TokenCrossEntropy(), 64), (SpanCorruption(99, 1), None)])
+def test_of_an_encoder_decoder_each_side_counts_its_own_tokens(objective, source):
+    """A source of 64 tokens and a target of 256, and a text of 256 tokens that becomes both (232 and 52)."""
+    small = dict(num_layers=1, context_length=256, vocab_size=1024, attention_implementation="reference")
+    half = lambda config: replace(config, **small)
+    config = EncoderDecoder(half(presets.t5_small.encoder), half(presets.t5_small.decoder))
+    experiment = Experiment("counted", config, Stdlib(), batch_size=B, objective=objective)
+    batch = {key: jax.ShapeDtypeStruct((B, 256), jnp.int32) for key in ("tokens", "labels")} | {"weights": floats(B, 256)}
+    if source is not None:
+        batch["source"] = jax.ShapeDtypeStruct((B, source), jnp.int32)
+    recipe = build(experiment)
+    counted = flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)
+    length, source = lengths(experiment, batch)
+    assert (length, source) == ((256, 64) if "source" in batch else (52, 232))
+    assert counted.matmul == pytest.approx(cost.training_flops(config, length, source) * B * length, rel=0.01)
 
 
 def test_xla_counts_the_same_where_it_counts_right():
