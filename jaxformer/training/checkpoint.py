@@ -238,15 +238,15 @@ class Manager(AbstractContextManager):
 
     def _delete_early(self, step: int) -> None:
         """On a full disk, the steps that the save of `step` makes superfluous go before it; never the newest."""
-        there = self.steps()
-        kept = self._policy.should_preserve([SimpleNamespace(step=other) for other in (*there, step)], context=None)
-        for old, keep in zip(there[:-1], kept, strict=False):
+        earlier = self.steps()
+        preserve = self._policy.should_preserve([SimpleNamespace(step=other) for other in (*earlier, step)], context=None)
+        for old, keep in zip(earlier[:-1], preserve, strict=False):
             if not keep:
                 (self.folder / str(old)).rename(self.folder / f"{old}.orbax-checkpoint-tmp")
         self._tidy()
 
     def _tidy(self) -> None:
-        """Removes what a killed or failed save or deletion left. Only while no save is running."""
+        """Removes the remains of killed or failed saves and deletions. Call it only while no save is running."""
         if not is_first():
             return
         try:
@@ -283,7 +283,7 @@ def resolve(folder: Folder) -> epath.Path:
 def steps(folder: Folder) -> list[int]:
     """The complete steps in a folder, in order; none if there is no such folder."""
     try:
-        return sorted(found.step for found in orbax.path.step.standard_name_format().find_all(resolve(folder)))
+        return sorted(metadata.step for metadata in orbax.path.step.standard_name_format().find_all(resolve(folder)))
     except ImportError as error:
         raise ConfigError(f"{folder}: {error}; gs:// needs `pip install 'jaxformer[gcs]'`") from None
 
@@ -292,20 +292,20 @@ def restore_params(folder: Folder, abstract: Tree, step: int | None = None, part
     """The field `part` of a state, (step, params, metadata), verified. Nothing on disk changes. Errors: those of `restore`."""
     folder = resolve(folder)
     skip = lambda bad, why: _warn(f"{folder}: step {bad} is damaged: {why}; trying an older one")
-    found = _newest_good(folder, abstract, f"{part}/", step, skip)
-    if found is None:
+    restored = _newest_good(folder, abstract, f"{part}/", step, skip)
+    if restored is None:
         raise CheckpointError(f"{folder}: no checkpoint there; train first")
-    return found
+    return restored
 
 
 def _newest_good(
     folder: epath.Path, abstract: Tree, prefix: str, step: int | None, on_damage: Callable[[int, str], None]
 ) -> tuple[int, Tree, dict] | None:
-    there = first(lambda: steps(folder))
-    if step is not None and step not in there:
-        raise CheckpointError(f"{folder}: no checkpoint of step {step}; there are {manifest.shortened(there)}")
+    complete = first(lambda: steps(folder))
+    if step is not None and step not in complete:
+        raise CheckpointError(f"{folder}: no checkpoint of step {step}; there are {manifest.shortened(complete)}")
     damage = []
-    for candidate in reversed(there) if step is None else [step]:
+    for candidate in reversed(complete) if step is None else [step]:
         try:
             return candidate, *_read(folder / str(candidate), abstract, prefix)
         except Damaged as problem:
@@ -341,7 +341,7 @@ def _read(path: epath.Path, abstract: Tree, prefix: str) -> tuple[Tree, dict]:
 
 
 def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """What orbax reads. An error of one process is raised on all."""
+    """The arrays, read by orbax. An error of one process is raised on all."""
     # orbax refuses to save an empty array
     data: Any = {k: jnp.zeros(x.shape, x.dtype, device=x.sharding) for k, x in numbers.items() if not x.size}
     full = {name: leaf for name, leaf in numbers.items() if leaf.size}
@@ -378,11 +378,11 @@ def _check_files(path: epath.Path) -> None:
     """Raises Damaged for a pipe, a device or a file with a hole for an end: orbax would wait, or read it without an end."""
     for file in Path(path).rglob("*") if _is_local(path) else ():
         with suppress(FileNotFoundError):  # pruned meanwhile
-            found, name = file.stat(), file.relative_to(path)
-            if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+            status, name = file.stat(), file.relative_to(path)
+            if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
                 raise Damaged(f"{name} is no regular file")
-            if found.st_size > SMALL and name.parent.name != "d":  # numbers are in d; all else is JSON and indices
-                raise Damaged(f"{name} has {found.st_size:,} bytes")
+            if status.st_size > SMALL and name.parent.name != "d":  # numbers are in d; all else is JSON and indices
+                raise Damaged(f"{name} has {status.st_size:,} bytes")
 
 
 def _check_pieces(path: epath.Path) -> None:
