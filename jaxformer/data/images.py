@@ -15,18 +15,19 @@ import numpy as np
 
 from jaxformer.config import regular_file
 from jaxformer.data.records import Policy, Problems
-from jaxformer.data.sources import Dataset, RowReader
+from jaxformer.data.sources import Dataset, read_example
 from jaxformer.errors import ConfigError, package_of
 
 log = logging.getLogger("jaxformer")
 
 
 @dataclass(frozen=True, eq=False)
-class Split(RowReader):
+class Split:
     """Images with a class each. `read(indices)` gives (images `[B, H, W, C]`, weights `[B]`)."""
 
     labels: np.ndarray
     read: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    __getitem__ = read_example
 
     def __len__(self) -> int:
         return len(self.labels)

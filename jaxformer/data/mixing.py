@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.data import batching
-from jaxformer.data.sources import Dataset, RowReader
+from jaxformer.data.sources import Dataset, read_example
 from jaxformer.errors import ConfigError
 
 SHARES = 1 << 20  # the shares of all sources together, as whole numbers
@@ -27,8 +27,10 @@ class Mixed:
         return open_mixture(self, model)
 
 
-class Mixture(RowReader):
+class Mixture:
     """Splits one after another as one. Batches take examples by the shares."""
+
+    __getitem__ = read_example
 
     def __init__(self, splits: Sequence[Any], shares: Sequence[int]):
         self.splits, self.shares = splits, shares

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxformer.data import tokenizers
 from jaxformer.data.records import Policy, Problems, lines, records
-from jaxformer.data.sources import Dataset, Question, RowReader, context_length
+from jaxformer.data.sources import Dataset, Question, context_length, read_example
 from jaxformer.errors import ConfigError
 
 
@@ -80,7 +80,7 @@ class Buckets:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows(RowReader):
+class Rows:
     """Rows of pairs, each of the first of `shapes` (source length, target length) that holds it.
 
     Arrays: tokens, labels, segment_ids int32 [B, T], weights float32 [B, T]; source, source_segment_ids int32 [B, S].
@@ -91,6 +91,7 @@ class Rows(RowReader):
     shapes: list[tuple[int, int]]  # the smallest first
     questions: Sequence[Question] = ()
     batch_indices: Callable | None = None  # (seed, batch_size) -> [step] -> rows of one shape; None: any rows
+    __getitem__ = read_example
 
     def __len__(self) -> int:
         return len(self.members)

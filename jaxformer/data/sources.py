@@ -84,15 +84,13 @@ def context_length(model: Any) -> int:
     return length
 
 
-class RowReader:
-    """Gives a split that defines `len` and `take_rows` its examples `[i]`, too."""
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {name: rows[0] for name, rows in self.take_rows(np.array([range(len(self))[index]])).items()}
+def read_example(split: Any, index: int) -> dict[str, np.ndarray]:
+    """`split[index]` of a split that defines `len` and `take_rows`."""
+    return {name: rows[0] for name, rows in split.take_rows(np.array([range(len(split))[index]])).items()}
 
 
 @dataclass(frozen=True, eq=False)
-class Windows(RowReader):
+class Windows:
     """Window i has tokens[s : s+T] and labels tokens[s+1 : s+T+1], where s = stride * i and T = `length`.
 
     Stride 1 gives all n - T full windows. With stride T, every token except the first is a label exactly once, and padding
@@ -102,6 +100,7 @@ class Windows(RowReader):
     tokens: Any  # an array, or what is indexed like one
     length: int
     stride: int = 1
+    __getitem__ = read_example
 
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1 - self.length) // self.stride) + 1

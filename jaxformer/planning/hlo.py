@@ -112,7 +112,7 @@ def exchanges(text: str) -> list[Exchange]:
     it counts once. A loop with an unknown number of turns counts once.
     """
     computations = _parse(text)
-    counts, sizes = Counter[tuple](), Counter[tuple]()
+    counts, sizes = Counter[Any](), Counter[Any]()
     channels = set()
     for op, _, times, fused in _visited(computations):
         if not op.kind:
@@ -128,7 +128,9 @@ def exchanges(text: str) -> list[Exchange]:
         overlapped = (fused or op.code.endswith("-start") or op.kind == "send") and '"is_sync":true' not in op.line
         counts[op.kind, group, overlapped] += times
         sizes[op.kind, group, overlapped] += int(times * _bytes(op))
-    return [Exchange(*kind, counts[kind], sizes[kind]) for kind in counts]
+    return [
+        Exchange(kind, group, overlapped, n, sizes[kind, group, overlapped]) for (kind, group, overlapped), n in counts.items()
+    ]
 
 
 def collectives(text: str, mesh) -> list[Collective]:
@@ -138,13 +140,14 @@ def collectives(text: str, mesh) -> list[Collective]:
 
 def by_axes(found: list[Exchange], mesh) -> list[Collective]:
     """Exchanges by the axes of a mesh, largest first."""
-    counts, sizes = Counter[tuple](), Counter[tuple]()
+    counts, sizes = Counter[Any](), Counter[Any]()
     for one in found:
         places = np.unravel_index(np.array(one.group, int), tuple(mesh.shape.values()))
         axes = tuple(name for name, row in zip(mesh.shape, places, strict=True) if len(set(row.tolist())) > 1)
         counts[one.kind, axes] += one.count
         sizes[one.kind, axes] += one.bytes
-    return sorted((Collective(*kind, counts[kind], sizes[kind]) for kind in counts), key=lambda one: -one.bytes)
+    merged = [Collective(kind, axes, n, sizes[kind, axes]) for (kind, axes), n in counts.items()]
+    return sorted(merged, key=lambda one: -one.bytes)
 
 
 class Traffic(NamedTuple):

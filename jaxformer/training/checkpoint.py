@@ -58,8 +58,8 @@ silence.install()
 class LatestAndBest:
     """Orbax's preservation policy: the newest step, the last `latest` multiples of `every`, and the `best` of lowest metric.
 
-    A step between two multiples goes when a newer one is there: what is kept does not depend on when a run was stopped. NaN
-    is after all numbers. Orbax's own BestN has no rule for NaN, and opens no folder in which one step's metric is damaged.
+    A step between two multiples is deleted when a newer one exists, so the kept steps do not depend on when a run was stopped.
+    NaN ranks last. Orbax's own BestN has no rule for NaN, and opens no folder in which one step's metric is damaged.
     """
 
     def __init__(self, folder: epath.Path, every: int, latest: int, best: int):
@@ -127,9 +127,9 @@ class Manager(AbstractContextManager):
     def save(self, step: int, state: Tree, metadata: dict | None = None, metric: float | None = None, wait: bool = False):
         """Starts to save; when this returns the state may be donated. Waits for a save still running, never skips one.
 
-        A save that fails, as where that step or a later one exists, leaves no step, and is logged; with `wait` it raises
+        A failed save, for example if that step or a later one exists, leaves no step and is logged; with `wait` it raises
         CheckpointError. `metadata` is JSON (else TypeError). The lowest `metric` is best, NaN the worst, None no candidate.
-        ConfigError where the lock is gone, as after `rm -rf`: another trainer may have started.
+        ConfigError if the lock is gone, for example after `rm -rf`: another trainer may have started.
         """
         self.wait()
         if not first(lambda: self._lock is None or _is_in_place(self._lock)):
@@ -189,7 +189,7 @@ class Manager(AbstractContextManager):
             self._forget_failures()
 
     def _forget_failures(self) -> None:
-        """Orbax keeps what failed, in several parts, and would raise each of them in a later save. `_failed` has logged one."""
+        """Drops the errors of a failed save, which orbax keeps and would raise in later saves. `_failed` has logged one."""
         with suppress(Exception):
             self._orbax.wait_until_finished()
         checkpointer: Any = self._orbax._checkpointer

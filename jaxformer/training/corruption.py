@@ -1,4 +1,4 @@
-"""Text made into a task of its own: hidden tokens and next sentences (BERT), corrupted spans and prefixes (T5).
+"""Training tasks made from plain text: hidden tokens and next sentences (BERT), corrupted spans and prefixes (T5).
 
 Objectives, and functions of a random key. The key is a function of (seed, step): a resumed run hides the same tokens.
 """
@@ -152,8 +152,8 @@ class NextSentence:
 class PrefixLanguageModel:
     """Cross entropy of the tokens behind a prefix, whose tokens all see each other. Raffel et al. 2020, section 3.2.1.
 
-    It reads next-token data. The model has the mask `causal() | prefix(n)` with the same n; any other is refused that
-    does not show the whole prefix, or shows more of what comes behind it than `causal()`.
+    It reads next-token data. The model has the mask `causal() | prefix(n)` with the same n. A mask that hides a part of the
+    prefix, or shows more of the tokens behind it than `causal()`, is refused.
     """
 
     prefix: int  # tokens of a text that are given

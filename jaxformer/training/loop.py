@@ -191,9 +191,9 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
 
 
 def harmless(report: Callable, share: float = 1.0) -> Callable:
-    """The report, left out while its calls have taken more than this share of the time since the first.
+    """The report, skipped while its calls took more than this share of the time since the first call.
 
-    When it fails it is dropped with one warning, because no picture stops a run.
+    If it fails, it is dropped with one warning, because no picture stops a run.
     """
     spent, began, failed = 0.0, None, False
 

@@ -2,8 +2,8 @@
 
 Any function of that form is an objective. `key` is always given, and is a function of (seed, step): for dropout, for
 random masks. An objective that is scored by another one has a method `evaluation()` that returns it.
-One whose loss is no sum over rows, because a row is compared with the others of the batch, has an attribute
-`whole_batch = True`: what would show it parts of the batch (accumulation, pmap) is refused.
+An objective that compares the rows of a batch, so that its loss is no sum over rows, has an attribute `whole_batch = True`:
+accumulation and pmap, which would show it parts of the batch, are then refused.
 """
 
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def model_inputs(batch: Batch) -> Batch:
 
 
 def head_cross_entropy(
-    config: models.ModelConfig, head: Any, params: Any, hidden: Array, labels: Array, weights: Array, **options: float
+    config: models.ModelConfig, head: Any, params: Any, hidden: Array, labels: Array, weights: Array, **options: Any
 ) -> TokenSums:
     """`projected_cross_entropy` of a language model's head, from its stack's parameters and hidden states."""
     head_params, table = params.get("heads", {}).get(head.name, {}), params["embedding"].get("tokens")

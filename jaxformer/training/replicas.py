@@ -1,4 +1,4 @@
-"""Copies of the same numbers on several devices. A device that computes wrong, in silence, is found where they differ."""
+"""Compares the copies of the same numbers on several devices: a difference shows a device that computes wrong in silence."""
 
 from collections import Counter
 from functools import partial

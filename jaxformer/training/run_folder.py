@@ -95,7 +95,7 @@ def allow(folder: RunFolder) -> None:
 
 
 def _code(folder: RunFolder) -> tuple[str, dict[str, Any]]:
-    """What opening a run runs: the copy of its experiment's file, and how it was run."""
+    """The code that opening a run executes: the copy of its experiment's file, and how it was run."""
     return config.read_text(folder.experiment), config.read_json(folder.source, path=str, overrides=list, imports=dict)
 
 
