@@ -19,7 +19,7 @@ WEIGHTS = "layers/*/attention/weights"
 
 
 def has_weights(config: Any, params: Any, tokens: Array, **options) -> bool:
-    """Whether every layer of a model gives its attention maps, a mixer of your own too; nothing is computed."""
+    """Whether every layer of a model, also with a mixer of your own, gives attention maps; nothing is computed."""
     try:
         jax.eval_shape(lambda: models.apply(config, params, tokens, intermediates=(WEIGHTS,), **options))
     except (NotImplementedError, ConfigError):
@@ -46,14 +46,14 @@ def overlap(weights: Float[Array, "... B N T S"]) -> Float[Array, "... M B N T"]
 
 
 def weight_at(weights: Float[Array, "... B N T S"], targets: Int[Array, "B T"]) -> Float[Array, "... B N T"]:
-    """What each query gives to its key number `targets`; 0 where that is negative."""
+    """The weight that each query gives to its key number `targets`; 0 where that is negative."""
     places = jnp.maximum(targets, 0)[:, None, :, None]
-    found = jnp.take_along_axis(weights, jnp.broadcast_to(places, (*weights.shape[:-1], 1)), axis=-1)[..., 0]
-    return jnp.where(targets[:, None] >= 0, found, 0)
+    values = jnp.take_along_axis(weights, jnp.broadcast_to(places, (*weights.shape[:-1], 1)), axis=-1)[..., 0]
+    return jnp.where(targets[:, None] >= 0, values, 0)
 
 
 def head_means(values: Float[Array, "... B N T"], real: Bool[Array, "B T"] | None = None) -> Float[Array, "... N"]:
-    """The mean over rows and queries where `real` holds (None: everywhere): of padding, or of queries without a target, not."""
+    """The mean over rows and queries where `real` holds (None: everywhere), so without padding or queries without a target."""
     if real is None:
         return values.mean(axis=(-3, -1))
     return jnp.where(real[:, None], values, 0).sum(axis=(-3, -1)) / real.sum()
@@ -82,7 +82,7 @@ def rollout(weights: Float[Array, "L B N T T"]) -> Float[Array, "B T T"]:
     I stands for the residual stream. Abnar and Zuidema 2020, arXiv:2005.00928.
     """
     identity = jnp.eye(weights.shape[-1], dtype=weights.dtype)[None]
-    found = identity
+    product = identity
     for layer in weights.mean(axis=2):
-        found = (layer + identity) / 2 @ found
-    return found
+        product = (layer + identity) / 2 @ product
+    return product

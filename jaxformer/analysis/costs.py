@@ -54,7 +54,7 @@ PARTS = ("embedding", "attention", "cross_attention", "feedforward", "shared", "
 
 
 def _mixing(config: Any, length: int, batch: int) -> Part:
-    """What positions exchange."""
+    """The cost of the exchange between positions."""
     stacks = (config.encoder, config.decoder) if isinstance(config, EncoderDecoder) else (config,)
     total, moved = 0.0, 0.0
     for stack in stacks:
@@ -81,12 +81,12 @@ def _counted(stack: ModelConfig, length: int, batch: int) -> float:
         raise ConfigError("cost: of images, attention alone is counted (mixer=None)")
     bare = replace(stack, heads=())
     tokens, shapes = jax.ShapeDtypeStruct((batch, length), jnp.int32), params.abstract(models.spec(bare))
-    whole = flops.count(lambda p, t: models.encode(bare, p, t).hidden, shapes, tokens).flops
-    return whole - sum(2 * size * share for size, share in cost.products(bare).values()) * batch * length
+    total = flops.count(lambda p, t: models.encode(bare, p, t).hidden, shapes, tokens).flops
+    return total - sum(2 * size * share for size, share in cost.products(bare).values()) * batch * length
 
 
 def cache_bytes(config: ModelConfig | EncoderDecoder, length: int, batch: int = 1, dtype: Any = jnp.bfloat16) -> int:
-    """What decoding keeps of `batch` texts of `length` tokens; of a source not."""
+    """Bytes that decoding keeps of `batch` texts of `length` tokens; a source is not counted."""
     state = jax.eval_shape(lambda: init_cache(config, batch, length, dtype).layers)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
@@ -96,8 +96,8 @@ def kept_bytes(config: ModelConfig, length: int, batch: int = 1, dtype: Any = jn
     tokens, config = jnp.zeros((batch, length), jnp.int32), replace(config, context_length=max(length, config.context_length))
     forward = lambda p: models.encode(config, p, tokens, dtype=dtype).hidden
     jaxpr = jax.make_jaxpr(lambda p: jax.vjp(forward, p)[1])(params.abstract(models.spec(replace(config, heads=())))).jaxpr
-    given = set(jaxpr.invars)
-    kept = {variable for variable in jaxpr.outvars if not hasattr(variable, "val") and variable not in given}
+    arguments = set(jaxpr.invars)
+    kept = {variable for variable in jaxpr.outvars if not hasattr(variable, "val") and variable not in arguments}
     return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in kept)
 
 
@@ -111,12 +111,12 @@ def table(config: ModelConfig | EncoderDecoder, length: int, batch: int = 1) -> 
     """The parts with their shares and FLOPs a byte (of 16-bit numbers), then caches, what training keeps, and the crossover."""
     rows = parts(config, length, batch)
     rows.append(Part("total", *(sum(getattr(row, name) for row in rows) for name in Part._fields[1:])))
-    width, whole = max(len(row.name) for row in rows), rows[-1].flops
+    width, total = max(len(row.name) for row in rows), rows[-1].flops
     lines = [f"{'':<{width}}  {'parameters':>15}  {'GFLOP':>12}  {'share':>6}  {'MB':>10}  {'FLOPs/byte':>10}"]
     for row in rows:
         intensity = f"{row.flops / row.numbers / 2:>10,.1f}" if row.numbers else f"{'-':>10}"
         lines.append(
-            f"{row.name:<{width}}  {row.parameters:>15,}  {row.flops / 1e9:>12,.2f}  {row.flops / whole:>6.1%}  "
+            f"{row.name:<{width}}  {row.parameters:>15,}  {row.flops / 1e9:>12,.2f}  {row.flops / total:>6.1%}  "
             f"{2 * row.numbers / 1e6:>10,.1f}  {intensity}"
         )
     lines.append(f"a forward pass of {batch} x {length} tokens, numbers of 16 bits")

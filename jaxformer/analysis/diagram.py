@@ -37,7 +37,7 @@ class Box(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What is no box. branch, add: of a residual line; sum: of boxes side by side; open, close: of a frame; label: a text."""
+    """Not a box. branch, add: of a residual line; sum: of boxes side by side; open, close: of a frame; label: a text."""
 
     kind: str
     text: str = ""
@@ -81,15 +81,15 @@ def _inputs(config: ModelConfig, tree: dict, label: str) -> Iterator[Row]:
     box = lambda title, detail, *names: Box("embedding", title, detail, sum(params.count(tree.get(name, {})) for name in names))
     if isinstance(how, Patches):
         label, shape = f"images of {how.image[0]} × {how.image[1]}", f"{how.channels} × {how.patch[0]} × {how.patch[1]} → {D:,}"
-        found = [box("Patches", shape + ", class token" * how.class_token, "patches", "class_token", "mask_token")]
+        boxes = [box("Patches", shape + ", class token" * how.class_token, "patches", "class_token", "mask_token")]
     else:
-        found = [box("Tokens", f"{config.vocab_size:,} × {D:,}", "tokens")]
+        boxes = [box("Tokens", f"{config.vocab_size:,} × {D:,}", "tokens")]
         if how.token_types:
-            found.append(box("Token types", f"{how.token_types} × {D:,}", "token_types"))
+            boxes.append(box("Token types", f"{how.token_types} × {D:,}", "token_types"))
     if type(config.positions) in ADDED:
-        found.append(box("Positions", f"{ADDED[type(config.positions)]}, {config.context_length:,} × {D:,}", "positions"))
-    yield from (Mark("label", label), found)
-    if len(found) > 1:
+        boxes.append(box("Positions", f"{ADDED[type(config.positions)]}, {config.context_length:,} × {D:,}", "positions"))
+    yield from (Mark("label", label), boxes)
+    if len(boxes) > 1:
         yield Mark("sum")
     if "norm" in tree:
         yield [_norm(config, tree["norm"])]

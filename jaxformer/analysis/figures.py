@@ -56,9 +56,8 @@ def losses(runs: Mapping[str, Sequence[dict]], baseline: float | None = None) ->
         validation = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
         if train:
             steps, values = zip(*train, strict=True)
-            axes.plot(
-                steps, values, color=color, alpha=0.5, linewidth=0.8, label="training, each logged step" if alone else None
-            )
+            label = "training, each logged step" if alone else None
+            axes.plot(steps, values, color=color, alpha=0.5, linewidth=0.8, label=label)
             reach = len(values) // 20  # to each side, shorter at the ends: there is no lag
             windows = [values[max(i - reach, 0) : i + reach + 1] for i in range(len(values))]
             label = "training, smoothed" if alone else name
@@ -102,15 +101,15 @@ def curves(runs: Mapping[str, Sequence[dict]]) -> Any:
     """Every other number of the records against step, points of validation; of rms/... a line for each layer."""
     from matplotlib import colormaps
 
-    found: dict[str, list] = {}  # by title
+    series: dict[str, list] = {}  # by title
     for color, records in zip(_colors(len(runs)), runs.values(), strict=True):
         for name in dict.fromkeys(name for record in records for name in record):
             title, _, part = re.sub(r"(rms/\w+)/", r"\1 ", name.removeprefix("validation_")).partition(" ")
             if title not in NOT_CURVES:
                 points = [(record["step"], record[name]) for record in records if name in record]
                 style = "o-" if name.startswith("validation_") else "-"
-                found.setdefault(title, []).append((part, color, style, tuple(zip(*points, strict=True))))
-    for axes, (title, lines) in zip(panels(len(found), 3, 2.2, 2.1), found.items(), strict=True):
+                series.setdefault(title, []).append((part, color, style, tuple(zip(*points, strict=True))))
+    for axes, (title, lines) in zip(panels(len(series), 3, 2.2, 2.1), series.items(), strict=True):
         deepest = max(_layer(part) for part, *_ in lines)
         for part, color, style, points in lines:
             if part:
@@ -143,13 +142,13 @@ def masks(patterns: Mapping[str, Mask], length: int) -> Any:
 
 def costs(parts: Mapping[int, Sequence[Part]]) -> Any:
     """Parts of a forward pass by length: their shares of its FLOPs and of the bytes that it moves, totals above."""
-    for axes, field, title in zip(both := panels(2, 2, 3.2, 3.4), ("flops", "numbers"), ("FLOPs", "bytes moved"), strict=True):
-        numbers = np.array([[getattr(part, field) for part in row] for row in parts.values()]) * (
-            2 if field == "numbers" else 1
-        )
-        total, below, first = numbers.sum(axis=1), np.zeros(len(parts)), next(iter(parts.values()))
-        kept = [i for i, part in enumerate(first) if part.numbers]
-        for color, i in zip(_colors(len(kept)), kept, strict=True):
+    both, first = panels(2, 2, 3.2, 3.4), next(iter(parts.values()))
+    sizes = {"FLOPs": lambda part: part.flops, "bytes moved": lambda part: 2 * part.numbers}
+    for axes, (title, size) in zip(both, sizes.items(), strict=True):
+        numbers = np.array([[size(part) for part in row] for row in parts.values()])
+        total, below = numbers.sum(axis=1), np.zeros(len(parts))
+        drawn = [i for i, part in enumerate(first) if part.numbers]
+        for color, i in zip(_colors(len(drawn)), drawn, strict=True):
             share = numbers[:, i] / total
             axes.bar(range(len(total)), share, bottom=below, color=color, width=0.7, label=first[i].name.replace("_", " "))
             below = below + share
@@ -224,13 +223,13 @@ def panels(count: int, columns: int, width: float, height: float) -> list[Any]:
     columns = min(count, columns)
     size = 0.6 + width * columns, height * -(-count // columns)
     figure = Figure(figsize=size, layout="constrained")
-    made = [figure.add_subplot(-(-count // columns), columns, i + 1) for i in range(count)]
-    for axes in made:
+    all_axes = [figure.add_subplot(-(-count // columns), columns, i + 1) for i in range(count)]
+    for axes in all_axes:
         axes.tick_params(labelsize=7)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.xaxis.label.set_fontsize(8)
         axes.yaxis.label.set_fontsize(8)
-    return made
+    return all_axes
 
 
 def _colors(count: int) -> list[str]:

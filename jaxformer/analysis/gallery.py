@@ -17,7 +17,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, last_stack
 from jaxformer.models.config import Patches
 from jaxformer.params import Tree
-from jaxformer.training.objectives import INPUTS
+from jaxformer.training.objectives import model_inputs
 from jaxformer.training.run import Run, open_run
 from jaxformer.training.run_folder import RunFolder
 
@@ -40,14 +40,14 @@ NOTES = {  # what a page shows, in this order
 
 
 def record_pictures(runs: Mapping[str, Sequence[dict]], baseline: float | None) -> Pictures:
-    """What the records of runs show together."""
+    """Pictures of the records of runs, all in one."""
     names = {name.removeprefix("validation_") for records in runs.values() for record in records for name in record}
     found: Pictures = {"Loss": lambda: figures.losses(runs, baseline)} if "loss" in names else {}
     return found | ({"Other numbers": lambda: figures.curves(runs)} if names - figures.NOT_CURVES else {})
 
 
 def model_pictures(model: Any, name: str) -> Pictures:
-    """What a config shows."""
+    """Pictures of a config."""
     if not models.is_config(model):
         return {}
     stacks = {"": model} if isinstance(model, ModelConfig) else {"encoder": model.encoder, "decoder": model.decoder}
@@ -57,14 +57,15 @@ def model_pictures(model: Any, name: str) -> Pictures:
         for stack, config in stacks.items()
         for i, mask in enumerate(config.masks)
     }
-    found: Pictures = {"Architecture": lambda: diagram.diagram(model, name)}
     length = last_stack(model).context_length
-    found["Masks"] = lambda: figures.masks(patterns, length)
+    pictures: Pictures = {
+        "Architecture": lambda: diagram.diagram(model, name), "Masks": lambda: figures.masks(patterns, length),
+    }  # fmt: skip
     lengths = [length] if any(isinstance(c.embedding, Patches) for c in stacks.values()) else [length // 4, length, 4 * length]
     with contextlib.suppress(ConfigError):  # what cannot be counted
         parts = {n: costs.parts(model, n) for n in lengths if n}
-        found |= {"Costs": lambda: figures.costs(parts), "Costs in numbers": cost_table(parts[length])}
-    return found
+        pictures |= {"Costs": lambda: figures.costs(parts), "Costs in numbers": cost_table(parts[length])}
+    return pictures
 
 
 def cost_table(parts: Sequence[costs.Part]) -> str:
@@ -77,26 +78,26 @@ def cost_table(parts: Sequence[costs.Part]) -> str:
 
 
 def run_pictures(folder: RunFolder) -> Pictures:
-    """What a run shows, with where its heads look in an example. What cannot be opened is not drawn, and says why."""
-    found: Pictures = {}
+    """Pictures of a run's model, and of its attention and gradients of an example. A warning says what cannot be drawn."""
+    pictures: Pictures = {}
     with warn_on_failure("what needs the model"):
         run = open_run(folder.path)
-        found = model_pictures(run.experiment.model, run.experiment.name)
+        pictures = model_pictures(run.experiment.model, run.experiment.name)
         if folder.checkpoints.is_dir():
             example = batching.open_dataset(run.experiment.data, run.experiment.model).validation[0]
             batch = {name: jnp.asarray(value)[None] for name, value in example.items()}
-            looks = {"Attention": attention} | (
-                {"Gradients": gradients} if last_stack(run.experiment.model).num_layers > 1 else {}
-            )
-            for title, look in looks.items():
+            pictures_of = {"Attention": attention}
+            if last_stack(run.experiment.model).num_layers > 1:
+                pictures_of["Gradients"] = gradients
+            for title, picture_of in pictures_of.items():
                 with warn_on_failure(title):
-                    found[title] = look(run, batch)
-    return found
+                    pictures[title] = picture_of(run, batch)
+    return pictures
 
 
 @contextlib.contextmanager
 def warn_on_failure(what: str) -> Iterator[None]:
-    """What fails inside is left out of the page, which says why."""
+    """Logs an error inside as a warning: the page is written without that part."""
     try:
         yield
     except Exception as error:
@@ -107,9 +108,8 @@ def attention(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
     """The maps of the last layers; of an encoder-decoder, where the target looks in the source. NotImplementedError: none."""
     model, field = run.experiment.model, "images" if "images" in batch else "tokens"
     name = "layers/*/attention/weights" if isinstance(model, ModelConfig) else "decoder/layers/*/cross_attention/weights"
-    options = {name: batch[name] for name in INPUTS if name in batch}
     with run.on_mesh():
-        output = models.apply(model, run.params, batch[field], intermediates=(name,), **options)
+        output = models.apply(model, run.params, batch[field], intermediates=(name,), **model_inputs(batch))
     weights = np.asarray(output.intermediates[name])[-4:, 0, :4]
     word = lambda token: run.tokenizer.decode([token]) if run.tokenizer else str(token)
     # of an image, the numbers of its patches
@@ -129,9 +129,9 @@ def gradients(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
         return sums.loss / jnp.maximum(sums.weight, 1e-9)
 
     with run.on_mesh():
-        found = params.paths(jax.jit(jax.grad(loss))(run.checkpoint[1]))
+        leaves = params.paths(jax.jit(jax.grad(loss))(run.checkpoint[1]))
     squares: dict[str, np.ndarray] = {}
-    for path, leaf in found.items():
+    for path, leaf in leaves.items():
         stack, _, rest = path.partition("layers/")
         if name := rest.split("/")[0]:
             name = f"{stack}{name}".replace("/", " ").replace("_", " ")

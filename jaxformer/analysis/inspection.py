@@ -46,10 +46,8 @@ def inspect(config: models.ModelConfig, params: Any, tokenizer: Any, text: str, 
     likeliest = np.argsort(-logs, axis=-1)[:, :top]
     predictions = [[(word(v), float(np.exp(row[v]))) for v in some] for row, some in zip(logs, likeliest, strict=True)]
     guesses = [[word(token) for token in row] for row in np.asarray(lens)]
-    heads = _heads(jnp.array([tokens]), weights) if maps else {}
-    return Inspection(
-        [word(token) for token in tokens], losses, predictions, guesses, heads, np.asarray(weights) if maps else None
-    )
+    heads, weights = (_heads(jnp.array([tokens]), weights), np.asarray(weights)) if maps else ({}, None)
+    return Inspection([word(token) for token in tokens], losses, predictions, guesses, heads, weights)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -68,15 +66,15 @@ def _run(config, maps: bool, dtype, params, tokens):
 
 
 def _heads(tokens, weights) -> dict[str, np.ndarray]:
-    maps, found = weights[:, None], {}
-    for name in ("entropy", "distance"):
-        found[name] = attention_maps.head_means(getattr(attention_maps, name)(maps))
-    for name, targets in (
-        ("previous token", attention_maps.previous_tokens(tokens)), ("induction", attention_maps.induction_targets(tokens)),
-    ):  # fmt: skip
+    maps = weights[:, None]
+    scores = {"entropy": attention_maps.entropy(maps), "distance": attention_maps.distance(maps)}
+    means = {name: attention_maps.head_means(score) for name, score in scores.items()}
+    behaviours = {"previous token": attention_maps.previous_tokens, "induction": attention_maps.induction_targets}
+    for name, targets_of in behaviours.items():
+        targets = targets_of(tokens)
         if (targets >= 0).any():
-            found[name] = attention_maps.head_means(attention_maps.weight_at(maps, targets), targets >= 0)
-    return {name: np.asarray(value) for name, value in found.items()}
+            means[name] = attention_maps.head_means(attention_maps.weight_at(maps, targets), targets >= 0)
+    return {name: np.asarray(value) for name, value in means.items()}
 
 
 def table(found: Inspection, width: int = 120) -> str:

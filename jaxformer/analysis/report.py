@@ -64,20 +64,21 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath
 
 def section(title: str, draws: Pictures, files: epath.Path) -> str:
     """The same picture of each run, also as PNG files. What cannot be drawn is left out, and says why."""
-    found = {}
-    for name, made in draws.items():
+    parts = {}
+    for name, draw in draws.items():
         with gallery.warn_on_failure(f"{title} {name}".strip()):
-            if not isinstance(made, str):
-                light, dark = figures.png(made), figures.png(made, dark=True)
-                suffix = f"-{name.replace('/', '-')}" if len(draws) > 1 else ""
-                config.write_atomically(files / f"{title.lower().replace(' ', '-')}{suffix}.png", light)
-                made = page.picture(title, light, dark)
-            found[name] = made
-    return page.heading(title, gallery.NOTES[title]) + page.side_by_side(found) if found else ""
+            if isinstance(draw, str):
+                parts[name] = draw
+                continue
+            light, dark = figures.png(draw), figures.png(draw, dark=True)
+            suffix = f"-{name.replace('/', '-')}" if len(draws) > 1 else ""
+            config.write_atomically(files / f"{title.lower().replace(' ', '-')}{suffix}.png", light)
+            parts[name] = page.picture(title, light, dark)
+    return page.heading(title, gallery.NOTES[title]) + page.side_by_side(parts) if parts else ""
 
 
 def last_scores(records: Sequence[dict]) -> dict[str, Any]:
-    """Those of the last evaluation so far."""
+    """The scores of the last evaluation so far."""
     scored = [record for record in records if "validation_loss" in record]
     return {name.removeprefix("validation_"): value for name, value in scored[-1].items()} if scored else {}
 

@@ -49,8 +49,8 @@ def fit(losses: Numbers, parameters: Numbers, tokens: Numbers | None = None) -> 
     variables, y = _logs(losses, parameters, tokens)
     exponents = itertools.product(np.linspace(0.1, 0.9, 3), repeat=len(variables))
     starts = itertools.product(exponents, (0.3, 0.9))
-    found = [_refine(_start(variables, y, *start), variables, y) for start in starts]
-    return _law(min(found, key=lambda solution: solution.cost).x)
+    solutions = [_refine(_start(variables, y, *start), variables, y) for start in starts]
+    return _law(min(solutions, key=lambda solution: solution.cost).x)
 
 
 def intervals(
@@ -60,13 +60,13 @@ def intervals(
     """(low, high) of each constant of the law: the middle `level` of fits to runs drawn again with replacement (bootstrap)."""
     variables, y = _logs(losses, parameters, tokens)
     start = np.log([law.E, law.A, law.alpha, law.B, law.beta][: 1 + 2 * len(variables)])
-    rng, found = np.random.default_rng(seed), []
-    while len(found) < draws:
+    rng, laws = np.random.default_rng(seed), []
+    while len(laws) < draws:
         rows = rng.integers(len(y), size=len(y))
         if len(set(rows)) >= len(start):  # fewer different runs than constants fit any law
-            found.append(_law(_refine(start, variables[:, rows], y[rows]).x))
+            laws.append(_law(_refine(start, variables[:, rows], y[rows]).x))
     edges = (1 - level) / 2, (1 + level) / 2
-    return Law(*(tuple(np.quantile([getattr(one, name) for one in found], edges).tolist()) for name in Law._fields))
+    return Law(*(tuple(np.quantile([getattr(one, name) for one in laws], edges).tolist()) for name in Law._fields))
 
 
 class IsoFlop(NamedTuple):
@@ -96,10 +96,10 @@ def isoflop(flops: Numbers, parameters: Numbers, losses: Numbers) -> IsoFlop:
 
 def _logs(losses, parameters, tokens) -> tuple[np.ndarray, np.ndarray]:
     """(log N and, if given, log D `[1 or 2, runs]`, log L `[runs]`)."""
-    given = [parameters] if tokens is None else [parameters, tokens]
-    rows = np.array([*given, losses], float)
-    if rows.shape[1] < 2 * len(given) + 1 or not (rows > 0).all():
-        raise ConfigError(f"scaling: {rows.shape[1]} runs; a law of {2 * len(given) + 1} constants needs as many, all above 0")
+    variables = [parameters] if tokens is None else [parameters, tokens]
+    rows, constants = np.array([*variables, losses], float), 2 * len(variables) + 1
+    if rows.shape[1] < constants or not (rows > 0).all():
+        raise ConfigError(f"scaling: {rows.shape[1]} runs; a law of {constants} constants needs as many, all above 0")
     return np.log(rows[:-1]), np.log(rows[-1])
 
 

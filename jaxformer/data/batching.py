@@ -35,8 +35,8 @@ def batches(split: Any, batch_size: int, seed: int, rows: np.ndarray | None = No
 def batch_indices(split: Any, batch_size: int, seed: int) -> Any:
     """A grain.MapDataset: [step] -> the indices [B] of the global batch.
 
-    They are those from step*B on of an endless order, in which each epoch is a new permutation. A split that chooses for
-    itself has `batch_indices(seed, batch_size)`: an endless sequence, [step] -> B indices.
+    Batch `step` has the indices from step * B on of an endless order, in which each epoch is a new permutation. A split may
+    choose instead, by `batch_indices(seed, batch_size)`: an endless sequence, [step] -> B indices.
     """
     if len(split) == 0:
         raise ConfigError("data: the training split is empty; expected at least one example")
@@ -45,8 +45,8 @@ def batch_indices(split: Any, batch_size: int, seed: int) -> Any:
         return order(len(split), seed).batch(batch_size)
     import grain
 
-    chosen = choose(seed, batch_size)
-    return grain.MapDataset.range(sys.maxsize).map(lambda step: np.asarray(chosen[step]))
+    indices = choose(seed, batch_size)
+    return grain.MapDataset.range(sys.maxsize).map(lambda step: np.asarray(indices[step]))
 
 
 def order(n: int, seed: int) -> Any:
@@ -71,7 +71,7 @@ def order(n: int, seed: int) -> Any:
 class ValidationBatches:
     """The split once, in order, as batches [B, ...]. Rows of weight 0 fill the last batch. `rows` as in `batches`.
 
-    Weights are [B, ...], for tokens or for examples.
+    Weights are [B, ...], of tokens or of examples.
     """
 
     def __init__(self, split: Any, batch_size: int, rows: np.ndarray | None = None):
@@ -90,11 +90,11 @@ class ValidationBatches:
 
 
 class BadBatch(RuntimeError):
-    """A batch could not be made. The message says which, and of which example; the cause is the error of its source."""
+    """A batch could not be made. The message names the batch and the example; the cause is the source's error."""
 
 
-def _in_place(place: str, error: BaseException) -> Exception:
-    """The error with its place in front. A ConfigError stays one: it is shown as a line, all else with its traceback."""
+def _with_place(place: str, error: BaseException) -> Exception:
+    """The error with its place in front. A ConfigError stays one, because it is shown as a line, without its traceback."""
     if isinstance(error, ConfigError):
         return ConfigError(f"{place}: {error}")
     return BadBatch(f"{place}: {error}" if isinstance(error, BadBatch) else f"{place}: {type(error).__name__}: {error}")
@@ -111,7 +111,7 @@ def take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
         indices = np.asarray(indices).tolist()
         bad = next((index for index in indices if not _is_readable(split, index)), None)
         place = f"examples {indices}" if bad is None else f"example {bad}"
-        raise _in_place(place, error) from error
+        raise _with_place(place, error) from error
 
 
 def _is_readable(split: Any, index: int) -> bool:
@@ -144,7 +144,7 @@ def unigram_entropy(dataset: sources.Dataset) -> float | None:
 
 
 def _token_counts(tokens: Any, vocab_size: int, piece: int = 1 << 22) -> np.ndarray:
-    """Of all tokens but the first, which nobody predicts. bincount copies a piece to 8-byte integers."""
+    """Counts all tokens but the first, which nobody predicts, in pieces: bincount copies a piece to 8-byte integers."""
     counts, starts = np.zeros(vocab_size), range(1, len(tokens), piece)
     for start in starts[:: -(-len(starts) // 64)]:
         counts += np.bincount(tokens[start : start + piece], minlength=vocab_size)
@@ -155,8 +155,7 @@ class Prefetch(Iterator, AbstractContextManager):
     """Iterates over put(get(step)) for start <= step < stop; a thread starts at once and works `depth` steps ahead.
 
     An error of `get` or `put` becomes a BadBatch that names the step and has the error as its cause; a ConfigError stays one.
-    `close`, `with` and deletion stop the thread, after the batch that it is making. The end of the program waits for all that
-    it has begun.
+    `close`, `with` and deletion stop the thread, after the batch that it is making. The program ends only after that, too.
     """
 
     def __init__(self, get: Callable, start: int, stop: int, depth: int = 2, put: Callable | None = None):
@@ -174,7 +173,7 @@ class Prefetch(Iterator, AbstractContextManager):
         self._ahead.extend(itertools.islice(self._submitted, 1))
         if error := batch.exception():
             self.close()
-            raise _in_place(f"the batch of step {step} could not be made", error) from error
+            raise _with_place(f"the batch of step {step} could not be made", error) from error
         return batch.result()
 
     def __exit__(self, *_: object) -> None:

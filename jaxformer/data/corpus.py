@@ -1,8 +1,8 @@
 """Text of any size: encoded once, by several processes, into files of tokens. Training reads windows of these files.
 
 A cache entry is a folder: plan.json says what to encode, tokenizer.json how; 000012-0000.tokens holds tokens of part 12,
-000012-0000.json, written after it, says what they are; index.json, written last, sums up. What is killed goes on from there,
-and a part of which a file is damaged is encoded again.
+000012-0000.json, written after it, describes them; index.json, written last, describes all. A killed command goes on where it
+was, and a part with a damaged file is encoded again.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from jaxformer.errors import ConfigError
 
 log = logging.getLogger("jaxformer")
 ROWS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")  # every other file is one text
-ENDINGS = (".txt", ".txt.gz", *ROWS)  # what is read of a folder
+ENDINGS = (".txt", ".txt.gz", *ROWS)  # the files of a folder that are read
 PART = 1 << 27  # bytes that one process encodes, or after which a stream notes its state
 SAMPLE = 1 << 26  # characters from which byte pairs are learned
 
@@ -89,8 +89,7 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
         group = processes.that_see(folder)
         tokenizer = _tokenizer(config, folder, group)
         paths = [config.path] if config.validation is None else [config.path, config.validation]
-        end = tokenizer.end_of_text
-        opened = [_open_tokens(config, path, tokenizer, end, folder, group) for path in paths]
+        splits = [_open_tokens(config, path, tokenizer, folder, group) for path in paths]
     except OSError as error:
         problem = f"data: cannot read {config.path}, or keep tokens in {folder} ({error})"
         if is_full(error):
@@ -98,19 +97,19 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
             problem += f"; {size:,} bytes of text take up to {4 * size:,} (more if compressed), {free_bytes(folder):,} are"
             problem += " free. Make room, or name another --data.cache; what is encoded is kept, the same command goes on"
         raise ConfigError(problem) from error
-    train, validation, index = opened[0][0], opened[-1][0], opened[0][1]
+    train, validation, index = splits[0][0], splits[-1][0], splits[0][1]
     if config.validation is None:
         cut = int(len(train) * (1 - config.validation_fraction))
         train, validation = train.part(0, cut), train.part(cut, len(train))
     check_lengths(config.path, context_length, train, validation)
-    digest = f"{[index.digest for _, index in opened]} {len(train)} {tokenizer.digest}"
+    digest = f"{[index.digest for _, index in splits]} {len(train)} {tokenizer.digest}"
     return Dataset(
         train=Windows(train, context_length, config.stride or context_length),
         validation=Windows(validation, context_length, context_length),
-        vocab_size=_size(tokenizer, end), tokenizer=tokenizer, digest=hashlib.sha256(digest.encode()).hexdigest(),
+        vocab_size=_vocab_size(tokenizer), tokenizer=tokenizer, digest=hashlib.sha256(digest.encode()).hexdigest(),
         description=f"{config.path}: {index.documents:,} documents, {index.bytes:,} bytes; tokenizer {config.tokenizer}, "
         f"vocabulary {tokenizer.vocab_size:,}; {len(train):,} training and {len(validation):,} validation tokens"
-        + "".join(str(Problems("skip", index.counts, index.first)) for _, index in opened),
+        + "".join(str(Problems("skip", index.counts, index.first)) for _, index in splits),
     )  # fmt: skip
 
 
@@ -122,11 +121,11 @@ def _files(path: str) -> list[str]:
         return [path]
     path = os.path.expanduser(path)
     if os.path.isdir(path):
-        found = [file for file in glob.glob(f"{glob.escape(path)}/**", recursive=True) if file.endswith(ENDINGS)]
+        names = [file for file in glob.glob(f"{glob.escape(path)}/**", recursive=True) if file.endswith(ENDINGS)]
     else:
         regular_file(path)
-        found = glob.glob(path, recursive=True)
-    if files := sorted(file for file in found if os.path.isfile(file)):
+        names = glob.glob(path, recursive=True)
+    if files := sorted(file for file in names if os.path.isfile(file)):
         return files
     raise ConfigError(f"data.path: no file in {path!r} (looked in {os.getcwd()}); expected files of {' '.join(ENDINGS)}")
 
@@ -134,14 +133,14 @@ def _files(path: str) -> list[str]:
 def _key(config: Corpus, path: str, *more: Any) -> str:
     """A digest of the files as they are now. A file that changes has another size or time, so no file is read for it."""
     stream = [*hugging_face_name(path)] if path.startswith("hf:") else None  # its files if it is a local folder, else its name
-    found = _files(path) if stream is None else sorted(glob.glob(f"{glob.escape(stream[0])}/**/*.*", recursive=True))
-    files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in found]
+    names = _files(path) if stream is None else sorted(glob.glob(f"{glob.escape(stream[0])}/**/*.*", recursive=True))
+    files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in names]
     words = ["layout 2", stream, files, config.field, config.bad_rows, config.end_of_text, *more]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:24]
 
 
 def _groups(path: str) -> list[list[tuple[str, int, int | None]]]:
-    """The parts: stretches (file, start, stop) of about PART bytes together. A shard of a stream is alone."""
+    """The parts: each a list of stretches (file, start, stop), together about PART bytes, or one shard of a stream."""
     groups, room = [], 0.0
     for file in _files(path):
         stretches = parts(file, PART)
@@ -186,7 +185,7 @@ def _pieces(path: str, part: Part, problems: Problems) -> Iterator[tuple[str, bo
 
 def _tokenizer(config: Corpus, folder: Path, group: Any) -> Any:
     end, name = config.end_of_text, config.tokenizer
-    tokenizer = _learned(config, folder, group) if name == "bpe" else tokenizers.by_name(name, None)
+    tokenizer = _learn_tokenizer(config, folder, group) if name == "bpe" else tokenizers.by_name(name, None)
     if (tokenizer.end_of_text if end is None else tokenizer.id_of(end)) is None:
         problem = f"the tokenizer {name!r} has no {(end or ' '.join(tokenizers.ENDS))!r}"
         raise ConfigError(f"data.end_of_text: {problem}; name its token for the end")
@@ -195,31 +194,31 @@ def _tokenizer(config: Corpus, folder: Path, group: Any) -> Any:
     return tokenizer
 
 
-def _learned(config: Corpus, folder: Path, group: Any) -> tokenizers.BPE:
+def _learn_tokenizer(config: Corpus, folder: Path, group: Any) -> tokenizers.BPE:
     """Byte pairs from the cache, or learned from a sample and kept there."""
-    left_out = config.validation_fraction if config.validation is None else 0.0
+    held_out = config.validation_fraction if config.validation is None else 0.0
 
     def learn() -> Path:
-        saved = folder / f"tokenizer-{_key(config, config.path, config.vocab_size, left_out)}.json"
+        saved = folder / f"tokenizer-{_key(config, config.path, config.vocab_size, held_out)}.json"
         with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged one is learned again
             load_sealed(saved)
             return saved
         log.info("learning %s byte pairs from a sample of %s", f"{config.vocab_size:,}", config.path)
-        tokenizer = tokenizers.BPE.train("".join(_sample(config.path, config.field, left_out)), config.vocab_size or 0)
+        tokenizer = tokenizers.BPE.train("".join(_sample(config.path, config.field, held_out)), config.vocab_size or 0)
         save_sealed(saved, json.dumps(tokenizer.state["tokenizer"]))
         return saved
 
     return tokenizers.BPE(load_sealed(group.first(learn)))
 
 
-def _sample(path: str, field: str, left_out: float) -> Iterator[str]:
-    """The beginnings of up to 64 parts, evenly spaced, without the last fraction `left_out` of all characters."""
+def _sample(path: str, field: str, held_out: float) -> Iterator[str]:
+    """The beginnings of up to 64 parts, evenly spaced, without the last fraction `held_out` of all characters."""
     groups, most = _groups(path), SAMPLE
     texts = lambda group: (text for text, _ in _documents(group, field, Problems("skip")))
     if len(groups) == 1:  # it holds the last ones too
-        most = min(most, int((1 - left_out) * sum(map(len, texts(groups[0])))))
+        most = min(most, int((1 - held_out) * sum(map(len, texts(groups[0])))))
     else:
-        groups = groups[: max(1, int(len(groups) * (1 - left_out)))]
+        groups = groups[: max(1, int(len(groups) * (1 - held_out)))]
         groups = groups[:: -(-len(groups) // 64)]
     for group in groups:
         left = most // len(groups)
@@ -232,24 +231,24 @@ def _sample(path: str, field: str, left_out: float) -> Iterator[str]:
 # --- encoding
 
 
-def _size(tokenizer: Any, end: int) -> int:
-    """How many tokens there are: the end of a text may be one above all others."""
-    return max(tokenizer.vocab_size, end + 1)
+def _vocab_size(tokenizer: Any) -> int:
+    """The number of tokens, with the end of a text, whose id may be above all others."""
+    return max(tokenizer.vocab_size, tokenizer.end_of_text + 1)
 
 
-def _open_tokens(config: Corpus, path: str, tokenizer: Any, end: int, folder: Path, group: Any) -> tuple[Tokens, Index]:
+def _open_tokens(config: Corpus, path: str, tokenizer: Any, folder: Path, group: Any) -> tuple[Tokens, Index]:
     """All tokens of a path, from the cache or new. A `processes.Group` shares the work."""
     key = group.first(lambda: _key(config, path, tokenizer.digest))
-    entry, dtype = folder / f"corpus-{key}", np.min_scalar_type(_size(tokenizer, end) - 1)
+    entry, dtype = folder / f"corpus-{key}", np.min_scalar_type(_vocab_size(tokenizer) - 1)
 
     def begin() -> None:
         tokenizer.save(entry / "tokenizer.json")
         try:
             load_sealed(entry / "plan.json")
-        except (FileNotFoundError, ValueError):  # shards belong to their plan: without it they count no longer
+        except (FileNotFoundError, ValueError):  # shards without their plan are worth nothing
             for shard in entry.glob("0*.json"):
                 shard.unlink(missing_ok=True)
-            plan = {"groups": _groups(path), "field": config.field, "policy": config.bad_rows, "end": end}
+            plan = {"groups": _groups(path), "field": config.field, "policy": config.bad_rows}
             save_sealed(entry / "plan.json", plan)
 
     def finish() -> None:
@@ -297,22 +296,22 @@ class _Progress:
     def missing(self) -> list[int]:
         """The parts that are not finished, by another look at the folder."""
         names = {name.removesuffix(".json") for name in os.listdir(self.entry) if name[0].isdigit() and name.endswith(".json")}
-        found = {name: Index.find(self.entry / f"{name}.json") for name in names - self.shards.keys()}
-        for name in sorted(name for name, index in found.items() if index is None):
+        new = {name: Index.find(self.entry / f"{name}.json") for name in names - self.shards.keys()}
+        for name in sorted(name for name, index in new.items() if index is None):
             forget_part(self.entry, name)
-            found = {other: index for other, index in found.items() if other[:6] != name[:6]}
-        self.shards |= {name: index for name, index in found.items() if index is not None}
+            new = {other: index for other, index in new.items() if other[:6] != name[:6]}
+        self.shards |= {name: index for name, index in new.items() if index is not None}
         finished = {int(name.partition("-")[0]) for name, index in self.shards.items() if index.last}
         return [part for part in range(self.parts) if part not in finished]
 
     def total(self) -> Index:
-        found, counts, first = dict(sorted(self.shards.items())), Counter[str](), {}
-        tokens, documents, size = (sum(getattr(i, name) for i in found.values()) for name in ("tokens", "documents", "bytes"))
-        for index in found.values():
+        indices, counts, first = dict(sorted(self.shards.items())), Counter[str](), {}
+        tokens, documents, size = (sum(getattr(i, name) for i in indices.values()) for name in ("tokens", "documents", "bytes"))
+        for index in indices.values():
             counts.update(index.counts)
             first = index.first | first
-        digest = hashlib.sha256(" ".join(index.digest for index in found.values()).encode()).hexdigest()
-        shards = {name: [index.tokens, index.written] for name, index in found.items() if index.tokens}
+        digest = hashlib.sha256(" ".join(index.digest for index in indices.values()).encode()).hexdigest()
+        shards = {name: [index.tokens, index.written] for name, index in indices.items() if index.tokens}
         return Index(tokens, documents, size, digest, dict(counts), first, shards=shards)
 
     def __str__(self) -> str:
@@ -323,7 +322,7 @@ class _Progress:
 
 
 def _run_workers(entry: Path, path: str, missing: list[int], jobs: int, progress: _Progress) -> None:
-    """One process a part: its memory goes with it. Raises ConfigError for the first bad row, and ends the others."""
+    """Runs a process for each part, whose memory ends with it. The first bad row ends all of them with a ConfigError."""
     running: dict[int, subprocess.Popen] = {}
     printed = time.monotonic()
     with tempfile.TemporaryDirectory() as errors, contextlib.ExitStack() as stack:
@@ -377,7 +376,7 @@ def encode_part(entry: Path, number: int) -> None:
     documents = _documents(group, plan["field"], problems, stream)
     for count in itertools.count(len(done)):
         name = f"{number:06}-{count:04}"
-        index = _write_shard(entry / f"{name}.tokens", documents, tokenizer, plan["end"], PART if stream else sys.maxsize)
+        index = _write_shard(entry / f"{name}.tokens", documents, tokenizer, PART if stream else sys.maxsize)
         index = index._replace(counts=problems.counts, first=problems.first)
         index._replace(state=stream.state() if stream and not index.last else None).save(entry / f"{name}.json")
         problems.counts, problems.first = {}, {}
@@ -385,10 +384,10 @@ def encode_part(entry: Path, number: int) -> None:
             return
 
 
-def _write_shard(path: Path, documents: Iterator[tuple[str, bool]], tokenizer: Any, end: int, limit: int) -> Index:
+def _write_shard(path: Path, documents: Iterator[tuple[str, bool]], tokenizer: Any, limit: int) -> Index:
     """Tokens of documents until their text has `limit` bytes. The file appears when it is complete."""
     digest, parent, count, size, last = hashlib.sha256(), os.getppid(), 0, 0, True
-    end_of_text = np.array(end, np.min_scalar_type(_size(tokenizer, end) - 1))
+    end_of_text = np.array(tokenizer.end_of_text, np.min_scalar_type(_vocab_size(tokenizer) - 1))
     with contextlib.suppress(FileNotFoundError), new_file(path) as file:  # another command has finished and tidied up
         for text, ends in documents:
             data = tokenizer.encode_text(text).astype(end_of_text.dtype).tobytes() + end_of_text.tobytes() * ends

@@ -1,6 +1,7 @@
 """Images with a class each: scikit-learn's digits, arrays in a .npz file, or folders of files."""
 
 import hashlib
+import itertools
 import logging
 import zipfile
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import numpy as np
 
 from jaxformer.config import regular_file
 from jaxformer.data.records import Policy, Problems
-from jaxformer.data.sources import Dataset
+from jaxformer.data.sources import Dataset, read_example
 from jaxformer.errors import ConfigError, package_of
 
 log = logging.getLogger("jaxformer")
@@ -26,12 +27,10 @@ class Split:
 
     labels: np.ndarray
     read: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    __getitem__ = read_example
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {name: rows[0] for name, rows in self.take_rows(np.array([range(len(self))[index]])).items()}
 
     def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The images at `indices` and their weights, float32, and labels `[B]`, int32."""
@@ -55,7 +54,7 @@ class Digits:
         _check_labels(model, labels, "digits of scikit-learn: image {}".format, Problems())
         images, order = (pixels / 16).reshape(-1, 8, 8, 1), np.random.default_rng(self.seed).permutation(len(labels))
         parts = order[self.validation_examples :], order[: self.validation_examples]
-        train, validation = (Split(labels[part], partial(_scaled, images[part], (0.0, 1.0))) for part in parts)
+        train, validation = (Split(labels[part], partial(_scale, images[part], (0.0, 1.0))) for part in parts)
         digest = hashlib.sha256(b"".join([images.tobytes(), labels.tobytes(), order.tobytes(), bytes(len(parts[1]))]))
         description = f"digits of scikit-learn: {len(train):,} and {len(validation):,} images"
         return Dataset(train, validation, digest.hexdigest(), description)
@@ -66,8 +65,8 @@ class Images:
     """Images of your own. A .npz file has `images` `[n, H, W, C]` (bytes, or numbers from 0 to 1) and `labels` `[n]`.
 
     Or a folder has a folder of PNG or JPEG files for each class; classes are numbered by the training folder's names in order.
-    Files are read in threads when a batch needs them: scaled until they cover `image`, and cut at the centre. A file that turns
-    out to be damaged only then is, under `bad_rows="skip"`, a black image of weight 0, and a warning counts it.
+    Files are read in threads when a batch needs them: scaled until they cover `image`, and cut at the centre. If a file turns
+    out to be damaged then, `bad_rows="skip"` makes it a black image of weight 0, and a warning counts it.
     """
 
     train: str  # a .npz file, or a folder
@@ -95,7 +94,7 @@ def _open_array(config: Images, path: str, model: Any, problems: Problems) -> tu
     """(the split of a .npz file, a digest of it)."""
     regular_file(path)
     try:
-        with zipfile.ZipFile(path), np.load(path) as file:  # of what is no zip file NumPy says that it is pickled
+        with zipfile.ZipFile(path), np.load(path) as file:  # NumPy calls a file that is no zip file pickled
             images, labels = file["images"], file["labels"]
     except Exception as error:  # a damaged zip file can make its reader raise anything
         raise ConfigError(f"data: cannot read {path} ({error}); expected a .npz file with `images` and `labels`") from None
@@ -103,15 +102,15 @@ def _open_array(config: Images, path: str, model: Any, problems: Problems) -> tu
     expected = (labels.size, *config.image, config.channels)
     numbers = (images.dtype == np.uint8 or images.dtype.kind in "fb") and labels.dtype.kind in "iu"
     if images.shape != expected or labels.ndim != 1 or not numbers:
-        found = f"images {images.dtype}{list(images.shape)} and labels {labels.dtype}{list(labels.shape)}"
-        wanted = f"bytes, or floats from 0 to 1, {list(expected)} (data.image, data.channels) and integers [n]"
-        raise ConfigError(f"data: {path}: {found}; expected {wanted}")
+        arrays = f"images {images.dtype}{list(images.shape)} and labels {labels.dtype}{list(labels.shape)}"
+        advice = f"expected bytes, or floats from 0 to 1, {list(expected)} (data.image, data.channels) and integers [n]"
+        raise ConfigError(f"data: {path}: {arrays}; {advice}")
     if images.dtype.kind == "f" and not (images.min(initial=0) >= 0 and images.max(initial=0) <= 1):  # or NaN
-        found = f"images from {images.min():g} to {images.max():g}"
-        raise ConfigError(f"data: {path}: {found}; expected bytes, or floats from 0 to 1")
+        limits = f"images from {images.min():g} to {images.max():g}"
+        raise ConfigError(f"data: {path}: {limits}; expected bytes, or floats from 0 to 1")
     good = _check_labels(model, labels, lambda index: f"{path}: image {index}", problems)
     content = hashlib.sha256(images.tobytes() + labels.tobytes()).digest()
-    return Split(labels[good], partial(_scaled, images[good], config.values)), content
+    return Split(labels[good], partial(_scale, images[good], config.values)), content
 
 
 def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> tuple[Split, bytes]:
@@ -128,7 +127,7 @@ def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> t
     labels = np.array([number.get(file.parent.name, -1) for file in files], np.int32)
     good = _check_labels(model, labels, lambda index: str(files[index]), problems)
 
-    def first_bytes(file: Path) -> str | None:  # to decode all of a million files would take an hour
+    def problem_of(file: Path) -> str | None:  # by its first bytes: decoding a million files would take an hour
         try:
             regular_file(file)
             with Image.open(file) as image:
@@ -138,17 +137,17 @@ def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> t
             return f" ({error})"
 
     with ThreadPoolExecutor() as pool:
-        for index, problem in enumerate(pool.map(first_bytes, files)):
+        for index, problem in enumerate(pool.map(problem_of, files)):
             if problem:
                 problems.add(str(files[index]), "not readable", problem)
                 good[index] = False
     content = "".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files).encode()
-    kept = [file for file, keep in zip(files, good, strict=True) if keep]
-    return Split(labels[good], partial(_decoded, config, kept, set())), content
+    files = list(itertools.compress(files, good))
+    return Split(labels[good], partial(_decode, config, files, set())), content
 
 
 def _check_labels(model: Any, labels: np.ndarray, place: Callable[[int], str], problems: Problems) -> np.ndarray:
-    """Which labels are classes of the model's first head, where it has classes; the others are problems."""
+    """Which labels are classes of the model's first head, if it has classes; the others are problems."""
     classes = getattr(next(iter(getattr(model, "heads", ())), None), "classes", None) or np.inf
     good = (labels >= 0) & (labels < classes)
     for index in np.flatnonzero(~good):
@@ -158,17 +157,17 @@ def _check_labels(model: Any, labels: np.ndarray, place: Callable[[int], str], p
     return good
 
 
-def _scaled(images: np.ndarray, values: tuple[float, float], indices: Any = ...) -> tuple[np.ndarray, np.ndarray]:
+def _scale(images: np.ndarray, values: tuple[float, float], indices: Any = ...) -> tuple[np.ndarray, np.ndarray]:
     """(images between `values`, weights of 1) from bytes or numbers from 0 to 1."""
     rows, (low, high) = images[indices], values
     share = (high - low) / (255 if rows.dtype == np.uint8 else 1)
     return rows.astype(np.float32) * np.float32(share) + np.float32(low), np.ones(len(rows))
 
 
-def _decoded(config: Images, files: list[Path], bad: set[Path], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(images of files, weights: 0 for those that cannot be decoded). ConfigError for them where `bad_rows` says so.
+def _decode(config: Images, files: list[Path], bad: set[Path], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(images of files, weights: 0 for a file that cannot be decoded, or ConfigError, as `bad_rows` says).
 
-    `bad` collects the files that were skipped: each is logged once.
+    `bad` collects the skipped files, so that each is logged once.
     """
     from PIL import Image, ImageOps
 
@@ -187,4 +186,4 @@ def _decoded(config: Images, files: list[Path], bad: set[Path], indices: np.ndar
 
     with ThreadPoolExecutor() as pool:
         images, weights = zip(*pool.map(decode, indices.tolist()), strict=True)
-    return _scaled(np.stack(images), config.values)[0], np.array(weights)
+    return _scale(np.stack(images), config.values)[0], np.array(weights)

@@ -57,7 +57,7 @@ class LabelledTexts:
 
 
 def open_labelled(config: Labelled, length: int, classes: int) -> Dataset:
-    """Reads, checks and encodes the rows of both files. Raises ConfigError for bad rows, as `config.bad_rows` has it."""
+    """Reads, checks and encodes the rows of both files. Raises ConfigError for bad rows, unless `config.bad_rows` is skip."""
     problems, paths = Problems(config.bad_rows), (config.train, config.validation)
     rows = [list(_rows(config, path, problems)) for path in paths]
     names = sorted({label for _, _, label in rows[0] if isinstance(label, str)})

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from jaxformer.data import batching
-from jaxformer.data.sources import Dataset
+from jaxformer.data.sources import Dataset, read_example
 from jaxformer.errors import ConfigError
 
-WHOLE = 1 << 20  # shares are counted in parts of this
+SHARES = 1 << 20  # the shares of all sources together, as whole numbers
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Mixed:
 class Mixture:
     """Splits one after another as one. Batches take examples by the shares."""
 
+    __getitem__ = read_example
+
     def __init__(self, splits: Sequence[Any], shares: Sequence[int]):
         self.splits, self.shares = splits, shares
         self.ends = np.cumsum([len(split) for split in splits])
@@ -39,18 +41,15 @@ class Mixture:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {name: rows[0] for name, rows in self.take_rows(np.array([range(len(self))[index]])).items()}
-
     def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The examples at `indices` [B], from whichever split each is of."""
-        owners, taken, rows = np.searchsorted(self.ends, indices, side="right"), [], []
-        for owner in np.unique(owners):
-            rows.append(np.flatnonzero(owners == owner))
-            first = self.ends[owner] - len(self.splits[owner])
-            taken.append(batching.take_rows(self.splits[owner], np.asarray(indices)[rows[-1]] - first))
+        """The examples at `indices` [B], each from its split."""
+        sources, parts, rows = np.searchsorted(self.ends, indices, side="right"), [], []
+        for source in np.unique(sources):
+            rows.append(np.flatnonzero(sources == source))
+            first = self.ends[source] - len(self.splits[source])
+            parts.append(batching.take_rows(self.splits[source], np.asarray(indices)[rows[-1]] - first))
         order = np.argsort(np.concatenate(rows))
-        return {name: np.concatenate([part[name] for part in taken])[order] for name in taken[0]}
+        return {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
 
     def batch_indices(self, seed: int, batch_size: int) -> "Order":
         """[step] -> the indices of a batch: each split gives its next ones, in epochs of its own order."""
@@ -71,8 +70,8 @@ class Order:
     def __getitem__(self, step: int) -> np.ndarray:
         positions = step * self.batch_size + np.arange(self.batch_size + 1)
         counts = before(positions, self.shares)
-        owners = np.argmax(np.diff(counts), axis=0)
-        return np.array([self.firsts[k] + self.orders[k][int(counts[k, row])] for row, k in enumerate(owners)])
+        sources = np.argmax(np.diff(counts), axis=0)
+        return np.array([self.firsts[k] + self.orders[k][int(counts[k, row])] for row, k in enumerate(sources)])
 
 
 def before(positions: np.ndarray, shares: Sequence[int]) -> np.ndarray:
@@ -80,11 +79,11 @@ def before(positions: np.ndarray, shares: Sequence[int]) -> np.ndarray:
 
     The first source takes floor(p s / S + 1/2) of p places, and the others share what is left in the same way.
     """
-    left, counts = positions.astype(np.int64), []
+    places, counts = positions.astype(np.int64), []
     for k, share in enumerate(shares):
-        rest = sum(shares[k:])
-        counts.append((2 * left * share + rest) // (2 * rest))
-        left = left - counts[-1]
+        total = sum(shares[k:])
+        counts.append((2 * places * share + total) // (2 * total))
+        places = places - counts[-1]
     return np.stack(counts)
 
 
@@ -98,10 +97,10 @@ def open_mixture(config: Mixed, model: Any) -> Dataset:
             raise ConfigError(f"data.sources[{number}] has no training example ({dataset.description})")
         if getattr(dataset.train, "batch_indices", None) is not None:
             raise ConfigError(f"data.sources[{number}] chooses its own batches ({dataset.description}); it cannot be mixed")
-        if (found := _kind(dataset)) != (first := _kind(datasets[0])):
-            raise ConfigError(f"data.sources[{number}] gives {found}, but data.sources[0] {first}; all must be alike")
+        if (form := _form(dataset)) != (first := _form(datasets[0])):
+            raise ConfigError(f"data.sources[{number}] gives {form}, but data.sources[0] {first}; all must be alike")
     total = sum(share for share, _ in config.sources)
-    shares = [max(1, round(share / total * WHOLE)) for share, _ in config.sources]
+    shares = [max(1, round(share / total * SHARES)) for share, _ in config.sources]
     digest = f"{shares} {[dataset.digest for dataset in datasets]}"
     words = [f"{share / sum(shares):.1%} {dataset.description}" for share, dataset in zip(shares, datasets, strict=True)]
     return Dataset(
@@ -112,7 +111,7 @@ def open_mixture(config: Mixed, model: Any) -> Dataset:
     )  # fmt: skip
 
 
-def _kind(dataset: Dataset) -> str:
-    """What must be the same: arrays of an example, vocabulary and tokenizer."""
+def _form(dataset: Dataset) -> str:
+    """What all sources must have in common: the arrays of an example, the vocabulary and the tokenizer."""
     arrays = [f"{name} {array.dtype}{list(array.shape)}" for name, array in sorted(dataset.train[0].items())]
     return f"{', '.join(arrays)}, vocabulary {dataset.vocab_size}, tokenizer {getattr(dataset.tokenizer, 'digest', None)}"

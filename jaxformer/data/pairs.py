@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxformer.data import tokenizers
 from jaxformer.data.records import Policy, Problems, lines, records
-from jaxformer.data.sources import Dataset, Question, context_length
+from jaxformer.data.sources import Dataset, Question, context_length, read_example
 from jaxformer.errors import ConfigError
 
 
@@ -51,12 +51,12 @@ class Packed:
         open_rows: list[tuple[int, list[int]]] = []  # (number, room left of the source and of the target)
         for number in np.random.default_rng(0).permutation(len(examples)).tolist():
             s, t = len(examples[number].source), len(examples[number].tokens)
-            found = next(((row, room) for row, room in open_rows if s <= room[0] and t <= room[1]), None)
-            if found is None:
-                found = len(rows), list(lengths)
+            place = next(((row, room) for row, room in open_rows if s <= room[0] and t <= room[1]), None)
+            if place is None:
+                place = len(rows), list(lengths)
                 rows.append([])
-                open_rows = [*open_rows, found][-self.open_rows :]
-            row, room = found
+                open_rows = [*open_rows, place][-self.open_rows :]
+            row, room = place
             rows[row].append(number)
             room[:] = room[0] - s, room[1] - t
         return Rows(examples, rows, [lengths])
@@ -91,12 +91,10 @@ class Rows:
     shapes: list[tuple[int, int]]  # the smallest first
     questions: Sequence[Question] = ()
     batch_indices: Callable | None = None  # (seed, batch_size) -> [step] -> rows of one shape; None: any rows
+    __getitem__ = read_example
 
     def __len__(self) -> int:
         return len(self.members)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {name: rows[0] for name, rows in self.take_rows(np.array([range(len(self))[index]])).items()}
 
     def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The rows at `indices`, padded with zeros to the first shape that holds all of them."""
@@ -108,15 +106,15 @@ class Rows:
             begin = source_begin = 0
             for segment, number in enumerate(self.members[index], 1):
                 example = self.examples[number]
-                here = slice(begin, begin + len(example.tokens))
-                there = slice(source_begin, source_begin + len(example.source))
-                begin, source_begin = here.stop, there.stop
+                columns = slice(begin, begin + len(example.tokens))
+                source_columns = slice(source_begin, source_begin + len(example.source))
+                begin, source_begin = columns.stop, source_columns.stop
                 for name in ("tokens", "labels", "weights"):
-                    batch[name][row, here] = getattr(example, name)
-                batch["segment_ids"][row, here] = segment
+                    batch[name][row, columns] = getattr(example, name)
+                batch["segment_ids"][row, columns] = segment
                 if S:
-                    batch["source"][row, there] = example.source
-                    batch["source_segment_ids"][row, there] = segment
+                    batch["source"][row, source_columns] = example.source
+                    batch["source_segment_ids"][row, source_columns] = segment
         return batch
 
     def shape(self, indices: Iterable) -> tuple[int, int]:
@@ -126,7 +124,7 @@ class Rows:
         return next((S, T) for S, T in self.shapes if s <= S and t <= T)
 
     def padding(self) -> float:
-        """The share of what the rows hold that is padding, of sources and targets together."""
+        """The share of padding in the rows, of sources and targets together."""
         room = sum(sum(self.shape([row])) for row in range(len(self)))
         return 1 - sum(len(example.source) + len(example.tokens) for example in self.examples) / room
 
@@ -182,10 +180,10 @@ class Pairs:
         return question(model, tokenizer, text, reference)
 
     def _pairs(self, path: str, problems: Problems) -> Iterator[Pair]:
-        found = self._lines(path, problems)
+        texts = self._lines(path, problems)
         if path.startswith("hf:") or path.removesuffix(".gz").endswith((".jsonl", ".json", ".parquet")):
-            found = ((place, *values) for place, values in records(path, (self.source, self.target), problems))
-        for place, source, target in found:
+            texts = ((place, *values) for place, values in records(path, (self.source, self.target), problems))
+        for place, source, target in texts:
             if not (isinstance(source, str) and isinstance(target, str)):
                 problems.add(place, "no text", f" but {type(source).__name__} and {type(target).__name__}")
             elif source.strip() and target.strip():
@@ -218,22 +216,22 @@ def open_pairs(
         )
     splits = []
     for part, pairs in (("training", train), ("validation", validation)):
-        found = list(_encoded(pairs, tokenizer, lengths, problems))
-        if not found:
+        splits.append(list(_encode(pairs, tokenizer, lengths, problems)))
+        if not splits[-1]:
             raise ConfigError(f"data: {name}: no {part} pair fits the model's {lengths} tokens{problems}")
-        splits.append(found)
-    learned, held_out = ([example for _, example in found] for found in splits)
-    made, scored = rows(learned, lengths), Packed()(held_out, lengths)
+    train_examples, validation_examples = ([example for _, example in split] for split in splits)
+    train_rows, packed = rows(train_examples, lengths), Packed()(validation_examples, lengths)
     questions = [question(model, tokenizer, pair.source, pair.target) for pair, _ in splits[1]]
     content = hashlib.sha256(f"{tokenizer.digest} {lengths}".encode())
-    for example in itertools.chain(learned, held_out):
+    for example in train_examples + validation_examples:
         content.update(example.source.tobytes() + example.tokens.tobytes() + example.labels.tobytes())
-    tokens = sum(int(example.weights.sum()) for example in learned)
+    tokens = sum(int(example.weights.sum()) for example in train_examples)
     return Dataset(
-        train=made, validation=Rows(held_out, scored.members, scored.shapes, questions), digest=content.hexdigest(),
+        train=train_rows, validation=replace(packed, questions=questions), digest=content.hexdigest(),
         vocab_size=max(tokenizer.vocab_size, tokenizer.end_of_text + 1), tokenizer=tokenizer,
-        description=f"{name}: {len(learned):,} training and {len(held_out):,} validation pairs, {tokens:,} target tokens, "
-        f"vocabulary {tokenizer.vocab_size:,}; {len(made):,} rows, {made.padding():.1%} padding{problems}",
+        description=f"{name}: {len(train_examples):,} training and {len(validation_examples):,} validation pairs, "
+        f"{tokens:,} target tokens, vocabulary {tokenizer.vocab_size:,}; {len(train_rows):,} rows, "
+        f"{train_rows.padding():.1%} padding{problems}",
     )  # fmt: skip
 
 
@@ -243,16 +241,16 @@ def question(model: Any, tokenizer: Any, text: str, reference: str = "") -> Ques
     return Question([tokenizer.end_of_text], reference, source) if hasattr(model, "encoder") else Question(source, reference)
 
 
-def _encoded(
+def _encode(
     pairs: Sequence[Pair], tokenizer: Any, lengths: tuple[int, int], problems: Problems
 ) -> Iterator[tuple[Pair, Example]]:
-    end, whole = np.array([tokenizer.end_of_text], np.int32), lengths[0] == 0
+    end, one_text = np.array([tokenizer.end_of_text], np.int32), lengths[0] == 0
     texts = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (1, 2)]
     for pair, source, target in zip(pairs, *texts, strict=True):
         source, labels = np.concatenate([source, end]), np.concatenate([target, end])
-        text = np.concatenate([source if whole else end, labels])
-        weights = (np.arange(len(text) - 1) >= (len(source) - 1 if whole else 0)).astype(np.int32)
-        example = Example(text[:-1], text[1:], weights, source[:0] if whole else source)
+        text = np.concatenate([source if one_text else end, labels])
+        weights = (np.arange(len(text) - 1) >= (len(source) - 1 if one_text else 0)).astype(np.int32)
+        example = Example(text[:-1], text[1:], weights, source[:0] if one_text else source)
         for name, tokens, most in (("source", example.source, lengths[0]), ("target", example.tokens, lengths[1])):
             if len(tokens) > most:
                 problems.add(pair.place, f"{name} longer than the model's {most} tokens", f" ({len(tokens)})")

@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A line of a later part of a file. Its number is counted only when it is printed."""
+    """A line of a later part of a file. Its number is computed only when it is printed."""
 
     path: str
     start: int
@@ -70,12 +70,12 @@ def parts(path: str, size: int) -> list[Part]:
         cuts = list(range(0, epath.Path(path).stat().length, size)) or [0]
         return [Part(*cut) for cut in zip(cuts, [*cuts[1:], None], strict=True)]
     file = _open_parquet(path, Problems("skip"))
-    found, start, bytes_of_part = [], 0, 0
+    groups, start, bytes_of_part = [], 0, 0
     for group in range(file.num_row_groups if file else 0):
         if bytes_of_part >= size:
-            found, start, bytes_of_part = [*found, Part(start, group)], group, 0
+            groups, start, bytes_of_part = [*groups, Part(start, group)], group, 0
         bytes_of_part += file.metadata.row_group(group).total_byte_size
-    return [*found, Part(start)]
+    return [*groups, Part(start)]
 
 
 def lines(path: str, problems: Problems, part: Part = Part()) -> Iterator[tuple[Any, str | None]]:
@@ -125,16 +125,12 @@ class Stream:
             self._rows.load_state_dict(state["rows"])
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        rows = iter(self._rows)
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:  # of readers, compression and network
-                raise ConfigError(f"data: cannot read {self._name} after row {self._number} ({_words(error)})") from error
-            self._number += 1
-            yield f"{self._name}:{self._number}", row
+        try:
+            for row in self._rows:
+                self._number += 1
+                yield f"{self._name}:{self._number}", row
+        except Exception as error:  # of readers, compression and network
+            raise ConfigError(f"data: cannot read {self._name} after row {self._number} ({_words(error)})") from error
 
     def state(self) -> dict[str, Any]:
         """After the last row that was read, as JSON."""
@@ -144,10 +140,9 @@ class Stream:
 def _rows(path: str, fields: Sequence[str], problems: Problems, part: Part, stream: Stream | None) -> Iterable[tuple[Any, Any]]:
     if path.startswith("hf:"):
         return stream or Stream(path, part)
-    name = path.removesuffix(".gz")
     if path.endswith(".parquet"):
         return _parquet(path, fields, problems, part)
-    if name.endswith((".jsonl", ".json")):
+    if path.removesuffix(".gz").endswith((".jsonl", ".json")):
         return _jsonl(path, problems, part)
     raise ConfigError(f"data: {path}: rows are read from .jsonl[.gz] and .parquet files and from hf:NAME#SPLIT")
 
@@ -215,10 +210,11 @@ def _hugging_face(path: str) -> Any:
     try:
         if not any((Path(name) / file).exists() for file in ("state.json", "dataset_dict.json")):
             return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-        found = datasets.load_from_disk(name)
-        if not isinstance(found, dict) and split not in ("", "train"):
+        rows: Any = datasets.load_from_disk(name)
+        if isinstance(rows, dict):
+            rows = rows[split or "train"]
+        elif split not in ("", "train"):
             raise ValueError(f"the folder holds one data set without splits, so none is called {split!r}")
-        rows: Any = found[split or "train"] if isinstance(found, dict) else found
         return rows.to_iterable_dataset(num_shards=max(1, min(64, len(rows))))
     except Exception as error:  # of the hub, of files and of settings
         raise ConfigError(f"data: cannot read {path} ({_words(error)})") from error

@@ -84,6 +84,11 @@ def context_length(model: Any) -> int:
     return length
 
 
+def read_example(split: Any, index: int) -> dict[str, np.ndarray]:
+    """`split[index]` of a split that defines `len` and `take_rows`."""
+    return {name: rows[0] for name, rows in split.take_rows(np.array([range(len(split))[index]])).items()}
+
+
 @dataclass(frozen=True, eq=False)
 class Windows:
     """Window i has tokens[s : s+T] and labels tokens[s+1 : s+T+1], where s = stride * i and T = `length`.
@@ -95,12 +100,10 @@ class Windows:
     tokens: Any  # an array, or what is indexed like one
     length: int
     stride: int = 1
+    __getitem__ = read_example
 
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1 - self.length) // self.stride) + 1
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {name: rows[0] for name, rows in self.take_rows(np.array([range(len(self))[index]])).items()}
 
     def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The windows at `indices` as arrays [B, T]: tokens and labels int32, weights float32."""
@@ -173,11 +176,11 @@ def _encode(config: Text | Stdlib, name: str, raw: bytes, source: str) -> tuple[
 
 
 def _encode_bpe(config: Text | Stdlib, text: str, cut: int, source: str) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Tokens from the cache, which keeps them the first time. Several processes may do so at once."""
+    """Tokens from the cache; the first time they are encoded and stored there. Several processes may do so at once."""
     key = hashlib.sha256(f"layout 2 {source} {cut} {config.vocab_size}".encode()).hexdigest()[:24]
     file = cache_folder(config.cache) / f"tokens-{key}.npz"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)  # what is wrong with the folder is said before minutes of encoding
+        file.parent.mkdir(parents=True, exist_ok=True)  # a bad folder is reported before minutes of encoding
         return _load_tokens(file)
     except OSError as error:
         if not (isinstance(error, FileNotFoundError) or is_full(error)):

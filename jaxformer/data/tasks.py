@@ -104,8 +104,8 @@ class Examples:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         tokens, labels, weights, *source = self._example(range(self._length)[index]).copy()
-        found = {"tokens": tokens, "labels": labels, "weights": weights.astype(np.float32)}
-        return found | {"source": source[0]} if source else found
+        arrays = {"tokens": tokens, "labels": labels, "weights": weights.astype(np.float32)}
+        return arrays | {"source": source[0]} if source else arrays
 
 
 def open_task(config: Task, limit: int) -> Dataset:

@@ -101,7 +101,7 @@ class Characters(_Tokenizer):
 
 @contextlib.contextmanager
 def _panic_as_error() -> Iterator[None]:
-    """A panic of the `tokenizers` package, as some tokenizer.json give one, is no Exception: here it becomes a ValueError."""
+    """Turns a panic of the `tokenizers` package, which is no Exception, into a ValueError. Some tokenizer.json cause one."""
     try:
         yield
     except BaseException as error:
@@ -115,7 +115,7 @@ class BPE(_Tokenizer):
 
     @_panic_as_error()
     def __init__(self, serialized: str, end: str | None = None):
-        """Of the JSON of the package; `end` is the token that ends a text, by default one of `ENDS`."""
+        """From the JSON of the package. `end` is the token that ends a text, by default one of `ENDS`."""
         self._tokenizer = require_package().Tokenizer.from_str(serialized)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -124,10 +124,9 @@ class BPE(_Tokenizer):
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
         self.end_of_text = next((i for i in map(self.id_of, (end,) if end else ENDS) if i is not None), None)
         self.state = {"type": "bpe", "tokenizer": json.loads(self._tokenizer.to_str())} | ({"end_of_text": end} if end else {})
-        # some tokenizers (Llama's) put a space before every text that they are given: theirs is not cut
         self._chunk = sys.maxsize
-        one, other, both = ([*self.encode(text)] for text in ("a\n", "b", "a\nb"))
-        if one + other == both:
+        # some tokenizers (Llama's) put a space before every text, so a long text must not be cut
+        if self.encode("a\n") + self.encode("b") == self.encode("a\nb"):
             self._chunk = 1 << 16
 
     @classmethod
@@ -147,7 +146,7 @@ class BPE(_Tokenizer):
         return cls(tokenizer.to_str())
 
     def ending_with(self, token: str) -> "BPE":
-        """The same, of which another token ends a text."""
+        """The same tokenizer with another token for the end of a text."""
         return BPE(json.dumps(self.state["tokenizer"]), token)
 
     def id_of(self, token: str) -> int | None:
@@ -165,9 +164,8 @@ class BPE(_Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         texts = [text.encode("utf-8", errors="replace").decode() for text in texts]
-        return [
-            np.array(encoding.ids, np.int32) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -225,7 +223,7 @@ def by_name(name: str, vocab_size: int | None, texts: Iterable[str] = ()) -> Byt
 
 
 def check_vocab_size(name: str, vocab_size: int | None) -> None:
-    """Raises ConfigError where a tokenizer that is learned has no size, or another one has."""
+    """Raises ConfigError for bpe without a size, and for another tokenizer with one."""
     if (name == "bpe") != (vocab_size is not None):
         raise ConfigError(f"data.vocab_size={vocab_size}: tokenizer='bpe' needs one, every other tokenizer has its own")
 

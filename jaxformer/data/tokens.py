@@ -21,12 +21,12 @@ log = logging.getLogger("jaxformer")
 
 
 def is_full(error: OSError) -> bool:
-    """Whether it says that a disk or a quota is full, also in the words of another process."""
+    """Whether a disk or a quota is full, by the error's number or by its words, if they are from another process."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "Disk quota exceeded" in str(error)
 
 
 def free_bytes(folder: Path) -> int:
-    """On the disk of a folder, which need not exist yet."""
+    """Free bytes of the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
 
 
@@ -45,7 +45,7 @@ def load_sealed(path: Path) -> Any:
 
 
 class Index(NamedTuple):
-    """What a shard holds, or all shards together."""
+    """The description of a shard, or of all shards together."""
 
     tokens: int
     documents: int
@@ -54,9 +54,9 @@ class Index(NamedTuple):
     counts: dict[str, int]  # as in Problems
     first: dict[str, str]
     last: bool = True  # whether the part ends here
-    written: int = 0  # when the file of the tokens was, in ns
-    state: dict[str, Any] | None = None  # of a stream, where its next shard begins
-    shards: dict[str, list[int]] | None = None  # of a whole, by name: tokens, written
+    written: int = 0  # time of the file of the tokens, in ns
+    state: dict[str, Any] | None = None  # of a stream: where its next shard begins
+    shards: dict[str, list[int]] | None = None  # of all together: {name: [tokens, written]}
 
     def save(self, file: Path) -> None:
         save_sealed(file, self._asdict())
@@ -67,24 +67,24 @@ class Index(NamedTuple):
 
     @classmethod
     def find(cls, file: Path) -> "Index | None":
-        """None where there is none, or a damaged one."""
+        """As `load`, but None for a missing or a damaged file."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return cls.load(file)
 
 
 def checked_index(entry: Path, itemsize: int) -> Index | None:
-    """The index of a finished entry; None where something is missing or damaged, and then that part counts no longer.
+    """The index of a finished entry. None if something is missing or damaged: that part is then forgotten.
 
-    To read all tokens would take minutes at every start. So a file is read only where its time is not that of its writing.
+    Reading all tokens would take minutes at every start. So a file is read only if its time is not the noted one.
     """
     if (index := Index.find(entry / "index.json")) is None:
         return None
     shards, damaged = {}, False
     for name, (tokens, written) in (index.shards or {}).items():
         file = entry / f"{name}.tokens"
-        found = file.stat() if file.exists() else None
-        if found and found.st_size == tokens * itemsize and (found.st_mtime_ns == written or _has_digest(file)):
-            shards[name] = [tokens, found.st_mtime_ns]
+        status = file.stat() if file.exists() else None
+        if status and status.st_size == tokens * itemsize and (status.st_mtime_ns == written or _has_digest(file)):
+            shards[name] = [tokens, status.st_mtime_ns]
         else:
             damaged = True
             forget_part(entry, name)
@@ -97,14 +97,14 @@ def checked_index(entry: Path, itemsize: int) -> Index | None:
 
 
 def _has_digest(file: Path) -> bool:
-    """Whether tokens are those of which the digest was noted."""
+    """Whether the tokens of a file have the digest that was noted."""
     with file.open("rb") as stream:
         shard = Index.find(file.with_suffix(".json"))
         return shard is not None and hashlib.file_digest(stream, "sha256").hexdigest() == shard.digest
 
 
 def forget_part(entry: Path, name: str) -> None:
-    """All shards of the part of a damaged one: those of a stream begin where the one before ends."""
+    """Forgets all shards of a part with a damaged one, because a shard of a stream begins where the one before ends."""
     log.warning("data.cache: %s is damaged; its part is encoded again", entry / name)
     for shard in entry.glob(f"{name[:6]}-*.json"):
         shard.unlink(missing_ok=True)
@@ -134,16 +134,16 @@ class Tokens:
         return np.stack([self._read(int(row[0]), int(row[-1]) + 1)[row - row[0]] for row in key])
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        start, stop, found = start + self.start, stop + self.start, [np.zeros(0, self.dtype)]
+        start, stop, pieces = start + self.start, stop + self.start, [np.zeros(0, self.dtype)]
         number = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
             file, end = self.files[number], int(self.ends[number])
             count, offset = min(stop, end) - start, start - (end - self.sizes[number])
             try:
-                found.append(np.fromfile(file, self.dtype, count, offset=offset * self.dtype.itemsize))
+                pieces.append(np.fromfile(file, self.dtype, count, offset=offset * self.dtype.itemsize))
             except OSError as error:
                 raise ConfigError(f"data.cache: cannot read {file} ({error}); started again, the run makes it anew") from error
-            if len(found[-1]) < count:
+            if len(pieces[-1]) < count:
                 raise ConfigError(f"data.cache: {file} was shortened; started again, the run makes it anew")
             start, number = start + count, number + 1
-        return np.concatenate(found)
+        return np.concatenate(pieces)

@@ -182,8 +182,9 @@ def _name(module) -> str:
 
 
 def _part(where: str, layer: FlaxFeedForward | FlaxMixer, config: ModelConfig, wrap: Callable) -> tuple[Tree, Callable]:
-    """(spec, apply) of a part of our models. apply(params, x, context) is wrap(run, params, x, context), where run calls
-    the layer. Raises ConfigError if its output has another shape.
+    """(spec, apply) of a part of our models: apply(params, x, context) is wrap(run, params, x, context); run calls the layer.
+
+    Raises ConfigError if its output has another shape than x.
     """
     T = config.embedding.length if isinstance(config.embedding, Patches) else config.context_length
     # every layer accepts full()
@@ -192,9 +193,9 @@ def _part(where: str, layer: FlaxFeedForward | FlaxMixer, config: ModelConfig, w
     example = lambda: (jnp.zeros((1, T, config.d_model)), Context(mask, jnp.arange(T)[None]))
     spec, run = _layer(where, layer, example)
     apply = partial(wrap, lambda params, x, context: run(params, x, context).astype(x.dtype))
-    found = jax.eval_shape(lambda params: apply(params, *example())[0], params.abstract(spec)).shape
-    if found != (shape := (1, T, config.d_model)):
-        raise ConfigError(f"{where}: {_name(layer.module)} makes {found} of x {shape}; expected the same shape")
+    out = jax.eval_shape(lambda params: apply(params, *example())[0], params.abstract(spec)).shape
+    if out != (shape := (1, T, config.d_model)):
+        raise ConfigError(f"{where}: {_name(layer.module)} makes {out} of x {shape}; expected the same shape")
     return spec, apply
 
 

@@ -50,7 +50,7 @@ class Files:
 def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Files:
     """Opens a local folder or a hub repository (`org/name`; `revision`: a branch, tag or commit) and reads all headers.
 
-    What exists, is absolute, a `Path` or starts with `.` or `~` is a path. ConfigError for pickles, missing or damaged files.
+    A path exists, is absolute, is a `Path`, or starts with `.` or `~`. ConfigError for pickles, missing or damaged files.
     """
     folder = Path(os.path.expanduser(path_or_name))
     local = isinstance(path_or_name, Path) or folder.is_absolute() or path_or_name.startswith((".", "~"))
@@ -75,8 +75,8 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
             " (before version 5 with safe_serialization=True), or on the hub with huggingface.co/spaces/safetensors/convert"
         )
     else:
-        found = f"there are {list_names(listing)}; give the folder that `save_pretrained` wrote"
-        raise ConfigError(f"{folder}: neither {SINGLE} nor {INDEX}; {found}")
+        advice = f"there are {list_names(listing)}; give the folder that `save_pretrained` wrote"
+        raise ConfigError(f"{folder}: neither {SINGLE} nor {INDEX}; {advice}")
     parts = {name: file.get_slice(name) for name, file in opened.items()}
     names = {name: (tuple(part.get_shape()), str(DTYPES[part.get_dtype()].name)) for name, part in parts.items()}
     return Files(folder, config, generation, names, opened)
@@ -140,8 +140,9 @@ def _open_shards(index: Path, listing: list[str]) -> dict[str, Any]:
         raise ConfigError(f"{index}: {len(missing)} of {len(files)} files are missing: {list_names(missing)}; download them")
     opened: dict[str, Any] = {}
     for file in files:
-        found = _open_file(index.parent / file)  # of a tensor in two files, the index says which counts
-        opened |= {name: tensors for name, tensors in found.items() if weight_map.get(name, file) == file}
+        tensors = _open_file(index.parent / file)
+        # if two files have a tensor, the index says which one counts
+        opened |= {name: handle for name, handle in tensors.items() if weight_map.get(name, file) == file}
     if missing := sorted(weight_map.keys() - opened.keys()):
         raise ConfigError(f"{index}: lists {list_names(missing)}, which no file has; {AGAIN}")
     return opened
@@ -150,7 +151,7 @@ def _open_shards(index: Path, listing: list[str]) -> dict[str, Any]:
 def _open_file(path: Path) -> dict[str, Any]:
     """{tensor: open file} of one file. The package reads its header and checks that the tensors fill the file."""
     try:
-        regular_file(path).open("rb").close()  # of a file that may not be read, the package says that there is none
+        regular_file(path).open("rb").close()  # the package calls a file without read permission a missing one
         file = safe_open(path, "np", backend="pread")  # if a mapped file becomes shorter, the process dies (SIGBUS)
     except (OSError, SafetensorError) as error:
         reason = _display(str(error).removeprefix("Error while deserializing header: "))

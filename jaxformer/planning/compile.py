@@ -108,10 +108,10 @@ def compile_step(lowered: Any, devices: list, fast: bool) -> tuple[Any, topology
 
 
 def memory_of(compiled: Any, log: topology.Log, argument_bytes: int) -> dict[str, Any]:
-    """The fields of a plan about memory; of a program that did not fit, by the compiler's message."""
+    """The fields of a plan about memory; for a program that did not fit, from the compiler's message."""
     if compiled is None:
-        found = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\)", log.text)
-        number, unit = filter(None, found.groups()) if found else ("0", "G")
+        message = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\)", log.text)
+        number, unit = filter(None, message.groups()) if message else ("0", "G")
         peak = int(float(number) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[unit])
         arguments, temporaries, host, donated = argument_bytes, 0, 0, False
     else:

@@ -70,10 +70,10 @@ def plan_decode(
     prefill, first, *_ = compiled(decoding.prefill, 1, min(length, CHUNK), room, False)
     step, size, weights, cache = compiled(decoding.decode_step, rows, 1, room, True)
     text = (step.as_text() or "") if step else ""
-    exchanges, read = hlo.exchanges(text), params.paths(weights)
-    if not config.tie_embeddings:  # rows of the table are looked up
-        read.pop("embedding/tokens", None)
-    needed = device_bytes(read) + device_bytes(cache) * length // room
+    exchanges, factors = hlo.exchanges(text), params.paths(weights)
+    if not config.tie_embeddings:  # of an untied table a step looks up a few rows
+        factors.pop("embedding/tokens", None)
+    needed = device_bytes(factors) + device_bytes(cache) * length // room
     traffic = hlo.traffic(text, sum(width < length for width in widths(room)))
     traffic = traffic if any(traffic) else hlo.Traffic(needed, 0.0)
     seconds = roofline.seconds(0.0, traffic, exchanges, mesh, chip)  # no product is large: memory and network decide
@@ -96,11 +96,11 @@ def abstract_arguments(config: ModelConfig, mesh, dtype, rows: int, tokens: int,
     """Shapes on a mesh: prepared parameters, a cache that is new or `used`, new tokens, how many of them are text."""
     layers = [block.spec(config, mixer) for mixer in scan.pattern(config)]
     spec = models.spec(config) | {"layers": tuple(layers[i % len(layers)] for i in range(config.num_layers))}
-    made = jax.eval_shape(lambda: decoding.prepare(config, models.init(config, jax.random.key(0)), dtype))
+    weights = jax.eval_shape(lambda: decoding.prepare(config, models.init(config, jax.random.key(0)), dtype))
     number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     cache = jax.eval_shape(partial(decoding.init_cache, config, rows, room, dtype))
     states = replace(cache, lengths=number(rows) if used else None), number(rows, tokens), number(rows)
-    return [jax.tree.map(placed, made, sharding.shardings(spec, mesh)), *jax.tree.map(partial(_place, mesh), states)]
+    return [jax.tree.map(placed, weights, sharding.shardings(spec, mesh)), *jax.tree.map(partial(_place, mesh), states)]
 
 
 def _place(mesh, leaf: Any) -> jax.ShapeDtypeStruct:

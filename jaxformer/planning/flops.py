@@ -18,8 +18,8 @@ class Count(NamedTuple):
     """What a function computes, over all devices.
 
     matmul: FLOPs of products, two a multiply-add. notes: what is not counted exactly, as an upper or a lower bound.
-    shared: FLOPs that the turns of the innermost scan outside make together, and not each of them.
-    split: by id of a table, FLOPs that the devices of the innermost `shard_map` outside make together, in all turns and loops.
+    shared: FLOPs of all turns of the innermost enclosing scan together, not of each.
+    split: by id of a table, FLOPs of all devices of the innermost enclosing `shard_map` together, in all turns and loops.
     """
 
     matmul: float = 0.0
@@ -54,13 +54,13 @@ class _Walk(NamedTuple):
     `scan` and `shard_map` stack a constant and take it apart again; here it stays as it is: its shape may be another.
     """
 
-    found: dict[int, tuple[Count, list]]  # by id of a jaxpr without constants among its arguments
+    results: dict[int, tuple[Count, list]]  # by id of a jaxpr without constants among its arguments
 
     def closed(self, closed, values: list) -> tuple[Count, list]:
         jaxpr, consts = getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()))
         unknown = all(value is None for value in consts + values)
-        if unknown and id(jaxpr) in self.found:
-            return self.found[id(jaxpr)]
+        if unknown and id(jaxpr) in self.results:
+            return self.results[id(jaxpr)]
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], consts + values, strict=True))
         read = lambda atom: (atom.val if np.ndim(atom.val) else None) if hasattr(atom, "val") else env.get(atom)
         total = Count()
@@ -70,7 +70,7 @@ class _Walk(NamedTuple):
             env.update(zip(eqn.outvars, results, strict=True))
         result = total, [read(atom) for atom in jaxpr.outvars]
         if unknown:
-            self.found[id(jaxpr)] = result
+            self.results[id(jaxpr)] = result
         return result
 
     def equation(self, eqn, values: list) -> tuple[Count, list]:
@@ -126,9 +126,9 @@ class _Walk(NamedTuple):
         return one.times(max(x.aval.shape[0] for x in arrays)) + Count(notes=frozenset([ROWS]))
 
     def branches(self, eqn, values: list) -> tuple[Count, list]:
-        found = [self.closed(branch, values[1:]) for branch in eqn.params["branches"]]
-        most, results = max(found, key=lambda pair: pair[0].flops)
-        differ = any(one.flops < most.flops for one, _ in found)
+        branches = [self.closed(branch, values[1:]) for branch in eqn.params["branches"]]
+        most, results = max(branches, key=lambda pair: pair[0].flops)
+        differ = any(one.flops < most.flops for one, _ in branches)
         return most + Count(notes=frozenset([DEAREST] if differ else [])), results
 
     def kernel(self, eqn, values: list) -> Count:

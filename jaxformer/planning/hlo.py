@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -111,23 +112,25 @@ def exchanges(text: str) -> list[Exchange]:
     it counts once. A loop with an unknown number of turns counts once.
     """
     computations = _parse(text)
-    found: dict[tuple, Exchange] = {}
-    begun = set()
+    counts, sizes = Counter[Any](), Counter[Any]()
+    channels = set()
     for op, _, times, fused in _visited(computations):
         if not op.kind:
             continue
         if fused and (channel := re.search(r"channel_id=\d+", op.line)):
-            if (op.kind, channel[0]) in begun:
+            if (op.kind, channel[0]) in channels:
                 continue
-            begun.add((op.kind, channel[0]))
+            channels.add((op.kind, channel[0]))
         lines = [op.line, *(one.line for name in op.called for one in computations.get(name, {}).values())]
         group = tuple(next(filter(None, map(_group, lines)), []))
         if len(group) == 1:  # a device alone
             continue
         overlapped = (fused or op.code.endswith("-start") or op.kind == "send") and '"is_sync":true' not in op.line
-        _, _, _, count, size = found.get((op.kind, group, overlapped), (op.kind, group, overlapped, 0, 0))
-        found[op.kind, group, overlapped] = Exchange(op.kind, group, overlapped, count + times, size + int(times * _bytes(op)))
-    return list(found.values())
+        counts[op.kind, group, overlapped] += times
+        sizes[op.kind, group, overlapped] += int(times * _bytes(op))
+    return [
+        Exchange(kind, group, overlapped, n, sizes[kind, group, overlapped]) for (kind, group, overlapped), n in counts.items()
+    ]
 
 
 def collectives(text: str, mesh) -> list[Collective]:
@@ -137,13 +140,14 @@ def collectives(text: str, mesh) -> list[Collective]:
 
 def by_axes(found: list[Exchange], mesh) -> list[Collective]:
     """Exchanges by the axes of a mesh, largest first."""
-    merged: dict[tuple, Collective] = {}
+    counts, sizes = Counter[Any](), Counter[Any]()
     for one in found:
         places = np.unravel_index(np.array(one.group, int), tuple(mesh.shape.values()))
         axes = tuple(name for name, row in zip(mesh.shape, places, strict=True) if len(set(row.tolist())) > 1)
-        _, _, count, size = merged.get((one.kind, axes), (one.kind, axes, 0, 0))
-        merged[one.kind, axes] = Collective(one.kind, axes, count + one.count, size + one.bytes)
-    return sorted(merged.values(), key=lambda one: -one.bytes)
+        counts[one.kind, axes] += one.count
+        sizes[one.kind, axes] += one.bytes
+    merged = [Collective(kind, axes, n, sizes[kind, axes]) for (kind, axes), n in counts.items()]
+    return sorted(merged, key=lambda one: -one.bytes)
 
 
 class Traffic(NamedTuple):
@@ -221,8 +225,8 @@ def _read(computations: dict[str, Computation], inside: Computation, name: str, 
 
 def _in_memory(shapes: str) -> float:
     """Bytes of the arrays of a result that lie in the device's main memory."""
-    found = re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", shapes)
-    return math.fsum(_size(dtype, dims) for dtype, dims, layout in found if "S(1)" not in layout)
+    arrays = re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", shapes)
+    return math.fsum(_size(dtype, dims) for dtype, dims, layout in arrays if "S(1)" not in layout)
 
 
 def _size(dtype: str, dims: str) -> float:
@@ -232,30 +236,30 @@ def _size(dtype: str, dims: str) -> float:
 
 def largest(report: str, count: int = 8) -> list[dict]:
     """The largest buffers in the compiler's memory-usage report, each as `{"bytes", "shape"}` of the largest array it holds."""
-    found: list[dict[str, Any]] = []
+    buffers: list[dict[str, Any]] = []
     for size, unit, shapes in re.findall(r"\);\s+([\d.]+)(\w*i?B);\s+\d+;\s+\d+; (.*)", report):
         first = max(re.findall(r"\w+\[[\d,]*\]", shapes), key=_in_memory)
-        found.append({"bytes": int(float(size) * _UNITS[unit]), "shape": first})
-    return sorted(found, key=lambda one: -one["bytes"])[:count]
+        buffers.append({"bytes": int(float(size) * _UNITS[unit]), "shape": first})
+    return sorted(buffers, key=lambda one: -one["bytes"])[:count]
 
 
 def largest_results(text: str, count: int = 4) -> list[dict]:
     """The largest arrays that the operations of a program write, as `{"bytes", "shape", "source"}`; of equal ones, one."""
-    found: dict[str, dict[str, Any]] = {}
+    arrays: dict[str, dict[str, Any]] = {}
     for op, _, _, fused in _visited(_parse(text)):
         if not (fused or _FREE.fullmatch(op.code) or op.shape.startswith("(")):
             name = re.search(r'op_name="jit\([^)]*\)/([^"]*)"', op.line)
             shape, source = op.shape.partition("{")[0], name[1] if name else op.code
-            found.setdefault(shape, {"bytes": int(_bytes(op)), "shape": shape, "source": source})
-    return sorted(found.values(), key=lambda one: -one["bytes"])[:count]
+            arrays.setdefault(shape, {"bytes": int(_bytes(op)), "shape": shape, "source": source})
+    return sorted(arrays.values(), key=lambda one: -one["bytes"])[:count]
 
 
 def _turns(line: str, computations: dict[str, Computation]) -> int:
     """The turns of a loop: as the compiler wrote, or the constant that bounds its counter, divided by the step."""
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
         return int(known[1])
-    named = [re.search(rf"{part}=%?([\w.\-]+)", line) for part in ("condition", "body")]
-    condition, body = (computations.get(found[1], {}) if found else {} for found in named)
+    names = [re.search(rf"{part}=%?([\w.\-]+)", line) for part in ("condition", "body")]
+    condition, body = (computations.get(name[1], {}) if name else {} for name in names)
     bounds = [op.number for op in condition.values() if re.match(r"[su]\d+\[\]", op.shape)]
     return max(1, math.ceil(max(bounds, default=1) / _step(condition, body)))
 

@@ -41,7 +41,7 @@ def explain(experiment: Experiment) -> str:
     for options, note in changes(experiment, shards):
         with suppress(*FAILURES):  # the change does not fit the experiment, its mesh or its model
             tried.append((needed(config.override(experiment, options.split()))[0], options, note))
-    helpful = sorted(found for found in tried if found[0] < peak)[:3]
+    helpful = sorted(change for change in tried if change[0] < peak)[:3]
     lines += [f"  with {options} {gib(size)}: {note}" for size, options, note in helpful]
     return "\n".join(lines)
 

@@ -23,7 +23,7 @@ def network(found: list[Exchange], mesh: Any, chip: Chip) -> tuple[dict[str, flo
     extents = _extents(everywhere)
     for one in found:
         devices = [everywhere[place] for place in one.group] or everywhere
-        (axes,) = [found.axes for found in by_axes([one], mesh)]
+        (axes,) = [collective.axes for collective in by_axes([one], mesh)]
         name, n, seconds = "*".join(axes) or "others", max(2, len(devices)), overlapped if one.overlapped else waits
         islands = {0: 1, 1: 1} if one.kind == "send" else Counter(map(_island, devices))
         if len(islands) > 1:

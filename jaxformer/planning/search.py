@@ -30,7 +30,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
-    """State, gradients, kept activations, work of a layer; products, ring traffic. ConfigError for a mesh that does not fit."""
+    """Bytes: state, gradients, saved activations, one layer's work. Seconds: products, rings. ConfigError for a bad mesh."""
     model, mesh = experiment.model, experiment.mesh
     shape = mesh.shape(devices)
     split = shape["tensor"]
@@ -122,20 +122,20 @@ def search(experiment: Any, name: str, devices: list, count: int = 12, most: int
     fits = [pair for pair in pairs if pair[0].bytes < 1.15 * chip.memory]
     fits.sort(key=lambda pair: -pair[1].batch_size / pair[0].seconds)
     others = sorted((pair for pair in pairs if pair[0].bytes >= 1.15 * chip.memory), key=lambda pair: pair[0].bytes)
-    found: list[tuple[Any, Plan]] = []
+    plans: list[tuple[Any, Plan]] = []
     for number, (_, one) in enumerate(_varied([*fits, *others])[:most], 1):
         try:
-            made = plan(one, name, devices, fast=True)
+            planned = plan(one, name, devices, fast=True)
         except (ConfigError, NotImplementedError) as error:
             print(f"{number}: {options(one, experiment)}: {error}", file=sys.stderr, flush=True)
             continue
-        found.append((one, made))
-        words = f"{made.tokens_per_second:,.0f} tokens/s" if made.fits else "does not fit"
-        words = f"{number}: {options(one, experiment)}: {made.peak_bytes / cost.GIB:.1f} GiB, {words}"
-        print(words, file=sys.stderr, flush=True)
-        if sum(made.fits for _, made in found) >= count:
+        plans.append((one, planned))
+        speed = f"{planned.tokens_per_second:,.0f} tokens/s" if planned.fits else "does not fit"
+        line = f"{number}: {options(one, experiment)}: {planned.peak_bytes / cost.GIB:.1f} GiB, {speed}"
+        print(line, file=sys.stderr, flush=True)
+        if sum(planned.fits for _, planned in plans) >= count:
             break
-    return sorted(found, key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second, pair[1].peak_bytes))
+    return sorted(plans, key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second, pair[1].peak_bytes))
 
 
 def _varied(pairs: list[tuple]) -> list[tuple]:

@@ -25,18 +25,17 @@ class Gpu(NamedTuple):
     capability: int
     cores: int
     units: int  # of a core, for float32
-    shared: int  # bytes of a core
-    shared_block: int
+    shared: int  # bytes of a core, of which the system keeps 1024
     l2: int
     clock: float  # GHz
     memory: int
 
 
 GPUS = {
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 167936, 166912, 41943040, 1.41, 85100068864),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 233472, 232448, 52428800, 1.98, 84942979072),
-    "h200": Gpu("NVIDIA H200", 9, 132, 128, 233472, 232448, 52428800, 1.98, 151397597184),
-    "b200": Gpu("NVIDIA B200", 10, 148, 128, 233472, 232448, 132644864, 1.965, 191514411008),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 167936, 41943040, 1.41, 85100068864),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 233472, 52428800, 1.98, 84942979072),
+    "h200": Gpu("NVIDIA H200", 9, 132, 128, 233472, 52428800, 1.98, 151397597184),
+    "b200": Gpu("NVIDIA B200", 10, 148, 128, 233472, 132644864, 1.965, 191514411008),
 }
 
 
@@ -73,12 +72,12 @@ def devices(name: str, slices: int = 1) -> list:
 
 
 def versions(platform: str) -> dict[str, str]:
-    """Of jax and of the compiler of that platform, as far as they are installed."""
-    found = {}
+    """The versions of jax and of the compiler of that platform, if they are installed."""
+    numbers = {}
     for name in ("jax", "libtpu" if platform == "tpu" else "jax-cuda13-plugin"):
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            numbers[name] = metadata.version(name)
+    return numbers
 
 
 def _ask(platform: str, extra: str, name: str, **options: Any) -> list:
@@ -101,7 +100,7 @@ def _target(gpu: Gpu) -> str:
         "shared_memory_per_core": gpu.shared, "threads_per_core_limit": 2048, "core_count": gpu.cores,
         "fpus_per_core": gpu.units, "block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 65535,
         "block_dim_limit_z": 65535, "memory_bandwidth": int(CHIPS[gpu.kind].bandwidth), "l2_cache_size": gpu.l2,
-        "clock_rate_ghz": gpu.clock, "device_memory_size": gpu.memory, "shared_memory_per_block_optin": gpu.shared_block,
+        "clock_rate_ghz": gpu.clock, "device_memory_size": gpu.memory, "shared_memory_per_block_optin": gpu.shared - 1024,
         "registers_per_core_limit": 65536, "registers_per_block_limit": 65536, "thread_dim_limit_x": 1024,
         "thread_dim_limit_y": 1024, "thread_dim_limit_z": 64,
     }  # fmt: skip

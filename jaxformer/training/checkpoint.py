@@ -58,8 +58,8 @@ silence.install()
 class LatestAndBest:
     """Orbax's preservation policy: the newest step, the last `latest` multiples of `every`, and the `best` of lowest metric.
 
-    A step between two multiples goes when a newer one is there: what is kept does not depend on when a run was stopped. NaN
-    is after all numbers. Orbax's own BestN has no rule for NaN, and opens no folder in which one step's metric is damaged.
+    A step between two multiples is deleted when a newer one exists, so the kept steps do not depend on when a run was stopped.
+    NaN ranks last. Orbax's own BestN has no rule for NaN, and opens no folder in which one step's metric is damaged.
     """
 
     def __init__(self, folder: epath.Path, every: int, latest: int, best: int):
@@ -131,9 +131,9 @@ class Manager(AbstractContextManager):
     def save(self, step: int, state: Tree, metadata: dict | None = None, metric: float | None = None, wait: bool = False):
         """Starts to save; when this returns the state may be donated. Waits for a save still running, never skips one.
 
-        A save that fails, as where that step or a later one exists, leaves no step, and is logged; with `wait` it raises
+        A failed save, for example if that step or a later one exists, leaves no step and is logged; with `wait` it raises
         CheckpointError. `metadata` is JSON (else TypeError). The lowest `metric` is best, NaN the worst, None no candidate.
-        ConfigError where the lock is gone, as after `rm -rf`: another trainer may have started.
+        ConfigError if the lock is gone, for example after `rm -rf`: another trainer may have started.
         """
         self.wait()
         if not first(lambda: self._lock is None or _is_in_place(self._lock)):
@@ -193,7 +193,7 @@ class Manager(AbstractContextManager):
             self._forget_failures()
 
     def _forget_failures(self) -> None:
-        """Orbax keeps what failed, in several parts, and would raise each of them in a later save. `_failed` has logged one."""
+        """Drops the errors of a failed save, which orbax keeps and would raise in later saves. `_failed` has logged one."""
         with suppress(Exception):
             self._orbax.wait_until_finished()
         checkpointer: Any = self._orbax._checkpointer
@@ -242,15 +242,15 @@ class Manager(AbstractContextManager):
 
     def _delete_early(self, step: int) -> None:
         """On a full disk, the steps that the save of `step` makes superfluous go before it; never the newest."""
-        there = self.steps()
-        kept = self._policy.should_preserve([SimpleNamespace(step=other) for other in (*there, step)], context=None)
-        for old, keep in zip(there[:-1], kept, strict=False):
+        earlier = self.steps()
+        preserve = self._policy.should_preserve([SimpleNamespace(step=other) for other in (*earlier, step)], context=None)
+        for old, keep in zip(earlier[:-1], preserve, strict=False):
             if not keep:
                 (self.folder / str(old)).rename(self.folder / f"{old}.orbax-checkpoint-tmp")
         self._tidy()
 
     def _tidy(self) -> None:
-        """Removes what a killed or failed save or deletion left. Only while no save is running."""
+        """Removes the remains of killed or failed saves and deletions. Call it only while no save is running."""
         if not is_first():
             return
         try:
@@ -287,7 +287,7 @@ def resolve(folder: Folder) -> epath.Path:
 def steps(folder: Folder) -> list[int]:
     """The complete steps in a folder, in order; none if there is no such folder."""
     try:
-        return sorted(found.step for found in orbax.path.step.standard_name_format().find_all(resolve(folder)))
+        return sorted(metadata.step for metadata in orbax.path.step.standard_name_format().find_all(resolve(folder)))
     except ImportError as error:
         raise ConfigError(f"{folder}: {error}; gs:// needs `pip install 'jaxformer[gcs]'`") from None
 
@@ -296,20 +296,20 @@ def restore_params(folder: Folder, abstract: Tree, step: int | None = None, part
     """The field `part` of a state, (step, params, metadata), verified. Nothing on disk changes. Errors: those of `restore`."""
     folder = resolve(folder)
     skip = lambda bad, why: _warn(f"{folder}: step {bad} is damaged: {why}; trying an older one")
-    found = _newest_good(folder, abstract, f"{part}/", step, skip)
-    if found is None:
+    restored = _newest_good(folder, abstract, f"{part}/", step, skip)
+    if restored is None:
         raise CheckpointError(f"{folder}: no checkpoint there; train first")
-    return found
+    return restored
 
 
 def _newest_good(
     folder: epath.Path, abstract: Tree, prefix: str, step: int | None, on_damage: Callable[[int, str], None]
 ) -> tuple[int, Tree, dict] | None:
-    there = first(lambda: steps(folder))
-    if step is not None and step not in there:
-        raise CheckpointError(f"{folder}: no checkpoint of step {step}; there are {manifest.shortened(there)}")
+    complete = first(lambda: steps(folder))
+    if step is not None and step not in complete:
+        raise CheckpointError(f"{folder}: no checkpoint of step {step}; there are {manifest.shortened(complete)}")
     damage = []
-    for candidate in reversed(there) if step is None else [step]:
+    for candidate in reversed(complete) if step is None else [step]:
         try:
             return candidate, *_read(folder / str(candidate), abstract, prefix)
         except Damaged as problem:
@@ -345,7 +345,7 @@ def _read(path: epath.Path, abstract: Tree, prefix: str) -> tuple[Tree, dict]:
 
 
 def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """What orbax reads. An error of one process is raised on all."""
+    """The arrays, read by orbax. An error of one process is raised on all."""
     # orbax refuses to save an empty array
     data: Any = {k: jnp.zeros(x.shape, x.dtype, device=x.sharding) for k, x in numbers.items() if not x.size}
     full = {name: leaf for name, leaf in numbers.items() if leaf.size}
@@ -382,11 +382,11 @@ def _check_files(path: epath.Path) -> None:
     """Raises Damaged for a pipe, a device or a file with a hole for an end: orbax would wait, or read it without an end."""
     for file in Path(path).rglob("*") if _is_local(path) else ():
         with suppress(FileNotFoundError):  # pruned meanwhile
-            found, name = file.stat(), file.relative_to(path)
-            if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+            status, name = file.stat(), file.relative_to(path)
+            if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
                 raise Damaged(f"{name} is no regular file")
-            if found.st_size > SMALL and name.parent.name != "d":  # numbers are in d; all else is JSON and indices
-                raise Damaged(f"{name} has {found.st_size:,} bytes")
+            if status.st_size > SMALL and name.parent.name != "d":  # numbers are in d; all else is JSON and indices
+                raise Damaged(f"{name} has {status.st_size:,} bytes")
 
 
 def _check_pieces(path: epath.Path) -> None:

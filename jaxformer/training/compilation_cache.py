@@ -11,17 +11,17 @@ from typing import Any
 
 import jax
 from etils import epath
-from jax._src import compilation_cache, compiler  # who writes has no public API
+from jax._src import compilation_cache, compiler  # which process writes has no public API
 
 log = logging.getLogger("jaxformer")
 UNUSED = 30 * 24 * 3600.0  # seconds after which a program is removed
 
 
 def enable(runs: epath.PathLike = "") -> None:
-    """Programs persist in the user's own cache folder, because they are native code; those of runs in a bucket beside these.
+    """Keeps compiled programs in the user's own cache folder, because they are native code; of runs in a bucket beside them.
 
-    Hosts share a bucket, and a new host has no cache folder. JAX_COMPILATION_CACHE_DIR is another folder. Where none can be
-    written, nothing persists. Programs that compile within 0.2 s, or JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS, are not kept.
+    Hosts share a bucket, and a new host has no cache folder. JAX_COMPILATION_CACHE_DIR names another folder. If none can be
+    written, nothing is kept. Programs that compile within 0.2 s, or JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS, are not kept.
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxformer" / "compiled"
@@ -43,9 +43,9 @@ def enable(runs: epath.PathLike = "") -> None:
 def write(
     cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any, host_callbacks: Sequence[Any]
 ) -> None:
-    """Keeps a program of one of several processes. In JAX only process 0 writes, and the others compile at every start.
+    """Keeps a program of one of several processes. JAX writes those of process 0 alone: the others would compile at each start.
 
-    The keys tell which devices are the process's own, so processes of one machine share a folder.
+    A key names the devices of its process, so processes of one machine share a folder.
     """
     if host_callbacks or compile_time_secs < jax.config.values["jax_persistent_cache_min_compile_time_secs"]:
         return  # the addresses of callbacks are those of this start
@@ -56,7 +56,7 @@ def write(
 
 
 def tidy(folder: Path) -> None:
-    """Removes programs that a killed process left torn, which JAX would neither read nor replace, and those long unused."""
+    """Removes programs that nobody used for a month, and torn ones of killed processes: JAX neither reads nor replaces them."""
     for path in folder.glob("*-cache"):
         with contextlib.suppress(OSError):  # another process removes it
             read, data = path.stat().st_atime, path.read_bytes()

@@ -1,4 +1,4 @@
-"""Text made into a task of its own: hidden tokens and next sentences (BERT), corrupted spans and prefixes (T5).
+"""Training tasks made from plain text: hidden tokens and next sentences (BERT), corrupted spans and prefixes (T5).
 
 Objectives, and functions of a random key. The key is a function of (seed, step): a resumed run hides the same tokens.
 """
@@ -15,9 +15,9 @@ from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.masks import FULL, prefix
 from jaxformer.models import heads
-from jaxformer.ops.losses import LossSums, cross_entropy, projected_cross_entropy
+from jaxformer.ops.losses import LossSums, cross_entropy
 from jaxformer.ops.positions import within_segments
-from jaxformer.training.objectives import INPUTS, Batch, TokenCrossEntropy, with_reports
+from jaxformer.training.objectives import Batch, TokenCrossEntropy, head_cross_entropy, model_inputs, with_reports
 
 
 def hide_tokens(
@@ -69,7 +69,7 @@ def corrupt_spans(
         marks = jnp.where(starts, sentinel - part // 2, -1)
         source = jnp.where(starts, marks, jnp.where(in_span, -1, row))
         target = jnp.stack([marks, jnp.where(in_span, row, -1)], axis=1).reshape(-1)
-        return _kept(source, T - count + spans, end), _kept(target, count + spans, end)
+        return _compact(source, T - count + spans, end), _compact(target, count + spans, end)
 
     return jax.vmap(corrupt)(jax.random.split(key, len(tokens)), tokens)
 
@@ -81,7 +81,7 @@ def _partition(key: Array, total: int, parts: int) -> Int[Array, " parts"]:
     return jnp.diff(ends)
 
 
-def _kept(row: Array, count: int, end: int) -> Array:
+def _compact(row: Array, count: int, end: int) -> Array:
     """The `count` entries that are not negative, in their order, and `end`."""
     return jnp.append(row[jnp.argsort(row < 0, stable=True)[:count]], end)
 
@@ -136,12 +136,8 @@ class NextSentence:
             raise ConfigError(f"objective: NextSentence {problem}")
         choose, inside = jax.random.split(key)
         hidden = self.masked.hidden(model, batch, choose)
-        inputs = {name: batch[name] for name in INPUTS if name in batch}
-        output = models.apply(model, params, hidden["tokens"], dropout_key=inside, dtype=dtype, **inputs)
-        table, tree = params["embedding"]["tokens"], params.get("heads", {}).get(words.name, {})
-        states, kernel, bias = heads.unembedding(model, words, tree, output.hidden, table)
-        options = dict(bias=bias, softcap=model.logit_softcap)
-        tokens = projected_cross_entropy(states, kernel, hidden["labels"], hidden["weights"], **options)
+        output = models.apply(model, params, hidden["tokens"], dropout_key=inside, dtype=dtype, **model_inputs(batch))
+        tokens = head_cross_entropy(model, words, params, output.hidden, hidden["labels"], hidden["weights"])
         rows = jnp.any(batch["weights"] > 0, axis=1).astype(batch["weights"].dtype)
         sentences = cross_entropy(output.heads[self.head], batch["labels"], rows)
         sums = with_reports(tokens, output)
@@ -156,8 +152,8 @@ class NextSentence:
 class PrefixLanguageModel:
     """Cross entropy of the tokens behind a prefix, whose tokens all see each other. Raffel et al. 2020, section 3.2.1.
 
-    It reads next-token data. The model has the mask `causal() | prefix(n)` with the same n; any other is refused that
-    does not show the whole prefix, or shows more of what comes behind it than `causal()`.
+    It reads next-token data. The model has the mask `causal() | prefix(n)` with the same n. A mask that hides a part of the
+    prefix, or shows more of the tokens behind it than `causal()`, is refused.
     """
 
     prefix: int  # tokens of a text that are given

@@ -28,8 +28,8 @@ def _check_least(config: Any, prefix: str, fields: dict[str, int]) -> None:
 class Checkpoints:
     """When to save, and what to keep. The last step is always saved.
 
-    A process that is killed costs at most `every` steps: as a save runs beside the steps after it, there is another one
-    half-way between two multiples, which goes when a newer one is there.
+    A kill costs at most `every` steps. A save runs beside the steps after it, so there is another save half-way between two
+    multiples; it is deleted when a newer one is complete.
     """
 
     every: int = 500  # steps
@@ -55,9 +55,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Spikes:
-    """A step is bad whose loss or gradient norm is so many `deviations` above the mean of the last `window` good steps.
+    """A step is bad if its loss or its gradient norm is `deviations` standard deviations above the mean of good steps.
 
-    Nothing is bad before so many steps were good. Standard deviations, of the losses and of the norms.
+    Mean and deviation are those of the last `window` good steps. Before that many good steps, no step is bad.
     """
 
     deviations: float = 6.0  # standard deviations above the mean

@@ -28,12 +28,12 @@ class Goodput:
         self._last, self.seconds = began, dict.fromkeys(PARTS, 0.0)
         self.earlier: list[dict[str, Any]] = []
         if self.path is not None and self.path.exists():
-            with suppress(ConfigError):  # damaged: it is no more than an account
+            with suppress(ConfigError):  # a damaged account is not worth an error
                 starts = config.read_json(self.path, starts=list)["starts"]
                 self.earlier = [start for start in starts if isinstance(start, dict)]
 
     def lap(self, part: str) -> None:
-        """What was done since the last lap was this part."""
+        """Counts the time since the last lap as this part."""
         now = time.monotonic()
         self.seconds[part] += now - self._last
         self._last = now

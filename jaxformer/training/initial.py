@@ -63,13 +63,13 @@ def check_initial(experiment: Any, recipe: Recipe) -> None:
 
 
 def first_params(initial: Callable | str | None, model_spec: params.Tree, recipe: Recipe) -> params.Tree:
-    """What trains, by `initial` (None: random); factors of an adaptation as declared. ConfigError where shapes do not fit."""
+    """The parameters that train, from `initial` (None: random), with factors as declared. ConfigError for wrong shapes."""
     if initial is None:
         return None
     key, start = jax.random.key(recipe.seed), from_text(initial) if isinstance(initial, str) else initial
     tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), start(model_spec, key))
-    if found := params.mismatch(model_spec, tree):
-        raise ConfigError(f"initial={initial}: parameter {found}; give the model the sizes and heads of those weights")
+    if problem := params.mismatch(model_spec, tree):
+        raise ConfigError(f"initial={initial}: parameter {problem}; give the model the sizes and heads of those weights")
     if "weights" not in recipe.spec or "weights" in model_spec:
         return tree
     added = {name: part for name, part in recipe.spec.items() if name != "weights"}

@@ -102,9 +102,9 @@ def train(
         raise ConfigError("the data here are not those of process 0; give every host the same files")
     lines = processes.first(lambda: [] if folder.config.is_file() else introduce(experiment, runs))
     with contextlib.ExitStack() as stack:
-        kept = experiment.checkpoints
-        keep = dict(every=kept.every, keep_latest=kept.keep_latest, keep_best=kept.keep_best)
-        manager = stack.enter_context(checkpoint.Manager(folder.checkpoints, **keep))  # holds the run's lock
+        saves = experiment.checkpoints
+        manager = checkpoint.Manager(folder.checkpoints, saves.every, saves.keep_latest, saves.keep_best)
+        stack.enter_context(manager)  # holds the run's lock
         compilation_cache.enable(runs)
         if mesh is not None and experiment.mesh.backend == "jit":
             stack.enter_context(jax.set_mesh(mesh))
@@ -187,7 +187,7 @@ def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record,
 
 
 def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) -> list[str]:
-    """What is printed before the first step."""
+    """The lines printed before the first step."""
     count, device = parameters.count(recipe.spec), jax.devices()[0].device_kind
     lines = [f"{experiment.name}: {count:,} parameters, {device}, {experiment.precision}"]
     lines.append(f"data: {dataset.description}")
@@ -204,9 +204,9 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
 
 
 def harmless(report: Callable, share: float = 1.0) -> Callable:
-    """The report, left out while its calls have taken more than this share of the time since the first.
+    """The report, skipped while its calls took more than this share of the time since the first call.
 
-    When it fails it is dropped with one warning, because no picture stops a run.
+    If it fails, it is dropped with one warning, because no picture stops a run.
     """
     spent, began, failed = 0.0, None, False
 
@@ -228,7 +228,7 @@ def harmless(report: Callable, share: float = 1.0) -> Callable:
 
 
 def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh, refresh: Callable | None) -> Job:
-    """What the loop needs of an experiment: below this function nobody sees the experiment."""
+    """The parts of an experiment that the loop needs. Functions below this one do not see the experiment."""
     size = experiment.batch_size
     rows = processes.local_rows(mesh, size)
     pmapped, check = experiment.mesh.backend == "pmap" and mesh is not None, lambda *_: None
@@ -254,12 +254,12 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     def explain(state: TrainState, step: int) -> None:
         reproduction.keep(folder, state, step, metadata)
         batch = on_devices(None if pmapped else mesh, rows, size, batches(step))
-        found = reproduction.explain(experiment, replace(state, step=jax.numpy.full_like(state.step, step)), batch)
-        numbers = f"loss {found['loss']:g}, gradient norm {found['grad_norm']:g}"
+        result = reproduction.explain(experiment, replace(state, step=jax.numpy.full_like(state.step, step)), batch)
+        numbers = f"loss {result['loss']:g}, gradient norm {result['grad_norm']:g}"
         examples = batching.batch_indices(dataset.train, size, experiment.seed)[step].tolist()
         replay = f"python -m jaxformer evaluate {shlex.quote(str(folder.path))} --replay"
-        kept = f"kept in {folder.bad}; `{replay}` computes it again"
-        log.error("%s", "\n  ".join([f"step {step}: {numbers}", *found["found"], f"its examples: {examples}", kept]))
+        place = f"kept in {folder.bad}; `{replay}` computes it again"
+        log.error("%s", "\n  ".join([f"step {step}: {numbers}", *result["found"], f"its examples: {examples}", place]))
 
     return Job(
         **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},

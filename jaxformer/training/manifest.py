@@ -40,13 +40,12 @@ def unseal(sealed: Any, step: int) -> dict:
         raise Damaged("_CHECKPOINT_METADATA is missing or has changed")
     try:
         contents = json.loads(text)
-        whole = all({"shape", "dtype", "fingerprint"} <= leaf.keys() for leaf in contents["leaves"].values())
-        if not whole or "metric" not in contents or not isinstance(contents["metadata"], dict):
+        complete = all({"shape", "dtype", "fingerprint"} <= leaf.keys() for leaf in contents["leaves"].values())
+        if not complete or not {"step", "metric"} <= contents.keys() or not isinstance(contents["metadata"], dict):
             raise ValueError(contents)
-        found = contents["step"]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise Damaged("_CHECKPOINT_METADATA is not what a checkpoint has") from None
-    if found != step:
+    if contents["step"] != step:
         raise Damaged("_CHECKPOINT_METADATA is that of another step")
     return contents
 
@@ -56,7 +55,7 @@ def _with_checksum(text: str) -> dict[str, str]:
 
 
 def compare(path: epath.Path, saved: dict[str, dict], wanted: dict[str, Any]) -> None:
-    """Raises CheckpointError, with the first leaves, where the checkpoint has others than the model."""
+    """Raises CheckpointError, which names the first leaves that differ between the checkpoint and the model."""
     text = lambda shape, dtype: f"{dtype}[{','.join(map(str, shape))}]"
     left = {name: text(leaf["shape"], leaf["dtype"]) for name, leaf in saved.items()}
     right = {name: text(leaf.shape, leaf.dtype) for name, leaf in wanted.items()}
@@ -93,7 +92,7 @@ def shortened(names: list) -> str:
 
 # Fingerprints of arrays: any flipped bit changes them; mesh, sharding and order of summation do not
 def fingerprints(leaves: Iterable[Array]) -> list[str]:
-    """16 hex digits for each array. All are dispatched before the first is waited for."""
+    """16 hex digits for each array. All are dispatched before the first is read."""
     return [f"{int(a):08x}{int(b):08x}" for a, b in jax.device_get([block_if_simulated(fingerprint(leaf)) for leaf in leaves])]
 
 

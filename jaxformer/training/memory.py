@@ -18,7 +18,7 @@ HUGE = 1 << 21  # bytes of a huge page
 def one_heap() -> None:
     """Where JAX can only run on CPU, lets all threads allocate from one heap; before JAX starts its threads.
 
-    Else what a thread has freed is no room for another one: a save left 0.2 GB beside each later step, and `keep` kept nothing.
+    Otherwise a thread cannot reuse what another one freed: a save left 0.2 GB beside each later step, and `keep` kept nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and _only_cpu():
@@ -37,8 +37,8 @@ def keep() -> None:
     """On CPU, lets the process keep freed memory instead of giving it back after every step and faulting it in again.
 
     XLA allocates a program's temporaries anew for each call; glibc returns such large blocks to the kernel at once. Keeping
-    them, in huge pages, takes a seventh to a third off the time of a step. It needs `one_heap`, which it calls: where JAX has
-    started before, other heaps are there, which cannot hold large blocks. Elsewhere than on glibc this does nothing.
+    them, in huge pages, takes a seventh to a third off the time of a step. It calls `one_heap`; if JAX started before, there
+    are other heaps, which cannot hold large blocks. Without glibc this does nothing.
     """
     one_heap()
     mallopt = _of_glibc("mallopt")
@@ -62,13 +62,13 @@ def _in_huge_pages() -> None:
 
 
 def _after_compiling(event: str, duration_secs: float, **_: Any) -> None:
-    """The compiler leaves 0.1 GB of freed memory; a step would be beside it."""
+    """Gives back 0.1 GB that the compiler freed and that a step would not reuse."""
     if event.endswith("backend_compile_duration") and duration_secs > 1:
         give_back()
 
 
 def give_back() -> None:
-    """On CPU, returns all freed memory to the kernel: what a step left between its arrays is no room for other sizes."""
+    """On CPU, returns all freed memory to the kernel: gaps between the arrays of a step do not fit arrays of other sizes."""
     trim = _of_glibc("malloc_trim")
     if trim is not None:
         trim(0)

@@ -37,7 +37,7 @@ class Record:
             copy.write_bytes(self.path.read_bytes())
             log.warning("%s: no records in lines %s; they are left out, the file as it was is %s", self.path, damaged, copy)
         self.loggers: list[Any] = []
-        self.reached = 0  # how many steps an earlier start had recorded
+        self.reached = 0  # steps that an earlier start recorded
         self._behind = False  # whether the file lacks lines, because the disk was full
         self._grows = "://" not in str(path)
 
@@ -57,7 +57,7 @@ class Record:
         self._tell_loggers(lambda logger: logger.write(step, values), "%s stopped: %s; the run goes on without it")
 
     def save(self) -> None:
-        """Before a checkpoint: what was written so far is in the file."""
+        """Brings all lines into the file; called before a checkpoint."""
         if self._behind or (not self._grows and self.lines):
             self._write_out(self._write_all)
 
@@ -74,7 +74,7 @@ class Record:
                 self.loggers.remove(logger)
 
     def _write_out(self, write: Callable[[], None]) -> None:
-        """Calls `write`, or writes all lines again where the last try failed. What cannot be written now is kept for later."""
+        """Calls `write`, or writes all lines again if the last try failed. Lines that cannot be written now wait for later."""
         try:
             (self._write_all if self._behind else write)()
             self._behind = False
@@ -96,7 +96,7 @@ class Record:
 
 
 def read_records(path: epath.PathLike) -> list[dict]:
-    """The records of a metrics.jsonl; lines that are none are left out."""
+    """The records of a metrics.jsonl; damaged lines are left out."""
     return _parse(path)[0]
 
 
@@ -106,7 +106,7 @@ def steps_done(records: Sequence[dict]) -> int:
 
 
 def _parse(path: epath.PathLike) -> tuple[list[dict], list[int]]:
-    """(records, numbers of the lines that are none). A last line without an end was torn by a kill: that is no damage."""
+    """(records, numbers of damaged lines). A kill leaves a last line without an end, which does not count as damage."""
     path, records, damaged = config.regular_file(path), [], []
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, line in enumerate(lines, 1):
@@ -205,9 +205,9 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Reporter:
-    """Holds back each step's metrics until the next step was dispatched; checks them, logs every `every`-th and the last.
+    """Waits with the metrics of a step until the next step is dispatched; checks them, logs every `every`-th and the last.
 
-    A step that changed nothing is reported at once, with its number and why.
+    A step that changed nothing is reported at once, with its number and the reason.
     """
 
     def __init__(self, write, console: Console, *, every: int, last: int, max_skipped: int):
@@ -215,7 +215,7 @@ class Reporter:
         self._every, self._last, self._max_skipped = every, last, max_skipped
         self._waiting: tuple[int, dict, float | None] | None = None
         self._clock: float | None = None
-        self._tokens = self._work = 0.0  # of the steps since then: not before the first one is compiled
+        self._tokens = self._work = 0.0  # of the steps since the clock began, which is after the first step is compiled
 
     def restart_clock(self) -> None:
         """Time spent on evaluation and saving does not count in tokens a second."""
@@ -227,7 +227,7 @@ class Reporter:
         self._waiting = (step, metrics, work)
 
     def is_idle(self) -> bool:
-        """Whether the device has done all that it was given."""
+        """Whether the device has finished all steps."""
         return self._waiting is None or self._waiting[1]["loss"].is_ready()
 
     def now(self) -> None:
@@ -236,20 +236,20 @@ class Reporter:
         step, metrics, work = self._waiting
         self._waiting = None
         values = numbers(jax.device_get(metrics))
+        figures = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+        finite = math.isfinite(values["loss"] + values["grad_norm"])
         if values["skipped"] >= self._max_skipped:
             times = f"{int(values['skipped'])} steps in a row, up to step {step}"
-            found = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
-            what = "far above the steps before" if math.isfinite(values["loss"] + values["grad_norm"]) else "not finite"
-            raise NonFinite(f"{what} for {times} ({found}); lower --optimizer.learning-rate or look at the data", step)
+            what = "far above the steps before" if finite else "not finite"
+            raise NonFinite(f"{what} for {times} ({figures}); lower --optimizer.learning-rate or look at the data", step)
         empty = values["tokens"] <= 0 and math.isfinite(values["grad_norm"])
         if empty:  # it has no mean loss: the record says how many tokens there were instead
             self._console.say(f"step {step} changed nothing: the weights of its batch sum to {values['tokens']:g}")
             values = {name: value for name, value in values.items() if math.isfinite(value)}
         elif values["skipped"]:
             scale = f"; the loss scale is now {values['loss_scale']:g}" if "loss_scale" in values else ""
-            spike = ", far above the steps before" * math.isfinite(values["loss"] + values["grad_norm"])
-            why = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}{spike}{scale}"
-            self._console.say(f"step {step} changed nothing: {why}")
+            spike = ", far above the steps before" * finite
+            self._console.say(f"step {step} changed nothing: {figures}{spike}{scale}")
         tokens = values["tokens"] if empty else values.pop("tokens")
         speed = self._speed(tokens, work)
         if step % self._every == 0 or step == self._last:

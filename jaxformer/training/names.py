@@ -36,7 +36,7 @@ _OF_MODELS = {
     reversible: "Reversible",
     vision: "Reconstruction",
 }
-MODEL = models.PRESETS | {name: found for module, names in _OF_MODELS.items() for name, found in _of(module, names).items()}
+MODEL = models.PRESETS | {name: value for module, names in _OF_MODELS.items() for name, value in _of(module, names).items()}
 ANSWERS = {"Sampling": Sampling, "Beams": Beams, "gnmt": gnmt}
 NAMES: dict[str, Mapping[str, Any]] = {
     "model": MODEL, "mixer": {"Linear": mixers.Linear},

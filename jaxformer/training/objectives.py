@@ -2,8 +2,8 @@
 
 Any function of that form is an objective. `key` is always given, and is a function of (seed, step): for dropout, for
 random masks. An objective that is scored by another one has a method `evaluation()` that returns it.
-One whose loss is no sum over rows, because a row is compared with the others of the batch, has an attribute
-`whole_batch = True`: what would show it parts of the batch (accumulation, pmap) is refused.
+An objective that compares the rows of a batch, so that its loss is no sum over rows, has an attribute `whole_batch = True`:
+accumulation and pmap, which would show it parts of the batch, are then refused.
 """
 
 from collections.abc import Callable
@@ -45,21 +45,17 @@ class TokenCrossEntropy:
         return replace(self, label_smoothing=0.0, z_loss=0.0)
 
     def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
-        inputs = {name: batch[name] for name in INPUTS if name in batch}
         options = dict(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
         labels, weights = batch["labels"], batch["weights"]
         if not models.is_config(model):
-            output = models.apply(model, params, batch["tokens"], dropout_key=key, dtype=dtype, **inputs)
+            output = models.apply(model, params, batch["tokens"], dropout_key=key, dtype=dtype, **model_inputs(batch))
             return with_reports(cross_entropy(output.logits, labels, weights, **options), output)
-        output = models.encode(model, params, batch["tokens"], dropout_key=key, dtype=dtype, **inputs)
+        output = models.encode(model, params, batch["tokens"], dropout_key=key, dtype=dtype, **model_inputs(batch))
         config, tree = models.last_stack(model), params if isinstance(model, models.ModelConfig) else params["decoder"]
         head = heads.language_model(config)
         if head is None:
             raise ConfigError(f"model.heads={config.heads}: this objective needs a LanguageModel among them")
-        head_params, table = tree.get("heads", {}).get(head.name, {}), tree["embedding"].get("tokens")
-        hidden, kernel, bias = heads.unembedding(config, head, head_params, output.hidden, table)
-        sums = projected_cross_entropy(hidden, kernel, labels, weights, bias=bias, softcap=config.logit_softcap, **options)
-        return with_reports(sums, output)
+        return with_reports(head_cross_entropy(config, head, tree, output.hidden, labels, weights, **options), output)
 
 
 @dataclass(frozen=True)
@@ -77,17 +73,16 @@ class ClassCrossEntropy:
         return replace(self, label_smoothing=0.0, augment=())
 
     def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
-        inputs = {name: batch[name] for name in INPUTS if name in batch}
         x, labels, weights = batch["images" if "images" in batch else "tokens"], batch["labels"], batch["weights"]
         if self.augment:
             key, augment_key = jax.random.split(key)
             x = augmented(self.augment, augment_key, x)
-        output = models.apply(model, params, x, dropout_key=key, dtype=dtype, **inputs)
+        output = models.apply(model, params, x, dropout_key=key, dtype=dtype, **model_inputs(batch))
         if output.logits is None or not output.logits.shape[:-1] == labels.shape == weights.shape:
             shapes = [None if array is None else list(array.shape) for array in (output.logits, labels, weights)]
-            found = "logits {}, labels {}, weights {}".format(*shapes)
+            problem = "ClassCrossEntropy: logits {}, labels {}, weights {}".format(*shapes)
             heads = "a Classification head first, for labels [B, T] a TokenClassification"
-            raise ConfigError(f"ClassCrossEntropy: {found}; for labels and weights [B] give the model {heads}")
+            raise ConfigError(f"{problem}; for labels and weights [B] give the model {heads}")
         sums = cross_entropy(output.logits, labels, weights, label_smoothing=self.label_smoothing)
         return with_reports(sums, output)
 
@@ -102,8 +97,7 @@ class SpanCrossEntropy:
     """
 
     def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
-        inputs = {name: batch[name] for name in INPUTS if name in batch}
-        output = models.apply(model, params, batch["tokens"], dropout_key=key, dtype=dtype, **inputs)
+        output = models.apply(model, params, batch["tokens"], dropout_key=key, dtype=dtype, **model_inputs(batch))
         if output.logits is None or output.logits.ndim != 3 or output.logits.shape[-1] != 2:
             raise ConfigError("SpanCrossEntropy needs logits [B, T, 2]; give the model a TokenClassification(2) head first")
         logits = jnp.where(batch["passage"][:, None] > 0, output.logits.swapaxes(1, 2), -jnp.inf)  # [B, 2, T]
@@ -111,6 +105,20 @@ class SpanCrossEntropy:
         sums = with_reports(cross_entropy(logits, labels, jnp.broadcast_to(weights[:, None] / 2, labels.shape)), output)
         exact = jnp.all(best_spans(logits) == labels, axis=1)
         return sums._replace(metrics=sums.metrics | {"exact_match": (jnp.sum(exact * weights), sums.weight)})
+
+
+def model_inputs(batch: Batch) -> Batch:
+    """The fields of a batch that are arguments of `models.apply`."""
+    return {name: batch[name] for name in INPUTS if name in batch}
+
+
+def head_cross_entropy(
+    config: models.ModelConfig, head: Any, params: Any, hidden: Array, labels: Array, weights: Array, **options: Any
+) -> TokenSums:
+    """`projected_cross_entropy` of a language model's head, from its stack's parameters and hidden states."""
+    head_params, table = params.get("heads", {}).get(head.name, {}), params["embedding"].get("tokens")
+    hidden, kernel, bias = heads.unembedding(config, head, head_params, hidden, table)
+    return projected_cross_entropy(hidden, kernel, labels, weights, bias=bias, softcap=config.logit_softcap, **options)
 
 
 def best_spans(logits: Array) -> Array:
@@ -122,15 +130,15 @@ def best_spans(logits: Array) -> Array:
 
 
 def with_reports(sums: TokenSums, output: models.Output) -> LossSums:
-    """The sums with what the model reports of itself: a loss that changes the gradient alone, and figures, means over layers.
+    """The sums with the model's own loss, which changes only the gradient, and its figures, means over layers.
 
-    A figure whose name ends in /layers keeps the value of each layer.
+    A figure whose name ends in /layers has a value for each layer.
     """
     loss = sums.loss
     if output.loss is not None:
         # the routing loss changes the gradient but not the reported loss
         loss = loss + ((output.loss - jax.lax.stop_gradient(output.loss)) * sums.weight).astype(loss.dtype)
     figures = {name: value for name, value in (output.stats or {}).items() if value.ndim == 1}  # one a layer
-    kept = {name: value if name.endswith("/layers") else jnp.mean(value) for name, value in figures.items()}
-    means = {name: (value.astype(loss.dtype) * sums.weight, sums.weight) for name, value in kept.items()}
+    values = {name: value if name.endswith("/layers") else jnp.mean(value) for name, value in figures.items()}
+    means = {name: (value.astype(loss.dtype) * sums.weight, sums.weight) for name, value in values.items()}
     return LossSums(loss, sums.weight, {"accuracy": (sums.correct, sums.weight), **means})

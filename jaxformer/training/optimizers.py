@@ -107,14 +107,14 @@ class Muon:
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
-        # of the leaves that it is given: optax puts an empty node where another optimizer works
+        # optax puts an empty node where another optimizer works
         dimensions = lambda leaf, update: muon_dimensions(leaf) if jax.tree.leaves(update) else update
         muon = optax.contrib.muon(
             learning_rate=1.0, ns_steps=self.newton_schulz_steps, beta=self.momentum,
             weight_decay=self.weight_decay, weight_decay_mask=decayed(self, spec),
             muon_weight_dimension_numbers=lambda updates: jax.tree.map(dimensions, spec, updates),
         )  # fmt: skip
-        # optax's Muon has Nesterov momentum for what it would hand to Adam, and decays all of it: it gets matrices alone
+        # optax's own Adam part has Nesterov momentum and decays all its parameters, so optax's Muon gets the matrices alone
         adamw = AdamW(b1=self.b1, b2=self.b2, weight_decay=self.weight_decay, not_decayed=self.not_decayed)
         others = optax.chain(adamw(spec), optax.scale(self.adam_learning_rate / self.learning_rate))
         return optax.partition({"Muon": muon, "AdamW": others}, jax.tree.map(self.route, spec))
@@ -139,17 +139,18 @@ def build(optimizer: Callable, spec: Tree, frozen: str | None = None) -> optax.G
 
     Frozen parameters have no state. ConfigError where `frozen` matches none or all, or the optimizer makes no transformation.
     """
-    made = with_rates(optimizer, spec)
-    if not isinstance(made, optax.GradientTransformation):
-        raise ConfigError(f"optimizer={optimizer}: a {type(made).__name__}; expected (spec) -> optax.GradientTransformation")
+    transform = with_rates(optimizer, spec)
+    if not isinstance(transform, optax.GradientTransformation):
+        kind = type(transform).__name__
+        raise ConfigError(f"optimizer={optimizer}: a {kind}; expected (spec) -> optax.GradientTransformation")
     if frozen is None:
-        return made
+        return transform
     matches = params.mask(spec, frozen)
     if len(set(jax.tree.leaves(matches))) == 1:
         count, example = "every" if jax.tree.leaves(matches)[0] else "no", next(iter(params.paths(spec)))
         raise ConfigError(f"frozen={frozen!r} matches {count} parameter; match some of their paths, such as {example}")
     labels = jax.tree.map(lambda match: "frozen" if match else "trained", matches)
-    return optax.partition({"frozen": optax.set_to_zero(), "trained": made}, labels)
+    return optax.partition({"frozen": optax.set_to_zero(), "trained": transform}, labels)
 
 
 def with_rates(optimizer: Callable, spec: Tree) -> Any:
@@ -160,11 +161,11 @@ def with_rates(optimizer: Callable, spec: Tree) -> Any:
         name = type(optimizer).__name__
         raise ConfigError(f"optimizer={name}: parameters have rates of their own (MuP), which are for Adam, AdamW and Lion")
     decays = isinstance(optimizer, AdamW | Lion)
-    made = (replace(optimizer, weight_decay=0.0) if decays else optimizer)(spec)
+    transform = (replace(optimizer, weight_decay=0.0) if decays else optimizer)(spec)
     scale = lambda leaf, update: jax.tree.map(lambda u: u * leaf.rate, update)  # none where another optimizer updates
     scaled = optax.stateless(lambda updates, _: jax.tree.map(scale, spec, updates))
     decay = [optax.add_decayed_weights(-optimizer.weight_decay, decayed(optimizer, spec))] if decays else []
-    return optax.chain(made, scaled, *decay)
+    return optax.chain(transform, scaled, *decay)
 
 
 def muon_dimensions(leaf: params.Spec) -> optax.contrib.MuonDimensionNumbers | None:
@@ -199,7 +200,7 @@ def for_each_layer(transform: optax.GradientTransformation, spec: Tree) -> optax
 
 
 def freeze(parameters: Tree, frozen: str | None) -> Tree:
-    """The parameters, those whose path matches without a gradient: it is not computed, and is in no norm to clip."""
+    """The parameters; if a path matches, no gradient of it is computed, and none is in the norm to clip."""
     if frozen is None:
         return parameters
     stop = lambda leaf, match: jax.lax.stop_gradient(leaf) if match else leaf
@@ -208,7 +209,7 @@ def freeze(parameters: Tree, frozen: str | None) -> Tree:
 
 def routes(optimizer: Any, spec: Tree, frozen: str | None = None) -> dict[str, str]:
     """For every parameter path, in words, what the optimizer does with it."""
-    decays = getattr(optimizer, "weight_decay", 0) and hasattr(optimizer, "not_decayed")  # one of the user's own may not say
+    decays = getattr(optimizer, "weight_decay", 0) and hasattr(optimizer, "not_decayed")  # a user's own optimizer may not say
     has_decay = params.paths(decayed(optimizer, spec)) if decays else {}
 
     def route(path, leaf):

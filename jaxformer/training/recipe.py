@@ -51,8 +51,8 @@ def build(experiment: Any) -> Recipe:
     model, mesh, dtype = pipelined(experiment.model, experiment.mesh), experiment.mesh, jnp.dtype(experiment.precision)
     in_parts = experiment.accumulation > 1 or (mesh.backend == "pmap" and mesh.data != 1)
     if in_parts and getattr(experiment.objective, "whole_batch", False):
-        found = f"accumulation={experiment.accumulation}, mesh.backend={mesh.backend}"
-        raise ConfigError(f"{found}: this objective compares all rows of a batch; expected accumulation=1, backend=jit")
+        settings = f"accumulation={experiment.accumulation}, mesh.backend={mesh.backend}"
+        raise ConfigError(f"{settings}: this objective compares all rows of a batch; expected accumulation=1, backend=jit")
     spec = models.spec(model)
     weights, frozen = lambda tree: tree, experiment.frozen
     if experiment.adaptation is not None:

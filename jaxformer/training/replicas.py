@@ -1,4 +1,4 @@
-"""Copies of the same numbers on several devices. A device that computes wrong, in silence, is found where they differ."""
+"""Compares the copies of the same numbers on several devices: a difference shows a device that computes wrong in silence."""
 
 from collections import Counter
 from functools import partial
@@ -40,17 +40,17 @@ def leaves_on_devices(state: Any) -> dict[str, Any]:
 
 
 def compare(mesh: jax.sharding.Mesh, leaves: dict[str, Any], specs: list[P], parts: list[list[str]], step: int) -> None:
-    """Raises Diverged where devices differ that hold the same part; `parts` names that of each leaf on each device."""
+    """Raises Diverged if devices with the same part of a leaf differ; `parts` names the part of each leaf on each device."""
     prints = local_fingerprints(mesh, tuple(specs), tuple(leaves.values()))
     here = {shard.index[0].start or 0: np.asarray(shard.data)[0] for shard in prints.addressable_shards}
-    of_device = {place: rows for found in all_gather_object(here) for place, rows in found.items()}
+    of_device = {place: rows for process in all_gather_object(here) for place, rows in process.items()}
     for number, (name, names) in enumerate(zip(leaves, parts, strict=True)):
         copies: dict[str, dict[int, bytes]] = {}
         for place, device in enumerate(mesh.devices.flat):
             copies.setdefault(names[place], {})[device.id] = of_device[place][number].tobytes()
-        for found in copies.values():
-            if len(set(found.values())) > 1:
-                raise Diverged(f"before step {step}, {difference(name, found)}; nothing was saved since", step)
+        for values in copies.values():
+            if len(set(values.values())) > 1:
+                raise Diverged(f"before step {step}, {difference(name, values)}; nothing was saved since", step)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -60,11 +60,11 @@ def local_fingerprints(mesh: jax.sharding.Mesh, specs: tuple[P, ...], leaves: tu
     return jax.shard_map(of_one, mesh=mesh, in_specs=(specs,), out_specs=P(mesh.axis_names), check_vma=False)(leaves)
 
 
-def difference(name: str, found: dict[int, bytes]) -> str:
-    """Which devices are alone with their numbers; of two, nobody knows which is right."""
-    most, count = Counter(found.values()).most_common(1)[0]
-    odd = [device for device, value in found.items() if value != most]
-    others = [device for device in found if device not in odd]
+def difference(name: str, values: dict[int, bytes]) -> str:
+    """Names the devices whose value is not that of the majority; of two devices, nobody knows which is right."""
+    most, count = Counter(values.values()).most_common(1)[0]
+    odd = [device for device, value in values.items() if value != most]
+    others = [device for device in values if device not in odd]
     names = lambda ids: f"device{'s' * (len(ids) > 1)} {', '.join(map(str, ids[:8]))}"
     doubt = "" if count > len(odd) else " (which of them is right cannot be known)"
     return f"{name} on {names(odd)} differs from its copies on {names(others)}{doubt}: suspect the hardware"

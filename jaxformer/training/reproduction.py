@@ -54,7 +54,7 @@ def replay(run: Run) -> dict[str, Any]:
 def explain(experiment: Experiment, state: TrainState, batch: dict[str, Any]) -> dict[str, Any]:
     """Loss and gradient norm of a step, computed again, and in `found` a line for each place that is not finite.
 
-    These are parameters and batch; where the batch is good, the residual stream after each layer; where all of them are, the
+    It looks at parameters and batch; if the batch is finite, at the residual stream after each layer; if that is finite, at the
     gradients. The state is donated.
     """
     found = [f"parameter {name} is not finite in {rows}" for name, rows in bad_rows(parameters.paths(state.params)).items()]

@@ -53,10 +53,10 @@ class StackWithRms:
     def __call__(self, config: models.ModelConfig, layers: Layers, x: Array, context: Context):
         place = len(context.tap.wanted), RESIDUAL
         tap = replace(context.tap, wanted=(*context.tap.wanted, (RESIDUAL, root_mean_square)))
-        x, found = self.stack(config, layers, x, replace(context, tap=tap))
-        others = {key: value for key, value in found.intermediates.items() if key != place}
-        stats = (found.stats or {}) | {"rms/activation/layers": found.intermediates[place]}
-        return x, found._replace(intermediates=others, stats=stats)
+        x, output = self.stack(config, layers, x, replace(context, tap=tap))
+        others = {key: value for key, value in output.intermediates.items() if key != place}
+        stats = (output.stats or {}) | {"rms/activation/layers": output.intermediates[place]}
+        return x, output._replace(intermediates=others, stats=stats)
 
 
 def with_rms(model: Any) -> Any:

@@ -53,11 +53,11 @@ class Run:
         part, leaves = "params" if abstract.ema is None else "ema", abstract.params
         restore = partial(checkpoint.restore_params, self.folder.checkpoints, leaves, part=part)
         step, tree, metadata = restore(self.step)
-        there = [other for other in checkpoint.steps(self.folder.checkpoints) if other <= step]
-        if not 1 <= self.average <= len(there):
-            kept = f"{len(there)} up to step {step}; --checkpoints.keep-latest says how many a run keeps"
-            raise ConfigError(f"{self.folder.path}: no mean of {self.average} checkpoints: there are {kept}")
-        for other in there[-self.average : -1]:
+        steps = [other for other in checkpoint.steps(self.folder.checkpoints) if other <= step]
+        if not 1 <= self.average <= len(steps):
+            number = f"{len(steps)} up to step {step}; --checkpoints.keep-latest says how many a run keeps"
+            raise ConfigError(f"{self.folder.path}: no mean of {self.average} checkpoints: there are {number}")
+        for other in steps[-self.average : -1]:
             tree = jax.tree.map(jax.numpy.add, tree, restore(other)[1])
         return step, jax.tree.map(lambda leaf: leaf / self.average, tree) if self.average > 1 else tree, metadata
 
@@ -78,7 +78,7 @@ class Run:
             return self.recipe.weights(self.checkpoint[1])
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
-        """Inside, what is computed is split over the run's mesh."""
+        """A context whose computations are split over the run's mesh."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @cached_property
@@ -95,18 +95,18 @@ class Run:
         recipe = build(merged)
         score = evaluator(merged, recipe, dataset, self.mesh)
         with self.on_mesh():
-            found = {"step": step, **score(self.params, final=True)}
+            scores = {"step": step, **score(self.params, final=True)}
             if int8:
                 rounded = score(jax.jit(partial(round_to_int8, recipe.spec))(self.params))
-                found |= {f"int8_{name}": value for name, value in rounded.items()}
-            return found
+                scores |= {f"int8_{name}": value for name, value in rounded.items()}
+            return scores
 
     def generate(self, prompt: str, seed: int = 0, **options) -> str:
         """The prompt and what the model makes of it, or its answer to a source; `options` are those of `stream`."""
         return self.opening(prompt) + "".join(self.stream(prompt, seed, **options))
 
     def opening(self, prompt: str) -> str:
-        """What stands before an answer where it is shown: the prompt that it continues, or nothing."""
+        """The text to show before an answer: the prompt that it continues, or nothing."""
         return "" if hasattr(self.experiment.data, "question") else prompt
 
     def stream(self, prompt: str, seed: int = 0, filters=(), stop: Sequence[str] = (), **options) -> Iterator[str]:
@@ -266,10 +266,10 @@ def evaluator(experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sh
 
 
 def scores_of(metric: Callable, scored: Evaluation) -> dict[str, Any]:
-    """What a metric finds, numbers of NumPy and JAX as Python's, which a record can hold. ConfigError for what is no score."""
-    found = metric(scored)
+    """The scores of a metric, with Python's numbers for NumPy's and JAX's, as a record needs. ConfigError for other values."""
+    scores = metric(scored)
     try:
-        return {name: value if isinstance(value, str) else float(value) for name, value in found.items()}
+        return {name: value if isinstance(value, str) else float(value) for name, value in scores.items()}
     except (AttributeError, TypeError, ValueError):
         name = getattr(metric, "__name__", type(metric).__name__)
-        raise ConfigError(f"metrics: {name} returned {found!r:.100}; expected {{name: number, or text}}") from None
+        raise ConfigError(f"metrics: {name} returned {scores!r:.100}; expected {{name: number, or text}}") from None

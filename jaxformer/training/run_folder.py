@@ -95,7 +95,7 @@ def allow(folder: RunFolder) -> None:
 
 
 def _code(folder: RunFolder) -> tuple[str, dict[str, Any]]:
-    """What opening a run runs: the copy of its experiment's file, and how it was run."""
+    """The code that opening a run executes: the copy of its experiment's file, and how it was run."""
     return config.read_text(folder.experiment), config.read_json(folder.source, path=str, overrides=list, imports=dict)
 
 
@@ -108,15 +108,15 @@ def differences(description: dict, experiment: Experiment) -> list[str]:
 
 def runs_of(name: str | None, runs: epath.PathLike) -> list[RunFolder]:
     """The runs of the experiment `name`, or all, the newest last. One whose description is damaged is left out."""
-    found = []
+    folders = []
     for path in epath.Path(runs).glob("*/config.json"):
         try:
             if RunFolder(path.parent).description().get("name") == name or name is None:
-                found.append(RunFolder(path.parent))
+                folders.append(RunFolder(path.parent))
         except ConfigError as error:
             log.warning("this run is left out: %s", error)
     written = lambda folder: max(path.stat().mtime or 0 for path in (folder.config, folder.metrics) if path.exists())
-    return sorted(found, key=written)
+    return sorted(folders, key=written)
 
 
 def compare(one: dict, other: dict, ignore: frozenset[str] | set[str] = frozenset()) -> list[str]:
@@ -162,7 +162,7 @@ def environment(data_digest: str) -> dict:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+        process = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None

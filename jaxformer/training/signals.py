@@ -1,4 +1,4 @@
-"""Being asked to stop: between two steps, on all processes after the same one."""
+"""Stopping on a signal: between two steps, after the same step on all processes."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ class Signals:
         return self
 
     def after(self, step: int) -> int:
-        """The signal to stop on now that so many steps are done, 0 for none. To be asked after every step."""
+        """The signal that stops the run after `step` steps; 0 for none. Call it after every step."""
         if self._several:
             return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else 0
         return self._received

@@ -15,7 +15,7 @@ from jaxformer.errors import ConfigError
 
 
 def digest(text: str, facts: dict[str, Any]) -> str:
-    """sha256 of an experiment file and of what source.json says: where it stood, its options, what it imported."""
+    """sha256 of an experiment file and of source.json: the file's path, its options, its imports."""
     return hashlib.sha256(json.dumps([text, facts], sort_keys=True).encode()).hexdigest()
 
 
@@ -41,8 +41,8 @@ def is_trusted(digest: str) -> bool:
 
 
 def _check_private() -> None:
-    found = folder().lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    status = folder().lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise ConfigError(
             f"{folder()}: must be a folder of yours that nobody else can write; try `chmod 700`, or XDG_STATE_HOME"
         )

@@ -96,8 +96,8 @@ def _read_longformer(c: Json, kind: str):
     windows = windows if isinstance(windows, list) else [windows] * layers
     if len(windows) != layers or any(type(width) is not int or width < 2 or width % 2 for width in windows):
         raise ConfigError(f"config.json: attention_window={reprlib.repr(windows)}: expected an even number for each layer")
-    given = kind in ("ForQuestionAnswering", "ForMultipleChoice")  # global tokens come with each call
-    tokens = None if given else int(kind == "ForSequenceClassification")
+    per_call = kind in ("ForQuestionAnswering", "ForMultipleChoice")  # global tokens come with each call
+    tokens = None if per_call else int(kind == "ForSequenceClassification")
     pattern = tuple(mixers.Longformer(width, tokens) for width in tables.shortest_pattern(windows))
     return pattern if len(pattern) > 1 else pattern[0]
 

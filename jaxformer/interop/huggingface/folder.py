@@ -97,8 +97,8 @@ def _read_settings(file: safetensors.Files) -> Checkpoint:
     """The checkpoint of a folder without parameters."""
     kind = file.config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        found = f"model_type {kind!r} (architectures {file.config.get('architectures')})"
-        raise ConfigError(f"{file.folder}/config.json: {found} is not supported; expected one of {', '.join(FAMILIES)}")
+        name = f"model_type {kind!r} (architectures {file.config.get('architectures')})"
+        raise ConfigError(f"{file.folder}/config.json: {name} is not supported; expected one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     try:
         tables.check_layers(file.config, len(file.names))
@@ -170,20 +170,20 @@ def _read_weights(file, family: tables.Family, config: Config, dtype, sharding, 
     return unflatten_dict({path: params[path] for path in leaves}, sep="/")
 
 
-def _find(file, family: tables.Family, known: Collection[str]) -> dict[str, str]:
-    """{name in `known`: name in the file}. Old files say gamma and beta, and may leave out the prefix."""
-    found: dict[str, str] = {}
+def _names_in_file(file, family: tables.Family, names: Collection[str]) -> dict[str, str]:
+    """{name in `names`: name in the file}. Old files say gamma and beta, and may leave out the prefix."""
+    source: dict[str, str] = {}
     for name in file.names:
         modern = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
-        canonical = modern if modern in known else family.prefix + modern
-        if canonical in known:
-            found[canonical] = name
-    return found
+        canonical = modern if modern in names else family.prefix + modern
+        if canonical in names:
+            source[canonical] = name
+    return source
 
 
 def _sources(file, family: tables.Family, tensors: dict[str, tables.Tensor]) -> tuple[dict[str, str], set[str]]:
     """({name in the tables: name in the file}, names of second copies of tied tensors)."""
-    source = _find(file, family, tensors.keys() | family.aliases.keys())
+    source = _names_in_file(file, family, tensors.keys() | family.aliases.keys())
     duplicates = set()
     for alias, first in family.aliases.items():
         if alias in source and alias not in tensors and first in tensors:
@@ -227,7 +227,7 @@ def _with_tie(file, family: tables.Family, config: Config) -> Config:
     head = next((rule.theirs for rule in rules if str(rule.ours).endswith("language_model/kernel")), None)
     if head is None or not stack.heads:
         return config
-    names = _find(file, family, family.aliases.keys() | family.aliases.values())
+    names = _names_in_file(file, family, family.aliases.keys() | family.aliases.values())
     if head not in names:
         return _with_stack(config, tie_embeddings=True) if file.config["model_type"] == "t5" else config
     table = names.get(family.aliases[head])
@@ -306,7 +306,7 @@ def _write_settings(config: Config, model_type: str | None) -> dict:
 
 
 def _fields(config: Config) -> dict[str, Any]:
-    """The fields that change what a trained model computes, the same for equal models; what a call decides is left out."""
+    """The fields that change what a trained model computes, equal for equal models; without what each call decides."""
     if isinstance(config, EncoderDecoder):
         sides = {"encoder": _fields(config.encoder), "decoder": _fields(config.decoder)}
         return flatten_dict(sides, sep=".") | {"share_embeddings": config.share_embeddings}
@@ -318,11 +318,11 @@ def _fields(config: Config) -> dict[str, Any]:
         "mup": config.tie_embeddings and isinstance(config.init_std, models.MuP),  # divides logits
         "mixer": tables.shortest_pattern([_mixer_in_file(mixer) for mixer in mixers]),
     }  # fmt: skip
-    unread = ("remat", "unroll", "attention_implementation", "init_std", "dropout_rate", "attention_dropout_rate")
-    return {name: value for name, value in fields.items() if name not in unread}
+    ignored = ("remat", "unroll", "attention_implementation", "init_std", "dropout_rate", "attention_dropout_rate")
+    return {name: value for name, value in fields.items() if name not in ignored}
 
 
 def _mixer_in_file(mixer):
-    """Without global tokens and random blocks."""
+    """The mixer without what files do not say: global tokens and random blocks."""
     fields = {Longformer: ("window",), BigBird: ("block", "random")}.get(type(mixer))
     return mixer if fields is None else tuple(getattr(mixer, field) for field in fields)

@@ -271,11 +271,11 @@ def _read_scaling(c: Json, rope: Json, kind: str):
 
 
 def write_rope(positions: Any) -> Json:
-    found = getattr(positions, "scaling", None)
+    scaling = getattr(positions, "scaling", None)
     c = {"rope_theta": getattr(positions, "theta", 1e4), "rope_type": "default"}
-    for kind, (scaling, fields) in SCALINGS.items():
-        if isinstance(found, scaling):
-            values = zip(fields, vars(found).values(), strict=True)
+    for kind, (scaling_class, fields) in SCALINGS.items():
+        if isinstance(scaling, scaling_class):
+            values = zip(fields, vars(scaling).values(), strict=True)
             c |= {name: value for name, value in values if value is not None} | {"rope_type": kind}
     c.pop(LENGTH, None)  # NTK's length is the config's
     return c
@@ -297,7 +297,7 @@ class Tensor(NamedTuple):
     out_first: bool = False  # their output axis is the first, ours the last
 
     def ours(self, array: np.ndarray) -> list[np.ndarray]:
-        """Its parts in our layout."""
+        """The parts of the tensor in our layout."""
         if self.out_first:
             array = np.moveaxis(array, 0, -1)
         widths = [math.prod(part.shape) * array.shape[-1] // max(array.size, 1) for part in self.parts]
@@ -305,7 +305,7 @@ class Tensor(NamedTuple):
         return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
 
     def theirs(self, leaves: Mapping[str, Any]) -> np.ndarray:
-        """It, made from our leaves {path: array}; zeros if it is unread."""
+        """The tensor, from our leaves {path: array}; zeros if it is unread."""
         if not self.parts:
             return np.zeros(self.shape, np.float32)
         pieces = [np.asarray(leaves[part.path][part.index]) for part in self.parts]
