@@ -33,7 +33,9 @@ class Inputs:
 
     tokens: Any  # [B, T], or images [B, height, width, C]
     positions: Any = None  # [B or 1, T], for embeddings, rotations and biases; masks count the slots of a segment
-    segment_ids: Any = None  # [B, T]; 0: padding; tokens of one number see and count only each other
+    # [B, T]; 0: padding; tokens of one number see and count only each other. Padding stands before and behind a segment:
+    # inside one, windows and biases of distance would count it, positions would not
+    segment_ids: Any = None
     token_types: Any = None  # [B, T]
     cache: Any = None  # of `jaxformer.decoding`: what came before; `Output.cache` has the tokens in it
     dropout_key: Any = None  # None: nothing is dropped
@@ -234,7 +236,7 @@ def same_segment(config: ModelConfig, segment_ids: Int[jax.Array, "B T"]) -> Mas
 
 
 def at_positions(mask: Mask, positions: Int[jax.Array, "B S"]) -> Mask:
-    """The mask at positions of segments. Rules of distance stay: positions of a segment are as far apart as its slots."""
+    """The mask at positions of segments. Rules of distance stay: slots are as far apart, without padding inside."""
     stays = lambda part: part in (masks.causal(), masks.full()) or masks.shift_invariant(part)
     located = lambda part: Mask(_at_positions, arrays=(positions,), parts=(part,))
     return reduce(Mask.__and__, (part if stays(part) else located(part) for part in mask.conjuncts()))
