@@ -5,7 +5,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -50,15 +50,22 @@ def scale_init(init: Callable, factor: float) -> Callable:
     return lambda key, shape, dtype: factor * init(key, shape, dtype)
 
 
-def stack(spec: Tree, layers: int) -> Tree:
-    """The same parameters for `layers` layers, along a new first axis `layers`; each layer draws its own values."""
+def stack(spec: Tree, layers: int, *turns: Tree) -> Tree:
+    """The same parameters for `layers` layers, along a new first axis `layers`; each layer draws its own values.
 
-    def init_layers(init: Callable, key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
-        draw = lambda layer: init(jax.random.fold_in(key, layer), shape[1:], dtype)
-        return jax.vmap(draw)(jnp.arange(shape[0]))
+    With `turns`, specs of other initial values alone, the layers start as `spec` and these say by turns.
+    """
+
+    def init_layers(inits: list[Callable], key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
+        draw = lambda init, layer: init(jax.random.fold_in(key, layer), shape[1:], dtype)
+        drawn = [jax.vmap(partial(draw, init))(jnp.arange(i, shape[0], len(inits))) for i, init in enumerate(inits)]
+        if len(drawn) == 1:
+            return drawn[0]
+        return reduce(lambda x, i: x.at[i :: len(drawn)].set(drawn[i]), range(len(drawn)), jnp.zeros(shape, dtype))
 
     sizes = lambda leaf: {"shape": (layers, *leaf.shape), "axes": ("layers", *leaf.axes)}
-    return jax.tree.map(lambda leaf: replace(leaf, **sizes(leaf), init=partial(init_layers, leaf.init)), spec)
+    stacked = lambda *each: replace(each[0], **sizes(each[0]), init=partial(init_layers, [leaf.init for leaf in each]))
+    return jax.tree.map(stacked, spec, *turns)
 
 
 def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:

@@ -1,6 +1,7 @@
 """Embed, run the layers, read the heads. `functools.partial(models.apply, config)` is an ordinary f(params, tokens)."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -22,7 +23,7 @@ from jaxformer.models.layer import Context, Layers, Source
 from jaxformer.models.mup import MuP
 from jaxformer.models.stacks import scan
 from jaxformer.ops.positions import within_segments
-from jaxformer.params import Tree, paths
+from jaxformer.params import Spec, Tree, paths
 from jaxformer.sharding import activation_specs, auto_axes
 
 
@@ -32,7 +33,9 @@ class Inputs:
 
     tokens: Any  # [B, T], or images [B, height, width, C]
     positions: Any = None  # [B or 1, T], for embeddings, rotations and biases; masks count the slots of a segment
-    segment_ids: Any = None  # [B, T]; 0: padding; tokens of one number see and count only each other
+    # [B, T]; 0: padding; tokens of one number see and count only each other. Padding stands before and behind a segment:
+    # inside one, windows and biases of distance would count it, positions would not
+    segment_ids: Any = None
     token_types: Any = None  # [B, T]
     cache: Any = None  # of `jaxformer.decoding`: what came before; `Output.cache` has the tokens in it
     dropout_key: Any = None  # None: nothing is dropped
@@ -77,20 +80,34 @@ def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     """Every parameter of the model, declared once; `source_width`: of a decoder, the width of its encoder."""
     slots = scan.mixers(config)
     trees = [paths(blocks.spec(config, slot, source_width)) for slot in slots]
-    leaves: dict[str, Any] = {}
-    for path, leaf in itertools.chain.from_iterable(tree.items() for tree in trees):
-        if leaves.setdefault(path, leaf).shape != leaf.shape:
-            raise ConfigError(f"model.mixer: {path}: shape {leaf.shape} in one layer, {leaves[path].shape} in another")
+    owners = _owners(trees)
     # every leaf [layers that have it, ...]: [L, ...] unless mixers of different kinds take turns
-    count = {path: sum(path in trees[i % len(trees)] for i in range(config.num_layers)) for path in leaves}
-    layers = unflatten_dict({path: params.stack(leaf, count[path]) for path, leaf in leaves.items()}, sep="/")
+    count = {path: sum(path in trees[i % len(trees)] for i in range(config.num_layers)) for path in owners}
+    stacked = {path: params.stack(first, count[path], *others) for path, (first, *others) in owners.items()}
+    layers = unflatten_dict(stacked, sep="/")
     tree = {"embedding": embedding.spec(config), "layers": layers}
     if config.norm_placement != "post":
         tree["final_norm"] = embedding.norm_spec(config, config.hidden_width)
-    shared = {name: leaf for slot in slots for name, leaf in (slot.shared or {}).items()}
+    common = _owners(paths(slot.shared or {}) for slot in slots)
+    shared = unflatten_dict({path: each[0] for path, each in common.items()}, sep="/")
     parts = {"heads": heads.spec(config), "shared": shared}
     tree |= {name: part for name, part in parts.items() if part}
     return config.init_std.spec(tree, config.d_model) if isinstance(config.init_std, MuP) else tree
+
+
+def _owners(trees: Iterable[dict[str, Spec]]) -> dict[str, list[Spec]]:
+    """The specs that each path has in different mixers. ConfigError where they are no rows of one parameter."""
+    owners: dict[str, list[Spec]] = {}
+    traits = lambda leaf: (leaf.shape, leaf.axes, leaf.contracts, leaf.rate)
+    for path, leaf in itertools.chain.from_iterable(tree.items() for tree in trees):
+        owners.setdefault(path, []).append(leaf)
+        if traits(leaf) != traits(first := owners[path][0]):
+            what = f"(shape, axes, contracts, rate) {traits(first)} in one layer, {traits(leaf)} in another"
+            raise ConfigError(f"model.mixer: {path}: {what}; give one of them another name")
+    for path in owners:
+        if inner := next((other for other in owners if other.startswith(f"{path}/")), None):
+            raise ConfigError(f"model.mixer: {path} in one layer, {inner} in another; give one of them another name")
+    return owners
 
 
 def check_params(declared: Tree, tree: Tree) -> None:
@@ -219,7 +236,7 @@ def same_segment(config: ModelConfig, segment_ids: Int[jax.Array, "B T"]) -> Mas
 
 
 def at_positions(mask: Mask, positions: Int[jax.Array, "B S"]) -> Mask:
-    """The mask at positions of segments. Rules of distance stay: positions of a segment are as far apart as its slots."""
+    """The mask at positions of segments. Rules of distance stay: slots are as far apart, without padding inside."""
     stays = lambda part: part in (masks.causal(), masks.full()) or masks.shift_invariant(part)
     located = lambda part: Mask(_at_positions, arrays=(positions,), parts=(part,))
     return reduce(Mask.__and__, (part if stays(part) else located(part) for part in mask.conjuncts()))

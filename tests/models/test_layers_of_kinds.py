@@ -250,3 +250,31 @@ def test_what_reversible_layers_cannot_do_they_say():
         run(replace(config, feedforward=Mixture(4, 2, balance_loss=0.1)))
     with pytest.raises(ConfigError, match="reads 24 features by the embedding's rows, which have 12"):
         replace(config, stack=Reversible(streams=2))
+
+
+def one_kernel(init, name="kernel", **traits):
+    """A mixer of one matrix."""
+    leaf = params.Spec((BASE.d_model,) * 2, ("embed", "mlp"), init, ("embed",), **traits)
+    return lambda config: Mixer({name: leaf}, lambda mine, x, context: MixerOutput(x @ mine[name]))
+
+
+def test_layers_of_a_kind_start_as_their_own_spec_says():
+    zeros, ones, normal = (getattr(jax.nn.initializers, name) for name in ("zeros", "ones", "normal"))
+    drawn = lambda *kinds: models.init(replace(BASE, mixer=kinds), jax.random.key(0))["layers"]["attention"]["kernel"]
+    found = drawn(one_kernel(ones), one_kernel(normal(2.0)), one_kernel(zeros), one_kernel(normal(1.0)))
+    assert (found[0] == 1).all() and (found[2] == 0).all()
+    np.testing.assert_array_equal(found[1::2], drawn(one_kernel(normal(1.0)))[1::2] * np.array([2, 1])[:, None, None])
+
+
+def test_parameters_of_one_name_that_are_no_rows_of_one_are_refused():
+    ones = jax.nn.initializers.ones
+    for kinds, said in (
+        ((one_kernel(ones), one_kernel(ones, rate=2.0)), r"attention/kernel: .*1\.0\) in one layer, .*2\.0\) in another"),
+        ((one_kernel(ones, "query"), None), r"attention/query in one layer, attention/query/kernel in another"),
+        ((None, one_kernel(ones, "query")), "attention/query in one layer, attention/query/kernel in another"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            models.spec(replace(BASE, mixer=kinds))
+    linformers = Linformer(4, "layerwise"), Linformer(2, "layerwise")  # parameters that all layers share
+    with pytest.raises(ConfigError, match=r"key_projection: .* in one layer, .* in another"):
+        models.spec(replace(BASE, mixer=linformers, masks=(masks.full(),)))

@@ -401,6 +401,19 @@ def test_dropout_on_the_weights():
     assert len({row.tobytes() for row in per_head}) == B * N  # every row and head draws its own
 
 
+def test_dropout_at_positions_by_row():
+    """Positions by row drop the weights that the same positions drop without rows, each row at its own."""
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(2, n, 4, 8)), jnp.float32) for n in (3, 5, 5))
+    call = partial(attention, query, key, value, mask=masks.causal(), dropout_rate=0.5, dropout_key=jax.random.key(0))
+    places = lambda first, n: first[:, None] + jnp.arange(n)[None]
+    alike = call(positions=(places(jnp.array([2, 2]), 3), places(jnp.array([0, 0]), 5)))
+    np.testing.assert_allclose(alike, call(), **FLOAT32)
+    moved = call(positions=(places(jnp.array([2, 9]), 3), places(jnp.array([0, 7]), 5)))
+    np.testing.assert_allclose(moved[0], alike[0], **FLOAT32)
+    assert not np.allclose(moved[1], alike[1])
+
+
 @pytest.mark.parametrize(("rate", "dtype"), [(0.1, jnp.bfloat16), (0.3, jnp.float32), (0.9, jnp.float32)])
 def test_dropout_keeps_the_expectation(rate, dtype):
     n = 2**18
