@@ -56,6 +56,9 @@ from jaxformer.cli import models, runs
 from jaxformer.cli.arguments import parser_of, read_experiment
 from jaxformer.errors import ConfigError, did_you_mean
 
+FULL_OR_CLOSED = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM
+NO_FILE = errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG  # what --out or --html names
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -90,7 +93,7 @@ def run(command: Callable[[list[str]], int], argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        if error.errno not in (*FULL_OR_CLOSED, *NO_FILE):
             raise
         return _refused(error, 2)
 

@@ -1,6 +1,7 @@
 """Experiment files: found, run, and run again from the copy that a run folder keeps."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -202,6 +203,8 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
     Several hosts may write a file of one name at once, and their processes may have one number: until then its name is random.
     """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "a folder of that name is there", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.unfinished")
     try:
