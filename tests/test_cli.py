@@ -187,6 +187,10 @@ def test_a_damaged_description_of_another_run_is_left_out(trained, capsys, caplo
         ("plan tiny --topology=v5e:2x2 --rows=3", "--rows=3: goes with --decode"),
         ("plan tiny --topology=v5e:2x2 --search --length=64", "--length=64: goes with --decode"),
         ("plan tiny --topology=v5e:2x2 --search --decode", "not allowed with argument"),
+        ("plan tiny --topology=v5e:2x2 --decode --rows=0", "--rows: 0 must be at least 1"),
+        ("cost gpt2_small --length=-4", "--length: -4 must be at least 1"),
+        ("cost gpt2_small --length=0", "--length: 0 must be at least 1"),
+        ("harness tiny --tasks=any --limit=0", "--limit: 0 must be at least 1"),
     ],
 )
 def test_options_that_do_not_go_together_get_one_line(argv, said, workplace, capsys):

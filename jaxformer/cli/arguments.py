@@ -24,6 +24,13 @@ def parser_of(command: str, name: str, nargs: int | str | None = None) -> Parser
     return parser
 
 
+def positive(text: str) -> int:
+    """The `type` of an option that counts something."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    return number
+
+
 def check_needs(options, flag: str, *names: str) -> None:
     """Raises ConfigError where one of these options is given without the flag that reads it."""
     for name in names:

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 from jaxformer import config
-from jaxformer.cli.arguments import PRESET, check_needs, experiment_of, model_of, parser_of
+from jaxformer.cli.arguments import PRESET, check_needs, experiment_of, model_of, parser_of, positive
 from jaxformer.errors import ConfigError
 
 
@@ -53,7 +53,7 @@ def show(argv: list[str]) -> int:
 
 def show_cost(argv: list[str]) -> int:
     parser = parser_of("cost", "EXPERIMENT|PRESET")
-    parser.add_argument("--length", type=int)
+    parser.add_argument("--length", type=positive)
     options, overrides = parser.parse_known_args(argv)
 
     from jaxformer import models
@@ -90,7 +90,7 @@ def plan(argv: list[str]) -> int:
     for place, flag in ((exclusive, "--search"), (exclusive, "--decode"), (parser, "--fast"), (parser, "--json")):
         place.add_argument(flag, action="store_true")
     for option in ("--rows", "--length"):
-        parser.add_argument(option, type=int)
+        parser.add_argument(option, type=positive)
     options, overrides = parser.parse_known_args(argv)
     check_needs(options, "decode", "rows", "length")
     if options.topology is None:

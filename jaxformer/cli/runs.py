@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from jaxformer import config
-from jaxformer.cli.arguments import folder_of, parser_of, run_of, run_parser
+from jaxformer.cli.arguments import folder_of, parser_of, positive, run_of, run_parser
 from jaxformer.errors import ConfigError
 
 
@@ -91,7 +91,7 @@ def run_harness(argv: list[str]) -> int:
     parser = run_parser("harness")
     parser.add_argument("--tasks", required=True, help="names, with commas between them")
     parser.add_argument("--include", help="a folder with YAML files of tasks")
-    parser.add_argument("--limit", type=int, help="only so many examples of each task")
+    parser.add_argument("--limit", type=positive, help="only so many examples of each task")
     options, overrides = parser.parse_known_args(argv)
     run = run_of(options, overrides)
 
