@@ -134,6 +134,23 @@ def test_positions_beyond_the_learned_table_get_one_line(trained, capsys):
     assert code == 2 and "learned positions" in err and err.count("\n") == 1
 
 
+def test_texts_that_end_before_they_begin_get_one_line(trained, capsys):
+    for argv, said in (
+        (["--stop="], "stop: '' is in every text"),
+        (["--stop=", "--beams=2"], "stop: '' is in every text"),
+        (["--filter=LogitBias([1, 2])"], "filters: number 1 is no function"),
+    ):
+        code, _, err = run(capsys, "generate", "tiny", "--prompt=abc", *argv)
+        assert code == 2 and said in err.splitlines()[-1], argv
+
+
+def test_a_prompt_may_hold_any_separator_of_lines(trained, capsys):
+    prompts = ["a\u2028b", "a\x85b", "a\x0cb"]
+    (trained / "in.jsonl").write_text("".join(f"{json.dumps({'prompt': p}, ensure_ascii=False)}\r\n" for p in prompts), "utf-8")
+    assert run(capsys, "generate", "tiny", "--prompts=in.jsonl", "--out=out.jsonl", "--tokens=1")[0] == 0
+    assert [json.loads(line)["prompt"] for line in (trained / "out.jsonl").read_text().splitlines()] == prompts
+
+
 def test_a_run_without_a_tokenizer_gets_one_line(trained, capsys):
     (folder,) = (trained / "runs").glob("tiny-*")
     (folder / "tokenizer.json").unlink()

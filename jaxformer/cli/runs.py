@@ -74,7 +74,7 @@ def _generate_file(run, source: str, target: str, **how) -> None:
     from etils import epath
 
     try:
-        prompts = [json.loads(line)["prompt"] for line in epath.Path(source).read_text().splitlines() if line.strip()]
+        prompts = [json.loads(line)["prompt"] for line in epath.Path(source).read_text().split("\n") if line.strip()]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f'{source}: {error!r}; each line must be {{"prompt": "..."}}') from error
     for prompt in prompts:

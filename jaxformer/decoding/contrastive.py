@@ -30,7 +30,7 @@ def contrast(
     if not (0 <= alpha <= 1 and 1 <= k <= models.last_stack(config).vocab_size):
         raise ConfigError(f"contrast: k={k}, alpha={alpha}: k must be 1 to the size of the vocabulary, alpha in [0, 1]")
     model = open_model(config, params, prompts, max_tokens, sources, dtype)
-    settings = jax.device_put((np.float32(alpha), Settings(as_filters(filters), np.float32(1), stops(stop_tokens))))
+    settings = jax.device_put((np.float32(alpha), Settings(as_filters(filters, model), np.float32(1), stops(stop_tokens))))
     rows, found = min(rows, 1 << (len(prompts) - 1).bit_length()), []
     for first in range(0, len(prompts), rows):
         index = [min(i, len(prompts) - 1) for i in range(first, first + rows)]

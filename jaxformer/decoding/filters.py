@@ -50,7 +50,7 @@ def filter_of(valid: Callable, must: str, function: Callable, dtype: Any = np.fl
 
     def construct(number, *more):
         if isinstance(number, int | float | Sequence | np.ndarray | np.generic):  # tracers pass
-            if not np.all(valid(np.asarray(number))):
+            if not np.all(valid(np.asarray(number))) or (dtype == np.int32 and np.any(np.asarray(number) % 1)):
                 raise ConfigError(f"{function.__name__}({number}): must be {must}")
             number = np.asarray(number, dtype)
         return Partial(function, number, *more)
@@ -65,7 +65,7 @@ def Temperature(t: Any, logits: Logits, history: Any) -> Logits:  # logits / 1e-
     return logits / _column(jnp.where(t == 0, 1.0, t))
 
 
-@partial(filter_of, lambda k: k >= 1, "at least 1", dtype=np.int32)
+@partial(filter_of, lambda k: k >= 1, "a whole number, at least 1", dtype=np.int32)
 def TopK(k: Any, logits: Logits, history: Any) -> Logits:
     """Keeps the k largest, and what ties with the k-th. Fan et al. 2018."""
     logits, k = lax.optimization_barrier(logits), _column(k)  # computed once, so that equal stays equal
@@ -144,7 +144,7 @@ class NoRepeatNgram:
 
 def BadWords(words: Sequence[Sequence[int]]) -> Filter:
     """Removes the last token of each of `words` in rows that end with all tokens before it."""
-    if not all(len(word) and min(word) >= 0 for word in words):
+    if not all(len(word) and min(word) >= 0 and not any(token % 1 for token in word) for word in words):
         raise ConfigError(f"BadWords({words}): each must be a list of at least one token, none negative")
     longest = max(map(len, words), default=1)
     rows = [[-1] * (longest - len(word)) + list(word) for word in words]
@@ -161,8 +161,8 @@ def LogitBias(bias: Any) -> Filter:
     """logits + bias: an array [V] or [B, V], or {token: bias}. A bias of -inf removes the token."""
     if not isinstance(bias, Mapping):
         return Partial(_bias, None, bias)
-    if min(bias, default=0) < 0 or not max(bias.values(), default=0) < np.inf:
-        raise ConfigError(f"LogitBias({bias}): must be {{token: number below inf}}, no token negative")
+    if min(bias, default=0) < 0 or any(token % 1 for token in bias) or not max(bias.values(), default=0) < np.inf:
+        raise ConfigError(f"LogitBias({bias}): must be {{token: number below inf}}, tokens whole and not negative")
     return Partial(_bias, np.fromiter(bias, np.int32), np.fromiter(bias.values(), np.float32))
 
 
@@ -170,7 +170,7 @@ def _bias(tokens: Any, bias: Any, logits: Logits, history: Any) -> Logits:
     return logits + jnp.atleast_2d(bias) if tokens is None else logits.at[:, tokens].add(bias, mode="drop")
 
 
-@partial(filter_of, lambda length: length >= 0, "at least 0", dtype=np.int32)
+@partial(filter_of, lambda length: length >= 0, "a whole number, at least 0", dtype=np.int32)
 def MinLength(length: Any, stop_tokens: Any, logits: Logits, history: History) -> Logits:
     """Removes the stop tokens [n] (a negative one is none) while a row has fewer than `length` new tokens."""
     return _remove(logits, jnp.asarray(stop_tokens, jnp.int32)[None], _column(history.length - history.prompt < length))

@@ -97,7 +97,7 @@ def serve(
     model = open_model(config, params, prompts, max_tokens, sources, *dtypes)
     # sums over a number of slots that is no multiple of these round otherwise
     model = model._replace(room=-(-model.room // SLOTS) * SLOTS)
-    settings = jax.device_put(Settings(as_filters((*filters, *how.filters())), np.float32(how.temperature), stops(stop_tokens)))
+    settings = jax.device_put(sampling_settings(model, filters, how, stop_tokens))
     key = jax.random.key(0) if key is None else key
     texts: Any = None
     owners, queue = {}, deque(range(len(prompts)))
@@ -152,9 +152,24 @@ def open_model(config, params, prompts, max_tokens, sources, dtype=None, cache_d
     return Model(config, prepare(config, params, dtype), dtype, room, source_room, jnp.dtype(cache_dtype), ahead)
 
 
-def as_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
-    """Filters as pytrees, which a function of a user's is not."""
+def as_filters(filters: Sequence[Filter], model: Model) -> tuple[Filter, ...]:
+    """Filters as pytrees, which a function of a user's is not. ConfigError for one that makes no logits of a row's."""
+    array = jax.ShapeDtypeStruct
+    logits, count = array((1, models.last_stack(model.config).vocab_size), jnp.float32), array((1,), jnp.int32)
+    history = History(array((1, model.room), jnp.int32), count, count)
+    for number, f in enumerate(filters, 1):
+        try:
+            made = jax.eval_shape(lambda *row, f=f: f(*row), logits, history)
+            if getattr(made, "shape", None) != logits.shape:
+                raise TypeError(f"it makes {made} of logits {list(logits.shape)}")
+        except Exception as error:  # a function of a user's may raise anything
+            raise ConfigError(f"filters: number {number} is no function (logits, history) -> logits: {error}") from error
     return tuple(jax.tree_util.Partial(f) if jax.tree_util.all_leaves([f]) else f for f in filters)
+
+
+def sampling_settings(model: Model, filters: Sequence[Filter], how: Sampling, stop_tokens: Sequence[int]) -> Settings:
+    """The settings of these options, with the filters of `how` behind the others."""
+    return Settings((*as_filters(filters, model), *how.filters()), np.float32(how.temperature), stops(stop_tokens))
 
 
 def stops(tokens: Sequence[int]) -> np.ndarray:

@@ -37,7 +37,7 @@ def search(
     """
     model = open_model(config, params, prompts, max_tokens, sources, dtype)
     rows = min(rows, 1 << (len(prompts) - 1).bit_length())
-    settings = jax.device_put((how, stops(stop_tokens), as_filters(filters)))
+    settings = jax.device_put((how, stops(stop_tokens), as_filters(filters, model)))
     rooms, found = np.broadcast_to(max_tokens, len(prompts)), []
     for first in range(0, len(prompts), rows):
         numbers = range(first, min(first + rows, len(prompts)))

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 
 from jaxformer import masks, models
 from jaxformer.decoding.filters import Filter, History
-from jaxformer.decoding.generate import Settings, Texts, append, as_filters, new_tokens, open_model, read_rows, stops
+from jaxformer.decoding.generate import Settings, Texts, append, new_tokens, open_model, read_rows, sampling_settings
 from jaxformer.decoding.sampling import Sampling, draw, probabilities
 from jaxformer.decoding.steps import decode_step
 from jaxformer.errors import ConfigError
@@ -106,7 +106,7 @@ def speculate(
         given = sources if isinstance(draft.config, EncoderDecoder) else None
         opened += [open_model(draft.config, draft.params, prompts, max_tokens, given, draft.dtype, ahead=ahead)]
         draft = replace(draft, params=opened[1].params, dtype=opened[1].dtype)
-    settings = jax.device_put(Settings(as_filters((*filters, *how.filters())), np.float32(how.temperature), stops(stop_tokens)))
+    settings = jax.device_put(sampling_settings(opened[0], filters, how, stop_tokens))
     key, rows = jax.random.key(0) if key is None else key, min(rows, 1 << (len(prompts) - 1).bit_length())
     found, main = Speculation([], [], []), opened[0]
     for first in range(0, len(prompts), rows):

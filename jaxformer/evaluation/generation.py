@@ -60,10 +60,11 @@ def answers(
     prompts, rooms = [questions[i].prompt for i in order], [rooms[i] for i in order]
     sources = None if questions[0].source is None else [questions[i].source for i in order]
     options |= dict(sources=sources, how=how, dtype=jax.numpy.dtype(precision))
+    ends = stop_strings(tokenizer.decode, stop)
     if isinstance(how, Beams):
         found = [[text.tokens for text in some] for some in search(model, params, prompts, rooms, **options)]
     else:
-        key, ends = jax.random.key(seed), stop_strings(tokenizer.decode, stop)
+        key = jax.random.key(seed)
         found = [[tokens] for tokens in generate(model, params, prompts, rooms, key=key, stop=ends, **options)]
     text = lambda prompt, tokens: before_stop(continuation(tokenizer.decode, prompt, tokens), stop)
     texts = {i: [text(questions[i].prompt, tokens) for tokens in some] for i, some in zip(order, found, strict=True)}
@@ -89,6 +90,8 @@ def stop_strings(decode: Callable[[list[int]], str], strings: Sequence[str]) -> 
     """`stop` of `generate` for strings, which may begin in one token and end in another. None without strings."""
     if not strings:
         return None
+    if "" in strings:
+        raise ConfigError("stop: '' is in every text, so nothing would be written; leave it out")
     return lambda tokens: len(tokens) if any(string in decode(tokens) for string in strings) else None
 
 

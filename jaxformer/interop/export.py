@@ -4,8 +4,8 @@
     forward = jax.export.deserialize(bytearray(pathlib.Path("gpt/forward.stablehlo").read_bytes()))
     logits = forward.call(safetensors.flax.load_file("gpt/model.safetensors"), tokens)
 
-model.safetensors is the program's first argument, {path: array}. config.json describes the other arguments, the result and the
-model; `t` is a length from 1 to the model's `context_length`. JAX can load a program for at least six months
+model.safetensors is the program's first argument, {path: array}. config.json describes the other arguments, their order, the
+result and the model; `t` is a length from 1 to the model's `context_length`. JAX can load a program for at least six months
 (docs.jax.dev/export).
 """
 
@@ -46,6 +46,8 @@ def save(
         raise ConfigError(f"{path}: the parameters are not those of the config: {wrong}")
     if unknown := [name for name in platforms if name not in PLATFORMS]:
         raise ConfigError(f"platforms={tuple(platforms)}: expected some of {', '.join(PLATFORMS)} ({unknown})")
+    if any(size is not None and size < 1 for size in (batch, length)):
+        raise ConfigError(f"{path}: batch={batch}, length={length}: must be at least 1, or None for any")
     reads_source = isinstance(config, EncoderDecoder) and not isinstance(config.encoder.embedding, Patches)
     allowed = OPTIONAL_INPUTS if reads_source else OPTIONAL_INPUTS[:-1]
     if unknown := [name for name in inputs if name not in allowed or isinstance(models.last_stack(config).embedding, Patches)]:
@@ -67,7 +69,7 @@ def save(
     manifest = {
         "program": PROGRAM, "result": shape_of(exported.out_avals[0]), "model": config_description(config),
         "arguments": {"params": "model.safetensors"} | {name: shape_of(a) for name, a in arguments.items()},
-        "platforms": list(exported.platforms), "vjp_order": vjp_order, "jax": jax.__version__,
+        "order": ["params", *arguments], "platforms": list(exported.platforms), "vjp_order": vjp_order, "jax": jax.__version__,
     }  # fmt: skip
     tensors = [(name, leaf.shape, leaf.dtype, partial(np.asarray, leaf)) for name, leaf in sorted(leaves.items())]
     program = exported.serialize(vjp_order=vjp_order)

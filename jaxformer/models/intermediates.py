@@ -55,6 +55,9 @@ class Tap:
         for pattern, edit in self.edits:
             if _matches(pattern, path):
                 edited, number = edit(value, self.layer), _number(pattern)
+                if jnp.shape(edited) != value.shape:
+                    raise ConfigError(f"edits: {pattern}: {list(jnp.shape(edited))} in place of {list(value.shape)}")
+                edited = jnp.asarray(edited, value.dtype)  # else one number of 32 bits widens all layers behind it
                 value = edited if number is None else jnp.where(self.layer == number, edited, value)
         for i, (pattern, keep) in enumerate(self.wanted):
             if _matches(pattern, path):

@@ -237,6 +237,7 @@ def test_numbers_that_mean_nothing_are_refused():
         (TopP, 0.0), (TopP, [0.5, 1.5]), (MinP, -0.1), (Typical, 0), (Repetition, 0), (Presence, float("inf")),
         (Frequency, float("nan")), (NoRepeatNgram, 0), (BadWords, [[1], []]), (BadWords, [[-1]]), (LogitBias, {-1: 1.0}),
         (LogitBias, {1: float("nan")}), (lambda length: MinLength(length, [0]), -1), (ForcedPrefix, [1, -2]),
+        (TopK, 2.5), (ForcedPrefix, [1.5]), (LogitBias, {1.5: 1.0}),  # were cut to whole ones
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="must be"):
             make(number)

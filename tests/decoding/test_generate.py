@@ -331,6 +331,15 @@ def test_other_prompts_and_settings_compile_nothing():
     assert compiled.count == before
 
 
+@pytest.mark.parametrize("search", [decoding.generate, decoding.search, decoding.contrast, decoding.speculate])
+def test_a_filter_that_makes_no_logits_is_refused_by_its_number(search):
+    options = {"draft": decoding.Lookup()} if search is decoding.speculate else {}
+    own = lambda logits, history: logits[:, :1]
+    for wrong in (filters.Repetition, filters.LogitBias([1, 2]), filters.ForcedPrefix(1), filters.TopK([1, 2]), own):
+        with pytest.raises(ConfigError, match=r"filters: number 2 is no function \(logits, history\) -> logits"):
+            search(GPT, init(GPT, jax.random.key(0)), [[1, 2]], 2, filters=[filters.TopK(3), wrong], **options)
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_stream_gives_the_tokens_of_generate(every):
     parameters, how = init(SERVED, jax.random.key(3)), Sampling(temperature=0.7)

@@ -16,7 +16,7 @@ import safetensors.flax
 
 pytest.importorskip("flatbuffers")  # what jax.export writes with
 
-from jaxformer import masks, models, params
+from jaxformer import decoding, masks, models, params
 from jaxformer.errors import ConfigError
 from jaxformer.interop import export
 from jaxformer.models import Classification, EncoderDecoder, ModelConfig, Patches, mixers
@@ -139,6 +139,9 @@ def test_every_kind_of_model(tmp_path, case):
     [
         ({"inputs": ("mask",)}, "segment_ids"),
         ({"platforms": ("gpu",)}, "cuda"),
+        ({"batch": 0}, "batch=0, length=None: must be at least 1"),
+        ({"length": 0}, "batch=None, length=0: must be at least 1"),
+        ({"length": -2, "batch": 2}, "must be at least 1"),
     ],
 )
 def test_mistakes_are_answered_at_the_door(tmp_path, options, says):
@@ -165,7 +168,17 @@ def test_each_stack_takes_what_its_embedding_reads(tmp_path, config, arguments):
             export.save(tmp_path / "model", config, drawn(config), inputs=("source_segment_ids",))
 
 
+def test_the_arguments_are_listed_in_the_order_of_the_call(tmp_path):
+    """Of a mapping in JSON the order is lost: `source` came before `tokens`."""
+    order = ("segment_ids", "positions", "source_segment_ids")
+    export.save(tmp_path / "pair", PAIR, drawn(PAIR), platforms=("cpu",), batch=2, length=3, inputs=order)
+    about = json.loads((tmp_path / "pair" / "config.json").read_text())
+    assert about["order"] == ["params", "tokens", "source", *order] and set(about["order"]) == set(about["arguments"])
+
+
 def test_what_does_not_belong_together_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="layers is a tuple; expected a dict of"):
+        export.save(tmp_path / "gpt", GPT, decoding.prepare(GPT, drawn(GPT)))
     with pytest.raises(ConfigError, match="not those of the config: embedding/tokens"):
         export.save(tmp_path / "gpt", replace(GPT, vocab_size=14), drawn(GPT))
     export.save(tmp_path / "tpu", GPT, drawn(GPT), batch=1, length=2, platforms=("tpu",))

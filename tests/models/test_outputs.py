@@ -169,6 +169,18 @@ def test_an_edit_is_seen_by_all_that_follows(name):
     close(models.apply(config, parameters, TOKENS, edits=weights).logits, apply(config, less, TOKENS).logits)
 
 
+@pytest.mark.parametrize("name", ["one kind", "unrolled"])
+def test_an_edit_keeps_the_precision_and_the_shape_of_a_value(name):
+    config, direction = STACKS[name], jnp.ones((1, 1, 12))
+    run = lambda name, edit: models.apply(config, random(config), TOKENS, dtype=jnp.bfloat16, edits={name: edit}).hidden
+    for path in ("layers/1/residual", "layers/*/attention/out"):
+        wide, narrow = (run(path, lambda x, layer, d=d: x + d) for d in (direction, direction.astype(jnp.bfloat16)))
+        assert wide.dtype == jnp.bfloat16
+        np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (wide, narrow)), rtol=0.03, atol=0.05)  # in bfloat16
+        with pytest.raises(ConfigError, match=r"\[2, 1, 12\] in place of \[2, 6, 12\]"):  # was repeated for all tokens
+            run(path, lambda x, layer: x[:, :1])
+
+
 @pytest.mark.parametrize("feedforward", ["gelu", "swiglu"])
 def test_features_of_a_feed_forward(feedforward):
     """They are what the last product reads; without one of them the model is that without its row."""
