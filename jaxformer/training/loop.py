@@ -106,12 +106,13 @@ def train(
         manager = checkpoint.Manager(folder.checkpoints, saves.every, saves.keep_latest, saves.keep_best)
         stack.enter_context(manager)  # holds the run's lock
         compilation_cache.enable(runs)
-        if mesh is not None and experiment.mesh.backend == "jit":
-            stack.enter_context(jax.set_mesh(mesh))
         record = Record(folder.metrics if processes.is_first() else None)
         stack.callback(record.close)
         begin = partial(first_params, experiment.initial, models.spec(experiment.model), recipe)
         state, start = restore(recipe, folder, dataset, manager, record, mesh, begin)
+        # not before: first parameters are on one device, and under a mesh JAX computes nothing with them
+        if mesh is not None and experiment.mesh.backend == "jit":
+            stack.enter_context(jax.set_mesh(mesh))
         memory.keep()
         for change in processes.first(lambda: describe(folder, experiment, source, dataset.digest)):
             log.warning("changed since the last start: %s", change)

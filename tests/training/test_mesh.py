@@ -100,3 +100,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(changes, said, 
     with pytest.raises(ConfigError, match=said):
         loop.train(replace(TINY, **changes), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_run_on_a_mesh_begins_with_the_parameters_of_another_run(explicit, tmp_path):
+    first = replace(TINY, steps=1, schedule=lambda experiment: lambda step: 0.0, eval_batches=1)
+    source = loop.train(replace(first, seed=1), tmp_path / "source")
+    mesh = Mesh(fsdp=2, tensor=2, data=1, explicit=explicit)
+    result = loop.train(replace(first, initial=str(source.folder), mesh=mesh), tmp_path)
+    np.testing.assert_allclose(result.validation["loss"], source.validation["loss"], rtol=1e-6)  # the order of sums
