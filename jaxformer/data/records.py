@@ -1,5 +1,6 @@
 """Rows of files: lines of text, JSONL, Parquet and Hugging Face data sets. A bad row is skipped and counted, or refused."""
 
+import codecs
 import functools
 import gzip
 import json
@@ -84,6 +85,8 @@ def lines(path: str, problems: Problems, part: Part = Part()) -> Iterator[tuple[
     try:
         for number, raw in enumerate(_raw_lines(path, part), 1):
             place = _Place(path, part.start, number) if part.start else f"{path}:{number}"
+            if number == 1 and not part.start:
+                raw = raw.removeprefix(codecs.BOM_UTF8)  # Windows programs write it; it is no part of the text
             try:
                 text = raw.decode("utf-8").rstrip("\r\n")
             except UnicodeDecodeError as error:

@@ -134,6 +134,7 @@ class BPE(_Tokenizer):
         """Learns merges from `text`. The result is deterministic. A short text may give fewer than `vocab_size` ids."""
         if vocab_size < 257:
             raise ConfigError(f"data.vocab_size: bpe needs at least 257 (256 bytes and {END_OF_TEXT}), not {vocab_size}")
+        text = text.encode("utf-8", errors="replace").decode()  # as in `encode_text`
         package = require_package()
         tokenizer = package.Tokenizer(package.models.BPE())
         tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -40,6 +40,12 @@ def test_lines_have_places_and_lose_their_ends(ending, tmp_path):
     assert list(lines(path, Problems())) == [(f"{path}:{i}", t) for i, t in enumerate(["one", "", "two", "three"], 1)]
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
+def test_a_byte_order_mark_is_no_text(ending, tmp_path):
+    path = write(tmp_path / f"a.{ending}", '\ufeff{"text": "one"}\n{"text": "\ufefftwo"}\n')
+    assert [values for _, values in records(path, ["text"], Problems())] == [["one"], ["\ufefftwo"]]
+
+
 @given(st.lists(st.text("abé ", max_size=12), max_size=20), st.integers(1, 40))
 @settings(max_examples=100, deadline=None)
 def test_parts_together_are_the_file(texts, size):

@@ -77,6 +77,10 @@ def test_lone_surrogate_is_replaced(kind):
     assert tokenizer.decode(tokenizer.encode("a\udcffb")) == "a?b"
 
 
+def test_bpe_is_learned_from_a_text_with_lone_surrogates():
+    assert tokenizers.BPE.train("a\ud800b", 257).digest == tokenizers.BPE.train("a?b", 257).digest
+
+
 def test_broken_utf8_decodes_to_replacement():
     assert tokenizers.Bytes().decode([97, 0xE2, 0x98, 98]) == "a�b"
 
