@@ -36,6 +36,8 @@ def inspect(config: models.ModelConfig, params: Any, tokenizer: Any, text: str, 
     tokens = [int(token) for token in tokenizer.encode(text)]
     if not isinstance(config, models.ModelConfig) or models.heads.language_model(config) is None:
         raise ConfigError("inspect: the model has no language model of its own to look into; give a run of a decoder")
+    if models.heads.sees_later_tokens(config):
+        raise ConfigError("inspect: the model sees later tokens, so its losses would not be those of the next token")
     if len(tokens) < 2:
         raise ConfigError(f"inspect: {text!r} is {len(tokens)} tokens; give a text of at least two")
     maps = attention_maps.has_weights(config, params, jnp.array([tokens]))

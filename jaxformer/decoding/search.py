@@ -16,6 +16,7 @@ from jaxformer.decoding.filters import Filter
 from jaxformer.decoding.generate import as_filters, bucket, open_model, padded, read_rows, source_inputs, stops
 from jaxformer.decoding.steps import decode_step, logits_of
 from jaxformer.errors import ConfigError
+from jaxformer.models import heads
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 
 
@@ -83,7 +84,7 @@ def score(
 ) -> list[Score]:  # fmt: skip
     """The log-likelihood of each continuation after its prompt, sum_t log p(y_t | x, y_<t), in batches of `rows`.
 
-    Raises ConfigError as `generate` does, and for an empty continuation.
+    Raises ConfigError as `generate` does, for an empty continuation, and where a mask would show its tokens before they count.
     """
     if len(prompts) != len(continuations) or not all(map(len, (*prompts, *continuations))):
         raise ConfigError(f"score: {len(prompts)} prompts need as many continuations; no prompt or continuation may be empty")
@@ -91,6 +92,9 @@ def score(
     for *_, last in continuations:  # `open_model` checks what is read, which is all but this
         if not 0 <= last < vocabulary:
             raise ConfigError(f"score: token {last} is outside the vocabulary of {vocabulary}")
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts)) + max(map(len, continuations))
+    if heads.shows_labels(models.last_stack(config), shortest, longest):
+        raise ConfigError(f"score: the mask shows tokens behind a prompt of {shortest} to earlier ones, which predict them")
     config = models.evaluation(config)
     texts = [[*prompt, *new] for prompt, new in zip(prompts, continuations, strict=True)]
     model = open_model(config, params, [text[:-1] for text in texts], None, sources, dtype)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 
 from jaxformer import ops, params
 from jaxformer.errors import ConfigError
-from jaxformer.masks import Mask
+from jaxformer.masks import Mask, is_causal
 from jaxformer.masks.blocks import evaluate
 from jaxformer.models.config import Classification, LanguageModel, ModelConfig, TokenClassification
 from jaxformer.models.embedding import norm, norm_spec
@@ -145,6 +145,14 @@ def shows_later(mask: Mask, length: int, everywhere: bool = True) -> bool:
         prefix = int(np.cumprod(visible.all(axis=(0, 1, 2))).sum())  # the first keys that all queries see
         later = later[..., -half:, prefix if prefix < len(positions) else 0 :]
     return bool(later.any())
+
+
+def shows_labels(config: ModelConfig, prompt: int, length: int) -> bool:
+    """Whether a mask shows a position from `prompt` on to an earlier one, in the `MOST_POSITIONS` around the prompt's end."""
+    positions = np.arange(max(0, prompt - MOST_POSITIONS // 2), min(length, prompt + MOST_POSITIONS // 2))
+    some = {mask.sized(config.context_length) for mask in config.masks if not is_causal(mask)}
+    visible = (evaluate(mask, positions[None], positions[None]) for mask in some)
+    return any(np.triu(pairs, 1)[..., positions >= prompt].any() for pairs in visible)
 
 
 def language_model(config: ModelConfig) -> LanguageModel | None:

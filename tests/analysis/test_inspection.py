@@ -58,3 +58,5 @@ def test_what_cannot_be_inspected():
         inspection.inspect(CONFIG, params, Bytes(), "a")
     with pytest.raises(ConfigError, match="no language model"):
         inspection.inspect(replace(CONFIG, masks=(full(),), heads=(Classification(3),)), params, Bytes(), TEXT)
+    with pytest.raises(ConfigError, match="sees later tokens"):  # its head predicts the token at its own place
+        inspection.inspect(replace(CONFIG, masks=(full(),)), params, Bytes(), TEXT)

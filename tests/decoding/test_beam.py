@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 
 import chex
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import decoding, models
+from jaxformer import decoding, masks, models
 from jaxformer.decoding.beam import Beams, beam_search, gnmt
 from jaxformer.decoding.filters import History
 from jaxformer.errors import ConfigError
@@ -271,6 +272,21 @@ def test_texts_to_score_have_tokens_of_the_vocabulary_and_no_part_is_empty():
     for prompts, continuations in (([[]], [text]), ([text], [[]]), ([text], [])):
         with pytest.raises(ConfigError, match="as many continuations; no prompt or continuation may be empty"):
             decoding.score(config, weights, prompts, continuations)
+
+
+def test_no_score_of_tokens_that_the_mask_shows_to_those_before():
+    """Behind a prefix each token is predicted; one that begins inside, or a model of both directions, has no score."""
+    config = ModelConfig(vocab_size=7, num_layers=1, d_model=8, num_heads=2, context_length=9)
+    prefix = replace(config, masks=(masks.causal(), masks.causal() | masks.prefix(3)))
+    weights, new = models.init(config, jax.random.key(0)), [4, 5, 6]
+    for wrong, prompts in ((prefix, [[1, 2, 3], [1, 2]]), (replace(config, masks=(masks.full(),)), [[1] * 3, [1] * 3])):
+        with pytest.raises(ConfigError, match="score: the mask shows tokens"):
+            decoding.score(wrong, weights, prompts, [new, new])
+    (found,) = decoding.score(prefix, weights, [[1, 2, 3]], [new])
+    logits, cache = decoding.prefill(prefix, weights, jnp.array([[1, 2, 3]]), decoding.init_cache(prefix, 1, 9))
+    for token, log in zip(new, found.tokens, strict=True):
+        np.testing.assert_allclose(log, jax.nn.log_softmax(logits.reshape(-1))[token], rtol=1e-5)
+        logits, cache = decoding.decode_step(prefix, weights, jnp.array([[token]]), cache)
 
 
 @pytest.mark.thorough
