@@ -78,8 +78,10 @@ class Run:
             return self.recipe.weights(self.checkpoint[1])
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
-        """A context whose computations are split over the run's mesh."""
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        """A context whose computations are split over the run's mesh, or without one are on one device, also within another mesh."""
+        if self.mesh is None and jax.sharding.get_abstract_mesh().empty:
+            return contextlib.nullcontext()
+        return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()) if self.mesh is None else self.mesh)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -89,7 +91,8 @@ class Run:
     def evaluate(self, int8: bool = False) -> dict[str, Any]:
         """Scores on the validation split; under `int8` also those with weights rounded to 8 bits (`decoding.quantize`)."""
         dataset = batching.open_dataset(self.experiment.data, self.experiment.model)
-        step, _, metadata = self.checkpoint
+        with self.on_mesh():
+            step, _, metadata = self.checkpoint
         check_data(self.folder, metadata, dataset)
         merged = replace(self.experiment, adaptation=None)  # as `params` are, and as `quantize` takes them
         recipe = build(merged)

@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 
+import chex
+import jax
 import numpy as np
 import pytest
 
@@ -13,7 +15,8 @@ from jaxformer.models import ModelConfig
 from jaxformer.models.stacks.reversible import Reversible
 from jaxformer.parallel import Mesh
 from jaxformer.training import Checkpoints, Experiment, loop
-from jaxformer.training.run_folder import run_folder
+from jaxformer.training.run import Run
+from jaxformer.training.run_folder import RunFolder, run_folder
 
 TINY = Experiment(
     name="tiny",
@@ -109,3 +112,13 @@ def test_a_run_on_a_mesh_begins_with_the_parameters_of_another_run(explicit, tmp
     mesh = Mesh(fsdp=2, tensor=2, data=1, explicit=explicit)
     result = loop.train(replace(first, initial=str(source.folder), mesh=mesh), tmp_path)
     np.testing.assert_allclose(result.validation["loss"], source.validation["loss"], rtol=1e-6)  # the order of sums
+
+
+def test_a_run_of_one_device_opens_within_a_mesh(tmp_path):
+    """Such as a teacher that a metric reads while its student trains on a mesh."""
+    folder = RunFolder(loop.train(replace(TINY, steps=1, eval_batches=1), tmp_path).folder)
+    expected = Run(folder, TINY).params
+    with jax.set_mesh(jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))):
+        run = Run(folder, replace(TINY, eval_batches=1))
+        chex.assert_trees_all_equal(*map(jax.device_get, (run.params, expected)))
+        assert run.evaluate()["loss"] > 0
