@@ -1,5 +1,6 @@
 """Images with a class each: scikit-learn's digits, arrays in a .npz file, or folders of files."""
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -65,8 +66,8 @@ class Images:
     """Images of your own. A .npz file has `images` `[n, H, W, C]` (bytes, or numbers from 0 to 1) and `labels` `[n]`.
 
     Or a folder has a folder of PNG or JPEG files for each class; classes are numbered by the training folder's names in order.
-    Files are read in threads when a batch needs them: scaled until they cover `image`, and cut at the centre. If a file turns
-    out to be damaged then, `bad_rows="skip"` makes it a black image of weight 0, and a warning counts it.
+    Files are read in threads when a batch needs them: turned upright (EXIF), scaled until they cover `image`, and cut at the
+    centre. If a file turns out to be damaged then, `bad_rows="skip"` makes it a black image of weight 0, and a warning counts it.
     """
 
     train: str  # a .npz file, or a folder
@@ -117,6 +118,8 @@ def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> t
     """(the split of a folder, the names and sizes of its files)."""
     with package_of("vision"):
         from PIL import Image
+    if config.channels not in (1, 3):
+        raise ConfigError(f"data.channels={config.channels}: files are read as grey (1) or as red, green and blue (3)")
     for folder in (config.train, path):
         if not Path(folder).is_dir():
             raise ConfigError(
@@ -176,7 +179,10 @@ def _decode(config: Images, files: list[Path], bad: set[Path], indices: np.ndarr
     def decode(index: int) -> tuple[np.ndarray, float]:
         try:
             with Image.open(files[index]) as image:
-                return np.asarray(ImageOps.fit(image.convert(mode), config.image[::-1])).reshape(shape), 1.0
+                picture = image.convert(mode)
+            with contextlib.suppress(Exception):  # what a camera notes may be damaged where the picture is not
+                picture = ImageOps.exif_transpose(picture)
+            return np.asarray(ImageOps.fit(picture, config.image[::-1])).reshape(shape), 1.0
         except (OSError, ValueError, SyntaxError) as error:
             Problems(config.bad_rows).add(str(files[index]), "not readable", f" ({error})")
             if files[index] not in bad:

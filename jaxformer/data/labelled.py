@@ -67,7 +67,7 @@ def open_labelled(config: Labelled, length: int, classes: int) -> Dataset:
     for path, part in zip(paths, rows, strict=True):
         split = LabelledTexts([], [], length)
         for place, text, label in part:
-            number = names.index(label) if label in names else label
+            number = label if not names else names.index(label) if label in names else None
             tokens = np.array([*front, *tokenizer.encode(text)], np.int32)
             if not isinstance(number, int) or not 0 <= number < classes:
                 expected = f"{classes} classes: {names}" if names else f"{classes} classes"

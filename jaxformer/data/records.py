@@ -110,7 +110,8 @@ def records(
         missing = [name for name, value in zip(fields, values, strict=True) if value is None]
         if missing:
             names = list(row) if isinstance(row, dict) else []
-            problems.add(place, f"no field {missing[0]!r}", did_you_mean(missing[0], names))
+            hint = " (it is null)" if missing[0] in names else did_you_mean(missing[0], names)
+            problems.add(place, f"no field {missing[0]!r}", hint)
         else:
             yield place, values
 

@@ -78,7 +78,7 @@ class Run:
             return self.recipe.weights(self.checkpoint[1])
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
-        """A context whose computations are split over the run's mesh, or without one are on one device, also within another mesh."""
+        """A context whose computations are split over the run's mesh; without one, on one device, also within another mesh."""
         if self.mesh is None and jax.sharding.get_abstract_mesh().empty:
             return contextlib.nullcontext()
         return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()) if self.mesh is None else self.mesh)

@@ -76,6 +76,20 @@ def test_a_picture_is_scaled_and_its_centre_is_cut_out(folders, tmp_path):
     np.testing.assert_allclose(folders.open(MODEL).train[0]["images"][:, 1:3], 1)
 
 
+def test_a_photograph_stands_upright(folders, tmp_path):
+    """Right edge white in the file, which says that the camera was held so: the picture has it below (EXIF orientation 6)."""
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    pixels[:, 8:] = 255
+    turned = Image.Exif()
+    turned[0x112] = 6
+    Image.fromarray(pixels).save(tmp_path / "train" / "blue" / "0.png", exif=turned)
+    Image.fromarray(pixels).save(tmp_path / "train" / "blue" / "1.png", exif=b"Exif\0\0damage")
+    found = folders.open(MODEL).train.take_rows(np.arange(2))["images"]
+    np.testing.assert_allclose(found[0, :2], 0, atol=0.1)
+    np.testing.assert_allclose(found[0, 2:], 1, atol=0.1)
+    np.testing.assert_allclose(found[1, :, 2:], 1, atol=0.1)  # as it is in the file
+
+
 def test_an_array_file_is_read(tmp_path):
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (5, 4, 4), np.uint8), np.array([0, 1, 2, 1, 0])
@@ -136,6 +150,13 @@ def test_what_is_wrong_with_a_folder_is_said(folders, tmp_path):
     for path in (str(tmp_path / "nowhere"), str(tmp_path)):
         with pytest.raises(ConfigError, match=r"no folder .*nowhere|has no image"):
             replace(skip, train=path, validation=path).open(None)
+
+
+@pytest.mark.parametrize("channels", [2, 4])
+def test_files_have_one_or_three_channels(folders, channels):
+    """Under "skip" every file was not readable, and training saw black images of weight 0."""
+    with pytest.raises(ConfigError, match=rf"data\.channels={channels}: files are read as grey \(1\) or as red"):
+        replace(folders, channels=channels, bad_rows="skip").open(MODEL)
 
 
 def test_grey_of_16_bits_is_refused_and_not_white(folders, tmp_path):

@@ -50,6 +50,9 @@ def test_names_of_classes_and_tokenizers(tmp_path):
     assert isinstance(learned.tokenizer, tokenizers.BPE)
     with pytest.raises(ConfigError, match=r"validation.jsonl:1: label out of range \('ships'; 3 classes: \['cars', 'pets'\]\)"):
         opened(tmp_path, rows, [rows[0] | {"y": "ships"}], **options)
+    for number in (0, True):  # a number among names would be the class of another name
+        with pytest.raises(ConfigError, match=r"train.jsonl:3: label out of range \((0|True); 3 classes: \['cars', 'pets'\]\)"):
+            opened(tmp_path, [*rows, rows[0] | {"y": number}], rows, **options)
 
 
 BAD = {
