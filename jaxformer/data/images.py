@@ -67,7 +67,7 @@ class Images:
 
     Or a folder has a folder of PNG or JPEG files for each class; classes are numbered by the training folder's names in order.
     Files are read in threads when a batch needs them: turned upright (EXIF), scaled until they cover `image`, and cut at the
-    centre. If a file turns out to be damaged then, `bad_rows="skip"` makes it a black image of weight 0, and a warning counts it.
+    centre. If a file turns out to be damaged then, `bad_rows="skip"` makes it a black image of weight 0; a warning counts it.
     """
 
     train: str  # a .npz file, or a folder
