@@ -169,7 +169,7 @@ vit_small = sized(vit_base, 12, 384, 6)
 vit_base_32 = cut(vit_base, 224, 32)
 vit_base_384 = cut(vit_base, 384, 16)
 vit_base_backbone = replace(vit_base, heads=())
-vit_base_in21k = replace(vit_base, heads=(POOLED,))
+vit_base_in21k = replace(vit_base, heads=(Classification(None, name="pooled"),))
 vit_large = sized(vit_base, 24, 1024, 16)
 vit_huge = sized(cut(vit_base, 224, 14), 32, 1280, 16)
 

@@ -17,7 +17,7 @@ from jaxformer import models
 from jaxformer.decoding import Sampling, generate
 from jaxformer.errors import ConfigError
 from jaxformer.interop import huggingface
-from jaxformer.interop.huggingface import Checkpoint, Tokens
+from jaxformer.interop.huggingface import Checkpoint, Tokens, folder as hf_folder
 from jaxformer.interop.huggingface.decoders import left_window
 from jaxformer.masks import Mask, causal, chunked, full, window
 from jaxformer.models import Classification, LanguageModel, Mixture, ModelConfig, TokenClassification
@@ -174,6 +174,19 @@ def test_one_model_in_the_words_of_several_families(tmp_path):
         again, same = read(tmp_path / kind)
         assert again == config
         assert_same(same, params)
+
+
+def test_presets_are_written_where_transformers_has_their_model():
+    """It has none with GPT-3's bands, the biases of 2017, Linformer or Performer; it never adds Reformer's output bias."""
+
+    def is_refused(preset):
+        try:
+            return not hf_folder._write_settings(preset, None)
+        except ConfigError:
+            return True
+
+    refused = {name.split("_")[0] for name, preset in models.PRESETS.items() if is_refused(preset)}
+    assert refused == {"gpt3", "transformer", "linformer", "performer", "reformer"}
 
 
 def test_what_no_family_says_is_not_written(tmp_path):
@@ -718,7 +731,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, jax.numpy as jnp
 from jaxformer import models
 from jaxformer.interop import huggingface
-from jaxformer.interop.huggingface import Checkpoint, Tokens
+from jaxformer.interop.huggingface import Checkpoint, Tokens, folder as hf_folder
 from jaxformer.models import ModelConfig
 from jaxformer.ops.positions import Rope
 

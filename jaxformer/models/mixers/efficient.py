@@ -31,7 +31,8 @@ from jaxformer.params import Spec, Tree
 class Longformer:
     """Sliding window, and global tokens with projections of their own: Beltagy et al. 2020, arXiv:2004.05150. Masks: full().
 
-    The flags `[B, T]` of `apply(..., inputs={"global_tokens": flags})` replace `global_tokens`. Padding yields zeros.
+    The flags `[B, T]` of `apply(..., inputs={"global_tokens": flags})` replace `global_tokens`. Padding yields zeros. Numbers
+    are those of a row: without flags, a row of several segments yields NaN.
     """
 
     window: int = 512  # total width, even
@@ -49,7 +50,8 @@ class Longformer:
                 raise ValueError('Longformer(global_tokens=None): give inputs={"global_tokens": flags [B, T]} in each call')
             options = _options(config, context) | {"implementation": config.attention_implementation}
             options |= dict(window=self.window, global_tokens=tokens, max_globals=self.max_globals)
-            return _zero_padding(context, ops.longformer_attention(**heads, **options))
+            out = ops.longformer_attention(**heads, **options)
+            return _zero_padding(context, out, packs=flags is not None or tokens in (0, ()))
 
         return _mixer(self, config, mix, spec)
 
@@ -58,7 +60,8 @@ class Longformer:
 class BigBird:
     """Global, neighbouring and random blocks: Zaheer et al. 2020, arXiv:2007.14062, ITC. Masks: full().
 
-    `apply(..., constants=layout [L, N, blocks - 2, random])` replaces the layout. Padding of sparse layers yields zeros.
+    `apply(..., constants=layout [L, N, blocks - 2, random])` replaces the layout. Padding of sparse layers yields zeros, and a
+    row of several segments NaN: the blocks are those of the row.
     """
 
     block: int = 64  # tokens of a block
@@ -77,7 +80,7 @@ class BigBird:
             if context.constants is None:
                 return ops.attention(query, key, value, **options)
             out = ops.bigbird_attention(query, key, value, context.constants, block=self.block, **options)
-            return _zero_padding(context, out)
+            return _zero_padding(context, out, packs=False)
 
         return _mixer(self, config, mix, constants=partial(self._layout, config))
 
@@ -306,9 +309,15 @@ def _options(config: ModelConfig, context: Context) -> dict[str, Any]:
     return dict(mask=context.mask, dropout_rate=config.attention_dropout_rate, dropout_key=context.dropout_key)
 
 
-def _zero_padding(context: Context, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-    """Zeros where a token is padding, also where the mask lets padding see something (heads that pool `position_0`)."""
-    return out if context.real is None else jnp.where(context.real[:, :, None, None], out, 0)
+def _zero_padding(context: Context, out: Float[Array, "B T N H"], packs: bool) -> Float[Array, "B T N H"]:
+    """Zeros where a token is padding, also where the mask lets padding see something (heads that pool `position_0`).
+
+    Where blocks or global tokens are those of the row, and not of each of its segments, a row of several segments is NaN.
+    """
+    if context.real is None:
+        return out
+    out = out if packs else visibility(context.mask, *out.shape[1:2] * 2, "").refuse_several(out)
+    return jnp.where(context.real[:, :, None, None], out, 0)
 
 
 def _by_layer(seed: int, layers: int, draw: Callable) -> Tree:

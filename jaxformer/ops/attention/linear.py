@@ -122,6 +122,11 @@ class View(NamedTuple):
         recurs = (changes(ids) > changes(jnp.sort(ids, axis=1))).reshape(-1, *[1] * (x.ndim - 1))
         return jnp.where(recurs, jnp.nan, x)
 
+    def refuse_several(self, x):
+        """x with NaN in rows of several segments. Traced ids cannot raise."""
+        least = jnp.min(self.kv_ids, axis=1, where=self.keys, initial=jnp.iinfo(self.kv_ids.dtype).max)
+        return jnp.where((jnp.max(self.kv_ids, axis=1) > least).reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+
 
 def visibility(mask: Any, T: int, S: int, function: str, takes_causal: bool = True) -> View:
     """Reads `full() / causal() & lengths(...) & segments(ids)`. NotImplementedError, which names `function`, for the rest."""
@@ -320,11 +325,7 @@ def linformer_attention(
     shown = view.queries[:, :, None, None]
     query = jnp.where(shown, query, 0)
     out: Any = attention(query, key, value, scale=scale, dropout_rate=dropout_rate, dropout_key=dropout_key)
-    out = jnp.where(shown, out, 0)
-    if (ids := view.ids) is None:
-        return out
-    least = jnp.min(ids, axis=1, where=ids != 0, initial=jnp.iinfo(ids.dtype).max)
-    return jnp.where((jnp.max(ids, axis=1) > least)[:, None, None, None], jnp.nan, out)
+    return view.refuse_several(jnp.where(shown, out, 0))
 
 
 def _reduce(x, projection, shown):

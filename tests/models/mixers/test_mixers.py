@@ -479,6 +479,24 @@ def test_reversible_layers_take_a_reformer_and_refuse_by_name():
         models.encode(config, parameters(config), TOKENS, intermediates=("layers/*/attention/weights",))
 
 
+@pytest.mark.parametrize("mixer", [mixers.Longformer(4, 1), mixers.BigBird(2, 1, "zero")])
+def test_blocks_and_global_tokens_of_a_row_serve_one_segment(mixer):
+    """Those of a second one would be elsewhere than where it stands alone."""
+    config, ids = replace(BASE, mixer=mixer), np.array([[1] * 5 + [2] * (T - 5), [0] * 2 + [1] * (T - 5) + [0] * 3])
+    found = run(config, parameters(config), TOKENS, ids)
+    assert np.isnan(found[0]).all() and np.isfinite(found[1]).all()
+
+
+def test_longformers_packed_with_flags_equal_those_alone():
+    config = replace(BASE, mixer=mixers.Longformer(4, None, max_globals=T))
+    p, ids = parameters(config), np.array([[1] * 5 + [2] * (T - 5)] * 2)
+    flags = jnp.asarray(np.arange(T)[None] % 5 == np.zeros((2, 1)))  # 0 and 5 begin a segment
+    packed = run(config, p, TOKENS, ids, inputs={"global_tokens": flags})
+    for part in (slice(0, 5), slice(5, T)):
+        alone = run(config, p, TOKENS[:, part], ONES[:, part], inputs={"global_tokens": flags[:, part]})
+        close(packed[:, part], alone)
+
+
 def test_bigbird_is_dense_where_it_is_short():
     """Up to `dense_length`; beyond it, and by default, the layout's blocks."""
     dense, p = replace(BASE, mixer=None), parameters(BASE)
