@@ -731,7 +731,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, jax.numpy as jnp
 from jaxformer import models
 from jaxformer.interop import huggingface
-from jaxformer.interop.huggingface import Checkpoint, Tokens, folder as hf_folder
+from jaxformer.interop.huggingface import Checkpoint, Tokens
 from jaxformer.models import ModelConfig
 from jaxformer.ops.positions import Rope
 

@@ -316,7 +316,8 @@ def _zero_padding(context: Context, out: Float[Array, "B T N H"], packs: bool) -
     """
     if context.real is None:
         return out
-    out = out if packs else visibility(context.mask, *out.shape[1:2] * 2, "").refuse_several(out)
+    T = out.shape[1]
+    out = out if packs else visibility(context.mask, T, T, "").refuse_several(out)
     return jnp.where(context.real[:, :, None, None], out, 0)
 
 
