@@ -112,6 +112,8 @@ def _embed_images(config: ModelConfig, params: Tree, images, masked) -> Float[Ar
     if masked is not None:
         if not how.mask_token:
             raise ConfigError("inputs: masked patches, but model.embedding has no mask token; set mask_token=True")
+        if masked.shape != x.shape[:2]:
+            raise ConfigError(f"inputs: masked {list(masked.shape)}: expected flags [B, patches], here {list(x.shape[:2])}")
         x = jnp.where(masked[..., None], row("mask_token"), x)
     if how.class_token:
         x = jnp.concatenate([jnp.broadcast_to(row("class_token"), (len(x), 1, config.d_model)), x], axis=1)

@@ -153,7 +153,8 @@ class Run:
         if self.tokenizer is None:
             raise ConfigError(f"{self.folder.path}: has no tokenizer, so there is no text to continue")
         if not writes_text(self.experiment):
-            raise ConfigError(f"{self.folder.path}: its model sees later tokens or has no language model: it continues no text")
+            reasons = "sees later tokens, has no language model, or reads a source, which data make of a text by `question`"
+            raise ConfigError(f"{self.folder.path}: it continues no text: its model {reasons}")
         sample = replace(self.experiment.sample, prompt=prompt, **options)
         return sample, ask(self.experiment, sample, self.tokenizer)
 

@@ -119,6 +119,16 @@ def test_what_has_no_table_only_changes_its_config_and_what_has_no_patches_is_re
         vision.resize(VIT, weights, (15, 16))
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2, 3), (2, 7)])
+def test_flags_of_hidden_patches_are_one_for_each(shape):
+    """One a row would hide whole images; a class token is no patch."""
+    patches = Patches(image=(4, 6), patch=(2, 2), channels=3, mask_token=True)
+    config = replace(VIT, embedding=patches, context_length=7)
+    with pytest.raises(ConfigError, match=r"inputs: masked \[2, .*\]: expected flags \[B, patches\], here \[2, 6\]"):
+        images, flags = jnp.zeros((2, 4, 6, 3)), {"masked": jnp.ones(shape, bool)}
+        jax.eval_shape(lambda p: models.apply(config, p, images, inputs=flags), init(config, jax.random.key(0)))
+
+
 @pytest.mark.thorough
 def test_a_reconstruction_puts_each_patch_where_it_was():
     """Pixel (c, y, x) of a patch is feature (c, y, x) of its linear map; a hidden patch leaves no trace of its pixels."""

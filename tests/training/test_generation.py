@@ -52,6 +52,14 @@ def test_a_stop_string_ends_the_text_and_is_left_out(trained):
         assert run.continue_all(["the ", "a"], tokens=10, stop=[string, "never"])[0] == [before]
 
 
+def test_a_pair_whose_data_ask_no_question_is_told_so():
+    encoder, decoder = (models.ModelConfig(9, 1, 8, 2, context_length=8, **heads) for heads in (dict(heads=()), {}))
+    experiment = Experiment(name="pair", model=models.EncoderDecoder(encoder, decoder), data=Stdlib())
+    run = SimpleNamespace(tokenizer="any", experiment=experiment, folder=SimpleNamespace(path="runs/pair"))
+    with pytest.raises(ConfigError, match=r"runs/pair: it continues no text: .* reads a source, which data make"):
+        runs.Run._ask(run, "x", {})
+
+
 def test_part_of_a_stop_string_is_held_back_until_it_is_decided():
     assert runs._held_back("abc<e", ["<end>", "e!"]) == 2
     assert runs._held_back("abc", ["<end>"]) == 0
