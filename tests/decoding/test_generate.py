@@ -374,7 +374,7 @@ def test_prompts_longer_than_a_piece_are_read_in_pieces(monkeypatch):
     prompts = [np.random.default_rng(n).integers(0, V, n).tolist() for n in (15, 16, 17, 33, 64)]
     run = partial(decoding.generate, SERVED, parameters, prompts, 6, how=Sampling(temperature=0.0))
     whole = run()
-    monkeypatch.setattr("jaxformer.decoding.generate.CHUNK", 16)
+    monkeypatch.setattr(sys.modules["jaxformer.decoding.generate"], "CHUNK", 16)
     assert run() == whole
 
 
