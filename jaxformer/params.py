@@ -106,10 +106,8 @@ def mismatch(spec: Tree, tree: Tree, unused: str = "$^", path: str = "") -> str 
         shape = getattr(tree, "shape", spec.shape)
         return None if shape == spec.shape else f"{path} has shape {shape}; expected {spec.shape}"
     tree = {} if tree is None else tree
-    if not isinstance(spec, Mapping):
+    if not isinstance(spec, Mapping) or not isinstance(tree, Mapping):
         return None
-    if not isinstance(tree, Mapping):  # such as the layers that `decoding.prepare` makes
-        return f"{path} is a {type(tree).__name__}; expected a dict of {', '.join(spec)}"
     for name in sorted({**spec, **tree}):
         inner = f"{path}/{name}" if path else name
         if name in spec:
