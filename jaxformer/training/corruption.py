@@ -21,12 +21,14 @@ from jaxformer.training.objectives import Batch, TokenCrossEntropy, head_cross_e
 
 
 def hide_tokens(
-    key: Array, tokens: Int[Array, "B T"], mask_token: int, rate: float = 0.15, word_starts: Bool[Array, "B T"] | None = None
-) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
+    key: Array, tokens: Int[Array, "B T"], mask_token: int, rate: float = 0.15, word_starts: Bool[Array, "B T"] | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:  # fmt: skip
     """(the text with some tokens hidden, which they are). Devlin et al. 2018, arXiv:1810.04805, section 3.1.
 
     Each word is chosen with probability `rate`. Of the chosen tokens 80 % become `mask_token`, 10 % a random one of the ids
-    below it, 10 % stay as they are. A word is a token, or all from one of `word_starts` to the next.
+    below `vocab_size` (by default below `mask_token`), 10 % stay as they are. A word is a token, or all from one of
+    `word_starts` to the next.
     """
     choose, kind, draw = jax.random.split(key, 3)
     if word_starts is None:
@@ -35,7 +37,7 @@ def hide_tokens(
         words = jax.random.bernoulli(choose, rate, (len(tokens), tokens.shape[1] + 1))
         chosen = jnp.take_along_axis(words, jnp.cumsum(word_starts, axis=1), axis=1)
     share = jax.random.uniform(kind, tokens.shape)
-    others = jax.random.randint(draw, tokens.shape, 0, mask_token, tokens.dtype)
+    others = jax.random.randint(draw, tokens.shape, 0, vocab_size or mask_token, tokens.dtype)
     hidden = jnp.where(share < 0.8, mask_token, jnp.where(share < 0.9, others, tokens))
     return jnp.where(chosen, hidden, tokens), chosen
 
@@ -94,8 +96,10 @@ class MaskedTokens:
     `word_starts` `[B, T]`, if the data have it, hides whole words.
     """
 
-    mask_token: int  # what stands for a hidden token: an id above those of the text
+    mask_token: int  # the id that replaces a hidden token
     rate: float = 0.15  # share of words that are hidden
+    # random tokens are ids below it, such as 30522 of Google's BERT, whose mask is 103; None: those below `mask_token`
+    vocab_size: int | None = None
 
     def __post_init__(self):
         if not 0 < self.rate < 1:
@@ -107,10 +111,11 @@ class MaskedTokens:
 
     def hidden(self, model: Any, batch: Batch, key: Array) -> Batch:
         """The batch with some tokens hidden; its labels are the tokens, its weights those of the hidden ones."""
-        if self.mask_token >= (size := _vocab_size(model, self.mask_token)):
-            raise ConfigError(f"objective.mask_token={self.mask_token}: model.vocab_size={size} must be larger")
+        needed = max(self.mask_token + 1, self.vocab_size or 0)
+        if needed > (size := _vocab_size(model, self.mask_token)):
+            raise ConfigError(f"objective.mask_token={self.mask_token}: model.vocab_size={size} must be at least {needed}")
         tokens, weights = batch["tokens"], batch["weights"]
-        inputs, chosen = hide_tokens(key, tokens, self.mask_token, self.rate, batch.get("word_starts"))
+        inputs, chosen = hide_tokens(key, tokens, self.mask_token, self.rate, batch.get("word_starts"), self.vocab_size)
         inputs = jnp.where(weights > 0, inputs, tokens)
         return batch | {"tokens": inputs, "labels": tokens, "weights": jnp.where(chosen, weights, 0)}
 

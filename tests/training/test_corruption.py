@@ -104,6 +104,19 @@ def restored(source, target):
     return [token for part in found for token in part], list(spans.values())
 
 
+def test_random_tokens_are_of_the_whole_vocabulary_where_the_mask_is_a_small_id():
+    """As in Google's BERT, whose mask is 103 of 30,522."""
+    tokens = jnp.full((200, 100), 300)
+    hidden, chosen = hide_tokens(jax.random.key(0), tokens, 10, vocab_size=1000)
+    drawn = np.asarray(hidden)[np.asarray(chosen & (hidden != 10) & (hidden != 300))]
+    assert len(drawn) > 200 and drawn.max() > 900 and within((drawn < 500).sum(), len(drawn), 0.5)
+    config = ModelConfig(600, 1, 16, 2, context_length=32)
+    with pytest.raises(ConfigError, match=r"model.vocab_size=600 must be at least 1000"):
+        MaskedTokens(10, vocab_size=1000).hidden(
+            config, {"tokens": tokens, "weights": jnp.ones(tokens.shape)}, jax.random.key(0)
+        )
+
+
 @pytest.mark.parametrize(
     ("length", "rate", "mean"), [(100, 0.15, 3.0), (37, 0.5, 2.0), (8, 0.15, 3.0), (2, 0.15, 3.0), (60, 0.3, 1.0)]
 )
@@ -141,7 +154,7 @@ def test_the_loss_of_hidden_tokens_by_hand():
     logits = apply(config, params, inputs).logits
     assert float(sums.weight) == counted.sum() > 0
     assert float(sums.loss) == pytest.approx(cross_entropy(logits, np.asarray(tokens), counted), rel=1e-5)  # float32
-    with pytest.raises(ConfigError, match=r"objective.mask_token=51: model.vocab_size=51 must be larger"):
+    with pytest.raises(ConfigError, match=r"objective.mask_token=51: model.vocab_size=51 must be at least 52"):
         MaskedTokens(51)(config, params, {"tokens": tokens, "weights": weights}, key, jnp.float32)
     with pytest.raises(ConfigError, match=r"objective.rate=1.0: must be in"):
         MaskedTokens(MASK, rate=1.0)
