@@ -105,6 +105,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(changes, said, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_run_on_a_mesh_begins_with_the_parameters_of_another_run(explicit, tmp_path):
     first = replace(TINY, steps=1, schedule=lambda experiment: lambda step: 0.0, eval_batches=1)
@@ -114,6 +115,7 @@ def test_a_run_on_a_mesh_begins_with_the_parameters_of_another_run(explicit, tmp
     np.testing.assert_allclose(result.validation["loss"], source.validation["loss"], rtol=1e-6)  # the order of sums
 
 
+@pytest.mark.thorough
 def test_a_run_of_one_device_opens_within_a_mesh(tmp_path):
     """Such as a teacher that a metric reads while its student trains on a mesh."""
     folder = RunFolder(loop.train(replace(TINY, steps=1, eval_batches=1), tmp_path).folder)
