@@ -10,16 +10,13 @@ and fingerprint of each leaf, and `restore` compares them. The folder may be a U
 """
 
 import errno
-import fcntl
 import json
 import logging
 import math
 import os
 import shutil
-import socket
 import stat
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -37,7 +34,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.processes import all_gather_object, first, is_first, that_see
 from jaxformer.params import Tree
-from jaxformer.training import manifest, memory, silence
+from jaxformer.training import lock, manifest, memory, silence
 from jaxformer.training.manifest import CheckpointError, Damaged, fingerprints, key_data
 
 Folder = os.PathLike | str
@@ -116,7 +113,7 @@ class Manager(AbstractContextManager):
         self.steps()  # refuses a URL whose packages are missing
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.folder, self.log) if _is_local(self.folder) else None
+            self._lock = lock.take(self.folder, self.log) if _is_local(self.folder) else None
         except OSError as error:
             raise ConfigError(f"{self.folder}: cannot be written ({error}); choose another folder (--runs)") from None
         self._tidy()
@@ -136,7 +133,7 @@ class Manager(AbstractContextManager):
         ConfigError if the lock is gone, for example after `rm -rf`: another trainer may have started.
         """
         self.wait()
-        if not first(lambda: self._lock is None or _is_in_place(self._lock)):
+        if not first(lambda: self._lock is None or lock.is_in_place(self._lock)):
             gone = f"{self.folder}.lock was removed while this run held it, so another trainer may have started"
             raise ConfigError(f"{gone}; this one stops at step {step} without saving")
         self._problem = None
@@ -415,33 +412,6 @@ def _read_error(path: epath.Path, reason: str) -> Exception:
 
 def _is_local(folder: Folder) -> bool:
     return "://" not in os.fspath(folder)
-
-
-def _lock(folder: epath.Path, log: Log) -> IO[str]:
-    """The open lock file FOLDER.lock. The lock is the operating system's: it ends with the process, however that ends."""
-    handle = Path(f"{folder}.lock").open("a+")  # noqa: SIM115  (`close` closes it)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        handle.seek(0)
-        owner = handle.read().strip()
-        handle.close()
-        raise ConfigError(f"{folder}: another trainer holds this run ({owner}); wait for it or stop it") from None
-    except OSError as error:  # ENOLCK, ENOSYS: some of NFS and Lustre
-        log(f"{folder}: no lock ({error.strerror}): this file system has none, so nothing stops a second trainer of this run")
-        return handle
-    with suppress(OSError):  # a full disk: the lock holds without its text
-        os.ftruncate(handle.fileno(), 0)
-        os.write(handle.fileno(), f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}".encode())
-    return handle
-
-
-def _is_in_place(lock: IO[str]) -> bool:
-    """Whether the file of an open lock is still the one of its name."""
-    try:
-        return os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno()))
-    except FileNotFoundError:
-        return False
 
 
 def _reason(error: BaseException) -> str:
