@@ -16,6 +16,7 @@ import threading
 import time
 
 from jaxformer import config
+from jaxformer.cli.arguments import Parser, positive
 from jaxformer.errors import ConfigError
 from jaxformer.parallel import Mesh
 
@@ -23,14 +24,13 @@ PATIENCE = 60.0  # seconds
 
 
 def main(argv: list[str]) -> int:
-    at = 4 if argv[2:3] == ["--devices"] else 2
-    sizes = [argv[0] if argv else "", *argv[3:at]]
-    if len(argv) < at or not all(size.isdecimal() and int(size) for size in sizes):
-        print("pod-sim: expected N EXPERIMENT [--devices D] [OPTIONS], N and D at least 1", file=sys.stderr)
-        return 2
-    count, experiment, options = int(argv[0]), argv[1], argv[at:]
-    devices = int(argv[3]) if at == 4 else max(1, 8 // count)
+    parser = Parser(prog="options", usage="N EXPERIMENT [--devices D] [OPTIONS]", add_help=False, allow_abbrev=False)
+    parser.add_argument("count", type=positive, metavar="N")
+    parser.add_argument("experiment", metavar="EXPERIMENT")
+    parser.add_argument("--devices", type=positive)
     try:
+        settings, options = parser.parse_known_args(argv)
+        count, experiment = settings.count, settings.experiment
         mesh = config.load(experiment).mesh
     except ConfigError as error:
         print(f"pod-sim: {error}", file=sys.stderr)
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         options = [*options, "--mesh.data=-1"]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_NUM_CPU_DEVICES": str(settings.devices or max(1, 8 // count)),
         "JAXFORMER_COORDINATOR": f"127.0.0.1:{free_port()}",
         "JAXFORMER_PROCESSES": str(count),
         "PYTHONUNBUFFERED": "1",

@@ -25,8 +25,8 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def new_file(text: str) -> str:
-    """The type of an option that names a file to write: that it may not is known before anything is computed."""
+def output_file(text: str) -> str:
+    """The type of an option that names a file to write. It refuses a bad name before anything is computed."""
     if Path(text).is_dir() or any(parent.is_file() for parent in Path(text).parents):
         raise argparse.ArgumentTypeError(f"{text}: a folder, or in a file; expected the name of a file to write")
     return text

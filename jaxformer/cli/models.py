@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 from jaxformer import config
-from jaxformer.cli.arguments import PRESET, check_needs, experiment_of, model_of, new_file, parser_of, positive
+from jaxformer.cli.arguments import PRESET, check_needs, experiment_of, model_of, output_file, parser_of, positive
 from jaxformer.errors import ConfigError
 
 
@@ -66,7 +66,7 @@ def show_cost(argv: list[str]) -> int:
 
 def draw(argv: list[str]) -> int:
     parser = parser_of("draw", "EXPERIMENT|PRESET")
-    parser.add_argument("--out", type=new_file)
+    parser.add_argument("--out", type=output_file)
     options, overrides = parser.parse_known_args(argv)
 
     from etils import epath

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from jaxformer import config
-from jaxformer.cli.arguments import folder_of, new_file, parser_of, positive, run_of, run_parser
+from jaxformer.cli.arguments import folder_of, output_file, parser_of, positive, run_of, run_parser
 from jaxformer.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def generate(argv: list[str]) -> int:
     parser = run_parser("generate")
     parser.add_argument("--prompt")
     parser.add_argument("--prompts", help='a file of lines {"prompt": "..."}')
-    parser.add_argument("--out", type=new_file, help="where the lines with their texts go")
+    parser.add_argument("--out", type=output_file, help="where the lines with their texts go")
     parser.add_argument("--seed", type=int, default=0)
     kinds: dict[type, str] = {int: "tokens top-k beams n-best", float: "temperature top-p min-p typical length-penalty"}
     for kind, names in kinds.items():
@@ -116,7 +116,7 @@ def run_harness(argv: list[str]) -> int:
 def inspect(argv: list[str]) -> int:
     parser = run_parser("inspect")
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("--html", type=new_file, help="a file for a page with pictures")
+    parser.add_argument("--html", type=output_file, help="a file for a page with pictures")
     options = parser.parse_args(argv)
 
     import shutil
@@ -138,7 +138,7 @@ def inspect(argv: list[str]) -> int:
 def write_report(argv: list[str]) -> int:
     parser = parser_of("report", "RUN", nargs="+")
     parser.add_argument("--runs", default="runs")
-    parser.add_argument("--out", type=new_file)
+    parser.add_argument("--out", type=output_file)
     parser.add_argument("--trust", action="store_true")
     options = parser.parse_args(argv)
     folders = [folder_of(name, options.runs) for name in options.name]
