@@ -5,7 +5,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,15 +53,19 @@ def scale_init(init: Callable, factor: float) -> Callable:
 def stack(spec: Tree, layers: int, *turns: Tree) -> Tree:
     """The same parameters for `layers` layers, along a new first axis `layers`; each layer draws its own values.
 
-    With `turns`, specs of other initial values alone, the layers start as `spec` and these say by turns.
+    `turns` are specs that differ from `spec` only in their initial values: the layers take the values of `spec` and of these
+    in turn.
     """
 
     def init_layers(inits: list[Callable], key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
         draw = lambda init, layer: init(jax.random.fold_in(key, layer), shape[1:], dtype)
         drawn = [jax.vmap(partial(draw, init))(jnp.arange(i, shape[0], len(inits))) for i, init in enumerate(inits)]
-        if len(drawn) == 1:
+        if len(inits) == 1:
             return drawn[0]
-        return reduce(lambda x, i: x.at[i :: len(drawn)].set(drawn[i]), range(len(drawn)), jnp.zeros(shape, dtype))
+        x = jnp.zeros(shape, dtype)
+        for i, values in enumerate(drawn):
+            x = x.at[i :: len(inits)].set(values)
+        return x
 
     sizes = lambda leaf: {"shape": (layers, *leaf.shape), "axes": ("layers", *leaf.axes)}
     stacked = lambda *each: replace(each[0], **sizes(each[0]), init=partial(init_layers, [leaf.init for leaf in each]))

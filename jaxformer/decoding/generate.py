@@ -153,15 +153,15 @@ def open_model(config, params, prompts, max_tokens, sources, dtype=None, cache_d
 
 
 def as_filters(filters: Sequence[Filter], model: Model) -> tuple[Filter, ...]:
-    """Filters as pytrees, which a function of a user's is not. ConfigError for one that makes no logits of a row's."""
+    """Filters as pytrees, which a user's function is not. ConfigError for one whose result for a row is not logits [1, V]."""
     array = jax.ShapeDtypeStruct
     logits, count = array((1, models.last_stack(model.config).vocab_size), jnp.float32), array((1,), jnp.int32)
     history = History(array((1, model.room), jnp.int32), count, count)
     for number, f in enumerate(filters, 1):
         try:
-            made = jax.eval_shape(lambda *row, f=f: f(*row), logits, history)
-            if getattr(made, "shape", None) != logits.shape:
-                raise TypeError(f"it makes {made} of logits {list(logits.shape)}")
+            result = jax.eval_shape(lambda *row, f=f: f(*row), logits, history)
+            if getattr(result, "shape", None) != logits.shape:
+                raise TypeError(f"it makes {result} of logits {list(logits.shape)}")
         except Exception as error:  # a function of a user's may raise anything
             raise ConfigError(f"filters: number {number} is no function (logits, history) -> logits: {error}") from error
     return tuple(jax.tree_util.Partial(f) if jax.tree_util.all_leaves([f]) else f for f in filters)

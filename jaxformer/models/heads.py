@@ -150,8 +150,8 @@ def shows_later(mask: Mask, length: int, everywhere: bool = True) -> bool:
 def shows_labels(config: ModelConfig, prompt: int, length: int) -> bool:
     """Whether a mask shows a position from `prompt` on to an earlier one, in the `MOST_POSITIONS` around the prompt's end."""
     positions = np.arange(max(0, prompt - MOST_POSITIONS // 2), min(length, prompt + MOST_POSITIONS // 2))
-    some = {mask.sized(config.context_length) for mask in config.masks if not is_causal(mask)}
-    visible = (evaluate(mask, positions[None], positions[None]) for mask in some)
+    masks = {mask.sized(config.context_length) for mask in config.masks if not is_causal(mask)}
+    visible = (evaluate(mask, positions[None], positions[None]) for mask in masks)
     return any(np.triu(pairs, 1)[..., positions >= prompt].any() for pairs in visible)
 
 

@@ -56,7 +56,8 @@ class Tap:
             if _matches(pattern, path):
                 edited, number = edit(value, self.layer), _number(pattern)
                 if jnp.shape(edited) != value.shape:
-                    raise ConfigError(f"edits: {pattern}: {list(jnp.shape(edited))} in place of {list(value.shape)}")
+                    shapes = f"{list(jnp.shape(edited))} in place of {list(value.shape)}"
+                    raise ConfigError(f"edits: {pattern}: {shapes}; expected the same shape")
                 edited = jnp.asarray(edited, value.dtype)  # else one number of 32 bits widens all layers behind it
                 value = edited if number is None else jnp.where(self.layer == number, edited, value)
         for i, (pattern, keep) in enumerate(self.wanted):

@@ -16,7 +16,7 @@ from jaxformer.models.stacks.pipeline import bubble
 from jaxformer.planning import flops, hlo, roofline, topology
 from jaxformer.planning.compile import compile_step, memory_of, trace
 from jaxformer.training.experiment import Experiment
-from jaxformer.training.recipe import build, lengths
+from jaxformer.training.recipe import build, row_lengths
 from jaxformer.training.step import abstract_state, make_train_step
 
 
@@ -88,7 +88,7 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     memory = memory_of(compiled, log, traced.argument_bytes)
     text = (compiled.as_text() or "") if compiled else ""
     exchanges, moved = hlo.exchanges(text), hlo.traffic(text)
-    length, source = lengths(experiment, traced.batch)
+    length, source = row_lengths(experiment, traced.batch)
     tokens = experiment.batch_size * length
     seconds = roofline.seconds(counted.matmul / len(devices), moved, exchanges, mesh, chip)
     speed = tokens / seconds.step

@@ -25,7 +25,7 @@ from jaxformer.training.experiment import Experiment
 from jaxformer.training.goodput import Goodput
 from jaxformer.training.initial import check_initial, first_params
 from jaxformer.training.metrics import Console, NonFinite, Record, Reporter, open_loggers
-from jaxformer.training.recipe import Recipe, build, lengths
+from jaxformer.training.recipe import Recipe, build, row_lengths
 from jaxformer.training.run import ask, check_data, evaluator, on_devices, sample_text, writes_text
 from jaxformer.training.run_folder import RunFolder, compare, describe, introduce, run_folder
 from jaxformer.training.signals import Interrupted, Signals
@@ -248,7 +248,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     kind, work = jax.devices()[0].device_kind, lambda batch: None
     if kind in cost.CHIPS and models.is_config(experiment.model):
         seconds = cache(partial(seconds_at_peak, experiment, 1 if mesh is None else mesh.size, kind))
-        work = lambda batch: seconds(*lengths(experiment, batch))
+        work = lambda batch: seconds(*row_lengths(experiment, batch))
     metadata = {"data_digest": dataset.digest, "config": config.describe(experiment)}
     batches = batching.batches(dataset.train, size, experiment.seed, rows).__getitem__
 

@@ -80,15 +80,19 @@ def build(experiment: Any) -> Recipe:
     )  # fmt: skip
 
 
-def lengths(experiment: Any, batch: dict[str, Any]) -> tuple[int, int | None]:
-    """(tokens of a row, tokens of its source) as the model reads them, or patches; None: the model has no source."""
-    model = experiment.model
-    length = batch["tokens"].shape[-1] if "tokens" in batch else models.last_stack(model).context_length
+def row_lengths(experiment: Any, batch: dict[str, Any]) -> tuple[int, int | None]:
+    """(tokens of a row, tokens of its source) as the model reads them, or patches; None: the model has no source.
+
+    An array that the batch does not have, as of a user's own data, counts as long as the config's `context_length`.
+    """
+    model, tokens, source = experiment.model, batch.get("tokens"), batch.get("source")
+    length = models.last_stack(model).context_length if tokens is None else tokens.shape[-1]
     if hasattr(experiment.objective, "lengths"):  # it makes source and target of one text
         return experiment.objective.lengths(length)
     if not isinstance(model, EncoderDecoder):
         return length, None
-    return length, model.encoder.context_length if isinstance(model.encoder.embedding, Patches) else batch["source"].shape[-1]
+    reads_images = isinstance(model.encoder.embedding, Patches)
+    return length, model.encoder.context_length if source is None or reads_images else source.shape[-1]
 
 
 def checked(sums: Any) -> LossSums:

@@ -19,7 +19,7 @@ from jaxformer.planning import flops
 from jaxformer.training.corruption import SpanCorruption
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.objectives import TokenCrossEntropy
-from jaxformer.training.recipe import build, lengths
+from jaxformer.training.recipe import build, row_lengths
 from jaxformer.training.step import init_state, make_train_step
 
 B, T, D, L, V = 2, 64, 32, 3, 128
@@ -85,7 +85,7 @@ def test_of_an_encoder_decoder_each_side_counts_its_own_tokens(objective, source
         batch["source"] = jax.ShapeDtypeStruct((B, source), jnp.int32)
     recipe = build(experiment)
     counted = flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)
-    length, source = lengths(experiment, batch)
+    length, source = row_lengths(experiment, batch)
     assert (length, source) == ((256, 64) if "source" in batch else (52, 232))
     assert counted.matmul == pytest.approx(cost.training_flops(config, length, source) * B * length, rel=0.01)
 

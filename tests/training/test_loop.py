@@ -17,7 +17,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, cost
 from jaxformer.models.adaptation import Lora
 from jaxformer.training import AdamW, Checkpoints, Constant, Experiment, checkpoint, loop
-from jaxformer.training.recipe import build, lengths
+from jaxformer.training.recipe import build, row_lengths
 from jaxformer.training.run import Run, evaluator, open_run
 from jaxformer.training.run_folder import RunFolder
 from jaxformer.training.step import init_state, make_train_step
@@ -135,8 +135,10 @@ def test_the_work_of_a_step_is_that_of_all_its_positions():
     found = loop.seconds_at_peak(TINY, 2, "TPU v4", 8, None)
     assert found == cost.training_flops(TINY.model, 8) * 4 * 8 / (2 * cost.CHIPS["TPU v4"].peak)
     images = replace(TINY, model=models.PRESETS["vit_base"], batch_size=8)
-    found = loop.seconds_at_peak(images, 1, "TPU v4", *lengths(images, {"images": None})) * cost.CHIPS["TPU v4"].peak
+    found = loop.seconds_at_peak(images, 1, "TPU v4", *row_lengths(images, {"images": None})) * cost.CHIPS["TPU v4"].peak
     assert found == pytest.approx(8 * 6 * 17.58e9, rel=0.01)  # multiply-adds of an image
+    pair = replace(TINY, model=models.PRESETS["t5_small"])
+    assert row_lengths(pair, {"my_source": None, "my_target": None}) == (512, 512)  # a user's data may have other names
 
 
 @pytest.mark.thorough

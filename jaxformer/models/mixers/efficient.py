@@ -31,8 +31,8 @@ from jaxformer.params import Spec, Tree
 class Longformer:
     """Sliding window, and global tokens with projections of their own: Beltagy et al. 2020, arXiv:2004.05150. Masks: full().
 
-    The flags `[B, T]` of `apply(..., inputs={"global_tokens": flags})` replace `global_tokens`. Padding yields zeros. Numbers
-    are those of a row: without flags, a row of several segments yields NaN.
+    The flags `[B, T]` of `apply(..., inputs={"global_tokens": flags})` replace `global_tokens`. Padding yields zeros.
+    Numbered global tokens are those of the row, so with them a row of several segments yields NaN.
     """
 
     window: int = 512  # total width, even
@@ -50,8 +50,8 @@ class Longformer:
                 raise ValueError('Longformer(global_tokens=None): give inputs={"global_tokens": flags [B, T]} in each call')
             options = _options(config, context) | {"implementation": config.attention_implementation}
             options |= dict(window=self.window, global_tokens=tokens, max_globals=self.max_globals)
-            out = ops.longformer_attention(**heads, **options)
-            return _zero_padding(context, out, packs=flags is not None or tokens in (0, ()))
+            out = _zero_padding(context, ops.longformer_attention(**heads, **options))
+            return out if flags is not None or tokens in (0, ()) else _refuse_packed(context, out)
 
         return _mixer(self, config, mix, spec)
 
@@ -80,7 +80,7 @@ class BigBird:
             if context.constants is None:
                 return ops.attention(query, key, value, **options)
             out = ops.bigbird_attention(query, key, value, context.constants, block=self.block, **options)
-            return _zero_padding(context, out, packs=False)
+            return _refuse_packed(context, _zero_padding(context, out))
 
         return _mixer(self, config, mix, constants=partial(self._layout, config))
 
@@ -193,6 +193,7 @@ class Reformer:
     multiple: int | None = None  # padding fills the length up to a multiple of this; None: of chunk
 
     def evaluation(self) -> "Reformer":
+        """The same mixer with fixed rotations."""
         return replace(self, redraw=False)
 
     def __call__(self, config: ModelConfig) -> Mixer:
@@ -309,16 +310,15 @@ def _options(config: ModelConfig, context: Context) -> dict[str, Any]:
     return dict(mask=context.mask, dropout_rate=config.attention_dropout_rate, dropout_key=context.dropout_key)
 
 
-def _zero_padding(context: Context, out: Float[Array, "B T N H"], packs: bool) -> Float[Array, "B T N H"]:
-    """Zeros where a token is padding, also where the mask lets padding see something (heads that pool `position_0`).
+def _zero_padding(context: Context, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Zeros where a token is padding, also where the mask lets padding see something (heads that pool `position_0`)."""
+    return out if context.real is None else jnp.where(context.real[:, :, None, None], out, 0)
 
-    Where blocks or global tokens are those of the row, and not of each of its segments, a row of several segments is NaN.
-    """
-    if context.real is None:
-        return out
+
+def _refuse_packed(context: Context, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """NaN in a row of several segments: blocks and numbered global tokens belong to the row, not to each of its segments."""
     T = out.shape[1]
-    out = out if packs else visibility(context.mask, T, T, "").refuse_several(out)
-    return jnp.where(context.real[:, :, None, None], out, 0)
+    return out if context.real is None else visibility(context.mask, T, T, "").refuse_several(out)
 
 
 def _by_layer(seed: int, layers: int, draw: Callable) -> Tree:
