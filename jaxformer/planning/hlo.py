@@ -17,11 +17,12 @@ _FREE = re.compile(  # operations that move nothing
 )
 _PRODUCTS = ("convolution", "dot", "custom-call")
 _PIECES = ("slice", "dynamic-slice", "gather")  # operations that read no more of their operand than they return
+_WRITES = {"dynamic-update-slice": 1, "scatter": 2}  # operations that write into their operand, and which operand they write
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # of a tuple's shape, an element: a tuple or an array
 _ELEMENT = re.compile(r"\((?:[^()]|\([^()]*\))*\)|\w+\[[^\]]*\](?:\{[^}]*\})?")
-_CALLED = re.compile(r"(?:calls|to_apply|body|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
 
 
 class Op(NamedTuple):
@@ -81,6 +82,8 @@ def _parse(text: str) -> dict[str, Computation]:
         elif inside is not None and (found := _OP.match(line)):
             name, shape, code, operands = found.groups()
             called = re.findall(r"%?([\w.\-]+)", " ".join(_CALLED.findall(line)))
+            if "true_computation=" in line:  # a condition of bits: branch 0 is that of False, which is written last
+                called.reverse()
             inside[name] = Op(shape, code, re.findall(r"%([\w.\-]+)", operands) or [operands], called, line)
     return computations
 
@@ -200,25 +203,27 @@ def _fusion(computations: dict[str, Computation], inside: Computation, operands:
     for name, op in inside.items():
         if op.code == "parameter" and int(op.operands[0]) < len(operands):
             total += _read(computations, inside, name, operands[int(op.operands[0])])
-    pieces = [other.operands[1] for other in inside.values() if other.code == "dynamic-update-slice"]
+    pieces = [other.operands[_WRITES[other.code]] for other in inside.values() if other.code in _WRITES]
     updates = [_in_memory(inside[piece].shape) for piece in pieces if piece in inside]
     root = _root(inside)
-    in_place = updates and root and (root.code in ("bitcast", "tuple") or "dynamic-update-slice" in root.line)
+    in_place = updates and root and (root.code in ("bitcast", "tuple") or any(code in root.line for code in _WRITES))
     return total + (sum(updates) if in_place else result)
 
 
 def _read(computations: dict[str, Computation], inside: Computation, name: str, size: float) -> float:
     """Bytes that the operations of a fusion read of an array of that name and size; fusions in it may cut out a piece."""
-    users, total = [other for other in inside.values() if name in other.operands], 0.0
-    for user in users:
+    users, total = [(key, other) for key, other in inside.items() if name in other.operands], 0.0
+    for key, user in users:
         body = computations.get(user.called[0], {}) if user.code == "fusion" else {}
         number = str(user.operands.index(name))
         entry = next((key for key, op in body.items() if op.code == "parameter" and op.operands[0] == number), "")
         if entry:
             total += _read(computations, body, entry, size)
+        elif user.code == "bitcast" and "ROOT" not in user.line:  # the same array under another shape
+            total += _read(computations, inside, key, size)
         elif user.code in _PIECES and user.operands[0] == name:
             total += _in_memory(user.shape) if size else 0.0
-        elif user.code != "dynamic-update-slice" or user.operands[0] != name:
+        elif user.code not in _WRITES or user.operands[0] != name:
             return size
     return min(size, total) if users else size
 

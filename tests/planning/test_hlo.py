@@ -106,6 +106,40 @@ def test_bytes_through_memory():
     assert sum(hlo.traffic(WRITTEN.replace("f32[8]{0}", "f32[8]{0:S(1)}"))) < sum(hlo.traffic(WRITTEN))
 
 
+CUT = """
+%piece (a: f32[4,100], i: s32[4,2]) -> f32[4] {
+  %a = f32[4,100]{1,0} parameter(0)
+  %i = s32[4,2]{1,0} parameter(1)
+  %same = f32[2,2,100]{2,1,0} bitcast(%a)
+  ROOT %found = f32[4]{0} gather(%same, %i), offset_dims={}, slice_sizes={1,1,1}
+}
+
+%yes (t: f32[4]) -> f32[4] {
+  %t = f32[4]{0} parameter(0)
+  ROOT %doubled = f32[4]{0} add(%t, %t)
+}
+
+%no (u: f32[4]) -> f32[4] {
+  ROOT %u = f32[4]{0} parameter(0)
+}
+
+ENTRY %main (a: f32[4,100], i: s32[4,2], p: pred[]) -> f32[4] {
+  %a = f32[4,100]{1,0} parameter(0)
+  %i = s32[4,2]{1,0} parameter(1)
+  %p = pred[] parameter(2)
+  %got = f32[4]{0} fusion(%a, %i), kind=kLoop, calls=%piece
+  ROOT %out = f32[4]{0} conditional(%p, %got, %got), true_computation=%yes, false_computation=%no
+}
+"""
+
+
+def test_what_the_gpu_compiler_writes():
+    """Elements cut out of an array under another shape; a condition of bits, whose branch 1 is that of True."""
+    cut, doubled = 4 * 4 + 4 * 2 * 4 + 4 * 4, 3 * 4 * 4  # elements, their places, the result; two operands and the result
+    assert hlo.traffic(CUT, branch=1).others == cut + doubled
+    assert hlo.traffic(CUT, branch=0).others == cut
+
+
 def test_the_largest_buffers_are_those_of_the_report():
     report = """Memory Space: default (color=0)
   cumulative_size;       size;       offset; used_by_n_values; shapes_list
