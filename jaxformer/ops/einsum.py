@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Int8
 
 from jaxformer.sharding import alike, auto_axes, mesh_axes, psum, reduce_scatter
 
 _LOGICAL = {"b": "batch", "t": "length", "n": "heads", "f": "mlp", "v": "vocab"}  # of the letters that a mesh may split
+PRODUCT = "product"  # the name, for `jax.checkpoint_policies`, of a product with a weight
 FEW_ROWS = 128  # up to here XLA:CPU is faster with int8 operands than with a weight that it first makes float32
 
 
@@ -79,8 +81,13 @@ def einsum(spec: str, x: Float[Array, "..."], w: Weight, dtype=None, *, operand_
     if isinstance(w, StoredWeight):
         return _stored_product(spec, x.astype(narrow), w).astype(dtype)
     if narrow.itemsize > 4 and not _scattered(spec, x, w):
-        return jnp.einsum(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
-    return _product(spec, narrow, dtype, (x.dtype, w.dtype), *alike(x, w))
+        y = jnp.einsum(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
+    else:
+        y = _product(spec, narrow, dtype, (x.dtype, w.dtype), *alike(x, w))
+    x_axes, w_axes, out = _axes(spec)
+    has_batch = any(axis in x_axes and axis in w_axes for axis in out)
+    # a policy of remat that keeps the product by this name keeps it in `dtype`, not the float32 sums that are rounded to it
+    return y if has_batch else checkpoint_name(y, PRODUCT)
 
 
 def _stored_product(spec: str, x: Array, w: StoredWeight) -> Array:
@@ -134,7 +141,11 @@ def _forward(spec, narrow, dtype, dtypes, x, w):
 
 
 def _backward(spec, narrow, dtype, dtypes, residuals, g):
-    x, w = residuals
+    return gradients(spec, *residuals, g, dtypes)
+
+
+def gradients(spec: str, x: Array, w: Array, g: Array, dtypes: tuple[Any, Any]) -> tuple[Array, Array]:
+    """The gradients of x and w, in these dtypes, from the cotangent g of `einsum(spec, x, w)`; x and w of one dtype."""
     x_axes, w_axes, out = _axes(spec)
     g = g.astype(x.dtype)
     batch = "".join(axis for axis in out if axis in x_axes and axis in w_axes)

@@ -10,7 +10,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Integer
 
-from jaxformer.ops.einsum import add_bias, einsum, in_float32
+from jaxformer.ops.einsum import add_bias, einsum, gradients, in_float32
 from jaxformer.sharding import (
     all_gather_weight,
     auto_axes,
@@ -59,20 +59,52 @@ def _cross_entropy(logits, labels, weights, label_smoothing: float, z_loss: floa
     weights = weights.astype(logits.dtype)
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # uint8 does not hold every V
     V = logits.shape[-1]
-    log_total = jax.nn.logsumexp(logits, axis=-1)
     legal = (labels >= 0) & (labels < V)
-    picked = jnp.take_along_axis(logits, jnp.where(legal, labels, 0)[..., None], axis=-1)[..., 0]
-    picked = jnp.where(legal, picked, jnp.nan)
+    picked = jnp.where(legal, _picked(logits, jnp.where(legal, labels, 0)), jnp.nan)
+    top, correct = _largest(*map(jax.lax.stop_gradient, (logits, picked)), labels)
+    log_total = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
     losses = log_total - picked
     if label_smoothing:
         losses = (1 - label_smoothing) * losses + label_smoothing * (log_total - jnp.mean(logits, axis=-1))
     if z_loss:
         losses = losses + z_loss * jnp.square(log_total)
-    # argmax(logits) == labels as one reduction of bits: on CPU `jnp.argmax` takes twice the time of the loss
-    picked, places = picked[..., None], jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
-    correct = jnp.all((logits < picked) | ((logits == picked) & (places >= labels[..., None])), axis=-1)
     losses = jnp.where(weights == 0, 0, losses * weights)
     return TokenSums(jnp.sum(losses), jnp.sum(weights), jnp.sum(correct * weights))
+
+
+def _largest(logits, picked, labels):
+    """(the largest logit, or 0 where that is not finite; whether the label is its first place)."""
+
+    def by_bits(logits, picked, labels):
+        picked, places = picked[..., None], jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+        first = (logits < picked) | ((logits == picked) & (places >= labels[..., None]))
+        return jnp.max(logits, axis=-1), jnp.all(first, axis=-1)
+
+    def by_place(logits, picked, labels):
+        best = jnp.argmax(logits, axis=-1)
+        return _picked(logits, best), best == labels
+
+    # a GPU reads the logits once more for the bits; a CPU takes twice the time of the loss for the place
+    top, correct = jax.lax.platform_dependent(logits, picked, labels, cuda=by_place, default=by_bits)
+    return jnp.where(jnp.isfinite(top), top, 0), correct
+
+
+@jax.custom_jvp
+def _picked(logits, labels):
+    """The logit of each label."""
+    return jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+
+
+@_picked.defjvp
+def _picked_tangent(primals, tangents):
+    def by_place(d_logits, labels):
+        places = jax.lax.broadcasted_iota(labels.dtype, d_logits.shape, d_logits.ndim - 1)
+        return jnp.sum(jnp.where(places == labels[..., None], d_logits, 0), axis=-1)
+
+    (logits, labels), (d_logits, _) = primals, tangents
+    # Transposed, the one is a scatter, which a GPU writes as an array of its own, and the other a part of the loss's gradient
+    # there. A CPU takes as long for both.
+    return _picked(logits, labels), jax.lax.platform_dependent(d_logits, labels, cpu=_picked, default=by_place)
 
 
 class _Options(NamedTuple):
@@ -178,25 +210,24 @@ def _loss(options: _Options, tokens: _Tokens, head: _Head):
 
 def _loss_and_gradients(options: _Options, tokens: _Tokens, head: _Head):
     B, T, D = tokens.hidden.shape
-    head = jax.tree.map(_float16_as_float32, head)
-    add = partial(_add_chunk, options, tokens.hidden.dtype, head)
     d_head = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)), head)
+    # the loop would round the weight anew for each chunk
+    add = partial(_add_chunk, options, head._replace(kernel=head.kernel.astype(tokens.hidden.dtype)))
     (sums, d_head), d_hidden = jax.lax.scan(add, (_zero_sums(tokens), d_head), _chunks(options, tokens, head))
     return sums, (d_hidden.swapaxes(0, 1).reshape(B, -1, D)[:, :T], d_head)
 
 
-def _add_chunk(options: _Options, dtype, head: _Head, carry, chunk: _Tokens):
+def _add_chunk(options: _Options, head: _Head, carry, chunk: _Tokens):
     """One step of a scan: ((sums, gradient of the head) with those of this chunk, its gradient of hidden)."""
     sums, d_head = carry
-    logits, pullback = jax.vjp(partial(_logits, dtype), _float16_as_float32(chunk.hidden), head)
+    dtype = chunk.hidden.dtype
+    logits = _logits(dtype, chunk.hidden, head)
     d_logits, chunk_sums = jax.grad(partial(_chunk_loss, options, chunk), has_aux=True)(logits)
-    d_hidden, d_part = _pull_back_in_range(dtype, pullback, d_logits)
-    d_head = jax.tree.map(lambda d, part: d + part.astype(d.dtype), d_head, d_part)
-    return (jax.tree.map(jnp.add, sums, chunk_sums), d_head), d_hidden
-
-
-def _float16_as_float32(x):
-    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+    dtypes = jnp.float32 if dtype == jnp.float16 else dtype, d_head.kernel.dtype
+    pullback = partial(gradients, "btd,vd->btv", chunk.hidden, head.kernel, dtypes=dtypes)
+    d_hidden, d_kernel = _pull_back_in_range(dtype, pullback, d_logits)
+    d_bias = None if head.bias is None else d_head.bias + jnp.sum(d_logits, axis=(0, 1))
+    return (jax.tree.map(jnp.add, sums, chunk_sums), _Head(d_head.kernel + d_kernel, d_bias)), d_hidden
 
 
 def _pull_back_in_range(dtype, pullback, d_logits):

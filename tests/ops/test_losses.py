@@ -414,3 +414,39 @@ def test_a_profile_names_the_head_and_the_loss():
         assert any(name in parts for parts in operations), operations
         products = [parts for parts in operations if "dot_general" in parts]
         assert products and (name == "loss" or all(name in parts for parts in products)), products
+
+
+def for_gpu(*arrays, cuda=None, default=None, **others):
+    """What `jax.lax.platform_dependent` takes on an NVIDIA GPU."""
+    return (default if cuda is None else cuda)(*arrays)
+
+
+def test_a_gpu_computes_the_same_in_its_own_way(monkeypatch):
+    """Loss, weight, correct tokens and gradients, also of equal and infinite logits, and of an illegal label of weight 0."""
+    logits = np.round(np.random.default_rng(0).normal(size=(3, 40, 7)) * 2).astype(np.float32)  # many are equal
+    logits[0, :3, 2], logits[1, 0] = -np.inf, -np.inf
+    labels, weights = np.random.default_rng(1).integers(0, 7, (3, 40)), np.ones((3, 40), np.float32)
+    labels[0, :3], weights[1, 0], labels[1, 0] = 3, 0, 7
+
+    def both():
+        sums = lambda x: cross_entropy(x, jnp.asarray(labels), jnp.asarray(weights), z_loss=0.01)
+        return sums(jnp.asarray(logits)), jax.grad(lambda x: sums(x).loss)(jnp.asarray(logits))
+
+    expected = both()
+    monkeypatch.setattr(jax.lax, "platform_dependent", for_gpu)
+    found = both()
+    assert np.isfinite(expected[0].loss) and found[0].correct == expected[0].correct > 0
+    jax.tree.map(partial(np.testing.assert_allclose, **FLOAT32), found, expected)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_no_accelerator_scatters_into_logits_or_rounds_the_head_in_the_loop(platform):
+    """A scatter is an array of logits more, and a rounded head as many bytes as the loop's other weights, once a chunk."""
+    B, T, D, V = 2, 8, 16, 96
+    hidden, head, labels = (jnp.zeros((B, T, D), jnp.bfloat16), jnp.zeros((V, D)), jnp.zeros((B, T), jnp.int32))
+    loss = lambda hidden, head: projected_cross_entropy(hidden, head, labels, chunk=4).loss
+    text = jax.jit(jax.grad(loss, (0, 1))).trace(hidden, head).lower(lowering_platforms=(platform,)).as_text()
+    assert "stablehlo.scatter" not in text and "stablehlo.while" in text
+    rounded = [line for line in text.splitlines() if f"tensor<{V}x{D}xf32>) -> tensor<{V}x{D}xbf16>" in line]
+    indents = {len(line) - len(line.lstrip()) for line in rounded}
+    assert len(rounded) == 1 and indents == {4}  # before the loop
