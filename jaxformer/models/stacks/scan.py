@@ -17,10 +17,11 @@ from jaxformer.models import block as blocks
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, Layers, Mixer
 from jaxformer.models.mixers.attention import attention
+from jaxformer.ops.einsum import PRODUCT
 from jaxformer.params import Tree, paths
 from jaxformer.sharding import platform
 
-# On CPU, models of more layers are scanned: the time to compile grows with the layers. So are wider models of 32 bits: each
+# Models of more layers are scanned: the time to compile grows with the layers. So are wider models of 32 bits on CPU: each
 # layer's weights are cut out of the stack, which in 16 bits costs nothing more than the cast (bench/LOG.md)
 UNROLLED, WIDE = 24, 512
 
@@ -118,15 +119,15 @@ def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callab
 def layers_a_step(config: ModelConfig, dtype) -> int:
     """Layers of one step of the scan: `config.unroll`, or by default what is fastest.
 
-    On one CPU that is no scan (but see `WIDE`): a scan copies what each layer keeps for its gradient. With `config.remat`
-    it is a scan, which keeps no layer's weights. Elsewhere it is one layer, which compiles soonest. A mesh of CPU devices
-    stands for a pod, and has its program.
+    On GPUs and on one CPU that is no scan (but see `WIDE`): a scan copies what each layer keeps for its gradient. With
+    `config.remat` it is a scan, which keeps no layer's weights. On TPUs it is one layer, which compiles soonest. A mesh of
+    CPU devices stands for a pod of TPUs, and has its program.
     """
     if config.unroll is not None:
         return config.unroll
     alone = platform() == "cpu" and jax.sharding.get_abstract_mesh().size <= 1
-    fits = config.num_layers <= UNROLLED and (dtype.itemsize < 4 or config.d_model <= WIDE) and config.remat == "none"
-    chosen = config.num_layers if alone and fits else 1
+    copies = platform() == "gpu" or (alone and (dtype.itemsize < 4 or config.d_model <= WIDE))
+    chosen = config.num_layers if copies and config.num_layers <= UNROLLED and config.remat == "none" else 1
     _log_once(platform(), config.num_layers, chosen)
     return chosen
 
@@ -260,16 +261,32 @@ def remat(config: ModelConfig, f: Callable, dtype) -> Callable:
     match config.remat:
         case "none":
             gathers = not mesh.empty and mesh.shape.get("fsdp", 1) > 1
-            return checkpoint(policy=_all_but_weights) if gathers else f
+            return checkpoint(policy=_all_but_cheap) if gathers else f
         case "dots":
-            return checkpoint(policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-        case "attention":  # as the kernels name it
-            return checkpoint(policy=jax.checkpoint_policies.save_only_these_names("attention"))
+            return checkpoint(policy=jax.checkpoint_policies.save_only_these_names(PRODUCT))
+        case "attention":
+            return checkpoint(policy=_attention)
         case "full":
             return checkpoint()
 
 
-def _all_but_weights(primitive, *_, call_jaxpr=None, **__) -> bool:
-    """Saves all but what was only sharded or cast anew: gathered weights are that, and such activations cost nothing."""
+def _attention(primitive, *_, name: str = "", **__) -> bool:
+    """Saves what kernels of attention make: ours name it, and cuDNN's forward pass is an operation of its own."""
+    return name == "attention" if primitive.name == "name" else primitive.name.startswith("dot_product_attention_fwd")
+
+
+# What costs nothing to compute again: a gathered weight is only sharded or cast anew, and the others run beside a product.
+# Their float32 arrays would be most of what a layer of 16 bits keeps: the policy reaches into the functions within that
+# are computed again, such as activations and norms.
+_CHEAP = {
+    "sharding_constraint", "all_gather", "convert_element_type", "add", "sub", "mul", "div", "neg", "exp", "log", "erf", "tanh",
+    "logistic", "rsqrt", "sqrt", "square", "integer_pow", "max", "min", "select_n", "broadcast_in_dim", "reshape", "transpose",
+    "squeeze", "expand_dims", "concatenate", "slice", "split", "iota", "reduce_sum", "reduce_max", "stop_gradient",
+}  # fmt: skip
+
+
+def _all_but_cheap(primitive, *operands, call_jaxpr=None, **_) -> bool:
+    """Saves all but what is only sharded or cast anew, or an elementwise function of what is saved; and gathered vectors."""
     names = [primitive.name] if call_jaxpr is None else [equation.primitive.name for equation in call_jaxpr.eqns]
-    return not all(name in ("sharding_constraint", "convert_element_type", "all_gather") for name in names)
+    of_vectors = operands and all(x.ndim <= 1 for x in operands) and "broadcast_in_dim" not in names
+    return of_vectors or not all(name in _CHEAP for name in names)
