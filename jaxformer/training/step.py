@@ -144,11 +144,7 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     recent = jnp.stack([sums.loss / total, norm]).astype(jnp.float32)
     good = finite & ~is_spike(recipe.spikes, state.recent, recent) & (state.skipped < recipe.max_skipped)
     rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
-    no_update = jax.tree.map(jnp.zeros_like, jax.eval_shape(partial(root_mean_squares, recipe, "update"), state.params))
-    # jnp.where would keep both states alive and copy the donated one
-    new, updates = jax.lax.cond(
-        good & ~empty, partial(update, recipe, gradients, factor, rate), lambda state: (state, no_update), state
-    )
+    new, updates = update_if(good & ~empty, recipe, gradients, factor, rate, state)
     new = replace(count(new, finite, good, empty), step=state.step + 1)
     if state.recent is not None:
         later = jnp.concatenate([state.recent[:, 1:], recent[:, None]], axis=1)
@@ -160,6 +156,17 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     if new.loss_scale is not None:
         metrics["loss_scale"] = new.loss_scale.value
     return new, metrics
+
+
+def update_if(good: Array, recipe: Recipe, sums: Tree, factor: Array, rate: Array, state: TrainState):
+    """`update` of the state where `good` is True, else the state as it is and sizes of 0."""
+    apply = partial(update, recipe, sums, factor, rate)
+    nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(partial(root_mean_squares, recipe, "update"), state.params))
+    if sharding.platform() != "gpu" or recipe.mesh.offload:  # arrays on the host have no jnp.where
+        return jax.lax.cond(good, apply, lambda state: (state, nothing), state)
+    # A GPU's conditional writes a second state, and then copies it into the donated one. There jnp.where is a part of the
+    # update; on CPU it would keep both states alive, and on TPU both ways take the same memory.
+    return jax.tree.map(partial(jnp.where, good), apply(state), (state, nothing))
 
 
 def is_spike(spikes: Spikes | None, recent: Array | None, values: Array) -> Array:
