@@ -25,9 +25,14 @@ def prepare(config: ModelConfig | EncoderDecoder, params: Tree, dtype=None) -> T
     """
     leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
     platforms = {device.platform for leaf in leaves for device in leaf.devices()}
-    store = _transposed if platforms == {"cpu"} and not is_split() else _cast
     prepared = isinstance(_last_tree(config, params)["layers"], tuple)
-    return params if prepared else _prepare(config, store, dtype, params)
+    return params if prepared else prepare_on(platforms, config, params, dtype)
+
+
+def prepare_on(platforms: set[str], config: ModelConfig | EncoderDecoder, params: Tree, dtype) -> Tree:
+    """Plain parameters as `prepare` makes them of arrays on devices of these platforms."""
+    store = _transposed if platforms in ({"cpu"}, {"gpu"}) and not is_split() else _cast
+    return _prepare(config, store, dtype, params)
 
 
 def quantize(config: ModelConfig | EncoderDecoder, params: Tree) -> Tree:
@@ -83,7 +88,11 @@ def _cast(dtype, spec: Spec, leaf: Array) -> Array:
 
 
 def _transposed(dtype, spec: Spec, leaf: Array) -> Array | StoredWeight:
-    """The same, with the axes that products sum over last: XLA:CPU packs other matrices anew for every product."""
+    """The same, with the axes that products sum over last.
+
+    XLA:CPU packs other matrices anew for every product. XLA:GPU makes of one row's product with such a matrix a multiplication
+    and a sum, with an array of float32 as large as the matrix between them.
+    """
     order, leaf = _order(spec), _cast(dtype, spec, leaf)
     stays = not spec.contracts or "expert" in spec.axes or order == tuple(range(leaf.ndim))
     return leaf if stays else StoredWeight(leaf.transpose(order), order)

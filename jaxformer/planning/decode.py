@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxformer import decoding, models, parallel, params, sharding
 from jaxformer.decoding.generate import CHUNK
+from jaxformer.decoding.steps import prepare_on
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, block, cost
 from jaxformer.models.stacks import scan
@@ -96,11 +97,15 @@ def abstract_arguments(config: ModelConfig, mesh, dtype, rows: int, tokens: int,
     """Shapes on a mesh: prepared parameters, a cache that is new or `used`, new tokens, how many of them are text."""
     layers = [block.spec(config, mixer) for mixer in scan.pattern(config)]
     spec = models.spec(config) | {"layers": tuple(layers[i % len(layers)] for i in range(config.num_layers))}
-    weights = jax.eval_shape(lambda: decoding.prepare(config, models.init(config, jax.random.key(0)), dtype))
+    # one device has its matrices in an order of its own; those that are split have the order of their declaration
+    platforms = {mesh.devices.flat[0].platform} if mesh.size == 1 else set()
+    weights = jax.eval_shape(lambda: prepare_on(platforms, config, models.init(config, jax.random.key(0)), dtype))
+    whole = NamedSharding(mesh, P())
+    places = sharding.shardings(spec, mesh) if mesh.size > 1 else jax.tree.map(lambda _: whole, weights)
     number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     cache = jax.eval_shape(partial(decoding.init_cache, config, rows, room, dtype))
     states = replace(cache, lengths=number(rows) if used else None), number(rows, tokens), number(rows)
-    return [jax.tree.map(placed, weights, sharding.shardings(spec, mesh)), *jax.tree.map(partial(_place, mesh), states)]
+    return [jax.tree.map(placed, weights, places), *jax.tree.map(partial(_place, mesh), states)]
 
 
 def _place(mesh, leaf: Any) -> jax.ShapeDtypeStruct:

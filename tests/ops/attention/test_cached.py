@@ -104,6 +104,19 @@ CALLS |= {
 }  # fmt: skip
 
 
+def test_a_gpu_reads_few_slots_without_a_branch(monkeypatch):
+    """The host would wait for the number of the branch, in each layer. The result is the same."""
+    lengths, counts, T, S = (130, 3), (1, 1), 1, 300
+    run = lambda: attend(*texts(lengths, counts, T), lengths, counts, S, call_of({"mask": causal()}))[0]
+    wanted, branches = run(), {}
+    monkeypatch.setattr(cached, "platform", lambda: "gpu")
+    for limit in (0, cached.READ_WHOLE):
+        monkeypatch.setattr(cached, "READ_WHOLE", limit)
+        close(run(), wanted)
+        branches[limit] = jax.jit(lambda: run()).lower().as_text().count("stablehlo.case")
+    assert branches[cached.READ_WHOLE] < branches[0]
+
+
 OTHER_WIDTHS = [(1, 1100), (QUERY_BLOCK + 22, 300)]
 
 
