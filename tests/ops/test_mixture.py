@@ -15,7 +15,7 @@ from jaxformer.masks import full
 from jaxformer.models import block
 from jaxformer.models.layer import Context
 from jaxformer.models.mixture import Mixture
-from jaxformer.ops.mixture import _each_block, _ragged, _sum_blocks, _sum_on_tpu, balance_loss, mixture, route
+from jaxformer.ops.mixture import _each_block, _ragged, _sum_blocks, _sum_on_tpu, _with_copies, balance_loss, mixture, route
 from jaxformer.parallel import Mesh, block_if_simulated, make_mesh
 from jaxformer.params import paths
 
@@ -446,7 +446,25 @@ def test_the_chips_kernel_gives_what_the_loop_gives():
     owners, used = jnp.array([0, 0, 2, 4, 4, 4]), jnp.array(5)
     loop = _each_block("bd,df->bf", x, w, owners, used)
     np.testing.assert_allclose(_ragged(x, w, owners, used), loop, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(_with_copies("gtd,gdf->gtf", x, w, owners, used), loop, rtol=1e-5, atol=1e-5)
     assert np.all(np.asarray(loop)[5] == 0)
+
+
+@pytest.mark.parametrize("E", [1, 5])
+def test_a_gpu_computes_the_same_in_its_own_way(monkeypatch, E):
+    """The layer and its gradients: a copy of a weight for each block, and a loop over all blocks."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 9, 8), (8, E), (E, 8, 12), (E, 8, 12), (E, 12, 8)
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    loss = lambda *arrays: jnp.sum(jnp.sin(mixture(*arrays, jax.nn.silu, top_k=min(E, 2))[0]))
+    both = lambda: jax.jit(lambda *arrays: jax.value_and_grad(loss, range(5))(*arrays))
+    expected = both()(*arrays)
+    for_gpu = lambda *arrays, cuda=None, default=None, **others: (default if cuda is None else cuda)(*arrays)
+    monkeypatch.setattr(jax.lax, "platform_dependent", for_gpu)
+    found = both()
+    # float32 sums of 12 and 18 products, in another order
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), found(*arrays), expected)
+    assert "ragged_dot" not in str(jax.make_jaxpr(found)(*arrays))
 
 
 @pytest.mark.parametrize("D, F, owners, used", [(640, 130, [0, 0, 2, 4, 4, 4], 5), (8, 1100, [1, 1, 1, 3], 4), (16, 8, [1], 0)])
