@@ -2,11 +2,13 @@
 
 A run is a process that prints one line of JSON with `ms`, and may add `ceiling` (the FLOP/s of one large matrix product in the
 run's own library and precision), `faults` (pages that a call faulted in) and `loss`. All runs of a case take turns, so that the
-machine's mood is the same for all.
+machine's mood is the same for all. Where there is an NVIDIA GPU, both sides run on it, unless JAX_PLATFORMS=cpu.
 """
 
 import json
+import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -18,24 +20,50 @@ from typing import Any
 
 VENV = Path(".venv-bench")
 PRECISIONS = ("float32", "bfloat16")
-SIZES = 4096, 1024, 4096  # of the product whose speed is the ceiling
+SIZES = {"cpu": (4096, 1024, 4096), "gpu": (8192, 8192, 8192)}  # of the product whose speed is the ceiling
 OURS = "jaxformer"
 SETTLE = 2.0  # seconds of calls before those that count
 # what our runs do with freed memory (`training.memory`), for a process that is not ours: kept, in one heap and in huge pages
 KEPT = "arena_max=1", "mmap_max=0", "trim_threshold=1000000000000", "hugetlb=1"
 
 
+def platform() -> str:
+    """Where both sides run: "gpu" or "cpu". JAX is not asked, because it would take the memory of the GPU for this process."""
+    return "gpu" if shutil.which("nvidia-smi") and os.environ.get("JAX_PLATFORMS") != "cpu" else "cpu"
+
+
 def torch_python(*packages: str) -> str:
-    """The interpreter of .venv-bench, made on first use, with torch and these packages."""
-    python, packages = VENV / "bin" / "python", ("torch==2.13.0", "numpy", *packages)
+    """The interpreter that $TORCH_PYTHON names, or that of .venv-bench, made on first use with torch and these packages."""
+    if named := os.environ.get("TORCH_PYTHON"):
+        return named
+    torch = "torch==2.13.0" if platform() == "cpu" else "torch>=2.11"  # the CPU build of the one, the CUDA build of the other
+    python, packages = VENV / "bin" / "python", (torch, "numpy", *packages)
     ready = VENV / "ready"
     have = set(ready.read_text().split()) if ready.exists() else set()
     if not set(packages) <= have:
-        print(f"setting up {VENV} with {', '.join(packages)} for CPU (once)", flush=True)
+        print(f"setting up {VENV} with {', '.join(packages)} (once)", flush=True)
         subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
         ready.write_text("\n".join(sorted(have | set(packages))))
     return str(python)
+
+
+def measure(call: Callable[[], Any], wait: Callable[[Any], Any], count: int, warm: int = 2) -> dict[str, float]:
+    """`time_calls` on a CPU, `time_in_a_row` on a GPU. `wait` waits for the result of a call."""
+    if platform() == "gpu":
+        return time_in_a_row(call, wait, count, warm)
+    return time_calls(lambda: wait(call()), count, warm)
+
+
+def time_in_a_row(call: Callable[[], Any], wait: Callable[[Any], Any], count: int, warm: int) -> dict[str, float]:
+    """Mean `ms` of `count` calls, of which the host waits for the last alone: as a run that reads its losses late."""
+    for _ in range(warm):
+        wait(call())
+    began, result = time.perf_counter(), None
+    for _ in range(count):
+        result = call()
+    wait(result)
+    return dict(ms=1e3 * (time.perf_counter() - began) / count)
 
 
 def time_calls(call: Callable[[], Any], count: int, warm: int = 3) -> dict[str, float]:
@@ -65,11 +93,29 @@ def ceiling(precision: str) -> float:
     """FLOP/s of a large product in JAX: the best of five."""
     import jax
 
-    m, k, n = SIZES
-    a, b = (jax.numpy.ones(shape, precision) for shape in ((m, k), (k, n)))
+    m, k, n = SIZES[platform()]
+    # not of zeros or ones, which a GPU multiplies faster: they draw less power
+    a, b = (jax.random.normal(jax.random.key(i), shape, precision) for i, shape in enumerate(((m, k), (k, n))))
     product = jax.jit(partial(jax.numpy.matmul, preferred_element_type="float32"))  # as our products are summed
-    product(a, b).block_until_ready()
-    return max(2 * m * k * n / (1e-3 * time_calls(lambda: product(a, b).block_until_ready(), 1, 0)["ms"]) for _ in range(5))
+    return best_speed(lambda: product(a, b), jax.block_until_ready)
+
+
+def best_speed(product: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
+    """FLOP/s of a product of matrices of `SIZES`: the best of five."""
+    m, k, n = SIZES[platform()]
+    wait(product())
+    count = {"cpu": 1, "gpu": 20}[platform()]
+    return max(2 * m * k * n / (1e-3 * measure(product, wait, count, 0)["ms"]) for _ in range(5))
+
+
+def chip_peak() -> dict[str, float]:
+    """{"peak": FLOP/s in bfloat16 that the data sheet of this device says}, where the library knows it."""
+    import jax
+
+    from jaxformer.models.cost import CHIPS
+
+    kind = jax.devices()[0].device_kind
+    return dict(peak=CHIPS[kind].peak) if kind in CHIPS else {}
 
 
 def alternate(runs: dict[tuple[str, str], list[str]], rounds: int) -> dict[tuple[str, str], list[dict]]:
@@ -110,12 +156,13 @@ def report(
         if flops:
             speed = 1e3 * flops / ms
             text += f"  {speed / 1e9:7.1f} GFLOP/s" + (f" = {speed / tops[precision]:4.0%}" if tops[precision] else "")
+            text += f", MFU {speed / lines[0]['peak']:4.1%}" if "peak" in lines[0] else ""
         if (faults := statistics.median(line.get("faults", 0.0) for line in lines)) >= 1:
             text += f"  {faults:7,.0f} faults"
         losses = [line["loss"] for line in lines if "loss" in line]
         print(text + (f"  first loss {losses[0]:.3f}" if losses else ""))
     if any(tops.values()):
-        print("  ceiling, one product {} x {} x {}: ".format(*SIZES)
+        print("  ceiling, one product {} x {} x {}: ".format(*SIZES[platform()])
               + ", ".join(f"{precision} {top / 1e9:.0f} GFLOP/s" for precision, top in tops.items() if top))  # fmt: skip
     ratios = {}
     for name in (*dict.fromkeys(precision for _, precision in medians), "best of each"):
@@ -138,7 +185,9 @@ def run_of_peer(*arguments: str) -> list[str]:
 
 
 def both_heaps(peer: str, precision: str, command: list[str]) -> dict[tuple[str, str], list[str]]:
-    """The runs of a peer: as it is, and with the memory that it frees kept as ours is."""
+    """The runs of a peer: as it is, and on a CPU with the memory that it frees kept as ours is."""
+    if platform() == "gpu":
+        return {(peer, precision): command}
     tunables = ":".join(f"glibc.malloc.{one}" for one in KEPT)
     return {
         (peer, precision): command,

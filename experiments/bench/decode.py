@@ -1,5 +1,7 @@
 """Our decoding beside `transformers.generate`, greedy and with beams, and how much of the memory's bandwidth both reach.
 
+Both run on the NVIDIA GPU if there is one, unless JAX_PLATFORMS=cpu. There `generate` compiles a static cache's step by itself.
+
 Each runs in its own process, in alternation; a ratio compares the best of ours with the best of theirs (precision, cache,
 eager or compiled), by the median over rounds. Above 1 we are faster. Weights are random: no figure depends on them.
 "Bandwidth" is the share of what this machine reads a second: bytes of weights and filled cache that a token needs, times
@@ -10,6 +12,7 @@ Command: make bench WHAT=decode          (sets up .venv-bench with CPU builds of
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -17,9 +20,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from experiments.bench.compare import torch_python
+from experiments.bench.compare import measure, platform, torch_python
 
 NEW = 64
+ROWS = {"cpu": [1, 8], "gpu": [1, 64]}
 OURS = {"gpt2": ("float32", "bfloat16", "int8"), "llama": ("float32", "bfloat16", "int8"), "t5": ("float32",)}
 EVERY = tuple(f"{precision} {cache}" for cache in ("dynamic", "static", "compiled") for precision in ("float32", "bfloat16"))
 THEIRS = {"gpt2": EVERY, "llama": EVERY, "t5": EVERY[:2]}
@@ -34,12 +38,7 @@ def bandwidth() -> float:
 
     product = jax.jit(lambda x, matrices: [matrix @ x for matrix in matrices])
     arguments = jnp.ones(8192), [jnp.ones((8192, 8192)) for _ in range(4)]
-    times = []
-    for _ in range(10):
-        began = time.perf_counter()
-        jax.block_until_ready(product(*arguments))
-        times.append(time.perf_counter() - began)
-    return 2**30 / min(times[1:])
+    return 2**30 / (1e-3 * min(measure(lambda: product(*arguments), jax.block_until_ready, 10, 1)["ms"] for _ in range(5)))
 
 
 def timed(generate, count: int = 3) -> float:
@@ -104,8 +103,9 @@ def theirs(model: str, mode: str, rows: int, length: int):
         ))  # fmt: skip
     else:
         network = transformers.T5ForConditionalGeneration(transformers.T5Config(decoder_start_token_id=0))
-    network = network.eval().to(getattr(torch, precision))
-    ids = torch.tensor(prompts(model, rows, length))
+    device = {"cpu": "cpu", "gpu": "cuda"}[platform()]
+    network = network.eval().to(device, getattr(torch, precision))
+    ids = torch.tensor(prompts(model, rows, length), device=device)
     options: dict[str, Any] = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)
     options |= dict(num_beams=T5_BEAMS) if model == "t5" else {}
     options |= {} if cache == "dynamic" else dict(cache_implementation="static")
@@ -114,7 +114,7 @@ def theirs(model: str, mode: str, rows: int, length: int):
 
     @torch.inference_mode()
     def generate():
-        return network.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        return network.generate(ids, attention_mask=torch.ones_like(ids), **options).cpu()  # which waits for a GPU
 
     return generate
 
@@ -165,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=OURS, default=list(OURS))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS[platform()])
     parser.add_argument("--prompts", nargs="+", type=int, default=[32, 512])
     parser.add_argument("--modes", nargs="+", help="only these of ours and theirs")
     parser.add_argument("--one", nargs=5, metavar=("WHO", "MODEL", "MODE", "ROWS", "LENGTH"), help=argparse.SUPPRESS)
@@ -174,6 +174,8 @@ def main() -> None:
         who, model, mode, rows, length = options.one
         print(json.dumps(timed({"ours": ours, "theirs": theirs}[who](model, mode, int(rows), int(length)))))
         return
+    # this process uses the GPU too, between the others: it must not take three quarters of its memory
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if "gpt2" in options.models:
         compare_with_ourselves(max(3, options.rounds))
     interpreters = {"ours": sys.executable, "theirs": torch_python("transformers>=5.23")}

@@ -64,7 +64,7 @@ def forward(name: str, precision: str):
     call = jax.jit(lambda params, x, inputs: models.apply(config, params, x, dtype=dtype, **inputs).logits)
     arguments = params, batch["images" if name == "vit" else "tokens"], inputs
     compiled = call.lower(*arguments).compile()
-    return lambda: compiled(*arguments).block_until_ready(), compiled
+    return lambda: compiled(*arguments), compiled
 
 
 def case(work: str, name: str, precision: str):
@@ -76,10 +76,11 @@ def case(work: str, name: str, precision: str):
 
 
 def one(work: str, name: str, precision: str) -> dict[str, float]:
+    import jax
+
     call, _ = case(work, name, precision)
-    first = call()
-    line = dict(loss=first) if work == "train" else {}
-    return line | compare.time_calls(call, 5, 2) | dict(ceiling=compare.ceiling(precision))
+    line = dict(loss=float(call())) if work == "train" else {}
+    return line | compare.measure(call, jax.block_until_ready, 5) | dict(ceiling=compare.ceiling(precision))
 
 
 def main() -> None:

@@ -13,16 +13,23 @@ import torch  # pyrefly: ignore[missing-import]
 import torch.nn.functional as F  # pyrefly: ignore[missing-import]
 from torch import nn  # pyrefly: ignore[missing-import]
 
-from experiments.bench.compare import SIZES, time_calls
-from experiments.bench.shapes import ATTENTION, MODELS, TRAIN, find
+from experiments.bench.compare import SIZES, best_speed, measure, platform
+from experiments.bench.shapes import ATTENTION, MODELS, find
+
+DEVICE = {"cpu": "cpu", "gpu": "cuda"}[platform()]
+
+
+def wait(result) -> None:
+    """A call on a GPU returns before it is done."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 def ceiling(precision: str) -> float:
     """FLOP/s of a large product in torch: the best of five."""
-    m, k, n = SIZES
-    a, b = (torch.ones(shape, dtype=getattr(torch, precision)) for shape in ((m, k), (k, n)))
-    torch.mm(a, b)
-    return max(2 * m * k * n / (1e-3 * time_calls(lambda: torch.mm(a, b), 1, 0)["ms"]) for _ in range(5))
+    m, k, n = SIZES[platform()]
+    a, b = (torch.randn(shape).to(getattr(torch, precision)) for shape in ((m, k), (k, n)))
+    return best_speed(lambda: torch.mm(a, b), wait)
 
 
 class Layer(nn.Module):
@@ -76,14 +83,14 @@ def make_step(model: nn.Module, loss_of, mode: str, precision: str, batch: tuple
     def step():
         total = 0.0
         for arguments in batch or ((),):
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bfloat16"):
                 loss = loss_of(*arguments) / max(1, len(batch))
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(total)
+        return total
 
     return step
 
@@ -168,7 +175,7 @@ def attention_call(case: str, mode: str, precision: str):
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # pyrefly: ignore[missing-import]
 
         rule = lambda b, h, i, j: (i >= j) & ((i - j <= window) | (kind == "causal"))
-        mask, compiled = create_block_mask(rule, None, None, n, n, device="cpu"), torch.compile(flex_attention)
+        mask, compiled = create_block_mask(rule, None, None, n, n, device=DEVICE), torch.compile(flex_attention)
         call = lambda: compiled(q, k, v, block_mask=mask)
     else:  # blocks of `window` tokens, each with the block before it: the package local-attention
         from local_attention import LocalAttention  # pyrefly: ignore[missing-import]
@@ -187,7 +194,7 @@ def attention_call(case: str, mode: str, precision: str):
 
 def first_step(mode: str) -> float:
     """Seconds from the start of this program to the end of the first training step of a model of the quickstart's size."""
-    return decoder_step("quickstart", mode, "bfloat16")()
+    return float(decoder_step("quickstart", mode, "bfloat16")())
 
 
 class Windows(torch.utils.data.Dataset):
@@ -230,6 +237,7 @@ def main() -> None:
     if work == "loader":
         print(json.dumps(loader(shape, mode, precision)))
         return
+    torch.set_default_device(DEVICE)
     if work == "first":
         began = time.perf_counter()
         first_step(mode)
@@ -237,9 +245,11 @@ def main() -> None:
         return
     call = WORKS[work](shape, mode, precision)
     first = call()
-    line = dict(loss=first) if isinstance(first, float) else {}
-    count = find(shape)[0].steps if shape.partition("/")[0] in TRAIN else 5
-    print(json.dumps(line | time_calls(call, count, 2) | dict(ceiling=ceiling(precision))))
+    line = dict(loss=float(first)) if torch.is_tensor(first) and first.ndim == 0 else {}
+    count = find(shape)[0].steps if work in ("train", "gpt2") else 5
+    line |= measure(call, wait, count)
+    del call  # and its arrays, before the ceiling is measured
+    print(json.dumps(line | dict(ceiling=ceiling(precision))))
 
 
 if __name__ == "__main__":

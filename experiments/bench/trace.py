@@ -60,7 +60,7 @@ def profile(call: Callable[[], Any], compiled: Any, folder: str, name: str, coun
     for turn in range(2 + count):  # the first two do not count
         if turn == 2:
             jax.profiler.start_trace(folder)
-        call()
+        jax.block_until_ready(call())
     jax.profiler.stop_trace()
     print(f"{name}, {count} calls: {folder}")
     report(folder, str(compiled.as_text()), count)

@@ -1,11 +1,13 @@
-"""Our train step beside the same step in torch, eager and compiled (SDPA, fused AdamW), and for GPT-2 that of transformers.
+"""Our train step beside the same step in torch, eager and compiled (SDPA, fused AdamW), and on CPU that of transformers' GPT-2.
 
 All run in turns, each in its own process, in float32 and bfloat16; torch also with its freed memory kept, as ours is. Shapes:
 nanoGPT's two for Shakespeare, the second at a batch that a CPU bears, as a whole and in 4 micro-batches on both sides; GPT-2
-small as experiments/gpt2_small.py has it, at 4 x 256 and 1 x 1024 tokens.
+small as experiments/gpt2_small.py has it, at 4 x 256 and 1 x 1024 tokens. On a GPU, in bfloat16: 124 million and 1.3 billion
+parameters, 1,024 and 2,048 tokens; MFU is model FLOPs by the data sheet's peak (no discount for the causal mask).
 Command: make bench WHAT=train          (an hour on 2 cores; sets up .venv-bench with CPU builds of torch and transformers)
          make bench WHAT=train ARGS="--rounds 3 --shapes small"
          make bench WHAT=train ARGS="--profile runs/bench/trace --shapes large"     (what our step's time goes to)
+         TORCH_PYTHON=python3 make bench WHAT=train       (peers of an interpreter that has torch, instead of .venv-bench)
 """
 
 import argparse
@@ -16,9 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from experiments.bench import compare, trace
-from experiments.bench.shapes import TRAIN, find
+from experiments.bench.shapes import GPU, TRAIN, find
 
-SHAPES = [shape for shape in TRAIN if shape != "quickstart"]
+SHAPES = {"cpu": [shape for shape in TRAIN if shape != "quickstart"], "gpu": list(GPU)}
 
 
 def experiment_of(shape: str, precision: Any):
@@ -26,7 +28,7 @@ def experiment_of(shape: str, precision: Any):
     from experiments import gpt2_small, shakespeare_char
 
     size, parts = find(shape)
-    whole = (gpt2_small if shape.startswith("gpt2") else shakespeare_char).experiment
+    whole = (gpt2_small if shape in GPU or shape.startswith("gpt2") else shakespeare_char).experiment
     model = replace(
         whole.model, num_layers=size.layers, d_model=size.width, num_heads=size.heads, context_length=size.context,
         vocab_size=size.vocabulary,
@@ -47,13 +49,13 @@ def program(experiment, batch: dict[str, Any]):
 
 
 def ours(experiment, batch: dict[str, Any]):
-    """(one step of `program`: a call that returns its loss; the compiled program)."""
+    """(one step of `program`: a call that returns its loss, an array; the compiled program)."""
     compiled, state, batch = program(experiment, batch)
 
     def step():
         nonlocal state
         state, metrics = compiled(state, batch)
-        return float(metrics["loss"])
+        return metrics["loss"]
 
     return step, compiled
 
@@ -77,12 +79,14 @@ def token_batch(rows: int, context: int, vocabulary: int) -> dict[str, Any]:
 
 def one(shape: str, precision: str) -> dict[str, float]:
     step, _ = case(shape, precision)
-    return dict(loss=step()) | compare.time_calls(step, find(shape)[0].steps, 2) | dict(ceiling=compare.ceiling(precision))
+    line = dict(loss=float(step())) | compare.measure(step, float, find(shape)[0].steps)
+    del step  # and its arrays, before the ceiling is measured
+    return line | compare.chip_peak() | dict(ceiling=compare.ceiling(precision))
 
 
 def commands(name: str, precisions: list[str]) -> dict[tuple[str, str], list[str]]:
     """The runs of a case: ours, and its peers."""
-    runs, parts = {}, TRAIN[name].parts
+    runs, parts = {}, find(name)[0].parts
     for precision, shape in itertools.product(precisions, [name, f"{name}/{parts}"] if parts > 1 else [name]):
         how = f", {parts} parts" if "/" in shape else ""
         runs[compare.OURS + how, precision] = [sys.executable, "-m", "experiments.bench.train", "--one", shape, precision]
@@ -98,8 +102,10 @@ def commands(name: str, precisions: list[str]) -> dict[tuple[str, str], list[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
-    parser.add_argument("--precisions", nargs="+", choices=compare.PRECISIONS, default=list(compare.PRECISIONS))
+    shapes = SHAPES[compare.platform()]
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES["cpu"], *SHAPES["gpu"]], default=shapes)
+    precisions = compare.PRECISIONS if compare.platform() == "cpu" else ["bfloat16"]
+    parser.add_argument("--precisions", nargs="+", choices=compare.PRECISIONS, default=list(precisions))
     parser.add_argument("--profile", metavar="FOLDER", help="trace our step and print its parts, no comparison")
     parser.add_argument("--one", nargs=2, metavar=("SHAPE", "PRECISION"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -109,7 +115,7 @@ def main() -> None:
     from jaxformer.models.cost import training_flops
 
     for shape in options.shapes:
-        size = TRAIN[shape]
+        size, _ = find(shape)
         if options.profile:
             trace.profile(*case(shape, options.precisions[-1]), options.profile, f"{shape}, {options.precisions[-1]}")
             continue

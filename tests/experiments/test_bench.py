@@ -46,9 +46,20 @@ def test_a_ratio_is_of_the_best_on_each_side(capsys):
     assert "ratio torch compiled float32 / jaxformer: 5.00" in capsys.readouterr().out
 
 
+def test_on_a_gpu_only_the_last_of_the_calls_that_count_is_waited_for(monkeypatch):
+    """There a step is launched while the one before it runs, as in a run that reads its losses late."""
+    for platform, expected in (("gpu", ["call", "wait", "call", "call", "call", "wait"]), ("cpu", ["call", "wait"] * 4)):
+        monkeypatch.setattr(compare, "platform", lambda platform=platform: platform)
+        monkeypatch.setattr(compare, "SETTLE", 0.0)
+        seen: list[str] = []
+        line = compare.measure(lambda seen=seen: seen.append("call"), lambda _, seen=seen: seen.append("wait"), 3, 1)
+        assert seen == expected and line["ms"] >= 0
+
+
 def test_a_shape_is_found_with_its_parts():
     assert shapes.find("large/4") == (shapes.TRAIN["large"], 4)
     assert shapes.find("small") == (shapes.TRAIN["small"], 1)
+    assert shapes.find("1.3b-2048") == (shapes.GPU["1.3b-2048"], 1)
 
 
 @pytest.mark.skipif(memory._of_glibc("mallopt") is None, reason="the memory is kept by glibc's malloc")
