@@ -255,7 +255,7 @@ def _open_tokens(config: Corpus, path: str, tokenizer: Any, folder: Path, group:
         total = _Progress(entry).total()
         if not total.tokens:
             raise ConfigError(f"data.path: {path} has no text{Problems('skip', total.counts, total.first)}")
-        for leftover in entry.glob(".*.tokens.*.unfinished"):
+        for leftover in entry.glob(".[0-9]*.unfinished"):  # of parts: a killed process leaves them
             leftover.unlink(missing_ok=True)
         if key != _key(config, path, tokenizer.digest):
             raise ConfigError(f"data.path: files of {path} changed while they were read; start again once they do not")
@@ -378,7 +378,9 @@ def encode_part(entry: Path, number: int) -> None:
         name = f"{number:06}-{count:04}"
         index = _write_shard(entry / f"{name}.tokens", documents, tokenizer, PART if stream else sys.maxsize)
         index = index._replace(counts=problems.counts, first=problems.first)
-        index._replace(state=stream.state() if stream and not index.last else None).save(entry / f"{name}.json")
+        index = index._replace(state=stream.state() if stream and not index.last else None)
+        with contextlib.suppress(FileNotFoundError):  # another command has finished and tidied up
+            index.save(entry / f"{name}.json")
         problems.counts, problems.first = {}, {}
         if index.last:
             return

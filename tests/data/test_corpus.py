@@ -218,6 +218,20 @@ def test_a_killed_command_goes_on_and_two_at_once_agree(tmp_path):
     assert digests == {open_dataset(config).digest + "\n"}
 
 
+def test_what_a_killed_process_left_of_a_part_is_removed(tmp_path):
+    """Of its tokens and of its index, whichever it was writing."""
+    file = tmp_path / "a.jsonl"
+    file.write_text(jsonl(DOCUMENTS))
+    config = Corpus(str(file), cache=str(tmp_path / "cache"))
+    digest = open_dataset(config).digest
+    (index,) = cache_files(config, "index.json")
+    index.unlink()
+    for kind in ("json", "tokens"):
+        (index.parent / f".000000-0000.{kind}.0123456789abcdef.unfinished").write_text("half")
+    assert open_dataset(config).digest == digest
+    assert not cache_files(config, ".*")
+
+
 def cache_files(config, pattern="*"):
     return sorted(file for file in corpus.Path(config.cache).rglob(pattern) if file.is_file())
 
