@@ -48,8 +48,8 @@ def loss_report(result: Any, records: Sequence[dict]) -> str:
 
 
 def losses(runs: Mapping[str, Sequence[dict]], baseline: float | None = None) -> Any:
-    """Training and validation loss (nats a token) against step, of one run or several; `baseline` is a line to beat."""
-    axes = _axes(xlabel="step", ylabel="loss (nats per token)")
+    """Training and validation loss against step, of one run or several; `baseline` (nats a token) is a line to beat."""
+    axes = _axes(xlabel="step", ylabel="loss" if baseline is None else "loss (nats per token)")
     alone = len(runs) == 1
     for color, (name, records) in zip(_colors(len(runs)), runs.items(), strict=True):
         train = [(r["step"], r["loss"]) for r in records if "loss" in r]
