@@ -141,7 +141,8 @@ def _forward(spec, narrow, dtype, dtypes, x, w):
 
 
 def _backward(spec, narrow, dtype, dtypes, residuals, g):
-    return gradients(spec, *residuals, g, dtypes)
+    x, w = residuals
+    return gradients(spec, x, w, g, dtypes)
 
 
 def gradients(spec: str, x: Array, w: Array, g: Array, dtypes: tuple[Any, Any]) -> tuple[Array, Array]:

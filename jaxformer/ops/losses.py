@@ -61,7 +61,7 @@ def _cross_entropy(logits, labels, weights, label_smoothing: float, z_loss: floa
     V = logits.shape[-1]
     legal = (labels >= 0) & (labels < V)
     picked = jnp.where(legal, _picked(logits, jnp.where(legal, labels, 0)), jnp.nan)
-    top, correct = _largest(*map(jax.lax.stop_gradient, (logits, picked)), labels)
+    top, correct = _largest(jax.lax.stop_gradient(logits), jax.lax.stop_gradient(picked), labels)
     log_total = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
     losses = log_total - picked
     if label_smoothing:

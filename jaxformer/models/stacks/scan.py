@@ -288,5 +288,5 @@ _CHEAP = {
 def _all_but_cheap(primitive, *operands, call_jaxpr=None, **_) -> bool:
     """Saves all but what is only sharded or cast anew, or an elementwise function of what is saved; and gathered vectors."""
     names = [primitive.name] if call_jaxpr is None else [equation.primitive.name for equation in call_jaxpr.eqns]
-    of_vectors = operands and all(x.ndim <= 1 for x in operands) and "broadcast_in_dim" not in names
+    of_vectors = bool(operands) and all(x.ndim <= 1 for x in operands) and "broadcast_in_dim" not in names
     return of_vectors or not all(name in _CHEAP for name in names)
