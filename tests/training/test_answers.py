@@ -33,7 +33,7 @@ experiment = Experiment(
     name="spell",
     model=models.EncoderDecoder(replace(decoder, heads=(), masks=(masks.full(),)), decoder),
     data=Pairs("{folder}/train", "{folder}/val", "d", "c", tokenizer="bytes", vocab_size=None),
-    optimizer=Adam(1e-2),
+    optimizer=Adam(5e-3),  # right on each of four seeds; at twice that rate, on one
     schedule=Cosine(),
     steps=150,
     batch_size=16,
