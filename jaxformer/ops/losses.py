@@ -201,6 +201,8 @@ def _total(d, axes: tuple[str, ...], vocab: tuple[str, ...], spec: P):
 
 
 def _loss(options: _Options, tokens: _Tokens, head: _Head):
+    head = head._replace(kernel=head.kernel.astype(tokens.hidden.dtype))  # the loop would round it anew for each chunk
+
     def add(sums, chunk):
         logits = _logits(tokens.hidden.dtype, chunk.hidden, head)
         return jax.tree.map(jnp.add, sums, _chunk_loss(options, chunk, logits)[1]), None

@@ -263,11 +263,19 @@ def remat(config: ModelConfig, f: Callable, dtype) -> Callable:
             gathers = not mesh.empty and mesh.shape.get("fsdp", 1) > 1
             return checkpoint(policy=_all_but_cheap) if gathers else f
         case "dots":
-            return checkpoint(policy=jax.checkpoint_policies.save_only_these_names(PRODUCT))
+            return checkpoint(policy=_dots)
         case "attention":
             return checkpoint(policy=_attention)
         case "full":
             return checkpoint()
+
+
+def _dots(primitive, *operands, name: str = "", dimension_numbers=None, preferred_element_type=None, **_) -> bool:
+    """Saves products with weights: those of `ops.einsum` by their name, as they are rounded, and a user's own as they are."""
+    if primitive.name != "dot_general":
+        return primitive.name == "name" and name == PRODUCT
+    _, (batch, _) = dimension_numbers
+    return not batch and preferred_element_type in (None, operands[0].dtype)
 
 
 def _attention(primitive, *_, name: str = "", **__) -> bool:

@@ -77,6 +77,15 @@ def test_dots_keeps_products_as_they_are_rounded():
     assert of_a_layer("bfloat16") <= 0.51 * of_a_layer("float32")  # the number of the layer is an integer
 
 
+@pytest.mark.parametrize("policy, products", [(scan._dots, 3), (jax.checkpoint_policies.nothing_saveable, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dots_keeps_a_users_own_products(policy, products, dtype):
+    """The product, and two of its gradient; or that of the backward pass besides."""
+    x, w = jnp.ones((2, 3), dtype), jnp.ones((3, 4), dtype)
+    loss = lambda x, w: jnp.sum(jnp.sin(jnp.sin(jax.checkpoint(lambda x, w: jnp.sin(x @ w), policy=policy)(x, w))))
+    assert str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w)).count("dot_general[") == products
+
+
 def test_attention_keeps_what_a_kernel_makes():
     """Ours by their name. cuDNN's operation is known by its own, which JAX may change."""
     names = (cudnn._dot_product_attention_fwd_p, cudnn._dot_product_attention_fwd_p_wrapper)
