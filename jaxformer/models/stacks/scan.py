@@ -270,12 +270,14 @@ def remat(config: ModelConfig, f: Callable, dtype) -> Callable:
             return checkpoint()
 
 
-def _dots(primitive, *operands, name: str = "", dimension_numbers=None, preferred_element_type=None, **_) -> bool:
+def _dots(primitive, *operands, **options) -> bool:
     """Saves products with weights: those of `ops.einsum` by their name, as they are rounded, and a user's own as they are."""
+    if primitive.name == "name":
+        return options["name"] == PRODUCT
     if primitive.name != "dot_general":
-        return primitive.name == "name" and name == PRODUCT
-    _, (batch, _) = dimension_numbers
-    return not batch and preferred_element_type in (None, operands[0].dtype)
+        return False
+    _, (batch, _) = options["dimension_numbers"]
+    return not batch and options["preferred_element_type"] in (None, operands[0].dtype)
 
 
 def _attention(primitive, *_, name: str = "", **__) -> bool:
