@@ -450,7 +450,8 @@ def test_the_chips_kernel_gives_what_the_loop_gives():
     assert np.all(np.asarray(loop)[5] == 0)
 
 
-@pytest.mark.parametrize("E", [1, 5])
+@pytest.mark.thorough_after(1)
+@pytest.mark.parametrize("E", [5, 1])
 def test_a_gpu_computes_the_same_in_its_own_way(monkeypatch, E):
     """The layer and its gradients: a copy of a weight for each block, and a loop over all blocks."""
     rng = np.random.default_rng(0)

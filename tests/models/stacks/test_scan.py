@@ -42,6 +42,7 @@ def test_layers_of_a_step(monkeypatch, platform, changes, expected):
 SANDWICH = replace(CONFIG, norm_placement="sandwich")
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, SANDWICH], ids=["gpt", "llama", "sandwich"])
 def test_a_norm_computed_again_keeps_less_and_gives_the_same_gradient(monkeypatch, config):
     weights, tokens = models.init(config, jax.random.key(0)), jnp.arange(64).reshape(2, 32) % 16
