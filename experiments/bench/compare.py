@@ -49,13 +49,13 @@ def torch_python(*packages: str) -> str:
 
 
 def measure(call: Callable[[], Any], wait: Callable[[Any], Any], count: int, warm: int = 2) -> dict[str, float]:
-    """`time_calls` on a CPU, `time_in_a_row` on a GPU. `wait` waits for the result of a call."""
+    """`time_calls` on a CPU, `mean_time` on a GPU. `wait` waits for the result of a call."""
     if platform() == "gpu":
-        return time_in_a_row(call, wait, count, warm)
+        return mean_time(call, wait, count, warm)
     return time_calls(lambda: wait(call()), count, warm)
 
 
-def time_in_a_row(call: Callable[[], Any], wait: Callable[[Any], Any], count: int, warm: int) -> dict[str, float]:
+def mean_time(call: Callable[[], Any], wait: Callable[[Any], Any], count: int, warm: int) -> dict[str, float]:
     """Mean `ms` of `count` calls, of which the host waits for the last alone: as a run that reads its losses late."""
     for _ in range(warm):
         wait(call())

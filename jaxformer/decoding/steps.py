@@ -26,10 +26,10 @@ def prepare(config: ModelConfig | EncoderDecoder, params: Tree, dtype=None) -> T
     leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
     platforms = {device.platform for leaf in leaves for device in leaf.devices()}
     prepared = isinstance(_last_tree(config, params)["layers"], tuple)
-    return params if prepared else prepare_on(platforms, config, params, dtype)
+    return params if prepared else prepare_params(config, params, dtype, platforms)
 
 
-def prepare_on(platforms: set[str], config: ModelConfig | EncoderDecoder, params: Tree, dtype) -> Tree:
+def prepare_params(config: ModelConfig | EncoderDecoder, params: Tree, dtype, platforms: set[str]) -> Tree:
     """Plain parameters as `prepare` makes them of arrays on devices of these platforms."""
     store = _transposed if platforms in ({"cpu"}, {"gpu"}) and not is_split() else _cast
     return _prepare(config, store, dtype, params)

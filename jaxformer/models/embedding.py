@@ -1,7 +1,6 @@
 """From tokens or images to the first hidden states."""
 
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jaxformer.models.layer import linear
 from jaxformer.ops.einsum import StoredWeight
 from jaxformer.ops.positions import learned, sinusoidal
 from jaxformer.params import Spec, Tree
-from jaxformer.sharding import mesh_axes, platform, with_logical_constraint
+from jaxformer.sharding import mesh_axes, with_logical_constraint
 
 
 def spec(config: ModelConfig) -> Tree:
@@ -140,9 +139,6 @@ def norm_spec(config: ModelConfig, width: int | None = None) -> Tree:
 def norm(config: ModelConfig, params: Tree, x: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
     """The config's norm, `ops.layer_norm` or `ops.rms_norm`, over the last axis."""
     with jax.named_scope("norm"):
-        functions = {"layer_norm": ops.layer_norm, "rms_norm": ops.rms_norm}
-        normed = partial(functions[config.norm], eps=config.norm_eps)
-        # Autodiff keeps float32 arrays as large as x. A scan on an accelerator writes them to memory; computed again from x,
-        # which is kept anyway, they cost nothing there. A CPU takes longer for it (bench/LOG.md).
-        again = normed if platform() == "cpu" else jax.checkpoint(normed, prevent_cse=False)
-        return again(x, **params)
+        if config.norm == "layer_norm":
+            return ops.layer_norm(x, params["scale"], params.get("bias"), config.norm_eps)
+        return ops.rms_norm(x, params["scale"], config.norm_eps)

@@ -142,11 +142,13 @@ def _forward(spec, narrow, dtype, dtypes, x, w):
 
 def _backward(spec, narrow, dtype, dtypes, residuals, g):
     x, w = residuals
-    return gradients(spec, x, w, g, dtypes)
+    return einsum_gradients(spec, x, w, g, dtypes)
 
 
-def gradients(spec: str, x: Array, w: Array, g: Array, dtypes: tuple[Any, Any]) -> tuple[Array, Array]:
-    """The gradients of x and w, in these dtypes, from the cotangent g of `einsum(spec, x, w)`; x and w of one dtype."""
+def einsum_gradients(
+    spec: str, x: Float[Array, "..."], w: Float[Array, "..."], g: Float[Array, "..."], dtypes: tuple[Any, Any]
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """The gradients of x and w, in these two dtypes, from the cotangent g of `einsum(spec, x, w)`; x and w have one dtype."""
     x_axes, w_axes, out = _axes(spec)
     g = g.astype(x.dtype)
     batch = "".join(axis for axis in out if axis in x_axes and axis in w_axes)

@@ -10,7 +10,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Integer
 
-from jaxformer.ops.einsum import add_bias, einsum, gradients, in_float32
+from jaxformer.ops.einsum import add_bias, einsum, einsum_gradients, in_float32
 from jaxformer.sharding import (
     all_gather_weight,
     auto_axes,
@@ -60,8 +60,8 @@ def _cross_entropy(logits, labels, weights, label_smoothing: float, z_loss: floa
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # uint8 does not hold every V
     V = logits.shape[-1]
     legal = (labels >= 0) & (labels < V)
-    picked = jnp.where(legal, _picked(logits, jnp.where(legal, labels, 0)), jnp.nan)
-    top, correct = _largest(jax.lax.stop_gradient(logits), jax.lax.stop_gradient(picked), labels)
+    picked = jnp.where(legal, _pick(logits, jnp.where(legal, labels, 0)), jnp.nan)
+    top, correct = _maximum(jax.lax.stop_gradient(logits), jax.lax.stop_gradient(picked), labels)
     log_total = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
     losses = log_total - picked
     if label_smoothing:
@@ -72,7 +72,7 @@ def _cross_entropy(logits, labels, weights, label_smoothing: float, z_loss: floa
     return TokenSums(jnp.sum(losses), jnp.sum(weights), jnp.sum(correct * weights))
 
 
-def _largest(logits, picked, labels):
+def _maximum(logits, picked, labels):
     """(the largest logit, or 0 where that is not finite; whether the label is its first place)."""
 
     def by_bits(logits, picked, labels):
@@ -82,7 +82,7 @@ def _largest(logits, picked, labels):
 
     def by_place(logits, picked, labels):
         best = jnp.argmax(logits, axis=-1)
-        return _picked(logits, best), best == labels
+        return _pick(logits, best), best == labels
 
     # a GPU reads the logits once more for the bits; a CPU takes twice the time of the loss for the place
     top, correct = jax.lax.platform_dependent(logits, picked, labels, cuda=by_place, default=by_bits)
@@ -90,13 +90,13 @@ def _largest(logits, picked, labels):
 
 
 @jax.custom_jvp
-def _picked(logits, labels):
+def _pick(logits, labels):
     """The logit of each label."""
     return jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
 
 
-@_picked.defjvp
-def _picked_tangent(primals, tangents):
+@_pick.defjvp
+def _pick_tangent(primals, tangents):
     def by_place(d_logits, labels):
         places = jax.lax.broadcasted_iota(labels.dtype, d_logits.shape, d_logits.ndim - 1)
         return jnp.sum(jnp.where(places == labels[..., None], d_logits, 0), axis=-1)
@@ -104,7 +104,7 @@ def _picked_tangent(primals, tangents):
     (logits, labels), (d_logits, _) = primals, tangents
     # Transposed, the one is a scatter, which a GPU writes as an array of its own, and the other a part of the loss's gradient
     # there. A CPU takes as long for both.
-    return _picked(logits, labels), jax.lax.platform_dependent(d_logits, labels, cpu=_picked, default=by_place)
+    return _pick(logits, labels), jax.lax.platform_dependent(d_logits, labels, cpu=_pick, default=by_place)
 
 
 class _Options(NamedTuple):
@@ -167,6 +167,7 @@ _projected.defvjp(_projected_forward, _projected_backward)
 
 def _on_shards(function, options: _Options, tokens: _Tokens, head: _Head):
     """`function(options, tokens, head)` -> (sums, gradients) on each device of the mesh, added up over all tokens."""
+    head = head._replace(kernel=head.kernel.astype(tokens.hidden.dtype))  # the loop would round it anew for each chunk
     # left to the compiler, the gradient of the head would be summed over devices once a chunk
     rows, columns = (mesh_axes(name, size) for name, size in zip(("batch", "length"), tokens.labels.shape, strict=True))
     axes, vocab = rows + columns, mesh_axes("vocab", head.kernel.shape[0]) or None
@@ -201,8 +202,6 @@ def _total(d, axes: tuple[str, ...], vocab: tuple[str, ...], spec: P):
 
 
 def _loss(options: _Options, tokens: _Tokens, head: _Head):
-    head = head._replace(kernel=head.kernel.astype(tokens.hidden.dtype))  # the loop would round it anew for each chunk
-
     def add(sums, chunk):
         logits = _logits(tokens.hidden.dtype, chunk.hidden, head)
         return jax.tree.map(jnp.add, sums, _chunk_loss(options, chunk, logits)[1]), None
@@ -213,8 +212,7 @@ def _loss(options: _Options, tokens: _Tokens, head: _Head):
 def _loss_and_gradients(options: _Options, tokens: _Tokens, head: _Head):
     B, T, D = tokens.hidden.shape
     d_head = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.promote_types(w.dtype, jnp.float32)), head)
-    # the loop would round the weight anew for each chunk
-    add = partial(_add_chunk, options, head._replace(kernel=head.kernel.astype(tokens.hidden.dtype)))
+    add = partial(_add_chunk, options, head)
     (sums, d_head), d_hidden = jax.lax.scan(add, (_zero_sums(tokens), d_head), _chunks(options, tokens, head))
     return sums, (d_hidden.swapaxes(0, 1).reshape(B, -1, D)[:, :T], d_head)
 
@@ -226,7 +224,7 @@ def _add_chunk(options: _Options, head: _Head, carry, chunk: _Tokens):
     logits = _logits(dtype, chunk.hidden, head)
     d_logits, chunk_sums = jax.grad(partial(_chunk_loss, options, chunk), has_aux=True)(logits)
     dtypes = jnp.float32 if dtype == jnp.float16 else dtype, d_head.kernel.dtype
-    pullback = partial(gradients, "btd,vd->btv", chunk.hidden, head.kernel, dtypes=dtypes)
+    pullback = partial(einsum_gradients, "btd,vd->btv", chunk.hidden, head.kernel, dtypes=dtypes)
     d_hidden, d_kernel = _pull_back_in_range(dtype, pullback, d_logits)
     d_bias = None if head.bias is None else d_head.bias + jnp.sum(d_logits, axis=(0, 1))
     return (jax.tree.map(jnp.add, sums, chunk_sums), _Head(d_head.kernel + d_kernel, d_bias)), d_hidden

@@ -309,18 +309,18 @@ def _table(experts: Int[Array, "top_k N"], sizes, first, room: int, count: int, 
 @jax.custom_vjp
 def _grouped(x: Float[Array, "n b D"], w: Float[Array, "E D F"], owners: Int[Array, " n"], used: Int[Array, ""]):
     """x[i] w[owners[i]] for the first `used` blocks i of x, zeros for the rest. Reverse mode, first order."""
-    loop, copies = partial(_each_block, "bd,df->bf"), partial(_with_copies, "gtd,gdf->gtf")
+    loop, copies = partial(_each_block, "bd,df->bf"), partial(_product_of_copies, "gtd,gdf->gtf")
     return lax.platform_dependent(*alike(x, w.astype(x.dtype)), owners, used, cpu=loop, cuda=copies, default=_ragged)
 
 
 def _grouped_backward(residuals, g):
     x, w, owners, used = residuals
-    loop, copies = partial(_each_block, "bf,df->bd"), partial(_with_copies, "gtf,gdf->gtd")
+    loop, copies = partial(_each_block, "bf,df->bd"), partial(_product_of_copies, "gtf,gdf->gtd")
     ragged = lambda g, w, *blocks: _ragged(g, w.swapaxes(1, 2), *blocks)
     dx = lax.platform_dependent(*alike(g, w.astype(x.dtype)), owners, used, cpu=loop, cuda=copies, default=ragged)
     each = partial(_sum_blocks, len(w))
     # of a loop whose number of turns is not known, a GPU's host waits for each turn
-    all_blocks = lambda x, g, owners, used: each(x, _used(g, used), owners, len(owners))
+    all_blocks = lambda x, g, owners, used: each(x, _zero_unused(g, used), owners, len(owners))
     kernel = partial(_sum_on_tpu, len(w)) if x.shape[1] % LANES == 0 else each
     dw = lax.platform_dependent(*alike(x, g), owners, used, tpu=kernel, cuda=all_blocks, default=each)
     return dx, dw.astype(w.dtype), None, None
@@ -407,13 +407,13 @@ def _ragged(x, w, owners, used):
     return lax.ragged_dot(x.reshape(-1, x.shape[-1]), w, rows, out_sharding=whole).reshape(*x.shape[:2], -1)
 
 
-def _with_copies(spec, x, w, owners, used):
+def _product_of_copies(spec, x, w, owners, used):
     """The product of all blocks, each with a copy of its expert's weight: XLA:GPU multiplies every row by every expert, too."""
     y = einsum(spec.replace(",g", ","), x, w[0]) if len(w) == 1 else einsum(spec, x, w[owners])
-    return _used(y, used)
+    return _zero_unused(y, used)
 
 
-def _used(x: Float[Array, "n b D"], used: Int[Array, ""]) -> Float[Array, "n b D"]:
+def _zero_unused(x: Float[Array, "n b D"], used: Int[Array, ""]) -> Float[Array, "n b D"]:
     """The first `used` blocks of x, and zeros for the rest."""
     return jnp.where((jnp.arange(len(x)) < used)[:, None, None], x, 0)
 

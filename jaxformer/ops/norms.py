@@ -1,10 +1,14 @@
 """Normalisations over the model axis, in float32 with the two-pass variance."""
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
 from jaxformer.ops.einsum import in_float32
+from jaxformer.sharding import platform
 
 
 def layer_norm(
@@ -14,6 +18,15 @@ def layer_norm(
 
     Statistics are float32 or wider. The one-pass variance E[x^2] - E[x]^2 would lose all digits where the mean is large.
     """
+    return _computed_again(_layer_norm)(x, scale, bias, eps)
+
+
+def rms_norm(x: Float[Array, "*rest D"], scale: Float[Array, " D"], eps: float = 1e-6) -> Float[Array, "*rest D"]:
+    """x / sqrt(mean(x^2) + eps) * scale. Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4. Statistics in float32."""
+    return _computed_again(_rms_norm)(x, scale, eps)
+
+
+def _layer_norm(x, scale, bias, eps):
     ones = _unit_axes(x)
     y = jnp.squeeze(in_float32(x), ones)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -24,12 +37,19 @@ def layer_norm(
     return jnp.expand_dims(y.astype(x.dtype), ones)
 
 
-def rms_norm(x: Float[Array, "*rest D"], scale: Float[Array, " D"], eps: float = 1e-6) -> Float[Array, "*rest D"]:
-    """x / sqrt(mean(x^2) + eps) * scale. Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4. Statistics in float32."""
+def _rms_norm(x, scale, eps):
     ones = _unit_axes(x)
     y = jnp.squeeze(in_float32(x), ones)
     y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
     return jnp.expand_dims((y * _row(scale, y)).astype(x.dtype), ones)
+
+
+def _computed_again(norm: Callable) -> Callable:
+    """The norm; on an accelerator its backward pass computes it again from x, which is kept anyway.
+
+    Autodiff keeps float32 arrays as large as x, which a scan writes to memory. A CPU takes longer to compute them again.
+    """
+    return norm if platform() == "cpu" else jax.checkpoint(norm, prevent_cse=False)
 
 
 def _row(vector, like):

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxformer import decoding, models, parallel, params, sharding
 from jaxformer.decoding.generate import CHUNK
-from jaxformer.decoding.steps import prepare_on
+from jaxformer.decoding.steps import prepare_params
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, block, cost
 from jaxformer.models.stacks import scan
@@ -99,7 +99,7 @@ def abstract_arguments(config: ModelConfig, mesh, dtype, rows: int, tokens: int,
     spec = models.spec(config) | {"layers": tuple(layers[i % len(layers)] for i in range(config.num_layers))}
     # one device has its matrices in an order of its own; those that are split have the order of their declaration
     platforms = {mesh.devices.flat[0].platform} if mesh.size == 1 else set()
-    weights = jax.eval_shape(lambda: prepare_on(platforms, config, models.init(config, jax.random.key(0)), dtype))
+    weights = jax.eval_shape(lambda: prepare_params(config, models.init(config, jax.random.key(0)), dtype, platforms))
     whole = NamedSharding(mesh, P())
     places = sharding.shardings(spec, mesh) if mesh.size > 1 else jax.tree.map(lambda _: whole, weights)
     number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -212,15 +212,15 @@ def _fusion(computations: dict[str, Computation], inside: Computation, operands:
 
 def _read(computations: dict[str, Computation], inside: Computation, name: str, size: float) -> float:
     """Bytes that the operations of a fusion read of an array of that name and size; fusions in it may cut out a piece."""
-    users, total = [(key, other) for key, other in inside.items() if name in other.operands], 0.0
-    for key, user in users:
+    users, total = [(result, other) for result, other in inside.items() if name in other.operands], 0.0
+    for result, user in users:
         body = computations.get(user.called[0], {}) if user.code == "fusion" else {}
         number = str(user.operands.index(name))
         entry = next((key for key, op in body.items() if op.code == "parameter" and op.operands[0] == number), "")
         if entry:
             total += _read(computations, body, entry, size)
         elif user.code == "bitcast" and "ROOT" not in user.line:  # the same array under another shape
-            total += _read(computations, inside, key, size)
+            total += _read(computations, inside, result, size)
         elif user.code in _PIECES and user.operands[0] == name:
             total += _in_memory(user.shape) if size else 0.0
         elif user.code not in _WRITES or user.operands[0] != name:

@@ -399,9 +399,9 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     shown = lambda value: value if isinstance(value, str) else f"{value:.4g}"
     others = {name: shown(value) for name, value in scores.items() if name not in ("loss", *UNRECORDED)}
     # only the loss of text is known to be of tokens; that of classes, or of an objective of the user's, has another unit
-    unit, beside = ("", "") if baseline is None else (" nats a token", f" (unigram entropy {baseline:.4f})")
+    unit, entropy = ("", "") if baseline is None else (" nats a token", f" (unigram entropy {baseline:.4f})")
     words = [f"validation loss {scores['loss']:.4f}{unit}", f"perplexity {scores['perplexity']:.3f}"]
-    console.say(", ".join(words + [f"{name} {value}" for name, value in others.items()]) + beside)
+    console.say(", ".join(words + [f"{name} {value}" for name, value in others.items()]) + entropy)
     text = None if job.sample is None else job.sample(state.best)
     result = Result(folder.path, job.name, parameters.count(state.params), scores, baseline, text)
     if not processes.is_first():

@@ -144,7 +144,7 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     recent = jnp.stack([sums.loss / total, norm]).astype(jnp.float32)
     good = finite & ~is_spike(recipe.spikes, state.recent, recent) & (state.skipped < recipe.max_skipped)
     rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
-    new, updates = update_if(good & ~empty, recipe, gradients, factor, rate, state)
+    new, updates = conditional_update(good & ~empty, recipe, gradients, factor, rate, state)
     new = replace(count(new, finite, good, empty), step=state.step + 1)
     if state.recent is not None:
         later = jnp.concatenate([state.recent[:, 1:], recent[:, None]], axis=1)
@@ -158,7 +158,7 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     return new, metrics
 
 
-def update_if(good: Array, recipe: Recipe, sums: Tree, factor: Array, rate: Array, state: TrainState):
+def conditional_update(good: Array, recipe: Recipe, sums: Tree, factor: Array, rate: Array, state: TrainState):
     """`update` of the state where `good` is True, else the state as it is and sizes of 0."""
     apply = partial(update, recipe, sums, factor, rate)
     nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(partial(root_mean_squares, recipe, "update"), state.params))

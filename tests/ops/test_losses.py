@@ -416,12 +416,7 @@ def test_a_profile_names_the_head_and_the_loss():
         assert products and (name == "loss" or all(name in parts for parts in products)), products
 
 
-def for_gpu(*arrays, cuda=None, default=None, **others):
-    """What `jax.lax.platform_dependent` takes on an NVIDIA GPU."""
-    return (default if cuda is None else cuda)(*arrays)
-
-
-def test_a_gpu_computes_the_same_in_its_own_way(monkeypatch):
+def test_a_gpu_computes_the_same_in_its_own_way(choose_gpu):
     """Loss, weight, correct tokens and gradients, also of equal and infinite logits, and of an illegal label of weight 0."""
     logits = np.round(np.random.default_rng(0).normal(size=(3, 40, 7)) * 2).astype(np.float32)  # many are equal
     logits[0, :3, 2], logits[1, 0] = -np.inf, -np.inf
@@ -433,7 +428,7 @@ def test_a_gpu_computes_the_same_in_its_own_way(monkeypatch):
         return sums(jnp.asarray(logits)), jax.grad(lambda x: sums(x).loss)(jnp.asarray(logits))
 
     expected = both()
-    monkeypatch.setattr(jax.lax, "platform_dependent", for_gpu)
+    choose_gpu()
     found = both()
     assert np.isfinite(expected[0].loss) and found[0].correct == expected[0].correct > 0
     jax.tree.map(partial(np.testing.assert_allclose, **FLOAT32), found, expected)

@@ -261,16 +261,16 @@ def remat(config: ModelConfig, f: Callable, dtype) -> Callable:
     match config.remat:
         case "none":
             gathers = not mesh.empty and mesh.shape.get("fsdp", 1) > 1
-            return checkpoint(policy=_all_but_cheap) if gathers else f
+            return checkpoint(policy=_save_all_but_cheap) if gathers else f
         case "dots":
-            return checkpoint(policy=_dots)
+            return checkpoint(policy=_save_products)
         case "attention":
-            return checkpoint(policy=_attention)
+            return checkpoint(policy=_save_attention)
         case "full":
             return checkpoint()
 
 
-def _dots(primitive, *operands, **options) -> bool:
+def _save_products(primitive, *operands, **options) -> bool:
     """Saves products with weights: those of `ops.einsum` by their name, as they are rounded, and a user's own as they are."""
     if primitive.name == "name":
         return options["name"] == PRODUCT
@@ -280,7 +280,7 @@ def _dots(primitive, *operands, **options) -> bool:
     return not batch and options["preferred_element_type"] in (None, operands[0].dtype)
 
 
-def _attention(primitive, *_, name: str = "", **__) -> bool:
+def _save_attention(primitive, *_, name: str = "", **__) -> bool:
     """Saves what kernels of attention make: ours name it, and cuDNN's forward pass is an operation of its own."""
     return name == "attention" if primitive.name == "name" else primitive.name.startswith("dot_product_attention_fwd")
 
@@ -295,7 +295,7 @@ _CHEAP = {
 }  # fmt: skip
 
 
-def _all_but_cheap(primitive, *operands, call_jaxpr=None, **_) -> bool:
+def _save_all_but_cheap(primitive, *operands, call_jaxpr=None, **_) -> bool:
     """Saves all but what is only sharded or cast anew, or an elementwise function of what is saved; and gathered vectors."""
     names = [primitive.name] if call_jaxpr is None else [equation.primitive.name for equation in call_jaxpr.eqns]
     of_vectors = bool(operands) and all(x.ndim <= 1 for x in operands) and "broadcast_in_dim" not in names

@@ -20,7 +20,7 @@ from jaxformer.sharding import is_split, mesh_axes, platform
 QUERY_BLOCK = 128  # queries at a time: their scores are an array
 # Up to so many bytes of a layer's slots a GPU reads all of them, which takes some 10 us. To take one of several branches takes
 # longer: the host waits for the number of the branch, and the kernels on both sides are launched one by one.
-READ_WHOLE = 2**25
+WHOLE_READ_BYTES = 2**25
 FEW_QUERIES = 16  # up to so many queries of a key head, a GPU computes scores without the kernel of a product
 
 
@@ -57,7 +57,7 @@ class Slots(NamedTuple):
 def attention(query: Array, positions: Array, old: Slots, new: Slots, call: Call, widths: list[int], width: Array) -> Array:
     """Queries `[B, T, N, H]` at `positions` [B, T] attend to the first widths[width] old slots of a cache and to new keys."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((old.keys, old.values)))
-    if platform() == "gpu" and size <= READ_WHOLE:
+    if platform() == "gpu" and size <= WHOLE_READ_BYTES:
         widths, width = widths[-1:], jnp.zeros_like(width)
     part = lambda w, query, positions: _attend(old.first(w), new, call, query, positions)
     run = lambda query, positions: lax.switch(width, [partial(part, w) for w in widths], query, positions)

@@ -9,8 +9,10 @@ import pytest
 
 from jaxformer import models, params
 from jaxformer.analysis.costs import kept_bytes
-from jaxformer.models import ModelConfig, embedding
+from jaxformer.models import ModelConfig
+from jaxformer.models.mixers import variants
 from jaxformer.models.stacks import scan
+from jaxformer.ops import norms
 from jaxformer.ops.positions import Rope
 from jaxformer.parallel import Mesh, make_mesh
 
@@ -20,7 +22,7 @@ FLOAT32 = 2e-6  # of the largest entry of the gradients, whose sums are formed i
 
 
 def on(monkeypatch, platform):
-    for module in (embedding, scan):
+    for module in (norms, scan):
         monkeypatch.setattr(module, "platform", lambda: platform)
 
 
@@ -39,10 +41,11 @@ def test_layers_of_a_step(monkeypatch, platform, changes, expected):
 
 
 SANDWICH = replace(CONFIG, norm_placement="sandwich")
+QK_NORM = replace(LLAMA, mixer=variants.qk_norm)
 
 
 @pytest.mark.thorough_after(1)
-@pytest.mark.parametrize("config", [CONFIG, LLAMA, SANDWICH], ids=["gpt", "llama", "sandwich"])
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, SANDWICH, QK_NORM], ids=["gpt", "llama", "sandwich", "qk_norm"])
 def test_a_norm_computed_again_keeps_less_and_gives_the_same_gradient(monkeypatch, config):
     weights, tokens = models.init(config, jax.random.key(0)), jnp.arange(64).reshape(2, 32) % 16
     found, kept = {}, {}
@@ -77,7 +80,7 @@ def test_dots_keeps_products_as_they_are_rounded():
     assert of_a_layer("bfloat16") <= 0.51 * of_a_layer("float32")  # the number of the layer is an integer
 
 
-@pytest.mark.parametrize("policy, products", [(scan._dots, 3), (jax.checkpoint_policies.nothing_saveable, 4)])
+@pytest.mark.parametrize("policy, products", [(scan._save_products, 3), (jax.checkpoint_policies.nothing_saveable, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dots_keeps_a_users_own_products(policy, products, dtype):
     """The product, and two of its gradient; or that of the backward pass besides."""
@@ -90,8 +93,8 @@ def test_attention_keeps_what_a_kernel_makes():
     """Ours by their name. cuDNN's operation is known by its own, which JAX may change."""
     cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     names = (cudnn._dot_product_attention_fwd_p, cudnn._dot_product_attention_fwd_p_wrapper)
-    assert all(scan._attention(primitive) for primitive in names)
-    assert not any(scan._attention(primitive) for primitive in (cudnn._dot_product_attention_bwd_p, jax.lax.dot_general_p))
+    assert all(scan._save_attention(primitive) for primitive in names)
+    assert not any(scan._save_attention(primitive) for primitive in (cudnn._dot_product_attention_bwd_p, jax.lax.dot_general_p))
     config = replace(CONFIG, attention_implementation="blockwise")
     full, attention = (kept_bytes(replace(config, remat=remat), 32) for remat in ("full", "attention"))
     assert attention > full

@@ -110,11 +110,11 @@ def test_a_gpu_reads_few_slots_without_a_branch(monkeypatch):
     run = lambda: attend(*texts(lengths, counts, T), lengths, counts, S, call_of({"mask": causal()}))[0]
     wanted, branches = run(), {}
     monkeypatch.setattr(cached, "platform", lambda: "gpu")
-    for limit in (0, cached.READ_WHOLE):
-        monkeypatch.setattr(cached, "READ_WHOLE", limit)
+    for limit in (0, cached.WHOLE_READ_BYTES):
+        monkeypatch.setattr(cached, "WHOLE_READ_BYTES", limit)
         close(run(), wanted)
         branches[limit] = jax.jit(lambda: run()).lower().as_text().count("stablehlo.case")
-    assert branches[cached.READ_WHOLE] < branches[0]
+    assert branches[cached.WHOLE_READ_BYTES] < branches[0]
 
 
 OTHER_WIDTHS = [(1, 1100), (QUERY_BLOCK + 22, 300)]
