@@ -205,6 +205,11 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def is_one_cpu() -> bool:
+    """Whether a program is for one CPU device. A mesh of several stands for a pod of TPUs, and has its program."""
+    return platform() == "cpu" and jax.sharding.get_abstract_mesh().size <= 1
+
+
 def is_explicit() -> bool:
     """Whether the mesh has Explicit axes."""
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types

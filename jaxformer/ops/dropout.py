@@ -23,16 +23,17 @@ def rescaled(x: Float[Array, "..."], keep: Bool[Array, "..."], rate: float) -> F
 
 def kept(
     seed: UInt32[Array, "2"], rate: float, rows: tuple[int, int], q_positions: Int[Array, "*#rows T"],
-    kv_positions: Int[Array, "*#rows S"],
+    kv_positions: Int[Array, "*#rows S"], first_row: int = 0,
 ) -> Bool[Array, "B N T S"]:  # fmt: skip
     """Which attention weights stay: a hash of (seed, row, head, query position, key position), for `rows` = (B, N).
 
-    Any block of it can be computed alone. The hash is pcg4d of Jarzynski & Olano 2020 (JCGT 9(3)).
+    `first_row` is the place of the first row in its batch. Any block of it can be computed alone. The hash is pcg4d of
+    Jarzynski & Olano 2020 (JCGT 9(3)).
     """
     B, N = rows
     x = jnp.atleast_2d(q_positions).astype(jnp.uint32)[:, None, :, None] + seed[0]
     y = jnp.atleast_2d(kv_positions).astype(jnp.uint32)[:, None, None, :] ^ seed[1]
-    z = jnp.arange(B * N, dtype=jnp.uint32).reshape(B, N, 1, 1)
+    z = (first_row * N + jnp.arange(B * N, dtype=jnp.uint32)).reshape(B, N, 1, 1)
     w = seed[0] ^ (seed[1] >> 16) ^ (seed[1] << 16)
     x, y, z, w = _stir(*(v * jnp.uint32(1664525) + jnp.uint32(1013904223) for v in (x, y, z, w)))
     bits = _stir(*(v ^ (v >> 16) for v in (x, y, z, w)))[0]

@@ -19,7 +19,7 @@ from jaxformer.models.layer import Context, Layers, Mixer
 from jaxformer.models.mixers.attention import attention
 from jaxformer.ops.einsum import PRODUCT
 from jaxformer.params import Tree, paths
-from jaxformer.sharding import platform
+from jaxformer.sharding import is_one_cpu, platform
 
 # Models of more layers are scanned: the time to compile grows with the layers. So are wider models of 32 bits on CPU: each
 # layer's weights are cut out of the stack, which in 16 bits costs nothing more than the cast (bench/LOG.md)
@@ -120,13 +120,11 @@ def layers_a_step(config: ModelConfig, dtype) -> int:
     """Layers of one step of the scan: `config.unroll`, or by default what is fastest.
 
     On GPUs and on one CPU that is no scan (but see `WIDE`): a scan copies what each layer keeps for its gradient. With
-    `config.remat` it is a scan, which keeps no layer's weights. On TPUs it is one layer, which compiles soonest. A mesh of
-    CPU devices stands for a pod of TPUs, and has its program.
+    `config.remat` it is a scan, which keeps no layer's weights. On TPUs it is one layer, which compiles soonest.
     """
     if config.unroll is not None:
         return config.unroll
-    alone = platform() == "cpu" and jax.sharding.get_abstract_mesh().size <= 1
-    copies = platform() == "gpu" or (alone and (dtype.itemsize < 4 or config.d_model <= WIDE))
+    copies = platform() == "gpu" or (is_one_cpu() and (dtype.itemsize < 4 or config.d_model <= WIDE))
     chosen = config.num_layers if copies and config.num_layers <= UNROLLED and config.remat == "none" else 1
     _log_once(platform(), config.num_layers, chosen)
     return chosen

@@ -26,6 +26,7 @@ class Call:
     scale: float = struct.field(pytree_node=False, default=1.0)
     softcap: float | None = struct.field(pytree_node=False, default=None)
     dropout_rate: float = struct.field(pytree_node=False, default=0.0)
+    first_row: int = struct.field(pytree_node=False, default=0)  # of a part of a batch: its place, which dropout hashes
 
     def gradient(self, bias, sinks) -> "Call":
         """The cotangent that `jax.custom_vjp` wants."""

@@ -65,7 +65,7 @@ def reference(query: Array, key: Array, value: Array, call: Call, weigh: Callabl
     weights = weigh(visible_scores(scores, call, positions), call.sinks)
     dropped = weights
     if call.dropout_seed is not None:
-        keep = kept(call.dropout_seed, call.dropout_rate, (B, N), *positions)
+        keep = kept(call.dropout_seed, call.dropout_rate, (B, N), *positions, first_row=call.first_row)
         dropped = rescaled(weights, keep, call.dropout_rate)
     dropped = dropped.astype(value.dtype)
     if N == K:

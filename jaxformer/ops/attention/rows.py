@@ -1,12 +1,14 @@
 """Attention by its definition, one block of queries at a time, with only the keys between the first and the last that it sees.
 
-Of a causal mask this leaves out nearly half of the pairs. It is made of calls of `reference`, and can do what this can, but for
-a bias and positions by row. The array of weights is kept for the backward pass, so it is for short sequences.
+Of a causal mask this leaves out nearly half of the pairs. A batch is cut into a few parts: XLA:CPU computes a product with
+batch axes on one thread, but several of them at once. All is made of calls of `reference`, and can do what these can, but for a
+bias and positions by row. The array of weights is kept for the backward pass, so it is for short sequences.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -15,19 +17,49 @@ from jaxformer.masks import EMPTY, Mask
 from jaxformer.ops.attention.blocks import cached_by_mask
 from jaxformer.ops.attention.call import Call, refuse
 from jaxformer.ops.attention.reference import reference, softmax
+from jaxformer.sharding import is_one_cpu
 
 KEYS = 64  # the first and the last key are found to so many
 SHARE = 0.8  # of all pairs: with more, one product of all of them is as fast
+PARTS = 4  # of a batch; XLA:CPU starts another thread where more than eight operations wait, and each part has several
+PAIRS = 2**18  # of a part, at least: smaller ones are no faster, and each has operations to compile
 
 
 def attention(query: Array, key: Array, value: Array, call: Call, weigh: Callable = softmax) -> Array:
     """The output; `weigh` as in `reference`. Raises NotImplementedError where `refuses` says why."""
     refuse("rows", refuses(call), "reference")
-    first, outs = call.mask.first(query.shape[1], key.shape[1]), []
-    for start, stop, low, high in spans(call.mask, query.shape[1], key.shape[1], block(query)):
-        part = replace(call, positions=(first + jnp.arange(start, stop), jnp.arange(low, high)))
-        outs.append(reference(query[:, start:stop], key[:, low:high], value[:, low:high], part, weigh)[0])
-    return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)
+    (T, S), sizes = (query.shape[1], key.shape[1]), part_sizes(query, key)
+    found = spans(call.mask, T, S, block(query)) if leaves_out(query, key, call) else [(0, T, 0, S)]
+    calls = [_calls_of_parts(call, (T, S), span, sizes) for span in found]
+    outs = []
+    for i, (q, k, v) in enumerate(zip(*(jax.lax.split(x, sizes) for x in (query, key, value)), strict=True)):
+        blocks = [
+            reference(q[:, start:stop], k[:, low:high], v[:, low:high], of_parts[i], weigh)[0]
+            for (start, stop, low, high), of_parts in zip(found, calls, strict=True)
+        ]
+        outs.append(_joined(blocks, axis=1))
+    return _joined(outs, axis=0)
+
+
+def _calls_of_parts(call: Call, lengths: tuple[int, int], span: tuple[int, int, int, int], sizes: list[int]) -> list[Call]:
+    """The call of each part of the batch, for one block of queries and its keys."""
+    start, stop, low, high = span
+    positions = call.mask.first(*lengths) + jnp.arange(start, stop), jnp.arange(low, high)
+    visible, calls, row = call.mask(*positions), [], 0
+    for size in sizes:
+        mask = call.mask if len(visible) == 1 else Mask(_visible, arrays=(visible[row : row + size],))
+        calls.append(replace(call, mask=mask, positions=positions, first_row=row))
+        row += size
+    return calls
+
+
+def _visible(mask: Mask, q, kv) -> Array:
+    """The rule of a mask that was evaluated before."""
+    return mask.arrays[0]
+
+
+def _joined(arrays: list[Array], axis: int) -> Array:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
 
 
 def refuses(call: Call) -> str | None:
@@ -43,7 +75,19 @@ def block(query: Array) -> int:
     return min(2 * least, max(least, query.shape[1] // 4))
 
 
+def part_sizes(query: Array, key: Array) -> list[int]:
+    """The rows of each part of the batch. Only on one CPU there are several: a mesh splits the batch itself."""
+    (B, T, N, _), S = query.shape, key.shape[1]
+    count = max(1, min(PARTS, B, B * N * T * S // PAIRS)) if is_one_cpu() else 1
+    return [len(part) for part in np.array_split(np.arange(B), count)]
+
+
 def is_cheaper(query: Array, key: Array, call: Call) -> bool:
+    """Whether it is faster than `reference` at once: it leaves pairs out, or has a batch to cut."""
+    return len(part_sizes(query, key)) > 1 or leaves_out(query, key, call)
+
+
+def leaves_out(query: Array, key: Array, call: Call) -> bool:
     """Whether enough pairs are left out."""
     T, S = query.shape[1], key.shape[1]
     found = spans(call.mask, T, S, block(query))

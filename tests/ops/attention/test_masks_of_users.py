@@ -122,6 +122,7 @@ OTHERS = {
     "ops.attention.cudnn.refuses": lambda mask: isinstance(cudnn.plan(mask, T, T), str),
     "ops.attention.ring.refuses": lambda mask: ring.refuses(QUERY, KEY, VALUE, Call(mask)),
     "ops.attention.rows.is_cheaper": lambda mask: rows.is_cheaper(QUERY, KEY, Call(mask)),
+    "ops.attention.rows.leaves_out": lambda mask: rows.leaves_out(QUERY, KEY, Call(mask)),
     "ops.attention.rows.refuses": lambda mask: rows.refuses(Call(mask)),
     "ops.attention.splash.refuses": lambda mask: exact(by_splash, mask),
     "ops.attention.reference.visible_scores": lambda mask: exact(softmax_of_reference, mask),

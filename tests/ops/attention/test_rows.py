@@ -20,9 +20,14 @@ FLOAT32 = dict(rtol=5e-6, atol=5e-6)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks of 3 queries and 2 keys, so that small calls have many. The spans are cached; nobody else has blocks of 3."""
+    """Blocks of 3 queries and 2 keys, and parts of a row, so that small calls have many.
+
+    The spans are cached; nobody else has blocks of 3.
+    """
     monkeypatch.setattr(rows, "block", lambda query: 3)
     monkeypatch.setattr(rows, "KEYS", 2)
+    monkeypatch.setattr(rows, "SHARE", 1.0)
+    monkeypatch.setattr(rows, "PAIRS", 1)
 
 
 def both(arrays, **options):
@@ -50,6 +55,18 @@ def test_is_the_reference_under_every_mask(name):
     sinks = jnp.linspace(-1, 1, N)
     dropout = dict(dropout_rate=0.3, dropout_key=jax.random.key(3))
     expected, found = both(draw(), mask=MASKS[name], softcap=2.0, sinks=sinks, **dropout)
+    jax.tree.map(partial(np.testing.assert_allclose, **FLOAT32), found, expected)
+
+
+@pytest.mark.parametrize("mask", [masks.full(), masks.causal(), "segments"], ids=str)
+def test_parts_of_a_batch_are_the_batch(mask):
+    """Five rows in four parts, of 2, 1, 1 and 1: with segments of each row, and dropout that hashes the row."""
+    arrays = draw(rows=5)
+    assert rows.part_sizes(*arrays[:2]) == [2, 1, 1, 1]
+    if mask == "segments":
+        ids = np.random.default_rng(1).integers(0, 3, size=(5, T + S))
+        mask = masks.segments(jnp.asarray(ids[:, :T]), jnp.asarray(ids[:, T:]))
+    expected, found = both(arrays, mask=mask, dropout_rate=0.3, dropout_key=jax.random.key(3))
     jax.tree.map(partial(np.testing.assert_allclose, **FLOAT32), found, expected)
 
 
@@ -91,7 +108,18 @@ def test_what_it_cannot_is_said_and_left_to_others():
     attention(query, key, value, bias=bias, mask=masks.causal())  # chosen for us: another
 
 
-def test_the_choice_needs_pairs_that_are_left_out():
-    query, key, _ = draw()
-    chosen = lambda mask: rows.is_cheaper(query, key, Call(mask))
+def test_the_choice_needs_pairs_that_are_left_out(monkeypatch):
+    monkeypatch.undo()
+    long = jnp.zeros((1, 256, N, 8))
+    chosen = lambda mask: rows.is_cheaper(long, long, Call(mask))
     assert chosen(masks.causal()) and chosen(masks.causal() & masks.window(2)) and not chosen(masks.full())
+
+
+def test_a_large_batch_is_cut_on_one_cpu_alone(monkeypatch):
+    """XLA:CPU runs each product of a part on one thread, and several at once; on a mesh there is one."""
+    monkeypatch.undo()
+    sizes = lambda B, T=128: rows.part_sizes(*[jnp.zeros((B, T, 16, 1))] * 2)
+    assert [sizes(B) for B in (1, 3, 4, 9)] == [[1], [1, 1, 1], [1] * 4, [3, 2, 2, 2]]
+    assert sizes(100, T=4) == [100]  # too little for several
+    with jax.set_mesh(jax.make_mesh((2,), ("data",))):
+        assert sizes(8) == [8]
