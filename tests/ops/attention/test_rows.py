@@ -121,5 +121,7 @@ def test_a_large_batch_is_cut_on_one_cpu_alone(monkeypatch):
     sizes = lambda B, T=128: rows.part_sizes(*[jnp.zeros((B, T, 16, 1))] * 2)
     assert [sizes(B) for B in (1, 3, 4, 9)] == [[1], [1, 1, 1], [1] * 4, [3, 2, 2, 2]]
     assert sizes(100, T=4) == [100]  # too little for several
+    x = jnp.zeros((8, 128, 16, 8))
+    assert jax.jit(attention).lower(x, x, x).as_text().count("stablehlo.dot_general") == 2 * rows.PARTS
     with jax.set_mesh(jax.make_mesh((2,), ("data",))):
         assert sizes(8) == [8]
