@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import models, params
+from jaxformer import models, params, sharding
 from jaxformer.analysis.costs import kept_bytes
 from jaxformer.models import ModelConfig
 from jaxformer.models.mixers import variants
@@ -22,7 +22,7 @@ FLOAT32 = 2e-6  # of the largest entry of the gradients, whose sums are formed i
 
 
 def on(monkeypatch, platform):
-    for module in (norms, scan):
+    for module in (norms, scan, sharding):
         monkeypatch.setattr(module, "platform", lambda: platform)
 
 
