@@ -1,8 +1,8 @@
 """Attention by its definition, one block of queries at a time, with only the keys between the first and the last that it sees.
 
 Of a causal mask this leaves out nearly half of the pairs. A batch is cut into a few parts: XLA:CPU computes a product with
-batch axes on one thread, but several of them at once. All is made of calls of `reference`, and can do what these can, but for a
-bias and positions by row. The array of weights is kept for the backward pass, so it is for short sequences.
+batch axes on one thread, but several of them at once. Each part of a block is a call of `reference`, and can do what this can,
+but for a bias and positions by row. The array of weights is kept for the backward pass, so it is for short sequences.
 """
 
 from collections.abc import Callable
@@ -22,35 +22,41 @@ from jaxformer.sharding import is_one_cpu
 KEYS = 64  # the first and the last key are found to so many
 SHARE = 0.8  # of all pairs: with more, one product of all of them is as fast
 PARTS = 4  # of a batch; XLA:CPU starts another thread where more than eight operations wait, and each part has several
-PAIRS = 2**18  # of a part, at least: smaller ones are no faster, and each has operations to compile
+ROWS, PAIRS = 2, 2**18  # of a part, at least: smaller ones are no faster, and each has operations to compile
 
 
 def attention(query: Array, key: Array, value: Array, call: Call, weigh: Callable = softmax) -> Array:
     """The output; `weigh` as in `reference`. Raises NotImplementedError where `refuses` says why."""
     refuse("rows", refuses(call), "reference")
-    (T, S), sizes = (query.shape[1], key.shape[1]), part_sizes(query, key)
-    found = spans(call.mask, T, S, block(query)) if leaves_out(query, key, call) else [(0, T, 0, S)]
-    calls = [_calls_of_parts(call, (T, S), span, sizes) for span in found]
-    outs = []
-    for i, (q, k, v) in enumerate(zip(*(jax.lax.split(x, sizes) for x in (query, key, value)), strict=True)):
-        blocks = [
-            reference(q[:, start:stop], k[:, low:high], v[:, low:high], of_parts[i], weigh)[0]
-            for (start, stop, low, high), of_parts in zip(found, calls, strict=True)
-        ]
-        outs.append(_joined(blocks, axis=1))
+    T, S, outs = query.shape[1], key.shape[1], []
+    first, sizes = call.mask.first(T, S), part_sizes(query, key)
+    for start, stop, low, high in spans(call.mask, T, S, block(query)) if leaves_out(query, key, call) else [(0, T, 0, S)]:
+        of_block = replace(call, positions=(first + jnp.arange(start, stop), jnp.arange(low, high)))
+        outs.append(_by_parts(query[:, start:stop], key[:, low:high], value[:, low:high], of_block, weigh, sizes))
+    return _joined(outs, axis=1)
+
+
+def _by_parts(query: Array, key: Array, value: Array, call: Call, weigh: Callable, sizes: list[int]) -> Array:
+    """The output of `reference`, computed for so many rows of the batch at a time."""
+    if len(sizes) == 1:
+        return reference(query, key, value, call, weigh)[0]
+    outs, row = [], 0
+    arrays = (jax.lax.split(x, sizes) for x in (query, key, value))
+    for q, k, v, mask in zip(*arrays, _masks_of_parts(call, sizes), strict=True):
+        outs.append(reference(q, k, v, replace(call, mask=mask, first_row=row), weigh)[0])
+        row += len(q)
     return _joined(outs, axis=0)
 
 
-def _calls_of_parts(call: Call, lengths: tuple[int, int], span: tuple[int, int, int, int], sizes: list[int]) -> list[Call]:
-    """The call of each part of the batch, for one block of queries and its keys."""
-    start, stop, low, high = span
-    positions = call.mask.first(*lengths) + jnp.arange(start, stop), jnp.arange(low, high)
-    visible, calls, row = call.mask(*positions), [], 0
-    for size in sizes:
-        mask = call.mask if len(visible) == 1 else Mask(_visible, arrays=(visible[row : row + size],))
-        calls.append(replace(call, mask=mask, positions=positions, first_row=row))
-        row += size
-    return calls
+def _masks_of_parts(call: Call, sizes: list[int]) -> list[Mask]:
+    """The mask of each part of the batch. Raises ValueError for a mask that has other rows than the batch."""
+    visible = call.mask(*call.positions)
+    count = jnp.shape(visible)[0] if jnp.ndim(visible) == 4 else 1  # a user's rule may return fewer axes
+    if count == 1:
+        return [call.mask] * len(sizes)
+    if count != sum(sizes):
+        raise ValueError(f"attention: the mask has {count} rows, the batch {sum(sizes)}: give it one row, or as many")
+    return [Mask(_visible, arrays=(part,)) for part in jax.lax.split(visible, sizes)]
 
 
 def _visible(mask: Mask, q, kv) -> Array:
@@ -78,12 +84,12 @@ def block(query: Array) -> int:
 def part_sizes(query: Array, key: Array) -> list[int]:
     """The rows of each part of the batch. Only on one CPU there are several: a mesh splits the batch itself."""
     (B, T, N, _), S = query.shape, key.shape[1]
-    count = max(1, min(PARTS, B, B * N * T * S // PAIRS)) if is_one_cpu() else 1
+    count = max(1, min(PARTS, B // ROWS, B * N * T * S // PAIRS)) if is_one_cpu() else 1
     return [len(part) for part in np.array_split(np.arange(B), count)]
 
 
 def is_cheaper(query: Array, key: Array, call: Call) -> bool:
-    """Whether it is faster than `reference` at once: it leaves pairs out, or has a batch to cut."""
+    """Whether it is faster than one call of `reference`: it leaves pairs out, or cuts the batch."""
     return len(part_sizes(query, key)) > 1 or leaves_out(query, key, call)
 
 

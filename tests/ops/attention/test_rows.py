@@ -27,6 +27,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(rows, "block", lambda query: 3)
     monkeypatch.setattr(rows, "KEYS", 2)
     monkeypatch.setattr(rows, "SHARE", 1.0)
+    monkeypatch.setattr(rows, "ROWS", 1)
     monkeypatch.setattr(rows, "PAIRS", 1)
 
 
@@ -68,6 +69,14 @@ def test_parts_of_a_batch_are_the_batch(mask):
         mask = masks.segments(jnp.asarray(ids[:, :T]), jnp.asarray(ids[:, T:]))
     expected, found = both(arrays, mask=mask, dropout_rate=0.3, dropout_key=jax.random.key(3))
     jax.tree.map(partial(np.testing.assert_allclose, **FLOAT32), found, expected)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_a_mask_of_other_rows_than_the_batch_is_refused(count):
+    """Also where a part has as many rows as the mask."""
+    ids = jnp.zeros((count, T), int), jnp.zeros((count, S), int)
+    with pytest.raises(ValueError, match=f"the mask has {count} rows, the batch 5"):
+        attention(*draw(rows=5), mask=masks.segments(*ids), implementation="rows")
 
 
 def test_in_16_bits_it_stays_as_near_as_the_reference():
@@ -119,7 +128,7 @@ def test_a_large_batch_is_cut_on_one_cpu_alone(monkeypatch):
     """XLA:CPU runs each product of a part on one thread, and several at once; on a mesh there is one."""
     monkeypatch.undo()
     sizes = lambda B, T=128: rows.part_sizes(*[jnp.zeros((B, T, 16, 1))] * 2)
-    assert [sizes(B) for B in (1, 3, 4, 9)] == [[1], [1, 1, 1], [1] * 4, [3, 2, 2, 2]]
+    assert [sizes(B) for B in (1, 3, 4, 9)] == [[1], [3], [2, 2], [3, 2, 2, 2]]
     assert sizes(100, T=4) == [100]  # too little for several
     x = jnp.zeros((8, 128, 16, 8))
     assert jax.jit(attention).lower(x, x, x).as_text().count("stablehlo.dot_general") == 2 * rows.PARTS
