@@ -95,10 +95,15 @@ class _Walk(NamedTuple):
         return (_product(eqn), unknown) if called is None else self.closed(called, values)
 
     def scan(self, eqn, values: list) -> tuple[Count, list]:
-        consts, carried = eqn.params["num_consts"], [None] * eqn.params["num_carry"]
-        one, results = self.closed(eqn.params["jaxpr"], values[:consts] + carried + values[consts + len(carried) :])
+        """A scan: its body as often as it runs. The names of its parameters change between versions of JAX; ranks do not."""
+        body = eqn.params["jaxpr"]
+        sliced = _stacked(eqn.invars, body.jaxpr.invars)
+        carried = len(eqn.outvars) - _stacked(eqn.outvars, body.jaxpr.outvars)
+        constants = len(eqn.invars) - carried - sliced
+        inputs = values[:constants] + [None] * carried + values[constants + carried :]
+        one, results = self.closed(body, inputs)
         total = Count(eqn.params["length"] * one.matmul + one.shared, one.notes, split=one.split)
-        return total, carried + results[len(carried) :]
+        return total, [None] * carried + results[carried:]
 
     def loop(self, eqn, values: list) -> Count:
         """A loop `while counter < limit` that takes a row of an array in each turn counts for all rows.
@@ -107,10 +112,13 @@ class _Walk(NamedTuple):
         the rows of a constant table count once for the whole scan. In ring attention the devices have such a table together
         (in the loop it is cast to vary with the device), and count once for all of them.
         """
-        body, begin, end = eqn.params["body_jaxpr"], eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        inputs = values[begin : begin + end] + [None] * (len(body.jaxpr.invars) - end)
+        body, condition = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
+        carried = len(eqn.outvars)  # both take constants of their own, then what the loop carries
+        begin = len(condition.jaxpr.invars) - carried
+        constants = len(body.jaxpr.invars) - carried
+        inputs = values[begin : begin + constants] + [None] * carried
         one, _ = self.closed(body, inputs)
-        counts = [e.primitive.name for e in eqn.params["cond_jaxpr"].jaxpr.eqns] == ["lt"]
+        counts = [e.primitive.name for e in condition.jaxpr.eqns] == ["lt"]
         slices = [e for e in body.jaxpr.eqns if e.primitive.name == "dynamic_slice"]
         arrays = [e.invars[0] for e in slices if counts and e.params["slice_sizes"][0] == 1]
         if not arrays or not one.matmul:
@@ -141,6 +149,11 @@ class _Walk(NamedTuple):
         if name.startswith("splash") and values[1] is not None:  # a table: 0 for a block without a visible key
             blocks, notes = blocks * float(np.count_nonzero(values[1]) / np.size(values[1])), frozenset()
         return Count(body.matmul, notes).times(blocks)
+
+
+def _stacked(outside: list, inside: list) -> int:
+    """How many values of a scan have an axis more outside of its body than inside."""
+    return sum(one.aval.ndim > other.aval.ndim for one, other in zip(outside, inside, strict=True))
 
 
 def _product(eqn) -> Count:
