@@ -30,6 +30,7 @@ class Mixture:
     normalise: bool = True  # the weights of a token's experts sum to one
     shared: int = 0  # width of an expert that all tokens go through; 0: there is none
     capacity: float | None = None  # room of an expert, as a multiple of an even share of the tokens; None: no limit
+    groups: int = 1  # parts of a batch with room of their own; as many as devices split it saves memory and exchanges
     device_capacity: float | None = None  # rows of a device's experts together, as a multiple of an even share; None: for all
     balance_loss: float = 0.0  # weight of the loss that evens out the load of the experts, in each micro-batch
     router_z_loss: float = 0.0  # weight of the loss that keeps the router's logits small
@@ -41,6 +42,8 @@ class Mixture:
             ("capacity", self.capacity is None or self.capacity > 0, "must be above 0, or None"),
             ("device_capacity", self.device_capacity is None or self.device_capacity >= 1, "must be at least 1, or None"),
             ("device_capacity", None in (self.capacity, self.device_capacity), "experts have a capacity; set one of the two"),
+            ("groups", self.groups >= 1, "must be at least 1"),
+            ("groups", self.groups == 1 or self.capacity is not None, "groups of tokens have a capacity; set it, too"),
             ("balance_loss", self.balance_loss >= 0, "must be at least 0"),
             ("router_z_loss", self.router_z_loss >= 0, "must be at least 0"),
             ("top_k", 1 <= self.top_k <= self.experts, f"must be 1 to {self.experts}, the number of experts"),
@@ -55,7 +58,9 @@ class Mixture:
 
     def evaluation(self) -> "Mixture":
         """Without a capacity of each expert. Where a mesh divides experts, those of a device have it together, as memory."""
-        return self if self.capacity is None else replace(self, capacity=None, device_capacity=max(self.capacity, 1.0))
+        if self.capacity is None:
+            return self
+        return replace(self, capacity=None, groups=1, device_capacity=max(self.capacity, 1.0))
 
     def spec(self, config: ModelConfig) -> Tree:
         D, E = config.d_model, self.experts
@@ -70,7 +75,7 @@ class Mixture:
         kernels = {name: params[name]["kernel"] for name in ("router", "up", "down")}
         kernels["gate"] = params["gate"]["kernel"] if self.activation in GATES else None
         activation = ACTIVATIONS[GATES.get(self.activation, self.activation)]
-        names = "top_k", "normalise", *(() if context.room else ("capacity", "device_capacity"))
+        names = "top_k", "normalise", *(() if context.room else ("capacity", "device_capacity", "groups"))
         options = {name: getattr(self, name) for name in names}
         out, routed = mixture(x, **kernels, activation=activation, **options, real=context.real)
         if self.shared:

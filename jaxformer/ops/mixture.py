@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
+from jaxformer.errors import ConfigError
 from jaxformer.ops.einsum import einsum, in_float32
 from jaxformer.ops.feedforward import activated
 from jaxformer.sharding import (
@@ -105,27 +106,33 @@ class Split(NamedTuple):
 def mixture(
     x: Float[Array, "B T D"], router: Float[Array, "D E"], gate: Float[Array, "E D F"] | None, up: Float[Array, "E D F"],
     down: Float[Array, "E F D"], activation: Callable, *, top_k: int, normalise: bool = True, capacity: float | None = None,
-    device_capacity: float | None = None, real: Bool[Array, "B T"] | None = None,
+    device_capacity: float | None = None, real: Bool[Array, "B T"] | None = None, groups: int = 1,
 ) -> tuple[Float[Array, "B T D"], RoutingStatistics]:  # fmt: skip
     """sum_k w_k expert_{e_k}(x), where w and e are `route`d by x router; and statistics of the choices.
 
     An expert is activation(x up) down, or (activation(x gate) * (x up)) down. The router works in float32 or better
     (Switch, section 2.4). Tokens with real=False go to no expert: their output is zero, and they count in nothing. Without
-    a capacity no choice is dropped. With one, an expert takes ceil(capacity top_k B T / E) choices: first choices come
-    before second ones (GShard, section 2.2), then the order of the batch decides, so a token may depend on later ones.
+    a capacity no choice is dropped. With one, an expert takes ceil(capacity top_k n / E) choices of each of the `groups` of
+    n = B T / groups tokens (GShard's groups, section 3.2; consecutive rows): first choices come before second ones (section
+    2.2), then the order of the batch decides, so a token may depend on later ones. ConfigError where B is no multiple of
+    `groups`.
 
-    On a mesh each device routes its own tokens; the statistics are those of all. Tokens reach experts that are split over
-    `expert` by `all_to_all` if there is a capacity, else by `gather_scatter`. Weights are gathered over `fsdp`.
+    On a mesh the choices, what is dropped and the statistics are those of one device. Weights are gathered over `fsdp`.
+    Tokens reach experts that are split over `expert` by `gather_scatter`, or by `all_to_all` where each device has whole
+    groups: there the memory and the exchange are those of its groups' room.
     Without a capacity a device of P along `expert` has memory for the case that its experts get all they can. With a
     `device_capacity` it has memory for ceil(device_capacity top_k n / P) choices of n tokens, and drops later ones.
     """
     real = jnp.ones(x.shape[:2], bool) if real is None else real
     (B, T, D), (E, _, F), mesh = x.shape, up.shape, jax.sharding.get_abstract_mesh()
+    if B % groups:
+        advice = f"expected a divisor of {B}" if B > 1 else "expected 1"
+        raise ConfigError(f"model.feedforward.groups={groups}: does not divide a batch of {B} rows; {advice}")
     batch, length = mesh_axes("batch", B), mesh_axes("length", T)
     embed = tuple(name for name in PARAMETERS["embed"] if name in batch and D % mesh.shape[name] == 0)
     split = Split(batch, length, mesh_axes("expert", E), embed, mesh_axes("mlp", F))
     arrays = x, router, gate, up, down, real
-    run = partial(_on_device, split, activation, top_k, normalise, capacity, device_capacity)
+    run = partial(_on_device, split, activation, top_k, normalise, capacity, device_capacity, groups)
     if any(split):
         inward, outward = P(split.experts, embed, split.mlp), P(split.experts, split.mlp, embed)
         tokens, names = P(batch, length), auto_axis_names()
@@ -139,29 +146,30 @@ def mixture(
     return run(*arrays)
 
 
-def _on_device(split: Split, activation, top_k, normalise, capacity, device_capacity, x, router, gate, up, down, real):
+def _on_device(split: Split, activation, top_k, normalise, capacity, device_capacity, groups, x, router, gate, up, down, real):
     """`mixture` on one device: its tokens `[B, T, D]`, and its experts, with D and F as they are split."""
     (B, T, D), E = x.shape, router.shape[1]
     capacity = capacity if x.size else 0.0  # without tokens, blocks have no size and collectives nothing to gather
     logits = einsum("btd,de->bte", in_float32(x), router)
     routing = route(logits, top_k, normalise)
-    chosen = jnp.where(real[:, :, None], routing.experts, E).reshape(B * T, top_k).T
-    # a token takes no expert twice; the small number is for products like 1.1 x 10, which are not 11 in floating point
-    room = None if capacity is None else min(math.ceil(capacity * top_k * B * T / E - 1e-9), B * T)
+    chosen = jnp.moveaxis(jnp.where(real[:, :, None], routing.experts, E), 2, 0)  # [top_k, B, T]
+    served_choices, room, rows = chosen, None, None
+    if capacity is not None:
+        served_choices, room, rows = _with_room(split, chosen, E, capacity, groups)
 
     # pcast here, not where arrays first meet: its transpose is a sum over devices, and these arrays are the smallest
     spread = lambda a: varying(a, {*split.batch, *split.length, *split.experts, *split.mlp})
     gather = lambda w, axis: _gather(split.embed, axis, x.dtype, spread(w)) if split.embed else spread(w)
     experts = Experts(None if gate is None else gather(gate, 1), gather(up, 1), gather(down, 2), activation)
-    choices = Choices(spread(x.reshape(B * T, D)), chosen, routing.weights.reshape(B * T, top_k).T)
+    tokens, weights = spread(x.reshape(B * T, D)), routing.weights.reshape(B * T, top_k).T
+    choices = Choices(tokens, served_choices.reshape(top_k, B * T), weights)
     tokens_split = set(split.experts) <= set(split.batch)  # over the axis of experts, too
-    rows = None
     if device_capacity is not None and split.experts:  # of tokens that a device of `gather_scatter` sees
         seen = B * T if tokens_split else B * T / lax.axis_size(split.experts)
         rows = math.ceil(device_capacity * top_k * seen - 1e-9)
     match split.experts, tokens_split, room:
         case (), _, _:
-            out, served = local(choices, experts, E, room)
+            out, served = local(choices, experts, E, room, rows)
         case axes, True, int(length):
             out, served = all_to_all(choices, experts, E, length, axes)
         case axes, _, _:
@@ -169,7 +177,59 @@ def _on_device(split: Split, activation, top_k, normalise, capacity, device_capa
     out = psum(out, split.mlp).reshape(B, T, D)
     # of the choices that a device gathered, each is served by one device at most
     served = lax.psum(served, tuple(dict.fromkeys(split.batch + split.length + split.experts)))
-    return out, _statistics(split, logits, routing, chosen, real, served)
+    return out, _statistics(split, logits, routing, chosen.reshape(top_k, B * T), real, served)
+
+
+def _with_room(split: Split, chosen: Int[Array, "top_k B T"], E: int, capacity: float, groups: int):
+    """(the choices, E for one without room; an expert's room on this device; rows of this device's experts, at most).
+
+    The room is None where the tokens of a group are on several devices: then all choices that are left are served.
+    """
+    top_k, B, T = chosen.shape
+    devices = _count(split.batch)
+    tokens = B * devices * T * _count(split.length) // groups  # of a group
+    # a token takes no expert twice; the small number is for products like 1.1 x 10, which are not 11 in floating point
+    room = min(math.ceil(capacity * top_k * tokens / E - 1e-9), tokens)
+    if split.length or groups % devices:
+        return _first_choices(split, chosen, E, room, groups), None, E // _count(split.experts) * room * groups
+    here = groups // devices
+    # of one group, the bucket of an expert is its room
+    choices = chosen if here == 1 else _first_choices(split._replace(batch=()), chosen, E, room, here)
+    return choices, here * room, None
+
+
+def _count(axes: tuple[str, ...]) -> int:
+    return lax.axis_size(axes) if axes else 1
+
+
+def _first_choices(split: Split, chosen: Int[Array, "top_k B T"], E: int, room: int, groups: int):
+    """The choices, but E for one that is not among the first `room` of its expert in its group of rows.
+
+    The order is that of one device with all tokens: slots, then rows, then places in a row. Devices exchange how many
+    choices each row has for each expert.
+    """
+    top_k, B, T = chosen.shape
+    known = jnp.minimum(chosen, E - 1)
+    order = jnp.argsort(chosen, axis=-1)  # stable
+    counts = jnp.sum(chosen[..., None] == jnp.arange(E)[None, None, None], axis=2)  # [top_k, B, E]
+    starts = jnp.cumsum(counts, axis=-1) - counts
+    rank = jnp.arange(T)[None, None] - jnp.take_along_axis(starts, jnp.take_along_axis(known, order, -1), -1)
+    rank = jnp.take_along_axis(rank, jnp.argsort(order, axis=-1), -1)  # among the row's choices on this device
+    before = jnp.zeros_like(counts)
+    if split.length:  # parts of the row on other devices
+        parts = lax.all_gather(counts, split.length)
+        earlier = jnp.arange(len(parts)) < lax.axis_index(split.length)
+        before = jnp.sum(jnp.where(earlier[:, None, None, None], parts, 0), axis=0)
+        counts = jnp.sum(parts, axis=0)
+    first = 0
+    if split.batch:
+        counts = lax.all_gather(counts, split.batch, axis=1, tiled=True)
+        first = lax.axis_index(split.batch) * B
+    in_group = jnp.moveaxis(counts.reshape(top_k, groups, -1, E), 1, 0).reshape(groups, -1, E)
+    totals = jnp.cumsum(in_group, axis=1) - in_group  # of the slots and rows before
+    totals = jnp.moveaxis(totals.reshape(groups, top_k, -1, E), 0, 1).reshape(top_k, -1, E)
+    before += lax.dynamic_slice_in_dim(totals, first, B, axis=1)
+    return jnp.where(rank + jnp.take_along_axis(before, known, -1) < room, chosen, E)
 
 
 def _statistics(split: Split, logits, routing: Routing, chosen, real, served) -> RoutingStatistics:
@@ -199,7 +259,8 @@ def local(choices: Choices, experts: Experts, E: int, room: int | None, rows: in
 def all_to_all(choices: Choices, experts: Experts, E: int, room: int, axes) -> Outputs:
     """Tokens travel to the devices of their experts, a bucket of `room` rows an expert, and the outputs back.
 
-    Each way moves E C D numbers, C = ceil(capacity top_k n / E) for the n tokens of a device, a group (GShard, section 3.2).
+    Each way moves E C D numbers, C = ceil(capacity top_k n / E) for the n tokens of a device with one group (GShard,
+    section 3.2).
     """
     table = _buckets(choices.experts, E, room)
     rows = lax.all_to_all(_take(choices.tokens, table.tokens), axes, 0, 1, tiled=True)

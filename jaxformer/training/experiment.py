@@ -86,7 +86,8 @@ class Experiment:
     frozen: str | None = None  # regular expression: parameters whose path it matches somewhere do not train
     steps: int = 1000  # optimizer updates
     batch_size: int = 32  # examples a step
-    accumulation: int = 1  # micro-batches a step; the gradient is that of the whole batch
+    # micro-batches a step; the gradient is that of the whole batch, but experts with a capacity have room for a micro-batch
+    accumulation: int = 1
     precision: Literal["float32", "bfloat16", "float16"] = "float32"  # of activations; parameters are float32
     # in which devices of mesh.fsdp sum gradients of weights; bfloat16, with that precision, moves half as much
     gradient_sums: Literal["float32", "bfloat16"] = "float32"

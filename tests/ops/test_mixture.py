@@ -28,7 +28,7 @@ from jaxformer.ops.mixture import (
 from jaxformer.parallel import Mesh, block_if_simulated, make_mesh
 from jaxformer.params import paths
 
-run = jax.jit(mixture, static_argnames=("activation", "top_k", "normalise", "capacity"))
+run = jax.jit(mixture, static_argnames=("activation", "top_k", "normalise", "capacity", "groups"))
 
 
 def random(seed, *shapes, dtype=jnp.float32):
@@ -173,24 +173,29 @@ def test_a_capacity_drops_the_choices_that_come_too_late(top_k, capacity):
         np.testing.assert_allclose(statistics.dropped, len(dropped) / (top_k * int(real.sum())), rtol=1e-6)
 
 
-def test_on_a_mesh_a_device_drops_among_its_own_tokens():
-    """Groups: the tokens of each device by batch and length, each with ceil(0.6 top_k n / E) places an expert."""
+@pytest.mark.parametrize(
+    "axes", [dict(data=2, context=2, expert=2), dict(expert=4), pytest.param(dict(data=4), marks=pytest.mark.thorough)], ids=str
+)
+@pytest.mark.parametrize("groups", [1, pytest.param(4, marks=pytest.mark.thorough)])
+def test_a_mesh_drops_what_one_device_drops(axes, groups):
+    """Each group of rows has ceil(0.6 top_k n / E) places an expert, wherever its tokens are; the witness counts on one."""
     args, real = problem(27, B=4, T=24, E=4, F=8), some(28, (4, 24))
-    options = dict(top_k=2, capacity=0.6)
-    with jax.set_mesh(make_mesh(Mesh(data=2, context=2, expert=2))):
-        out, statistics = block_if_simulated(run(*args, jax.nn.silu, real=real, **options))
-    lost = 0
-    for r in range(4):
-        for columns in (slice(0, 12), slice(12, 24)):
-            group = slice(r, r + 1), columns
-            expected, dropped = by_token(args[0][group], *args[1:], real=real[group], **options)
-            lost += len(dropped)
-            np.testing.assert_allclose(out[group], expected, rtol=2e-5, atol=2e-4)  # sums of ten products of order ten
-    assert lost != len(by_token(*args, real=real, **options)[1])  # of one device
+    options, lost = dict(top_k=2, capacity=0.6), 0
+    with jax.set_mesh(make_mesh(Mesh(**{"data": 1} | axes), jax.devices()[: math.prod(axes.values())])):
+        out, statistics = block_if_simulated(run(*args, jax.nn.silu, real=real, groups=groups, **options))
+    for rows in np.split(np.arange(4), groups):
+        expected, dropped = by_token(args[0][rows], *args[1:], real=real[rows], **options)
+        lost += len(dropped)
+        np.testing.assert_allclose(out[rows], expected, rtol=2e-5, atol=2e-4)  # sums of ten products of order ten
     np.testing.assert_allclose(statistics.dropped, lost / (2 * int(real.sum())), rtol=1e-6)
-    alone = run(*args, jax.nn.silu, real=real, **options)[1]
-    for name in ("fraction", "probability", "z"):
-        np.testing.assert_allclose(getattr(statistics, name), getattr(alone, name), rtol=1e-5)
+    alone = run(*args, jax.nn.silu, real=real, groups=groups, **options)[1]
+    for name, value in alone._asdict().items():
+        np.testing.assert_allclose(getattr(statistics, name), value, rtol=1e-5)
+
+
+def test_groups_divide_the_rows_of_a_batch():
+    with pytest.raises(ConfigError, match=r"model.feedforward.groups=3: does not divide a batch of 2 rows; .* divisor of 2"):
+        mixture(*problem(0), jax.nn.silu, top_k=2, capacity=1.0, groups=3)
 
 
 def test_the_capacity_is_the_one_of_the_formula():
@@ -415,7 +420,7 @@ def test_a_model_of_one_expert_is_the_dense_model():
 
 def test_a_capacity_is_for_training():
     assert Mixture(capacity=0.5).evaluation() == Mixture(device_capacity=1.0)
-    assert Mixture(capacity=1.25).evaluation() == Mixture(device_capacity=1.25)
+    assert Mixture(capacity=1.25, groups=4).evaluation() == Mixture(device_capacity=1.25)
     layers = [Mixture(4, d_ff=5, capacity=capacity)(CONFIG) for capacity in (0.5, None)]
     (x,), contexts = random(27, (2, 9, 6)), [Context(mask=full(), positions=None, room=room) for room in (0, 16)]
     weights = jax.tree.map(lambda leaf: jnp.asarray(random(28, leaf.shape)[0]), layers[0].spec)
@@ -438,6 +443,8 @@ def test_a_capacity_is_for_training():
         (dict(experts=0), "model.feedforward.top_k=2: must be 1 to 0"),
         (dict(activation="swish"), "model.feedforward.activation='swish'"),
         (dict(capacity=0.0), "model.feedforward.capacity=0.0"),
+        (dict(capacity=1.0, groups=0), "model.feedforward.groups=0: must be at least 1"),
+        (dict(groups=2), "model.feedforward.groups=2: .* have a capacity"),
         (dict(balance_loss=-1.0), "model.feedforward.balance_loss=-1.0"),
         (dict(router_z_loss=-1.0), "model.feedforward.router_z_loss=-1.0"),
         (dict(top_k=1), "model.feedforward.normalise=True"),

@@ -26,7 +26,7 @@ rng = np.random.default_rng(0)
 normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
 X, REAL = normal(8, 16, D), jnp.asarray(rng.random((8, 16)) < 0.8)
 WEIGHTS = normal(D, E), normal(E, D, F) / 4, normal(E, D, F) / 4, normal(E, F, D) / 4
-ROOM = 8.0  # a capacity that drops nothing: E / top_k would do on one device
+ROOM = 8.0  # a capacity that drops nothing, as E / top_k would do
 
 
 def slow(**axes):
@@ -40,11 +40,11 @@ def near(many, one):
         np.testing.assert_allclose(a, b, **tolerance, err_msg=jax.tree_util.keystr(path))
 
 
-def everything(capacity, x, real, *weights):
+def everything(capacity, x, real, *weights, groups=1):
     """Output, statistics, and the gradients of something that depends on all of them."""
 
     def f(x, *weights):
-        out, statistics = mixture(x, *weights, jax.nn.silu, top_k=2, capacity=capacity, real=real)
+        out, statistics = mixture(x, *weights, jax.nn.silu, top_k=2, capacity=capacity, real=real, groups=groups)
         s = statistics
         return jnp.sum(jnp.sin(out)) + 8 * jnp.sum(s.fraction * s.probability) + s.z, (out, statistics)
 
@@ -75,10 +75,22 @@ def on(axes, f, *args):
     ids=str,
 )
 def test_a_mesh_gives_what_one_device_gives(axes, capacity):
+    """With groups for each device tokens travel by `all_to_all`, but where devices split the length."""
+    groups = 1 if capacity is None else 8
     near(
-        on(axes, partial(everything, capacity), X, REAL, *WEIGHTS),
+        on(axes, partial(everything, capacity, groups=groups), X, REAL, *WEIGHTS),
         jax.jit(partial(everything, None))(X, REAL, *WEIGHTS),
     )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_a_capacity_that_drops_gives_what_one_device_gives(groups):
+    """Output, statistics and gradients: a group is on several devices, on one, or a device has two."""
+    f = partial(everything, 0.7, groups=groups)
+    one = jax.jit(f)(X, REAL, *WEIGHTS)
+    assert one["statistics"]["dropped"] > 0.1
+    near(on(dict(data=2, expert=2), f, X, REAL, *WEIGHTS), one)
 
 
 def crowded(factor, x, real, *weights):
@@ -162,6 +174,7 @@ def test_within_a_shard_map_over_stages_a_scan_and_a_remat(capacity):
 
 def config(capacity=None, **changes):
     options = dict(top_k=2, d_ff=32, balance_loss=0.01, router_z_loss=0.001, capacity=capacity, shared=16)
+    options |= {} if capacity is None else {"groups": 8}
     feedforward = Mixture(E, **options)
     return ModelConfig(
         vocab_size=64, num_layers=2, d_model=32, num_heads=4, context_length=16, init_std=0.2, use_bias=False,
@@ -206,7 +219,8 @@ def sent(axes, capacity, f=None):
     into, back, tokens = P("expert", "fsdp", "tensor"), P("expert", "tensor", "fsdp"), P(("data", "fsdp", "expert"))
     specs = tokens, P("fsdp", "expert"), into, into, back
     place = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.NamedSharding(mesh, spec))
-    run = lambda *args: mixture(*args, jax.nn.silu, top_k=2, capacity=capacity)[0]
+    groups = 1 if capacity is None else 8
+    run = lambda *args: mixture(*args, jax.nn.silu, top_k=2, capacity=capacity, groups=groups)[0]
     step = lambda *args: jax.grad(lambda *args: jnp.sum(jnp.sin(run(*args))), argnums=range(5))(*args)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         outs = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
@@ -215,7 +229,7 @@ def sent(axes, capacity, f=None):
     return {(one.kind, one.axes): (one.count, one.bytes) for one in hlo.collectives(text, mesh)}
 
 
-def test_a_capacity_takes_two_all_to_alls():
+def test_a_capacity_takes_two_all_to_alls_where_each_device_has_a_group():
     """16 tokens a device, 2 choices of 8 experts: room for 4, so 8 x 4 x 16 floats each way. And the router is gathered."""
     found = sent(dict(expert=8), 1.0)
     assert found.pop(("all-to-all", ("expert",))) == (2, 2 * E * 4 * D * 4)
@@ -255,7 +269,9 @@ from jaxformer.sharding import shardings
 
 mesh = make_mesh(Mesh(data=2, fsdp=2, expert=2), list(get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices))
 for capacity, kinds in (1.25, {"all-to-all"}), (None, {"all-gather", "reduce-scatter"}):
-    feedforward = Mixture(8, 2, d_ff=512, balance_loss=0.01, router_z_loss=0.001, capacity=capacity)
+    groups = 8 if capacity else 1
+    losses = dict(balance_loss=0.01, router_z_loss=0.001)
+    feedforward = Mixture(8, 2, d_ff=512, capacity=capacity, groups=groups, **losses)
     model = ModelConfig(256, 2, 256, 2, 256, attention_implementation="reference", remat="full", feedforward=feedforward)
 
     def loss(weights, tokens):
