@@ -8,6 +8,9 @@ WHAT ?= train
 VENV := .venv$(addprefix -jax-,$(subst .*,,$(JAX)))
 PIN := $(if $(JAX),'jax==$(JAX)')
 BIN := $(VENV)/bin
+# what is given on the command line is no text of make's: a $ in it stays one
+GIVEN := EXP ARGS GRID TASKS SIZES STEPS RUNS TOPOLOGY TPU ZONE PROJECT BUCKET RETRIES NODES GPUS CPUS TIME PARTITION ACCOUNT SLICES IMAGE CLAIM
+$(foreach name,$(GIVEN),$(if $(value $(name)),$(eval override $(name) := $$(value $(name)))))
 # a variable as one word of the shell, whatever quotes and spaces it has; ARGS is shell text, words with their quotes
 quote = '$(subst ','\'',$(1))'
 

@@ -70,6 +70,8 @@ def main(argv: list[str]) -> int:
     constants = len(scaling.Law._fields)
     if len(trials) < constants:
         raise ConfigError(f"scaling: {len(trials)} runs, and the law has {constants} constants; give more --sizes or --steps")
+    examples = [trial.experiment.steps * trial.experiment.batch_size for trial in trials]
+    scaling.check([size(trial) for trial in trials], examples)  # before anything is trained
     try:
         ended = sweep(trials, options.runs, [figures.loss_report], options.parallel)
         ended = [trial for trial in ended if not trial.problem]

@@ -44,7 +44,8 @@ def kaplan(parameters: Any, tokens: Any) -> Any:
 def fit(losses: Numbers, parameters: Numbers, tokens: Numbers | None = None) -> Law:
     """The law of least Huber loss of log L over the runs; without `tokens` L(N) = E + A / N^alpha.
 
-    For L(D), give the tokens as `parameters`. Hoffmann et al. 2022, appendix D.3. Raises ConfigError for too few runs.
+    For L(D), give the tokens as `parameters`. Hoffmann et al. 2022, appendix D.3. Raises ConfigError where the runs do not
+    determine a law: too few, fewer than three different sizes or numbers of tokens, or both always in one ratio.
     """
     variables, y = _logs(losses, parameters, tokens)
     exponents = itertools.product(np.linspace(0.1, 0.9, 3), repeat=len(variables))
@@ -63,8 +64,9 @@ def intervals(
     rng, laws = np.random.default_rng(seed), []
     while len(laws) < draws:
         rows = rng.integers(len(y), size=len(y))
-        if len(set(rows)) >= len(start):  # fewer different runs than constants fit any law
-            laws.append(_law(_refine(start, variables[:, rows], y[rows]).x))
+        drawn = variables[:, rows]
+        if len(set(rows)) >= len(start) and not _undetermined(drawn):  # fewer runs than constants fit any law
+            laws.append(_law(_refine(start, drawn, y[rows]).x))
     edges = (1 - level) / 2, (1 + level) / 2
     return Law(*(tuple(np.quantile([getattr(one, name) for one in laws], edges).tolist()) for name in Law._fields))
 
@@ -79,15 +81,21 @@ class IsoFlop(NamedTuple):
 
 
 def isoflop(flops: Numbers, parameters: Numbers, losses: Numbers) -> IsoFlop:
-    """The best size of each budget, for runs that come in groups of equal `flops`. ConfigError where a group shows none."""
+    """The best size of each budget, for runs that come in groups of equal `flops`.
+
+    ConfigError where a group shows none between its smallest and its largest size.
+    """
     rows = []
     for budget in sorted(set(flops)):
         some = [(np.log(n), loss) for c, n, loss in zip(flops, parameters, losses, strict=True) if c == budget]
         x, y = np.array(some).T
-        if len(set(x)) < 3 or (curve := np.polyfit(x, y, 2))[0] <= 0:
+        finite = np.isfinite(y).all() and (np.exp(x) > 0).all()
+        curve = np.polyfit(x, y, 2) if finite and len(set(x)) >= 3 else np.zeros(3)
+        best = -curve[1] / (2 * curve[0]) if curve[0] > 0 else np.nan
+        if not x.min() < best < x.max():
             problem = f"{len(some)} runs show no size of least loss; give at least three, smaller and larger than the best one"
-            raise ConfigError(f"isoflop: {budget:.3g} FLOPs: {problem}")
-        best = -curve[1] / (2 * curve[0])
+            where = f" (it lies near {np.exp(best):.3g}, outside of them)" if np.isfinite(best) else ""
+            raise ConfigError(f"isoflop: {budget:.3g} FLOPs: {problem}{where}")
         rows.append((budget, np.exp(best), np.polyval(curve, best)))
     budgets, sizes, lowest = np.array(rows).T
     exponent = float(np.polyfit(np.log(budgets), np.log(sizes), 1)[0]) if len(rows) > 1 else np.nan
@@ -98,9 +106,26 @@ def _logs(losses, parameters, tokens) -> tuple[np.ndarray, np.ndarray]:
     """(log N and, if given, log D `[1 or 2, runs]`, log L `[runs]`)."""
     variables = [parameters] if tokens is None else [parameters, tokens]
     rows, constants = np.array([*variables, losses], float), 2 * len(variables) + 1
-    if rows.shape[1] < constants or not (rows > 0).all():
-        raise ConfigError(f"scaling: {rows.shape[1]} runs; a law of {constants} constants needs as many, all above 0")
+    if rows.shape[1] < constants or not (np.isfinite(rows) & (rows > 0)).all():
+        raise ConfigError(f"scaling: {rows.shape[1]} runs; a law of {constants} constants needs as many, all above 0 and finite")
+    check(*rows[:-1])
     return np.log(rows[:-1]), np.log(rows[-1])
+
+
+def check(*variables: Numbers) -> None:
+    """Raises ConfigError where runs of these sizes (and numbers of tokens) determine no law, whatever their losses are."""
+    if problem := _undetermined(np.log(np.array(variables, float))):
+        raise ConfigError(f"scaling: {problem}")
+
+
+def _undetermined(variables: np.ndarray) -> str:
+    """Why the logarithms `[1 or 2, runs]` of sizes (and tokens) determine no law; "" where they do."""
+    for name, x in zip(("sizes", "numbers of tokens"), variables, strict=False):
+        if (count := len(np.unique(x.round(9)))) < 3:
+            return f"runs of {count} different {name} decide no exponent; give at least three"
+    if len(variables) == 2 and abs(np.corrcoef(variables)[0, 1]) > 0.999:
+        return "tokens grow with the size in all runs, so alpha and beta cannot be told apart; train a size for several lengths"
+    return ""
 
 
 def _start(variables: np.ndarray, y: np.ndarray, exponents: Sequence[float], share: float) -> np.ndarray:

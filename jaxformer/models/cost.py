@@ -1,6 +1,7 @@
 """Floating-point operations of a model, and what the chip could have done."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxformer import models, params
@@ -44,26 +45,55 @@ CHIPS = {
 }
 
 
-def training_flops(config: ModelConfig | EncoderDecoder, length: int, source: int | None = None) -> int:
+Trained = Callable[[str], bool]  # whether the parameter of this path has a gradient
+
+
+def training_flops(
+    config: ModelConfig | EncoderDecoder, length: int, source: int | None = None, trained: Trained | None = None
+) -> int:
     """FLOPs a token of one training step: 6 for each weight in a product, 12 L N H T for full T x T attention.
 
     The usual convention, Chowdhery et al. 2022, appendix B ("model FLOPs"): 2 FLOPs a multiply-add, backward twice the
     forward, nothing for recomputation, no discount for causal masks. Of routed experts only those that a token goes to are
     counted. Of an encoder-decoder: for a target token and its share of the `source` tokens of a row, by default one.
+    `trained` says which parameters have a gradient (None: all). A weight without one counts 4, for its output and for the
+    gradient that passes through it, or 2 where nothing trains in its part of the model or before it.
     """
     source = length if source is None else source
     width = lambda stack: stack.num_layers * stack.num_heads * stack.head_size
-    attended: float = width(models.last_stack(config)) * length
+    passes = _passes(config, trained)
+    backward = lambda part: 12 if passes(part) else 4
     if isinstance(config, EncoderDecoder):  # the decoder attends to the source, too
-        attended += width(config.decoder) * source + width(config.encoder) * source * _ratio(length, source)
-    return 6 * _multiplied(config, length, source) + round(12 * attended)
+        attended = backward("decoder/layers") * width(config.decoder) * (length + source)
+        attended += backward("encoder/layers") * width(config.encoder) * source * _ratio(length, source)
+    else:
+        attended = backward("layers") * width(config) * length
+    return _multiplied(config, length, source, trained) + round(attended)
 
 
-def _multiplied(config: ModelConfig | EncoderDecoder, length: int, source: int) -> int:
-    """Weights that a token is multiplied with; those that read the source count for each of its tokens."""
+def _multiplied(config: ModelConfig | EncoderDecoder, length: int, source: int, trained: Trained | None = None) -> int:
+    """FLOPs of the weights that a token is multiplied with; those that read the source count for each of its tokens."""
     of_source = ("encoder/", "decoder/layers/cross_attention/key", "decoder/layers/cross_attention/value")
     times = lambda path: _ratio(length, source) if isinstance(config, EncoderDecoder) and path.startswith(of_source) else 1.0
-    return round(sum(weight * share * times(path) for path, (weight, share) in products(config).items()))
+    passes = _passes(config, trained)
+
+    def flops(path: str) -> int:
+        if trained is None or trained(path):
+            return 6
+        return 4 if passes(path.replace("embedding/tokens", "heads/tokens")) else 2  # a tied table is a product at the end
+
+    return round(sum(flops(path) * weight * share * times(path) for path, (weight, share) in products(config).items()))
+
+
+def _passes(config: ModelConfig | EncoderDecoder, trained: Trained | None) -> Callable[[str], bool]:
+    """Whether gradients pass through the part of the model that a path begins with: something trains in it or before it."""
+    order = ["embedding", "layers", ""]
+    if isinstance(config, EncoderDecoder):
+        order = ["encoder/embedding", "encoder/layers", "encoder/", "decoder/embedding", "decoder/layers", ""]
+    place = lambda path: next(number for number, part in enumerate(order) if path.startswith(part))
+    found = (place(path) for path in params.paths(models.spec(config)) if trained is None or trained(path))
+    first = min(found, default=len(order))
+    return lambda path: place(path) >= first
 
 
 def _ratio(length: int, source: int) -> float:
@@ -93,7 +123,7 @@ def products(config: ModelConfig | EncoderDecoder) -> dict[str, tuple[int, float
 
 def utilization(
     config: ModelConfig | EncoderDecoder, length: int, tokens_per_second: float, devices: int, device_kind: str,
-    source: int | None = None,
+    source: int | None = None, trained: Trained | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Model FLOPs over the devices' peak (MFU), in both conventions: with `training_flops`, and with 6 N a token alone.
 
@@ -102,8 +132,8 @@ def utilization(
     if device_kind not in CHIPS:
         raise ConfigError(f"{device_kind}: its peak is not known; there are {', '.join(CHIPS)}")
     share = lambda flops: flops * tokens_per_second / (devices * CHIPS[device_kind].peak)
-    weights = 6 * _multiplied(config, length, length if source is None else source)
-    return {"6N+12LNHT": share(training_flops(config, length, source)), "6N": share(weights)}
+    weights = _multiplied(config, length, length if source is None else source, trained)
+    return {"6N+12LNHT": share(training_flops(config, length, source, trained)), "6N": share(weights)}
 
 
 def table(config: ModelConfig | EncoderDecoder) -> str:

@@ -16,7 +16,7 @@ from jaxformer.models.stacks.pipeline import bubble
 from jaxformer.planning import flops, hlo, roofline, topology
 from jaxformer.planning.compile import compile_step, memory_of, trace
 from jaxformer.training.experiment import Experiment
-from jaxformer.training.recipe import build, row_lengths
+from jaxformer.training.recipe import build, row_lengths, trained_weights
 from jaxformer.training.step import abstract_state, make_train_step
 
 
@@ -89,17 +89,17 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     text = (compiled.as_text() or "") if compiled else ""
     exchanges, moved = hlo.exchanges(text), hlo.traffic(text)
     length, source = row_lengths(experiment, traced.batch)
-    tokens = experiment.batch_size * length
+    tokens, trained = experiment.batch_size * length, trained_weights(experiment)
     seconds = roofline.seconds(counted.matmul / len(devices), moved, exchanges, mesh, chip)
     speed = tokens / seconds.step
     return Plan(
         topology=name, chip=kind, devices=len(devices), mesh={k: v for k, v in mesh.shape.items() if v > 1},
         parameters=parameters, tokens=tokens, flops=counted.matmul,
-        model_flops=cost.training_flops(model, length, source) * tokens,
+        model_flops=cost.training_flops(model, length, source, trained) * tokens,
         capacity_bytes=int(chip.memory), fits=compiled is not None and memory["peak_bytes"] <= chip.memory, **memory,
         moved_bytes=sum(moved), collectives=[one._asdict() for one in hlo.by_axes(exchanges, mesh)],
         seconds=seconds.parts(), step_seconds=seconds.step, tokens_per_second=speed,
-        mfu=cost.utilization(model, length, speed, len(devices), kind, source),
+        mfu=cost.utilization(model, length, speed, len(devices), kind, source, trained),
         compile_seconds=time.monotonic() - began,
         versions=topology.versions(devices[0].platform),
         notes=[*traced.notes, *sorted(counted.notes), *_notes(log, experiment.mesh, mesh.shape["stage"])],

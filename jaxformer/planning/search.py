@@ -18,6 +18,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, cost
 from jaxformer.planning.plan import Plan, plan
 from jaxformer.training import optimizers
+from jaxformer.training.recipe import trained_weights
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # sequences a device and pass
 
@@ -53,7 +54,8 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     working = layer * (1 + 2 * width / 4) + 2 * inner + 4 * stream + 2 * table / split
     peak = state + local + L * saved[model.remat] + working + 3 * 2**26
 
-    total = cost.training_flops(model, model.context_length) * experiment.batch_size * model.context_length
+    trained = trained_weights(experiment)
+    total = cost.training_flops(model, model.context_length, trained=trained) * experiment.batch_size * model.context_length
     again = {"full": 1.33, "attention": 1.3, "dots": 1.03, "none": 1.0}[model.remat]
     link = chip.network / (chip.links or 2)
     far = link if chip.links or devices <= 8 else chip.outside * 8

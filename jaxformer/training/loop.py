@@ -25,7 +25,7 @@ from jaxformer.training.experiment import Experiment
 from jaxformer.training.goodput import Goodput
 from jaxformer.training.initial import check_initial, first_params
 from jaxformer.training.metrics import Console, NonFinite, Record, Reporter, open_loggers
-from jaxformer.training.recipe import Recipe, build, row_lengths
+from jaxformer.training.recipe import Recipe, build, row_lengths, trained_weights
 from jaxformer.training.run import ask, check_data, evaluator, on_devices, sample_text, writes_text
 from jaxformer.training.run_folder import RunFolder, compare, describe, introduce, run_folder
 from jaxformer.training.signals import Interrupted, Signals
@@ -276,9 +276,10 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
 def seconds_at_peak(experiment: Experiment, devices: int, kind: str, length: int, source: int | None) -> float | None:
     """What the model's FLOPs of a step would take at the peak of all devices, which must be known.
 
-    All positions count, those of weight 0 too.
+    All positions count, those of weight 0 too; of frozen weights only what is computed.
     """
-    flops = cost.training_flops(experiment.model, length, source) * experiment.batch_size * length
+    trained = trained_weights(experiment)
+    flops = cost.training_flops(experiment.model, length, source, trained) * experiment.batch_size * length
     return flops / (cost.CHIPS[kind].peak * devices)
 
 

@@ -1,5 +1,6 @@
 """An experiment taken apart, once: the pure functions and values that a training step needs."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from jaxformer import models
+from jaxformer import models, params
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, Patches
 from jaxformer.models.stacks.pipeline import Pipeline
@@ -78,6 +79,25 @@ def build(experiment: Any) -> Recipe:
         optimizer=optimizers.build(experiment.optimizer, spec, frozen), schedule=experiment.schedule(experiment),
         **{name: getattr(experiment, name) for name in COPIED},
     )  # fmt: skip
+
+
+def trained_weights(experiment: Any) -> Callable[[str], bool] | None:
+    """Whether the model's parameter of a path has a gradient; None where all have one, or where it is not known.
+
+    Under `adaptation.Lora` the matrices with factors have one: the factors' gradients are made of it.
+    """
+    spec, frozen, names = models.spec(experiment.model), experiment.frozen, lambda path: path
+    if experiment.adaptation is not None:
+        adapted = experiment.adaptation(spec)
+        if not (isinstance(adapted.spec, dict) and set(adapted.spec) == {"weights", "factors"}):
+            return None
+        frozen = "|".join(f"({pattern})" for pattern in (adapted.frozen, frozen) if pattern) or None
+        spec, names = adapted.spec, lambda path: path.removeprefix("weights/")
+    if frozen is None:
+        return None
+    found = {names(path) for path in params.paths(spec) if not re.search(frozen, path)}
+    found |= {path.removeprefix("factors/").rpartition("/")[0] for path in found if path.startswith("factors/")}
+    return found.__contains__
 
 
 def row_lengths(experiment: Any, batch: dict[str, Any]) -> tuple[int, int | None]:

@@ -74,3 +74,25 @@ def test_what_shows_no_law_is_refused():
         scaling.fit([2.0, 1.0], [1e6, 1e7])
     with pytest.raises(ConfigError, match="show no size of least loss"):
         scaling.isoflop([1.0] * 3, [1e6, 1e7, 1e8], [3.0, 2.5, 2.0])
+
+
+def test_runs_that_determine_no_law_are_refused():
+    true, D = scaling.HOFFMANN, np.geomspace(1e6, 3e7, 6)
+    for N, tokens, said in (
+        (np.full(6, 1e5), D, "runs of 1 different sizes"),
+        (np.geomspace(1e5, 1e6, 6), np.full(6, 1e7), "runs of 1 different numbers of tokens"),
+        (np.repeat([1e5, 1e6], 3), D, "runs of 2 different sizes"),
+        (D / 20, D, "alpha and beta cannot be told apart"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            scaling.fit(true.loss(N, tokens), N, tokens)
+    with pytest.raises(ConfigError, match="all above 0 and finite"):
+        scaling.fit([3.0, np.inf, 2.8, 2.7], np.geomspace(1e5, 1e6, 4))
+
+
+@pytest.mark.parametrize("best", [1e6, 1e9])
+def test_a_best_size_outside_of_the_runs_is_refused(best):
+    sizes = np.array([1e7, 2e7, 4e7])
+    losses = 2 + 0.02 * np.log(sizes / best) ** 2
+    with pytest.raises(ConfigError, match=rf"it lies near {best:.3g}, outside of them".replace("+", r"\+")):
+        scaling.isoflop([6e15] * 3, sizes, losses)
