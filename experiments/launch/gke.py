@@ -111,7 +111,7 @@ def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
         raise ConfigError("runs must outlive their pods: give BUCKET=name or CLAIM=name, one of them")
     bucket = slices.bucket_name(options.bucket) if options.bucket else ""
     for option in ("claim", "name", "account"):
-        if not re.fullmatch(r"[a-z0-9._-]*", value := getattr(options, option)):
+        if not re.fullmatch(r"([a-z0-9]([a-z0-9._-]*[a-z0-9])?)?", value := getattr(options, option)):
             raise ConfigError(f"{option.upper()}={value}: expected a plain name of letters, digits, dots and dashes")
     if options.slices < 1:
         raise ConfigError(f"SLICES={options.slices}: must be at least 1")
@@ -120,7 +120,7 @@ def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
     hosts = door.Hosts(options.slices * tpu.devices, options.slices * tpu.hosts, options.slices, files="image", mount="/runs")
     command = door.train_command(options.experiment, arguments, "/runs", hosts)
     text = MANIFEST.format(
-        name=options.name or slices.job_name(options.experiment),
+        name=slices.word(options.name or slices.job_name(options.experiment)),
         retries=options.retries,
         slices=options.slices,
         hosts=tpu.hosts,
@@ -128,12 +128,16 @@ def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
         accelerator=slices.KINDS[tpu.kind].gke,
         topology=tpu.shape,
         spot=SPOT.rstrip() if options.spot else "",
-        image=options.image,
-        account=options.account,
+        image=slices.word(options.image),
+        account=slices.word(options.account),
         # Kubernetes makes one of two dollars, and YAML's escapes have no surrogates
         command=json.dumps(["python", *command.words], ensure_ascii=False).replace("$", "$$"),
         fuse=str(bool(bucket)).lower(),
-        volume=(BUCKET.format(bucket=bucket, caches=CACHES) if bucket else CLAIM.format(claim=options.claim)),
+        volume=(
+            BUCKET.format(bucket=slices.word(bucket), caches=CACHES)
+            if bucket
+            else CLAIM.format(claim=slices.word(options.claim))
+        ),
     )
     return text, command.facts
 

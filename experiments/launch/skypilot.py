@@ -80,13 +80,13 @@ def task(options, arguments: list[str]) -> tuple[str, list[str]]:
         hosts = door.Hosts(options.nodes * int(accelerators.partition(":")[2]), options.nodes, mount="/bucket")
     command = door.train_command(options.experiment, arguments, "/bucket/runs", hosts)
     text = TASK.format(
-        name=slices.job_name(options.experiment),
+        name=slices.word(slices.job_name(options.experiment)),
         nodes=options.nodes,
-        accelerators=accelerators,
+        accelerators=slices.word(accelerators),
         arguments=runtime,
         spot=json.dumps(not options.on_demand),
         retries=options.retries,
-        bucket=bucket,
+        bucket=slices.word(bucket),
         lock=lock.FILE,
         python=lock.PYTHON,
         extra="tpu" if options.topology else "cuda",

@@ -1,6 +1,8 @@
 """Parts of every launcher: TPU slices, names of buckets, options."""
 
 import argparse
+import hashlib
+import json
 import math
 import re
 import shlex
@@ -16,6 +18,9 @@ from jaxformer.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # all shapes of v5e and v6e
 SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # small three-dimensional shapes; larger ones are multiples of 4
+
+
+NO_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")  # what YAML 1.1 makes of these words
 
 
 @dataclass(frozen=True)
@@ -112,8 +117,20 @@ def bucket_name(text: str) -> str:
 
 
 def job_name(experiment: str) -> str:
-    """A name that is valid for Kubernetes, Slurm and SkyPilot."""
-    return re.sub(r"[^a-z0-9]+", "-", Path(experiment).stem.lower()).strip("-")[:40]
+    """A name that is valid for Kubernetes, Slurm and SkyPilot: small letters, digits and dashes, a letter first.
+
+    A file without such letters in its name gets a digest of it, so that two of them have different names.
+    """
+    stem = Path(experiment).stem
+    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40].rstrip("-")
+    name = name or hashlib.sha256(stem.encode()).hexdigest()[:8]
+    return name if name[0].isalpha() else f"run-{name}"  # the service of a JobSet begins with a letter
+
+
+def word(text: str) -> str:
+    """A text as a string of YAML: in quotes where it may be a number, a time, null or a truth value."""
+    plain = re.fullmatch(r"[A-Za-z][\w./:@-]*", text) and text.lower() not in NO_TEXT
+    return text if plain else json.dumps(text, ensure_ascii=False)
 
 
 def require(value: str, message: str) -> str:

@@ -193,7 +193,7 @@ def in_processes(trials: Sequence[Trial], places: Sequence[str], runs: epath.Pat
 def visible_gpus() -> list[str] | None:
     """Those of CUDA_VISIBLE_DEVICES, which may be empty; None where it is not set."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if given is None else [gpu for gpu in given.split(",") if gpu]
+    return None if given is None else [gpu.strip() for gpu in given.split(",") if gpu.strip()]
 
 
 def one_device(number: int) -> dict[str, str]:

@@ -107,7 +107,8 @@ def _logs(losses, parameters, tokens) -> tuple[np.ndarray, np.ndarray]:
     variables = [parameters] if tokens is None else [parameters, tokens]
     rows, constants = np.array([*variables, losses], float), 2 * len(variables) + 1
     if rows.shape[1] < constants or not (np.isfinite(rows) & (rows > 0)).all():
-        raise ConfigError(f"scaling: {rows.shape[1]} runs; a law of {constants} constants needs as many, all above 0 and finite")
+        problem = f"{rows.shape[1]} runs; a law of {constants} constants needs as many, all above 0 and finite"
+        raise ConfigError(f"scaling: {problem}")
     check(*rows[:-1])
     return np.log(rows[:-1]), np.log(rows[-1])
 

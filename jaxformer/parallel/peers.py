@@ -137,7 +137,8 @@ def _welcome(port: int, name: str, count: int, limit: float, deadline: float) ->
     try:
         listener = _retry(listen, deadline)  # process 0 of an earlier run may still have the port
     except OSError as error:
-        raise ConfigError(f"port {port}: process 0 cannot listen there ({error.strerror}); give another") from None
+        problem = f"port {port}: process 0 cannot listen there ({error.strerror})"
+        raise ConfigError(f"{problem}; if this is no second process 0 of the run, give another port") from None
     names, connections = {0: name}, dict[int, Connection]()
     present = lambda: ", ".join(names[index] for index in (0, *sorted(connections)))
     with listener:

@@ -63,8 +63,9 @@ def find(environment: Mapping[str, str] = os.environ, limit: float = 300.0) -> P
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
     try:
         coordinator, count, index, devices = detect(None, None, None, None, None, int(limit))
-    except RuntimeError as error:
-        raise ConfigError(f"the cluster's processes could not be found: {error}; give {', '.join(names)}") from None
+    except (RuntimeError, LookupError, ValueError) as error:  # a job's variables may be there in part, or of another form
+        what = f"{type(error).__name__}: {error}" if isinstance(error, LookupError | ValueError) else str(error)
+        raise ConfigError(f"the cluster's processes could not be found ({what}); give {', '.join(names)}") from None
     if coordinator is None or count is None or index is None or count == 1:
         return None
     return Processes(coordinator, count, index, None if devices is None else tuple(devices))

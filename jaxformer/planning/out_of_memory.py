@@ -18,8 +18,15 @@ from jaxformer.training.step import TrainState
 FAILURES = (ConfigError, NotImplementedError, jax.errors.JaxRuntimeError)  # of a plan
 
 
+# how a device, its libraries and its network say that there is no memory
+NO_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "ALLOC_FAILED", "out of memory", "Out of memory")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    """Whether a device lacked memory; CUDA's libraries report that as an internal error. A message too long does not count."""
+    text = str(error)
+    known = isinstance(error, jax.errors.JaxRuntimeError) and any(word in text for word in NO_MEMORY)
+    return known and "message larger than max" not in text
 
 
 def explain(experiment: Experiment) -> str:
