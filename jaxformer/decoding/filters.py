@@ -151,7 +151,8 @@ def BadWords(words: Sequence[Sequence[int]]) -> Filter:
     return Partial(_bad_words, np.array(rows, np.int32).reshape(-1, longest))
 
 
-def _bad_words(words: Int[Array, "W n"], logits: Logits, history: History) -> Logits:
+def _bad_words(words: Any, logits: Logits, history: History) -> Logits:
+    words = jnp.asarray(words)  # [W, n], of NumPy outside a compiled program
     before, last = words[None, :, :-1], words[None, :, -1]
     ends = ((before < 0) | (before == _last(history, before.shape[2])[:, None])).all(axis=-1)
     return _remove(logits, last, ends)

@@ -72,9 +72,8 @@ def save(
         "order": ["params", *arguments], "platforms": list(exported.platforms), "vjp_order": vjp_order, "jax": jax.__version__,
     }  # fmt: skip
     tensors = [(name, leaf.shape, leaf.dtype, partial(np.asarray, leaf)) for name, leaf in sorted(leaves.items())]
-    program = exported.serialize(vjp_order=vjp_order)
-    safetensors.save_checkpoint(path, manifest, tensors, shard_bytes=2**63)
-    (Path(path).expanduser() / PROGRAM).write_bytes(program)
+    files = {PROGRAM: bytes(exported.serialize(vjp_order=vjp_order))}
+    safetensors.save_checkpoint(path, manifest, tensors, shard_bytes=2**63, files=files)
 
 
 def _portable(config: Any, length: int | None) -> Any:

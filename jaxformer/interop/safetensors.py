@@ -1,11 +1,12 @@
 """A folder of Hugging Face weights, read one tensor at a time and written one file at a time by the `safetensors` package."""
 
 import json
+import logging
 import math
 import os
 import reprlib
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from safetensors.numpy import save_file
 from jaxformer.config import read_json, regular_file
 from jaxformer.errors import ConfigError
 
+log = logging.getLogger("jaxformer")
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+ADAPTER = "adapter_config.json"
 AGAIN = "download or convert it again"
 
 DTYPES: dict[str, np.dtype] = {code: np.dtype(scalar) for code, scalar in {
@@ -62,9 +66,15 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
         listing = sorted(os.listdir(folder))
     except OSError as error:
         raise ConfigError(f"{folder}: not a folder of weights ({error.strerror}); expected {SINGLE} and config.json") from None
+    if ADAPTER in listing and "config.json" not in listing:
+        base = read_json(folder / ADAPTER, AGAIN).get("base_model_name_or_path")
+        advice = "merge it there (PEFT's `merge_and_unload`), and save the model"
+        raise ConfigError(f"{folder}: an adapter of PEFT for {_display(base)}, no model of its own; {advice}")
     config = read_json(folder / "config.json", AGAIN)
     generation = read_json(folder / GENERATION, AGAIN) if GENERATION in listing else {}
     if SINGLE in listing:
+        if INDEX in listing:
+            log.warning("%s: has %s and %s; the first is read, as transformers does", folder, SINGLE, INDEX)
         opened = _open_file(folder / SINGLE)
     elif INDEX in listing:
         opened = _open_shards(folder / INDEX, listing)
@@ -91,13 +101,14 @@ def check_finite(name: str, array: np.ndarray) -> None:
 
 def save_checkpoint(
     folder: str | Path, config: dict[str, Any], tensors: Iterable[tuple[str, tuple[int, ...], Any, Callable[[], Any]]],
-    shard_bytes: int = 2_000_000_000,
+    shard_bytes: int = 2_000_000_000, files: Mapping[str, bytes] | None = None,
 ) -> None:  # fmt: skip
     """Writes a folder that `open_checkpoint` and transformers' `from_pretrained` open. It appears when it is complete.
 
     `tensors` holds (name, shape, dtype, function that returns the array): the host holds the arrays of one file at a time. A
-    file has at most `shard_bytes`, unless one tensor has more. Raises ConfigError for a `folder` that is not empty or cannot
-    be written and for an unknown dtype. A killed save leaves `folder.unfinished`, which the next save removes.
+    file has at most `shard_bytes`, unless one tensor has more. `files` are others, by name. Raises ConfigError for a `folder`
+    that is not empty or cannot be written and for an unknown dtype. A killed save leaves `folder.unfinished`, which the next
+    save removes.
     """
     folder = Path(os.path.realpath(os.path.expanduser(folder)))
     unfinished = folder.parent / f"{folder.name}.unfinished"
@@ -107,7 +118,9 @@ def save_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         _write_shards(unfinished, tensors, shard_bytes)
-        (unfinished / "config.json").write_text(_dumps(config))
+        (unfinished / "config.json").write_text(dumps(config))
+        for name, contents in (files or {}).items():
+            (unfinished / name).write_bytes(contents)
         unfinished.rename(folder)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{folder}: not saved ({error}); choose another folder, or make room") from error
@@ -162,7 +175,7 @@ def _open_file(path: Path) -> dict[str, Any]:
     return dict.fromkeys(file.keys(), file)
 
 
-def _dumps(value: Any) -> str:
+def dumps(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
@@ -185,7 +198,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple], limit: int) -> None:
         weight_map |= dict.fromkeys(shard, file)
         _write_file(folder / file, shard)
     if len(shards) > 1:
-        (folder / INDEX).write_text(_dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+        (folder / INDEX).write_text(dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
 def _write_file(path: Path, tensors: dict[str, Callable[[], Any]]) -> None:  # its arrays are gone before the next file's

@@ -130,7 +130,7 @@ def _read_llama(family: Llama, c: Json, names: Collection[str]) -> ModelConfig:
 
 
 def _llama_masks(family: Llama, c: Json) -> tuple[Mask, ...]:
-    L, width = c["num_hidden_layers"], get(c, "sliding_window", family.window)
+    L, width = get(c, "num_hidden_layers"), get(c, "sliding_window", family.window)
     if family.windows == "no layer" or (family.windows == "layer types" and not get(c, "use_sliding_window", False)):
         width = None
     local = causal() if width is None else causal() & window(width - 1)
@@ -148,9 +148,9 @@ def _write_llama(family: Llama, config: ModelConfig) -> Json:
     windows = [left_window(mask) for mask in tables.repeated(config.masks, config)]
     width = next(filter(None, windows), None)
     c = tables.write_fields(config, family.fields) | tables.write_heads(config.heads, family.name, _heads({})) | {
-        "num_key_value_heads": config.kv_heads, "rope_parameters": tables.write_rope(config.positions),
-        "head_dim": config.head_size if family.head_width else config.head_width,
+        "num_key_value_heads": config.kv_heads, "head_dim": config.head_size if family.head_width else config.head_width,
     }  # fmt: skip
+    c |= tables.write_rope(config.positions)
     if c["head_dim"] is None:
         del c["head_dim"]
     c |= {flag: config.has_bias(layers.split("|")[-1]) for flag, layers in family.biases.items()}
@@ -286,9 +286,9 @@ def _reformer_rules(config: ModelConfig) -> list[Rule]:
 GPT2_ALIASES, GPT2_MASKS = {"lm_head.weight": "transformer.wte.weight"}, r"\.attn\.(masked_)?bias$"
 REFORMER_ALIASES = {"lm_head.decoder.bias": "lm_head.bias"}
 FAMILIES = {
-    "gpt2": Family(_read_gpt2, _write_gpt2, lambda config: GPT2_RULES, "transformer.", GPT2_MASKS, GPT2_ALIASES),
+    "gpt2": Family(_read_gpt2, _write_gpt2, lambda config: GPT2_RULES, "transformer.", GPT2_MASKS, aliases=GPT2_ALIASES),
     **{kind: _llama_family(llama) for kind, llama in LLAMAS.items()},
     "reformer": Family(
-        _read_reformer, _write_reformer, _reformer_rules, "reformer.", r"mask_value_float(16|32)$", REFORMER_ALIASES
+        _read_reformer, _write_reformer, _reformer_rules, "reformer.", r"mask_value_float(16|32)$", aliases=REFORMER_ALIASES
     ),
 }

@@ -22,6 +22,8 @@ FIELDS = COMMON | {
 }  # fmt: skip
 TEXT_FIELDS = FIELDS | {"masks": Key("is_decoder", False, {False: (full(),), True: (causal(),)})}
 POOLERS = ("Model", "ForPreTraining", "ForNextSentencePrediction", "ForMultipleChoice")  # classes that use the pooler
+# a pooler, and the modules of heads: Google's BertForMaskedLM has the pooler and the next-sentence head of pre-training, too
+HEADS = r"(^|\.)pooler\.|^(cls\.predictions|cls\.seq_relationship|lm_head|classifier|qa_outputs)\."
 TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification")
 
 
@@ -50,7 +52,7 @@ def encoder(family: Encoder) -> Family:
     aliases |= {lm + "decoder.bias": lm + "bias", lm + "bias": lm + "decoder.bias"}
     ignored = Family._field_defaults["ignored"] + rf"|^{re.escape(lm)}bias$"  # an untied head uses decoder.bias
     read, write, rules = partial(_read, family), partial(_write, family), partial(_rules, family)
-    return Family(read, write, rules, family.base + ".", ignored, aliases)
+    return Family(read, write, rules, family.base + ".", ignored, HEADS, aliases)
 
 
 def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
@@ -92,7 +94,7 @@ def _write(family: Encoder, config: Any) -> Json:
 
 
 def _read_longformer(c: Json, kind: str):
-    windows, layers = c.get("attention_window", 512), c["num_hidden_layers"]
+    windows, layers = c.get("attention_window", 512), get(c, "num_hidden_layers")
     windows = windows if isinstance(windows, list) else [windows] * layers
     if len(windows) != layers or any(type(width) is not int or width < 2 or width % 2 for width in windows):
         raise ConfigError(f"config.json: attention_window={reprlib.repr(windows)}: expected an even number for each layer")
@@ -224,5 +226,5 @@ VIT_RULES = [
 ]
 FAMILIES = {
     "bert": encoder(BERT), "roberta": encoder(ROBERTA), "longformer": encoder(LONGFORMER), "big_bird": encoder(BIGBIRD),
-    "vit": Family(_read_vit, _write_vit, lambda config: VIT_RULES, "vit."),
+    "vit": Family(_read_vit, _write_vit, lambda config: VIT_RULES, "vit.", heads=r"(^|\.)pooler\.|^classifier\."),
 }  # fmt: skip

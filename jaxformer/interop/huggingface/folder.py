@@ -1,9 +1,10 @@
 """Reads a checkpoint from a Hugging Face folder, and writes one. The host never holds the whole model."""
 
+import logging
 import re
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxformer import models, params as parameters
+from jaxformer.decoding import filters
 from jaxformer.errors import ConfigError
 from jaxformer.interop import safetensors
 from jaxformer.interop.huggingface import decoders, encoders, pairs, tables
@@ -21,6 +24,8 @@ from jaxformer.interop.safetensors import list_names
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 from jaxformer.models.mixers import BigBird, Longformer
 from jaxformer.params import Spec, Tree, paths
+
+log = logging.getLogger("jaxformer")
 
 Config = ModelConfig | EncoderDecoder
 # without these entries transformers assumes ids that a small vocabulary does not have
@@ -38,6 +43,10 @@ class Tokens:
     pad: int | None = None
     sep: int | None = None
     forced_eos: int | None = None  # transformers ends a text of maximum length with it
+    forced_bos: int | None = None  # the first new token
+    banned: tuple[tuple[int, ...], ...] = ()  # words of one or more tokens that are never written; a Marian's pad is one
+    suppressed: tuple[int, ...] = ()  # tokens that are never written
+    suppressed_first: tuple[int, ...] = ()  # tokens that are not the first new one
 
 
 @dataclass(frozen=True)
@@ -49,9 +58,45 @@ class Checkpoint:
     tokens: Tokens = Tokens()
     labels: tuple[str, ...] = ()
     model_type: str | None = None  # the family that `save` writes; None: the first that can express the config
+    generation: Mapping[str, Any] = field(default_factory=dict)  # the rest of generation_config.json, such as num_beams
+
+    def decoding(self) -> dict[str, Any]:
+        """The options by which this checkpoint writes: `generate(..., **checkpoint.decoding())`, also for `search`.
+
+        They are its stop tokens, and filters for its banned, suppressed and forced tokens. `generation` is not applied, nor
+        is `forced_eos`. The prompt of an encoder-decoder is `[checkpoint.tokens.start]`.
+        """
+        return {"stop_tokens": self.tokens.eos, "filters": token_filters(self.tokens)}
 
 
-NAMES = {name: ("decoder_start" if name == "start" else name) + "_token_id" for name in Tokens.__dataclass_fields__}
+@struct.dataclass
+class NotFirst:
+    """A filter: removes tokens [n] where a row has no new token yet."""
+
+    tokens: Any
+
+    def __call__(self, logits: jax.Array, history: filters.History) -> jax.Array:
+        first = (history.length == history.prompt)[:, None]
+        removed = logits.at[:, jnp.asarray(self.tokens)].set(-jnp.inf, mode="drop")
+        return jnp.where(first, removed, logits)
+
+
+def token_filters(tokens: Tokens) -> tuple[filters.Filter, ...]:
+    """The filters of `decoding.filters` that keep to a checkpoint's banned, suppressed and forced tokens."""
+    stops = {(stop,) for stop in tokens.eos}
+    words = [word for word in tokens.banned if word not in stops]  # transformers lets a banned stop token end a text
+    words += [(token,) for token in tokens.suppressed]
+    found: list[filters.Filter] = [filters.BadWords(words)] if words else []
+    if tokens.suppressed_first:
+        found.append(NotFirst(np.asarray(tokens.suppressed_first, np.int32)))
+    if tokens.forced_bos is not None:
+        found.append(filters.ForcedPrefix([tokens.forced_bos]))
+    return tuple(found)
+
+
+SINGLE = ("start", "bos", "pad", "sep", "forced_eos", "forced_bos")  # fields of Tokens that are one token
+NAMES = {name: ("decoder_start" if name == "start" else name) + "_token_id" for name in (*SINGLE, "eos")}
+LISTS = {"banned": "bad_words_ids", "suppressed": "suppress_tokens", "suppressed_first": "begin_suppress_tokens"}
 
 
 def load(
@@ -63,7 +108,8 @@ def load(
     The default `dtype` is the file's. `sharding` is one for all parameters or a tree. `heads` replaces the heads of the file:
     `()` loads only the stack, `(Classification(3),)` is for a new task. Raises ConfigError, before it reads weights, with all
     tensors that are missing, unexpected or of another shape. The regular expressions `allow_unexpected` (their names) and
-    `allow_missing` (ours) permit exceptions; missing parameters are drawn from `key`.
+    `allow_missing` (ours) permit exceptions; missing parameters are drawn from `key`. Heads of the file that the model does
+    not have, such as BERT's pooler, are left out: a warning names them.
     """
     file = safetensors.open_checkpoint(path, revision)
     checkpoint = _read_settings(file)
@@ -76,6 +122,20 @@ def load(
     return replace(checkpoint, config=config, params=params, labels=labels)
 
 
+def read_config(path: str | Path, revision: str | None = None) -> Config:
+    """The config of the checkpoint that `load` would read, without its parameters."""
+    file = safetensors.open_checkpoint(path, revision)
+    checkpoint = _read_settings(file)
+    return _with_tie(file, FAMILIES[_family(file)], checkpoint.config)
+
+
+def differences(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
+    """The fields, by name, in which two models differ in what the same weights compute, or how many."""
+    fields, others = _fields(one), _fields(other)
+    pairs = {name: (fields.get(name), others.get(name)) for name in fields | others}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
 def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 2_000_000_000) -> None:
     """Writes config.json and safetensors files of at most `shard_bytes`, which transformers can open.
 
@@ -85,32 +145,41 @@ def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 2_000
     settings = _with_tokens(folder, checkpoint, _write_settings(checkpoint.config, checkpoint.model_type))
     if wrong := parameters.mismatch(models.spec(checkpoint.config), checkpoint.params):
         raise ConfigError(f"{folder}: the parameters are not those of the config: {wrong}")
+    generation = _write_generation(checkpoint)
     arrays, tensors = paths(checkpoint.params), []
     for name, tensor in tables.plan(FAMILIES[settings["model_type"]], checkpoint.config).items():
         dtype = np.dtype(arrays[tensor.parts[0].path].dtype if tensor.parts else np.float32)
         tensors.append((name, tensor.shape, dtype, partial(tensor.theirs, arrays)))
     settings["dtype"] = min(str(dtype) for _, _, dtype, _ in tensors)
-    safetensors.save_checkpoint(folder, settings, tensors, shard_bytes)
+    files = {safetensors.GENERATION: safetensors.dumps(generation).encode()} if generation else {}
+    safetensors.save_checkpoint(folder, settings, tensors, shard_bytes, files)
 
 
 def _read_settings(file: safetensors.Files) -> Checkpoint:
     """The checkpoint of a folder without parameters."""
-    kind = file.config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        name = f"model_type {kind!r} (architectures {file.config.get('architectures')})"
-        raise ConfigError(f"{file.folder}/config.json: {name} is not supported; expected one of {', '.join(FAMILIES)}")
+    kind = _family(file)
     family = FAMILIES[kind]
     try:
         tables.check_layers(file.config, len(file.names))
         config, tokens = family.read(file.config, file.names), _read_tokens(file.generation, file.config)
         labels = _read_labels(file.config)
+        read = {*NAMES.values(), *LISTS.values()}
+        generation = {name: value for name, value in file.generation.items() if name not in read}
     except ConfigError as error:
         raise ConfigError(f"{file.folder}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as error:
         raise ConfigError(
             f"{file.folder}/config.json: cannot be understood ({type(error).__name__}: {str(error)[:200]})"
         ) from error
-    return Checkpoint(config, None, tokens, labels, kind)
+    return Checkpoint(config, None, tokens, labels, kind, generation)
+
+
+def _family(file: safetensors.Files) -> str:
+    kind = file.config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        name = f"model_type {kind!r} (architectures {file.config.get('architectures')})"
+        raise ConfigError(f"{file.folder}/config.json: {name} is not supported; expected one of {', '.join(FAMILIES)}")
+    return kind
 
 
 def _read_tokens(*settings: dict) -> Tokens:
@@ -123,7 +192,33 @@ def _read_tokens(*settings: dict) -> Tokens:
             raise ConfigError(f"config.json: {key}={ids!r}: expected a token, or null")
         ids = tuple(i for i in ids if i >= 0)
         tokens[name] = ids if name == "eos" else next(iter(ids), None)
+    for name, key in LISTS.items():
+        ids = next((c[key] for c in settings if c.get(key) is not None), [])
+        words = ids if name == "banned" else [ids]
+        if not isinstance(words, list) or any(not isinstance(word, list) for word in words):
+            raise ConfigError(f"config.json: {key}={ids!r}: expected a list of {'words' if name == 'banned' else 'tokens'}")
+        if any(type(token) is not int for word in words for token in word):
+            raise ConfigError(f"config.json: {key}={ids!r}: expected tokens")
+        # a negative id means no token
+        words = [tuple(word) for word in words if word and (name != "banned" or min(word) >= 0)]
+        tokens[name] = tuple(words) if name == "banned" else tuple(i for word in words for i in word if i >= 0)
     return Tokens(**tokens)
+
+
+def _write_generation(checkpoint: Checkpoint) -> dict[str, Any]:
+    """generation_config.json; empty where config.json says all."""
+    tokens = checkpoint.tokens
+    lists = {key: getattr(tokens, name) for name, key in LISTS.items() if getattr(tokens, name)}
+    if not (lists or checkpoint.generation or tokens.forced_bos is not None):
+        return {}
+    return {**checkpoint.generation, **_written_tokens(tokens), **lists}
+
+
+def _written_tokens(tokens: Tokens) -> dict[str, Any]:
+    """The single tokens and the stop tokens, by their names."""
+    values = {name: getattr(tokens, name) for name in SINGLE}
+    values["eos"] = tokens.eos[0] if len(tokens.eos) == 1 else tokens.eos
+    return {NAMES[name]: value for name, value in values.items() if value not in (None, ())}
 
 
 def _read_labels(c: dict) -> tuple[str, ...]:
@@ -140,6 +235,9 @@ def _read_weights(file, family: tables.Family, config: Config, dtype, sharding, 
     source, duplicates = _sources(file, family, tensors)
     leaves = paths(models.spec(config))
     ignored = "|".join(filter(None, (family.ignored, allow_unexpected)))
+    if left_out := _heads_left_out(file, family, tensors, duplicates.union(source.values()), ignored):
+        log.warning("%s: the model has no such heads, left out: %s", file.folder, list_names(left_out, str))
+        ignored += "|" + "|".join(f"^{re.escape(name)}$" for name in left_out)
     missing = _check(file, tensors, source, duplicates, leaves, allow_missing, ignored)
     if missing and key is None:
         raise ConfigError(f"{missing[0]} is missing in the file and may be; give `key` to draw it")
@@ -194,6 +292,14 @@ def _sources(file, family: tables.Family, tensors: dict[str, tables.Tensor]) -> 
     return source, duplicates
 
 
+def _heads_left_out(file, family: tables.Family, tensors, used: Collection[str], ignored: str) -> list[str]:
+    """Tensors of the file that belong to heads of which the model has no part."""
+    module = lambda name: match.group().strip(".") if (match := re.search(family.heads, name)) else None
+    modules = {module(name) for name in tensors}
+    unused = (name for name in file.names if name not in used and not re.search(ignored, name))
+    return [name for name in unused if module(name) is not None and module(name) not in modules]
+
+
 def _check(file, tensors, source, duplicates: set[str], leaves: dict[str, Spec], allow_missing, ignored) -> list[str]:
     """Raises ConfigError with a list of all problems. Returns the paths of ours that are missing with permission."""
     used = duplicates.union(source.values())
@@ -208,6 +314,8 @@ def _check(file, tensors, source, duplicates: set[str], leaves: dict[str, Spec],
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
     if report := [f"{len(names)} {kind}: {list_names(names, str)}" for kind, names in kinds.items() if names]:
         advice = "see allow_missing, allow_unexpected and heads of interop.huggingface.load"
+        if quantised := (file.config.get("quantization_config") or {}).get("quant_method"):
+            advice = f"they are quantised ({quantised}), which is not read: give the model that was quantised"
         raise ConfigError(f"{file.folder}: the weights are not those of its config.json: {'; '.join(report)}; {advice}")
     planned = {part.path for tensor in tensors.values() for part in tensor.parts}
     return [path for path in leaves if path in absent or path not in planned]
@@ -230,7 +338,9 @@ def _with_tie(file, family: tables.Family, config: Config) -> Config:
     names = _names_in_file(file, family, family.aliases.keys() | family.aliases.values())
     if head not in names:
         return _with_stack(config, tie_embeddings=True) if file.config["model_type"] == "t5" else config
-    table = names.get(family.aliases[head])
+    first = family.aliases[head]
+    tables_in_file = [first, *(alias for alias, name in family.aliases.items() if name == first and alias != head)]
+    table = next((names[name] for name in tables_in_file if name in names), None)
     if stack.tie_embeddings and table is not None and not np.array_equal(file.read(names[head]), file.read(table)):
         return _with_stack(config, tie_embeddings=False)
     return config
@@ -270,9 +380,7 @@ def _with_tokens(folder: str | Path, checkpoint: Checkpoint, settings: dict) -> 
     classes = _classes(checkpoint.config)
     if labels and len(labels) != classes:
         raise ConfigError(f"{folder}: {len(labels)} labels for {classes} classes of model.heads")
-    values = vars(tokens) | {"eos": tokens.eos[0] if len(tokens.eos) == 1 else tokens.eos}
-    written = {NAMES[name]: value for name, value in values.items() if value not in (None, ())}
-    return NO_TOKENS | settings | tables.write_labels(labels) | written
+    return NO_TOKENS | settings | tables.write_labels(labels) | _written_tokens(tokens)
 
 
 def _classes(config: Config) -> int:

@@ -146,11 +146,12 @@ def _marian_rules(config: EncoderDecoder) -> list[Rule]:
 
 
 STACK_TABLES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-T5_ALIASES = dict.fromkeys(("lm_head.weight", *STACK_TABLES), "shared.weight")
+# the head last: it is the table of a tied model only where the file has no other copy
+T5_ALIASES = dict.fromkeys((*STACK_TABLES, "lm_head.weight"), "shared.weight")
 T5_UNUSED = r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias"
-MARIAN_ALIASES = dict.fromkeys(("lm_head.weight", *(f"model.{name}" for name in STACK_TABLES)), "model.shared.weight")
+MARIAN_ALIASES = dict.fromkeys((*(f"model.{name}" for name in STACK_TABLES), "lm_head.weight"), "model.shared.weight")
 MARIAN_UNUSED = r"embed_positions\.weight$|(^|\.)shared\.weight$"
 FAMILIES = {
-    "t5": Family(_read_t5, _write_t5, _t5_rules, "", T5_UNUSED, T5_ALIASES),
-    "marian": Family(_read_marian, _write_marian, _marian_rules, "model.", MARIAN_UNUSED, MARIAN_ALIASES),
+    "t5": Family(_read_t5, _write_t5, _t5_rules, "", T5_UNUSED, aliases=T5_ALIASES),
+    "marian": Family(_read_marian, _write_marian, _marian_rules, "model.", MARIAN_UNUSED, aliases=MARIAN_ALIASES),
 }

@@ -45,6 +45,7 @@ class Family(NamedTuple):
     rules: Callable[[Any], list[Rule]]
     prefix: str = ""  # files of base models leave it out of names
     ignored: str = r"position_ids$|\.rotary_emb\.inv_freq$"  # buffers
+    heads: str = r"^(lm_head|score|classifier|qa_outputs)\."  # modules of heads: the file may have more than its class
     aliases: dict[str, str] = {}  # noqa: RUF012 (never written to): {second name of a tied tensor: its first name}
 
 
@@ -57,15 +58,20 @@ class Key(NamedTuple):
 
 
 def get(c: Json, name: str, default: Any = int) -> Any:
-    """An entry of config.json, of the type of its default (None: a whole number or null; a type: it must be there)."""
-    if name not in c:
+    """An entry of config.json, of the type of its default (None: a whole number or null; a type: it must be there).
+
+    A null is no entry, as old writers mean it; a flag of null is false, as Python reads it. 64.0 is a whole number.
+    """
+    value = c.get(name)
+    if value is None:
+        if name in c and name in OPTIONAL:
+            return None
         if isinstance(default, type):
             raise ConfigError(f"config.json has no {name}, which this model needs")
-        return default
-    value = c[name]
-    if value is None and (default is None or name in OPTIONAL):
-        return None
+        return False if name in c and isinstance(default, bool) else default
     kind = default if isinstance(default, type) else int if default is None else type(default)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
     least = 0 if kind is float or name in COUNTS else 1
     names = {bool: "true or false", int: f"a whole number from {least}", float: "a number from 0"}
     fits = type(value) is kind or (kind is float and type(value) is int)
@@ -131,9 +137,9 @@ def write_fields(config: Any, table: dict[str, Key]) -> Json:
 
 
 def only(c: Json, **allowed: Any) -> None:
-    """Refuses other values of settings that change numbers."""
+    """Refuses other values of settings that change numbers. A null is no entry."""
     for key, value in allowed.items():
-        if c.get(key, value) != value:
+        if c.get(key) not in (None, value):
             raise ConfigError(f"config.json: {key}={c[key]!r} is not supported here; only {value!r} is")
 
 
@@ -178,9 +184,11 @@ def heads_by_class(
 def class_kind(c: Json, prefix: str, kinds: Collection[str]) -> str:
     """The class that wrote the file, one of `kinds` (default: the first). Raises ConfigError."""
     names = [prefix + kind for kind in kinds]
-    name = (c.get("architectures") or names)[0]
-    if name not in names:
-        raise ConfigError(f"config.json: architecture {name!r}; expected {' or '.join(names)}")
+    written = (c.get("architectures") or names)[0]
+    # the first conversions of LLaMA say LLaMAForCausalLM
+    name = next((name for name in names if name.lower() == str(written).lower()), None)
+    if name is None:
+        raise ConfigError(f"config.json: architecture {written!r}; expected {' or '.join(names)}")
     return name.removeprefix(prefix)
 
 
@@ -208,7 +216,7 @@ def write_labels(labels: tuple[str, ...]) -> Json:
     return {"id2label": dict(enumerate(labels)), "label2id": {n: i for i, n in enumerate(labels)}} if labels else {}
 
 
-# Rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling`
+# Rotary positions: transformers 5 has `rope_parameters`; older writers and readers have `rope_theta` and `rope_scaling`
 LENGTH, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 ATTENTION = "attention_factor"
 YARN = {"beta_fast": float, "beta_slow": float, "truncate": bool}
@@ -224,19 +232,13 @@ SCALINGS: dict[str, tuple[Any, dict[str, type]]] = {
 
 def read_rope(c: Json, head_width: int, theta: float = 1e4) -> Rope:
     """The rotation of a config. These models rotate the full head: they ignore a partial factor, or with scaling fail."""
-    for key in ("rope_scaling", "rope_parameters"):
-        if not isinstance(c.get(key), dict | None):
-            raise ConfigError(f"config.json: {key}={c[key]!r}: expected an object")
-    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
-    rope = {key: value for key, value in rope.items() if value is not None}
-    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
-        raise ConfigError(f"config.json: rope_parameters.{nested[0]}: one rotation for all layers is supported")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope = _rope_settings(c)
+    kind = rope.get("rope_type", "default")
     scaling = None
     if kind != "default":
         only({"partial_rotary_factor": c.get("partial_rotary_factor") or 1.0} | rope, partial_rotary_factor=1.0)
         scaling = _read_scaling(c, rope, kind)
-    rotation = Rope(get(rope if "rope_theta" in rope else c, "rope_theta", theta), 1.0, "half", scaling)
+    rotation = Rope(get(rope, "rope_theta", theta), 1.0, "half", scaling)
     try:
         if head_width > 2**20:
             raise ValueError(f"expected at most {2**20} features of a head")
@@ -249,12 +251,33 @@ def read_rope(c: Json, head_width: int, theta: float = 1e4) -> Rope:
     return rotation
 
 
+def _rope_settings(c: Json) -> Json:
+    """The settings of all places that hold some. Raises ConfigError where two places differ."""
+    top = {key: c[key] for key in ("rope_theta", ORIGINAL) if c.get(key) is not None}
+    settings: Json = dict(top)
+    origins = dict.fromkeys(top, "")
+    for place in ("rope_parameters", "rope_scaling"):
+        if not isinstance(c.get(place), dict | None):
+            raise ConfigError(f"config.json: {place}={c[place]!r}: expected an object")
+        found = {key: value for key, value in (c.get(place) or {}).items() if value is not None}
+        if nested := [key for key, value in found.items() if isinstance(value, dict)]:
+            raise ConfigError(f"config.json: {place}.{nested[0]}: one rotation for all layers is supported")
+        if "type" in found:  # the older name
+            found.setdefault("rope_type", found.pop("type"))
+        for key, value in found.items():
+            if settings.setdefault(key, value) != value:
+                other = f"{origins[key]}{key}={settings[key]!r}"
+                raise ConfigError(f"config.json: {place}.{key}={value!r}, but {other}: keep the right one in both places")
+            origins.setdefault(key, f"{place}.")
+    return settings
+
+
 def _read_scaling(c: Json, rope: Json, kind: str):
     if kind not in SCALINGS:
         raise ConfigError(f"config.json: rope_type={kind!r}: expected default, {', '.join(SCALINGS)}")
     scaling, fields = SCALINGS[kind]
     length = get(c, LENGTH)
-    original = get(c, ORIGINAL, None) or get(rope, ORIGINAL, length)
+    original = get(rope, ORIGINAL, length)
     stretch = get(rope, "factor", length / original)
     settings = {"truncate": True} | rope | {LENGTH: length, ORIGINAL: original}
     if kind == "yarn":
@@ -271,6 +294,14 @@ def _read_scaling(c: Json, rope: Json, kind: str):
 
 
 def write_rope(positions: Any) -> Json:
+    """The entries of config.json for a rotation: those of transformers 5, and those that older readers look for."""
+    rope = _rope_parameters(positions)
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    older = None if rope["rope_type"] == "default" else scaling | {"type": rope["rope_type"]}
+    return {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "rope_scaling": older}
+
+
+def _rope_parameters(positions: Any) -> Json:
     scaling = getattr(positions, "scaling", None)
     c = {"rope_theta": getattr(positions, "theta", 1e4), "rope_type": "default"}
     for kind, (scaling_class, fields) in SCALINGS.items():
