@@ -21,19 +21,31 @@ from jaxformer.models.config import EncoderDecoder, Learned, ModelConfig, Patche
 from jaxformer.ops.einsum import in_float32
 from jaxformer.params import Spec, Tree
 
+TASK_HEADS = r"(^|/)heads/(?!language_model/|pooled/)"  # the heads of a task, which pre-trained weights do not have
+
 
 def lora(spec: Tree, pattern: str, rank: int) -> dict[str, dict[str, Spec]]:
     """Two factors, `{path: {"a", "b"}}`, for every matrix whose path the regular expression matches somewhere.
 
     W + scale a b, Hu et al. 2021, arXiv:2106.09685, section 4.1. A kernel of inputs [D] and outputs [N, H] has a [D, rank]
     and b [rank, N, H]; layers and experts have their own. The factor of the inputs starts random, of variance 1 / inputs,
-    the other at zero. Train `params.init(lora(...), key)` through `merge`. ConfigError where nothing matches.
+    the other at zero. Train `params.init(lora(...), key)` through `merge`. ConfigError where nothing matches, for what is no
+    regular expression, and for a rank below 1.
     """
+    if rank < 1:
+        raise ConfigError(f"lora: rank={rank}: must be at least 1")
     matrices = {path: leaf for path, leaf in params.paths(spec).items() if leaf.contracts}
-    chosen = {path: _factors(leaf, rank) for path, leaf in matrices.items() if re.search(pattern, path)}
+    chosen = {path: _factors(leaf, rank) for path, leaf in matrices.items() if _search(pattern, path)}
     if not chosen:
         raise ConfigError(f"lora: no matrix matches {pattern!r}; there are {', '.join(matrices)}")
     return chosen
+
+
+def _search(pattern: str, path: str) -> bool:
+    try:
+        return re.search(pattern, path) is not None
+    except re.error as error:
+        raise ConfigError(f"adaptation: {pattern!r} is no regular expression ({error})") from None
 
 
 class Adapted(NamedTuple):
@@ -46,16 +58,29 @@ class Adapted(NamedTuple):
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank factors beside frozen weights, `Experiment(adaptation=Lora())`: W + (alpha / rank) a b. See `lora`."""
+    """Low-rank factors beside frozen weights, `Experiment(adaptation=Lora())`: W + (alpha / rank) a b. See `lora`.
+
+    A task's head is new, so it trains itself beside the factors: every head but the language model's and a bare
+    pooler. `trains=None` freezes it, too.
+    """
 
     pattern: str = "(query|value)/kernel$"  # regular expression: matrices whose path it matches somewhere
     rank: int = 8  # width of the factors
     alpha: float = 16.0  # the update is scaled by alpha / rank
+    trains: str | None = TASK_HEADS  # regular expression: parameters that train themselves, where their path matches
 
     def __call__(self, spec: Tree) -> Adapted:
-        tree = {"weights": spec, "factors": lora(spec, self.pattern, self.rank)}
+        if not (0 < self.alpha < math.inf):
+            raise ConfigError(f"adaptation.alpha={self.alpha}: must be positive and finite")
+        trained = [path for path in params.paths(spec) if self.trains is not None and _search(self.trains, path)]
+        factors = {path: pair for path, pair in lora(spec, self.pattern, self.rank).items() if path not in trained}
+        if not factors:
+            problem = f"trains={self.trains!r} matches all matrices of pattern={self.pattern!r}"
+            raise ConfigError(f"adaptation: {problem}; make one of them narrower")
         make = lambda tree: merge(tree["weights"], tree["factors"], self.alpha / self.rank)
-        return Adapted(tree, make, "^weights/")
+        others = "|".join(map(re.escape, trained))
+        frozen = f"^weights/(?!({others})$)" if trained else "^weights/"
+        return Adapted({"weights": spec, "factors": factors}, make, frozen)
 
 
 def _factors(leaf: Spec, rank: int) -> dict[str, Spec]:
