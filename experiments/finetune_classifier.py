@@ -29,6 +29,7 @@ from jaxformer.evaluation.metric import Evaluation
 from jaxformer.interop import huggingface
 from jaxformer.models import Classification
 from jaxformer.training import AdamW, ClassCrossEntropy, Cosine, Experiment
+from jaxformer.training.initial import from_text
 from jaxformer.training.run import open_run
 
 CLASSES = 20
@@ -44,6 +45,9 @@ class Pretrained:
         is_run = (Path(self.path) / "checkpoints").is_dir()
         found = open_run(self.path).params if is_run else huggingface.load(self.path).params
         return params.init(spec, key) | {name: tree for name, tree in found.items() if name != "heads"}
+
+    def differences(self, model):
+        return [line for line in from_text(self.path).differences(model) if not line.startswith("heads")]
 
 
 @functools.lru_cache(maxsize=1)

@@ -108,7 +108,7 @@ def train(
         compilation_cache.enable(runs)
         record = Record(folder.metrics if processes.is_first() else None)
         stack.callback(record.close)
-        begin = partial(first_params, experiment.initial, models.spec(experiment.model), recipe)
+        begin = partial(first_params, experiment.initial, experiment.model, recipe, runs)
         state, start = restore(recipe, folder, dataset, manager, record, mesh, begin)
         # not before: first parameters are on one device, and under a mesh JAX computes nothing with them
         if mesh is not None and experiment.mesh.backend == "jit":
