@@ -29,8 +29,8 @@ from jaxformer.evaluation.metric import Evaluation
 from jaxformer.interop import huggingface
 from jaxformer.models import Classification
 from jaxformer.training import AdamW, ClassCrossEntropy, Cosine, Experiment
-from jaxformer.training.initial import from_text
 from jaxformer.training.run import open_run
+from jaxformer.training.start import from_text
 
 CLASSES = 20
 

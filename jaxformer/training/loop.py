@@ -23,12 +23,13 @@ from jaxformer.parallel import pmap, processes
 from jaxformer.training import checkpoint, compilation_cache, memory, optimizers, replicas, reproduction
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.goodput import Goodput
-from jaxformer.training.initial import check_initial, first_params
+from jaxformer.training.initial import check_initial
 from jaxformer.training.metrics import Console, NonFinite, Record, Reporter, open_loggers
 from jaxformer.training.recipe import Recipe, build, row_lengths, trained_weights
 from jaxformer.training.run import ask, check_data, evaluator, on_devices, sample_text, writes_text
 from jaxformer.training.run_folder import RunFolder, compare, describe, introduce, run_folder
 from jaxformer.training.signals import Interrupted, Signals
+from jaxformer.training.start import first_params
 from jaxformer.training.step import TrainState, abstract_state, first_state, make_train_step, state_shardings
 
 log = logging.getLogger("jaxformer")

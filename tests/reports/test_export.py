@@ -7,11 +7,14 @@ from dataclasses import replace
 import jax
 import jax.export
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 import safetensors.flax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+pytest.importorskip("flatbuffers")  # what jax.export writes with
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
@@ -23,9 +26,10 @@ GPT = ModelConfig(vocab_size=16, num_layers=1, d_model=8, num_heads=2, context_l
 
 
 def drawn(config):
-    """Parameters of random numbers, in NumPy: nothing is compiled."""
+    """Parameters of random numbers of NumPy: nothing is compiled."""
     generator = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: 0.5 * generator.normal(size=leaf.shape).astype(np.float32), models.spec(config))
+    draw = lambda leaf: jnp.asarray(0.5 * generator.normal(size=leaf.shape), jnp.float32)
+    return jax.tree.map(draw, models.spec(config))
 
 
 def tokens(rows, length):
@@ -38,6 +42,14 @@ def program(folder, config, params, **options):
     forward = jax.export.deserialize(bytearray((folder / export.PROGRAM).read_bytes()))
     leaves = safetensors.flax.load_file(folder / "model.safetensors")
     return lambda *arguments: np.asarray(forward.call(leaves, *arguments))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def open_sizes():
+    """An open batch or length is a symbol, which no annotation `int` takes."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +248,7 @@ def test_a_shared_parameter_is_one_parameter():
 
 def drawn_of(spec):
     generator = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: generator.normal(size=leaf.shape).astype(np.float32), spec)
+    return jax.tree.map(lambda leaf: jnp.asarray(generator.normal(size=leaf.shape), jnp.float32), spec)
 
 
 @pytest.mark.report(
