@@ -32,6 +32,7 @@ class Traced(NamedTuple):
     batch: dict[str, Any]  # shapes
     notes: list[str]
     argument_bytes: int  # of a device, without the compiler's padding
+    evaluation: Any  # jax.stages.Traced of what scores a batch of the validation split
 
 
 def trace(experiment: Any, devices: list) -> Traced:
@@ -47,7 +48,18 @@ def trace(experiment: Any, devices: list) -> Traced:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(places, None))
         stage = step.trace(state, batch)
-    return Traced(mesh, stage, state, shapes, notes, device_bytes((state, batch)))
+        evaluation = jax.jit(recipe.score).trace(state.best, batch, jax.eval_shape(lambda: jax.random.key(0)))
+    return Traced(mesh, stage, state, shapes, notes, device_bytes((state, batch)), evaluation)
+
+
+def evaluation_bytes(traced: Traced, devices: list, fast: bool) -> int | None:
+    """Bytes of a device while a batch of the validation split is scored, beside the whole state; None: it does not fit."""
+    with jax.sharding.use_abstract_mesh(traced.mesh.abstract_mesh):
+        lowered = traced.evaluation.lower()
+    compiled, log = compile_step(lowered, devices, fast)
+    if compiled is None:
+        return None
+    return traced.argument_bytes + memory_of(compiled, log, 0)["temporary_bytes"]
 
 
 def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

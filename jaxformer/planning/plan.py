@@ -14,7 +14,7 @@ from jaxformer.models import cost
 from jaxformer.models.heads import language_model
 from jaxformer.models.stacks.pipeline import bubble
 from jaxformer.planning import flops, hlo, roofline, topology
-from jaxformer.planning.compile import compile_step, memory_of, trace
+from jaxformer.planning.compile import compile_step, evaluation_bytes, memory_of, trace
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import build, row_lengths, trained_weights
 from jaxformer.training.step import abstract_state, make_train_step
@@ -36,8 +36,9 @@ class Plan:
     temporary_bytes: int
     host_bytes: int  # of a device's arrays, in its host's memory
     peak_bytes: int
+    evaluation_bytes: int | None  # at an evaluation, beside the state; None: the compiler finds no room for it
     capacity_bytes: int
-    fits: bool
+    fits: bool  # a step, and an evaluation
     donated: bool  # the new state takes the memory of the old one
     moved_bytes: float  # through a device's memory
     collectives: list[dict]
@@ -86,6 +87,8 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
         lowered = traced.stage.lower()
     compiled, log = compile_step(lowered, devices, fast)
     memory = memory_of(compiled, log, traced.argument_bytes)
+    scoring = evaluation_bytes(traced, devices, fast)
+    fits = compiled is not None and scoring is not None and max(memory["peak_bytes"], scoring) <= chip.memory
     text = (compiled.as_text() or "") if compiled else ""
     exchanges, moved = hlo.exchanges(text), hlo.traffic(text)
     length, source = row_lengths(experiment, traced.batch)
@@ -96,7 +99,7 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
         topology=name, chip=kind, devices=len(devices), mesh={k: v for k, v in mesh.shape.items() if v > 1},
         parameters=parameters, tokens=tokens, flops=counted.matmul,
         model_flops=cost.training_flops(model, length, source, trained) * tokens,
-        capacity_bytes=int(chip.memory), fits=compiled is not None and memory["peak_bytes"] <= chip.memory, **memory,
+        capacity_bytes=int(chip.memory), fits=fits, evaluation_bytes=scoring, **memory,
         moved_bytes=sum(moved), collectives=[one._asdict() for one in hlo.by_axes(exchanges, mesh)],
         seconds=seconds.parts(), step_seconds=seconds.step, tokens_per_second=speed,
         mfu=cost.utilization(model, length, speed, len(devices), kind, source, trained),
@@ -137,6 +140,8 @@ def table(plan: Plan) -> str:
         f"memory a device    {gib(plan.argument_bytes)} arguments, {gib(plan.temporary_bytes)} temporaries{host}, "
         f"{gib(plan.peak_bytes)} peak of {gib(plan.capacity_bytes)}: {'fits' if plan.fits else 'DOES NOT FIT'}",
     ]
+    scoring = "no room" if plan.evaluation_bytes is None else gib(plan.evaluation_bytes)
+    rows.append(f"evaluation         {scoring} with the state, for a batch of the validation split")
     if plan.donated or plan.fits:
         rows.append(f"state in place     {'yes' if plan.donated else 'no'}")
     for one in plan.collectives:
