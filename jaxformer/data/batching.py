@@ -40,32 +40,75 @@ def batch_indices(split: Any, batch_size: int, seed: int) -> Any:
     """
     if len(split) == 0:
         raise ConfigError("data: the training split is empty; expected at least one example")
-    choose = getattr(split, "batch_indices", None)
-    if choose is None:
-        return order(len(split), seed).batch(batch_size)
-    import grain
-
-    indices = choose(seed, batch_size)
-    return grain.MapDataset.range(sys.maxsize).map(lambda step: np.asarray(indices[step]))
-
-
-def order(n: int, seed: int) -> Any:
-    """An endless grain.MapDataset of indices below n. Every epoch is another permutation."""
     import grain  # takes 1 s: errors about missing files come before it
 
-    if n > 1 << 16:
-        # grain shuffles epoch e with seed + e, so neighbouring seeds would share epochs. A hash keeps them apart.
-        hashed_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        if n >= 2**32:  # grain's shuffle has indices of 32 bits
-            raise ConfigError(f"data: a split of {n:,} examples; at most {2**32 - 1:,} can be shuffled, return a smaller len")
-        return grain.MapDataset.range(n).shuffle(seed=hashed_seed).repeat()
+    choose = getattr(split, "batch_indices", None)
+    if choose is not None:
+        indices = choose(seed, batch_size)
+        return grain.MapDataset.range(sys.maxsize).map(lambda step: np.asarray(indices[step]))
+    n, row_numbers = len(split), np.arange(batch_size)
+    return grain.MapDataset.range(sys.maxsize // batch_size).map(
+        lambda step: shuffled(step * batch_size + row_numbers, n, seed)
+    )
 
-    # grain's shuffle draws from at least 2**16 numbers until one is below n: 0.5 ms per index for n = 50
-    @functools.lru_cache(maxsize=4)
-    def permutation(epoch: int) -> np.ndarray:
-        return np.random.default_rng((seed, epoch)).permutation(n)
 
-    return grain.MapDataset.range(sys.maxsize).map(lambda index: permutation(index // n)[index % n])
+LARGEST_TABLE = 1 << 16  # indices that are shuffled as a table; of more, each is computed when it is needed
+
+
+def shuffled(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
+    """The indices below n at these places of an endless order, in which each epoch of n places is another permutation.
+
+    A pure function of (seed, place): each index comes exactly once an epoch.
+    """
+    positions = np.asarray(positions)
+    epochs = positions // n
+    permute = _looked_up if n <= LARGEST_TABLE else scattered
+    indices = np.zeros(positions.shape, np.int64)
+    for epoch in np.unique(epochs):
+        rows = epochs == epoch
+        indices[rows] = permute(positions[rows] % n, n, (seed, int(epoch)))
+    return indices
+
+
+def _looked_up(indices: np.ndarray, n: int, seed: tuple[int, ...]) -> np.ndarray:
+    return _permutation(n, seed)[indices]
+
+
+@functools.lru_cache(maxsize=8)
+def _permutation(n: int, seed: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(n)
+
+
+def scattered(indices: np.ndarray, n: int, seed: tuple[int, ...]) -> np.ndarray:
+    """Where a pseudo-random permutation of range(n) has these indices: a Feistel network of ten rounds, without a table.
+
+    The network permutes the numbers that have as many bits as n - 1. A result that is not below n goes through it again, until
+    it is ("cycle walking": Black and Rogaway 2002, section 4). grain's own shuffle is not used. Of 65,537 indices it gives
+    some twice and others never, and beyond that, places that are near each other have correlated indices.
+    """
+    bits = max((n - 1).bit_length(), 2)
+    low_bits = np.uint64(bits // 2)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    low_mask = np.uint64((1 << bits // 2) - 1)
+    keys = np.random.SeedSequence(seed).generate_state(10, np.uint64).reshape(5, 2)
+    values = np.asarray(indices).astype(np.uint64)
+    outside = np.ones(values.shape, bool)
+    while outside.any():
+        high, low = values[outside] >> low_bits, values[outside] & low_mask
+        for first, second in keys:
+            high = high ^ (_mixed_bits(low, first) & high_mask)
+            low = low ^ (_mixed_bits(high, second) & low_mask)
+        values[outside] = high << low_bits | low
+        outside = values >= n
+    return values.astype(np.int64)
+
+
+def _mixed_bits(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    """64 bits that depend on each bit of a value and of the key: the finalizer of SplitMix64 (Steele et al. 2014)."""
+    values = values + key  # unsigned arrays wrap round
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 class ValidationBatches:

@@ -35,6 +35,8 @@ class Mixture:
     def __init__(self, splits: Sequence[Any], shares: Sequence[int]):
         self.splits, self.shares = splits, shares
         self.ends = np.cumsum([len(split) for split in splits])
+        marked = [getattr(split, "end_of_text", None) for split in splits]
+        self.end_of_text = next((token for token in marked if token is not None), None)
         if all(hasattr(split, "questions") for split in splits):
             self.questions = [question for split in splits for question in split.questions]
 
@@ -48,21 +50,24 @@ class Mixture:
             rows.append(np.flatnonzero(sources == source))
             first = self.ends[source] - len(self.splits[source])
             parts.append(batching.take_rows(self.splits[source], np.asarray(indices)[rows[-1]] - first))
+        if self.end_of_text is not None:  # each batch has the same arrays; a text without documents has no control tokens
+            parts = [{"control_tokens": np.zeros(part["tokens"].shape, bool)} | part for part in parts]
         order = np.argsort(np.concatenate(rows))
         return {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
 
     def batch_indices(self, seed: int, batch_size: int) -> "Order":
         """[step] -> the indices of a batch: each split gives its next ones, in epochs of its own order."""
         seeds = np.random.SeedSequence(seed).generate_state(len(self.splits)).tolist()
-        orders = [batching.order(len(split), seed) for split, seed in zip(self.splits, seeds, strict=True)]
-        return Order(orders, [0, *self.ends[:-1].tolist()], self.shares, batch_size)
+        lengths = [len(split) for split in self.splits]
+        return Order(lengths, seeds, [0, *self.ends[:-1].tolist()], self.shares, batch_size)
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
     """[step] -> the indices of a batch."""
 
-    orders: Sequence[Any]  # orders[k][i]: the i-th example that source k gives
+    lengths: Sequence[int]  # examples of each source
+    seeds: Sequence[int]  # of its order
     firsts: Sequence[int]  # the index of its first example
     shares: Sequence[int]
     batch_size: int
@@ -71,7 +76,11 @@ class Order:
         positions = step * self.batch_size + np.arange(self.batch_size + 1)
         counts = before(positions, self.shares)
         sources = np.argmax(np.diff(counts), axis=0)
-        return np.array([self.firsts[k] + self.orders[k][int(counts[k, row])] for row, k in enumerate(sources)])
+        indices = np.zeros(self.batch_size, np.int64)
+        for k in np.unique(sources):
+            rows = np.flatnonzero(sources == k)
+            indices[rows] = self.firsts[k] + batching.shuffled(counts[k, rows], self.lengths[k], self.seeds[k])
+        return indices
 
 
 def before(positions: np.ndarray, shares: Sequence[int]) -> np.ndarray:
@@ -101,17 +110,24 @@ def open_mixture(config: Mixed, model: Any) -> Dataset:
             raise ConfigError(f"data.sources[{number}] gives {form}, but data.sources[0] {first}; all must be alike")
     total = sum(share for share, _ in config.sources)
     shares = [max(1, round(share / total * SHARES)) for share, _ in config.sources]
-    digest = f"{shares} {[dataset.digest for dataset in datasets]}"
+    digests = [dataset.digest for dataset in datasets]
+    former = [next(iter(dataset.former_digests), dataset.digest) for dataset in datasets]
     words = [f"{share / sum(shares):.1%} {dataset.description}" for share, dataset in zip(shares, datasets, strict=True)]
     return Dataset(
         train=Mixture([dataset.train for dataset in datasets], shares),
         validation=Mixture([dataset.validation for dataset in datasets], shares),
-        digest=hashlib.sha256(digest.encode()).hexdigest(), description=" + ".join(words),
+        digest=_digest(shares, digests), description=" + ".join(words),
+        former_digests=() if former == digests else (_digest(shares, former),),
         vocab_size=datasets[0].vocab_size, tokenizer=datasets[0].tokenizer,
     )  # fmt: skip
 
 
+def _digest(shares: Sequence[int], digests: Sequence[str]) -> str:
+    return hashlib.sha256(f"{shares} {digests}".encode()).hexdigest()
+
+
 def _form(dataset: Dataset) -> str:
     """What all sources must have in common: the arrays of an example, the vocabulary and the tokenizer."""
-    arrays = [f"{name} {array.dtype}{list(array.shape)}" for name, array in sorted(dataset.train[0].items())]
+    example = {name: array for name, array in dataset.train[0].items() if name != "control_tokens"}
+    arrays = [f"{name} {array.dtype}{list(array.shape)}" for name, array in sorted(example.items())]
     return f"{', '.join(arrays)}, vocabulary {dataset.vocab_size}, tokenizer {getattr(dataset.tokenizer, 'digest', None)}"

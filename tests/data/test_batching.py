@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from jaxformer.data import batching
 from jaxformer.data.batching import (
     BadBatch,
     Prefetch,
@@ -23,7 +24,7 @@ from jaxformer.data.batching import (
 from jaxformer.data.sources import Dataset, Windows
 from jaxformer.errors import ConfigError
 
-LARGE = (1 << 16) + 37  # just beyond where batches change from a table to grain's own shuffle
+LARGE = (1 << 16) + 37  # just beyond where an order is no table any more
 WINDOW_COUNTS = [1, 3, 50, 1000, LARGE]
 
 
@@ -69,7 +70,7 @@ def test_a_batch_does_not_depend_on_what_was_asked_before(count):
 
 @pytest.mark.parametrize("count", [1000, LARGE])
 def test_neighbouring_seeds_share_no_epoch(count):
-    """grain alone shuffles epoch e with seed + e: seed 0's second epoch would be seed 1's first."""
+    """An order of seed + epoch alone would make seed 0's second epoch seed 1's first."""
     second = batches(split_of(count), count, seed=0)[1]
     first = batches(split_of(count), count, seed=1)[0]
     assert numbers(second) != numbers(first)
@@ -227,9 +228,10 @@ class Endless:
         return {"tokens": np.full(3, index % 7)}
 
 
-def test_a_split_of_the_largest_length_is_refused_in_words():
-    with pytest.raises(ConfigError, match="9,223,372,036,854,775,807 examples; at most 4,294,967,295"):
-        batches(Endless(), 2, 0)
+def test_a_split_of_any_length_is_shuffled():
+    indices = batching.shuffled(np.arange(1000), sys.maxsize, seed=0)
+    assert len(np.unique(indices)) == 1000 and indices.min() >= 0 and indices.max() > sys.maxsize // 2
+    assert batches(Endless(), 2, 0)[3]["tokens"].shape == (2, 3)
 
 
 # --- prefetch
