@@ -6,12 +6,14 @@ an endless sequence [step] -> B indices that replaces the shuffled order. The ob
 `weights` is always present.
 """
 
+import codecs
 import hashlib
 import json
 import logging
 import os
 import sysconfig
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,6 +22,7 @@ import numpy as np
 
 from jaxformer.config import execution, new_file, regular_file
 from jaxformer.data import tokenizers
+from jaxformer.data.records import foreign_text
 from jaxformer.data.tokens import free_bytes, is_full
 from jaxformer.errors import ConfigError, did_you_mean
 
@@ -74,6 +77,13 @@ class Dataset:
     description: str = ""  # one line
     vocab_size: int | None = None  # None if there are no tokens
     tokenizer: Any = None  # None if there is no text
+    former_digests: tuple[str, ...] = ()  # what earlier versions noted for the same data: such runs go on
+
+
+def digests(tokenizer: Any, of_data: Callable[[str], str]) -> dict[str, Any]:
+    """The fields `digest` and `former_digests` of a Dataset; `of_data` makes a digest of data and a tokenizer's digest."""
+    former = getattr(tokenizer, "former_digests", ())
+    return {"digest": of_data(tokenizer.digest), "former_digests": tuple(of_data(each) for each in former)}
 
 
 def context_length(model: Any) -> int:
@@ -100,19 +110,27 @@ class Windows:
     tokens: Any  # an array, or what is indexed like one
     length: int
     stride: int = 1
+    end_of_text: int | None = None  # the control token behind a document; then rows also have `control_tokens`
     __getitem__ = read_example
 
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1 - self.length) // self.stride) + 1
 
     def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The windows at `indices` as arrays [B, T]: tokens and labels int32, weights float32."""
+        """The windows at `indices` as arrays [B, T]: tokens and labels int32, weights float32.
+
+        `control_tokens`, bool, says which tokens are no text but the end of a document: what a masked language model must not
+        hide.
+        """
         positions = np.asarray(indices)[:, None] * self.stride + np.arange(self.length + 1)
         rows = self.tokens[np.minimum(positions, len(self.tokens) - 1)]
-        return {
+        batch = {
             "tokens": rows[:, :-1].astype(np.int32), "labels": rows[:, 1:].astype(np.int32),
             "weights": (positions[:, 1:] < len(self.tokens)).astype(np.float32),
         }  # fmt: skip
+        if self.end_of_text is not None:
+            batch["control_tokens"] = batch["tokens"] == self.end_of_text
+        return batch
 
 
 def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
@@ -130,10 +148,13 @@ def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
     source = hashlib.sha256(raw).hexdigest()
     train, validation, tokenizer = _encode(config, name, raw, source)
     check_lengths(name, context_length, train, validation)
+
+    def digest(of_tokenizer: str) -> str:
+        return hashlib.sha256(f"{source} {len(train)} {len(validation)} {of_tokenizer}".encode()).hexdigest()
+
     return Dataset(
         train=Windows(train, context_length), validation=Windows(validation, context_length, stride=context_length),
-        vocab_size=tokenizer.vocab_size, tokenizer=tokenizer,
-        digest=hashlib.sha256(f"{source} {len(train)} {len(validation)} {tokenizer.digest}".encode()).hexdigest(),
+        vocab_size=tokenizer.vocab_size, tokenizer=tokenizer, **digests(tokenizer, digest),
         description=f"{name}: {len(raw):,} bytes, sha256 {source[:16]}; {config.tokenizer}, vocabulary "
         f"{tokenizer.vocab_size:,}; {len(train):,} training and {len(validation):,} validation tokens",
     )  # fmt: skip
@@ -215,7 +236,9 @@ def _read_path(config: Text) -> tuple[str, bytes]:
     try:
         if not path.is_dir():
             return str(path), _read_files([path])
-        files = sorted(file.relative_to(path).as_posix() for file in path.glob(config.pattern) if file.is_file())
+        found = (file.relative_to(path) for file in path.glob(config.pattern) if file.is_file())
+        hidden = config.pattern.startswith(".") or "/." in config.pattern
+        files = sorted(file.as_posix() for file in found if hidden or not any(part[0] == "." for part in file.parts))
         if not files:
             raise ConfigError(f"data.path: no file in {path} matches data.pattern={config.pattern!r}")
         return f"{path} ({len(files)} files)", _read_files([path / file for file in files])
@@ -236,7 +259,11 @@ def _read_files(files: list[Path]) -> bytes:
     if (size := sum(file.stat().st_size for file in files)) > LARGEST_TEXT:
         advice = "read it with data=Corpus(path=…), whose tokens stay on disk"
         raise ConfigError(f"data.path: {size:,} bytes; Text takes at most {LARGEST_TEXT:,} into memory; {advice}")
-    return b"".join(file.read_bytes() for file in files)
+    texts = [file.read_bytes() for file in files]
+    for file, text in zip(files, texts, strict=True):
+        if (foreign := foreign_text(text[:4096])) is not None:
+            raise ConfigError(f"data.path: {file} is {foreign}; convert it to UTF-8")
+    return b"".join(text.removeprefix(codecs.BOM_UTF8) for text in texts)  # no part of the text
 
 
 def _read_stdlib() -> tuple[str, bytes]:

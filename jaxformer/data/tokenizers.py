@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,8 +21,10 @@ from etils import epath
 from jaxformer import config
 from jaxformer.errors import ConfigError, package_of
 
+log = logging.getLogger("jaxformer")
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # of GPT-2, Llama 3, Llama and T5, Gemma, BERT
+REACH = 256  # characters on each side of a cut that decide whether it changes tokens
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # the text of an id above the vocabulary, which padded vocabularies have
 
 
@@ -44,10 +47,27 @@ class _Tokenizer:
         """The id of a control token, such as </s>; None if there is none of that name."""
         return None
 
+    def encode_piece(self, text: str, continues: bool) -> np.ndarray:
+        """`encode_text` of a piece of a longer text; `continues`: another piece, which `last_cut` ended, is in front of it."""
+        return self.encode_text(text)
+
+    def may_cut(self, before: str, after: str) -> bool:
+        """Whether a text may be cut behind `before`, which ends with a line, so that no token changes."""
+        return True
+
+    def last_cut(self, text: str) -> int:
+        """The last place where a text may be cut, so that the tokens of its pieces are those of the whole. 0: there is none."""
+        return len(text)
+
     @functools.cached_property
     def digest(self) -> str:
         """sha256 (hex) of the state."""
-        return hashlib.sha256(json.dumps(self.state, sort_keys=True).encode()).hexdigest()
+        return _digest(self.state)
+
+    @property
+    def former_digests(self) -> tuple[str, ...]:
+        """What earlier versions of this library noted as the digest of the same tokenizer."""
+        return ()
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the state as JSON, for `load`."""
@@ -115,8 +135,16 @@ class BPE(_Tokenizer):
 
     @_panic_as_error()
     def __init__(self, serialized: str, end: str | None = None):
-        """From the JSON of the package. `end` is the token that ends a text, by default one of `ENDS`."""
+        """From the JSON of the package. `end` is the token that ends a text, by default one of `ENDS`.
+
+        BPE dropout is switched off: tokens of a text must be the same each time, in evaluation, in a cache and after a restart.
+        """
         self._tokenizer = require_package().Tokenizer.from_str(serialized)
+        if dropout := getattr(self._tokenizer.model, "dropout", None):
+            log.warning("the tokenizer's BPE dropout of %g is switched off", dropout)
+            state = json.loads(serialized)
+            state["model"]["dropout"] = None
+            self._tokenizer = require_package().Tokenizer.from_str(json.dumps(state))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # without this flag "<|endoftext|>" in a text would become the control id; the JSON does not hold the flag
@@ -124,10 +152,20 @@ class BPE(_Tokenizer):
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
         self.end_of_text = next((i for i in map(self.id_of, (end,) if end else ENDS) if i is not None), None)
         self.state = {"type": "bpe", "tokenizer": json.loads(self._tokenizer.to_str())} | ({"end_of_text": end} if end else {})
-        self._chunk = sys.maxsize
-        # some tokenizers (Llama's) put a space before every text, so a long text must not be cut
-        if self.encode("a\n") + self.encode("b") == self.encode("a\nb"):
-            self._chunk = 1 << 16
+        self._line_end, self._chunk = [], sys.maxsize
+        with contextlib.suppress(Exception):  # of the package, for a vocabulary that has no token for these characters
+            self._line_end = self._ids("\n")
+            self._chunk = 1 << 16 if self.may_cut("a\n", "b") else sys.maxsize
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """sha256 (hex) of what the state means: the package writes the same tokenizer otherwise since its version 0.20."""
+        return _digest(self.state | {"tokenizer": _as_first_written(self.state["tokenizer"])})
+
+    @property
+    def former_digests(self) -> tuple[str, ...]:
+        """The digest of the package's own JSON."""
+        return (_digest(self.state),)
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> "BPE":
@@ -154,14 +192,52 @@ class BPE(_Tokenizer):
         return self._tokenizer.token_to_id(token)
 
     def encode_text(self, text: str) -> np.ndarray:
+        return self.encode_piece(text, continues=False)
+
+    def encode_piece(self, text: str, continues: bool) -> np.ndarray:
         text = text.encode("utf-8", errors="replace").decode()  # the package refuses lone surrogates
         dtype = np.min_scalar_type(self.vocab_size - 1)
-        chunks, parts = list(_chunks(text, self._chunk)), [np.zeros(0, dtype)]
+        chunks, parts = list(self._stretches(text)), [np.zeros(0, dtype)]
+        # Llama's tokenizer and others put a space before every text. Only the first chunk gets one: a later chunk is encoded
+        # behind a line end, whose tokens are then taken away.
+        texts = [f"\n{chunk}" if number or continues else chunk for number, chunk in enumerate(chunks)]
         # 64 chunks use all cores; more would fill the memory with the package's large encodings
-        for start in range(0, len(chunks), 64):
-            encodings = self._tokenizer.encode_batch_fast(chunks[start : start + 64], add_special_tokens=False)
-            parts.extend(np.array(encoding.ids, dtype) for encoding in encodings)
+        for start in range(0, len(texts), 64):
+            encodings = self._tokenizer.encode_batch_fast(texts[start : start + 64], add_special_tokens=False)
+            for number, encoding in enumerate(encodings, start):
+                ids, first = encoding.ids, len(self._line_end) if number or continues else 0
+                if first and ids[:first] != self._line_end:  # a cut that `may_cut` did not allow
+                    ids, first = self._ids(texts[number][1:]), 0
+                parts.append(np.array(ids[first:], dtype))
         return np.concatenate(parts)
+
+    def last_cut(self, text: str) -> int:
+        end = len(text) - REACH if self._chunk < sys.maxsize else -1
+        while (end := text.rfind("\n", 0, max(end, 0))) >= 0:
+            if self.may_cut(text[max(end + 1 - REACH, 0) : end + 1], text[end + 1 : end + 1 + REACH]):
+                return end + 1
+        return 0
+
+    def _stretches(self, text: str) -> Iterator[str]:
+        """Pieces of about `_chunk` characters, cut where that changes no token. The package encodes them in parallel."""
+        start = end = 0
+        while start < len(text):
+            end = text.find("\n", start + self._chunk if end == start else end) + 1 or len(text)
+            if end == len(text) or self.may_cut(text[max(end - REACH, start) : end], text[end : end + REACH]):
+                yield text[start:end]
+                start = end
+
+    def may_cut(self, before: str, after: str) -> bool:
+        before, after = before[-REACH:], after[:REACH]
+        if not (before.strip() and after.strip()):  # a longer run of white space, which may be one token
+            return False
+        behind = self._ids(f"\n{after}")
+        line_end = len(self._line_end)
+        pieces = self._ids(before) + behind[line_end:]
+        return behind[:line_end] == self._line_end and pieces == self._ids(before + after)
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         texts = [text.encode("utf-8", errors="replace").decode() for text in texts]
@@ -170,6 +246,29 @@ class BPE(_Tokenizer):
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def _digest(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+# the fields of byte pairs in version 0.19 of the package
+BPE_FIELDS = (
+    "type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback", "vocab",
+    "merges",
+)  # fmt: skip
+
+
+def _as_first_written(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of a tokenizer as version 0.19 of the package wrote it: merges as strings, no later fields that say nothing."""
+    model = tokenizer["model"]
+    if model.get("type") != "BPE":
+        return tokenizer
+    fields = {name: value for name, value in model.items() if name in BPE_FIELDS or value not in (None, False)}
+    merges = fields.get("merges", [])
+    if not any(" " in token for merge in merges if not isinstance(merge, str) for token in merge):
+        fields["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    return tokenizer | {"model": fields}
 
 
 def load(path: str | os.PathLike) -> Bytes | Characters | BPE:

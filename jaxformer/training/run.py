@@ -187,7 +187,7 @@ def _held_back(text: str, strings: Sequence[str]) -> int:
 def check_data(folder: RunFolder, metadata: dict, dataset: Any) -> None:
     """Raises ConfigError where the data are not those that the checkpoint was trained on."""
     before = str(metadata.get("data_digest"))
-    if before != dataset.digest:
+    if before not in (dataset.digest, *dataset.former_digests):
         problem = f"the data changed since this run began (digest {before[:12]}, now {dataset.digest[:12]})"
         initial = f"--initial={shlex.quote(str(folder.path))} --name=..."
         advice = f"restore them, or train on from its parameters as another run: {initial}"
