@@ -28,8 +28,19 @@ import numpy as np
 
 from jaxformer.config import execution, new_file, regular_file
 from jaxformer.data import tokenizers
-from jaxformer.data.records import Part, Policy, Problems, Stream, hugging_face_name, lines, parts, records
-from jaxformer.data.sources import Dataset, Windows, cache_folder, check_lengths, context_length
+from jaxformer.data.records import (
+    JSON_LINES,
+    Part,
+    Policy,
+    Problems,
+    Stream,
+    has_ending,
+    hugging_face_name,
+    lines,
+    parts,
+    records,
+)
+from jaxformer.data.sources import Dataset, Windows, cache_folder, check_lengths, context_length, digests
 from jaxformer.data.tokens import (
     Index,
     Tokens,
@@ -43,8 +54,13 @@ from jaxformer.data.tokens import (
 from jaxformer.errors import ConfigError
 
 log = logging.getLogger("jaxformer")
-ROWS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")  # every other file is one text
+ROWS = (*JSON_LINES, ".parquet")  # every other file is one text
 ENDINGS = (".txt", ".txt.gz", *ROWS)  # the files of a folder that are read
+NO_TEXT = (
+    ".csv", ".tsv", ".ndjson", ".jsonlines", ".arrow", ".feather", ".avro", ".npy", ".npz", ".pkl", ".pdf", ".docx", ".xlsx",
+    ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z",
+)  # fmt: skip
+PIECE = 1 << 20  # characters of a long text that are encoded at a time
 PART = 1 << 27  # bytes that one process encodes, or after which a stream notes its state
 SAMPLE = 1 << 26  # characters from which byte pairs are learned
 
@@ -102,14 +118,18 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
         cut = int(len(train) * (1 - config.validation_fraction))
         train, validation = train.part(0, cut), train.part(cut, len(train))
     check_lengths(config.path, context_length, train, validation)
-    digest = f"{[index.digest for _, index in splits]} {len(train)} {tokenizer.digest}"
+
+    def digest(of_tokenizer: str) -> str:
+        words = f"{[index.digest for _, index in splits]} {len(train)} {of_tokenizer}"
+        return hashlib.sha256(words.encode()).hexdigest()
+
     return Dataset(
-        train=Windows(train, context_length, config.stride or context_length),
-        validation=Windows(validation, context_length, context_length),
-        vocab_size=_vocab_size(tokenizer), tokenizer=tokenizer, digest=hashlib.sha256(digest.encode()).hexdigest(),
+        train=Windows(train, context_length, config.stride or context_length, tokenizer.end_of_text),
+        validation=Windows(validation, context_length, context_length, tokenizer.end_of_text),
+        vocab_size=_vocab_size(tokenizer), tokenizer=tokenizer, **digests(tokenizer, digest),
         description=f"{config.path}: {index.documents:,} documents, {index.bytes:,} bytes; tokenizer {config.tokenizer}, "
         f"vocabulary {tokenizer.vocab_size:,}; {len(train):,} training and {len(validation):,} validation tokens"
-        + "".join(str(Problems("skip", index.counts, index.first)) for _, index in splits),
+        + "".join(str(Problems("skip", index.counts, index.first)) for _, index in splits) + "".join(map(_left_out, paths)),
     )  # fmt: skip
 
 
@@ -121,13 +141,40 @@ def _files(path: str) -> list[str]:
         return [path]
     path = os.path.expanduser(path)
     if os.path.isdir(path):
-        names = [file for file in glob.glob(f"{glob.escape(path)}/**", recursive=True) if file.endswith(ENDINGS)]
+        files = [file for file in _visible(path) if has_ending(file, *ENDINGS)]
     else:
         regular_file(path)
-        names = glob.glob(path, recursive=True)
-    if files := sorted(file for file in names if os.path.isfile(file)):
+        names = [path] if os.path.exists(path) else glob.glob(_escaped(path), recursive=True)
+        files = sorted(file for file in names if os.path.isfile(file))
+        if bad := [file for file in files if has_ending(file.lower().removesuffix(".gz"), *NO_TEXT)]:
+            advice = "rows are read from .jsonl and .parquet, text from any other file, both also as .gz; convert it"
+            raise ConfigError(f"data.path: {bad[0]} is a kind of file that is not read; {advice}")
+    if files:
         return files
-    raise ConfigError(f"data.path: no file in {path!r} (looked in {os.getcwd()}); expected files of {' '.join(ENDINGS)}")
+    problem = f"no file in {path!r} (looked in {os.getcwd()}{_left_out(path)})"
+    raise ConfigError(f"data.path: {problem}; expected files of {' '.join(ENDINGS)}")
+
+
+def _visible(folder: str) -> list[str]:
+    """The files of a folder, in order; without hidden ones, which programs leave for themselves."""
+    return sorted(filter(os.path.isfile, glob.glob(f"{glob.escape(folder)}/**", recursive=True)))
+
+
+def _escaped(pattern: str) -> str:
+    """A glob in which folders that exist as they are written stay themselves, with [ ] in their names."""
+    folder, name = os.path.split(pattern)
+    if not folder or folder == pattern:
+        return pattern
+    return os.path.join(glob.escape(folder) if os.path.isdir(folder) else _escaped(folder), name)
+
+
+def _left_out(path: str) -> str:
+    """Says which files of a folder are not read: of none, empty."""
+    path = os.path.expanduser(path)
+    if path.startswith("hf:") or not os.path.isdir(path):
+        return ""
+    others = [file for file in _visible(path) if not has_ending(file, *ENDINGS)]
+    return f"; {len(others):,} files of other kinds left out (first {others[0]})" if others else ""
 
 
 def _key(config: Corpus, path: str, *more: Any) -> str:
@@ -139,11 +186,17 @@ def _key(config: Corpus, path: str, *more: Any) -> str:
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:24]
 
 
-def _groups(path: str) -> list[list[tuple[str, int, int | None]]]:
-    """The parts: each a list of stretches (file, start, stop), together about PART bytes, or one shard of a stream."""
+def _groups(path: str, tokenizer: Any = None) -> list[list[tuple[str, int, int | None]]]:
+    """The parts: each a list of stretches (file, start, stop), together about PART bytes, or one shard of a stream.
+
+    A text is cut where that changes no token of `tokenizer`.
+    """
     groups, room = [], 0.0
     for file in _files(path):
         stretches = parts(file, PART)
+        if tokenizer is not None and len(stretches) > 1 and not (file.startswith("hf:") or has_ending(file, *ROWS)):
+            cuts = [_cut_near(file, start, tokenizer) for start, _ in stretches[1:]]
+            stretches = [Part(*cut) for cut in zip([0, *cuts], [*cuts, None], strict=True)]
         size = PART if file.startswith("hf:") else os.path.getsize(file) / len(stretches)
         for stretch in stretches:
             if not groups or size > room:
@@ -153,34 +206,59 @@ def _groups(path: str) -> list[list[tuple[str, int, int | None]]]:
     return groups
 
 
+def _cut_near(file: str, start: int, tokenizer: Any) -> int:
+    """The first line at `start` or behind it that may begin a part; in a megabyte without one, `start` itself."""
+    with open(file, "rb") as stream:
+        stream.seek(max(start - 4 * tokenizers.REACH, 0))
+        before, after = stream.read(min(start, 4 * tokenizers.REACH)), stream.read(1 << 20)
+    data, end = before + after, len(before)
+    while end := data.find(b"\n", end - 1) + 1:
+        sides = data[max(end - 4 * tokenizers.REACH, 0) : end], data[end : end + 4 * tokenizers.REACH]
+        if tokenizer.may_cut(*(side.decode("utf-8", "ignore").replace("\r\n", "\n") for side in sides)):
+            return start - len(before) + end
+        end += 1
+    return start
+
+
 def _documents(
-    group: Sequence[Sequence], field: str, problems: Problems, stream: Stream | None = None
-) -> Iterator[tuple[str, bool]]:
-    """(text, whether a document ends with it), for the stretches of a part."""
+    group: Sequence[Sequence], field: str, problems: Problems, stream: Stream | None = None, tokenizer: Any = None
+) -> Iterator[tuple[str, bool, bool]]:
+    """(text, whether it goes on where the one before ended, whether a document ends with it), for a part's stretches."""
     for path, *bounds in group:
         if not path.startswith("hf:") and os.path.getsize(path) == 0:
             problems.add(path, "empty")
-        elif not path.startswith("hf:") and not path.endswith(ROWS):
-            yield from _pieces(path, Part(*bounds), problems)
+        elif not path.startswith("hf:") and not has_ending(path, *ROWS):
+            yield from _pieces(path, Part(*bounds), problems, tokenizer)
         else:
             for place, (text,) in records(path, [field], problems, Part(*bounds), stream):
                 if not isinstance(text, str):
                     problems.add(place, f"{field!r} is no text", f" but {type(text).__name__}")
                 elif text:
-                    yield text, True
+                    yield text, False, True
 
 
-def _pieces(path: str, part: Part, problems: Problems) -> Iterator[tuple[str, bool]]:
-    """A file of text in pieces of about a megabyte. Its line ends become \\n."""
-    piece, size = [], 0
+def _pieces(path: str, part: Part, problems: Problems, tokenizer: Any = None) -> Iterator[tuple[str, bool, bool]]:
+    """A file of text in pieces of about a megabyte, cut where that changes no token. Its line ends become \\n.
+
+    A tokenizer that allows no cut gets pieces of sixteen megabytes: it needs some hundred bytes of memory for each character.
+    """
+    piece, size, limit, continues = [], 0, PIECE, part.start > 0
     for _, text in lines(path, problems, part):
         if text is not None:
             piece.append(f"{text}\n")
             size += len(text) + 1
-        if size > 1 << 20:
-            yield "".join(piece), False
-            piece, size = [], 0
-    yield "".join(piece), part.stop is None
+        if size > limit:
+            whole = "".join(piece)
+            cut = len(whole) if tokenizer is None else tokenizer.last_cut(whole)
+            if not cut and size > 16 * PIECE:
+                cut = len(whole)
+            if cut:
+                yield whole[:cut], continues, False
+                continues = True
+            piece, size = [whole[cut:]], len(whole) - cut
+            limit = PIECE if cut else 2 * size
+    if piece or continues:  # a file of which no line can be read is no document
+        yield "".join(piece), continues, part.stop is None
 
 
 def _tokenizer(config: Corpus, folder: Path, group: Any) -> Any:
@@ -214,7 +292,7 @@ def _learn_tokenizer(config: Corpus, folder: Path, group: Any) -> tokenizers.BPE
 def _sample(path: str, field: str, held_out: float) -> Iterator[str]:
     """The beginnings of up to 64 parts, evenly spaced, without the last fraction `held_out` of all characters."""
     groups, most = _groups(path), SAMPLE
-    texts = lambda group: (text for text, _ in _documents(group, field, Problems("skip")))
+    texts = lambda group: (text for text, _, _ in _documents(group, field, Problems("skip")))
     if len(groups) == 1:  # it holds the last ones too
         most = min(most, int((1 - held_out) * sum(map(len, texts(groups[0])))))
     else:
@@ -238,7 +316,9 @@ def _vocab_size(tokenizer: Any) -> int:
 
 def _open_tokens(config: Corpus, path: str, tokenizer: Any, folder: Path, group: Any) -> tuple[Tokens, Index]:
     """All tokens of a path, from the cache or new. A `processes.Group` shares the work."""
-    key = group.first(lambda: _key(config, path, tokenizer.digest))
+    keys = group.first(lambda: [_key(config, path, digest) for digest in (tokenizer.digest, *tokenizer.former_digests)])
+    # an earlier version of this library may have encoded the text, under the digest that it had for the same tokenizer
+    key = group.first(lambda: next((key for key in keys if (folder / f"corpus-{key}/index.json").exists()), keys[0]))
     entry, dtype = folder / f"corpus-{key}", np.min_scalar_type(_vocab_size(tokenizer) - 1)
 
     def begin() -> None:
@@ -248,7 +328,7 @@ def _open_tokens(config: Corpus, path: str, tokenizer: Any, folder: Path, group:
         except (FileNotFoundError, ValueError):  # shards without their plan are worth nothing
             for shard in entry.glob("0*.json"):
                 shard.unlink(missing_ok=True)
-            plan = {"groups": _groups(path), "field": config.field, "policy": config.bad_rows}
+            plan = {"groups": _groups(path, tokenizer), "field": config.field, "policy": config.bad_rows}
             save_sealed(entry / "plan.json", plan)
 
     def finish() -> None:
@@ -257,7 +337,7 @@ def _open_tokens(config: Corpus, path: str, tokenizer: Any, folder: Path, group:
             raise ConfigError(f"data.path: {path} has no text{Problems('skip', total.counts, total.first)}")
         for leftover in entry.glob(".[0-9]*.unfinished"):  # of parts: a killed process leaves them
             leftover.unlink(missing_ok=True)
-        if key != _key(config, path, tokenizer.digest):
+        if keys[0] != _key(config, path, tokenizer.digest):
             raise ConfigError(f"data.path: files of {path} changed while they were read; start again once they do not")
         total.save(entry / "index.json")
 
@@ -373,7 +453,7 @@ def encode_part(entry: Path, number: int) -> None:
     stream = None
     if group[0][0].startswith("hf:"):
         stream = Stream(group[0][0], Part(*group[0][1:]), done[-1].state if done else None)
-    documents = _documents(group, plan["field"], problems, stream)
+    documents = _documents(group, plan["field"], problems, stream, tokenizer)
     for count in itertools.count(len(done)):
         name = f"{number:06}-{count:04}"
         index = _write_shard(entry / f"{name}.tokens", documents, tokenizer, PART if stream else sys.maxsize)
@@ -386,13 +466,14 @@ def encode_part(entry: Path, number: int) -> None:
             return
 
 
-def _write_shard(path: Path, documents: Iterator[tuple[str, bool]], tokenizer: Any, limit: int) -> Index:
+def _write_shard(path: Path, documents: Iterator[tuple[str, bool, bool]], tokenizer: Any, limit: int) -> Index:
     """Tokens of documents until their text has `limit` bytes. The file appears when it is complete."""
     digest, parent, count, size, last = hashlib.sha256(), os.getppid(), 0, 0, True
     end_of_text = np.array(tokenizer.end_of_text, np.min_scalar_type(_vocab_size(tokenizer) - 1))
     with contextlib.suppress(FileNotFoundError), new_file(path) as file:  # another command has finished and tidied up
-        for text, ends in documents:
-            data = tokenizer.encode_text(text).astype(end_of_text.dtype).tobytes() + end_of_text.tobytes() * ends
+        for text, continues, ends in documents:
+            tokens = tokenizer.encode_piece(text, continues).astype(end_of_text.dtype)
+            data = tokens.tobytes() + end_of_text.tobytes() * ends
             file.write(data)
             digest.update(data)
             count, size = count + ends, size + len(text.encode("utf-8", "replace"))

@@ -16,6 +16,7 @@ from jaxformer.config import regular_file
 from jaxformer.errors import ConfigError, did_you_mean, package_of
 
 Policy = Literal["skip", "error"]
+JSON_LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 
 
 @dataclass
@@ -65,9 +66,9 @@ def parts(path: str, size: int) -> list[Part]:
     """Parts of about `size` bytes that together are the file: one for a .gz file; a Hugging Face data set has its own."""
     if path.startswith("hf:"):
         return [Part(i, i + 1) for i in range(_hugging_face(path).num_shards)]
-    if path.endswith(".gz"):
+    if has_ending(path, ".gz"):
         return [Part()]
-    if not path.endswith(".parquet"):
+    if not has_ending(path, ".parquet"):
         cuts = list(range(0, epath.Path(path).stat().length, size)) or [0]
         return [Part(*cut) for cut in zip(cuts, [*cuts[1:], None], strict=True)]
     file = _open_parquet(path, Problems("skip"))
@@ -79,10 +80,33 @@ def parts(path: str, size: int) -> list[Part]:
     return [*groups, Part(start)]
 
 
+def has_ending(path: str, *endings: str) -> bool:
+    """Whether a file's name ends so, in capitals or not; .gz after the ending counts only where `endings` have it."""
+    return path.lower().endswith(endings)
+
+
+def foreign_text(beginning: bytes) -> str | None:
+    """What a file is instead of UTF-8, if its first bytes show that it is another encoding of text, or no text."""
+    for name, marks in (("UTF-32", (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)), ("UTF-16", (codecs.BOM_LE, codecs.BOM_BE))):
+        if beginning.startswith(marks):
+            return f"{name}, not UTF-8"
+    at = [position % 2 for position, byte in enumerate(beginning) if byte == 0]
+    if len(at) >= 8 and len(set(at)) == 1 and 32 * len(at) > len(beginning):  # one byte of each space or Latin letter is NUL
+        return "UTF-16 without a mark, not UTF-8"
+    return "no text, a quarter of it NUL bytes" if 4 * len(at) > len(beginning) else None
+
+
 def lines(path: str, problems: Problems, part: Part = Part()) -> Iterator[tuple[Any, str | None]]:
-    """(place, text) for each line of a file, which may end in .gz. The text of a line that is not UTF-8 is None."""
+    """(place, text) for each line of a file, which may end in .gz. The text of a line that is not UTF-8 is None.
+
+    A file that is not UTF-8 from its beginning on, such as UTF-16, is one problem and has no lines.
+    """
     number = 0
     try:
+        if (foreign := foreign_text(_beginning(path))) is not None:
+            if not part.start:
+                problems.add(path, foreign, "; convert it to UTF-8")
+            return
         for number, raw in enumerate(_raw_lines(path, part), 1):
             place = _Place(path, part.start, number) if part.start else f"{path}:{number}"
             if number == 1 and not part.start:
@@ -144,9 +168,9 @@ class Stream:
 def _rows(path: str, fields: Sequence[str], problems: Problems, part: Part, stream: Stream | None) -> Iterable[tuple[Any, Any]]:
     if path.startswith("hf:"):
         return stream or Stream(path, part)
-    if path.endswith(".parquet"):
+    if has_ending(path, ".parquet"):
         return _parquet(path, fields, problems, part)
-    if path.removesuffix(".gz").endswith((".jsonl", ".json")):
+    if has_ending(path, *JSON_LINES):
         return _jsonl(path, problems, part)
     raise ConfigError(f"data: {path}: rows are read from .jsonl[.gz] and .parquet files and from hf:NAME#SPLIT")
 
@@ -171,7 +195,7 @@ def _open_parquet(path: str, problems: Problems) -> Any:
         return parquet.ParquetFile(path)
     except FileNotFoundError:
         raise ConfigError(f"data: there is no {path}") from None
-    except (OSError, ValueError) as error:
+    except Exception as error:  # pyarrow has classes of its own
         problems.add(path, "not readable as Parquet", f" ({error})")
     return None
 
@@ -190,7 +214,9 @@ def _parquet(path: str, fields: Sequence[str], problems: Problems, part: Part) -
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}:{number}", row
-        except (OSError, ValueError) as error:
+        except ConfigError:  # of a row that the reader of these rows refuses
+            raise
+        except Exception as error:  # pyarrow has classes of its own
             problems.add(f"{path}: rows {number + 1} to {end}", "row group not readable", f" ({error})")
 
 
@@ -234,6 +260,15 @@ def _value(row: Any, name: str) -> Any:
     return row
 
 
+def _beginning(path: str) -> bytes:
+    """The first bytes of a file, unpacked; none of a file that cannot be read, which `_raw_lines` refuses."""
+    try:
+        with regular_file(path).open("rb") as file:
+            return (gzip.GzipFile(fileobj=file) if has_ending(path, ".gz") else file).read(4096)
+    except (OSError, EOFError, zlib.error):
+        return b""
+
+
 def _raw_lines(path: str, part: Part) -> Iterator[bytes]:
     regular_file(path)
     try:
@@ -242,7 +277,7 @@ def _raw_lines(path: str, part: Part) -> Iterator[bytes]:
                 file.seek(part.start - 1)
                 file.readline()  # the rest of a line that begins in the part before
             position = file.tell()
-            for raw in gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file:
+            for raw in gzip.GzipFile(fileobj=file) if has_ending(path, ".gz") else file:
                 if part.stop is not None and position >= part.stop:
                     return
                 position += len(raw)

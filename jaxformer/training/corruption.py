@@ -58,6 +58,11 @@ def corrupt_spans(
 
     Sentinels are `sentinel`, `sentinel` - 1, ...; both texts end with `end`. The lengths of spans, and of what stays between
     them, are a random partition, the same number in each row. Raffel et al. 2020, arXiv:1910.10683, section 3.1.4.
+
+    As in the code of the paper, a text begins with what stays and ends with a span. So the first token is never in a span, the
+    last one always, and tokens near the end more often than the share `rate`, which holds for the text as a whole. A text
+    shorter than two spans is always corrupted at its end. The last token of a text is therefore not a place to put what the
+    model must read, such as a control token.
     """
     T = tokens.shape[1]
     count, spans = span_counts(T, rate, mean_span)
@@ -92,7 +97,8 @@ def _compact(row: Array, count: int, end: int) -> Array:
 class MaskedTokens:
     """BERT's masked language model: cross entropy of the tokens that `hide_tokens` chooses, given the others.
 
-    It reads `tokens` and `weights` `[B, T]` of any text; a token of weight 0 (padding) is never chosen.
+    It reads `tokens` and `weights` `[B, T]` of any text; a token of weight 0 (padding) is never chosen, nor is one of
+    `control_tokens` `[B, T]`, if the data have that: those of a `Corpus` mark the ends of documents, which are no words.
     `word_starts` `[B, T]`, if the data have it, hides whole words.
     """
 
@@ -116,8 +122,9 @@ class MaskedTokens:
             raise ConfigError(f"objective.mask_token={self.mask_token}: model.vocab_size={size} must be at least {needed}")
         tokens, weights = batch["tokens"], batch["weights"]
         inputs, chosen = hide_tokens(key, tokens, self.mask_token, self.rate, batch.get("word_starts"), self.vocab_size)
-        inputs = jnp.where(weights > 0, inputs, tokens)
-        return batch | {"tokens": inputs, "labels": tokens, "weights": jnp.where(chosen, weights, 0)}
+        words = (weights > 0) & ~batch.get("control_tokens", jnp.zeros(tokens.shape, bool))
+        inputs = jnp.where(words, inputs, tokens)
+        return batch | {"tokens": inputs, "labels": tokens, "weights": jnp.where(chosen & words, weights, 0)}
 
 
 @dataclass(frozen=True)
