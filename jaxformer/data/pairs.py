@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxformer.data import tokenizers
-from jaxformer.data.records import Policy, Problems, lines, records
-from jaxformer.data.sources import Dataset, Question, context_length, read_example
+from jaxformer.data.records import JSON_LINES, Policy, Problems, has_ending, lines, records
+from jaxformer.data.sources import Dataset, Question, context_length, digests, read_example
 from jaxformer.errors import ConfigError
 
 
@@ -154,8 +154,11 @@ class Batches:
 class Pairs:
     """Pairs from two files of lines, `train`.SOURCE and `train`.TARGET (.gz too), or fields of what `data.records` reads.
 
-    Source and target share a vocabulary, learned from the training pairs. Every text ends with the tokenizer's `end_of_text`,
-    and a target begins with it. A decoder alone reads source and target as one text, of which the target is learned.
+    Source and target share a vocabulary, learned from the training pairs. Every text ends with the tokenizer's `end_of_text`.
+    In an encoder-decoder the decoder reads `start` first, which must be the token that a model was trained with if it is
+    trained on: T5 and Marian begin with the padding token (`decoder_start_token_id` of their config.json: 0 for T5), BART and
+    fairseq with the end of a text, the default. A decoder alone has no such token: it reads source and target as one text, of
+    which the target is learned.
     """
 
     train: str  # of files of lines the path without the ending
@@ -166,6 +169,7 @@ class Pairs:
     vocab_size: int | None = 8000  # bpe only
     rows: Callable = Packed()  # (examples, (S, T)) -> Rows for training: Packed or Buckets
     bad_rows: Policy = "error"  # rows that are empty, damaged or longer than the context
+    start: int | None = None  # the id in front of a target; None: the tokenizer's `end_of_text`
 
     def open(self, model: Any) -> Dataset:
         problems = Problems(self.bad_rows)
@@ -173,15 +177,15 @@ class Pairs:
         texts = itertools.chain.from_iterable(pair[1:] for pair in train)
         tokenizer = tokenizers.by_name(self.tokenizer, self.vocab_size, texts)
         name = f"{self.train} ({self.source}-{self.target})"
-        return open_pairs(train, validation, tokenizer, model, self.rows, problems, name)
+        return open_pairs(train, validation, tokenizer, model, self.rows, problems, name, self.start)
 
     def question(self, model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
         """A text as a model that was trained on these pairs is asked for its answer."""
-        return question(model, tokenizer, text, reference)
+        return question(model, tokenizer, text, reference, self.start)
 
     def _pairs(self, path: str, problems: Problems) -> Iterator[Pair]:
         texts = self._lines(path, problems)
-        if path.startswith("hf:") or path.removesuffix(".gz").endswith((".jsonl", ".json", ".parquet")):
+        if path.startswith("hf:") or has_ending(path, *JSON_LINES, ".parquet"):
             texts = ((place, *values) for place, values in records(path, (self.source, self.target), problems))
         for place, source, target in texts:
             if not (isinstance(source, str) and isinstance(target, str)):
@@ -204,9 +208,9 @@ class Pairs:
 
 def open_pairs(
     train: Sequence[Pair], validation: Sequence[Pair], tokenizer: Any, model: Any, rows: Callable = Packed(),
-    problems: Problems | None = None, name: str = "pairs",
+    problems: Problems | None = None, name: str = "pairs", start: int | None = None,
 ) -> Dataset:  # fmt: skip
-    """A data set of pairs that are in memory. Raises ConfigError where a split has none that fits the model."""
+    """A data set of pairs that are in memory; `start` as in `Pairs`. Raises ConfigError where no pair of a split fits."""
     problems = problems or Problems()
     encoder, T = getattr(model, "encoder", None), context_length(model)
     lengths = (0 if encoder is None else encoder.context_length, T)
@@ -214,41 +218,67 @@ def open_pairs(
         raise ConfigError(
             f"data: {name}: the tokenizer has no token that ends a text; one of {', '.join(tokenizers.ENDS)} is needed"
         )
+    size = max(tokenizer.vocab_size, tokenizer.end_of_text + 1, -1 if start is None else start + 1)
+    if start is not None and (start < 0 or encoder is None):
+        raise ConfigError(f"data.start={start}: expected the id of a token, and a model with an encoder; or None")
     splits = []
     for part, pairs in (("training", train), ("validation", validation)):
-        splits.append(list(_encode(pairs, tokenizer, lengths, problems)))
+        splits.append(list(_encode(pairs, tokenizer, lengths, problems, start)))
         if not splits[-1]:
             raise ConfigError(f"data: {name}: no {part} pair fits the model's {lengths} tokens{problems}")
     train_examples, validation_examples = ([example for _, example in split] for split in splits)
     train_rows, packed = rows(train_examples, lengths), Packed()(validation_examples, lengths)
-    questions = [question(model, tokenizer, pair.source, pair.target) for pair, _ in splits[1]]
-    content = hashlib.sha256(f"{tokenizer.digest} {lengths}".encode())
-    for example in train_examples + validation_examples:
-        content.update(example.source.tobytes() + example.tokens.tobytes() + example.labels.tobytes())
+    questions = [question(model, tokenizer, pair.source, pair.target, start) for pair, _ in splits[1]]
+
+    def digest(of_tokenizer: str) -> str:
+        content = hashlib.sha256(f"{of_tokenizer} {lengths}".encode())
+        for example in train_examples + validation_examples:
+            content.update(example.source.tobytes() + example.tokens.tobytes() + example.labels.tobytes())
+        return content.hexdigest()
+
     tokens = sum(int(example.weights.sum()) for example in train_examples)
     return Dataset(
-        train=train_rows, validation=replace(packed, questions=questions), digest=content.hexdigest(),
-        vocab_size=max(tokenizer.vocab_size, tokenizer.end_of_text + 1), tokenizer=tokenizer,
+        train=train_rows, validation=replace(packed, questions=questions), **digests(tokenizer, digest),
+        vocab_size=size, tokenizer=tokenizer,
         description=f"{name}: {len(train_examples):,} training and {len(validation_examples):,} validation pairs, "
         f"{tokens:,} target tokens, vocabulary {tokenizer.vocab_size:,}; {len(train_rows):,} rows, "
         f"{train_rows.padding():.1%} padding{problems}",
     )  # fmt: skip
 
 
-def question(model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
+def question(model: Any, tokenizer: Any, text: str, reference: str = "", start: int | None = None) -> Question:
     """A text as a model that was trained on pairs is asked for its answer."""
     source = [*tokenizer.encode(text), tokenizer.end_of_text]
-    return Question([tokenizer.end_of_text], reference, source) if hasattr(model, "encoder") else Question(source, reference)
+    start = tokenizer.end_of_text if start is None else start
+    return Question([start], reference, source) if hasattr(model, "encoder") else Question(source, reference)
+
+
+def _token_pairs(pairs: Sequence[Pair], tokenizer: Any, problems: Problems) -> Iterator[tuple[Pair, np.ndarray, np.ndarray]]:
+    """(pair, tokens of its source, tokens of its target). A character that the training texts do not have is a problem."""
+    try:
+        texts = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (1, 2)]
+    except ConfigError:  # of one of them, which is looked for below
+        texts = None
+    if texts is not None:
+        yield from zip(pairs, *texts, strict=True)
+        return
+    for pair in pairs:
+        try:
+            source, target = tokenizer.encode_batch([pair.source, pair.target])
+        except ConfigError as error:
+            problems.add(pair.place, "not a text of the tokenizer", f" ({error})")
+        else:
+            yield pair, source, target
 
 
 def _encode(
-    pairs: Sequence[Pair], tokenizer: Any, lengths: tuple[int, int], problems: Problems
+    pairs: Sequence[Pair], tokenizer: Any, lengths: tuple[int, int], problems: Problems, start: int | None
 ) -> Iterator[tuple[Pair, Example]]:
     end, one_text = np.array([tokenizer.end_of_text], np.int32), lengths[0] == 0
-    texts = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (1, 2)]
-    for pair, source, target in zip(pairs, *texts, strict=True):
+    front = end if start is None else np.array([start], np.int32)
+    for pair, source, target in _token_pairs(pairs, tokenizer, problems):
         source, labels = np.concatenate([source, end]), np.concatenate([target, end])
-        text = np.concatenate([source if one_text else end, labels])
+        text = np.concatenate([source if one_text else front, labels])
         weights = (np.arange(len(text) - 1) >= (len(source) - 1 if one_text else 0)).astype(np.int32)
         example = Example(text[:-1], text[1:], weights, source[:0] if one_text else source)
         for name, tokens, most in (("source", example.source, lengths[0]), ("target", example.tokens, lengths[1])):
