@@ -20,6 +20,7 @@ from jaxformer.data.sources import Dataset, read_example
 from jaxformer.errors import ConfigError, package_of
 
 log = logging.getLogger("jaxformer")
+ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")  # of files of images, in capitals too; of a .gif the first picture
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +66,11 @@ class Digits:
 class Images:
     """Images of your own. A .npz file has `images` `[n, H, W, C]` (bytes, or numbers from 0 to 1) and `labels` `[n]`.
 
-    Or a folder has a folder of PNG or JPEG files for each class; classes are numbered by the training folder's names in order.
-    Files are read in threads when a batch needs them: turned upright (EXIF), scaled until they cover `image`, and cut at the
-    centre. If a file turns out to be damaged then, `bad_rows="skip"` makes it a black image of weight 0; a warning counts it.
+    Or a folder has a folder of image files for each class; classes are numbered by the training folder's names in order.
+    Hidden files and folders (.ipynb_checkpoints) are no data. Files of other kinds are left out; the description counts them.
+    Files are read in threads when a batch needs them: what is transparent becomes white, the image is turned upright (EXIF),
+    scaled until it covers `image`, and cut at the centre. If a file turns out to be damaged then, `bad_rows="skip"` makes it a
+    black image of weight 0; a warning counts it.
     """
 
     train: str  # a .npz file, or a folder
@@ -83,12 +86,15 @@ class Images:
         for path in (self.train, self.validation):
             split, content = (_open_array if path.endswith(".npz") else _open_folder)(self, path, model, problems)
             if not len(split):
-                raise ConfigError(f"data: {path} has no image; expected a folder of PNG or JPEG files for each class")
+                kinds = " ".join(ENDINGS)
+                problem = f"{path} has no image{problems}{_left_out(path)}"
+                raise ConfigError(f"data: {problem}; expected a folder of images ({kinds}) for each class")
             splits.append(split)
             digest.update(content)
         train, validation = splits
+        left = "".join(map(_left_out, (self.train, self.validation)))
         sizes = f"{len(train):,} and {len(validation):,} images of {self.image[0]} x {self.image[1]}"
-        return Dataset(train, validation, digest.hexdigest(), f"{self.train} and {self.validation}: {sizes}{problems}")
+        return Dataset(train, validation, digest.hexdigest(), f"{self.train} and {self.validation}: {sizes}{problems}{left}")
 
 
 def _open_array(config: Images, path: str, model: Any, problems: Problems) -> tuple[Split, bytes]:
@@ -125,8 +131,8 @@ def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> t
             raise ConfigError(
                 f"data: there is no folder {folder}; expected one with a folder of images for each class, or a .npz"
             )
-    number = {name: i for i, name in enumerate(sorted(each.name for each in Path(config.train).iterdir() if each.is_dir()))}
-    files = sorted(file for file in Path(path).glob("*/*") if file.suffix.lower() in (".png", ".jpg", ".jpeg"))
+    number = {name: i for i, name in enumerate(_class_names(config.train))}
+    files = [file for file in _visible(path) if file.suffix.lower() in ENDINGS]
     labels = np.array([number.get(file.parent.name, -1) for file in files], np.int32)
     good = _check_labels(model, labels, lambda index: str(files[index]), problems)
 
@@ -136,7 +142,7 @@ def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> t
             with Image.open(file) as image:
                 if image.mode[0] in "IF":  # PIL would clip it to white
                     return f" (mode {image.mode}: expected 8 bits a channel)"
-        except (OSError, ValueError, SyntaxError) as error:  # ConfigError too is a ValueError
+        except Exception as error:  # of Pillow, which has a class for too many pixels, and of a reader of a format
             return f" ({error})"
 
     with ThreadPoolExecutor() as pool:
@@ -147,6 +153,36 @@ def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> t
     content = "".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files).encode()
     files = list(itertools.compress(files, good))
     return Split(labels[good], partial(_decode, config, files, set())), content
+
+
+def _visible(folder: str) -> list[Path]:
+    """The files in the class folders of a folder, in order."""
+    return sorted(file for file in Path(folder).glob("*/*") if file.is_file() and not _is_hidden(file, folder))
+
+
+def _is_hidden(path: Path, folder: str) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _class_names(folder: str) -> list[str]:
+    """The folders of classes. Raises ConfigError for one without an image: it would move the numbers of those behind it."""
+    names = sorted(each.name for each in Path(folder).iterdir() if each.is_dir() and not each.name.startswith("."))
+    filled = {file.parent.name for file in _visible(folder) if file.suffix.lower() in ENDINGS}
+    if filled and (empty := [name for name in names if name not in filled]):
+        kinds = " ".join(ENDINGS)
+        advice = f"expected files {kinds} in each folder of a class; remove or fill it"
+        raise ConfigError(f"data: {Path(folder) / empty[0]} has no image; {advice}")
+    return names
+
+
+def _left_out(folder: str) -> str:
+    """Says which files of a folder of images are no images: of none, empty."""
+    if not Path(folder).is_dir():
+        return ""
+    read = {file for file in _visible(folder) if file.suffix.lower() in ENDINGS}
+    files = (file for file in sorted(Path(folder).rglob("*")) if file.is_file() and not _is_hidden(file, folder))
+    others = [file for file in files if file not in read]  # of another kind, or not in the folder of a class itself
+    return f"; {len(others):,} files in {folder} left out (first {others[0]})" if others else ""
 
 
 def _check_labels(model: Any, labels: np.ndarray, place: Callable[[int], str], problems: Problems) -> np.ndarray:
@@ -167,6 +203,16 @@ def _scale(images: np.ndarray, values: tuple[float, float], indices: Any = ...) 
     return rows.astype(np.float32) * np.float32(share) + np.float32(low), np.ones(len(rows))
 
 
+def _on_white(image: Any) -> Any:
+    """The picture without transparency. Hidden pixels have any colour, often black; Pillow alone would show it."""
+    if not image.has_transparency_data:
+        return image
+    from PIL import Image
+
+    picture = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+
+
 def _decode(config: Images, files: list[Path], bad: set[Path], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(images of files, weights: 0 for a file that cannot be decoded, or ConfigError, as `bad_rows` says).
 
@@ -176,20 +222,20 @@ def _decode(config: Images, files: list[Path], bad: set[Path], indices: np.ndarr
 
     shape, mode = (*config.image, config.channels), "L" if config.channels == 1 else "RGB"
 
-    def decode(index: int) -> tuple[np.ndarray, float]:
+    def decode(file: Path) -> tuple[np.ndarray, float]:
         try:
-            with Image.open(files[index]) as image:
-                picture = image.convert(mode)
+            with Image.open(file) as image:
+                picture = _on_white(image).convert(mode)
             with contextlib.suppress(Exception):  # what a camera notes may be damaged where the picture is not
                 picture = ImageOps.exif_transpose(picture)
             return np.asarray(ImageOps.fit(picture, config.image[::-1])).reshape(shape), 1.0
-        except (OSError, ValueError, SyntaxError) as error:
-            Problems(config.bad_rows).add(str(files[index]), "not readable", f" ({error})")
-            if files[index] not in bad:
-                bad.add(files[index])
-                log.warning("data: %s: not readable (%s); skipped, with it %d files so far", files[index], error, len(bad))
+        except Exception as error:  # of Pillow and of its readers
+            Problems(config.bad_rows).add(str(file), "not readable", f" ({error})")
+            if file not in bad:
+                bad.add(file)
+                log.warning("data: %s: not readable (%s); skipped, with it %d files so far", file, error, len(bad))
             return np.zeros(shape, np.uint8), 0.0
 
     with ThreadPoolExecutor() as pool:
-        images, weights = zip(*pool.map(decode, indices.tolist()), strict=True)
+        images, weights = zip(*pool.map(decode, [files[index] for index in indices.tolist()]), strict=True)
     return _scale(np.stack(images), config.values)[0], np.array(weights)
