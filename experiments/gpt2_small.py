@@ -27,7 +27,7 @@ experiment = Experiment(
     accumulation=40,
     precision="bfloat16",
     eval_every=1000,
-    eval_batches=20,
+    eval_examples=9_600,
     checkpoints=Checkpoints(every=2000),
     sample=Sample(prompt="The meaning of life is", tokens=200),
 )

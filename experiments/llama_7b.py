@@ -28,6 +28,6 @@ experiment = Experiment(
     accumulation=4,
     precision="bfloat16",
     eval_every=1000,
-    eval_batches=20,
+    eval_examples=40_960,
     checkpoints=Checkpoints(every=1000),
 )

@@ -31,5 +31,6 @@ experiment = Experiment(
     steps=600,
     batch_size=32,
     eval_every=300,
-    eval_batches=40,
+    eval_examples=1280,
+    final_examples=1280,
 )

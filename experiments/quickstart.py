@@ -33,6 +33,7 @@ experiment = Experiment(
     batch_size=16,
     precision="bfloat16",
     eval_every=200,
-    eval_batches=40,
+    eval_examples=640,
+    final_examples=640,
     sample=Sample(prompt="def ", tokens=400),
 )

@@ -25,5 +25,6 @@ experiment = Experiment(
     steps=1000,
     batch_size=32,
     eval_every=500,
-    eval_batches=40,
+    eval_examples=1280,
+    final_examples=1280,
 )

@@ -8,7 +8,6 @@ N counts all parameters but the tables of tokens and learned positions (Kaplan e
 """
 
 import argparse
-import json
 import sys
 
 from etils import epath
@@ -82,7 +81,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"scaling: {len(ended)} of {len(trials)} runs ended well, and the law has {constants} constants")
     rows = sorted((row(trial, options.runs) for trial in ended), key=lambda row: (row["parameters"], row["tokens"]))
     path = epath.Path(options.runs) / f"scaling-{ended[0].experiment.name}.jsonl"
-    config.write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+    config.write_atomically(path, "".join(config.to_json(row) + "\n" for row in rows))
     columns = [[row[name] for row in rows] for name in ("loss", "parameters", "tokens")]
     law = scaling.fit(*columns)
     print(summary(law, scaling.intervals(law, *columns)))

@@ -35,7 +35,7 @@ from jaxformer.training.experiment import Experiment
 from jaxformer.training.initial import check_initial
 from jaxformer.training.metrics import NonFinite
 from jaxformer.training.recipe import build
-from jaxformer.training.run_folder import run_folder
+from jaxformer.training.run_folder import other_text, run_folder
 from jaxformer.training.signals import Interrupted
 
 CLOSING = {"(": ")", "[": "]", "{": "}"}
@@ -133,7 +133,7 @@ def attempt(train: Train, runs: epath.PathLike, trial: Trial, place: str) -> Tri
     print(f"sweep {place}: {words}: {folder.path}", flush=True)
     try:
         if folder.result.is_file():
-            return trial._replace(scores=config.read_json(folder.result, validation=dict)["validation"])
+            return trial._replace(scores=folder.last_scores())
         return trial._replace(scores=train(trial))
     except (NonFinite, ConfigError, RuntimeError) as error:
         if not isinstance(error, NonFinite | ConfigError | BadBatch) and not is_out_of_memory(error):
@@ -172,7 +172,7 @@ def in_processes(trials: Sequence[Trial], places: Sequence[str], runs: epath.Pat
                 raise Interrupted(running[device].returncode - 128, 0)
             if running[device].returncode:
                 raise ConfigError(last)
-            return config.read_json(run_folder(trial.experiment, runs).result, validation=dict)["validation"]
+            return run_folder(trial.experiment, runs).last_scores()
         finally:
             running.pop(device, None)
             free.put(device)
@@ -209,13 +209,16 @@ def one_device(number: int) -> dict[str, str]:
 
 def table(trials: Sequence[Trial], runs: epath.PathLike) -> str:
     """Options, final scores and folder of each trial, in Markdown."""
-    scores = {name: value for trial in trials for name, value in trial.scores.items() if name not in loop.UNRECORDED}
+    warning = other_text([run_folder(trial.experiment, runs) for trial in trials if trial.scores])
+    hidden = [name for name in loop.UNRECORDED if not (warning and name == "tokens")]
+    scores = {name: value for trial in trials for name, value in trial.scores.items() if name not in hidden}
     names = [name for name, value in scores.items() if not isinstance(value, str)]
     lines = [[*trials[0].options, *names, "run"], ["---"] * (len(trials[0].options) + len(names) + 1)]
     for trial in trials:
         found = [f"{trial.scores[name]:.4g}" if name in trial.scores else "" for name in names]
         lines.append([*trial.options.values(), *found, trial.problem or str(run_folder(trial.experiment, runs).path)])
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    rows = "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    return f"{rows}\n{warning.capitalize()}.\n" if warning else rows
 
 
 def figure(trials: Sequence[Trial], path: epath.Path) -> str:

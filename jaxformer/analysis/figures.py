@@ -19,7 +19,7 @@ from jaxformer.analysis.scaling import HOFFMANN, Law, Numbers
 from jaxformer.masks import Mask
 
 COLORS = ["#1f77b4", "#d1495b", "#2a9d5c", "#e08e0b", "#7b5ea7", "#5f6b73"]
-NOT_CURVES = {"step", "loss", "skipped", "loss_scale"}
+NOT_CURVES = {"step", "loss", "skipped", "loss_scale", "examples"}
 DARK = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#c9d1d9")
 
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from etils import epath
@@ -13,7 +12,7 @@ from jaxformer.analysis.gallery import Pictures
 from jaxformer.errors import ConfigError
 from jaxformer.training import loop
 from jaxformer.training.metrics import read_records, steps_done
-from jaxformer.training.run_folder import RunFolder
+from jaxformer.training.run_folder import RunFolder, other_text
 
 LARGE = 1e9  # parameters: a run of a larger model ends without the pictures that load it again
 
@@ -37,11 +36,12 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath
         raise ConfigError(f"report: {repeated[0]} is given {len(repeated)} times; give each run once")
     runs = {name: read_records(folder.metrics) for name, folder in zip(names, folders, strict=True)}
     results = [config.read_json(folder.result) if folder.result.is_file() else {} for folder in folders]
+    warning = other_text(folders).capitalize()
     done = map(steps_done, runs.values())
     steps = [f"{n} of {folder.description().get('steps')}" for n, folder in zip(done, folders, strict=True)]
-    parts = [page.heading("Scores on the validation split", f"After {' and '.join(steps)} training steps.")]
-    scores = [result.get("validation") or last_scores(records) for result, records in zip(results, runs.values(), strict=True)]
-    parts.append(page.table(names, scores))
+    note = f"After {' and '.join(steps)} training steps. {warning}"
+    parts = [page.heading("Scores on the validation split", note.strip())]
+    parts.append(page.table(names, [folder.last_scores() for folder in folders]))
     if len(folders) > 1:
         flat = [config.flat(folder.description()) for folder in folders]
         differing = [name for name in flat[0] if len({str(one.get(name)) for one in flat}) > 1]
@@ -75,12 +75,6 @@ def section(title: str, draws: Pictures, files: epath.Path) -> str:
             config.write_atomically(files / f"{title.lower().replace(' ', '-')}{suffix}.png", light)
             parts[name] = page.picture(title, light, dark)
     return page.heading(title, gallery.NOTES[title]) + page.side_by_side(parts) if parts else ""
-
-
-def last_scores(records: Sequence[dict]) -> dict[str, Any]:
-    """The scores of the last evaluation so far."""
-    scored = [record for record in records if "validation_loss" in record]
-    return {name.removeprefix("validation_"): value for name, value in scored[-1].items()} if scored else {}
 
 
 def last_sample(folder: RunFolder) -> epath.Path | None:

@@ -1,6 +1,5 @@
 """Commands that show experiments and presets: what they are, what they cost, whether they fit."""
 
-import json
 from dataclasses import asdict
 
 from jaxformer import config
@@ -41,7 +40,7 @@ def show(argv: list[str]) -> int:
         return 0
     shown = experiment_of(options.name, overrides, lambda _, model: model)
     model = shown.model if isinstance(shown, Experiment) else shown
-    print(json.dumps(config.describe(shown), indent=2))
+    print(config.to_json(config.describe(shown), indent=2))
     if models.is_config(model):
         print(cost.table(model))
     if isinstance(shown, Experiment):
@@ -107,7 +106,9 @@ def plan(argv: list[str]) -> int:
     if options.search:
         found = search.search(experiment, options.topology, devices)
         made = [asdict(one) | {"options": search.options(other, experiment)} for other, one in found]
-        print(json.dumps(made) if options.json else search.table(found, experiment, options.name, options.topology, overrides))
+        print(
+            config.to_json(made) if options.json else search.table(found, experiment, options.name, options.topology, overrides)
+        )
         return 0 if found and found[0][1].fits else 3
     if options.decode:
         shape = {name: getattr(options, name) for name in ("rows", "length") if getattr(options, name) is not None}
@@ -116,5 +117,5 @@ def plan(argv: list[str]) -> int:
     else:
         made = planning.plan(experiment, options.topology, devices, fast=options.fast)
         table = planning.table(made)
-    print(json.dumps(asdict(made)) if options.json else table)
+    print(config.to_json(asdict(made)) if options.json else table)
     return 0 if made.fits else 3

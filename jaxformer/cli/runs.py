@@ -21,7 +21,7 @@ def evaluate(argv: list[str]) -> int:
     from jaxformer.training import reproduction
 
     found = reproduction.replay(run) if options.replay else run.evaluate(options.int8)
-    print(json.dumps({"run": str(run.folder.path), **found}))
+    print(config.to_json({"run": str(run.folder.path), **found}))
     return 0
 
 
@@ -108,7 +108,7 @@ def run_harness(argv: list[str]) -> int:
     print(table)
     path = run.folder.path / "harness.json"
     written = {"step": run.checkpoint[0], "limit": options.limit, **results}
-    config.write_atomically(path, json.dumps(written, default=str, indent=2))
+    config.write_atomically(path, config.to_json(written, default=str, indent=2))
     print(f"all results: {path}")
     return 0
 
@@ -167,13 +167,14 @@ def runs(argv: list[str]) -> int:
 
 def _scores(folder) -> str:
     """How far a run is, and its last validation scores, in words."""
-    from jaxformer.training.metrics import read_records, steps_done
+    from jaxformer.training.metrics import UNRECORDED, read_records, steps_done
+    from jaxformer.training.run_folder import part_scored
 
-    records = read_records(folder.metrics)
-    steps = folder.description().get("steps")
-    last = next((record for record in reversed(records) if "validation_loss" in record), {})
-    scores = ", ".join(f"{name} {value:.4g}" for name, value in last.items() if name != "step")
-    return f"{steps_done(records)}/{steps} steps{', ' + scores if scores else ''}"
+    steps, last = folder.description().get("steps"), folder.last_scores()
+    numbers = {name: value for name, value in last.items() if not isinstance(value, str) and name != "step"}
+    words = [f"validation_{name} {value:.4g}" for name, value in numbers.items() if name not in UNRECORDED]
+    scored = f", {', '.join(words)} ({part_scored(last)})" if words else ""
+    return f"{steps_done(read_records(folder.metrics))}/{steps} steps{scored}"
 
 
 def compare(argv: list[str]) -> int:
@@ -186,6 +187,8 @@ def compare(argv: list[str]) -> int:
     folders = [folder_of(name, options.runs) for name in options.name]
     for folder in folders:
         print(f"{folder.path}  {_scores(folder)}")
+    if warning := run_folder.other_text(folders):
+        print(warning)
     one, other = (folder.description() for folder in folders)
     print("\n".join(run_folder.compare(one, other)) or "the same experiment")
     return 0

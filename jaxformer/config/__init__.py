@@ -16,6 +16,8 @@ from jaxformer.config.files import (
     read_json,
     read_text,
     regular_file,
+    to_json,
+    with_numbers,
     write_atomically,
 )  # fmt: skip
 from jaxformer.config.override import help_text, override

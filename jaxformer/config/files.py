@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import secrets
 import sys
@@ -178,6 +179,28 @@ def read_json(file: os.PathLike | str, advice: str = "", /, **keys: type) -> dic
             found = type(value[name]).__name__ if name in value else "nothing"
             raise ConfigError(f"{path}: expected a {kind.__name__} as {name!r}, got {found}{then}")
     return value
+
+
+# Strict JSON has no such numbers: Python writes NaN and Infinity, which other readers refuse.
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """Strict JSON, by `json.dumps` with these options: numbers that are not finite are texts, such as "NaN"."""
+    return json.dumps(_without_nan(value), allow_nan=False, **options)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {name: _without_nan(item) for name, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """Values that `to_json` wrote, with the numbers that are not finite."""
+    return {name: NOT_FINITE.get(item, item) if isinstance(item, str) else item for name, item in values.items()}
 
 
 def write_atomically(path: os.PathLike | str, text: str | bytes) -> None:

@@ -114,21 +114,22 @@ def _mixed_bits(values: np.ndarray, key: np.uint64) -> np.ndarray:
 class ValidationBatches:
     """The split once, in order, as batches [B, ...]. Rows of weight 0 fill the last batch. `rows` as in `batches`.
 
-    Weights are [B, ...], of tokens or of examples.
+    Weights are [B, ...], of tokens or of examples. `examples`: only the first so many of the split.
     """
 
-    def __init__(self, split: Any, batch_size: int, rows: np.ndarray | None = None):
+    def __init__(self, split: Any, batch_size: int, rows: np.ndarray | None = None, examples: int | None = None):
         self.split, self.batch_size = split, batch_size
+        self.examples = len(split) if examples is None else min(examples, len(split))
         self.rows = np.arange(batch_size) if rows is None else rows
 
     def __len__(self) -> int:
-        return -(-len(self.split) // self.batch_size)
+        return -(-self.examples // self.batch_size)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         indices = range(len(self))[index] * self.batch_size + self.rows
-        batch = take_rows(self.split, np.minimum(indices, len(self.split) - 1))
+        batch = take_rows(self.split, np.minimum(indices, self.examples - 1))
         weights = np.asarray(batch["weights"])
-        real = (indices < len(self.split)).reshape(-1, *(1,) * (weights.ndim - 1))
+        real = (indices < self.examples).reshape(-1, *(1,) * (weights.ndim - 1))
         return batch | {"weights": np.where(real, weights, 0).astype(np.float32)}
 
 

@@ -13,6 +13,7 @@ from jaxformer.decoding import Beams, Sampling, generate, search
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.metric import Evaluation
 
+CHECKED = 200  # references on which scores are tried before a run
 Score = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]  # (answers, references) -> scores
 
 
@@ -30,13 +31,22 @@ class Generated:
     rows: int = 32  # answers that are written at a time
     only_final: bool = True  # at the end of training; False: at every evaluation
 
-    def __call__(self, scored: Evaluation) -> dict[str, Any]:
-        questions = getattr(scored.dataset.validation, "questions", None)
+    def questions(self, dataset: Any) -> Sequence[Question]:
+        """Those that are asked. Raises ConfigError where there are none."""
+        questions = getattr(dataset.validation, "questions", None)
         if not questions:
             raise ConfigError("metrics: Generated needs a validation split with `questions`, such as that of data.pairs.Pairs")
         if self.examples is not None and self.examples < 1:
             raise ConfigError(f"metrics: Generated(examples={self.examples}): must be at least 1, or None for all questions")
-        questions = questions[: self.examples]
+        return questions[: self.examples]
+
+    def check(self, model: Any, dataset: Any) -> list[str]:
+        """The names of the scores. They are tried on some references, so a missing package or a script is refused at once."""
+        references = [question.reference for question in self.questions(dataset)[:CHECKED]]
+        return [name for score in self.scores for name in score(references, references)]
+
+    def __call__(self, scored: Evaluation) -> dict[str, Any]:
+        questions = self.questions(scored.dataset)
         tokenizer = scored.dataset.tokenizer
         found = answers(
             scored.model, scored.params, questions, tokenizer, self.max_tokens, self.how, rows=self.rows,

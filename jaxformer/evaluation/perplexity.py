@@ -24,23 +24,33 @@ from jaxformer.training.objectives import TokenCrossEntropy
 def perplexity(score: Callable[[Any, dict, Any], LossSums], params: Any, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
     """exp of the mean loss over every weighted token of `batches`.
 
-    `score(params, batch, number of the batch) -> LossSums` should be jitted; sums stay on the device until the last batch
-    is in. Returns loss (nats a token), perplexity, bits (a token), what else is scored, and tokens. Raises ConfigError
-    where no token has weight.
+    `score(params, batch, number of the batch) -> LossSums` should be jitted. Its sums are added in float64, because a sum of
+    10^8 tokens is not exact in float32. Returns loss (nats a token), perplexity, bits (a token), what else is scored, and
+    tokens. Raises ConfigError where no token has weight.
     """
-    sums = None
+    sums, waiting = None, None
     for number, batch in enumerate(batches):
         # a batch on other processes' devices cannot be put
         there = all(isinstance(leaf, jax.Array) for leaf in batch.values())
         part = block_if_simulated(score(params, batch if there else jax.device_put(batch), np.int32(number)))
-        sums = part if sums is None else jax.tree.map(jnp.add, sums, part)
+        # the sums of one batch are fetched while the device computes the next one
+        sums, waiting = _add(sums, waiting), part
+    sums = _add(sums, waiting)
     if sums is None or float(sums.weight) == 0:
         raise ConfigError("perplexity: no token to score; the validation split is empty, or shorter than the model's context")
     loss = float(sums.loss) / float(sums.weight)
-    mean = lambda total, weight: np.asarray(total, np.float64) / np.maximum(np.asarray(weight, np.float64), 1e-30)
+    mean = lambda total, weight: total / np.maximum(weight, 1e-30)
     metrics = numbers({name: mean(*pair) for name, pair in sums.metrics.items()})
     scores = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits": loss / math.log(2)}
     return scores | metrics | {"tokens": float(sums.weight)}
+
+
+def _add(sums: LossSums | None, part: LossSums | None) -> LossSums | None:
+    """The sum of both in float64, on the host."""
+    if part is None:
+        return sums
+    part = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), jax.device_get(part))
+    return part if sums is None else jax.tree.map(np.add, sums, part)
 
 
 @dataclass(frozen=True)
@@ -49,22 +59,29 @@ class StridedPerplexity:
 
     Window i reads T = context_length tokens from i * stride on. It scores the labels that no window before it has scored:
     its last `stride`, each with at least T - stride tokens before it (sliding windows, Baevski & Auli 2019). Every label is
-    scored once. bits_per_byte = nats / (ln 2 x UTF-8 bytes of the scored text). It costs T / stride times the plain
+    scored once. bits_per_byte = nats / (ln 2 x UTF-8 bytes of the scored text); it is a text that says why where the
+    tokenizer changes a text before it is encoded, so that its bytes are not known. It costs T / stride times the plain
     perplexity and equals it at stride = T. Raises ConfigError for data without a text and a model that sees later tokens.
     """
 
     stride: int  # tokens that a window scores, at most context_length
     only_final: bool = True  # at the end of training, not at each evaluation
 
-    def __call__(self, evaluation: Evaluation) -> dict[str, float]:
-        tokens, tokenizer = getattr(evaluation.dataset.validation, "tokens", None), evaluation.dataset.tokenizer
-        if tokens is None or tokenizer is None:
+    def check(self, model: Any, dataset: Any) -> list[str]:
+        """The names of the scores. Raises ConfigError where there are none."""
+        if getattr(dataset.validation, "tokens", None) is None or dataset.tokenizer is None:
             raise ConfigError("StridedPerplexity: the data have no text; it needs a split with `tokens`, and a tokenizer")
-        length = sources.context_length(evaluation.model)
+        length = sources.context_length(model)
         if not 1 <= self.stride <= length:
             raise ConfigError(f"StridedPerplexity: stride={self.stride} must be from 1 to context_length={length}")
-        if isinstance(evaluation.model, models.ModelConfig) and heads.sees_later_tokens(evaluation.model, everywhere=True):
+        if isinstance(model, models.ModelConfig) and heads.sees_later_tokens(model, everywhere=True):
             raise ConfigError("StridedPerplexity: the model sees later tokens, so it does not predict the next one")
+        return ["strided_perplexity", "bits_per_byte"]
+
+    def __call__(self, evaluation: Evaluation) -> dict[str, Any]:
+        self.check(evaluation.model, evaluation.dataset)
+        tokens, tokenizer = evaluation.dataset.validation.tokens, evaluation.dataset.tokenizer
+        length = sources.context_length(evaluation.model)
         objective, dtype = TokenCrossEntropy(), jnp.dtype(evaluation.precision)
 
         @jax.jit
@@ -74,8 +91,11 @@ class StridedPerplexity:
         like = next(evaluation.batches())["weights"]
         put = partial(jax.device_put, device=like.sharding)
         scores = perplexity(score, evaluation.params, map(put, strided_batches(tokens, length, self.stride, len(like))))
-        bits = scores["bits"] * scores["tokens"] / max(count_bytes(tokens[1:], tokenizer), 1)
-        return {"strided_perplexity": scores["perplexity"], "bits_per_byte": bits}
+        found = {"strided_perplexity": scores["perplexity"]}
+        if pair := equal_texts(tokenizer):
+            return found | {"bits_per_byte": f"unknown: the tokenizer takes {pair[0]!r} and {pair[1]!r} for the same text"}
+        count = count_bytes(tokens, tokenizer) - count_bytes(tokens[:1], tokenizer)  # nobody predicts the first token
+        return found | {"bits_per_byte": scores["bits"] * scores["tokens"] / max(count, 1)}
 
 
 def strided_batches(tokens: np.ndarray, length: int, stride: int, rows: int) -> Iterator[dict[str, np.ndarray]]:
@@ -89,8 +109,25 @@ def strided_batches(tokens: np.ndarray, length: int, stride: int, rows: int) -> 
         yield batch | {"weights": np.where(again, np.float32(0), batch["weights"])}
 
 
+PAIRS = ("A a", "a a"), ("a  a", "a a"), ("a\na", "a a"), ("é", "e"), ("ﬁ", "fi")
+
+
+def equal_texts(tokenizer: Any) -> tuple[str, str] | None:
+    """Two texts of which a package's tokenizer makes the same tokens, so it forgets their bytes; None: there are none."""
+    if not isinstance(tokenizer, tokenizers.BPE):
+        return None
+    unknown = tokenizer.encode("\U0001f0a1")
+    same = lambda one, other: tokenizer.encode(one) == tokenizer.encode(other) != unknown
+    return next((pair for pair in PAIRS if same(*pair)), None)
+
+
 def count_bytes(tokens: np.ndarray, tokenizer: Any) -> int:
-    """UTF-8 bytes of the text of these tokens; what ends a document is no text."""
-    text = tokens[tokens != getattr(tokenizer, "end_of_text", None)]
-    # bytes need not be UTF-8
-    return len(text) if isinstance(tokenizer, tokenizers.Bytes) else len(tokenizer.decode(text).encode())
+    """UTF-8 bytes of the text of these tokens; what ends a document is no text.
+
+    Each document is decoded alone: tokenizers that put a space before a text take it away from its beginning.
+    """
+    end = getattr(tokenizer, "end_of_text", None)
+    if isinstance(tokenizer, tokenizers.Bytes):  # they need not be UTF-8
+        return int((tokens != end).sum())
+    documents = np.split(tokens, np.flatnonzero(tokens == end))
+    return sum(len(tokenizer.decode(document[document != end]).encode()) for document in documents)

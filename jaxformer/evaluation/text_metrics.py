@@ -6,6 +6,7 @@ the two differ in number, and where the package that computes the score is missi
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -13,16 +14,45 @@ from typing import Any
 from jaxformer.errors import ConfigError, package_of
 
 Scores = dict[str, float | str]
+# Scripts without spaces between words, as ranges of a regular expression.
+HAN = "\u3005-\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+KANA = "\u3041-\u30ff\u31f0-\u31ff\uff66-\uff9f"
+SOUTH_EAST = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
+SPACELESS = HAN + KANA + SOUTH_EAST
+ENGLISH = ("a", "an", "the")  # articles
 
 
-def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
-    """Corpus BLEU and its signature, by sacrebleu (Post 2018): case-sensitive, tokenizer 13a."""
+def bleu(hypotheses: Sequence[str], references: Sequence[str], tokenize: str | None = None) -> Scores:
+    """Corpus BLEU and its signature, by sacrebleu (Post 2018), case-sensitive.
+
+    `tokenize` is one of sacrebleu's tokenizers. None is 13a, and zh where most letters of the references are
+    Chinese: 13a takes a whole sentence of these as one word. References in another script without spaces raise
+    ConfigError, because no tokenizer is at hand for all of them. In an experiment: `partial(bleu, tokenize="char")`.
+    """
     _check(hypotheses, references)
     with package_of("metrics"):
         from sacrebleu.metrics import BLEU
-    metric = BLEU(tokenize="13a", lowercase=False)
+    chosen = bleu_tokenizer(references) if tokenize is None else tokenize
+    try:
+        metric = BLEU(tokenize=chosen, lowercase=False)
+    except (KeyError, ValueError, RuntimeError, ImportError) as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"bleu: tokenize={chosen!r}: {problem}; tokenize='char' is always there") from None
     score = metric.corpus_score(hypotheses, [references]).score
     return {"bleu": score, "bleu_signature": str(metric.get_signature())}  # the signature is complete after scoring
+
+
+def bleu_tokenizer(references: Sequence[str]) -> str:
+    """The name of sacrebleu's tokenizer for these references. Raises ConfigError where none can be chosen."""
+    text = "".join(references)
+    letters = sum(map(str.isalpha, text))
+    spaceless = [letter for letter in re.findall(f"[{SPACELESS}]", text) if letter.isalpha()]
+    if 2 * len(spaceless) <= letters:
+        return "13a"
+    if all(re.match(f"[{HAN}]", letter) for letter in spaceless):
+        return "zh"
+    options = "'char' (characters), 'ja-mecab' (Japanese words) or another of sacrebleu"
+    raise ConfigError(f"bleu: the references are in a script without spaces; give tokenize={options}")
 
 
 def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
@@ -38,34 +68,87 @@ def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
 def rouge(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
     """ROUGE-1, -2, -L, -Lsum (Lin 2004) by rouge-score, words stemmed: 100 x the mean F-measure over texts.
 
-    ROUGE-Lsum takes each line as a sentence.
+    The words are those of `unicode_words`; of ASCII text they are the package's own, and so are the scores. ROUGE-Lsum
+    takes each line as a sentence.
     """
     _check(hypotheses, references)
     with package_of("metrics"):
         from importlib.metadata import version
 
         from rouge_score.rouge_scorer import RougeScorer
+        from rouge_score.tokenizers import DefaultTokenizer
     names = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
-    scorer = RougeScorer(names, use_stemmer=True)
+    scorer = RougeScorer(names, tokenizer=StemmedWords(DefaultTokenizer(use_stemmer=True)))
     found = [scorer.score(reference, text) for text, reference in zip(hypotheses, references, strict=True)]
     means = {name: _percent([scores[name].fmeasure for scores in found]) for name in names}
-    return means | {"rouge_signature": f"stemmer:porter|sentences:lines|version:{version('rouge-score')}"}
+    made = f"tokenizer:unicode|stemmer:porter|sentences:lines|version:{version('rouge-score')}"
+    return means | {"rouge_signature": made}
 
 
-def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
-    """The share of texts that equal their reference, both normalised as SQuAD does (Rajpurkar et al. 2016, section 6.1)."""
-    _check(hypotheses, references)
-    pairs = zip(hypotheses, references, strict=True)
-    return {"exact_match": _percent([_words(text) == _words(reference) for text, reference in pairs])}
+class StemmedWords:
+    """A tokenizer for rouge-score: `unicode_words`, those of ASCII letters stemmed by the package's own one."""
+
+    def __init__(self, stemmer: Any):
+        self.stemmer = stemmer
+
+    def tokenize(self, text: str) -> list[str]:
+        words = unicode_words(text)
+        return [stem for word in words for stem in (self.stemmer.tokenize(word) if word.isascii() else [word])]
 
 
-def token_f1(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
-    """The mean F1 of the bags of words of text and reference, both normalised (Rajpurkar et al. 2016, section 6.1).
+def unicode_words(text: str) -> list[str]:
+    """The words of a text in any script, in lower case.
 
-    Of two texts of which one has no word, F1 is 1 if both have none, else 0 (SQuAD 2.0).
+    A word is a run of letters, their marks, and digits. Where a script has no spaces between words, each letter with
+    its marks is one. A symbol that is not ASCII, such as an emoji, is a word. Two ways to write an accent are one.
+    """
+    words: list[str] = []
+    open_word, alone = False, False  # whether the last word goes on, and whether marks alone may join it
+    for letter in unicodedata.normalize("NFC", text.lower()):
+        category = unicodedata.category(letter)
+        single = (category == "So" and not letter.isascii()) or (category[0] in "LN" and re.match(f"[{SPACELESS}]", letter))
+        if category == "Cf":  # invisible: joiners, soft hyphens, directions
+            continue
+        if category[0] == "M" and words and (open_word or alone):
+            words[-1] += letter
+        elif single:
+            words.append(letter)
+            open_word, alone = False, True
+        elif category[0] in "LMN":
+            words += [] if open_word else [""]
+            words[-1] += letter
+            open_word, alone = True, False
+        else:
+            open_word, alone = False, False
+    return words
+
+
+def exact_match(hypotheses: Sequence[str], references: Sequence[str], articles: Sequence[str] = ENGLISH) -> Scores:
+    """The share of texts that equal their reference, both normalised as SQuAD does (Rajpurkar et al. 2016, section 6.1).
+
+    The `articles` do not count. They are English ones: elsewhere "a" may be a verb, so give those of the language, or ().
     """
     _check(hypotheses, references)
-    return {"token_f1": _percent([_f1(*map(_words, pair)) for pair in zip(hypotheses, references, strict=True)])}
+    pairs = zip(hypotheses, references, strict=True)
+    equal = [_words(text, articles) == _words(reference, articles) for text, reference in pairs]
+    return {"exact_match": _percent(equal)}
+
+
+def token_f1(hypotheses: Sequence[str], references: Sequence[str], articles: Sequence[str] = ENGLISH) -> Scores:
+    """The mean F1 of the bags of words of text and reference, both normalised (Rajpurkar et al. 2016, section 6.1).
+
+    Where a script has no spaces between words, each character is one, as in MLQA (Lewis et al. 2020). Of two texts of
+    which one has no word, F1 is 1 if both have none, else 0 (SQuAD 2.0).
+    """
+    _check(hypotheses, references)
+    pairs = zip(hypotheses, references, strict=True)
+    scores = [_f1(_pieces(text, articles), _pieces(reference, articles)) for text, reference in pairs]
+    return {"token_f1": _percent(scores)}
+
+
+def _pieces(text: str, articles: Sequence[str]) -> list[str]:
+    """The normalised words, cut into characters where a script has no spaces."""
+    return [piece for word in _words(text, articles) for piece in re.findall(f"[{SPACELESS}]|[^{SPACELESS}]+", word)]
 
 
 def _f1(text: list[str], reference: list[str]) -> float:
@@ -74,10 +157,11 @@ def _f1(text: list[str], reference: list[str]) -> float:
     return 2 * (Counter(text) & Counter(reference)).total() / (len(text) + len(reference))
 
 
-def _words(text: str) -> list[str]:
-    """The words in lower case, without punctuation and articles."""
-    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+def _words(text: str, articles: Sequence[str]) -> list[str]:
+    """The words in lower case, without punctuation and articles; an accent may be written in either way."""
+    text = unicodedata.normalize("NFC", text).lower()
+    text = "".join(letter for letter in text if letter not in string.punctuation)
+    return re.sub(rf"\b({'|'.join(map(re.escape, articles))})\b", " ", text).split() if articles else text.split()
 
 
 def _percent(values: Sequence[Any]) -> float:
@@ -85,5 +169,7 @@ def _percent(values: Sequence[Any]) -> float:
 
 
 def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:
+    if isinstance(hypotheses, str) or isinstance(references, str):
+        raise ConfigError("a text alone would be scored letter by letter; give lists: bleu([text], [reference])")
     if len(hypotheses) != len(references) or not hypotheses:
         raise ConfigError(f"{len(hypotheses)} texts and {len(references)} references: expected as many of both, and some")

@@ -39,6 +39,7 @@ from jaxformer.training.manifest import CheckpointError, Damaged, fingerprints, 
 
 Folder = os.PathLike | str
 Log = Callable[[str], None]
+HERE = "metrics of this manager"  # what a metric without a name is of; on the disk it has none
 # Reading can fail with these although the files are good. Such a step is refused, not renamed.
 NOT_DAMAGE = (
     "Permission denied", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED",
@@ -56,41 +57,65 @@ class LatestAndBest:
     """Orbax's preservation policy: the newest step, the last `latest` multiples of `every`, and the `best` of lowest metric.
 
     A step between two multiples is deleted when a newer one exists, so the kept steps do not depend on when a run was stopped.
-    NaN ranks last. Orbax's own BestN has no rule for NaN, and opens no folder in which one step's metric is damaged.
+    NaN ranks last. Metrics of different scores are not compared: the best of each score are kept. Orbax's own BestN has
+    no rule for NaN, and opens no folder in which one step's metric is damaged.
     """
 
-    def __init__(self, folder: epath.Path, every: int, latest: int, best: int):
-        self.folder, self.every, self.latest, self.best = folder, every, latest, best
-        self.metrics: dict[int, float | None] = {}
+    def __init__(self, folder: epath.Path, every: int, latest: int, best: int, score: str = HERE):
+        self.folder, self.every, self.latest, self.best, self.score = folder, every, latest, best, score
+        self.metrics: dict[int, tuple[str | None, float | None]] = {}  # step -> (what it is a metric of, metric)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]
         regular = [step for step in sorted(steps) if step % self.every == 0]
-        keep, ranked = {*regular[-self.latest :], max(steps, default=0)}, []
-        for step in steps if self.best else []:
+        ranks, damaged = self.ranks(steps if self.best else [])
+        keep = {*regular[-self.latest :], max(steps, default=0), *damaged}  # `restore` judges the damaged ones
+        for ranked in ranks.values():
+            keep.update(step for _, step in ranked[: self.best])
+        return [step in keep for step in steps]
+
+    def ranks(self, steps: Sequence[int]) -> tuple[dict[str | None, list[tuple[float, int]]], list[int]]:
+        """((metric, step) of the steps, the best first, by score; the steps whose manifest is damaged)."""
+        ranks: dict[str | None, list[tuple[float, int]]] = {}
+        damaged = []
+        for step in steps:
             try:
                 if step not in self.metrics:
-                    self.metrics[step] = _manifest(self.folder / str(step))["metric"]
-                if (metric := self.metrics[step]) is not None:
-                    ranked.append((math.inf if math.isnan(metric) else metric, step))
+                    contents = _manifest(self.folder / str(step))
+                    self.metrics[step] = contents["score"], contents["metric"]
             except Damaged:
-                keep.add(step)  # for `restore` to judge
-        keep.update(step for _, step in sorted(ranked)[: self.best])
-        return [step in keep for step in steps]
+                damaged.append(step)
+                continue
+            score, metric = self.metrics[step]
+            if metric is not None:
+                ranks.setdefault(score, []).append((math.inf if math.isnan(metric) else metric, step))
+        return {score: sorted(ranked) for score, ranked in ranks.items()}, damaged
+
+    def is_among_best(self, metric: float, steps: Sequence[int]) -> bool:
+        """Whether a step of this metric would be kept as one of the `best` beside these steps. NaN never is."""
+        if not self.best or math.isnan(metric):
+            return False
+        ranked = self.ranks(steps)[0].get(self.score, [])
+        return len(ranked) < self.best or metric < ranked[self.best - 1][0]
 
 
 class Manager(AbstractContextManager):
     """The checkpoints in `folder`, for the one trainer that writes them. A context manager; not thread-safe.
 
-    Keeps the newest step, the `keep_latest` last multiples of `every` and the `keep_best` of lowest metric. `log` gets one
-    line for each problem that was dealt with, from any thread. Raises ConfigError if the folder cannot be written or another
-    manager has it open.
+    Keeps the newest step, the `keep_latest` last multiples of `every` and the `keep_best` of lowest metric. `score` names
+    what the metric is of: metrics of another score are not compared with it, nor, without a name, those of another manager.
+    `log` gets one line for each problem that was dealt with, from any thread. Raises ConfigError if the folder cannot be
+    written or another manager has it open.
     """
 
-    def __init__(self, folder: Folder, every: int = 1, keep_latest: int = 3, keep_best: int = 1, log: Log = _warn):
+    def __init__(
+        self, folder: Folder, every: int = 1, keep_latest: int = 3, keep_best: int = 1, log: Log = _warn,
+        score: str | None = None,
+    ):  # fmt: skip
         self.folder = resolve(folder)
         self.log = log if is_first() else lambda line: None
-        self._policy = LatestAndBest(self.folder, every, keep_latest, keep_best)
+        self._score = score
+        self._policy = LatestAndBest(self.folder, every, keep_latest, keep_best, score or HERE)
         self._saving: threading.Thread | None = None
         self._problem: str | None = None  # why the last save failed
         self._lock: IO[str] | None = None
@@ -125,6 +150,11 @@ class Manager(AbstractContextManager):
         """The steps on disk, in order."""
         return steps(self.folder)
 
+    def is_among_best(self, metric: float) -> bool:
+        """Whether a save with this metric would now be kept as one of the best."""
+        self.wait()
+        return first(lambda: self._policy.is_among_best(metric, self.steps()))
+
     def save(self, step: int, state: Tree, metadata: dict | None = None, metric: float | None = None, wait: bool = False):
         """Starts to save; when this returns the state may be donated. Waits for a save still running, never skips one.
 
@@ -137,11 +167,13 @@ class Manager(AbstractContextManager):
             gone = f"{self.folder}.lock was removed while this run held it, so another trainer may have started"
             raise ConfigError(f"{gone}; this one stops at step {step} without saving")
         self._problem = None
-        self._policy.metrics[step] = metric = None if metric is None else float(metric)
+        metric = None if metric is None else float(metric)
+        self._policy.metrics[step] = self._policy.score, metric
         leaves = dict(manifest.named_leaves(state))
         leaves = {name: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf) for name, leaf in leaves.items()}
         memory.give_back()
-        sealed = manifest.seal(step, metric, metadata, leaves)  # an error in the computation of the state appears here
+        # an error in the computation of the state appears here
+        sealed = manifest.seal(step, metric, metadata, leaves, self._score)
         data = {name: key_data(leaf) for name, leaf in leaves.items() if leaf.size}
         size = sum(leaf.nbytes for leaf in data.values())
         # where arrays lie in the host's memory, a copy of all would double it

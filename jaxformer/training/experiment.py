@@ -35,7 +35,9 @@ class Checkpoints:
     every: int = 500  # steps
     keep_latest: int = 2  # how many of the newest, of those at multiples
     keep_best: int = 1  # how many of the best
-    best: str = "loss"  # the score that ranks them, lowest first; "-NAME", such as "-bleu": highest first
+    # the score that ranks them, lowest first; "-NAME", such as "-bleu": highest first. An evaluation that finds one of
+    # the best saves it, also between two multiples
+    best: str = "loss"
 
     def __post_init__(self):
         _check_least(self, "checkpoints.", {"every": 1, "keep_latest": 1, "keep_best": 0})
@@ -100,7 +102,11 @@ class Experiment:
     mesh: Mesh = execution(Mesh(data=1))  # devices; one by default
     log_every: int = execution(10)  # steps between two lines of metrics.jsonl
     eval_every: int = execution(500)  # steps between two evaluations
-    eval_batches: int | None = execution(None)  # batches an evaluation; None: the whole validation split
+    # examples that an evaluation scores, the first of the validation split; None: all of them
+    eval_examples: int | None = execution(None)
+    final_examples: int | None = execution(None)  # the same, of the evaluation at the end
+    # older: eval_examples=eval_batches * batch_size, so runs of another batch size are scored on other text
+    eval_batches: int | None = execution(None)
     checkpoints: Checkpoints = execution(Checkpoints())  # when to save, and what to keep
     sample: Sample = execution(Sample())  # text to continue at the end
     profile: bool = execution(False)  # traces steps 10 to 15 into the run's folder; of a bucket, into a temporary one here
@@ -110,7 +116,8 @@ class Experiment:
 
     def __post_init__(self):
         counts = dict.fromkeys(("steps", "batch_size", "accumulation", "log_every", "eval_every", "max_skipped"), 1)
-        _check_least(self, "", counts | {"seed": 0} | ({} if self.eval_batches is None else {"eval_batches": 1}))
+        limits = [name for name in ("eval_examples", "final_examples", "eval_batches") if getattr(self, name) is not None]
+        _check_least(self, "", counts | {"seed": 0} | dict.fromkeys(limits, 1))
         for name in ("optimizer", "schedule", "objective"):
             if not callable(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected a function; see Experiment.{name}")

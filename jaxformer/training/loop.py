@@ -1,7 +1,7 @@
 """The run: from an experiment to a trained model, through kills, bad data and bad numbers."""
 
 import contextlib
-import json
+import hashlib
 import logging
 import shlex
 import tempfile
@@ -24,9 +24,17 @@ from jaxformer.training import checkpoint, compilation_cache, memory, optimizers
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.goodput import Goodput
 from jaxformer.training.initial import check_initial
-from jaxformer.training.metrics import Console, NonFinite, Record, Reporter, open_loggers
+from jaxformer.training.metrics import UNRECORDED, Console, NonFinite, Record, Reporter, open_loggers
 from jaxformer.training.recipe import Recipe, build, row_lengths, trained_weights
-from jaxformer.training.run import ask, check_data, evaluator, on_devices, sample_text, writes_text
+from jaxformer.training.run import (
+    ask,
+    check_data,
+    evaluator,
+    examples_scored,
+    on_devices,
+    sample_text,
+    writes_text,
+)  # fmt: skip
 from jaxformer.training.run_folder import RunFolder, compare, describe, introduce, run_folder
 from jaxformer.training.signals import Interrupted, Signals
 from jaxformer.training.start import first_params
@@ -47,6 +55,7 @@ class Job:
     eval_every: int
     save_every: int
     best: str  # the score that ranks checkpoints
+    examples: tuple[int, int, int]  # scored by an evaluation, and by the last one; of the whole validation split
     max_skipped: int
     metadata: dict[str, Any]  # of every checkpoint
     batches: Callable[[int], dict[str, Any]]  # step -> this process's rows
@@ -101,10 +110,12 @@ def train(
         ask(experiment, experiment.sample, dataset.tokenizer)
     if dataset.digest != processes.first(lambda: dataset.digest):
         raise ConfigError("the data here are not those of process 0; give every host the same files")
+    known = check_scores(experiment, recipe, dataset)
     lines = processes.first(lambda: [] if folder.config.is_file() else introduce(experiment, runs))
     with contextlib.ExitStack() as stack:
         saves = experiment.checkpoints
-        manager = checkpoint.Manager(folder.checkpoints, saves.every, saves.keep_latest, saves.keep_best)
+        kept = dict(every=saves.every, keep_latest=saves.keep_latest, keep_best=saves.keep_best)
+        manager = checkpoint.Manager(folder.checkpoints, score=score_name(experiment, dataset), **kept)
         stack.enter_context(manager)  # holds the run's lock
         compilation_cache.enable(runs)
         record = Record(folder.metrics if processes.is_first() else None)
@@ -130,6 +141,8 @@ def train(
         watchdog = stack.enter_context(processes.Watchdog(processes.step_limit()))
         goodput = Goodput(folder.goodput if processes.is_first() else None, began)
         if start < job.steps:
+            if not known and not was_scored(record.lines, saves.best):
+                try_best(experiment, recipe, dataset, mesh, state)
             state, scores = loop(job, manager, state, start, record, console, watchdog, goodput)
             console.say(goodput.summary())
         else:
@@ -166,6 +179,76 @@ def open_data(experiment: Experiment):
     if size is not None and least is not None and least > size:
         raise ConfigError(f"model.vocab_size={size} is too small: the data have {least} tokens; set it to {least}")
     return dataset
+
+
+def check_scores(experiment: Experiment, recipe: Recipe, dataset) -> bool:
+    """Whether an evaluation is known to make the score that ranks checkpoints, before any step.
+
+    False where a metric of the user's may make it: no name is known before it is called. Raises ConfigError for a score that
+    nothing makes, or the end alone, and for what the metrics would refuse at the end.
+    """
+    early: list[str] = []  # what the metrics of every evaluation make
+    late: list[Any] = []
+    is_known = True
+    for metric in experiment.metrics:
+        names = metric.check(experiment.model, dataset) if hasattr(metric, "check") else None
+        if getattr(metric, "only_final", False):
+            late.append(metric)
+        elif names is None:
+            is_known = False
+        else:
+            early += names
+    best = experiment.checkpoints.best.removeprefix("-")
+    if best in ("loss", "perplexity", "bits", "tokens"):
+        return True
+    batch = batching.ValidationBatches(dataset.validation, experiment.batch_size)[0]
+    sums = jax.eval_shape(recipe.score, abstract_state(recipe).params, batch, jax.random.key(0))
+    found = ["loss", "perplexity", "bits", *sums.metrics, *early]
+    if best in found or best.rpartition("/")[0] in found:  # a metric with a value for each layer
+        return True
+    if not is_known:
+        return False
+    why = f"; {', '.join(map(_name, late))} scores at the end alone, unless only_final=False" if late else ""
+    problem = f"checkpoints.best={experiment.checkpoints.best!r}: an evaluation here gives {', '.join(found)}"
+    raise ConfigError(f"{problem}; name one, or one with a minus{why}")
+
+
+def _name(metric: Any) -> str:
+    return getattr(metric, "__name__", type(metric).__name__)
+
+
+def score_name(experiment: Experiment, dataset) -> str:
+    """What a checkpoint's rank is of: the score, the text, and how the metrics were made. Other ranks are not compared."""
+    count, best = len(dataset.validation), experiment.checkpoints.best
+    name = f"{best} of {examples_scored(experiment, count, whole=False)} examples"
+    if not experiment.metrics or best.removeprefix("-") == "loss":
+        return name
+    described = config.to_json(config.describe(experiment)["metrics"], sort_keys=True, default=str)
+    return f"{name}, metrics {hashlib.sha256(described.encode()).hexdigest()[:8]}"
+
+
+def was_scored(records: Sequence[dict], best: str) -> bool:
+    """Whether an evaluation of an earlier start made this score."""
+    return any(f"validation_{best.removeprefix('-')}" in record for record in records)
+
+
+def try_best(experiment: Experiment, recipe: Recipe, dataset, mesh, state: TrainState) -> None:
+    """Scores one example, which shows the names of the user's metrics. Raises ConfigError where none is `checkpoints.best`."""
+    one = replace(experiment, eval_examples=1)
+    ranked(evaluate_on(mesh, experiment, evaluator(one, recipe, dataset, mesh))(state.best), experiment.checkpoints.best)
+
+
+def evaluate_on(mesh: jax.sharding.Mesh | None, experiment: Experiment, evaluate: Callable) -> Callable:
+    """An evaluation of what the training has: under pmap, one copy, which all devices of the mesh get again."""
+    if mesh is None or experiment.mesh.backend != "pmap":
+        return evaluate
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def evaluate_copies(trained: Any, **options: bool) -> dict[str, Any]:
+        with jax.set_mesh(mesh):
+            return evaluate(jax.device_put(trained, everywhere), **options)
+
+    return evaluate_copies
 
 
 def can_sample(experiment: Experiment, dataset) -> bool:
@@ -250,7 +333,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     if kind in cost.CHIPS and models.is_config(experiment.model):
         seconds = cache(partial(seconds_at_peak, experiment, 1 if mesh is None else mesh.size, kind))
         work = lambda batch: seconds(*row_lengths(experiment, batch))
-    metadata = {"data_digest": dataset.digest, "config": config.describe(experiment)}
+    metadata, count = {"data_digest": dataset.digest, "config": config.describe(experiment)}, len(dataset.validation)
     batches = batching.batches(dataset.train, size, experiment.seed, rows).__getitem__
 
     def explain(state: TrainState, step: int) -> None:
@@ -266,9 +349,10 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     return Job(
         **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},
         save_every=experiment.checkpoints.every, best=experiment.checkpoints.best,
+        examples=(examples_scored(experiment, count, False), examples_scored(experiment, count, True), count),
         put=put, step=step, spread=spread, gather=gather,
         metadata=metadata, batches=batches, explain=harmless(explain), check=check,
-        evaluate=evaluator(experiment, recipe, dataset, None if pmapped else mesh),
+        evaluate=evaluate_on(mesh, experiment, evaluator(experiment, recipe, dataset, mesh)),
         sample=sample if can_sample(experiment, dataset) else None,
         profile=profile, work=work, refresh=refresh or (lambda: None),
     )  # fmt: skip
@@ -330,8 +414,9 @@ def loop(
             job.check(state, done)  # before anything is made of it
             rank, keep = None, partial(save, job, manager, record, done, state)
             if evaluates:
-                scores = evaluate(job, job.gather(state).best, done, record, console)
-                rank = rank_or_save(scores, job.best, keep)
+                scores, compared = evaluate(job, job.gather(state).best, done, record, console)
+                rank = rank_or_save(compared, job.best, keep)
+                saves = saves or manager.is_among_best(rank)
                 goodput.lap("evaluation")
             if saves:
                 keep(rank, wait=last or bool(stop))
@@ -369,19 +454,22 @@ def rank_or_save(scores: dict[str, Any], best: str, keep: Callable) -> float:
         raise
 
 
-def evaluate(job: Job, trained: Any, done: int, record: Record, console: Console) -> dict[str, Any]:
-    """The scores after `done` steps, recorded and printed."""
-    scores = job.evaluate(trained, final=done == job.steps)
-    numbers = {name: value for name, value in scores.items() if not isinstance(value, str)}
-    record.write(done, {f"validation_{name}": numbers[name] for name in numbers if name not in UNRECORDED})
+def evaluate(job: Job, trained: Any, done: int, record: Record, console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the scores after `done` steps, those that the record and the ranks of checkpoints take); recorded and printed.
+
+    At the end these two differ where an evaluation scores a part of the split: a record is of the same text throughout.
+    """
+    scores, (part, last, count) = job.evaluate(trained, final=done == job.steps), job.examples
+    compared = scores | job.evaluate(trained) if done == job.steps and part != last else scores
+    numbers = {name: value for name, value in compared.items() if not isinstance(value, str)}
+    recorded = {f"validation_{name}": numbers[name] for name in numbers if name not in UNRECORDED}
+    record.write(done, recorded | ({"validation_examples": part} if part < count else {}))
     others = {name: value for name, value in numbers.items() if name not in ("loss", *UNRECORDED)}
-    console.evaluation(done, {"validation_loss": scores["loss"], "perplexity": scores["perplexity"], **others})
+    said = f" ({compared['scored']})" if part < count else ""
+    console.evaluation(done, {"validation_loss": numbers["loss"], "perplexity": numbers["perplexity"], **others}, said)
     if done < job.steps:
         job.refresh()
-    return scores
-
-
-UNRECORDED = ("perplexity", "bits", "tokens")  # they follow from the loss, or never change
+    return scores, compared
 
 
 def ranked(scores: dict[str, Any], best: str) -> float:
@@ -402,7 +490,11 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     others = {name: shown(value) for name, value in scores.items() if name not in ("loss", *UNRECORDED)}
     # only the loss of text is known to be of tokens; that of classes, or of an objective of the user's, has another unit
     unit, entropy = ("", "") if baseline is None else (" nats a token", f" (unigram entropy {baseline:.4f})")
-    words = [f"validation loss {scores['loss']:.4f}{unit}", f"perplexity {scores['perplexity']:.3f}"]
+    tokens = f", {scores['tokens']:,.0f} tokens" if unit else ""
+    words = [
+        f"validation loss {scores['loss']:.4f}{unit} ({scores['scored']}{tokens})",
+        f"perplexity {scores['perplexity']:.3f}",
+    ]
     console.say(", ".join(words + [f"{name} {value}" for name, value in others.items()]) + entropy)
     text = None if job.sample is None else job.sample(state.best)
     result = Result(folder.path, job.name, parameters.count(state.params), scores, baseline, text)
@@ -411,7 +503,7 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     if text is not None:
         config.write_atomically(folder.samples / f"step-{job.steps}.txt", text)
         console.say(f"sample:\n{text}")
-    config.write_atomically(folder.result, json.dumps(asdict(result), default=str, indent=2))
+    config.write_atomically(folder.result, config.to_json(asdict(result), default=str, indent=2))
     for report in reports:
         if line := harmless(report)(result, record.lines):
             console.say(line)

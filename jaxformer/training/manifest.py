@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from etils import epath
 from jax import Array, lax
 
+from jaxformer.config import to_json
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.mesh import block_if_simulated
 from jaxformer.params import Tree
@@ -23,15 +24,17 @@ class Damaged(Exception):
     """The files of one step are bad; the message names the leaf or the file."""
 
 
-def seal(step: int, metric: float | None, metadata: dict | None, leaves: dict[str, jax.Array]) -> dict[str, str]:
-    """The manifest as JSON with its checksum. Raises TypeError if `metadata` is not JSON."""
+def seal(
+    step: int, metric: float | None, metadata: dict | None, leaves: dict[str, jax.Array], score: str | None = None
+) -> dict[str, str]:  # fmt: skip
+    """The manifest as JSON with its checksum; `score` says of what `metric` is. Raises TypeError if `metadata` is not JSON."""
     described = {}
     for (name, leaf), digits in zip(leaves.items(), fingerprints(leaves.values()), strict=True):
         described[name] = {"shape": leaf.shape, "dtype": str(leaf.dtype), "fingerprint": digits}
         if is_key(leaf):
             described[name]["key"] = str(jax.random.key_impl(leaf))
-    contents = {"step": int(step), "metric": metric, "metadata": metadata or {}, "leaves": described}
-    return _with_checksum(json.dumps(contents))
+    contents = {"step": int(step), "metric": metric, "score": score, "metadata": metadata or {}, "leaves": described}
+    return _with_checksum(to_json(contents))
 
 
 def unseal(sealed: Any, step: int) -> dict:
@@ -42,6 +45,10 @@ def unseal(sealed: Any, step: int) -> dict:
         contents = json.loads(text)
         complete = all({"shape", "dtype", "fingerprint"} <= leaf.keys() for leaf in contents["leaves"].values())
         if not complete or not {"step", "metric"} <= contents.keys() or not isinstance(contents["metadata"], dict):
+            raise ValueError(contents)
+        metric = contents["metric"]
+        contents |= {"metric": None if metric is None else float(metric), "score": contents.get("score")}
+        if not isinstance(contents["score"], str | None):
             raise ValueError(contents)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise Damaged("_CHECKPOINT_METADATA is not what a checkpoint has") from None

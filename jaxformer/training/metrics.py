@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -18,11 +19,15 @@ from etils import epath
 from jaxformer import config
 
 log = logging.getLogger("jaxformer")
+# scores that no line of the record has: they follow from the loss, or are the same at each evaluation
+UNRECORDED = ("perplexity", "bits", "tokens", "examples", "scored")
 
 
 class Record:
     """metrics.jsonl, the truth about a run, a line a record; and loggers beside it (`name`, `write(step, values)`, `close()`).
 
+    A line is strict JSON: a number that is not finite is the text "NaN", "Infinity" or "-Infinity", and `read_records` gives
+    the number again.
     A torn last line (of a killed run) is dropped on opening; of a file with damaged lines a copy is kept. Objects of a bucket
     cannot grow: there `save` writes all lines again. Without a path (not on the first process) nothing is kept. A logger that
     raises is reported once and dropped.
@@ -88,11 +93,11 @@ class Record:
     def _append(self) -> None:
         assert self.path is not None
         with self.path.open("a") as file:
-            file.write(json.dumps(self.lines[-1]) + "\n")
+            file.write(config.to_json(self.lines[-1]) + "\n")
 
     def _write_all(self) -> None:
         if self.path is not None:
-            config.write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
+            config.write_atomically(self.path, "".join(config.to_json(line) + "\n" for line in self.lines))
 
 
 def read_records(path: epath.PathLike) -> list[dict]:
@@ -111,41 +116,86 @@ def _parse(path: epath.PathLike) -> tuple[list[dict], list[int]]:
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
+            record = config.with_numbers(json.loads(line))
             if type(record["step"]) is not int or not all(isinstance(value, int | float) for value in record.values()):
                 raise ValueError(record)
             records.append(record)
-        except (ValueError, TypeError, KeyError, RecursionError):  # no UTF-8, no JSON, no object, no step, no numbers
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ):  # no UTF-8, no JSON, no object, no step, no numbers
             if number < len(lines):
                 damaged.append(number)
     return records, damaged
 
 
 def open_loggers(names: Sequence[str], folder: epath.PathLike, run_name: str, description: dict) -> list[Any]:
-    """The optional loggers by name. One that cannot start is reported and left out; the run goes on."""
+    """The optional loggers by name. One that cannot start is reported and left out; the run goes on.
+
+    The folder's metrics.jsonl, already rewound, says where the run goes on.
+    """
+    records = read_records(epath.Path(folder) / "metrics.jsonl")
     loggers: list[Any] = []
     for name in names:
         try:
-            loggers.append({"tensorboard": _tensorboard, "wandb": _wandb}[name](folder, run_name, description))
+            loggers.append({"tensorboard": _tensorboard, "wandb": _wandb}[name](folder, run_name, description, records))
         except Exception as error:
             log.warning("%s is off: %s: %s (pip install 'jaxformer[log]')", name, type(error).__name__, error)
     return loggers
 
 
-def _tensorboard(folder: epath.PathLike, run_name: str, description: dict) -> SimpleNamespace:
+def _tensorboard(folder: epath.PathLike, run_name: str, description: dict, records: Sequence[dict]) -> SimpleNamespace:
+    """Event files. A start makes TensorBoard forget what an earlier one wrote of the steps that are done again."""
     from tensorboardX import SummaryWriter
 
-    writer = SummaryWriter(os.path.join(folder, "tensorboard"), flush_secs=5)  # a killed run loses no more
-    write = lambda step, values: [writer.add_scalar(name, value, step) for name, value in values.items()]
+    place = os.path.join(folder, "tensorboard")
+    earlier = list(epath.Path(place).iterdir()) if epath.Path(place).is_dir() else []
+    done = steps_done(records)
+    writer = SummaryWriter(
+        place, flush_secs=5,  # a killed run loses no more
+        purge_step=done if earlier else None,
+        filename_suffix=f".{len(earlier)}.{os.getpid()}",  # the package's names differ by the second
+    )  # fmt: skip
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    for record in records if earlier else ():  # of this step an evaluation stays, which the mark takes away
+        if record["step"] >= done:
+            write(record["step"], {name: value for name, value in record.items() if name != "step"})
     return SimpleNamespace(name="tensorboard", write=write, close=writer.close)
 
 
-def _wandb(folder: epath.PathLike, run_name: str, description: dict) -> SimpleNamespace:
+def _wandb(folder: epath.PathLike, run_name: str, description: dict, records: Sequence[dict]) -> SimpleNamespace:
+    """A run of Weights & Biases. Its own counter never goes back, so our steps are a value of their own."""
     import wandb  # pyrefly: ignore[missing-import]
 
     place = None if "://" in str(folder) else str(folder)
-    run = wandb.init(project="jaxformer", name=run_name, id=run_name, dir=place, config=description, resume="allow")
-    return SimpleNamespace(name="wandb", write=lambda step, values: run.log(values, step=step), close=run.finish)
+    identity = _wandb_id(epath.Path(folder), run_name, records)
+    run = wandb.init(project="jaxformer", name=run_name, id=identity, dir=place, config=description, resume="allow")
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        run.log({"step": step, **values})
+
+    return SimpleNamespace(name="wandb", write=write, close=run.finish)
+
+
+def _wandb_id(folder: epath.Path, run_name: str, records: Sequence[dict]) -> str:
+    """What the service knows this folder's run by. The same experiment in another folder is another run.
+
+    Older versions had the name alone, so a run of theirs that goes on keeps it.
+    """
+    file = folder / "wandb_id.txt"
+    if not file.exists():
+        new = run_name if records else f"{run_name}-{secrets.token_hex(4)}"
+        config.write_atomically(file, new)
+    return file.read_text().strip()
 
 
 class Console:

@@ -1,15 +1,18 @@
 """An experiment taken apart, once: the pure functions and values that a training step needs."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
-from jaxformer import models, params
+from jaxformer import models, params, sharding
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, Patches
 from jaxformer.models.stacks.pipeline import Pipeline
@@ -30,7 +33,7 @@ class Recipe:
 
     spec: Tree  # of what trains, with what is frozen beside it
     loss: Loss
-    score: Loss  # without dropout, label smoothing and auxiliary losses
+    score: Loss  # without dropout, label smoothing and auxiliary losses; in micro-batches, as a step
     weights: Callable[[Tree], Tree]  # trained -> the model's parameters
     optimizer: optax.GradientTransformation
     schedule: Callable[[Any], Any]  # step -> learning rate
@@ -75,7 +78,7 @@ def build(experiment: Any) -> Recipe:
         return checked(objective(scored, weights(trained), batch, key, dtype))
 
     return Recipe(
-        spec=spec, loss=loss, score=score, weights=weights, frozen=frozen, mesh=mesh,
+        spec=spec, loss=loss, score=in_micro_batches(score, experiment.accumulation), weights=weights, frozen=frozen, mesh=mesh,
         optimizer=optimizers.build(experiment.optimizer, spec, frozen), schedule=experiment.schedule(experiment),
         **{name: getattr(experiment, name) for name in COPIED},
     )  # fmt: skip
@@ -98,6 +101,30 @@ def trained_weights(experiment: Any) -> Callable[[str], bool] | None:
     found = {names(path) for path in params.paths(spec) if not re.search(frozen, path)}
     found |= {path.removeprefix("factors/").rpartition("/")[0] for path in found if path.startswith("factors/")}
     return found.__contains__
+
+
+def in_micro_batches(score: Loss, count: int) -> Loss:
+    """The same sums in the memory of a micro-batch, as a training step has them. The key of each is another one."""
+    if count == 1:
+        return score
+
+    @sharding.auto_axes(P())
+    def scored(trained: Tree, batch: dict[str, Array], key: Array) -> LossSums:
+        parts = math.gcd(count, *(leaf.shape[0] for leaf in jax.tree.leaves(batch)))
+        if parts == 1:
+            return score(trained, batch, key)
+
+        def add(sums: LossSums, numbered: tuple[Array, dict[str, Array]]) -> tuple[LossSums, None]:
+            index, micro_batch = numbered
+            return jax.tree.map(jnp.add, sums, score(trained, micro_batch, jax.random.fold_in(key, index))), None
+
+        # each micro-batch takes every n-th example, so that each device's part of the batch stays on it
+        micro_batches = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
+        shapes = jax.eval_shape(lambda: score(trained, jax.tree.map(lambda x: x[0], micro_batches), key))
+        start = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        return jax.lax.scan(add, start, (jnp.arange(parts), micro_batches))[0]
+
+    return scored
 
 
 def row_lengths(experiment: Any, batch: dict[str, Any]) -> tuple[int, int | None]:

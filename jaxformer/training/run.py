@@ -35,7 +35,8 @@ from jaxformer.training.step import abstract_state, state_shardings
 class Run:
     """A run's experiment, and what it wrote. Parts are read on first use; `step` None is the newest checkpoint.
 
-    With `average` n, the parameters are the mean of those of this checkpoint and of the n - 1 before it.
+    With `average` n, the parameters are the mean of those of this checkpoint and of the n - 1 before it, at multiples of
+    `checkpoints.every`. An adaptation's are merged first. ConfigError where one of these was not kept.
     """
 
     folder: RunFolder
@@ -49,32 +50,40 @@ class Run:
     @cached_property
     def checkpoint(self) -> tuple[int, Any, dict]:
         """(step, the tree that trained, metadata): averaged parameters where there are any, split over the mesh."""
+        return self._mean(lambda tree: tree)
+
+    def _mean(self, of: Callable[[Any], Any]) -> tuple[int, Any, dict]:
+        """(step, the mean of what `of` makes of the tree of each checkpoint, metadata)."""
         abstract = abstract_state(self.recipe, None if self.mesh is None else state_shardings(self.recipe, self.mesh))
         part, leaves = "params" if abstract.ema is None else "ema", abstract.params
         restore = partial(checkpoint.restore_params, self.folder.checkpoints, leaves, part=part)
         step, tree, metadata = restore(self.step)
-        steps = [other for other in checkpoint.steps(self.folder.checkpoints) if other <= step]
-        if not 1 <= self.average <= len(steps):
-            number = f"{len(steps)} up to step {step}; --checkpoints.keep-latest says how many a run keeps"
-            raise ConfigError(f"{self.folder.path}: no mean of {self.average} checkpoints: there are {number}")
-        for other in steps[-self.average : -1]:
-            tree = jax.tree.map(jax.numpy.add, tree, restore(other)[1])
-        return step, jax.tree.map(lambda leaf: leaf / self.average, tree) if self.average > 1 else tree, metadata
+        if self.average == 1:
+            return step, of(tree), metadata
+        kept, total = checkpoint.steps(self.folder.checkpoints), of(tree)
+        for other in neighbours(self.folder, kept, step, self.experiment.checkpoints.every, self.average):
+            total = jax.tree.map(jax.numpy.add, total, of(restore(other)[1]))
+        return step, jax.tree.map(lambda leaf: leaf / self.average, total), metadata
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh | None:
-        """The run's mesh, with Auto axes; None for one device, and where it or the batch does not fit the devices here."""
-        config = replace(self.experiment.mesh, explicit=False)
+        """The run's mesh, with Auto axes; None for one device, and with a warning where it does not fit the devices here."""
+        config = replace(self.experiment.mesh, explicit=False, backend="jit")
         try:
-            return None if config.backend == "pmap" else parallel.run_mesh(config, self.experiment.batch_size)
+            return parallel.run_mesh(config, self.experiment.batch_size // self.experiment.accumulation)
         except ConfigError as error:
-            logging.getLogger("jaxformer").info("%s: on one device", error)
+            warning = (
+                "%s: %s: this goes on with one device, and its memory alone; --mesh.data=1 says so, or choose another mesh"
+            )
+            logging.getLogger("jaxformer").warning(warning, self.folder.path, error)
             return None
 
     @property
     def params(self) -> Any:
         """The model's parameters; of an adaptation, merged."""
         with self.on_mesh():
+            if self.average > 1 and self.experiment.adaptation is not None:  # a mean of factors is not that of products
+                return self._mean(self.recipe.weights)[1]
             return self.recipe.weights(self.checkpoint[1])
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
@@ -100,8 +109,8 @@ class Run:
         with self.on_mesh():
             scores = {"step": step, **score(self.params, final=True)}
             if int8:
-                rounded = score(jax.jit(partial(round_to_int8, recipe.spec))(self.params))
-                scores |= {f"int8_{name}": value for name, value in rounded.items()}
+                rounded = score(jax.jit(partial(round_to_int8, recipe.spec))(self.params), whole=True)
+                scores |= {f"int8_{name}": value for name, value in rounded.items() if name not in ("examples", "scored")}
             return scores
 
     def generate(self, prompt: str, seed: int = 0, **options) -> str:
@@ -239,10 +248,38 @@ def on_devices(mesh: jax.sharding.Mesh | None, rows: np.ndarray | None, size: in
     return jax.device_put(batch, None if mesh is None else sharding.batch_sharding(mesh, batch))
 
 
-def evaluator(experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sharding.Mesh | None = None) -> Callable:
-    """(trained, final=False) -> scores over the validation split, or over its first `eval_batches`; then the metrics.
+def neighbours(folder: RunFolder, kept: Sequence[int], step: int, every: int, count: int) -> list[int]:
+    """The steps whose mean with `step` is one of `count`: the multiples of `every` before it.
 
-    The random key of a batch is a function of the seed and its number, the same at every evaluation.
+    An older one would be of another time of the training. Raises ConfigError where one of them is not kept.
+    """
+    last = (step - 1) // every * every  # the multiple before `step`
+    wanted = [last - every * i for i in range(count - 1)]
+    if count < 1 or any(other < 1 or other not in kept for other in wanted):
+        needed = ", ".join(str(other) for other in [*wanted[::-1], step] if other > 0)
+        if any(other < 1 for other in wanted):
+            needed += " and more than there were"
+        problem = f"they are {every} steps apart, so it takes {needed}; kept are {', '.join(map(str, kept))}"
+        advice = "--checkpoints.keep-latest says how many a run keeps"
+        raise ConfigError(f"{folder.path}: no mean of {count} checkpoints up to step {step}: {problem}; {advice}")
+    return wanted
+
+
+def examples_scored(experiment: Experiment, count: int, whole: bool) -> int:
+    """How many of the `count` examples of a validation split an evaluation scores: the first so many."""
+    limits = [experiment.final_examples]
+    if not whole:
+        batches = experiment.eval_batches
+        limits = [experiment.eval_examples, None if batches is None else batches * experiment.batch_size]
+    return min([count, *(limit for limit in limits if limit is not None)])
+
+
+def evaluator(experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sharding.Mesh | None = None) -> Callable:
+    """(trained, final=False) -> scores over the first `eval_examples` of the validation split; then the metrics.
+
+    With `final`, of the first `final_examples`, and with the metrics of the end. `whole=True`: that text without these
+    metrics. The scores say what was scored. The random key of a batch is a function of the seed and its number, the same
+    at every evaluation.
     """
 
     @jax.jit
@@ -250,18 +287,22 @@ def evaluator(experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sh
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 2), number)
         return recipe.score(trained, batch, key)
 
-    size, limit = experiment.batch_size, experiment.eval_batches
-    rows = processes.local_rows(mesh, size)
-    validation = batching.ValidationBatches(dataset.validation, size, rows)
-    count = len(validation) if limit is None else min(limit, len(validation))
-    batches = lambda: (on_devices(mesh, rows, size, validation[i]) for i in range(count))
+    def batches(examples: int, size: int) -> Iterator[dict[str, Any]]:
+        rows = processes.local_rows(mesh, size)
+        validation = batching.ValidationBatches(dataset.validation, size, rows, examples)
+        return (on_devices(mesh, rows, size, validation[i]) for i in range(len(validation)))
 
-    def evaluate(trained: Any, final: bool = False) -> dict[str, Any]:
-        scores: dict[str, Any] = perplexity(score, trained, batches())
+    def evaluate(trained: Any, final: bool = False, whole: bool = False) -> dict[str, Any]:
+        count = len(dataset.validation)
+        examples = examples_scored(experiment, count, final or whole)
+        scores: dict[str, Any] = perplexity(score, trained, batches(examples, experiment.batch_size))
+        part = f"all {count:,} examples" if examples == count else f"the first {examples:,} of {count:,} examples"
+        scores |= {"examples": float(examples), "scored": part}
         metrics = [metric for metric in experiment.metrics if final or not getattr(metric, "only_final", False)]
         if metrics:
             model, weights = models.evaluation(experiment.model), recipe.weights(trained)
-            scored = Evaluation(model, weights, dataset, batches, experiment.precision, experiment.seed)
+            some = partial(batches, examples, experiment.batch_size // experiment.accumulation)
+            scored = Evaluation(model, weights, dataset, some, experiment.precision, experiment.seed)
             for metric in metrics:
                 scores |= scores_of(metric, scored)
         return scores

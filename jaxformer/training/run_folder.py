@@ -4,12 +4,14 @@ It keeps the experiment's file as it was (`experiment.py`), the options as typed
 (`config.json`), which is for people and tools: a run is opened again by running the copy, never from the description.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import logging
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.training import trust
 from jaxformer.training.checkpoint import resolve
 from jaxformer.training.experiment import Experiment
+from jaxformer.training.metrics import read_records
 
 log = logging.getLogger("jaxformer")
 
@@ -47,6 +50,49 @@ class RunFolder:
     def description(self) -> dict[str, Any]:
         """What `config.json` says; empty where there is none."""
         return config.read_json(self.config) if self.config.exists() else {}
+
+    def last_scores(self) -> dict[str, Any]:
+        """The scores of result.json, else those of the last evaluation that metrics.jsonl has; empty where there are none."""
+        with contextlib.suppress(ConfigError):  # no result yet, or a damaged one
+            return config.with_numbers(config.read_json(self.result, validation=dict)["validation"])
+        records = [record for record in read_records(self.metrics) if "validation_loss" in record]
+        return {name.removeprefix("validation_"): value for name, value in records[-1].items()} if records else {}
+
+
+def other_text(folders: Sequence[RunFolder]) -> str:
+    """Why the last scores of these runs cannot be compared: they are of other texts. Empty where they can."""
+    scored = [(folder.path.name, folder.last_scores(), _data_digest(folder)) for folder in folders]
+    scored = [one for one in scored if one[1]]
+    if any(not _alike(scored[0][1], scores) for _, scores, _ in scored):
+        told = "; ".join(f"{name}: {part_scored(scores)}" for name, scores, _ in scored)
+        return f"these scores are of different text, do not compare them ({told})"
+    if len({digest for *_, digest in scored if digest}) > 1:
+        told = "; ".join(f"{name}: digest {digest[:12]}" for name, _, digest in scored)
+        return f"these scores are of different data, so perhaps of different text ({told})"
+    return ""
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two runs were scored on as many tokens, or where these are not known on as many examples."""
+    if "tokens" in one and "tokens" in other:
+        return one["tokens"] == other["tokens"]
+    # a record of a run that goes on has the examples only where they are not all
+    examples = [None if str(scores.get("scored", "")).startswith("all") else scores.get("examples") for scores in (one, other)]
+    return examples[0] == examples[1]
+
+
+def part_scored(scores: dict[str, Any]) -> str:
+    """What a run's last scores are of, in words."""
+    examples, tokens = scores.get("examples"), scores.get("tokens")
+    words = scores.get("scored") or (f"the first {examples:,.0f} examples" if examples else "all examples")
+    return f"{words}, {tokens:,.0f} tokens" if tokens else words
+
+
+def _data_digest(folder: RunFolder) -> str:
+    try:
+        return str(config.read_json(folder.environment).get("data_digest", ""))
+    except ConfigError:
+        return ""
 
 
 def run_folder(experiment: Experiment, runs: epath.PathLike) -> RunFolder:

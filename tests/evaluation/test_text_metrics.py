@@ -38,9 +38,11 @@ def test_bleu_and_chrf_are_sacrebleus(seed):
 def test_rouge_is_rouge_scores(seed):
     from rouge_score.rouge_scorer import RougeScorer
 
-    hypotheses, references = texts(seed)
+    # of other letters the package makes spaces
+    ascii_only = lambda some: [text.replace("ß", "ss").replace("ï", "i") for text in some]
+    hypotheses, references = map(ascii_only, texts(seed))
     scores = text_metrics.rouge(hypotheses, references)
-    assert scores.pop("rouge_signature").startswith("stemmer:porter|sentences:lines|version:")
+    assert scores.pop("rouge_signature").startswith("tokenizer:unicode|stemmer:porter|sentences:lines|version:")
     for name, value in scores.items():
         scorer = RougeScorer([name], use_stemmer=True)
         values = [scorer.score(target=r, prediction=h)[name].fmeasure for h, r in zip(hypotheses, references, strict=True)]

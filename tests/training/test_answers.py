@@ -94,7 +94,7 @@ def test_the_mean_of_checkpoints_is_the_mean_of_their_parameters(source, tmp_pat
     mean = open_run(folder, average=2).params
     parts = [open_run(folder, step).params for step in (20, 30)]
     jax.tree.map(lambda a, *others: np.testing.assert_allclose(a, np.mean(others, axis=0), rtol=1e-6, atol=1e-7), mean, *parts)
-    with pytest.raises(ConfigError, match="there are 3 up to step 30"):
+    with pytest.raises(ConfigError, match="it takes 10, 20, 30 and more than there were; kept are 10, 20, 30"):
         _ = open_run(folder, average=4).params
 
 

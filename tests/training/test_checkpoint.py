@@ -285,7 +285,7 @@ def test_keeps_the_latest_and_the_best(tmp_path, seed):
     draw = lambda: rng.choice([None, math.nan, math.inf, rng.random(), rng.random(), rng.random()])
     history = [(10 * i, draw()) for i in range(7)]
     for part in (history[:4], history[4:]):  # the second manager has to read the metrics from disk
-        with Manager(tmp_path, every, keep_latest=latest, keep_best=best) as manager:
+        with Manager(tmp_path, every, keep_latest=latest, keep_best=best, score="loss") as manager:
             for step, metric in part:
                 manager.save(step, {"a": jnp.float32(step)}, metric=metric)
     assert set(checkpoint.steps(tmp_path)) == expected_kept(history, every, latest, best)

@@ -51,12 +51,24 @@ def test_a_run_traces_its_step_once(tmp_path, monkeypatch):
     assert loop.train(TINY, tmp_path).validation["loss"] > 0
 
 
+class Moody:
+    """A metric that makes its score once, when it is tried, and never again."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, evaluation):
+        self.calls += 1
+        return {"mood": 1.0} if self.calls == 1 else {}
+
+
 @pytest.mark.thorough
 def test_a_score_that_there_is_not_costs_no_step(tmp_path):
     """The step that could not be ranked is saved: corrected, the run ends as one without the mistake."""
     good = replace(TINY, checkpoints=Checkpoints(every=100))
-    with pytest.raises(ConfigError, match=r"checkpoints\.best='none'"):
-        loop.train(replace(good, checkpoints=Checkpoints(every=100, best="none")), tmp_path / "a")
+    bad = replace(good, metrics=(Moody(),), checkpoints=Checkpoints(every=100, best="mood"))
+    with pytest.raises(ConfigError, match=r"checkpoints\.best='mood'"):
+        loop.train(bad, tmp_path / "a")
     (folder,) = (tmp_path / "a").glob("tiny-*")
     assert checkpoint.steps(folder / "checkpoints") == [2]
     found, expected = loop.train(good, tmp_path / "a"), loop.train(good, tmp_path / "b")
@@ -125,7 +137,7 @@ def test_8_bits_of_an_adaptation_are_those_of_the_merged_weights(tmp_path):
     run, merged, dataset = Run(RunFolder(result.folder), tuned), replace(tuned, adaptation=None), loop.open_data(tuned)
     scores = run.evaluate(int8=True)
     rounded = round_to_int8(models.spec(model), run.params)
-    expected = evaluator(merged, build(merged), dataset)(rounded)["loss"]
+    expected = evaluator(merged, build(merged), dataset)(rounded, whole=True)["loss"]
     assert scores["int8_loss"] == pytest.approx(expected, rel=1e-6) != pytest.approx(scores["loss"], rel=1e-6)
     assert scores["loss"] == pytest.approx(result.validation["loss"], rel=1e-6)
 
@@ -153,7 +165,7 @@ def test_weights_of_hugging_face_are_a_beginning(tmp_path):
     run = loop.train(replace(tuned, steps=1), tmp_path)
     recipe = build(replace(tuned, steps=1))
     dataset = loop.open_data(tuned)
-    expected = evaluator(tuned, recipe, dataset)(weights)
+    expected = evaluator(tuned, recipe, dataset)(weights, final=True)
     assert run.validation == expected
 
 
