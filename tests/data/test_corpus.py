@@ -14,12 +14,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from etils import epath
 from hypothesis import given, settings, strategies as st
 
 from jaxformer.data import batching, corpus, tokenizers
 from jaxformer.data.corpus import Corpus
 from jaxformer.data.tokens import Index, Tokens
 from jaxformer.errors import ConfigError
+from jaxformer.training.run import check_data
+from jaxformer.training.run_folder import RunFolder
 from tests.faults.pods import Pod, found
 
 END = 0xFF  # of bytes
@@ -625,3 +628,24 @@ def test_of_a_trillion_tokens_no_more_is_read_than_what_a_batch_needs(tmp_path):
     batch = batching.batches(dataset.train, 256, 0)[12345]
     assert len(dataset.train.tokens) == 999_999_000_000 and batch["tokens"].shape == (256, 4096)
     assert read() - before < 256 * 4097 + (entry / "index.json").stat().st_size + 30e6  # grain's modules are read, too
+
+
+def test_runs_and_caches_with_the_former_digest_go_on(tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "a.txt").write_text("some words of a text\n" * 40)
+    config = Corpus(
+        str(tmp_path / "a.txt"), tokenizer="bpe", vocab_size=270, validation_fraction=0.2, jobs=1, cache=str(tmp_path / "cache")
+    )
+    with monkeypatch.context() as before:
+        former = property(lambda tokenizer: tokenizer.former_digests[0])
+        before.setattr(tokenizers.BPE, "digest", former)
+        old = open_dataset(config)
+    entries = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    new = open_dataset(config)
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == entries
+    assert old.digest in new.former_digests and old.digest != new.digest
+    folder = RunFolder(epath.Path(tmp_path))
+    for digest in (old.digest, new.digest):
+        check_data(folder, {"data_digest": digest}, new)
+    with pytest.raises(ConfigError, match="the data changed"):
+        check_data(folder, {"data_digest": "another"}, new)

@@ -81,3 +81,11 @@ def test_what_cannot_be_is_refused(tmp_path):
         opened(tmp_path, GOOD, vocab_size=300)
     with pytest.raises(ConfigError, match=r"need a model with a head Classification\(classes\)"):
         Labelled("a.jsonl", "b.jsonl").open(ModelConfig(300, 1, 16, 2, context_length=8))
+
+
+def test_a_text_of_other_characters_is_a_bad_row(tmp_path):
+    train, validation = [{"text": "abc", "label": 0}], [{"text": "cab", "label": 0}, {"text": "abq", "label": 0}]
+    dataset = opened(tmp_path, train, validation, tokenizer="characters", bad_rows="skip")
+    assert len(dataset.validation) == 1 and "1 not a text of the tokenizer" in dataset.description
+    with pytest.raises(ConfigError, match=r"validation\.jsonl:2: not a text of the tokenizer"):
+        opened(tmp_path, train, validation, tokenizer="characters")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxformer.data import batching, tokenizers
-from jaxformer.data.mixing import Mixed, before
-from jaxformer.data.sources import Dataset, Text
+from jaxformer.data.mixing import Mixed, Mixture, before
+from jaxformer.data.sources import Dataset, Text, Windows
 from jaxformer.errors import ConfigError
 
 
@@ -161,3 +161,15 @@ def test_what_cannot_be_mixed_is_refused_in_one_line(name):
     with pytest.raises(ConfigError, match=message) as caught:
         Mixed(sources).open(SimpleNamespace())
     assert "\n" not in str(caught.value) and re.match("data.sources", str(caught.value))
+
+
+def test_batches_of_a_mixture_mark_control_tokens():
+    """All batches have the same arrays, also those in which no example is of a source with documents."""
+    tokens = np.array([1, 2, 9, 3, 4, 9, 5, 6, 9], np.uint8)
+    marked, plain = Windows(tokens, 2, 2, end_of_text=9), Windows(tokens, 2, 2)
+    mixture = Mixture([marked, plain], [1, 1])
+    nested = Mixture([plain, mixture], [1, 1])
+    for split, rows, ends in ((mixture, [0, 1, 2], 2), (mixture, [4, 5], 0), (nested, [0, 1], 0), (nested, [4, 5, 6], 2)):
+        batch = batching.take_rows(split, np.array(rows))
+        assert batch["control_tokens"].dtype == bool
+        assert batch["control_tokens"].sum() == ends

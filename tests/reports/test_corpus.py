@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from etils import epath
 
 from jaxformer import masks
 from jaxformer.data import corpus, records, tokenizers
@@ -16,8 +15,6 @@ from jaxformer.data.sources import Text
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.training import MaskedTokens
-from jaxformer.training.run import check_data
-from jaxformer.training.run_folder import RunFolder
 
 MODEL = SimpleNamespace(context_length=4)
 LINE = "the quick brown fox jumps over the lazy dog\n"
@@ -253,27 +250,3 @@ def test_the_cache_follows_the_tokenizer(tmp_path):
             found.append((int(tokens_of(dataset)[-1]), dataset.digest))
     assert [last for last, _ in found] == [0, 1, 1, 0]
     assert len({digest for _, digest in found}) == 4
-
-
-@pytest.mark.report(
-    "ggml-org/llama.cpp#9692", listed="first 18",
-    right="A run and a cache that noted the earlier digest of the same tokenizer go on.",
-    hit="After an upgrade of the package the run was refused and the corpus encoded anew.",
-)  # fmt: skip
-def test_runs_and_caches_with_the_former_digest_go_on(tmp_path, monkeypatch):
-    pytest.importorskip("tokenizers")
-    (tmp_path / "a.txt").write_text(LINE * 20)
-    settings = {"tokenizer": "bpe", "vocab_size": 270}
-    with monkeypatch.context() as before:
-        former = property(lambda tokenizer: tokenizer.former_digests[0])
-        before.setattr(tokenizers.BPE, "digest", former)
-        old = opened(tmp_path / "a.txt", tmp_path / "cache", **settings)
-    entries = sorted(path.name for path in (tmp_path / "cache").iterdir())
-    new = opened(tmp_path / "a.txt", tmp_path / "cache", **settings)
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == entries
-    assert old.digest in new.former_digests and old.digest != new.digest
-    folder = RunFolder(epath.Path(tmp_path))
-    for digest in (old.digest, new.digest):
-        check_data(folder, {"data_digest": digest}, new)
-    with pytest.raises(ConfigError, match="the data changed"):
-        check_data(folder, {"data_digest": "another"}, new)

@@ -169,6 +169,11 @@ def transparent(mode, hidden):
         plain.putpixel((0, 0), 0)
         plain.info["transparency"] = 1
         return plain
+    if mode == "RGB":  # one colour is declared to be transparent
+        plain = PIL.new("RGB", (4, 4), hidden)
+        plain.putpixel((0, 0), (255, 0, 0))
+        plain.info["transparency"] = hidden
+        return plain
     return picture.convert(mode)
 
 
@@ -189,7 +194,7 @@ def test_transparent_pixels_are_white(folder, hidden):
     right="Transparency of a palette, of grey and in a single channel is transparency, too.",
     hit="It was ignored: the hidden colour of the palette was seen.",
 )  # fmt: skip
-@pytest.mark.parametrize(("mode", "channels"), [("P", 3), ("P", 1), ("LA", 1), ("RGBA", 1)])
+@pytest.mark.parametrize(("mode", "channels"), [("P", 3), ("P", 1), ("RGB", 3), ("LA", 1), ("RGBA", 1)])
 def test_every_kind_of_transparency_is_white(folder, mode, channels):
     pixels = only(folder, transparent(mode, (0, 0, 0)), channels=channels)
     assert pixels.shape == (4, 4, channels)

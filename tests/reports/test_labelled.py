@@ -49,7 +49,7 @@ def test_the_order_of_names_may_be_given(tmp_path):
 
 
 @pytest.mark.report(
-    "getsentry/sentry#60928", "edawson/gfakluge#3", listed="first 08",
+    "getsentry/sentry#60928", "edawson/gfakluge#3",
     right="Whole numbers that are written as names keep the order of their values.",
     hit='"10" was class 2, between "1" and "2".',
 )  # fmt: skip
@@ -101,7 +101,7 @@ def test_rows_without_a_label_are_not_trained_on(tmp_path):
 
 
 @pytest.mark.report(
-    "commcare/commcare-hq#25732", "GEOLYTIX/xyz#1389",
+    "dimagi/commcare-hq#25732", "GEOLYTIX/xyz#1389",
     right="Class 0, also as false or as a name, is a class and not a missing value.",
 )  # fmt: skip
 @pytest.mark.parametrize("labels", [[0, 1], [False, True], ["0", "1"], [0.0, 1.0]])
@@ -167,16 +167,3 @@ def test_padding_is_marked(tmp_path):
         assert row["segment_ids"].tolist() == [1] * 5 + [0] * (len(row["tokens"]) - 5)
         assert not row["tokens"][row["segment_ids"] == 0].any()
     np.testing.assert_array_equal(short["tokens"][:5], long["tokens"][:5])
-
-
-@pytest.mark.report(
-    "BIMSBbioinfo/flexynesis#156", listed="first 12",
-    right="The policy for bad rows holds for a character that the training texts lack, too.",
-    hit="bad_rows='skip' ended with an error that named no row.",
-)  # fmt: skip
-def test_a_text_of_other_characters_is_a_bad_row(tmp_path):
-    train, validation = [("abc", 0)], [("cab", 0), ("abq", 0)]
-    dataset = opened(tmp_path, train, validation, tokenizer="characters", bad_rows="skip")
-    assert len(dataset.validation) == 1 and "1 not a text of the tokenizer" in dataset.description
-    with pytest.raises(ConfigError, match=r"validation\.jsonl:2: not a text of the tokenizer"):
-        opened(tmp_path, train, validation, tokenizer="characters")

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxformer.data import batching, mixing
+from jaxformer.data import mixing
 from jaxformer.data.batching import ValidationBatches, batches, scattered, shuffled
-from jaxformer.data.sources import Dataset, Windows
+from jaxformer.data.sources import Dataset
 from jaxformer.errors import ConfigError
 
 
@@ -174,19 +174,3 @@ def test_shares_do_not_follow_sizes(first, second, size):
     found = seen(split, range(10), batch_size=10)
     expected = 100 * first / (first + second)
     assert abs((found < 1000).sum() - expected) <= 2
-
-
-@pytest.mark.report(
-    "AnswerDotAI/ModernBERT#212", listed="first 17",
-    right="In a mixture, too, each batch says which tokens end a document; all batches have the same arrays.",
-    hit="No batch said it, so a masked language model learned to predict the ends.",
-)  # fmt: skip
-def test_batches_of_a_mixture_mark_control_tokens():
-    tokens = np.array([1, 2, 9, 3, 4, 9, 5, 6, 9], np.uint8)
-    marked, plain = Windows(tokens, 2, 2, end_of_text=9), Windows(tokens, 2, 2)
-    mixture = mixing.Mixture([marked, plain], [1, 1])
-    nested = mixing.Mixture([plain, mixture], [1, 1])
-    for split, rows, ends in ((mixture, [0, 1, 2], 2), (mixture, [4, 5], 0), (nested, [0, 1], 0), (nested, [4, 5, 6], 2)):
-        batch = batching.take_rows(split, np.array(rows))
-        assert batch["control_tokens"].dtype == bool
-        assert batch["control_tokens"].sum() == ends
