@@ -48,6 +48,7 @@ def batch_of(rows):
     "huggingface/transformers#28505", "NVIDIA/Megatron-LM#2121", "pytorch/torchtitan#4594",
     right="padding counts in no auxiliary loss: a padded row has the losses of the row alone",
 )  # fmt: skip
+@pytest.mark.thorough
 def test_padding_is_in_no_auxiliary_loss():
     weights = models.init(MODEL, jax.random.key(0))
     tokens = batch_of(1)["tokens"]
@@ -106,6 +107,7 @@ def test_a_router_of_narrow_activations_works_in_float32():
     "AI-Hypercomputer/maxtext#1483", "NVIDIA-NeMo/Automodel#3359", "modelscope/ms-swift#5823",
     right="micro-batches do not multiply the auxiliary loss: its gradient is the mean of theirs",
 )  # fmt: skip
+@pytest.mark.thorough
 def test_accumulation_does_not_scale_the_auxiliary_loss():
     """Four equal rows: each micro-batch has the losses of the whole batch, so the gradients are equal, too."""
     batch = jax.tree.map(lambda leaf: jnp.repeat(leaf, 4, axis=0), batch_of(1))
@@ -119,6 +121,7 @@ def test_accumulation_does_not_scale_the_auxiliary_loss():
 
 
 @pytest.mark.report("AI-Hypercomputer/maxtext#3664", right="the loss that is reported and scored is the cross entropy alone")
+@pytest.mark.thorough
 def test_the_reported_loss_has_no_auxiliary_part():
     weights, batch = models.init(MODEL, jax.random.key(0)), batch_of(2)
     heavy = replace(MODEL, feedforward=replace(MODEL.feedforward, balance_loss=100.0))
@@ -132,6 +135,7 @@ def test_the_reported_loss_has_no_auxiliary_part():
     "NVIDIA-NeMo/Automodel#1412",
     right="the auxiliary loss reaches the router, in proportion to its weight",
 )
+@pytest.mark.thorough
 def test_the_auxiliary_loss_reaches_the_router():
     weights, batch = models.init(MODEL, jax.random.key(0)), batch_of(2)
 
