@@ -15,7 +15,7 @@ from etils import epath
 from experiments.launch.sweep import Trial, joined, read_trials, sweep
 from jaxformer import cli, config, models, params
 from jaxformer.analysis import figures, scaling
-from jaxformer.cli.arguments import positive
+from jaxformer.cli.arguments import Parser, positive
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.training.run_folder import run_folder
@@ -58,7 +58,8 @@ def summary(law: scaling.Law, ranges: scaling.Law) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser("scaling", description=__doc__, formatter_class=form, allow_abbrev=False)  # --run is no --runs
     parser.add_argument("name", metavar="EXPERIMENT")
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--sizes", default="--model.d-model=32,64,128")

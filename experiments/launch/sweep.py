@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,7 +27,7 @@ from etils import epath
 
 from jaxformer import cli, config
 from jaxformer.analysis import figures
-from jaxformer.cli.arguments import positive
+from jaxformer.cli.arguments import Parser, positive
 from jaxformer.data.batching import BadBatch
 from jaxformer.errors import ConfigError
 from jaxformer.planning.out_of_memory import is_out_of_memory
@@ -52,9 +53,12 @@ class Trial(NamedTuple):
 
     @property
     def rank(self) -> float:
-        """The final score that checkpoints.best names, lowest first; infinite where the trial failed."""
-        rank = math.inf if self.problem else loop.ranked(self.scores, self.experiment.checkpoints.best)
-        return rank if math.isfinite(rank) else math.inf
+        """The final score that checkpoints.best names, lowest first; infinite where the trial failed or has no such number."""
+        best = self.experiment.checkpoints.best
+        score = self.scores.get(best.removeprefix("-"))
+        if self.problem or not isinstance(score, int | float) or not math.isfinite(score):
+            return math.inf
+        return -score if best.startswith("-") else score
 
 
 def combinations(grid: str) -> list[dict[str, str]]:
@@ -97,9 +101,9 @@ Train = Callable[[Trial], dict[str, Any]]  # -> final scores; raises what `attem
 def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.Report] = (), parallel: int = 1) -> list[Trial]:
     """Trains each trial that is not finished, `parallel` at a time; all with their scores, best first.
 
-    One whose numbers stay bad, that is refused, or that lacks memory or a batch, fails, and the others go on.
-    `runs` gets a table and a figure: sweep-NAME-DIGEST.md, .png. Raises ConfigError where two trials are the same run, and
-    Interrupted on SIGTERM: called again, it goes on where it was.
+    Whatever error ends one trial, the others go on; the table says which one failed, and why. `runs` gets a table and
+    a figure: sweep-NAME-DIGEST.md, .png. Raises ConfigError where two trials are the same run, and Interrupted on SIGTERM:
+    called again, it goes on where it was.
     """
     if parallel > 1:
         if 0 < len(gpus := visible_gpus() or []) < parallel:
@@ -110,8 +114,7 @@ def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.
         raise ConfigError("--grid: two combinations are the same run; vary what decides numbers, and each value once")
     for trial, folder in zip(trials, folders, strict=True):
         if not folder.result.is_file():  # what does not fit together is refused before the first run starts
-            check_initial(trial.experiment, build(trial.experiment))
-            loop.open_data(trial.experiment)
+            check(trial.experiment)
     places = [f"{number}/{len(trials)}" for number in range(1, len(trials) + 1)]
     if parallel == 1:
         here = partial(train_here, runs, reports)
@@ -121,9 +124,25 @@ def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.
     ended.sort(key=lambda trial: trial.rank)
     digest = hashlib.sha256("\n".join(sorted(folder.path.name for folder in folders)).encode()).hexdigest()[:8]
     path = epath.Path(runs) / f"sweep-{trials[0].experiment.name}-{digest}.md"
+    print(table(ended, runs), end="", flush=True)  # before it is written: the disk may be full
     config.write_atomically(path, table(ended, runs))
-    print(f"{table(ended, runs)}sweep: {path}{figure(ended, path.with_suffix('.png'))}")
+    try:
+        drawn = figure(ended, path.with_suffix(".png"))
+    except Exception as error:
+        drawn = f"; no figure: {error}"
+    print(f"sweep: {path}{drawn}")
     return ended
+
+
+def check(experiment: Experiment) -> None:
+    """Raises ConfigError for what the run would refuse. Any other error is left to the trial, which it ends alone."""
+    try:
+        check_initial(experiment, build(experiment))
+        loop.open_data(experiment)
+    except (ConfigError, NotImplementedError):
+        raise
+    except Exception:
+        return
 
 
 def attempt(train: Train, runs: epath.PathLike, trial: Trial, place: str) -> Trial:
@@ -131,16 +150,29 @@ def attempt(train: Train, runs: epath.PathLike, trial: Trial, place: str) -> Tri
     folder = run_folder(trial.experiment, runs)
     words = " ".join(f"--{name}={value}" for name, value in trial.options.items())
     print(f"sweep {place}: {words}: {folder.path}", flush=True)
+    scores: dict[str, Any] = {}
     try:
         if folder.result.is_file():
-            return trial._replace(scores=folder.last_scores())
-        return trial._replace(scores=train(trial))
-    except (NonFinite, ConfigError, RuntimeError) as error:
-        if not isinstance(error, NonFinite | ConfigError | BadBatch) and not is_out_of_memory(error):
-            raise
-        problem = f"failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+            scores = folder.last_scores()
+        else:
+            scores = train(trial)
+        loop.ranked(scores, trial.experiment.checkpoints.best)  # an earlier run may lack the score that counts now
+        return trial._replace(scores=scores)
+    except Interrupted:
+        raise
+    except (Exception, SystemExit) as error:
+        problem = f"failed: {_reason(error)}"
         print(problem, flush=True)
-        return trial._replace(problem=problem)
+        return trial._replace(scores=scores, problem=problem)
+
+
+def _reason(error: BaseException) -> str:
+    """Why a trial failed, in one line. What the user cannot foresee has a traceback on stderr, too."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, NonFinite | ConfigError | BadBatch) or is_out_of_memory(error):
+        return first or type(error).__name__
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {first}".removesuffix(": ")
 
 
 def train_here(runs: epath.PathLike, reports: Sequence[loop.Report], trial: Trial) -> dict[str, Any]:
@@ -167,11 +199,13 @@ def in_processes(trials: Sequence[Trial], places: Sequence[str], runs: epath.Pat
             words = ["-m", "jaxformer", "train", trial.source.path, "--runs", str(runs), *trial.source.overrides]
             streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             running[device] = subprocess.Popen([sys.executable, *words], env=os.environ | one_device(device), **streams)
-            last = (running[device].communicate()[1].strip().splitlines() or ["no message"])[-1]
-            if running[device].returncode > 128:
-                raise Interrupted(running[device].returncode - 128, 0)
-            if running[device].returncode:
-                raise ConfigError(last)
+            said = running[device].communicate()[1]
+            code = running[device].returncode
+            if stopped.is_set() and code > 128:
+                raise Interrupted(code - 128, 0)
+            if code:
+                print(said, file=sys.stderr, end="", flush=True)  # a traceback, the advice where memory is short
+                raise ConfigError(ending(code, said))
             return run_folder(trial.experiment, runs).last_scores()
         finally:
             running.pop(device, None)
@@ -188,6 +222,15 @@ def in_processes(trials: Sequence[Trial], places: Sequence[str], runs: epath.Pat
             return list(pool.map(partial(attempt, train, runs), trials, places))
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def ending(code: int, said: str) -> str:
+    """How a process failed, by its exit code and by what it wrote to stderr."""
+    if code < 0:
+        advice = "; the system does so where memory is short" if -code == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{advice}"
+    lines = said.strip().splitlines() or [f"exit code {code}, without a message"]
+    return lines[-1].removeprefix("jaxformer: ")
 
 
 def visible_gpus() -> list[str] | None:
@@ -211,14 +254,19 @@ def table(trials: Sequence[Trial], runs: epath.PathLike) -> str:
     """Options, final scores and folder of each trial, in Markdown."""
     warning = other_text([run_folder(trial.experiment, runs) for trial in trials if trial.scores])
     hidden = [name for name in loop.UNRECORDED if not (warning and name == "tokens")]
-    scores = {name: value for trial in trials for name, value in trial.scores.items() if name not in hidden}
-    names = [name for name, value in scores.items() if not isinstance(value, str)]
+    scores = [(name, value) for trial in trials for name, value in trial.scores.items() if name not in hidden]
+    names = list(dict.fromkeys(name for name, value in scores if _is_number(value)))
     lines = [[*trials[0].options, *names, "run"], ["---"] * (len(trials[0].options) + len(names) + 1)]
     for trial in trials:
-        found = [f"{trial.scores[name]:.4g}" if name in trial.scores else "" for name in names]
+        found = [_shown(trial.scores.get(name, "")) for name in names]
         lines.append([*trial.options.values(), *found, trial.problem or str(run_folder(trial.experiment, runs).path)])
-    rows = "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    cell = lambda text: " ".join(text.split()).replace("|", "\\|")
+    rows = "".join("| " + " | ".join(map(cell, line)) + " |\n" for line in lines)
     return f"{rows}\n{warning.capitalize()}.\n" if warning else rows
+
+
+def _shown(score: Any) -> str:
+    return f"{score:.4g}" if _is_number(score) else str(score)
 
 
 def figure(trials: Sequence[Trial], path: epath.Path) -> str:
@@ -229,7 +277,7 @@ def figure(trials: Sequence[Trial], path: epath.Path) -> str:
     from matplotlib.figure import Figure  # the import takes half a second
 
     several = lambda name: len({trial.options[name] for trial in trials}) > 1
-    name = next((n for n in trials[0].options if several(n) and all(map(_is_number, (t.options[n] for t in trials)))), None)
+    name = next((n for n in trials[0].options if several(n) and all(map(_says_number, (t.options[n] for t in trials)))), None)
     if name is None:
         return ""
     best = trials[0].experiment.checkpoints.best
@@ -237,7 +285,7 @@ def figure(trials: Sequence[Trial], path: epath.Path) -> str:
     lines: dict[str, list[tuple[float, float]]] = {}
     for trial in trials:
         label = ", ".join(f"{other}={value}" for other, value in trial.options.items() if other != name and several(other))
-        lines.setdefault(label, []).append(point(trial))
+        lines.setdefault(figures.plain(label), []).append(point(trial))
     drawn = Figure(figsize=(7, 4), dpi=150, layout="constrained")
     axes = drawn.add_subplot()
     for label, points in sorted(lines.items()):
@@ -249,7 +297,8 @@ def figure(trials: Sequence[Trial], path: epath.Path) -> str:
         finite = [value for value in values if math.isfinite(value)]
         if finite and 0 < 10 * min(finite) <= max(finite):
             scale("log")
-    axes.set(xlabel=name, ylabel=best.removeprefix("-"), title=f"{trials[0].experiment.name}: {len(trials)} runs")
+    title = figures.plain(f"{trials[0].experiment.name}: {len(trials)} runs")
+    axes.set(xlabel=name, ylabel=best.removeprefix("-"), title=title)
     axes.grid(alpha=0.25)
     if any(trial.problem for trial in trials):
         axes.plot([], [], "kx", label="failed")
@@ -260,7 +309,11 @@ def figure(trials: Sequence[Trial], path: epath.Path) -> str:
     return f", {path}"
 
 
-def _is_number(text: str) -> bool:
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _says_number(text: str) -> bool:
     try:
         return math.isfinite(float(text))
     except ValueError:
@@ -285,7 +338,8 @@ def read_trials(name: str, grid: str, overrides: list[str]) -> list[Trial]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser("sweep", description=__doc__, formatter_class=form, allow_abbrev=False)  # --run is no --runs
     parser.add_argument("name", metavar="EXPERIMENT")
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--grid", required=True)

@@ -98,7 +98,8 @@ def kept_bytes(config: ModelConfig, length: int, batch: int = 1, dtype: Any = jn
     jaxpr = jax.make_jaxpr(lambda p: jax.vjp(forward, p)[1])(params.abstract(models.spec(replace(config, heads=())))).jaxpr
     arguments = set(jaxpr.invars)
     kept = {variable for variable in jaxpr.outvars if not hasattr(variable, "val") and variable not in arguments}
-    return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in kept)
+    arrays: list[Any] = [variable.aval for variable in kept]
+    return sum(array.size * array.dtype.itemsize for array in arrays)
 
 
 def crossover(config: ModelConfig) -> float:

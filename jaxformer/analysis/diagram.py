@@ -5,6 +5,7 @@ parameters.
 """
 
 import textwrap
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import groupby
@@ -171,7 +172,7 @@ class Pen(NamedTuple):
         self.axes.add_patch(FancyBboxPatch(*place, boxstyle="round,pad=0.05", zorder=2, **style))
 
     def text(self, x: float, y: float, words: str, size: int | float = 7, ha: str = "center", **style: Any) -> None:
-        self.axes.text(x, y, words, fontsize=size, ha=ha, va="center", zorder=3, **style)
+        self.axes.text(x, y, plain(words), fontsize=size, ha=ha, va="center", zorder=3, **style)
 
     def beside(self, side: int, distance: float) -> float:
         """x at a distance from the boxes."""
@@ -278,3 +279,12 @@ def short(count: int | float) -> str:
     units = (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")
     size, unit = next((pair for pair in units if count >= pair[0]), (1, ""))
     return f"{count / size:.3g} {unit}".strip()
+
+
+def plain(text: str) -> str:
+    r"""Text for matplotlib, which takes what is between two $ as a formula, and stops at what is no character.
+
+    A $ becomes \$, which it draws as $. Control characters and halves of surrogate pairs are drawn as escapes.
+    """
+    is_drawn = lambda letter: letter == "\n" or unicodedata.category(letter) not in ("Cc", "Cs")
+    return "".join(letter if is_drawn(letter) else repr(letter)[1:-1] for letter in text).replace("$", r"\$")

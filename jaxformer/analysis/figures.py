@@ -6,15 +6,15 @@ matplotlib is imported when a picture is drawn: that takes half a second.
 import io
 import re
 import textwrap
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 from etils import epath
 
 from jaxformer.analysis.costs import Part
-from jaxformer.analysis.diagram import short
+from jaxformer.analysis.diagram import plain, short
 from jaxformer.analysis.scaling import HOFFMANN, Law, Numbers
 from jaxformer.masks import Mask
 
@@ -27,8 +27,10 @@ def png(draw: Callable[[], Any], dark: bool = False) -> bytes:
     """The picture of a function that returns a figure, on a transparent ground if `dark`, else on white."""
     from matplotlib import rc_context
 
-    colors = DARK | {"figure.facecolor": "none", "axes.facecolor": "none"} if dark else {}
-    with rc_context(colors), io.BytesIO() as file:
+    settings: dict[str, Any] = {"agg.path.chunksize": 10_000}  # a curve of a long run would be too much at once
+    settings |= DARK | {"figure.facecolor": "none", "axes.facecolor": "none"} if dark else {}
+    with rc_context(settings), warnings.catch_warnings(), io.BytesIO() as file:
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # one for each letter: they are drawn as boxes
         draw().savefig(file, format="png", dpi=120)
         return file.getvalue()
 
@@ -50,30 +52,66 @@ def loss_report(result: Any, records: Sequence[dict]) -> str:
 def losses(runs: Mapping[str, Sequence[dict]], baseline: float | None = None) -> Any:
     """Training and validation loss against step, of one run or several; `baseline` (nats a token) is a line to beat."""
     axes = _axes(xlabel="step", ylabel="loss" if baseline is None else "loss (nats per token)")
-    alone = len(runs) == 1
+    alone, legend = len(runs) == 1, []  # with its labels: matplotlib would leave out a name that begins with _
     for color, (name, records) in zip(_colors(len(runs)), runs.items(), strict=True):
-        train = [(r["step"], r["loss"]) for r in records if "loss" in r]
-        validation = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+        train, validation = points(records, "loss"), points(records, "validation_loss")
         if train:
             steps, values = zip(*train, strict=True)
-            label = "training, each logged step" if alone else None
-            axes.plot(steps, values, color=color, alpha=0.5, linewidth=0.8, label=label)
-            reach = len(values) // 20  # to each side, shorter at the ends: there is no lag
-            windows = [values[max(i - reach, 0) : i + reach + 1] for i in range(len(values))]
-            label = "training, smoothed" if alone else name
-            axes.plot(steps, list(map(fmean, windows)), color=color, linewidth=1.6, label=label)
+            (line,) = axes.plot(steps, values, marker(values), color=color, alpha=0.5, linewidth=0.8, markersize=4)
+            legend += [(line, "training, each logged step")] if alone else []
+            (line,) = axes.plot(steps, smooth(values), color=color, linewidth=1.6)
+            legend.append((line, "training, smoothed" if alone else name))
+            draw_lost(axes, steps, values, color)
         if validation:
             steps, values = zip(*validation, strict=True)
             other = COLORS[1] if alone else color
-            label = "validation" if alone else None if train else name
-            axes.plot(steps, values, "o-", color=other, markersize=4, linewidth=1.2, label=label)
+            (line,) = axes.plot(steps, values, "o-", color=other, markersize=4, linewidth=1.2)
+            draw_lost(axes, steps, values, other)
+            legend += [(line, "validation" if alone else name)] if alone or not train else []
             place = dict(textcoords="offset points", xytext=(-4, 8), ha="right", color=other)
             axes.annotate(f"{values[-1]:.3f}", validation[-1], **place)
     if baseline is not None:
-        axes.axhline(baseline, color="#888888", linestyle=":", linewidth=1, label=f"unigram entropy {baseline:.3f}")
-    axes.set_title("\n".join(runs) if alone else "training (lines) and validation (points)", fontsize=10)
-    axes.legend(frameon=False)
+        line = axes.axhline(baseline, color="#888888", linestyle=":", linewidth=1)
+        legend.append((line, f"unigram entropy {baseline:.3f}"))
+    axes.set_title(plain("\n".join(runs)) if alone else "training (lines) and validation (points)", fontsize=10)
+    axes.legend([line for line, _ in legend], [plain(label) for _, label in legend], frameon=False)
     return axes.figure
+
+
+def marker(values: Sequence[float]) -> str:
+    """How a curve is drawn: with points where a line alone would leave one out, which has no finite neighbour."""
+    finite = np.isfinite(values)
+    before, after = np.roll(finite, 1), np.roll(finite, -1)
+    before[:1], after[-1:] = False, False
+    return "o-" if (finite & ~before & ~after).any() else "-"
+
+
+def smooth(values: Sequence[float]) -> np.ndarray:
+    """The mean of the finite values around each, a twentieth of all to each side; fewer at the ends, so there is no lag."""
+    numbers, finite = np.asarray(values, np.float64), np.isfinite(values)
+    reach, n = len(numbers) // 20, len(numbers)
+    first, last = np.maximum(np.arange(n) - reach, 0), np.minimum(np.arange(n) + reach + 1, n)
+    base = numbers[finite].mean() if finite.any() else 0.0  # sums of differences lose fewer digits
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, numbers - base, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    with np.errstate(invalid="ignore", over="ignore"):
+        means = base + (sums[last] - sums[first]) / (counts[last] - counts[first])
+    return np.where(finite, means, np.nan)
+
+
+def draw_lost(axes: Any, steps: Sequence[int], values: Sequence[float], color: str) -> None:
+    """A cross at the upper edge for each value that is not finite: a gap in the line alone is easily missed."""
+    lost = [step for step, value in zip(steps, values, strict=True) if not np.isfinite(value)]
+    if lost:
+        place = dict(transform=axes.get_xaxis_transform(), color=color, markersize=4)
+        axes.plot(lost, [0.97] * len(lost), "x", **place)
+
+
+def points(records: Sequence[dict], name: str) -> list[tuple[int, float]]:
+    """(step, number) of each record that has one; NaN for what was no number, which JSON cannot say."""
+    numbers = [(record["step"], record[name]) for record in records if name in record]
+    numbers = [(step, float("nan") if number is None else number) for step, number in numbers]
+    return [(step, number) for step, number in numbers if isinstance(number, int | float)]
 
 
 def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str] | None = None, first_layer: int = 0) -> Any:
@@ -88,7 +126,7 @@ def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str]
         axes.set_title(f"layer {first_layer + layer}, head {head}", fontsize=8)
         words = {"x": (sources or tokens) if layer == L - 1 else (), "y": tokens if head == 0 else ()}
         for axis, names in words.items():
-            names = [repr(name)[1:-1][:8] for name in names] if len(names) <= 40 else []
+            names = [plain(repr(name)[1:-1][:8]) for name in names] if len(names) <= 40 else []
             axes.set(**{f"{axis}ticks": range(len(names)), f"{axis}ticklabels": names})
         axes.tick_params(labelsize=6, length=0)
         axes.tick_params(axis="x", rotation=90)
@@ -106,16 +144,17 @@ def curves(runs: Mapping[str, Sequence[dict]]) -> Any:
         for name in dict.fromkeys(name for record in records for name in record):
             title, _, part = re.sub(r"(rms/\w+)/", r"\1 ", name.removeprefix("validation_")).partition(" ")
             if title not in NOT_CURVES:
-                points = [(record["step"], record[name]) for record in records if name in record]
                 style = "o-" if name.startswith("validation_") else "-"
-                series.setdefault(title, []).append((part, color, style, tuple(zip(*points, strict=True))))
+                if found := points(records, name):
+                    series.setdefault(title, []).append((part, color, style, tuple(zip(*found, strict=True))))
     for axes, (title, lines) in zip(panels(len(series), 3, 2.2, 2.1), series.items(), strict=True):
         deepest = max(_layer(part) for part, *_ in lines)
-        for part, color, style, points in lines:
+        for part, color, style, found in lines:
             if part:
                 color = "#8a949e" if _layer(part) < 0 else colormaps["viridis"](0.9 * _layer(part) / max(deepest, 1))
-            axes.plot(*points, style, color=color, markersize=3, linewidth=1.2)
-        axes.set_title(title.replace("_", " "), fontsize=8)
+            axes.plot(*found, "o-" if style == "o-" else marker(found[1]), color=color, markersize=3, linewidth=1.2)
+            draw_lost(axes, found[0], found[1], color)
+        axes.set_title(plain(title.replace("_", " ")), fontsize=8)
         axes.set_yscale("log" if "rms/" in title else "linear")
         axes.grid(alpha=0.25)
     return axes.figure
@@ -135,7 +174,7 @@ def masks(patterns: Mapping[str, Mask], length: int) -> Any:
         colors = ListedColormap(["#8a949e22", "#7fb2d8", "#1f5d8c"])
         axes.imshow(mask.blocks(length, length, -(-length // 64)), cmap=colors, **style)
         title = f"{name}: {mask}, {mask.density(length, length):.1%} visible"
-        axes.set_title("\n".join(textwrap.wrap(title, 40)), fontsize=8)
+        axes.set_title(plain("\n".join(textwrap.wrap(title, 40))), fontsize=8)
         axes.set(xlabel="key", ylabel="query")
     return axes.figure
 
@@ -166,11 +205,12 @@ def heat(values: np.ndarray, xlabel: str, ylabel: str, title: str = "") -> Any:
     """A matrix as colours with a bar: positional encodings, scores of heads `[L, N]`, gradients by layer."""
     from matplotlib.ticker import MaxNLocator
 
-    axes = _axes(grid=False, xlabel=xlabel, ylabel=ylabel, title=title)
+    axes = _axes(grid=False, xlabel=xlabel, ylabel=ylabel, title=plain(title))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    signed = float(np.nanmin(values)) < 0
-    most = float(np.nanmax(np.abs(values))) or 1.0
+    finite = values[np.isfinite(values)]
+    signed = bool((finite < 0).any())
+    most = float(np.abs(finite).max(initial=0)) or 1.0
     image = axes.imshow(values, aspect="auto", cmap="RdBu_r" if signed else "magma", vmin=-most if signed else 0, vmax=most)
     axes.figure.colorbar(image)
     return axes.figure
@@ -181,10 +221,11 @@ def lines(series: Mapping[str, tuple[Any, Any]], **labels: Any) -> Any:
     from matplotlib.ticker import MaxNLocator
 
     axes = _axes(**labels)
-    for color, (name, (x, y)) in zip(_colors(len(series)), series.items(), strict=True):
-        axes.plot(x, y, "o-" if len(x) < 40 else "-", color=color, markersize=4, label=name)
+    for color, (x, y) in zip(_colors(len(series)), series.values(), strict=True):
+        axes.plot(x, y, "o-" if len(x) < 40 else "-", color=color, markersize=4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.legend(frameon=False, fontsize=8)
+    # with its labels: matplotlib would leave out a name that begins with _
+    axes.legend(axes.get_lines(), list(map(plain, series)), frameon=False, fontsize=8)
     return axes.figure
 
 
@@ -233,4 +274,9 @@ def panels(count: int, columns: int, width: float, height: float) -> list[Any]:
 
 
 def _colors(count: int) -> list[str]:
-    return [COLORS[i % len(COLORS)] for i in range(count)]
+    """Colours that differ: ours, and for more curves those of the spectrum."""
+    from matplotlib import colormaps, colors
+
+    if count <= len(COLORS):
+        return COLORS[:count]
+    return [colors.to_hex(color) for color in colormaps["turbo"](np.linspace(0.05, 0.95, count))]

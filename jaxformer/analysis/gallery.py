@@ -41,7 +41,8 @@ NOTES = {  # what a page shows, in this order
 
 def record_pictures(runs: Mapping[str, Sequence[dict]], baseline: float | None) -> Pictures:
     """Pictures of the records of runs, all in one."""
-    names = {name.removeprefix("validation_") for records in runs.values() for record in records for name in record}
+    numbers = [name for records in runs.values() for record in records for name in record if not isinstance(record[name], str)]
+    names = {name.removeprefix("validation_") for name in numbers}
     found: Pictures = {"Loss": lambda: figures.losses(runs, baseline)} if "loss" in names else {}
     return found | ({"Other numbers": lambda: figures.curves(runs)} if names - figures.NOT_CURVES else {})
 

@@ -72,5 +72,6 @@ def table(columns: Sequence[str], values: Sequence[Mapping[str, Any]]) -> str:
 
 def _shown(value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
+        is_count = abs(value) < 1e15 and float(value).is_integer()
+        return f"{value:,.0f}" if is_count else f"{value:.4g}"
     return html.escape(str(value))

@@ -44,8 +44,9 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath
     parts.append(page.table(names, [folder.last_scores() for folder in folders]))
     if len(folders) > 1:
         flat = [config.flat(folder.description()) for folder in folders]
-        differing = [name for name in flat[0] if len({str(one.get(name)) for one in flat}) > 1]
-        rows = [{name: one.get(name) for name in differing} for one in flat]
+        every = dict.fromkeys(name for one in flat for name in one)  # a field of one run alone differs, too
+        differing = [name for name in every if len({str(one.get(name)) for one in flat}) > 1]
+        rows = [{name: one.get(name, "") for name in differing} for one in flat]
         parts += [page.heading("What differs"), page.table(names, rows)]
     together = gallery.record_pictures(runs, results[0].get("baseline") if len(folders) == 1 else None)
     parts += [section(title, {"": draw}, files) for title, draw in together.items()]

@@ -43,17 +43,21 @@ everything saved.
 """
 
 import errno
+import io
 import logging
 import os
+import re
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
 from jaxformer import __version__
 from jaxformer.cli import models, runs
-from jaxformer.cli.arguments import parser_of, read_experiment
+from jaxformer.cli.arguments import Answered, parser_of, read_experiment
+from jaxformer.config.code import is_users_file
 from jaxformer.errors import ConfigError, did_you_mean
 
 
@@ -66,24 +70,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         "plan": models.plan,
     }  # fmt: skip
     if not argv or argv[0] in ("-h", "--help", "--version"):
-        print(__version__ if argv == ["--version"] else __doc__)
-        return 0
+        return run(lambda _: _say(__version__ if argv == ["--version"] else __doc__), argv)
     if argv[0] not in commands:
         near = did_you_mean(argv[0], commands)
         return _refused(ConfigError(f"{argv[0]}: no such command{near}; expected one of {', '.join(commands)}"), 2)
+    if argv[1:] in (["-h"], ["--help"]) and argv[0] not in ("evaluate", "generate", "harness", "inspect"):
+        return run(lambda _: _say(_about(argv[0])), argv)
     return run(commands[argv[0]], argv[1:])
+
+
+def _say(text: str) -> int:
+    print(text)
+    return 0
+
+
+def _about(command: str) -> str:
+    """What the page of commands says of one."""
+    return "".join(re.findall(rf"^    {command} .*?(?=^    \w|^\w)", __doc__, re.MULTILINE | re.DOTALL)).rstrip()
 
 
 def run(command: Callable[[list[str]], int], argv: list[str]) -> int:
     """The exit code of a command; what the user can mend is one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without emoji shows an escape instead
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("jaxformer").setLevel(logging.INFO)
+    code = _code(command, argv)
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:  # Python would try again when it ends, and change the exit code
+        _discard_output()
+        return code or (0 if isinstance(error, BrokenPipeError) else _refused(f"stdout: {error}", 2))
+    return code
+
+
+def _code(command: Callable[[list[str]], int], argv: list[str]) -> int:
     try:
         return command(argv)
     except (ConfigError, NotImplementedError) as error:  # a mixer refuses what it cannot do by name
         return _refused(error, 2)
-    except SystemExit as end:  # the options were asked for
-        return int(end.code or 0)
+    except Answered:  # the options were asked for
+        return 0
+    except SystemExit as end:  # of the user's code, or of a library
+        return _refused(f"{_place(end)}ends the program ({end.code}), so the command is not done; remove that line", 2)
     except KeyboardInterrupt:  # at a start, or while a text is sampled
         return _refused("stopped by SIGINT", 130)
     except ImportError as error:  # of the package that reads buckets, at the first use of one
@@ -91,12 +122,16 @@ def run(command: Callable[[list[str]], int], argv: list[str]) -> int:
             raise
         return _refused(f"{error}: gs:// needs `pip install 'jaxformer[gcs]'`", 2)
     except BrokenPipeError:  # whoever read our output has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
             raise
         return _refused(error, 2)
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def train(argv: list[str]) -> int:
@@ -168,6 +203,12 @@ def check_host(runs: str, version: str | None) -> None:
             tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise ConfigError(f"--runs={runs}: {existing} cannot be written ({error.strerror}); choose another folder") from None
+
+
+def _place(error: BaseException) -> str:
+    """`FILE:LINE: ` of the user's code that raised an error; nothing where it is not the user's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
 
 
 def _refused(error: Exception | str, code: int) -> int:

@@ -13,9 +13,16 @@ from jaxformer.errors import ConfigError, did_you_mean
 PRESET = "preset:"  # before the name of a preset: an experiment may have the same
 
 
+class Answered(Exception):
+    """The options were asked for, and are printed: there is nothing more to do."""
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise ConfigError(f"{self.prog}: {message}; {self.format_usage()}")
+
+    def exit(self, status: int = 0, message: str | None = None):
+        raise Answered
 
 
 def positive(text: str) -> int:
@@ -88,7 +95,7 @@ def folder_of(name: str, runs: str):
 
 
 def read_experiment(name: str, overrides: list[str]):
-    """(the source, the experiment with its options). Ends the program where the options are asked for."""
+    """(the source, the experiment with its options). Raises `Answered` where the options are asked for."""
     if name not in config.available() and not name.endswith(".py"):
         from jaxformer.models import PRESETS
 
@@ -100,7 +107,7 @@ def read_experiment(name: str, overrides: list[str]):
     source = config.read(name)
     if "--help" in overrides or "-h" in overrides:
         print(config.help_text(source.experiment, f"python -m jaxformer train {name}"))
-        raise SystemExit(0)
+        raise Answered
 
     from jaxformer.training.experiment import Experiment
     from jaxformer.training.names import NAMES

@@ -1,25 +1,36 @@
 """Commands that show experiments and presets: what they are, what they cost, whether they fit."""
 
+import ast
+import warnings
 from dataclasses import asdict
+from pathlib import Path
 
 from jaxformer import config
-from jaxformer.cli.arguments import PRESET, check_needs, experiment_of, model_of, output_file, parser_of, positive
+from jaxformer.cli.arguments import PRESET, Parser, check_needs, experiment_of, model_of, output_file, parser_of, positive
 from jaxformer.errors import ConfigError
 
 
 def list_all(argv: list[str]) -> int:
-    import ast
-
     from jaxformer.models import PRESETS
 
+    Parser(prog="python -m jaxformer list").parse_args(argv)
     print("experiments")
     for name, path in config.available().items():
-        text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        print(f"  {name:<24} {' '.join(text.split(chr(10) * 2)[0].split())}")
+        print(f"  {name:<24} {_summary(path)}")
     print("presets")
     for name, preset in PRESETS.items():
         print(f"  {name:<24} {type(preset).__name__}")
     return 0
+
+
+def _summary(path: Path) -> str:
+    """The first paragraph of an experiment file's docstring, on one line, or why the file cannot be read."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the parser: "\\d" in a user's text
+            tree = ast.parse(config.read_text(path))
+    except (ConfigError, SyntaxError, ValueError, RecursionError) as error:
+        return f"(cannot be read: {error})"
+    return " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
 
 
 def show(argv: list[str]) -> int:

@@ -73,8 +73,10 @@ def _generate_file(run, source: str, target: str, **how) -> None:
     """Continues each line of a file, {"prompt": ...}, as a line {"prompt": ..., "texts": [...]} of another."""
     from etils import epath
 
+    path = config.regular_file(source)
     try:
-        prompts = [json.loads(line)["prompt"] for line in epath.Path(source).read_text().split("\n") if line.strip()]
+        text = path.read_bytes().decode("utf-8-sig")  # some editors write a byte order mark
+        prompts = [json.loads(line)["prompt"] for line in text.split("\n") if line.strip()]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f'{source}: {error!r}; each line must be {{"prompt": "..."}}') from error
     for prompt in prompts:

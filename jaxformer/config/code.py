@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 INSTALLED = r"[/\\](site|dist)-packages[/\\]"
+MODULE_TEXT = "__users_text__"  # of a module beside an experiment file: the text that was run
 # the folders of this library and of Python
 NOT_USERS = tuple(str(path.resolve()) + os.sep for path in (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))))
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
@@ -27,7 +28,12 @@ def name_of(unit: Any) -> str:
     """`module:name`; only the name where an experiment file defines it, since its copies are other modules."""
     module, name = getattr(unit, "__module__", None), getattr(unit, "__qualname__", None) or type(unit).__qualname__
     in_experiment = hasattr(sys.modules.get(str(module)), "__experiment_text__")
-    return name if module is None or in_experiment else f"{module}:{name}"
+    return name if module is None or in_experiment else f"{plain_name(str(module))}:{name}"
+
+
+def plain_name(module: str) -> str:
+    """The name of a module as an import statement has it: `helper` of `helper@1a2b3c4d` (see `config.imports`)."""
+    return re.sub("@[0-9a-f]{8}", "", module)
 
 
 @functools.cache
@@ -105,8 +111,9 @@ def _functions(unit: Any) -> list[types.FunctionType]:
 
 
 def text_of(unit: Any) -> str:
-    """The text of the file that a function or class comes from; of an experiment file as it was when it ran."""
-    text = _globals(unit).get("__experiment_text__")
+    """The text of the file that a function or class comes from; of an experiment file, and of those beside it, as it ran."""
+    names = _globals(unit)
+    text = names.get("__experiment_text__", names.get(MODULE_TEXT))
     if text is not None:
         return text
     file = _file(unit) or ""

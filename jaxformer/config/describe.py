@@ -97,7 +97,7 @@ def _describe(value: Any, place: _Place) -> Any:
 def _object(value: Any, place: _Place) -> Any:
     """A value of no kind that is known: its attributes, or else its text where no address in memory is in it."""
     if isinstance(value, types.ModuleType):
-        return value.__name__
+        return code.plain_name(value.__name__)
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "__wrapped__"):  # jax.jit, jax.custom_vjp, functools.cache

@@ -7,8 +7,10 @@ The text is read as a syntax tree. A node that is not in `_value` is refused, an
 
 import ast
 import dataclasses
+import enum
 import functools
 import inspect
+import math
 import operator
 import types
 import typing
@@ -47,7 +49,8 @@ def evaluate(text: str, names: Names) -> Any:
 def _value(node: ast.expr, names: Names) -> Any:
     match node:
         case ast.Constant(None | bool() | int() | float() | str() as value):
-            if isinstance(value, int) and value.bit_length() > 1000:  # no float can hold it
+            is_large = value.bit_length() > 1000 if isinstance(value, int) else value == math.inf  # as which 1e400 is read
+            if is_large:  # no float can hold it
                 raise ConfigError("the number is too large")
             return value
         case ast.Name(name):
@@ -121,6 +124,9 @@ def read(text: str | None, hint: Any, names: Names) -> Any:
         for choice in get_args(member) if get_origin(member) is Literal else ():
             if text == str(choice):
                 return choice
+        for choice in member if _is_enum(member) else ():
+            if text in (choice.name, str(choice.value)):
+                return choice
     try:
         value = evaluate(text, names)
         if isinstance(value, str) and str in members:
@@ -133,9 +139,30 @@ def read(text: str | None, hint: Any, names: Names) -> Any:
             if member in (str, Path):
                 return member(text)
         if items := _item_types(hint, 1):
+            if {str, Path} & set(members_of(items[0])) and _says_several(text):
+                raise ConfigError(f'expected {expected(hint)}, each in quotes: ("a", "b"), or ("a,b",) for one') from None
             return convert((read(text, items[0], names),), hint)
         told = hint is Any or str(error).startswith("expected")
         raise ConfigError(str(error) if told else f"{error}; expected {expected(hint)}") from None
+
+
+def _says_several(text: str) -> bool:
+    """Whether a text is meant as several: a list, or with a comma outside of brackets."""
+    inner = text.strip()
+    if inner[:1] == "[" and inner[-1:] == "]":
+        return True
+    if inner[:1] == "(" and inner[-1:] == ")":
+        inner = inner[1:-1]
+    depth = 0
+    for letter in inner:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            return True
+    return False
+
+
+def _is_enum(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, enum.Enum)
 
 
 def members_of(hint: Any) -> tuple[Any, ...]:
@@ -167,6 +194,10 @@ def _as(value: Any, hint: Any) -> list[Any]:
     origin = get_origin(hint) or hint
     if origin is Literal:
         return [choice for choice in get_args(hint) if value == choice and type(value) is type(choice)]
+    if _is_enum(origin) and not isinstance(value, origin):
+        return [
+            choice for choice in origin if value == choice.name or (value == choice.value and type(value) is type(choice.value))
+        ]
     if origin in (tuple, list):
         items = _item_types(hint, len(value)) if isinstance(value, tuple | list) else None
         try:
@@ -202,6 +233,8 @@ def expected(hint: Any) -> str:
         return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, members))}"
+    if _is_enum(hint):
+        return f"one of {', '.join(choice.name for choice in hint)}"
     if get_origin(hint) in (tuple, list):
         several = get_origin(hint) is list or members[-1] is ...
         return f"any number of {expected(members[0])}" if several else " ".join(map(expected, members))
@@ -216,6 +249,8 @@ def shown(value: Any) -> str:
     """A value on one short line, without addresses in memory."""
     if isinstance(value, tuple | list):
         return "(" + ", ".join(map(shown, value)) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, enum.Enum):
+        return value.name
     if value is None or isinstance(value, str | bool | int | float | Path) or hasattr(value, "__describe__"):
         return _short(" ".join(repr(value).split()))
     return getattr(value, "__name__", None) or f"{type(value).__name__}(...)"

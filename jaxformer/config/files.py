@@ -1,6 +1,7 @@
 """Experiment files: found, run, and run again from the copy that a run folder keeps."""
 
 import contextlib
+import dis
 import hashlib
 import json
 import math
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+from jaxformer.config import imports
 from jaxformer.config.code import is_users_file, is_users_module
 from jaxformer.config.describe import is_config
 from jaxformer.errors import ConfigError, did_you_mean
@@ -100,41 +102,75 @@ def _read_bytes(path: Any) -> bytes:
 
 
 def read_text(file: os.PathLike | str) -> str:
-    """The text of a file in UTF-8. Raises ConfigError where it cannot be read."""
+    """The text of a file in UTF-8, without the mark that some editors begin it with. ConfigError where it cannot be read."""
     path = regular_file(file)
     try:
-        return _read_bytes(path).decode()
+        return _read_bytes(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read ({error})") from None
+
+
+class _NoOptions(list):
+    """`sys.argv` of an experiment file: its path. Options are fields, so that a run can be opened again anywhere."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index != 0:
+            raise ConfigError("an experiment file gets no command line; make the option a field: --key=VALUE sets it")
+        return super().__getitem__(index)
 
 
 def _run(file: Any, path: Path, text: str | None = None) -> Source:
     """Runs `file` as if it stood at `path`; both are the same unless it is a copy."""
     text = read_text(file) if text is None else text
     in_folder = path.parent.name == "experiments"  # files there import each other as experiments.NAME
-    root = str(path.parent.parent if in_folder else path.parent)
-    if root not in sys.path:
-        sys.path.append(root)
+    folder = imports.folder_at(str(path.parent.parent if in_folder else path.parent))
     # a name of its own: the file is no module for others, and a file copy.py must not replace Python's
     digest = hashlib.sha256(f"{file}\n{text}".encode()).hexdigest()[:8]
     module: Any = types.ModuleType(f"experiment_{path.stem}_{digest}")
-    module.__file__, module.__package__ = str(path), "experiments" if in_folder else ""
+    module.__file__, module.__package__ = str(path), folder.name_of("experiments") if in_folder else ""
     module.__experiment_text__ = text  # functions are described by it, also when the file is edited later
+    module.__builtins__ = folder.builtins
     sys.modules[module.__name__] = module
+    arguments = sys.argv
+    sys.argv = _NoOptions([str(path)])
     try:
         exec(compile(text, str(file), "exec"), module.__dict__)
-    except Exception as error:
+    except BaseException as error:
         del sys.modules[module.__name__]
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-        if isinstance(error, SyntaxError) and error.filename == str(file):
-            lines.append(error.lineno)
-        where = f"{file}:{lines[-1]}" if lines else str(file)
-        moved = "" if path.exists() else f" (a copy of {path}, which is not there)"
-        raise ConfigError(f"{where}: {type(error).__name__}: {error}{moved}") from error
+        if isinstance(error, KeyboardInterrupt) and not _is_raised_in(error, file):
+            raise
+        raise ConfigError(_failure(error, file, path)) from error
+    finally:
+        sys.argv = arguments
     if not is_config(getattr(module, "experiment", None)):
         del sys.modules[module.__name__]
         raise ConfigError(f"{file}: defines no `experiment`; end it with `experiment = Experiment(...)`")
-    return Source(text, str(path), module.experiment, _names(module), _imports())
+    return Source(text, str(path), module.experiment, _names(module), _imports(folder))
+
+
+def _is_raised_in(error: BaseException, file: Any) -> bool:
+    """Whether a `raise` statement of the file itself raised the error: a signal interrupts any other instruction."""
+    last = [*traceback.walk_tb(error.__traceback__)][-1][0]
+    instructions = dis.get_instructions(last.f_code)
+    raises = {each.offset for each in instructions if each.opname == "RAISE_VARARGS"}
+    return last.f_code.co_filename == str(file) and last.f_lasti in raises
+
+
+def _failure(error: BaseException, file: Any, path: Path) -> str:
+    """Where an experiment file failed, also below it in a file that it imports, and why."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        lines.append(error.lineno)
+    where = f"{file}:{lines[-1]}" if lines else str(file)
+    users = [frame for frame in frames if is_users_file(frame.filename)]
+    below = f" (in {users[-1].filename}:{users[-1].lineno})" if users and users[-1].filename != str(file) else ""
+    below += "" if path.exists() else f" (a copy of {path}, which is not there)"
+    if isinstance(error, SystemExit):
+        code = "" if error.code is None else f" ({error.code})"
+        return f"{where}: ends the program{code}, so nothing can be done with it; remove that line{below}"
+    kind = "" if isinstance(error, ConfigError) and str(error) else type(error).__name__
+    return f"{where}: {': '.join(filter(None, [kind, str(error)]))}{below}"
 
 
 def _names(module: types.ModuleType) -> dict[str, Any]:
@@ -148,12 +184,16 @@ def _names(module: types.ModuleType) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if not name.startswith("_") and offered(value)}
 
 
-def _imports() -> dict[str, str]:
-    """The sha256 of the user's files that are imported by now: those of an experiment that just ran are among them."""
+def _imports(folder: imports.Folder) -> dict[str, str]:
+    """The sha256 of the user's files that are imported by now: those of an experiment that just ran are among them.
+
+    Of files in its folder that of the text which was run; those of another experiment's folder do not count.
+    """
     modules = [vars(module) for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
-    files = {str(each.get("__file__")) for each in modules if "__experiment_text__" not in each}
-    users = sorted(file for file in files if file.endswith(".py") and is_users_file(file))
-    return {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in users}
+    others = [each for each in modules if "__experiment_text__" not in each and imports.FOLDER not in each]
+    files = {file for each in others if (file := str(each.get("__file__"))).endswith(".py") and is_users_file(file)}
+    found = {file: digest for file in files if (digest := imports.digest_of(file)) is not None} | folder.digests()
+    return dict(sorted(found.items()))
 
 
 def read_json(file: os.PathLike | str, advice: str = "", /, **keys: type) -> dict[str, Any]:
@@ -163,7 +203,7 @@ def read_json(file: os.PathLike | str, advice: str = "", /, **keys: type) -> dic
     """
     path, then = os.fspath(file), f"; {advice}" if advice else ""
     try:
-        value = json.loads(_read_bytes(regular_file(path)).decode())
+        value = json.loads(_read_bytes(regular_file(path)).decode("utf-8-sig"))
         below = [value]
         for _ in range(DEEPEST):
             inside = (each.values() if isinstance(each, dict) else each for each in below if isinstance(each, dict | list))

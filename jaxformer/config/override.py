@@ -28,6 +28,7 @@ def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[st
     set_to: dict[str, tuple[Any, str]] = {}
     for option, typed, text in sorted(_split(args), key=lambda split: split[0].count(".")):  # the outer ones first
         if option not in options:
+            _check_parent(option, options)
             leaves = [name for name, (_, value, _) in options.items() if not fields(value)]
             raise ConfigError(f"{typed[: len(option)]}: no such option{did_you_mean(option, leaves)}")
         path, _, hint = options[option]
@@ -40,6 +41,16 @@ def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[st
         options = {name: entry for name, entry in options.items() if not name.startswith(f"{option}.")}
         options |= {_option(below): (below, *rest) for below, *rest in walk(value, f"{path}.")}
     return _rebuild(config, set_to)
+
+
+def _check_parent(option: str, options: Mapping[str, tuple[str, Any, Any]]) -> None:
+    """Raises ConfigError for a field of what has no fields now, such as None: it says which option to give first."""
+    parent = option.rpartition(".")[0]
+    if parent in options and not fields(options[parent][1]):
+        _, value, hint = options[parent]
+        kinds = [kind.__name__ for kind in expressions.members_of(hint) if dataclasses.is_dataclass(kind)]
+        first = f"{parent}={' or '.join(kinds) or 'NAME'}({option.rpartition('.')[2].replace('-', '_')}=...)"
+        raise ConfigError(f"{option}: {parent} is {expressions.shown(value)}, which has no fields; give {first}")
 
 
 def _available(path: str, names: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -135,5 +146,5 @@ def meanings(cls: type) -> dict[str, str]:
                 while lines[first - 2].lstrip().startswith("#"):
                     first -= 1
                 here = [comments[line] for line in range(first, (field.end_lineno or first) + 1) if line in comments]
-                found[field.target.id] = " ".join(here)
+                found[field.target.id] = " ".join(here) or found.get(field.target.id, "")
     return found

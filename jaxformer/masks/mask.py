@@ -129,7 +129,8 @@ class Mask:
             axes.set(xlabel="key", ylabel="query" if head == 0 else None)
             axes.set_title(f"head {head}" if count > 1 else "", fontsize=8)
         title = f"{self}: {dense.mean():.1%} visible"
-        figure.suptitle("\n".join(textwrap.wrap(title, 55 * count)), fontsize=8)
+        title = "\n".join(textwrap.wrap(title, 55 * count)).replace("$", r"\$")  # two of them would begin a formula
+        figure.suptitle(title, fontsize=8)
         return figure
 
     def __and__(self, other: "Mask") -> "Mask":

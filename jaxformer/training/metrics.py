@@ -223,8 +223,8 @@ class Console:
         if self._heard:
             try:
                 print(text, flush=True)
-            except OSError as error:  # a log file on a full disk
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            except OSError as error:  # a log file on a full disk, a pager that was closed, a terminal that is gone
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO):
                     raise
 
 

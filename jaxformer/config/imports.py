@@ -1,0 +1,174 @@
+"""What an experiment file imports from its own folder belongs to that file.
+
+Two experiment files in two folders may each have a `helper.py`, and a notebook may open both. The first one that is
+imported is the module `helper`, as usual. Where that name leads to another user's file, or to a text that the file no
+longer has, the module is loaded once more, under a name of its own: `helper@1a2b3c4d`.
+
+Installed packages and Python's own modules come first, so a `types.py` beside an experiment replaces nothing.
+`folder_at` gives the `Folder` of an experiment file; `Folder.import_module` is what its import statements call.
+"""
+
+import builtins
+import hashlib
+import importlib.util
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxformer.config.code import MODULE_TEXT, is_users_file, plain_name
+
+FOLDER, DIGEST = "__users_folder__", "__users_digest__"  # of a module: its Folder, and the sha256 of the file that was run
+
+
+class Folder:
+    """A folder from which an experiment file and its neighbours import each other."""
+
+    def __init__(self, root: str, edition: int):
+        self.root = root
+        self.edition = edition  # the number of times that a file was edited after its import; each has modules of its own
+        self.builtins = vars(builtins) | {"__import__": self.import_module}
+
+    def import_module(self, name: str, globals=None, locals=None, fromlist=(), level: int = 0) -> Any:
+        """`__import__` of the files of this folder."""
+        if level == 0:
+            first, dot, rest = name.partition(".")
+            name = self.name_of(first) + dot + rest
+        return builtins.__import__(name, globals, locals, fromlist, level)
+
+    def name_of(self, first: str) -> str:
+        """The name in sys.modules of a top-level module as the files of this folder see it.
+
+        Raises ModuleNotFoundError for what only the folder of another experiment has.
+        """
+        loaded, own = sys.modules.get(first), self.find(first)
+        owner = getattr(loaded, "__dict__", {}).get(FOLDER)
+        if owner is self or first in sys.stdlib_module_names or first == "__main__":
+            return first
+        if own is None:
+            if (loaded is None or owner is not None) and _usual(first) is None:
+                raise ModuleNotFoundError(f"No module named {first!r}", name=first)
+            return first
+        if own.origin is not None and not own.origin.endswith(".py"):  # compiled: it is the only one of its name
+            return first
+        usual = _usual(first)
+        if usual is not None and not is_users_file(_place(usual)):
+            return first
+        same = owner is None and all(_place(each) == _place(own) for each in (loaded, usual) if each is not None)
+        if same and self.edition == 0:
+            _owners[first] = self
+            return first
+        name = f"{first}@{hashlib.sha256(f'{self.root} {self.edition}'.encode()).hexdigest()[:8]}"
+        _owners[name] = self
+        return name
+
+    def find(self, first: str) -> ModuleSpec | None:
+        """The file, or the package, of that name in this folder."""
+        return PathFinder.find_spec(first, [self.root])
+
+    def digests(self) -> dict[str, str]:
+        """Of the files in this folder that were imported: path and sha256 of what was run."""
+        modules = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+        return {each["__file__"]: each[DIGEST] for each in modules if each.get(FOLDER) is self}
+
+
+def folder_at(root: str) -> Folder:
+    """The folder, with its modules so far; with new ones where a file was edited since it was imported."""
+    importlib.invalidate_caches()  # a file may have been written just now
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    if root not in sys.path:  # for `importlib.import_module`, and for processes that get an object of the user's
+        sys.path.append(root)
+        _added.add(root)
+    folder = _folders.get(root)
+    if folder is None or any(digest_of(path) not in (None, digest) for path, digest in folder.digests().items()):
+        folder = _folders[root] = Folder(root, 0 if folder is None else folder.edition + 1)
+    return folder
+
+
+def digest_of(path: os.PathLike | str) -> str | None:
+    """The sha256 of a file; None where there is none."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+_folders: dict[str, Folder] = {}
+_owners: dict[str, Folder] = {}  # by the name in sys.modules
+_added: set[str] = set()  # folders that experiments added to sys.path
+
+
+class _Finder:
+    """Finds the modules of a `Folder`, with a loader that gives them its import statement."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        first, dot, _ = name.partition(".")
+        folder = _owners.get(first)
+        if folder is None:
+            return None
+        found = PathFinder.find_spec(name, path) if dot else folder.find(plain_name(first))
+        if found is None:
+            return None
+        usual = None if dot else _usual(plain_name(first))
+        if name == plain_name(name) and usual is not None and _place(usual) != _place(found):
+            return None  # somebody else imports another file
+        places = list(found.submodule_search_locations or ())
+        if found.origin is None:  # a folder without __init__.py may have parts in several places
+            made = ModuleSpec(name, None, is_package=True)
+            made.submodule_search_locations = list(dict.fromkeys([*places, *_places(usual)]))
+            return made
+        if not found.origin.endswith(".py") or not found.origin.startswith(folder.root + os.sep):
+            return found if dot else None
+        loader = _Loader(name, found.origin, folder)
+        return importlib.util.spec_from_file_location(
+            name, found.origin, loader=loader, submodule_search_locations=places or None
+        )
+
+
+class _Loader(SourceFileLoader):
+    """Runs a file as it is now, and keeps its text: Python's cache cannot tell two edits of one second apart."""
+
+    def __init__(self, name: str, path: str, folder: Folder):
+        super().__init__(name, path)
+        self.folder = folder
+
+    def exec_module(self, module: ModuleType) -> None:
+        data = self.get_data(self.path)
+        digest, text = hashlib.sha256(data).hexdigest(), importlib.util.decode_source(data)
+        vars(module).update({FOLDER: self.folder, DIGEST: digest, MODULE_TEXT: text, "__builtins__": self.folder.builtins})
+        exec(self.source_to_code(data, self.path), vars(module))
+
+
+_finder: Any = _Finder()
+
+
+def _usual(first: str) -> ModuleSpec | None:
+    """Where a top-level name leads without the folders of experiments."""
+    paths = [path for path in sys.path if path not in _added]
+    for finder in sys.meta_path:
+        if finder is not _finder and hasattr(finder, "find_spec"):
+            spec = finder.find_spec(first, paths if finder is PathFinder else None)
+            if spec is not None:
+                return spec
+    return None
+
+
+def _places(unit: Any) -> list[str]:
+    """The folders of a package (its module or its spec)."""
+    found = (
+        getattr(unit, "__path__", None) if isinstance(unit, ModuleType) else getattr(unit, "submodule_search_locations", None)
+    )
+    return [] if found is None else list(found)
+
+
+def _place(unit: Any) -> str | None:
+    """The file of a module or of its spec; of a package without one, its first folder."""
+    if isinstance(unit, ModuleType):
+        file = getattr(unit, "__file__", None)
+    else:
+        file = unit.origin if unit.has_location else None
+    file = file or next(iter(_places(unit)), None)
+    return None if file is None else os.path.realpath(file)
