@@ -13,7 +13,10 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.nn.initializers import zeros
 
+from jaxformer.errors import ConfigError
+
 Tree = Any
+SEEDS = 2**32  # JAX keeps 32 bits of a seed
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,18 @@ def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:
     """Initial values. A leaf's key depends on its path alone, so adding a parameter changes no other."""
     draw = lambda name, leaf: leaf.init(jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.shape, dtype)
     return map_with_name(draw, spec)
+
+
+def check_seed(seed: int, name: str = "seed") -> None:
+    """Raises ConfigError for a seed that JAX would cut to 32 bits: it would draw the numbers of another one."""
+    if not 0 <= seed < SEEDS:
+        raise ConfigError(f"{name}={seed}: must be in 0 ... {SEEDS - 1}, the 32 bits that a JAX key keeps of it")
+
+
+def random_key(seed: int, name: str = "seed") -> jax.Array:
+    """`jax.random.key` of a seed that `check_seed` accepts."""
+    check_seed(seed, name)
+    return jax.random.key(seed)
 
 
 def abstract(spec: Tree, dtype=jnp.float32) -> Tree:

@@ -12,6 +12,7 @@ from jaxformer.data.sources import Question
 from jaxformer.decoding import Beams, Sampling, generate, search
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.metric import Evaluation
+from jaxformer.params import random_key
 
 CHECKED = 200  # references on which scores are tried before a run
 Score = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]  # (answers, references) -> scores
@@ -74,7 +75,7 @@ def answers(
     if isinstance(how, Beams):
         found = [[text.tokens for text in some] for some in search(model, params, prompts, rooms, **options)]
     else:
-        key = jax.random.key(seed)
+        key = random_key(seed)
         found = [[tokens] for tokens in generate(model, params, prompts, rooms, key=key, stop=ends, **options)]
     text = lambda prompt, tokens: before_stop(continuation(tokenizer.decode, prompt, tokens), stop)
     texts = {i: [text(questions[i].prompt, tokens) for tokens in some] for i, some in zip(order, found, strict=True)}

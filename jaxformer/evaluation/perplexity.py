@@ -17,6 +17,7 @@ from jaxformer.evaluation.metric import Evaluation
 from jaxformer.models import heads
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel import block_if_simulated
+from jaxformer.params import random_key
 from jaxformer.training.metrics import numbers
 from jaxformer.training.objectives import TokenCrossEntropy
 
@@ -86,7 +87,7 @@ class StridedPerplexity:
 
         @jax.jit
         def score(params: Any, batch: dict, number: Any) -> LossSums:
-            return objective(evaluation.model, params, batch, jax.random.key(evaluation.seed), dtype)
+            return objective(evaluation.model, params, batch, random_key(evaluation.seed), dtype)
 
         like = next(evaluation.batches())["weights"]
         put = partial(jax.device_put, device=like.sharding)

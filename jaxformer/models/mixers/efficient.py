@@ -24,7 +24,7 @@ from jaxformer.models.layer import Context, Mixer, MixerOutput, linear, linear_m
 from jaxformer.models.mixers.attention import attention, attention_spec
 from jaxformer.ops.attention.linear import FeatureMap, visibility
 from jaxformer.ops.positions import Bias, Rope, rope
-from jaxformer.params import Spec, Tree
+from jaxformer.params import Spec, Tree, random_key
 
 
 @dataclass(frozen=True)
@@ -324,5 +324,5 @@ def _refuse_packed(context: Context, out: Float[Array, "B T N H"]) -> Float[Arra
 def _by_layer(seed: int, layers: int, draw: Callable) -> Tree:
     """draw(key) for each layer, `[L, ...]`, once while tracing: a step does not draw anew what is always the same."""
     with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):  # the loop forbids transfers while a step is traced
-        keys = jax.vmap(partial(random.fold_in, random.key(seed)))(jnp.arange(layers))
+        keys = jax.vmap(partial(random.fold_in, random_key(seed, "seed of a mixer")))(jnp.arange(layers))
         return jax.vmap(draw)(keys)
