@@ -82,12 +82,16 @@ class TwoTowers:
         unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
         image = models.apply(self.image, params["image"], images, dropout_key=image_key, dtype=dtype)
         text = models.apply(self.text, params["text"], tokens, dropout_key=text_key, dtype=dtype)
-        return unit(image.logits), unit(text.logits), jnp.exp(params["factor"])
+        # at most 100, as in the paper: an ever larger factor makes training unstable
+        return unit(image.logits), unit(text.logits), jnp.minimum(jnp.exp(params["factor"]), 100.0)
 
 
 @dataclass(frozen=True)
 class Contrastive:
-    """The mean of two cross entropies: each image picks its text among all of the batch, and each text its image."""
+    """The mean of two cross entropies: each image picks its text among all of the batch, and each text its image.
+
+    A row with the same caption as another one is not its wrong answer: neither can be told from the other.
+    """
 
     move: Move | None = Move(degrees=5.0, pixels=0.5)  # of each digit, in training
     whole_batch = True  # not a field: the loss is not a sum over rows
@@ -101,8 +105,10 @@ class Contrastive:
         pixels = pixels if self.move is None else with_moved_digits(self.move, move_key, pixels)
         images, texts, factor = model.apply(params, pixels, batch["tokens"], key, dtype)
         logits = factor * jnp.einsum("ie,te->it", images, texts)
-        logits = jnp.where(weights[:, None] * weights[None] > 0, logits, -1e9)  # rows of weight 0 are not the answer to any row
         mine = jnp.arange(len(logits))
+        same = (batch["tokens"][:, None] == batch["tokens"][None]).all(axis=-1) & (mine[:, None] != mine[None])
+        # rows of weight 0 are not the answer to any row
+        logits = jnp.where((weights[:, None] * weights[None] > 0) & ~same, logits, -1e9)
         of_images, of_texts = cross_entropy(logits, mine, weights), cross_entropy(logits.T, mine, weights)
         accuracies = {"accuracy": (of_images.correct, of_images.weight), "of_texts": (of_texts.correct, of_texts.weight)}
         return LossSums((of_images.loss + of_texts.loss) / 2, of_images.weight, accuracies)

@@ -61,10 +61,12 @@ def test_what_is_right_is_counted():
     assert sums.metrics["exact_match"] == (expected, 49) and expected >= 20
 
 
-def test_an_answer_outside_the_passage_has_no_finite_loss():
+def test_an_answer_outside_the_passage_is_left_out():
     rows, params = batch(), init(CONFIG, jax.random.key(0))
-    rows["labels"] = rows["labels"].at[0, 0].set(1)
-    assert not jnp.isfinite(loss(CONFIG, params, rows, jax.random.key(1), jnp.float32).loss)
+    weightless = loss(CONFIG, params, rows | {"weights": rows["weights"].at[0].set(0)}, jax.random.key(1), jnp.float32)
+    sums = loss(CONFIG, params, rows | {"labels": rows["labels"].at[0, 0].set(1)}, jax.random.key(1), jnp.float32)
+    assert (sums.loss, sums.weight) == (weightless.loss, weightless.weight) and sums.weight == 2
+    assert sums.metrics["left_out"] == (1, 3) and weightless.metrics["left_out"] == (0, 2)
 
 
 @pytest.mark.thorough
