@@ -17,6 +17,8 @@ def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Arr
 
 def rescaled(x: Float[Array, "..."], keep: Bool[Array, "..."], rate: float) -> Float[Array, "..."]:
     """x / (1 - rate) where kept, else 0."""
+    if rate == 1.0:  # 0 / 0 in the gradient
+        return jnp.zeros_like(x)
     wide = in_float32(x)  # a bfloat16 1 - rate would bias every entry the same way
     return jnp.where(keep, wide / (1.0 - rate), 0).astype(x.dtype)
 

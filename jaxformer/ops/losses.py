@@ -45,7 +45,8 @@ def cross_entropy(
 ) -> TokenSums:  # fmt: skip
     """Sum of weight * (-log softmax(logits)[label]), in float32 or better, with the sum of weights.
 
-    Label smoothing e puts 1 - e on the label and e / V on every class (Szegedy et al. 2016, section 7). `z_loss` adds
+    Label smoothing e puts 1 - e on the label and e / V on every class (Szegedy et al. 2016, section 7); classes whose logit
+    is -inf are no classes of that token. `z_loss` adds
     z (log sum exp logits)^2 (Chowdhery et al. 2022, section 5). A label outside 0..V-1 makes the loss NaN. A token of weight 0
     may have any label and logits, also NaN: their gradient is 0. A token is correct where `jnp.argmax` gives its label.
     """
@@ -65,7 +66,9 @@ def _cross_entropy(logits, labels, weights, label_smoothing: float, z_loss: floa
     log_total = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
     losses = log_total - picked
     if label_smoothing:
-        losses = (1 - label_smoothing) * losses + label_smoothing * (log_total - jnp.mean(logits, axis=-1))
+        possible = logits != -jnp.inf
+        mean = jnp.sum(jnp.where(possible, logits, 0), axis=-1) / jnp.sum(possible, axis=-1)
+        losses = (1 - label_smoothing) * losses + label_smoothing * (log_total - mean)
     if z_loss:
         losses = losses + z_loss * jnp.square(log_total)
     losses = jnp.where(weights == 0, 0, losses * weights)

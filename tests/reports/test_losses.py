@@ -1,0 +1,189 @@
+"""Losses: what users of others reported, tried here."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.ops.dropout import dropout
+from jaxformer.ops.losses import cross_entropy, projected_cross_entropy
+
+V = 7
+LOGITS = jax.random.normal(jax.random.key(0), (5, V)) * 3
+LABELS = jnp.array([0, 6, 2, 2, 5])
+
+
+def by_hand(logits, labels, smoothing=0.0, z=0.0):
+    """Loss of each token in float64."""
+    logits = np.asarray(logits, np.float64)
+    total = np.log(np.exp(logits).sum(-1))
+    picked = np.take_along_axis(logits, np.asarray(labels)[:, None], -1)[:, 0]
+    return (1 - smoothing) * (total - picked) + smoothing * (total - logits.mean(-1)) + z * total**2
+
+
+def value_and_grad(logits, labels, weights=None, **options):
+    """(sum of losses, its gradient)."""
+    return jax.value_and_grad(lambda x: cross_entropy(x, labels, weights, **options).loss)(logits)
+
+
+@pytest.mark.report(
+    "pytorch/pytorch#73205", listed="second 21",
+    right="smoothing and z-loss count no token of weight 0, whatever its label",
+)  # fmt: skip
+def test_ignored_tokens_have_no_smoothing():
+    weights = jnp.array([1.0, 0, 1, 0, 1])
+    labels = LABELS.at[1].set(-100).at[3].set(V + 3)
+    sums = cross_entropy(LOGITS, labels, weights, label_smoothing=0.2, z_loss=0.01)
+    expected = by_hand(LOGITS[::2], LABELS[::2], 0.2, 0.01).sum()
+    np.testing.assert_allclose([sums.loss, sums.weight], [expected, 3], rtol=1e-6)
+
+
+@pytest.mark.report(
+    "eladhoffer/utils.pytorch#4", "huggingface/transformers#7546",
+    right="the mean is over tokens that count: padding changes neither loss nor gradient of a token",
+)  # fmt: skip
+def test_padding_does_not_dilute_the_mean():
+    alone, padded = (cross_entropy(LOGITS, LABELS, w, label_smoothing=0.1) for w in (None, jnp.ones(5)))
+    more = cross_entropy(
+        jnp.pad(LOGITS, ((0, 20), (0, 0))), jnp.pad(LABELS, (0, 20)), jnp.pad(jnp.ones(5), (0, 20)), label_smoothing=0.1
+    )
+    for sums in (padded, more):
+        np.testing.assert_allclose(sums.loss / sums.weight, alone.loss / 5, rtol=1e-6)
+
+
+@pytest.mark.report(
+    "sooftware/kospeech#37", "tinygrad/tinygrad#3570",
+    right="NaN or inf in the logits of an ignored token reaches neither the loss nor the gradient",
+)  # fmt: skip
+def test_bad_logits_of_ignored_tokens():
+    weights = jnp.array([1.0, 0, 1, 0, 1])
+    bad = LOGITS.at[1].set(jnp.nan).at[3].set(jnp.inf)
+    for options in ({}, {"label_smoothing": 0.3, "z_loss": 0.1}):
+        loss, gradient = value_and_grad(bad, LABELS, weights, **options)
+        expected, right = value_and_grad(LOGITS, LABELS, weights, **options)
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+        np.testing.assert_array_equal(gradient, right)
+
+
+@pytest.mark.report(
+    "facebookresearch/pytext#1698", "harvardnlp/annotated-transformer#109",
+    right="smoothing is spread over the classes that are possible; a logit of -inf is none",
+    hit="one logit of -inf made the smoothed loss of the whole batch inf",
+)  # fmt: skip
+def test_smoothing_over_possible_classes():
+    banned = LOGITS.at[:, 3].set(-jnp.inf)
+    loss, gradient = value_and_grad(banned, LABELS, label_smoothing=0.1)
+    expected = by_hand(np.delete(LOGITS, 3, 1), LABELS - (LABELS > 3), 0.1).sum()
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert np.isfinite(gradient).all() and (gradient[:, 3] == 0).all()
+    # what is no number stays seen, and an impossible label is infinitely wrong
+    assert np.isnan(cross_entropy(LOGITS.at[0, 3].set(jnp.nan), LABELS, label_smoothing=0.1).loss)
+    assert cross_entropy(banned, LABELS.at[0].set(3), label_smoothing=0.1).loss == np.inf
+
+
+@pytest.mark.report(
+    "mosaicml/examples#457", "allenai/bi-att-flow#71",
+    right="class 0 and the last class are classes as the others",
+)  # fmt: skip
+def test_first_and_last_class_count():
+    for label in (0, V - 1):
+        sums = cross_entropy(LOGITS, jnp.full(5, label))
+        np.testing.assert_allclose(sums.loss, by_hand(LOGITS, [label] * 5).sum(), rtol=1e-6)
+        assert sums.weight == 5
+    assert np.isnan(cross_entropy(LOGITS, jnp.full(5, V)).loss)  # seen, not clipped to the last class
+
+
+@pytest.mark.report(
+    "OpenNMT/OpenNMT#570", "OpenNMT/OpenNMT-py#1463",
+    right="an ignored label of -100 takes nothing away from any class: all classes share the smoothing",
+)  # fmt: skip
+def test_targets_of_smoothing_sum_to_one():
+    gradient = value_and_grad(LOGITS, LABELS.at[0].set(-100), jnp.array([0, 1.0, 1, 1, 1]), label_smoothing=0.3)[1]
+    target = np.asarray(jax.nn.softmax(LOGITS) - gradient)[1:]
+    expected = 0.7 * np.eye(V)[np.asarray(LABELS)[1:]] + 0.3 / V
+    np.testing.assert_allclose(target, expected, atol=1e-6)
+
+
+@pytest.mark.report(
+    "linkedin/Liger-Kernel#968", "linkedin/Liger-Kernel#1298",
+    right="the chunked loss has the gradient of each token's own weight",
+)  # fmt: skip
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_chunks_with_a_weight_for_each_token(chunk):
+    hidden = jax.random.normal(jax.random.key(1), (2, 5, 3))
+    head = jax.random.normal(jax.random.key(2), (V, 3))
+    labels = jax.random.randint(jax.random.key(3), (2, 5), 0, V)
+    weights = jnp.arange(10.0).reshape(2, 5) / 7
+
+    def whole(hidden, head):
+        return cross_entropy(jnp.einsum("btd,vd->btv", hidden, head, precision="highest"), labels, weights).loss
+
+    def chunked(hidden, head):
+        return 3 * projected_cross_entropy(hidden, head, labels, weights, chunk=chunk).loss
+
+    for found, expected in zip(*(jax.grad(f, (0, 1))(hidden, head) for f in (chunked, whole)), strict=True):
+        np.testing.assert_allclose(found, 3 * expected, atol=2e-5)
+
+
+@pytest.mark.report(
+    "linkedin/Liger-Kernel#512", "linkedin/Liger-Kernel#827",
+    right="with bfloat16 operands the loss and its sums are float32, over many tokens",
+)  # fmt: skip
+def test_bfloat16_operands_have_float32_losses():
+    hidden = jax.random.normal(jax.random.key(1), (1, 600, 4)).astype(jnp.bfloat16)
+    head = jax.random.normal(jax.random.key(2), (V, 4)).astype(jnp.bfloat16)
+    labels = jax.random.randint(jax.random.key(3), (1, 600), 0, V)
+    sums = projected_cross_entropy(hidden, head, labels, chunk=50)
+    logits = np.asarray(hidden, np.float64)[0] @ np.asarray(head, np.float64).T
+    assert sums.loss.dtype == jnp.float32 and sums.weight == 600  # 600 ones in bfloat16 are 256
+    np.testing.assert_allclose(sums.loss, by_hand(logits, labels[0]).sum(), rtol=1e-5)
+
+
+@pytest.mark.report(
+    "linkedin/Liger-Kernel#320",
+    right="the cap of logits is in the chunked loss, and in its gradient",
+)  # fmt: skip
+def test_capped_logits_in_chunks():
+    hidden = 4 * jax.random.normal(jax.random.key(1), (1, 4, 3))
+    head = jax.random.normal(jax.random.key(2), (V, 3))
+    labels = jnp.array([[0, 3, 6, 2]])
+    capped = lambda x: 2 * jnp.tanh(jnp.einsum("btd,vd->btv", x, head, precision="highest") / 2)
+    whole = jax.value_and_grad(lambda x: cross_entropy(capped(x), labels).loss)(hidden)
+    parts = jax.value_and_grad(lambda x: projected_cross_entropy(x, head, labels, softcap=2.0, chunk=3).loss)(hidden)
+    for found, expected in zip(parts, whole, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.report(
+    "linkedin/Liger-Kernel#507",
+    right="a loss is computed whether or not a gradient is asked for",
+)  # fmt: skip
+def test_the_loss_without_a_gradient():
+    hidden, labels = jax.random.normal(jax.random.key(1), (1, 4, 3)), jnp.zeros((1, 4), int)
+    loss = lambda x: projected_cross_entropy(x, jnp.eye(V, 3), labels).loss
+    np.testing.assert_allclose(loss(hidden), jax.value_and_grad(loss)(hidden)[0], rtol=1e-6)
+    assert loss(hidden) > 0
+
+
+@pytest.mark.report(
+    "google/flax#2593",
+    right="another key is another mask, and the same key the same one; rate 1 keeps nothing, without NaN",
+)  # fmt: skip
+def test_dropout_at_its_ends():
+    value, gradient = jax.value_and_grad(lambda x: dropout(x, 1.0, jax.random.key(0)).sum())(jnp.ones(4))
+    assert value == 0 and (gradient == 0).all()
+    masks = [dropout(jnp.ones(64), 0.5, jax.random.key(i)) for i in range(2)]
+    assert (masks[0] != masks[1]).any()
+    np.testing.assert_array_equal(masks[0], dropout(jnp.ones(64), 0.5, jax.random.key(0)))
+
+
+@pytest.mark.report(
+    "Dao-AILab/flash-attention#771", listed="second 22",
+    right="a dropped weight is scaled by 1 / (1 - rate) in float32, so that the mean stays in bfloat16",
+)  # fmt: skip
+def test_dropout_keeps_the_mean():
+    x = jnp.ones(2**14, jnp.bfloat16)
+    mean = np.asarray(partial(dropout, x, 0.1)(jax.random.key(0)), np.float64).mean()
+    assert abs(mean - 1) < 4 * (0.1 / 0.9 / 2**14) ** 0.5 + 2**-9
