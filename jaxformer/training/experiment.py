@@ -8,11 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from jaxformer.config import execution
 from jaxformer.decoding.beam import Beams
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.mesh import Mesh
+from jaxformer.params import check_seed
 from jaxformer.training.objectives import TokenCrossEntropy
 from jaxformer.training.optimizers import AdamW
 from jaxformer.training.schedules import Cosine
@@ -20,8 +23,11 @@ from jaxformer.training.schedules import Cosine
 
 def _check_least(config: Any, prefix: str, fields: dict[str, int]) -> None:
     for name, least in fields.items():
-        if not getattr(config, name) >= least:
-            raise ConfigError(f"{prefix}{name}={getattr(config, name)}: must be at least {least}")
+        value = getattr(config, name)
+        if not value >= least:
+            raise ConfigError(f"{prefix}{name}={value}: must be at least {least}")
+        if not isinstance(value, int | np.integer):
+            raise ConfigError(f"{prefix}{name}={value}: must be a whole number, such as {int(value)}")
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,10 @@ class Experiment:
     gradient_sums: Literal["float32", "bfloat16"] = "float32"
     clip_norm: float | None = 1.0  # largest norm of the gradient; None: no clipping
     ema_decay: float | None = None  # decay of averaged parameters, which are then scored; None: no average
-    seed: int = 0  # of parameters, batches, dropout and samples
+    # the average of step t (from 0) decays by min(ema_decay, (1 + t) / (ema_warmup + t)), so that a short run forgets its
+    # start; 1: always by ema_decay
+    ema_warmup: int = 10
+    seed: int = 0  # of parameters, batches, dropout and samples; below 2^32
     max_skipped: int = 10  # bad steps in a row before the run gives up
     spikes: Spikes | None = None  # losses and gradients far above the last ones are bad steps, too
     metrics: tuple[Callable, ...] = execution(())  # what else is scored: (evaluation.metric.Evaluation) -> {name: number}
@@ -115,9 +124,10 @@ class Experiment:
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = execution(())  # beside metrics.jsonl
 
     def __post_init__(self):
-        counts = dict.fromkeys(("steps", "batch_size", "accumulation", "log_every", "eval_every", "max_skipped"), 1)
+        names = "steps", "batch_size", "accumulation", "ema_warmup", "log_every", "eval_every", "max_skipped"
         limits = [name for name in ("eval_examples", "final_examples", "eval_batches") if getattr(self, name) is not None]
-        _check_least(self, "", counts | {"seed": 0} | dict.fromkeys(limits, 1))
+        _check_least(self, "", dict.fromkeys((*names, *limits), 1))
+        check_seed(self.seed)
         for name in ("optimizer", "schedule", "objective"):
             if not callable(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected a function; see Experiment.{name}")

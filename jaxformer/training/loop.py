@@ -35,10 +35,10 @@ from jaxformer.training.run import (
     sample_text,
     writes_text,
 )  # fmt: skip
-from jaxformer.training.run_folder import RunFolder, compare, describe, introduce, run_folder
+from jaxformer.training.run_folder import RunFolder, as_it_began, compare, describe, introduce, run_folder
 from jaxformer.training.signals import Interrupted, Signals
 from jaxformer.training.start import first_params
-from jaxformer.training.step import TrainState, abstract_state, first_state, make_train_step, state_shardings
+from jaxformer.training.step import TrainState, abstract_state, averaged_steps, first_state, make_train_step, state_shardings
 
 log = logging.getLogger("jaxformer")
 TRACED = 10, 15  # the first and last step of a profile, counted from the start of the process: the first ones compile
@@ -100,6 +100,7 @@ def train(
     numbers stay bad, Interrupted on SIGTERM. Several processes (`parallel.processes`) call it alike; the first one writes.
     """
     folder, began = run_folder(experiment, runs), time.monotonic() if began is None else began
+    experiment = as_it_began(folder, experiment)
     check_hosts(experiment, source)
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
     recipe = build(experiment)
@@ -280,6 +281,9 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
     if several or hasattr(experiment.optimizer, "route") or experiment.frozen is not None or experiment.adaptation is not None:
         routes = optimizers.routes(experiment.optimizer, recipe.spec, recipe.frozen)
         lines += [f"  {path}: {route}" for path, route in routes.items()]
+    if experiment.ema_decay is not None:
+        steps = averaged_steps(experiment.ema_decay, experiment.ema_warmup, experiment.steps)
+        lines.append(f"scored: parameters averaged over about the last {steps:,} of {experiment.steps:,} steps (ema_decay)")
     if mesh is not None:
         shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
         lines.append(f"mesh: {shape} of {mesh.size} devices")

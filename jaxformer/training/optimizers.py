@@ -18,7 +18,7 @@ from jaxformer import params
 from jaxformer.errors import ConfigError
 from jaxformer.params import Tree
 
-NOT_DECAYED = r"(bias|scale)$"
+OUTER = {"vocab", "channel", "class"}  # axes that only matrices of the first and the last layer have
 
 
 def _check(optimizer) -> None:
@@ -26,8 +26,17 @@ def _check(optimizer) -> None:
         rate = getattr(optimizer, name, 1.0)
         if not (math.isfinite(rate) and rate > 0):
             raise ConfigError(f"optimizer.{name}={rate}: must be a positive finite number")
-    if getattr(optimizer, "weight_decay", 0.0) < 0:
-        raise ConfigError(f"optimizer.weight_decay={optimizer.weight_decay}: must be at least 0")
+    decay = getattr(optimizer, "weight_decay", 0.0)
+    if not (math.isfinite(decay) and decay >= 0):
+        raise ConfigError(f"optimizer.weight_decay={decay}: must be finite and at least 0")
+    for name in ("b1", "b2", "momentum"):  # 1 never forgets: the correction of Adam divides by 1 - b^t
+        share = getattr(optimizer, name, 0.0)
+        if not 0 <= share < 1:
+            raise ConfigError(f"optimizer.{name}={share}: must be in [0, 1)")
+    for name in ("eps", "clipping_threshold", "decay_rate", "newton_schulz_steps"):
+        value = getattr(optimizer, name, 1.0)
+        if not (math.isfinite(value) and value > 0):  # eps 0: 0 / 0 where a gradient is 0
+            raise ConfigError(f"optimizer.{name}={value}: must be a positive finite number")
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,8 @@ class AdamW:
     b2: float = 0.95  # decay of the mean of their squares
     eps: float = 1e-8  # added to the root of the mean square
     weight_decay: float = 0.1  # share of a parameter that a step of rate 1 takes away
-    not_decayed: str = NOT_DECAYED  # regular expression: parameters whose path it matches somewhere have no decay
+    # regular expression: parameters whose path it matches somewhere have no decay; None: all that are no matrix
+    not_decayed: str | None = None
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
@@ -68,7 +78,8 @@ class Adafactor:
     decay_rate: float = 0.8  # exponent of the second moment's decay
     clipping_threshold: float = 1.0  # largest root mean square of an update
     weight_decay: float = 0.0  # share of a parameter that a step of rate 1 takes away
-    not_decayed: str = NOT_DECAYED  # regular expression: parameters whose path it matches somewhere have no decay
+    # regular expression: parameters whose path it matches somewhere have no decay; None: all that are no matrix
+    not_decayed: str | None = None
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
@@ -85,7 +96,8 @@ class Lion:
     b1: float = 0.9  # share of the momentum in the update
     b2: float = 0.99  # decay of the momentum
     weight_decay: float = 1.0  # share of a parameter that a step of rate 1 takes away
-    not_decayed: str = NOT_DECAYED  # regular expression: parameters whose path it matches somewhere have no decay
+    # regular expression: parameters whose path it matches somewhere have no decay; None: all that are no matrix
+    not_decayed: str | None = None
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
@@ -94,7 +106,7 @@ class Lion:
 
 @dataclass(frozen=True)
 class Muon:
-    """Orthogonalised momentum for each layer's matrices (Jordan et al. 2024); AdamW for embeddings, head, norms, biases."""
+    """Orthogonalised momentum for each layer's matrices (Jordan et al. 2024); AdamW for embeddings, heads, norms, biases."""
 
     learning_rate: float = 2e-2  # peak of the schedule for matrices
     momentum: float = 0.95  # decay of the momentum
@@ -103,7 +115,8 @@ class Muon:
     b1: float = 0.9  # of AdamW: decay of the mean of gradients
     b2: float = 0.95  # of AdamW: decay of the mean of their squares
     weight_decay: float = 0.0  # share of a parameter that a step of rate 1 takes away
-    not_decayed: str = NOT_DECAYED  # regular expression: parameters whose path it matches somewhere have no decay
+    # regular expression: parameters whose path it matches somewhere have no decay; None: all that are no matrix
+    not_decayed: str | None = None
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
@@ -125,12 +138,24 @@ class Muon:
 
 
 def decayed(config: Any, spec: Tree) -> Tree:
-    """True where a parameter has weight decay."""
+    """True where a parameter has weight decay: where `is_matrix`, or all that `config.not_decayed` does not match."""
+    if config.not_decayed is None:
+        return params.map_with_name(is_matrix, spec)
     return jax.tree.map(lambda matches: not matches, params.mask(spec, config.not_decayed))
 
 
+def is_matrix(path: str, leaf: params.Spec) -> bool:
+    """Whether a parameter is the matrix of a product, or the table of tokens.
+
+    Biases, scales, position tables, relative biases, class tokens and mixing weights are not. A module of Flax declares no
+    contraction, but calls its matrices `kernel`.
+    """
+    is_table = "vocab" in leaf.axes and len(leaf.axes) > 1
+    return bool(leaf.contracts) or is_table or path.endswith("kernel")
+
+
 def weight_decay(config: Any, spec: Tree) -> optax.GradientTransformation:
-    """optax's decay on what `config.not_decayed` does not match."""
+    """optax's decay on the parameters that `decayed` names."""
     return optax.add_decayed_weights(config.weight_decay, decayed(config, spec))
 
 
@@ -169,8 +194,12 @@ def with_rates(optimizer: Callable, spec: Tree) -> Any:
 
 
 def muon_dimensions(leaf: params.Spec) -> optax.contrib.MuonDimensionNumbers | None:
-    """A matrix's inputs and outputs; None for Adam, to which optax alone would hand every stacked `[L, D, F]` kernel."""
-    if not leaf.contracts or "vocab" in leaf.axes:
+    """A matrix's inputs and outputs; None for Adam, to which optax alone would hand every stacked `[L, D, F]` kernel.
+
+    None too for the first and the last layer, which read or write what is no hidden state: tokens, pixels, classes. A step
+    of equal size in all directions is not right for them (Jordan et al. 2024).
+    """
+    if not leaf.contracts or OUTER.intersection(leaf.axes):
         return None
     inputs = tuple(i for i, axis in enumerate(leaf.axes) if axis in leaf.contracts)
     outputs = tuple(i for i in range(len(stack_sizes(leaf)), len(leaf.axes)) if i not in inputs)

@@ -23,7 +23,10 @@ from jaxformer.training import optimizers, rms
 from jaxformer.training.experiment import Spikes
 
 # of an experiment
-COPIED = "seed", "precision", "accumulation", "gradient_sums", "clip_norm", "ema_decay", "rms", "max_skipped", "spikes"
+COPIED = (
+    "seed", "precision", "accumulation", "gradient_sums", "clip_norm", "ema_decay", "ema_warmup", "rms", "max_skipped",
+    "spikes",
+)  # fmt: skip
 Loss = Callable[[Tree, dict[str, Array], Array], LossSums]
 
 
@@ -43,6 +46,7 @@ class Recipe:
     gradient_sums: str
     clip_norm: float | None
     ema_decay: float | None
+    ema_warmup: int
     frozen: str | None
     mesh: Mesh
     max_skipped: int

@@ -22,6 +22,7 @@ from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.perplexity import perplexity
 from jaxformer.models import heads
 from jaxformer.parallel import processes
+from jaxformer.params import random_key
 from jaxformer.training import checkpoint
 from jaxformer.training.experiment import Experiment, Sample
 from jaxformer.training.metrics import read_records
@@ -132,7 +133,7 @@ class Run:
             new, (room,) = [], rooms_for(model, sample.tokens, [tokens])
             for piece in stream(
                 model, self.params, tokens, room, source=question.source,
-                how=sample.sampling, filters=filters, key=jax.random.key(seed), stop=stop_strings(decode, stop),
+                how=sample.sampling, filters=filters, key=random_key(seed), stop=stop_strings(decode, stop),
                 stop_tokens=self._ends(), dtype=jax.numpy.dtype(self.experiment.precision),
             ):  # fmt: skip
                 new += piece
@@ -284,7 +285,7 @@ def evaluator(experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sh
 
     @jax.jit
     def score(trained: Any, batch: dict[str, Any], number: Any):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 2), number)
+        key = jax.random.fold_in(jax.random.fold_in(random_key(recipe.seed), 2), number)
         return recipe.score(trained, batch, key)
 
     def batches(examples: int, size: int) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ import logging
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ from jaxformer.training.experiment import Experiment
 from jaxformer.training.metrics import read_records
 
 log = logging.getLogger("jaxformer")
+# fields that came after some runs, with the value that says what those runs did
+ADDED = {"ema_warmup": 1}
+# fields whose default was another one when some runs began; the descriptions of runs hold it
+CHANGED = ("optimizer.not_decayed",)
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class RunFolder:
     result = property(lambda self: self.path / "result.json")
 
     def description(self) -> dict[str, Any]:
-        """What `config.json` says; empty where there is none."""
-        return config.read_json(self.config) if self.config.exists() else {}
+        """What `config.json` says, with fields that were `ADDED` since; empty where there is none."""
+        return ADDED | config.read_json(self.config) if self.config.exists() else {}
 
     def last_scores(self) -> dict[str, Any]:
         """The scores of result.json, else those of the last evaluation that metrics.jsonl has; empty where there are none."""
@@ -101,6 +105,26 @@ def run_folder(experiment: Experiment, runs: epath.PathLike) -> RunFolder:
     return RunFolder(epath.Path(runs) / f"{experiment.name}-{config.fingerprint(experiment)}")
 
 
+def as_it_began(folder: RunFolder, experiment: Experiment) -> Experiment:
+    """The experiment with the defaults with which its run began, so that it goes on as it began.
+
+    The name of the folder does not tell a default from another one, because it only digests what differs from the defaults.
+    """
+    began, now = config.flat(folder.description()), config.flat(config.describe(experiment))
+    for path in (*ADDED, *CHANGED):
+        if path in began and path in now and began[path] != now[path]:
+            *outer, field = path.split(".")
+            experiment = _with_field(experiment, outer, field, began[path])
+    return experiment
+
+
+def _with_field(value: Any, outer: list[str], field: str, to: Any) -> Any:
+    """A copy of a config in which a field, or that of the config in the fields `outer`, has another value."""
+    if not outer:
+        return replace(value, **{field: to})
+    return replace(value, **{outer[0]: _with_field(getattr(value, outer[0]), outer[1:], field, to)})
+
+
 def open_experiment(folder: RunFolder) -> Experiment:
     """The experiment of a run: the copy of its file, run again. Raises ConfigError where it is no longer the same.
 
@@ -122,6 +146,7 @@ def open_experiment(folder: RunFolder) -> Experiment:
         advice = "read it and source.json, then add --trust (in Python: open_run(..., trust=True))"
         raise ConfigError(f"{folder.experiment}: {unknown}; {advice}")
     experiment = config.override(source.experiment, source.overrides, {**NAMES, "": source.names})
+    experiment = as_it_began(folder, experiment)
     digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
     changed = [path for path, expected in facts["imports"].items() if digest(Path(path)) != expected]
     advice = f"; {', '.join(changed)} changed since this run began" if changed else "; is this library another version?"

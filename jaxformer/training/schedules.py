@@ -66,11 +66,13 @@ class WSD:
     """Warm-up, a stable plateau, and a linear decay at the end, to `final` times the peak. Hu et al. 2024."""
 
     warmup: int = 0  # steps until the peak
-    decay: float = 0.2  # share of the run that decays
+    decay: float = 0.2  # share of the run that decays; 0: none
     final: float = 0.0  # share of the peak at the last step
 
     def __call__(self, experiment: Any) -> Rate:
         _check(self, steps := experiment.steps)
+        if self.decay == 0:
+            return _decay(self, experiment, 1.0)
         last = max(round(steps * self.decay), 1)  # steps below the peak
         if self.warmup and self.warmup + last > steps:
             overlap = f"overlaps the last {last} of steps={steps}, which decay; lower it or schedule.decay={self.decay}"
@@ -107,7 +109,9 @@ def _check(schedule: Any, steps: int, ends: bool = True) -> None:
     for name in ("final", "decay"):
         if not 0 <= getattr(schedule, name, 0.0) <= 1:
             raise ConfigError(f"schedule.{name}={getattr(schedule, name)}: must be in [0, 1]")
-    if schedule.warmup < 0:
-        raise ConfigError(f"schedule.warmup={schedule.warmup}: must be at least 0")
+    if schedule.warmup < 0 or int(schedule.warmup) != schedule.warmup:
+        raise ConfigError(
+            f"schedule.warmup={schedule.warmup}: must be a whole number of steps, at least 0; not a share of the run"
+        )
     if ends and schedule.warmup >= steps:
         raise ConfigError(f"schedule.warmup={schedule.warmup}: must be below steps={steps}; lower it or raise steps")

@@ -45,7 +45,7 @@ def first_params(initial: Callable | str | None, model: Any, recipe: Recipe, run
     if initial is None:
         return None
     model_spec = models.spec(model)
-    key, start = jax.random.key(recipe.seed), from_text(initial, runs) if isinstance(initial, str) else initial
+    key, start = params.random_key(recipe.seed), from_text(initial, runs) if isinstance(initial, str) else initial
     tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), _read(start, model_spec, key))
     if problem := params.mismatch(model_spec, tree):
         raise ConfigError(f"initial={initial}: parameter {problem}; give the model the sizes and heads of those weights")

@@ -22,11 +22,13 @@ from jaxformer.training.recipe import Recipe
 Batch = dict[str, Array]
 Metrics = dict[str, Array]
 GROWTH_INTERVAL = 2000
+LARGEST_SCALE = 2.0**24  # the loss scale ends there: infinity would never come back
+LEAST_DEVIATION = 1e-3  # of a mean: what varies less is a constant and its rounding, and a little more is no spike
 
 
 @struct.dataclass
 class LossScale:
-    """Dynamic loss scaling for float16: doubles after `GROWTH_INTERVAL` good steps, halves on an overflow."""
+    """Dynamic loss scaling for float16: doubles after `GROWTH_INTERVAL` good steps, up to 2^24; halves on an overflow."""
 
     value: Any
     good_steps: Any
@@ -51,7 +53,7 @@ class TrainState:
 def init_state(recipe: Recipe, trained: Tree = None) -> TrainState:
     """The state before the first step, random parameters by default; run it under jit or `jax.eval_shape`."""
     if trained is None:
-        trained = parameters.init(recipe.spec, jax.random.key(recipe.seed))
+        trained = parameters.init(recipe.spec, parameters.random_key(recipe.seed))
     zero, ema = jnp.zeros((), jnp.int32), None if recipe.ema_decay is None else jax.tree.map(jnp.array, trained)
     scale = LossScale(jnp.float32(2.0**15), jnp.zeros_like(zero)) if recipe.precision == "float16" else None
     recent = None if recipe.spikes is None else jnp.full((2, recipe.spikes.window), jnp.nan, jnp.float32)
@@ -127,7 +129,7 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     learning_rate (the one used), skipped, and the root mean squares that the experiment asks for.
     """
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 1), state.step)
+    key = jax.random.fold_in(jax.random.fold_in(parameters.random_key(recipe.seed), 1), state.step)
     if axis_name is not None:
         key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
     sums, gradients = accumulate(recipe, state.params, batch, key, scale)
@@ -173,7 +175,9 @@ def is_spike(spikes: Spikes | None, recent: Array | None, values: Array) -> Arra
     """Whether one of the values [2] is far above its recent [2, window], which are NaN, and so compare false, at first."""
     if spikes is None or recent is None:
         return jnp.bool_(False)
-    return jnp.any(values > recent.mean(axis=1) + spikes.deviations * recent.std(axis=1))
+    mean = recent.mean(axis=1)
+    deviation = jnp.maximum(recent.std(axis=1), LEAST_DEVIATION * jnp.abs(mean))
+    return jnp.any((deviation > 0) & (values > mean + spikes.deviations * deviation))
 
 
 def clip(gradients: Tree, largest: float | None) -> tuple[Tree, Array]:
@@ -188,7 +192,7 @@ def clip_factor(norm: Array, largest: float | None) -> Array:
 
 
 def update(recipe: Recipe, sums: Tree, factor: Array, rate: Array, state: TrainState) -> tuple[TrainState, Metrics]:
-    """The state with new parameters, optimizer state and average, ema * decay + params * (1 - decay); sizes of updates.
+    """The state with new parameters, optimizer state and average; sizes of updates.
 
     The gradients are `sums` times the factor.
     """
@@ -197,10 +201,31 @@ def update(recipe: Recipe, sums: Tree, factor: Array, rate: Array, state: TrainS
     updates, opt_state = recipe.optimizer.update(gradients, opt_state, state.params)
     updates = jax.tree.map(lambda p, u: (rate * u).astype(p.dtype), state.params, updates)
     params = jax.tree.map(jnp.add, state.params, updates)
-    decay = recipe.ema_decay
-    ema = None if decay is None else jax.tree.map(lambda e, p: e * decay + p * (1 - decay), state.ema, params)
+    ema = average(recipe, state, params)
     opt_state = in_memory(recipe, opt_state, jax.memory.Space.Host)
     return replace(state, params=params, opt_state=opt_state, ema=ema), root_mean_squares(recipe, "update", updates)
+
+
+def average(recipe: Recipe, state: TrainState, params: Tree) -> Tree:
+    """The averaged parameters after this step; None where the experiment has none.
+
+    The decay grows up to `ema_decay`. With a constant decay of 0.9999 the average of 300 steps is 97 % random start.
+    """
+    if recipe.ema_decay is None:
+        return None
+    decay = average_decay(recipe.ema_decay, recipe.ema_warmup, state.step)
+    return jax.tree.map(lambda e, p: (e * decay + p * (1 - decay)).astype(e.dtype), state.ema, params)
+
+
+def average_decay(largest: float, warmup: int, step: Any) -> Any:
+    """The decay of averaged parameters at a step, counted from 0."""
+    return jnp.minimum(largest, (1 + step) / (warmup + step))
+
+
+def averaged_steps(largest: float, warmup: int, steps: int) -> int:
+    """About how many of the last steps the average holds after so many steps: 1 / (1 - decay), or all."""
+    decay = float(average_decay(largest, warmup, steps))
+    return steps if decay == 1 else min(round(1 / (1 - decay)), steps)
 
 
 def root_mean_squares(recipe: Recipe, kind: str, tree: Tree) -> Metrics:
@@ -264,6 +289,7 @@ def rescale(scale: LossScale | None, finite: Array) -> LossScale | None:
     if scale is None:
         return None
     good = jnp.where(finite, scale.good_steps + 1, 0)
-    grown = jnp.where(good >= GROWTH_INTERVAL, scale.value * 2, scale.value)
+    doubled = jnp.minimum(scale.value * 2, LARGEST_SCALE)
+    grown = jnp.where(good >= GROWTH_INTERVAL, doubled, scale.value)
     value = jnp.where(finite, grown, jnp.maximum(scale.value / 2, 1.0))
     return LossScale(value, jnp.where(good >= GROWTH_INTERVAL, 0, good))

@@ -28,7 +28,7 @@ EXPERIMENT = Experiment(
     batch_size=8,
 )
 KEY = jax.random.key(0)  # of dropout, which this model has not
-AVERAGED = replace(EXPERIMENT, ema_decay=0.8)
+AVERAGED = replace(EXPERIMENT, ema_decay=0.8, ema_warmup=2)
 
 
 def make_batch(seed=0, B=8):
@@ -182,7 +182,8 @@ def test_average_of_parameters_is_what_its_definition_says():
     expected = flat(state.params)
     for i in range(4):
         state, _ = step(state, make_batch(i))
-        expected = 0.8 * expected + 0.2 * flat(state.params)
+        decay = min(0.8, (1 + i) / (2 + i))
+        expected = decay * expected + (1 - decay) * flat(state.params)
     np.testing.assert_allclose(flat(state.ema), expected, rtol=1e-5, atol=1e-6)
 
 
