@@ -16,7 +16,7 @@ from jax.nn.initializers import zeros
 from jaxformer.errors import ConfigError
 
 Tree = Any
-SEEDS = 2**32  # JAX keeps 32 bits of a seed
+SEEDS = 2**64  # a key of JAX holds 64 bits
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,22 @@ def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:
 
 
 def check_seed(seed: int, name: str = "seed") -> None:
-    """Raises ConfigError for a seed that JAX would cut to 32 bits: it would draw the numbers of another one."""
+    """Raises ConfigError for a seed that no key holds: it would draw the numbers of another one."""
     if not 0 <= seed < SEEDS:
-        raise ConfigError(f"{name}={seed}: must be in 0 ... {SEEDS - 1}, the 32 bits that a JAX key keeps of it")
+        raise ConfigError(f"{name}={seed}: must be in 0 ... {SEEDS - 1}, the 64 bits of a key")
 
 
 def random_key(seed: int, name: str = "seed") -> jax.Array:
-    """`jax.random.key` of a seed that `check_seed` accepts."""
+    """`jax.random.key` of a seed that `check_seed` accepts, with all of its bits.
+
+    Where 64-bit numbers are off, which is JAX's default, `jax.random.key` itself cuts a seed to 32 bits: 2^32 is 0 to it.
+    """
     check_seed(seed, name)
-    return jax.random.key(seed)
+    key = jax.random.key(seed % 2**32)
+    if seed < 2**32:
+        return key
+    words = jnp.array([seed >> 32, seed % 2**32], jnp.uint32)  # as JAX with 64-bit numbers has them
+    return jax.random.wrap_key_data(jnp.tile(words, jax.random.key_data(key).size // 2))
 
 
 def abstract(spec: Tree, dtype=jnp.float32) -> Tree:

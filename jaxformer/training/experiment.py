@@ -104,7 +104,7 @@ class Experiment:
     # the average of step t (from 0) decays by min(ema_decay, (1 + t) / (ema_warmup + t)), so that a short run forgets its
     # start; 1: always by ema_decay
     ema_warmup: int = 10
-    seed: int = 0  # of parameters, batches, dropout and samples; below 2^32
+    seed: int = 0  # of parameters, batches, dropout and samples; below 2^64
     max_skipped: int = 10  # bad steps in a row before the run gives up
     spikes: Spikes | None = None  # losses and gradients far above the last ones are bad steps, too
     metrics: tuple[Callable, ...] = execution(())  # what else is scored: (evaluation.metric.Evaluation) -> {name: number}

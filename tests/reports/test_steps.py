@@ -133,12 +133,12 @@ def test_the_loss_scale_has_an_upper_end():
 
 @pytest.mark.report(
     "jax-ml/jax#4745", "jax-ml/jax#16808", "numpy/numpy#4676", listed="third 02",
-    right="a seed that JAX would cut to 32 bits is refused in one line, wherever it enters",
+    right="a seed beyond 64 bits is refused in one line, wherever it enters",
     hit="--seed=4294967296 drew the parameters of --seed=0; 2**64 was a traceback",
 )  # fmt: skip
-@pytest.mark.parametrize("seed", [2**32, 2**64, -1])
-def test_seeds_have_32_bits(seed, capsys):
-    with pytest.raises(ConfigError, match=f"seed={seed}: must be in 0 ... 4294967295"):
+@pytest.mark.parametrize("seed", [2**64, -1])
+def test_seeds_have_64_bits(seed, capsys):
+    with pytest.raises(ConfigError, match=f"seed={seed}: must be in 0 ... 18446744073709551615"):
         replace(BASE, seed=seed)
     with pytest.raises(ConfigError, match="seed"):
         answers(MODEL, {}, [Question([0], "")], SimpleNamespace(decode=str), 1, Sampling(), seed=seed)
@@ -149,13 +149,20 @@ def test_seeds_have_32_bits(seed, capsys):
 
 
 @pytest.mark.report(
-    "jax-ml/jax#4745", listed="third 02",
-    right="seeds that are accepted draw what they drew before, each something else",
-)  # fmt: skip
-def test_seeds_up_to_32_bits_differ():
-    draws = {seed: float(jax.random.uniform(params.random_key(seed))) for seed in (0, 1, 2**31, 2**32 - 1)}
-    assert len(set(draws.values())) == 4
+    "jax-ml/jax#4745",
+    "jax-ml/jax#16808",
+    listed="third 02",
+    right="each seed of 64 bits draws other numbers, as JAX with 64-bit numbers does",
+    hit="2^32 + 5 drew the numbers of 5",
+)
+def test_seeds_beyond_32_bits_differ():
+    seeds = (0, 1, 5, 2**31, 2**32 - 1, 2**32, 2**32 + 5, 2**33, 2**63 - 1, 2**64 - 1)
+    draws = {seed: float(jax.random.uniform(params.random_key(seed))) for seed in seeds}
+    assert len(set(draws.values())) == len(seeds)
     assert draws[1] == float(jax.random.uniform(jax.random.key(1)))
+    with jax.enable_x64(True):
+        wide = jax.random.key_data(jax.random.key(2**63 - 1))
+    np.testing.assert_array_equal(jax.random.key_data(params.random_key(2**63 - 1)), wide)
 
 
 @pytest.mark.report(
