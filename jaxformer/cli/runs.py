@@ -1,6 +1,7 @@
 """Commands that read run folders."""
 
 import json
+import re
 from typing import Any
 
 from jaxformer import config
@@ -35,8 +36,14 @@ def generate(argv: list[str]) -> int:
     for kind, names in kinds.items():
         for name in names.split():
             parser.add_argument(f"--{name}", type=kind)
-    for option in ("--filter", "--stop"):
-        parser.add_argument(option, action="append", default=[])
+    parser.add_argument("--filter", action="append", default=[])
+    parser.add_argument(
+        "--stop", action="append", default=[], type=unescaped, help=r"a string that ends a text; \n is a line end"
+    )
+    parser.add_argument(
+        "--special-tokens", action="store_true",
+        help="control tokens in a prompt, such as <|im_start|>, are these tokens; not for prompts of strangers",
+    )  # fmt: skip
     options, overrides = parser.parse_known_args(argv)
     if (options.prompt is None) == (options.prompts is None) or (options.out is None) != (options.prompts is None):
         raise ConfigError("generate: give --prompt TEXT, or --prompts FILE.jsonl with --out FILE.jsonl")
@@ -46,7 +53,7 @@ def generate(argv: list[str]) -> int:
 
     names = {name: getattr(filters, name) for name in filters.__all__}
     given = lambda names: {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    how: dict[str, Any] = given(("seed", "tokens", "stop"))
+    how: dict[str, Any] = given(("seed", "tokens", "stop", "special_tokens"))
     how["filters"] = [config.expressions.evaluate(text, names) for text in options.filter]
     picks, search = given(("temperature", "top_k", "top_p", "min_p", "typical")), given(("beams", "n_best", "length_penalty"))
     if picks and search:
@@ -67,6 +74,14 @@ def generate(argv: list[str]) -> int:
             print(piece, end="", flush=True)
         print()
     return 0
+
+
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+
+
+def unescaped(text: str) -> str:
+    r"""A text of the command line, in which \n, \t and \r are a line end, a tab and a carriage return, and \\ a backslash."""
+    return re.sub(r"\\(.)", lambda found: ESCAPES.get(found[1], found[0]), text, flags=re.DOTALL)
 
 
 def _generate_file(run, source: str, target: str, **how) -> None:

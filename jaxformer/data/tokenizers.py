@@ -59,6 +59,14 @@ class _Tokenizer:
         """The last place where a text may be cut, so that the tokens of its pieces are those of the whole. 0: there is none."""
         return len(text)
 
+    def reading_special_tokens(self) -> Any:
+        """The same tokenizer, which takes the name of a control token in a text, such as <|im_start|>, for that token.
+
+        Give it no text of strangers: it could end a turn or speak as the system. Raises ConfigError where no text can name
+        a control token.
+        """
+        raise ConfigError("special_tokens: the tokenizer of this run has no control tokens that a text could name")
+
     @functools.cached_property
     def digest(self) -> str:
         """sha256 (hex) of the state."""
@@ -190,6 +198,11 @@ class BPE(_Tokenizer):
 
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
+
+    def reading_special_tokens(self) -> "BPE":
+        other = BPE(json.dumps(self.state["tokenizer"]), self.state.get("end_of_text"))
+        other._tokenizer.encode_special_tokens = False
+        return other
 
     def encode_text(self, text: str) -> np.ndarray:
         return self.encode_piece(text, continues=False)

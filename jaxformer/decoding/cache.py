@@ -11,6 +11,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import last_stack
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 from jaxformer.models.stacks.scan import init_state
+from jaxformer.ops.positions import rotation_until
 
 
 @struct.dataclass
@@ -18,11 +19,14 @@ class Cache:
     """What came before the next tokens of each row. Every array has the rows first, so rows may be taken, copied or replaced.
 
     Row b's token at position p is in slot p. More tokens than `room` cannot be refused under jit: hidden states are NaN then.
+    So are those of tokens that `text_lengths` does not suit: the keys in the cache have the rotations of a shorter text.
     """
 
     layers: tuple  # the state of each layer's mixer
     lengths: Any = None  # tokens of each row, [B]; None: the cache is new
     source: Any = None  # of an encoder-decoder: what its layers read of the encoder
+    # how long the whole text of each row is, [B], for rotations that depend on it (LongRoPE, a dynamic NTK)
+    text_lengths: Any = None
     room: int = struct.field(pytree_node=False, default=0)  # most tokens of a row
 
     def extend(self, rows: int, T: int, lengths=None) -> "Cache":
@@ -35,10 +39,16 @@ class Cache:
 
 
 def init_cache(
-    config: ModelConfig | EncoderDecoder, batch: int, length: int, dtype: Any = jnp.float32, ahead: int = 0
-) -> Cache:
+    config: ModelConfig | EncoderDecoder, batch: int, length: int, dtype: Any = jnp.float32, ahead: int = 0,
+    text_lengths: Any = None,
+) -> Cache:  # fmt: skip
     """A new cache for `length` tokens a row, keys and values in `dtype` (int8: with a scale for each token and head).
 
     Layers with a window keep what it spans and `ahead` tokens more, so many as a lower number in `lengths` may take back.
+    `text_lengths` [B]: how long the texts will be, for LongRoPE and a dynamic NTK, whose rotations depend on it; None: the
+    first call reads them whole. Other rotations ignore it.
     """
-    return Cache(init_state(last_stack(config), batch, length, dtype, ahead), room=length)
+    stack = last_stack(config)
+    if rotation_until(stack.positions, 1) is None:
+        text_lengths = None
+    return Cache(init_state(stack, batch, length, dtype, ahead), text_lengths=text_lengths, room=length)

@@ -12,7 +12,18 @@ import numpy as np
 from jaxformer import models
 from jaxformer.decoding.cache import init_cache
 from jaxformer.decoding.filters import Filter, History
-from jaxformer.decoding.generate import Settings, as_filters, bucket, new_tokens, open_model, padded, source_inputs, stops
+from jaxformer.decoding.generate import (
+    Settings,
+    as_filters,
+    bucket,
+    check_numbers,
+    check_rotations,
+    new_tokens,
+    open_model,
+    padded,
+    source_inputs,
+    stops,
+)  # fmt: skip
 from jaxformer.decoding.steps import logits_of
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, ModelConfig
@@ -29,8 +40,10 @@ def contrast(
     """
     if not (0 <= alpha <= 1 and 1 <= k <= models.last_stack(config).vocab_size):
         raise ConfigError(f"contrast: k={k}, alpha={alpha}: k must be 1 to the size of the vocabulary, alpha in [0, 1]")
+    check_rotations("contrast", config, prompts, max_tokens)
     model = open_model(config, params, prompts, max_tokens, sources, dtype)
-    settings = jax.device_put((np.float32(alpha), Settings(as_filters(filters, model), np.float32(1), stops(stop_tokens))))
+    stop_ids = stops(stop_tokens, models.last_stack(config).vocab_size)
+    settings = jax.device_put((np.float32(alpha), Settings(as_filters(filters, model), np.float32(1), stop_ids)))
     rows, found = min(rows, 1 << (len(prompts) - 1).bit_length()), []
     for first in range(0, len(prompts), rows):
         index = [min(i, len(prompts) - 1) for i in range(first, first + rows)]
@@ -39,13 +52,16 @@ def contrast(
         if sources is not None:
             options = source_inputs(model, [sources[i] for i in index])
         arrays = jax.device_put((np.concatenate([padded(text, T) for text in texts]), lengths, lengths + max_tokens, options))
-        history = jax.device_get(_run(config, model.dtype, model.room, k, model.params, *arrays, *settings))
-        found += [new_tokens(history, row, stop_tokens) for row in range(min(rows, len(prompts) - first))]
+        history, broken = jax.device_get(_run(config, model.dtype, model.room, k, model.params, *arrays, *settings))
+        for row in range(min(rows, len(prompts) - first)):
+            check_numbers(broken[row], first + row)
+            found.append(new_tokens(history, row, stop_tokens))
     return found
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _run(config, dtype, room: int, k: int, params, tokens, lengths, ends, options, alpha, settings: Settings) -> History:
+def _run(config, dtype, room: int, k: int, params, tokens, lengths, ends, options, alpha, settings: Settings):
+    """(the texts, the rows that ended because their logits were NaN)."""
     B, T = tokens.shape
     encode = partial(models.encode, config, params, dtype=dtype)
     output = encode(tokens, cache=init_cache(config, B, room, dtype), lengths=lengths, **options)
@@ -54,9 +70,12 @@ def _run(config, dtype, room: int, k: int, params, tokens, lengths, ends, option
     states = jnp.pad(unit(output.hidden.astype(jnp.float32)), ((0, 0), (0, room - T), (0, 0)))
 
     def step(carry):
-        history, cache, states, last, done = carry
-        logits = logits_of(config, params, last)[:, 0]
-        p, tried = jax.lax.top_k(jax.nn.softmax(settings.filtered(logits, history), axis=-1), k)
+        history, cache, states, last, done, broken = carry
+        filtered = settings.filtered(logits_of(config, params, last)[:, 0], history)
+        largest = jnp.max(filtered, axis=-1)
+        broken = broken | ~done & jnp.isnan(largest)
+        done = done | (largest == -jnp.inf) | broken  # filters left no token: the text ends
+        p, tried = jax.lax.top_k(jax.nn.softmax(filtered, axis=-1), k)
         going = jnp.where(done, 0, 1)
         wide = jax.tree.map(lambda x: jnp.repeat(x, k, axis=0), cache)
         output = encode(tried.reshape(-1, 1), cache=replace(wide, source=source), lengths=jnp.repeat(going, k))
@@ -69,9 +88,10 @@ def _run(config, dtype, room: int, k: int, params, tokens, lengths, ends, option
         token = take(tried.reshape(-1))
         history = history.extend(token[:, None], going)
         done = done | jnp.isin(token, settings.stop_tokens) | (history.length >= ends)
-        return history, jax.tree.map(take, replace(output.cache, source=None)), states, take(output.hidden), done
+        return history, jax.tree.map(take, replace(output.cache, source=None)), states, take(output.hidden), done, broken
 
     last = jnp.take_along_axis(output.hidden, lengths[:, None, None] - 1, axis=1)
     history = History(jnp.pad(tokens, ((0, 0), (0, room - T))), lengths, lengths)
-    start = history, replace(output.cache, source=None), states, last, lengths < 0
-    return jax.lax.while_loop(lambda carry: ~carry[4].all(), step, start)[0]
+    start = history, replace(output.cache, source=None), states, last, lengths < 0, lengths < 0
+    history, *_, broken = jax.lax.while_loop(lambda carry: ~carry[4].all(), step, start)
+    return history, broken

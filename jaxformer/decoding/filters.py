@@ -25,6 +25,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+ROUNDING = 3e-7  # of sums of probabilities in float32
+
+
 @struct.dataclass
 class History:
     """What stands in each row."""
@@ -77,7 +80,7 @@ def TopK(k: Any, logits: Logits, history: Any) -> Logits:
 def TopP(p: Any, logits: Logits, history: Any) -> Logits:
     """Keeps the fewest likeliest tokens whose probability reaches p, the first of equals. Holtzman et al., arXiv:1904.09751."""
     # sums of the least likely: one from the likeliest on reaches 1 in float32 before the end, and p = 1 would remove the rest
-    probabilities, rest = lax.optimization_barrier(jax.nn.softmax(logits, axis=-1)), 1 - _column(p)
+    probabilities, rest = lax.optimization_barrier(jax.nn.softmax(logits, axis=-1)), _rest(p)
     x = _folded(probabilities, 0.0)
     least = _least(probabilities, lambda t: _sum(jnp.where(x <= t, x, 0.0)) > rest)
     ties, less = probabilities == least, _sum(jnp.where(x < least[..., None], x, 0.0))
@@ -97,7 +100,7 @@ def MinP(p: Any, logits: Logits, history: Any) -> Logits:
 @partial(filter_of, lambda mass: (mass > 0) & (mass <= 1), "in (0, 1]")
 def Typical(mass: Any, logits: Logits, history: Any) -> Logits:
     """Keeps tokens of least |-log p - entropy|, and ties, until they reach a mass. Meister et al. 2022, arXiv:2202.00666."""
-    logs, rest = jax.nn.log_softmax(logits, axis=-1), 1 - _column(mass)
+    logs, rest = jax.nn.log_softmax(logits, axis=-1), _rest(mass)
     p = _folded(jnp.exp(logs), 0.0)
     entropy = -_sum(jnp.where(p > 0, p * _folded(logs, 0.0), 0.0))
     distance = lax.optimization_barrier(jnp.abs(-logs - entropy))
@@ -184,6 +187,12 @@ def ForcedPrefix(tokens: Any, logits: Logits, history: History) -> Logits:
     new = (history.length - history.prompt)[:, None]
     token = jnp.take_along_axis(tokens, new, axis=1, mode="fill", fill_value=-1)
     return jnp.where(token < 0, logits, jnp.where(jnp.arange(logits.shape[1])[None] == token, 0.0, -jnp.inf))
+
+
+def _rest(mass) -> Array:
+    """What probabilities may leave out that have to reach a mass: rounding does not add a token where they reach it exactly."""
+    mass = _column(mass)
+    return jnp.where(mass < 1, 1 - mass + ROUNDING, 0.0)
 
 
 def _column(numbers) -> Array:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,14 @@ from flax import struct
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from jaxformer import models
+from jaxformer import masks, models
 from jaxformer.decoding.cache import Cache, init_cache
 from jaxformer.decoding.filters import Filter, History
 from jaxformer.decoding.sampling import Sampling, draw
 from jaxformer.decoding.steps import decode_step, prefill, prepare
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, ModelConfig, Patches
+from jaxformer.ops.positions import rotation_until
 from jaxformer.sharding import is_explicit, is_split, mesh_axes, with_logical_constraint, with_sharding
 
 CHUNK = 1024  # tokens of a prompt that are read at a time
@@ -36,6 +37,7 @@ class Texts:
     end: Any  # [B]: a row ends at so many tokens
     done: Any  # [B]
     keys: Any  # [B] of random numbers
+    broken: Any  # [B]: the row ended because its logits were NaN
 
 
 @struct.dataclass
@@ -64,8 +66,9 @@ def generate(
     `filters` (`decoding.filters`, or functions of yours) come before those of `how`. `stop(new tokens)` says how many of a
     row's new tokens to keep, or None to go on. At most `rows` texts are decoded at a time; a row that ends takes the next
     prompt. A row's tokens do not depend on its neighbours; the last bits of its logits do where these fill more slots of the
-    cache, in steps of 128. `cache_dtype` is that of keys and values, such as int8. Raises ConfigError for an empty prompt, a
-    token outside the vocabulary, and more tokens than a learned position table has rows.
+    cache, in steps of 128. `cache_dtype` is that of keys and values, such as int8. Where filters leave no token, the text ends.
+    Raises ConfigError for an empty prompt, a token outside the vocabulary, more tokens than a learned position table has
+    rows, and logits that are no numbers.
     """
     every = None if stop is None else 8
     texts = serve(
@@ -100,28 +103,43 @@ def serve(
     settings = jax.device_put(sampling_settings(model, filters, how, stop_tokens))
     key = jax.random.key(0) if key is None else key
     texts: Any = None
-    owners, queue = {}, deque(range(len(prompts)))
+    if rows < 1:
+        raise ConfigError(f"generate: rows={rows}: must be at least 1")
+    owners: dict[int, int] = {}  # the number of the prompt in each row
+    grown: dict[int, list[int]] = {}  # texts of rows that need the rotations of a longer text
+    queue = deque(range(len(prompts)))
     rows, rooms = min(rows, 1 << (len(prompts) - 1).bit_length()), np.broadcast_to(max_tokens, len(prompts))
+    limits = [len(prompt) + int(room) for prompt, room in zip(prompts, rooms, strict=True)]
     while queue or owners:
         steps = every or 2**30
         for row in range(rows):
             if row not in owners and queue:
-                owners[row] = index = queue.popleft()
-                prompt, source = prompts[index], None if sources is None else sources[index]
-                numbers = jax.device_put((np.array([len(prompt) + rooms[index]], np.int32), np.int32(index)))
-                one = _start(*read(model, prompt, source), *numbers, key, settings)
-                if texts is None:  # rows without a text of their own yet
-                    texts = replace(repeat(rows, one), done=jax.device_put(np.ones(rows, bool)))
-                texts = insert(texts, jax.device_put(np.int32(row)), one)
-                steps = steps if every is None else 0  # a first token is shown at once
-        limits = jax.device_put((np.int32(steps), np.int32(len(owners) if queue else 1)))
-        texts = _run(model.config, model.dtype, model.params, texts, settings, *limits)
-        history, done = jax.device_get((texts.history, texts.done))
+                owners[row] = queue.popleft()
+                grown[row] = list(prompts[owners[row]])
+            if row not in grown:
+                continue
+            index, tokens = owners[row], grown.pop(row)
+            end = min(limits[index], rotation_end(model, len(tokens)))
+            numbers = jax.device_put((np.array([end], np.int32), np.int32(index)))
+            source = None if sources is None else sources[index]
+            one = _start(*read(model, tokens, source, len(prompts[index])), *numbers, key, settings)
+            if texts is None:  # rows without a text of their own yet
+                texts = replace(repeat(rows, one), done=jax.device_put(np.ones(rows, bool)))
+            texts = insert(texts, jax.device_put(np.int32(row)), one)
+            steps = steps if every is None else 0  # a first token is shown at once
+        least = jax.device_put((np.int32(steps), np.int32(len(owners) if queue else 1)))
+        texts = _run(model.config, model.dtype, model.params, texts, settings, *least)
+        history, done, ends, broken = jax.device_get((texts.history, texts.done, texts.end, texts.broken))
         for row, index in list(owners.items()):
+            check_numbers(broken[row], index)
             tokens, ended = new_tokens(history, row, stop_tokens), bool(done[row])
             if stop is not None and (keep := stop(tokens)) is not None:
                 tokens, ended = tokens[:keep], True
                 texts = replace(texts, done=insert(texts.done, *jax.device_put((np.int32(row), np.ones(1, bool)))))
+            elif ended and history.length[row] == ends[row] < limits[index]:
+                text = history.tokens[row, : history.length[row]].tolist()
+                if text[-1] not in stop_tokens:
+                    grown[row], ended = text, False
             if ended:
                 del owners[row]
             yield index, tokens, ended
@@ -141,7 +159,8 @@ class Model(NamedTuple):
 
 def open_model(config, params, prompts, max_tokens, sources, dtype=None, cache_dtype=None, ahead: int = 0) -> Model:
     """The model for these prompts, which are only read if `max_tokens` is None. ConfigError for what does not fit it."""
-    for problem in _problems(config, prompts, max_tokens, sources):
+    problems = _wrong_dtypes(dtype, cache_dtype), _problems(config, prompts, max_tokens, sources)
+    for problem in itertools.chain(*problems):
         raise ConfigError(f"generate: {problem}")
     floats = (leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
     dtype = jnp.dtype(next(floats) if dtype is None else dtype)
@@ -150,6 +169,31 @@ def open_model(config, params, prompts, max_tokens, sources, dtype=None, cache_d
     if cache_dtype is None:  # to write one token, XLA:CPU makes a cache of 16 bits one of 32, and back
         cache_dtype = jnp.promote_types(dtype, jnp.float32) if jax.default_backend() == "cpu" else dtype
     return Model(config, prepare(config, params, dtype), dtype, room, source_room, jnp.dtype(cache_dtype), ahead)
+
+
+def rotation_end(model: Model, length: int) -> int:
+    """How long a text of `length` tokens may grow until its cache has to be read anew: its last token is not read."""
+    until = rotation_until(models.last_stack(model.config).positions, length)
+    return model.room if until is None else until + 1
+
+
+def check_rotations(name: str, config, prompts, max_tokens: int | Sequence[int]) -> None:
+    """Raises NotImplementedError where a text may outgrow the rotations of its cache, which only `generate` reads anew."""
+    positions = models.last_stack(config).positions
+    for prompt, room in zip(prompts, np.broadcast_to(max_tokens, len(prompts)).tolist(), strict=True):
+        until = rotation_until(positions, len(prompt))
+        if until is not None and len(prompt) + room > until + 1:
+            problem = f"{len(prompt)} + {room} new tokens exceed the original length of {positions}"
+            advice = f"its rotations change there; give at most {max(until + 1 - len(prompt), 0)} new tokens, or use `generate`"
+            raise NotImplementedError(f"{name}: {problem}; {advice}")
+
+
+def check_numbers(broken: Any, index: int) -> None:
+    """Raises ConfigError where the logits after a prompt were no numbers, so that no token could be picked."""
+    if broken:
+        problem = "the model's logits are not numbers (NaN)"
+        advice = "look at its parameters (a run that diverged?) and at `dtype` (float16 overflows at 65,504)"
+        raise ConfigError(f"generate: prompt {index}: {problem}; {advice}")
 
 
 def as_filters(filters: Sequence[Filter], model: Model) -> tuple[Filter, ...]:
@@ -169,11 +213,21 @@ def as_filters(filters: Sequence[Filter], model: Model) -> tuple[Filter, ...]:
 
 def sampling_settings(model: Model, filters: Sequence[Filter], how: Sampling, stop_tokens: Sequence[int]) -> Settings:
     """The settings of these options, with the filters of `how` behind the others."""
-    return Settings((*as_filters(filters, model), *how.filters()), np.float32(how.temperature), stops(stop_tokens))
+    stop_ids = stops(stop_tokens, models.last_stack(model.config).vocab_size)
+    return Settings((*as_filters(filters, model), *how.filters()), np.float32(how.temperature), stop_ids)
 
 
-def stops(tokens: Sequence[int]) -> np.ndarray:
-    """Stop tokens, and -1 up to a multiple of 8: another number of them compiles nothing."""
+def stops(tokens: Sequence[int], vocabulary: int) -> np.ndarray:
+    """Stop tokens, and -1 up to a multiple of 8: another number of them compiles nothing.
+
+    Raises ConfigError for one outside the vocabulary, which would never stop a text, and for a number in place of a list.
+    """
+    if np.ndim(tokens) != 1:
+        raise ConfigError(f"stop_tokens={tokens}: must be a list of tokens, such as [{tokens}]")
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            problem = f"is outside the vocabulary of {vocabulary}, so no text would stop there"
+            raise ConfigError(f"stop_tokens: {token} {problem}; leave it out, or give the id of this model's tokenizer")
     return np.pad(np.asarray(tokens, np.int32), (0, -len(tokens) % 8 or 8 * (not tokens)), constant_values=-1)
 
 
@@ -198,20 +252,27 @@ def source_inputs(model: Model, sources: Sequence[Any]) -> dict[str, np.ndarray]
     return {"source": np.concatenate(rows), "source_segment_ids": np.concatenate(ids)}
 
 
-def read(model: Model, prompt: Sequence[int], source: Any) -> tuple[Any, Any, History]:
-    """One row: (logits after the prompt, its cache, its history), read in pieces of at most `CHUNK` tokens."""
+def read(model: Model, prompt: Sequence[int], source: Any, count: int | None = None) -> tuple[Any, Any, History]:
+    """One row: (logits after the prompt, its cache, its history), read in pieces of at most `CHUNK` tokens.
+
+    A prompt whose tokens see later ones (a prefix, global tokens) is read whole: a piece knows nothing of those behind it.
+    The first `count` tokens are what the user gave; None: all.
+    """
     config, params, dtype, room, _, cache_dtype, ahead = model
     options, logits, cache = {}, None, None
+    length = np.array([len(prompt)], np.int32)
     if source is not None:
         options = source_inputs(model, [source])
-    for start in range(0, len(prompt), CHUNK):
-        piece = prompt[start : start + CHUNK]
-        tokens = padded(piece, min(bucket(len(piece), models.last_stack(config)), CHUNK))
-        arrays = jax.device_put((tokens, np.array([len(piece)], np.int32), options))
+    stack = models.last_stack(config)
+    size = CHUNK if all(map(masks.is_causal, stack.masks)) else max(len(prompt), CHUNK)
+    for start in range(0, len(prompt), size):
+        piece = prompt[start : start + size]
+        tokens = padded(piece, min(bucket(len(piece), stack), max(size, CHUNK)))
+        arrays = jax.device_put((tokens, np.array([len(piece)], np.int32), options, length))
         logits, cache = _read(config, dtype, (room, cache_dtype, ahead), params, *arrays, cache)
         options = {}
-    count = np.array([len(prompt)], np.int32)
-    return logits, cache, History(*jax.device_put((padded(prompt, room), count, count)))
+    prompt_length = length if count is None else np.array([count], np.int32)
+    return logits, cache, History(*jax.device_put((padded(prompt, room), length, prompt_length)))
 
 
 def read_rows(opened: list[Model], prompts, sources, numbers, rows: int) -> tuple[Array, History, list[Cache]]:
@@ -232,19 +293,19 @@ def read_rows(opened: list[Model], prompts, sources, numbers, rows: int) -> tupl
 def new_tokens(history: History, row: int, stop_tokens: Sequence[int]) -> list[int]:
     """What follows the prompt of a row, up to its stop token. The arrays are on the host."""
     tokens = history.tokens[row, history.prompt[row] : history.length[row]].tolist()
-    return tokens[:-1] if tokens[-1] in stop_tokens else tokens
+    return tokens[:-1] if tokens and tokens[-1] in stop_tokens else tokens
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="cache")
-def _read(config, dtype, sizes, params, tokens, lengths, options, cache):
-    cache = init_cache(config, 1, *sizes) if cache is None else cache
+def _read(config, dtype, sizes, params, tokens, lengths, options, whole, cache):
+    cache = init_cache(config, 1, *sizes, whole) if cache is None else cache
     return prefill(config, params, tokens, cache, lengths=lengths, dtype=dtype, **options)
 
 
 @partial(jax.jit, donate_argnames="cache")
 def _start(logits, cache, history: History, end, index, key, settings: Settings) -> Texts:
     """One row: the prompt and its first new token."""
-    return append(Texts(history, cache, end, end < 0, jax.random.fold_in(key, index)[None]), logits, settings)
+    return append(Texts(history, cache, end, end < 0, jax.random.fold_in(key, index)[None], end < 0), logits, settings)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -282,19 +343,32 @@ def _run(config, dtype, params, texts: Texts, settings: Settings, steps, least) 
 
 
 def append(texts: Texts, logits: Array, settings: Settings) -> Texts:
-    """Each row that is not done with one more token, picked by the logits [B, V]."""
+    """Each row that is not done with one more token, picked by the logits [B, V]; it ends where filters leave no token."""
     history, done = texts.history, texts.done
     logits = with_logical_constraint(logits, "batch", None)  # filters go over a vocabulary many times
     keys = jax.vmap(jax.random.fold_in)(texts.keys, history.length - history.prompt)
-    token = draw(settings.filtered(logits, history), keys, settings.temperature)
+    filtered = settings.filtered(logits, history)
+    largest = jnp.max(filtered, axis=-1)
+    broken = texts.broken | ~done & jnp.isnan(largest)
+    token = draw(filtered, keys, settings.temperature)
+    done = done | (largest == -jnp.inf) | broken
     history = history.extend(token[:, None], jnp.where(done, 0, 1))
     done = done | jnp.isin(token, settings.stop_tokens) | (history.length >= texts.end)
-    return replace(texts, history=history, done=done)
+    return replace(texts, history=history, done=done, broken=broken)
 
 
 def _longest(texts, more: int | Sequence[int]) -> tuple[int, int]:
     """(tokens, new tokens) of the text that is the longest with those that follow: so many for all, or for each."""
     return max(zip(map(len, texts), np.broadcast_to(more, len(texts)).tolist(), strict=True), key=sum)
+
+
+def _wrong_dtypes(dtype, cache_dtype) -> Iterator[str]:
+    """One line for each precision in which numbers cannot be kept. Integers would cut them off without an error."""
+    floats = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64")]
+    if dtype is not None and jnp.dtype(dtype) not in floats:
+        yield f"dtype={jnp.dtype(dtype)}: expected float16, bfloat16, float32 or float64; `quantize` gives weights in 8 bits"
+    if cache_dtype is not None and jnp.dtype(cache_dtype) not in (*floats, jnp.dtype("int8")):
+        yield f"cache_dtype={jnp.dtype(cache_dtype)}: expected float16, bfloat16, float32, float64 or int8"
 
 
 def _problems(config, prompts, max_tokens: int | Sequence[int] | None, sources) -> Iterator[str]:
@@ -306,6 +380,8 @@ def _problems(config, prompts, max_tokens: int | Sequence[int] | None, sources) 
         yield f"{'an encoder-decoder needs' if pair else 'only an encoder-decoder has'} `sources`"
     if pair and (len(sources) != len(prompts) or not all(map(len, sources))):
         yield f"{len(prompts)} prompts need as many sources, none of them empty"
+    if not all(hasattr(prompt, "__len__") for prompt in prompts):
+        yield "prompts: expected a list of tokens for each text, such as [[1, 2, 3]]"
     if not prompts or not all(map(len, prompts)):
         yield "a prompt is empty; give at least one token (a start token, a newline)"
     if max_tokens is not None and (np.shape(max_tokens) not in ((), (len(prompts),)) or np.min(max_tokens) < 1):
@@ -317,7 +393,9 @@ def _problems(config, prompts, max_tokens: int | Sequence[int] | None, sources) 
     texts = [("source", sources, config.encoder, 0)] if pair and not images else []
     for name, rows, stack, new in (*texts, ("prompt", prompts, decoder, max_tokens or 0)):
         for token in itertools.chain.from_iterable(rows):
-            if not 0 <= token < stack.vocab_size:
+            if not isinstance(token, SupportsIndex):
+                yield f"{name} token {token!r} is no whole number; a tokenizer's `encode` makes tokens of a text"
+            elif not 0 <= token < stack.vocab_size:
                 yield f"{name} token {token} is outside the vocabulary of {stack.vocab_size}"
         (longest, new), limit = _longest(rows, new), stack.position_limit
         if longest + new > limit:

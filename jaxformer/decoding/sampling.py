@@ -54,9 +54,11 @@ def draw(logits: Float[Array, "B V"], keys: Array, temperature: Any) -> Int[Arra
 
 
 def probabilities(logits: Float[Array, "B V"], temperature: Any) -> Float[Array, "B V"]:
-    """What `draw` draws from, for a temperature that all rows have."""
+    """What `draw` draws from, for a temperature that all rows have; zeros where all logits are -inf, NaN where one is."""
+    largest = jnp.max(logits, axis=-1, keepdims=True)
     greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=logits.dtype)
-    return jnp.where(temperature == 0, greedy, jax.nn.softmax(logits, axis=-1))
+    p = jnp.where(temperature == 0, greedy, jax.nn.softmax(logits, axis=-1))
+    return jnp.where(jnp.isnan(largest), jnp.nan, jnp.where(largest == -jnp.inf, 0.0, p))
 
 
 def _pass(weights: Float[Array, "B n"], level: Float[Array, "B 1"]) -> tuple[Int[Array, "B 1"], Float[Array, "B 1"]]:

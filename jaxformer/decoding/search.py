@@ -13,7 +13,16 @@ from jax import Array
 from jaxformer import models
 from jaxformer.decoding.beam import BeamOutput, Beams, beam_search
 from jaxformer.decoding.filters import Filter
-from jaxformer.decoding.generate import as_filters, bucket, open_model, padded, read_rows, source_inputs, stops
+from jaxformer.decoding.generate import (
+    as_filters,
+    bucket,
+    check_rotations,
+    open_model,
+    padded,
+    read_rows,
+    source_inputs,
+    stops,
+)  # fmt: skip
 from jaxformer.decoding.steps import decode_step, logits_of
 from jaxformer.errors import ConfigError
 from jaxformer.models import heads
@@ -34,18 +43,22 @@ def search(
 ) -> list[list[Hypothesis]]:  # fmt: skip
     """The `how.n_best` best continuations of each prompt, best first; `rows` prompts are searched at a time.
 
-    Arguments and errors are those of `generate`. Filters change log-probabilities, and so scores.
+    There may be fewer, but at least one, which may be empty: a text is listed once. Arguments and errors are those of
+    `generate`. Filters change log-probabilities, and so scores. Raises NotImplementedError for texts that would outgrow the
+    rotations of their cache (LongRoPE, a dynamic NTK).
     """
+    check_rotations("search", config, prompts, max_tokens)
     model = open_model(config, params, prompts, max_tokens, sources, dtype)
     rows = min(rows, 1 << (len(prompts) - 1).bit_length())
-    settings = jax.device_put((how, stops(stop_tokens), as_filters(filters, model)))
+    stop_ids = stops(stop_tokens, models.last_stack(config).vocab_size)
+    settings = jax.device_put((how, stop_ids, as_filters(filters, model)))
     rooms, found = np.broadcast_to(max_tokens, len(prompts)), []
     for first in range(0, len(prompts), rows):
         numbers = range(first, min(first + rows, len(prompts)))
         batch = read_rows([model], prompts, sources, numbers, rows)
         room = np.pad(rooms[first : first + rows], (0, rows - len(numbers)), constant_values=1).astype(np.int32)
         best = jax.device_get(_search(model.config, model.dtype, model.params, *batch, jax.device_put(room), *settings))
-        found += [_hypotheses(best, row, len(prompts[i]), set(stop_tokens)) for row, i in enumerate(numbers)]
+        found += [_hypotheses(how, best, row, len(prompts[i]), set(stop_tokens)) for row, i in enumerate(numbers)]
     return found
 
 
@@ -61,13 +74,26 @@ def _search(config, dtype, params, logits, history, caches, max_tokens, how: Bea
     return beam_search(advance, logits, replace(cache, source=None), history, max_tokens, how, stop_tokens, filters)
 
 
-def _hypotheses(best: BeamOutput, row: int, prompt: int, stop_tokens: set[int]) -> list[Hypothesis]:
+def _hypotheses(how: Beams, best: BeamOutput, row: int, prompt: int, stop_tokens: set[int]) -> list[Hypothesis]:
+    """The texts that were found for one prompt. Raises ConfigError for scores that are no numbers, and where none was found."""
     found = []
-    for tokens, length, score in zip(best.tokens[row], best.length[row], best.score[row].tolist(), strict=True):
-        new = tokens[prompt:length].tolist()
-        if score > -np.inf:
+    for m in range(how.n_best):
+        length, total = int(best.length[row, m]), float(best.total[row, m])
+        new = best.tokens[row, m, prompt:length].tolist()
+        if total > -np.inf:
+            score = _score_of(how, total, length - prompt, float(best.score[row, m]))
             found.append(Hypothesis(new[:-1] if new and new[-1] in stop_tokens else new, score))
+    if not found or any(np.isnan(hypothesis.score) for hypothesis in found):
+        problem = "the model's logits, or the scores of your length_penalty, are not numbers (NaN)"
+        raise ConfigError(f"search: {problem}; look at its parameters (a run that diverged?) and at `dtype`")
     return found
+
+
+def _score_of(how: Beams, total: float, length: int, score: float) -> float:
+    """The score in float64, whose range is that of length penalties; a function of the user's computed its own."""
+    logs = how.log_divisor(np.float64(max(length, 1)), np.log)
+    with np.errstate(over="ignore"):
+        return score if logs is None else float(total * np.exp(-logs))
 
 
 class Score(NamedTuple):

@@ -17,12 +17,21 @@ from jaxtyping import Float, Int
 
 from jaxformer import masks, models
 from jaxformer.decoding.filters import Filter, History
-from jaxformer.decoding.generate import Settings, Texts, append, new_tokens, open_model, read_rows, sampling_settings
+from jaxformer.decoding.generate import (
+    Settings,
+    Texts,
+    append,
+    check_numbers,
+    check_rotations,
+    new_tokens,
+    open_model,
+    read_rows,
+    sampling_settings,
+)  # fmt: skip
 from jaxformer.decoding.sampling import Sampling, draw, probabilities
 from jaxformer.decoding.steps import decode_step
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, ModelConfig
-from jaxformer.ops.positions import NTK, LongRoPE
 
 
 class Speculation(NamedTuple):
@@ -98,9 +107,12 @@ def speculate(
 
     A step checks `ahead` tokens of the draft, whose logits pass the same filters. `rows` prompts are continued at a time,
     until the last of them is done. Arguments and errors are those of `generate`; ConfigError also for a draft of another
-    vocabulary, NotImplementedError for a mixer that cannot take tokens back and for rotations by the length of a call.
+    vocabulary, NotImplementedError for a mixer that cannot take tokens back and for texts that would outgrow the rotations of
+    their cache (LongRoPE, a dynamic NTK).
     """
-    _check(config, draft, ahead, max(map(len, prompts), default=0) + max_tokens)
+    _check(config, draft, ahead)
+    for each in (config, getattr(draft, "config", config)):
+        check_rotations("speculate", each, prompts, max_tokens)
     opened = [open_model(config, params, prompts, max_tokens, sources, dtype, ahead=ahead)]
     if isinstance(draft, Draft):
         given = sources if isinstance(draft.config, EncoderDecoder) else None
@@ -115,32 +127,29 @@ def speculate(
         numbers = jax.device_put((np.pad(ends, (0, rows - len(ends))), index))  # no text ends at 0: such rows are empty
         batch = read_rows(opened, prompts, sources, index, rows)
         texts, _, counts = _run(main.config, main.dtype, ahead, main.params, draft, *batch, *numbers, key, settings)
-        history, counts = jax.device_get((texts.history, counts))
+        history, broken, counts = jax.device_get((texts.history, texts.broken, counts))
         for row in range(len(ends)):
+            check_numbers(broken[row], first + row)
             found.tokens.append(new_tokens(history, row, stop_tokens))
             found.proposed.append(int(counts[row, 0]))
             found.accepted.append(int(counts[row, 1]))
     return found
 
 
-def _check(config, draft, ahead: int, room: int) -> None:
+def _check(config, draft, ahead: int) -> None:
     """Raises what `speculate` says."""
-    stack, size = models.last_stack(config), models.last_stack(getattr(draft, "config", config)).vocab_size
-    if size != stack.vocab_size:
-        raise ConfigError(f"speculate: a draft of {size} tokens for a model of {stack.vocab_size}: not one vocabulary")
+    own, size = (models.last_stack(each).vocab_size for each in (config, getattr(draft, "config", config)))
+    if size != own:
+        raise ConfigError(f"speculate: a draft of {size} tokens for a model of {own}: not one vocabulary")
     if ahead < 1 or getattr(draft, "n", 1) < 1:
         raise ConfigError(f"speculate: ahead={ahead}, {draft}: must be at least 1")
-    for positions in stack.positions if isinstance(stack.positions, tuple) else (stack.positions,):
-        scaling = getattr(positions, "scaling", None)
-        if isinstance(scaling, NTK | LongRoPE) and room > (scaling.original_length or room):
-            raise NotImplementedError(f"speculate: {scaling} turns tokens of a step alike beyond its original length")
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="caches")
 def _run(config, dtype, ahead: int, params, draft, logits, history, caches, ends, index, key, settings):
     """(the texts when all are done, the cache of the draft, [B, 2] how many tokens were proposed and accepted)."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
-    texts = append(Texts(history, caches[0], ends, ends == 0, keys), logits, settings)
+    texts = append(Texts(history, caches[0], ends, ends == 0, keys, ends < 0), logits, settings)
     start = texts, caches[-1] if len(caches) > 1 else None, jnp.zeros((len(ends), 2), jnp.int32)
     step = partial(_round, _causal(config), dtype, ahead, params, draft, settings)
     return lax.while_loop(lambda carry: ~carry[0].done.all(), step, start)
@@ -160,12 +169,17 @@ def _round(config, dtype, ahead: int, params, draft, settings: Settings, carry):
     repeated = jax.tree.map(lambda x: jnp.repeat(x, ahead + 1, axis=0), replace(history, tokens=tokens))
     each = replace(repeated, length=slots.reshape(-1))
     p = probabilities(settings.filtered(logits.reshape(len(slots) * (ahead + 1), -1), each), settings.temperature)
-    new, taken = accept(p.reshape(logits.shape), proposal, most, keys, settings.temperature)
-    stop = jnp.isin(new, settings.stop_tokens) & (jnp.arange(ahead + 1)[None] <= taken[:, None])
+    p = p.reshape(logits.shape)
+    new, taken = accept(p, proposal, most, keys, settings.temperature)
+    mass = jnp.take_along_axis(p.sum(axis=2), taken[:, None], axis=1)[:, 0]  # 0: filters left no token behind those taken
+    broken = texts.broken | ~texts.done & jnp.isnan(mass)
+    count = taken + (mass > 0)
+    stop = jnp.isin(new, settings.stop_tokens) & (jnp.arange(ahead + 1)[None] < count[:, None])
     stopped = stop.any(axis=1)
-    history = history.extend(new, going * (jnp.where(stopped, jnp.argmax(stop, axis=1), taken) + 1))
-    done = texts.done | stopped | (history.length >= texts.end)
-    return replace(texts, history=history, cache=cache, done=done), proposal.cache, counts + jnp.stack([most, taken], axis=1)
+    history = history.extend(new, going * jnp.where(stopped, jnp.argmax(stop, axis=1) + 1, count))
+    done = texts.done | stopped | (history.length >= texts.end) | ~(mass > 0)
+    texts = replace(texts, history=history, cache=cache, done=done, broken=broken)
+    return texts, proposal.cache, counts + jnp.stack([most, taken], axis=1)
 
 
 def accept(
@@ -180,7 +194,8 @@ def accept(
     q = jax.nn.one_hot(proposal.tokens, p.shape[2]) if q is None else q
     of_token = lambda x: jnp.take_along_axis(x, proposal.tokens[..., None], axis=2)[..., 0]
     level = jax.vmap(lambda key: jax.random.uniform(key, (A,)))(_fold(keys, A))
-    accepted = (level * of_token(q) < of_token(p[:, :A])) & (jnp.arange(A)[None] < most[:, None])
+    drawn = of_token(q) > 0  # a draft whose filters left no token drew none
+    accepted = drawn & (level * of_token(q) < of_token(p[:, :A])) & (jnp.arange(A)[None] < most[:, None])
     taken = jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
     p, q = (jnp.take_along_axis(x, taken[:, None, None], axis=1, mode="clip")[:, 0] for x in (p, q))
     rest = jnp.where((taken < most)[:, None], jnp.maximum(p - q, 0), p)

@@ -118,8 +118,9 @@ def prefill(
     """(logits after the last token of each prompt, the cache with all of them), of whole prompts or of their next piece.
 
     `lengths` [B]: how many of a row's tokens are text; the rest is padding. In a new cache, attention is that of training, of
-    tokens from position 0 on under a mask that is known when it is compiled; later pieces read the cache. `options` are
-    those of `models.apply`: `dtype`, `source`. Raises ConfigError for rows or tokens that do not fit the cache.
+    tokens from position 0 on under a mask that is known when it is compiled; later pieces read the cache. Under a mask that
+    shows later tokens (a prefix), give the whole prompt: a piece sees nothing behind it. `options` are those of
+    `models.apply`: `dtype`, `source`. Raises ConfigError for rows or tokens that do not fit the cache.
     """
     output = models.encode(config, params, tokens, cache=cache, lengths=lengths, **options)
     # only of the last tokens: of a long prompt, all logits would be larger than the cache

@@ -53,7 +53,7 @@ class Generated:
             scored.model, scored.params, questions, tokenizer, self.max_tokens, self.how, rows=self.rows,
             stop_tokens=(tokenizer.end_of_text,), seed=scored.seed, precision=scored.precision,
         )  # fmt: skip
-        texts, references = [some[0].strip() for some in found], [question.reference for question in questions]
+        texts, references = [best_text(some).strip() for some in found], [question.reference for question in questions]
         return {name: value for score in self.scores for name, value in score(texts, references).items()}
 
 
@@ -63,7 +63,8 @@ def answers(
 ) -> list[list[str]]:  # fmt: skip
     """What a model writes after each prompt: one text, or the `n_best` of a beam search, up to the first of strings `stop`.
 
-    Other options are those of `decoding.generate` and `decoding.search`, such as `stop_tokens`.
+    No text is listed twice, so there may be fewer. Other options are those of `decoding.generate` and
+    `decoding.search`, such as `stop_tokens`.
     """
     order, rooms = list(range(len(questions))), rooms_for(model, max_tokens, [question.prompt for question in questions])
     if isinstance(how, Beams):  # rows of about one length end together
@@ -79,7 +80,12 @@ def answers(
         found = [[tokens] for tokens in generate(model, params, prompts, rooms, key=key, stop=ends, **options)]
     text = lambda prompt, tokens: before_stop(continuation(tokenizer.decode, prompt, tokens), stop)
     texts = {i: [text(questions[i].prompt, tokens) for tokens in some] for i, some in zip(order, found, strict=True)}
-    return [texts[i] for i in range(len(questions))]
+    return [list(dict.fromkeys(texts[i])) for i in range(len(questions))]
+
+
+def best_text(texts: Sequence[str]) -> str:
+    """The first of the texts that a search found; nothing where it found none."""
+    return texts[0] if texts else ""
 
 
 def rooms_for(model: Any, max_tokens: int, prompts: Sequence[Sequence[int]]) -> list[int]:

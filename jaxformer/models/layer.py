@@ -39,6 +39,8 @@ class Context:
     state: Tree = None  # in decoding, what this mixer keeps (attention: keys and values [B, K, S, H])
     lengths: Any = None  # in decoding, how many tokens the state has of each row, [B]; None: none of any
     room: int = struct.field(pytree_node=False, default=0)  # in decoding, how many tokens of a row the cache can take
+    # in decoding, how long the text of each row is, [B], where rotations depend on it; None: `positions` show it
+    text_lengths: Any = None
     layer: Any = 0  # counted from 0
     shared: Tree = None  # parameters that all layers have in common
     constants: Tree = None  # what the mixer drew for this layer

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from flax.traverse_util import unflatten_dict
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from jaxformer import masks, ops, params
 from jaxformer.errors import ConfigError
@@ -22,7 +22,7 @@ from jaxformer.models.intermediates import tap
 from jaxformer.models.layer import Context, Layers, Source
 from jaxformer.models.mup import MuP
 from jaxformer.models.stacks import scan
-from jaxformer.ops.positions import within_segments
+from jaxformer.ops.positions import rotation_until, within_segments
 from jaxformer.params import Spec, Tree, paths
 from jaxformer.sharding import activation_specs, auto_axes
 
@@ -186,12 +186,20 @@ def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
         with jax.named_scope("final_norm"):
             x = embedding.norm(config, params["final_norm"], x)
     if cache is not None:
-        x = jnp.where(cache.lengths[:, None, None] > cache.room, jnp.nan, x)
+        x = jnp.where(does_not_fit(config, cache)[:, None, None], jnp.nan, x)
         cache = replace(cache, layers=found.state)
     return Output(
         None, x, cache, context.tap.results(found.intermediates, config.num_layers) or None,
         loss=None if found.loss is None else jnp.mean(found.loss), stats=found.stats,
     )  # fmt: skip
+
+
+def does_not_fit(config: ModelConfig, cache: Any) -> Bool[jax.Array, " B"]:
+    """The rows with more tokens than slots, or than their rotations are for."""
+    rows = cache.lengths > cache.room
+    if cache.text_lengths is None:
+        return rows
+    return rows | (cache.lengths > rotation_until(config.positions, cache.text_lengths))
 
 
 def locate(config: ModelConfig, params: Tree, inputs: Inputs) -> tuple[Context, tuple[Mask, ...], Any]:
@@ -216,8 +224,12 @@ def locate(config: ModelConfig, params: Tree, inputs: Inputs) -> tuple[Context, 
         positions = jnp.arange(T)[None] if before is None else before[:, None] + jnp.arange(T)[None]
         if inputs.lengths is not None:  # padding has the position of the last token: some rotations read the largest one
             positions = jnp.maximum(jnp.minimum(positions, cache.lengths[:, None] - 1), 0)
+    if cache is not None and cache.text_lengths is None and rotation_until(config.positions, 1) is not None:
+        whole = positions.max(axis=1) + 1  # the first call reads the whole text
+        cache = replace(cache, text_lengths=jnp.broadcast_to(whole, cache.lengths.shape))
     context = Context(
         masks.full(), positions, slot_positions, gaps=explicit, lengths=before, room=0 if cache is None else cache.room,
+        text_lengths=None if cache is None else cache.text_lengths,
         shared=params.get("shared"), inputs=inputs.inputs, real=inputs.real, source=inputs.encoded,
         tap=tap(inputs.intermediates, inputs.edits),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal
 
 import jax
@@ -16,6 +17,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.ops.einsum import einsum
 
 Layout = Literal["interleaved", "half"]
+ANY_LENGTH = 2**30  # more tokens than any text has
 
 
 def sinusoidal(
@@ -57,15 +59,16 @@ def learned(positions: Int[Array, "B T"], table: Float[Array, "P D"]) -> Float[A
     return jnp.take(table, inside, axis=0, mode="fill", fill_value=jnp.nan)
 
 
-# A scaling of rotary positions has `scale(frequencies, theta, positions)` -> (frequencies, factor on cos and sin): from the r/2
-# frequencies without scaling, on the host in float64. `positions` are those of the call; None: within the original length.
+# A scaling of rotary positions has `scale(frequencies, theta, lengths)` -> (frequencies, factor on cos and sin): from the r/2
+# frequencies without scaling, on the host in float64. `lengths` [B, T, 1] or [B, 1, 1] is how long the text of each token is;
+# None: within the original length. A scaling that reads it has `rotation_until`, as `NTK` and `LongRoPE` have.
 @dataclass(frozen=True)
 class Linear:
     """Position interpolation: every frequency divided by `factor`. Chen et al. 2023, arXiv:2306.15595, eq. 4."""
 
     factor: float  # new context length divided by the old one
 
-    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+    def scale(self, frequencies: np.ndarray, theta: float, lengths: Array | None) -> tuple[Any, float]:
         return frequencies / self.factor, 1.0
 
 
@@ -74,30 +77,38 @@ class NTK:
     """NTK-aware base: base * a^(r / (r - 2)) for r rotated features. Peng et al. 2023, arXiv:2309.00071, section 3.1.
 
     a = factor; or, with an `original_length`, the "dynamic" a = factor * n / original_length - (factor - 1), where n is the
-    largest position of the segment + 1, at least `original_length`. Keys in a cache keep the rotation of their own call.
+    largest position of the segment + 1, at least `original_length`. A cache has one n for all of its text,
+    `Cache.text_lengths`: beyond the original length, `generate` reads the text anew for each token, which is slow.
     """
 
     factor: float  # new context length divided by the old one
     original_length: int | None = None  # of the pretraining; None: the factor is fixed
 
-    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+    def scale(self, frequencies: np.ndarray, theta: float, lengths: Array | None) -> tuple[Any, float]:
         rotated, factor = 2 * len(frequencies), self.factor
         if rotated < 4:
             raise ValueError(f"rope: NTK needs at least 4 rotated features, for r / (r - 2); got {rotated}")
         if self.original_length is not None:
-            if positions is None:
+            if lengths is None:
                 return frequencies, 1.0
-            factor = factor * jnp.maximum(_length(positions) / self.original_length, 1) - (factor - 1)
+            factor = factor * jnp.maximum(lengths / self.original_length, 1) - (factor - 1)
             frequencies = frequencies[None, None]
         exponent = np.arange(0, rotated, 2).reshape(frequencies.shape) / rotated
         return frequencies * factor ** (-exponent * rotated / (rotated - 2)), 1.0
+
+    def rotation_until(self, length: Any) -> Any:
+        """The longest text that is rotated as one of `length` tokens."""
+        if self.original_length is None:
+            return length + ANY_LENGTH
+        return self.original_length + (length > self.original_length) * (length - self.original_length)
 
 
 @dataclass(frozen=True)
 class LongRoPE:
     """Each frequency divided by its own factor: of `short`, or of `long` in segments with positions beyond `original_length`.
 
-    cos and sin are multiplied by `attention_factor`. Ding et al. 2024, arXiv:2402.13753; a call is as for `NTK`.
+    cos and sin are multiplied by `attention_factor`. Ding et al. 2024, arXiv:2402.13753. A cache has one set of factors
+    for all of its text: where this grows beyond `original_length`, `generate` reads it anew, once.
     """
 
     short: tuple[float, ...]  # divisors of the frequencies up to `original_length`
@@ -105,14 +116,18 @@ class LongRoPE:
     original_length: int  # context length of the pretraining
     attention_factor: float = 1.0  # multiplies cos and sin
 
-    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+    def scale(self, frequencies: np.ndarray, theta: float, lengths: Array | None) -> tuple[Any, float]:
         pairs, sizes = len(frequencies), (len(self.short), len(self.long))
         if sizes != (pairs, pairs):
             raise ValueError(f"rope: LongRoPE needs {pairs} factors; got {sizes[0]} short, {sizes[1]} long")
         near, far = frequencies / np.array(self.short), frequencies / np.array(self.long)
-        if positions is not None:
-            near = jnp.where(_length(positions) > self.original_length, far[None, None], near[None, None])
+        if lengths is not None:
+            near = jnp.where(lengths > self.original_length, far[None, None], near[None, None])
         return near, self.attention_factor
+
+    def rotation_until(self, length: Any) -> Any:
+        """The longest text that is rotated as one of `length` tokens."""
+        return self.original_length + (length > self.original_length) * ANY_LENGTH
 
 
 @dataclass(frozen=True)
@@ -124,7 +139,7 @@ class Llama3:
     low: float = 1.0  # turns up to which a frequency is low
     high: float = 4.0  # turns from which a frequency is high
 
-    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+    def scale(self, frequencies: np.ndarray, theta: float, lengths: Array | None) -> tuple[Any, float]:
         turns = self.original_length * frequencies / (2 * math.pi)  # full turns within the original context
         keep = np.clip((turns - self.low) / (self.high - self.low), 0, 1) if self.high > self.low else turns >= self.low
         return frequencies * (keep + (1 - keep) / self.factor), 1.0
@@ -141,7 +156,7 @@ class YaRN:
     truncate: bool = True  # round the ramp's ends outwards, to whole dimensions
     attention_factor: float | None = None  # multiplies cos and sin; None: 0.1 ln(factor) + 1, and 1 for a factor below 1
 
-    def scale(self, frequencies: np.ndarray, theta: float, positions: Array | None) -> tuple[Any, float]:
+    def scale(self, frequencies: np.ndarray, theta: float, lengths: Array | None) -> tuple[Any, float]:
         pairs, amplitude = len(frequencies), self.attention_factor
         # the (fractional) pair that makes `turns` full turns within the original context
         pair = lambda turns: pairs * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(theta)
@@ -166,13 +181,17 @@ class Rope:
     scaling: Linear | NTK | Llama3 | YaRN | LongRoPE | None = None  # of frequencies, for longer contexts
 
 
-def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope = Rope()) -> Float[Array, "B T N H"]:
+def rope(
+    x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope = Rope(),
+    text_lengths: Int[Array, " B"] | None = None,
+) -> Float[Array, "B T N H"]:  # fmt: skip
     """Rotates each feature pair by position * theta^(-2i / r). Su et al. 2021, arXiv:2104.09864, eq. 34.
 
     Pairs are (i, i + r/2) in layout `half` (Hugging Face LLaMA, GPT-NeoX) and (2i, 2i + 1) in `interleaved` (the paper,
-    Meta's LLaMA, GPT-J); the first r = fraction * H features are rotated. Raises ValueError where r is odd.
+    Meta's LLaMA, GPT-J); the first r = fraction * H features are rotated. Raises ValueError where r is odd. `text_lengths`:
+    how long the whole text of each row is where `positions` are only a piece of it.
     """
-    frequencies, amplitude = rope_frequencies(x.shape[-1], config, positions)
+    frequencies, amplitude = rope_frequencies(x.shape[-1], config, positions, text_lengths)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     frequencies = jnp.asarray(frequencies, jnp.result_type(float)).astype(wide)
     frequencies = frequencies.reshape(*[1] * (3 - frequencies.ndim), *frequencies.shape)  # [#B, #T, pairs]
@@ -187,11 +206,15 @@ def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], config: Rope
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
-def rope_frequencies(head_width: int, config: Rope, positions: Int[Array, "#B T"] | None = None) -> tuple[Any, float]:
+def rope_frequencies(
+    head_width: int, config: Rope, positions: Int[Array, "#B T"] | None = None,
+    text_lengths: Int[Array, " B"] | None = None,
+) -> tuple[Any, float]:  # fmt: skip
     """Radians a position for each of r/2 pairs, and a factor on cos and sin (1 except for YaRN and LongRoPE).
 
-    On the host in float64; for a dynamic NTK and LongRoPE from the `positions` of the call (None: within the original length).
-    Raises ValueError for an odd r and for factors that do not fit it.
+    On the host in float64; for a dynamic NTK and LongRoPE from the lengths of the rows' texts, which are those that the
+    `positions` of the call show where they are not given (without positions: within the original length). Raises
+    ValueError for an odd r and for factors that do not fit it.
     """
     rotated, scaling = int(head_width * config.fraction), config.scaling
     if config.layout not in ("interleaved", "half"):
@@ -199,7 +222,29 @@ def rope_frequencies(head_width: int, config: Rope, positions: Int[Array, "#B T"
     if rotated % 2 or not 0 < rotated <= head_width:
         raise ValueError(f"rope: {config.fraction} of a head of {head_width} is {rotated} features, which must be even")
     frequencies = config.theta ** -(np.arange(0, rotated, 2) / rotated)
-    return (frequencies, 1.0) if scaling is None else scaling.scale(frequencies, config.theta, positions)
+    if scaling is None:
+        return frequencies, 1.0
+    if text_lengths is not None:
+        lengths = text_lengths[:, None, None].astype(jnp.result_type(float))
+    else:
+        lengths = None if positions is None else _length(positions)
+    return scaling.scale(frequencies, config.theta, lengths)
+
+
+def rotation_until(positions: Any, length: Any) -> Any:
+    """The longest text whose rotations are those of a text of `length` tokens, of a config's `positions` (one, or one a layer).
+
+    `length` is a number, or an array of them. None: no rotation depends on the length of the text.
+    """
+    layers = positions if isinstance(positions, tuple) else (positions,)
+    scalings = {getattr(one, "scaling", None) for one in layers if isinstance(one, Rope)}
+    ends = [scaling.rotation_until(length) for scaling in scalings if depends_on_length(scaling)]
+    return reduce(jnp.minimum if isinstance(length, Array) else min, ends) if ends else None
+
+
+def depends_on_length(scaling: Any) -> bool:
+    """Whether a scaling rotates a short text otherwise than a long one."""
+    return hasattr(scaling, "rotation_until") and scaling.rotation_until(1) < ANY_LENGTH
 
 
 def _length(positions):  # of each token's segment, [B, T, 1]: positions fall where the next one begins

@@ -14,10 +14,11 @@ from etils import epath
 
 from jaxformer import config, models, parallel, sharding
 from jaxformer.data import batching, tokenizers
+from jaxformer.data.mixing import Mixed
 from jaxformer.data.sources import Question
 from jaxformer.decoding import Beams, round_to_int8, stream
 from jaxformer.errors import ConfigError
-from jaxformer.evaluation.generation import answers, before_stop, continuation, rooms_for, stop_strings
+from jaxformer.evaluation.generation import answers, before_stop, best_text, continuation, rooms_for, stop_strings
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.perplexity import perplexity
 from jaxformer.models import heads
@@ -30,6 +31,8 @@ from jaxformer.training.names import NAMES
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.run_folder import RunFolder, allow, open_experiment
 from jaxformer.training.step import abstract_state, state_shardings
+
+ANY_BYTE = "<0xFF>"  # as tokenizers with a token for each byte name one of these
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,11 +125,18 @@ class Run:
         """The text to show before an answer: the prompt that it continues, or nothing."""
         return "" if hasattr(self.experiment.data, "question") else prompt
 
-    def stream(self, prompt: str, seed: int = 0, filters=(), stop: Sequence[str] = (), **options) -> Iterator[str]:
-        """Pieces of the text after a prompt, as they are made (`Beams`: one), up to the first `stop`; options of `Sample`."""
-        sample, question = self._ask(prompt, options)
+    def stream(
+        self, prompt: str, seed: int = 0, filters=(), stop: Sequence[str] = (), special_tokens: bool = False, **options
+    ) -> Iterator[str]:
+        """Pieces of the text after a prompt, as they are made (`Beams`: one), up to the first `stop`; options of `Sample`.
+
+        The text also ends where the model writes the token that ends a document of its data. With `special_tokens`, names
+        of control tokens in the prompt, such as <|im_start|> of a chat template, are these tokens; otherwise they are
+        text like any other, so that nobody who writes a part of the prompt can give commands.
+        """
+        sample, question = self._ask(prompt, options, special_tokens)
         if isinstance(sample.sampling, Beams):
-            yield self.continue_all([prompt], seed, filters, stop, **options)[0][0]
+            yield best_text(self.continue_all([prompt], seed, filters, stop, special_tokens, **options)[0])
             return
         model, decode, shown, tokens = self.experiment.model, self.tokenizer.decode, 0, question.prompt
         with self.on_mesh():
@@ -138,16 +148,18 @@ class Run:
             ):  # fmt: skip
                 new += piece
                 text = before_stop(continuation(decode, tokens, new), stop)
-                ready = len(text) - _held_back(text, stop)
+                final = _final_part(decode, self.tokenizer.id_of(ANY_BYTE), tokens, new, text)
+                ready = len(final) - _held_back(final, stop)
                 yield text[shown:ready]
                 shown = max(shown, ready)
             yield before_stop(continuation(decode, tokens, new), stop)[shown:]
 
     def continue_all(
-        self, prompts: Sequence[str], seed: int = 0, filters=(), stop: Sequence[str] = (), **options
-    ) -> list[list[str]]:
-        """Texts after each prompt: one, or the `n_best` of a beam search; `options` are those of `Sample`."""
-        model, samples = self.experiment.model, [self._ask(prompt, options) for prompt in prompts]
+        self, prompts: Sequence[str], seed: int = 0, filters=(), stop: Sequence[str] = (), special_tokens: bool = False,
+        **options,
+    ) -> list[list[str]]:  # fmt: skip
+        """Texts after each prompt: one, or up to `n_best` of a beam search. Arguments are those of `stream`."""
+        model, samples = self.experiment.model, [self._ask(prompt, options, special_tokens) for prompt in prompts]
         most, how = samples[0][0].tokens, samples[0][0].sampling
         with self.on_mesh():
             return answers(
@@ -156,9 +168,9 @@ class Run:
             )  # fmt: skip
 
     def _ends(self) -> tuple[int, ...]:
-        return (self.tokenizer.end_of_text,) if hasattr(self.experiment.data, "question") else ()
+        return ends_of(self.experiment.data, self.tokenizer)
 
-    def _ask(self, prompt: str, options: dict[str, Any]) -> tuple[Sample, Question]:
+    def _ask(self, prompt: str, options: dict[str, Any], special_tokens: bool = False) -> tuple[Sample, Question]:
         """(how to continue a prompt, its tokens). Raises ConfigError where the run continues no text."""
         if self.tokenizer is None:
             raise ConfigError(f"{self.folder.path}: has no tokenizer, so there is no text to continue")
@@ -166,7 +178,8 @@ class Run:
             reasons = "sees later tokens, has no language model, or reads a source, which data make of a text by `question`"
             raise ConfigError(f"{self.folder.path}: it continues no text: its model {reasons}")
         sample = replace(self.experiment.sample, prompt=prompt, **options)
-        return sample, ask(self.experiment, sample, self.tokenizer)
+        tokenizer = self.tokenizer.reading_special_tokens() if special_tokens else self.tokenizer
+        return sample, ask(self.experiment, sample, tokenizer)
 
 
 def open_run(
@@ -189,9 +202,22 @@ def open_run(
 
 
 def _held_back(text: str, strings: Sequence[str]) -> int:
-    """How many characters at the end may not be shown yet: part of a stop string, or of a character."""
+    """How many characters at the end may not be shown yet: they may become a stop string."""
     starts = (string[:n] for string in strings for n in range(len(string), 0, -1))
-    return max((len(start) for start in starts if text.endswith(start)), default=int(text.endswith("\ufffd")))
+    return max((len(start) for start in starts if text.endswith(start)), default=0)
+
+
+def _final_part(decode: Callable, any_byte: int | None, prompt: Sequence[int], new: Sequence[int], text: str) -> str:
+    """What of a text, that of new tokens, no further token can change: a character may have several tokens.
+
+    Where tokens are bytes (`any_byte` is one of them), a run of them is decoded as a whole, and one byte more may turn all
+    of its characters into U+FFFD. Elsewhere the bytes of an unfinished character are one U+FFFD.
+    """
+    if any_byte is None:
+        return text.removesuffix("\ufffd")
+    other = continuation(decode, prompt, [*new, any_byte])
+    differences = (i for i, (one, two) in enumerate(zip(text, other, strict=False)) if one != two)
+    return text[: next(differences, min(len(text), len(other)))].rstrip("\ufffd")
 
 
 def check_data(folder: RunFolder, metadata: dict, dataset: Any) -> None:
@@ -215,6 +241,13 @@ def writes_text(experiment: Experiment) -> bool:
     return hasattr(experiment.data, "question") or continues_text(experiment.model)
 
 
+def ends_of(data: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The token that ends a text of these data: of an answer, or of a document."""
+    parts = [part for _, part in data.sources] if isinstance(data, Mixed) else [data]
+    ends = any(hasattr(part, "question") or hasattr(part, "end_of_text") for part in parts)
+    return (tokenizer.end_of_text,) if ends and tokenizer.end_of_text is not None else ()
+
+
 def ask(experiment: Experiment, sample: Sample, tokenizer: Any) -> Question:
     """The sample's prompt as the model reads it. Raises ConfigError where the model cannot go on from it."""
     model = models.last_stack(experiment.model)
@@ -235,10 +268,11 @@ def sample_text(experiment: Experiment, params: Any, dataset: Any) -> str:
     sample, tokenizer, asks = experiment.sample, dataset.tokenizer, hasattr(experiment.data, "question")
     first = asks and sample.prompt is None
     question = dataset.validation.questions[0] if first else ask(experiment, sample, tokenizer)
-    ((text,),) = answers(
+    (texts,) = answers(
         experiment.model, params, [question], tokenizer, sample.tokens, sample.sampling, seed=experiment.seed,
-        precision=experiment.precision, stop_tokens=(tokenizer.end_of_text,) if asks else (),
+        precision=experiment.precision, stop_tokens=ends_of(experiment.data, tokenizer),
     )  # fmt: skip
+    text = best_text(texts)
     return f"{text}\n(the answer in the data: {question.reference})" if first else (sample.prompt or "") + text
 
 

@@ -72,7 +72,8 @@ def texts(out, prompts):
     for prompt, tokens, lengths, scores in zip(prompts, *map(np.asarray, (out.tokens, out.length, out.score)), strict=True):
         for text in tokens:
             assert text[: len(prompt)].tolist() == list(prompt)
-        rows.append([(t[len(prompt) : n].tolist(), float(s)) for t, n, s in zip(tokens, lengths, scores, strict=True)])
+        found = zip(tokens, lengths, scores, strict=True)
+        rows.append([(t[len(prompt) : n].tolist(), float(s)) for t, n, s in found if s > -np.inf])
     return rows
 
 
@@ -94,7 +95,9 @@ def reference(weights, prompt, max_tokens, how, stop_tokens, score, diversity=0.
             pool = []
             for total, text in group["running"]:
                 scores = log_probabilities(weights, (*prompt, *text)) - diversity * taken
-                pool += [(total + scores[t], (*text, t)) for t in range(len(scores)) if not allowed or allowed(text, t)]
+                new = [(total + scores[t], (*text, t)) for t in range(len(scores)) if not allowed or allowed(text, t)]
+                stopped = [entry for entry in new if entry[1][-1] in stop_tokens]  # the same text: the best one counts
+                pool += [entry for entry in new if entry not in stopped or entry == max(stopped)]
             pool.sort(reverse=True)
             ends = lambda text, n=n: text[-1] in stop_tokens or n == max_tokens
             group["finished"] += [(score(total, n), text) for total, text in pool[:size] if ends(text)]
@@ -108,8 +111,10 @@ def reference(weights, prompt, max_tokens, how, stop_tokens, score, diversity=0.
             improves = not full or best > group["finished"][-1][0]
             group["done"] = not group["running"] or not improves or (how.early_stopping is True and full)
             group["done"] &= not always_on
-    found = sorted((entry for group in groups for entry in group["finished"]), reverse=True)[: how.n_best]
-    return [(text, total) for total, text in found]
+    found = {}  # each text once
+    for total, text in sorted((entry for group in groups for entry in group["finished"]), reverse=True):
+        found.setdefault(text[:-1] if text[-1] in stop_tokens else text, (text, total))
+    return list(found.values())[: how.n_best]
 
 
 PENALTIES = {p: (p, lambda s, n, p=p: s / n**p) for p in (0.0, 1.0, 0.6, 2.0, -1.0)}

@@ -122,9 +122,10 @@ def forward(config):
     return np.asarray(apply(config, drawn(config), TOKENS, **source).logits)
 
 
-def decode(config, schedule, params=None, tokens=TOKENS, room=ROOM, dtype=jnp.float32, run=step, wide=0):
+def decode(config, schedule, params=None, tokens=TOKENS, room=ROOM, dtype=jnp.float32, run=step, wide=0, **more):
     """Logits of each row, its tokens given as the schedule says, with tokens that mean nothing as padding behind them."""
-    state, params = decoding.init_cache(config, len(tokens), room, dtype), drawn(config) if params is None else params
+    state = decoding.init_cache(config, len(tokens), room, dtype, **more)
+    params = drawn(config) if params is None else params
     found, at = [[] for _ in tokens], np.zeros(len(tokens), int)
     options = {"source": SOURCE} if isinstance(config, EncoderDecoder) else {}
     for counts in schedule:
@@ -248,12 +249,13 @@ def test_a_row_may_wait_from_the_first_call_on(name):
 
 @pytest.mark.parametrize("scaling", [NTK(4.0, 6), pytest.param(LongRoPE((1.0,) * 2, (2.0,) * 2, 6), marks=pytest.mark.slow)])
 def test_rows_in_a_batch_are_the_rows_alone(scaling):
-    """Also where a rotation depends on the length of its row: there, decoding is not the forward pass."""
+    """Also where a rotation depends on the length of its row, which the cache then has to know: it is the forward pass."""
     config = replace(MODEL, positions=Rope(scaling=scaling))
-    together = decode(config, SCHEDULES["ragged"])
+    together = decode(config, SCHEDULES["ragged"], text_lengths=jnp.full(B, T))
+    close(together, forward(config))
     for row in range(B):
         counts = [tuple(n * (i == row) for i, n in enumerate(counts)) for counts in SCHEDULES["ragged"] if counts[row]]
-        close([together[row]], [decode(config, counts, wide=5)[row]])
+        close([together[row]], [decode(config, counts, wide=5, text_lengths=jnp.full(B, T))[row]])
 
 
 @pytest.mark.thorough

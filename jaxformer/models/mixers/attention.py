@@ -50,8 +50,8 @@ def attention(
             heads = prepare(params, heads, context)
         query, key, value, memo = heads
         if isinstance(config.positions, Rope):
-            query = rope(query, context.positions, config.positions)
-            key = rope(key, context.positions, config.positions)
+            query = rope(query, context.positions, config.positions, context.text_lengths)
+            key = rope(key, context.positions, config.positions, context.text_lengths)
         query, key, value = (context.tap(*named) for named in (("query", query), ("key", key), ("value", value)))
         options = attention_options(config, context)
         if (bias := score_bias(config, context.shared)) is not None:

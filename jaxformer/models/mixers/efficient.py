@@ -271,7 +271,8 @@ def _mixer(system, config: ModelConfig, mix: Callable, spec: Tree = None, has_we
         heads = linear_maps("btd,dnh->btnh", x, maps)
         for projection in heads:
             if isinstance(config.positions, Rope) and not projection.endswith("value"):
-                heads[projection] = rope(heads[projection], context.positions, config.positions)
+                turned = rope(heads[projection], context.positions, config.positions, context.text_lengths)
+                heads[projection] = turned
         out = mix(params, context, **heads)
         out, state = out if isinstance(out, tuple) else (out, None)
         return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state)

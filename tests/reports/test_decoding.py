@@ -1,0 +1,316 @@
+"""Generation, sampling, filters, streaming and stop tokens: what users of other projects reported."""
+
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+
+from jaxformer import models
+from jaxformer.cli.runs import _generate_file, unescaped
+from jaxformer.data.corpus import Corpus
+from jaxformer.data.mixing import Mixed
+from jaxformer.data.sources import Question
+from jaxformer.data.tokenizers import BPE
+from jaxformer.decoding import Beams, Lookup, Sampling, contrast, generate, search, speculate
+from jaxformer.decoding.filters import BadWords, Frequency, History, MinP, NoRepeatNgram, TopK, TopP, Typical
+from jaxformer.decoding.sampling import draw
+from jaxformer.errors import ConfigError
+from jaxformer.evaluation.generation import Generated, continuation
+from jaxformer.evaluation.metric import Evaluation
+from jaxformer.models import ModelConfig
+from jaxformer.training import run as runs
+from jaxformer.training.experiment import Experiment, Sample
+from jaxformer.training.run_folder import RunFolder
+
+V = 7
+TINY = ModelConfig(vocab_size=V, num_layers=1, d_model=8, num_heads=2, context_length=32, init_std=0.5)
+GREEDY = Sampling(temperature=0.0)
+
+
+@cache
+def params():
+    return models.init(TINY, jax.random.key(0))
+
+
+def kept(some_filter, probabilities):
+    """The tokens that a filter leaves."""
+    logits = jnp.log(jnp.asarray([probabilities], jnp.float32))
+    return np.flatnonzero(np.isfinite(np.asarray(some_filter(logits, None)))[0]).tolist()
+
+
+# --- nothing is left to choose
+
+
+@pytest.mark.report(
+    "OpenNMT/OpenNMT-py#1445", "allenai/allennlp#2557", "huggingface/transformers#21435",
+    right="where filters leave no token, the text ends", listed="second 01",
+    hit="greedy repeated what the filter forbids, sampling wrote token 0, beams lost the text",
+)  # fmt: skip
+def test_a_text_ends_where_filters_leave_no_token():
+    """The texts are permutations of the tokens that the prompt does not have; then nothing may follow."""
+    once, prompt = [NoRepeatNgram(1)], [0, 1, 0]
+    (greedy,) = generate(TINY, params(), [prompt], 12, how=GREEDY, filters=once)
+    beams = [text.tokens for text in search(TINY, params(), [prompt], 12, how=Beams(3, 3), filters=once)[0]]
+    assert len(beams) == 3
+    for text in (greedy, *beams):
+        assert sorted(text) == [2, 3, 4, 5, 6]
+    drafted = speculate(TINY, params(), [prompt], 12, draft=Lookup(), how=GREEDY, filters=once)
+    assert drafted.tokens == [greedy]
+    (contrasted,) = contrast(TINY, params(), [prompt], 12, filters=once)
+    assert sorted(contrasted) == [2, 3, 4, 5, 6]
+    nothing = [BadWords([[token] for token in range(V)])]
+    assert generate(TINY, params(), [prompt], 12, filters=nothing) == [[]]
+    assert [text.tokens for text in search(TINY, params(), [prompt], 12, filters=nothing)[0]] == [[]]
+
+
+@pytest.mark.report(
+    "JustVugg/colibri#369", "OpenRLHF/OpenRLHF#1165",
+    right="logits that are not numbers are an error, not a text",
+    hit="a model of NaN wrote the last token of the vocabulary for ever, beams found no text, both in silence",
+)  # fmt: skip
+def test_a_model_whose_logits_are_not_numbers_writes_no_text():
+    broken = jax.tree.map(lambda x: x * jnp.nan, params())
+    with pytest.raises(ConfigError, match="NaN"):
+        generate(TINY, broken, [[1, 2]], 4, how=GREEDY)
+    with pytest.raises(ConfigError, match="NaN"):
+        search(TINY, broken, [[1, 2]], 4)
+
+
+@pytest.mark.report(
+    "abisee/pointer-generator#6", right="an empty list of texts gives an empty answer, no crash", listed="second 45",
+    hit="IndexError at the end of training",
+)  # fmt: skip
+def test_a_list_of_texts_may_be_empty(monkeypatch):
+    tokenizer = SimpleNamespace(end_of_text=V - 1, decode=lambda tokens: "".join(map(str, tokens)))
+    dataset = SimpleNamespace(validation=SimpleNamespace(questions=[Question([1, 2], "x")]), tokenizer=tokenizer)
+    scored = Evaluation(TINY, params(), dataset, None, "float32", 0)
+    as_it_is = lambda answers, references: {"answer": answers[0]}
+    how = Beams(2, length_penalty=-60.0)  # the scores of long texts are beyond float32
+    long = Generated((as_it_is,), how=how, max_tokens=20)(scored)
+    assert len(long["answer"]) == 20
+    monkeypatch.setattr("jaxformer.evaluation.generation.search", lambda *_, **options: [[]])
+    assert Generated((as_it_is,), how=how)(scored) == {"answer": ""}
+    monkeypatch.setattr(runs, "ask", lambda *_: Question([1, 2], ""))
+    experiment = Experiment(name="x", model=TINY, data=None, sample=Sample("1", sampling=how))
+    assert runs.sample_text(experiment, params(), dataset) == "1"
+
+
+# --- filters
+
+
+@pytest.mark.report(
+    "huggingface/transformers#18976", "BlinkDL/ChatRWKV#170",
+    right="top-p leaves as few tokens as reach p, also where they reach it exactly",
+    hit="of five equal tokens and p = 0.6 four were left: 1 - p and the sums round in float32",
+)  # fmt: skip
+def test_top_p_adds_no_token_where_p_is_reached_exactly():
+    cases = [
+        (0.8, [0.3, 0.1, 0.1, 0.5], [0, 3]), (0.6, [0.2] * 5, [0, 1, 2]), (0.3, [0.1] * 10, [0, 1, 2]),
+        (0.7, [0.4, 0.3, 0.2, 0.1], [0, 1]), (0.95, [0.9, 0.05, 0.05], [0, 1]), (0.9, [0.5, 0.2, 0.2, 0.1], [0, 1, 2]),
+    ]  # fmt: skip
+    for p, probabilities, expected in cases:
+        assert kept(TopP(p), probabilities) == expected, (p, probabilities)
+    assert kept(TopP(1.0), [1.0, 1e-9, 1e-30]) == [0, 1, 2]
+    assert kept(Typical(1.0), [1.0, 1e-9, 1e-30]) == [0, 1, 2]
+
+
+@pytest.mark.report("kingoflolz/mesh-transformer-jax#164", right="top-k of 1 leaves one token")
+def test_top_k_counts_from_one():
+    probabilities = np.random.default_rng(0).dirichlet(np.ones(50))
+    order = np.argsort(-probabilities)
+    for k in (1, 2, 49, 50):
+        assert kept(TopK(k), probabilities) == sorted(order[:k].tolist())
+
+
+@pytest.mark.report(
+    "ml-explore/mlx-lm#388", "guidance-ai/guidance#1325",
+    right="top-p sees the probabilities that top-k left, and never removes all of them",
+)  # fmt: skip
+def test_filters_in_a_row_leave_the_likeliest_token():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 300)), jnp.float32)
+    for temperature in (0.01, 1.0, 50.0):
+        sampling = Sampling(temperature, top_k=1, top_p=0.1, min_p=1.0, typical=0.1)
+        left = logits
+        for one in sampling.filters():
+            left = one(left, None)
+        assert np.flatnonzero(np.isfinite(left[0])).tolist() == [int(jnp.argmax(logits))]
+
+
+@pytest.mark.report("google-deepmind/simply#42", right="top-p of 0 is refused by name, it does not empty the vocabulary")
+def test_a_share_of_nothing_is_refused():
+    for wrong in (0.0, -0.1, 1.5, float("nan")):
+        with pytest.raises(ConfigError, match="TopP"):
+            Sampling(top_p=wrong)
+    assert kept(MinP(0.0), [0.5, 0.5]) == [0, 1]
+
+
+@pytest.mark.report(
+    "NVIDIA/TensorRT-LLM#1590", "microsoft/onnxruntime-genai#1363", right="a token that a filter removed is never drawn"
+)  # fmt: skip
+def test_removed_tokens_are_never_drawn():
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(np.where(rng.random((64, 700)) < 0.98, -np.inf, 30 * rng.normal(size=(64, 700))), jnp.float32)
+    logits = logits.at[:, 699].set(-jnp.inf).at[:, 5].set(0.0)
+    drawn = jax.jit(draw)
+    for seed in range(20):
+        tokens = drawn(logits, jax.random.split(jax.random.key(seed), 64), 1.0)
+        assert np.isfinite(np.take_along_axis(np.asarray(logits), np.asarray(tokens)[:, None], axis=1)).all()
+
+
+@pytest.mark.report(
+    "huggingface/text-generation-inference#1765",
+    right="penalties count the tokens of the text, not the padding behind it",
+)  # fmt: skip
+def test_penalties_do_not_count_padding():
+    logits = jnp.zeros((2, V))
+    tokens = jnp.array([[1, 2, 2, 0, 0, 0], [1, 2, 2, 0, 3, 3]])
+    history = History(tokens, jnp.array([3, 5]), jnp.array([1, 1]))
+    found = Frequency(1.5)(logits, history)
+    np.testing.assert_array_equal(found, [[0, 0, -3, 0, 0, 0, 0], [-1.5, 0, -3, -1.5, 0, 0, 0]])
+
+
+# --- options
+
+
+@pytest.mark.report(
+    "2U1/Molmo-Finetune#1",
+    right="a stop token that the model cannot write is refused, not waited for",
+    hit="stop_tokens=[50256] of a vocabulary of 7 was taken and stopped nothing",
+)  # fmt: skip
+def test_a_stop_token_outside_the_vocabulary_is_refused():
+    for stop in ([V], [-2], 3):
+        with pytest.raises(ConfigError, match="stop_tokens"):
+            generate(TINY, params(), [[1, 2]], 4, stop_tokens=stop)
+        with pytest.raises(ConfigError, match="stop_tokens"):
+            search(TINY, params(), [[1, 2]], 4, stop_tokens=stop)
+
+
+# --- the text of a run
+
+
+def character_tokenizer(text, byte_fallback=False):
+    """A tokenizer.json with a token for each character, as Llama 2 has bytes for all others."""
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE as Pairs
+
+    names = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256) if byte_fallback), *sorted(set(text))]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    tokenizer = Tokenizer(Pairs(vocab=vocabulary, merges=[], byte_fallback=byte_fallback, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["</s>", "<|turn|>"])
+    return BPE(tokenizer.to_str())
+
+
+@pytest.fixture
+def run_that_says(monkeypatch):
+    """A run without files, whose model says these tokens; the run's list `asked` has the options of each call."""
+
+    def make(tokenizer, answer, data=None):
+        model = replace(TINY, vocab_size=tokenizer.vocab_size, context_length=256)
+        experiment = Experiment(name="x", model=model, data=Corpus("nowhere") if data is None else data)
+        opened = runs.Run(RunFolder(epath.Path("nowhere")), experiment)
+        recipe, asked = SimpleNamespace(weights=lambda tree: tree), []
+        opened.__dict__.update(tokenizer=tokenizer, mesh=None, checkpoint=(0, None, {}), recipe=recipe, asked=asked)
+
+        def stream(_config, _params, prompt, _room, stop=None, **options):
+            asked.append(options | {"prompt": prompt})
+            for n, token in enumerate(answer, 1):
+                yield [token]
+                if stop is not None and stop(list(answer[:n])) is not None:
+                    return
+
+        monkeypatch.setattr(runs, "stream", stream)
+        return opened
+
+    return make
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz ."
+
+
+@pytest.mark.report(
+    "Blaizzy/mlx-vlm#1076", "mlc-ai/mlc-llm#1397", right="streamed text is the text at once", listed="first 03",
+    hit="an emoji of four byte tokens came out as replacement characters, and the text after it was lost",
+)  # fmt: skip
+def test_streamed_bytes_are_the_text_at_once(run_that_says):
+    """Also where the bytes end as no character, which turns those before them into U+FFFD, too."""
+    tokenizer = character_tokenizer(LETTERS, byte_fallback=True)
+    first = tokenizer.id_of("<0xF0>")
+    whole = tokenizer.encode("ok \U0001f600\U0001f389 the end \u65e5\u672c")
+    broken = [*tokenizer.encode("a\U0001f600"), first, *tokenizer.encode("b\u65e5"), first]
+    for answer in (whole, broken, [first] * 3, tokenizer.encode("\ufffd ok")):
+        pieces = list(run_that_says(tokenizer, answer).stream("say"))
+        assert "".join(pieces) == continuation(tokenizer.decode, tokenizer.encode("say"), answer)
+    shown = list(run_that_says(tokenizer, whole).stream("say"))
+    assert shown[:3] == ["o", "k", " "]  # nothing waits that no byte can change
+
+
+@pytest.mark.report(
+    "SharpAI/SwiftLM#126", "vllm-project/vllm#3574", right="no part of a stop string is shown, wherever its tokens end",
+    hit="the first letter of a stop string was shown where its next character came in byte tokens",
+)  # fmt: skip
+def test_no_part_of_a_stop_string_is_streamed(run_that_says):
+    tokenizer = character_tokenizer(LETTERS, byte_fallback=True)
+    for text, stop, wanted in (
+        ("abc\U0001f600 more", "c\U0001f600", "ab"), ("the own fox", "own fox", "the "), ("one. two. three", ". t", "one"),
+        ("ab ab abc", "abc", "ab ab "), ("never", "z", "never"), ("ends with a", "ab", "ends with a"),
+    ):  # fmt: skip
+        pieces = list(run_that_says(tokenizer, tokenizer.encode(text)).stream("say", stop=[stop]))
+        assert "".join(pieces) == wanted
+
+
+@pytest.mark.report(
+    "Lightning-AI/litgpt#812", "google/tunix#592", right="a text ends with the token that ends a document", listed="first 21",
+    hit="`generate` of a run on documents wrote that token and another document",
+)  # fmt: skip
+def test_generation_of_a_corpus_stops_at_the_end_of_a_document(run_that_says):
+    tokenizer = character_tokenizer(LETTERS)
+    for data in (Corpus("nowhere"), Mixed(((0.5, Corpus("one")), (0.5, Corpus("two"))))):
+        opened = run_that_says(tokenizer, tokenizer.encode("a cat."), data)
+        assert opened.generate("the ") == "the a cat."
+        assert opened.asked[0]["stop_tokens"] == (tokenizer.end_of_text,)
+    assert runs.ends_of(object(), tokenizer) == ()  # data of a user's own without documents
+
+
+@pytest.mark.report(
+    "SciSharp/LLamaSharp#1112", right="an option reads control tokens of a prompt; by default they are text", listed="first 23",
+    hit="there was no option: <|im_start|> became ordinary pieces",
+)  # fmt: skip
+def test_control_tokens_of_a_prompt_are_read_where_they_are_asked_for(run_that_says):
+    tokenizer = character_tokenizer(LETTERS + "<|>")
+    opened = run_that_says(tokenizer, [])
+    prompt, turn = "<|turn|>hello", tokenizer.id_of("<|turn|>")
+    opened.generate(prompt)
+    opened.generate(prompt, special_tokens=True)
+    plain, special = (asked["prompt"] for asked in opened.asked)
+    assert turn not in plain and tokenizer.decode(plain) == prompt
+    assert special == [turn, *tokenizer.encode("hello")]
+    assert tokenizer.encode(prompt) == plain  # the tokenizer of the run is as it was
+
+
+@pytest.mark.report(
+    "ggml-org/llama.cpp#1362", "ggml-org/llama.cpp#1173", right="a stop string of the command line may name a line end",
+    hit="--stop '\\n' was a backslash and an n, and stopped nothing",
+)  # fmt: skip
+def test_escapes_of_the_command_line():
+    assert unescaped(r"\n\n") == "\n\n" and unescaped("\n") == "\n"
+    assert unescaped(r"a\tb\\n\d") == "a\tb\\n\\d"
+    assert unescaped("日本") == "日本"
+
+
+@pytest.mark.report(
+    "wbolster/jsonlines#68", right="a file of prompts may begin with a byte order mark, as files of data may",
+    hit="`generate --prompts` refused it",
+)  # fmt: skip
+def test_a_file_of_prompts_may_begin_with_a_byte_order_mark(tmp_path):
+    asked = SimpleNamespace(continue_all=lambda prompts, **_: [[prompt.upper()] for prompt in prompts])
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    for start in (b"", b"\xef\xbb\xbf"):
+        source.write_bytes(start + '{"prompt": "é"}\n'.encode())
+        _generate_file(asked, str(source), str(target))
+        assert "\\u00c9" in target.read_text()
