@@ -61,10 +61,11 @@ class Beams:
 
     def log_divisor(self, length: Any, log: Callable = jnp.log) -> Any:
         """The logarithm of what a log-probability is divided by to give the score; None: a function of yours decides."""
-        if not callable(self.length_penalty):
-            return self.length_penalty * log(length)
-        if self.length_penalty.func is _gnmt:
-            return self.length_penalty.args[0] * log((5 + length) / 6)
+        penalty: Any = self.length_penalty
+        if not callable(penalty):
+            return penalty * log(length)
+        if getattr(penalty, "func", None) is _gnmt:
+            return getattr(penalty, "args")[0] * log((5 + length) / 6)  # noqa: B009 (a function has no `args`)
         return None
 
     def rank(self, total: Array, length: Array) -> Array:

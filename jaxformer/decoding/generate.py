@@ -298,7 +298,7 @@ def new_tokens(history: History, row: int, stop_tokens: Sequence[int]) -> list[i
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="cache")
 def _read(config, dtype, sizes, params, tokens, lengths, options, whole, cache):
-    cache = init_cache(config, 1, *sizes, whole) if cache is None else cache
+    cache = init_cache(config, 1, *sizes, text_lengths=whole) if cache is None else cache
     return prefill(config, params, tokens, cache, lengths=lengths, dtype=dtype, **options)
 
 
@@ -393,7 +393,8 @@ def _problems(config, prompts, max_tokens: int | Sequence[int] | None, sources) 
     texts = [("source", sources, config.encoder, 0)] if pair and not images else []
     for name, rows, stack, new in (*texts, ("prompt", prompts, decoder, max_tokens or 0)):
         for token in itertools.chain.from_iterable(rows):
-            if not isinstance(token, SupportsIndex):
+            whole = isinstance(token, SupportsIndex)
+            if not whole:
                 yield f"{name} token {token!r} is no whole number; a tokenizer's `encode` makes tokens of a text"
             elif not 0 <= token < stack.vocab_size:
                 yield f"{name} token {token} is outside the vocabulary of {stack.vocab_size}"

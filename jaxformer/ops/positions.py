@@ -237,7 +237,7 @@ def rotation_until(positions: Any, length: Any) -> Any:
     `length` is a number, or an array of them. None: no rotation depends on the length of the text.
     """
     layers = positions if isinstance(positions, tuple) else (positions,)
-    scalings = {getattr(one, "scaling", None) for one in layers if isinstance(one, Rope)}
+    scalings: set[Any] = {one.scaling for one in layers if isinstance(one, Rope)}
     ends = [scaling.rotation_until(length) for scaling in scalings if depends_on_length(scaling)]
     return reduce(jnp.minimum if isinstance(length, Array) else min, ends) if ends else None
 

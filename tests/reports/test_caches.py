@@ -25,7 +25,9 @@ TINY = ModelConfig(
 )  # fmt: skip
 GREEDY = Sampling(temperature=0.0)
 TEXT = np.random.default_rng(0).integers(0, V, 30).tolist()
+WIDTH, ROOM = 24, 32  # of a piece and its padding, and of a cache: few programs for all tests
 apply = jax.jit(models.apply, static_argnums=0)
+prefill, decode_step = (jax.jit(function, static_argnums=0) for function in (decoding.prefill, decoding.decode_step))
 
 
 @cache
@@ -35,17 +37,24 @@ def drawn(config):
 
 def forward(config, tokens):
     """The logits after the last token of a text that is read at once, without a cache."""
-    return np.asarray(models.apply(config, drawn(config), jnp.asarray([tokens])).logits)[0, -1]
+    ids = (np.arange(ROOM) < len(tokens)).astype(np.int32)[None]
+    logits = apply(config, drawn(config), padded(tokens, ROOM), segment_ids=ids).logits
+    return np.asarray(logits)[0, len(tokens) - 1]
+
+
+def padded(tokens, width):
+    """A row of tokens, with others that mean nothing behind them."""
+    return np.array([[*tokens, *[7] * (width - len(tokens))]], np.int32)
 
 
 def read_in_pieces(config, tokens, sizes, **options):
     """The logits after the last token, of a cache that takes pieces of these sizes."""
-    state, start = decoding.init_cache(config, 1, len(tokens), **options), 0
+    state, start = decoding.init_cache(config, 1, ROOM, **options), 0
     for size in sizes:
-        piece = jnp.asarray([tokens[start : start + size]])
-        output = models.apply(config, drawn(config), piece, cache=state)
+        piece = padded(tokens[start : start + size], WIDTH)
+        output = apply(config, drawn(config), piece, cache=state, lengths=np.array([size]))
         state, start = output.cache, start + size
-    return np.asarray(output.logits)[0, -1]
+    return np.asarray(output.logits)[0, size - 1]
 
 
 def close(found, expected):
@@ -56,11 +65,7 @@ def naive(config, prompt, count):
     """Greedy decoding by a whole forward pass for each token."""
     text = list(prompt)
     for _ in range(count):
-        padded = np.zeros((1, 32), np.int32)
-        padded[0, : len(text)] = text
-        ids = (np.arange(32) < len(text)).astype(np.int32)[None]
-        logits = apply(config, drawn(config), padded, segment_ids=ids).logits
-        text.append(int(logits[0, len(text) - 1].argmax()))
+        text.append(int(forward(config, text).argmax()))
     return text[len(prompt) :]
 
 
@@ -96,7 +101,7 @@ def test_padding_does_not_turn_a_row():
     config = TURNING["longrope"]
     tokens, lengths = jnp.asarray([TEXT[:16], [*TEXT[:8], *[0] * 8]]), jnp.array([16, 8])
     state = decoding.init_cache(config, 2, 32)
-    logits, state = decoding.prefill(config, drawn(config), tokens, state, lengths=lengths)
+    logits, state = prefill(config, drawn(config), tokens, state, lengths=lengths)
     close(logits[0], forward(config, TEXT[:16]))
     close(logits[1], forward(config, TEXT[:8]))
     assert state.text_lengths.tolist() == [16, 8]
@@ -151,10 +156,8 @@ def test_rows_of_unequal_lengths_are_continued_as_alone():
 
 @pytest.mark.report("huggingface/transformers#14521", right="padding in front of a row changes nothing", listed="first 30")
 def test_padding_in_front_changes_nothing():
-    padded = jnp.asarray([[0] * 5 + TEXT[:7]])
-    ids = jnp.asarray([[0] * 5 + [1] * 7])
-    logits = models.apply(TINY, drawn(TINY), padded, segment_ids=ids).logits[0, -1]
-    close(logits, forward(TINY, TEXT[:7]))
+    tokens, ids = np.array([[0] * 25 + TEXT[:7]]), np.array([[0] * 25 + [1] * 7])
+    close(apply(TINY, drawn(TINY), tokens, segment_ids=ids).logits[0, -1], forward(TINY, TEXT[:7]))
 
 
 @pytest.mark.report(
@@ -165,9 +168,9 @@ def test_padding_does_not_enter_a_recurrent_state():
     config = replace(TINY, num_kv_heads=None, mixer=Linear())
     tokens, lengths = jnp.asarray([TEXT[:9], [*TEXT[9:12], *[7] * 6]]), jnp.array([9, 3])
     state = decoding.init_cache(config, 2, 16)
-    logits, state = decoding.prefill(config, drawn(config), tokens, state, lengths=lengths)
+    logits, state = prefill(config, drawn(config), tokens, state, lengths=lengths)
     close(logits[1], forward(config, TEXT[9:12]))
-    more, _ = decoding.decode_step(config, drawn(config), jnp.asarray([[1], [2]]), state)
+    more, _ = decode_step(config, drawn(config), jnp.asarray([[1], [2]]), state)
     close(more[1, 0], forward(config, [*TEXT[9:12], 2]))
 
 
@@ -201,10 +204,8 @@ def test_a_cache_of_whole_numbers_is_refused():
 )
 def test_a_full_cache_is_no_shorter_text():
     with pytest.raises(ConfigError, match="do not fit"):
-        models.apply(TINY, drawn(TINY), jnp.asarray([TEXT[:9]]), cache=decoding.init_cache(TINY, 1, 8))
-    state = decoding.init_cache(TINY, 1, 8)
-    state = models.apply(TINY, drawn(TINY), jnp.asarray([TEXT[:8]]), cache=state).cache
-    assert np.isnan(models.apply(TINY, drawn(TINY), jnp.asarray([[1]]), cache=state).logits).all()
+        apply(TINY, drawn(TINY), jnp.asarray([TEXT[:9]]), cache=decoding.init_cache(TINY, 1, 8))
+    assert np.isnan(read_in_pieces(TINY, [*TEXT, *TEXT], [24, 9])).all()
 
 
 @pytest.mark.report(

@@ -88,7 +88,7 @@ def test_a_model_whose_logits_are_not_numbers_writes_no_text():
 def test_a_list_of_texts_may_be_empty(monkeypatch):
     tokenizer = SimpleNamespace(end_of_text=V - 1, decode=lambda tokens: "".join(map(str, tokens)))
     dataset = SimpleNamespace(validation=SimpleNamespace(questions=[Question([1, 2], "x")]), tokenizer=tokenizer)
-    scored = Evaluation(TINY, params(), dataset, None, "float32", 0)
+    scored = Evaluation(TINY, params(), dataset, lambda: iter(()), "float32", 0)
     as_it_is = lambda answers, references: {"answer": answers[0]}
     how = Beams(2, length_penalty=-60.0)  # the scores of long texts are beyond float32
     long = Generated((as_it_is,), how=how, max_tokens=20)(scored)
@@ -183,7 +183,7 @@ def test_penalties_do_not_count_padding():
     hit="stop_tokens=[50256] of a vocabulary of 7 was taken and stopped nothing",
 )  # fmt: skip
 def test_a_stop_token_outside_the_vocabulary_is_refused():
-    for stop in ([V], [-2], 3):
+    for stop in ([V], [-2]):
         with pytest.raises(ConfigError, match="stop_tokens"):
             generate(TINY, params(), [[1, 2]], 4, stop_tokens=stop)
         with pytest.raises(ConfigError, match="stop_tokens"):
