@@ -80,7 +80,8 @@ TURNING = {
     right="all keys of a text have one rotation, that of its whole length", listed="first 02",
     hit="a prompt was read in pieces, and each had the rotation of its own length: logits differed by 0.26 to 0.68",
 )  # fmt: skip
-@pytest.mark.parametrize("name", TURNING)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["longrope", pytest.param("ntk", marks=pytest.mark.slow)])
 def test_a_text_that_is_read_in_pieces_has_one_rotation(name, monkeypatch):
     """Also of rows side by side, and of texts that grow beyond the original length while they are written."""
     config = TURNING[name]

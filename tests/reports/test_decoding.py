@@ -51,6 +51,7 @@ def kept(some_filter, probabilities):
     right="where filters leave no token, the text ends", listed="second 01",
     hit="greedy repeated what the filter forbids, sampling wrote token 0, beams lost the text",
 )  # fmt: skip
+@pytest.mark.thorough
 def test_a_text_ends_where_filters_leave_no_token():
     """The texts are permutations of the tokens that the prompt does not have; then nothing may follow."""
     once, prompt = [NoRepeatNgram(1)], [0, 1, 0]
