@@ -97,7 +97,7 @@ def test_a_list_of_texts_may_be_empty(monkeypatch):
     monkeypatch.setattr("jaxformer.evaluation.generation.search", lambda *_, **options: [[]])
     assert Generated((as_it_is,), how=how)(scored) == {"answer": ""}
     monkeypatch.setattr(runs, "ask", lambda *_: Question([1, 2], ""))
-    experiment = Experiment(name="x", model=TINY, data=None, sample=Sample("1", sampling=how))
+    experiment = Experiment(name="x", model=TINY, data=Corpus("nowhere"), sample=Sample("1", sampling=how))
     assert runs.sample_text(experiment, params(), dataset) == "1"
 
 
