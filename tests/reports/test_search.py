@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from jaxformer import models
-from jaxformer.decoding import Beams, Sampling, search
+from jaxformer.data.sources import Question
+from jaxformer.decoding import Beams, Hypothesis, Sampling, search
 from jaxformer.decoding.beam import gnmt
 from jaxformer.errors import ConfigError
+from jaxformer.evaluation.generation import answers
 from jaxformer.models import ModelConfig
 
 V, STOP, PROMPT, LIMIT = 5, 4, [1, 2], 4
@@ -79,3 +81,62 @@ def test_length_penalties_of_any_size_order_by_the_score():
             Beams(length_penalty=wrong)
         with pytest.raises(ConfigError, match="finite"):
             gnmt(wrong)
+
+
+@pytest.mark.report(
+    "OpenNMT/OpenNMT-py#60", "huggingface/transformers#25103", "huggingface/transformers#24407",
+    right="a list of the best texts has each text once", listed="second 13",
+    hit="one text with two stop tokens, and one text of two groups, stood there twice",
+)  # fmt: skip
+@pytest.mark.thorough
+def test_a_list_of_texts_has_no_copies():
+    for how, stop in ((Beams(4, 4), [3, 4]), (Beams(4, 4, groups=2, diversity=0.05), [4])):
+        texts = [tuple(text.tokens) for text in search(TINY, params(), [PROMPT], 4, how=how, stop_tokens=stop)[0]]
+        assert len(texts) == len(set(texts)) > 1
+    two = search(TINY, params(), [PROMPT], 4, how=Beams(4, 4), stop_tokens=[3, 4])[0]
+    scores = [text.score for text in two]
+    assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.report(
+    "OpenNMT/OpenNMT-py#60", right="what is cut off at a stop string is listed once, too", listed="second 13",
+    hit="texts that differ behind the stop string alone stood in `continue_all` several times",
+)  # fmt: skip
+def test_texts_that_a_stop_string_makes_equal_are_one(monkeypatch):
+    texts = [Hypothesis([1, 2], -1.0), Hypothesis([1, 3], -2.0), Hypothesis([2, 2], -3.0)]
+    monkeypatch.setattr("jaxformer.evaluation.generation.search", lambda *_, **options: [texts])
+    tokenizer = type("T", (), {"decode": staticmethod(lambda tokens: "".join(f"{token}." for token in tokens))})
+    kept = answers(TINY, params(), [Question([0], "")], tokenizer, 4, Beams(3, 3), stop=["."])
+    assert kept == [["1", "2"]]
+
+
+@pytest.mark.report("facebookresearch/ParlAI#2007", right="the first step follows different tokens, not copies of one beam")
+def test_beams_differ_from_the_first_step_on():
+    texts = found(Beams(3, 3, length_penalty=0.0))[0]
+    assert len({tuple(text.tokens) for text in texts}) == 3
+
+
+@pytest.mark.report(
+    "neulab/xnmt#572", "ottokart/beam_search#1",
+    right="a search ends where no open text can become better, not at the first finished ones",
+)  # fmt: skip
+@pytest.mark.thorough
+def test_more_beams_find_no_worse_text():
+    score = lambda total, n: total / n
+    top = best(1, score)[0]
+    wide = found(Beams(64, 1, length_penalty=1.0, early_stopping="never"))[0][0]
+    assert wide.tokens == top
+    narrow = [found(Beams(size, 1, early_stopping="never"))[0][0].score for size in (1, 4)]
+    assert max(narrow) <= wide.score + 1e-6
+
+
+@pytest.mark.report(
+    "facebookresearch/fairseq#5069", "huggingface/transformers#13079",
+    right="each group keeps its beams to the end: a group is a search of its own",
+)  # fmt: skip
+@pytest.mark.thorough
+def test_no_group_is_lost():
+    """A diversity that forbids the tokens of the other groups leaves texts with different first tokens."""
+    texts = found(Beams(4, 4, groups=4, diversity=1e4, length_penalty=0.0))[0]
+    first = [text.tokens[0] if text.tokens else STOP for text in texts]
+    assert len(texts) == len(set(first)) == 4
