@@ -206,4 +206,4 @@ def test_what_does_not_fit_is_refused():
     config = replace(GPT, positions=Rope(scaling=NTK(2.0, 12)))
     params = init(config, jax.random.key(0))
     with pytest.raises(NotImplementedError, match="original length"):
-        speculate(config, params, PROMPTS, 5, draft=Lookup())
+        speculate(config, params, PROMPTS, 6, draft=Lookup())  # 8 + 5: the thirteenth token is written, but not read
