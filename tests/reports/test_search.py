@@ -9,7 +9,7 @@ import pytest
 
 from jaxformer import models
 from jaxformer.data.sources import Question
-from jaxformer.decoding import Beams, Hypothesis, Sampling, search
+from jaxformer.decoding import Beams, Hypothesis, Sampling, contrast, search
 from jaxformer.decoding.beam import gnmt
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.generation import answers
@@ -140,3 +140,24 @@ def test_no_group_is_lost():
     texts = found(Beams(4, 4, groups=4, diversity=1e4, length_penalty=0.0))[0]
     first = [text.tokens[0] if text.tokens else STOP for text in texts]
     assert len(texts) == len(set(first)) == 4
+
+
+@pytest.mark.report("batistagroup/DirectMultiStep#20", "THUDM/GLM#110", right="beams of a row are those that it has alone")
+@pytest.mark.thorough
+def test_beams_of_a_batch_are_those_of_each_row():
+    prompts, how = [[1, 2], [3], [0, 0, 1, 2, 3]], Beams(3, 2)
+    together = found(how, prompts)
+    for prompt, texts in zip(prompts, together, strict=True):
+        (alone,) = found(how, [prompt])
+        assert [text.tokens for text in texts] == [text.tokens for text in alone]
+        np.testing.assert_allclose([t.score for t in texts], [t.score for t in alone], rtol=1e-5)
+
+
+@pytest.mark.report(
+    "huggingface/transformers#33507", right="contrastive search does not compare with the padding of shorter prompts"
+)
+@pytest.mark.thorough
+def test_contrastive_search_of_a_batch_is_that_of_each_row():
+    prompts = [[1, 2], [3, 1, 0, 2, 2, 1, 0]]
+    together = contrast(TINY, params(), prompts, 6, k=3, alpha=0.7)
+    assert together == [contrast(TINY, params(), [prompt], 6, k=3, alpha=0.7)[0] for prompt in prompts]
