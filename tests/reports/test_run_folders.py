@@ -292,7 +292,7 @@ def test_a_signal_in_an_evaluation_saves_and_stops(tmp_path, monkeypatch):
 
 
 @pytest.mark.report(
-    "AI-Hypercomputer/maxtext#3800", listed="third 28", right="a run that its mesh does not fit says so, and with what it goes on",
+    "AI-Hypercomputer/maxtext#3800", listed="third 28", right="a run that its mesh does not fit says what it goes on with",
     hit="a line of INFO, which nobody sees: a model for eight devices went on one",
 )  # fmt: skip
 def test_a_run_on_fewer_devices_warns(tmp_path, caplog):
