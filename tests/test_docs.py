@@ -68,6 +68,27 @@ def test_all_python_is_in_blocks_that_run_or_say_why_not():
         assert not re.findall(r"^    (?:import|from) .*$|^    \w+ = .*$", text, flags=re.MULTILINE), name
 
 
+def operands_of_or(text):
+    """Each a & b inside an a & b | c of Python code, and whether it stands in brackets."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            begins, ends = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+            for side in (node.left, node.right):
+                if isinstance(side, ast.BinOp) and isinstance(side.op, ast.BitAnd):
+                    inside = begins < (side.lineno, side.col_offset) if side is node.left else None
+                    inside = ends > (side.end_lineno, side.end_col_offset) if inside is None else inside
+                    yield ast.unparse(side), inside
+
+
+def test_masks_of_both_operators_have_brackets():
+    """& binds before |: `causal() & window(4) | prefix(2)` shows the first token the second one, which no reader sees."""
+    assert [inside for _, inside in operands_of_or("x = a & b | c\ny = (a & b) | c\nz = c | (a & b)")] == [False, True, True]
+    texts = [*python_blocks(README.read_text()), *(path.read_text() for path in (*NOTEBOOKS.values(), *FILES))]
+    texts += [block for path in PAGES.values() for block in python_blocks(path.read_text())]
+    texts += [path.read_text() for path in (ROOT / "jaxformer" / "masks").glob("*.py")]
+    assert not [operand for text in texts for operand, inside in operands_of_or(text) if not inside]
+
+
 def test_the_readme_stays_short():
     assert README.read_text().count("\n") < 250
 

@@ -1,6 +1,6 @@
 """Attention masks as values: small, hashable specs that every kernel understands.
 
-    mask = causal() & window(256) | prefix(16)
+    mask = causal() & (window(256) | prefix(16))  # & binds before |; without the brackets all queries see the prefix
 
 A mask is a rule over absolute positions, `(q_positions, kv_positions) -> bool`, True where a query may attend. Every mask is
 a pytree. Without arrays it is hashable and may be a static argument of `jax.jit`; with arrays (`segments`, `lengths`) not.

@@ -139,6 +139,10 @@ class Mask:
     def __or__(self, other: "Mask") -> "Mask":
         return _combine(rules.or_, self, other)
 
+    def __bool__(self) -> bool:
+        """Refused: `a and b`, `a or b` and `not a` would ask for it, and `a and b` would be b alone."""
+        raise TypeError(f"{self}: a mask has no truth value; combine masks with & | ~, not with and, or, not")
+
     def __invert__(self) -> "Mask":
         return Mask(rules.not_, parts=(replace(self, offset=None),), offset=self.offset)
 
@@ -215,6 +219,16 @@ def _integers(builder: str, **numbers) -> tuple:
     return tuple(int(value) for value, _ in numbers.values())
 
 
+def _rows(builder: str, array: Any, axes: str, flags: bool = False) -> Any:
+    """An array by row, of integers (or `flags`). Raises ValueError for another shape or kind, which would mean another mask."""
+    array = array if hasattr(array, "dtype") else np.asarray(array)
+    kinds = (jnp.integer, jnp.bool_) if flags else (jnp.integer,)
+    if array.ndim != len(axes.split()) or not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+        padding = "" if flags else "; masks.segments takes a padding mask [B, length], True where a token is"
+        raise ValueError(f"{builder}: expected integers of shape [{axes}]; got {_short(array)}{padding}")
+    return array
+
+
 def full() -> Mask:
     """Every key is visible."""
     return Mask(rules.full)
@@ -253,7 +267,7 @@ def prefix(length: int | Int[Array, " B"]) -> Mask:
     """The first `length` keys are visible to all (prefix LM: `causal() | prefix(n)`); an array: one length a row."""
     if isinstance(length, int | np.integer):
         return Mask(rules.prefix, _integers("prefix", length=(length, -FAR)))
-    return Mask(rules.prefix, arrays=(length,))
+    return Mask(rules.prefix, arrays=(_rows("prefix", length, "B"),))
 
 
 def global_tokens(tokens: int | Sequence | Shaped[np.ndarray, "..."] | Shaped[Array, "..."]) -> Mask:
@@ -312,13 +326,18 @@ def segments(q: Int[Array, "B T"], kv: Int[Array, "B S"] | None = None) -> Mask:
     With two arrays (cross-attention) both sides count from 0, whatever their lengths.
     """
     # one array for both sides: as two arguments of jit, nobody could tell that they are equal
-    arrays = (q,) if kv is None or kv is q else (q, kv)
+    given = (q,) if kv is None or kv is q else (q, kv)
+    arrays = tuple(_rows("segments", ids, "B length", flags=True) for ids in given)
     return Mask(rules.segments, arrays=arrays, offset=None if kv is None else 0)
 
 
 def lengths(q: Int[Array, " B"] | None = None, kv: Int[Array, " B"] | None = None) -> Mask:
-    """Right-padded rows: queries before `q[b]` see keys before `kv[b]`; None does not limit that side."""
-    return Mask(rules.lengths, arrays=(q, kv), offset=None if q is None else 0)
+    """Right-padded rows: queries before `q[b]` see keys before `kv[b]`; None does not limit that side.
+
+    With `q` both sides count from 0, whatever their lengths.
+    """
+    arrays = tuple(None if lengths is None else _rows("lengths", lengths, "B") for lengths in (q, kv))
+    return Mask(rules.lengths, arrays=arrays, offset=None if q is None else 0)
 
 
 _window, _columns = window, columns  # for functions whose parameters have these names
@@ -337,7 +356,7 @@ def bigbird(block: int, window: int = 3, globals: int = 2, random: int = 3, seed
 
 def sparse_transformer_strided(stride: int) -> Mask:
     """The last `stride` keys, itself included, and every `stride`-th before: Child et al. 2019, arXiv:1904.10509, 4.3."""
-    return window(stride - 1) | causal() & strided(stride)
+    return window(stride - 1) | (causal() & strided(stride))
 
 
 def sparse_transformer_fixed(stride: int, columns: int) -> Mask:

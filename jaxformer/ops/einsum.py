@@ -1,6 +1,8 @@
 """The one door for every matrix product of a model."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -75,7 +77,8 @@ def einsum(spec: str, x: Float[Array, "..."], w: Weight, dtype=None, *, operand_
     x and w are first cast to `operand_dtype` (x's own). Each gradient has the dtype of its operand: a bfloat16 activation
     times a float32 parameter is a bfloat16 product with a float32 gradient. `spec` names every axis (no ellipsis), each in
     at least two of the three. Under Explicit axes the result is split as the operands are. Products of 16 and 32 bits have
-    gradients of any order in reverse mode; jax.jvp and jax.jacfwd of themselves need float64.
+    gradients of any order in reverse mode (jax.grad, jax.vjp, jax.jacrev). Forward mode (jax.jvp, jax.jacfwd, jax.hessian)
+    raises NotImplementedError: it needs float64.
     """
     dtype, narrow = dtype or x.dtype, jnp.dtype(operand_dtype or x.dtype)
     if isinstance(w, StoredWeight):
@@ -83,11 +86,25 @@ def einsum(spec: str, x: Float[Array, "..."], w: Weight, dtype=None, *, operand_
     if narrow.itemsize > 4 and not _scattered(spec, x, w):
         y = jnp.einsum(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
     else:
-        y = _product(spec, narrow, dtype, (x.dtype, w.dtype), *alike(x, w))
+        with reverse_mode_alone("einsum"):
+            y = _product(spec, narrow, dtype, (x.dtype, w.dtype), *alike(x, w))
     x_axes, w_axes, out = _axes(spec)
     has_batch = any(axis in x_axes and axis in w_axes for axis in out)
     # a policy of remat that keeps the product by this name keeps it in `dtype`, not the float32 sums that are rounded to it
     return y if has_batch else checkpoint_name(y, PRODUCT)
+
+
+@contextmanager
+def reverse_mode_alone(function: str) -> Iterator[None]:
+    """Says what to do where JAX refuses the forward mode of a function that has a backward pass of its own."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        instead = "take jax.grad, jax.vjp or jax.jacrev, twice for a second derivative"
+        wide = "float64 has it, with implementation='reference' for attention"
+        raise NotImplementedError(f"{function}: no forward mode (jax.jvp, jacfwd, hessian): {instead}; {wide}") from None
 
 
 def _stored_product(spec: str, x: Array, w: StoredWeight) -> Array:

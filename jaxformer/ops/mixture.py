@@ -369,13 +369,18 @@ def _table(experts: Int[Array, "top_k N"], sizes, first, room: int, count: int, 
 
 @jax.custom_vjp
 def _grouped(x: Float[Array, "n b D"], w: Float[Array, "E D F"], owners: Int[Array, " n"], used: Int[Array, ""]):
-    """x[i] w[owners[i]] for the first `used` blocks i of x, zeros for the rest. Reverse mode, first order."""
+    """x[i] w[owners[i]] for the first `used` blocks i of x, zeros for the rest. Reverse mode, first order; else refused."""
     loop, copies = partial(_each_block, "bd,df->bf"), partial(_product_of_copies, "gtd,gdf->gtf")
     return lax.platform_dependent(*alike(x, w.astype(x.dtype)), owners, used, cpu=loop, cuda=copies, default=_ragged)
 
 
 def _grouped_backward(residuals, g):
-    x, w, owners, used = residuals
+    return *_grouped_gradients(*residuals, g), None, None
+
+
+@jax.custom_vjp
+def _grouped_gradients(x, w, owners, used, g):
+    """The gradients of x and w."""
     loop, copies = partial(_each_block, "bf,df->bd"), partial(_product_of_copies, "gtf,gdf->gtd")
     ragged = lambda g, w, *blocks: _ragged(g, w.swapaxes(1, 2), *blocks)
     dx = lax.platform_dependent(*alike(g, w.astype(x.dtype)), owners, used, cpu=loop, cuda=copies, default=ragged)
@@ -384,7 +389,14 @@ def _grouped_backward(residuals, g):
     all_blocks = lambda x, g, owners, used: each(x, _zero_unused(g, used), owners, len(owners))
     kernel = partial(_sum_on_tpu, len(w)) if x.shape[1] % LANES == 0 else each
     dw = lax.platform_dependent(*alike(x, g), owners, used, tpu=kernel, cuda=all_blocks, default=each)
-    return dx, dw.astype(w.dtype), None, None
+    return dx, dw.astype(w.dtype)
+
+
+def _second_derivatives(*_):
+    raise NotImplementedError("mixture: no second derivatives of experts without a limit; with a `capacity` they have them")
+
+
+_grouped_gradients.defvjp(_second_derivatives, _second_derivatives)
 
 
 def _sum_blocks(count: int, x: Float[Array, "n b D"], g: Float[Array, "n b F"], owners, used) -> Float[Array, "E D F"]:

@@ -1,8 +1,8 @@
-"""Positional encodings as functions of integer positions. Angles are float32 or better, never bfloat16."""
+"""Positional encodings as functions of integer positions. Angles are right to float32's last digit, also far out."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Literal
 
@@ -26,11 +26,15 @@ def sinusoidal(
 ) -> Float[Array, "B T D"]:  # fmt: skip
     """sin and cos of position / base^e_i for i < width / 2. Vaswani et al. 2017, arXiv:1706.03762, section 3.5.
 
-    `spacing`: e_i = 2i / width (paper, Marian) or i / (width/2 - 1) (tensor2tensor, fairseq, Whisper; even widths).
+    `spacing`: e_i = 2i / width (paper, Marian) or i / (width/2 - 1) (tensor2tensor, fairseq, Whisper); the last feature of
+    an odd width is one more sine in the paper's, and 0 in tensor2tensor's.
     `layout`: sine at even and cosine at odd features (paper), or all sines, then all cosines (`half`: Marian, tensor2tensor).
     """
     if layout not in ("interleaved", "half") or spacing not in ("paper", "tensor2tensor"):
         raise ValueError(f"sinusoidal: no layout {layout!r} with spacing {spacing!r}; see the docstring")
+    if spacing == "tensor2tensor" and width % 2:
+        even = sinusoidal(positions, width - 1, layout, spacing, base)
+        return jnp.pad(even, ((0, 0), (0, 0), (0, 1)))
     i = np.arange(-(-width // 2))
     angles = _angles(positions, base ** -(2 * i / width if spacing == "paper" else i / max(width // 2 - 1, 1)))
     sin, cos = jnp.sin(angles), jnp.cos(angles)
@@ -79,6 +83,7 @@ class NTK:
     a = factor; or, with an `original_length`, the "dynamic" a = factor * n / original_length - (factor - 1), where n is the
     largest position of the segment + 1, at least `original_length`. A cache has one n for all of its text,
     `Cache.text_lengths`: beyond the original length, `generate` reads the text anew for each token, which is slow.
+    The frequencies of a dynamic NTK are float32: at position p an angle is off by up to some 1e-7 p radians.
     """
 
     factor: float  # new context length divided by the old one
@@ -193,10 +198,8 @@ def rope(
     """
     frequencies, amplitude = rope_frequencies(x.shape[-1], config, positions, text_lengths)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    frequencies = jnp.asarray(frequencies, jnp.result_type(float)).astype(wide)
-    frequencies = frequencies.reshape(*[1] * (3 - frequencies.ndim), *frequencies.shape)  # [#B, #T, pairs]
-    angles = (positions[..., None].astype(wide) * frequencies)[:, :, None, :]
-    cos, sin = jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
+    angles = _rotation_angles(positions, frequencies, x.shape[-1], config)[:, :, None, :]
+    cos, sin = ((wave(angles) * amplitude).astype(wide) for wave in (jnp.cos, jnp.sin))
     rotated, rest = jnp.split(x, [2 * frequencies.shape[-1]], axis=-1)
     half = config.layout == "half"
     a, b = jnp.split(rotated.astype(wide), 2, axis=-1) if half else (rotated[..., i::2].astype(wide) for i in (0, 1))
@@ -204,6 +207,20 @@ def rope(
     turned = jnp.concatenate(pair, axis=-1) if half else jnp.stack(pair, axis=-1).reshape(rotated.shape)
     turned = turned.astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+
+
+def _rotation_angles(positions: Int[Array, "#B T"], frequencies: Any, head_width: int, config: Rope) -> Float[Array, "#B T F"]:
+    """positions x frequencies, which are an array of the host, or of the device where they depend on the positions."""
+    if isinstance(frequencies, np.ndarray):
+        return _angles(positions, frequencies)
+    if isinstance(config.scaling, LongRoPE):
+        # On the device a frequency has 24 bits, too few for large positions. But it is one of two that the host knows.
+        near, _ = rope_frequencies(head_width, config)
+        only_long = replace(config.scaling, short=config.scaling.long)
+        far, _ = rope_frequencies(head_width, replace(config, scaling=only_long))
+        is_far = frequencies == jnp.asarray(far, frequencies.dtype)[None, None]
+        return jnp.where(is_far, _angles(positions, far), _angles(positions, near))
+    return positions[..., None].astype(frequencies.dtype) * frequencies
 
 
 def rope_frequencies(
@@ -216,7 +233,8 @@ def rope_frequencies(
     `positions` of the call show where they are not given (without positions: within the original length). Raises
     ValueError for an odd r and for factors that do not fit it.
     """
-    rotated, scaling = int(head_width * config.fraction), config.scaling
+    # to six digits: 88 features times 30 / 88 are 29.999999999999996
+    rotated, scaling = int(round(head_width * config.fraction, 6)), config.scaling
     if config.layout not in ("interleaved", "half"):
         raise ValueError(f"rope: no layout {config.layout!r}; expected 'half' or 'interleaved'")
     if rotated % 2 or not 0 < rotated <= head_width:

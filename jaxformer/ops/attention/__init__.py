@@ -12,10 +12,11 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from jaxformer.masks import Mask, as_mask
+from jaxformer.masks import Mask, as_mask, rules
 from jaxformer.ops.attention import blockwise, cudnn, ring, rows, splash
 from jaxformer.ops.attention.call import Call, check_shapes, dropout_seed
 from jaxformer.ops.attention.reference import reference, rounded_softmax, softmax
+from jaxformer.ops.einsum import in_float32, reverse_mode_alone
 from jaxformer.ops.positions import Bias, bias_between
 from jaxformer.sharding import auto_axes, platform as mesh_platform, with_logical_constraint
 
@@ -23,19 +24,22 @@ from jaxformer.sharding import auto_axes, platform as mesh_platform, with_logica
 @jax.named_scope("attention")
 def attention(
     query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"], *, mask: Mask | None = None,
-    bias: Float[Array, "#B #N #T #S"] | Bias | Callable | None = None, scale: float | None = None, softcap: float | None = None,
-    sinks: Float[Array, " N"] | None = None, dropout_rate: float = 0.0, dropout_key: Array | None = None,
-    return_weights: bool = False, implementation: str | None = None,
+    bias: Float[Array, "#B #N #T #S"] | Bias | Callable | None = None, scale: float | Float[Array, ""] | None = None,
+    softcap: float | None = None, sinks: Float[Array, " N"] | None = None, dropout_rate: float = 0.0,
+    dropout_key: Array | None = None, return_weights: bool = False, implementation: str | None = None,
     positions: tuple[Int[Array, "#B T"], Int[Array, "#B S"]] | None = None,
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B N T S"]]:  # fmt: skip
     """softmax(mask(softcap(query key^T * scale + bias))) value. Vaswani et al. 2017, arXiv:1706.03762, eq. 1.
 
     Query head n reads key head n // (N / K) (Ainslie et al. 2023). The last query is aligned with the last key unless the
     mask has an offset, `.at(offset)`. `bias` is an array, a value of `ops.positions` (`alibi`, `t5`, `shaw`), or a function
-    of absolute positions, `(q_positions [T], kv_positions [S]) -> [N, T, S]`. `scale` is 1/sqrt(H) by default. `softcap` c
-    maps a score s to c tanh(s / c) (Gemma 2). `sinks` adds one logit a head to the denominator alone. `return_weights` adds
-    the weights before dropout. The softmax is float32 or wider. A query that sees no key yields zeros and no gradient.
+    of absolute positions, `(q_positions [T], kv_positions [S]) -> [N, T, S]`. `scale` is 1/sqrt(H) by default;
+    it may be learned. `softcap` c maps a score s to c tanh(s / c) (Gemma 2), and leaves -inf, by which a bias hides a key.
+    `sinks` adds one logit a head to the denominator alone. `return_weights` adds the weights before dropout. The softmax is
+    float32 or wider. A query that sees no key yields zeros and no gradient.
     `positions` are those of queries and keys by row, where -1 is an empty slot of a cache; only the reference takes them.
+    Second derivatives in reverse mode (jax.grad of jax.grad) are those of the reference, with its memory; "ring" has none.
+    Forward mode (jax.jvp) needs float64 and the reference.
 
     `implementation`: "reference" (an array [B, N, T, S]), "rows" (of this array the part between the first and the last key
     that each block of queries sees), "blockwise" (no such array), "splash" (TPU), "cudnn" (GPU), "ring" (a sequence split over
@@ -43,14 +47,21 @@ def attention(
     fastest on the platform, and logs which. All give the same values and drop the same weights, or
     raise NotImplementedError that names what they lack.
     """
+    softcap = None if softcap is None else _number("softcap", softcap)
+    dropout_rate = _number("dropout_rate", dropout_rate)
     _check(query, key, value, bias, softcap, sinks, dropout_rate)
+    mask = as_mask(mask, "attention")
+    if positions is None:
+        _check_segments(mask, mask.first(query.shape[1], key.shape[1]), query.shape[1], key.shape[1])
+    if isinstance(scale, Array):  # kernels take a number
+        query, scale = (in_float32(query) * scale).astype(query.dtype), 1.0
     for asked, what in ((return_weights, "weights to return"), (positions is not None, "positions by row")):
         if asked and implementation not in (None, "reference"):
             raise NotImplementedError(f"{implementation}: has no {what}; implementation='reference' has")
     if positions is not None and (callable(bias) or isinstance(bias, Bias)):
         bias = bias_between(bias, *positions)
     call = Call(
-        mask=as_mask(mask, "attention").sized(key.shape[1]), positions=positions,
+        mask=mask.sized(key.shape[1]), positions=positions,
         bias=jax.tree_util.Partial(bias) if callable(bias) else bias,
         scale=query.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks=sinks,
         dropout_rate=dropout_rate, dropout_seed=dropout_seed(dropout_rate, dropout_key),
@@ -60,7 +71,25 @@ def attention(
         rows, length, heads, _ = jax.typeof(query).sharding.spec
         return (P(rows, length, heads), P(rows, heads, length)) if return_weights else P(rows, length, heads)
 
-    return auto_axes(specs)(partial(_attend, implementation, return_weights))(query, key, value, call)
+    with reverse_mode_alone("attention"):
+        return auto_axes(specs)(partial(_attend, implementation, return_weights))(query, key, value, call)
+
+
+def _check_segments(mask: Mask, first: Any, T: int, S: int) -> None:
+    """Raises ValueError for ids that end before the sequence does: nobody would see the rest, in silence."""
+    for part in mask.parts:
+        _check_segments(part, first, T, S)
+    if mask.rule is rules.segments:
+        of_queries, of_keys = mask.arrays[0].shape[1], mask.arrays[-1].shape[1]
+        if of_keys < S or (isinstance(first, int) and of_queries < first + T):
+            raise ValueError(f"attention: {mask} has ids for {of_queries} queries and {of_keys} keys of {T} and {S}")
+
+
+def _number(name: str, value: Any) -> float:
+    """The value as a number of the program. Raises ValueError for one that is traced."""
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(f"attention: {name} is a number, which is known when the program is traced; got {value}")
+    return float(value)
 
 
 def _check(query, key, value, bias, softcap, sinks, dropout_rate):

@@ -203,6 +203,16 @@ def bias_blocks(grid: Grid, bias, first, keys: int) -> BiasArray | BiasRule | No
     return BiasArray(grid, bias)
 
 
+def whole_bias(grid: Grid, first, bias):
+    """The bias as an array, `[B|1, N|1, T, S]` of a `Bias`; of an array, itself. It is evaluated by blocks, as in the loops."""
+    if not isinstance(bias, Bias):
+        return bias
+    rule: Any = bias_blocks(grid, bias, first, grid.S)
+    columns = range(0, grid.nk, grid.width)
+    lines = [jnp.concatenate([rule.block(i, j) for j in columns], axis=3) for i in range(grid.nq)]
+    return jnp.concatenate(lines, axis=2)[:, :, : grid.T, : grid.S]
+
+
 def bias_gradient(bias, total):
     """The gradient of `bias` from the accumulated one of its blocks, without their padding."""
     return jax.tree.map(lambda d, x: d[tuple(map(slice, x.shape))].astype(x.dtype), total, bias)

@@ -2,7 +2,8 @@
 
 A loop over the query blocks visits their FULL keys (`Mask.blocks`) without the mask and their PARTIAL keys with it, and keeps
 a running maximum and sum (Rabe & Staats 2021, arXiv:2112.05682). The backward pass makes the same visits and computes the
-weights again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, algorithm 4).
+weights again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, algorithm 4). Gradients of the backward pass, which
+second derivatives need, are those of `reference`, with its array of all scores.
 """
 
 from dataclasses import replace
@@ -18,6 +19,7 @@ from jaxformer.masks import PARTIAL
 from jaxformer.ops.attention import blocks
 from jaxformer.ops.attention.blocks import Grid, Visits, head_blocks, join_heads
 from jaxformer.ops.attention.call import Call
+from jaxformer.ops.attention.reference import second_gradients
 from jaxformer.ops.dropout import kept, rescaled
 from jaxformer.ops.einsum import einsum
 from jaxformer.sharding import alike
@@ -27,7 +29,8 @@ def attention(query: Array, key: Array, value: Array, call: Call, block: tuple[i
     """The output. `block`: the queries of a block, the keys of a block, and at multiples of what number key blocks begin."""
     (B, T, N, _), S = query.shape, key.shape[1]
     grid = Grid(T, S, *block) if block else blocks.choose_grid(call.mask, T, S, B * N)
-    return _attend(grid, *alike(query, key, value), replace(call, bias=blocks.differentiable(grid, call.bias)))
+    call = replace(call, bias=blocks.differentiable(grid, call.bias))
+    return _attend(grid, *alike(query, key, value), call)[0]
 
 
 # Arrays are transposed before the loops: inside, XLA:CPU would convert the operands of bfloat16 products to float32.
@@ -75,7 +78,7 @@ def _scores(tiles: Tiles, kind: int, q, k, i, j):
         scores = scores + _like_scores(tiles.bias.block(i, j), scores).astype(wide)
     if call.softcap is not None:
         capped = jnp.tanh(scores / call.softcap)
-        scores, slope = call.softcap * capped, 1 - capped**2
+        scores, slope = jnp.where(scores == -jnp.inf, scores, call.softcap * capped), 1 - capped**2
     if kind == PARTIAL:
         q_positions, kv_positions = tiles.positions(i, j)
         visible = call.mask(q_positions, kv_positions)
@@ -134,7 +137,15 @@ def finish(softmax: Softmax, dtype):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(grid, query, key, value, call):
-    return _forward(grid, query, key, value, call)[0]
+    """The output, and for the backward pass the log-sum-exp of each query."""
+    tiles = _tiles(grid, key, value, call)
+
+    def row(_, inputs):
+        i, q = inputs
+        return None, finish(extend(tiles, begin(q, call.sinks, value.shape[-1]), q, i, i), value.dtype)
+
+    _, (out, lse) = lax.scan(row, None, (jnp.arange(grid.nq), head_blocks(grid.bq, value.shape[2], query)))
+    return join_heads(out, grid.T), lse
 
 
 def _tiles(grid: Grid, key, value, call) -> Tiles:
@@ -145,16 +156,9 @@ def _tiles(grid: Grid, key, value, call) -> Tiles:
 
 
 def _forward(grid, query, key, value, call):
-    tiles = _tiles(grid, key, value, call)
-
-    def row(_, inputs):
-        i, q = inputs
-        return None, finish(extend(tiles, begin(q, call.sinks, value.shape[-1]), q, i, i), value.dtype)
-
-    _, (out, lse) = lax.scan(row, None, (jnp.arange(grid.nq), head_blocks(grid.bq, value.shape[2], query)))
     # named for policies that keep them (`stacks.scan.remat`)
-    out, lse = checkpoint_name((join_heads(out, grid.T), lse), "attention")
-    return out, (query, key, value, call, out, lse)
+    out, lse = checkpoint_name(_attend(grid, query, key, value, call), "attention")
+    return (out, lse), (query, key, value, call, out, lse)
 
 
 class Row(NamedTuple):
@@ -224,7 +228,14 @@ def sink_gradient(sinks, lse, delta):
     return -jnp.sum(on_sink * delta, axis=(0, 1)).astype(sinks.dtype)
 
 
-def _backward(grid, residuals, d_out):
+def _backward(grid, residuals, gradients):
+    d_out, _ = gradients  # the log-sum-exp is read by `_gradients` alone, which gives it no gradient
+    return _gradients(grid, residuals, d_out)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients(grid, residuals, d_out):
+    """The gradients of query, key, value and call."""
     query, key, value, call, out, lse = residuals
     wide = jnp.promote_types(query.dtype, jnp.float32)
     tiles = _tiles(grid, key, value, call)
@@ -245,6 +256,21 @@ def _backward(grid, residuals, d_out):
     return join_heads(dq, grid.T), dk, dv, d_call
 
 
+def _gradients_forward(grid, residuals, d_out):
+    return _gradients(grid, residuals, d_out), (residuals, d_out)
+
+
+def _gradients_backward(grid, inputs, cotangents):
+    (query, key, value, call, out, lse), d_out = inputs
+    dq, dk, dv, d_call = cotangents
+    whole = partial(blocks.whole_bias, grid, call.mask.first(grid.T, grid.S))
+    *found, d_out = second_gradients(query, key, value, call, d_out, (dq, dk, dv, d_call.bias, d_call.sinks), whole)
+    d_query, d_key, d_value, d_bias, d_sinks = found
+    residuals = d_query, d_key, d_value, call.gradient(d_bias, d_sinks), jnp.zeros_like(out), jnp.zeros_like(lse)
+    return residuals, d_out
+
+
+_gradients.defvjp(_gradients_forward, _gradients_backward)
 _attend.defvjp(_forward, _backward)
 
 

@@ -59,13 +59,14 @@ def efficient_attention(
     """softmax(q over features) / sqrt(H) @ softmax(k over length)^T v. Shen et al. 2021, arXiv:1812.01243, sec. 3.2.
 
     Masks and errors as in `linear_attention`. Under `causal()` a softmax over the length would see the future: it is exp(k)
-    with the denominator of `linear_attention`, at least 1e-3 (the form of the linear-attention-transformer package).
+    with the denominator of `linear_attention`, at least 1e-3 (the form of the linear-attention-transformer package). There
+    a key above 60 counts as 60: float32 holds the sums of a million such tokens.
     """
     check_shapes("efficient_attention", query, key, value)
     view = visibility(mask, query.shape[1], key.shape[1], "efficient_attention")
     query, key, value, dtype = _widen(query, key, value)
     query = jax.nn.softmax(_hide(query, view.queries), axis=-1) * query.shape[-1] ** -0.5
-    key = jnp.exp(_hide(key, view.keys)) if view.causal else _softmax_over_keys(key, view)
+    key = jnp.exp(jnp.minimum(_hide(key, view.keys), 60)) if view.causal else _softmax_over_keys(key, view)
     numerator, denominator = _weighted_sums(query, key, value, view, chunk)
     if view.causal:
         numerator = _divide(numerator, jnp.maximum(denominator, 1e-3))
@@ -258,15 +259,16 @@ def favor_attention(
     """`linear_attention` with `favor_features`: `attention` with an error of O(1/sqrt(M)). Choromanski et al. 2021, eq. 5-7.
 
     `projection` is data: see `orthogonal_projection`. The key's `stabiliser` is by default the largest exponent of its row and
-    head, which depends on later tokens too. It cancels, except in `eps`: a model is causal to the last bit only with eps = 0 or
-    a given stabiliser (0.0 will do while |k|^2 / sqrt(H) stays below 100). The variance grows with exp(|q|^2 / sqrt(H)).
+    head. It cancels, except in `eps` and where float32 underflows. So under `causal()`, where it would show later tokens, it
+    is 0.0, which will do while |k|^2 / sqrt(H) stays below 100. The variance grows with exp(|q|^2 / sqrt(H)).
     """
     check_shapes("favor_attention", query, key, value)
     if stabiliser is None:
-        shown = visibility(mask, query.shape[1], key.shape[1], "favor_attention").keys[..., None, None]
+        view = visibility(mask, query.shape[1], key.shape[1], "favor_attention")
+        shown = view.keys[..., None, None]
         products = jax.lax.stop_gradient(_project(in_float32(key), projection))
         top = jnp.max(products, axis=(1, 3), keepdims=True, where=shown, initial=-jnp.inf)
-        stabiliser = jnp.where(jnp.isfinite(top), top, 0)
+        stabiliser = 0.0 if view.causal else jnp.where(jnp.isfinite(top), top, 0)
     of_query = partial(favor_features, projection=projection, eps=eps)
     maps = of_query, partial(of_query, stabiliser=stabiliser)
     return linear_attention(query, key, value, mask=mask, feature_map=maps, eps=0.0, chunk=chunk)

@@ -1,6 +1,7 @@
 """Attention by its definition, with the array of all scores: every kernel is tested against it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -45,7 +46,8 @@ def visible_scores(scores: Float[Array, "B N T S"], call: Call, positions: tuple
             bias = bias(*positions)
         scores = scores + (bias if bias.ndim == 4 else bias[None]).astype(scores.dtype)
     if call.softcap is not None:
-        scores = call.softcap * jnp.tanh(scores / call.softcap)
+        capped = call.softcap * jnp.tanh(scores / call.softcap)
+        scores = jnp.where(scores == -jnp.inf, scores, capped)  # a key that the bias hides stays hidden
     visible = call.mask(*positions)
     if positions[1].ndim > 1:  # a key without a position is an empty slot of a cache
         visible = visible & (positions[1] >= 0)[:, None, None, :]
@@ -72,6 +74,23 @@ def reference(query: Array, key: Array, value: Array, call: Call, weigh: Callabl
         return einsum("bnts,bsnh->btnh", dropped, value), weights
     out = einsum("bkgts,bskh->btkgh", dropped.reshape(B, K, N // K, T, S), value)
     return out.reshape(B, T, N, value.shape[-1]), weights
+
+
+def second_gradients(
+    query: Array, key: Array, value: Array, call: Call, d_out: Array, cotangents: tuple, whole: Callable = lambda bias: bias
+) -> tuple:
+    """The gradients of query, key, value, bias, sinks and d_out through the first five's gradients, for a kernel without them.
+
+    `cotangents` are those of the five gradients, `whole(bias)` is the bias as `reference` takes it.
+    """
+
+    def gradients(query, key, value, bias, sinks, d_out):
+        def output(query, key, value, bias, sinks):
+            return reference(query, key, value, replace(call, bias=whole(bias), sinks=sinks))[0]
+
+        return jax.vjp(output, query, key, value, bias, sinks)[1](d_out)
+
+    return jax.vjp(gradients, query, key, value, call.bias, call.sinks, d_out)[1](cotangents)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -50,8 +50,9 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     grid = Grid(T, S, divisor(T // chunks, most.bq), bk, bk)
     plan, kv = make_plan(call.mask, grid, count, chunks), jnp.concatenate([key, value], axis=-1)
     if not plan.zigzag:
-        return _attend(plan, query, kv, call)
-    return _exchange(count, _attend(plan, _exchange(count, query), _exchange(count, kv), call), back=True)
+        return _attend(plan, query, kv, call)[0]
+    out, _ = _attend(plan, _exchange(count, query), _exchange(count, kv), call)
+    return _exchange(count, out, back=True)
 
 
 def refuses(query, key, value, call: Call) -> str | None:
@@ -192,13 +193,14 @@ def _row_numbers(plan: Plan, part):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, query, kv, call: Call):
-    return _forward(plan, query, kv, call)[0]
+    """The output, and for the backward pass the log-sum-exp of each query."""
+    run = _on_devices(partial(_forward_here, plan), (SPLIT, SPLIT, P()), (SPLIT, P(AXIS)))
+    return run(query, kv, call)
 
 
 def _forward(plan: Plan, query, kv, call: Call):
-    run = _on_devices(partial(_forward_here, plan), (SPLIT, SPLIT, P()), (SPLIT, P(AXIS)))
-    out, lse = checkpoint_name(run(query, kv, call), "attention")  # a policy that keeps them saves the turns
-    return out, (query, kv, call, out, lse)
+    out, lse = checkpoint_name(_attend(plan, query, kv, call), "attention")  # a policy that keeps them saves the turns
+    return (out, lse), (query, kv, call, out, lse)
 
 
 def _forward_here(plan: Plan, query, kv, call: Call):
@@ -218,7 +220,14 @@ def _extend(plan: Plan, tiles: Tiles, q, ring: Ring, part) -> Ring:
     return ring._replace(rows=lax.scan(step, None, (ring.rows, q, *_row_numbers(plan, part)))[1])
 
 
-def _backward(plan: Plan, residuals, d_out):
+def _backward(plan: Plan, residuals, gradients):
+    d_out, _ = gradients  # the log-sum-exp is read by `_gradients` alone, which gives it no gradient
+    return _gradients(plan, residuals, d_out)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients(plan: Plan, residuals, d_out):
+    """The gradients of query, kv and call."""
     query, kv, call, out, lse = residuals
     wide = jnp.promote_types(query.dtype, jnp.float32)
     delta = blockwise.row_products(d_out, out, wide)
@@ -253,4 +262,9 @@ def _add_gradients(plan: Plan, tiles: Tiles, rows: Row, ring: Ring, part) -> Rin
     return Ring(ring.kv, jnp.concatenate([dk, dv], axis=2), (dq, d_bias))
 
 
+def _second_derivatives(*_):
+    raise NotImplementedError("ring: no second derivatives; implementation='reference' has them")
+
+
+_gradients.defvjp(_second_derivatives, _second_derivatives)
 _attend.defvjp(_forward, _backward)

@@ -1,0 +1,205 @@
+"""Cheaper attention and variants of attention: what users of other projects saw go wrong with them."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import masks, models, ops
+from jaxformer.models import mixers
+from jaxformer.models.mixers import variants
+
+report = pytest.mark.report
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def heads(T=8, N=2, H=4, B=2):
+    return normal(1, B, T, N, H), normal(2, B, T, N, H), normal(3, B, T, N, H)
+
+
+def projection(features=32, width=4):
+    return ops.orthogonal_projection(jax.random.key(0), features, width)
+
+
+@report(
+    "lucidrains/performer-pytorch#82",
+    right="under a causal mask no output depends on a later key, however large it is",
+    hit="the stabiliser of all keys let a large later key change earlier outputs by 1.06",
+)
+def test_causal_random_features_do_not_see_later_keys():
+    q, k, v = heads()
+    attend = lambda k, v: ops.favor_attention(q, k, v, projection(), mask=masks.causal())
+    later = attend(k.at[:, 5:].set(5.0), v.at[:, 5:].set(9.0))
+    np.testing.assert_allclose(attend(k, v)[:, :5], later[:, :5], atol=1e-6)
+    exact = ops.attention(0.3 * q, k, v, mask=masks.causal())  # and it still approximates the softmax
+    many = ops.favor_attention(0.3 * q, k, v, projection(2048), mask=masks.causal())
+    assert np.abs(many - exact).mean() < 0.03
+
+
+@report(
+    "lucidrains/performer-pytorch#45", right="the stabiliser is there for range alone: a factor of all keys' features cancels"
+)
+def test_the_stabiliser_of_random_features_cancels():
+    q, k, v = heads()
+    attend = lambda stabiliser: ops.favor_attention(q, k, v, projection(), stabiliser=stabiliser, eps=0.0)
+    np.testing.assert_allclose(attend(None), attend(1.5), atol=1e-5)
+
+
+@report(
+    "EleutherAI/gpt-neo#205", right="causal sums of exponentials stay finite for large keys, as do their gradients",
+    hit="`efficient_attention` under causal() was NaN for keys above 88",
+)  # fmt: skip
+def test_causal_sums_of_exponentials_stay_finite():
+    q, k, v = heads()
+    attend = lambda k: ops.efficient_attention(q, 200 * jnp.abs(k), v, mask=masks.causal())
+    assert np.isfinite(attend(k)).all()
+    assert np.isfinite(jax.grad(lambda k: jnp.sum(attend(k) ** 2))(k)).all()
+    assert np.abs(attend(k)).max() <= np.abs(v).max() + 1e-5  # a mean of values
+
+
+@report(
+    "fla-org/flash-linear-attention#1263",
+    right="padding is in no sum and in no denominator, whatever a feature map makes of it, and has no gradient",
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_is_in_no_sum_of_linear_attention(causal):
+    q, k, v = heads()
+    order = masks.causal() if causal else masks.full()
+    ids = jnp.array([[0, 0, 1, 1, 1, 1, 0, 0]] * 2)
+    attend = lambda *x: ops.linear_attention(*x, mask=order & masks.segments(ids), feature_map=lambda x: jnp.exp(x) + 1)
+    alone = ops.linear_attention(*(x[:, 2:6] for x in (q, k, v)), mask=order, feature_map=lambda x: jnp.exp(x) + 1)
+    np.testing.assert_allclose(attend(q, k, v)[:, 2:6], alone, atol=1e-5)
+    gradient = jax.grad(lambda k: jnp.sum(attend(q, k, v)[:, 2:6] ** 2))(k)
+    assert not np.asarray(gradient[:, ids[0] == 0]).any()
+
+
+@report(
+    "idiap/fast-transformers#105",
+    "facebookresearch/xformers#103",
+    right="a mask that a linear form cannot keep is refused by name, never left out",
+)
+@pytest.mark.parametrize("name", ["linear", "efficient", "favor", "linformer"])
+def test_masks_that_cannot_be_kept_are_refused(name):
+    q, k, v = heads()
+    function = {
+        "linear": ops.linear_attention,
+        "efficient": ops.efficient_attention,
+        "favor": lambda q, k, v, mask: ops.favor_attention(q, k, v, projection(), mask=mask),
+        "linformer": lambda q, k, v, mask: ops.linformer_attention(q, k, v, normal(4, 8, 3), mask=mask),
+    }[name]
+    wrong = [masks.causal() & masks.window(2), ~masks.causal(), masks.global_tokens(1)]
+    for mask in wrong + [masks.causal()] * (name == "linformer"):
+        with pytest.raises(NotImplementedError, match="blockwise"):
+            function(q, k, v, mask=mask)
+
+
+@report(
+    "google-research/google-research#1406", right="causal sums by chunks are those by a triangle, for chunks that do not divide"
+)
+@pytest.mark.parametrize("chunk", [1, 3, 128])
+def test_causal_chunks_are_the_triangle(chunk):
+    q, k, v = heads()
+    phi = ops.elu_plus_one
+    weights = np.tril(np.einsum("btnm,bsnm->bnts", phi(q), phi(k)))
+    wanted = np.einsum("bnts,bsnh->btnh", weights / weights.sum(axis=-1, keepdims=True), v)
+    np.testing.assert_allclose(ops.linear_attention(q, k, v, mask=masks.causal(), chunk=chunk), wanted, atol=1e-5)
+
+
+@report(
+    "google-research/bigbird#18",
+    "huggingface/transformers#16566",
+    right="random blocks are drawn from the whole sequence, not from its first 1,024 positions",
+)
+def test_random_blocks_come_from_the_whole_sequence():
+    seen = masks.random_blocks(3, 64, length=4096).blocks(4096, 4096, 64) != masks.EMPTY
+    assert (seen.sum(axis=1) == 3).all()
+    share = seen[:, 32:].sum() / seen.sum()
+    assert 0.35 < share < 0.65
+    layout = np.asarray(ops.bigbird_layout(jax.random.key(0), 4096, 64, 3, 2))
+    assert 0.35 < (layout >= 32).mean() < 0.65
+
+
+@report(
+    "lucidrains/reformer-pytorch#24",
+    "huggingface/transformers#5560",
+    right="padding fills no bucket: tokens with padding behind them are those without it",
+)
+def test_hashing_leaves_padding_out():
+    x, v = normal(1, 1, 12, 2, 4), normal(2, 1, 12, 2, 4)
+    rotations = ops.random_rotations(jax.random.key(1), 2, 4, rounds=2, buckets=4)
+    attend = lambda x, v, mask: ops.lsh_attention(x, v, rotations, chunk=4, mask=mask)
+    alone = attend(x[:, :8], v[:, :8], masks.causal())
+    noise = x.at[:, 8:].set(50.0), v.at[:, 8:].set(50.0)
+    padded = attend(*noise, masks.causal() & masks.lengths(kv=jnp.array([8])))
+    np.testing.assert_allclose(padded[:, :8], alone, atol=2e-5)
+
+
+@report(
+    "lucidrains/reformer-pytorch#23", right="a hashed query sees itself only where it sees nothing else, also the first one"
+)
+def test_a_hashed_query_is_its_own_last_resort():
+    x, v = normal(1, 1, 4, 1, 4), normal(2, 1, 4, 1, 4)
+    rotations = ops.random_rotations(jax.random.key(1), 1, 4, rounds=1, buckets=2)
+    out = ops.lsh_attention(x, v, rotations, chunk=4, chunks_before=0, mask=masks.causal())
+    np.testing.assert_allclose(out[:, 0], v[:, 0], atol=1e-6)
+    moved = ops.lsh_attention(x, v.at[:, 3].add(7.0), rotations, chunk=4, chunks_before=0, mask=masks.causal())
+    np.testing.assert_allclose(moved[:, 3], out[:, 3], atol=1e-5)  # others are visible
+
+
+@report(
+    "huggingface/transformers#5646",
+    "huggingface/transformers#5659",
+    right="rows with different numbers of global tokens are each as alone",
+)
+def test_rows_have_their_own_global_tokens():
+    q, k, v = heads()
+    marks = jnp.zeros((2, 8), bool).at[0, 0].set(True).at[1, jnp.array([2, 7])].set(True)
+    mask = masks.window(1, 1) | masks.global_tokens(marks)
+    attend = lambda marks, *x: ops.longformer_attention(*x, *x, window=2, global_tokens=marks)
+    both = attend(marks, q, k, v)
+    np.testing.assert_allclose(both, ops.attention(q, k, v, mask=mask, implementation="reference"), atol=1e-5)
+    for row in (0, 1):
+        alone = attend(marks[row : row + 1], *(x[row : row + 1] for x in (q, k, v)))
+        np.testing.assert_allclose(both[row : row + 1], alone, atol=1e-5)
+
+
+CONFIG = models.ModelConfig(vocab_size=11, num_layers=2, d_model=16, num_heads=2, context_length=8)
+
+
+@report("huggingface/transformers#16972", right="every parameter of a hashed layer has a gradient, so the layer counts")
+def test_hashed_layers_count():
+    config = replace(CONFIG, mixer=mixers.Reformer(chunk=4, rounds=2, buckets=4))
+    params = models.init(config, jax.random.key(0))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 8)))
+    gradient = jax.grad(lambda p: jnp.sum(jnp.sin(models.apply(config, p, tokens).logits)))(params)
+    kernels = [(path, g) for path, g in jax.tree.leaves_with_path(gradient["layers"]) if "kernel" in str(path)]
+    for path, leaf in kernels:
+        assert np.asarray(leaf).reshape(2, -1).any(axis=1).all(), path
+
+
+@report(
+    "kyegomez/DifferentialTransformer#5",
+    right="lambda is used, with l = 0.8 - 0.6 exp(-0.3 layer), layers counted from 0",
+)
+def test_lambda_of_differential_attention():
+    config = replace(CONFIG, mixer=variants.differential, num_layers=1, use_bias=False)
+    mixer = variants.differential(config)
+    params = models.init(config, jax.random.key(0))["layers"]["attention"]
+    params = jax.tree.map(lambda leaf: leaf[0], params)
+    x, context = normal(5, 1, 6, 16), models.layer.Context(masks.causal(), jnp.arange(6)[None])
+    out = mixer.apply(params, x, context).out
+    q, k, v = (np.einsum("btd,dnh->btnh", x, params[name]["kernel"]) for name in ("query", "key", "value"))
+    scores = np.where(np.tri(6, dtype=bool), np.einsum("btnh,bsnh->bnts", q, k) / 8**0.5, -np.inf)
+    weights = np.asarray(jax.nn.softmax(scores, axis=-1))
+    one, two = np.exp(np.sum(params["lambda_query"] * params["lambda_key"], axis=-1))
+    start = 0.8 - 0.6
+    pair = np.concatenate([v[:, :, 0], v[:, :, 1]], axis=-1)
+    mixed = np.einsum("bts,bsh->bth", weights[:, 0] - (one - two + start) * weights[:, 1], pair)
+    normed = mixed / np.sqrt((mixed**2).mean(axis=-1, keepdims=True) + config.norm_eps)
+    wanted = (1 - start) * normed * np.asarray(params["pair_norm"]["scale"])
+    np.testing.assert_allclose(out, np.einsum("btnh,nhd->btd", wanted.reshape(1, 6, 2, 8), params["out"]["kernel"]), atol=1e-5)

@@ -1,0 +1,175 @@
+"""Stacks: what users of other projects saw go wrong with norms, activations, initial values, ties and dropout."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import models, ops, params
+from jaxformer.models.stacks.reversible import Reversible
+
+report = pytest.mark.report
+CONFIG = models.ModelConfig(vocab_size=13, num_layers=3, d_model=16, num_heads=2, context_length=8)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 8)))
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def rms(x, eps):
+    x = np.asarray(x, np.float64)
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
+
+
+@report(
+    "huggingface/transformers#30236",
+    "NVIDIA/TransformerEngine#1132",
+    right="a norm gives the dtype of its input, scales in float32, and rounds once, at the end",
+)
+@pytest.mark.parametrize("norm", [ops.rms_norm, ops.layer_norm])
+def test_norms_give_the_dtype_of_their_input_and_round_once(norm):
+    x, scale = jnp.asarray(normal(1, 64, 32), jnp.bfloat16), jnp.asarray(1 + 0.1 * normal(2, 32), jnp.float32)
+    out = norm(x, scale)
+    assert out.dtype == jnp.bfloat16
+    wide = norm(x.astype(jnp.float32), scale)
+    np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
+
+
+@report(
+    "pytorch/pytorch#189581",
+    "Lightning-AI/lightning-thunder#1713",
+    right="the mean square of small bfloat16 numbers is that of float32",
+)
+def test_the_mean_square_of_small_numbers():
+    for size in (0.058, 1e-3, 1e-8, 1e4):
+        x = jnp.asarray(size * normal(3, 8, 32), jnp.bfloat16)
+        out = ops.rms_norm(x, jnp.ones(32), 1e-20)
+        np.testing.assert_allclose(out.astype(np.float64), rms(x.astype(jnp.float32), 1e-20), rtol=5e-3)
+
+
+@report("linkedin/Liger-Kernel#950", right="the gradient of a norm's scale is summed over tokens in float32")
+def test_the_gradient_of_a_scale_is_summed_in_float32():
+    x, g = (jnp.asarray(1 + 0.1 * normal(seed, 4096, 8), jnp.bfloat16) for seed in (4, 5))
+    for norm in (ops.rms_norm, ops.layer_norm):
+        loss = lambda scale, norm=norm: jnp.sum(norm(x, scale).astype(jnp.float32) * g)
+        gradient = jax.grad(loss)(jnp.ones(8))
+        wide = np.asarray(x, np.float64)
+        if norm is ops.layer_norm:
+            wide = wide - wide.mean(axis=-1, keepdims=True)
+        wanted = (rms(wide, 1e-6 if norm is ops.rms_norm else 1e-5) * np.asarray(g, np.float64)).sum(axis=0)
+        np.testing.assert_allclose(gradient, wanted, rtol=2e-3, atol=0.5)
+
+
+@report(
+    "jax-ml/jax#4428",
+    "google/gemma_pytorch#33",
+    "goodfire-ai/spd#624",
+    "kyutai-labs/pocket-tts#278",
+    right="gelu is x Phi(x), gelu_tanh its approximation, each by its own name and in no model the other",
+)
+def test_the_two_gelus_have_their_own_names():
+    x = np.linspace(-8, 8, 321, dtype=np.float32)
+    exact = np.array([0.5 * t * math.erfc(-t / math.sqrt(2)) for t in x.astype(float)])
+    tanh = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x.astype(float) + 0.044715 * x.astype(float) ** 3)))
+    np.testing.assert_allclose(ops.feedforward.gelu(x), exact, atol=1e-6)
+    np.testing.assert_allclose(ops.feedforward.gelu_tanh(x), tanh, atol=1e-6)
+    assert models.PRESETS["bert_base"].feedforward == "gelu"
+    assert models.PRESETS["gpt2_small"].feedforward == "gelu_tanh"
+
+
+@report("paiml/entrenar#314", right="a table that is tied has the sum of both gradients, in one leaf of the tree")
+def test_a_tied_table_has_the_sum_of_both_gradients():
+    config, loose = CONFIG, replace(CONFIG, tie_embeddings=False)
+    tied = models.init(config, jax.random.key(0))
+    untied = models.init(loose, jax.random.key(0))
+    head = [path for path in params.paths(models.spec(loose)) if path not in set(params.paths(models.spec(config)))]
+    assert len(head) == 1
+    loss = lambda model, tree: jnp.sum(jnp.sin(models.apply(model, tree, TOKENS).logits))
+    table = tied["embedding"]["tokens"]
+    untied = {
+        **untied,
+        **tied,
+        "heads": jax.tree.map(lambda leaf: table if leaf.shape == table.shape else table.T, untied["heads"]),
+    }
+    one, two = jax.grad(lambda t: loss(config, t))(tied), jax.grad(lambda t: loss(loose, t))(untied)
+    (of_head,) = jax.tree.leaves(two["heads"])
+    of_head = of_head if of_head.shape == table.shape else of_head.T
+    np.testing.assert_allclose(one["embedding"]["tokens"], two["embedding"]["tokens"] + of_head, atol=1e-4)
+
+
+@report(
+    "karpathy/minGPT#134",
+    "datawhalechina/happy-llm#209",
+    right="both projections into the residual stream start at std / sqrt(2 L), also behind a gate, and no other matrix",
+)
+@pytest.mark.parametrize("feedforward", ["gelu", "swiglu"])
+def test_initial_values_of_what_is_added_to_the_stream(feedforward):
+    config = replace(CONFIG, num_layers=8, d_model=64, feedforward=feedforward)
+    layers = models.init(config, jax.random.key(0))["layers"]
+    for path, leaf in jax.tree.leaves_with_path(layers):
+        name = "/".join(str(key.key) for key in path if hasattr(key, "key"))
+        if name.endswith("kernel"):
+            residual = name.startswith(("attention/out", "feedforward/down"))
+            wanted = 0.02 / math.sqrt(16) if residual else 0.02
+            np.testing.assert_allclose(float(jnp.std(leaf)), wanted, rtol=0.05, err_msg=name)
+
+
+@report("tensorflow/tensorflow#19081", right="the spread of initial values is the one that the config names, in every part")
+def test_the_spread_of_initial_values_is_what_the_config_says():
+    config = replace(CONFIG, vocab_size=500, d_model=64, context_length=300, init_std=0.5)
+    tree = models.init(config, jax.random.key(0))
+    for leaf in (tree["embedding"]["tokens"], tree["embedding"]["positions"]):
+        np.testing.assert_allclose(float(jnp.std(leaf)), 0.5, rtol=0.05)
+
+
+@report(
+    "silvandeleemput/memcnn#56",
+    "tychovdo/RevGAN#1",
+    "state-spaces/mamba#1023",
+    right="a backward pass that computes a layer again drops what the forward pass dropped",
+)
+@pytest.mark.parametrize("how", ["reversible", "remat"])
+def test_layers_computed_again_drop_the_same(how):
+    config = replace(CONFIG, num_layers=2, dropout_rate=0.3, attention_dropout_rate=0.3)
+    config = replace(config, stack=Reversible()) if how == "reversible" else replace(config, remat="full")
+    tree = models.init(config, jax.random.key(1))
+    loss = jax.jit(lambda t: jnp.mean(models.apply(config, t, TOKENS, dropout_key=jax.random.key(5)).logits ** 2))
+    direction = jax.tree.map(lambda leaf: jnp.asarray(normal(leaf.size, *leaf.shape), jnp.float32), tree)
+    gradient = jax.grad(loss)(tree)
+    slope = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True))
+    moved = lambda step: loss(jax.tree.map(lambda a, b: a + step * b, tree, direction))
+    np.testing.assert_allclose(slope, (moved(2e-3) - moved(-2e-3)) / 4e-3, rtol=3e-2)
+
+
+@report(
+    "google/flax#4950",
+    "google/flax#4589",
+    "elixir-nx/axon#423",
+    right="in a scan over layers each layer, and each place of a layer, drops other features; another key, others again",
+)
+def test_each_layer_of_a_scan_drops_other_features():
+    config = replace(CONFIG, num_layers=3, dropout_rate=0.5)
+    tree = models.init(config, jax.random.key(2))
+    run = lambda key: models.apply(config, tree, TOKENS, dropout_key=key, intermediates=("layers/*/residual", "embedding"))
+    found = run(jax.random.key(0)).intermediates
+    stream = [np.asarray(found["embedding"]), *np.asarray(found["layers/*/residual"])]
+    steps = [b - a for a, b in itertools.pairwise(stream)]
+    untouched = [step == 0 for step in steps]  # dropped by both sub-layers
+    for one, two in ((0, 1), (1, 2), (0, 2)):
+        assert 0.2 < untouched[one].mean() < 0.3
+        assert (untouched[one] & untouched[two]).mean() < 0.1  # 1/16 where they are independent
+    assert not np.array_equal(stream[0], run(jax.random.key(1)).intermediates["embedding"])
+
+
+@report(
+    "huggingface/transformers#11903", right="tied: the head's values are the table's, and the tree has no second leaf to freeze"
+)
+def test_a_tied_head_has_no_leaf_of_its_own():
+    names = params.paths(models.spec(CONFIG))
+    assert [name for name in names if "tokens" in name] == ["embedding/tokens"]
+    assert not [name for name in names if name.startswith("heads")]
