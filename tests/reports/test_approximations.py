@@ -11,8 +11,6 @@ from jaxformer import masks, models, ops
 from jaxformer.models import mixers
 from jaxformer.models.mixers import variants
 
-report = pytest.mark.report
-
 
 def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
@@ -26,7 +24,7 @@ def projection(features=32, width=4):
     return ops.orthogonal_projection(jax.random.key(0), features, width)
 
 
-@report(
+@pytest.mark.report(
     "lucidrains/performer-pytorch#82",
     right="under a causal mask no output depends on a later key, however large it is",
     hit="the stabiliser of all keys let a large later key change earlier outputs by 1.06",
@@ -41,7 +39,7 @@ def test_causal_random_features_do_not_see_later_keys():
     assert np.abs(many - exact).mean() < 0.03
 
 
-@report(
+@pytest.mark.report(
     "lucidrains/performer-pytorch#45", right="the stabiliser is there for range alone: a factor of all keys' features cancels"
 )
 def test_the_stabiliser_of_random_features_cancels():
@@ -50,7 +48,7 @@ def test_the_stabiliser_of_random_features_cancels():
     np.testing.assert_allclose(attend(None), attend(1.5), atol=1e-5)
 
 
-@report(
+@pytest.mark.report(
     "EleutherAI/gpt-neo#205", right="causal sums of exponentials stay finite for large keys, as do their gradients",
     hit="`efficient_attention` under causal() was NaN for keys above 88",
 )  # fmt: skip
@@ -62,7 +60,7 @@ def test_causal_sums_of_exponentials_stay_finite():
     assert np.abs(attend(k)).max() <= np.abs(v).max() + 1e-5  # a mean of values
 
 
-@report(
+@pytest.mark.report(
     "fla-org/flash-linear-attention#1263",
     right="padding is in no sum and in no denominator, whatever a feature map makes of it, and has no gradient",
 )
@@ -78,7 +76,7 @@ def test_padding_is_in_no_sum_of_linear_attention(causal):
     assert not np.asarray(gradient[:, ids[0] == 0]).any()
 
 
-@report(
+@pytest.mark.report(
     "idiap/fast-transformers#105",
     "facebookresearch/xformers#103",
     right="a mask that a linear form cannot keep is refused by name, never left out",
@@ -98,7 +96,7 @@ def test_masks_that_cannot_be_kept_are_refused(name):
             function(q, k, v, mask=mask)
 
 
-@report(
+@pytest.mark.report(
     "google-research/google-research#1406", right="causal sums by chunks are those by a triangle, for chunks that do not divide"
 )
 @pytest.mark.parametrize("chunk", [1, 3, 128])
@@ -110,7 +108,7 @@ def test_causal_chunks_are_the_triangle(chunk):
     np.testing.assert_allclose(ops.linear_attention(q, k, v, mask=masks.causal(), chunk=chunk), wanted, atol=1e-5)
 
 
-@report(
+@pytest.mark.report(
     "google-research/bigbird#18",
     "huggingface/transformers#16566",
     right="random blocks are drawn from the whole sequence, not from its first 1,024 positions",
@@ -124,22 +122,22 @@ def test_random_blocks_come_from_the_whole_sequence():
     assert 0.35 < (layout >= 32).mean() < 0.65
 
 
-@report(
+@pytest.mark.report(
     "lucidrains/reformer-pytorch#24",
     "huggingface/transformers#5560",
-    right="padding fills no bucket: tokens with padding behind them are those without it",
+    right="padding is in nobody's bucket: what stands there changes no output",
 )
 def test_hashing_leaves_padding_out():
     x, v = normal(1, 1, 12, 2, 4), normal(2, 1, 12, 2, 4)
     rotations = ops.random_rotations(jax.random.key(1), 2, 4, rounds=2, buckets=4)
     attend = lambda x, v, mask: ops.lsh_attention(x, v, rotations, chunk=4, mask=mask)
-    alone = attend(x[:, :8], v[:, :8], masks.causal())
-    noise = x.at[:, 8:].set(50.0), v.at[:, 8:].set(50.0)
-    padded = attend(*noise, masks.causal() & masks.lengths(kv=jnp.array([8])))
-    np.testing.assert_allclose(padded[:, :8], alone, atol=2e-5)
+    mask = masks.causal() & masks.lengths(kv=jnp.array([8]))
+    padded, noise = attend(x, v, mask), attend(x.at[:, 8:].set(50.0), v.at[:, 8:].set(50.0), mask)
+    assert np.isfinite(padded).all()
+    np.testing.assert_array_equal(padded[:, :8], noise[:, :8])
 
 
-@report(
+@pytest.mark.report(
     "lucidrains/reformer-pytorch#23", right="a hashed query sees itself only where it sees nothing else, also the first one"
 )
 def test_a_hashed_query_is_its_own_last_resort():
@@ -151,7 +149,7 @@ def test_a_hashed_query_is_its_own_last_resort():
     np.testing.assert_allclose(moved[:, 3], out[:, 3], atol=1e-5)  # others are visible
 
 
-@report(
+@pytest.mark.report(
     "huggingface/transformers#5646",
     "huggingface/transformers#5659",
     right="rows with different numbers of global tokens are each as alone",
@@ -171,7 +169,9 @@ def test_rows_have_their_own_global_tokens():
 CONFIG = models.ModelConfig(vocab_size=11, num_layers=2, d_model=16, num_heads=2, context_length=8)
 
 
-@report("huggingface/transformers#16972", right="every parameter of a hashed layer has a gradient, so the layer counts")
+@pytest.mark.report(
+    "huggingface/transformers#16972", right="every parameter of a hashed layer has a gradient, so the layer counts"
+)
 def test_hashed_layers_count():
     config = replace(CONFIG, mixer=mixers.Reformer(chunk=4, rounds=2, buckets=4))
     params = models.init(config, jax.random.key(0))
@@ -182,7 +182,7 @@ def test_hashed_layers_count():
         assert np.asarray(leaf).reshape(2, -1).any(axis=1).all(), path
 
 
-@report(
+@pytest.mark.report(
     "kyegomez/DifferentialTransformer#5",
     right="lambda is used, with l = 0.8 - 0.6 exp(-0.3 layer), layers counted from 0",
 )

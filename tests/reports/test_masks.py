@@ -7,8 +7,6 @@ import pytest
 
 from jaxformer import masks, models, ops
 
-report = pytest.mark.report
-
 
 def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
@@ -22,7 +20,7 @@ def as_users_call():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-@report(
+@pytest.mark.report(
     "halide/Halide#2889", "vaexio/vaex#1353",
     right="Python's `and` of two values that combine by & is an error, not the second one",
     hit="`causal() and window(3)` was window(3), `not mask` was False",
@@ -37,7 +35,7 @@ def test_and_or_not_of_masks_are_refused():
             wrong()
 
 
-@report(
+@pytest.mark.report(
     "idiap/fast-transformers#101", "hyunwoongko/transformer#32",
     right="a padding mask where lengths belong is refused, and the message names the mask that takes it",
     hit="`lengths(kv=[B, S] of booleans)` ended in `zip() argument 2 is longer than argument 1`",
@@ -57,7 +55,7 @@ def test_arrays_of_another_shape_are_refused_where_the_mask_is_built(build, as_u
         build()
 
 
-@report(
+@pytest.mark.report(
     "pytorch/pytorch#64706", right="an additive float mask is no mask of ids; it is refused",
     hit="`segments` took floats: of an additive mask, 0 and -inf, it showed what should be hidden",
 )  # fmt: skip
@@ -67,7 +65,7 @@ def test_an_additive_mask_is_no_segment_ids(as_users_call):
         masks.segments(additive)
 
 
-@report(
+@pytest.mark.report(
     "meta-pytorch/attention-gym#31", "vllm-project/speculators#196",
     right="a mask made for a shorter sequence is refused for a longer one, not cut or filled in silence",
     hit="tokens behind the end of the segment ids saw nothing and nobody saw them: zeros, unsaid",
@@ -80,7 +78,7 @@ def test_segment_ids_shorter_than_the_sequence_are_refused():
     np.testing.assert_allclose(longer, ops.attention(q, q, q), atol=1e-6)
 
 
-@report(
+@pytest.mark.report(
     "NVIDIA/cutlass#2336", "pytorch/executorch#22426", "ml-explore/mlx#2967",
     right="a causal mask of T queries and S keys aligns their ends in every kernel, for T below and above S",
 )  # fmt: skip
@@ -97,7 +95,7 @@ def test_causal_masks_align_the_ends(T, S):
         np.testing.assert_allclose(out, np.einsum("bnts,bsnh->btnh", weights, v), atol=2e-6)
 
 
-@report(
+@pytest.mark.report(
     "Dao-AILab/flash-attention#1778", right="with more causal queries than keys the first queries see nothing: zeros, not NaN"
 )
 def test_queries_before_all_keys_give_zeros():
@@ -109,7 +107,7 @@ def test_queries_before_all_keys_give_zeros():
         assert np.asarray(out[:, 3:]).any(axis=(2, 3)).all()
 
 
-@report(
+@pytest.mark.report(
     "huggingface/transformers#39408", "NVIDIA-NeMo/Megatron-Bridge#2656", "apple/axlearn#1009", "zml/zml#763",
     right="window(w) shows w keys before the query and itself; a published window of n keys is window(n - 1)",
 )  # fmt: skip
@@ -121,14 +119,14 @@ def test_a_window_counts_the_query_itself_once(left, right):
     assert masks.reach(mistral) == 4095
 
 
-@report("proger/hippogriff#7", right="a negative window is refused; elsewhere it means no window at all")
+@pytest.mark.report("proger/hippogriff#7", right="a negative window is refused; elsewhere it means no window at all")
 def test_a_negative_window_is_refused():
     for wrong in ((-256,), (3, -1)):
         with pytest.raises(ValueError, match="is an integer from 0"):
             masks.window(*wrong)
 
 
-@report(
+@pytest.mark.report(
     "kuleshov-group/bd3lms#23", "meta-pytorch/attention-gym#71",
     right="the map of blocks is that of the dense mask, for blocks that divide neither length",
 )  # fmt: skip
@@ -152,7 +150,9 @@ def test_blocks_are_those_of_the_dense_mask(mask, T, S, block):
         assert kinds[i, j] != masks.FULL or part.all()
 
 
-@report("pytorch/pytorch#141126", right="a block-sparse mask with empty and lone blocks gives the values of its dense form")
+@pytest.mark.report(
+    "pytorch/pytorch#141126", right="a block-sparse mask with empty and lone blocks gives the values of its dense form"
+)
 def test_block_sparse_masks_in_the_blockwise_kernel():
     layout = np.zeros((6, 6), bool)
     layout[[0, 1, 3, 5], [5, 1, 0, 2]] = True  # rows 2 and 4 see nothing
@@ -166,7 +166,7 @@ def tiny(**fields):
     return models.ModelConfig(vocab_size=11, num_layers=2, d_model=16, num_heads=2, context_length=12, **fields)
 
 
-@report(
+@pytest.mark.report(
     "alex-hh/profam#495", "huggingface/nanoVLM#204", "mosaicml/llm-foundry#1464", "tensorflow/mesh#173",
     right="in a packed row no token of one document changes the logits of another, and each counts from position 0",
 )  # fmt: skip
@@ -184,7 +184,7 @@ def test_packed_documents_are_those_alone():
     np.testing.assert_array_equal(changed[:, 5:11], logits[:, 5:11])
 
 
-@report(
+@pytest.mark.report(
     "huggingface/transformers#46773",
     right="padding before the tokens changes nothing, in a batch of one row too, for softmax and for linear attention",
 )

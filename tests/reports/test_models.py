@@ -12,7 +12,6 @@ import pytest
 from jaxformer import models, ops, params
 from jaxformer.models.stacks.reversible import Reversible
 
-report = pytest.mark.report
 CONFIG = models.ModelConfig(vocab_size=13, num_layers=3, d_model=16, num_heads=2, context_length=8)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 8)))
 
@@ -26,7 +25,7 @@ def rms(x, eps):
     return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps)
 
 
-@report(
+@pytest.mark.report(
     "huggingface/transformers#30236",
     "NVIDIA/TransformerEngine#1132",
     right="a norm gives the dtype of its input, scales in float32, and rounds once, at the end",
@@ -40,7 +39,7 @@ def test_norms_give_the_dtype_of_their_input_and_round_once(norm):
     np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
 
 
-@report(
+@pytest.mark.report(
     "pytorch/pytorch#189581",
     "Lightning-AI/lightning-thunder#1713",
     right="the mean square of small bfloat16 numbers is that of float32",
@@ -52,7 +51,7 @@ def test_the_mean_square_of_small_numbers():
         np.testing.assert_allclose(out.astype(np.float64), rms(x.astype(jnp.float32), 1e-20), rtol=5e-3)
 
 
-@report("linkedin/Liger-Kernel#950", right="the gradient of a norm's scale is summed over tokens in float32")
+@pytest.mark.report("linkedin/Liger-Kernel#950", right="the gradient of a norm's scale is summed over tokens in float32")
 def test_the_gradient_of_a_scale_is_summed_in_float32():
     x, g = (jnp.asarray(1 + 0.1 * normal(seed, 4096, 8), jnp.bfloat16) for seed in (4, 5))
     for norm in (ops.rms_norm, ops.layer_norm):
@@ -65,7 +64,7 @@ def test_the_gradient_of_a_scale_is_summed_in_float32():
         np.testing.assert_allclose(gradient, wanted, rtol=2e-3, atol=0.5)
 
 
-@report(
+@pytest.mark.report(
     "jax-ml/jax#4428",
     "google/gemma_pytorch#33",
     "goodfire-ai/spd#624",
@@ -82,7 +81,7 @@ def test_the_two_gelus_have_their_own_names():
     assert models.PRESETS["gpt2_small"].feedforward == "gelu_tanh"
 
 
-@report("paiml/entrenar#314", right="a table that is tied has the sum of both gradients, in one leaf of the tree")
+@pytest.mark.report("paiml/entrenar#314", right="a table that is tied has the sum of both gradients, in one leaf of the tree")
 def test_a_tied_table_has_the_sum_of_both_gradients():
     config, loose = CONFIG, replace(CONFIG, tie_embeddings=False)
     tied = models.init(config, jax.random.key(0))
@@ -102,7 +101,7 @@ def test_a_tied_table_has_the_sum_of_both_gradients():
     np.testing.assert_allclose(one["embedding"]["tokens"], two["embedding"]["tokens"] + of_head, atol=1e-4)
 
 
-@report(
+@pytest.mark.report(
     "karpathy/minGPT#134",
     "datawhalechina/happy-llm#209",
     right="both projections into the residual stream start at std / sqrt(2 L), also behind a gate, and no other matrix",
@@ -119,7 +118,9 @@ def test_initial_values_of_what_is_added_to_the_stream(feedforward):
             np.testing.assert_allclose(float(jnp.std(leaf)), wanted, rtol=0.05, err_msg=name)
 
 
-@report("tensorflow/tensorflow#19081", right="the spread of initial values is the one that the config names, in every part")
+@pytest.mark.report(
+    "tensorflow/tensorflow#19081", right="the spread of initial values is the one that the config names, in every part"
+)
 def test_the_spread_of_initial_values_is_what_the_config_says():
     config = replace(CONFIG, vocab_size=500, d_model=64, context_length=300, init_std=0.5)
     tree = models.init(config, jax.random.key(0))
@@ -127,7 +128,7 @@ def test_the_spread_of_initial_values_is_what_the_config_says():
         np.testing.assert_allclose(float(jnp.std(leaf)), 0.5, rtol=0.05)
 
 
-@report(
+@pytest.mark.report(
     "silvandeleemput/memcnn#56",
     "tychovdo/RevGAN#1",
     "state-spaces/mamba#1023",
@@ -146,7 +147,7 @@ def test_layers_computed_again_drop_the_same(how):
     np.testing.assert_allclose(slope, (moved(2e-3) - moved(-2e-3)) / 4e-3, rtol=3e-2)
 
 
-@report(
+@pytest.mark.report(
     "google/flax#4950",
     "google/flax#4589",
     "elixir-nx/axon#423",
@@ -166,7 +167,7 @@ def test_each_layer_of_a_scan_drops_other_features():
     assert not np.array_equal(stream[0], run(jax.random.key(1)).intermediates["embedding"])
 
 
-@report(
+@pytest.mark.report(
     "huggingface/transformers#11903", right="tied: the head's values are the table's, and the tree has no second leaf to freeze"
 )
 def test_a_tied_head_has_no_leaf_of_its_own():

@@ -8,7 +8,6 @@ import pytest
 from jaxformer import models, ops, params
 from jaxformer.ops.positions import NTK, Linear, LongRoPE, Rope, YaRN, learned, rope, sinusoidal, t5_bucket
 
-report = pytest.mark.report
 LONG = LongRoPE((1.0, 1.1, 1.2, 1.3), (2.0, 3.0, 4.0, 5.0), original_length=64)
 
 
@@ -26,7 +25,7 @@ def turned(x, angles, layout="half"):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-@report(
+@pytest.mark.report(
     "huggingface/transformers#29285", "EleutherAI/gpt-neox#1003", "sgl-project/sglang-jax#1473",
     right="a rotation at position 10^6 is as right as at position 10", listed="second 07",
     hit="the product of position and frequency in float32: off by 6e-3 at 131,072 and 6e-2 at 10^6",
@@ -43,7 +42,7 @@ def test_rotations_far_out(scaling, layout):
     np.testing.assert_allclose(out, amplitude * turned(x, positions[..., None] * frequencies, layout), atol=3e-6)
 
 
-@report("unslothai/unsloth#10681", listed="first 29",
+@pytest.mark.report("unslothai/unsloth#10681", listed="first 29",
         right="the short factors hold up to the original length itself, the long ones from one token more")  # fmt: skip
 def test_long_rope_at_exactly_the_original_length():
     x = normal(1, 65, 1, 8)
@@ -54,7 +53,7 @@ def test_long_rope_at_exactly_the_original_length():
         np.testing.assert_allclose(out, turned(x[:, :T], angles), atol=2e-6)
 
 
-@report(
+@pytest.mark.report(
     "vllm-project/vllm#30389", right="a fraction that was computed as r / H rotates r features, for every r and H",
     hit="30 / 88 of 88 features were 29.999999999999996, so 29: refused as an odd number",
 )  # fmt: skip
@@ -67,7 +66,7 @@ def test_a_fraction_of_a_head_is_a_whole_number_of_features():
         ops.positions.rope_frequencies(20, Rope(fraction=0.25))
 
 
-@report(
+@pytest.mark.report(
     "pie-project/pie#603",
     "huggingface/transformers#48652",
     "AI-Hypercomputer/maxtext#4616",
@@ -81,7 +80,7 @@ def test_partial_rotations_are_those_of_the_part(layout):
     np.testing.assert_allclose(out[..., :4], rope(jnp.asarray(x[..., :4]), positions, Rope(layout=layout)), atol=1e-6)
 
 
-@report(
+@pytest.mark.report(
     "vllm-project/vllm#46280",
     "ml-explore/mlx-lm#1507",
     "NVIDIA/TensorRT-LLM#16379",
@@ -98,7 +97,7 @@ def test_a_given_attention_factor_of_yarn_replaces_the_formula():
     np.testing.assert_allclose(scaled, 1.2079 * x, rtol=1e-6)
 
 
-@report(
+@pytest.mark.report(
     "ml-explore/mlx#343",
     "ml-explore/mlx#3071",
     "huggingface/transformers#28380",
@@ -113,13 +112,13 @@ def test_slopes_of_other_than_powers_of_two(heads):
     np.testing.assert_allclose(slopes, (wanted + above[0::2])[:heads], rtol=1e-6)
 
 
-@report("paiml/aprender#2143", right="the first of eight slopes is 1/2 and the last 1/256")
+@pytest.mark.report("paiml/aprender#2143", right="the first of eight slopes is 1/2 and the last 1/256")
 def test_exponents_of_slopes_begin_at_one():
     slopes = -np.asarray(ops.alibi(8).block(0, 1, 1, 1))[0, :, 0, 0]
     np.testing.assert_allclose(slopes, 0.5 ** np.arange(1, 9), rtol=1e-6)
 
 
-@report(
+@pytest.mark.report(
     "lucidrains/x-transformers#10",
     "huggingface/candle#1312",
     "huggingface/candle#727",
@@ -139,7 +138,7 @@ def test_buckets_of_distances(bidirectional):
     assert found.max() == (31 if bidirectional else half - 1)
 
 
-@report(
+@pytest.mark.report(
     "huggingface/transformers#7323",
     "huggingface/transformers#8518",
     right="T5's attention to the source has no bias of distance; its tables are those of the two self-attentions",
@@ -150,7 +149,7 @@ def test_attention_to_the_source_has_no_relative_table():
     assert not any("cross" in path for path in tables)
 
 
-@report(
+@pytest.mark.report(
     "ml-explore/mlx#3614",
     "huggingface/transformers#8021",
     "datawhalechina/base-llm#67",
@@ -167,7 +166,7 @@ def test_tables_of_odd_width(layout):
     assert np.isfinite(sinusoidal(positions, 2, layout, "tensor2tensor")).all()  # width / 2 - 1 is 0
 
 
-@report(
+@pytest.mark.report(
     "Kyubyong/transformer#38",
     "BrianPulfer/PapersReimplementations#9",
     right="sine and cosine of a pair have one frequency, so that the product of two rows depends on their distance alone",
@@ -179,7 +178,7 @@ def test_products_of_rows_depend_on_the_distance():
         np.testing.assert_allclose(np.diag(products, distance), products[0, distance], atol=1e-5)
 
 
-@report(
+@pytest.mark.report(
     "jax-ml/jax#4455",
     "google-research/reverse-engineering-neural-networks#26",
     right="a position outside a trained table is seen as NaN, never as its last row or counted from the end",
@@ -189,7 +188,7 @@ def test_positions_outside_a_table_are_not_clamped():
     np.testing.assert_array_equal(np.isnan(rows[0, :, 0]), [False, False, True, True])
 
 
-@report(
+@pytest.mark.report(
     "hiyouga/LlamaFactory#7318", right="each text of a packed row counts from 0, so its rotations are those of the text alone"
 )
 def test_rotations_of_packed_texts_are_those_of_each_alone():
