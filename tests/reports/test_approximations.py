@@ -1,15 +1,11 @@
 """Cheaper attention and variants of attention: what users of other projects saw go wrong with them."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxformer import masks, models, ops
-from jaxformer.models import mixers
-from jaxformer.models.mixers import variants
 
 
 def normal(seed, *shape):
@@ -149,57 +145,4 @@ def test_a_hashed_query_is_its_own_last_resort():
     np.testing.assert_allclose(moved[:, 3], out[:, 3], atol=1e-5)  # others are visible
 
 
-@pytest.mark.report(
-    "huggingface/transformers#5646",
-    "huggingface/transformers#5659",
-    right="rows with different numbers of global tokens are each as alone",
-)
-def test_rows_have_their_own_global_tokens():
-    q, k, v = heads()
-    marks = jnp.zeros((2, 8), bool).at[0, 0].set(True).at[1, jnp.array([2, 7])].set(True)
-    mask = masks.window(1, 1) | masks.global_tokens(marks)
-    attend = lambda marks, *x: ops.longformer_attention(*x, *x, window=2, global_tokens=marks)
-    both = attend(marks, q, k, v)
-    np.testing.assert_allclose(both, ops.attention(q, k, v, mask=mask, implementation="reference"), atol=1e-5)
-    for row in (0, 1):
-        alone = attend(marks[row : row + 1], *(x[row : row + 1] for x in (q, k, v)))
-        np.testing.assert_allclose(both[row : row + 1], alone, atol=1e-5)
-
-
 CONFIG = models.ModelConfig(vocab_size=11, num_layers=2, d_model=16, num_heads=2, context_length=8)
-
-
-@pytest.mark.report(
-    "huggingface/transformers#16972", right="every parameter of a hashed layer has a gradient, so the layer counts"
-)
-def test_hashed_layers_count():
-    config = replace(CONFIG, mixer=mixers.Reformer(chunk=4, rounds=2, buckets=4))
-    params = models.init(config, jax.random.key(0))
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 8)))
-    gradient = jax.grad(lambda p: jnp.sum(jnp.sin(models.apply(config, p, tokens).logits)))(params)
-    kernels = [(path, g) for path, g in jax.tree.leaves_with_path(gradient["layers"]) if "kernel" in str(path)]
-    for path, leaf in kernels:
-        assert np.asarray(leaf).reshape(2, -1).any(axis=1).all(), path
-
-
-@pytest.mark.report(
-    "kyegomez/DifferentialTransformer#5",
-    right="lambda is used, with l = 0.8 - 0.6 exp(-0.3 layer), layers counted from 0",
-)
-def test_lambda_of_differential_attention():
-    config = replace(CONFIG, mixer=variants.differential, num_layers=1, use_bias=False)
-    mixer = variants.differential(config)
-    params = models.init(config, jax.random.key(0))["layers"]["attention"]
-    params = jax.tree.map(lambda leaf: leaf[0], params)
-    x, context = normal(5, 1, 6, 16), models.layer.Context(masks.causal(), jnp.arange(6)[None])
-    out = mixer.apply(params, x, context).out
-    q, k, v = (np.einsum("btd,dnh->btnh", x, params[name]["kernel"]) for name in ("query", "key", "value"))
-    scores = np.where(np.tri(6, dtype=bool), np.einsum("btnh,bsnh->bnts", q, k) / 8**0.5, -np.inf)
-    weights = np.asarray(jax.nn.softmax(scores, axis=-1))
-    one, two = np.exp(np.sum(params["lambda_query"] * params["lambda_key"], axis=-1))
-    start = 0.8 - 0.6
-    pair = np.concatenate([v[:, :, 0], v[:, :, 1]], axis=-1)
-    mixed = np.einsum("bts,bsh->bth", weights[:, 0] - (one - two + start) * weights[:, 1], pair)
-    normed = mixed / np.sqrt((mixed**2).mean(axis=-1, keepdims=True) + config.norm_eps)
-    wanted = (1 - start) * normed * np.asarray(params["pair_norm"]["scale"])
-    np.testing.assert_allclose(out, np.einsum("btnh,nhd->btd", wanted.reshape(1, 6, 2, 8), params["out"]["kernel"]), atol=1e-5)

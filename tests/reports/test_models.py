@@ -1,6 +1,5 @@
 """Stacks: what users of other projects saw go wrong with norms, activations, initial values, ties and dropout."""
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from jaxformer import models, ops, params
-from jaxformer.models.stacks.reversible import Reversible
 
 CONFIG = models.ModelConfig(vocab_size=13, num_layers=3, d_model=16, num_heads=2, context_length=8)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 8)))
@@ -126,51 +124,3 @@ def test_the_spread_of_initial_values_is_what_the_config_says():
     tree = models.init(config, jax.random.key(0))
     for leaf in (tree["embedding"]["tokens"], tree["embedding"]["positions"]):
         np.testing.assert_allclose(float(jnp.std(leaf)), 0.5, rtol=0.05)
-
-
-@pytest.mark.report(
-    "silvandeleemput/memcnn#56",
-    "tychovdo/RevGAN#1",
-    "state-spaces/mamba#1023",
-    right="a backward pass that computes a layer again drops what the forward pass dropped",
-)
-@pytest.mark.parametrize("how", ["reversible", "remat"])
-def test_layers_computed_again_drop_the_same(how):
-    config = replace(CONFIG, num_layers=2, dropout_rate=0.3, attention_dropout_rate=0.3)
-    config = replace(config, stack=Reversible()) if how == "reversible" else replace(config, remat="full")
-    tree = models.init(config, jax.random.key(1))
-    loss = jax.jit(lambda t: jnp.mean(models.apply(config, t, TOKENS, dropout_key=jax.random.key(5)).logits ** 2))
-    direction = jax.tree.map(lambda leaf: jnp.asarray(normal(leaf.size, *leaf.shape), jnp.float32), tree)
-    gradient = jax.grad(loss)(tree)
-    slope = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True))
-    moved = lambda step: loss(jax.tree.map(lambda a, b: a + step * b, tree, direction))
-    np.testing.assert_allclose(slope, (moved(2e-3) - moved(-2e-3)) / 4e-3, rtol=3e-2)
-
-
-@pytest.mark.report(
-    "google/flax#4950",
-    "google/flax#4589",
-    "elixir-nx/axon#423",
-    right="in a scan over layers each layer, and each place of a layer, drops other features; another key, others again",
-)
-def test_each_layer_of_a_scan_drops_other_features():
-    config = replace(CONFIG, num_layers=3, dropout_rate=0.5)
-    tree = models.init(config, jax.random.key(2))
-    run = lambda key: models.apply(config, tree, TOKENS, dropout_key=key, intermediates=("layers/*/residual", "embedding"))
-    found = run(jax.random.key(0)).intermediates
-    stream = [np.asarray(found["embedding"]), *np.asarray(found["layers/*/residual"])]
-    steps = [b - a for a, b in itertools.pairwise(stream)]
-    untouched = [step == 0 for step in steps]  # dropped by both sub-layers
-    for one, two in ((0, 1), (1, 2), (0, 2)):
-        assert 0.2 < untouched[one].mean() < 0.3
-        assert (untouched[one] & untouched[two]).mean() < 0.1  # 1/16 where they are independent
-    assert not np.array_equal(stream[0], run(jax.random.key(1)).intermediates["embedding"])
-
-
-@pytest.mark.report(
-    "huggingface/transformers#11903", right="tied: the head's values are the table's, and the tree has no second leaf to freeze"
-)
-def test_a_tied_head_has_no_leaf_of_its_own():
-    names = params.paths(models.spec(CONFIG))
-    assert [name for name in names if "tokens" in name] == ["embedding/tokens"]
-    assert not [name for name in names if name.startswith("heads")]
