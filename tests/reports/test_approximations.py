@@ -146,3 +146,21 @@ def test_a_hashed_query_is_its_own_last_resort():
 
 
 CONFIG = models.ModelConfig(vocab_size=11, num_layers=2, d_model=16, num_heads=2, context_length=8)
+
+
+@pytest.mark.report(
+    "huggingface/transformers#5646",
+    "huggingface/transformers#5659",
+    right="rows with different numbers of global tokens are each as alone",
+)
+@pytest.mark.thorough
+def test_rows_have_their_own_global_tokens():
+    q, k, v = heads()
+    marks = jnp.zeros((2, 8), bool).at[0, 0].set(True).at[1, jnp.array([2, 7])].set(True)
+    mask = masks.window(1, 1) | masks.global_tokens(marks)
+    attend = lambda marks, *x: ops.longformer_attention(*x, *x, window=2, global_tokens=marks)
+    both = attend(marks, q, k, v)
+    np.testing.assert_allclose(both, ops.attention(q, k, v, mask=mask, implementation="reference"), atol=1e-5)
+    for row in (0, 1):
+        alone = attend(marks[row : row + 1], *(x[row : row + 1] for x in (q, k, v)))
+        np.testing.assert_allclose(both[row : row + 1], alone, atol=1e-5)
