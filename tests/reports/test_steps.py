@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxformer import cli, params
+from jaxformer import cli, models, params
 from jaxformer.data.sources import Question
 from jaxformer.data.tasks import Copy
 from jaxformer.decoding.sampling import Sampling
@@ -281,3 +281,25 @@ def test_padding_is_not_routed():
         np.testing.assert_array_equal(one, two)
     none = call(x, real=jnp.zeros((2, 4), bool))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(none))
+
+
+@pytest.mark.report(
+    "mindspore-lab/mindone#843",
+    "pytorch/pytorch#178034",
+    right="in bfloat16 runs the parameters and what the optimizer keeps are float32",
+)
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_parameters_are_float32_in_every_precision(precision):
+    state = jax.eval_shape(partial(init_state, build(replace(BASE, precision=precision))))
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    floats = {leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    assert floats == {jnp.dtype("float32")}
+
+
+@pytest.mark.report(
+    "facebookresearch/ParlAI#609",
+    right="what is scored has no dropout of any kind",
+)
+def test_scores_have_no_dropout():
+    scored = models.evaluation(replace(MODEL, dropout_rate=0.5, attention_dropout_rate=0.5))
+    assert scored.dropout_rate == scored.attention_dropout_rate == 0
