@@ -136,6 +136,7 @@ def test_pieces_longer_than_the_window():
     "ml-explore/mlx-lm#1427", "ml-explore/mlx-lm#1423",
     right="rejected tokens are taken back, also where the ring of a window has been full for long",
 )  # fmt: skip
+@pytest.mark.thorough
 def test_a_full_ring_takes_tokens_back():
     config = replace(TINY, masks=(causal() & masks.window(4),))
     prompt = [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 1, 2]  # look-up proposes what followed, and is mostly wrong
@@ -149,6 +150,7 @@ def test_a_full_ring_takes_tokens_back():
     "turboderp-org/exllamav2#200", "huggingface/transformers#30670", "rasbt/reasoning-from-scratch#33",
     right="a prompt beside longer ones is continued as it is alone: each row counts its own positions",
 )  # fmt: skip
+@pytest.mark.thorough
 def test_rows_of_unequal_lengths_are_continued_as_alone():
     prompts = [TEXT[:3], TEXT[:17], [4]]
     together = generate(TINY, drawn(TINY), prompts, 6, how=GREEDY)
@@ -165,6 +167,7 @@ def test_padding_in_front_changes_nothing():
     "ml-explore/mlx-lm#1736", "ml-explore/mlx-lm#1908",
     right="padding behind a shorter prompt does not enter the sums of linear attention",
 )  # fmt: skip
+@pytest.mark.thorough
 def test_padding_does_not_enter_a_recurrent_state():
     config = replace(TINY, num_kv_heads=None, mixer=Linear())
     tokens, lengths = jnp.asarray([TEXT[:9], [*TEXT[9:12], *[7] * 6]]), jnp.array([9, 3])

@@ -1,19 +1,23 @@
 """Beams, diverse beams, contrastive and speculative search, n-best lists: what users of other projects reported."""
 
 import itertools
+from dataclasses import replace
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxformer import models
 from jaxformer.data.sources import Question
-from jaxformer.decoding import Beams, Hypothesis, Sampling, contrast, search
+from jaxformer.decoding import Beams, Draft, Hypothesis, Lookup, Sampling, contrast, generate, search, speculate
 from jaxformer.decoding.beam import gnmt
+from jaxformer.decoding.speculative import Proposal, accept
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.generation import answers
 from jaxformer.models import ModelConfig
+from jaxformer.ops.positions import LongRoPE, Rope
 
 V, STOP, PROMPT, LIMIT = 5, 4, [1, 2], 4
 TINY = ModelConfig(vocab_size=V, num_layers=1, d_model=8, num_heads=2, context_length=32, init_std=0.7)
@@ -161,3 +165,75 @@ def test_contrastive_search_of_a_batch_is_that_of_each_row():
     prompts = [[1, 2], [3, 1, 0, 2, 2, 1, 0]]
     together = contrast(TINY, params(), prompts, 6, k=3, alpha=0.7)
     assert together == [contrast(TINY, params(), [prompt], 6, k=3, alpha=0.7)[0] for prompt in prompts]
+
+
+@pytest.mark.report(
+    "lablup/mlxcel#994", "paiml/aprender#2014", "ohdearquant/lattice#243",
+    right="a draft that is the model itself is always right, and what is written is what greedy decoding writes",
+)  # fmt: skip
+@pytest.mark.thorough
+def test_the_model_as_its_own_draft_is_accepted():
+    (greedy,) = generate(TINY, params(), [PROMPT], 16, how=GREEDY)
+    own = speculate(TINY, params(), [PROMPT], 16, draft=Draft(TINY, params()), ahead=3, how=GREEDY)
+    assert own.tokens == [greedy]
+    assert own.accepted == own.proposed and own.proposed[0] > 0
+    other = models.init(TINY, jax.random.key(9))  # most of its tokens are taken back
+    poor = speculate(TINY, params(), [PROMPT], 16, draft=Draft(TINY, other), ahead=3, how=GREEDY)
+    assert poor.tokens == [greedy]
+
+
+@pytest.mark.report(
+    "openvinotoolkit/openvino.genai#4190",
+    right="behind a rejected token stands one of the rest of the model's distribution at that place",
+)  # fmt: skip
+def test_a_rejected_token_is_replaced_at_its_own_place():
+    """Tokens that are written at the first place follow the model, whatever the draft proposed."""
+    rows = 20_000
+    p = jnp.broadcast_to(jnp.array([[0.5, 0.3, 0.2, 0.0], [0.0, 0.0, 0.0, 1.0]]), (rows, 2, 4))
+    q = jnp.array([0.1, 0.1, 0.2, 0.6])
+    drafted = jax.random.choice(jax.random.key(1), 4, (rows, 1), p=q)
+    proposal = Proposal(drafted, jnp.broadcast_to(q, (rows, 1, 4)))
+    keys = jax.random.split(jax.random.key(0), rows)
+    new, taken = jax.jit(accept)(p, proposal, jnp.ones(rows, jnp.int32), keys, 1.0)
+    shares = np.bincount(np.asarray(new[:, 0]), minlength=4) / rows
+    np.testing.assert_allclose(shares, [0.5, 0.3, 0.2, 0.0], atol=0.015)  # four standard deviations
+    assert np.all(np.asarray(new[:, 1])[np.asarray(taken) == 1] == 3)  # then the model's next place
+
+
+@pytest.mark.report(
+    "ml-explore/mlx-lm#1109", "ml-explore/mlx-lm#846",
+    right="speculation with a state that cannot go back is refused, also where only the draft has one",
+)  # fmt: skip
+def test_a_draft_that_cannot_go_back_is_refused():
+    """So are texts that outgrow the rotations of their cache: no draft may check them."""
+    turning = replace(TINY, positions=Rope(scaling=LongRoPE((1.0,) * 2, (4.0,) * 2, 8)))
+    trained = models.init(turning, jax.random.key(0))
+    for run in (
+        lambda: speculate(turning, trained, [PROMPT], 9, draft=Lookup()),
+        lambda: speculate(TINY, params(), [PROMPT], 9, draft=Draft(turning, trained)),
+        lambda: search(turning, trained, [PROMPT], 9), lambda: contrast(turning, trained, [PROMPT], 9),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="at most 7 new tokens"):
+            run()
+
+
+@pytest.mark.report("facebookresearch/ParlAI#2058", right="a stop token in the prompt ends nothing", listed="second 41")
+def test_a_stop_token_in_the_prompt_ends_nothing():
+    prompt = [STOP, 1, STOP, 2, STOP]
+    texts = found(Beams(4, 4, length_penalty=0.0), [prompt])[0]
+    assert len(texts) == 4 and any(text.tokens for text in texts)
+    assert generate(TINY, params(), [prompt], 3, how=GREEDY) == [generate(TINY, params(), [prompt], 6, how=GREEDY)[0][:3]]
+
+
+@pytest.mark.report(
+    "turboderp-org/exllamav2#274", "vllm-project/vllm#57941",
+    right="a draft of another vocabulary, or of fewer positions, is refused",
+    listed="second 38",
+)  # fmt: skip
+def test_a_draft_that_does_not_fit_is_refused():
+    larger = replace(TINY, vocab_size=V + 1)
+    with pytest.raises(ConfigError, match="vocabulary"):
+        speculate(TINY, params(), [PROMPT], 4, draft=Draft(larger, params()))
+    short = replace(TINY, context_length=4)
+    with pytest.raises(ConfigError, match="4 learned positions"):
+        speculate(TINY, params(), [PROMPT], 4, draft=Draft(short, models.init(short, jax.random.key(0))))
