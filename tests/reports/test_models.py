@@ -124,3 +124,12 @@ def test_the_spread_of_initial_values_is_what_the_config_says():
     tree = models.init(config, jax.random.key(0))
     for leaf in (tree["embedding"]["tokens"], tree["embedding"]["positions"]):
         np.testing.assert_allclose(float(jnp.std(leaf)), 0.5, rtol=0.05)
+
+
+@pytest.mark.report(
+    "huggingface/transformers#11903", right="tied: the head's values are the table's, and the tree has no second leaf to freeze"
+)
+def test_a_tied_head_has_no_leaf_of_its_own():
+    names = list(params.paths(models.spec(CONFIG)))
+    assert [name for name in names if "tokens" in name] == ["embedding/tokens"]
+    assert not [name for name in names if name.startswith("heads")]
