@@ -41,14 +41,22 @@ def enable(runs: epath.PathLike = "") -> None:
 
 
 def write(
-    cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any, host_callbacks: Sequence[Any]
+    cache_key: str,
+    compile_time_secs: float,
+    module_name: str,
+    backend: Any,
+    executable: Any,
+    host_callbacks: Sequence[Any] = (),
 ) -> None:
-    """Keeps a program of one of several processes. JAX writes those of process 0 alone: the others would compile at each start.
+    """Keeps a program of one of several processes.
 
-    A key names the devices of its process, so processes of one machine share a folder.
+    JAX writes the programs of process 0 alone, and the others would compile at each start. A key names the devices of its
+    process, so processes of one machine share a folder. Older versions of JAX hand over the callbacks of a program, whose addresses
+    are those of this start; newer versions bind callbacks when they read the program.
     """
-    if host_callbacks or compile_time_secs < jax.config.values["jax_persistent_cache_min_compile_time_secs"]:
-        return  # the addresses of callbacks are those of this start
+    least = jax.config.jax_persistent_cache_min_compile_time_secs
+    if host_callbacks or compile_time_secs < least:
+        return
     try:
         compilation_cache.put_executable_and_time(cache_key, module_name, executable, backend, int(compile_time_secs))
     except Exception as error:

@@ -1,0 +1,165 @@
+"""Private names of other libraries that this one reads: each is listed here with the versions that have it, and why.
+
+When a test here fails, a newer version has moved or changed a name. Look at the file that the message names: what it needs
+stands in the last column. If the newer version has a public way, take it and remove the row.
+"""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+from typing import NamedTuple
+
+import orbax.checkpoint as orbax
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+class Private(NamedTuple):
+    """A private name: the file that reads it, its module, the name in it, the arguments that we rely on, and the need."""
+
+    file: str
+    module: str
+    name: str
+    arguments: tuple[str, ...] | None  # the first ones; None: no function
+    seen: str
+    need: str
+
+
+IMPORTED = (
+    Private(
+        "jaxformer/parallel/processes.py",
+        "jax._src.clusters",
+        "ClusterEnv.auto_detect_unset_distributed_params",
+        ("coordinator_address", "num_processes", "process_id", "local_device_ids"),
+        "jax 0.10.0 to 0.12.0.1",
+        "finds the processes of Slurm, GKE, MPI and TPU jobs before jax.distributed.initialize",
+    ),
+    Private(
+        "jaxformer/parallel/processes.py",
+        "jax._src.compiler",
+        "compile_or_get_cached",
+        ("backend", "computation", "devices"),
+        "jax 0.10.0 to 0.12.0.1",
+        "all processes of a program wait until each has compiled it: gloo gives up after 30 s",
+    ),
+    Private(
+        "jaxformer/parallel/processes.py",
+        "jax._src.distributed",
+        "global_state",
+        None,
+        "jax 0.10.0 to 0.12.0.1",
+        "its `client` is the key-value store and the barrier of the run's processes",
+    ),
+    Private(
+        "jaxformer/training/compilation_cache.py",
+        "jax._src.compiler",
+        "_cache_write",
+        ("cache_key", "compile_time_secs", "module_name", "backend", "executable"),
+        "jax 0.10.0 to 0.12.0.1",
+        "`write` replaces it: JAX keeps the programs of process 0 alone",
+    ),
+    Private(
+        "jaxformer/training/compilation_cache.py",
+        "jax._src.compilation_cache",
+        "put_executable_and_time",
+        ("cache_key", "module_name", "executable", "backend", "compile_time"),
+        "jax 0.10.0 to 0.12.0.1",
+        "writes one compiled program",
+    ),
+    Private(
+        "jaxformer/training/checkpoint.py",
+        "orbax.checkpoint._src.serialization.tensorstore_utils",
+        "get_tensorstore_raw_bytes",
+        ("direction",),
+        "orbax-checkpoint 0.12.8",
+        "counts bytes for a log and never frees its lists; replaced by a function that returns 0",
+    ),
+)
+# attributes of objects of orbax, read in jaxformer/training/checkpoint.py: (attribute, versions, need)
+ATTRIBUTES = {
+    "_impl": ("orbax-checkpoint 0.12.8", "StandardCheckpointHandler's inner handler"),
+    "_handler_impl": ("orbax-checkpoint 0.12.8", "the handler that writes arrays"),
+    "_save_concurrent_bytes": ("orbax-checkpoint 0.12.8", "bytes written at once: else a save copies the whole state"),
+    "_save_device_host_concurrent_bytes": ("orbax-checkpoint 0.12.8", "bytes copied from devices at once"),
+    "_checkpointer": ("orbax-checkpoint 0.12.8", "drops the errors of a failed save, which later saves would raise"),
+}
+# attributes of Python's own: named tuples and processes
+PYTHON = {"_replace", "_asdict", "_fields", "_field_defaults", "_exit"}
+
+
+def sources():
+    """Our files with their syntax trees."""
+    for folder in ("jaxformer", "experiments"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "builtin" not in path.parts:
+                yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def own_names(tree):
+    """Names that a file defines: functions, classes, variables and attributes of `self`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
+
+
+def is_private(name):
+    """Whether a name has one underscore in front."""
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_imports(tree):
+    """Modules under a private name that a file imports, such as `jax._src.compiler`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any(is_private(part) for part in (node.module or "").split(".")):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if any(is_private(part) for part in a.name.split(".")))
+
+
+def test_every_private_import_is_listed():
+    found = {(file, module) for file, tree in sources() for module in private_imports(tree)}
+    listed = {(private.file, private.module) for private in IMPORTED}
+    assert found == listed, "list a new one with its reason, and remove one that is gone"
+
+
+def test_every_private_attribute_is_listed():
+    trees = list(sources())
+    own = {name for _, tree in trees for name in own_names(tree)}
+    found = {}
+    for file, tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own | PYTHON:
+                found.setdefault(node.attr, set()).add(file)
+    imported = {private.name: {private.file} for private in IMPORTED if is_private(private.name)}
+    assert found == imported | {name: {"jaxformer/training/checkpoint.py"} for name in ATTRIBUTES}
+
+
+@pytest.mark.parametrize("private", IMPORTED, ids=lambda private: private.name)
+def test_a_private_name_is_what_it_was(private):
+    """The installed version still has the name, and a function takes the arguments that we hand over."""
+    advice = f"{private.file} reads {private.module}.{private.name}, seen in {private.seen}: it {private.need}"
+    try:
+        value = importlib.import_module(private.module)
+        for part in private.name.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError) as error:
+        pytest.fail(f"{error}. {advice}")
+    if private.arguments is not None:
+        names = tuple(inspect.signature(value).parameters)
+        assert names[: len(private.arguments)] == private.arguments, advice
+
+
+def test_attributes_of_orbax_are_what_they_were(tmp_path):
+    """Reached as the checkpoint module reaches them. Assigning an attribute that nobody reads would change nothing."""
+    writer = orbax.StandardCheckpointHandler()._impl._handler_impl
+    for name in ("_save_concurrent_bytes", "_save_device_host_concurrent_bytes"):
+        assert hasattr(writer, name), f"{name}: {ATTRIBUTES[name]}; see Manager.save in jaxformer/training/checkpoint.py"
+    with orbax.CheckpointManager(tmp_path) as manager:
+        assert callable(manager._checkpointer.wait_until_finished), ATTRIBUTES["_checkpointer"]
