@@ -11,7 +11,9 @@ from jax.experimental import mesh_utils
 
 from jaxformer.errors import ConfigError
 
-AXES = ("data", "fsdp", "tensor", "context", "expert", "stage")
+# `stage` comes before the axes that a layer makes manual within a stage: XLA (jaxlib 0.12.0) lists the manual axes of nested
+# `shard_map`s from the outside in, and aborts where they are not in the order of the mesh
+AXES = ("data", "stage", "fsdp", "tensor", "context", "expert")
 
 
 @dataclass(frozen=True)

@@ -116,9 +116,11 @@ def pipeline(
     The mesh axes `stage` and `data` are manual, so that gradients are summed over `data` once and not every tick. Each copy
     of the model on `data` has M microbatches of its own; `microbatch` is their number among those of all copies. With R > 1
     each weight goes once, and its gradient once back, from the stage that stores it (`P("stage")`) to the one that runs it.
-    Raises ConfigError where rows or microbatches do not divide.
+    Raises ConfigError where rows or microbatches do not divide, and for a mesh in which `context` or `expert` comes before
+    `stage`.
     """
     mesh, B = jax.sharding.get_abstract_mesh(), len(x)
+    _check_order(mesh)
     copies = mesh.shape.get("data", 1)  # a user's mesh may lack our axes
     batch_axes = tuple(axis for axis in ACTIVATIONS["batch"] if axis != "stage" and mesh.shape.get(axis, 1) > 1)
     pipe = Pipe(stage, mesh.shape["stage"], microbatches, repeats, ("data",) if copies > 1 else ())
@@ -230,6 +232,20 @@ def _deal(params: Tree, s: Array, pipe: Pipe) -> Tree:
         return jnp.moveaxis(out, 0, 1)
 
     return params if R == 1 else jax.tree.map(deal_leaf, params)
+
+
+def _check_order(mesh: jax.sharding.AbstractMesh) -> None:
+    """Raises ConfigError for a mesh whose compilation would end the process: see `parallel.mesh.AXES`."""
+    names = list(mesh.axis_names)
+    before = names[: names.index("stage")]
+    inner = [axis for axis in ("context", "expert") if axis in before and mesh.shape[axis] > 1]
+    if inner:
+        first = [axis for axis in before if axis == "data"] + ["stage"]
+        expected = first + [axis for axis in names if axis not in first]
+        raise ConfigError(
+            f"a mesh with the axes {', '.join(names)}: XLA cannot compile layers that are split over {inner[0]} within stages"
+            f" unless stage comes first; order the axes {', '.join(expected)}"
+        )
 
 
 def _check(B: int, pipe: Pipe, groups: int) -> None:

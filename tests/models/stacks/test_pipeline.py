@@ -191,6 +191,16 @@ def test_layers_come_in_order_and_may_have_a_shard_map_of_their_own(S, M, R):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4 * np.abs(other).max())
 
 
+@pytest.mark.parametrize("inner", ["context", "expert"])
+def test_a_mesh_that_xla_cannot_compile_is_refused(inner):
+    """Nested manual axes in another order than the mesh's end the process within XLA: a line in its place."""
+    names = ("data", inner, "stage")
+    mesh = jax.make_mesh((1, 2, 4), names, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    x = jnp.ones((16, 4))
+    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=f"order the axes data, stage, {inner}$"):
+        pipeline(toy, jnp.ones(24), x, x, jnp.float32(0), microbatches=4)
+
+
 def test_the_bubble_is_the_share_of_idle_ticks():
     assert bubble(1, 4) == 0 and bubble(4, 4) == 3 / 7 and bubble(4, 4, repeats=2) == 3 / 11
     for S, M, R in [(2, 3, 1), (4, 8, 2)]:
