@@ -1,12 +1,19 @@
 # The two commands that matter: `make train` and `make test`. Both set up .venv on first use and work offline after that.
 
-PYTHON ?= python3
+# the first of these Pythons that is at hand and can make environments, those of pyenv included
+find-python = $(shell for version in $(1); do \
+  for python in python$$version "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$version.*/bin/python$$version; do \
+    "$$python" -c 'import ensurepip, venv' 2>/dev/null && echo "$$python" && exit; done; done; echo python3)
+NEWEST_PYTHON = $(call find-python,3.14 3.13 3.12 3.11)
+OLDEST_PYTHON = $(call find-python,3.11 3.12 3.13 3.14)
+# OLDEST=1 is another environment, .venv-oldest: the oldest Python, and every package at its lower bound
+PYTHON ?= $(if $(OLDEST),$(OLDEST_PYTHON),$(NEWEST_PYTHON))
 EXP ?= quickstart
 ARGS ?=
 WHAT ?= train
 # JAX=0.11.* is another environment, .venv-jax-0.11, with that version
-VENV := .venv$(addprefix -jax-,$(subst .*,,$(JAX)))
-PIN := $(if $(JAX),'jax==$(JAX)')
+VENV := .venv$(if $(OLDEST),-oldest)$(addprefix -jax-,$(subst .*,,$(JAX)))
+PIN := $(if $(JAX),'jax==$(JAX)') $(if $(OLDEST),-c $(VENV)/bounds.txt)
 BIN := $(VENV)/bin
 # what is given on the command line is no text of make's: a $ in it stays one
 GIVEN := EXP ARGS GRID TASKS SIZES STEPS RUNS TOPOLOGY TPU ZONE PROJECT BUCKET RETRIES NODES GPUS CPUS TIME PARTITION ACCOUNT SLICES IMAGE CLAIM
@@ -15,7 +22,7 @@ $(foreach name,$(GIVEN),$(if $(value $(name)),$(eval override $(name) := $$(valu
 quote = '$(subst ','\'',$(1))'
 
 .DEFAULT_GOAL := help
-.PHONY: help train tokens sweep scaling report inspect draw cost evaluate harness generate show plan pod-sim pod-train image slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench clean
+.PHONY: help train tokens sweep scaling report inspect draw cost evaluate harness generate show plan pod-sim pod-train image slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench python clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -87,7 +94,7 @@ N ?= 2
 pod-sim: $(VENV)/ready     ## N real processes of one run on this machine: N=4 EXP=quickstart ARGS="--steps=60"
 	@$(BIN)/python -m experiments.launch.pod_sim $(N) $(call quote,$(EXP)) $(ARGS)
 
-test: $(VENV)/ready-dev  ## the test suite (some minutes on two cores)
+test: $(VENV)/ready-dev  ## the test suite (some minutes on two cores); OLDEST=1: on the oldest Python and packages
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-thorough: $(VENV)/ready-dev  ## the tests that take some seconds each (CI runs them too)
@@ -126,19 +133,23 @@ format: $(VENV)/ready-dev  ## rewrite to the style
 	@$(BIN)/ruff format .
 
 bench: $(VENV)/ready     ## our speed beside a named peer's: WHAT=train (installs a CPU build of torch into .venv-bench)
-	@$(BIN)/python -m experiments.bench.$(WHAT) $(ARGS)
+	@BENCH_PYTHON=$(call quote,$(OLDEST_PYTHON)) $(BIN)/python -m experiments.bench.$(WHAT) $(ARGS)
+
+python:          ## the Python that environments are made with; OLDEST=1: that of .venv-oldest
+	@$(call quote,$(PYTHON)) --version
 
 clean:           ## removes .venv and caches; runs/ stays
-	rm -rf .venv .venv-bench .venv-parity .venv-plan .venv-cuda .venv-jax-* .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-oldest .venv-bench .venv-parity .venv-plan .venv-cuda .venv-jax-* .pytest_cache .hypothesis .ruff_cache
 
 $(VENV)/made:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxformer needs Python 3.11 or newer; set PYTHON=")'
-	@echo 'setting up $(VENV) (once, about a minute)'
-	@$(PYTHON) -m venv $(VENV)
+	@$(call quote,$(PYTHON)) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxformer needs Python 3.11 or newer; set PYTHON=")'
+	@echo "setting up $(VENV) with $$($(call quote,$(PYTHON)) --version) (once, about a minute)"
+	@$(call quote,$(PYTHON)) -m venv $(VENV)
 	@$(BIN)/pip install -q --upgrade 'pip>=25.1'
 	@touch $@
 
 $(VENV)/ready: pyproject.toml | $(VENV)/made
+	$(if $(OLDEST),@$(BIN)/python tests/oldest.py > $(VENV)/bounds.txt)
 	@$(BIN)/pip install -q -e . $(PIN)
 	@touch $@
 
@@ -163,9 +174,10 @@ $(VENV)/ready-docs: $(VENV)/ready-dev
 	@$(BIN)/pip install -q -e . --group docs
 	@touch $@
 
+# the witnesses' packages, torch for CPUs among them, are had for the oldest Python first
 .venv-parity/ready: pyproject.toml
 	@echo 'setting up .venv-parity (once, some minutes)'
-	@$(PYTHON) -m venv .venv-parity
+	@$(call quote,$(OLDEST_PYTHON)) -m venv .venv-parity
 	@.venv-parity/bin/pip install -q --upgrade 'pip>=25.1'
 	@.venv-parity/bin/pip install -q torch==2.13.0
 	@.venv-parity/bin/pip install -q -e . --group dev --group parity
@@ -174,9 +186,9 @@ $(VENV)/ready-docs: $(VENV)/ready-dev
 
 .venv-plan/ready: pyproject.toml
 	@echo 'setting up .venv-plan with the TPU compiler (once, some minutes, 1.5 GB)'
-	@$(PYTHON) -m venv .venv-plan
+	@$(call quote,$(PYTHON)) -m venv .venv-plan
 	@.venv-plan/bin/pip install -q --upgrade 'pip>=25.1'
-	@.venv-plan/bin/pip install -q -e '.[tpu]' 'jax==0.10.2'
+	@.venv-plan/bin/pip install -q -e '.[tpu]' $(PIN)
 	@touch $@
 
 .venv-plan/ready-dev: .venv-plan/ready

@@ -42,7 +42,8 @@ def torch_python(*packages: str) -> str:
     have = set(ready.read_text().split()) if ready.exists() else set()
     if not set(packages) <= have:
         print(f"setting up {VENV} with {', '.join(packages)} (once)", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
+        base = os.environ.get("BENCH_PYTHON", sys.executable)  # `make bench` names the oldest one: torch lags behind Python
+        subprocess.run([base, "-m", "venv", VENV], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
         ready.write_text("\n".join(sorted(have | set(packages))))
     return str(python)
