@@ -62,7 +62,5 @@ def test_make_takes_the_newest_python_at_hand(tmp_path, on_path, of_pyenv, newes
         python(tmp_path / ".pyenv" / "versions" / f"{version}.1" / "bin", version)
     environment = {"PATH": f"{tmp_path / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin", "HOME": str(tmp_path)}
     for words, version in (([], newest), (["OLDEST=1"], oldest)):
-        done = subprocess.run(
-            ["make", "-s", "python", *words], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
+        done = subprocess.run(["make", "-s", "python", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.stdout.strip() == f"Python {version}", done.stderr
