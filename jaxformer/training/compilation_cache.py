@@ -51,8 +51,8 @@ def write(
     """Keeps a program of one of several processes.
 
     JAX writes the programs of process 0 alone, and the others would compile at each start. A key names the devices of its
-    process, so processes of one machine share a folder. Older versions of JAX hand over the callbacks of a program, whose addresses
-    are those of this start; newer versions bind callbacks when they read the program.
+    process, so processes of one machine share a folder. Older versions of JAX hand over the callbacks of a program, whose
+    addresses are those of this start; newer versions bind callbacks when they read the program.
     """
     least = jax.config.jax_persistent_cache_min_compile_time_secs
     if host_callbacks or compile_time_secs < least:
