@@ -193,3 +193,13 @@ def test_a_notebook_runs(name, tmp_path, monkeypatch):
         page = notebook.page(source, name, tmp_path)
     assert page.startswith("# ") and "![](" in page
     assert len(list(tmp_path.glob("*.png"))) == page.count("![](")
+
+
+def test_the_table_of_reports_is_that_of_the_tests():
+    """docs/checks.md counts what tests/reports holds; `python tests/reports/table.py` prints the table."""
+    spec = importlib.util.spec_from_file_location("reports_table", ROOT / "tests" / "reports" / "table.py")
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    assert table.table() in PAGES["checks"].read_text()
+    own = [report for report in table.reports() if report.listed is None]
+    assert len({report.names[0] for report in own}) >= 200

@@ -1,6 +1,7 @@
 """Prompts in, continuations out: rows of a batch that are refilled from the queue of prompts."""
 
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -396,7 +397,7 @@ def _problems(config, prompts, max_tokens: int | Sequence[int] | None, sources) 
             whole = isinstance(token, SupportsIndex)
             if not whole:
                 yield f"{name} token {token!r} is no whole number; a tokenizer's `encode` makes tokens of a text"
-            elif not 0 <= token < stack.vocab_size:
+            elif not 0 <= operator.index(token) < stack.vocab_size:
                 yield f"{name} token {token} is outside the vocabulary of {stack.vocab_size}"
         (longest, new), limit = _longest(rows, new), stack.position_limit
         if longest + new > limit:
