@@ -214,7 +214,13 @@ def average(recipe: Recipe, state: TrainState, params: Tree) -> Tree:
     if recipe.ema_decay is None:
         return None
     decay = average_decay(recipe.ema_decay, recipe.ema_warmup, state.step)
-    return jax.tree.map(lambda e, p: (e * decay + p * (1 - decay)).astype(e.dtype), state.ema, params)
+    # 1 - decay, whose float32 would lose four digits of a decay of 0.9999
+    share = jnp.maximum(1 - recipe.ema_decay, (recipe.ema_warmup - 1) / (recipe.ema_warmup + state.step))
+
+    def average_leaf(mean, leaf):
+        return (mean * decay + leaf * share).astype(mean.dtype)
+
+    return jax.tree.map(average_leaf, state.ema, params)
 
 
 def average_decay(largest: float, warmup: int, step: Any) -> Any:
