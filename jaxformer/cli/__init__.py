@@ -11,7 +11,7 @@
     evaluate RUN --replay [--mesh.tensor=N ...]               the bad step that ended a run, computed again
     generate RUN --prompt TEXT | --prompts FILE.jsonl --out FILE.jsonl [--tokens N] [--temperature X] [--top-k K] [--top-p P]
              [--min-p P] [--typical P] [--filter "Repetition(1.2)"] [--beams N [--n-best N] [--length-penalty X]]
-             [--stop TEXT] [--seed S] [--step N] [--average N] [--mesh.tensor=N ...]
+             [--stop TEXT] [--special-tokens] [--seed S] [--step N] [--average N] [--mesh.tensor=N ...]
     harness RUN --tasks NAME,... [--include DIR] [--limit N] [--step N] [--average N] [--mesh.tensor=N ...]
                                                               tasks of lm-evaluation-harness; writes harness.json into the run
     inspect RUN --prompt TEXT [--html FILE] [--step N] [--average N]

@@ -205,8 +205,11 @@ def test_a_flax_model_is_a_model(model):
     [
         (lambda: TokenCrossEntropy(label_smoothing=1.0), r"objective: label_smoothing=1.0 must be in \[0, 1\)"),
         (lambda: TokenCrossEntropy(z_loss=-1e-4), "z_loss=-0.0001 at least 0"),
-        (lambda: Constant(warmup=-1)(Experiment("x", None, Reverse())), "schedule.warmup=-1: must be at least 0"),
-        (lambda: AdamW(weight_decay=-0.1)({}), "optimizer.weight_decay=-0.1: must be at least 0"),
+        (
+            lambda: Constant(warmup=-1)(Experiment("x", None, Reverse())),
+            "warmup=-1: must be a whole number of steps, at least 0",
+        ),
+        (lambda: AdamW(weight_decay=-0.1)({}), "optimizer.weight_decay=-0.1: must be finite and at least 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make, said):

@@ -26,7 +26,11 @@ def compiled(precision):
     return jax.jit(make_train_step(recipe), donate_argnums=0).lower(abstract_state(recipe), batch).compile()
 
 
-@pytest.mark.parametrize("precision, products, others", [("float32", 94, 214), ("bfloat16", 67, 174)])
+# jaxlib 0.12 joins fewer operations of a step in bfloat16 than 0.10 does
+BFLOAT16 = 174 if jax.__version_info__ < (0, 12) else 193
+
+
+@pytest.mark.parametrize("precision, products, others", [("float32", 94, 214), ("bfloat16", 67, BFLOAT16)])
 def test_bytes_that_a_step_moves(precision, products, others):
     """MiB. Scanned layers, with attention's products left to the compiler, moved 391 and 379 beside the products.
 

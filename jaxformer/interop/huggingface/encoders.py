@@ -72,6 +72,8 @@ def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
         raise ConfigError(f"config.json: is_decoder=True is not supported with {part}; only a language model's head is")
     if family.keeps_pooler and kind not in POOLERS and pooler:
         heads = (*heads, POOLED)
+    if family.pad_position and c.get("pad_token_id", 1) is None:
+        raise ConfigError("config.json: pad_token_id=null: the first position is the one behind it; give its number")
     offset = get(c, "pad_token_id", 1) + 1 if family.pad_position else 0
     scale = c["hidden_size"] ** 0.5 if get(c, "rescale_embeddings", False) else 1.0
     return ModelConfig(

@@ -100,6 +100,16 @@ def by_cache(query, key, value, *, mask, scale):
     return cached.attention(query, places, old, new, Call(mask.sized(T), scale=scale), [T], jnp.int32(0))
 
 
+def gradient_of_gradients(query, key, value, *, mask, scale):
+    """The gradient of a scalar of blockwise attention's gradients, with respect to the value."""
+
+    def size_of_gradient(value):
+        slope = jax.grad(lambda x: jnp.sum(jnp.sin(blockwise.attention(query, key, x, Call(mask, scale=scale)))))
+        return jnp.sum(slope(value) ** 2)
+
+    return jax.grad(size_of_gradient)(value)
+
+
 def called(attend):
     """A kernel as a function of its mask and scale."""
     return lambda *arrays, mask, scale: attend(*arrays, Call(mask, scale=scale))
@@ -125,6 +135,7 @@ OTHERS = {
     "ops.attention.rows.leaves_out": lambda mask: rows.leaves_out(QUERY, KEY, Call(mask)),
     "ops.attention.rows.refuses": lambda mask: rows.refuses(Call(mask)),
     "ops.attention.splash.refuses": lambda mask: exact(by_splash, mask),
+    "ops.attention.reference.second_gradients": lambda mask: exact(gradient_of_gradients, mask),
     "ops.attention.reference.visible_scores": lambda mask: exact(softmax_of_reference, mask),
     "ops.attention.linear.efficient_attention": lambda mask: ops.efficient_attention(QUERY, KEY, VALUE, mask=mask),
     "ops.attention.linear.favor_attention": lambda mask: ops.favor_attention(QUERY, KEY, VALUE, jnp.eye(4), mask=mask),
