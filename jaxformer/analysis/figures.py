@@ -99,7 +99,7 @@ def smooth(values: Sequence[float]) -> np.ndarray:
     return np.where(finite, means, np.nan)
 
 
-def draw_lost(axes: Any, steps: Sequence[int], values: Sequence[float], color: str) -> None:
+def draw_lost(axes: Any, steps: Sequence[int], values: Sequence[float], color: Any) -> None:
     """A cross at the upper edge for each value that is not finite: a gap in the line alone is easily missed."""
     lost = [step for step, value in zip(steps, values, strict=True) if not np.isfinite(value)]
     if lost:

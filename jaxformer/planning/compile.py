@@ -17,7 +17,7 @@ from jaxformer.planning import topology
 from jaxformer.training.recipe import build
 from jaxformer.training.step import abstract_state, make_train_step, state_shardings
 
-FAST: Any = {"exec_time_optimization_effort": -1.0}
+FAST: Any = {"optimization_level": "O1"}
 # libtpu 0.0.42 ends the process over these on TPU7x (offload_collective_strategies.cc: "Check failed: std::abs(inc)")
 _OFFLOAD = ("all_gather", "all_reduce", "reduce_scatter")
 TPU7X: Any = {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": False for kind in _OFFLOAD}

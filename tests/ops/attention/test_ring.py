@@ -292,7 +292,7 @@ from jaxformer import masks
 from jaxformer.ops.attention import attention
 from jaxformer.parallel import Mesh, make_mesh
 
-fast = {"exec_time_optimization_effort": -1.0}
+fast = {"optimization_level": "O1"}
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
 for shape, implementation, kernels in [
     (Mesh(data=2, context=2, tensor=2), None, 0),
