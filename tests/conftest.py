@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 
 
@@ -62,9 +63,20 @@ def pytest_runtest_teardown(item):
         jax.clear_caches()
 
 
+def pytest_addoption(parser):
+    """`--part K/N`: the K-th of N parts of the tests that are asked for, so that a few changes together see all of them."""
+    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests, by a hash of their names")
+
+
+def in_part(name, part):
+    """Whether a test is in the part K/N."""
+    k, n = map(int, part.split("/"))
+    return zlib.crc32(name.encode()) % n == k - 1
+
+
 @pytest.hookimpl(tryfirst=True)  # before the expression of -m is applied
-def pytest_collection_modifyitems(items):
-    """Marks the parameters of a test beyond those that `thorough_after(n)` leaves in `make test`."""
+def pytest_collection_modifyitems(config, items):
+    """Marks the parameters of a test beyond those that `thorough_after(n)` leaves in `make test`; keeps a `--part` of all."""
     seen = collections.Counter()
     for item in items:
         marker = item.get_closest_marker("thorough_after")
@@ -73,6 +85,9 @@ def pytest_collection_modifyitems(items):
             if seen[name] >= marker.args[0]:
                 item.add_marker("thorough")
             seen[name] += 1
+    part = config.getoption("--part")
+    if part is not None:
+        items[:] = [item for item in items if in_part(item.nodeid, part)]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -33,7 +33,7 @@ IMPORTED = (
         "jax._src.clusters",
         "ClusterEnv.auto_detect_unset_distributed_params",
         ("coordinator_address", "num_processes", "process_id", "local_device_ids"),
-        "jax 0.10.0 to 0.12.0.1",
+        "jax 0.10.2 to 0.12.0.1",
         "finds the processes of Slurm, GKE, MPI and TPU jobs before jax.distributed.initialize",
     ),
     Private(
@@ -41,7 +41,7 @@ IMPORTED = (
         "jax._src.compiler",
         "compile_or_get_cached",
         ("backend", "computation", "devices"),
-        "jax 0.10.0 to 0.12.0.1",
+        "jax 0.10.2 to 0.12.0.1",
         "all processes of a program wait until each has compiled it: gloo gives up after 30 s",
     ),
     Private(
@@ -49,7 +49,7 @@ IMPORTED = (
         "jax._src.distributed",
         "global_state",
         None,
-        "jax 0.10.0 to 0.12.0.1",
+        "jax 0.10.2 to 0.12.0.1",
         "its `client` is the key-value store and the barrier of the run's processes",
     ),
     Private(
@@ -57,7 +57,7 @@ IMPORTED = (
         "jax._src.compiler",
         "_cache_write",
         ("cache_key", "compile_time_secs", "module_name", "backend", "executable"),
-        "jax 0.10.0 to 0.12.0.1",
+        "jax 0.10.2 to 0.12.0.1",
         "`write` replaces it: JAX keeps the programs of process 0 alone",
     ),
     Private(
@@ -65,7 +65,7 @@ IMPORTED = (
         "jax._src.compilation_cache",
         "put_executable_and_time",
         ("cache_key", "module_name", "executable", "backend", "compile_time"),
-        "jax 0.10.0 to 0.12.0.1",
+        "jax 0.10.2 to 0.12.0.1",
         "writes one compiled program",
     ),
     Private(

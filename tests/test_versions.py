@@ -23,7 +23,7 @@ def test_every_requirement_has_a_lower_bound_that_is_tested():
     extras = [text for texts in project["optional-dependencies"].values() for text in texts]
     ours = [text for text in [*project["dependencies"], *extras] if not text.startswith("jaxformer[")]
     assert not [text for text in ours if BOUND.fullmatch(text) is None]
-    assert bounds(PYPROJECT)["jax"] == "0.10"
+    assert bounds(PYPROJECT)["jax"] == "0.10.2"  # 0.10.0 lacks the platform of an abstract device
 
 
 def test_extras_and_tests_ask_for_one_bound_of_a_package():
