@@ -150,14 +150,15 @@ def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> t
             if problem:
                 problems.add(str(files[index]), "not readable", problem)
                 good[index] = False
-    content = "".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files).encode()
+    sizes = [file.stat().st_size if file.is_file() else "no file" for file in files]
+    content = "".join(f"{file.relative_to(path)} {size}\n" for file, size in zip(files, sizes, strict=True)).encode()
     files = list(itertools.compress(files, good))
     return Split(labels[good], partial(_decode, config, files, set())), content
 
 
 def _visible(folder: str) -> list[Path]:
-    """The files in the class folders of a folder, in order."""
-    return sorted(file for file in Path(folder).glob("*/*") if file.is_file() and not _is_hidden(file, folder))
+    """What is in the class folders of a folder, in order: files, and what only has a file's name (a pipe, a lost link)."""
+    return sorted(file for file in Path(folder).glob("*/*") if not file.is_dir() and not _is_hidden(file, folder))
 
 
 def _is_hidden(path: Path, folder: str) -> bool:
