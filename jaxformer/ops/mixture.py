@@ -186,6 +186,8 @@ def _with_room(split: Split, chosen: Int[Array, "top_k B T"], E: int, capacity: 
     The room is None where the tokens of a group are on several devices: then all choices that are left are served.
     """
     top_k, B, T = chosen.shape
+    if not chosen.size:  # without tokens nothing is dropped, and blocks would have no size
+        return chosen, 0, None
     devices = _count(split.batch)
     tokens = B * devices * T * _count(split.length) // groups  # of a group
     # a token takes no expert twice; the small number is for products like 1.1 x 10, which are not 11 in floating point
