@@ -89,7 +89,9 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(trained, tmp_path, capsys):
     assert all(len(line["texts"]) == 1 and 0 < len(line["texts"][0]) <= 6 for line in lines)  # bytes may join to characters
     code, *_ = generate(capsys, trained, *options, "--beams=3", "--n-best=2", "--length-penalty=0.5")
     best = [json.loads(line)["texts"] for line in target.read_text().splitlines()]
-    assert code == 0 and [len(texts) for texts in best] == [2, 2, 2] and best[0][0] != best[0][1]
+    # a list has no copies: bytes that are no letters are written alike, so it may be shorter than asked for
+    assert code == 0 and all(1 <= len(texts) <= 2 and len(set(texts)) == len(texts) for texts in best)
+    assert len(best) == 3 and len(best[0]) == 2
     code, out, _ = generate(capsys, trained, "--prompt", "the ", "--tokens=6", "--beams=3", "--length-penalty=0.5")
     assert out.splitlines()[-1] == "the " + best[0][0]
 
