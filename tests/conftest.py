@@ -36,6 +36,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
         os.environ.pop(variable, None)
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -48,6 +49,18 @@ def tmp_path(tmp_path):
     folder = tmp_path / "mes modèles 火 'q' #1"
     folder.mkdir()
     return folder
+
+
+_states = {}
+
+
+@pytest.fixture(autouse=True)
+def numbers_of_a_file_do_not_depend_on_its_other_tests(request):
+    """Sets a file's generators of random numbers back to where they were after its import: a test alone draws the same."""
+    generators = [value for value in vars(request.module).values() if isinstance(value, np.random.Generator)]
+    states = _states.setdefault(request.module.__name__, [generator.bit_generator.state for generator in generators])
+    for generator, state in zip(generators, states, strict=True):
+        generator.bit_generator.state = state
 
 
 _finished = itertools.count()
