@@ -69,6 +69,22 @@ IMPORTED = (
         "writes one compiled program",
     ),
     Private(
+        "jaxformer/training/compilation_cache.py",
+        "jax._src.compilation_cache",
+        "compress_executable",
+        ("executable",),
+        "jax 0.10.2 to 0.12.0.1",
+        "the first byte of what it gives names the way of compression",
+    ),
+    Private(
+        "jaxformer/training/compilation_cache.py",
+        "jax._src.compilation_cache",
+        "decompress_executable",
+        ("executable",),
+        "jax 0.10.2 to 0.12.0.1",
+        "fails with the program of a killed process",
+    ),
+    Private(
         "jaxformer/training/checkpoint.py",
         "orbax.checkpoint._src.serialization.tensorstore_utils",
         "get_tensorstore_raw_bytes",

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import time
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,15 +63,28 @@ def write(
 
 
 def tidy(folder: Path) -> None:
-    """Removes programs that nobody used for a month, and torn ones of killed processes: JAX neither reads nor replaces them."""
+    """Removes programs that nobody used for a month, and those that JAX cannot read here: it would not replace them.
+
+    A killed process leaves a torn file; another Python may compress in another way. What was written before the last call
+    was read then and is whole. Reading it again would make it look used.
+    """
+    way = compilation_cache.compress_executable(b"")[:1].hex()
+    marker = folder / f"tidied-{way}"
+    tidied = marker.stat().st_mtime if marker.exists() else 0.0
     for path in folder.glob("*-cache"):
         with contextlib.suppress(OSError):  # another process removes it
-            read, data = path.stat().st_atime, path.read_bytes()
-            torn = not data
-            try:
-                if data[:1] == b"\x78":  # zlib's first byte
-                    zlib.decompress(data)
-            except zlib.error:
-                torn = True
-            if torn or time.time() - read > UNUSED:
+            times = path.stat()
+            is_new = times.st_mtime >= tidied - 60.0  # clocks of machines that share a folder differ
+            if time.time() - times.st_atime > UNUSED or (is_new and is_torn(path.read_bytes())):
                 path.unlink()
+    with contextlib.suppress(OSError):  # a folder that this user may only read
+        marker.touch()
+
+
+def is_torn(data: bytes) -> bool:
+    """Whether JAX cannot decompress a program's file."""
+    try:
+        compilation_cache.decompress_executable(data)
+    except Exception:  # each way of compression has an error of its own
+        return True
+    return False

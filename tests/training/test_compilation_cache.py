@@ -62,7 +62,7 @@ def test_a_second_process_takes_the_train_step_from_the_cache(tmp_path):
 
 
 def test_torn_and_old_programs_are_removed(tmp_path):
-    whole = zlib.compress(bytes(range(256)) * 20)
+    whole = jax_cache.compress_executable(bytes(range(256)) * 20)
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     files = {
@@ -70,7 +70,7 @@ def test_torn_and_old_programs_are_removed(tmp_path):
         "torn": whole[:-1],
         "flipped": bytes(flipped),
         "empty": b"",
-        "other": b"\x28\xb5\x2f\xfd12",
+        "of another compression": b"?" + whole[1:],
         "old": whole,
     }
     for name, data in files.items():
@@ -78,7 +78,21 @@ def test_torn_and_old_programs_are_removed(tmp_path):
     os.utime(tmp_path / "jit_old-cache", (time.time() - 40 * 24 * 3600,) * 2)
     (tmp_path / "notes").write_text("kept")
     compilation_cache.tidy(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["jit_other-cache", "jit_whole-cache", "notes"]
+    assert sorted(path.name for path in tmp_path.iterdir())[:2] == ["jit_whole-cache", "notes"]
+    assert len(list(tmp_path.glob("jit_*"))) == 1
+
+
+def test_what_was_read_once_is_not_read_again(tmp_path, monkeypatch):
+    """A start reads the programs that are new since the last one: a folder may hold GB, and what is read looks used."""
+    read = []
+    monkeypatch.setattr(compilation_cache, "is_torn", lambda data: read.append(data))
+    old, new = jax_cache.compress_executable(b"old"), jax_cache.compress_executable(b"new")
+    (tmp_path / "jit_old-cache").write_bytes(old)
+    compilation_cache.tidy(tmp_path)
+    os.utime(tmp_path / "jit_old-cache", (time.time(), time.time() - 3600))
+    (tmp_path / "jit_new-cache").write_bytes(new)
+    compilation_cache.tidy(tmp_path)
+    assert read == [old, new]
 
 
 @pytest.mark.parametrize("callbacks", [[], ["its address"]])
