@@ -2,8 +2,11 @@
 
 import contextlib
 import difflib
+import math
+import numbers
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -11,6 +14,22 @@ class ConfigError(ValueError):
 
     def __init__(self, message: object):
         super().__init__(" ".join(line.strip() for line in str(message).splitlines()))
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises ConfigError unless the value is a finite number above 0."""
+    if not (_is_real(value) and 0 < value < math.inf):
+        raise ConfigError(f"{name}={value}: expected a finite number above 0")
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+def check_whole(name: str, value: Any, least: int = 1) -> None:
+    """Raises ConfigError unless the value is a whole number of at least `least`."""
+    if not isinstance(value, numbers.Integral) or value < least:
+        raise ConfigError(f"{name}={value}: expected a whole number of at least {least}")
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

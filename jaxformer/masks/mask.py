@@ -83,6 +83,13 @@ class Mask:
     # whether the mask holds no arrays: then it can be hashed, and is known at trace time
     static = property(lambda self: not jax.tree.leaves(self))
 
+    def head_counts(self) -> set[int]:
+        """How many masks each `by_head` in it has. Parts of a user's own rule are left out: it may combine heads in any way."""
+        if self.rule is rules.by_head:
+            return {len(self.parts)}
+        combines = self.rule in (rules.and_, rules.or_, rules.not_)
+        return set().union(*(part.head_counts() for part in self.parts)) if combines else set()
+
     def conjuncts(self) -> tuple["Mask", ...]:
         """The operands of an `&`, each with the offset of the whole mask; of any other mask, the mask alone."""
         return tuple(replace(part, offset=self.offset) for part in self.parts) if self.rule is rules.and_ else (self,)

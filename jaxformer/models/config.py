@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
 from jaxformer.config import execution
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 from jaxformer.masks import Mask, causal
 from jaxformer.models.mup import MuP
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
-from jaxformer.ops.positions import Rope
+from jaxformer.ops.positions import Rope, check_t5
 
 
 def unknown_words(config: Any) -> Iterator[str]:
@@ -36,6 +36,9 @@ class Learned:
 
     offset: int = 0  # rows in front that no token reads (RoBERTa, BART: 2)
 
+    def __post_init__(self):
+        check_whole("Learned.offset", self.offset, least=0)
+
 
 @dataclass(frozen=True)
 class Sinusoidal:
@@ -54,6 +57,13 @@ class Axial:
     shape: tuple[int, int]  # lines and columns of the grid
     widths: tuple[int, int]  # features that each table gives; their sum is d_model
 
+    def __post_init__(self):
+        for name, pair in (("shape", self.shape), ("widths", self.widths)):
+            if len(pair) != 2:
+                raise ConfigError(f"Axial.{name}={pair}: expected two numbers, of lines and of columns")
+            for number in pair:
+                check_whole(f"Axial.{name}", number)
+
 
 @dataclass(frozen=True)
 class Alibi:
@@ -67,6 +77,9 @@ class Relative:
     buckets: int = 32  # rows of the table
     max_distance: int = 128  # from here on all distances share a bucket
     bidirectional: bool = True  # whether keys behind the query have buckets of their own
+
+    def __post_init__(self):
+        check_t5(self.buckets, self.max_distance, self.bidirectional, "Relative.")
 
 
 @dataclass(frozen=True)
@@ -174,7 +187,7 @@ class ModelConfig:
     unroll: int | None = execution(None)  # layers of one scan step, num_layers: no scan; None: the fastest on the platform
 
     def __post_init__(self):
-        for problem in itertools.chain(_wrong_sizes(self), _wrong_words(self), unknown_words(self), _wrong_masks(self.masks)):
+        for problem in itertools.chain(_wrong_sizes(self), _wrong_words(self), unknown_words(self), _wrong_masks(self)):
             raise ConfigError(f"model.{problem}")
 
     kv_heads = property(lambda self: self.num_kv_heads or self.num_heads)
@@ -245,13 +258,16 @@ def _wrong_words(config: ModelConfig) -> Iterator[str]:
             yield f"heads: {field}={name!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
 
 
-def _wrong_masks(patterns) -> Iterator[str]:
+def _wrong_masks(config: ModelConfig) -> Iterator[str]:
+    patterns = config.masks
     if not (isinstance(patterns, tuple) and patterns and all(isinstance(m, Mask) for m in patterns)):
         shown = " ".join(repr(patterns).split())  # an array takes many lines
         yield f"masks={shown}: expected a tuple of values of jaxformer.masks: (causal(),), or a pattern of layers"
     for mask in patterns:
         if not mask.static or mask.offset is not None:
             yield f"masks: {mask} holds arrays or an offset; give masks of numbers, and rows by apply(segment_ids=...)"
+        for count in mask.head_counts() - {1, config.num_heads}:
+            yield f"masks: {mask} has masks of {count} heads: expected num_heads={config.num_heads}, or 1"
 
 
 @dataclass(frozen=True)

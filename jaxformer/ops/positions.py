@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from flax import struct
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_positive, check_whole
 from jaxformer.ops.einsum import einsum
 
 Layout = Literal["interleaved", "half"]
@@ -30,6 +30,8 @@ def sinusoidal(
     an odd width is one more sine in the paper's, and 0 in tensor2tensor's.
     `layout`: sine at even and cosine at odd features (paper), or all sines, then all cosines (`half`: Marian, tensor2tensor).
     """
+    check_whole("sinusoidal: width", width)
+    check_positive("sinusoidal: base", base)
     if layout not in ("interleaved", "half") or spacing not in ("paper", "tensor2tensor"):
         raise ValueError(f"sinusoidal: no layout {layout!r} with spacing {spacing!r}; see the docstring")
     if spacing == "tensor2tensor" and width % 2:
@@ -63,6 +65,17 @@ def learned(positions: Int[Array, "B T"], table: Float[Array, "P D"]) -> Float[A
     return jnp.take(table, inside, axis=0, mode="fill", fill_value=jnp.nan)
 
 
+def check_scaling(config: Any) -> None:
+    """The `__post_init__` of a scaling, all of whose numbers are above 0 and finite. Raises ConfigError for another one."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        has_no_number = field.type is bool or (value is None and field.default is None)
+        if has_no_number:
+            continue
+        for number in value if isinstance(value, tuple | list | np.ndarray) else (value,):
+            check_positive(f"{type(config).__name__}.{field.name}", number)
+
+
 # A scaling of rotary positions has `scale(frequencies, theta, lengths)` -> (frequencies, factor on cos and sin): from the r/2
 # frequencies without scaling, on the host in float64. `lengths` [B, T, 1] or [B, 1, 1] is how long the text of each token is;
 # None: within the original length. A scaling that reads it has `rotation_until`, as `NTK` and `LongRoPE` have.
@@ -71,6 +84,8 @@ class Linear:
     """Position interpolation: every frequency divided by `factor`. Chen et al. 2023, arXiv:2306.15595, eq. 4."""
 
     factor: float  # new context length divided by the old one
+
+    __post_init__ = check_scaling
 
     def scale(self, frequencies: np.ndarray, theta: float, lengths: Array | None) -> tuple[Any, float]:
         return frequencies / self.factor, 1.0
@@ -88,6 +103,8 @@ class NTK:
 
     factor: float  # new context length divided by the old one
     original_length: int | None = None  # of the pretraining; None: the factor is fixed
+
+    __post_init__ = check_scaling
 
     def scale(self, frequencies: np.ndarray, theta: float, lengths: Array | None) -> tuple[Any, float]:
         rotated, factor = 2 * len(frequencies), self.factor
@@ -121,6 +138,8 @@ class LongRoPE:
     original_length: int  # context length of the pretraining
     attention_factor: float = 1.0  # multiplies cos and sin
 
+    __post_init__ = check_scaling
+
     def scale(self, frequencies: np.ndarray, theta: float, lengths: Array | None) -> tuple[Any, float]:
         pairs, sizes = len(frequencies), (len(self.short), len(self.long))
         if sizes != (pairs, pairs):
@@ -144,6 +163,8 @@ class Llama3:
     low: float = 1.0  # turns up to which a frequency is low
     high: float = 4.0  # turns from which a frequency is high
 
+    __post_init__ = check_scaling
+
     def scale(self, frequencies: np.ndarray, theta: float, lengths: Array | None) -> tuple[Any, float]:
         turns = self.original_length * frequencies / (2 * math.pi)  # full turns within the original context
         keep = np.clip((turns - self.low) / (self.high - self.low), 0, 1) if self.high > self.low else turns >= self.low
@@ -160,6 +181,8 @@ class YaRN:
     beta_slow: float = 1.0  # turns up to which a dimension is slow
     truncate: bool = True  # round the ramp's ends outwards, to whole dimensions
     attention_factor: float | None = None  # multiplies cos and sin; None: 0.1 ln(factor) + 1, and 1 for a factor below 1
+
+    __post_init__ = check_scaling
 
     def scale(self, frequencies: np.ndarray, theta: float, lengths: Array | None) -> tuple[Any, float]:
         pairs, amplitude = len(frequencies), self.attention_factor
@@ -184,6 +207,14 @@ class Rope:
     fraction: float = 1.0  # of the head that is rotated
     layout: Layout = "half"  # how features form pairs
     scaling: Linear | NTK | Llama3 | YaRN | LongRoPE | None = None  # of frequencies, for longer contexts
+
+    def __post_init__(self):
+        check_positive("Rope.theta", self.theta)
+        check_positive("Rope.fraction", self.fraction)
+        if self.fraction > 1:
+            raise ConfigError(f"Rope.fraction={self.fraction}: expected at most 1, the whole head")
+        if isinstance(self.scaling, YaRN) and self.theta <= 1:
+            raise ConfigError(f"Rope.theta={self.theta}: expected a number above 1 with YaRN, which divides by its logarithm")
 
 
 def rope(
@@ -241,12 +272,20 @@ def rope_frequencies(
         raise ValueError(f"rope: {config.fraction} of a head of {head_width} is {rotated} features, which must be even")
     frequencies = config.theta ** -(np.arange(0, rotated, 2) / rotated)
     if scaling is None:
-        return frequencies, 1.0
+        return _finite(frequencies, config), 1.0
     if text_lengths is not None:
         lengths = text_lengths[:, None, None].astype(jnp.result_type(float))
     else:
         lengths = None if positions is None else _length(positions)
-    return scaling.scale(frequencies, config.theta, lengths)
+    scaled, amplitude = scaling.scale(frequencies, config.theta, lengths)
+    return _finite(scaled, config), amplitude
+
+
+def _finite(frequencies: Any, config: Rope) -> Any:
+    """The frequencies. Raises ConfigError where numbers of the config, each of which may be right, overflow together."""
+    if isinstance(frequencies, np.ndarray) and not np.isfinite(frequencies).all():
+        raise ConfigError(f"{config}: these numbers give no finite frequencies; expected a theta such as 10000")
+    return frequencies
 
 
 def rotation_until(positions: Any, length: Any) -> Any:
@@ -323,6 +362,7 @@ def alibi(num_heads: int) -> Bias:
 
     m_n = 2^(-8 n / N) for a power of two N; else the slopes of the power below, then every second of the power above.
     """
+    check_whole("alibi: num_heads", num_heads)
     below = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * n / below) for n in range(1, below + 1)]
     slopes += [2 ** (-4 * n / below) for n in range(1, 2 * (num_heads - below), 2)]
@@ -347,12 +387,20 @@ def _t5(bias, distances):
     return table[t5_bucket(distances, *bias.args, table.shape[0])].T
 
 
+def check_t5(buckets: int, max_distance: int, bidirectional: bool, name: str = "t5: ") -> None:
+    """Raises ConfigError unless some buckets have one distance each, and these end before the maximum."""
+    check_whole(f"{name}buckets", buckets)
+    check_whole(f"{name}max_distance", max_distance)
+    exact = (buckets // 2 if bidirectional else buckets) // 2
+    if not 0 < exact < max_distance:
+        raise ConfigError(f"{name}buckets={buckets} has {exact} exact distances, which must be in (0, {max_distance})")
+
+
 def t5_bucket(distances: Int[Array, "..."], bidirectional: bool, max_distance: int, buckets: int) -> Int[Array, "..."]:
     """Bucket of each distance key - query. Boundaries are computed on the host, so that all devices have the same."""
+    check_t5(buckets, max_distance, bidirectional)
     half = buckets // 2 if bidirectional else buckets
     exact = half // 2
-    if not 0 < exact < max_distance:
-        raise ValueError(f"t5: {buckets} buckets have {exact} exact distances, which must be in (0, {max_distance})")
     far = np.arange(exact, max_distance + 1)
     logs = np.log(far.astype(np.float32) / np.float32(exact)) / np.float32(math.log(max_distance / exact))
     of_far = np.minimum(exact + (logs * np.float32(half - exact)).astype(np.int64), half - 1)

@@ -18,6 +18,7 @@ from jaxformer.models import (
     Embedding,
     EncoderDecoder,
     LanguageModel,
+    Learned,
     Mixture,
     ModelConfig,
     Patches,
@@ -246,3 +247,20 @@ def test_every_field_says_what_it_means():
     assert {ModelConfig, Mixture, Patches, mixers.Performer, vision.Reconstruction} <= set(classes)
     silent = [f"{cls.__name__}.{field.name}" for cls in classes for field in fields(cls) if not meanings(cls).get(field.name)]
     assert not silent, silent
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Learned(-1), "Learned.offset=-1"),
+        (lambda: Relative(buckets=0), "Relative.buckets=0"),
+        (lambda: Relative(buckets=3), "Relative.buckets=3 has 0 exact"),
+        (lambda: Relative(buckets=32, max_distance=8), "must be in \\(0, 8\\)"),
+        (lambda: Relative(max_distance=-5), "Relative.max_distance=-5"),
+        (lambda: models.Axial((-2, -3), (4, 4)), "Axial.shape=-2"),
+        (lambda: models.Axial((2, 3), (8, 0)), "Axial.widths=0"),
+    ],
+)
+def test_positions_of_numbers_that_cannot_work(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

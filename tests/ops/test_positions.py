@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from jaxformer.errors import ConfigError
 from jaxformer.ops.positions import (
     NTK,
     Linear,
@@ -15,10 +16,12 @@ from jaxformer.ops.positions import (
     LongRoPE,
     Rope,
     YaRN,
+    alibi,
     learned,
     rope,
     rope_frequencies,
     sinusoidal,
+    t5_bucket,
     within_segments,
 )
 
@@ -365,3 +368,36 @@ def test_errors():
         rope_frequencies(32, Rope(scaling=LongRoPE(SHORT, (1.0,) * 3, OLD)))
     with pytest.raises(ValueError, match="at least 4"):
         rope_frequencies(2, Rope(scaling=NTK(2.0)))
+
+
+@pytest.mark.parametrize("name", ["short", "long"])
+def test_one_bad_factor_of_many_is_refused(name):
+    right = {"short": (1.0, 1.0), "long": (2.0, 2.0), "original_length": 8}
+    with pytest.raises(ConfigError, match=rf"LongRoPE\.{name}=0\.0"):
+        LongRoPE(**right | {name: (1.0, 0.0)})
+
+
+def test_numbers_that_cannot_work_together_are_refused():
+    Rope(1.0)  # every pair turns at the same speed: allowed
+    with pytest.raises(ConfigError, match=r"theta=1\.0: expected a number above 1 with YaRN"):
+        Rope(1.0, scaling=YaRN(2.0, 8))
+    with pytest.raises(ConfigError, match="at most 1"):
+        Rope(fraction=1.5)
+    with np.errstate(over="ignore"), pytest.raises(ConfigError, match="no finite frequencies"):
+        rope_frequencies(8, Rope(scaling=Linear(5e-324)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sinusoidal(jnp.array([[1]]), 0), "width=0"),
+        (lambda: sinusoidal(jnp.array([[1]]), 4, base=0.0), "base=0"),
+        (lambda: sinusoidal(jnp.array([[1]]), 4, base=math.nan), "base=nan"),
+        (lambda: alibi(0), "num_heads=0"),
+        (lambda: t5_bucket(jnp.arange(3), True, 128, 3), "buckets=3"),
+        (lambda: t5_bucket(jnp.arange(3), True, 0, 32), "max_distance=0"),
+    ],
+)
+def test_functions_of_positions_refuse_numbers_that_cannot_work(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()

@@ -1,12 +1,15 @@
 """Positions: what users of other projects saw go wrong with rotations, their scalings, and biases of distance."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxformer import models, ops, params
-from jaxformer.ops.positions import NTK, Linear, LongRoPE, Rope, YaRN, learned, rope, sinusoidal, t5_bucket
+from jaxformer.errors import ConfigError
+from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN, learned, rope, sinusoidal, t5_bucket
 
 LONG = LongRoPE((1.0, 1.1, 1.2, 1.3), (2.0, 3.0, 4.0, 5.0), original_length=64)
 
@@ -201,3 +204,32 @@ def test_rotations_of_packed_texts_are_those_of_each_alone():
         packed = rope(x, positions, Rope(scaling=scaling))
         alone = rope(x[:, 3:5], jnp.array([[0, 1]]), Rope(scaling=scaling))
         np.testing.assert_allclose(packed[:, 3:5], alone, atol=1e-6)
+
+
+BAD = (0.0, -1.0, math.nan, math.inf, -math.inf)
+# each position config with the name of each number that it takes
+NUMBERS = [
+    (Rope, {}, ("theta", "fraction")),
+    (Linear, {"factor": 2.0}, ("factor",)),
+    (NTK, {"factor": 2.0, "original_length": 8}, ("factor", "original_length")),
+    (Llama3, {"factor": 2.0, "original_length": 8}, ("factor", "original_length", "low", "high")),
+    (
+        YaRN, {"factor": 2.0, "original_length": 8},
+        ("factor", "original_length", "beta_fast", "beta_slow", "attention_factor"),
+    ),
+    (LongRoPE, {"short": (1.0,), "long": (2.0,), "original_length": 8}, ("original_length", "attention_factor")),
+]  # fmt: skip
+
+
+@pytest.mark.report(
+    "flashinfer-ai/flashinfer#3117", "RL-Align/RL-Kernel#236",
+    right="a base, a factor or a length that is no finite number above 0 is refused by name where it is given",
+    hit="theta=0 and factor=0 gave NaN in every logit, and -inf or NaN were taken as they were",
+)  # fmt: skip
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(("cls", "right", "names"), NUMBERS, ids=[cls.__name__ for cls, *_ in NUMBERS])
+def test_numbers_that_cannot_work_are_refused_at_the_door(cls, right, names, bad):
+    cls(**right)
+    for name in names:
+        with pytest.raises(ConfigError, match=rf"^{cls.__name__}\.{name}={bad}: expected"):
+            cls(**right | {name: bad})

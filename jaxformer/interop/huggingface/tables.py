@@ -234,20 +234,20 @@ def read_rope(c: Json, head_width: int, theta: float = 1e4) -> Rope:
     """The rotation of a config. These models rotate the full head: they ignore a partial factor, or with scaling fail."""
     rope = _rope_settings(c)
     kind = rope.get("rope_type", "default")
-    scaling = None
     if kind != "default":
         only({"partial_rotary_factor": c.get("partial_rotary_factor") or 1.0} | rope, partial_rotary_factor=1.0)
-        scaling = _read_scaling(c, rope, kind)
-    rotation = Rope(get(rope, "rope_theta", theta), 1.0, "half", scaling)
+    base = get(rope, "rope_theta", theta)
+    settings = None if kind == "default" else _read_scaling(c, rope, kind)
     try:
         if head_width > 2**20:
             raise ValueError(f"expected at most {2**20} features of a head")
+        scaling = None if settings is None else SCALINGS[kind][0](*settings)
+        rotation = Rope(base, 1.0, "half", scaling)
         with np.errstate(all="ignore"):
-            frequencies, _ = rope_frequencies(head_width, rotation)
-        if not np.isfinite(frequencies).all():
-            raise ValueError(f"rope_theta={rotation.theta:g} and these factors give no finite frequencies")
+            rope_frequencies(head_width, rotation)
     except ValueError as error:
-        raise ConfigError(f"config.json: head_dim={head_width}, rope_type={kind!r}: {error}") from None
+        shown = f"head_dim={head_width}, rope_type={kind!r}, rope_theta={base:g}"
+        raise ConfigError(f"config.json: {shown}: {error}") from None
     return rotation
 
 
@@ -272,10 +272,18 @@ def _rope_settings(c: Json) -> Json:
     return settings
 
 
-def _read_scaling(c: Json, rope: Json, kind: str):
+def _long_rope_factor(stretch: float, original: int) -> float:
+    """The factor on cos and sin of a context that is `stretch` times the original one, as transformers has it."""
+    if original == 1:
+        raise ConfigError(f"config.json: {ORIGINAL}=1: expected at least 2, or an {ATTENTION}")
+    return math.sqrt(1 + math.log(max(stretch, 1)) / math.log(original))
+
+
+def _read_scaling(c: Json, rope: Json, kind: str) -> list[Any]:
+    """The arguments of the class of `SCALINGS`."""
     if kind not in SCALINGS:
         raise ConfigError(f"config.json: rope_type={kind!r}: expected default, {', '.join(SCALINGS)}")
-    scaling, fields = SCALINGS[kind]
+    _, fields = SCALINGS[kind]
     length = get(c, LENGTH)
     original = get(rope, ORIGINAL, length)
     stretch = get(rope, "factor", length / original)
@@ -288,9 +296,10 @@ def _read_scaling(c: Json, rope: Json, kind: str):
         settings |= {"factor": stretch, "beta_fast": fast, "beta_slow": slow}
     if kind == "longrope":
         settings |= {key: tuple(map(float, rope[key])) for key in ("short_factor", "long_factor")}
-        settings.setdefault(ATTENTION, math.sqrt(1 + math.log(max(stretch, 1)) / math.log(original)))
+        if ATTENTION not in settings:
+            settings[ATTENTION] = _long_rope_factor(stretch, original)
     needed = (name for name in fields if name != ATTENTION or name in settings)  # it has a default
-    return scaling(*(get(settings, name, fields[name]) for name in needed))
+    return [get(settings, name, fields[name]) for name in needed]
 
 
 def write_rope(positions: Any) -> Json:

@@ -8,10 +8,12 @@ from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
+from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask, as_mask, rules
 from jaxformer.ops.attention import blockwise, cudnn, ring, rows, splash
 from jaxformer.ops.attention.call import Call, check_shapes, dropout_seed
@@ -106,7 +108,32 @@ def _check(query, key, value, bias, softcap, sinks, dropout_rate):
         raise ValueError(f"attention: dropout_rate is a probability in [0, 1); got {dropout_rate}")
 
 
+def _check_heads(N: int, call: Call) -> None:
+    """Raises ConfigError for a bias or a mask that was made for another number of heads than the N of the queries."""
+    expected = f"expected {N}, those of the query, or 1"
+    of_bias = _bias_heads(call.bias)
+    if of_bias not in (None, 1, N):
+        raise ConfigError(f"attention: the bias is of {of_bias} heads: {expected}")
+    for of_mask in call.mask.head_counts():
+        if of_mask not in (1, N):
+            raise ConfigError(f"attention: {call.mask} has masks of {of_mask} heads: {expected}")
+
+
+def _bias_heads(bias: Any) -> int | None:
+    """The number of heads of a bias: an array, a `Bias` or a function of positions. None: it says so only for its rows."""
+    if bias is None or getattr(bias, "rows", ()):
+        return None
+    if isinstance(bias, Bias):
+        one_pair = partial(Bias.block, q_start=0, q_length=1, kv_start=0, kv_length=1)
+        return jax.eval_shape(one_pair, bias).shape[1]
+    if callable(bias):
+        place = jax.ShapeDtypeStruct((1,), jnp.int32)
+        return jax.eval_shape(bias, place, place).shape[-3]
+    return bias.shape[1]
+
+
 def _attend(implementation: str | None, return_weights: bool, query, key, value, call: Call):
+    _check_heads(query.shape[2], call)
     only_reference = return_weights or call.positions is not None
     match "reference" if only_reference else implementation or _choose(query, key, value, call):
         case "reference" | "rows" as name:
