@@ -31,6 +31,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
         os.environ[variable] = tempfile.mkdtemp(prefix="jaxformer-tests-")
         atexit.register(shutil.rmtree, os.environ[variable], ignore_errors=True)
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     # what `make test` hands to a make that a test starts: that one would print its folders, and take this one's variables
     for variable in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "ARGS"):
         os.environ.pop(variable, None)
@@ -43,12 +44,36 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_configure(config):
+    """Keeps compiled programs for the other worker, for the processes that tests start, and for the next session.
+
+    Compilation is most of the suite's time. A program is found by a digest of itself, of XLA's version and of its flags.
+    `--cache-clear` forgets the programs.
+    """
+    from jaxformer.training import compilation_cache
+
+    if not hasattr(config, "cache"):
+        return
+    folder = config.cache.mkdir("programs")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        compilation_cache.tidy(folder)
+        link = Path(os.environ["XDG_CACHE_HOME"]) / "jaxformer" / "compiled"  # where a run looks
+        link.parent.mkdir()
+        link.symlink_to(folder)
+
+
 @pytest.fixture
 def tmp_path(tmp_path):
     """Every file of every test lies where users' files lie: on a path with spaces, quotes and letters beyond ASCII."""
     folder = tmp_path / "mes modèles 火 'q' #1"
     folder.mkdir()
     return folder
+
+
+def pytest_make_parametrize_id(val):
+    """Names bytes by their number: gzip writes the time into them, and every worker must collect the same names."""
+    return f"{len(val)} bytes" if isinstance(val, bytes) else None
 
 
 _states = {}

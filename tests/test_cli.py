@@ -134,6 +134,7 @@ def test_positions_beyond_the_learned_table_get_one_line(trained, capsys):
     assert code == 2 and "learned positions" in err and err.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_texts_that_end_before_they_begin_get_one_line(trained, capsys):
     for argv, said in (
         (["--stop="], "stop: '' is in every text"),
@@ -144,6 +145,7 @@ def test_texts_that_end_before_they_begin_get_one_line(trained, capsys):
         assert code == 2 and said in err.splitlines()[-1], argv
 
 
+@pytest.mark.thorough
 def test_a_prompt_may_hold_any_separator_of_lines(trained, capsys):
     prompts = ["a\u2028b", "a\x85b", "a\x0cb"]
     (trained / "in.jsonl").write_text("".join(f"{json.dumps({'prompt': p}, ensure_ascii=False)}\r\n" for p in prompts), "utf-8")
@@ -151,6 +153,7 @@ def test_a_prompt_may_hold_any_separator_of_lines(trained, capsys):
     assert [json.loads(line)["prompt"] for line in (trained / "out.jsonl").read_text().splitlines()] == prompts
 
 
+@pytest.mark.thorough
 def test_a_run_without_a_tokenizer_gets_one_line(trained, capsys):
     (folder,) = (trained / "runs").glob("tiny-*")
     (folder / "tokenizer.json").unlink()
@@ -246,6 +249,7 @@ def test_an_unwritable_run_folder_gets_one_line(workplace, capsys):
     assert (workplace / "taken").read_text() == "a file where a folder should go"
 
 
+@pytest.mark.thorough
 def test_changed_data_is_refused_on_resume(trained, capsys):
     (trained / "text.txt").write_text(TEXT.replace("fox", "cat"))
     code, _, err = run(capsys, "train", "tiny")
@@ -262,6 +266,7 @@ def test_two_trainers_do_not_share_a_run(workplace, capsys):
     assert code == 2 and f"pid {os.getpid()}" in err and err.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_numbers_that_stay_bad_end_the_run_with_code_3(workplace, capsys):
     code, _, err = run(
         capsys, "train", "tiny", "--steps=40", "--optimizer.learning-rate=1e38", "--clip-norm=1e30", "--max-skipped=3"
@@ -269,6 +274,7 @@ def test_numbers_that_stay_bad_end_the_run_with_code_3(workplace, capsys):
     assert code == 3 and "not finite for 3 steps" in err
 
 
+@pytest.mark.thorough
 def test_a_logger_that_fails_does_not_stop_the_run(workplace, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     code, out, _ = run(capsys, "train", "tiny", "--loggers", "('wandb', 'tensorboard')")
@@ -406,6 +412,7 @@ def test_more_steps_of_a_finished_run_are_a_new_one_which_may_begin_with_its_par
     assert second < first
 
 
+@pytest.mark.thorough
 def test_the_commands_that_a_run_prints_are_those_of_a_shell(trained, capsys):
     (trained / "runs").rename(trained / "my runs")
     code, out, _ = run(capsys, "train", "tiny", "--runs=my runs")
@@ -413,6 +420,7 @@ def test_the_commands_that_a_run_prints_are_those_of_a_shell(trained, capsys):
     assert code == 0 and words[:4] == ["python", "-m", "jaxformer", "evaluate"] and Path(words[4]).is_dir() and len(words) == 5
 
 
+@pytest.mark.thorough
 def test_how_a_run_executes_may_change_and_is_said(workplace, capsys, caplog):
     quick = ["--steps=4", "--eval-batches=1", *SILENT]
     assert run(capsys, "train", "tiny", *quick)[0] == 0
@@ -440,6 +448,7 @@ def test_fine_tuning_of_a_run_trains_factors_beside_frozen_weights(trained, caps
     assert after.generate("the ", tokens=3).startswith("the ")
 
 
+@pytest.mark.thorough
 def test_a_model_that_sees_later_tokens_ends_without_a_sample(workplace, capsys):
     code, out, _ = run(capsys, "train", "tiny", "--model.masks", "full()", "--steps=2", "--eval-batches=1")
     assert code == 0 and "sample:" not in out and "next: python -m jaxformer evaluate" in out and "generate" not in out
@@ -462,6 +471,7 @@ def test_a_profile_is_written(workplace, capsys):
     assert code == 0 and "profile of steps 10 to 15" in out and list((folder / "profile").rglob("*.pb"))
 
 
+@pytest.mark.thorough
 def test_a_name_is_the_experiment_and_a_preset_of_that_name_has_a_prefix(workplace, capsys):
     from jaxformer.models import PRESETS
 

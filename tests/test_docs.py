@@ -44,7 +44,7 @@ def test_each_block_of_the_readme_runs_alone(index, capsys):
     run(python_blocks(README.read_text())[index], f"README block {index}", {"__name__": "__readme__"}, capsys)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and python_blocks(PAGES[page].read_text())])
 def test_the_blocks_of_a_page_run_as_they_are_read(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -163,11 +163,13 @@ def check_commands(text):
         check_python(line)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", ["README", *PAGES])
 def test_the_commands_of_a_page_exist(page):
     check_commands(code_of((PAGES | {"README": README})[page].read_text()))
 
 
+@pytest.mark.thorough_after(21)
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_says_its_command_and_what_to_expect(name):
     docstring = ast.get_docstring(ast.parse(EXPERIMENTS[name].read_text()))
@@ -178,7 +180,7 @@ def test_an_experiment_says_its_command_and_what_to_expect(name):
     check_commands(docstring)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs(name, tmp_path, monkeypatch):
     """As the book runs it, but smaller."""

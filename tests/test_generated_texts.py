@@ -79,6 +79,7 @@ def test_a_day_has_six_names():
     assert len(names) == 1000
 
 
+@pytest.mark.thorough
 def test_pairs_of_sentences_have_the_same_lengths_whether_one_follows_or_not():
     rng, vocabulary = np.random.default_rng(0), [f"word{i}" for i in range(50)]
     texts = [" ".join(rng.choice(vocabulary, int(rng.integers(60, 150)))) for _ in range(200)]

@@ -78,6 +78,7 @@ def upstairs(part, source):
     return [(line, other) for line, other in parts if FLOOR[other] > FLOOR[part]]
 
 
+@pytest.mark.thorough_after(113)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_stay_on_their_floor_or_below(path):
     relative = path.relative_to(ROOT)

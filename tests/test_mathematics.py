@@ -179,6 +179,7 @@ def test_a_gate_of_eight_thirds_costs_what_four_costs():
     assert size(plain) == size(gated) == 8 * d**2
 
 
+@pytest.mark.thorough
 def test_a_penalty_belongs_after_the_division():
     """(Q K^T + M) / sqrt(d) is another softmax for a finite M, the same for -inf."""
     q, k = RNG.normal(size=(2, 4, 16))
@@ -242,6 +243,7 @@ def test_every_equation_has_its_function():
             assert "`jaxformer." in part or "ops." in part or "masks." in part, part.splitlines()[0]
 
 
+@pytest.mark.thorough
 def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "docs/notebooks/worked_example.py"), run_name="__main__")

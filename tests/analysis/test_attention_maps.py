@@ -13,6 +13,7 @@ def random_weights(*shape, seed=0):
     return jax.nn.softmax(3 * jax.random.normal(jax.random.key(seed), shape), axis=-1)
 
 
+@pytest.mark.thorough
 def test_numbers_are_those_of_loops():
     L, B, N, T = 2, 3, 4, 6
     weights, wide = random_weights(L, B, N, T, T), None
@@ -33,6 +34,7 @@ def test_numbers_are_those_of_loops():
     np.testing.assert_allclose(maps.rollout(weights).sum(axis=-1), 1, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_bounds_are_reached():
     one, even = jnp.eye(5)[None, None], jnp.full((1, 1, 5, 5), 0.2)
     np.testing.assert_allclose(maps.entropy(one), 0)
@@ -41,6 +43,7 @@ def test_bounds_are_reached():
     np.testing.assert_allclose(maps.overlap(jnp.concatenate([one, jnp.roll(one, 1, -1)], axis=1))[0, 0, 1], 0)
 
 
+@pytest.mark.thorough
 def test_padding_is_in_no_mean():
     weights, real = random_weights(2, 3, 4, 6, 6), jnp.arange(6)[None] < jnp.array([6, 2, 4])[:, None]
     spoiled = jnp.where(real[None, :, None, :, None], weights, 1 / 6)
@@ -60,6 +63,7 @@ def test_targets_of_induction(seed):
         assert found[b, t] == (before[-1] + 1 if before else -1)
 
 
+@pytest.mark.thorough
 def test_a_head_of_a_kind_has_its_score():
     tokens = jnp.array([[3, 1, 4, 1, 3, 1, 2, 4]])
     for targets in (maps.previous_tokens(tokens), maps.induction_targets(tokens)):

@@ -45,6 +45,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CONFIGS)
 def test_flops_are_those_of_the_program(name):
     """Where no pair is hidden: the reference computes what it then throws away."""
@@ -55,6 +56,7 @@ def test_flops_are_those_of_the_program(name):
     assert total == sum(params.count(leaf) for leaf in jax.tree.leaves(models.spec(config)))
 
 
+@pytest.mark.thorough
 def test_experts_cost_what_a_token_takes_of_them():
     """The program's rows for each expert are rounded up."""
     config, tokens = replace(CONFIGS["full"], feedforward=Mixture(4, 2)), jax.ShapeDtypeStruct((2, 64), jnp.int32)
@@ -62,6 +64,7 @@ def test_experts_cost_what_a_token_takes_of_them():
     assert 0.5 < sum(row.flops for row in costs.parts(config, 64, 2)) / program.flops <= 1
 
 
+@pytest.mark.thorough
 def test_a_pair_attends_three_times():
     stack = replace(SMALL, masks=(masks.full(),))
     config = EncoderDecoder(replace(stack, heads=()), stack)
@@ -71,6 +74,7 @@ def test_a_pair_attends_three_times():
     assert sum(row.flops for row in costs.parts(config, 16)) == pytest.approx(program.flops)
 
 
+@pytest.mark.thorough
 def test_scores_of_each_layer():
     """Layers with masks in turn: those of a window cost what it shows."""
     config = replace(SMALL, masks=(masks.causal(), masks.causal() & masks.window(3)))
@@ -79,6 +83,7 @@ def test_scores_of_each_layer():
     assert f"{second / 1e9:,.2f}" in costs.table(config, 16) and "by layer" not in costs.table(SMALL, 16)
 
 
+@pytest.mark.thorough
 def test_caches_and_what_training_keeps():
     config = PRESETS["gpt2_small"]
     assert costs.cache_bytes(config, 1000) == 2 * 2 * 12 * 768 * 1000

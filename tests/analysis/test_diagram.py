@@ -72,6 +72,7 @@ def own(config):
     return Performer(4)(config)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "config",
     [

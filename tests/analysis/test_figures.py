@@ -23,7 +23,7 @@ def own(config):
     return shaw(jax.numpy.broadcast_to(query, (1, 24, 4, 8)), table)
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "shifts"),
     [

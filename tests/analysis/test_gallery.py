@@ -48,6 +48,7 @@ def test_what_the_records_lack_is_not_offered(records):
             assert legend.texts and (len(runs) == 1 or [text.get_text() for text in legend.texts] == list(runs))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tokenizer", [Characters("abcdefgh"), None])
 @pytest.mark.parametrize("form", ["text", "pair", "images", "captions"])
 def test_attention_is_labelled_by_tokens_or_numbers_of_patches(monkeypatch, tokenizer, form):

@@ -24,7 +24,7 @@ def own(config):
     return attention(config, finish=lambda params, x, out: 2 * out)
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "config", [CONFIG, replace(CONFIG, norm_placement="post"), replace(CONFIG, mixer=Linear()), replace(CONFIG, mixer=own)]
 )

@@ -90,6 +90,7 @@ def test_a_page_is_refreshed_at_every_evaluation(tmp_path, monkeypatch):
     assert "After 3 of 6 training steps" in text and "<h2>Loss</h2>" in text and "Architecture" not in text
 
 
+@pytest.mark.thorough
 def test_a_page_that_fails_stops_no_run(tmp_path, monkeypatch, caplog):
     def broken(*_):
         raise OSError("the disk is full")
@@ -113,6 +114,7 @@ def test_two_runs_side_by_side(trained, monkeypatch):
         assert (trained / "figures" / f"masks-{folder.name}.png").is_file()
 
 
+@pytest.mark.thorough
 def test_words_of_a_run_are_no_markup(trained, monkeypatch):
     monkeypatch.setattr(gallery, "run_pictures", lambda folder: {})
     folder = trained / "runs" / "copied"
@@ -124,6 +126,7 @@ def test_words_of_a_run_are_no_markup(trained, monkeypatch):
     assert "step-10." in text and "step-6." not in text  # the newest, though "step-6" comes later in the alphabet
 
 
+@pytest.mark.thorough
 def test_runs_of_one_name_are_told_apart_by_their_paths(trained, monkeypatch, capsys):
     monkeypatch.setattr(gallery, "run_pictures", lambda folder: {"Masks": lambda: figures.heat(np.eye(2), "key", "query")})
     first = runs(trained)[0]

@@ -24,6 +24,7 @@ def test_known_exponents_come_back(law):
     assert abs(alone.alpha - law.alpha) < 0.01 and abs(alone.E / law.E - 1) < 0.01 and alone.B == 0
 
 
+@pytest.mark.thorough
 def test_one_run_gone_wrong_does_not_move_the_law():
     losses, N, D = grid(scaling.HOFFMANN)
     losses[7] *= 1.5

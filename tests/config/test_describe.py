@@ -47,6 +47,7 @@ experiments = st.builds(
 )
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=50)
 @given(experiments, experiments, st.sets(st.sampled_from([field.name for field in dataclasses.fields(Experiment)])))
 def test_fingerprint_and_diff_tell_configs_apart(one, other, taken):
@@ -323,6 +324,7 @@ SAME = {
 }
 
 
+@pytest.mark.thorough_after(26)
 @pytest.mark.parametrize("pair", DIFFERENT.values(), ids=DIFFERENT)
 def test_what_decides_numbers_tells_experiments_apart(pair, described):
     (one, print_one), (two, print_two) = (described(*each) for each in pair)
@@ -363,6 +365,7 @@ def test_whatever_a_field_holds_is_described_without_addresses(make):
     C.fingerprint(Experiment("x", make()))
 
 
+@pytest.mark.thorough
 def test_descriptions_are_the_same_in_another_process():
     """Also with other hashes of strings, and so another order of sets."""
     code = (

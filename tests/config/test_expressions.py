@@ -189,6 +189,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.thorough_after(251)
 @pytest.mark.parametrize("text", REFUSED, ids=lambda text: ascii(text[:20]))
 @pytest.mark.parametrize("hint", [object, int, tuple[int, ...], bool | float | None])
 def test_refused_without_a_call_in_one_line_and_quickly(text, hint, monkeypatch, recwarn):
@@ -259,6 +260,7 @@ expressions = st.recursive(atoms, extended, max_leaves=8)
 noise = st.text(st.sampled_from(string.printable), max_size=40)
 
 
+@pytest.mark.thorough
 @settings(max_examples=600, deadline=None)
 @given(expressions | noise)
 def test_nothing_but_offered_names_is_called(text):

@@ -49,6 +49,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("file", ["config.json", "source.json"])
 def test_a_run_with_a_damaged_file(trained, tmp_path, monkeypatch, capsys, file):
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)

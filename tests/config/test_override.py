@@ -359,6 +359,7 @@ def test_help_never_fails(value):
     assert " at 0x" not in text and "--data" in text
 
 
+@pytest.mark.thorough
 def test_help_of_every_experiment(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)  # and there is no terminal
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -117,6 +117,7 @@ def test_a_path_may_be_a_glob_or_a_file(small, texts, pattern):
     assert dataset.validation.tokens[:].tobytes() == WHOLE[0].encode() + b"\xff"
 
 
+@pytest.mark.thorough
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 7), st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
 def test_tokens_of_files_are_the_array(sizes, length, cut):
@@ -252,6 +253,7 @@ DAMAGE = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("finished", [True, False])
 def test_any_damaged_file_of_the_cache_is_found_and_made_anew(small, texts, damage, finished, monkeypatch):

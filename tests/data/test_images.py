@@ -31,6 +31,7 @@ def folders(tmp_path):
     return Images(train=paint(tmp_path / "train"), validation=paint(tmp_path / "validation", 1), image=(4, 4))
 
 
+@pytest.mark.thorough
 def test_digits_are_split_once_and_for_all():
     dataset, again, other = Digits().open(TEN), Digits().open(None), Digits(seed=1).open(TEN)
     assert (len(dataset.train), len(dataset.validation)) == (1437, 360)

@@ -94,6 +94,7 @@ def test_hosts_together_hold_the_same_batch():
             np.testing.assert_array_equal(np.concatenate([part[step][name] for part in parts]), array)
 
 
+@pytest.mark.thorough
 def test_large_splits_are_shuffled_too():
     counts = (70_000, 80_000)
     split = mixed(1, 1, counts=counts).train

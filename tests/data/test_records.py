@@ -46,6 +46,7 @@ def test_a_byte_order_mark_is_no_text(ending, tmp_path):
     assert [values for _, values in records(path, ["text"], Problems())] == [["one"], ["\ufefftwo"]]
 
 
+@pytest.mark.thorough
 @given(st.lists(st.text("abé ", max_size=12), max_size=20), st.integers(1, 40))
 @settings(max_examples=100, deadline=None)
 def test_parts_together_are_the_file(texts, size):

@@ -33,6 +33,7 @@ def text(tmp_path):
     return Text(str(path))
 
 
+@pytest.mark.thorough
 @given(st.integers(2, 200), st.integers(1, 40))
 @settings(deadline=None)
 def test_training_windows_are_all_offsets(n, length):
@@ -48,6 +49,7 @@ def test_training_windows_are_all_offsets(n, length):
     assert (batch["weights"] == 1).all()
 
 
+@pytest.mark.thorough
 @given(st.integers(2, 200), st.integers(1, 40))
 @settings(deadline=None)
 def test_validation_windows_predict_every_token_once(n, length):
@@ -152,6 +154,7 @@ def test_damaged_bpe_tokens_are_made_anew(damage, text, tmp_path, caplog):
     assert "is damaged" in caplog.text and "made anew" in caplog.text
 
 
+@pytest.mark.thorough
 def test_processes_may_race_for_the_cache(text, tmp_path):
     pytest.importorskip("tokenizers")
     config = replace(text, tokenizer="bpe", vocab_size=300, cache=str(tmp_path / "cache"))
@@ -259,6 +262,7 @@ def test_bytes_take_any_file(tmp_path):
     assert open_dataset(Text(str(tmp_path / "latin.txt")), 8).vocab_size == 256
 
 
+@pytest.mark.thorough
 def test_configs_cost_no_heavy_import():
     code = "import sys; import jaxformer.data.sources, jaxformer.data.tasks, jaxformer.data.batching; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

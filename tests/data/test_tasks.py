@@ -22,6 +22,7 @@ ANSWERS = {Reverse: lambda x: x[::-1], Copy: lambda x: x, Sort: sorted}
 SIZES = {"vocab_size": st.integers(2, 40), "length": st.integers(1, 12), "seed": st.integers(0, 2**40)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", ANSWERS)
 @given(**SIZES, index=st.integers(0, 999))
 @settings(max_examples=50, deadline=None)
@@ -43,6 +44,7 @@ def test_answers_of_both_forms(task, vocab_size, length, seed, index):
     assert causal["weights"].sum() == length
 
 
+@pytest.mark.thorough
 @given(vocab_size=st.integers(16, 40), length=st.integers(1, 8), seed=st.integers(0, 99), index=st.integers(0, 99))
 @settings(max_examples=50, deadline=None)
 def test_recall_asks_each_key_once_for_its_value(vocab_size, length, seed, index):

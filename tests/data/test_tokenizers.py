@@ -35,6 +35,7 @@ def test_any_text_round_trips(kind):
     check()
 
 
+@pytest.mark.thorough
 @given(st.text(min_size=1), st.data())
 @settings(max_examples=100, deadline=None)
 def test_characters_are_the_sorted_set_and_round_trip(text, data):

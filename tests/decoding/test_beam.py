@@ -122,6 +122,7 @@ SEEDS = (0, 1, 6)  # in 6 a text that falls short at the limit gets better befor
 GNMT = {f"gnmt {a}": (gnmt(a), lambda s, n, a=a: s / ((5 + n) / 6) ** a) for a in (0.8, -0.8, 3.0)}
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(  # each kind of beams with one way to stop; the other pairs are slow
     ("beams", "penalties", "early_stopping"),
     [
@@ -143,6 +144,7 @@ def test_plain_beams_equal_the_reference(beams, penalties, early_stopping):
                 assert_same(row, reference(weights, prompt, 6, how, stop_tokens, score, always_on=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("groups", "early_stopping"), [(2, False), (4, "never"), (8, True)])
 def test_diverse_beams_equal_the_reference(groups, early_stopping):
     prompts = [[1, 2, 3], [4]]
@@ -162,6 +164,7 @@ def test_diverse_beams_equal_the_reference(groups, early_stopping):
     assert mean(20.0) > mean(0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", PENALTIES | GNMT)
 def test_enough_beams_find_the_best_of_all_texts(kind):
     V, steps, prompt, stop = 3, 4, [1], 0
@@ -194,6 +197,7 @@ def never_twice(scores, history):
     return jnp.where(hits.any(axis=1), -jnp.inf, scores)
 
 
+@pytest.mark.thorough
 def test_filters_see_the_text_of_their_row():
     weights, prompts, how = network(2, 9), [[1, 2], [3]], Beams(4, n_best=3)
     for row, prompt in zip(run(weights, prompts, 5, how, [0], (never_twice,)), prompts, strict=True):
@@ -203,6 +207,7 @@ def test_filters_see_the_text_of_their_row():
         assert all(text[0] == 4 for text, _ in row) and len({tuple(text) for text, _ in row}) == 3
 
 
+@pytest.mark.thorough
 def test_a_text_ends_where_no_token_is_left():
     """Of four tokens, one in the prompt, none twice: six orders of three, whether the limit is there or later."""
     orders = {(a, b, c) for a in (0, 2, 3) for b in (0, 2, 3) for c in (0, 2, 3) if len({a, b, c}) == 3}
@@ -217,6 +222,7 @@ def no_number_beyond_the_slots(scores, history):
     return jnp.where((history.length >= history.tokens.shape[1])[:, None], jnp.nan, scores)
 
 
+@pytest.mark.thorough
 def test_a_row_ends_where_its_slots_are_full():
     weights, how = network(1, 7), Beams(3, n_best=3)
     full, short = run(weights, [[1, 2, 3], [4]], 20, how, [], (no_number_beyond_the_slots,), slots=8)
@@ -224,6 +230,7 @@ def test_a_row_ends_where_its_slots_are_full():
     assert_same(short, reference(weights, [4], 7, how, [], lambda s, n: s / n))
 
 
+@pytest.mark.thorough
 def test_limits_stop_tokens_penalties_and_diversity_are_no_constants():
     chex.clear_trace_counter()
     weights = jax.tree.map(np.float32, network(0, 7))
@@ -244,6 +251,7 @@ def test_limits_stop_tokens_penalties_and_diversity_are_no_constants():
             assert out.tokens.shape == (2, 2, 9) and out.length.max() <= 5 + i
 
 
+@pytest.mark.thorough
 def test_a_plain_function_is_a_length_penalty():
     weights, score = network(3, 7), lambda total, length: total - 0.3 * length
     how = Beams(4, 4, score, early_stopping="never")
@@ -264,6 +272,7 @@ def test_numbers_that_equal_true_and_false_are_neither(number):
         how.__post_init__()
 
 
+@pytest.mark.thorough
 def test_texts_to_score_have_tokens_of_the_vocabulary_and_no_part_is_empty():
     """Wherever the wrong token stands: the last one is predicted, but not read."""
     config = ModelConfig(vocab_size=7, num_layers=1, d_model=8, num_heads=2, context_length=6)
@@ -277,6 +286,7 @@ def test_texts_to_score_have_tokens_of_the_vocabulary_and_no_part_is_empty():
             decoding.score(config, weights, prompts, continuations)
 
 
+@pytest.mark.thorough
 def test_no_score_of_tokens_that_the_mask_shows_to_those_before():
     """Behind a prefix each token is predicted; one that begins inside, or a model of both directions, has no score."""
     config = ModelConfig(vocab_size=7, num_layers=1, d_model=8, num_heads=2, context_length=9)

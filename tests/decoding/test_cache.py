@@ -239,7 +239,7 @@ def test_pieces_of_many_blocks_of_queries_in_caches_of_many_widths(name):
         np.testing.assert_allclose(row, wanted[: len(row)], rtol=2e-5, atol=2e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["causal", "learned", "axial", "linear", "mistral_7b", "t5_small"])
 def test_a_row_may_wait_from_the_first_call_on(name):
     """Its slots are empty, whatever the others wrote: also where a table has no row for its position."""

@@ -210,6 +210,7 @@ def compiled_at_most(times):
     return jax.jit(chex.assert_max_traces(lambda keep, logits, history: keep(logits, history), n=times))
 
 
+@pytest.mark.thorough_after(7)
 @pytest.mark.parametrize("make", NUMBERS)
 def test_other_numbers_compile_nothing_and_a_row_is_what_it_is_alone(make):
     logits, history, numbers = jnp.asarray(random_logits(width=40)), history_of(), NUMBERS[make]

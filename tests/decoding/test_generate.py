@@ -46,6 +46,7 @@ def make(name):
     return config, init(config, jax.random.key(3))
 
 
+@pytest.mark.thorough
 def test_a_decoding_step_is_compiled_once():
     """A cache keeps its form from step to step; only the first call, which makes it, has another."""
     chex.clear_trace_counter()
@@ -74,6 +75,7 @@ def test_greedy_generation_equals_repeated_forward_passes_for_ragged_prompts(nam
         assert jnp.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist() == out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scaling", [pytest.param(NTK(4.0, 8), marks=pytest.mark.slow), LongRoPE((1.0,) * 3, (2.0,) * 3, 8)])
 def test_ragged_prompts_are_not_turned_by_the_longest_row(scaling):
     """A row beside a longer one has the tokens that it has alone, also where the rotation depends on the length."""
@@ -100,6 +102,7 @@ def test_random_masks_do_not_depend_on_the_slots_of_a_cache(slots):
         cache = out.cache
 
 
+@pytest.mark.thorough
 def test_sampling_a_row_does_not_depend_on_its_neighbours_below():
     config, parameters = make("llama")
     alone = decoding.generate(config, parameters, [[1, 2, 3]], 8, key=jax.random.key(5))
@@ -107,6 +110,7 @@ def test_sampling_a_row_does_not_depend_on_its_neighbours_below():
     assert alone[0] == with_others[0]
 
 
+@pytest.mark.thorough
 def test_stop_tokens_end_a_row_and_are_left_out():
     config, parameters = make("gpt2")
     free = decoding.generate(config, parameters, [[1, 2]], 12, how=Sampling(temperature=0.0))[0]
@@ -171,6 +175,7 @@ def test_parameters_in_float64(how):
         assert found == spoken.tokens == expected
 
 
+@pytest.mark.thorough
 def test_parameters_of_more_heads_are_those_of_the_model_and_others_are_refused():
     """As `models.apply` has it; once prepared, parameters of a layer are not compared with the config."""
     config = replace(GPT, tie_embeddings=False)
@@ -308,6 +313,7 @@ class Compilations:
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
+@pytest.mark.thorough
 def test_other_prompts_and_settings_compile_nothing():
     """50 prompts of random lengths within a bucket; other temperatures, k, p, token counts and stop tokens."""
     config = replace(SERVED, num_layers=1, d_ff=8)
@@ -340,6 +346,7 @@ def test_a_filter_that_makes_no_logits_is_refused_by_its_number(search):
             search(GPT, init(GPT, jax.random.key(0)), [[1, 2]], 2, filters=[filters.TopK(3), wrong], **options)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_stream_gives_the_tokens_of_generate(every):
     parameters, how = init(SERVED, jax.random.key(3)), Sampling(temperature=0.7)
@@ -352,6 +359,7 @@ def test_a_stream_gives_the_tokens_of_generate(every):
     assert list(itertools.chain(*parts)) == whole[: whole.index(stop)]
 
 
+@pytest.mark.thorough
 def test_a_function_of_the_new_tokens_ends_a_row():
     """It is asked after some steps, and what it cuts is gone; the row takes the next prompt."""
     parameters = init(SERVED, jax.random.key(3))
@@ -392,6 +400,7 @@ def test_long_prompts_are_read_in_pieces_and_keys_may_have_8_bits(name, monkeypa
     assert decoding.generate(config, parameters, prompts, 6, how=greedy) == whole
 
 
+@pytest.mark.thorough
 def test_a_cache_in_8_bits_costs_as_much_as_its_rounding():
     """A key or value is off by at most half of 1/127 of its head's largest: logits by a few percent of their spread."""
     config, parameters = make("llama")

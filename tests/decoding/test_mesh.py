@@ -34,10 +34,12 @@ def exchanges(mesh):
     return {(one.kind, one.axes): (one.count, one.bytes) for one in hlo.collectives(text, mesh)}
 
 
+@pytest.mark.thorough
 def test_rows_over_data_exchange_only_how_long_the_longest_is():
     assert exchanges(make_mesh(MESHES["data"])) == {("all-reduce", ("data",)): (1, 8)}
 
 
+@pytest.mark.thorough
 def test_heads_over_tensor_are_summed_twice_a_layer():
     """After attention, after the feed-forward, and the embedding of a table split over `tensor`: rows of D numbers each."""
     found = exchanges(make_mesh(MESHES["tensor"]))
@@ -46,6 +48,7 @@ def test_heads_over_tensor_are_summed_twice_a_layer():
     assert found == {("all-reduce", ("data",)): (1, 8)}
 
 
+@pytest.mark.thorough
 def test_under_fsdp_each_weight_is_gathered_once_a_step():
     """But for the embedding: its rows are exchanged."""
     found = exchanges(make_mesh(MESHES["fsdp"]))

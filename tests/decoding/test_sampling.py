@@ -25,7 +25,7 @@ def distance(drawn, probabilities):
     return ((observed - expected)[expected > 0] ** 2 / expected[expected > 0]).sum() / freedom, np.sqrt(2 / freedom)
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [3, 256, 300, 5000])
 @pytest.mark.parametrize("scale", [0.0, 2.0])
 def test_draws_have_the_probabilities_of_the_logits(width, scale):
@@ -41,6 +41,7 @@ def test_draws_have_the_probabilities_of_the_logits(width, scale):
     assert abs(ratio - 1) < 5 * spread
 
 
+@pytest.mark.thorough
 def test_a_draw_follows_temperature_and_filters():
     logits = jnp.tile(jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]])), (N, 1))
     keys = jax.random.split(jax.random.key(0), N)
@@ -57,6 +58,7 @@ def test_a_draw_follows_temperature_and_filters():
     assert (np.asarray(draw(logits, keys, Sampling(temperature=0.0))) == 0).all()
 
 
+@pytest.mark.thorough
 def test_nothing_that_was_removed_is_drawn_whatever_the_random_number(monkeypatch):
     """Between tokens of weight 0 and at both ends of the random numbers, with sums that round."""
     rng = np.random.default_rng(3)
@@ -72,6 +74,7 @@ def test_nothing_that_was_removed_is_drawn_whatever_the_random_number(monkeypatc
         ).all()
 
 
+@pytest.mark.thorough
 def test_rows_of_temperature_0_are_greedy_and_each_row_is_what_it_is_alone():
     logits = (
         jnp.asarray(np.random.default_rng(0).normal(size=(6, 1000)).astype(np.float32)).at[3, 7].set(9.0).at[3, 500].set(9.0)

@@ -106,6 +106,7 @@ def test_tokens_have_the_distribution_of_the_model(kind):
     assert abs(chi - degrees) < 4 * np.sqrt(2 * degrees), (chi, degrees)  # four standard deviations of a chi-square
 
 
+@pytest.mark.thorough
 def test_accepted_tokens_follow_p_for_any_p_and_q():
     """Rows of 20,000 keys: the first token follows p, the second the next p where the first was that of the draft."""
     n, V, p, q = 20_000, 4, *np.random.default_rng(0).dirichlet(np.full(4, 0.4), (2, 3))
@@ -125,6 +126,7 @@ def test_accepted_tokens_follow_p_for_any_p_and_q():
     assert abs((taken > 0).mean() - np.minimum(p[0], q[0]).sum()) < error
 
 
+@pytest.mark.thorough
 def test_the_model_itself_is_always_accepted_and_its_opposite_never():
     params = init(LLAMA, jax.random.key(3))
     run = partial(speculate, LLAMA, params, PROMPTS, LIMIT, key=KEY)
@@ -135,6 +137,7 @@ def test_the_model_itself_is_always_accepted_and_its_opposite_never():
     assert sum(other.accepted) == 0 and other.tokens == run(draft=Draft(LLAMA, params), how=GREEDY).tokens
 
 
+@pytest.mark.thorough
 def test_rows_are_what_they_are_alone():
     params = init(LLAMA, jax.random.key(3))
     run = partial(speculate, LLAMA, params, max_tokens=14, draft=Lookup(), how=Sampling(temperature=0.5), key=KEY, rows=4)
@@ -157,6 +160,7 @@ def test_limits_and_stop_tokens_end_a_row_inside_an_accepted_run():
         assert run(LIMIT, stop_tokens=[stop]).tokens == cut
 
 
+@pytest.mark.thorough
 def test_look_up_proposes_what_followed_the_longest_match():
     def propose(text, n=3, ahead=4):
         row = jnp.array([[*text, *[9] * 5]]), jnp.array([len(text)]), jnp.array([1])  # 9: not in use
@@ -182,6 +186,7 @@ def test_other_numbers_compile_nothing():
     assert speculative._run._cache_size() == size
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mixer", [Performer(features=8), (None, Linear())])
 def test_sums_of_all_tokens_cannot_be_taken_back(mixer):
     config = replace(GPT, mixer=mixer, num_layers=2)
@@ -192,6 +197,7 @@ def test_sums_of_all_tokens_cannot_be_taken_back(mixer):
         speculate(GPT, init(GPT, KEY), PROMPTS, 4, draft=Draft(config, params))
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused():
     params = init(GPT, jax.random.key(0))
     other = replace(GPT, vocab_size=V + 1)

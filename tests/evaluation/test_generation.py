@@ -20,6 +20,7 @@ LIMITED = [Learned(), Learned(2), Axial((2, 4), (3, 5))]
 OTHERS = [None, Sinusoidal(), Rope(), (Rope(), None), Alibi(), Relative(8, 16, False), lambda config: None]
 
 
+@pytest.mark.thorough_after(11)
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("positions", LIMITED + OTHERS)
 def test_a_text_takes_what_positions_are_left(positions, pair):

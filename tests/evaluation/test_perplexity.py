@@ -51,7 +51,7 @@ def nats_by_hand(scored, stride):
     return nats
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("kind", "stride", "length"),
     [("bytes", 5, 3 * T + 5), ("characters", 1, 2 * T), ("characters", 5, T - 4), ("bytes", T, T + 1)],
@@ -81,6 +81,7 @@ def test_every_label_is_scored_once_with_enough_tokens_before_it(stride, length)
     assert all(before == label or before > T - stride for label, before in seen.items())
 
 
+@pytest.mark.thorough
 def test_stride_of_the_whole_length_equals_the_plain_one_in_an_experiment(tmp_path, monkeypatch):
     from tests.tiny import furnish
 
@@ -95,6 +96,7 @@ def test_stride_of_the_whole_length_equals_the_plain_one_in_an_experiment(tmp_pa
     assert scores["bits_per_byte"] == pytest.approx(scores["bits"], rel=1e-6)  # a token is a byte
 
 
+@pytest.mark.thorough
 def test_on_a_mesh_the_numbers_are_the_same():
     scored = evaluation(tokenizers.Bytes(), tokenizers.Bytes().encode_text(TEXT))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

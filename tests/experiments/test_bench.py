@@ -62,6 +62,7 @@ def test_a_shape_is_found_with_its_parts():
     assert shapes.find("1.3b-2048") == (shapes.GPU["1.3b-2048"], 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(memory._of_glibc("mallopt") is None, reason="the memory is kept by glibc's malloc")
 @pytest.mark.parametrize(
     "command", [["train", "--one", "small", "float32"], ["attention", "--one", "causal", "2048", "float32"]]

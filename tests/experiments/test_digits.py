@@ -58,6 +58,7 @@ def test_a_row_is_three_digits_of_its_split_and_their_names():
     assert other.digest != dataset.digest == CAPTIONS.open(None).digest
 
 
+@pytest.mark.thorough
 def test_digits_of_a_row_move_by_themselves():
     image, key = jnp.asarray(take_rows(CAPTIONS.open(None).train, np.arange(3))["source"]), jax.random.key(0)
     still = caption_digits.with_moved_digits(Move(0.0, 0.0), key, image)
@@ -145,6 +146,7 @@ def test_parts_of_a_batch_are_refused_where_its_rows_are_compared(changes, refus
     build(replace(changed, objective=TokenCrossEntropy()))
 
 
+@pytest.mark.thorough
 def test_examples_that_cannot_be_made_are_one_line():
     model = replace(listops.experiment.model, context_length=2000)
     for changes in (dict(shortest=65), dict(shortest=500, longest=2000), dict(depth=1, args=2)):

@@ -19,6 +19,7 @@ from jaxformer.params import abstract
 from jaxformer.training import checkpoint, loop
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("d", [4, 64, 1024])
 def test_the_division_keeps_variance_and_entropy(d):
     scaled, plain = (dot_products.measure(d, scaled) for scaled in (True, False))
@@ -36,6 +37,7 @@ def test_gradients_without_residuals_do_not_reach_the_first_layer():
     assert norms["residuals, pre-norm"][0] > norms["residuals, pre-norm"][-1]
 
 
+@pytest.mark.thorough
 def test_a_stack_without_residuals_is_what_it_says():
     config = residuals.variants(2)["no residuals, post-norm"]
     params, tokens = models.init(config, jax.random.key(0)), jnp.arange(8)[None]
@@ -72,6 +74,7 @@ def test_a_patch_changes_the_answers_as_predicted(tmp_path):
         assert found[name, "values" if fetched else "questions"] < 0.05
 
 
+@pytest.mark.thorough
 def test_the_error_of_a_performer_falls_as_the_root_of_its_features():
     """Where attention is flat. Linear attention comes no nearer to the softmax than the mean of the values."""
     x = approximation.inputs(0.1, length=128)
@@ -83,6 +86,7 @@ def test_the_error_of_a_performer_falls_as_the_root_of_its_features():
     assert approximation.linear(x).error > 0.8 * approximation.relative_error(mean, target)
 
 
+@pytest.mark.thorough
 def test_sharp_attention_has_a_high_rank_that_bounds_a_linformer():
     flat, sharp = (approximation.inputs(sharpness, length=64) for sharpness in (0.25, 4.0))
     (stable, rank, best), (stable_sharp, rank_sharp, best_sharp) = (
@@ -94,11 +98,13 @@ def test_sharp_attention_has_a_high_rank_that_bounds_a_linformer():
         assert errors[1] < errors[0] and errors[0] > 0.8 * bound[7] and errors[1] > 0.8 * bound[31]
 
 
+@pytest.mark.thorough
 def test_more_rounds_of_hashing_come_nearer():
     points = approximation.reformer(approximation.inputs(4.0, length=64), 4.0, rounds=(1, 8), chunk=8)
     assert points[1].error < 0.5 * points[0].error and points[1].flops == pytest.approx(8 * points[0].flops, rel=0.1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", lengths.SCALINGS)
 def test_a_scaling_by_one_is_no_scaling(name):
     config, scaled = lengths.ENCODINGS["rotary"], lengths.rescaled(name, 1.0)
@@ -107,7 +113,7 @@ def test_a_scaling_by_one_is_no_scaling(name):
     np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", lengths.ENCODINGS)
 def test_tables_of_positions_refuse_what_others_read(name):
     config = lengths.ENCODINGS[name]
@@ -126,6 +132,7 @@ def test_alibi_carries_a_model_to_twice_its_length():
     assert all(accuracy > 0.5 for accuracy, _ in found)
 
 
+@pytest.mark.thorough
 def test_the_induction_target_of_a_repeated_list_is_its_next_token():
     batch = induction.draw(jax.random.key(0), 8)
     targets = attention_maps.induction_targets(batch["tokens"])

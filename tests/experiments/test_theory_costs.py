@@ -14,6 +14,7 @@ def test_flops_grow_as_the_table_says(name):
     assert complexity.flop_slope(row.function) == pytest.approx(row.exponent, abs=0.1)
 
 
+@pytest.mark.thorough
 def test_rows_compute_what_they_say():
     """Of the layers that the library does not have: a state that reads the past, and neighbours alone."""
     keys = complexity.random.split(complexity.random.key(0), 3)

@@ -137,6 +137,7 @@ def test_what_is_whole_is_read(name):
         TARGETS[name](seed)
 
 
+@pytest.mark.thorough_after(9)
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_few_damaged_inputs(name):
     check(name, 25)

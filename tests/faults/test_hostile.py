@@ -67,6 +67,7 @@ def refused(capsys, *argv):
     return said
 
 
+@pytest.mark.thorough
 def test_whoever_trained_a_run_opens_it_also_where_it_was_moved(run, tmp_path):
     moved = shutil.move(shutil.copytree(run, tmp_path / "copy"), tmp_path / "moved")
     for folder in (run, moved):
@@ -203,6 +204,7 @@ def test_training_goes_on_where_trust_cannot_be_kept(trained, tmp_path, monkeypa
     assert "XDG_STATE_HOME" in refused(capsys, "evaluate", str(folder), "--trust")
 
 
+@pytest.mark.thorough
 def test_programs_beside_a_run_are_not_loaded(run, tmp_path):
     (run.parent / ".compiled").mkdir()
     (run / ".compiled").mkdir()

@@ -27,7 +27,7 @@ CALLED = ["longformer_mlm", "marian", "roberta_mlm", "vit"]
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in golden.NAMES if name not in (*CALLED, "reformer")]
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*CALLED, *OTHERS])
 def test_a_call_in_their_words_gives_their_outputs(name):
     """Tolerance: what float32 can be held to (models.md, section 1)."""
@@ -45,7 +45,7 @@ def test_a_call_in_their_words_gives_their_outputs(name):
     assert far.max() < 2e-5
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["t5", "marian", "llama_gqa", "gpt2"])
 def test_tokens_are_kept(name, tmp_path):
     """Those of generation_config.json come before those of config.json, as in transformers."""
@@ -69,6 +69,7 @@ def test_what_is_no_token_is_refused(key, value, tmp_path):
         huggingface.load(tmp_path / "one")
 
 
+@pytest.mark.thorough
 def test_no_token_is_made_up(tmp_path):
     """Where a checkpoint names none, its file says null: transformers would assume some."""
     checkpoint = huggingface.load(golden.folder("t5"))
@@ -102,6 +103,7 @@ def test_labels_are_kept(tmp_path):
     assert bare.labels == ()
 
 
+@pytest.mark.thorough
 def test_a_t5_encoder_alone(tmp_path):
     """It reads the encoder's tensors of a pair, and its own file."""
     pair = huggingface.load(golden.folder("t5"))
@@ -118,6 +120,7 @@ def test_a_t5_encoder_alone(tmp_path):
     np.testing.assert_array_equal(models.apply(again.config, again.params, tokens).hidden, hidden)
 
 
+@pytest.mark.thorough
 def test_positions_that_count_padding_too():
     """As those of transformers do, which `models.apply` is told."""
     checkpoint = huggingface.load(golden.folder("gpt2"))

@@ -55,6 +55,7 @@ def test_global_tokens_of_each_class(kind):
     assert [(mixer.window, mixer.global_tokens) for mixer in mixers] == [(2, tokens), (4, tokens)]
 
 
+@pytest.mark.thorough_after(3)
 @pytest.mark.parametrize("name,head", [("bert_mlm", "cls.predictions."), ("roberta_mlm", "lm_head.")])
 @pytest.mark.parametrize("names", [("bias",), ("decoder.bias",), ("bias", "decoder.bias")])
 def test_a_head_of_its_own_matrix_has_the_decoders_bias(name, head, names, tmp_path):
@@ -103,6 +104,7 @@ def test_what_is_not_computed_is_refused_by_name(model_type, kind, settings, wor
         read(model_type, kind, **settings)
 
 
+@pytest.mark.thorough
 def test_a_pad_id_reads_the_pad_tokens_row():
     """Position -1 is the row before the first position's, the one that transformers gives the pad id."""
     checkpoint = huggingface.load(golden.folder("roberta_mlm"))
@@ -117,6 +119,7 @@ def test_a_pad_id_reads_the_pad_tokens_row():
     np.testing.assert_array_equal(other.hidden, before)
 
 
+@pytest.mark.thorough
 def test_a_pooler_of_another_width(tmp_path):
     change = lambda a: {name: array[:7] if "pooler" in name else array for name, array in a.items()}
     checkpoint = huggingface.load(runs.altered(tmp_path, "vit_pooled", change, pooler_output_size=7))

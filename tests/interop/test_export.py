@@ -168,6 +168,7 @@ def test_each_stack_takes_what_its_embedding_reads(tmp_path, config, arguments):
             export.save(tmp_path / "model", config, drawn(config), inputs=("source_segment_ids",))
 
 
+@pytest.mark.thorough
 def test_the_arguments_are_listed_in_the_order_of_the_call(tmp_path):
     """Of a mapping in JSON the order is lost: `source` came before `tokens`."""
     order = ("segment_ids", "positions", "source_segment_ids")

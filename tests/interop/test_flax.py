@@ -73,7 +73,7 @@ def loss_of(output):
 # outwards
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_modules_are_the_model_to_the_bit_forward_and_backward(name):
     config, x, options = CASES[name]
@@ -108,6 +108,7 @@ def test_modules_are_the_model_to_the_bit_forward_and_backward(name):
         assert_same(numbers[0], numbers[2])
 
 
+@pytest.mark.thorough
 def test_linen_begins_with_our_parameters():
     config = replace(GPT, use_bias=False, positions=None, num_layers=1)
     module = as_linen(config, param_dtype=jnp.bfloat16)
@@ -118,6 +119,7 @@ def test_linen_begins_with_our_parameters():
     assert abstract == {"params": params.abstract(models.spec(T5))}
 
 
+@pytest.mark.thorough
 def test_linen_model_inside_a_linen_model():
     body = replace(GPT, heads=(), dropout_rate=0.5, num_layers=1, use_bias=False, positions=None)
 
@@ -199,6 +201,7 @@ def test_training_through_flax_is_training_of_the_tree():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.thorough
 def test_nnx_split_merge_state_and_the_way_back():
     tree = drawn(GPT)
     model = as_nnx(GPT, tree)
@@ -226,6 +229,7 @@ class Lora(nnx.Module):
         return self.kernel + (self.a @ self.b).reshape(self.kernel.shape)
 
 
+@pytest.mark.thorough
 def test_lora_in_place_of_a_kernel():
     tree = drawn(GPT)
     model, rngs = as_nnx(GPT, tree), nnx.Rngs(0)
@@ -252,6 +256,7 @@ def test_lora_in_place_of_a_kernel():
     )
 
 
+@pytest.mark.thorough
 def test_flaxs_own_lora_on_top_of_our_hidden_states():
     class Tagger(nnx.Module):
         def __init__(self, tree, rngs):
@@ -342,6 +347,7 @@ def test_flax_layers_in_a_scanned_model(name):
     assert not np.allclose(one.astype(np.float32), other.astype(np.float32))
 
 
+@pytest.mark.thorough
 def test_an_nnx_guest_drops_where_there_is_a_key():
     spec, apply = FlaxFeedForward(lambda rngs: Mlp(0.5, rngs))(GPT)
     rng = np.random.default_rng(0)
@@ -360,6 +366,7 @@ def test_an_nnx_guest_drops_where_there_is_a_key():
     assert set(np.unique(kept)) == {0, 4} and 0.1 < np.mean(kept == 4) < 0.4
 
 
+@pytest.mark.thorough
 def test_a_guests_own_initialisers_and_names_are_kept():
     layer = models.spec(GUESTS["linen"])["layers"]["feedforward"]["Dense_1"]["kernel"]
     assert layer.axes == ("layers", "mlp", "embed")
@@ -370,6 +377,7 @@ def test_a_guests_own_initialisers_and_names_are_kept():
     assert 0.7 < deviation * D**0.5 < 1.3  # lecun_normal, 192 draws: 5 % off by chance
 
 
+@pytest.mark.thorough
 def test_flaxs_attention_as_a_mixer_is_our_attention():
     tree = drawn(GPT)
     segment_ids = CASES["gpt"][2]["segment_ids"]
@@ -400,6 +408,7 @@ def test_a_layer_without_parameters():
     assert jax.eval_shape(partial(models.apply, config), tree, TOKENS).logits.shape == (2, T, V)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", GUESTS)
 def test_guests_inside_flax_modules(name):
     config = GUESTS[name]
@@ -437,6 +446,7 @@ def test_what_cannot_work_is_refused_in_a_line(name):
         models.spec(replace(GPT, **changes))
 
 
+@pytest.mark.thorough
 def test_positions_of_the_embedding_reach_a_layer_and_no_others():
     config = replace(GPT, masks=(masks.full(),), mixer=FlaxMixer(linen.Dense(D)))
     for positions in (Learned(), Sinusoidal(), Axial((2, 4), (3, 5)), None):
@@ -448,6 +458,7 @@ def test_positions_of_the_embedding_reach_a_layer_and_no_others():
             models.spec(replace(config, positions=positions))
 
 
+@pytest.mark.thorough
 def test_masks_that_only_a_batch_has_and_states_are_refused():
     config = replace(GPT, masks=(masks.full(),), mixer=FlaxMixer(linen.Dense(D)))
     tree = drawn(config)

@@ -129,7 +129,7 @@ def test_greedy_tokens_are_theirs(name):
 # There and back
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", golden.NAMES)
 def test_saved_it_is_the_same_file_and_model(name, tmp_path):
     config, params = load(name)
@@ -156,6 +156,7 @@ UNREAD_NAME = {"reformer": "lm_head.bias"}
 SAID_OTHERWISE = {"attention_types", "tie_word_embeddings", "max_window_layers", "rope_parameters"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_saved_in_shards(name, tmp_path):
     config, params = load(name)
@@ -176,6 +177,7 @@ def test_one_model_in_the_words_of_several_families(tmp_path):
         assert_same(same, params)
 
 
+@pytest.mark.thorough
 def test_presets_are_written_where_transformers_has_their_model():
     """It has none with GPT-3's bands, the biases of 2017, Linformer or Performer; it never adds Reformer's output bias."""
 
@@ -189,6 +191,7 @@ def test_presets_are_written_where_transformers_has_their_model():
     assert refused == {"gpt3", "transformer", "linformer", "performer", "reformer"}
 
 
+@pytest.mark.thorough
 def test_what_no_family_says_is_not_written(tmp_path):
     config, params = load("llama_mha")
 
@@ -287,6 +290,7 @@ DIALECTS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough_after(8)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_dialects_are_the_same_model(dialect, tmp_path):
     name, change, settings = DIALECTS[dialect]
@@ -384,6 +388,7 @@ def as_bfloat16(arrays):
     return {name: array.astype(ml_dtypes.bfloat16) for name, array in arrays.items()}
 
 
+@pytest.mark.thorough
 def test_dtype_is_the_files_unless_said(tmp_path):
     _, params = load("llama_gqa")
     half = runs.altered(tmp_path, "llama_gqa", as_bfloat16)
@@ -396,6 +401,7 @@ def test_dtype_is_the_files_unless_said(tmp_path):
     assert_same(read(tmp_path / "again")[1], kept)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", [0, 1])
 def test_no_layer_is_rounded_to_the_dtype_of_another(first, tmp_path):
     """Files hold some layers wider than others; a stack of layers has one dtype."""
@@ -435,6 +441,7 @@ def in_tree_order(tree):
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
+@pytest.mark.thorough
 def test_other_heads(tmp_path):
     config, params = load("bert_pretraining")
     for name, unexpected in (("bert_pretraining", r"^cls\.|pooler"), ("llama_mha", "lm_head"), ("llama_gqa", None)):
@@ -636,6 +643,7 @@ def test_heads_of_decoders(tmp_path):
     assert read(tmp_path / "reformer")[0] == config
 
 
+@pytest.mark.thorough
 def test_an_output_bias_that_transformers_never_adds(tmp_path):
     """A Reformer has none unless asked; one that is trained with it is not written, since it would be lost."""
     trained = golden.folder("reformer")

@@ -72,6 +72,7 @@ named = st.dictionaries(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(named, st.integers(1, 200), st.integers(0, 2**32 - 1))
 def test_any_names_shapes_and_shard_sizes_come_back(kinds, shard_bytes, seed):
@@ -484,6 +485,7 @@ def grown(code, *arguments):
     return int(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.thorough
 def test_one_file_is_in_memory_at_a_time(tmp_path):
     """200 MB in tensors of 34 and 64 MB (glibc gives pieces above 32 MB back at once), written as transposes."""
     write = """

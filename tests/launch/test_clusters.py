@@ -130,6 +130,7 @@ def test_a_jobset_restarts_where_that_helps(cloud, ends, starts, states):
     assert {line for lines in started for line in lines} == {words}
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize(
     ("ends", "starts", "states"),
     [

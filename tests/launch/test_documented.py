@@ -53,6 +53,7 @@ def devices(topology):
     return math.prod(map(int, shape.split("x"))) if kind in GPUS else slices.parse_slice(topology).devices
 
 
+@pytest.mark.thorough_after(10)
 @pytest.mark.parametrize("command", commands(MAKE), ids=" ".join)
 def test_what_the_pages_say_to_type_starts(command, shell, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -84,6 +85,7 @@ def test_plan_alone_plans_the_quickstart():
     experiment_of("quickstart", [], plan.of_preset).mesh.shape(devices(topology))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("line", commands(SHOW))
 def test_what_the_pages_say_to_look_at_is_shown(line, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -68,6 +68,7 @@ def test_dry_prints_what_is_recorded(path, capsys, pinned):
         assert subprocess.run(["bash", "-n"], input=command, text=True).returncode == 0
 
 
+@pytest.mark.thorough_after(3)
 @pytest.mark.parametrize("prompt", ["a\nb", "it's", 'a "b" `c` $HOME', "$(HOME) $$", "火 😀", "\\n"])
 def test_arguments_reach_the_hosts_as_they_were_typed(prompt, capsys, pinned):
     option = f"--sample.prompt={prompt}"
@@ -381,6 +382,7 @@ def test_a_new_tree_replaces_the_old_one_and_leaves_runs(cloud):
     assert len(list((home / "jaxformer" / "runs").iterdir())) == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("becomes", "creations"), [("FAILED", 4), ("HIDDEN", 1)])
 def test_a_pod_that_cannot_be_had_is_not_asked_for_all_night(cloud, capfd, monkeypatch, becomes, creations):
     monkeypatch.setenv("BECOMES", becomes)

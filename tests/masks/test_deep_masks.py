@@ -55,6 +55,7 @@ def test_the_deepest_mask_works_everywhere(name):
     jax.jit(lambda q: mask(q, q))(jax.numpy.arange(4))
 
 
+@pytest.mark.thorough
 def test_the_widest_mask_can_be_named():
     mask = wide(MOST)
     assert hash(mask) == hash(wide(MOST)) and repr(mask).count("&") == MOST - 2 and config.describe(mask)
@@ -67,6 +68,7 @@ def test_a_deeper_one_is_refused_when_it_is_built(build, beyond):
         build(DEEPEST + beyond)
 
 
+@pytest.mark.thorough
 def test_a_wider_one_is_refused_when_it_is_built():
     with pytest.raises(ConfigError, match=f"at most {MOST} masks"):
         wide(MOST + 1)

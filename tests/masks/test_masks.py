@@ -108,6 +108,7 @@ def test_algebra_equals_its_definition(mask, T, more, offset):
         np.testing.assert_array_equal(values, definition(mask, first, T, S, len(values)))
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=25)
 @given(trees(leaves), st.none() | st.integers(0, 3))
 def test_jax_and_numpy_give_the_same_mask(mask, offset):
@@ -116,6 +117,7 @@ def test_jax_and_numpy_give_the_same_mask(mask, offset):
     np.testing.assert_array_equal(dense[0], evaluated(mask, 2 if offset is None else offset, 5, 7))
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=100)
 @given(trees(written))
 def test_text_form_reads_back_as_the_same_value(mask):
@@ -213,6 +215,7 @@ def by_differences(mask, i, j):
     return visible(mask, i, j)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(EXTREMES, st.sampled_from([0, -3, 2, 30, 2**30, -(2**30)]))
 def test_arguments_near_the_end_of_the_integers(mask, first):
@@ -282,6 +285,7 @@ def test_global_tokens_by_row_of_an_array(shape):
     np.testing.assert_array_equal(static, expected)
 
 
+@pytest.mark.thorough
 def test_positions_by_row():
     rng = np.random.default_rng(1)
     q, kv = rng.integers(0, 12, (3, 4)), rng.integers(0, 12, (3, 5))
@@ -418,6 +422,7 @@ def test_blocks_equal_brute_force_at_every_size(mask):
     sweep(mask, 1.0)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=300)
 @given(trees(leaves), st.integers(1, 20), st.integers(1, 20), st.integers(1, 8), st.integers(1, 8), st.data())
 def test_blocks_of_combinations_and_offsets_equal_brute_force(mask, T, S, rows, columns, data):
@@ -461,6 +466,7 @@ def test_a_long_sequence_is_classified_without_an_array_of_all_pairs(mask, monke
     assert not some[:, where == masks.EMPTY].any() and some[:, where == masks.FULL].all()
 
 
+@pytest.mark.thorough
 def test_arrays_make_blocks_partial_where_the_rest_does_not_decide():
     ids = jnp.ones((2, 12), jnp.int32)
     causal, window = masks.causal(), masks.window(3)
@@ -547,6 +553,7 @@ def test_density_of_long_sequences():
     assert (masks.strided(128) & masks.columns(128, 4)).density(4096, 4096) == 4 / 128**2
 
 
+@pytest.mark.thorough
 def test_pictures(tmp_path):
     ids = jnp.array([[1] * 10 + [2] * 6, [1] * 16])
     for name, mask, panels in (

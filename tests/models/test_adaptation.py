@@ -87,6 +87,7 @@ def test_adapted_models_start_as_they_were(config):
         np.testing.assert_allclose(np.std(pair[drawn]) * inputs**0.5, 1, rtol=0.1, err_msg=path)
 
 
+@pytest.mark.thorough
 def test_merge_adds_the_product_in_each_layer_and_takes_it_away():
     weights, factors = weights_of(UNTIED), factors_of(UNTIED, EVERYTHING)
     merged = merge(weights, factors, 1.5)
@@ -105,6 +106,7 @@ def test_merge_adds_the_product_in_each_layer_and_takes_it_away():
         np.testing.assert_allclose(back[path], before[path], atol=1e-6)  # one rounding each way, of numbers near 1
 
 
+@pytest.mark.thorough
 def test_an_adapted_layer_is_the_layer_plus_its_low_rank_path():
     """merge computes what the paper's side branch does: x (W + s a b) = x W + s (x a) b."""
     weights, factors = weights_of(UNTIED), factors_of(UNTIED, "language_model")
@@ -115,6 +117,7 @@ def test_an_adapted_layer_is_the_layer_plus_its_low_rank_path():
     np.testing.assert_allclose(adapted.logits, plain.logits + 0.5 * side, atol=1e-4)  # float32 sums
 
 
+@pytest.mark.thorough
 def test_only_the_factors_train():
     """Gradient steps on the factors alone lower the loss; the weights are the same arrays as before."""
     weights = weights_of(GPT)
@@ -139,6 +142,7 @@ def test_only_the_factors_train():
     assert {path for path, same in merged.items() if not same} == set(factors)
 
 
+@pytest.mark.thorough
 def test_low_precision_weights_keep_their_dtype():
     weights = optax.tree.cast(weights_of(GPT), jnp.bfloat16)
     factors = factors_of(GPT, "up")
@@ -147,6 +151,7 @@ def test_low_precision_weights_keep_their_dtype():
     assert jax.tree.all(equal(merged, optax.tree.cast(wide, jnp.bfloat16)))  # summed in float32, rounded once
 
 
+@pytest.mark.thorough
 def test_lora_refuses_by_name():
     with pytest.raises(ConfigError, match=r"no matrix matches 'queries'.*layers/attention/query/kernel"):
         adaptation.lora(models.spec(GPT), "queries", 2)
@@ -159,6 +164,7 @@ def test_lora_refuses_by_name():
 # Partial restores
 
 
+@pytest.mark.thorough
 def test_a_trained_stack_gets_a_new_head():
     classifier = replace(GPT, heads=(Classification(4),))
     source, target = weights_of(UNTIED), weights_of(classifier, 1)
@@ -174,6 +180,7 @@ def test_a_trained_stack_gets_a_new_head():
     assert report.misshapen == []
 
 
+@pytest.mark.thorough
 def test_renamed_leaves_find_their_place():
     """A stack becomes the encoder of a pair; what else the pair has is its own."""
     encoder = replace(PAIR.encoder, heads=())
@@ -186,6 +193,7 @@ def test_renamed_leaves_find_their_place():
         adaptation.transfer(target, source, rename={"^.*$": "one"})
 
 
+@pytest.mark.thorough
 def test_other_shapes_are_reported_and_dtypes_are_the_targets():
     source, target = weights_of(GPT), optax.tree.cast(weights_of(replace(GPT, d_ff=8), 1), jnp.bfloat16)
     with pytest.raises(ConfigError, match=r"misshapen: layers/feedforward/down/kernel \(3, 20, 12\) for \(3, 8, 12\)"):
@@ -216,6 +224,7 @@ def test_a_larger_vocabulary_leaves_old_tokens_as_they_were(kind):
     assert smaller == config and jax.tree.all(equal(cut, weights))
 
 
+@pytest.mark.thorough
 def test_new_rows_differ_and_each_table_has_its_own():
     config = KINDS["separate"]
     _, grown = adaptation.resize_vocabulary(config, weights_of(config), V + 500, jax.random.key(2))
@@ -254,6 +263,7 @@ def test_positions_are_repeated(length, offset):
     assert extended["layers"] is weights["layers"] and extended["embedding"]["tokens"] is weights["embedding"]["tokens"]
 
 
+@pytest.mark.thorough
 def test_a_longer_model_reads_old_texts_as_before():
     weights = weights_of(GPT)
     longer, extended = adaptation.extend_positions(GPT, weights, 32)

@@ -27,6 +27,7 @@ def test_vit_base_is_17_6_billion_multiply_adds_an_image():
     assert per_image(presets.vit_base_32) == pytest.approx(4.41e9, rel=0.01)
 
 
+@pytest.mark.thorough
 def test_language_models_take_six_operations_a_parameter_and_token():
     """6 N (Kaplan et al. 2020, section 2.1), with N the parameters without the table of positions, and 12 L D T."""
     for config in (presets.gpt2_small, presets.gpt2_xl):
@@ -36,6 +37,7 @@ def test_language_models_take_six_operations_a_parameter_and_token():
         assert attention == 12 * config.num_layers * config.d_model * 1000
 
 
+@pytest.mark.thorough
 def test_tied_tables_count_once_and_tables_that_nothing_reads_not_at_all():
     config = ModelConfig(vocab_size=1000, num_layers=1, d_model=8, num_heads=2, context_length=4)
     tied = cost.training_flops(config, 0)
@@ -55,6 +57,7 @@ def test_of_experts_those_count_that_a_token_goes_to():
     assert forward(small, 0) == 2 * (4 * 8 * 8 + router + 2 * expert + shared) + 7 * 8
 
 
+@pytest.mark.thorough
 def test_encoder_decoders_count_a_source_token_with_each_target_token():
     """T5: every parameter but the norms and the position tables multiplies once, and three attentions a pair of layers."""
     config = presets.t5_small
@@ -70,6 +73,7 @@ SMALL = ModelConfig(vocab_size=50, num_layers=3, d_model=16, num_heads=2, contex
 IMAGES = replace(SMALL, vocab_size=1, embedding=Patches((8, 8), (2, 2), class_token=False), tie_embeddings=False)
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize(
     "config",
     [

@@ -185,6 +185,7 @@ def explicit(positions, config):
     return mixer._replace(shared=relative_spec(replace(config, positions=positions)))
 
 
+@pytest.mark.thorough
 @biases
 def test_biases_of_positions_equal_an_explicit_array(name):
     """Of every head and layer; all layers read one table. `attention_scale` is what multiplies the scores."""
@@ -198,12 +199,14 @@ def test_biases_of_positions_equal_an_explicit_array(name):
     assert np.abs(without - logits(name)).max() > 1e-2
 
 
+@pytest.mark.thorough
 @biases
 def test_blockwise_attention_has_the_biases_too(name):
     config = replace(BIASES[name], attention_implementation="blockwise")
     np.testing.assert_allclose(apply(config, random(config), tokens()).logits, logits(name), **ROUNDING)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["alibi", "t5"])
 def test_distances_do_not_see_the_cache_nor_padding(name):
     """A prompt padded on the right, then a token at a time; the cache has more slots than tokens."""
@@ -217,6 +220,7 @@ def test_distances_do_not_see_the_cache_nor_padding(name):
         np.testing.assert_allclose(out.logits[:, 0], logits(name)[:, k], **ROUNDING)
 
 
+@pytest.mark.thorough
 def test_the_table_of_relative_positions_trains_through_all_layers():
     config = BIASES["t5"]
     loss = lambda p: jnp.sum(jnp.square(models.apply(config, p, tokens()).logits))

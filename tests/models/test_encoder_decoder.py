@@ -97,6 +97,7 @@ def test_a_target_token_sees_those_before_it_and_all_of_the_source(name):
         assert np.abs(other - alone(name)).max(axis=-1).min() > 1e-4
 
 
+@pytest.mark.thorough
 @families
 def test_padding_on_either_side_of_source_and_target_changes_nothing(name):
     *_, source, target = make(name)
@@ -126,6 +127,7 @@ def test_positions_of_the_source_are_the_encoders(cached):
     assert np.abs(counted - alone("unequal")).max() > 1e-3
 
 
+@pytest.mark.thorough
 def test_where_only_the_source_has_segments_the_target_sees_all_that_is_no_padding():
     config, parameters, source, target = make("t5")
     ids = np.array([[0, 1, 1, 1, 1, 1, 1, 0]] * B, np.int32)
@@ -189,6 +191,7 @@ def test_unrolled_layers_and_no_jit_at_all_give_the_same():
         close(models.apply(config, parameters, jnp.asarray(target), source=jnp.asarray(source)).logits, alone("t5"))
 
 
+@pytest.mark.thorough
 def test_dropout_acts_in_both_stacks_and_follows_its_key():
     config, parameters, source, target = make("vaswani")
     dropping = lambda stack: replace(stack, dropout_rate=0.3, attention_dropout_rate=0.3)
@@ -207,6 +210,7 @@ def test_dropout_acts_in_both_stacks_and_follows_its_key():
     assert np.abs(run(deaf, 1).logits - plain.logits).max() > 1e-2
 
 
+@pytest.mark.thorough
 def test_bfloat16_activations_and_attention_maps_of_the_decoder_itself():
     config, parameters, source, target = make("t5")
     name = "decoder/layers/*/attention/weights"
@@ -220,6 +224,7 @@ def test_bfloat16_activations_and_attention_maps_of_the_decoder_itself():
     assert (np.triu(maps, 1) == 0).all()
 
 
+@pytest.mark.thorough_after(1)
 @families
 def test_the_encoder_is_a_model_of_its_own(name):
     """Its hidden states are those of `models.apply`; of a shared table only the decoder keeps a copy."""

@@ -66,6 +66,7 @@ def test_pooling_skips_padding_on_either_side(how):
     np.testing.assert_allclose(heads.pool(jnp.asarray(x), how), everything, **ROUNDING)
 
 
+@pytest.mark.thorough
 def test_several_heads_at_once_each_under_its_name():
     """`logits` is the first's; a padded row is classified as it is alone, and one head does not change another."""
     kinds = [Classification(4, pool=how, name=how, pooler=None) for how in ("last", "mean", "first")]
@@ -90,6 +91,7 @@ def test_several_heads_at_once_each_under_its_name():
             np.testing.assert_allclose(found, expected, **ROUNDING)
 
 
+@pytest.mark.thorough
 def test_classifiers_by_their_formulas():
     """On given hidden states: pooled, through the pooler, then to classes."""
     kinds = (
@@ -245,6 +247,7 @@ LEAKS = [masks.full(), WINDOW(4, 4), WINDOW(40, 1), masks.chunked(16), masks.str
 LEAKS += [CAUSAL | masks.Mask(lambda mask, q, kv: kv == q + 1), CAUSAL | PREFIX(20) | masks.strided(7), CAUSAL | PREFIX(9999)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 40, 64, 65])
 def test_a_mask_that_shows_later_tokens_is_seen(length):
     """Anywhere: as the mask written out; behind a prefix: whatever its length, unless all is prefix."""
@@ -278,6 +281,7 @@ def test_pooling_knows_its_ways():
         heads.pool(jnp.ones((1, 2, 3)), "median")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pool", ["first", "position_0"])
 def test_a_padded_slot_0_sees_the_rows_tokens(pool):
     """BERT's code hides padding as keys only: as if the first slots were real, but no key. Nothing else changes."""

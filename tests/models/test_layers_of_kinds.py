@@ -103,6 +103,7 @@ def test_leaves_have_a_row_for_each_layer_that_has_them():
     assert set(rows(replace(BASE, mixer=(None, None), positions=(Rope(), None))).values()) == {L}
 
 
+@pytest.mark.thorough
 def test_what_all_layers_share_may_be_of_the_second_kind():
     config = replace(BASE, mixer=(None, Linformer(4, "layerwise")), masks=(masks.full(),))
     assert set(models.spec(config)["shared"]) == {"key_projection"}
@@ -150,7 +151,7 @@ CACHED = {
 }
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "a tree of trees" else ()) for n in CACHED])
 def test_layers_of_different_kinds_decode(name):
     """A prompt and then token after token give the logits of the whole row."""
@@ -187,6 +188,7 @@ def test_a_pattern_with_a_mixer_that_cannot_decode_says_so():
     assert len(cache.layers) == L and {leaf.shape[0] for leaf in jax.tree.leaves(cache.layers)} == {1}  # rows first
 
 
+@pytest.mark.thorough
 def test_a_decoder_of_different_kinds_reads_its_source():
     stack = replace(BASE, num_layers=2)
     config = EncoderDecoder(replace(stack, masks=(masks.full(),), heads=()), replace(stack, mixer=(None, Linear())))
@@ -232,6 +234,7 @@ def test_reversible_layers_equal_two_streams_and_their_gradients_autodiff(config
         assert expected[0].dtype == jnp.float64
 
 
+@pytest.mark.thorough
 def test_what_reversible_layers_cannot_do_they_say():
     config = replace(BASE, stack=Reversible())
     shapes = params.abstract(models.spec(config))
@@ -258,6 +261,7 @@ def one_kernel(init, name="kernel", **traits):
     return lambda config: Mixer({name: leaf}, lambda mine, x, context: MixerOutput(x @ mine[name]))
 
 
+@pytest.mark.thorough
 def test_layers_of_a_kind_start_as_their_own_spec_says():
     zeros, ones, normal = (getattr(jax.nn.initializers, name) for name in ("zeros", "ones", "normal"))
     drawn = lambda *kinds: models.init(replace(BASE, mixer=kinds), jax.random.key(0))["layers"]["attention"]["kernel"]

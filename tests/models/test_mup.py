@@ -27,6 +27,7 @@ def wide(config: ModelConfig, r: int) -> ModelConfig:
     return replace(config, d_model=32 * r, num_heads=2 * r)
 
 
+@pytest.mark.thorough
 def test_the_base_is_the_standard_parameterisation():
     assert params.paths(models.spec(replace(BASE, init_std=0.02))).keys() == params.paths(models.spec(BASE)).keys()
     key = jax.random.key(0)
@@ -35,6 +36,7 @@ def test_the_base_is_the_standard_parameterisation():
     assert all(leaf.rate == 1 for leaf in jax.tree.leaves(models.spec(BASE)))
 
 
+@pytest.mark.thorough
 def test_what_starts_where_and_learns_how_fast():
     """Table 3 of Yang et al. 2022: input, hidden and output matrices; vectors are like inputs."""
     r, key = 4, jax.random.key(0)
@@ -52,6 +54,7 @@ def test_what_starts_where_and_learns_how_fast():
         np.testing.assert_allclose(ours[path], start * standard[path], rtol=1e-6)  # one rounding of float32
 
 
+@pytest.mark.thorough
 def test_routers_classes_and_pairs():
     """What ends in experts or classes is an output; both halves of a pair follow their own config."""
     moe = replace(wide(BASE, 4), feedforward=Mixture(experts=4, top_k=2, activation="gelu_tanh"))
@@ -64,6 +67,7 @@ def test_routers_classes_and_pairs():
     assert rates["encoder/layers/attention/query/kernel"] == rates["decoder/layers/cross_attention/key/kernel"] == 1 / 2
 
 
+@pytest.mark.thorough
 def test_a_tied_embedding_starts_as_an_embedding_and_reads_with_a_factor():
     tied = replace(wide(BASE, 4), tie_embeddings=True)
     by_hand = replace(tied, heads=(LanguageModel(scale=1 / 4),), init_std=0.02)
@@ -72,6 +76,7 @@ def test_a_tied_embedding_starts_as_an_embedding_and_reads_with_a_factor():
     assert params.paths(models.spec(tied))["embedding/tokens"].rate == 1
 
 
+@pytest.mark.thorough
 def test_scores_of_wider_heads():
     """q k / H where the head width grows: equal to q k / sqrt(H) at the base."""
     config = replace(BASE, d_model=128, num_heads=2, head_width=64, init_std=MuP(32, base_head_width=16))
@@ -139,6 +144,7 @@ def test_training_is_that_of_mup():
     assert np.abs(kept["logits"][-1] - kept["logits"][0]).max() > 0.15  # far beyond the tolerance
 
 
+@pytest.mark.thorough
 def test_the_rate_multiplies_the_update_and_not_the_decay():
     spec = {"a": params.Spec((4, 4), ("embed", "mlp"), jax.nn.initializers.ones, ("embed",), rate=0.25)}
     spec["b"] = params.Spec((4,), ("embed",), jax.nn.initializers.ones)
@@ -153,6 +159,7 @@ def test_the_rate_multiplies_the_update_and_not_the_decay():
         assert not updates["b"].any()
 
 
+@pytest.mark.thorough
 def test_with_lora():
     adapted = Lora(rank=2)(models.spec(wide(BASE, 2)))
     made, tree = (
@@ -174,6 +181,7 @@ def test_wrong_widths():
             MuP(**wrong)
 
 
+@pytest.mark.thorough
 def test_a_file_of_another_library_cannot_say_a_factor_of_tied_logits(tmp_path):
     config = replace(wide(models.PRESETS["gpt2_small"], 1), num_layers=1, vocab_size=64, context_length=16, num_heads=2)
     config = replace(config, d_model=32, head_width=None, init_std=MuP(16))

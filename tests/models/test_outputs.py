@@ -71,7 +71,7 @@ ATTENTION = ("layers/*/*attention/weights",)
 STATES = ("embedding", "layers/*/residual")
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", STACKS)
 def test_hidden_states_of_every_layer(name):
     config = STACKS[name]
@@ -128,6 +128,7 @@ def test_maps_of_a_source_that_is_padded_and_cached():
     assert encoder not in second
 
 
+@pytest.mark.thorough
 def test_one_layer_by_its_number():
     config, every = STACKS["masks in turn, and a rest"], "layers/*/feedforward/out"
     out = apply(config, random(config), TOKENS, intermediates=(every, "layers/3/feedforward/out")).intermediates
@@ -169,6 +170,7 @@ def test_an_edit_is_seen_by_all_that_follows(name):
     close(models.apply(config, parameters, TOKENS, edits=weights).logits, apply(config, less, TOKENS).logits)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["one kind", "unrolled"])
 def test_an_edit_keeps_the_precision_and_the_shape_of_a_value(name):
     config, direction = STACKS[name], jnp.ones((1, 1, 12))
@@ -181,6 +183,7 @@ def test_an_edit_keeps_the_precision_and_the_shape_of_a_value(name):
             run(path, lambda x, layer: x[:, :1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("feedforward", ["gelu", "swiglu"])
 def test_features_of_a_feed_forward(feedforward):
     """They are what the last product reads; without one of them the model is that without its row."""
@@ -216,6 +219,7 @@ def test_a_gradient_with_respect_to_an_intermediate(name):
     assert float(jnp.sum(gradient * way)) == pytest.approx(float(slope), rel=2e-2, abs=2e-3)  # float32 differences
 
 
+@pytest.mark.thorough
 def test_names_that_nothing_has_are_refused_with_those_there_are():
     config = STACKS["one kind"]
     for options, said in (

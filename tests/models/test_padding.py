@@ -123,7 +123,7 @@ def slowly(cases):
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("positions", "mixer"), [*SOME, *slowly(REST)])
 def test_positions_and_variants(positions, mixer):
     layers = 2 if positions == "turns" or mixer == "value_residual" else 1
@@ -131,7 +131,7 @@ def test_positions_and_variants(positions, mixer):
     check_decoding(config, check_rows_alone(config), 3)
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "mixer"), [*((name, "attention") for name in MASKS), *slowly((name, "sigmoid") for name in MASKS)]
 )
@@ -186,6 +186,7 @@ def test_a_second_turn_that_is_padded(name):
     assert out.cache.lengths.tolist() == [T, T]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "mixer"), [("places", "attention"), ("relative", "differential")])
 def test_blockwise_and_its_gradient_equal_the_reference(name, mixer):
     tokens = jnp.asarray(joined((JUNK, ONE), (OTHER, ONE)))
@@ -226,6 +227,7 @@ def test_what_depends_on_slots_is_refused():
         run(MODEL, row, cache=decoding.init_cache(MODEL, 1, 9))
 
 
+@pytest.mark.thorough
 def test_a_cache_that_is_too_full_gives_nan():
     """Its last slots would be overwritten, and the tokens' positions be others."""
     cache = decoding.init_cache(MODEL, 1, T + 1)

@@ -17,6 +17,7 @@ COUNTS["linformer_base"] = COUNTS["roberta_base"] + 12 * 2 * 512 * 256
 COUNTS["performer_base"] = COUNTS["bert_base_encoder"]
 
 
+@pytest.mark.thorough_after(43)
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_published_parameter_counts(name):
     began = time.monotonic()
@@ -45,6 +46,7 @@ def test_descriptions_tell_presets_apart():
         assert (told[one] == told[other]) == (PRESETS[one] == PRESETS[other]), (one, other)
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize("name", ["gpt3_175b", "t5_11b", "vit_base", "mixtral_8x7b", "reformer_enwik8", "bert_large"])
 def test_show_prints_a_table_of_any_preset(name, capsys):
     assert cli.main(["show", name]) == 0

@@ -83,6 +83,7 @@ def test_every_leaf_that_does_not_fit_is_named(name):
             traced(config, more)
 
 
+@pytest.mark.thorough
 def test_what_may_be_there_or_wrapped():
     """Heads of another use of the same stack; leaves that have no shape, as a quantised weight of a user's may have none."""
     config = CONFIGS["bert"]
@@ -234,6 +235,7 @@ def test_other_words(fields):
         traced(replace(MODEL, **fields), params.abstract(models.spec(MODEL)))
 
 
+@pytest.mark.thorough
 def test_a_source_belongs_to_an_encoder_decoder():
     with pytest.raises(ConfigError, match="only an encoder-decoder has a `source`"):
         models.encode(MODEL, models.init(MODEL, jax.random.key(0)), jnp.ones((2, 5), int), source=jnp.ones((2, 5), int))

@@ -83,6 +83,7 @@ def loss_and_gradient(config, parameters, tokens, dtype=jnp.float32, maps=True):
     return jax.value_and_grad(loss, has_aux=True)(parameters)
 
 
+@pytest.mark.thorough_after(1)
 @families
 def test_spec_and_init_agree(name):
     config, parameters, _ = make(name)
@@ -90,6 +91,7 @@ def test_spec_and_init_agree(name):
     assert jax.tree.map(lambda a: (a.shape, a.dtype), parameters) == jax.tree.map(lambda a: (a.shape, a.dtype), abstract)
 
 
+@pytest.mark.thorough_after(1)
 @families
 def test_causal(name):
     """Changing token k leaves the logits before k alone, and changes some after it."""
@@ -103,6 +105,7 @@ def test_causal(name):
         assert np.abs(other[:, k:] - logits[:, k:]).max() > 1e-3
 
 
+@pytest.mark.thorough_after(1)
 @fast("gpt3", "llama", "wide_heads")
 def test_padding_on_either_side_and_packing_change_nothing(name):
     """One row among padding before it or behind it, and behind another document, is the row alone."""
@@ -179,6 +182,7 @@ logits = np.asarray(models.apply(c, p, jax.numpy.arange(6)[None]).logits[0, -1])
     close(np.array(eval(there)), np.array(here["logits"]))
 
 
+@pytest.mark.thorough
 def test_layer_masks_follow_their_pattern():
     """Layers 0, 2, 4 see everything before them; 1 and 3 see two tokens back."""
     config, parameters, tokens = make("gpt3")
@@ -188,6 +192,7 @@ def test_layer_masks_follow_their_pattern():
         assert bool((far == 0).all()) == (layer % 2 == 1)
 
 
+@pytest.mark.thorough
 def test_dropout_needs_a_key_and_follows_it():
     config, parameters, tokens = make("gpt2")
     config = replace(config, dropout_rate=0.3, attention_dropout_rate=0.3, unroll=1)
@@ -212,6 +217,7 @@ def mean_mixer(config):
     return Mixer(spec, apply, lambda batch, length, dtype: {})
 
 
+@pytest.mark.thorough
 def test_a_users_mixer_replaces_attention():
     config, _, tokens = make("gpt2")
     config = replace(config, mixer=mean_mixer)
@@ -248,6 +254,7 @@ def test_masks_that_are_none_are_refused_in_a_line(wrong):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_models_run_under_jit_vmap_and_partial():
     config, parameters, tokens = make("llama")
     f = partial(models.apply, config)

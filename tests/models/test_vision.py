@@ -62,7 +62,7 @@ def converted():
     return jax.tree.map(lambda leaf, array: jnp.asarray(array).reshape(leaf.shape), models.spec(VIT), tree)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", IMAGES)
 def test_resized_models_are_hugging_faces(name):
     """`interpolate_pos_encoding=True`, for grids larger, not square, and not square with as many patches."""
@@ -99,6 +99,7 @@ def test_only_the_grid_changes(class_token, offset):
     assert models.apply(larger, wide, jnp.ones((2, 12, 20, 3))).logits.shape == (2, 3)
 
 
+@pytest.mark.thorough
 def test_low_precision_tables_are_interpolated_in_float32():
     weights = init(VIT, jax.random.key(0))
     halved = optax.tree.cast(weights, jnp.bfloat16)
@@ -108,6 +109,7 @@ def test_low_precision_tables_are_interpolated_in_float32():
     np.testing.assert_array_equal(resized["embedding"]["positions"], expected["embedding"]["positions"].astype(jnp.bfloat16))
 
 
+@pytest.mark.thorough
 def test_what_has_no_table_only_changes_its_config_and_what_has_no_patches_is_refused():
     config = replace(VIT, positions=Sinusoidal())
     weights = init(config, jax.random.key(0))

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxformer.ops.attention.call import dropout_seed
 from jaxformer.ops.dropout import kept
@@ -15,6 +16,7 @@ def bits(key, rate=0.5, q=128, kv=128):
     return np.asarray(run(jax.random.key(key)))
 
 
+@pytest.mark.thorough
 def test_any_part_can_be_asked_for_alone():
     whole = bits(0)
     part = kept(dropout_seed(0.5, jax.random.key(0)), 0.5, ROWS, jnp.arange(37, 61), jnp.arange(5, 90))

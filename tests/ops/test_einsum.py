@@ -58,6 +58,7 @@ def test_the_library_uses_what_is_tested_here():
     assert {"btd,df->btf", "btd,vd->btv", "btd,dnh->btnh", "btnh,nhd->btd", "btkgh,bskh->bkgts"} <= set(USED)
 
 
+@pytest.mark.thorough_after(11)
 @pytest.mark.parametrize(  # every other one is below, in float32
     "spec", [pytest.param(spec, marks=() if i % 2 else pytest.mark.slow) for i, spec in enumerate(USED)]
 )
@@ -73,6 +74,7 @@ def test_bfloat16_forward_and_backward(spec):
     assert (np.abs(np.float64(results[2]) - exact[2]) <= SUMS * magnitude[2]).all()
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=6)
 @given(st.sampled_from(USED), st.integers(0, 2**31), st.sampled_from([jnp.bfloat16, jnp.float16]), st.booleans())
 def test_low_precision_operands(spec, seed, dtype, wide):
@@ -129,6 +131,7 @@ def test_sums_are_float32(dtype):
     assert dx.item() == jnp.asarray(n * one**2, dtype).item()
 
 
+@pytest.mark.thorough_after(6)
 @pytest.mark.parametrize("spec", USED[::2])
 def test_float32_is_jnp_einsum(spec):
     x, w, g = operands(spec, 3)

@@ -45,6 +45,7 @@ def test_every_activation_is_defined_here():
     assert set(ACTIVATIONS) == set(DEFINITIONS) and set(GATES.values()) <= set(DEFINITIONS)
 
 
+@pytest.mark.thorough_after(11)
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_activations(name):
     x = np.float32(X)
@@ -76,6 +77,7 @@ def test_gelu_has_a_second_derivative():
     np.testing.assert_allclose(second, expected, rtol=1e-12, atol=1e-14)  # a handful of float64 roundings
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_activations_keep_narrow_types(dtype):
     roundoff = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-11
@@ -130,6 +132,7 @@ def test_published_names():
     assert GATES["quick_gelu_glu"] == "quick_gelu" and set(GATES.values()) == set(ACTIVATIONS)
 
 
+@pytest.mark.thorough
 def test_bfloat16_activations_with_float32_parameters():
     """Products of bfloat16 operands; the result is bfloat16, the gradients of the parameters float32, all near float64."""
     x, gate, up, down, bias = random(2, (2, 8, 16), (16, 32), (16, 32), (32, 16), (32,))

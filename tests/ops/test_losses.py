@@ -52,6 +52,7 @@ def floats(*arrays, dtype=jnp.float32):
 plain = jax.jit(cross_entropy, static_argnums=(3, 4))
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 2**31), st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 1e-2]))
 def test_cross_entropy_by_definition(seed, smoothing, z_loss):
@@ -159,6 +160,7 @@ def projected(hidden_and_head, labels, weights):
     return sums.loss, sums
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 2**31), st.sampled_from([jnp.nan, jnp.inf, -jnp.inf]))
 def test_a_token_of_weight_zero_does_not_matter_be_it_not_finite(seed, bad):
@@ -172,6 +174,7 @@ def test_a_token_of_weight_zero_does_not_matter_be_it_not_finite(seed, bad):
         assert not np.asarray(ours[1][0])[np.asarray(weights) == 0].any()
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**31), st.integers(2, 40), st.sampled_from([jnp.float32, jnp.bfloat16]))
 def test_correct_is_the_first_argmax(seed, V, dtype):
@@ -187,6 +190,7 @@ def test_correct_is_the_first_argmax(seed, V, dtype):
     np.testing.assert_allclose(ours.correct, (hits * weights).sum(), rtol=1e-6)  # float32 sums of twelve numbers
 
 
+@pytest.mark.thorough
 def test_equal_logits_are_right_by_chance_alone():
     """A softcap that saturates makes ties: 30 % of random labels had the largest logit, though 1 % was the first with it."""
     rng = np.random.default_rng(0)
@@ -212,6 +216,7 @@ def value_and_gradients(loss, *args):
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*args)
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 100, None])
 def test_the_chunked_form_is_the_plain_one(chunk):
     """In float64, where the order of sums is worth 1e-12 and a real difference is not; T = 7 is no multiple of 2 or 3."""
@@ -354,6 +359,7 @@ def test_float16_gradients_are_formed_in_its_range(head_dtype, bound):
         assert (np.asarray(d_head) == 0).mean() < 0.01 and np.median(rows) < 2.0**-10  # each token's row, not the largest
 
 
+@pytest.mark.thorough
 def test_no_array_of_all_logits_exists():
     """Gradient for B T V = 524,288 logits, in chunks of a tenth: nothing in the compiled program is even half as large."""
     B, T, D, V, chunk = 2, 64, 8, 4096, 6
@@ -381,6 +387,7 @@ def test_the_default_chunk_has_1024_tokens_or_64_mib_of_logits(V, tokens):
     assert 0.9 * tokens * V <= max(sizes) <= max(tokens * V, 2**24)
 
 
+@pytest.mark.thorough
 def test_under_vmap_scan_and_checkpoint():
     hidden, head, labels, weights = random(9, B=4)
     hidden, head, weights = floats(hidden, head, weights)
@@ -416,6 +423,7 @@ def test_a_profile_names_the_head_and_the_loss():
         assert products and (name == "loss" or all(name in parts for parts in products)), products
 
 
+@pytest.mark.thorough
 def test_a_gpu_computes_the_same_in_its_own_way(choose_gpu):
     """Loss, weight, correct tokens and gradients, also of equal and infinite logits, and of an illegal label of weight 0."""
     logits = np.round(np.random.default_rng(0).normal(size=(3, 40, 7)) * 2).astype(np.float32)  # many are equal

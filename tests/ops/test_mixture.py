@@ -100,7 +100,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("case, dtype", [*((case, jnp.float64) for case in CASES), (CASES[1], jnp.float32)])
 def test_fast_is_the_reference_with_all_gradients(case, dtype):
     seed, sizes, top_k, normalise, gated, padded = case
@@ -135,6 +135,7 @@ def test_is_the_formula_of_mixtral_and_of_switch():
         assert statistics.dropped == 0
 
 
+@pytest.mark.thorough
 def test_routing():
     (logits,) = random(8, (3, 5, 6))
     weights, experts, probabilities = route(logits, 2)
@@ -173,6 +174,7 @@ def test_a_capacity_drops_the_choices_that_come_too_late(top_k, capacity):
         np.testing.assert_allclose(statistics.dropped, len(dropped) / (top_k * int(real.sum())), rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "axes", [dict(data=2, context=2, expert=2), dict(expert=4), pytest.param(dict(data=4), marks=pytest.mark.thorough)], ids=str
 )
@@ -208,6 +210,7 @@ def test_the_capacity_is_the_one_of_the_formula():
     np.testing.assert_allclose(statistics.dropped, 9 / 20, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_large_capacity_is_none():
     args = problem(12, B=2, T=11, E=4)
 
@@ -220,6 +223,7 @@ def test_a_large_capacity_is_none():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * np.abs(b).max())
 
 
+@pytest.mark.thorough
 def test_balance_is_least_where_all_experts_get_alike():
     E = 5
     even = jnp.full(E, 1 / E)
@@ -241,6 +245,7 @@ def test_balance_is_least_where_all_experts_get_alike():
         np.testing.assert_allclose(balance_loss(statistics.fraction, statistics.probability), 2, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_descending_the_balance_loss_balances():
     x, router = random(14, (4, 32, 8), (8, 4))
     x = x + 1  # all tokens like the same experts
@@ -267,6 +272,7 @@ def test_z_loss():
         np.testing.assert_allclose(z, exact[np.asarray(flags)].mean(), rtol=1e-5)  # logits are float32 sums of six products
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("capacity", [None, 0.7])
 def test_padding_counts_in_nothing(capacity):
     x, router, *experts = problem(17, B=3, T=8)
@@ -292,6 +298,7 @@ def test_padding_counts_in_nothing(capacity):
             np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.thorough_after(3)
 @pytest.mark.parametrize("axes", [{}, pytest.param(dict(data=2, expert=2), marks=pytest.mark.thorough)], ids=str)
 @pytest.mark.parametrize("capacity", [None, 1.0])
 @pytest.mark.parametrize(("B", "T"), [(2, 10), (2, 0), (0, 10)])
@@ -307,6 +314,7 @@ def test_nothing_but_padding(B, T, capacity, axes):
         assert (np.asarray(a) == 0).all()
 
 
+@pytest.mark.thorough
 def test_bfloat16_activations_with_float32_parameters():
     """Narrow products, float32 gradients of parameters, all near float64: the router sees the same x, so routes alike."""
     x, *weights = problem(20, B=2, T=64, D=16, F=32, E=4)
@@ -325,6 +333,7 @@ def test_bfloat16_activations_with_float32_parameters():
         assert np.linalg.norm(np.float64(got) - wanted) <= 8 * 2.0**-8 * np.linalg.norm(wanted)
 
 
+@pytest.mark.thorough
 def test_scanned_layers_are_the_unrolled_ones():
     x, *_ = problem(21, T=12)
     layers = jax.tree.map(lambda *a: jnp.stack(a), *(problem(s)[1:] for s in range(2)))
@@ -363,6 +372,7 @@ def test_the_layer_says_what_its_parameters_are():
     assert sorted(plain) == ["down/kernel", "router/kernel", "up/kernel"] and plain["up/kernel"].shape == (8, 6, 10)
 
 
+@pytest.mark.thorough
 def test_the_layer_is_routed_experts_and_a_shared_one():
     """DeepSeekMoE: the shared expert's part is added. The losses are those of the real tokens."""
     choose = Mixture(experts=4, shared=3, balance_loss=0.5, router_z_loss=0.25, normalise=False)
@@ -404,6 +414,7 @@ def test_one_expert_a_token_counts_whole():
         np.testing.assert_allclose(ours[:, t : t + 1], expected, rtol=2e-5, atol=1e-6)  # float32 sums
 
 
+@pytest.mark.thorough
 def test_a_model_of_one_expert_is_the_dense_model():
     dense = replace(CONFIG, feedforward="swiglu", use_bias=False)
     routed = replace(dense, feedforward=Mixture(experts=1, top_k=1, router_z_loss=0.1))
@@ -418,6 +429,7 @@ def test_a_model_of_one_expert_is_the_dense_model():
     assert ours.loss.shape == () and ours.stats["fraction"].shape == (2, 1) and theirs.loss is None
 
 
+@pytest.mark.thorough
 def test_a_capacity_is_for_training():
     assert Mixture(capacity=0.5).evaluation() == Mixture(device_capacity=1.0)
     assert Mixture(capacity=1.25, groups=4).evaluation() == Mixture(device_capacity=1.25)
@@ -466,7 +478,7 @@ def test_the_chips_kernel_gives_what_the_loop_gives():
     assert np.all(np.asarray(loop)[5] == 0)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("E", [5, 1])
 def test_a_gpu_computes_the_same_in_its_own_way(choose_gpu, E):
     """The layer and its gradients: a copy of a weight for each block, and a loop over all blocks."""
@@ -483,6 +495,7 @@ def test_a_gpu_computes_the_same_in_its_own_way(choose_gpu, E):
     assert "ragged_dot" not in str(jax.make_jaxpr(found)(*arrays))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("D, F, owners, used", [(640, 130, [0, 0, 2, 4, 4, 4], 5), (8, 1100, [1, 1, 1, 3], 4), (16, 8, [1], 0)])
 def test_the_chips_sums_are_those_of_the_loop(D, F, owners, used):
     """Of one tile and of several that do not fill the matrix; unused blocks, and experts without one."""

@@ -32,6 +32,7 @@ def random(seed, *shapes):
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=8)
 @given(
     st.integers(0, 2**31),
@@ -121,6 +122,7 @@ def test_float64_value_and_gradients():
         np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-13)  # float64 sums of six terms
 
 
+@pytest.mark.thorough
 def test_constant_and_zero_rows_are_finite():
     scale, bias = jnp.full(4, 2.0), jnp.arange(4.0)
     np.testing.assert_array_equal(layer_norm(jnp.full((1, 4), 3.0), scale, bias)[0], bias)
@@ -146,6 +148,7 @@ def test_a_batch_of_one_is_no_axis_of_a_sum(norm):
     assert not re.findall(r"f32\[1,\d+\]\S* reduce\(", text)
 
 
+@pytest.mark.thorough_after(6)
 @pytest.mark.parametrize("shape", [(1, 1, 8), (1, 5, 8), (2, 1, 8), (8,), (1, 8), (0, 3, 8)])
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])
 def test_axes_of_size_one_stay(norm, shape):

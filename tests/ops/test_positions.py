@@ -301,6 +301,7 @@ def test_scalings_that_read_the_positions_of_the_call(length, fraction):
             np.testing.assert_allclose(ours[row : row + 1], wanted, rtol=0, atol=10 * angle_error(1000))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scaling", [NTK(4.0, 4), LongRoPE(SHORT, LONG, 4)], ids=["ntk", "longrope"])
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1000))
@@ -348,6 +349,7 @@ def test_within_segments(seed):
     assert found.min() >= 0 and found.max() < 12  # of padding, too: a row of a learned table
 
 
+@pytest.mark.thorough
 def test_left_padding_does_not_count():
     ids = jnp.array([[0, 0, 0, 1, 1, 1], [1, 1, 2, 2, 2, 3]])
     np.testing.assert_array_equal(within_segments(ids)[:, 3:], [[0, 1, 2], [1, 2, 0]])

@@ -60,6 +60,7 @@ def torch_forward(source, target, shown, w, first):
     return norm(target, "decoder.norm")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("order", ["post", "pre"])
 def test_torch_transformer(order):
     with jax.enable_x64(True):
@@ -96,6 +97,7 @@ def test_torch_scaled_dot_product_attention():
         assert np.abs(ours["bottom right"] - w["is_causal"]).max() > 1e-2  # ours without at(0), which decoding needs
 
 
+@pytest.mark.thorough
 def test_jax_dot_product_attention():
     """jax.nn aligns top left and groups heads as torch does, its windows count both ends; a row that sees nothing leaks."""
     rng = np.random.default_rng(0)

@@ -50,10 +50,12 @@ def sent(config, **axes):
     return {(one.kind, one.axes): (one.count, one.bytes) for one in found}
 
 
+@pytest.mark.thorough
 def test_data_sums_every_gradient_once():
     assert sent(CONFIG, data=4) == {("all-reduce", ("data",)): (6, 4 * NUMBERS + 8)}  # and two sums of the loss
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat, again", [("none", KERNELS), pytest.param("full", KERNELS + NORMS, marks=pytest.mark.slow)])
 def test_fsdp_gathers_each_weight_once_a_pass_and_scatters_each_gradient_once(remat, again):
     found, V, D, tokens = sent(replace(CONFIG, remat=remat), fsdp=4), 64, 32, 16 * 16
@@ -75,6 +77,7 @@ def test_tensor_sums_twice_a_block_and_pass(remat, again):
     assert {key: count for key, (count, _) in found.items()} == {("all-reduce", ("tensor",)): L * (2 + 2 + again) + 1 + 3}
 
 
+@pytest.mark.thorough
 def test_a_ring_of_four_turns_three_times():
     """Keys and values as one; on the way back they turn again, their gradients with them, which go home at the end."""
     found = sent(replace(CONFIG, masks=(masks.full(),)), context=4)

@@ -58,6 +58,7 @@ def on(axes, f, *args):
         return block_if_simulated(jax.jit(f)(*args))
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("capacity", [None, ROOM])
 @pytest.mark.parametrize(
     "axes",
@@ -101,6 +102,7 @@ def crowded(factor, x, real, *weights):
     return {"out": out, "dropped": statistics.dropped, "gradients": dict(enumerate(gradients))}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("B", [8, 1])
 @pytest.mark.parametrize("factor", [1.0, 1.2])
 def test_a_device_drops_what_comes_after_its_last_row(factor, B):
@@ -132,6 +134,7 @@ def test_a_device_drops_what_comes_after_its_last_row(factor, B):
     near(many, {"dropped": lost, "gradients": dict(enumerate(gradients)), "out": expected(x, *WEIGHTS)})
 
 
+@pytest.mark.thorough
 def test_a_device_with_a_row_for_every_choice_drops_nothing_and_one_with_fewer_has_less_memory():
     args = X, REAL, *WEIGHTS
     near(on(dict(expert=8), partial(crowded, 8.0), *args), jax.jit(partial(crowded, None))(*args))
@@ -229,6 +232,7 @@ def sent(axes, capacity, f=None):
     return {(one.kind, one.axes): (one.count, one.bytes) for one in hlo.collectives(text, mesh)}
 
 
+@pytest.mark.thorough
 def test_a_capacity_takes_two_all_to_alls_where_each_device_has_a_group():
     """16 tokens a device, 2 choices of 8 experts: room for 4, so 8 x 4 x 16 floats each way. And the router is gathered."""
     found = sent(dict(expert=8), 1.0)

@@ -53,7 +53,7 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_alone_is_valid_under_explicit_axes(name):
     function, expected = FUNCTIONS[name]

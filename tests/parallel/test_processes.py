@@ -211,6 +211,7 @@ def meet(*arguments, **options):
     return [came for _, came in joined]
 
 
+@pytest.mark.thorough
 def test_who_never_came_is_named_to_all_who_did():
     for one in meet((0, 4), (2, 4), limit=1.0):
         assert isinstance(one["error"], peers.MissingProcess)
@@ -233,6 +234,7 @@ def test_numbers_that_do_not_fit_together_are_refused(third):
     assert "give each its own index and all one count" in str(errors[0])
 
 
+@pytest.mark.thorough
 def test_a_process_that_died_before_the_others_came_may_come_again():
     port = pod_sim.free_port()
     hub, first = join(0, 3, port)

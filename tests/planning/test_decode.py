@@ -53,6 +53,7 @@ def test_a_step_on_a_gpu_moves_little_more(lines_of, rows, most):
     check(lines_of(PLANNED, "h200:1x1x1", str(rows)), "cudnn" if has_cudnn else "blockwise", most)
 
 
+@pytest.mark.thorough
 def test_a_plan_of_decoding_for_devices_that_are_here(monkeypatch):
     """The same code for this process's own devices: what a device holds and what it exchanges."""
     monkeypatch.setitem(decode.cost.CHIPS, "cpu", decode.cost.CHIPS["TPU v5 lite"])
@@ -65,6 +66,7 @@ def test_a_plan_of_decoding_for_devices_that_are_here(monkeypatch):
     assert "data=2 x tensor=4; 4 rows of 256 tokens" in decode.table(made)
 
 
+@pytest.mark.thorough
 def test_a_plan_of_decoding_has_no_more_tokens_than_the_model_has_positions(monkeypatch):
     monkeypatch.setitem(decode.cost.CHIPS, "cpu", decode.cost.CHIPS["TPU v5 lite"])
     model = replace(TINY, positions=Learned(), context_length=32)
@@ -81,6 +83,7 @@ def test_rows_and_length_are_numbers(capsys, monkeypatch):
     assert "argument --rows: many: expected a whole number of at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("words", [True, False])
 def test_an_exchange_beside_the_step_hides_none_that_waits(monkeypatch, words):
     """Over the same axis both kinds count, and the overlapped one takes no time of its own. A program may have no text."""

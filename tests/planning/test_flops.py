@@ -59,6 +59,7 @@ def test_a_step_takes_three_forwards_and_with_full_remat_nearly_four():
     assert step(CONFIG, accumulation=2).matmul == step(CONFIG).matmul
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", ["gpt2_small", "llama_7b", "qwen2_05b"])
 def test_the_closed_form_is_within_a_percent_of_the_count(name):
     config = replace(
@@ -73,6 +74,7 @@ def test_the_closed_form_is_within_a_percent_of_the_count(name):
     assert not counted.notes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("objective", "source"), [(TokenCrossEntropy(), 64), (SpanCorruption(99, 1), None)])
 def test_of_an_encoder_decoder_each_side_counts_its_own_tokens(objective, source):
     """A source of 64 tokens and a target of 256, and a text of 256 tokens that becomes both (232 and 52)."""
@@ -90,6 +92,7 @@ def test_of_an_encoder_decoder_each_side_counts_its_own_tokens(objective, source
     assert counted.matmul == pytest.approx(cost.training_flops(config, length, source) * B * length, rel=0.01)
 
 
+@pytest.mark.thorough
 def test_xla_counts_the_same_where_it_counts_right():
     """XLA counts a loop's body once, a kernel not at all, and elementwise operations too."""
     products = lambda x, y, z: jnp.einsum("bth,bsh->bts", x, y) @ z
@@ -116,6 +119,7 @@ def test_blockwise_attention_counts_what_it_visits():
         assert both.matmul == 7 / 2 * counted.matmul + 2 * query.size and not both.notes
 
 
+@pytest.mark.thorough
 def test_inside_a_model_too():
     """There, differentiation cuts the scan over query blocks in two."""
     whole, blocks = (

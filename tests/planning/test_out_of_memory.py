@@ -39,7 +39,7 @@ def needed(monkeypatch):
     return planned
 
 
-@pytest.mark.thorough_after(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("changed", "offered"),
     [

@@ -153,6 +153,7 @@ def test_every_chip_says_where_its_figures_come_from():
     assert all(gpu.kind in cost.CHIPS for gpu in topology.GPUS.values())
 
 
+@pytest.mark.thorough
 def test_the_estimate_knows_what_saves_memory():
     """12 bytes a parameter for the state of AdamW, split over fsdp; each change of the list takes less than before."""
     base = replace(LLAMA, batch_size=64, mesh=Mesh(data=2, fsdp=8), model=replace(LLAMA.model, remat="none"))
@@ -224,6 +225,7 @@ def test_the_compilers_log_is_heard(tmp_path, monkeypatch):
     assert "old" not in log.text
 
 
+@pytest.mark.thorough
 def test_an_estimate_is_a_plan_for_devices_that_are_here():
     """The same code on this process's own devices: state in place, memory as the compiler has it, a name for each sum."""
     small = replace(
@@ -276,7 +278,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("data", "model", "shapes"), SHAPES)
 def test_a_plans_batch_is_that_of_the_data(data, model, shapes):
     """Images and pairs, too; where the data are not on this machine, as large as the model reads."""

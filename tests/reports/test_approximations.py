@@ -20,6 +20,7 @@ def projection(features=32, width=4):
     return ops.orthogonal_projection(jax.random.key(0), features, width)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "lucidrains/performer-pytorch#82",
     right="under a causal mask no output depends on a later key, however large it is",
@@ -44,6 +45,7 @@ def test_the_stabiliser_of_random_features_cancels():
     np.testing.assert_allclose(attend(None), attend(1.5), atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "EleutherAI/gpt-neo#205", right="causal sums of exponentials stay finite for large keys, as do their gradients",
     hit="`efficient_attention` under causal() was NaN for keys above 88",
@@ -56,6 +58,7 @@ def test_causal_sums_of_exponentials_stay_finite():
     assert np.abs(attend(k)).max() <= np.abs(v).max() + 1e-5  # a mean of values
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "fla-org/flash-linear-attention#1263",
     right="padding is in no sum and in no denominator, whatever a feature map makes of it, and has no gradient",
@@ -118,6 +121,7 @@ def test_random_blocks_come_from_the_whole_sequence():
     assert 0.35 < (layout >= 32).mean() < 0.65
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "lucidrains/reformer-pytorch#24",
     "huggingface/transformers#5560",
@@ -133,6 +137,7 @@ def test_hashing_leaves_padding_out():
     np.testing.assert_array_equal(padded[:, :8], noise[:, :8])
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "lucidrains/reformer-pytorch#23", right="a hashed query sees itself only where it sees nothing else, also the first one"
 )

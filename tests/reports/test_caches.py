@@ -94,6 +94,7 @@ def test_a_text_that_is_read_in_pieces_has_one_rotation(name, monkeypatch):
     assert np.isnan(read_in_pieces(config, TEXT[:12], [6, 6])).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "tenstorrent/tt-forge-onnx#422",
     right="a rotation depends on the text of a row, not on its padding or its neighbours",
@@ -108,6 +109,7 @@ def test_padding_does_not_turn_a_row():
     assert state.text_lengths.tolist() == [16, 8]
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "RBLN-SW/optimum-rbln#646", right="a prompt whose tokens see later ones is read whole",
     hit="a prefix or global tokens beyond the first piece of 1,024 tokens were not seen: logits differed by 0.45, in silence",
@@ -121,6 +123,7 @@ def test_a_prompt_that_sees_later_tokens_is_not_cut(mask, monkeypatch):
     close(np.asarray(module.read(model, TEXT[:20], None)[0])[0], forward(config, TEXT[:20]))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Lightning-AI/litgpt#2182", "pytorch/executorch#20346",
     right="a prompt, or a piece, longer than the window sees what the window holds, and nothing later",
@@ -157,6 +160,7 @@ def test_rows_of_unequal_lengths_are_continued_as_alone():
     assert together == [naive(TINY, prompt, 6) for prompt in prompts]
 
 
+@pytest.mark.thorough
 @pytest.mark.report("huggingface/transformers#14521", right="padding in front of a row changes nothing", listed="first 30")
 def test_padding_in_front_changes_nothing():
     tokens, ids = np.array([[0] * 25 + TEXT[:7]]), np.array([[0] * 25 + [1] * 7])
@@ -203,6 +207,7 @@ def test_a_cache_of_whole_numbers_is_refused():
         generate(TINY, drawn(TINY), [[1]], 2, dtype=jnp.int32)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Integral2u/SharpMind#57", right="a text that does not fit its cache is refused, no token is left out in silence"
 )

@@ -60,6 +60,7 @@ def test_a_mean_is_of_neighbours():
         neighbours(folder, [100], 100, 100, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Deci-AI/super-gradients#1932", "keras-team/keras#11420", right="ranks of two scores are not compared",
     hit="step 10, ranked -30 by BLEU, pushed out the lowest loss", listed="second 09",
@@ -70,6 +71,7 @@ def test_the_best_of_each_score_is_kept(tmp_path):
     assert save(tmp_path, [(60, -31.0), (70, -20.0)], score="-bleu") == [30, 60, 70]
 
 
+@pytest.mark.thorough
 @pytest.mark.report("Deci-AI/super-gradients#1932", right="a checkpoint of an older version keeps its rank", listed="second 09")
 def test_manifests_without_a_name_are_read(tmp_path):
     """They were of one score; what they are ranked by is not known to be that of today."""
@@ -105,6 +107,7 @@ def test_an_equal_score_is_no_improvement(tmp_path):
         assert not manager.is_among_best(1.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Lightning-AI/pytorch-lightning#2636", "Lightning-AI/pytorch-lightning#1008", "Bjarten/early-stopping-pytorch#28",
     right="a score of NaN is neither the best nor the last word",
@@ -114,6 +117,7 @@ def test_scores_after_nan_are_ranked(tmp_path):
     assert save(tmp_path / "more", [(10, -math.inf), (20, math.nan), (30, 1.0)]) == [10, 30]
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "google/orbax#526", "antonioterpin/flowgym#51", right="the newest steps stay also where all older ones are better"
 )
@@ -161,6 +165,7 @@ def test_a_damaged_checkpoint_is_not_read(tmp_path):
     assert len(said) == 1 and "step 20 is damaged" in said[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "m2lines/Samudra#282", "Megvii-BaseDetection/YOLOX#1318", "atomistic-machine-learning/schnetpack#785",
     right="raw weights and their average are both saved, and training goes on from the raw ones",
@@ -180,6 +185,7 @@ def test_weights_and_their_average_are_both_kept(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, leaves, getattr(state, part))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "kohya-ss/sd-scripts#586", "wdkwdkwdk/CLONE_DK#2", right="a mean of adapted weights is that of the merged ones",
     hit="--average of a LoRA run multiplied the means of the factors",

@@ -212,6 +212,7 @@ def documents_of(group, tokenizer):
     return corpus._documents(group, "text", records.Problems(), tokenizer=tokenizer)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "AnswerDotAI/ModernBERT#212", "huggingface/transformers#1395", listed="first 17",
     right="A masked language model neither hides nor predicts the ends of documents.",

@@ -64,6 +64,7 @@ def test_a_text_ends_where_filters_leave_no_token():
     assert generate(TINY, params(), [prompt], 12, filters=nothing) == [[]]
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "JustVugg/colibri#369", "OpenRLHF/OpenRLHF#1165",
     right="logits that are not numbers are an error, not a text",
@@ -77,6 +78,7 @@ def test_a_model_whose_logits_are_not_numbers_writes_no_text():
         search(TINY, broken, [[1, 2]], 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "abisee/pointer-generator#6", right="an empty list of texts gives an empty answer, no crash", listed="second 45",
     hit="IndexError at the end of training",
@@ -99,6 +101,7 @@ def test_a_list_of_texts_may_be_empty(monkeypatch):
 # --- filters
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#18976", "BlinkDL/ChatRWKV#170",
     right="top-p leaves as few tokens as reach p, also where they reach it exactly",
@@ -123,6 +126,7 @@ def test_top_k_counts_from_one():
         assert kept(TopK(k), probabilities) == sorted(order[:k].tolist())
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "ml-explore/mlx-lm#388", "guidance-ai/guidance#1325",
     right="top-p sees the probabilities that top-k left, and never removes all of them",
@@ -145,6 +149,7 @@ def test_a_share_of_nothing_is_refused():
     assert kept(MinP(0.0), [0.5, 0.5]) == [0, 1]
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "NVIDIA/TensorRT-LLM#1590", "microsoft/onnxruntime-genai#1363", right="a token that a filter removed is never drawn"
 )  # fmt: skip

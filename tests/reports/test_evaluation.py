@@ -91,7 +91,7 @@ def test_what_was_scored_stands_beside_the_score(run):
     "huggingface/transformers#24839", right="the same examples are scored whatever the batch size",
     hit="eval_batches=n scored batch_size * n examples",
 )  # fmt: skip
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [10, None])
 def test_the_score_does_not_depend_on_the_batch_size(count):
     found = [scores(replace(TINY, batch_size=size, eval_examples=count)) for size in (4, 16)]
@@ -212,6 +212,7 @@ def test_metrics_of_the_end_are_tried_at_the_beginning():
         loop.check_scores(generated, build(TINY), batching.open_dataset(DATA, MODEL))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "AI-Hypercomputer/maxtext#5335", "mosaicml/composer#1417", listed="second 19",
     right="an evaluation takes the memory of a micro-batch", hit="it took that of the whole batch",
@@ -248,6 +249,7 @@ def test_micro_batches_add_up():
     assert in_micro_batches(score, 1) is score
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "mosaicml/composer#1417", listed="second 19", right="under pmap an evaluation is split over the devices, too",
     hit="one device scored the whole batch of all",
@@ -267,6 +269,7 @@ def test_under_pmap_each_device_scores_its_part():
     assert seen == [(1, 8)]
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "piskvorky/gensim#2735", "apache/mxnet#8226", listed="first 22", right="sums of 10^8 tokens are right to 1e-6",
     hit="20,000 batches of 4,095 tokens were counted as 81,915,896 for 81,900,000",
@@ -283,6 +286,7 @@ def test_sums_of_many_tokens_are_exact():
     assert found["loss"] == pytest.approx(np.float32(means * tokens).astype(np.float64).sum() / (count * tokens), rel=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "tensorflow/tensorflow#27993", "chainer/chainer#1739", "dnouri/nolearn#247", "macournoyer/neuralconvo#67",
     right="a loss is the sum over all tokens by their number, not a mean of the batches' means",
@@ -303,6 +307,7 @@ def test_nothing_drops_out_in_an_evaluation():
     assert scores(replace(TINY, model=model, batch_size=23))["loss"] == scores(replace(TINY, batch_size=23))["loss"]
 
 
+@pytest.mark.thorough
 @pytest.mark.report("google-research/pegasus#134", right="an evaluation that hides tokens hides the same ones again")
 def test_an_evaluation_repeats_its_number():
     model = replace(MODEL, vocab_size=13, masks=(full(),))

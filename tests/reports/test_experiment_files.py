@@ -100,6 +100,7 @@ def test_code_that_ends_the_program_later_is_an_error(folder, capsys):
     assert cli.main(["evaluate", "--help"]) == 0  # this is a result
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "python/cpython#120932",
     "python/cpython#75953",

@@ -64,6 +64,7 @@ def close(one, other):
     np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)  # float32, other fusions
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/pytorch#103681", "pytorch/pytorch#24824",
     right="an exported model has no dropout: two calls are equal, and equal the model without a key",
@@ -197,6 +198,7 @@ class Kept(nnx.Module):
         return jnp.sign(self.dropout(jnp.ones_like(x)))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "google/flax#4950", "google/flax#4589",
     right="a Flax layer's dropout differs from layer to layer of a scanned stack, and is off without a key",
@@ -251,6 +253,7 @@ def drawn_of(spec):
     return jax.tree.map(lambda leaf: jnp.asarray(generator.normal(size=leaf.shape), jnp.float32), spec)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "google-deepmind/optax#290",
     right="a filter of NNX finds the parameters of a model: what it leaves out does not move in a step",

@@ -230,6 +230,7 @@ def cropped_sides(config, count):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/vision#618", "pytorch/vision#715", "apache/mxnet#14505",
     right="A crop's ratio of width to height is within its range, never the inverse.",
@@ -240,6 +241,7 @@ def test_a_crop_has_the_ratio_that_was_asked_for():
     np.testing.assert_allclose(widths * heights, 0.2 * 64**2, rtol=1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/vision#800",
     right="The logarithm of the ratio is uniform, so that wide crops are as likely as high ones.",
@@ -250,6 +252,7 @@ def test_wide_and_high_crops_are_as_likely():
     np.testing.assert_allclose(logs, np.linspace(-1, 1, 400), atol=0.15)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "xingyizhou/CenterNet#233", "dbolya/yolact#455", "wolny/pytorch-3dunet#32",
     right="Each image and each step has changes of its own; the same step has the same.",

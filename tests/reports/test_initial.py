@@ -65,6 +65,7 @@ def test_weights_of_another_config_are_told(tmp_path, caplog):
     assert begin(tmp_path / "a", harmless, caplog)[1] == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "EveryVoiceTTS/EveryVoice#243", "EveryVoiceTTS/EveryVoice#242", listed="second 37",
     right="a run whose model differs is told field by field, as weights of Hugging Face are",
@@ -108,6 +109,7 @@ def test_weights_of_another_head_are_refused(tmp_path):
         first_params(str(tmp_path / "a"), model, recipe_of(model))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "mapbox/robosat#169", "facebookresearch/detectron2#429",
     right="a run takes the weights of another alone: step, optimizer state and learning rate are its own",

@@ -188,6 +188,7 @@ def written_by(checkpoint, bias, new=()):
     return int(logits[0].argmax())
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#5126", "huggingface/transformers#5134", "huggingface/transformers#25294", listed="first 10",
     right="banned, suppressed and forced tokens of a checkpoint are read, used by its `decoding()`, and written again",
@@ -261,6 +262,7 @@ def test_stop_tokens_of_the_generation_config(tmp_path):
 BERT = replace(bert_base_mlm, vocab_size=20, num_layers=1, d_model=8, num_heads=2, d_ff=12, context_length=16)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#5404", "huggingface/transformers#5421", listed="first 13",
     right="heads that the class does not have are left out, and one warning names them; all else stays refused",

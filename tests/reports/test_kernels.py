@@ -43,6 +43,7 @@ def by_definition(q, k, v, visible, softcap=None, bias=0.0, sinks=None):
     return np.einsum("bnts,bsnh->btnh", weights, v)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.report(
     "Dao-AILab/flash-attention#1672", "facebookresearch/xformers#552",
     "google-research/t5x#351",
@@ -84,6 +85,7 @@ def test_forward_mode_names_the_way_out(kernel):
         jax.jvp(lambda q: ops.attention(q, k, v, implementation=kernel), (q,), (q,))
 
 
+@pytest.mark.thorough
 @pytest.mark.report("google-research/t5x#351", listed="second 08",
         right="experts without a limit refuse second derivatives by name",
         hit="`Reverse-mode differentiation does not work for lax.while_loop`")  # fmt: skip
@@ -98,6 +100,7 @@ def test_grouped_experts_refuse_second_derivatives_by_name():
         jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "onnx/onnx#7865", right="a key that a bias of -inf hides stays hidden under a softcap",
     hit="the softcap made -c of -inf, so hidden keys had weight, in every kernel",
@@ -113,6 +116,7 @@ def test_a_bias_of_minus_infinity_hides_a_key_under_a_softcap(kernel):
     assert not np.asarray(gradients[2][:, 3:]).any()  # values that nobody of these sees
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/pytorch#125158", "Amshaker/unetr_plus_plus#80",
     right="a scale may be a trained array, with a gradient, in every kernel",
@@ -143,6 +147,7 @@ def test_numbers_of_any_library_are_numbers(as_users_call):
         jax.jit(lambda c: ops.attention(q, k, v, softcap=c))(2.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Dao-AILab/flash-attention#1973",
     "Dao-AILab/flash-attention#2102",
@@ -176,6 +181,7 @@ def test_the_softcap_and_its_gradient(kernel):
     np.testing.assert_allclose(jnp.vdot(gradient, direction), slope, rtol=2e-2)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "jax-ml/jax#36702",
     "AminRezaei0x443/memory-efficient-attention#8",
@@ -196,6 +202,7 @@ def test_broadcast_biases_have_summed_gradients_under_vmap(shape):
     np.testing.assert_allclose(blockwise, reference, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "meta-pytorch/attention-gym#20", right="arrays that a bias function reads have their gradient, in every kernel"
 )
@@ -211,6 +218,7 @@ def test_arrays_that_a_bias_function_captures_have_gradients():
     np.testing.assert_allclose(blockwise, reference, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/pytorch#153799", right="no NaN in the gradient where the length is no multiple of a block, with a mask and a bias"
 )
@@ -244,6 +252,7 @@ def test_a_row_without_keys_spoils_no_gradient(kernel):
     assert all(np.asarray(g[1]).any() for g in gradients)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/pytorch#163588", right="bfloat16 with nine tenths of the keys hidden errs by bfloat16's rounding alone"
 )
@@ -278,6 +287,7 @@ def test_hidden_rows_are_zeros_beside_right_ones(kernel):
     assert not np.asarray(out[:, :2]).any()
 
 
+@pytest.mark.thorough
 @pytest.mark.report("huggingface/diffusers#6774", "keras-team/keras#21558", listed="second 05",
         right="operands of several dtypes give the values' dtype, and each gradient its operand's")  # fmt: skip
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
@@ -292,6 +302,7 @@ def test_mixed_dtypes(kernel):
     assert [g.dtype for g in gradients] == [x.dtype for x in arrays]
 
 
+@pytest.mark.thorough
 @pytest.mark.report("Dao-AILab/flash-attention#2470", "pytorch/pytorch#175000", listed="second 06",
         right="no queries, no keys, and one of each")  # fmt: skip
 @pytest.mark.parametrize("T, S", [(0, 3), (3, 0), (1, 1)])
@@ -303,6 +314,7 @@ def test_no_token_and_one_token(T, S):
         np.testing.assert_allclose(out, np.repeat(v, 2, axis=2) if S == 1 else np.zeros(q.shape), atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.report("Dao-AILab/flash-attention#771", listed="second 22",
         right="all kernels drop the same weights, with remat too, and the gradient knows which")  # fmt: skip
 def test_dropout_is_the_same_in_every_kernel_and_under_remat():

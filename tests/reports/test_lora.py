@@ -113,6 +113,7 @@ def test_the_head_of_a_tied_model_has_no_factors():
     assert not np.allclose(merged["heads"]["language_model"]["kernel"], tree["weights"]["heads"]["language_model"]["kernel"])
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/torchtitan#3438",
     right="norms, tables and biases are frozen as matrices are: an update with decay moves no weight",
@@ -153,6 +154,7 @@ def test_layers_computed_again_train_the_factors():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-3 * np.abs(b).max()), again, kept)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/peft#1388", "meta-pytorch/torchtune#1101",
     right="a merge into bfloat16 rounds once: it is the float32 sum, rounded",

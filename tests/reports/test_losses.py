@@ -28,6 +28,7 @@ def value_and_grad(logits, labels, weights=None, **options):
     return jax.value_and_grad(lambda x: cross_entropy(x, labels, weights, **options).loss)(logits)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/pytorch#73205", listed="second 21",
     right="smoothing and z-loss count no token of weight 0, whatever its label",
@@ -40,6 +41,7 @@ def test_ignored_tokens_have_no_smoothing():
     np.testing.assert_allclose([sums.loss, sums.weight], [expected, 3], rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "eladhoffer/utils.pytorch#4", "huggingface/transformers#7546",
     right="the mean is over tokens that count: padding changes neither loss nor gradient of a token",
@@ -53,6 +55,7 @@ def test_padding_does_not_dilute_the_mean():
         np.testing.assert_allclose(sums.loss / sums.weight, alone.loss / 5, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "sooftware/kospeech#37", "tinygrad/tinygrad#3570",
     right="NaN or inf in the logits of an ignored token reaches neither the loss nor the gradient",
@@ -106,6 +109,7 @@ def test_targets_of_smoothing_sum_to_one():
     np.testing.assert_allclose(target, expected, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "linkedin/Liger-Kernel#968", "linkedin/Liger-Kernel#1298",
     right="the chunked loss has the gradient of each token's own weight",
@@ -127,6 +131,7 @@ def test_chunks_with_a_weight_for_each_token(chunk):
         np.testing.assert_allclose(found, 3 * expected, atol=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "linkedin/Liger-Kernel#512", "linkedin/Liger-Kernel#827",
     right="with bfloat16 operands the loss and its sums are float32, over many tokens",
@@ -141,6 +146,7 @@ def test_bfloat16_operands_have_float32_losses():
     np.testing.assert_allclose(sums.loss, by_hand(logits, labels[0]).sum(), rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "linkedin/Liger-Kernel#320",
     right="the cap of logits is in the chunked loss, and in its gradient",
@@ -156,6 +162,7 @@ def test_capped_logits_in_chunks():
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "linkedin/Liger-Kernel#507",
     right="a loss is computed whether or not a gradient is asked for",
@@ -167,6 +174,7 @@ def test_the_loss_without_a_gradient():
     assert loss(hidden) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "google/flax#2593",
     right="another key is another mask, and the same key the same one; rate 1 keeps nothing, without NaN",

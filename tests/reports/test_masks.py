@@ -65,6 +65,7 @@ def test_an_additive_mask_is_no_segment_ids(as_users_call):
         masks.segments(additive)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "meta-pytorch/attention-gym#31", "vllm-project/speculators#196",
     right="a mask made for a shorter sequence is refused for a longer one, not cut or filled in silence",
@@ -78,6 +79,7 @@ def test_segment_ids_shorter_than_the_sequence_are_refused():
     np.testing.assert_allclose(longer, ops.attention(q, q, q), atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "NVIDIA/cutlass#2336", "pytorch/executorch#22426", "ml-explore/mlx#2967",
     right="a causal mask of T queries and S keys aligns their ends in every kernel, for T below and above S",
@@ -126,6 +128,7 @@ def test_a_negative_window_is_refused():
             masks.window(*wrong)
 
 
+@pytest.mark.thorough_after(6)
 @pytest.mark.report(
     "kuleshov-group/bd3lms#23", "meta-pytorch/attention-gym#71",
     right="the map of blocks is that of the dense mask, for blocks that divide neither length",
@@ -150,6 +153,7 @@ def test_blocks_are_those_of_the_dense_mask(mask, T, S, block):
         assert kinds[i, j] != masks.FULL or part.all()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/pytorch#141126", right="a block-sparse mask with empty and lone blocks gives the values of its dense form"
 )
@@ -166,6 +170,7 @@ def tiny(**fields):
     return models.ModelConfig(vocab_size=11, num_layers=2, d_model=16, num_heads=2, context_length=12, **fields)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "alex-hh/profam#495", "huggingface/nanoVLM#204", "mosaicml/llm-foundry#1464", "tensorflow/mesh#173",
     right="in a packed row no token of one document changes the logits of another, and each counts from position 0",
@@ -184,6 +189,7 @@ def test_packed_documents_are_those_alone():
     np.testing.assert_array_equal(changed[:, 5:11], logits[:, 5:11])
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#46773",
     right="padding before the tokens changes nothing, in a batch of one row too, for softmax and for linear attention",

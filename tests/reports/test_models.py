@@ -79,6 +79,7 @@ def test_the_two_gelus_have_their_own_names():
     assert models.PRESETS["gpt2_small"].feedforward == "gelu_tanh"
 
 
+@pytest.mark.thorough
 @pytest.mark.report("paiml/entrenar#314", right="a table that is tied has the sum of both gradients, in one leaf of the tree")
 def test_a_tied_table_has_the_sum_of_both_gradients():
     config, loose = CONFIG, replace(CONFIG, tie_embeddings=False)
@@ -99,6 +100,7 @@ def test_a_tied_table_has_the_sum_of_both_gradients():
     np.testing.assert_allclose(one["embedding"]["tokens"], two["embedding"]["tokens"] + of_head, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "karpathy/minGPT#134",
     "datawhalechina/happy-llm#209",
@@ -116,6 +118,7 @@ def test_initial_values_of_what_is_added_to_the_stream(feedforward):
             np.testing.assert_allclose(float(jnp.std(leaf)), wanted, rtol=0.05, err_msg=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "tensorflow/tensorflow#19081", right="the spread of initial values is the one that the config names, in every part"
 )

@@ -75,6 +75,7 @@ def test_weights_of_chosen_experts(top_k):
     np.testing.assert_allclose(plain.probabilities, whole, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "meta-pytorch/MSLK#158", "NVIDIA-NeMo/Automodel#935", right="an expert without a token has a gradient of zeros, not NaN"
 )
@@ -90,6 +91,7 @@ def test_experts_without_tokens_have_gradients_of_zeros(capacity):
         assert np.isfinite(gradient).all() and np.abs(gradient[:2]).max() > 0 == np.abs(gradient[2:]).max()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "vllm-project/vllm#14027", "ViperEkura/AstrAI#57", "marin-community/marin#4234",
     right="activations of 16 bits are routed as float32 numbers: near ties are told apart",
@@ -149,6 +151,7 @@ def test_the_auxiliary_loss_reaches_the_router():
     np.testing.assert_allclose(thrice - none, 3 * (once - none), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#31464", "paiml/aprender#2162",
     right="each layer is balanced by itself, by its softmax over all experts, not by the choices of all layers together",
@@ -164,6 +167,7 @@ def test_layers_that_are_uneven_in_opposite_ways_are_not_even():
     assert np.mean(layers) > together + 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "AI-Hypercomputer/maxtext#4843", "marin-community/marin#3902", "microsoft/dion#121",
     right="Muon makes the update of each expert orthogonal by itself",
@@ -184,6 +188,7 @@ def test_muon_takes_each_expert_by_itself():
     assert isinstance(optimizers.Muon()(stacked), optax.GradientTransformation)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "axolotl-ai-cloud/axolotl#3781",
     right="a capacity that no expert reaches changes nothing, one that is reached drops late choices",
@@ -216,6 +221,7 @@ def test_a_mesh_drops_what_one_device_drops(axes):
     np.testing.assert_allclose(split.dropped, alone.dropped, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "laekov/fastmoe#34", listed="second 36", right="equal logits choose the first experts; padding takes no room"
 )

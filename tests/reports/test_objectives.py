@@ -51,6 +51,7 @@ def spans(logits, labels, weights=None, passage=None):
 LOGITS = jax.random.normal(KEY, (3, T, 2))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#1020", "huggingface/transformers#8904", "allenai/allennlp-reading-comprehension#19",
     listed="third 03",
@@ -87,6 +88,7 @@ def test_a_span_does_not_end_before_it_begins():
     np.testing.assert_array_equal(best_spans(jnp.stack([firsts, lasts])[None]), [[4, 4]])
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "deepset-ai/FARM#564", "allenai/bi-att-flow#71",
     right="the first and the last token of a passage can be an answer",
@@ -112,6 +114,7 @@ def contrast(embeddings, tokens, weights=None):
     return retrieval.Contrastive(move=None)(Alike(None, None), None, batch, KEY, jnp.float32)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "fartashf/vsepp#6", "openai/CLIP#11", "openai/CLIP#28", "OFA-Sys/Chinese-CLIP#111",
     listed="third 04",
@@ -143,6 +146,7 @@ def test_the_factor_of_the_products_is_bounded(monkeypatch):
     assert factor(np.log(1 / 0.07)) == pytest.approx(1 / 0.07) and factor(90.0) == 100
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#26357", "oobabooga/textgen#4031",
     right="weights of the data decide which tokens count, whatever their labels are",
@@ -166,6 +170,7 @@ def test_scores_have_no_smoothing():
     assert ClassCrossEntropy(label_smoothing=0.1, augment=(Flip(),)).evaluation() == ClassCrossEntropy()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/vision#8484", "wolny/pytorch-3dunet#32", "GaTech-RL2/EgoVerse#651",
     right="each image of a batch has its own random change, and each step another one",

@@ -137,6 +137,7 @@ def test_muon_sees_each_expert_as_a_matrix():
     assert (dimensions.reduction_axis, dimensions.output_axis) == ((2,), (3,))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "google-deepmind/optax#1249",
     right="the update of a matrix [in, out] has the factor sqrt(max(1, out / in))",
@@ -153,6 +154,7 @@ def test_muon_scales_by_outputs_over_inputs():
     assert 1.3 < norms[4] < 2.6 and 0.65 < norms[16] < 1.3
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "kozistr/pytorch_optimizer#517", "bitsandbytes-foundation/bitsandbytes#1992",
     right="with gradients of 0 a step of rate 1 takes away weight_decay times a matrix, and nothing else",

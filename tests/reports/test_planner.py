@@ -30,6 +30,7 @@ def flops(experiment, length=0):
     return cost.training_flops(experiment.model, length, trained=trained_weights(experiment))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "NVIDIA-NeMo/Automodel#786", "MrYxJ/calculate-flops.pytorch#30",
     right="a frozen weight counts 4 FLOPs a token: no gradient of it is computed", hit="MFU of LoRA runs counted 6 for each",

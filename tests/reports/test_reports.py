@@ -39,6 +39,7 @@ def drawn(draw):
         return image.imread(io.BytesIO(figures.png(draw)))[..., :3]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", TEX)
 @pytest.mark.report(
     "matplotlib/matplotlib#20266",
@@ -116,6 +117,7 @@ def test_lost_values_are_marked():
     assert np.isnan(smoothed[1]) and smoothed[0] == 2.0 and np.isfinite(smoothed[[0, 2, 3]]).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "matplotlib/matplotlib#11244",
     "matplotlib/matplotlib#5907",
@@ -178,6 +180,7 @@ class Tags(html.parser.HTMLParser):
         self.tags.add(tag)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "epam/ai-dial-admin-frontend#3390",
     "kubeflow/pipelines#12536",
@@ -192,6 +195,7 @@ def test_fields_of_one_run_alone_differ(runs):
         assert "ema.decay" in table and "optimizer" in table and "width" not in table and "None" not in table
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "mlflow/mlflow#48",
     "mlflow/mlflow#18",
@@ -247,6 +251,7 @@ def test_numbers_of_any_size_fit_their_cells():
     assert (cells["nan"], cells["inf"], cells["flag"], cells["text"]) == ("nan", "-inf", "True", "x")
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "tensorflow/tensorboard#941",
     right="scores of heads without a finite number are drawn; infinite ones do not set the scale",
@@ -275,6 +280,7 @@ ODD = {
 }
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.report(
     "PaddlePaddle/VisualDL#984",

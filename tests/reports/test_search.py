@@ -102,6 +102,7 @@ def test_a_list_of_texts_has_no_copies():
     assert scores == sorted(scores, reverse=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "OpenNMT/OpenNMT-py#60", right="what is cut off at a stop string is listed once, too", listed="second 13",
     hit="texts that differ behind the stop string alone stood in `continue_all` several times",
@@ -114,6 +115,7 @@ def test_texts_that_a_stop_string_makes_equal_are_one(monkeypatch):
     assert kept == [["1", "2"]]
 
 
+@pytest.mark.thorough
 @pytest.mark.report("facebookresearch/ParlAI#2007", right="the first step follows different tokens, not copies of one beam")
 def test_beams_differ_from_the_first_step_on():
     texts = found(Beams(3, 3, length_penalty=0.0))[0]
@@ -182,6 +184,7 @@ def test_the_model_as_its_own_draft_is_accepted():
     assert poor.tokens == [greedy]
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "openvinotoolkit/openvino.genai#4190",
     right="behind a rejected token stands one of the rest of the model's distribution at that place",
@@ -217,6 +220,7 @@ def test_a_draft_that_cannot_go_back_is_refused():
             run()
 
 
+@pytest.mark.thorough
 @pytest.mark.report("facebookresearch/ParlAI#2058", right="a stop token in the prompt ends nothing", listed="second 41")
 def test_a_stop_token_in_the_prompt_ends_nothing():
     prompt = [STOP, 1, STOP, 2, STOP]

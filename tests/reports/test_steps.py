@@ -165,6 +165,7 @@ def test_seeds_beyond_32_bits_differ():
     np.testing.assert_array_equal(jax.random.key_data(params.random_key(2**63 - 1)), wide)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "fastai/fastai#3048", listed="second 44",
     right="with a loss scale the gradient of parts is that of the whole; an overflow of one part halves it once",
@@ -203,6 +204,7 @@ def test_parts_of_a_batch_are_weighted_by_tokens(parts):
     np.testing.assert_allclose(found["w"], gradient["w"], rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "young-geng/scalax#6", "google/flax#2593",
     right="each part of a batch and each step draws its own random numbers; the same step draws the same",
@@ -264,6 +266,7 @@ def sign():
     return optax.stateless(lambda updates, _: jax.tree.map(lambda u: -jnp.sign(u), updates))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#28505", "NVIDIA/Megatron-LM#2121",
     right="padding counts in no figure of the router, and all of it is 0 and not NaN",

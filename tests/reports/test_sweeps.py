@@ -86,6 +86,7 @@ def test_signals_still_stop_a_sweep(tmp_path):
             attempts(tmp_path, train)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "ray-project/ray#9364",
     "ray-project/ray#31276",

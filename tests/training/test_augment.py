@@ -20,6 +20,7 @@ IMAGES = jax.random.uniform(jax.random.key(0), (6, 8, 10, 3), minval=0.2)
 KEYS = jax.random.split(jax.random.key(1), 40)
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=str)
 def test_a_change_is_a_function_of_key_and_row(function):
     run = jax.jit(partial(augmented, (function,)))
@@ -43,6 +44,7 @@ def test_functions_follow_each_other_with_keys_of_their_own():
     np.testing.assert_array_equal(augmented((), KEYS[0], IMAGES), IMAGES)
 
 
+@pytest.mark.thorough
 def test_a_flip_undoes_itself():
     always, never = Flip(1.0), Flip(0.0)
     np.testing.assert_array_equal(always(KEYS[0], IMAGES[0])[:, 0], IMAGES[0, :, -1])
@@ -64,6 +66,7 @@ def test_a_crop_is_the_image_moved():
     assert len(seen) > 10
 
 
+@pytest.mark.thorough
 def test_a_resized_crop_reads_a_part_of_the_image():
     """Of a ramp, bilinear, it is a ramp again: slope and ends say which part was read."""
     line, column = np.mgrid[:32, :48].astype(np.float32)
@@ -118,6 +121,7 @@ def test_training_sees_changed_images_and_scoring_does_not():
     np.testing.assert_allclose(own, score(plain, BATCH | {"images": 0 * IMAGES}, KEYS[0]), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_change_does_not_depend_on_the_mesh():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     split = jax.device_put(IMAGES, jax.NamedSharding(mesh, jax.P("data")))

@@ -31,6 +31,7 @@ def batch_of(factor=1.0):
     return {"tokens": tokens, "labels": np.roll(tokens, -1, axis=1), "weights": np.full((8, 9), factor, np.float32)}
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=30)
 @given(st.integers(2, 6), st.floats(1, 8), st.floats(-2, 2), st.integers(0, 100))
 def test_a_spike_is_far_above_a_full_window(window, deviations, shift, seed):
@@ -45,7 +46,7 @@ def test_a_spike_is_far_above_a_full_window(window, deviations, shift, seed):
     assert not is_spike(spikes, jnp.array(values), jnp.array([1e9, 1e9], jnp.float32))
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("platform", ["gpu", "cpu"])
 def test_a_bad_step_changes_no_bit_and_a_good_one_the_same_ones_on_each_platform(monkeypatch, platform):
     """A GPU selects leaf by leaf, others a branch. The state is donated, so a leaf that it needs twice would show here."""
@@ -69,6 +70,7 @@ def test_a_bad_step_changes_no_bit_and_a_good_one_the_same_ones_on_each_platform
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), state.ema, expected.ema)
 
 
+@pytest.mark.thorough
 def test_a_spike_changes_no_bit_of_parameters_and_optimizer_and_counts():
     recipe = build(replace(EXPERIMENT, spikes=Spikes(window=4), optimizer=AdamW(learning_rate=1e-5)))  # a calm loss
     step, state = jax.jit(make_train_step(recipe)), first_state(recipe)
@@ -86,6 +88,7 @@ def test_a_spike_changes_no_bit_of_parameters_and_optimizer_and_counts():
     assert fingerprints(jax.tree.leaves(state.params)) != before
 
 
+@pytest.mark.thorough
 def test_after_too_many_bad_steps_in_a_row_even_a_good_one_changes_nothing():
     """So the state is still that of the first bad step when the host hears of the last."""
     recipe = build(EXPERIMENT)
@@ -138,6 +141,7 @@ def test_a_run_that_stays_bad_keeps_the_step_and_says_where_it_is_bad(tmp_path, 
     assert found["found"][0].startswith("batch: weights is not finite in rows")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layer", [0, 2])
 def test_the_first_bad_layer_is_named(layer):
     """A NaN in one number of one layer: in the parameters, or made by them."""
@@ -154,6 +158,7 @@ def test_the_first_bad_layer_is_named(layer):
     assert activations == [f"activation of layers is not finite in {expected}"]
 
 
+@pytest.mark.thorough
 def test_a_healthy_step_and_a_label_outside_of_the_vocabulary_are_told_apart():
     recipe = build(EXPERIMENT)
     healthy = explain(EXPERIMENT, first_state(recipe), batch_of())

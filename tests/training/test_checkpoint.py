@@ -117,6 +117,7 @@ def numpy_fingerprint(words: np.ndarray) -> str:
     return f"{int(word.sum() % m):08x}{second:08x}"
 
 
+@pytest.mark.thorough
 def test_fingerprint_is_the_documented_sum():
     x = jax.random.normal(jax.random.key(0), (5, 7, 3))
     assert fingerprints([x]) == [numpy_fingerprint(np.asarray(x).view(np.uint32).ravel())]
@@ -150,6 +151,7 @@ def test_damage_that_linear_sums_would_miss():
     assert len(set(prints)) == len(prints)
 
 
+@pytest.mark.thorough
 @needs_8_devices
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_fingerprint_does_not_depend_on_the_mesh(axis_type):
@@ -192,6 +194,7 @@ def test_round_trip_is_exact_and_gives_back_the_same_types(tmp_path):
     assert isinstance(restored, State) and isinstance(restored.opt_state[0], optax.ScaleByAdamState)
 
 
+@pytest.mark.thorough
 def test_state_may_be_donated_and_changed_while_it_is_saved(tmp_path):
     step = jax.jit(lambda s: jax.tree.map(lambda a: a + 1 if a.dtype != jnp.uint32 else a, s), donate_argnums=0)
     with Manager(tmp_path, keep_latest=9) as manager:
@@ -204,6 +207,7 @@ def test_state_may_be_donated_and_changed_while_it_is_saved(tmp_path):
             assert_same(manager.restore(abstract(make(0, width=256)), step=i)[1], make(i, width=256))
 
 
+@pytest.mark.thorough
 def test_no_save_is_skipped_while_another_runs(tmp_path):
     with Manager(tmp_path, keep_latest=8) as manager:
         for step in range(8):
@@ -278,6 +282,7 @@ def expected_kept(history: list[tuple[int, float | None]], every: int, latest: i
     return set(steps)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(6))
 def test_keeps_the_latest_and_the_best(tmp_path, seed):
     rng = random.Random(seed)
@@ -299,6 +304,7 @@ def test_nan_loses_to_any_number(tmp_path):
     assert checkpoint.steps(tmp_path) == [1, 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("collected")
 def test_saves_leave_nothing_in_memory(tmp_path):
     """A call of tensorstore left 24 lists at each save: 1 MB in 100 steps of an outside check."""
@@ -313,6 +319,7 @@ def test_saves_leave_nothing_in_memory(tmp_path):
     assert lists - before < 60
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("least", [1 << 12, 1 << 27])
 def test_what_does_not_fit_at_once_is_saved_and_read_in_turn(tmp_path, monkeypatch, least):
     """Leaves of 16 kB: one after the other, or as always all at once. The state is donated as soon as `save` returns."""
@@ -361,6 +368,7 @@ def test_a_step_is_saved_once_and_in_order(tmp_path):
 # Readers
 
 
+@pytest.mark.thorough
 @reads_damage
 def test_params_alone(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint there"):
@@ -512,6 +520,7 @@ def test_a_leaf_that_differs_is_named(tmp_path, monkeypatch):
     assert "step 2 is damaged: params/embed: the fingerprint" in log[-1]
 
 
+@pytest.mark.thorough
 @reads_damage
 def test_several_damaged_steps_and_none_good(tmp_path):
     saved(tmp_path, [1, 2, 3])
@@ -527,6 +536,7 @@ def test_several_damaged_steps_and_none_good(tmp_path):
         manager.restore(abstract(make(1)))  # a restart does not begin at zero in silence either
 
 
+@pytest.mark.thorough
 @reads_damage
 def test_a_step_damaged_twice_keeps_both(tmp_path):
     saved(tmp_path, [1])
@@ -539,6 +549,7 @@ def test_a_step_damaged_twice_keeps_both(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"1", "2.corrupt", "2.corrupt-2"}
 
 
+@pytest.mark.thorough
 @reads_damage
 def test_a_named_step_does_not_fall_back(tmp_path):
     saved(tmp_path, [1, 2])
@@ -681,6 +692,7 @@ def test_a_run_whose_folder_was_removed_stops_at_its_next_save(tmp_path, success
             assert_same(restore_params(run / "checkpoints", abstract(make(1).params))[1], make(5).params)
 
 
+@pytest.mark.thorough
 def test_two_managers(tmp_path):
     with Manager(tmp_path / "a") as first:
         first.save(1, make(1, width=256))
@@ -696,6 +708,7 @@ def test_two_managers(tmp_path):
         assert_same(restore_params(tmp_path / "b", abstract(make(1).params))[1], make(6).params)
 
 
+@pytest.mark.thorough
 def test_opening_tidies_up_after_a_kill(tmp_path):
     saved(tmp_path, [1, 2, 3])
     shutil.copytree(tmp_path / "1", tmp_path / "4.orbax-checkpoint-tmp")

@@ -70,6 +70,7 @@ def test_whole_words_are_hidden_together():
     assert within(count, total, 0.15)
 
 
+@pytest.mark.thorough
 def test_a_key_decides_and_rows_differ():
     tokens = jnp.broadcast_to(text(1, 500), (2, 500))
     first, again, other = (hide(jax.random.key(seed), tokens, MASK)[1] for seed in (0, 0, 1))
@@ -82,6 +83,7 @@ def test_spans_that_cannot_be_are_refused(bad):
         SpanCorruption(SENTINEL, END, **bad)
 
 
+@pytest.mark.thorough
 def test_lengths_of_t5():
     assert span_counts(568) == (85, 28)
     source, target = corrupt_spans(jax.random.key(0), text(1, 568), SENTINEL, END)
@@ -117,6 +119,7 @@ def test_random_tokens_are_of_the_whole_vocabulary_where_the_mask_is_a_small_id(
         )
 
 
+@pytest.mark.thorough_after(3)
 @pytest.mark.parametrize(
     ("length", "rate", "mean"), [(100, 0.15, 3.0), (37, 0.5, 2.0), (8, 0.15, 3.0), (2, 0.15, 3.0), (60, 0.3, 1.0)]
 )
@@ -144,6 +147,7 @@ def cross_entropy(logits, labels, weights):
     return float((weights * (losses - np.take_along_axis(logits, labels[..., None], -1)[..., 0])).sum())
 
 
+@pytest.mark.thorough
 def test_the_loss_of_hidden_tokens_by_hand():
     config = ModelConfig(MASK + 1, 1, 16, 2, context_length=32)
     params, tokens, key = init(config, jax.random.key(0)), text(3, 32), jax.random.key(7)
@@ -201,6 +205,7 @@ def pairs(rows, length, seed=0):
     return jax.tree.map(jnp.asarray, batch)
 
 
+@pytest.mark.thorough
 def test_the_loss_of_next_sentences_by_hand():
     params, batch, key = init(SENTENCES, jax.random.key(0)), pairs(5, 32), jax.random.key(7)
     batch["weights"] = batch["weights"].at[4].set(0)  # a row that only fills the batch
@@ -237,6 +242,7 @@ def test_special_tokens_are_never_hidden():
     assert (found[chosen] <= MASK).all()  # no special token is drawn either
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_loss_behind_a_prefix_by_hand(packed):
     config = ModelConfig(MASK, 2, 16, 2, context_length=32, masks=(causal() | prefix(5),), init_std=0.3)
@@ -253,6 +259,7 @@ def test_the_loss_behind_a_prefix_by_hand(packed):
     assert float(sums.loss) == pytest.approx(cross_entropy(logits, np.asarray(batch["labels"]), counted), rel=1e-5)  # float32
 
 
+@pytest.mark.thorough_after(6)
 @pytest.mark.parametrize(
     "mask",
     [

@@ -36,6 +36,7 @@ def generate(capsys, trained, *options):
     return code, captured.out, captured.err
 
 
+@pytest.mark.thorough
 def test_pieces_make_up_the_text(trained):
     run = jaxformer.open_run(trained)
     pieces = list(run.stream("the ", seed=3, tokens=7))
@@ -43,6 +44,7 @@ def test_pieces_make_up_the_text(trained):
     assert sum(map(bool, pieces)) > 2
 
 
+@pytest.mark.thorough
 def test_a_stop_string_ends_the_text_and_is_left_out(trained):
     run = jaxformer.open_run(trained)
     free = run.generate("the ", tokens=10)[4:]
@@ -96,6 +98,7 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(trained, tmp_path, capsys):
     assert out.splitlines()[-1] == "the " + best[0][0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options, said",
     [
@@ -117,6 +120,7 @@ def test_what_does_not_fit_gets_one_line(trained, capsys, options, said):
     assert code == 2 and said in err and err.strip().count("\n") == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "lines, said",
     [
@@ -154,6 +158,7 @@ def test_a_mesh_that_is_not_here_becomes_one_device(trained, mesh):
         jaxformer.open_run(trained, overrides=["--steps=7"])
 
 
+@pytest.mark.thorough
 def test_weights_in_8_bits_are_scored_beside(trained):
     with contextlib.chdir(trained.parents[1]):
         scores = jaxformer.open_run(trained).evaluate(int8=True)

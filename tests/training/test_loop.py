@@ -93,6 +93,7 @@ def test_a_step_keeps_the_form_of_its_state():
     chex.assert_shape(list(metrics.values()), ())
 
 
+@pytest.mark.thorough
 def test_equal_seeds_give_equal_runs(tmp_path):
     folders = [loop.train(TINY, tmp_path / name).folder for name in ("one", "two")]
     with pytest.raises(ConfigError, match="no copy of its experiment"):  # it was trained from Python
@@ -102,6 +103,7 @@ def test_equal_seeds_give_equal_runs(tmp_path):
     assert other != folders[0] and (other / "metrics.jsonl").read_text() != (folders[0] / "metrics.jsonl").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -26,6 +26,7 @@ print(counts[-1] - counts[-2])
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(memory._of_glibc("mallopt") is None, reason="the memory is kept by glibc's malloc")
 def test_a_repeated_program_faults_in_no_memory():
     """A program with 0.1 GB of temporaries would fault in 25,000 pages of 4 KiB at each call if they were given back."""

@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(changes, said, 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_run_on_a_mesh_begins_with_the_parameters_of_another_run(explicit, tmp_path):
     first = replace(TINY, steps=1, schedule=lambda experiment: lambda step: 0.0, eval_batches=1)

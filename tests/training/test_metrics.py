@@ -156,6 +156,7 @@ def test_a_torn_last_line_is_no_damage(tmp_path, caplog):
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
+@pytest.mark.thorough
 def test_a_full_disk_costs_no_line(small_disk, fill, caplog):
     """The run goes on, with one warning; the file has every line once there is room."""
     path = small_disk / "metrics.jsonl"

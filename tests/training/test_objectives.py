@@ -65,6 +65,7 @@ def test_the_key_reaches_dropout_and_drawn_constants_in_training_alone(model):
     assert trained[0] != trained[1] and scored[0] == scored[1]
 
 
+@pytest.mark.thorough
 def test_smoothing_and_auxiliary_losses_are_trained_and_not_scored():
     plain = losses(CONFIG)
     smooth = losses(CONFIG, objective=TokenCrossEntropy(label_smoothing=0.1, z_loss=0.01))
@@ -113,6 +114,7 @@ def test_images_have_classes():
         ClassCrossEntropy()(images, parameters, batch | {"weights": jnp.ones((4, 1))}, KEYS[0], jnp.float32)
 
 
+@pytest.mark.thorough
 def test_positions_have_classes():
     """Labels [B, T] are of tokens: by hand in float64; labels [B] do not fit them."""
     tagger = replace(CONFIG, heads=(TokenClassification(3),))
@@ -129,6 +131,7 @@ def test_positions_have_classes():
         ClassCrossEntropy()(tagger, parameters, batch | rows, KEYS[0], jnp.float32)
 
 
+@pytest.mark.thorough
 def test_routed_experts_report_their_load():
     """Figures of one number a layer are metrics, weighted as the loss is."""
     model = replace(CONFIG, feedforward=Mixture(experts=4, top_k=2, d_ff=8))

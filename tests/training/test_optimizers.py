@@ -59,6 +59,7 @@ def test_adam_first_update(config):
         np.testing.assert_allclose(updates[path], -(g / (jnp.abs(g) + config.eps) + decay * parameters[path]), atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_lion_is_a_sign():
     parameters, gradients, updates = update(Lion(weight_decay=0.5))
     for path, g in gradients.items():
@@ -66,6 +67,7 @@ def test_lion_is_a_sign():
         np.testing.assert_allclose(updates[path], -(jnp.sign(g) + decay * parameters[path]), atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_adafactor_steps_are_relative_to_the_parameters():
     parameters, gradients, updates = update(Adafactor())
     kernel = "layers/feedforward/up/kernel"
@@ -143,6 +145,7 @@ def test_adafactor_where_a_whole_stack_is_frozen():
     assert all(np.asarray(updates[name]).all() for name in ("scale", "tokens", "bias"))
 
 
+@pytest.mark.thorough
 def test_muon_is_optax_muon_on_matrices_and_optax_adamw_elsewhere():
     """Plain AdamW: optax's own Muon gives Nesterov momentum to what it hands to Adam, and decays all of it."""
     config = Muon(weight_decay=0.1, not_decayed="bias|scale")
@@ -169,6 +172,7 @@ def as_matrices(path, update):
     return update.reshape(3, D, -1) if not path.endswith("down/kernel") else update.reshape(3, -1, D)
 
 
+@pytest.mark.thorough
 def test_muon_orthogonalises_every_layers_matrix_and_no_other_leaf():
     _, _, updates = update(Muon())
     routes = optimizers.routes(Muon(), SPEC)
@@ -182,6 +186,7 @@ def test_muon_orthogonalises_every_layers_matrix_and_no_other_leaf():
             assert np.median(values) > 0.6 and values.min() > 0.05 and values.max() < 1.3, path
 
 
+@pytest.mark.thorough
 def test_muons_decay_spares_what_it_should():
     """With zero gradients an update is decay alone: on matrices by Muon's rate, on embeddings by Adam's, on the rest none."""
     config = Muon(weight_decay=0.1)
@@ -222,6 +227,7 @@ def test_an_optimizer_of_the_users_own_may_have_weight_decay(frozen, rate):
     assert routes["layers/attention/query/bias"] == (f"Decayed{factor}" if frozen is None else "frozen")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "config", [AdamW(), Adafactor(weight_decay=0.1), Muon(weight_decay=0.1)], ids=lambda config: type(config).__name__
 )
@@ -243,6 +249,7 @@ def test_what_is_frozen_gets_no_update_and_no_state_and_the_rest_trains_as_ever(
     assert {path for path, route in routes.items() if route == "frozen"} == {path for path in mask if mask[path]}
 
 
+@pytest.mark.thorough
 def test_frozen_parameters_have_no_gradient():
     parameters = init(jax.random.key(0))
     square = lambda tree: optax.tree.norm(optimizers.freeze(tree, "kernel"), squared=True)
@@ -259,6 +266,7 @@ def test_freezing_everything_or_nothing_is_a_mistake():
         replace(EXPERIMENT, frozen="(")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", [Adam(), AdamW(), Adafactor(), Lion(), Muon()])
 def test_every_optimizer_descends(config):
     """On a quadratic around zero, with a small rate."""

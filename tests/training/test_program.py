@@ -30,6 +30,7 @@ def compiled(precision):
 BFLOAT16 = 174 if jax.__version_info__ < (0, 12) else 193
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision, products, others", [("float32", 94, 214), ("bfloat16", 67, BFLOAT16)])
 def test_bytes_that_a_step_moves(precision, products, others):
     """MiB. Scanned layers, with attention's products left to the compiler, moved 391 and 379 beside the products.

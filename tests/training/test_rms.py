@@ -66,6 +66,7 @@ def test_what_is_asked_for_changes_nothing_else():
     assert metrics.keys() < more.keys()
 
 
+@pytest.mark.thorough
 def test_a_skipped_step_has_no_update():
     _, _, _, metrics = step(experiment(), batch(weights=jnp.full((4, 8), jnp.nan)))
     assert metrics["skipped"] == 1
@@ -77,7 +78,7 @@ ROUTED = {"feedforward": Mixture(2, 1, balance_loss=0.1)}
 
 
 # a routing loss is not the mean of those of halves of a batch
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "stack, accumulation", [({"remat": "full"}, 1), ({"remat": "full"}, 2), ({"unroll": 3}, 2), (ROUTED, 1)]
 )
@@ -137,6 +138,7 @@ def test_a_model_of_your_own_has_gradients_and_updates():
     assert {name for name in metrics if "rms" in name} == {"rms/gradient/table", "rms/update/table"}
 
 
+@pytest.mark.thorough
 def test_what_is_kept_of_an_intermediate():
     tree, tokens = models.init(MODEL, jax.random.key(0)), batch()["tokens"]
     names = {"layers/*/residual": rms.root_mean_square, "layers/1/attention/out": jnp.max}

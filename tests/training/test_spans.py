@@ -51,6 +51,7 @@ def test_the_best_span_is_that_of_all_pairs(seed):
     np.testing.assert_array_equal(best_spans(logits), expected)
 
 
+@pytest.mark.thorough
 def test_what_is_right_is_counted():
     rows, params = batch(rows=50, seed=1), init(CONFIG, jax.random.key(0))
     logits = apply(CONFIG, params, rows["tokens"]).logits
@@ -61,6 +62,7 @@ def test_what_is_right_is_counted():
     assert sums.metrics["exact_match"] == (expected, 49) and expected >= 20
 
 
+@pytest.mark.thorough
 def test_an_answer_outside_the_passage_is_left_out():
     rows, params = batch(), init(CONFIG, jax.random.key(0))
     weightless = loss(CONFIG, params, rows | {"weights": rows["weights"].at[0].set(0)}, jax.random.key(1), jnp.float32)

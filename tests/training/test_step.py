@@ -98,6 +98,7 @@ def test_sums_in_16_bits_round_only_weights_that_products_round():
         build(replace(made, adaptation=Lora()))
 
 
+@pytest.mark.thorough
 def test_first_loss_is_that_of_guessing_and_training_lowers_it():
     experiment = replace(EXPERIMENT, model=replace(EXPERIMENT.model, init_std=0.02))
     _, metrics = run(experiment, steps=20, batches=lambda i: make_batch(0))
@@ -124,6 +125,7 @@ def test_a_step_with_bad_numbers_changes_nothing_but_its_counters(where):
     assert int(step(after, make_batch())[0].skipped) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_batch_without_weight_changes_nothing_but_the_step(accumulation):
     """Weight decay, moments and averages wait, and it is no bad step either: `skipped` neither grows nor starts again."""
@@ -157,6 +159,7 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before():
     assert free["grad_norm"] == pytest.approx(np.linalg.norm(mean), rel=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision, tolerance", [("bfloat16", 0.02), pytest.param("float16", 0.005, marks=pytest.mark.slow)])
 def test_low_precision_follows_float32(precision, tolerance):
     """The parameters stay float32; 8 and 11 bits of mantissa in the activations move the loss by about their rounding."""
@@ -196,6 +199,7 @@ def test_dropout_is_a_function_of_seed_and_step():
     assert run(replace(experiment, seed=1), 1)[1][0]["loss"] != first[0]["loss"]
 
 
+@pytest.mark.thorough
 def test_the_state_is_donated():
     step = jax.jit(make_train_step(build(EXPERIMENT)), donate_argnums=0)
     state = initial(EXPERIMENT)
@@ -204,6 +208,7 @@ def test_the_state_is_donated():
     assert memory.alias_size_in_bytes >= size
 
 
+@pytest.mark.thorough
 def test_what_is_frozen_stays_and_is_in_no_norm():
     """With `frozen` the rest trains as it would by itself: the gradient's norm is over what trains alone."""
     experiment = replace(EXPERIMENT, frozen="embedding|attention", clip_norm=0.1)

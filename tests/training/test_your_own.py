@@ -73,6 +73,7 @@ def test_a_file_of_ones_own_is_trained_stopped_and_resumed_to_the_same_bits(name
         assert cli.main(["evaluate", name]) == 0
 
 
+@pytest.mark.thorough
 def test_an_edited_part_is_another_run_and_an_edited_comment_is_not(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = []
@@ -96,6 +97,7 @@ experiment = training.Experiment(
 """
 
 
+@pytest.mark.thorough
 def test_a_run_whose_imports_changed_is_refused_with_the_field_and_the_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

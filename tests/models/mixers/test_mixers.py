@@ -71,6 +71,7 @@ def close(a, b, tolerance=1e-5):
 
 
 # what differs by layer is parameters alone, constants, or nothing but what layers share
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -89,7 +90,7 @@ def test_unrolled_equals_scanned(name):
 halves = [[pytest.param(n, marks=() if i % 2 == k else pytest.mark.slow) for i, n in enumerate(SYSTEMS)] for k in (0, 1)]
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", halves[0])
 def test_gradients_and_16_bits(name):
     """Of one layer's mixer: every parameter has a gradient, and bfloat16 input gives nearly what float32 does."""
@@ -120,6 +121,7 @@ def test_gradients_and_16_bits(name):
         assert (np.abs(leaf).max() < 1e-4) == (path in DEAD.get(name, ())), (path, np.abs(leaf).max())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", halves[1])
 def test_padding_is_not_seen(name):
     """What stands in it does not matter; and where positions enter by distance or from the left, neither does it itself."""
@@ -145,6 +147,7 @@ def test_causal(name):
     assert np.abs(other[:, k:] - logits[:, k:]).max() > 1e-3
 
 
+@pytest.mark.thorough
 def test_a_causal_reformer_takes_nothing_from_later_tokens():
     """They decide who else is in a chunk, so other tokens there change what comes before; but no gradient reaches them."""
     config, k = replace(SYSTEMS["reformer"], positions=models.Learned()), 9
@@ -212,11 +215,13 @@ def with_attention(p, **changes):
     return p | {"layers": p["layers"] | {"attention": p["layers"]["attention"] | changes}}
 
 
+@pytest.mark.thorough
 def test_bigbird_of_few_blocks_sees_everything():
     config = replace(BASE, mixer=mixers.BigBird(4, 0, "zero"))
     close(run(config, parameters(config)), dense(config, parameters(config)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window, count", [(2 * T, 0), (4, 2)])
 def test_longformer_with_equal_projections_is_its_mask(window, count):
     config = replace(BASE, mixer=mixers.Longformer(window, count))
@@ -230,6 +235,7 @@ def test_longformer_with_equal_projections_is_its_mask(window, count):
         close(run(flagged, p, inputs={"global_tokens": flags}), expected)
 
 
+@pytest.mark.thorough
 def test_linformer_of_full_rank_is_attention():
     config = replace(BASE, mixer=mixers.Linformer(T, "headwise"))
     p = parameters(config)
@@ -249,6 +255,7 @@ def test_linformer_shares_what_it_says():
     }
 
 
+@pytest.mark.thorough
 def test_reformer_of_one_chunk_is_attention_to_unit_keys():
     """All tokens in one chunk: softmax over queries as keys of length one, a token itself only where there is no other."""
     config = replace(BASE, num_layers=1, mixer=mixers.Reformer(T, rounds=1), masks=CAUSAL)
@@ -302,6 +309,7 @@ def test_local_chunks_are_a_circle(length, before, after, multiple):
 # Data that is drawn, and what is refused
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["bigbird", "performer", "reformer_full"])
 def test_constants_are_drawn_by_layer_and_can_be_replaced(name):
     config = SYSTEMS[name]
@@ -330,6 +338,7 @@ def test_what_is_drawn_does_not_depend_on_the_length_of_a_batch(name):
     np.testing.assert_array_equal(constants(T), constants(2 * T))
 
 
+@pytest.mark.thorough
 def test_reformer_hashes_anew_with_a_dropout_key():
     config = SYSTEMS["reformer"]
     for redraw in (True, False):
@@ -384,6 +393,7 @@ def test_one_option_selects_a_system_and_its_description_says_so(cls):
         assert C.override(BASE, ["--mixer", "Longformer(4, global_tokens=(1, 5))"], OFFERED) == config
 
 
+@pytest.mark.thorough
 def test_local_and_sparse_transformers_are_masks():
     texts = [
         "causal() & window(3)",
@@ -403,6 +413,7 @@ def test_local_and_sparse_transformers_are_masks():
 # Training
 
 
+@pytest.mark.thorough
 def test_a_linformer_learns_to_reverse():
     config = replace(BASE, num_layers=1, d_model=32, mixer=mixers.Linformer(T))
     optimizer = optax.adam(1e-2)
@@ -439,6 +450,7 @@ def mixer_with_everything(config):
     return Mixer({"kernel": matrix}, apply, lambda *_: {}, {"kernel": matrix}, lambda T: 1.0 + jnp.arange(L))
 
 
+@pytest.mark.thorough
 def test_reversible_layers_have_the_gradients_of_plain_ones(monkeypatch):
     """In the parameters that all layers share, too; dropout falls where it fell when layers are recomputed."""
     key = jax.random.key(4, impl="unsafe_rbg")  # whose bits compile fast
@@ -479,6 +491,7 @@ def test_reversible_layers_take_a_reformer_and_refuse_by_name():
         models.encode(config, parameters(config), TOKENS, intermediates=("layers/*/attention/weights",))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mixer", [mixers.Longformer(4, 1), mixers.BigBird(2, 1, "zero")])
 def test_blocks_and_global_tokens_of_a_row_serve_one_segment(mixer):
     """Those of a second one would be elsewhere than where it stands alone."""
@@ -487,6 +500,7 @@ def test_blocks_and_global_tokens_of_a_row_serve_one_segment(mixer):
     assert np.isnan(found[0]).all() and np.isfinite(found[1]).all()
 
 
+@pytest.mark.thorough
 def test_longformers_packed_with_flags_equal_those_alone():
     config = replace(BASE, mixer=mixers.Longformer(4, None, max_globals=T))
     p, ids = parameters(config), np.array([[1] * 5 + [2] * (T - 5)] * 2)
@@ -497,6 +511,7 @@ def test_longformers_packed_with_flags_equal_those_alone():
         close(packed[:, part], alone)
 
 
+@pytest.mark.thorough
 def test_bigbird_is_dense_where_it_is_short():
     """Up to `dense_length`; beyond it, and by default, the layout's blocks."""
     dense, p = replace(BASE, mixer=None), parameters(BASE)
@@ -515,6 +530,7 @@ def test_bigbird_is_dense_where_it_is_short():
     assert np.abs(sparse - run(dense, p)).max() > 0.1
 
 
+@pytest.mark.thorough
 def test_longformers_of_other_windows_take_turns():
     """Without global tokens they are bands of two widths."""
     longformer = replace(BASE, mixer=tuple(mixers.Longformer(window, 0) for window in (2, 6)))
@@ -524,6 +540,7 @@ def test_longformers_of_other_windows_take_turns():
     close(run(longformer, p), run(bands, p | {"layers": p["layers"] | {"attention": attention}}))
 
 
+@pytest.mark.thorough
 def test_longformer_asks_for_its_global_tokens():
     config = replace(BASE, mixer=mixers.Longformer(4, None))
     p, flags = parameters(config), np.arange(T)[None] < np.array([[2], [2]])
@@ -533,6 +550,7 @@ def test_longformer_asks_for_its_global_tokens():
     close(found, run(replace(BASE, mixer=mixers.Longformer(4, 2)), p))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mixer", [mixers.Longformer(4, 1), mixers.BigBird(2, 1, "zero")])
 def test_a_padded_slot_of_sparse_attention_sees_nothing(mixer):
     """Also where a head pools it (`position_0`), and padding of dense attention sees the row: so are theirs."""

@@ -124,6 +124,7 @@ HF_MODELS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", HF_MODELS)
 def test_models_of_transformers(name):
     config = hf_config(name, **HF_MODELS[name])
@@ -351,7 +352,7 @@ def close(a, b, tolerance=5e-6):
 halves = [[pytest.param(n, marks=() if i % 2 == k else pytest.mark.slow) for i, n in enumerate(MIXERS)] for k in (0, 1)]
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", halves[0])
 def test_causal_packed_and_decoded(name):
     """Token k changes nothing before it; packed rows equal separate ones; cached pieces equal the forward pass."""
@@ -377,6 +378,7 @@ def test_causal_packed_and_decoded(name):
         cache = out.cache
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", halves[1])
 def test_gradients_and_dropout(name):
     """Every parameter of a layer has a gradient, and dropout follows its key."""
@@ -399,6 +401,7 @@ def test_gradients_and_dropout(name):
         assert np.isfinite(leaf).all() and np.abs(leaf).max() > 1e-4, path
 
 
+@pytest.mark.thorough
 def test_scanned_equals_unrolled_where_layers_know_their_number():
     config, p = made("differential")
     ids = np.ones_like(TOKENS)
@@ -406,6 +409,7 @@ def test_scanned_equals_unrolled_where_layers_know_their_number():
     close(unrolled, scanned)
 
 
+@pytest.mark.thorough
 def test_value_residual_through_scan_and_remat():
     """What the first layer hands on has its gradient: that of the loss along a random direction."""
     config = CONFIGS["value_residual"]
@@ -445,6 +449,7 @@ def mixed(config, p, x, mask):
     return run(*jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (p, x)))
 
 
+@pytest.mark.thorough
 def test_blockwise_equals_the_reference():
     """Values wider than keys, with segments and rules that are not of distance alone."""
     config, x = CONFIGS["differential"], np.random.default_rng(1).normal(size=(2, T, 16))
@@ -457,6 +462,7 @@ def test_blockwise_equals_the_reference():
     close(blockwise, expected)
 
 
+@pytest.mark.thorough
 def test_inverse_depth_scale_is_smaller_queries():
     """Layer l with a query matrix 1 / (l + 1) as large."""
     config, p = made("inverse_depth_scale")

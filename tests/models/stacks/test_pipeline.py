@@ -163,7 +163,7 @@ def toy(weights, pick, x, extras, shared, part, microbatch):
     return jax.lax.scan(jax.checkpoint(layer), x, weights)
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("S, M, R", [(4, 4, 1), (4, 1, 1), (2, 2, 3), (4, 4, 2), (2, 4, 4)])
 def test_layers_come_in_order_and_may_have_a_shard_map_of_their_own(S, M, R):
     L, mesh = 24, make_mesh(Mesh(data=-1, context=2, stage=S))
@@ -241,6 +241,7 @@ def test_a_mesh_of_a_users_own_axes(axes):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)  # four sines of float32
 
 
+@pytest.mark.thorough
 def test_without_stages_it_is_the_plain_stack():
     weights = jax.eval_shape(partial(models.init, GPT), jax.random.key(0))
     run = lambda config: jax.make_jaxpr(partial(models.apply, config))(weights, TOKENS)

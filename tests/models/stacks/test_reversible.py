@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxformer import masks, ops
 from jaxformer.models.stacks.reversible import reversible_stack
@@ -56,6 +57,7 @@ def value_and_gradients(stack, params, x1, x2, mask, gain):
     return jax.jit(jax.value_and_grad(loss, range(4), has_aux=True))(floats, x1, x2, gain)
 
 
+@pytest.mark.thorough
 def test_value_and_gradients_equal_autodiff():
     """Dropout included: its keys are data, so the recomputed pass drops what the first one dropped."""
     with jax.enable_x64(True):
@@ -84,6 +86,7 @@ def test_float32_streams_with_16_bit_layers():
         np.testing.assert_allclose(ours, expected, atol=0.02 * np.abs(expected).max())
 
 
+@pytest.mark.thorough
 def test_memory_of_activations_does_not_grow_with_depth():
     """Temporary bytes of the compiled gradient beside the parameters: flat here, a layer's activations a layer in autodiff."""
     x = jax.ShapeDtypeStruct((8, 128, D), jnp.float32)
@@ -111,6 +114,7 @@ def test_memory_of_activations_does_not_grow_with_depth():
     assert bytes_of[scanned][1] > 4 * bytes_of[scanned][0]
 
 
+@pytest.mark.thorough
 def test_with_lsh_attention():
     """Reformer's stack: the mixer hashes with rotations that every layer shares, and recomputation finds the same buckets."""
     params = {k: v for k, v in parameters(2).items() if k in ("norm", "query_key", "out", "up", "down")}

@@ -44,7 +44,7 @@ SANDWICH = replace(CONFIG, norm_placement="sandwich")
 QK_NORM = replace(LLAMA, mixer=variants.qk_norm)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, SANDWICH, QK_NORM], ids=["gpt", "llama", "sandwich", "qk_norm"])
 def test_a_norm_computed_again_keeps_less_and_gives_the_same_gradient(monkeypatch, config):
     weights, tokens = models.init(config, jax.random.key(0)), jnp.arange(64).reshape(2, 32) % 16
@@ -70,6 +70,7 @@ def test_fsdp_keeps_no_more_than_one_device(monkeypatch, config):
     assert split <= alone - 2 * weights  # one device keeps each weight as it was rounded to 16 bits
 
 
+@pytest.mark.thorough
 def test_dots_keeps_products_as_they_are_rounded():
     """In bfloat16, not the float32 sums: a layer keeps half of what it keeps in float32."""
 

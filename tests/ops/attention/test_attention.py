@@ -133,6 +133,7 @@ def test_equals_its_definition(seed):
     assert (np.asarray(out).swapaxes(1, 2)[~seen] == 0).all()
 
 
+@pytest.mark.thorough_after(3)
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow if n > 3 else ()) for n in range(6)])
 def test_float64_value_and_gradients(seed):
     with jax.enable_x64(True):
@@ -153,6 +154,7 @@ def test_float64_value_and_gradients(seed):
             np.testing.assert_allclose(d_learned["sinks"], d_sinks, **FLOAT64)
 
 
+@pytest.mark.thorough
 def test_gradients_equal_finite_differences():
     """A second witness for the closed forms above: central differences of our own function along random directions."""
     with jax.enable_x64(True):
@@ -190,6 +192,7 @@ def test_scores_are_scaled_then_biased_then_capped_then_masked():
     assert (np.asarray(weights)[~np.broadcast_to(np.tri(4, dtype=bool), weights.shape)] == 0).all()  # cap before mask
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sinks", "dtype"), [(False, jnp.float32), (True, jnp.float32), (True, jnp.bfloat16)])
 def test_a_query_that_sees_nothing_yields_zeros_and_passes_no_gradient(sinks, dtype):
     """Row 0 has queries without keys, row 1 has no keys at all; what can be seen elsewhere is unchanged."""
@@ -211,6 +214,7 @@ def test_a_query_that_sees_nothing_yields_zeros_and_passes_no_gradient(sinks, dt
     assert all((x[1] == 0).all() for x in (d_query, d_key, d_value, d_bias)) and (d_bias[0, :, 2] == 0).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_an_infinite_sink_is_a_very_large_one(implementation, dtype):
@@ -231,6 +235,7 @@ def test_an_infinite_sink_is_a_very_large_one(implementation, dtype):
     assert all(np.isfinite(np.float32(leaf)).all() for leaf in jax.tree.leaves(infinite))
 
 
+@pytest.mark.thorough_after(10)
 @pytest.mark.parametrize("implementation", ["reference", "rows", "blockwise", "ring", "splash", None])
 @pytest.mark.parametrize(("B", "T", "S"), [(2, 3, 0), (2, 0, 3), (2, 0, 0), (0, 3, 3)])
 def test_no_rows_queries_or_keys_give_zeros_and_no_gradient(B, T, S, implementation):
@@ -247,6 +252,7 @@ def test_no_rows_queries_or_keys_give_zeros_and_no_gradient(B, T, S, implementat
         np.testing.assert_array_equal(leaf, 0)
 
 
+@pytest.mark.thorough_after(6)
 @pytest.mark.parametrize("implementation", ["reference", "rows", "blockwise"])
 @pytest.mark.parametrize("narrow", ["query", "key", "value"])
 def test_gradients_have_the_types_of_their_arrays(narrow, implementation):
@@ -274,6 +280,7 @@ def test_without_any_key_the_answer_is_zeros():
     assert jax.jit(attention)(query[:, :0], query, query).shape == (1, 0, 4, 3)
 
 
+@pytest.mark.thorough
 def test_a_bias_of_minus_infinity_hides_like_a_mask():
     arrays = random_case(1)[0]
     S, T = arrays[1].shape[1], arrays[0].shape[1]
@@ -300,6 +307,7 @@ def test_sinks_are_one_more_key_with_a_value_of_zero():
     np.testing.assert_allclose(out, expected, **FLOAT32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [1e4, -1e4])
 def test_large_scores_neither_overflow_nor_lose_the_maximum(size):
     query = jnp.full((1, 2, 1, 1), size)
@@ -311,6 +319,7 @@ def test_large_scores_neither_overflow_nor_lose_the_maximum(size):
     assert all(np.isfinite(x).all() for x in gradients)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [2, 4])
 def test_agrees_with_jax_nn(seed):
     """jax.nn.dot_product_attention: same shapes, same GQA; its causal is top-left and rows without keys differ, so T = S."""
@@ -367,6 +376,7 @@ def test_bfloat16_stays_within_its_rounding(seed):
     assert (np.abs(np.float64(out) - expected) <= bound + 1e-30).all()
 
 
+@pytest.mark.thorough
 def test_bfloat16_gradients():
     rng = np.random.default_rng(0)
     N, K = 4, 2
@@ -380,6 +390,7 @@ def test_bfloat16_gradients():
         assert np.linalg.norm(np.float64(ours) - theirs) <= 2.0**-6 * np.linalg.norm(theirs)
 
 
+@pytest.mark.thorough
 def test_dropout_on_the_weights():
     """Values are the identity matrix, so the output is the weights that were used: 0 or w / (1 - rate), nothing else."""
     rng = np.random.default_rng(0)
@@ -401,6 +412,7 @@ def test_dropout_on_the_weights():
     assert len({row.tobytes() for row in per_head}) == B * N  # every row and head draws its own
 
 
+@pytest.mark.thorough
 def test_dropout_at_positions_by_row():
     """Positions by row drop the weights that the same positions drop without rows, each row at its own."""
     rng = np.random.default_rng(0)
@@ -442,6 +454,7 @@ def test_dropout_passes_gradient_where_it_kept():
     np.testing.assert_allclose(gradient, np.asarray(out) / np.asarray(x), rtol=1e-6)  # a float32 division
 
 
+@pytest.mark.thorough
 def test_under_transformations():
     """jit, vmap, scan and checkpoint leave value and gradient as they are."""
     rng = np.random.default_rng(0)
@@ -517,6 +530,7 @@ def test_a_softcap_that_is_no_cap_is_refused(softcap):
         attention(x, x, x, softcap=softcap)
 
 
+@pytest.mark.thorough
 def test_an_implementation_that_does_not_exist_is_refused():
     x = jnp.ones((1, 2, 1, 2))
     with pytest.raises(NotImplementedError, match="'cudn'"):
@@ -524,6 +538,7 @@ def test_an_implementation_that_does_not_exist_is_refused():
     np.testing.assert_array_equal(attention(x, x, x, implementation="reference"), attention(x, x, x))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_gradients_of_the_rounded_softmax_are_those_of_the_exact_one(with_sinks):
     """A 16-bit model keeps rounded weights for its backward pass; asking for the weights takes the exact path beside it."""

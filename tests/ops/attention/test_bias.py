@@ -47,6 +47,7 @@ def test_alibi_slopes(heads, first, last):
     assert len(slopes) == heads and slopes[0] == np.float32(first) and slopes[-1] == np.float32(last)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("T", "S", "offset"), [(5, 5, 0), (1, 7, 6), (7, 1, -6), (4, 9, 5), (3, 6, 0)])
 def test_a_block_of_a_bias_by_distance_is_the_bias(T, S, offset):
     table = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
@@ -85,6 +86,7 @@ def test_alibi_is_linear_in_the_distance_whatever_the_offset():
     np.testing.assert_allclose(step, whole[:, -1:], **FLOAT32)
 
 
+@pytest.mark.thorough
 def test_a_function_of_positions_learns():
     """A user's own bias: what it closes over gets the gradient that an array of the same values would pass on."""
     rng = np.random.default_rng(0)

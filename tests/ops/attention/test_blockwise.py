@@ -175,7 +175,7 @@ def test_equals_the_reference_in_float32(data):
     assert_equal(*both(*draw_case(data.draw, jnp.float32)), FLOAT32)
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", static_masks(11, 13))
 def test_every_mask_at_a_size_of_many_blocks(name):
     """Many blocks of every kind, with ragged ends, under the block size that the kernel chooses and under small ones."""
@@ -185,6 +185,7 @@ def test_every_mask_at_a_size_of_many_blocks(name):
     assert_equal(*both(arrays, {}, None, fixed, (8, 16, 16)), FLOAT32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(  # each block with one shape; the other pairs are slow
     ("block", "shape"),
     [
@@ -200,6 +201,7 @@ def test_a_bias_array_in_blocks_of_one(block, shape):
     assert_equal(*both(arrays, {"bias": normal(*shape)}, "array", dict(mask=masks.causal()), (*block, block[1])), FLOAT32)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=3, derandomize=True, phases=DRAW)
 @given(st.data())
 def test_bfloat16_is_within_its_rounding_of_a_float64_truth(data):
@@ -227,6 +229,7 @@ def random_arrays(seed=0, B=2, T=12, S=12, N=4, K=2, H=8):
     return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, H)))
 
 
+@pytest.mark.thorough
 def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient():
     call = Call(masks.lengths(kv=jnp.array([0, 5])))
     f = jax.jit(lambda *arrays: jax.vjp(lambda *a: blockwise.attention(*a, call, (4, 4, 4)), *arrays)[1](arrays[0]))
@@ -245,6 +248,7 @@ def test_visits_are_the_blocks_that_are_not_empty(mask):
     assert visited == sorted(zip(*map(np.ndarray.tolist, np.nonzero(kinds)), strict=True)) and (kinds == 0).any()
 
 
+@pytest.mark.thorough
 def test_memory_stays_far_below_one_score_array():
     """Forward and backward at n = 16,384: the compiler's own account, which needs no run."""
     n = 16_384
@@ -268,6 +272,7 @@ def gradients(implementation):
 reference = jax.jit(gradients("reference"))  # one for all, compiled once for equal shapes
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("implementation", ["reference", "rows", "blockwise"])
 def test_under_every_transformation(implementation):
     arrays = random_arrays()
@@ -294,6 +299,7 @@ def test_without_jit(implementation):
     jax.tree.map(partial(np.testing.assert_allclose, **FLOAT32), ours, expected)
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize("implementation", ["reference", "rows", "blockwise"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
 def test_on_meshes(kind, implementation):
@@ -330,6 +336,7 @@ def test_what_no_kernel_has_is_refused_by_name():
         attention(*arrays, implementation="flash")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mask", [masks.causal(), masks.causal() & masks.window(64)], ids=["causal", "window"])
 def test_products_of_16_bits_read_16_bits(mask):
     """XLA:CPU converts the operands of a product in a loop to float32 if one is transposed there.

@@ -104,6 +104,7 @@ CALLS |= {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_gpu_reads_few_slots_without_a_branch(monkeypatch):
     """The host would wait for the number of the branch, in each layer. The result is the same."""
     lengths, counts, T, S = (130, 3), (1, 1), 1, 300
@@ -127,7 +128,7 @@ def call_of(options):
 BY_ROW = "causal", "chunked", "prefix", "by_head", "yours", "t5", "places", "all at once"
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in BY_ROW else ()) for n in CALLS])
 def test_every_mask_and_bias_is_that_of_each_row_alone(name):
     """Rows of other lengths, with slots that are empty and new tokens that are padding. Then one token more of each."""
@@ -141,6 +142,7 @@ def test_every_mask_and_bias_is_that_of_each_row_alone(name):
             np.testing.assert_array_equal(state[kind][row, :, :text], x[row, :text].swapaxes(0, 1))
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize("name", BY_ROW)
 def test_it_is_the_reference_at_positions_by_row(name):
     """`ops.attention(positions=...)` of the same slots, as one array."""
@@ -171,7 +173,7 @@ def test_the_slots_that_are_read_are_as_many_as_hold_all_tokens(S, T):
             close(out[row, : counts[row]], expected(*parts, lengths, counts, row, mask=causal()), 5e-6)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("T", [1, 3])
 def test_bfloat16_and_heads_that_share_keys(heads, T):
@@ -190,6 +192,7 @@ def test_bfloat16_and_heads_that_share_keys(heads, T):
         close(out.astype(jnp.float32), ops.attention(*rounded, mask=causal(), implementation="reference"), tolerance)
 
 
+@pytest.mark.thorough
 def test_a_query_that_sees_no_slot_yields_zeros():
     slots = Slots(normal(B, K, 4, H), normal(B, K, 4, H), jnp.full((B, 4), -1))
     out = cached.attention(
@@ -234,7 +237,7 @@ SPECS = {
 }  # fmt: skip
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(  # each product in one precision; the other is slow
     ("spec", "dtype"),
     [
@@ -265,6 +268,7 @@ def test_products_with_stored_weights(spec, dtype):
         )
 
 
+@pytest.mark.thorough
 def test_every_product_of_decoding_is_one_of_these(monkeypatch):
     """The specs with which models call the door for products with weights that `prepare` stores."""
     seen, module = set(), sys.modules["jaxformer.ops.einsum"]

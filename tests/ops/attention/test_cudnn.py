@@ -55,7 +55,7 @@ def named(value) -> str:
     return "+".join(sorted(value)) if isinstance(value, set) else str(value)
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mask", "T", "S", "keywords"), PLANNED, ids=named)
 def test_the_plan_is_the_mask(mask, T, S, keywords):
     """Value and all gradients, also of queries that see nothing; run by XLA, which computes what cuDNN is asked for."""
@@ -155,6 +155,7 @@ def test_on_a_gpu(mask, T, S, keywords):
         assert np.linalg.norm(a - b) <= 2.0**-6 * np.linalg.norm(b)
 
 
+@pytest.mark.thorough
 def test_on_a_mesh_each_device_has_its_rows_and_heads(monkeypatch):
     """By XLA in cuDNN's place, which would be given a part of the batch and of the heads: the same values and gradients."""
     monkeypatch.setattr(cudnn, "refuses", lambda *args, **options: None)  # float32 here

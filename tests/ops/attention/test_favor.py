@@ -28,6 +28,7 @@ FLOAT32 = dict(rtol=1e-5, atol=1e-5)
 FEATURES = (1024, 4096, 16384)
 
 
+@pytest.mark.thorough
 def test_favor_error_keeps_falling_with_the_number_of_features():
     """Choromanski et al. 2021, theorem 3, where the public implementations stop at 4e-3: queries and keys of scale 0.25, d = 8.
 
@@ -87,6 +88,7 @@ def test_favor_features_estimate_the_exponential(seed):
     assert abs(terms.mean() - np.exp(np.vdot(query, key) / 8**0.5)) < 5 * terms.std() / 2**7.5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"eps": 0.0}, {"stabiliser": 0.0}])
 def test_favor_is_causal_and_decodes(options):
     """With eps = 0, or a stabiliser that does not look at later keys: change a token, and earlier outputs stay."""

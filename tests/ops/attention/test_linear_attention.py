@@ -78,6 +78,7 @@ MASKS = [(c, s, n) for c in (False, True) for s in (False, True) for n in (False
 LENGTHS = [(1, 1), (5, 5), (13, 13), (4, 13), (13, 4)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rule", "lengths"),
     [(MASKS[i], (13, 13)) for i in (1, 2, 4, 7)] + [(MASKS[7], (4, 13)), (MASKS[3], (13, 4))],
@@ -90,6 +91,7 @@ def test_equals_its_definition(rule, lengths):
     np.testing.assert_allclose(out, witness(*arrays, visible), **FLOAT32)
 
 
+@pytest.mark.thorough
 @settings(max_examples=6, deadline=None)
 @given(
     st.integers(0, 99),
@@ -115,6 +117,7 @@ def test_float64_value_and_gradients(seed, rule, lengths, heads, chunk, phi):
         assert ours[0].dtype == jnp.float64
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("prefix", [0, 7])
 def test_prefix_state_and_steps_equal_the_whole(prefix):
     """The state after a prefix, then token by token or all at once, is causal attention; so is the state that is left."""
@@ -141,7 +144,7 @@ def test_prefix_state_and_steps_equal_the_whole(prefix):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **FLOAT32), state, states[2])
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("f", "causal"), [("elu", False), ("elu", True), ("shen", False), ("shen", True), ("favor", False)])
 def test_packed_sequences_do_not_meet_and_padding_does_not_matter(f, causal):
     """Two documents and padding in one row = each alone; NaN in the padding reaches neither values nor gradients.
@@ -189,6 +192,7 @@ def test_a_row_whose_ids_come_again_is_nan(rule):
         assert np.isnan(f(x, x, x, mask=mask)[jnp.array([0, 3])]).all()
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize("offset", [None, 0])
 @pytest.mark.parametrize("pair", [False, True], ids=["one side", "both sides"])
 @pytest.mark.parametrize("f", [linear_attention, efficient_attention])
@@ -204,6 +208,7 @@ def test_a_mask_may_be_an_argument_of_jit(f, pair, offset):
         call(masks.segments(ids, jnp.array(ids)))
 
 
+@pytest.mark.thorough
 def test_query_lengths_and_offsets():
     """lengths(q=...) empties its queries; an offset moves them along the keys, to either side."""
     arrays, _, _ = case(4, True, False, False, 6, 9, dtype=np.float32)
@@ -240,6 +245,7 @@ def test_causality(f, causal):
     assert differs[t:].all() and differs[:t].any() == (not causal)
 
 
+@pytest.mark.thorough
 def test_memory_of_the_backward_pass_is_linear():
     """No state a token: with M = Hv = 64 that would be 64 times the size of the values. Compiled, so counted, not run."""
     T = 8192
@@ -260,6 +266,7 @@ def test_bfloat16_stays_within_its_rounding(causal):
     np.testing.assert_allclose(np.float64(out), witness(*arrays, visible), rtol=2.0**-8, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_under_transformations():
     """vmap, scan and checkpoint leave value and gradient as they are."""
     rng = np.random.default_rng(0)
@@ -317,6 +324,7 @@ def test_errors_at_the_door(shapes, words):
         inspect.unwrap(linear_attention)(*map(jnp.ones, shapes))
 
 
+@pytest.mark.thorough
 def test_katharopoulos_and_shen():
     """The recurrence of Katharopoulos et al., and linear-attention-transformer's two forms of Shen et al.; all float64."""
     with jax.enable_x64(True):

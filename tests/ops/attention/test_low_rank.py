@@ -53,6 +53,7 @@ def test_equals_its_definition(per_head, padded):
         np.testing.assert_allclose(out, witness(*arrays, lengths), **FLOAT64)
 
 
+@pytest.mark.thorough
 def test_gradients_equal_finite_differences():
     with jax.enable_x64(True):
         point = [np.asarray(x) for x in case(1, np.float64)]
@@ -68,6 +69,7 @@ def test_gradients_equal_finite_differences():
             np.testing.assert_allclose((ends[0] - ends[1]) / 2e-5, slope, rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.thorough
 def test_the_ways_of_sharing_are_ways_of_passing_arrays():
     query, key, value, E, F = case(2)
     call = jax.jit(linformer_attention)
@@ -78,6 +80,7 @@ def test_the_ways_of_sharing_are_ways_of_passing_arrays():
     assert np.abs(call(query, key, value, E) - headwise).max() > 1e-2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("by", ["lengths", "segments"])
 def test_padding_does_not_matter(by):
     """A padded row = the row cut short; NaN in the padding reaches neither values nor gradients; an empty row is zeros."""
@@ -118,6 +121,7 @@ def test_masks_that_need_single_keys_are_refused_by_name(mask):
     assert str(mask) in str(error.value) and "attention(implementation='blockwise')" in str(error.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("per_head", [False, True])
 def test_bfloat16(per_head):
     arrays = [x.astype(jnp.bfloat16) for x in case(7, per_head=per_head)]

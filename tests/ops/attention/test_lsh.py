@@ -64,6 +64,7 @@ def case(seed, T, N=2, H=4, rounds=2, buckets=4, B=2, dtype=float):
     return [jnp.asarray(x.astype(dtype)) for x in arrays]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(5))
 def test_equals_its_definition(seed):
     """Any length, chunks on both sides, both ways of counting, both temperatures, padding inside and at the end."""
@@ -92,7 +93,7 @@ def test_equals_its_definition(seed):
     np.testing.assert_allclose(ours, expected, **FLOAT64)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("T", "before", "after", "multiple"), [(5, 1, 1, 4), (7, 3, 0, 4), (4, 2, 2, 4), (6, 1, 0, 12)])
 def test_short_circles_and_longer_padding(T, before, after, multiple):
     """As in Hugging Face's model: a chunk met twice counts twice, beyond a full turn it is the own one; padding is chunks."""
@@ -107,6 +108,7 @@ def test_short_circles_and_longer_padding(T, before, after, multiple):
     np.testing.assert_allclose(ours, expected, **FLOAT64)
 
 
+@pytest.mark.thorough
 def test_all_in_one_chunk_is_exact_attention():
     """With a chunk that holds everything the hashes do not matter: attention with unit keys, self only for the first token."""
     with jax.enable_x64(True):
@@ -118,6 +120,7 @@ def test_all_in_one_chunk_is_exact_attention():
         np.testing.assert_allclose(f(query_key, value, rotations), expected, **FLOAT64)
 
 
+@pytest.mark.thorough
 def test_more_rounds_come_closer_to_exact_attention():
     """What hashing is for: the error against exact attention falls as rounds are added."""
     rng = np.random.default_rng(0)
@@ -138,6 +141,7 @@ def test_more_rounds_come_closer_to_exact_attention():
     assert errors[1] < 0.6 * errors[0], errors
 
 
+@pytest.mark.thorough
 def test_factors_are_digits_of_one_bucket():
     rotations = random_rotations(jax.random.key(0), 2, 4, 3, (4, 6))
     assert [R.shape for R in rotations] == [(2, 4, 3, 2), (2, 4, 3, 3)]
@@ -151,6 +155,7 @@ def test_factors_are_digits_of_one_bucket():
         random_rotations(jax.random.key(0), 2, 4, 3, 5)
 
 
+@pytest.mark.thorough
 def test_gradients_equal_finite_differences():
     """Away from the hashes' edges the function is smooth: central differences along random directions."""
     with jax.enable_x64(True):
@@ -171,6 +176,7 @@ def test_gradients_equal_finite_differences():
             np.testing.assert_allclose((ends[0] - ends[1]) / 2e-6, slope, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_16_bit_inputs():
     """bfloat16 takes the same neighbours as its values in float32 (sums are float32), and rounds weights and outputs."""
     arrays = [x.astype(jnp.bfloat16) for x in case(1, 24, H=8, dtype=np.float32)]
@@ -188,6 +194,7 @@ def test_16_bit_inputs():
         np.testing.assert_allclose(ours.astype(jnp.float32), theirs, rtol=0, atol=0.03 * np.abs(theirs).max())
 
 
+@pytest.mark.thorough
 def test_causality():
     """What token k is does not reach outputs before k, except through the hashes of later tokens, which are masked."""
     query_key, value, rotations = case(5, 12, dtype=np.float32)
@@ -204,6 +211,7 @@ def test_causality():
     )
 
 
+@pytest.mark.thorough
 def test_memory_is_linear():
     """Temporary bytes of the compiled gradient: eight times the tokens, eight times the bytes."""
 
@@ -219,6 +227,7 @@ def test_memory_is_linear():
     assert large < 64e6, large
 
 
+@pytest.mark.thorough
 def test_dropout_falls_on_weights():
     """Its mean over many keys is the output without it."""
     query_key, value, rotations = case(0, 8, B=1, dtype=np.float32)
@@ -230,6 +239,7 @@ def test_dropout_falls_on_weights():
     assert np.std(samples) > 0.1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -314,6 +324,7 @@ def reformer(weights, tokens, real, rotations, causal, chunk=4):
     return linear(y, weights["head.weight"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["encoder", "decoder", "factored"])
 def test_hugging_face_reformer(name):
     """The whole model, one row padded. Hugging Face gives padding a bucket as soon as any row of the batch has some; an empty

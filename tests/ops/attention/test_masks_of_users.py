@@ -197,7 +197,7 @@ QUICK = (
 )  # what kernels have code of their own for
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OURS])
 def test_a_users_rule_is_not_taken_for_ours_of_its_name(name):
     mask, other = users(OURS[name], name), users(OURS[name], "something_else")
@@ -214,6 +214,7 @@ def test_a_users_rule_is_not_taken_for_ours_of_its_name(name):
     assert str(mask).startswith("Mask(")
 
 
+@pytest.mark.thorough
 def test_a_users_rule_over_heads_is_asked_for_all_of_them():
     """Splash asks each head for its own part of `by_head`; what a user's rule makes of its parts' heads is the user's."""
     turned = Mask(lambda mask, q, kv: mask.parts[0]._evaluate(q, kv)[:, ::-1], parts=(OURS["by_head"],))

@@ -97,12 +97,14 @@ def test_every_mask(name):
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["t5", *map(slow, ("sinks", "array", *OPTIONS))])
 def test_every_feature(name):
     mask = MASKS["segments"]
     assert_equal(outcome(mask, "ring", name, mesh=make_mesh(FOUR))[0], outcome(mask, "reference", name)[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["ring", slow("blockwise"), slow("reference")])
 @pytest.mark.parametrize("mesh", [slow(Mesh(context=2)), Mesh(data=2, context=2, tensor=2), slow(Mesh(context=8))], ids=str)
 def test_every_mesh(mesh, implementation):
@@ -137,6 +139,7 @@ def test_a_bias_array_in_blocks_of_one(length, mesh, whole):
         assert_equal(many, outcome(CAUSAL, "reference", "short", arrays)[0])
 
 
+@pytest.mark.thorough
 def test_infinite_sinks():
     """They take nothing or all, also of queries that see no key (the mask leaves row 1 none)."""
     mask, sinks = masks.lengths(kv=jnp.array([20, 0])), jnp.array([-np.inf, np.inf, 0.3, -np.inf])
@@ -204,6 +207,7 @@ def test_inside_a_shard_map_over_stages(check):
     assert_equal(many, one)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, turns, zigzag", [("full", 3, 0), ("causal", 3, 6), ("window", 1, 0), ("longformer", 3, 0)])
 def test_permutes_of_a_forward_pass(name, turns, zigzag):
     """S - 1 of keys and values together; as many as the window needs; for zigzag two halves of q, of k and v, of the output.
@@ -218,6 +222,7 @@ def test_permutes_of_a_forward_pass(name, turns, zigzag):
     assert {x.kind for x in hlo.collectives(compiled.as_text(), mesh)} == {"collective-permute"}
 
 
+@pytest.mark.thorough
 def test_permutes_of_a_backward_pass():
     """Keys and values make S - 1 again; their gradients S - 1 beside them, and one more to where they belong."""
     mesh = make_mesh(FOUR)
@@ -241,6 +246,7 @@ def test_zigzag_gives_every_device_the_same_work(devices):
     assert sorted(made.rows.ravel()) == list(range(16)) and not plan(masks.full(), devices).zigzag
 
 
+@pytest.mark.thorough
 def test_pairs_of_devices_that_see_nothing_of_each_other_are_not_computed():
     """A local mask over 8 devices needs its neighbours: begins one place on, makes 2 turns more, and most pairs are idle."""
     made = plan(masks.window(4, 4), 8)
@@ -255,6 +261,7 @@ def test_pairs_of_devices_that_see_nothing_of_each_other_are_not_computed():
     np.testing.assert_array_equal(out[:, :4], clean[:, :4])
 
 
+@pytest.mark.thorough
 def test_the_lengths_that_it_takes():
     short = tuple(x[:, :10] for x in ARRAYS)
     with jax.set_mesh(make_mesh(FOUR)):
@@ -271,6 +278,7 @@ def test_the_lengths_that_it_takes():
     np.testing.assert_array_equal(alone, attention(*short, implementation="blockwise", mask=CAUSAL))
 
 
+@pytest.mark.thorough
 def test_memory_does_not_hold_the_keys_of_all_devices():
     """Forward and backward of 8 devices: temporaries are a few times a device's share, by the compiler's own account."""
     mesh, length = make_mesh(Mesh(context=8)), 4096

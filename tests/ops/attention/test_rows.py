@@ -51,6 +51,7 @@ def draw(dtype=jnp.float32, rows=2, seed=0):
 MASKS = {**static_masks(T, S), **dynamic_masks(np.random.default_rng(0), 2, T, S)}
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough if i % 4 else ()) for i, n in enumerate(MASKS)])
 def test_is_the_reference_under_every_mask(name):
     sinks = jnp.linspace(-1, 1, N)
@@ -59,6 +60,7 @@ def test_is_the_reference_under_every_mask(name):
     jax.tree.map(partial(np.testing.assert_allclose, **FLOAT32), found, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mask", [masks.full(), masks.causal(), "segments"], ids=str)
 def test_parts_of_a_batch_are_the_batch(mask):
     """Five rows in four parts, of 2, 1, 1 and 1: with segments of each row, and dropout that hashes the row."""
@@ -79,6 +81,7 @@ def test_a_mask_of_other_rows_than_the_batch_is_refused(count):
         attention(*draw(rows=5), mask=masks.segments(*ids), implementation="rows")
 
 
+@pytest.mark.thorough
 def test_in_16_bits_it_stays_as_near_as_the_reference():
     arrays = draw(jnp.bfloat16)
     exact, _ = both([x.astype(jnp.float32) for x in arrays], mask=masks.causal())
@@ -109,6 +112,7 @@ def test_causal_products_are_little_more_than_half():
     assert some == every * (4 + 6 + 10 + 12) / 48
 
 
+@pytest.mark.thorough
 def test_what_it_cannot_is_said_and_left_to_others():
     query, key, value = draw()
     bias = jnp.zeros((1, 1, T, S))

@@ -77,7 +77,7 @@ def value_and_gradients(f, *arrays):
     return jax.tree.map(np.asarray, run(*arrays))
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TOKENS)
 def test_longformer_equals_its_definition(name):
     """All ways to name global tokens, with shared key heads, and with padding or packed documents."""
@@ -121,6 +121,7 @@ def test_no_rows_or_no_tokens_give_no_output(B, T):
         assert jax.eval_shape(f, query, key, value).shape == (B, T, 4, 5)
 
 
+@pytest.mark.thorough
 def test_longformer_traced_flags():
     """Traced flags gather up to `max_globals`; room to spare changes nothing, too little is NaN in that row and no other."""
     arrays = [x.astype(jnp.float32) for x in draw(0, *[(2, 13, 2, 4)] * 6)]
@@ -183,6 +184,7 @@ def bigbird_definition(query, key, value, layout, block, ids):
     return out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("T", "block"), [(3, 4), (12, 4), (31, 3)])
 def test_bigbird_equals_its_definition(T, block):
     """Any length and number of blocks, a layout that repeats itself and its neighbours, shared key heads, padding."""
@@ -199,6 +201,7 @@ def test_bigbird_equals_its_definition(T, block):
         assert np.isfinite(gradient).all() and not gradient[ids == 0].any()
 
 
+@pytest.mark.thorough
 def test_bigbird_without_repetition_is_a_mask():
     """A layout of distinct other blocks: the same pairs as the block-sparse mask of one, values and gradients."""
     with jax.enable_x64(True):
@@ -220,6 +223,7 @@ def test_bigbird_without_repetition_is_a_mask():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **FLOAT64), ours, expected)
 
 
+@pytest.mark.thorough
 def test_cost_is_linear():
     """Flops and temporary bytes of the compiled gradients at twice the length, for what is not left to `attention`."""
 
@@ -311,6 +315,7 @@ def of_fixture(name):
     return fixture, {k.removeprefix("weights/"): jnp.asarray(v, float) for k, v in fixture.items() if "weights/" in k}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["global", "local"])
 def test_hugging_face_longformer(kind):
     """The whole model, one row padded, another number of global tokens in each row; padded rows and all."""
@@ -338,6 +343,7 @@ def test_hugging_face_longformer(kind):
     np.testing.assert_allclose(pooled, fixture[f"{kind}/pooled"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["zero", "seeded"])
 def test_hugging_face_bigbird(kind):
     """The whole model, one row padded: with the layout of zeros outside training, with the seeded one in it."""

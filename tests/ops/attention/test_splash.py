@@ -80,7 +80,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(("mask", "T", "S", "options"), CASES, ids=lambda x: str(x)[:40])
 def test_equals_the_reference(mask, T, S, options, small_blocks):
     assert_equal(mask, T, S, **options)
@@ -164,12 +164,14 @@ def test_a_band_without_end_does_not_overflow(left, right):
         np.testing.assert_array_equal(shown, truth)
 
 
+@pytest.mark.thorough
 def test_bfloat16_with_sinks():
     """Query, weights, products and result are each rounded, by 2^-9 of themselves; the sinks' gradient sums many such."""
     for ours, theirs in zip(*both(masks.causal(), 40, 40, sinks=True, dtype=jnp.bfloat16), strict=True):
         assert np.linalg.norm(ours - theirs) <= 2.0**-6 * np.linalg.norm(theirs)
 
 
+@pytest.mark.thorough
 def test_infinite_sinks_take_nothing_or_all():
     query, sinks = jnp.ones((1, 4, 2, 8)), jnp.array([-jnp.inf, jnp.inf])
     f = lambda q, k, v, sinks: splash.attention(q, k, v, Call(masks.causal().at(-1), sinks=sinks))
