@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxformer import models, params
 from jaxformer.decoding import init_cache
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models import EncoderDecoder, ModelConfig, cost
 from jaxformer.models.config import Patches
 from jaxformer.planning import flops
@@ -33,6 +33,7 @@ def parts(config: ModelConfig | EncoderDecoder, length: int, batch: int = 1) -> 
     Visible pairs alone are counted, 4 N H for each. For a mixer of another kind, what its program computes beside the
     products with parameters. Norms, activations and look-ups multiply no matrices and have no FLOPs here.
     """
+    _check_sizes(length, batch)
     found, tokens = {name: Part(name, 0, 0, 0) for name in PARTS}, batch * length
     multiplied = cost.products(config)
     for path, leaf in params.paths(models.spec(config)).items():
@@ -48,6 +49,11 @@ def parts(config: ModelConfig | EncoderDecoder, length: int, batch: int = 1) -> 
             found[work.name] = work._replace(flops=work.flops + 2 * size * share * tokens, numbers=work.numbers + moved)
     rows = [row for row in found.values() if row.parameters or row.flops]
     return [*rows, _mixing(config, length, batch)]
+
+
+def _check_sizes(length: int, batch: int) -> None:
+    check_whole("cost: length", length)
+    check_whole("cost: batch", batch)
 
 
 PARTS = ("embedding", "attention", "cross_attention", "feedforward", "shared", "norms", "heads")
@@ -70,6 +76,7 @@ def _mixing(config: Any, length: int, batch: int) -> Part:
 
 def scores_by_layer(config: ModelConfig, length: int, batch: int = 1) -> list[float]:
     """FLOPs of each layer's scores and their products with values: 4 N H for each pair that its mask shows."""
+    _check_sizes(length, batch)
     densities = [mask.density(length, length) for mask in config.masks]
     pairs = 4 * batch * length**2 * config.num_heads * config.head_size
     return [pairs * densities[i % len(densities)] for i in range(config.num_layers)]
@@ -87,12 +94,14 @@ def _counted(stack: ModelConfig, length: int, batch: int) -> float:
 
 def cache_bytes(config: ModelConfig | EncoderDecoder, length: int, batch: int = 1, dtype: Any = jnp.bfloat16) -> int:
     """Bytes that decoding keeps of `batch` texts of `length` tokens; a source is not counted."""
+    _check_sizes(length, batch)
     state = jax.eval_shape(lambda: init_cache(config, batch, length, dtype).layers)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def kept_bytes(config: ModelConfig, length: int, batch: int = 1, dtype: Any = jnp.bfloat16) -> int:
     """What the forward pass of a training step keeps for the backward pass, without the parameters: exact, by its jaxpr."""
+    _check_sizes(length, batch)
     tokens, config = jnp.zeros((batch, length), jnp.int32), replace(config, context_length=max(length, config.context_length))
     forward = lambda p: models.encode(config, p, tokens, dtype=dtype).hidden
     jaxpr = jax.make_jaxpr(lambda p: jax.vjp(forward, p)[1])(params.abstract(models.spec(replace(config, heads=())))).jaxpr

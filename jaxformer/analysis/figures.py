@@ -16,6 +16,7 @@ from etils import epath
 from jaxformer.analysis.costs import Part
 from jaxformer.analysis.diagram import plain, short
 from jaxformer.analysis.scaling import HOFFMANN, Law, Numbers
+from jaxformer.errors import check_whole
 from jaxformer.masks import Mask
 
 COLORS = ["#1f77b4", "#d1495b", "#2a9d5c", "#e08e0b", "#7b5ea7", "#5f6b73"]
@@ -167,6 +168,7 @@ def _layer(part: str) -> int:
 
 def masks(patterns: Mapping[str, Mask], length: int) -> Any:
     """Which keys each query sees at a length: each cell is a block of pairs, of which none, some or all are visible."""
+    check_whole("masks: length", length)
     from matplotlib.colors import ListedColormap
 
     style = dict(vmin=0, vmax=2, extent=(0, length, length, 0), interpolation="none")

@@ -11,7 +11,7 @@ import numpy as np
 from jaxformer import models
 from jaxformer.analysis import attention_maps, figures, page
 from jaxformer.analysis.attention_maps import WEIGHTS
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models import embedding, transformer
 
 RESIDUAL = "layers/*/residual"
@@ -33,6 +33,7 @@ def inspect(config: models.ModelConfig, params: Any, tokenizer: Any, text: str, 
 
     Raises ConfigError for a text without two tokens, and for what is no decoder alone.
     """
+    check_whole("inspect: top", top)
     tokens = [int(token) for token in tokenizer.encode(text)]
     if not isinstance(config, models.ModelConfig) or models.heads.language_model(config) is None:
         raise ConfigError("inspect: the model has no language model of its own to look into; give a run of a decoder")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 
 Numbers = Sequence[float] | np.ndarray
 HUBER = 1e-3  # of a residual of the log loss; Hoffmann et al. 2022, appendix D.3
@@ -59,6 +59,10 @@ def intervals(
     draws: int = 200, seed: int = 0, level: float = 0.95,
 ) -> Law:  # fmt: skip
     """(low, high) of each constant of the law: the middle `level` of fits to runs drawn again with replacement (bootstrap)."""
+    check_whole("intervals: draws", draws)
+    check_whole("intervals: seed", seed, least=0)
+    if not 0 < level < 1:
+        raise ConfigError(f"intervals: level={level}: expected a share between 0 and 1")
     variables, y = _logs(losses, parameters, tokens)
     start = np.log([law.E, law.A, law.alpha, law.B, law.beta][: 1 + 2 * len(variables)])
     rng, laws = np.random.default_rng(seed), []

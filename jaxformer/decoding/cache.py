@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models import last_stack
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 from jaxformer.models.stacks.scan import init_state
@@ -48,6 +48,9 @@ def init_cache(
     `text_lengths` [B]: how long the texts will be, for LongRoPE and a dynamic NTK, whose rotations depend on it; None: the
     first call reads them whole. Other rotations ignore it.
     """
+    check_whole("init_cache: batch", batch)
+    check_whole("init_cache: length", length)
+    check_whole("init_cache: ahead", ahead, least=0)
     stack = last_stack(config)
     if rotation_until(stack.positions, 1) is None:
         text_lengths = None

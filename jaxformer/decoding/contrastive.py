@@ -25,7 +25,7 @@ from jaxformer.decoding.generate import (
     stops,
 )  # fmt: skip
 from jaxformer.decoding.steps import logits_of
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 
 
@@ -40,6 +40,7 @@ def contrast(
     """
     if not (0 <= alpha <= 1 and 1 <= k <= models.last_stack(config).vocab_size):
         raise ConfigError(f"contrast: k={k}, alpha={alpha}: k must be 1 to the size of the vocabulary, alpha in [0, 1]")
+    check_whole("contrast: rows", rows)
     check_rotations("contrast", config, prompts, max_tokens)
     model = open_model(config, params, prompts, max_tokens, sources, dtype)
     stop_ids = stops(stop_tokens, models.last_stack(config).vocab_size)

@@ -20,7 +20,7 @@ from jaxformer.decoding.cache import Cache, init_cache
 from jaxformer.decoding.filters import Filter, History
 from jaxformer.decoding.sampling import Sampling, draw
 from jaxformer.decoding.steps import decode_step, prefill, prepare
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models.config import EncoderDecoder, ModelConfig, Patches
 from jaxformer.ops.positions import rotation_until
 from jaxformer.sharding import is_explicit, is_split, mesh_axes, with_logical_constraint, with_sharding
@@ -98,14 +98,15 @@ def serve(
     every: int | None,
 ) -> Iterator[tuple[int, list[int], bool]]:  # fmt: skip
     """(number of a prompt, its new tokens so far, whether they are all) after `every` steps, and whenever a row ends."""
+    check_whole("generate: rows", rows)
+    if every is not None:
+        check_whole("stream: every", every)
     model = open_model(config, params, prompts, max_tokens, sources, *dtypes)
     # sums over a number of slots that is no multiple of these round otherwise
     model = model._replace(room=-(-model.room // SLOTS) * SLOTS)
     settings = jax.device_put(sampling_settings(model, filters, how, stop_tokens))
     key = jax.random.key(0) if key is None else key
     texts: Any = None
-    if rows < 1:
-        raise ConfigError(f"generate: rows={rows}: must be at least 1")
     owners: dict[int, int] = {}  # the number of the prompt in each row
     grown: dict[int, list[int]] = {}  # texts of rows that need the rotations of a longer text
     queue = deque(range(len(prompts)))

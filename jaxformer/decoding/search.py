@@ -24,7 +24,7 @@ from jaxformer.decoding.generate import (
     stops,
 )  # fmt: skip
 from jaxformer.decoding.steps import decode_step, logits_of
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models import heads
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 
@@ -47,6 +47,7 @@ def search(
     `generate`. Filters change log-probabilities, and so scores. Raises NotImplementedError for texts that would outgrow the
     rotations of their cache (LongRoPE, a dynamic NTK).
     """
+    check_whole("search: rows", rows)
     check_rotations("search", config, prompts, max_tokens)
     model = open_model(config, params, prompts, max_tokens, sources, dtype)
     rows = min(rows, 1 << (len(prompts) - 1).bit_length())
@@ -114,6 +115,7 @@ def score(
     """
     if len(prompts) != len(continuations) or not all(map(len, (*prompts, *continuations))):
         raise ConfigError(f"score: {len(prompts)} prompts need as many continuations; no prompt or continuation may be empty")
+    check_whole("score: rows", rows)
     vocabulary = models.last_stack(config).vocab_size
     for *_, last in continuations:  # `open_model` checks what is read, which is all but this
         if not 0 <= last < vocabulary:

@@ -30,7 +30,7 @@ from jaxformer.decoding.generate import (
 )  # fmt: skip
 from jaxformer.decoding.sampling import Sampling, draw, probabilities
 from jaxformer.decoding.steps import decode_step
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models.config import EncoderDecoder, ModelConfig
 
 
@@ -111,6 +111,7 @@ def speculate(
     their cache (LongRoPE, a dynamic NTK).
     """
     _check(config, draft, ahead)
+    check_whole("speculate: rows", rows)
     for each in (config, getattr(draft, "config", config)):
         check_rotations("speculate", each, prompts, max_tokens)
     opened = [open_model(config, params, prompts, max_tokens, sources, dtype, ahead=ahead)]

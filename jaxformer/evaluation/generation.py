@@ -10,7 +10,7 @@ import numpy as np
 from jaxformer import models
 from jaxformer.data.sources import Question
 from jaxformer.decoding import Beams, Sampling, generate, search
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.params import random_key
 
@@ -31,6 +31,10 @@ class Generated:
     examples: int | None = None  # the first so many questions; None: all
     rows: int = 32  # answers that are written at a time
     only_final: bool = True  # at the end of training; False: at every evaluation
+
+    def __post_init__(self):
+        check_whole("metrics: Generated.max_tokens", self.max_tokens)
+        check_whole("metrics: Generated.rows", self.rows)
 
     def questions(self, dataset: Any) -> Sequence[Question]:
         """Those that are asked. Raises ConfigError where there are none."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxformer.data.sources import Question
 from jaxformer.decoding import Sampling, prepare, score
-from jaxformer.errors import ConfigError, did_you_mean, package_of
+from jaxformer.errors import ConfigError, check_whole, did_you_mean, package_of
 from jaxformer.evaluation import generation
 from jaxformer.models.config import ModelConfig
 from jaxformer.training.run import continues_text
@@ -43,6 +43,7 @@ def model(
     longest first, in few lengths, so that few programs are compiled. As in lm-eval's own models, what is longer than
     context_length loses its beginning. Raises ConfigError for a model that does not predict the next token.
     """
+    check_whole("harness: rows", rows)
     if not continues_text(config):
         raise ConfigError("harness: the model sees later tokens or has no language model, so it continues no text")
     with package_of("harness"):
@@ -132,6 +133,8 @@ def evaluate(lm: Any, tasks: Sequence[str], include: str | None = None, limit: i
 
     `limit`: only so many examples of each task. Raises ConfigError for an unknown task, and for data out of reach.
     """
+    if limit is not None:
+        check_whole("harness: limit", limit)
     with package_of("harness"):
         import lm_eval  # pyrefly: ignore[missing-import]
         from lm_eval.tasks import TaskManager  # pyrefly: ignore[missing-import]

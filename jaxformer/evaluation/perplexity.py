@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxformer import models
 from jaxformer.data import sources, tokenizers
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.models import heads
 from jaxformer.ops.losses import LossSums
@@ -101,6 +101,9 @@ class StridedPerplexity:
 
 def strided_batches(tokens: np.ndarray, length: int, stride: int, rows: int) -> Iterator[dict[str, np.ndarray]]:
     """Batches of `rows` windows: tokens, labels [B, T], and weights, 1 where no window before has scored the label."""
+    check_whole("strided_batches: length", length)
+    check_whole("strided_batches: stride", stride)
+    check_whole("strided_batches: rows", rows)
     windows = sources.Windows(tokens, length, stride)
     count = max(0, -(-(len(tokens) - 1 - length) // stride)) + 1
     for first in range(0, count, rows):

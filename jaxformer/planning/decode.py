@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxformer import decoding, models, parallel, params, sharding
 from jaxformer.decoding.generate import CHUNK
 from jaxformer.decoding.steps import prepare_params
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models import ModelConfig, block, cost
 from jaxformer.models.stacks import scan
 from jaxformer.ops.attention.cached import widths
@@ -56,9 +56,13 @@ def plan_decode(
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"plan --decode: model={type(config).__name__}: expected a ModelConfig, one stack")
     length = min(2048, config.position_limit) if length is None else length
+    room = length if room is None else room
+    check_whole("plan --decode: rows", rows)
+    check_whole("plan --decode: length", length)
+    check_whole(f"plan --decode: length={length}: room", room, least=length)
     if length > config.position_limit:
         raise ConfigError(f"plan --decode: {length} tokens do not fit the model's {config.position_limit} learned positions")
-    mesh, dtype, room = parallel.make_mesh(experiment.mesh, devices), jnp.dtype(experiment.precision), room or length
+    mesh, dtype = parallel.make_mesh(experiment.mesh, devices), jnp.dtype(experiment.precision)
 
     def compiled(function, *shape):
         weights, cache, *_ = arguments = abstract_arguments(config, mesh, dtype, *shape)

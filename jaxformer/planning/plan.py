@@ -9,7 +9,7 @@ import jax
 
 from jaxformer import models, parallel, params, sharding
 from jaxformer.data.sources import Stdlib
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models import cost
 from jaxformer.models.heads import language_model
 from jaxformer.models.stacks.pipeline import bubble
@@ -65,7 +65,9 @@ def sharding_table(experiment: Experiment, devices: int | None) -> str:
     sizes = [getattr(experiment.mesh, axis) for axis in parallel.AXES]
     if devices is None and -1 in sizes:
         raise ConfigError("show --sharding: a mesh axis is -1, the devices left over; give --devices N")
-    shape = experiment.mesh.shape(math.prod(sizes) if devices is None else devices)
+    devices = math.prod(sizes) if devices is None else devices
+    check_whole("show --sharding: devices", devices)
+    shape = experiment.mesh.shape(devices)
     mesh = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
     return sharding.describe(models.spec(experiment.model), mesh)
 

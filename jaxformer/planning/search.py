@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxformer import models, parallel, params, sharding
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models import ModelConfig, cost
 from jaxformer.planning.plan import Plan, plan
 from jaxformer.training import optimizers
@@ -114,6 +114,8 @@ def search(experiment: Any, name: str, devices: list, count: int = 12, most: int
     """(experiment, plan), fastest first: compiled fast in the order of estimates until `count` fit or `most` were tried."""
     if not isinstance(experiment.model, ModelConfig):
         raise ConfigError(f"plan --search: model={type(experiment.model).__name__}: expected a ModelConfig")
+    check_whole("plan --search: count", count)
+    check_whole("plan --search: most", most)
     chip = cost.CHIPS[devices[0].device_kind]
     pairs: list[tuple[Estimate, Any]] = []
     for one in candidates(experiment, len(devices)):

@@ -9,7 +9,8 @@ import pytest
 
 from jaxformer import masks, models, params
 from jaxformer.analysis import costs
-from jaxformer.models import PRESETS, EncoderDecoder, ModelConfig
+from jaxformer.errors import ConfigError
+from jaxformer.models import PRESETS, EncoderDecoder, ModelConfig, presets
 from jaxformer.models.mixers import Linear
 from jaxformer.models.mixture import Mixture
 from jaxformer.planning import flops
@@ -102,3 +103,11 @@ def test_the_table_has_every_part():
         text = costs.table(PRESETS[name], 197 if name == "vit_base" else 64)
         assert "total" in text and costs.SCORES in text
     assert np.isfinite(costs.crossover(SMALL))
+
+
+@pytest.mark.parametrize("bad", [0, -8])
+@pytest.mark.parametrize("function", [costs.parts, costs.scores_by_layer, costs.cache_bytes, costs.kept_bytes, costs.table])
+def test_sizes_that_are_none_are_refused(function, bad):
+    for name, sizes in {"length": (bad, 1), "batch": (8, bad)}.items():
+        with pytest.raises(ConfigError, match=f"cost: {name}={bad}: expected a whole number"):
+            function(presets.gpt2_small, *sizes)

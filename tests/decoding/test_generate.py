@@ -426,3 +426,23 @@ def test_weights_in_8_bits(name):
     np.testing.assert_allclose(found, expected, atol=2e-3 * float(jnp.abs(expected).max()))
     assert float(jnp.abs(expected - apply(config, parameters, tokens).logits).max()) > 1e-2
     assert len(decoding.generate(config, small, [[1, 2], [3]], 4)[0]) == 4
+
+
+@pytest.mark.parametrize("bad", [0, -3])
+def test_numbers_of_rows_that_are_none_are_refused(bad):
+    """In one line, before anything is compiled: `range` and a loop without an end were there before."""
+    params = init(GPT, jax.random.key(0))
+    calls = {
+        "generate: rows": lambda: decoding.generate(GPT, params, [[1]], 2, rows=bad),
+        "search: rows": lambda: decoding.search(GPT, params, [[1]], 2, rows=bad),
+        "score: rows": lambda: decoding.score(GPT, params, [[1]], [[2]], rows=bad),
+        "contrast: rows": lambda: decoding.contrast(GPT, params, [[1]], 2, rows=bad),
+        "speculate: rows": lambda: decoding.speculate(GPT, params, [[1]], 2, draft=decoding.Lookup(), rows=bad),
+        "stream: every": lambda: list(decoding.stream(GPT, params, [1], 2, every=bad)),
+        "init_cache: batch": lambda: decoding.init_cache(GPT, bad, 4),
+        "init_cache: length": lambda: decoding.init_cache(GPT, 1, bad),
+        "init_cache: ahead": lambda: decoding.init_cache(GPT, 1, 4, ahead=-1),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ConfigError, match=f"{name}=(-1|{bad}): expected a whole number"):
+            call()

@@ -11,6 +11,7 @@ import pytest
 from jaxformer import config, masks, models
 from jaxformer.data import batching, sources, tokenizers
 from jaxformer.errors import ConfigError
+from jaxformer.evaluation.generation import Generated
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.perplexity import StridedPerplexity, count_bytes, perplexity, strided_batches
 from jaxformer.models import ModelConfig
@@ -142,3 +143,14 @@ def test_what_is_no_text_is_refused():
     for mask in (masks.full(), masks.window(3, 1), masks.chunked(5), masks.causal() | masks.prefix(3)):
         with pytest.raises(ConfigError, match="sees later tokens"):
             StridedPerplexity(4)(replace(scored, model=replace(MODEL, masks=(mask,))))
+
+
+@pytest.mark.parametrize("bad", [0, -2])
+def test_sizes_of_windows_that_are_none_are_refused(bad):
+    right = {"length": 4, "stride": 2, "rows": 3}
+    for name in right:
+        with pytest.raises(ConfigError, match=f"strided_batches: {name}={bad}: expected a whole number"):
+            next(strided_batches(np.arange(20), **right | {name: bad}))
+    for name in ("rows", "max_tokens"):
+        with pytest.raises(ConfigError, match=f"Generated.{name}={bad}: expected a whole number"):
+            Generated((), **{name: bad})

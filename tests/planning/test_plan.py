@@ -19,7 +19,7 @@ from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import cost, presets
 from jaxformer.parallel import Mesh, make_mesh
-from jaxformer.planning import plan, roofline, search, topology
+from jaxformer.planning import decode, plan, roofline, search, topology
 from jaxformer.planning.compile import trace
 from jaxformer.planning.hlo import Exchange
 from jaxformer.training.experiment import Experiment
@@ -315,3 +315,20 @@ def test_an_optimizers_state_is_counted_and_not_guessed_by_its_name(optimizer, n
     """Bytes of state for each byte of float32 parameters."""
     assert search._moments(optimizer, STACK, None) == pytest.approx(numbers, rel=1e-3)
     assert search._moments(optimizer, STACK, "layers") < 0.8 * numbers or not numbers
+
+
+@pytest.mark.parametrize("bad", [0, -1])
+def test_counts_that_are_none_are_refused(bad):
+    """Before a device is asked for anything."""
+    experiment, devices = plan.of_preset("any", presets.gpt2_small), [SimpleNamespace(device_kind="TPU v5 lite")]
+    calls = {
+        "count": lambda: search.search(experiment, "any", devices, count=bad),
+        "most": lambda: search.search(experiment, "any", devices, most=bad),
+        "rows": lambda: decode.plan_decode(experiment, "any", devices, rows=bad),
+        "length": lambda: decode.plan_decode(experiment, "any", devices, length=bad),
+        "length=64: room": lambda: decode.plan_decode(experiment, "any", devices, length=64, room=bad),
+        "devices": lambda: plan.sharding_table(experiment, bad),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ConfigError, match=f"{name}={bad}: expected a whole number"):
+            call()

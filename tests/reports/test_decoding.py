@@ -16,7 +16,7 @@ from jaxformer.data.corpus import Corpus
 from jaxformer.data.mixing import Mixed
 from jaxformer.data.sources import Question
 from jaxformer.data.tokenizers import BPE
-from jaxformer.decoding import Beams, Sampling, generate, search
+from jaxformer.decoding import Beams, Draft, Lookup, Sampling, contrast, generate, search, speculate
 from jaxformer.decoding.filters import BadWords, Frequency, History, MinP, NoRepeatNgram, TopK, TopP, Typical
 from jaxformer.decoding.sampling import draw
 from jaxformer.errors import ConfigError
@@ -65,6 +65,24 @@ def test_a_text_ends_where_filters_leave_no_token():
 
 
 @pytest.mark.thorough
+@pytest.mark.report(
+    "huggingface/transformers#47511",
+    right="contrastive and speculative decoding, too, end a text where every token is banned, and its neighbours go on",
+)
+@pytest.mark.parametrize("way", ["contrast", "lookup", "draft"])
+def test_other_ways_of_decoding_end_where_every_token_is_banned(way):
+    """Once each: the first text has used all tokens but 3, 4 and the second none but 1. None is left to a text of all seven."""
+    prompts, filters = [[0, 1, 2, 5, 6], [1], [0, 1, 2, 3, 4, 5, 6]], [NoRepeatNgram(1)]
+    expected = generate(TINY, params(), prompts, 9, how=GREEDY, filters=filters)
+    assert [len(tokens) for tokens in expected] == [2, 6, 0]
+    if way == "contrast":
+        found = contrast(TINY, params(), prompts, 9, k=3, alpha=0.0, filters=filters)
+    else:
+        draft = Lookup() if way == "lookup" else Draft(TINY, params())
+        found = speculate(TINY, params(), prompts, 9, draft=draft, how=GREEDY, filters=filters).tokens
+    assert found == expected
+
+
 @pytest.mark.report(
     "JustVugg/colibri#369", "OpenRLHF/OpenRLHF#1165",
     right="logits that are not numbers are an error, not a text",
