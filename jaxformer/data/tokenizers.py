@@ -6,11 +6,13 @@ document, which no text can hold, or None.
 """
 
 import contextlib
+import copy
 import functools
 import hashlib
 import json
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, SupportsIndex
@@ -160,6 +162,7 @@ class BPE(_Tokenizer):
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
         self.end_of_text = next((i for i in map(self.id_of, (end,) if end else ENDS) if i is not None), None)
         self.state = {"type": "bpe", "tokenizer": json.loads(self._tokenizer.to_str())} | ({"end_of_text": end} if end else {})
+        self._writer = self._tokenizer_of_texts()
         self._line_end, self._chunk = [], sys.maxsize
         with contextlib.suppress(Exception):  # of the package, for a vocabulary that has no token for these characters
             self._line_end = self._ids("\n")
@@ -202,7 +205,51 @@ class BPE(_Tokenizer):
     def reading_special_tokens(self) -> "BPE":
         other = BPE(json.dumps(self.state["tokenizer"]), self.state.get("end_of_text"))
         other._tokenizer.encode_special_tokens = False
+        other._writer = other._tokenizer
         return other
+
+    def _tokenizer_of_texts(self) -> Any:
+        """The package's tokenizer that encodes texts: no text has a control token, not even one that is its name.
+
+        The flag of `__init__` is not enough. Where the vocabulary of Unigram (T5), of words or of merged pairs holds </s>, a
+        text "</s>" is that piece. So here each such piece has a name that no text can know.
+        """
+        ids = {name: self.id_of(name) for name in self._control_tokens()}
+        if not any(id in self._ids_or_none(name) for name, id in ids.items()):
+            return self._tokenizer
+        names = {name: f"{name} {secrets.token_hex(16)}" for name in ids}
+        state = copy.deepcopy(self.state["tokenizer"])
+        model = state["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(name, name): id for name, id in model["vocab"].items()}
+        else:
+            model["vocab"] = [[names.get(name, name), score] for name, score in model["vocab"]]
+        if "merges" in model:
+            pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+            model["merges"] = [pair for pair in pairs if names.keys().isdisjoint([*pair, "".join(pair)])]
+        for token in state["added_tokens"]:
+            if token["content"] in names:
+                token.update(content=names[token["content"]], special=True)
+        writer = require_package().Tokenizer.from_str(json.dumps(state))
+        writer.encode_special_tokens = True
+        return writer
+
+    def _control_tokens(self) -> set[str]:
+        """The names of the control tokens. That of an unknown character stands for what a text holds, so it is none."""
+        state = self.state["tokenizer"]
+        model, unknown = state["model"], state["model"].get("unk_token")
+        if model.get("unk_id") is not None:
+            unknown = model["vocab"][model["unk_id"]][0]
+        names = {token["content"] for token in state["added_tokens"] if token["special"]}
+        if self.end_of_text is not None:
+            names.add(self._tokenizer.id_to_token(self.end_of_text))
+        return names - {unknown}
+
+    def _ids_or_none(self, text: str) -> list[int]:
+        """The ids of a text; none if the vocabulary cannot write it, which the package says by an Exception."""
+        with contextlib.suppress(Exception):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return []
 
     def encode_text(self, text: str) -> np.ndarray:
         return self.encode_piece(text, continues=False)
@@ -216,7 +263,7 @@ class BPE(_Tokenizer):
         texts = [f"\n{chunk}" if number or continues else chunk for number, chunk in enumerate(chunks)]
         # 64 chunks use all cores; more would fill the memory with the package's large encodings
         for start in range(0, len(texts), 64):
-            encodings = self._tokenizer.encode_batch_fast(texts[start : start + 64], add_special_tokens=False)
+            encodings = self._encodings(texts[start : start + 64])
             for number, encoding in enumerate(encodings, start):
                 ids, first = encoding.ids, len(self._line_end) if number or continues else 0
                 if first and ids[:first] != self._line_end:  # a cut that `may_cut` did not allow
@@ -250,12 +297,19 @@ class BPE(_Tokenizer):
         return behind[:line_end] == self._line_end and pieces == self._ids(before + after)
 
     def _ids(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encodings([text])[0].ids
+
+    def _encodings(self, texts: list[str]) -> list[Any]:
+        """The package's. Raises ConfigError for a text that the vocabulary cannot write."""
+        try:
+            return self._writer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the package has no class of its own
+            problem = f"the tokenizer cannot write a text ({error})"
+            raise ConfigError(f"{problem}; give one with a token for what its vocabulary lacks") from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         texts = [text.encode("utf-8", errors="replace").decode() for text in texts]
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+        return [np.array(encoding.ids, np.int32) for encoding in self._encodings(texts)]
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

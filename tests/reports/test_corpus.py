@@ -2,11 +2,15 @@
 
 import gzip
 import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import example, given, settings, strategies as st
 
 from jaxformer import masks
 from jaxformer.data import corpus, records, tokenizers
@@ -251,3 +255,84 @@ def test_the_cache_follows_the_tokenizer(tmp_path):
             found.append((int(tokens_of(dataset)[-1]), dataset.digest))
     assert [last for last, _ in found] == [0, 1, 1, 0]
     assert len({digest for _, digest in found}) == 4
+
+
+CHANGES = {
+    "longer": lambda at: at.write(["longer words"] * 30),
+    "as long": lambda at: at.write(["bbbb cccc"] * 20),
+    "as before": lambda at: at.write(["aaaa zzzz"] * 20),
+    "cut": lambda at: [os.truncate(file, file.stat().st_size // 2) for file in at.files()],
+    "other bytes": lambda at: [file.write_bytes(file.read_bytes()[::-1]) for file in at.files()],
+    "removed": lambda at: [file.unlink() for file in at.files()],
+    "torn index": lambda at: [os.truncate(file, 40) for file in at.cache.glob("corpus-*/*.json")],
+}
+
+
+class Changing:
+    """A file of rows and the cache of its tokens. Each time it is written it is a second later."""
+
+    def __init__(self, folder):
+        self.text, self.cache, self.seconds = folder / "rows.jsonl", folder / "cache", 0
+
+    def write(self, texts):
+        rows = [{"text": text, "body": text.upper()} for text in texts]
+        self.text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.seconds += 1
+        os.utime(self.text, (self.seconds, self.seconds))
+
+    def files(self):
+        return list(self.cache.glob("corpus-*/0*.tokens"))
+
+
+@pytest.mark.report(
+    "LoicGrobol/zeldarose#111",
+    listed="third 09",
+    right="What is read through the cache is what is read without one, after any change of text, field or cache.",
+)
+@given(st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from(["text", "body"])), max_size=4))
+@example([("as long", "text"), ("as long", "body"), ("cut", "body"), ("as before", "text")])
+@settings(max_examples=6, deadline=None)
+def test_a_cache_changes_no_token(tmp_path_factory, changes):
+    at = Changing(tmp_path_factory.mktemp("changing"))
+    CHANGES["as before"](at)
+    opened(at.text, at.cache)
+    for change, field in changes:
+        CHANGES[change](at)
+        found = opened(at.text, at.cache, field=field)
+        rows = [json.loads(line)[field] for line in at.text.read_text().splitlines()]
+        assert tokens_of(found).astype(np.uint8).tobytes() == encoded(rows)
+
+
+@pytest.mark.report(
+    "huggingface/datasets#2187",
+    listed="third 09",
+    right="Two that encode one corpus at once read the same tokens, all of them.",
+)
+def test_two_may_fill_one_cache(tmp_path, monkeypatch):
+    texts = [f"{number} {LINE}" for number in range(50)]
+    path = write_rows(tmp_path / "a.jsonl", texts)
+    both, encode = threading.Barrier(2, timeout=30), corpus._encode
+
+    def encode_together(*arguments):
+        both.wait()
+        encode(*arguments)
+        both.wait()
+
+    monkeypatch.setattr(corpus, "_encode", encode_together)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: opened(path, tmp_path / "cache"), range(2)))
+    for dataset in found:
+        assert tokens_of(dataset).astype(np.uint8).tobytes() == encoded(texts)
+    assert found[0].digest == found[1].digest
+    assert not list((tmp_path / "cache").rglob("*.unfinished"))
+
+
+@pytest.mark.report(
+    "huggingface/datasets#2187",
+    listed="third 09",
+    right="A cache that cannot be kept is one line that names it.",
+)
+def test_a_cache_below_a_file_is_one_line(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [LINE] * 9)
+    with pytest.raises(ConfigError, match=r"keep tokens in .*a\.jsonl/cache"):
+        opened(path, path / "cache")

@@ -136,6 +136,60 @@ def test_top_p_adds_no_token_where_p_is_reached_exactly():
     assert kept(Typical(1.0), [1.0, 1e-9, 1e-30]) == [0, 1, 2]
 
 
+@pytest.mark.report(
+    "rasbt/reasoning-from-scratch#164",
+    listed="second 40",
+    right="top-p leaves the likeliest tokens up to the one that reaches p, the first of equals",
+)
+def test_top_p_counts_like_whole_numbers():
+    """The probabilities are parts of a whole number, and p lies half a part below the m-th part."""
+    rng = np.random.default_rng(0)
+    parts = rng.integers(0, 4, (200, 8))
+    parts[:, 0] += 1
+    total = parts.sum(axis=1)
+    wanted = rng.integers(1, total + 1)
+    wanted[:20] = 1
+    wanted[-20:] = total[-20:]
+    p = np.where(wanted == total, 1.0, (wanted - 0.5) / total)
+    with np.errstate(divide="ignore"):  # what has no part was removed before
+        logits = jnp.asarray(np.log(parts) + rng.normal(size=(200, 1)), jnp.float32)
+    left = np.isfinite(jax.jit(lambda logits, p: TopP(p)(logits, None))(logits, p))
+    for row in range(200):
+        order = sorted(range(8), key=lambda token: -parts[row, token])
+        reached = np.cumsum(parts[row, order])
+        expected = set(order[: np.flatnonzero(reached >= wanted[row])[0] + 1])
+        assert set(np.flatnonzero(left[row])) == expected, (parts[row], p[row])
+
+
+def places(text, gram):
+    """How often a short text stands in a longer one."""
+    return sum(text[start : start + len(gram)] == gram for start in range(len(text)))
+
+
+@pytest.mark.report(
+    "OpenNMT/OpenNMT-py#1573",
+    "facebookresearch/fairseq#5206",
+    listed="second 40",
+    right="a token is removed exactly if it would write an n-gram again, or end a bad word",
+)
+def test_what_may_not_be_written_again():
+    rng = np.random.default_rng(1)
+    letters, rows, words = 4, 100, [[1], [2, 3], [0, 1, 2], [3, 3, 3, 3]]
+    tokens = rng.integers(0, letters, (rows, 9))
+    length = rng.integers(1, 10, rows)  # what stands behind it is no text
+    history = History(*map(jnp.asarray, (tokens, length, rng.integers(1, length + 1))))
+    logits = jnp.asarray(rng.normal(size=(rows, letters)), jnp.float32)
+    filters = {n: NoRepeatNgram(n) for n in (1, 2, 3)} | {"words": BadWords(words)}
+    removed = {name: np.isneginf(jax.jit(one)(logits, history)) for name, one in filters.items()}
+    for row, token in np.ndindex(rows, letters):
+        text = [*tokens[row, : length[row]].tolist(), token]
+        for n in (1, 2, 3):
+            again = len(text) >= n and places(text, text[-n:]) > 1
+            assert removed[n][row, token] == again, (n, text)
+        bad = any(text[-len(word) :] == word for word in words)
+        assert removed["words"][row, token] == bad, text
+
+
 @pytest.mark.report("kingoflolz/mesh-transformer-jax#164", right="top-k of 1 leaves one token")
 def test_top_k_counts_from_one():
     probabilities = np.random.default_rng(0).dirichlet(np.ones(50))

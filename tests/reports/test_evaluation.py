@@ -14,7 +14,9 @@ from etils import epath
 from jaxformer import models, parallel, params
 from jaxformer.data import batching, sources, tokenizers
 from jaxformer.data.tasks import Reverse
+from jaxformer.decoding import prepare
 from jaxformer.errors import ConfigError
+from jaxformer.evaluation import harness
 from jaxformer.evaluation.generation import Generated
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.perplexity import StridedPerplexity, count_bytes, equal_texts, perplexity, strided_batches
@@ -405,3 +407,51 @@ def test_a_letter_in_several_tokens_has_its_own_bytes():
     tokenizer = tokenizers.BPE.train("plain words " * 30, 300)
     tokens = np.asarray(tokenizer.encode(text))
     assert len(tokens) > len(text) and count_bytes(tokens, tokenizer) == len(text.encode())
+
+
+# --- requests of lm-evaluation-harness
+
+
+@pytest.mark.report(
+    "EleutherAI/lm-evaluation-harness#337",
+    "EleutherAI/lm-evaluation-harness#339",
+    listed="third 22",
+    right="A request's score is the sum over its own tokens after all that fits in front; windows score each token once.",
+)
+def test_scores_of_requests_are_sums_of_a_forward_pass():
+    """Without the package: what `harness.model` does with tokens. tests/evaluation/test_harness.py does the rest with it."""
+    room, end = MODEL.context_length, 11
+    drawn = weights(TINY)
+    forward = jax.jit(lambda tokens: models.apply(MODEL, drawn, tokens).logits)
+    decoder = harness.Decoder(MODEL, prepare(MODEL, drawn, jnp.float32), None, (), end, 4, "float32")
+
+    def by_hand(context, new):
+        whole = [*(context or [end]), *new][-room - 1 :]
+        logits = np.asarray(forward(np.array([whole[:-1] + [0] * (room + 1 - len(whole))])))[0]
+        logits = logits.astype(np.float64)[len(whole) - 1 - len(new) : len(whole) - 1]
+        logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        return logs[np.arange(len(new)), new].sum(), (logits.argmax(axis=1) == new).all()
+
+    rng = np.random.default_rng(0)
+    sizes = [(0, 1), (0, room), (1, 1), (3, 2), (room, 1), (40, 3), (1, room), (5, room - 5), (5, 1)]
+    pairs = [(rng.integers(0, 11, n).tolist(), rng.integers(0, 11, m).tolist()) for n, m in sizes]
+    likeliest = max(range(12), key=lambda token: by_hand(pairs[3][0], [token])[0])
+    pairs += [pairs[3], (pairs[3][0], [likeliest])]
+    found = harness.log_likelihoods(decoder, pairs)
+    for (value, greedy), pair in zip(found, pairs, strict=True):
+        expected = by_hand(*pair)
+        assert value == pytest.approx(expected[0], abs=1e-3)
+        assert greedy == expected[1]
+    assert found[-1][1] and found[3] == found[-2]
+    assert harness.log_likelihoods(decoder, []) == []
+    with pytest.raises(ConfigError, match=f"{room + 1} tokens are to be scored in one piece"):
+        harness.log_likelihoods(decoder, [([1], [1] * (room + 1))])
+
+    text = rng.integers(0, 11, 2 * room + 3).tolist()
+    windows = [(text[: max(first, 0)], text[first : first + room]) for first in range(0, len(text), room)]
+    parts = harness.log_likelihoods(decoder, windows)
+    total = 0.0
+    for at, token in enumerate(text):
+        stop = min(at - at % room + room, len(text))  # of the window, which reads `room` tokens
+        total += by_hand([end, *text][max(stop - room, 0) : at + 1], [token])[0]
+    assert sum(value for value, _ in parts) == pytest.approx(total, abs=1e-3)

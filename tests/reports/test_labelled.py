@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings, strategies as st
 
 from jaxformer import masks
 from jaxformer.data.labelled import Labelled
@@ -167,3 +168,66 @@ def test_padding_is_marked(tmp_path):
         assert row["segment_ids"].tolist() == [1] * 5 + [0] * (len(row["tokens"]) - 5)
         assert not row["tokens"][row["segment_ids"] == 0].any()
     np.testing.assert_array_equal(short["tokens"][:5], long["tokens"][:5])
+
+
+# --- any labels
+
+LABELS = (0, 1, 2, True, 2.0, "b", "a", "7", 3, -1, 1.5, float("nan"), float("inf"), None, "", [0], {"of": 1})
+
+
+def number_of(label, names, classes):
+    """The class of a label, or None: names and numbers are not mixed, and nothing is guessed."""
+    if names:
+        number = names.index(label) if isinstance(label, str) and label in names else -1
+    else:
+        number = label if isinstance(label, int | float) else -1
+    return int(number) if number in range(classes) else None
+
+
+@pytest.mark.report(
+    "dotnet/machinelearning#6534",
+    "EricFillion/happy-transformer#248",
+    listed="third 10",
+    right="A label that is no class (missing, -1, from one on, of another kind) is refused by its row.",
+)
+@given(st.lists(st.sampled_from(LABELS), min_size=1, max_size=6), st.integers(1, 4))
+@example([1, 2, 3], 3)
+@example(["a", 0], 2)
+@example([0, None], 1)
+@example([0], 1)
+@settings(max_examples=25, deadline=None)
+def test_a_label_is_a_class_or_refused(tmp_path_factory, labels, classes):
+    folder = tmp_path_factory.mktemp("labels")
+    names = sorted({label for label in labels if isinstance(label, str) and label})
+    names.sort(key=lambda name: (len(name) > 1, name))
+    numbers = [number_of(label, names, classes) for label in labels]
+    kept = [number for number in numbers if number is not None]
+    if kept:
+        dataset = opened(folder, texts(labels), classes=classes, bad_rows="skip")
+        assert list(dataset.train.labels) == list(dataset.validation.labels) == kept
+        assert len(dataset.train) == len(kept)
+    if len(kept) == len(labels):
+        assert list(opened(folder, texts(labels), classes=classes).train.labels) == kept
+        return
+    rows = "|".join(str(row) for row, number in enumerate(numbers, 1) if number is None)
+    with pytest.raises(ConfigError, match=rf"train\.jsonl:({rows}): "):
+        opened(folder, texts(labels), classes=classes)
+    with pytest.raises(ConfigError, match=r"validation\.jsonl:1: "):
+        opened(folder, texts([0]), texts([None]), classes=classes)
+
+
+@pytest.mark.report(
+    "dotnet/machinelearning#6534",
+    listed="third 10",
+    right="A row without the field of the label is refused; with bad_rows=skip it is left out and counted.",
+)
+def test_a_row_without_the_field_is_no_class(tmp_path):
+    for name in ("train", "validation"):
+        rows = [{"text": "a", "label": 1}, {"text": "b"}, {"label": 0}, {"text": "  ", "label": 0}]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = [str(tmp_path / f"{name}.jsonl") for name in ("train", "validation")]
+    with pytest.raises(ConfigError, match=r"train\.jsonl:2"):
+        Labelled(*paths).open(model_of(2))
+    dataset = Labelled(*paths, bad_rows="skip").open(model_of(2))
+    assert list(dataset.train.labels) == [1]
+    assert "6 rows skipped" in dataset.description

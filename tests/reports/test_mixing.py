@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from jaxformer.data import mixing
 from jaxformer.data.batching import ValidationBatches, batches, scattered, shuffled
@@ -161,6 +161,35 @@ def test_each_source_goes_through_epochs_of_its_own():
         epochs = numbers[: len(numbers) // length * length].reshape(-1, length)
         assert len(epochs) > 10
         assert all(len(set(epoch)) == length for epoch in epochs)
+
+
+@pytest.mark.report(
+    "NVIDIA/Megatron-LM#705",
+    listed="third 21",
+    right="Any shares and sizes: a source gives its share, in whole epochs, and no index is outside.",
+)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.sampled_from([1e-3, 0.2, 1, 3, 1e6])), min_size=1, max_size=4),
+    st.integers(0, 2**32 - 1),
+)
+@example([(50, 1e6), (50, 1)], 0)
+@example([(3, 0.999), (60, 0.001)], 0)
+@example([(40, 1), (40, 1)], 0)
+@settings(max_examples=15, deadline=None)
+def test_shares_and_epochs_of_any_mixture(sources, seed):
+    firsts = [1000 * number for number in range(len(sources))]
+    pairs = [(share, Source(size, first)) for (size, share), first in zip(sources, firsts, strict=True)]
+    found = seen(mixing.Mixed(tuple(pairs)).open(None).train, range(40), seed=seed)
+    total, orders = sum(share for _, share in sources), []
+    for (size, share), first in zip(sources, firsts, strict=True):
+        own = found[found // 1000 == first // 1000] - first
+        assert abs(len(own) - len(found) * share / total) <= len(sources)
+        whole = own[: len(own) // size * size].reshape(-1, size)
+        assert (np.sort(whole, axis=1) == np.arange(size)).all()
+        assert len(set(own[whole.size :])) == len(own) - whole.size
+        orders.append(own[:20].tolist() if size > 20 else None)
+    long = [order for order in orders if order and len(order) == 20]
+    assert len(set(map(tuple, long))) == len(long), "one source twice has one order"
 
 
 @pytest.mark.report(

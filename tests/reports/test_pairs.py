@@ -1,18 +1,24 @@
 """Pairs: what users of transformers, torchtune, trl, lhotse and translation toolkits reported."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from jaxformer import models, params
 from jaxformer.data.pairs import Buckets, Packed, Pair, Pairs, open_pairs
 from jaxformer.data.records import Problems
 from jaxformer.data.tokenizers import Bytes
 from jaxformer.errors import ConfigError
-from jaxformer.ops.positions import within_segments
+from jaxformer.masks import causal, full
+from jaxformer.models import LanguageModel, Learned, ModelConfig, Relative
+from jaxformer.ops.positions import Rope, within_segments
+from jaxformer.training import TokenCrossEntropy
 
 END = 0xFF
 DECODER = SimpleNamespace(context_length=32)
@@ -207,3 +213,48 @@ def test_a_character_that_training_lacks_is_a_bad_row(tmp_path):
     assert "1 not a text of the tokenizer" in dataset.description
     with pytest.raises(ConfigError, match=r"validation\.jsonl:2: not a text of the tokenizer .*'q'"):
         Pairs(train, validation, tokenizer="characters", vocab_size=None).open(BOTH)
+
+
+# --- padding
+
+READER = ModelConfig(
+    vocab_size=16, num_layers=1, d_model=8, num_heads=2, context_length=16, init_std=0.5, masks=(full(),), heads=()
+)
+
+
+@pytest.mark.report(
+    "NVIDIA/FasterTransformer#270",
+    "joeynmt/joeynmt#151",
+    listed="third 26",
+    right="Padding of a source or a target, in front, behind or both, of any token, changes no loss.",
+)
+@pytest.mark.parametrize("positions", [Learned(), Relative(), Rope()])
+def test_padding_of_pairs_changes_no_loss(positions):
+    decoder = replace(READER, positions=positions, masks=(causal(),), heads=(LanguageModel(),))
+    model = models.EncoderDecoder(replace(READER, positions=positions), decoder)
+    rng = np.random.default_rng(0)
+    shapes = params.abstract(models.spec(model))
+    draw = lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape), leaf.dtype)
+    drawn = jax.tree.map(draw, shapes)
+    pairs = [(rng.integers(0, 16, s), rng.integers(0, 16, t + 1)) for s, t in ((5, 4), (2, 6))]
+    loss = jax.jit(lambda batch: TokenCrossEntropy()(model, drawn, batch, jax.random.key(0), jnp.float32).loss)
+
+    def batch(pairs, source, target, place):
+        """The pairs in rows of these lengths; `place`: how much of the padding is in front."""
+        wide = lambda length, dtype=np.int32: np.zeros((len(pairs), length), dtype)
+        filled = {name: rng.integers(0, 16, (len(pairs), n)) for name, n in (("source", source), ("tokens", target))}
+        filled |= {"labels": wide(target), "weights": wide(target, np.float32)}
+        filled |= {"source_segment_ids": wide(source), "segment_ids": wide(target)}
+        for row, (read, written) in enumerate(pairs):
+            at = slice(first := int(place * (source - len(read))), first + len(read))
+            filled["source"][row, at], filled["source_segment_ids"][row, at] = read, 1
+            at = slice(first := int(place * (target - len(written) + 1)), first + len(written) - 1)
+            filled["tokens"][row, at], filled["labels"][row, at] = written[:-1], written[1:]
+            filled["segment_ids"][row, at] = filled["weights"][row, at] = 1
+        return filled
+
+    alone = sum(float(loss(batch([pair], len(pair[0]), len(pair[1]) - 1, 0))) for pair in pairs)
+    for place in (0, 0.5, 1):
+        assert float(loss(batch(pairs, 9, 8, place))) == pytest.approx(alone, rel=1e-5)
+    turned = [(pairs[0][0][::-1], pairs[0][1]), pairs[1]]
+    assert abs(float(loss(batch(turned, 9, 8, 1))) - alone) > 1e-3

@@ -7,6 +7,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from jaxformer.data import tokenizers
 from jaxformer.data.tokenizers import BPE, Bytes
+from jaxformer.errors import ConfigError
 
 package = pytest.importorskip("tokenizers")
 TEXT = "the cat sat on the mat. the end\n\n\n    if x:\n        return the cat\n" * 20
@@ -180,3 +181,153 @@ def test_an_id_above_the_vocabulary_is_decoded(bpe, make):
     ids = [*tokenizer.encode("cab"), tokenizer.vocab_size + 7, *tokenizer.encode("a")]
     text = tokenizer.decode(ids)
     assert text.startswith("cab") and text.endswith("a")
+
+
+LETTERS = st.characters(exclude_categories=("Cs",))
+
+
+@pytest.mark.report(
+    "google/sentencepiece#727",
+    "google/sentencepiece#4",
+    listed="third 16",
+    right="A text too small for the vocabulary gives a smaller one, which writes and reads every other text.",
+)
+@given(st.text(LETTERS, max_size=6), st.integers(0, 200), st.lists(st.text(LETTERS, max_size=20), max_size=4))
+@example("", 0, ["a", "<|endoftext|>"])
+@example(" ", 200, ["  a  b", "\n \n"])
+@example("\n", 200, ["a\r\nb", "\x00"])
+@example("<|endoftext|>", 50, ["<|endoftext|>", "a<|endoftext|>b"])
+@settings(max_examples=25, deadline=None)
+def test_any_text_trains_a_tokenizer(part, times, others):
+    trained = BPE.train(part * times, 270)
+    assert 257 <= trained.vocab_size <= 270
+    assert trained.digest == BPE.train(part * times, 270).digest
+    others = [*others, part * times]
+    for text, batched in zip(others, trained.encode_batch(others), strict=True):
+        tokens = trained.encode(text)
+        assert trained.decode(tokens) == text
+        assert batched.tolist() == tokens
+        assert trained.end_of_text not in tokens
+
+
+def lower_case_words():
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "play", "##ing", "the", ",", "sep", "[", "]"]
+    ids = {name: id for id, name in enumerate(names)}
+    made = package.Tokenizer(package.models.WordPiece(ids, unk_token="[UNK]"))
+    made.normalizer = package.normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = package.pre_tokenizers.BertPreTokenizer()
+    made.decoder = package.decoders.WordPiece()
+    made.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]"])
+    return made
+
+
+def likely_pieces():
+    letters = {letter: -3.0 for letter in "ab</s>"}
+    scores = {"<unk>": 0.0, "</s>": 0.0, "\u2581": -2.0} | letters | {"\u2581ab": -1.0}
+    made = package.Tokenizer(package.models.Unigram([*scores.items()], unk_id=0))
+    made.pre_tokenizer = package.pre_tokenizers.Metaspace()
+    made.decoder = package.decoders.Metaspace()
+    made.add_special_tokens(["</s>", "<unk>", "<new>"])
+    made.add_tokens(["zz"])
+    return made
+
+
+def whole_words():
+    words = {"</s>": 0, "[UNK]": 1, "the": 2, "cat": 3}
+    made = package.Tokenizer(package.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = package.pre_tokenizers.WhitespaceSplit()
+    return made
+
+
+def merged_pairs():
+    ids = {byte: id for id, byte in enumerate(sorted(package.pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("</s>", "a"), ("a", "b")]
+    ids |= {"".join(pair): 256 + number for number, pair in enumerate(merges)}
+    made = package.Tokenizer(package.models.BPE(ids, merges))
+    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = package.decoders.ByteLevel()
+    return made
+
+
+def added_words():
+    made = merged_pairs()
+    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.add_tokens(["<eos>", "hello"])
+    return made
+
+
+@pytest.mark.report(
+    "huggingface/tokenizers#787",
+    listed="third 16",
+    right="WordPiece and Unigram, too: a text is its pieces, there and back, also after save and load.",
+)
+@pytest.mark.parametrize(
+    ("make", "text", "pieces", "back", "end"),
+    [
+        (lower_case_words, "Playing, the [SEP]", [4, 5, 7, 6, 9, 8, 10], "playing, the [ sep ]", "[SEP]"),
+        (likely_pieces, "ab aabzz", [9, 2, 3, 3, 4, 11], "ab aabzz", "</s>"),
+    ],
+)
+def test_other_kinds_of_pieces(tmp_path, make, text, pieces, back, end):
+    tokenizer = BPE(make().to_str())
+    assert tokenizer.end_of_text == tokenizer.id_of(end)
+    assert tokenizer.encode(text) == tokenizer.encode_batch([text])[0].tolist() == pieces
+    assert tokenizer.decode(pieces) == back
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = tokenizers.load(tmp_path / "tokenizer.json")
+    assert again.digest == tokenizer.digest and again.encode(text) == pieces
+
+
+@pytest.mark.report(
+    "google/seqio#311",
+    "google/sentencepiece#777",
+    right="No text becomes a control token, also where the vocabulary of the model holds its name.",
+    hit="'</s>' in a text was the end of the text for Unigram (T5), words and merged pairs.",
+)
+@pytest.mark.parametrize(
+    ("make", "end", "pieces"),
+    [
+        (likely_pieces, "</s>", [2, 5, 6, 7, 8]),
+        (whole_words, "</s>", [1]),
+        (merged_pairs, "</s>", [256, 257]),
+        (added_words, "<eos>", None),
+    ],
+)
+def test_names_in_the_vocabulary_are_text(make, end, pieces):
+    made = make()
+    tokenizer = BPE(made.to_str(), end)
+    assert tokenizer.end_of_text == made.token_to_id(end) == tokenizer.id_of(end)
+    assert tokenizer.vocab_size == made.get_vocab_size()
+    assert pieces in (None, tokenizer.encode(end))
+    for text in (end, f"{end}a", f"a {end} a", f"ab{end}{end} ab"):
+        tokens = tokenizer.encode(text)
+        assert tokenizer.end_of_text not in tokens
+        assert tokens == tokenizer.encode_batch([text])[0].tolist()
+        assert make is whole_words or tokenizer.decode(tokens) == text
+    text = "ab the cat hello"
+    assert tokenizer.encode(text) == made.encode(text, add_special_tokens=False).ids
+    assert tokenizer.end_of_text in tokenizer.reading_special_tokens().encode(f"a {end} a")
+
+
+@pytest.mark.report(
+    "huggingface/transformers#12355",
+    right="A text that a vocabulary without an unknown token cannot write is refused in one line.",
+    hit="An Exception of the package ended the command with a traceback.",
+)
+@pytest.mark.parametrize(
+    "model",
+    [
+        package.models.WordLevel({"</s>": 0, "the": 1}),
+        package.models.Unigram([("</s>", 0.0), ("the", -1.0)], None),
+    ],
+)
+def test_what_a_vocabulary_cannot_write_is_refused(model):
+    made = package.Tokenizer(model)
+    made.pre_tokenizer = package.pre_tokenizers.WhitespaceSplit()
+    tokenizer = BPE(made.to_str())
+    assert tokenizer.encode("the the") == [1, 1]
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(ConfigError, match="the tokenizer cannot write a text"):
+            encode("the cat")
+        with pytest.raises(ConfigError, match="the tokenizer cannot write a text"):
+            encode("the </s>")
