@@ -318,7 +318,7 @@ def test_names_in_the_vocabulary_are_text(make, end, pieces):
     "model",
     [
         package.models.WordLevel({"</s>": 0, "the": 1}),
-        package.models.Unigram([("</s>", 0.0), ("the", -1.0)], None),
+        package.models.Unigram([("</s>", 0.0), ("the", -1.0), *((letter, -9.0) for letter in "the")]),
     ],
 )
 def test_what_a_vocabulary_cannot_write_is_refused(model):
