@@ -140,6 +140,16 @@ def _panic_as_error() -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Raises ConfigError for a text that the vocabulary cannot write. The package has no class of its own for that."""
+    try:
+        yield
+    except Exception as error:
+        problem = f"the tokenizer cannot write a text ({error})"
+        raise ConfigError(f"{problem}; give one with a token for what its vocabulary lacks") from error
+
+
 class BPE(_Tokenizer):
     """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019), or another of the `tokenizers` package."""
 
@@ -297,15 +307,13 @@ class BPE(_Tokenizer):
         return behind[:line_end] == self._line_end and pieces == self._ids(before + after)
 
     def _ids(self, text: str) -> list[int]:
-        return self._encodings([text])[0].ids
+        with _refused():
+            return self._writer.encode(text, add_special_tokens=False).ids
 
     def _encodings(self, texts: list[str]) -> list[Any]:
-        """The package's. Raises ConfigError for a text that the vocabulary cannot write."""
-        try:
+        """The package's, which uses all cores."""
+        with _refused():
             return self._writer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the package has no class of its own
-            problem = f"the tokenizer cannot write a text ({error})"
-            raise ConfigError(f"{problem}; give one with a token for what its vocabulary lacks") from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         texts = [text.encode("utf-8", errors="replace").decode() for text in texts]
