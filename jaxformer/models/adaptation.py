@@ -16,6 +16,7 @@ from jax import Array
 from jax.nn.initializers import normal, zeros
 
 from jaxformer import models, params
+from jaxformer.config import patterns
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, Learned, ModelConfig, Patches
 from jaxformer.ops.einsum import in_float32
@@ -30,7 +31,7 @@ def lora(spec: Tree, pattern: str, rank: int) -> dict[str, dict[str, Spec]]:
     W + scale a b, Hu et al. 2021, arXiv:2106.09685, section 4.1. A kernel of inputs [D] and outputs [N, H] has a [D, rank]
     and b [rank, N, H]; layers and experts have their own. The factor of the inputs starts random, of variance 1 / inputs,
     the other at zero. Train `params.init(lora(...), key)` through `merge`. ConfigError where nothing matches, for what is no
-    regular expression, and for a rank below 1.
+    regular expression, and for a rank below 1; a warning where an alternative, as `a` of `a|b`, matches nothing.
     """
     if rank < 1:
         raise ConfigError(f"lora: rank={rank}: must be at least 1")
@@ -38,6 +39,7 @@ def lora(spec: Tree, pattern: str, rank: int) -> dict[str, dict[str, Spec]]:
     chosen = {path: _factors(leaf, rank) for path, leaf in matrices.items() if _search(pattern, path)}
     if not chosen:
         raise ConfigError(f"lora: no matrix matches {pattern!r}; there are {', '.join(matrices)}")
+    patterns.warn_of_idle("lora", pattern, tuple(matrices))
     return chosen
 
 

@@ -15,6 +15,7 @@ import jax
 import optax
 
 from jaxformer import params
+from jaxformer.config import patterns
 from jaxformer.errors import ConfigError
 from jaxformer.params import Tree
 
@@ -162,7 +163,8 @@ def weight_decay(config: Any, spec: Tree) -> optax.GradientTransformation:
 def build(optimizer: Callable, spec: Tree, frozen: str | None = None) -> optax.GradientTransformation:
     """The optimizer for parameters declared by `spec`; where the regular expression `frozen` matches a path, no update.
 
-    Frozen parameters have no state. ConfigError where `frozen` matches none or all, or the optimizer makes no transformation.
+    Frozen parameters have no state. ConfigError where `frozen` matches none or all, or the optimizer makes no transformation;
+    a warning where an alternative in it, as `a` of `a|b`, matches none.
     """
     transform = with_rates(optimizer, spec)
     if not isinstance(transform, optax.GradientTransformation):
@@ -174,6 +176,7 @@ def build(optimizer: Callable, spec: Tree, frozen: str | None = None) -> optax.G
     if len(set(jax.tree.leaves(matches))) == 1:
         count, example = "every" if jax.tree.leaves(matches)[0] else "no", next(iter(params.paths(spec)))
         raise ConfigError(f"frozen={frozen!r} matches {count} parameter; match some of their paths, such as {example}")
+    patterns.warn_of_idle("frozen", frozen, tuple(params.paths(spec)))
     labels = jax.tree.map(lambda match: "frozen" if match else "trained", matches)
     return optax.partition({"frozen": optax.set_to_zero(), "trained": transform}, labels)
 

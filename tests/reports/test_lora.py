@@ -43,6 +43,21 @@ def trained(recipe):
 
 
 @pytest.mark.report(
+    "huggingface/peft#1959", "NVIDIA-NeMo/Megatron-Bridge#1738", "dllm-reasoning/d1#6",
+    right="a target that no matrix has is named, also where another target of the same pattern has one",
+    hit="only a pattern without any matrix was refused; of attention/(query|valu) nobody heard that valu has none",
+)  # fmt: skip
+def test_a_target_that_there_is_not_is_named(caplog):
+    with caplog.at_level("WARNING", "jaxformer"):
+        recipe = recipe_of(adaptation=Lora("attention/(query|valu)/kernel"))
+        recipe_of(adaptation=Lora("attention/(query|valu)/kernel"))
+        recipe_of(adaptation=Lora("attention/(query|value)/kernel"))
+    assert {path.split("/")[-2] for path in trained(recipe) if path.startswith("factors/")} == {"kernel"}
+    (line,) = [text for text in caplog.messages if "matches nothing" in text]  # said once
+    assert line.startswith("lora: valu of 'attention/(query|valu)/kernel' matches nothing; correct it")
+
+
+@pytest.mark.report(
     "4AI/LS-LLaMA#3", "huggingface/peft#1070", listed="first 09",
     right="the head of a new task trains beside the factors; the head of a language model stays frozen",
     hit="every head was frozen, so that a new one stayed random",
