@@ -1,4 +1,7 @@
-"""FLOPs of products in any function by its jaxpr, loops and kernels multiplied out (XLA's `cost_analysis` does not do that)."""
+"""FLOPs of products in any function by its jaxpr, loops and kernels multiplied out (XLA's `cost_analysis` does not do that).
+
+What nobody reads is not counted, because XLA removes it: the gradients of frozen weights.
+"""
 
 import math
 from collections.abc import Callable
@@ -44,8 +47,19 @@ def count(function: Callable, *arguments: Any) -> Count:
 
 def of_jaxpr(closed: Any) -> Count:
     """What a `ClosedJaxpr` computes (`jax.make_jaxpr`, or `.trace(...).jaxpr` of a jitted function)."""
-    total, _ = _Walk({}).closed(closed, [None] * len(closed.jaxpr.invars))
+    total, _ = _Walk({}, {}).closed(closed, [None] * len(closed.jaxpr.invars))
     return Count(total.flops, total.notes)
+
+
+class _Reads(NamedTuple):
+    """What a jaxpr reads to compute some of its results."""
+
+    inputs: tuple[bool, ...]  # whether each argument is read
+    results: tuple[tuple[bool, ...], ...]  # of each equation, whether each of its results is read
+
+
+def _is_value(atom: Any) -> bool:
+    return hasattr(atom, "val")
 
 
 class _Walk(NamedTuple):
@@ -54,30 +68,76 @@ class _Walk(NamedTuple):
     `scan` and `shard_map` stack a constant and take it apart again; here it stays as it is: its shape may be another.
     """
 
-    results: dict[int, tuple[Count, list]]  # by id of a jaxpr without constants among its arguments
+    # by id of a jaxpr without constants among its arguments, and by which of its results are read
+    results: dict[tuple[int, tuple[bool, ...]], tuple[Count, list]]
+    reads: dict[tuple[int, tuple[bool, ...]], _Reads]  # by the same
 
-    def closed(self, closed, values: list) -> tuple[Count, list]:
+    def closed(self, closed, values: list, used: tuple[bool, ...] | None = None) -> tuple[Count, list]:
+        """What a jaxpr computes for the results that are `used` (None: for all), and its results."""
         jaxpr, consts = getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()))
+        used = (True,) * len(jaxpr.outvars) if used is None else used
         unknown = all(value is None for value in consts + values)
-        if unknown and id(jaxpr) in self.results:
-            return self.results[id(jaxpr)]
+        key = id(jaxpr), used
+        if unknown and key in self.results:
+            return self.results[key]
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], consts + values, strict=True))
         read = lambda atom: (atom.val if np.ndim(atom.val) else None) if hasattr(atom, "val") else env.get(atom)
         total = Count()
-        for eqn in jaxpr.eqns:
-            one, results = self.equation(eqn, [read(atom) for atom in eqn.invars])
+        for eqn, needed in zip(jaxpr.eqns, self.needs(jaxpr, used).results, strict=True):
+            if not any(needed) and not eqn.effects:
+                continue
+            one, results = self.equation(eqn, [read(atom) for atom in eqn.invars], needed)
             total += one
             env.update(zip(eqn.outvars, results, strict=True))
         result = total, [read(atom) for atom in jaxpr.outvars]
         if unknown:
-            self.results[id(jaxpr)] = result
+            self.results[key] = result
         return result
 
-    def equation(self, eqn, values: list) -> tuple[Count, list]:
+    def needs(self, jaxpr, used: tuple[bool, ...]) -> _Reads:
+        """What is read where some results are `used`: from the last equation back to the first."""
+        key = id(jaxpr), used
+        if key in self.reads:
+            return self.reads[key]
+        read = {atom for atom, is_used in zip(jaxpr.outvars, used, strict=True) if is_used and not _is_value(atom)}
+        results = []
+        for eqn in reversed(jaxpr.eqns):
+            needed = tuple(atom in read for atom in eqn.outvars)
+            results.append(needed)
+            if any(needed) or eqn.effects:
+                inputs = zip(eqn.invars, self.inputs(eqn, needed), strict=True)
+                read.update(atom for atom, is_read in inputs if is_read and not _is_value(atom))
+        self.reads[key] = _Reads(tuple(atom in read for atom in jaxpr.invars), tuple(results[::-1]))
+        return self.reads[key]
+
+    def inputs(self, eqn, needed: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Whether an equation reads each of its arguments for the results that are needed. In doubt it does."""
+        if eqn.primitive.name == "scan":
+            return self.needs(eqn.params["jaxpr"].jaxpr, self.in_each_turn(eqn, needed)).inputs
+        inner = _called(eqn)
+        inner = getattr(inner, "jaxpr", inner)
+        sizes = len(eqn.invars), len(eqn.outvars)
+        if inner is None or eqn.effects or (len(inner.invars), len(inner.outvars)) != sizes:
+            return (True,) * len(eqn.invars)
+        return self.needs(inner, needed).inputs
+
+    def in_each_turn(self, eqn, needed: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Which results of a scan's body are read, by the next turn too."""
+        body = eqn.params["jaxpr"].jaxpr
+        carried = len(eqn.outvars) - _stacked(eqn.outvars, body.outvars)
+        constants = len(eqn.invars) - carried - _stacked(eqn.invars, body.invars)
+        while True:
+            again = self.needs(body, needed).inputs[constants : constants + carried]
+            more = tuple(one or other for one, other in zip(needed, again, strict=False)) + needed[carried:]
+            if more == needed:
+                return needed
+            needed = more
+
+    def equation(self, eqn, values: list, needed: tuple[bool, ...]) -> tuple[Count, list]:
         unknown = [None] * len(eqn.outvars)
         match eqn.primitive.name:
             case "scan":
-                return self.scan(eqn, values)
+                return self.scan(eqn, values, needed)
             case "while":
                 return self.loop(eqn, values), unknown
             case "cond":
@@ -85,23 +145,23 @@ class _Walk(NamedTuple):
             case "pallas_call":
                 return self.kernel(eqn, values), unknown
             case "shard_map":
-                one, results = self.closed(eqn.params["jaxpr"], values)
+                one, results = self.closed(eqn.params["jaxpr"], values, needed)
                 devices = math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
                 together = sum(flops for _, flops in one.split)
                 return Count(devices * one.matmul + together, one.notes, devices * one.shared), results
             case name if name in SAME:
                 return Count(), values[:1]
-        called = next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
-        return (_product(eqn), unknown) if called is None else self.closed(called, values)
+        called = _called(eqn)
+        return (_product(eqn), unknown) if called is None else self.closed(called, values, needed)
 
-    def scan(self, eqn, values: list) -> tuple[Count, list]:
+    def scan(self, eqn, values: list, needed: tuple[bool, ...]) -> tuple[Count, list]:
         """A scan: its body as often as it runs. The names of its parameters change between versions of JAX; ranks do not."""
         body = eqn.params["jaxpr"]
         sliced = _stacked(eqn.invars, body.jaxpr.invars)
         carried = len(eqn.outvars) - _stacked(eqn.outvars, body.jaxpr.outvars)
         constants = len(eqn.invars) - carried - sliced
         inputs = values[:constants] + [None] * carried + values[constants + carried :]
-        one, results = self.closed(body, inputs)
+        one, results = self.closed(body, inputs, self.in_each_turn(eqn, needed))
         total = Count(eqn.params["length"] * one.matmul + one.shared, one.notes, split=one.split)
         return total, [None] * carried + results[carried:]
 
@@ -149,6 +209,13 @@ class _Walk(NamedTuple):
         if name.startswith("splash") and values[1] is not None:  # a table: 0 for a block without a visible key
             blocks, notes = blocks * float(np.count_nonzero(values[1]) / np.size(values[1])), frozenset()
         return Count(body.matmul, notes).times(blocks)
+
+
+def _called(eqn) -> Any:
+    """The jaxpr of an equation that calls one with its arguments, for its results; None for others."""
+    if eqn.primitive.name in ("while", "cond", "pallas_call"):
+        return None
+    return next((eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params), None)
 
 
 def _stacked(outside: list, inside: list) -> int:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxformer import masks, models
 from jaxformer.data.sources import Stdlib
 from jaxformer.models import EncoderDecoder, LanguageModel, ModelConfig, cost, presets
+from jaxformer.models.adaptation import Lora
 from jaxformer.ops import attention
 from jaxformer.ops.attention import blockwise
 from jaxformer.ops.attention.call import Call
@@ -19,7 +20,7 @@ from jaxformer.planning import flops
 from jaxformer.training.corruption import SpanCorruption
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.objectives import TokenCrossEntropy
-from jaxformer.training.recipe import build, row_lengths
+from jaxformer.training.recipe import build, row_lengths, trained_weights
 from jaxformer.training.step import init_state, make_train_step
 
 B, T, D, L, V = 2, 64, 32, 3, 128
@@ -57,6 +58,30 @@ def test_a_step_takes_three_forwards_and_with_full_remat_nearly_four():
     # "dots" keeps every product with weights: what attention multiplies inside is computed again
     assert step(replace(CONFIG, remat="dots")).matmul == 3 * (layers + head) + L * B * 4 * T**2 * D
     assert step(CONFIG, accumulation=2).matmul == step(CONFIG).matmul
+
+
+@pytest.mark.thorough_after(1)
+@pytest.mark.parametrize("frozen", ["embedding|layers/feedforward", "^layers"])
+def test_what_is_frozen_has_no_gradient_to_count(frozen):
+    """The gradients of frozen weights are in the program, but nobody reads them, so that XLA removes them."""
+    assert step(CONFIG, frozen=frozen).matmul == closed_form(frozen=frozen) < step(CONFIG).matmul
+
+
+@pytest.mark.thorough_after(1)
+@pytest.mark.parametrize("unroll", [1, L])
+def test_factors_beside_frozen_weights(unroll):
+    """The closed form, and the factors: W + a b and the gradients of both."""
+    rank, changes = 4, {"adaptation": Lora(rank=4), "initial": lambda spec, key: None}
+    factors = L * 2 * 3 * 2 * D * rank * D
+    # in the first layer nothing trains before query and value: queries, keys and values pass no gradient on, and keys need none
+    first = 0 if unroll == 1 else 3 * 2 * B * T * D**2 + 2 * B * T**2 * D
+    assert step(replace(CONFIG, unroll=unroll), **changes).matmul == closed_form(**changes) + factors - first
+
+
+def closed_form(**changes):
+    model = replace(CONFIG, heads=(LanguageModel(),))
+    trained = trained_weights(Experiment("counted", model, Stdlib(), batch_size=B, **changes))
+    return cost.training_flops(model, T, trained=trained) * B * T
 
 
 @pytest.mark.thorough_after(1)
