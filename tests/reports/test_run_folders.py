@@ -300,3 +300,14 @@ def test_a_run_on_fewer_devices_warns(tmp_path, caplog):
     with caplog.at_level("WARNING", "jaxformer"):
         assert run.mesh is None
     assert "one device, and its memory alone" in caplog.text and "64" in caplog.text
+
+
+@pytest.mark.report(
+    "Ericsson/codechecker#3171", right="a score that is null is shown as what it is",
+    hit="`runs` and `compare` ended in a TypeError where a result.json held a null",
+)  # fmt: skip
+def test_a_score_that_is_null_is_shown(tmp_path):
+    folder = RunFolder(epath.Path(tmp_path))
+    scores = {"loss": 1.25, "bleu": None, "scored": "all 8 examples"}
+    folder.result.write_text(json.dumps({"validation": scores}))
+    assert "validation_loss 1.25, validation_bleu None" in commands._scores(folder)
