@@ -52,7 +52,16 @@ def batch_indices(split: Any, batch_size: int, seed: int) -> Any:
     )
 
 
+# Counts the orders that large splits have had. A checkpoint says which one its run drew from.
+ORDER = 2
 LARGEST_TABLE = 1 << 16  # indices that are shuffled as a table; of more, each is computed when it is needed
+
+
+def order_changed(split: Any) -> bool:
+    """Whether the order of this split is another one under another `ORDER`: it is a large one."""
+    if parts := getattr(split, "splits", None):  # a mixture orders each of its parts
+        return any(len(part) > LARGEST_TABLE for part in parts)
+    return getattr(split, "batch_indices", None) is None and len(split) > LARGEST_TABLE
 
 
 def shuffled(positions: np.ndarray, n: int, seed: int) -> np.ndarray:

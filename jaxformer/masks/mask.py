@@ -84,7 +84,7 @@ class Mask:
     static = property(lambda self: not jax.tree.leaves(self))
 
     def head_counts(self) -> set[int]:
-        """How many masks each `by_head` in it has. Parts of a user's own rule are left out: it may combine heads in any way."""
+        """How many masks each `by_head` in it has, but for the parts of a user's own rule."""
         if self.rule is rules.by_head:
             return {len(self.parts)}
         combines = self.rule in (rules.and_, rules.or_, rules.not_)

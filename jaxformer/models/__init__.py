@@ -62,6 +62,12 @@ def last_stack(model: ModelConfig | EncoderDecoder) -> ModelConfig:
     return model.decoder if isinstance(model, EncoderDecoder) else model
 
 
+def context_lengths(model: ModelConfig | EncoderDecoder) -> list[int]:
+    """The `context_length` of each stack."""
+    stacks = (model.encoder, model.decoder) if isinstance(model, EncoderDecoder) else (model,)
+    return [stack.context_length for stack in stacks]
+
+
 def evaluation(model: Any) -> Any:
     """The model as it is scored: without dropout, and each part that has a method `evaluation()` as it returns."""
     if isinstance(model, EncoderDecoder):

@@ -66,7 +66,7 @@ def learned(positions: Int[Array, "B T"], table: Float[Array, "P D"]) -> Float[A
 
 
 def check_scaling(config: Any) -> None:
-    """The `__post_init__` of a scaling, all of whose numbers are above 0 and finite. Raises ConfigError for another one."""
+    """The `__post_init__` of a scaling: raises ConfigError for a number that is not above 0, or not finite."""
     for field in fields(config):
         value = getattr(config, field.name)
         has_no_number = field.type is bool or (value is None and field.default is None)
@@ -214,7 +214,8 @@ class Rope:
         if self.fraction > 1:
             raise ConfigError(f"Rope.fraction={self.fraction}: expected at most 1, the whole head")
         if isinstance(self.scaling, YaRN) and self.theta <= 1:
-            raise ConfigError(f"Rope.theta={self.theta}: expected a number above 1 with YaRN, which divides by its logarithm")
+            expected = "expected a number above 1 with YaRN, which divides by its logarithm"
+            raise ConfigError(f"Rope.theta={self.theta}: {expected}")
 
 
 def rope(
@@ -282,7 +283,7 @@ def rope_frequencies(
 
 
 def _finite(frequencies: Any, config: Rope) -> Any:
-    """The frequencies. Raises ConfigError where numbers of the config, each of which may be right, overflow together."""
+    """The frequencies. Raises ConfigError where numbers that are right alone overflow together."""
     if isinstance(frequencies, np.ndarray) and not np.isfinite(frequencies).all():
         raise ConfigError(f"{config}: these numbers give no finite frequencies; expected a theta such as 10000")
     return frequencies
@@ -393,7 +394,8 @@ def check_t5(buckets: int, max_distance: int, bidirectional: bool, name: str = "
     check_whole(f"{name}max_distance", max_distance)
     exact = (buckets // 2 if bidirectional else buckets) // 2
     if not 0 < exact < max_distance:
-        raise ConfigError(f"{name}buckets={buckets} has {exact} exact distances, which must be in (0, {max_distance})")
+        expected = f"which must be in (0, {max_distance})"
+        raise ConfigError(f"{name}buckets={buckets} has {exact} exact distances, {expected}")
 
 
 def t5_bucket(distances: Int[Array, "..."], bidirectional: bool, max_distance: int, buckets: int) -> Int[Array, "..."]:

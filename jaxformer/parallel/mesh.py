@@ -82,6 +82,16 @@ def check_batch(config: Mesh, shape: dict[str, int], batch_size: int) -> None:
         raise ConfigError(f"batch_size={batch_size} does not divide among {parts}; sizes that do: {near}")
 
 
+def check_context(shape: dict[str, int], lengths: Sequence[int]) -> None:
+    """Raises ConfigError where `context` divides none of the model's lengths, and so splits nothing."""
+    parts = shape["context"]
+    if any(length % parts == 0 for length in lengths):
+        return
+    shown = " and ".join(map(str, dict.fromkeys(lengths)))
+    problem = f"does not divide the context_length of {shown}, so each of {parts} devices would compute all of it"
+    raise ConfigError(f"mesh.context={parts} {problem}; choose a divisor, or give these devices to mesh.data")
+
+
 def make_mesh(config: Mesh = Mesh(), devices: Sequence | None = None) -> jax.sharding.Mesh:
     """The devices (all by default) as a mesh with the axes `AXES`, neighbours on the chip's network where that has a shape."""
     devices = jax.devices() if devices is None else list(devices)

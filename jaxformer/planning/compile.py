@@ -41,6 +41,7 @@ def trace(experiment: Any, devices: list) -> Traced:
         raise ConfigError(f"plan: model={type(experiment.model).__name__}: expected a ModelConfig or an EncoderDecoder")
     mesh = parallel.make_mesh(experiment.mesh, devices)
     parallel.check_batch(experiment.mesh, dict(mesh.shape), experiment.batch_size // experiment.accumulation)
+    parallel.check_context(dict(mesh.shape), models.context_lengths(experiment.model))
     recipe, (shapes, notes) = build(experiment), abstract_batch(experiment)
     places = state_shardings(recipe, mesh)
     state = abstract_state(recipe, places)

@@ -33,6 +33,7 @@ from jaxformer.training.run import (
     examples_scored,
     on_devices,
     sample_text,
+    warn_of_order,
     writes_text,
 )  # fmt: skip
 from jaxformer.training.run_folder import RunFolder, as_it_began, compare, describe, introduce, run_folder
@@ -168,6 +169,8 @@ def check_mesh(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh |
     """Raises ConfigError where the parameters do not divide, or several processes have no part of the mesh."""
     if mesh is not None:
         state_shardings(recipe, mesh)  # refuses what does not divide
+        if models.is_config(experiment.model):
+            parallel.check_context(dict(mesh.shape), models.context_lengths(experiment.model))
     if jax.process_count() > 1 and (mesh is None or mesh.size < jax.device_count() or experiment.mesh.backend == "pmap"):
         needed = f"several processes need backend=jit and all of their {jax.device_count()} devices; try --mesh.data=-1"
         raise ConfigError(f"mesh={experiment.mesh}: {needed}")
@@ -268,6 +271,7 @@ def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record,
         return state, 0
     step, state, metadata = restored
     check_data(folder, metadata, dataset)
+    warn_of_order(folder, metadata, dataset)
     record.rewind(step)
     return state, step
 
@@ -337,7 +341,8 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     if kind in cost.CHIPS and models.is_config(experiment.model):
         seconds = cache(partial(seconds_at_peak, experiment, 1 if mesh is None else mesh.size, kind))
         work = lambda batch: seconds(*row_lengths(experiment, batch))
-    metadata, count = {"data_digest": dataset.digest, "config": config.describe(experiment)}, len(dataset.validation)
+    metadata = {"data_digest": dataset.digest, "order": batching.ORDER, "config": config.describe(experiment)}
+    count = len(dataset.validation)
     batches = batching.batches(dataset.train, size, experiment.seed, rows).__getitem__
 
     def explain(state: TrainState, step: int) -> None:

@@ -34,6 +34,8 @@ from jaxformer.training.step import abstract_state, state_shardings
 
 ANY_BYTE = "<0xFF>"  # as tokenizers with a token for each byte name one of these
 
+log = logging.getLogger("jaxformer")
+
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -79,7 +81,7 @@ class Run:
             warning = (
                 "%s: %s: this goes on with one device, and its memory alone; --mesh.data=1 says so, or choose another mesh"
             )
-            logging.getLogger("jaxformer").warning(warning, self.folder.path, error)
+            log.warning(warning, self.folder.path, error)
             return None
 
     @property
@@ -228,6 +230,15 @@ def check_data(folder: RunFolder, metadata: dict, dataset: Any) -> None:
         initial = f"--initial={shlex.quote(str(folder.path))} --name=..."
         advice = f"restore them, or train on from its parameters as another run: {initial}"
         raise ConfigError(f"{folder.path}: {problem}; {advice}")
+
+
+def warn_of_order(folder: RunFolder, metadata: dict, dataset: Any) -> None:
+    """A line for a run whose remaining examples come in another order than it began with."""
+    if metadata.get("order", 1) == batching.ORDER or not batching.order_changed(dataset.train):
+        return
+    cause = f"the order of more than {batching.LARGEST_TABLE:,} examples changed since this run began"
+    effect = "it goes on in the new one, so this epoch gives some examples twice and others not"
+    log.warning("%s: %s; %s. Begin it anew under another --name for one order", folder.path, cause, effect)
 
 
 def continues_text(model: Any) -> bool:

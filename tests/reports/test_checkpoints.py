@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from etils import epath
 
+from jaxformer.data import batching
+from jaxformer.data.mixing import Mixture
 from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
@@ -18,7 +21,7 @@ from jaxformer.models.adaptation import Lora
 from jaxformer.training import Experiment, checkpoint
 from jaxformer.training.checkpoint import Manager
 from jaxformer.training.recipe import build
-from jaxformer.training.run import Run, neighbours
+from jaxformer.training.run import Run, neighbours, warn_of_order
 from jaxformer.training.run_folder import RunFolder
 from jaxformer.training.step import abstract_state
 
@@ -235,3 +238,39 @@ def test_a_state_is_read_on_another_mesh(tmp_path):
             restored = manager.restore({"w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)})
             assert restored is not None
             np.testing.assert_array_equal(restored[1]["w"], state["w"])
+
+
+class Split:
+    """A split of so many examples, which nobody reads."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+
+@pytest.mark.report(
+    "huggingface/accelerate#2823", "wyim-pgl/transgenic#59",
+    right="a run that goes on with another order of its examples says so",
+    hit="a run of more than 65,536 examples that began under the former shuffle went on under the new one in silence",
+)  # fmt: skip
+def test_a_run_that_goes_on_in_another_order_says_so(caplog):
+    """Such a checkpoint names no order. Smaller splits, and those that choose for themselves, have the order they had."""
+    chooses = Split(10**6)
+    chooses.batch_indices = lambda seed, size: None
+    large, small = Split(65_537), Split(65_536)
+    folder, now = RunFolder(epath.Path("runs/a")), {"order": batching.ORDER}
+    for metadata, split, warns in [
+        ({}, large, True),
+        ({}, Mixture([small, large], [1, 1]), True),
+        ({}, small, False),
+        ({}, Mixture([small, small], [1, 1]), False),
+        ({}, chooses, False),
+        (now, large, False),
+    ]:
+        caplog.clear()
+        warn_of_order(folder, metadata, SimpleNamespace(train=split))
+        assert len(caplog.messages) == warns
+        if warns:
+            assert caplog.messages[0].startswith("runs/a: the order of more than 65,536 examples changed")

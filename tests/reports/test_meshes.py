@@ -13,10 +13,11 @@ from jax.sharding import AbstractMesh, PartitionSpec as P
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.models.mixture import Mixture
-from jaxformer.parallel import Mesh, block_if_simulated, check_batch, make_mesh
+from jaxformer.parallel import Mesh, block_if_simulated, check_batch, check_context, make_mesh
 from jaxformer.parallel.mesh import AXES
 from jaxformer.sharding import batch_sharding
 from jaxformer.training.experiment import Experiment
+from jaxformer.training.loop import check_mesh
 from jaxformer.training.optimizers import AdamW
 from jaxformer.training.recipe import build
 from jaxformer.training.step import abstract_state, init_state, make_train_step, state_shardings, state_specs
@@ -207,3 +208,20 @@ def test_zero1_splits_the_state_of_the_optimizer_alone():
     pairs = zip(jax.tree.leaves(specs.opt_state, is_leaf=is_leaf), jax.tree.leaves(shapes.opt_state), strict=True)
     split = [spec for spec, leaf in pairs if "data" in spec and leaf.ndim > 1]
     assert len(split) >= 10
+
+
+@pytest.mark.report(
+    "fla-org/flash-linear-attention#1092", "deepspeedai/DeepSpeed#5177",
+    right="devices that cannot share a sequence are refused, with both numbers",
+    hit="every device of mesh.context computed the whole sequence, in silence",
+)  # fmt: skip
+def test_a_context_that_does_not_divide_the_length_is_refused():
+    experiment = replace(EXPERIMENT, mesh=Mesh(data=1, context=4))
+    recipe = build(experiment)
+    mesh = make_mesh(experiment.mesh, jax.devices()[:4])
+    check_mesh(experiment, recipe, mesh)
+    odd = replace(experiment, model=replace(MODEL, context_length=10))
+    with pytest.raises(ConfigError, match=r"mesh\.context=4 does not divide the context_length of 10.*mesh\.data"):
+        check_mesh(odd, build(odd), mesh)
+    check_context({"context": 4}, [10, 8])  # one half of a pair is split
+    check_context({"context": 1}, [7])

@@ -109,7 +109,7 @@ def _check(query, key, value, bias, softcap, sinks, dropout_rate):
 
 
 def _check_heads(N: int, call: Call) -> None:
-    """Raises ConfigError for a bias or a mask that was made for another number of heads than the N of the queries."""
+    """Raises ConfigError for a bias or a mask that was made for another number of heads than N."""
     expected = f"expected {N}, those of the query, or 1"
     of_bias = _bias_heads(call.bias)
     if of_bias not in (None, 1, N):
@@ -120,7 +120,7 @@ def _check_heads(N: int, call: Call) -> None:
 
 
 def _bias_heads(bias: Any) -> int | None:
-    """The number of heads of a bias: an array, a `Bias` or a function of positions. None: it says so only for its rows."""
+    """The number of heads of a bias of any kind. None: there is no bias, or it has rows."""
     if bias is None or getattr(bias, "rows", ()):
         return None
     if isinstance(bias, Bias):
