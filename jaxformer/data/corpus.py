@@ -38,6 +38,7 @@ from jaxformer.data.records import (
     hugging_face_name,
     lines,
     parts,
+    paths_as_text,
     records,
 )
 from jaxformer.data.sources import Dataset, Windows, cache_folder, check_lengths, context_length, digests
@@ -84,6 +85,9 @@ class Corpus:
     bad_rows: Policy = "error"  # what is not readable, not UTF-8, not JSON, without text
     jobs: int | None = execution(None)  # processes that encode; None: one a core
     cache: str | None = execution(None)  # folder for tokens; default ~/.cache/jaxformer
+
+    def __post_init__(self):
+        paths_as_text(self, "path", "validation", "tokenizer", "cache")
 
     def open(self, model: Any) -> Dataset:
         return open_corpus(self, context_length(model))

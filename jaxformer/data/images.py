@@ -4,10 +4,11 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import os
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config import regular_file
-from jaxformer.data.records import Policy, Problems
+from jaxformer.data.records import Policy, Problems, has_ending, paths_as_text
 from jaxformer.data.sources import Dataset, read_example
 from jaxformer.errors import ConfigError, package_of
 
@@ -80,11 +81,15 @@ class Images:
     values: tuple[float, float] = (0.0, 1.0)  # of black and of white
     bad_rows: Policy = "error"  # files that cannot be read, labels that are no class
 
+    def __post_init__(self):
+        paths_as_text(self, "train", "validation")
+
     def open(self, model: Any) -> Dataset:
+        self = replace(self, train=os.path.expanduser(self.train), validation=os.path.expanduser(self.validation))
         problems, splits = Problems(self.bad_rows), []
         digest = hashlib.sha256(repr((self.image, self.channels, self.values)).encode())
         for path in (self.train, self.validation):
-            split, content = (_open_array if path.endswith(".npz") else _open_folder)(self, path, model, problems)
+            split, content = (_open_array if has_ending(path, ".npz") else _open_folder)(self, path, model, problems)
             if not len(split):
                 kinds = " ".join(ENDINGS)
                 problem = f"{path} has no image{problems}{_left_out(path)}"

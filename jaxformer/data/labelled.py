@@ -1,6 +1,7 @@
 """Texts with a class each, from rows of files."""
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxformer.data import tokenizers
-from jaxformer.data.records import Policy, Problems, records
+from jaxformer.data.records import Policy, Problems, paths_as_text, records
 from jaxformer.data.sources import Dataset, context_length, digests
 from jaxformer.errors import ConfigError
 
@@ -35,6 +36,9 @@ class Labelled:
     first_token: int | None = None  # an id in front of every text (BERT: that of CLS); None: none
     long_texts: Literal["cut", "bad"] = "cut"  # what becomes of a text longer than the context
     bad_rows: Policy = "error"  # what becomes of a bad row
+
+    def __post_init__(self):
+        paths_as_text(self, "train", "validation", "tokenizer")
 
     def open(self, model: Any) -> Dataset:
         classes = next((head.classes for head in getattr(model, "heads", ()) if getattr(head, "classes", None)), None)
@@ -65,8 +69,10 @@ def open_labelled(config: Labelled, length: int, classes: int) -> Dataset:
     """Reads, checks and encodes the rows of both files. Raises ConfigError for bad rows, unless `config.bad_rows` is skip."""
     if config.first_token is not None and config.first_token < 0:
         raise ConfigError(f"data.first_token={config.first_token}: expected the id of a token, or None")
-    problems, paths = Problems(config.bad_rows), (config.train, config.validation)
+    problems, paths = Problems(config.bad_rows), [os.path.expanduser(path) for path in (config.train, config.validation)]
     rows = [list(_rows(config, path, problems)) for path in paths]
+    if isinstance(config.labels, str):
+        raise ConfigError(f"data.labels={config.labels!r}: its letters would be the classes; give a tuple of names")
     names = list(config.labels) or _names(label for _, _, label in rows[0])
     if len(set(names)) < len(names):
         raise ConfigError(f"data.labels={config.labels}: each class needs a name of its own")

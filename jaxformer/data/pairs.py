@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxformer.data import tokenizers
-from jaxformer.data.records import JSON_LINES, Policy, Problems, has_ending, lines, records
+from jaxformer.data.records import JSON_LINES, Policy, Problems, has_ending, lines, paths_as_text, records
 from jaxformer.data.sources import Dataset, Question, context_length, digests, read_example
 from jaxformer.errors import ConfigError
 
@@ -171,9 +172,12 @@ class Pairs:
     bad_rows: Policy = "error"  # rows that are empty, damaged or longer than the context
     start: int | None = None  # the id in front of a target; None: the tokenizer's `end_of_text`
 
+    def __post_init__(self):
+        paths_as_text(self, "train", "validation", "tokenizer")
+
     def open(self, model: Any) -> Dataset:
         problems = Problems(self.bad_rows)
-        train, validation = (list(self._pairs(path, problems)) for path in (self.train, self.validation))
+        train, validation = (list(self._pairs(os.path.expanduser(path), problems)) for path in (self.train, self.validation))
         texts = itertools.chain.from_iterable(pair[1:] for pair in train)
         tokenizer = tokenizers.by_name(self.tokenizer, self.vocab_size, texts)
         name = f"{self.train} ({self.source}-{self.target})"

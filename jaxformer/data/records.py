@@ -4,6 +4,7 @@ import codecs
 import functools
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,14 @@ from jaxformer.errors import ConfigError, did_you_mean, package_of
 
 Policy = Literal["skip", "error"]
 JSON_LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+ONE_ROW_A_LINE = "; each line must hold one row, an object: jq -c '.[]' FILE makes these of a list"
+
+
+def paths_as_text(config: Any, *names: str) -> None:
+    """Makes texts of paths in these fields of a frozen config: for its `__post_init__`."""
+    for name in names:
+        if isinstance(value := getattr(config, name), os.PathLike):
+            object.__setattr__(config, name, os.fspath(value))
 
 
 @dataclass
@@ -176,15 +185,22 @@ def _rows(path: str, fields: Sequence[str], problems: Problems, part: Part, stre
 
 
 def _jsonl(path: str, problems: Problems, part: Part) -> Iterator[tuple[Any, Any]]:
+    first = part.start == 0
     for place, text in lines(path, problems, part):
         if text is None or not text.strip():
             continue
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as error:
-            problems.add(place, "not JSON", f" ({error})")
+            # JSON in the layout of a program takes many lines, of which the first one is an opening bracket
+            whole = first and text.strip() in ("[", "{", "[{")
+            problems.add(place, "JSON over several lines" if whole else "not JSON", ONE_ROW_A_LINE if whole else f" ({error})")
         else:
-            yield place, row
+            if isinstance(row, dict):
+                yield place, row
+            else:
+                problems.add(place, f"a JSON {type(row).__name__}", ONE_ROW_A_LINE)
+        first = False
 
 
 def _open_parquet(path: str, problems: Problems) -> Any:
@@ -204,7 +220,7 @@ def _parquet(path: str, fields: Sequence[str], problems: Problems, part: Part) -
     file = _open_parquet(path, problems)
     if file is None:
         return
-    columns = {name.split(".")[0] for name in fields}
+    columns = {name if name in file.schema_arrow.names else name.split(".")[0] for name in fields}
     columns = sorted(columns) if columns <= set(file.schema_arrow.names) else None
     sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     for group in range(file.num_row_groups)[part.start : part.stop]:
@@ -255,6 +271,8 @@ def _words(error: Exception) -> str:
 
 
 def _value(row: Any, name: str) -> Any:
+    if isinstance(row, dict) and name in row:  # a name may have a dot in it
+        return row[name]
     for part in name.split("."):
         row = row.get(part) if isinstance(row, dict) else None
     return row

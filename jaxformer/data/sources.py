@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxformer.config import execution, new_file, regular_file
 from jaxformer.data import tokenizers
-from jaxformer.data.records import foreign_text
+from jaxformer.data.records import foreign_text, paths_as_text
 from jaxformer.data.tokens import free_bytes, is_full
 from jaxformer.errors import ConfigError, did_you_mean
 
@@ -42,6 +42,9 @@ class Text:
     cache: str | None = execution(None)  # folder for bpe tokens; default ~/.cache/jaxformer
     origin: str = execution("")  # where to get the text; shown if it is missing
 
+    def __post_init__(self):
+        paths_as_text(self, "path", "cache")
+
     def open(self, model: Any) -> "Dataset":
         return open_text(self, context_length(model))
 
@@ -54,6 +57,9 @@ class Stdlib:
     vocab_size: int | None = None  # bpe only
     validation_fraction: float = 0.05  # the end of the text
     cache: str | None = execution(None)  # folder for bpe tokens; default ~/.cache/jaxformer
+
+    def __post_init__(self):
+        paths_as_text(self, "cache")
 
     def open(self, model: Any) -> "Dataset":
         return open_text(self, context_length(model))
@@ -89,9 +95,9 @@ def digests(tokenizer: Any, of_data: Callable[[str], str]) -> dict[str, Any]:
 def context_length(model: Any) -> int:
     """The model's context length, or its decoder's. Raises ConfigError for a model without one."""
     length = getattr(getattr(model, "decoder", model), "context_length", None)
-    if not isinstance(length, int) or length < 1:
+    if not isinstance(length, int | np.integer) or length < 1:
         raise ConfigError(f"model.context_length={length}: must be at least 1; a text example has this length")
-    return length
+    return int(length)
 
 
 def read_example(split: Any, index: int) -> dict[str, np.ndarray]:
@@ -254,7 +260,7 @@ def _read_path(config: Text) -> tuple[str, bytes]:
 def _read_files(files: list[Path]) -> bytes:
     for file in files:
         regular_file(file)
-        if file.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip"):
+        if file.suffix.lower() in (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z", ".tgz"):
             raise ConfigError(f"data.path: {file} is compressed; unpack it, or read .txt.gz with data=Corpus(path=…)")
     if (size := sum(file.stat().st_size for file in files)) > LARGEST_TEXT:
         advice = "read it with data=Corpus(path=…), whose tokens stay on disk"

@@ -320,7 +320,9 @@ class BPE(_Tokenizer):
         return [np.array(encoding.ids, np.int32) for encoding in self._encodings(texts)]
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        # the package has no text for an id above its vocabulary, and refuses a negative one, such as a label of -100
+        known = (i if 0 <= i < self.vocab_size else self.vocab_size for i in map(int, ids))
+        return self._tokenizer.decode(list(known), skip_special_tokens=False)
 
 
 def _digest(state: dict[str, Any]) -> str:
@@ -392,7 +394,7 @@ def by_name(name: str, vocab_size: int | None, texts: Iterable[str] = ()) -> Byt
         case "bpe":
             return BPE.train("\n".join(texts), vocab_size or 0)
     try:
-        return load(name)
+        return load(os.path.expanduser(name))
     except ConfigError:
         return hugging_face(name)
 

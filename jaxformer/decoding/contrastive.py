@@ -13,14 +13,18 @@ from jaxformer import models
 from jaxformer.decoding.cache import init_cache
 from jaxformer.decoding.filters import Filter, History
 from jaxformer.decoding.generate import (
+    Prompts,
     Settings,
+    Tokens,
     as_filters,
+    as_lists,
     bucket,
     check_numbers,
     check_rotations,
     new_tokens,
     open_model,
     padded,
+    rows_for,
     source_inputs,
     stops,
 )  # fmt: skip
@@ -30,9 +34,9 @@ from jaxformer.models.config import EncoderDecoder, ModelConfig
 
 
 def contrast(
-    config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]], max_tokens: int, *, k: int = 4,
-    alpha: float = 0.6, sources: Sequence[Any] | None = None, filters: Sequence[Filter] = (),
-    stop_tokens: Sequence[int] = (), rows: int = 16, dtype=None,
+    config: ModelConfig | EncoderDecoder, params: Any, prompts: Prompts, max_tokens: int | Tokens, *,
+    k: int = 4, alpha: float = 0.6, sources: Sequence[Any] | None = None, filters: Sequence[Filter] = (),
+    stop_tokens: Tokens = (), rows: int = 16, dtype=None,
 ) -> list[list[int]]:  # fmt: skip
     """Continuations by argmax_v (1 - alpha) p(v) - alpha max_j cos(h_v, h_j), v of the k likeliest, j of all tokens before.
 
@@ -41,18 +45,20 @@ def contrast(
     if not (0 <= alpha <= 1 and 1 <= k <= models.last_stack(config).vocab_size):
         raise ConfigError(f"contrast: k={k}, alpha={alpha}: k must be 1 to the size of the vocabulary, alpha in [0, 1]")
     check_whole("contrast: rows", rows)
-    check_rotations("contrast", config, prompts, max_tokens)
+    prompts, stop_tokens = as_lists(prompts), as_lists(stop_tokens)
     model = open_model(config, params, prompts, max_tokens, sources, dtype)
+    check_rotations("contrast", config, prompts, max_tokens)
     stop_ids = stops(stop_tokens, models.last_stack(config).vocab_size)
     settings = jax.device_put((np.float32(alpha), Settings(as_filters(filters, model), np.float32(1), stop_ids)))
-    rows, found = min(rows, 1 << (len(prompts) - 1).bit_length()), []
+    rows, rooms, found = rows_for(rows, prompts), np.broadcast_to(max_tokens, len(prompts)), []
     for first in range(0, len(prompts), rows):
         index = [min(i, len(prompts) - 1) for i in range(first, first + rows)]
         texts, options = [prompts[i] for i in index], {}
         T, lengths = bucket(max(map(len, texts)), models.last_stack(config)), np.array([len(text) for text in texts], np.int32)
         if sources is not None:
             options = source_inputs(model, [sources[i] for i in index])
-        arrays = jax.device_put((np.concatenate([padded(text, T) for text in texts]), lengths, lengths + max_tokens, options))
+        tokens, ends = np.concatenate([padded(text, T) for text in texts]), lengths + rooms[index].astype(np.int32)
+        arrays = jax.device_put((tokens, lengths, ends, options))
         history, broken = jax.device_get(_run(config, model.dtype, model.room, k, model.params, *arrays, *settings))
         for row in range(min(rows, len(prompts) - first)):
             check_numbers(broken[row], first + row)

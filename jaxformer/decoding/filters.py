@@ -170,6 +170,14 @@ def LogitBias(bias: Any) -> Filter:
     return Partial(_bias, np.fromiter(bias, np.int32), np.fromiter(bias.values(), np.float32))
 
 
+def named_tokens(some_filter: Any) -> list[int]:
+    """The tokens that a filter makes likely or forces: of `LogitBias` and `ForcedPrefix`."""
+    function = getattr(some_filter, "func", None)
+    named = getattr(function, "__module__", None) == __name__ and function.__name__ in ("_bias", "ForcedPrefix")
+    tokens = getattr(some_filter, "args", ())[0] if named else None
+    return [] if tokens is None else np.ravel(np.asarray(tokens)).tolist()
+
+
 def _bias(tokens: Any, bias: Any, logits: Logits, history: Any) -> Logits:
     return logits + jnp.atleast_2d(bias) if tokens is None else logits.at[:, tokens].add(bias, mode="drop")
 

@@ -14,10 +14,11 @@ import numpy as np
 from flax import struct
 from jax import Array
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Int
 
 from jaxformer import masks, models
 from jaxformer.decoding.cache import Cache, init_cache
-from jaxformer.decoding.filters import Filter, History
+from jaxformer.decoding.filters import Filter, History, named_tokens
 from jaxformer.decoding.sampling import Sampling, draw
 from jaxformer.decoding.steps import decode_step, prefill, prepare
 from jaxformer.errors import ConfigError, check_whole
@@ -27,6 +28,8 @@ from jaxformer.sharding import is_explicit, is_split, mesh_axes, with_logical_co
 
 CHUNK = 1024  # tokens of a prompt that are read at a time
 SLOTS = 128  # the room of a cache is a multiple of these
+Tokens = Sequence[int] | Int[Array, " _"] | Int[np.ndarray, " _"]  # of a text
+Prompts = Sequence[Tokens] | Int[Array, "_ _"] | Int[np.ndarray, "_ _"]  # an array: of texts of one length
 
 
 @struct.dataclass
@@ -55,9 +58,9 @@ class Settings:
 
 
 def generate(
-    config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], *,
+    config: ModelConfig | EncoderDecoder, params: Any, prompts: Prompts, max_tokens: int | Tokens, *,
     sources: Sequence[Any] | None = None, how: Sampling = Sampling(), filters: Sequence[Filter] = (),
-    key: Array | None = None, stop_tokens: Sequence[int] = (), stop: Callable[[list[int]], int | None] | None = None,
+    key: Array | None = None, stop_tokens: Tokens = (), stop: Callable[[list[int]], int | None] | None = None,
     rows: int = 16, dtype=None, cache_dtype=None,
 ) -> list[list[int]]:  # fmt: skip
     """Continues each prompt by at most `max_tokens` (of all or of each) tokens, up to the first stop token, which is left out.
@@ -79,9 +82,9 @@ def generate(
     return [outs[i] for i in range(len(prompts))]
 
 
-def stream(config: ModelConfig | EncoderDecoder, params: Any, prompt: Sequence[int], max_tokens: int, *, every: int = 1,
+def stream(config: ModelConfig | EncoderDecoder, params: Any, prompt: Tokens, max_tokens: int, *, every: int = 1,
     source: Any = None, how: Sampling = Sampling(), filters: Sequence[Filter] = (), key: Array | None = None,
-    stop_tokens: Sequence[int] = (), stop: Callable[[list[int]], int | None] | None = None, dtype=None, cache_dtype=None,
+    stop_tokens: Tokens = (), stop: Callable[[list[int]], int | None] | None = None, dtype=None, cache_dtype=None,
 ) -> Iterator[list[int]]:  # fmt: skip
     """The tokens of `generate` for one prompt as they are made, `every` so many."""
     sources, given = None if source is None else [source], 0
@@ -101,16 +104,17 @@ def serve(
     check_whole("generate: rows", rows)
     if every is not None:
         check_whole("stream: every", every)
+    prompts, stop_tokens = as_lists(prompts), as_lists(stop_tokens)
     model = open_model(config, params, prompts, max_tokens, sources, *dtypes)
     # sums over a number of slots that is no multiple of these round otherwise
     model = model._replace(room=-(-model.room // SLOTS) * SLOTS)
     settings = jax.device_put(sampling_settings(model, filters, how, stop_tokens))
-    key = jax.random.key(0) if key is None else key
+    key = as_key(key)
     texts: Any = None
     owners: dict[int, int] = {}  # the number of the prompt in each row
     grown: dict[int, list[int]] = {}  # texts of rows that need the rotations of a longer text
     queue = deque(range(len(prompts)))
-    rows, rooms = min(rows, 1 << (len(prompts) - 1).bit_length()), np.broadcast_to(max_tokens, len(prompts))
+    rows, rooms = rows_for(rows, prompts), np.broadcast_to(max_tokens, len(prompts))
     limits = [len(prompt) + int(room) for prompt, room in zip(prompts, rooms, strict=True)]
     while queue or owners:
         steps = every or 2**30
@@ -147,6 +151,32 @@ def serve(
             yield index, tokens, ended
 
 
+def as_lists(tokens: Any) -> Any:
+    """Tokens of one text or of several as lists, where they are arrays; all else as it is."""
+    if hasattr(tokens, "tolist"):
+        return tokens.tolist()
+    if isinstance(tokens, list | tuple):
+        return [one.tolist() if hasattr(one, "tolist") else one for one in tokens]
+    return tokens
+
+
+def as_key(key: Any) -> Array:
+    """A key of random numbers, also one of the old `jax.random.PRNGKey`. ConfigError for what is no single key."""
+    if key is None:
+        return jax.random.key(0)
+    if getattr(key, "dtype", None) == jnp.uint32 and jnp.shape(key) == jnp.shape(jax.random.key_data(jax.random.key(0))):
+        return jax.random.wrap_key_data(key)
+    if not jnp.issubdtype(getattr(key, "dtype", int), jax.dtypes.prng_key) or jnp.shape(key):
+        shown = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
+        raise ConfigError(f"generate: key={shown}: expected one key, such as jax.random.key(0)")
+    return key
+
+
+def rows_for(rows: int, texts: Sequence[Any]) -> int:
+    """How many rows so many texts take, of `rows` at most."""
+    return min(rows, 1 << (len(texts) - 1).bit_length())
+
+
 class Model(NamedTuple):
     """What the compiled programs of decoding have in common."""
 
@@ -167,7 +197,7 @@ def open_model(config, params, prompts, max_tokens, sources, dtype=None, cache_d
     floats = (leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
     dtype = jnp.dtype(next(floats) if dtype is None else dtype)
     source_room = bucket(max(map(len, sources)), config.encoder) if sources is not None else 0
-    room = bucket(sum(_longest(prompts, max_tokens or 0)), models.last_stack(config))
+    room = bucket(sum(_longest(prompts, 0 if max_tokens is None else max_tokens)), models.last_stack(config))
     if cache_dtype is None:  # to write one token, XLA:CPU makes a cache of 16 bits one of 32, and back
         cache_dtype = jnp.promote_types(dtype, jnp.float32) if jax.default_backend() == "cpu" else dtype
     return Model(config, prepare(config, params, dtype), dtype, room, source_room, jnp.dtype(cache_dtype), ahead)
@@ -179,7 +209,7 @@ def rotation_end(model: Model, length: int) -> int:
     return model.room if until is None else until + 1
 
 
-def check_rotations(name: str, config, prompts, max_tokens: int | Sequence[int]) -> None:
+def check_rotations(name: str, config, prompts, max_tokens: int | Tokens) -> None:
     """Raises NotImplementedError where a text may outgrow the rotations of its cache, which only `generate` reads anew."""
     positions = models.last_stack(config).positions
     for prompt, room in zip(prompts, np.broadcast_to(max_tokens, len(prompts)).tolist(), strict=True):
@@ -199,7 +229,11 @@ def check_numbers(broken: Any, index: int) -> None:
 
 
 def as_filters(filters: Sequence[Filter], model: Model) -> tuple[Filter, ...]:
-    """Filters as pytrees, which a user's function is not. ConfigError for one whose result for a row is not logits [1, V]."""
+    """Filters as pytrees, which a user's function is not.
+
+    Raises ConfigError for one whose result for a row is not logits [1, V], and for one that names a token that the model
+    does not have.
+    """
     array = jax.ShapeDtypeStruct
     logits, count = array((1, models.last_stack(model.config).vocab_size), jnp.float32), array((1,), jnp.int32)
     history = History(array((1, model.room), jnp.int32), count, count)
@@ -210,23 +244,29 @@ def as_filters(filters: Sequence[Filter], model: Model) -> tuple[Filter, ...]:
                 raise TypeError(f"it makes {result} of logits {list(logits.shape)}")
         except Exception as error:  # a function of a user's may raise anything
             raise ConfigError(f"filters: number {number} is no function (logits, history) -> logits: {error}") from error
+        for token in named_tokens(f):
+            if token >= logits.shape[1]:
+                raise ConfigError(f"filters: number {number}: token {token} is outside the vocabulary of {logits.shape[1]}")
     return tuple(jax.tree_util.Partial(f) if jax.tree_util.all_leaves([f]) else f for f in filters)
 
 
-def sampling_settings(model: Model, filters: Sequence[Filter], how: Sampling, stop_tokens: Sequence[int]) -> Settings:
+def sampling_settings(model: Model, filters: Sequence[Filter], how: Sampling, stop_tokens: Tokens) -> Settings:
     """The settings of these options, with the filters of `how` behind the others."""
     stop_ids = stops(stop_tokens, models.last_stack(model.config).vocab_size)
     return Settings((*as_filters(filters, model), *how.filters()), np.float32(how.temperature), stop_ids)
 
 
-def stops(tokens: Sequence[int], vocabulary: int) -> np.ndarray:
+def stops(tokens: Any, vocabulary: int) -> np.ndarray:
     """Stop tokens, and -1 up to a multiple of 8: another number of them compiles nothing.
 
     Raises ConfigError for one outside the vocabulary, which would never stop a text, and for a number in place of a list.
     """
+    tokens = as_lists(tokens)
     if np.ndim(tokens) != 1:
         raise ConfigError(f"stop_tokens={tokens}: must be a list of tokens, such as [{tokens}]")
     for token in tokens:
+        if not isinstance(token, SupportsIndex):
+            raise ConfigError(f"stop_tokens: {token!r} is no whole number; a tokenizer's `encode` makes tokens of a text")
         if not 0 <= token < vocabulary:
             problem = f"is outside the vocabulary of {vocabulary}, so no text would stop there"
             raise ConfigError(f"stop_tokens: {token} {problem}; leave it out, or give the id of this model's tokenizer")
@@ -359,7 +399,7 @@ def append(texts: Texts, logits: Array, settings: Settings) -> Texts:
     return replace(texts, history=history, done=done, broken=broken)
 
 
-def _longest(texts, more: int | Sequence[int]) -> tuple[int, int]:
+def _longest(texts, more: int | Tokens) -> tuple[int, int]:
     """(tokens, new tokens) of the text that is the longest with those that follow: so many for all, or for each."""
     return max(zip(map(len, texts), np.broadcast_to(more, len(texts)).tolist(), strict=True), key=sum)
 
@@ -373,7 +413,7 @@ def _wrong_dtypes(dtype, cache_dtype) -> Iterator[str]:
         yield f"cache_dtype={jnp.dtype(cache_dtype)}: expected float16, bfloat16, float32, float64 or int8"
 
 
-def _problems(config, prompts, max_tokens: int | Sequence[int] | None, sources) -> Iterator[str]:
+def _problems(config, prompts, max_tokens: int | Tokens | None, sources) -> Iterator[str]:
     """One line for each thing that does not fit the model."""
     decoder, pair = models.last_stack(config), isinstance(config, EncoderDecoder)
     if is_explicit():
@@ -393,7 +433,7 @@ def _problems(config, prompts, max_tokens: int | Sequence[int] | None, sources) 
         expected = (*config.encoder.embedding.image, config.encoder.embedding.channels)
         yield from (f"source image {np.shape(image)}: expected {expected}" for image in sources if np.shape(image) != expected)
     texts = [("source", sources, config.encoder, 0)] if pair and not images else []
-    for name, rows, stack, new in (*texts, ("prompt", prompts, decoder, max_tokens or 0)):
+    for name, rows, stack, new in (*texts, ("prompt", prompts, decoder, 0 if max_tokens is None else max_tokens)):
         for token in itertools.chain.from_iterable(rows):
             whole = isinstance(token, SupportsIndex)
             if not whole:

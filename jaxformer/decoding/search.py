@@ -14,12 +14,16 @@ from jaxformer import models
 from jaxformer.decoding.beam import BeamOutput, Beams, beam_search
 from jaxformer.decoding.filters import Filter
 from jaxformer.decoding.generate import (
+    Prompts,
+    Tokens,
     as_filters,
+    as_lists,
     bucket,
     check_rotations,
     open_model,
     padded,
     read_rows,
+    rows_for,
     source_inputs,
     stops,
 )  # fmt: skip
@@ -37,9 +41,9 @@ class Hypothesis(NamedTuple):
 
 
 def search(
-    config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], *,
+    config: ModelConfig | EncoderDecoder, params: Any, prompts: Prompts, max_tokens: int | Tokens, *,
     sources: Sequence[Any] | None = None, how: Beams = Beams(), filters: Sequence[Filter] = (),
-    stop_tokens: Sequence[int] = (), rows: int = 8, dtype=None,
+    stop_tokens: Tokens = (), rows: int = 8, dtype=None,
 ) -> list[list[Hypothesis]]:  # fmt: skip
     """The `how.n_best` best continuations of each prompt, best first; `rows` prompts are searched at a time.
 
@@ -48,9 +52,10 @@ def search(
     rotations of their cache (LongRoPE, a dynamic NTK).
     """
     check_whole("search: rows", rows)
-    check_rotations("search", config, prompts, max_tokens)
+    prompts, stop_tokens = as_lists(prompts), as_lists(stop_tokens)
     model = open_model(config, params, prompts, max_tokens, sources, dtype)
-    rows = min(rows, 1 << (len(prompts) - 1).bit_length())
+    check_rotations("search", config, prompts, max_tokens)
+    rows = rows_for(rows, prompts)
     stop_ids = stops(stop_tokens, models.last_stack(config).vocab_size)
     settings = jax.device_put((how, stop_ids, as_filters(filters, model)))
     rooms, found = np.broadcast_to(max_tokens, len(prompts)), []
@@ -106,14 +111,18 @@ class Score(NamedTuple):
 
 
 def score(
-    config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]],
-    continuations: Sequence[Sequence[int]], *, sources: Sequence[Any] | None = None, rows: int = 8, dtype=None,
+    config: ModelConfig | EncoderDecoder, params: Any, prompts: Prompts,
+    continuations: Prompts, *, sources: Sequence[Any] | None = None, rows: int = 8, dtype=None,
 ) -> list[Score]:  # fmt: skip
     """The log-likelihood of each continuation after its prompt, sum_t log p(y_t | x, y_<t), in batches of `rows`.
 
     Raises ConfigError as `generate` does, for an empty continuation, and where a mask would show its tokens before they count.
     """
-    if len(prompts) != len(continuations) or not all(map(len, (*prompts, *continuations))):
+    prompts, continuations = as_lists(prompts), as_lists(continuations)
+    texts = (*prompts, *continuations)
+    if not all(hasattr(text, "__len__") for text in texts):
+        raise ConfigError("score: expected a list of tokens for each prompt and continuation, such as [[1, 2, 3]]")
+    if len(prompts) != len(continuations) or not texts or not all(map(len, texts)):
         raise ConfigError(f"score: {len(prompts)} prompts need as many continuations; no prompt or continuation may be empty")
     check_whole("score: rows", rows)
     vocabulary = models.last_stack(config).vocab_size
@@ -126,7 +135,7 @@ def score(
     config = models.evaluation(config)
     texts = [[*prompt, *new] for prompt, new in zip(prompts, continuations, strict=True)]
     model = open_model(config, params, [text[:-1] for text in texts], None, sources, dtype)
-    rows, found = min(rows, 1 << (len(texts) - 1).bit_length()), []
+    rows, found = rows_for(rows, texts), []
     for first in range(0, len(texts), rows):
         index = [min(i, len(texts) - 1) for i in range(first, first + rows)]
         some = [texts[i] for i in index]

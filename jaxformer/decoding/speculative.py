@@ -18,14 +18,19 @@ from jaxtyping import Float, Int
 from jaxformer import masks, models
 from jaxformer.decoding.filters import Filter, History
 from jaxformer.decoding.generate import (
+    Prompts,
     Settings,
     Texts,
+    Tokens,
     append,
+    as_key,
+    as_lists,
     check_numbers,
     check_rotations,
     new_tokens,
     open_model,
     read_rows,
+    rows_for,
     sampling_settings,
 )  # fmt: skip
 from jaxformer.decoding.sampling import Sampling, draw, probabilities
@@ -99,9 +104,9 @@ class Lookup:
 
 
 def speculate(
-    config: ModelConfig | EncoderDecoder, params: Any, prompts: Sequence[Sequence[int]], max_tokens: int, *,
+    config: ModelConfig | EncoderDecoder, params: Any, prompts: Prompts, max_tokens: int | Tokens, *,
     draft: Draft | Lookup, ahead: int = 4, sources: Sequence[Sequence[int]] | None = None, how: Sampling = Sampling(),
-    filters: Sequence[Filter] = (), key: Array | None = None, stop_tokens: Sequence[int] = (), rows: int = 16, dtype=None,
+    filters: Sequence[Filter] = (), key: Array | None = None, stop_tokens: Tokens = (), rows: int = 16, dtype=None,
 ) -> Speculation:  # fmt: skip
     """Continuations with the distribution of `generate`, in fewer steps of the model; at temperature 0 the same tokens.
 
@@ -112,18 +117,21 @@ def speculate(
     """
     _check(config, draft, ahead)
     check_whole("speculate: rows", rows)
-    for each in (config, getattr(draft, "config", config)):
-        check_rotations("speculate", each, prompts, max_tokens)
+    prompts, stop_tokens = as_lists(prompts), as_lists(stop_tokens)
     opened = [open_model(config, params, prompts, max_tokens, sources, dtype, ahead=ahead)]
     if isinstance(draft, Draft):
         given = sources if isinstance(draft.config, EncoderDecoder) else None
         opened += [open_model(draft.config, draft.params, prompts, max_tokens, given, draft.dtype, ahead=ahead)]
         draft = replace(draft, params=opened[1].params, dtype=opened[1].dtype)
+    ahead = min(ahead, *(each.room - 1 for each in opened))  # more tokens than a row has slots are never taken
+    for each in opened:
+        check_rotations("speculate", each.config, prompts, max_tokens)
     settings = jax.device_put(sampling_settings(opened[0], filters, how, stop_tokens))
-    key, rows = jax.random.key(0) if key is None else key, min(rows, 1 << (len(prompts) - 1).bit_length())
+    key, rows, rooms = as_key(key), rows_for(rows, prompts), np.broadcast_to(max_tokens, len(prompts))
+    limits = [len(prompt) + int(room) for prompt, room in zip(prompts, rooms, strict=True)]
     found, main = Speculation([], [], []), opened[0]
     for first in range(0, len(prompts), rows):
-        ends = np.array([len(prompt) + max_tokens for prompt in prompts[first : first + rows]], np.int32)
+        ends = np.array(limits[first : first + rows], np.int32)
         index = np.arange(first, first + rows, dtype=np.int32)
         numbers = jax.device_put((np.pad(ends, (0, rows - len(ends))), index))  # no text ends at 0: such rows are empty
         batch = read_rows(opened, prompts, sources, index, rows)

@@ -35,6 +35,9 @@ class Generated:
     def __post_init__(self):
         check_whole("metrics: Generated.max_tokens", self.max_tokens)
         check_whole("metrics: Generated.rows", self.rows)
+        if not (isinstance(self.scores, tuple | list) and self.scores and all(map(callable, self.scores))):
+            shown = getattr(self.scores, "__name__", self.scores)
+            raise ConfigError(f"metrics: Generated(scores={shown}): expected a tuple of functions, such as (exact_match,)")
 
     def questions(self, dataset: Any) -> Sequence[Question]:
         """Those that are asked. Raises ConfigError where there are none."""
@@ -63,13 +66,14 @@ class Generated:
 
 def answers(
     model: Any, params: Any, questions: Sequence[Question], tokenizer: Any, max_tokens: int, how: Beams | Sampling, *,
-    stop: Sequence[str] = (), seed: int = 0, precision: str = "float32", **options,
+    stop: Sequence[str] | str = (), seed: int = 0, precision: str = "float32", **options,
 ) -> list[list[str]]:  # fmt: skip
     """What a model writes after each prompt: one text, or the `n_best` of a beam search, up to the first of strings `stop`.
 
     No text is listed twice, so there may be fewer. Other options are those of `decoding.generate` and
     `decoding.search`, such as `stop_tokens`.
     """
+    stop = as_strings(stop)
     order, rooms = list(range(len(questions))), rooms_for(model, max_tokens, [question.prompt for question in questions])
     if isinstance(how, Beams):  # rows of about one length end together
         order.sort(key=lambda i: np.size(questions[i].prompt if questions[i].source is None else questions[i].source))
@@ -114,6 +118,11 @@ def stop_strings(decode: Callable[[list[int]], str], strings: Sequence[str]) -> 
     if "" in strings:
         raise ConfigError("stop: '' is in every text, so nothing would be written; leave it out")
     return lambda tokens: len(tokens) if any(string in decode(tokens) for string in strings) else None
+
+
+def as_strings(stop: Sequence[str] | str) -> Sequence[str]:
+    """Stop strings: one alone is one, not its letters."""
+    return [stop] if isinstance(stop, str) else stop
 
 
 def before_stop(text: str, strings: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """Scores of texts: `(hypotheses, references) -> {name: score, 0 to 100, or text that says how it was made}`.
 
 Hypothesis i is a model's answer to what reference i answers. Each function raises ConfigError where there are none, where
-the two differ in number, and where the package that computes the score is missing.
+the two differ in number or hold anything but texts, and where the package that computes the score is missing.
 """
 
 import re
@@ -29,7 +29,7 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], tokenize: str | N
     Chinese: 13a takes a whole sentence of these as one word. References in another script without spaces raise
     ConfigError, because no tokenizer is at hand for all of them. In an experiment: `partial(bleu, tokenize="char")`.
     """
-    _check(hypotheses, references)
+    hypotheses, references = _checked(hypotheses, references)
     with package_of("metrics"):
         from sacrebleu.metrics import BLEU
     chosen = bleu_tokenizer(references) if tokenize is None else tokenize
@@ -57,7 +57,7 @@ def bleu_tokenizer(references: Sequence[str]) -> str:
 
 def chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
     """Corpus chrF (Popovic 2015) and its signature, by sacrebleu: F2 of character n-grams up to 6."""
-    _check(hypotheses, references)
+    hypotheses, references = _checked(hypotheses, references)
     with package_of("metrics"):
         from sacrebleu.metrics import CHRF
     metric = CHRF()
@@ -71,7 +71,7 @@ def rouge(hypotheses: Sequence[str], references: Sequence[str]) -> Scores:
     The words are those of `unicode_words`; of ASCII text they are the package's own, and so are the scores. ROUGE-Lsum
     takes each line as a sentence.
     """
-    _check(hypotheses, references)
+    hypotheses, references = _checked(hypotheses, references)
     with package_of("metrics"):
         from importlib.metadata import version
 
@@ -126,9 +126,10 @@ def unicode_words(text: str) -> list[str]:
 def exact_match(hypotheses: Sequence[str], references: Sequence[str], articles: Sequence[str] = ENGLISH) -> Scores:
     """The share of texts that equal their reference, both normalised as SQuAD does (Rajpurkar et al. 2016, section 6.1).
 
-    The `articles` do not count. They are English ones: elsewhere "a" may be a verb, so give those of the language, or ().
+    Punctuation is that of Unicode, so that 。 and curly quotes do not count either, as in MLQA (Lewis et al. 2020). The
+    `articles` do not count. They are English ones: elsewhere "a" may be a verb, so give those of the language, or ().
     """
-    _check(hypotheses, references)
+    hypotheses, references = _checked(hypotheses, references)
     pairs = zip(hypotheses, references, strict=True)
     equal = [_words(text, articles) == _words(reference, articles) for text, reference in pairs]
     return {"exact_match": _percent(equal)}
@@ -140,7 +141,7 @@ def token_f1(hypotheses: Sequence[str], references: Sequence[str], articles: Seq
     Where a script has no spaces between words, each character is one, as in MLQA (Lewis et al. 2020). Of two texts of
     which one has no word, F1 is 1 if both have none, else 0 (SQuAD 2.0).
     """
-    _check(hypotheses, references)
+    hypotheses, references = _checked(hypotheses, references)
     pairs = zip(hypotheses, references, strict=True)
     scores = [_f1(_pieces(text, articles), _pieces(reference, articles)) for text, reference in pairs]
     return {"token_f1": _percent(scores)}
@@ -159,17 +160,31 @@ def _f1(text: list[str], reference: list[str]) -> float:
 
 def _words(text: str, articles: Sequence[str]) -> list[str]:
     """The words in lower case, without punctuation and articles; an accent may be written in either way."""
+    if isinstance(articles, str):
+        raise ConfigError(f"articles={articles!r}: its letters would be the articles; give a list of words")
     text = unicodedata.normalize("NFC", text).lower()
-    text = "".join(letter for letter in text if letter not in string.punctuation)
+    text = "".join(letter for letter in text if not _is_punctuation(letter))
     return re.sub(rf"\b({'|'.join(map(re.escape, articles))})\b", " ", text).split() if articles else text.split()
+
+
+def _is_punctuation(letter: str) -> bool:
+    return letter in string.punctuation or unicodedata.category(letter)[0] == "P"
 
 
 def _percent(values: Sequence[Any]) -> float:
     return 100 * sum(values) / len(values)
 
 
-def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:
+def _checked(hypotheses: Sequence[str], references: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Both as lists of texts, one beside the other."""
     if isinstance(hypotheses, str) or isinstance(references, str):
         raise ConfigError("a text alone would be scored letter by letter; give lists: bleu([text], [reference])")
+    hypotheses, references = list(hypotheses), list(references)
+    for name, texts in (("text", hypotheses), ("reference", references)):
+        for number, text in enumerate(texts):
+            if not isinstance(text, str):
+                problem = f"{name} {number} is a {type(text).__name__}, not a text"
+                raise ConfigError(f"{problem}; each text is scored against one reference: bleu([text], [reference])")
     if len(hypotheses) != len(references) or not hypotheses:
         raise ConfigError(f"{len(hypotheses)} texts and {len(references)} references: expected as many of both, and some")
+    return hypotheses, references

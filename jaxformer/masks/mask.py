@@ -286,11 +286,18 @@ def global_tokens(tokens: int | Sequence | Shaped[np.ndarray, "..."] | Shaped[Ar
     if isinstance(tokens, Array) or np.ndim(tokens) > 1:
         if np.ndim(tokens) != 2:
             raise ValueError(f"global_tokens: arrays are by row, [B, G] or [B, length]; got {np.shape(tokens)}")
+        if not isinstance(tokens, jax.core.Tracer) and _are_flags(np.asarray(tokens)):
+            raise ValueError("global_tokens: an integer array holds positions, here 0 and 1 alone; for flags give booleans")
         return Mask(rules.global_tokens, arrays=(jnp.asarray(tokens),))
     static = np.unique(np.asarray(tokens, None if np.size(tokens) else int))
     if static.dtype.kind not in "iu" or (static < 0).any() or (static >= 2**31).any():
         raise ValueError(f"global_tokens({tokens}): expected a number or positions, integers from 0 to {2**31 - 1}")
     return Mask(rules.global_tokens, (tuple(static.tolist()) if np.ndim(tokens) else int(static[0]),))
+
+
+def _are_flags(tokens: np.ndarray) -> bool:
+    """Whether an array of integers must be flags: no row names more than two positions, 0 and 1, many times."""
+    return tokens.dtype.kind in "iu" and tokens.shape[1] > 2 and bool(((tokens == 0) | (tokens == 1)).all())
 
 
 def block_sparse(layout: Sequence | Shaped[np.ndarray, "..."] | Bool[Array, "..."], block: int) -> Mask:

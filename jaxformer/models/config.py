@@ -238,7 +238,8 @@ def _wrong_sizes(config: ModelConfig) -> Iterator[str]:
         shown = f"images of {patches.image} in patches of {patches.patch}"
         yield f"context_length={c.context_length}: {shown} make {patches.length} positions"
     table = 0 if patches else c.d_model
-    if c.tie_embeddings and c.hidden_width != table and any(isinstance(h, LanguageModel) for h in c.heads):
+    heads = c.heads if isinstance(c.heads, tuple) else ()  # what is none is refused by `_wrong_words`
+    if c.tie_embeddings and c.hidden_width != table and any(isinstance(h, LanguageModel) for h in heads):
         have = f"which have {table or 'none: they are patches'}; set it to False, or give other heads"
         yield f"heads: a LanguageModel with tie_embeddings=True reads {c.hidden_width} features by the embedding's rows, {have}"
 
@@ -252,6 +253,9 @@ def _wrong_words(config: ModelConfig) -> Iterator[str]:
         name = getattr(feedforward, "__name__", feedforward)
         own = "a function of yours is config -> models.layer.FeedForward"
         yield f"feedforward={name}: an activation is given by its name, one of {words}; {own}"
+    if not isinstance(config.heads, tuple):
+        yield f"heads={config.heads!r}: expected a tuple, such as (LanguageModel(),), with a comma behind a single head"
+        return
     for head, field in itertools.product(config.heads, ("transform", "pooler")):
         name = getattr(head, field, None)
         if name is not None and name not in ACTIVATIONS:

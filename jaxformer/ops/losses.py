@@ -10,7 +10,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Integer
 
-from jaxformer.ops.einsum import add_bias, einsum, einsum_gradients, in_float32
+from jaxformer.ops.einsum import add_bias, einsum, einsum_gradients, in_float32, reverse_mode_alone
 from jaxformer.sharding import (
     all_gather_weight,
     auto_axes,
@@ -49,10 +49,19 @@ def cross_entropy(
     is -inf are no classes of that token. `z_loss` adds
     z (log sum exp logits)^2 (Chowdhery et al. 2022, section 5). A label outside 0..V-1 makes the loss NaN. A token of weight 0
     may have any label and logits, also NaN: their gradient is 0. A token is correct where `jnp.argmax` gives its label.
+    Raises ValueError for labels or weights of another shape than the tokens': spread over them, they would count twice.
     """
-    weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
+    weights = jnp.ones(jnp.shape(labels), jnp.float32) if weights is None else weights
+    _check_shapes("cross_entropy", jnp.shape(logits)[:-1], labels=labels, weights=weights)
     logits = jnp.where(weights[..., None] == 0, 0, logits)  # 0 * NaN is NaN: select before anything is multiplied
     return _cross_entropy(logits, labels, weights, label_smoothing, z_loss)
+
+
+def _check_shapes(function: str, tokens: tuple, **arrays: Any) -> None:
+    """Raises ValueError for an array that does not have one number for each token."""
+    for name, array in arrays.items():
+        if jnp.shape(array) != tokens:
+            raise ValueError(f"{function}: {name} {jnp.shape(array)}; expected one for each token, {tokens}")
 
 
 def _cross_entropy(logits, labels, weights, label_smoothing: float, z_loss: float) -> TokenSums:
@@ -61,7 +70,8 @@ def _cross_entropy(logits, labels, weights, label_smoothing: float, z_loss: floa
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # uint8 does not hold every V
     V = logits.shape[-1]
     legal = (labels >= 0) & (labels < V)
-    picked = jnp.where(legal, _pick(logits, jnp.where(legal, labels, 0)), jnp.nan)
+    labels = jnp.where(legal, labels, -1)  # of JAX's integer type: NumPy's may be wider
+    picked = jnp.where(legal, _pick(logits, jnp.maximum(labels, 0)), jnp.nan)
     top, correct = _maximum(jax.lax.stop_gradient(logits), jax.lax.stop_gradient(picked), labels)
     log_total = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
     losses = log_total - picked
@@ -140,10 +150,19 @@ def projected_cross_entropy(
     The gradients of hidden and head are formed chunk by chunk while the logits are there, so nothing is computed twice.
     By default a chunk has 1,024 tokens on a device, or as many as have 64 MiB of float32 logits. Weights get no gradient.
     `softcap` c maps a logit l to c tanh(l / c). On a mesh each device has its own tokens and its part of the vocabulary.
+    Raises ValueError for shapes as `cross_entropy` does, for a chunk below 1, and for a softcap that is not above 0.
     """
-    weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
+    weights = jnp.ones(jnp.shape(labels), jnp.float32) if weights is None else weights
+    _check_shapes("projected_cross_entropy", jnp.shape(hidden)[:-1], labels=labels, weights=weights)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"projected_cross_entropy: chunk={chunk}: must be at least 1, or None")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"projected_cross_entropy: softcap is a number above 0 and finite, or None; got {softcap}")
     options, tokens = _Options(chunk, softcap, label_smoothing, z_loss), _Tokens(hidden, labels, weights)
-    return _projected(options, tokens, _Head(head, bias)) if labels.size else _zero_sums(tokens)
+    if not labels.size:
+        return _zero_sums(tokens)
+    with reverse_mode_alone("projected_cross_entropy"):
+        return _projected(options, tokens, _Head(head, bias))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

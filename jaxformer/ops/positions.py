@@ -1,6 +1,7 @@
 """Positional encodings as functions of integer positions. Angles are right to float32's last digit, also far out."""
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import reduce
@@ -32,6 +33,7 @@ def sinusoidal(
     """
     check_whole("sinusoidal: width", width)
     check_positive("sinusoidal: base", base)
+    positions = _whole("sinusoidal", positions)
     if layout not in ("interleaved", "half") or spacing not in ("paper", "tensor2tensor"):
         raise ValueError(f"sinusoidal: no layout {layout!r} with spacing {spacing!r}; see the docstring")
     if spacing == "tensor2tensor" and width % 2:
@@ -42,7 +44,16 @@ def sinusoidal(
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     if layout == "half":
         return jnp.concatenate([sin, cos[..., : width // 2]], axis=-1)
-    return jnp.stack([sin, cos], axis=-1).reshape(*positions.shape, -1)[..., :width]
+    return jnp.stack([sin, cos], axis=-1).reshape(*positions.shape, 2 * len(i))[..., :width]
+
+
+def _whole(function: str, positions: Any) -> Array:
+    """Positions as an array. Raises ValueError for fractions, which the angles would round down in silence."""
+    positions = jnp.asarray(positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        advice = "for a longer context give the rotations a scaling, such as Rope(scaling=Linear(2))"
+        raise ValueError(f"{function}: positions are integers, not {positions.dtype}; {advice}")
+    return positions
 
 
 def _angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Array, "B T F"]:
@@ -228,6 +239,7 @@ def rope(
     Meta's LLaMA, GPT-J); the first r = fraction * H features are rotated. Raises ValueError where r is odd. `text_lengths`:
     how long the whole text of each row is where `positions` are only a piece of it.
     """
+    positions = _whole("rope", positions)
     frequencies, amplitude = rope_frequencies(x.shape[-1], config, positions, text_lengths)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     angles = _rotation_angles(positions, frequencies, x.shape[-1], config)[:, :, None, :]
@@ -364,6 +376,7 @@ def alibi(num_heads: int) -> Bias:
     m_n = 2^(-8 n / N) for a power of two N; else the slopes of the power below, then every second of the power above.
     """
     check_whole("alibi: num_heads", num_heads)
+    num_heads = operator.index(num_heads)  # of NumPy's integers, too
     below = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * n / below) for n in range(1, below + 1)]
     slopes += [2 ** (-4 * n / below) for n in range(1, 2 * (num_heads - below), 2)]

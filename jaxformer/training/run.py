@@ -18,7 +18,7 @@ from jaxformer.data.mixing import Mixed
 from jaxformer.data.sources import Question
 from jaxformer.decoding import Beams, round_to_int8, stream
 from jaxformer.errors import ConfigError
-from jaxformer.evaluation.generation import answers, before_stop, best_text, continuation, rooms_for, stop_strings
+from jaxformer.evaluation.generation import answers, as_strings, before_stop, best_text, continuation, rooms_for, stop_strings
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.perplexity import perplexity
 from jaxformer.models import heads
@@ -128,7 +128,7 @@ class Run:
         return "" if hasattr(self.experiment.data, "question") else prompt
 
     def stream(
-        self, prompt: str, seed: int = 0, filters=(), stop: Sequence[str] = (), special_tokens: bool = False, **options
+        self, prompt: str, seed: int = 0, filters=(), stop: Sequence[str] | str = (), special_tokens: bool = False, **options
     ) -> Iterator[str]:
         """Pieces of the text after a prompt, as they are made (`Beams`: one), up to the first `stop`; options of `Sample`.
 
@@ -136,6 +136,7 @@ class Run:
         of control tokens in the prompt, such as <|im_start|> of a chat template, are these tokens; otherwise they are
         text like any other, so that nobody who writes a part of the prompt can give commands.
         """
+        stop = as_strings(stop)
         sample, question = self._ask(prompt, options, special_tokens)
         if isinstance(sample.sampling, Beams):
             yield best_text(self.continue_all([prompt], seed, filters, stop, special_tokens, **options)[0])
@@ -157,10 +158,12 @@ class Run:
             yield before_stop(continuation(decode, tokens, new), stop)[shown:]
 
     def continue_all(
-        self, prompts: Sequence[str], seed: int = 0, filters=(), stop: Sequence[str] = (), special_tokens: bool = False,
+        self, prompts: Sequence[str], seed: int = 0, filters=(), stop: Sequence[str] | str = (), special_tokens: bool = False,
         **options,
     ) -> list[list[str]]:  # fmt: skip
         """Texts after each prompt: one, or up to `n_best` of a beam search. Arguments are those of `stream`."""
+        if isinstance(prompts, str):
+            raise ConfigError("continue_all: a prompt alone would be continued letter by letter; give a list: [prompt]")
         model, samples = self.experiment.model, [self._ask(prompt, options, special_tokens) for prompt in prompts]
         most, how = samples[0][0].tokens, samples[0][0].sampling
         with self.on_mesh():

@@ -15,9 +15,12 @@ from hypothesis import example, given, settings, strategies as st
 from jaxformer import masks
 from jaxformer.data import corpus, records, tokenizers
 from jaxformer.data.corpus import Corpus
+from jaxformer.data.images import Images
+from jaxformer.data.labelled import Labelled
+from jaxformer.data.pairs import Pairs
 from jaxformer.data.sources import Text
 from jaxformer.errors import ConfigError
-from jaxformer.models import ModelConfig
+from jaxformer.models import Classification, ModelConfig
 from jaxformer.training import MaskedTokens
 
 MODEL = SimpleNamespace(context_length=4)
@@ -336,3 +339,100 @@ def test_a_cache_below_a_file_is_one_line(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [LINE] * 9)
     with pytest.raises(ConfigError, match=r"keep tokens in .*a\.jsonl/cache"):
         opened(path, path / "cache")
+
+
+# --- how a path may be written
+
+
+def opened_by(kind, path, cache):
+    """Each kind of data from a path: rows with a text, its label, and its translation; or images."""
+    model = ModelConfig(256, 1, 8, 1, 24, heads=(Classification(2),))
+    if kind == "images":
+        return Images(train=path, validation=path, image=(2, 2)).open(model)
+    if kind == "labelled":
+        return Labelled(train=path, validation=path).open(model)
+    if kind == "pairs":
+        return Pairs(train=path, validation=path, source="text", target="answer", tokenizer="bytes", vocab_size=None).open(
+            model
+        )
+    return Corpus(path, validation=path, cache=cache, jobs=1).open(model)
+
+
+@pytest.mark.report(
+    "huggingface/datasets#587", "ANCPLabOldenburg/ancp-bids#98", "skrub-data/skrub#703",
+    right="A path may be a pathlib.Path, in every kind of data.",
+    hit="Text alone took one; the others ended in 'PosixPath has no attribute startswith'.",
+)  # fmt: skip
+@pytest.mark.report(
+    "tensorflow/tensorflow#44264", "cloudmarker/cloudmarker#17", right="~ is the home folder in every kind of data.",
+    hit="Text and Corpus knew it; pairs, labelled texts, images and a saved tokenizer were not found.",
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["corpus", "pairs", "labelled", "images"])
+def test_every_kind_of_path_is_a_path(as_users_call, kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / ("a.npz" if kind == "images" else "a.jsonl")
+    if kind == "images":
+        np.savez(path, images=np.zeros((4, 2, 2, 3), np.uint8), labels=np.arange(4) % 2)
+    else:
+        rows = [{"text": f"text {i}", "answer": "yes", "label": i % 2} for i in range(4)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    digests = [opened_by(kind, one, tmp_path / "cache").digest for one in (str(path), path, f"~/{path.name}")]
+    assert len(set(digests)) == 1
+
+
+@pytest.mark.report("trustedsec/ptf#295", right="~ is the home folder in the path of a saved tokenizer.", hit="Not found.")
+def test_the_home_folder_of_a_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tokenizers.Bytes().save(tmp_path / "tokenizer.json")
+    assert tokenizers.by_name("~/tokenizer.json", None).digest == tokenizers.Bytes().digest
+
+
+@pytest.mark.report(
+    "huggingface/datasets#8086", "cleanlab/cleanlab-studio#73",
+    right="A .json file that is one list is refused as what it is, with what makes lines of it.",
+    hit="It had 'no field text', or was 'not JSON'.",
+)  # fmt: skip
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_list_in_a_json_file_is_named(tmp_path, indent):
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}], indent=indent))
+    with pytest.raises(ConfigError, match=r"a\.json:1: (a JSON list|JSON over several lines); each line must hold one row"):
+        opened(tmp_path / "a.json", tmp_path / "cache")
+
+
+@pytest.mark.report(
+    "mindsdb/mindshub#611", "apache/pinot#3899",
+    right="The name of a field may have dots; only where there is none of that name is it a path.",
+    hit="'title.text' was looked for in a field 'title', which there was not.",
+)  # fmt: skip
+def test_a_name_with_a_dot_is_a_name(tmp_path):
+    row = {"title.text": "first", "title": {"text": "other", "deep.er": "third"}}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    for field, value in (("title.text", "first"), ("title", row["title"])):
+        ((_, values),) = records.records(str(tmp_path / "a.jsonl"), [field], records.Problems())
+        assert values == [value]
+    (tmp_path / "b.jsonl").write_text(json.dumps({"title": {"text": "other"}}) + "\n")
+    ((_, values),) = records.records(str(tmp_path / "b.jsonl"), ["title.text"], records.Problems())
+    assert values == ["other"]
+
+
+@pytest.mark.report(
+    "mindsdb/mindshub#611", right="The same holds for the columns of Parquet.", hit="All columns were read, and none found."
+)
+def test_a_column_with_a_dot_is_a_column(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(arrow.table({"title.text": ["first"], "other": [1]}), tmp_path / "a.parquet")
+    ((_, values),) = records.records(str(tmp_path / "a.parquet"), ["title.text", "other"], records.Problems())
+    assert values == ["first", 1]
+
+
+@pytest.mark.report(
+    "tidyverse/haven#298", "tilemill-project/tilemill#89",
+    right="A compressed file is known by its ending in capitals, too.",
+    hit="Text trained on the compressed bytes of a.txt.GZ.",
+)  # fmt: skip
+def test_compressed_text_in_capitals_is_refused(tmp_path):
+    (tmp_path / "a.txt.GZ").write_bytes(gzip.compress(LINE.encode() * 50))
+    with pytest.raises(ConfigError, match=r"a\.txt\.GZ is compressed"):
+        Text(str(tmp_path / "a.txt.GZ")).open(MODEL)

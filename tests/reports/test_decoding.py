@@ -16,11 +16,23 @@ from jaxformer.data.corpus import Corpus
 from jaxformer.data.mixing import Mixed
 from jaxformer.data.sources import Question
 from jaxformer.data.tokenizers import BPE
-from jaxformer.decoding import Beams, Draft, Lookup, Sampling, contrast, generate, search, speculate
-from jaxformer.decoding.filters import BadWords, Frequency, History, MinP, NoRepeatNgram, TopK, TopP, Typical
+from jaxformer.decoding import Beams, Draft, Lookup, Sampling, contrast, generate, score, search, speculate
+from jaxformer.decoding.filters import (
+    BadWords,
+    ForcedPrefix,
+    Frequency,
+    History,
+    LogitBias,
+    MinP,
+    NoRepeatNgram,
+    TopK,
+    TopP,
+    Typical,
+)  # fmt: skip
+from jaxformer.decoding.generate import as_filters, as_key
 from jaxformer.decoding.sampling import draw
 from jaxformer.errors import ConfigError
-from jaxformer.evaluation.generation import Generated, continuation
+from jaxformer.evaluation.generation import Generated, answers, as_strings, continuation
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.models import ModelConfig
 from jaxformer.training import run as runs
@@ -387,3 +399,126 @@ def test_a_file_of_prompts_may_begin_with_a_byte_order_mark(tmp_path):
         source.write_bytes(start + '{"prompt": "é"}\n'.encode())
         _generate_file(asked, str(source), str(target))
         assert "\\u00c9" in target.read_text()
+
+
+# --- what is handed in
+
+
+@pytest.mark.report(
+    "verl-project/verl#772", "PaddlePaddle/FastDeploy#3944",
+    right="prompts may be arrays, with rows of equal length or a list of them, in every kind of decoding",
+    hit="an array of prompts ended in 'the truth value of an array is ambiguous', as did 8 stop tokens of NumPy",
+)  # fmt: skip
+@pytest.mark.parametrize("array", [np.array, jnp.array])
+def test_prompts_and_stop_tokens_may_be_arrays(as_users_call, array):
+    prompts, stops = [[1, 2], [3, 4]], [5]
+    lists = generate(TINY, params(), prompts, 4, how=GREEDY, stop_tokens=stops)
+    for same in (array(prompts), [array(prompt) for prompt in prompts]):
+        assert generate(TINY, params(), same, 4, how=GREEDY, stop_tokens=array(stops)) == lists
+        with pytest.raises(ConfigError, match="stop_tokens: 9 is outside"):  # as many as compile nothing new
+            generate(TINY, params(), same, 4, stop_tokens=array([1, 2, 3, 4, 5, 6, 0, 9]))
+    assert generate(TINY, params(), array(prompts), np.array([4, 4]), how=GREEDY, stop_tokens=array(stops)) == lists
+
+
+@pytest.mark.report(
+    "PaddlePaddle/FastDeploy#3944", right="beams, contrastive search, speculation and scores take arrays, too",
+    hit="the same ValueError, and a set of JAX's arrays is none",
+)  # fmt: skip
+@pytest.mark.thorough
+def test_every_kind_of_decoding_takes_arrays(as_users_call):
+    prompts, stops = [[1, 2], [3, 4]], jnp.array([5])
+    for function in (
+        lambda p: search(TINY, params(), p, 3, stop_tokens=stops, how=Beams(2)),
+        lambda p: contrast(TINY, params(), p, [3, 2], stop_tokens=stops),
+        lambda p: speculate(TINY, params(), p, [3, 2], draft=Lookup(), stop_tokens=stops, how=GREEDY).tokens,
+        lambda p: score(TINY, params(), p, p),
+    ):
+        assert function(np.array(prompts)) == function(prompts)
+
+
+@pytest.mark.report(
+    "vllm-project/vllm#342", "ml-explore/mlx-lm#1689",
+    right="one text in place of a list, no texts, rows=0 and too few limits are refused by name",
+    hit="search, contrast and speculate took the length of a number; score of nothing ended in min() of nothing",
+)  # fmt: skip
+@pytest.mark.parametrize("function", ["generate", "search", "contrast", "speculate", "score"])
+def test_what_is_no_list_of_texts_is_refused(as_users_call, function):
+    calls = {
+        "generate": lambda p, max_tokens=3, **more: generate(TINY, params(), p, max_tokens, **more),
+        "search": lambda p, max_tokens=3, **more: search(TINY, params(), p, max_tokens, **more),
+        "contrast": lambda p, max_tokens=3, **more: contrast(TINY, params(), p, max_tokens, **more),
+        "speculate": lambda p, max_tokens=3, **more: speculate(TINY, params(), p, max_tokens, draft=Lookup(), **more),
+        "score": lambda p, **more: score(TINY, params(), p, p, **more),
+    }
+    call = calls[function]
+    if function != "score":
+        with pytest.raises(ConfigError, match="max_tokens="):  # as many numbers as prompts
+            calls[function]([[1, 2], [3]], max_tokens=[4])
+    for prompts, said in (
+        ([1, 2], "a list of tokens for each"),
+        (np.array([1, 2]), "a list of tokens for each"),
+        ([], "empty"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            call(prompts)
+    with pytest.raises(ConfigError, match="rows=0"):
+        call([[1, 2]], rows=0)
+
+
+@pytest.mark.report(
+    "blackjax-devs/blackjax#703", "gchq/coreax#331", right="a key of the old kind is a key; a number is refused by name",
+    hit="speculate could not broadcast an old key, and a number as key was a TypeError of JAX",
+)  # fmt: skip
+def test_keys_of_both_kinds(as_users_call):
+    old, new = jax.random.PRNGKey(3), jax.random.key(3)
+    assert (jax.random.key_data(as_key(old)) == jax.random.key_data(new)).all()
+    assert as_key(new) is new
+    for wrong, shown in (
+        (3, "3"),
+        (jax.random.split(new), r"\[2\]"),
+        (np.zeros(2), r"float64\[2\]"),
+        (np.int64(3), r"int64\[\]"),
+    ):
+        with pytest.raises(ConfigError, match=f"key={'.*' if shown[0] == chr(92) else ''}{shown}: expected one key"):
+            as_key(wrong)
+
+
+@pytest.mark.report(
+    "vllm-project/vllm#16529", right="a filter that names a token outside the vocabulary is refused",
+    hit="LogitBias left it out in silence, and ForcedPrefix ended the text at once",
+)  # fmt: skip
+def test_filters_name_tokens_of_the_model(as_users_call):
+    for wrong in (LogitBias({1: 2.0, V: -1.0}), ForcedPrefix([1, V]), ForcedPrefix(np.array([[V + 5]]))):
+        with pytest.raises(ConfigError, match=f"filters: number 2: token .* is outside the vocabulary of {V}"):
+            generate(TINY, params(), [[1]], 2, filters=[TopK(3), wrong])
+    for right in (LogitBias({V - 1: 9.0}), LogitBias(np.zeros(V)), ForcedPrefix([-1, V - 1])):
+        as_filters([right], SimpleNamespace(config=TINY, room=16))
+
+
+@pytest.mark.report(
+    "triton-inference-server/tensorrtllm_backend#473", "predibase/lorax#474",
+    right="more tokens ahead than a text may have are no error: the draft proposes what fits",
+    hit="ahead=16 for a short text was 'rows of 17 tokens do not fit a cache', of a function that nobody called",
+)  # fmt: skip
+@pytest.mark.thorough
+def test_a_draft_may_look_further_than_the_text_goes():
+    plain = generate(TINY, params(), [[1, 2, 1]], 5, how=GREEDY)
+    for draft in (Lookup(), Draft(TINY, params())):
+        assert speculate(TINY, params(), [[1, 2, 1]], 5, draft=draft, ahead=40, how=GREEDY).tokens == plain
+
+
+@pytest.mark.report(
+    "ggozad/oterm#189", right="one stop string without brackets is a string, not its letters",
+    hit="stop='END' ended a text at the first E",
+)  # fmt: skip
+def test_one_stop_string_is_no_list_of_letters(monkeypatch):
+    assert as_strings("END") == ["END"] and as_strings(["E", "D"]) == ["E", "D"]
+    monkeypatch.setattr("jaxformer.evaluation.generation.generate", lambda *_, **__: [[*b"THE DOG END"]])
+    asked = [Question([0], "")]
+    for stop, text in (("END", "THE DOG "), (["E"], "TH"), ((), "THE DOG END")):
+        assert answers(TINY, None, asked, SimpleNamespace(decode=written), 16, GREEDY, stop=stop) == [[text]]
+
+
+def written(tokens):
+    """Of token 0 nothing, else the bytes."""
+    return bytes(token for token in tokens if token).decode()

@@ -195,3 +195,60 @@ def test_dropout_keeps_the_mean():
     x = jnp.ones(2**14, jnp.bfloat16)
     mean = np.asarray(partial(dropout, x, 0.1)(jax.random.key(0)), np.float64).mean()
     assert abs(mean - 1) < 4 * (0.1 / 0.9 / 2**14) ** 0.5 + 2**-9
+
+
+# --- shapes and numbers that are handed in
+
+
+@pytest.mark.report(
+    "google-deepmind/optax#205", "elixir-nx/axon#662",
+    right="labels and weights of another shape than the tokens' are refused by name",
+    hit="one label was spread over all tokens, and one weight counted once for the sum of all: the loss was twice too large",
+)  # fmt: skip
+@pytest.mark.parametrize("shape", [(1,), (5, 1), (), (4,)])
+def test_labels_and_weights_are_not_spread(as_users_call, shape):
+    other = jnp.ones(shape, int)
+    with pytest.raises(ValueError, match="cross_entropy: labels"):
+        cross_entropy(LOGITS, other)
+    with pytest.raises(ValueError, match="cross_entropy: weights"):
+        cross_entropy(LOGITS, LABELS, other)
+    hidden, head = jnp.ones((1, 5, 3)), jnp.ones((V, 3))
+    with pytest.raises(ValueError, match="projected_cross_entropy: labels"):
+        projected_cross_entropy(hidden, head, other)
+    with pytest.raises(ValueError, match="projected_cross_entropy: weights"):
+        projected_cross_entropy(hidden, head, LABELS[None], other)
+
+
+@pytest.mark.report(
+    "NVIDIA/Megatron-LM#6590", "EricLBuehler/mistral.rs#1930", right="a softcap of 0 and a chunk below 1 are refused",
+    hit="a softcap of 0 made all logits 0, a loss of log V; a chunk of 0 was the default, and -1 an error of a reshape",
+)  # fmt: skip
+def test_options_of_the_projected_loss_are_checked():
+    hidden, head = jnp.ones((1, 5, 3)), jnp.ones((V, 3))
+    for options in ({"softcap": 0.0}, {"softcap": -2.0}, {"softcap": float("nan")}, {"chunk": 0}, {"chunk": -1}):
+        with pytest.raises(ValueError, match=f"projected_cross_entropy: {next(iter(options))}"):
+            projected_cross_entropy(hidden, head, LABELS[None], **options)
+
+
+@pytest.mark.report(
+    "jax-ml/jax#16049", right="forward mode is refused by the error of the other functions, which says what to take",
+    hit="JAX's own TypeError about a custom_vjp function",
+)  # fmt: skip
+def test_forward_mode_of_the_projected_loss_says_what_to_take():
+    hidden, head = jnp.ones((1, 5, 3)), jnp.ones((V, 3))
+    loss = lambda hidden: projected_cross_entropy(hidden, head, LABELS[None]).loss
+    with pytest.raises(NotImplementedError, match="projected_cross_entropy: no forward mode"):
+        jax.jvp(loss, (hidden,), (hidden,))
+    assert jnp.isfinite(jax.grad(lambda h: jnp.vdot(jax.grad(loss)(h), h))(hidden)).all()  # in reverse, twice
+
+
+@pytest.mark.report(
+    "jax-ml/jax#23829", "keras-team/keras#21115",
+    right="labels of NumPy's 64 bits are labels, without a warning, and 2^32 is not label 0",
+    hit="a warning about int64 at each call",
+)  # fmt: skip
+def test_labels_of_64_bits(as_users_call, recwarn):
+    labels = np.array([0, 6, 2, 2, 5], np.int64)
+    assert float(cross_entropy(LOGITS, labels).loss) == float(cross_entropy(LOGITS, LABELS).loss)
+    assert jnp.isnan(cross_entropy(LOGITS, labels + 2**32).loss)
+    assert not recwarn.list

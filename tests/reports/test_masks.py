@@ -1,7 +1,6 @@
 """Masks: what users of other projects saw go wrong with causality, windows, packing, padding and block maps."""
 
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -10,14 +9,6 @@ from jaxformer import masks, models, ops
 
 def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-@pytest.fixture
-def as_users_call():
-    """Without the checks of signatures that the suite adds, which would raise first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.report(
@@ -206,3 +197,19 @@ def test_padding_in_a_batch_of_one_row(name):
     padded, real = jnp.pad(tokens, ((0, 0), (4, 0))), jnp.array([[0] * 4 + [1] * 7])
     logits = models.apply(config, params, padded, segment_ids=real).logits[:, 4:]
     np.testing.assert_allclose(logits, models.apply(config, params, tokens).logits, atol=1e-5)
+
+
+@pytest.mark.report(
+    "huggingface/transformers#7015", "allenai/longformer#254",
+    right="0 and 1 for each token are no positions of global tokens: they are refused, and booleans asked for",
+    hit="a mask of integers, as Hugging Face has it, made tokens 0 and 1 global, whatever it marked",
+)  # fmt: skip
+@pytest.mark.parametrize("array", [np.array, jnp.array])
+def test_flags_of_global_tokens_are_booleans(array):
+    flags = array([[0, 0, 0, 1], [1, 0, 0, 0]])
+    with pytest.raises(ValueError, match="for flags give booleans"):
+        masks.global_tokens(flags)
+    seen = np.asarray(masks.global_tokens(flags.astype(bool)).dense(4, 4))[:, 0]
+    assert seen.all(2).tolist() == [[False, False, False, True], [True, False, False, False]]
+    for positions in ([[0, 1]], [[1, 0, 3]], [[0, 1, -1, -1]]):  # these can be nothing else
+        masks.global_tokens(array(positions))

@@ -9,6 +9,11 @@ import numpy as np
 import pytest
 
 from jaxformer import models, ops, params
+from jaxformer.data.labelled import Labelled
+from jaxformer.errors import ConfigError
+from jaxformer.evaluation.generation import Generated
+from jaxformer.evaluation.text_metrics import exact_match
+from jaxformer.models import Classification, ModelConfig
 
 CONFIG = models.ModelConfig(vocab_size=13, num_layers=3, d_model=16, num_heads=2, context_length=8)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 8)))
@@ -136,3 +141,24 @@ def test_a_tied_head_has_no_leaf_of_its_own():
     names = list(params.paths(models.spec(CONFIG)))
     assert [name for name in names if "tokens" in name] == ["embedding/tokens"]
     assert not [name for name in names if name.startswith("heads")]
+
+
+@pytest.mark.report(
+    "obspy/obspy#1293",
+    right="one head, a list, one score or a text where a tuple belongs is refused, with the tuple to write",
+    hit="TypeErrors: 'Classification' object is not iterable; labels='ab' were two classes, a and b",
+)  # fmt: skip
+def test_one_thing_in_place_of_a_tuple_is_refused(as_users_call, tmp_path):
+    sizes = dict(vocab_size=256, num_layers=1, d_model=8, num_heads=1, context_length=8)
+    for heads in (Classification(2), [Classification(2)]):
+        with pytest.raises(ConfigError, match=r"heads=.*expected a tuple"):
+            ModelConfig(**sizes, heads=heads)
+    for scores in (exact_match, (), ("bleu",)):
+        with pytest.raises(ConfigError, match="expected a tuple of functions"):
+            Generated(scores)
+    rows = tmp_path / "a.jsonl"
+    rows.write_text('{"text": "t", "label": "a"}\n')
+    data = Labelled(str(rows), str(rows), labels=("a", "b"))
+    object.__setattr__(data, "labels", "ab")
+    with pytest.raises(ConfigError, match="labels='ab': its letters"):
+        data.open(ModelConfig(**sizes, heads=(Classification(2),)))

@@ -1,6 +1,7 @@
 """Positions: what users of other projects saw go wrong with rotations, their scalings, and biases of distance."""
 
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxformer import models, ops, params
+from jaxformer.data import sources
 from jaxformer.errors import ConfigError
 from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN, learned, rope, sinusoidal, t5_bucket
 
@@ -241,3 +243,45 @@ def test_numbers_that_cannot_work_are_refused_at_the_door(cls, right, names, bad
         number = int(bad) if is_whole else bad
         with pytest.raises(ConfigError, match=rf"^{cls.__name__}\.{name}={number}: expected"):
             cls(**right | {name: number})
+
+
+# --- what is handed in
+
+
+@pytest.mark.report(
+    "jasonkyuyim/se3_diffusion#8", right="fractions of positions, such as times from 0 to 1, are refused",
+    hit="they were rounded down in silence: all times below 1 were position 0",
+)  # fmt: skip
+def test_fractions_of_positions_are_refused(as_users_call):
+    times = jnp.array([[0.0, 0.25, 1.5]])
+    for function in (lambda: sinusoidal(times, 8), lambda: rope(jnp.ones((1, 3, 1, 8)), times)):
+        with pytest.raises(ValueError, match="positions are integers, not float32"):
+            function()
+
+
+@pytest.mark.report("vllm-project/tpu-inference#2755", right="positions of 8 and 16 bits, and NumPy's, are positions")
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int64])
+def test_positions_of_any_integer_type(as_users_call, dtype):
+    places = np.array([[0, 7, 127]])
+    x = normal(1, 3, 1, 8)
+    np.testing.assert_array_equal(rope(x, places.astype(dtype)), rope(x, jnp.asarray(places)))
+    np.testing.assert_array_equal(sinusoidal(places.astype(dtype), 6), sinusoidal(jnp.asarray(places), 6))
+
+
+@pytest.mark.report(
+    "bayesiains/nflows#86", "Lasagne/Lasagne#847", right="an integer of NumPy is an integer",
+    hit="alibi ended in an AttributeError, and data said that a context of numpy.int64 was no length",
+)  # fmt: skip
+def test_numpys_integers_are_integers(as_users_call):
+    assert ops.alibi(np.int64(6)) == ops.alibi(6)
+    assert sources.context_length(SimpleNamespace(context_length=np.int64(8))) == 8
+
+
+@pytest.mark.report(
+    "google/flax#5499", right="no positions make no rows", hit="a ZeroDivisionError of `sinusoidal` with interleaved features"
+)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_no_positions_make_no_rows(layout):
+    none = jnp.zeros((2, 0), int)
+    assert sinusoidal(none, 7, layout).shape == (2, 0, 7)
+    assert rope(jnp.zeros((2, 0, 1, 8)), none, Rope(layout=layout)).shape == (2, 0, 1, 8)

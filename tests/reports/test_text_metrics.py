@@ -2,6 +2,7 @@
 
 import unicodedata
 
+import numpy as np
 import pytest
 
 from jaxformer.errors import ConfigError
@@ -166,3 +167,56 @@ def test_marks_stay_with_their_letters():
     assert unicode_words("co\u00adop it's 3.5") == ["coop", "it", "s", "3", "5"]
     assert unicode_words("川が a_b") == ["川", "が", "a", "b"]
     assert all(text_metrics.unicode_words(text) for text in SENTENCES.values())
+
+
+# --- what users hand in
+
+
+@pytest.mark.report(
+    "deepset-ai/haystack#2508", right="punctuation of any script does not count, as in the script of MLQA",
+    hit="only ASCII's was taken away: a Chinese answer with its full stop was wrong, and so were curly quotes",
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "reference"),
+    [("你好。", "你好"), ("¿Qué hora es?", "qué hora es"), ("“it’s” — here", "its here"), ("ماذا؟", "ماذا"), ("«Oui»", "oui")],
+)
+def test_punctuation_of_every_script_is_none(text, reference):
+    assert exact_match([text], [reference])["exact_match"] == 100
+    assert token_f1([text], [reference])["token_f1"] == 100
+    assert exact_match(["C+ 5°"], ["C 5"])["exact_match"] == 0  # a degree is no punctuation
+
+
+@pytest.mark.report(
+    "mjpost/sacrebleu#220", "mjpost/sacrebleu#28", right="several references for one text are refused, not misread",
+    hit="a TypeError with a traceback from inside of a package, or of `normalize`",
+)  # fmt: skip
+@pytest.mark.parametrize("metric", [bleu, chrf, rouge, exact_match, token_f1])
+def test_anything_but_texts_is_refused_with_its_number(as_users_call, metric):
+    for texts, references, said in (
+        (["a", "b"], ["a", ["b", "c"]], "reference 1 is a list, not a text"),
+        (["a", None], ["a", "b"], "text 1 is a NoneType, not a text"),
+        ([b"a"], ["a"], "text 0 is a bytes, not a text"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            metric(texts, references)
+
+
+@pytest.mark.report(
+    "microsoft/nni#4286", right="columns of NumPy and iterators are lists of texts, too",
+    hit="NumPy's texts ended in a TypeError or in 'the truth value of an array is ambiguous'",
+)  # fmt: skip
+def test_arrays_of_texts_are_lists_of_texts(as_users_call):
+    texts = [" ".join(WORDS[:6]), " ".join(WORDS[6:12])]
+    for metric in (bleu, chrf, rouge, exact_match, token_f1):
+        assert metric(np.array(texts), np.array(texts)) == metric(texts, texts) == metric(iter(texts), iter(texts))
+
+
+@pytest.mark.report(
+    "ggozad/oterm#189", right="one article in quotes is refused: its letters would be the articles",
+    hit="articles='the' took the words t, h and e away, and left 'the'",
+)  # fmt: skip
+def test_a_text_is_no_list_of_articles():
+    assert exact_match(["el gato"], ["gato"], articles=["el"])["exact_match"] == 100
+    for metric in (exact_match, token_f1):
+        with pytest.raises(ConfigError, match="articles='el': its letters"):
+            metric(["el gato"], ["gato"], articles="el")

@@ -331,3 +331,16 @@ def test_what_a_vocabulary_cannot_write_is_refused(model):
             encode("the cat")
         with pytest.raises(ConfigError, match="the tokenizer cannot write a text"):
             encode("the </s>")
+
+
+@pytest.mark.report(
+    "huggingface/transformers#24433", "huggingface/transformers#22634",
+    right="A label of -100 among ids is decoded as an unknown id is, without an error.",
+    hit="The package raised an OverflowError.",
+)  # fmt: skip
+@pytest.mark.parametrize("make", [lambda bpe: bpe, lambda bpe: Bytes(), lambda bpe: tokenizers.Characters("abc")])
+def test_negative_ids_are_decoded_as_unknown_ones(bpe, make):
+    tokenizer = make(bpe)
+    ids = [-100, *tokenizer.encode("cab"), -1]
+    assert tokenizer.decode(ids) == tokenizer.decode([max(tokenizer.vocab_size, 256) if i < 0 else i for i in ids])
+    assert "cab" in tokenizer.decode(ids)
