@@ -172,10 +172,12 @@ def LogitBias(bias: Any) -> Filter:
 
 def named_tokens(some_filter: Any) -> list[int]:
     """The tokens that a filter makes likely or forces: of `LogitBias` and `ForcedPrefix`."""
-    function = getattr(some_filter, "func", None)
-    named = getattr(function, "__module__", None) == __name__ and function.__name__ in ("_bias", "ForcedPrefix")
-    tokens = getattr(some_filter, "args", ())[0] if named else None
-    return [] if tokens is None else np.ravel(np.asarray(tokens)).tolist()
+    function: Any = getattr(some_filter, "func", None)
+    arguments: Any = getattr(some_filter, "args", ())
+    ours = getattr(function, "__module__", None) == __name__
+    if not (ours and getattr(function, "__name__", None) in ("_bias", "ForcedPrefix")) or arguments[0] is None:
+        return []
+    return np.ravel(np.asarray(arguments[0])).tolist()
 
 
 def _bias(tokens: Any, bias: Any, logits: Logits, history: Any) -> Logits:

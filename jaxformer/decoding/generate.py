@@ -267,7 +267,7 @@ def stops(tokens: Any, vocabulary: int) -> np.ndarray:
     for token in tokens:
         if not isinstance(token, SupportsIndex):
             raise ConfigError(f"stop_tokens: {token!r} is no whole number; a tokenizer's `encode` makes tokens of a text")
-        if not 0 <= token < vocabulary:
+        if not 0 <= operator.index(token) < vocabulary:
             problem = f"is outside the vocabulary of {vocabulary}, so no text would stop there"
             raise ConfigError(f"stop_tokens: {token} {problem}; leave it out, or give the id of this model's tokenizer")
     return np.pad(np.asarray(tokens, np.int32), (0, -len(tokens) % 8 or 8 * (not tokens)), constant_values=-1)
