@@ -87,7 +87,7 @@ BAD_ROWS = {
     "json.jsonl": (b'{"text": "a"}\n{"text": \n\n{"text": "b"}', ["a", "b"], ":2", "not JSON", "line 1 column"),
     "field.jsonl": (b'{"text": "a"}\n{"txt": "x"}\n{"text": "b"}', ["a", "b"], ":2", "no field 'text'", "did you mean txt"),
     "null.jsonl": (b'{"text": "a"}\n{"text": null}\n{"text": "b"}', ["a", "b"], ":2", "no field 'text'", "(it is null)"),
-    "list.jsonl": (b'{"text": "a"}\n[1, 2]\n{"text": "b"}', ["a", "b"], ":2", "no field 'text'", ""),
+    "list.jsonl": (b'{"text": "a"}\n[1, 2]\n{"text": "b"}', ["a", "b"], ":2", "a JSON list", "must hold one row"),
 }
 
 
