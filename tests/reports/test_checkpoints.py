@@ -159,8 +159,9 @@ def test_half_a_save_is_no_checkpoint(tmp_path):
 @pytest.mark.report("bghira/SimpleTuner#2613", right="a damaged checkpoint is put aside, and the one before it taken")
 def test_a_damaged_checkpoint_is_not_read(tmp_path):
     save(tmp_path, [(10, None), (20, None)], keep_latest=2)
-    (file, *_) = [path for path in (tmp_path / "20").rglob("*") if path.is_file() and path.parent.name == "d"]
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    files = [path for path in (tmp_path / "20").rglob("*") if path.is_file() and path.parent.name == "d"]
+    for file in files:  # which of them is read depends on orbax's version
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     said = []
     with Manager(tmp_path, keep_latest=2, log=said.append) as manager:
         restored = manager.restore(ABSTRACT)

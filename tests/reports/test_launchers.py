@@ -171,6 +171,6 @@ def test_a_value_of_a_grid_may_have_commas():
 )
 def test_a_dollar_in_a_name_survives_make():
     for text in ("a$b.py", "a$$b.py", "$(HOME)", "it's $x"):
-        words = ["make", "-n", "-o", ".venv/ready", "show", f"EXP={text}", "ARGS=--x=$HOME"]
+        words = ["make", "-n", "-o", ".venv/ready", "-o", ".venv-oldest/ready", "show", f"EXP={text}", "ARGS=--x=$HOME"]
         out = subprocess.run(words, cwd=slices.ROOT, capture_output=True, text=True, check=True).stdout
-        assert shlex.split(out) == [".venv/bin/python", "-m", "jaxformer", "show", text, "--x=$HOME"]
+        assert shlex.split(out)[1:] == ["-m", "jaxformer", "show", text, "--x=$HOME"]
