@@ -83,7 +83,7 @@ def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:
 
 def check_seed(seed: int, name: str = "seed") -> None:
     """Raises ConfigError for a seed that no key holds: it would draw the numbers of another one."""
-    if not 0 <= seed < SEEDS:
+    if not 0 <= int(seed) < SEEDS:  # JAX's integers cannot be compared with such a large one
         raise ConfigError(f"{name}={seed}: must be in 0 ... {SEEDS - 1}, the 64 bits of a key")
 
 
@@ -143,6 +143,14 @@ def mismatch(spec: Tree, tree: Tree, unused: str = "$^", path: str = "") -> str 
         if found:
             return found
     return None
+
+
+def check_pattern(name: str, pattern: str | None) -> None:
+    """Raises ConfigError where the pattern of an option is no regular expression."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ConfigError(f"{name}={pattern!r}: no regular expression ({error})") from None
 
 
 def mask(tree: Tree, pattern: str) -> Tree:

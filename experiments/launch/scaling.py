@@ -15,7 +15,7 @@ from etils import epath
 from experiments.launch.sweep import Trial, joined, read_trials, sweep
 from jaxformer import cli, config, models, params
 from jaxformer.analysis import figures, scaling
-from jaxformer.cli.arguments import Parser, positive
+from jaxformer.cli.arguments import Parser, place, positive
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.training.run_folder import run_folder
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser("scaling", description=__doc__, formatter_class=form, allow_abbrev=False)  # --run is no --runs
     parser.add_argument("name", metavar="EXPERIMENT")
-    parser.add_argument("--runs", default="runs")
+    parser.add_argument("--runs", default="runs", type=place)
     parser.add_argument("--sizes", default="--model.d-model=32,64,128")
     parser.add_argument("--steps", default="200,400,800")
     parser.add_argument("--parallel", type=positive, default=1, metavar="N", help="runs at a time, each on a device of its own")

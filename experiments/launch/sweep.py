@@ -27,7 +27,7 @@ from etils import epath
 
 from jaxformer import cli, config
 from jaxformer.analysis import figures
-from jaxformer.cli.arguments import Parser, positive
+from jaxformer.cli.arguments import Parser, place, positive
 from jaxformer.data.batching import BadBatch
 from jaxformer.errors import ConfigError
 from jaxformer.planning.out_of_memory import is_out_of_memory
@@ -341,7 +341,7 @@ def main(argv: list[str]) -> int:
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser("sweep", description=__doc__, formatter_class=form, allow_abbrev=False)  # --run is no --runs
     parser.add_argument("name", metavar="EXPERIMENT")
-    parser.add_argument("--runs", default="runs")
+    parser.add_argument("--runs", default="runs", type=place)
     parser.add_argument("--grid", required=True)
     parser.add_argument("--parallel", type=positive, default=1, metavar="N", help="runs at a time, each on a device of its own")
     options, overrides = parser.parse_known_args(joined(argv, "--grid"))

@@ -56,7 +56,7 @@ from pathlib import Path
 
 from jaxformer import __version__
 from jaxformer.cli import models, runs
-from jaxformer.cli.arguments import Answered, parser_of, read_experiment
+from jaxformer.cli.arguments import Answered, parser_of, place, read_experiment
 from jaxformer.config.code import is_users_file
 from jaxformer.errors import ConfigError, did_you_mean
 
@@ -136,7 +136,7 @@ def _discard_output() -> None:
 
 def train(argv: list[str]) -> int:
     parser = parser_of("train", "EXPERIMENT")
-    parser.add_argument("--runs", default="runs")
+    parser.add_argument("--runs", default="runs", type=place)
     parser.add_argument("--jax")
     options, overrides = parser.parse_known_args(argv)
     source, experiment = read_experiment(options.name, overrides)
@@ -207,7 +207,8 @@ def check_host(runs: str, version: str | None) -> None:
 
 def _place(error: BaseException) -> str:
     """`FILE:LINE: ` of the user's code that raised an error; nothing where it is not the user's."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if is_users_file(frame.filename) and frame.filename != "<string>"]
     return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
 
 

@@ -1,6 +1,7 @@
 """What a command line names: options, an experiment or preset, a run's folder."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,8 +33,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def place(text: str) -> str:
+    """The type of an option that names a file or folder. Of `--runs=~/runs` the shell leaves the ~ as it is."""
+    return os.path.expanduser(text)
+
+
 def output_file(text: str) -> str:
     """The type of an option that names a file to write. It refuses a bad name before anything is computed."""
+    text = place(text)
     if Path(text).is_dir() or any(parent.is_file() for parent in Path(text).parents):
         raise argparse.ArgumentTypeError(f"{text}: a folder, or in a file; expected the name of a file to write")
     return text
@@ -56,7 +63,7 @@ def check_needs(options, flag: str, *names: str) -> None:
 def run_parser(command: str) -> Parser:
     parser = parser_of(command, "RUN")
     parser.add_argument("-h", "--help", action="help")
-    parser.add_argument("--runs", default="runs", help="where run folders live")
+    parser.add_argument("--runs", default="runs", type=place, help="where run folders live")
     parser.add_argument("--step", type=int, help="which checkpoint; the newest by default")
     parser.add_argument("--average", type=int, default=1, help="the mean of so many checkpoints up to that one")
     parser.add_argument("--trust", action="store_true", help="run the code of a run folder of somebody else, now and later")
@@ -79,11 +86,14 @@ def folder_of(name: str, runs: str):
 
     from jaxformer.training import run_folder
 
-    for path in (epath.Path(name), epath.Path(runs) / name):
-        if path.is_dir():
-            return run_folder.RunFolder(path)
+    named = epath.Path(place(name)), epath.Path(runs) / name
+    for folder in map(run_folder.RunFolder, named):
+        if folder.config.is_file():
+            return folder
     is_experiment = name.endswith(".py") or name in config.available()
     found = run_folder.runs_of(config.load(name).name if is_experiment else name, runs)
+    if not found and (folders := [path for path in named if path.is_dir()]):
+        raise ConfigError(f"{folders[0]}: no run folder, it has no config.json; the command `runs` lists all")
     if not found:
         near = did_you_mean(name, [str(folder.path) for folder in run_folder.runs_of(None, runs)])
         raise ConfigError(f"{name}: no run folder, or not trained yet: no run of it in {runs}/{near}; `runs` lists all")

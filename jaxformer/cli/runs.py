@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from jaxformer import config
-from jaxformer.cli.arguments import folder_of, output_file, parser_of, positive, run_of, run_parser
+from jaxformer.cli.arguments import folder_of, output_file, parser_of, place, positive, run_of, run_parser
 from jaxformer.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def evaluate(argv: list[str]) -> int:
 def generate(argv: list[str]) -> int:
     parser = run_parser("generate")
     parser.add_argument("--prompt")
-    parser.add_argument("--prompts", help='a file of lines {"prompt": "..."}')
+    parser.add_argument("--prompts", type=place, help='a file of lines {"prompt": "..."}')
     parser.add_argument("--out", type=output_file, help="where the lines with their texts go")
     parser.add_argument("--seed", type=int, default=0)
     kinds: dict[type, str] = {int: "tokens top-k beams n-best", float: "temperature top-p min-p typical length-penalty"}
@@ -107,7 +107,7 @@ def _generate_file(run, source: str, target: str, **how) -> None:
 def run_harness(argv: list[str]) -> int:
     parser = run_parser("harness")
     parser.add_argument("--tasks", required=True, help="names, with commas between them")
-    parser.add_argument("--include", help="a folder with YAML files of tasks")
+    parser.add_argument("--include", type=place, help="a folder with YAML files of tasks")
     parser.add_argument("--limit", type=positive, help="only so many examples of each task")
     options, overrides = parser.parse_known_args(argv)
     run = run_of(options, overrides)
@@ -154,7 +154,7 @@ def inspect(argv: list[str]) -> int:
 
 def write_report(argv: list[str]) -> int:
     parser = parser_of("report", "RUN", nargs="+")
-    parser.add_argument("--runs", default="runs")
+    parser.add_argument("--runs", default="runs", type=place)
     parser.add_argument("--out", type=output_file)
     parser.add_argument("--trust", action="store_true")
     options = parser.parse_args(argv)
@@ -172,7 +172,7 @@ def write_report(argv: list[str]) -> int:
 
 def runs(argv: list[str]) -> int:
     parser = parser_of("runs", "EXPERIMENT", nargs="?")
-    parser.add_argument("--runs", default="runs")
+    parser.add_argument("--runs", default="runs", type=place)
     options = parser.parse_args(argv)
 
     from jaxformer.training.run_folder import runs_of
@@ -198,7 +198,7 @@ def _scores(folder) -> str:
 
 def compare(argv: list[str]) -> int:
     parser = parser_of("compare", "RUN", nargs=2)
-    parser.add_argument("--runs", default="runs")
+    parser.add_argument("--runs", default="runs", type=place)
     options = parser.parse_args(argv)
 
     from jaxformer.training import run_folder

@@ -4,6 +4,7 @@ Nothing here imports JAX, so a mistake is answered at once. Whatever a user can 
 """
 
 # ruff: noqa: F401 (names that the package offers)
+from jaxformer.config.checks import check_types
 from jaxformer.config.describe import changes, describe, diff, execution, execution_fields, fingerprint, flat, is_config
 from jaxformer.config.files import (
     Source,

@@ -134,7 +134,9 @@ def _run(file: Any, path: Path, text: str | None = None) -> Source:
     arguments = sys.argv
     sys.argv = _NoOptions([str(path)])
     try:
-        exec(compile(text, str(file), "exec"), module.__dict__)
+        # what it prints is no part of a command's answer: `evaluate RUN` prints JSON for another program
+        with contextlib.redirect_stdout(sys.stderr):
+            exec(compile(text, str(file), "exec"), module.__dict__)
     except BaseException as error:
         del sys.modules[module.__name__]
         if isinstance(error, KeyboardInterrupt) and not _is_raised_in(error, file):
@@ -163,7 +165,8 @@ def _failure(error: BaseException, file: Any, path: Path) -> str:
     if isinstance(error, SyntaxError) and error.filename == str(file):
         lines.append(error.lineno)
     where = f"{file}:{lines[-1]}" if lines else str(file)
-    users = [frame for frame in frames if is_users_file(frame.filename)]
+    written = lambda frame: frame.filename != "<string>"  # there is what `dataclass` makes
+    users = [frame for frame in frames if is_users_file(frame.filename) and written(frame)]
     below = f" (in {users[-1].filename}:{users[-1].lineno})" if users and users[-1].filename != str(file) else ""
     below += "" if path.exists() else f" (a copy of {path}, which is not there)"
     if isinstance(error, SystemExit):

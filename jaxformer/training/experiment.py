@@ -10,15 +10,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxformer.config import execution
+from jaxformer.config import check_types, execution
 from jaxformer.decoding.beam import Beams
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.mesh import Mesh
-from jaxformer.params import check_seed
+from jaxformer.params import check_pattern, check_seed
 from jaxformer.training.objectives import TokenCrossEntropy
 from jaxformer.training.optimizers import AdamW
 from jaxformer.training.schedules import Cosine
+
+LONGEST_NAME = 240  # bytes; file systems take 255, and 9 are those of the fingerprint
 
 
 def _check_least(config: Any, prefix: str, fields: dict[str, int]) -> None:
@@ -28,6 +30,16 @@ def _check_least(config: Any, prefix: str, fields: dict[str, int]) -> None:
             raise ConfigError(f"{prefix}{name}={value}: must be at least {least}")
         if not isinstance(value, int | np.integer):
             raise ConfigError(f"{prefix}{name}={value}: must be a whole number, such as {int(value)}")
+
+
+def _check_name(name: str) -> None:
+    """Raises ConfigError for a name that is not that of one folder: `/` would lead out of the folder of all runs."""
+    if not name.strip() or re.search(r"[/\\\0-\x1f]", name):
+        raise ConfigError(f"name={name!r}: names a folder in runs/; expected a text without / \\ and line ends")
+    if len(name.encode()) > LONGEST_NAME:
+        raise ConfigError(
+            f"name={name[:20]}...: has {len(name.encode())} bytes; at most {LONGEST_NAME} fit into a folder's name"
+        )
 
 
 @dataclass(frozen=True)
@@ -124,6 +136,9 @@ class Experiment:
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = execution(())  # beside metrics.jsonl
 
     def __post_init__(self):
+        # a warm-up of 1e3 steps is one of 1000, which the schedules themselves look at
+        check_types(self, besides=("schedule.warmup",))
+        _check_name(self.name)
         names = "steps", "batch_size", "accumulation", "ema_warmup", "log_every", "eval_every", "max_skipped"
         limits = [name for name in ("eval_examples", "final_examples", "eval_batches") if getattr(self, name) is not None]
         _check_least(self, "", dict.fromkeys((*names, *limits), 1))
@@ -135,11 +150,7 @@ class Experiment:
             raise ConfigError(f"data={self.data!r}: expected an object with open(model) -> Dataset")
         if not callable(self.schedule(self)):
             raise ConfigError("schedule: expected (experiment) -> (step -> rate); for one of optax: lambda experiment: ...")
-        if self.frozen is not None:
-            try:
-                re.compile(self.frozen)
-            except re.error as error:
-                raise ConfigError(f"frozen={self.frozen!r}: no regular expression ({error})") from None
+        check_pattern("frozen", self.frozen)
         if self.gradient_sums == "bfloat16" != self.precision:
             raise ConfigError(f"gradient_sums=bfloat16: needs --precision=bfloat16, not {self.precision}")
         if self.batch_size % self.accumulation:

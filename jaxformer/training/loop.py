@@ -6,7 +6,7 @@ import logging
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -31,6 +31,7 @@ from jaxformer.training.run import (
     check_data,
     evaluator,
     examples_scored,
+    new_names,
     on_devices,
     sample_text,
     warn_of_order,
@@ -193,9 +194,11 @@ def check_scores(experiment: Experiment, recipe: Recipe, dataset) -> bool:
     """
     early: list[str] = []  # what the metrics of every evaluation make
     late: list[Any] = []
+    taken = ["step", "loss", "perplexity", "bits"]
     is_known = True
     for metric in experiment.metrics:
         names = metric.check(experiment.model, dataset) if hasattr(metric, "check") else None
+        taken += new_names(metric, dict.fromkeys(names or ()), taken)
         if getattr(metric, "only_final", False):
             late.append(metric)
         elif names is None:
@@ -423,8 +426,9 @@ def loop(
             job.check(state, done)  # before anything is made of it
             rank, keep = None, partial(save, job, manager, record, done, state)
             if evaluates:
-                scores, compared = evaluate(job, job.gather(state).best, done, record, console)
-                rank = rank_or_save(compared, job.best, keep)
+                with saved_first(keep):
+                    scores, compared = evaluate(job, job.gather(state).best, done, record, console)
+                    rank = ranked(compared, job.best)
                 saves = saves or manager.is_among_best(rank)
                 goodput.lap("evaluation")
             if saves:
@@ -454,12 +458,16 @@ def save(job: Job, manager, record: Record, done: int, state: TrainState, rank: 
     manager.save(done, job.gather(state), job.metadata, rank, wait=wait)
 
 
-def rank_or_save(scores: dict[str, Any], best: str, keep: Callable) -> float:
-    """The rank of a checkpoint. Without a score of that name it is kept, for the corrected command, before ConfigError."""
+@contextlib.contextmanager
+def saved_first(keep: Callable) -> Iterator[None]:
+    """Around an evaluation: where it fails, as a metric of the user's may, the state is kept for the corrected command."""
     try:
-        return ranked(scores, best)
-    except ConfigError:
-        keep(None, wait=True)
+        yield
+    except Exception as error:
+        # several processes save together, and only a mistake in the experiment is one in all of them
+        if isinstance(error, ConfigError) or jax.process_count() == 1:
+            with contextlib.suppress(checkpoint.CheckpointError):  # which was said
+                keep(None, wait=True)
         raise
 
 

@@ -15,7 +15,7 @@ import jax
 import optax
 
 from jaxformer import params
-from jaxformer.config import patterns
+from jaxformer.config import check_types, patterns
 from jaxformer.errors import ConfigError
 from jaxformer.params import Tree
 
@@ -23,6 +23,7 @@ OUTER = {"vocab", "channel", "class"}  # axes that only matrices of the first an
 
 
 def _check(optimizer) -> None:
+    check_types(optimizer, "optimizer.")
     for name in ("learning_rate", "adam_learning_rate"):
         rate = getattr(optimizer, name, 1.0)
         if not (math.isfinite(rate) and rate > 0):
@@ -38,6 +39,7 @@ def _check(optimizer) -> None:
         value = getattr(optimizer, name, 1.0)
         if not (math.isfinite(value) and value > 0):  # eps 0: 0 / 0 where a gradient is 0
             raise ConfigError(f"optimizer.{name}={value}: must be a positive finite number")
+    params.check_pattern("optimizer.not_decayed", getattr(optimizer, "not_decayed", None))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,10 @@ COPIED = (
     "seed", "precision", "accumulation", "gradient_sums", "clip_norm", "ema_decay", "ema_warmup", "rms", "max_skipped",
     "spikes",
 )  # fmt: skip
+# what the record of a step or of an evaluation has by itself: a metric of that name would stand in its place
+RECORDED = {
+    "step", "loss", "tokens", "grad_norm", "learning_rate", "skipped", "loss_scale", "perplexity", "bits", "examples", "scored",
+}  # fmt: skip
 Loss = Callable[[Tree, dict[str, Array], Array], LossSums]
 
 
@@ -153,7 +157,22 @@ def checked(sums: Any) -> LossSums:
     loss, weight, *metrics = sums
     if jnp.shape(loss) or jnp.shape(weight):
         raise ConfigError(f"objective: shapes {jnp.shape(loss)}, {jnp.shape(weight)}; loss and weight are numbers")
-    return LossSums(loss, weight, dict(metrics[0]) if metrics else {})
+    return LossSums(loss, weight, checked_metrics(metrics[0]) if metrics else {})
+
+
+def checked_metrics(metrics: Any) -> dict[str, tuple[Any, Any]]:
+    """What an objective reports besides. Raises ConfigError for names that the record has, and for what is no pair of sums."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"objective: metrics are a {type(metrics).__name__}; expected {{name: (sum, weight)}}")
+    for name, pair in metrics.items():
+        if name in RECORDED or not isinstance(name, str):
+            raise ConfigError(f"objective: a metric is called {name!r}, which the record has already; give it another name")
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(jnp.ndim(part) < 2 for part in pair)):
+            problem = f"objective: the metric {name} is {type(pair).__name__} {jax.tree.map(jnp.shape, pair)}"
+            raise ConfigError(f"{problem}; expected (sum, weight): two numbers, or two vectors with one for each layer")
+    return dict(metrics)
 
 
 def pipelined(model: Any, mesh: Mesh) -> Any:

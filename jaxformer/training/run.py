@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -353,10 +353,19 @@ def evaluator(experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sh
             some = partial(batches, examples, experiment.batch_size // experiment.accumulation)
             scored = Evaluation(model, weights, dataset, some, experiment.precision, experiment.seed)
             for metric in metrics:
-                scores |= scores_of(metric, scored)
+                scores |= new_names(metric, scores_of(metric, scored), {"step", *scores})
         return scores
 
     return evaluate
+
+
+def new_names(metric: Callable, found: dict[str, Any], taken: Iterable[str]) -> dict[str, Any]:
+    """What a metric gave. Raises ConfigError where another score has one of these names: one of them would be lost."""
+    if both := sorted(set(found) & set(taken)):
+        name = getattr(metric, "__name__", type(metric).__name__)
+        problem = f"metrics: {name} gives {', '.join(both)}, which an evaluation has already"
+        raise ConfigError(f"{problem}; give it other names, such as in a function that calls it and renames them")
+    return found
 
 
 def scores_of(metric: Callable, scored: Evaluation) -> dict[str, Any]:

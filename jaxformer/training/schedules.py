@@ -109,6 +109,9 @@ def _check(schedule: Any, steps: int, ends: bool = True) -> None:
     for name in ("final", "decay"):
         if not 0 <= getattr(schedule, name, 0.0) <= 1:
             raise ConfigError(f"schedule.{name}={getattr(schedule, name)}: must be in [0, 1]")
+    factor = getattr(schedule, "factor", 1.0)
+    if not (math.isfinite(factor) and factor > 0):  # a negative rate would go uphill
+        raise ConfigError(f"schedule.factor={factor}: must be a positive finite number")
     if schedule.warmup < 0 or int(schedule.warmup) != schedule.warmup:
         raise ConfigError(
             f"schedule.warmup={schedule.warmup}: must be a whole number of steps, at least 0; not a share of the run"

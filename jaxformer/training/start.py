@@ -1,6 +1,7 @@
 """The parameters that a run starts from: `Experiment.initial`, read, checked and told apart from those of another model."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -37,7 +38,9 @@ def from_text(text: str, runs: epath.PathLike = "runs") -> FromRun | HuggingFace
     raise ConfigError(f"initial={text}: neither a run's folder nor one with a Hugging Face config.json")
 
 
-def first_params(initial: Callable | str | None, model: Any, recipe: Recipe, runs: epath.PathLike = "runs") -> params.Tree:
+def first_params(
+    initial: Callable | str | os.PathLike | None, model: Any, recipe: Recipe, runs: epath.PathLike = "runs"
+) -> params.Tree:
     """The parameters that train, from `initial` (None: random), with factors as declared. ConfigError for wrong shapes.
 
     Shapes do not tell the base of a rotation, a mask or an activation: a warning names the fields that differ.
@@ -45,7 +48,9 @@ def first_params(initial: Callable | str | None, model: Any, recipe: Recipe, run
     if initial is None:
         return None
     model_spec = models.spec(model)
-    key, start = params.random_key(recipe.seed), from_text(initial, runs) if isinstance(initial, str) else initial
+    key, start = params.random_key(recipe.seed), initial
+    if isinstance(start, str | os.PathLike):
+        start = from_text(os.fspath(start), runs)
     tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), _read(start, model_spec, key))
     if problem := params.mismatch(model_spec, tree):
         raise ConfigError(f"initial={initial}: parameter {problem}; give the model the sizes and heads of those weights")

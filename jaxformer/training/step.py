@@ -213,12 +213,12 @@ def average(recipe: Recipe, state: TrainState, params: Tree) -> Tree:
     """
     if recipe.ema_decay is None:
         return None
-    decay = average_decay(recipe.ema_decay, recipe.ema_warmup, state.step)
     # 1 - decay, whose float32 would lose four digits of a decay of 0.9999
     share = jnp.maximum(1 - recipe.ema_decay, (recipe.ema_warmup - 1) / (recipe.ema_warmup + state.step))
 
     def average_leaf(mean, leaf):
-        return (mean * decay + leaf * share).astype(mean.dtype)
+        # not decay * mean + share * leaf: in float32 these two do not add up to 1, and what is frozen would shrink
+        return (mean + share * (leaf - mean)).astype(mean.dtype)
 
     return jax.tree.map(average_leaf, state.ema, params)
 

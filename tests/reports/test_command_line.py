@@ -317,3 +317,47 @@ def test_errors_of_odd_words_are_one_line(tmp_path, monkeypatch, capsys):
         code, _, err = run(capsys, *words)
         assert code == 2 and err.count("\n") == 1 and err.startswith("jaxformer: "), words
     assert isinstance(Parser("x"), Parser)
+
+
+@pytest.mark.report(
+    "OPM/opm-simulators#5063", "airtasker/spot#97",
+    right="a ~ in front of a path is the user's folder, wherever a command takes a path",
+    hit="--runs=~/runs, which the shell leaves as it is, made a folder `~` here",
+)  # fmt: skip
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "home" / "runs" / "e-1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"type": "Experiment", "name": "e", "steps": 9}')
+    assert run(capsys, "runs", "--runs=~/runs")[1].startswith(str(folder))
+    assert arguments.folder_of("~/runs/e-1", "runs").path == arguments.folder_of("e-1", arguments.place("~/runs")).path
+    assert arguments.output_file("~/page.html") == str(tmp_path / "home" / "page.html")
+
+
+@pytest.mark.report(
+    "huggingface/transformers#27954",
+    right="a folder that is no run does not hide the runs of that name; alone it is refused as what it is",
+    hit="`evaluate reverse` beside a folder reverse/ was refused, and `compare` called two such folders the same experiment",
+)
+def test_a_folder_of_the_name_hides_no_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    for words in (["compare", "quickstart", "quickstart"], ["evaluate", "quickstart"], ["report", "quickstart"]):
+        code, out, err = run(capsys, *words)
+        assert code == 2 and out == "" and "quickstart: no run folder, it has no config.json" in err
+    folder = tmp_path / "runs" / "quickstart-1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"type": "Experiment", "name": "quickstart", "steps": 9}')
+    assert arguments.folder_of("quickstart", "runs").path.name == "quickstart-1"
+
+
+@pytest.mark.report(
+    "fajarhide/omni#353", "replicatedhq/replicated#519",
+    right="stdout is a command's answer alone: what an experiment file prints goes to stderr",
+    hit="`evaluate RUN | jq` failed on the first line that the file prints",
+)  # fmt: skip
+def test_what_a_file_prints_is_no_part_of_the_answer(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("print('loading')\n" + PLAIN)
+    code, out, err = run(capsys, "train", str(tmp_path / "mine.py"), "--help")
+    assert code == 0 and out.startswith("usage:") and "loading" in err

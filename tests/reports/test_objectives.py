@@ -53,6 +53,24 @@ LOGITS = jax.random.normal(KEY, (3, T, 2))
 
 @pytest.mark.thorough
 @pytest.mark.report(
+    "ByteDance-Seed/VeOmni#1110",
+    right="a metric of an objective that is called as what the record has, or that is no pair of sums, is refused",
+    hit="a metric `loss` was shown and ranked as the loss, `step` gave all records one number; 0.5 was a TypeError",
+)
+def test_metrics_of_an_objective_do_not_replace_the_record():
+    one = jnp.ones(())
+    for metrics, named in [
+        ({"loss": (one, one)}, "'loss'"), ({"step": (one, one)}, "'step'"), ({"grad_norm": (one, one)}, "'grad_norm'"),
+        ({"bits": (one, one)}, "'bits'"), ({"half": 0.5}, "half"), ({"map": (jnp.ones((2, 2)), one)}, "map"),
+        ([("a", (one, one))], "list"),
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError, match=f"^objective: .*{named}"):
+            recipe.checked((one, one, metrics))
+    good = {"top3": (3, 4), "load/layers": (jnp.ones(2), one)}
+    assert recipe.checked((one, one, good)).metrics == good and recipe.checked((one, one, None)).metrics == {}
+
+
+@pytest.mark.report(
     "huggingface/transformers#1020", "huggingface/transformers#8904", "allenai/allennlp-reading-comprehension#19",
     listed="third 03",
     right="a row whose answer is not in the passage is left out of loss, gradient and exact_match, and counted",
