@@ -134,7 +134,7 @@ def test_what_has_no_text_form_is_readable_and_refused():
     for mask, text in (
         (masks.block_sparse(layout, 128), "block_sparse(<bool[1, 3, 3]>, 128)"),
         (masks.block_sparse(jnp.asarray(layout), 128), "block_sparse(128, <bool[1, 3, 3]>)"),
-        (masks.global_tokens(jnp.zeros((2, 3), jnp.int32)), "global_tokens(<int32[2, 3]>)"),
+        (masks.global_tokens(jnp.full((2, 3), 2, jnp.int32)), "global_tokens(<int32[2, 3]>)"),
         (masks.causal().at(jnp.asarray(3)), "causal().at(<int32[]>)"),
         ((masks.causal() & masks.full()).at(-3), "(causal() & full()).at(-3)"),
         (masks.Mask(causal), "Mask(causal)"),
