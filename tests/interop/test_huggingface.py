@@ -565,14 +565,21 @@ COMPUTED = [  # settings that leave the tensors as they are, and what becomes of
     ("gpt2", dict(activation_function="quick_gelu"), dict(feedforward="quick_gelu")),
     ("llama_mha", dict(hidden_act="mish"), dict(feedforward="mish_glu")),
     ("llama_mha", dict(partial_rotary_factor=0.5), {}),  # which their class ignores
-    ("llama_mha", dict(rope_scaling={"rope_type": "linear", "factor": 2.0}), dict(positions=Rope(scaling=Linear(2.0)))),
+    (
+        "llama_mha", dict(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters=None),
+        dict(positions=Rope(scaling=Linear(2.0))),
+    ),
     ("llama_yarn", dict(rope_parameters=YARN | {"attention_factor": 2.0}), dict(scaling=YaRN(4.0, 64, 4.0, 1.0, True, 2.0))),
     (
         "llama_yarn", dict(rope_parameters=YARN | {"mscale": 0.5, "mscale_all_dim": 2.0}),
         dict(scaling=YaRN(4.0, 64, 4.0, 1.0, True, (0.05 * np.log(4) + 1) / (0.2 * np.log(4) + 1))),
     ),
     ("llama_yarn", dict(rope_parameters=YARN | {"mscale": 0.5}), {}),  # one of the two alone means nothing
-    ("llama_yarn", dict(original_max_position_embeddings=32), dict(scaling=YaRN(4.0, 32, 4.0, 1.0))),
+    (
+        "llama_yarn",
+        dict(rope_parameters=YARN | {"original_max_position_embeddings": 32}, original_max_position_embeddings=32),
+        dict(scaling=YaRN(4.0, 32, 4.0, 1.0)),
+    ),
     (
         "llama_yarn", dict(rope_parameters=LONG | {"original_max_position_embeddings": 64}),
         dict(scaling=LongRoPE((1.0, 1.5, 2.0, 3.0), (2.0, 3.0, 4.0, 5.0), 64, np.sqrt(1 + np.log(4) / np.log(64)))),
@@ -719,6 +726,11 @@ def test_garbage_in_a_setting_is_refused_or_changes_nothing(name, values, tmp_pa
             again = huggingface.FAMILIES[settings["model_type"]].read(settings | {key: junk}, names)
             number = isinstance(junk, int | float) and junk > 0 and number_means_something(key)
             told = again == config or (junk in (None, {}) and key in OPTIONAL) or number
+            if junk is None and not told:  # as a setting that is not there, or as False, which null is to their class
+                without = {name: value for name, value in settings.items() if name != key}
+                read_family = huggingface.FAMILIES[settings["model_type"]].read
+                told = again == read_family(without, names)
+                told = told or (isinstance(settings[key], bool) and again == read_family(settings | {key: False}, names))
             assert told, f"{key}={junk!r}: {again}"
     assert accepted > 9  # bos_token_id and what else no model reads
 

@@ -116,7 +116,8 @@ def assert_same(found, expected, scored=True):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_same_texts_and_scores(name, early_stopping):
     stops = [(), tuple(likely(name)[1:2]), tuple(likely(name)[:1])]
-    searches = itertools.product(((4, 3), (8, 8)), (0.0, 1.0, 0.6, 2.0, -1.0))
+    sizes = ((4, 3), (8, 8)) if early_stopping is False else ((4, 3),)  # a program takes some seconds to compile
+    searches = itertools.product(sizes, (0.0, 1.0, 0.6, 2.0, -1.0))
     for i, ((beams, n_best), penalty) in enumerate(searches):
         options = name, (EQUAL, RAGGED)[i % 2], Beams(beams, n_best, penalty, early_stopping), 4 if i % 4 == 3 else STEPS
         for stop in stops[i % 3 :: 2]:  # one or two of them

@@ -18,7 +18,10 @@ LENGTH_SCALINGS = {
 @pytest.mark.filterwarnings("default")  # theirs
 @pytest.mark.parametrize("kind", LENGTH_SCALINGS)
 def test_rotations_that_read_the_length_with_a_cache(kind, tmp_path):
-    """Token by token across the original length of 8: keys of earlier calls stay as their own call turned them."""
+    """All keys of a text have the rotation of its whole length, read in pieces too: theirs is one forward pass over it.
+
+    Theirs turns each piece by the length that it has reached, so that its pieces are not its whole text.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,14 +37,15 @@ def test_rotations_that_read_the_length_with_a_cache(kind, tmp_path):
     checkpoint = huggingface.load(tmp_path)
     ours, params = checkpoint.config, checkpoint.params
     tokens = np.random.default_rng(0).integers(0, 31, (2, 14))
-    past, cache = None, decoding.init_cache(ours, 2, 16)
     step = jax.jit(lambda params, tokens, cache: models.apply(ours, params, tokens, cache=cache))
-    for start, end in [(0, 5), *((i, i + 1) for i in range(5, 14))]:
+    for length in (8, 14):  # the original length, and beyond it
+        cache = decoding.init_cache(ours, 2, 16, text_lengths=jnp.array([length, length]))
         with torch.no_grad():
-            theirs = model(torch.from_numpy(tokens[:, start:end]), past_key_values=past, use_cache=True)
-        found = step(params, jnp.asarray(tokens[:, start:end]), cache)
-        past, cache = theirs.past_key_values, found.cache
-        np.testing.assert_allclose(found.logits, theirs.logits.numpy(), rtol=0, atol=2e-5)
+            theirs = model(torch.from_numpy(tokens[:, :length])).logits.numpy()
+        for start, end in [(0, 5), *((i, i + 1) for i in range(5, length))]:
+            found = step(params, jnp.asarray(tokens[:, start:end]), cache)
+            cache = found.cache
+            np.testing.assert_allclose(found.logits, theirs[:, start:end], rtol=0, atol=2e-5)
 
 
 # Of the fields that each config class declares, those that change no number of a forward pass in evaluation
