@@ -49,7 +49,6 @@ import os
 import re
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -57,7 +56,7 @@ from pathlib import Path
 from jaxformer import __version__
 from jaxformer.cli import models, runs
 from jaxformer.cli.arguments import Answered, parser_of, place, read_experiment
-from jaxformer.config.code import is_users_file
+from jaxformer.config.code import users_frame
 from jaxformer.errors import ConfigError, did_you_mean
 
 
@@ -207,9 +206,8 @@ def check_host(runs: str, version: str | None) -> None:
 
 def _place(error: BaseException) -> str:
     """`FILE:LINE: ` of the user's code that raised an error; nothing where it is not the user's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if is_users_file(frame.filename) and frame.filename != "<string>"]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    last = users_frame(error)
+    return "" if last is None else f"{last.filename}:{last.lineno}: "
 
 
 def _refused(error: Exception | str, code: int) -> int:

@@ -189,11 +189,14 @@ def _scores(folder) -> str:
 
     steps, last = folder.description().get("steps"), folder.last_scores()
     numbers = {name: value for name, value in last.items() if not isinstance(value, str) and name != "step"}
-    is_number = lambda value: isinstance(value, int | float)  # a result.json of a user's may hold a null
-    shown = {name: f"{value:.4g}" if is_number(value) else str(value) for name, value in numbers.items()}
-    words = [f"validation_{name} {text}" for name, text in shown.items() if name not in UNRECORDED]
+    words = [f"validation_{name} {_short(value)}" for name, value in numbers.items() if name not in UNRECORDED]
     scored = f", {', '.join(words)} ({part_scored(last)})" if words else ""
     return f"{steps_done(read_records(folder.metrics))}/{steps} steps{scored}"
+
+
+def _short(value: Any) -> str:
+    """A score in few digits; a result.json of a user's may hold a null."""
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 
 def compare(argv: list[str]) -> int:

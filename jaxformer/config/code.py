@@ -12,6 +12,7 @@ import re
 import symtable
 import sys
 import sysconfig
+import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,12 @@ def is_users_file(file: str | None) -> bool:
         return False
     path = os.path.realpath(file)
     return not re.search(INSTALLED, path) and not path.startswith(NOT_USERS)
+
+
+def users_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost line of the user's code through which an error came. The code that `dataclass` makes is in no file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((f for f in reversed(frames) if f.filename != "<string>" and is_users_file(f.filename)), None)
 
 
 def is_users_module(module: Any) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxformer.config import imports
-from jaxformer.config.code import is_users_file, is_users_module
+from jaxformer.config.code import is_users_file, is_users_module, users_frame
 from jaxformer.config.describe import is_config
 from jaxformer.errors import ConfigError, did_you_mean
 
@@ -165,9 +165,8 @@ def _failure(error: BaseException, file: Any, path: Path) -> str:
     if isinstance(error, SyntaxError) and error.filename == str(file):
         lines.append(error.lineno)
     where = f"{file}:{lines[-1]}" if lines else str(file)
-    written = lambda frame: frame.filename != "<string>"  # there is what `dataclass` makes
-    users = [frame for frame in frames if is_users_file(frame.filename) and written(frame)]
-    below = f" (in {users[-1].filename}:{users[-1].lineno})" if users and users[-1].filename != str(file) else ""
+    last = users_frame(error)
+    below = "" if last is None or last.filename == str(file) else f" (in {last.filename}:{last.lineno})"
     below += "" if path.exists() else f" (a copy of {path}, which is not there)"
     if isinstance(error, SystemExit):
         code = "" if error.code is None else f" ({error.code})"
