@@ -92,6 +92,14 @@ IMPORTED = (
         "orbax-checkpoint 0.12.8",
         "counts bytes for a log and never frees its lists; replaced by a function that returns 0",
     ),
+    Private(
+        "jaxformer/training/checkpoint.py",
+        "orbax.checkpoint._src.multihost.multihost",
+        "sync_global_processes",
+        ("name",),
+        "orbax-checkpoint 0.12.8",
+        "waits for minutes for a process that failed, and keeps its reason; replaced by our own wait",
+    ),
 )
 # attributes of objects of orbax, read in jaxformer/training/checkpoint.py: (attribute, versions, need)
 ATTRIBUTES = {

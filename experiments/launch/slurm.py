@@ -16,6 +16,8 @@ from pathlib import Path
 from experiments.launch import door, lock, slices
 from jaxformer.errors import ConfigError
 
+MARGIN = 120  # seconds before its time limit at which Slurm sends SIGTERM
+LEAST = 600  # seconds of a time limit: a start, a compilation, some steps and a save, beside the margin
 SCRIPT = """\
 #!/bin/bash
 #SBATCH --job-name={name}
@@ -24,7 +26,7 @@ SCRIPT = """\
 #SBATCH --time={time}
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=TERM@120
+#SBATCH --signal=TERM@{margin}
 #SBATCH --output={name}-%j.log
 
 cd {root}
@@ -65,12 +67,26 @@ def check_environment(python: str, cuda: bool) -> None:
         raise ConfigError(f"--python={python}: {has}; {advice}")
 
 
+def seconds(time: str) -> int:
+    """A time limit as Slurm reads it: [days-]hours:minutes:seconds, minutes:seconds, minutes, days-hours; 0 is no limit."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:  # after the days the first number is hours
+        hours, minutes, left = (*parts, 0, 0)[:3]
+    else:
+        hours, minutes, left = {1: (0, *parts, 0), 2: (0, *parts), 3: parts}[len(parts)]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + left
+
+
 def script(options, arguments: list[str]) -> tuple[str, list[str]]:
     """The batch script, and what was checked of it."""
     if options.nodes < 1 or options.gpus < 0 or options.cpus < 0:
         raise ConfigError(f"NODES={options.nodes} GPUS={options.gpus} CPUS={options.cpus}: expected at least one node")
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", options.time):
         raise ConfigError(f"TIME={options.time}: expected hours:minutes:seconds, or days-hours:minutes:seconds")
+    if 0 < seconds(options.time) < LEAST:
+        why = f"Slurm stops the run {MARGIN} s before, or up to 60 s earlier, so it would be queued again and again"
+        raise ConfigError(f"TIME={options.time}: less than {LEAST // 60} minutes; {why}")
     lines = [f"--gpus-per-node={options.gpus}"] * bool(options.gpus) + [f"--cpus-per-task={options.cpus}"] * bool(options.cpus)
     for option in ("partition", "account"):
         if value := getattr(options, option):
@@ -88,6 +104,7 @@ def script(options, arguments: list[str]) -> tuple[str, list[str]]:
         tasks=max(options.gpus, 1),
         resources="".join(f"\n#SBATCH {line}" for line in lines),
         time=options.time,
+        margin=MARGIN,
         root='"$SLURM_SUBMIT_DIR"',
         # srun does not inherit it from sbatch since Slurm 22.05 (slurm.schedmd.com/sbatch.html, --cpus-per-task; 2026-11)
         cpus=f" --cpus-per-task={options.cpus}" * bool(options.cpus),

@@ -407,6 +407,8 @@ class _Progress:
 
 def _run_workers(entry: Path, path: str, missing: list[int], jobs: int, progress: _Progress) -> None:
     """Runs a process for each part, whose memory ends with it. The first bad row ends all of them with a ConfigError."""
+    from jaxformer.parallel import processes  # imports jax, which those that encode need not have
+
     running: dict[int, subprocess.Popen] = {}
     printed = time.monotonic()
     with tempfile.TemporaryDirectory() as errors, contextlib.ExitStack() as stack:
@@ -424,6 +426,7 @@ def _run_workers(entry: Path, path: str, missing: list[int], jobs: int, progress
                     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
                     problem = f"encoding part {part} of {path} {ended}; finished parts are kept, the same command goes on"
                     raise (ConfigError if code < 0 else RuntimeError)(f"{problem}. {words[-2000:]}")
+                processes.moves(f"the encoding of {path}, part {part}")  # those who wait for this process are patient
             if time.monotonic() - printed > 5 or not (missing or running):
                 printed = time.monotonic()
                 log.info("encoding %s: %s", path, progress)

@@ -1,29 +1,39 @@
-"""Connections between the processes of a run. When one process ends, all end and name it.
+"""Connections between the processes of a run. When one process ends, all end and name it; nobody waits without a limit.
 
 JAX's own service does not do that (jax 0.10.2). After a death the others abort with a C++ stack. A process that never comes is
 not named. After an exception in one process the others wait for ever. So each process connects to process 0, on the
 coordinator's port, before JAX uses the port. The kernel closes a dead process's connections at once. It leaves those of a
-stopped process or of a cut network open, so each process sends a sign of life every BEAT seconds.
+stopped process or of a cut network open, so each process sends a sign of life every BEAT seconds, and each one ends if it has
+not heard the other end for SILENCE seconds, whichever direction is cut.
+
+What the processes do together goes over the same connections: values exchanged, waits for all, the step after which a signal
+stops the run. One thread of each process reads and writes; it never waits for another process.
 """
 
 import contextlib
 import faulthandler
 import json
 import os
+import select
 import selectors
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
-from multiprocessing.connection import Connection, Pipe
+import traceback
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from jaxformer.errors import ConfigError
+from jaxformer.parallel.hub import Hub, Silence
+from jaxformer.parallel.link import Link
 
-LOST, STUCK = 4, 5  # exit codes: a process died or never came; a step did not end
+LOST, STUCK = 4, 5  # exit codes: a process died, never came, or cannot be reached; a step did not end
 BEAT = 3.0  # seconds between two signs of life: a thread sends them, which a call that keeps Python's lock holds back
 SILENCE = 30.0  # seconds without one until a process counts as lost; JAX waits ten times as long, so that this comes first
+SERVICE = -1  # the coordination service of JAX, beside the processes that are heard or silent
 T = TypeVar("T")
 
 
@@ -31,105 +41,298 @@ class MissingProcess(RuntimeError):
     """Some processes of the run never came. The message names them. Exit code LOST."""
 
 
-class Peers:
-    """The connections of one process: process 0 is connected to each of the others, and they only to it."""
+class Abandoned(RuntimeError):
+    """Another process failed in a work that all do together. The message names it, and its reason."""
 
-    def __init__(self, index: int, names: list[str], connections: dict[int, Connection]):
-        self.index, self.names, self.connections = index, names, connections
-        self._working, self._all_finished = set(connections), threading.Event()
-        inbox, self._inbox = Pipe(duplex=False)  # what this process tells its own thread
-        threading.Thread(target=self._watch, args=(inbox,), name="peers", daemon=True).start()
+
+class Peers:
+    """The links of one process: process 0 is linked to each of the others, and they only to it."""
+
+    def __init__(self, index: int, names: list[str], links: dict[int, Link], silence: float | None = None):
+        self.index, self.names, self.links = index, names, links
+        self.silence = SILENCE if silence is None else silence
+        self._beat = min(BEAT, self.silence / 10)
+        self._hub = Hub(names)  # that of process 0 is at work
+        self._silence = Silence(list(links), round(self.silence / self._beat))
+        self._working = set(links)  # processes that have not come to the end
+        self._orders: deque[dict[str, Any]] = deque()  # what this process tells its own thread
+        self._served = False  # whether JAX's service has answered since the last beat
+        self._place, self._moves = "", 0
+        self._changed = threading.Condition()
+        self._answers: dict[str, list[Any]] = {}
+        self._abandoned: dict[int, str] = {}
+        self._done, self._counting = -1, False
+        self._stop_after: int | None = None
+        self._guarded = False
+        self._wakes, self._waker = socket.socketpair()
+        for end in (self._wakes, self._waker):
+            end.setblocking(False)
+        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._thread.start()
+
+    # ---- what the program calls, from any thread
 
     def fail(self, code: int, text: str) -> NoReturn:
         """Ends all processes. Each prints one line that names this process as the cause."""
-        self._end(code, f"{self.names[self.index]}: {text}")
-
-    def leave(self) -> None:
-        """Waits until every process has called this."""
-        if self.index > 0:
-            send(self.connections.values(), finished=True)
-        if not self._all_finished.wait(timeout=60 if self.index == 0 else None):
-            self._end(LOST, f"{_processes(self._working)} did not come to the end within 60 s")
-        if self.index == 0:
-            send(self.connections.values(), finished=True)
-
-    def _end(self, code: int, text: str) -> NoReturn:
         while True:
-            send([self._inbox], code=code, text=text)
+            self._order(end=code, text=f"{self.names[self.index]}: {text}")
             time.sleep(60)  # the thread ends the process
 
-    def _watch(self, inbox: Connection) -> None:
-        """Reads all connections. Silence is counted in beats of this thread: what this process slept through does not count."""
-        selector, beats, due = selectors.DefaultSelector(), dict.fromkeys(self.connections, 0), 0.0
-        for index, connection in [*self.connections.items(), (self.index, inbox)]:
-            selector.register(connection, selectors.EVENT_READ, index)
-        while True:
-            for key, _ in selector.select(max(due - time.monotonic(), 0.0)):
-                connection: Any = key.fileobj
-                message: Any = receive(connection)
-                beats[key.data] = 0
-                if message is None:
-                    selector.unregister(connection)
-                    if key.data in self._working:
-                        self._stop(selector, LOST, f"{self.names[key.data]} is gone")
-                elif "code" in message:
-                    self._stop(selector, **message)
-                elif "finished" in message:
-                    self._working.discard(key.data)
-                    if not self._working:
-                        self._all_finished.set()
-            if time.monotonic() < due:
-                continue
-            due = time.monotonic() + BEAT
-            send(self.connections.values())
-            for index in self._working:
-                beats[index] += 1
-                if beats[index] * BEAT > SILENCE:
-                    text = f"{self.names[index]} is silent for {SILENCE:g} s: it was stopped, or the network to it is cut"
-                    self._stop(selector, LOST, text)
+    def call(
+        self, key: str, what: str, value: Any = None, members: list[int] | None = None, limit: float | None = None,
+        work: int = -1,
+    ) -> list[Any]:  # fmt: skip
+        """The values (JSON) of all members, in order, once they all have come to this call of the same key.
 
-    def _stop(self, selector: selectors.BaseSelector, code: int, text: str) -> NoReturn:
+        `limit`: seconds without progress of those who are missing, after which the run ends and names them. Raises Abandoned
+        where one of the processes has given up this `work`.
+        """
+        members = list(range(len(self.names))) if members is None else members
+        value = json.loads(json.dumps(value))  # here, where a value that is no JSON is somebody's error
+        self._order(call=key, what=what, value=value, members=members, limit=limit)
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._answers or work in self._abandoned)
+            if key in self._answers:
+                return self._answers.pop(key)
+            raise Abandoned(self._abandoned[work])
+
+    def abandon(self, work: int, text: str) -> None:
+        """Tells all that this process failed in a work that all do together: nobody waits for it there."""
+        self._order(abandon=work, text=f"{self.names[self.index]}: {text}")
+
+    def at(self, place: str) -> None:
+        """Says where this process is, and that it goes on."""
+        self._place, self._moves = place, self._moves + 1
+
+    def leave(self, limit: float | None = None) -> None:
+        """Waits until every process has called this."""
+        self.call("the end", "the end of the run", limit=limit)
+
+    def after(self, step: int) -> int:
+        """The signal that stops the run after `step` steps, on all processes after the same one; 0 for none.
+
+        Once one process has a signal, the thread of each says how many steps its process has done. Until the last of them is
+        known, no process begins another one.
+        """
+        with self._changed:
+            self._done = step
+            self._changed.wait_for(lambda: not self._counting or self._stop_after is not None)
+            return signal.SIGTERM if self._stop_after is not None and step >= self._stop_after else 0
+
+    def guard(self) -> None:
+        """This process belongs to the run: SIGTERM stops the run, and a process that is frozen ends.
+
+        The thread hears of a signal at once, even while Python's main thread waits for a device. A call that keeps Python's
+        lock for ever stops this thread too: then a thread of C ends the process.
+        """
+        self._guarded = True
+        with contextlib.suppress(ValueError):  # not the main thread: somebody else's program, somebody else's signals
+            signal.signal(signal.SIGTERM, lambda *_: None)
+            signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+
+    def watch_service(self, answers: Callable[[], bool]) -> None:
+        """Ends the run where JAX's service in process 0 does not answer for SILENCE seconds: the connection to it is dead."""
+
+        def probe() -> None:
+            while True:
+                self._served |= answers()
+                time.sleep(self._beat)
+
+        self._order(watch=SERVICE)
+        threading.Thread(target=probe, name="probe", daemon=True).start()
+
+    def lost_service(self) -> None:
+        """The connection to JAX's service closed. Where process 0 died, its own link says so first."""
+        time.sleep(self._beat)
+        if self._working:
+            self._order(end=LOST, text=self._no_service())
+
+    # ---- the thread
+
+    def _order(self, **message: Any) -> None:
+        self._orders.append(message)
+        with contextlib.suppress(OSError):  # full of earlier ones: the thread will see this one as well
+            self._waker.send(b"\0")
+
+    def _watch(self) -> None:
+        try:
+            self._serve()
+        except BaseException:  # without this thread the process would be silent, and nobody would end it
+            traceback.print_exc()
+            os._exit(1)
+
+    def _serve(self) -> None:
+        self._selector, due = selectors.DefaultSelector(), 0.0
+        for index, link in self.links.items():
+            self._selector.register(link, selectors.EVENT_READ, index)
+            self._read(index, link)  # what came with the answer of the meeting
+        self._selector.register(self._wakes, selectors.EVENT_READ, self.index)
+        while True:
+            for key, event in self._selector.select(max(due - time.monotonic(), 0.0)):
+                if key.data == self.index:
+                    self._wake()
+                    continue
+                if event & selectors.EVENT_WRITE:
+                    self.links[key.data].flush()
+                if event & selectors.EVENT_READ:
+                    self.links[key.data].pull()
+                    self._read(key.data, self.links[key.data])
+            while self._orders:
+                self._obey(self._orders.popleft())
+            if time.monotonic() >= due:
+                due = time.monotonic() + self._beat
+                self._tick()
+            for index, link in self.links.items():
+                if link.open:
+                    wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_unsent else 0)
+                    self._selector.modify(link, wanted, index)
+
+    def _tick(self) -> None:
+        if self._guarded:
+            faulthandler.dump_traceback_later(10 * self.silence, exit=True)
+        place = {"place": self._place, "moves": self._moves}
+        for link in self.links.values():
+            link.put(**place)
+        if self.index == 0:
+            self._answer(0, place)
+            if (late := self._hub.late(self._beat)) is not None and self._working:
+                self._stop(STUCK, late)
+        if self._served:
+            self._served = False
+            self._silence.heard(SERVICE)
+        if (silent := self._silence.beat()) is None or not self._working:
+            return
+        if silent == SERVICE:
+            self._stop(LOST, self._no_service())
+        text = f"{self.names[silent]} is silent for {self.silence:g} s: it was stopped, or the network to it is cut"
+        self._stop(LOST, text)
+
+    def _no_service(self) -> str:
+        return f"{self.names[self.index]}: the connection to the coordination service of process 0 is lost"
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if signal.SIGTERM in self._wakes.recv(1 << 16):
+                self._to_hub({"stop": int(signal.SIGTERM)})
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        match order:
+            case {"end": code, "text": text}:
+                self._stop(code, text)
+            case {"watch": index}:
+                self._silence = Silence([*self.links, index], self._silence.most)
+            case _:
+                self._to_hub(order)
+
+    def _to_hub(self, message: dict[str, Any]) -> None:
+        if self.index == 0:
+            self._answer(0, message)
+        else:
+            self.links[0].put(**message)
+
+    def _answer(self, index: int, message: dict[str, Any]) -> None:
+        """In process 0: what follows from a message of a process."""
+        replies = self._hub.receive(index, message)
+        for to, reply in sorted(replies, key=lambda reply: reply[0] == 0):  # itself last: it may end then
+            if to == 0:
+                self._take(reply)
+            else:
+                self.links[to].put(**reply)
+
+    def _read(self, index: int, link: Link) -> None:
+        while link.inbox:
+            message = link.inbox.popleft()
+            self._silence.heard(index)
+            if self.index == 0 and "end" not in message:
+                self._answer(index, message)
+            else:
+                self._take(message)
+        if not link.open:
+            self._selector.unregister(link)
+            self._silence.forget(index)
+            if index in self._working:
+                self._stop(LOST, f"{self.names[index]} is gone")
+
+    def _take(self, message: dict[str, Any]) -> None:
+        """What process 0 says to a process, itself among them."""
+        with self._changed:
+            match message:
+                case {"end": int(code), "text": str(text)}:
+                    self._stop(code, text)
+                case {"answer": str(key), "values": list(values)}:
+                    self._answers[key] = values
+                    if key == "the end":
+                        self._working.clear()
+                case {"abandon": int(work), "text": str(text)}:
+                    self._abandoned.setdefault(work, text)
+                case {"count": True}:
+                    self._counting = True
+                    self._to_hub({"counted": self._done})
+                case {"stop_after": int(step)}:
+                    self._stop_after = step
+            self._changed.notify_all()
+
+    def _stop(self, code: int, text: str) -> NoReturn:
         """Tells the others, and ends this process: process 0 only after the others have read the reason."""
-        send(self.connections.values(), code=code, text=text)
+        if code == STUCK and self.index == 0 and " at " not in text:
+            text += self._hub.where()
+        for link in self.links.values():
+            link.put(end=code, text=text)
         print_error(text, stacks=code == STUCK)
-        deadline = time.monotonic() + (5 if self.index == 0 else 0)
-        while len(selector.get_map()) > 1 and time.monotonic() < deadline:
-            for key, _ in selector.select(timeout=0.1):
-                connection: Any = key.fileobj
-                if receive(connection) is None:
-                    selector.unregister(connection)
+        deadline = time.monotonic() + (5 if self.index == 0 else 1)
+        while self._unread() and time.monotonic() < deadline:
+            for key, _ in self._selector.select(timeout=0.1):
+                if key.data != self.index:
+                    self.links[key.data].flush()
+                    self.links[key.data].pull()
+                    if not self.links[key.data].open:
+                        self._selector.unregister(key.fileobj)
         os._exit(code)
 
+    def _unread(self) -> bool:
+        """Whether another process may not have the reason yet: of process 0, until all have ended."""
+        return any(link.open and (self.index == 0 or link.has_unsent) for link in self.links.values())
 
-def meet(coordinator: str, count: int, index: int, limit: float) -> Peers:
-    """Waits until all processes are connected. If some do not come, the others raise MissingProcess or ConfigError."""
+
+def meet(
+    coordinator: str, count: int, index: int, limit: float, numerics: Mapping[str, str] | None = None,
+    silence: float | None = None,
+) -> Peers:  # fmt: skip
+    """Waits until all processes are connected. If some do not come, the others raise MissingProcess or ConfigError.
+
+    `numerics`: what decides the numbers that a process computes. ConfigError where one has others than process 0.
+    """
     host, _, port = coordinator.rpartition(":")
     name, deadline = f"process {index} (pid {os.getpid()} on {socket.gethostname()})", time.monotonic() + limit
+    mine = {"index": index, "count": count, "name": name, "numerics": dict(numerics or {})}
     if index == 0:
-        return _welcome(int(port), name, count, limit, deadline)
+        return _welcome(int(port), mine, limit, deadline, silence)
 
-    def join() -> tuple[Connection, dict]:
-        connecting = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
-        connecting.settimeout(None)
-        connection = Connection(connecting.detach())
-        send([connection], index=index, count=count, name=name)
+    def join() -> tuple[Link, dict]:
+        link = Link(socket.create_connection((host.strip("[]"), int(port)), timeout=5))
+        link.put(**mine)
         # process 0 knows who is missing, and reports it at its own limit: wait longer than it does
-        answer = receive(connection, timeout=max(deadline - time.monotonic(), 0.0) + 10)
+        answer = link.receive(timeout=max(deadline - time.monotonic(), 0.0) + 10)
         if answer is None:
-            connection.close()
+            link.close()
             raise ConnectionError("this was process 0 of an earlier run, which ends soon")
-        return connection, answer
+        return link, answer
 
     try:
-        connection, answer = _retry(join, deadline)
+        link, answer = _retry(join, deadline)
     except OSError:
         raise MissingProcess(f"process 0 never came within {limit:g} s: nobody answers at {coordinator}") from None
-    if "error" in answer:
-        raise (MissingProcess if answer["missing"] else ConfigError)(answer["error"])
-    return Peers(index, answer["names"], {0: connection})
+    match answer:
+        case {"names": list(names)}:
+            return Peers(index, names, {0: link}, silence)
+    link.close()
+    match answer:
+        case {"error": str(text), "missing": missing}:
+            raise (MissingProcess if missing else ConfigError)(text)
+    raise ConfigError(f"{coordinator}: another program answers there; give process 0's address")
 
 
-def _welcome(port: int, name: str, count: int, limit: float, deadline: float) -> Peers:
+def _welcome(port: int, mine: dict[str, Any], limit: float, deadline: float, silence: float | None) -> Peers:
     """Process 0 accepts a connection from each of the others."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -139,62 +342,90 @@ def _welcome(port: int, name: str, count: int, limit: float, deadline: float) ->
     except OSError as error:
         problem = f"port {port}: process 0 cannot listen there ({error.strerror})"
         raise ConfigError(f"{problem}; if this is no second process 0 of the run, give another port") from None
-    names, connections = {0: name}, dict[int, Connection]()
-    present = lambda: ", ".join(names[index] for index in (0, *sorted(connections)))
+    names, links, count = {0: mine["name"]}, dict[int, Link](), mine["count"]
+    present = lambda: ", ".join(names[index] for index in (0, *sorted(links)))
     with listener:
-        while len(connections) + 1 < count:
+        while len(links) + 1 < count:
             listener.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
-                connection = Connection(listener.accept()[0].detach())
+                link = Link(listener.accept()[0])
             except TimeoutError:
-                missing = _processes({*range(1, count)} - set(connections))
+                missing = _processes({*range(1, count)} - set(links))
                 text = f"{missing} never came within {limit:g} s; here are {present()}"
-                _refuse(MissingProcess(text), connections.values())
-            match receive(connection, timeout=5.0):
-                case {"index": int(index), "count": int(their_count), "name": str(their_name)}:
-                    if index in connections and connections[index].poll(0.1):
-                        connections.pop(index).close()  # it died and was started again
-                    if their_count != count or not 0 < index < count or index in connections:
+                _refuse(MissingProcess(text), links.values())
+            match link.receive(timeout=5.0):
+                case {"index": int(index), "count": int(their_count), "name": str(their_name), "numerics": dict(theirs)}:
+                    if index in links and _has_ended(links[index]):
+                        links.pop(index).close()  # it died and was started again
+                    if their_count != count or not 0 < index < count or index in links:
                         text = f"{their_name}, of {their_count}, came to a run of {count} that has {present()}"
                         error = ConfigError(f"{text}; give each its own index and all one count")
-                        _refuse(error, [*connections.values(), connection])
-                    names[index], connections[index] = their_name, connection
+                        _refuse(error, [*links.values(), link])
+                    if different := differences(mine["numerics"], theirs):
+                        text = f"{their_name} would compute other numbers than {mine['name']}: {different}"
+                        _refuse(ConfigError(f"{text}; give all processes the same"), [*links.values(), link])
+                    names[index], links[index] = their_name, link
                 case _:
-                    connection.close()  # another program
+                    link.close()  # another program
     ordered = [names[i] for i in range(count)]
-    send(connections.values(), names=ordered)
-    return Peers(0, ordered, connections)
+    for link in links.values():
+        link.put(names=ordered)
+    return Peers(0, ordered, links, silence)
 
 
-def _refuse(error: Exception, connections: Collection[Connection]) -> NoReturn:
-    send(connections, error=str(error), missing=isinstance(error, MissingProcess))
-    for connection in connections:
-        connection.close()
+def _has_ended(link: Link) -> bool:
+    link.pull()
+    return not link.open
+
+
+def differences(here: Mapping[str, str], there: Mapping[str, str]) -> str:
+    """What differs between process 0 and another one, by name."""
+    names = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+    told = [f"{name} is {there.get(name) or 'not set'}, in process 0 {here.get(name) or 'not set'}" for name in names]
+    return "; ".join(told)
+
+
+def _refuse(error: Exception, links: Collection[Link]) -> NoReturn:
+    for link in links:
+        link.put(error=str(error), missing=isinstance(error, MissingProcess))
+    for link in links:
+        link.close()
     raise error
 
 
-def relay(coordinator: str, limit: float) -> str:
+def relay(coordinator: str, limit: float, closed: Callable[[], Any] = lambda: None) -> str:
     """The address of a port of this process, which leads to the coordinator and stays open when that is gone.
 
-    JAX aborts a process, with a C++ stack and no name, at the moment when its connection to process 0 closes.
+    JAX aborts a process, with a C++ stack and no name, at the moment when its connection to process 0 closes. `closed` is
+    called then instead.
     """
     host, _, port = coordinator.rpartition(":")
     listener = socket.create_server(("127.0.0.1", 0))
 
-    def copy(source: socket.socket, target: socket.socket) -> None:
+    def copy(source: socket.socket, target: socket.socket, ended: Callable[[], Any]) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 target.sendall(data)
+        ended()
 
     def serve() -> None:
         while True:
             near, _ = listener.accept()
             far = _retry(lambda: socket.create_connection((host.strip("[]"), int(port))), time.monotonic() + limit)
-            for ends in ((near, far), (far, near)):
-                threading.Thread(target=copy, args=ends, name="relay", daemon=True).start()
+            _keep_alive(far)
+            for work in ((near, far, lambda: None), (far, near, closed)):
+                threading.Thread(target=copy, args=work, name="relay", daemon=True).start()
 
     threading.Thread(target=serve, name="relay", daemon=True).start()
     return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """The kernel asks whether the other end is still there: after a cut it may have forgotten this connection."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, seconds in (("TCP_KEEPIDLE", BEAT), ("TCP_KEEPINTVL", BEAT), ("TCP_KEEPCNT", SILENCE / BEAT)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), int(seconds))
 
 
 def _retry(attempt: Callable[[], T], deadline: float) -> T:
@@ -207,28 +438,27 @@ def _retry(attempt: Callable[[], T], deadline: float) -> T:
             time.sleep(0.2)
 
 
-def send(connections: Collection[Connection], **message: Any) -> None:
-    for connection in connections:
-        with contextlib.suppress(OSError):  # the connection is closed: `_watch` reports that
-            connection.send_bytes(json.dumps(message).encode())
-
-
-def receive(connection: Connection, timeout: float | None = None) -> dict | None:
-    """The next message. None if the connection is closed or invalid, or if none comes within `timeout` seconds."""
-    with contextlib.suppress(OSError, EOFError, ValueError):
-        if connection.poll(timeout):
-            return json.loads(connection.recv_bytes(1 << 20))
-    return None
-
-
 def print_error(text: str, stacks: bool) -> None:
-    """Prints `text`, and before it the stacks of all threads if `stacks`. It needs no lock of Python's streams."""
+    """Prints `text`, and before it the stacks of all threads if `stacks`. It needs no lock of Python's streams.
+
+    Where nobody reads the output, as of a pipe that is full, nothing is printed: a process that ends must not wait.
+    """
+    if not _takes_text(2, seconds=2.0):
+        return
     if stacks:
         faulthandler.dump_traceback(all_threads=True)
     with contextlib.suppress(OSError):
         os.write(2, f"jaxformer: {text}\n".encode())
     with contextlib.suppress(Exception):
-        sys.stdout.flush()
+        if _takes_text(1, seconds=0.0):
+            sys.stdout.flush()
+
+
+def _takes_text(file: int, seconds: float) -> bool:
+    try:
+        return bool(select.select([], [file], [], seconds)[1])
+    except OSError:  # it is closed
+        return False
 
 
 def _processes(indices: Collection[int]) -> str:

@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import stat
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -29,10 +30,12 @@ import orbax.checkpoint as orbax
 import tensorstore
 from etils import epath
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.multihost import multihost
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jaxformer.errors import ConfigError
-from jaxformer.parallel.processes import all_gather_object, first, is_first, that_see
+from jaxformer.parallel.peers import Abandoned
+from jaxformer.parallel.processes import Work, all_gather_object, first, is_first, that_see
 from jaxformer.params import Tree
 from jaxformer.training import lock, manifest, memory, silence
 from jaxformer.training.manifest import CheckpointError, Damaged, fingerprints, key_data
@@ -50,6 +53,15 @@ SMALL = 100_000_000  # bytes that a file of a checkpoint may have beside those o
 _warn = logging.getLogger(__name__).warning
 # Orbax counts written bytes, for its log alone, with a call that never frees its lists (tensorstore 0.1.86): 60 kB a save.
 tensorstore_utils.get_tensorstore_raw_bytes = lambda direction=None: 0
+_works = [Work()]  # the last one is what all processes do together now
+
+
+def _wait_for_all(name: str, **_: Any) -> None:
+    """Orbax's wait for all processes. Its own one waits for minutes for a process that failed, and keeps the reason from us."""
+    _works[-1].wait(name)
+
+
+multihost.sync_global_processes = _wait_for_all
 silence.install()
 
 
@@ -118,7 +130,9 @@ class Manager(AbstractContextManager):
         self._policy = LatestAndBest(self.folder, every, keep_latest, keep_best, score or HERE)
         self._saving: threading.Thread | None = None
         self._problem: str | None = None  # why the last save failed
+        self._size = 0  # bytes of the last save
         self._lock: IO[str] | None = None
+        self._work = _together(f"the opening of {self.folder}")
         first(self._open)
         if _is_local(self.folder) and that_see(Path(self.folder)).count < jax.process_count():
             if self._lock is not None:
@@ -129,10 +143,24 @@ class Manager(AbstractContextManager):
             todelete_subdir="deleted",  # a step moves there before its files go, because half a step must not look like one
             lightweight_initialize=True,  # reads no step, so a damaged one does not prevent opening
             # In the background, a folder that cannot be made leaves orbax's threads waiting for it for 20 minutes.
-            async_options=orbax.AsyncOptions(timeout_secs=1200, create_directories_asynchronously=False),
+            async_options=orbax.AsyncOptions(
+                timeout_secs=1200,
+                create_directories_asynchronously=False,
+                barrier_sync_fn=self._wait_in_thread,
+            ),
         )
         self._handler = orbax.StandardCheckpointHandler()
         self._orbax = orbax.CheckpointManager(self.folder, options=options, item_handlers={"state": self._handler})
+
+    def _wait_in_thread(self, key: str, timeout_ms: int) -> None:
+        """Orbax's wait for all processes in its threads, which may come here with an error that nobody has seen yet.
+
+        The others wait elsewhere, for what this process will not do any more: they have to know.
+        """
+        error = sys.exception()
+        if error is not None and not isinstance(error, Abandoned) and threading.current_thread() is not threading.main_thread():
+            self._work.abandon(self._why(error))
+        self._work.wait(key)
 
     def _open(self) -> None:
         self.steps()  # refuses a URL whose packages are missing
@@ -175,11 +203,12 @@ class Manager(AbstractContextManager):
         # an error in the computation of the state appears here
         sealed = manifest.seal(step, metric, metadata, leaves, self._score)
         data = {name: key_data(leaf) for name, leaf in leaves.items() if leaf.size}
-        size = sum(leaf.nbytes for leaf in data.values())
+        self._size = size = sum(leaf.nbytes for leaf in data.values())
         # where arrays lie in the host's memory, a copy of all would double it
         limit = memory.in_flight(data.values()) if jax.default_backend() == "cpu" else None
         writer: Any = self._handler._impl._handler_impl
         writer._save_device_host_concurrent_bytes = writer._save_concurrent_bytes = limit
+        self._work = _together(f"the save of step {step}")
         try:
             first(lambda: self._make_room(step, size))
             if list(self._orbax.all_steps()) != self.steps():
@@ -188,9 +217,9 @@ class Manager(AbstractContextManager):
             items = orbax.args.Composite(state=orbax.args.StandardSave(data, pieces))
             self._orbax.save(step, args=items, custom_metadata=sealed, force=True)
         except Exception as error:
-            self._failed(step, error, size)
+            self._failed(step, error)
         else:
-            self._saving = threading.Thread(target=self._finish, args=(step, size))
+            self._saving = threading.Thread(target=self._finish, args=(step,))
             self._saving.start()
         if limit is not None:  # then orbax copies while it writes
             self.wait()
@@ -239,24 +268,33 @@ class Manager(AbstractContextManager):
         if self._lock is not None:
             self._lock.close()
 
-    def _finish(self, step: int, size: int) -> None:
+    def _finish(self, step: int) -> None:
         """In a thread: the end of a save."""
         try:
             self._orbax.wait_until_finished()
         except BaseException as error:
-            return self._failed(step, error, size)
+            return self._failed(step, error)
         self._tidy()
         memory.give_back()
 
-    def _failed(self, step: int, error: BaseException, size: int) -> None:
-        reason = _reason(error)
+    def _failed(self, step: int, error: BaseException) -> None:
+        reason = self._why(error)
+        if not isinstance(error, Abandoned):
+            self._work.abandon(reason)  # the others stop to wait for this process, and give up the same step
         self._problem = f"{self.folder}: step {step} was not saved: {reason}"
+        self._tidy()
+        self.log(f"{self._problem}; earlier checkpoints are kept")
+
+    def _why(self, error: BaseException) -> str:
+        """Why a save failed. Where another process was the cause, what that one said: its disk may be another one."""
+        if isinstance(error, Abandoned):
+            return str(error)
+        reason = _reason(error)
         with suppress(OSError):
             if "No space left" in reason or "Disk quota" in reason:
                 free = shutil.disk_usage(self.folder).free
-                self._problem += f"; it needs up to {size:,} bytes, {free:,} are free"
-        self._tidy()
-        self.log(f"{self._problem}; earlier checkpoints are kept")
+                return f"{reason}; it needs up to {self._size:,} bytes, {free:,} are free"
+        return reason
 
     def _make_room(self, step: int, size: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -331,6 +369,11 @@ def restore_params(folder: Folder, abstract: Tree, step: int | None = None, part
     return restored
 
 
+def _together(what: str) -> Work:
+    _works[:] = [Work(what)]
+    return _works[0]
+
+
 def _newest_good(
     folder: epath.Path, abstract: Tree, prefix: str, step: int | None, on_damage: Callable[[int, str], None]
 ) -> tuple[int, Tree, dict] | None:
@@ -380,7 +423,9 @@ def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[st
     full = {name: leaf for name, leaf in numbers.items() if leaf.size}
     problems: list[str] = []
     for limit in (memory.in_flight(full.values()), None):  # pieces that other programs wrote may be larger than this
-        context, problem = ocp.Context(), None
+        me = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+        context, problem = ocp.Context(multiprocessing_options=alone), None  # orbax waits for no other process
         context.pytree.loading.partial_load = True
         context.memory.read_concurrent_bytes = limit
         try:
@@ -389,7 +434,7 @@ def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[st
                 data |= ocp.load(path, full) if full else {}
         except Exception as error:
             problem = _reason(error)
-        problems = [reason for reason in all_gather_object(problem) if reason]
+        problems = [reason for reason in all_gather_object(problem, f"the restore of {path}") if reason]
         if not any("Requested more bytes" in reason for reason in problems):  # else all processes try once more
             break
     for reason in problems:

@@ -2,7 +2,9 @@
 
 import contextlib
 import hashlib
+import json
 import logging
+import math
 import shlex
 import tempfile
 import time
@@ -44,7 +46,6 @@ from jaxformer.training.step import TrainState, abstract_state, averaged_steps, 
 
 log = logging.getLogger("jaxformer")
 TRACED = 10, 15  # the first and last step of a profile, counted from the start of the process: the first ones compile
-LONG = 10.0  # a compilation, an evaluation or a save may take this many times as long as the watchdog grants a step
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +112,7 @@ def train(
     dataset = open_data(experiment)  # before anything is written: most mistakes show here
     if can_sample(experiment, dataset):
         ask(experiment, experiment.sample, dataset.tokenizer)
-    if dataset.digest != processes.first(lambda: dataset.digest):
+    if dataset.digest != processes.first(lambda: dataset.digest, "the comparison of data"):
         raise ConfigError("the data here are not those of process 0; give every host the same files")
     known = check_scores(experiment, recipe, dataset)
     lines = processes.first(lambda: [] if folder.config.is_file() else introduce(experiment, runs))
@@ -123,7 +124,15 @@ def train(
         compilation_cache.enable(runs)
         record = Record(folder.metrics if processes.is_first() else None)
         stack.callback(record.close)
-        begin = partial(first_params, experiment.initial, experiment.model, recipe, runs)
+        watchdog = stack.enter_context(processes.Watchdog(processes.step_limit()))
+        watchdog.phase("the restore")
+
+        def begin():
+            watchdog.phase("the first parameters", patience=math.inf)  # they may have to be downloaded
+            params = first_params(experiment.initial, experiment.model, recipe, runs)
+            watchdog.phase("the first state")
+            return params
+
         state, start = restore(recipe, folder, dataset, manager, record, mesh, begin)
         # not before: first parameters are on one device, and under a mesh JAX computes nothing with them
         if mesh is not None and experiment.mesh.backend == "jit":
@@ -141,7 +150,7 @@ def train(
             console.say(line)
         refreshed = None if refresh is None or not processes.is_first() else partial(harmless(refresh, share=0.05), folder)
         job = prepare(experiment, recipe, folder, dataset, mesh, refreshed)
-        watchdog = stack.enter_context(processes.Watchdog(processes.step_limit()))
+        watchdog.phase("the first evaluation" if start < job.steps else "the last evaluation")
         goodput = Goodput(folder.goodput if processes.is_first() else None, began)
         if start < job.steps:
             if not known and not was_scored(record.lines, saves.best):
@@ -151,15 +160,15 @@ def train(
         else:
             console.say(f"this run is finished: {job.steps} steps are done in {folder.path}")
             scores = job.evaluate(state.best, final=True)
-        watchdog.beat(job.steps, patience=LONG)
+        watchdog.phase("the end")
         return finish(job, folder, dataset, state, scores, record, console, reports)
 
 
 def check_hosts(experiment: Experiment, source: Source | None) -> None:
     """Raises ConfigError where the experiment here is not that of process 0: one would wait for what another never does."""
     code = None if source is None else (source.text, sorted(source.imports.values()))
-    here = config.describe(experiment), code
-    there = processes.first(lambda: here)
+    here = json.loads(config.to_json([config.describe(experiment), code], default=str))
+    there = processes.first(lambda: here, "the comparison of experiments")
     if here != there:
         different = "; ".join(compare(there[0], here[0])) or "its file, or one that it imports"
         advice = "give every host the same file and options"
@@ -397,7 +406,7 @@ def loop(
         for step, batch in enumerate(batches, start):
             part = "recomputed" if step < record.reached else "step"
             goodput.lap("data" if report.is_idle() else part)
-            watchdog.beat(step, patience=LONG if step == start else 1.0)  # the first one compiles
+            watchdog.beat(step, patience=processes.LONG if step == start else 1.0)  # the first one compiles
             if job.profile is not None and step == start + TRACED[0]:
                 trace.enter_context(jax.profiler.trace(job.profile))
             with jax.transfer_guard("disallow"):  # whatever a step needs is on the device already
@@ -415,13 +424,13 @@ def loop(
                 if evaluates or saves:
                     report.now()
             except NonFinite as bad:
-                watchdog.beat(step, patience=LONG)
+                watchdog.beat(step, patience=processes.LONG, doing="what is bad in it")
                 job.explain(job.gather(state), bad.step)
                 raise
             goodput.lap(part)
             if not (evaluates or saves):
                 continue
-            watchdog.beat(step, patience=LONG)
+            watchdog.beat(step, patience=processes.LONG, doing="evaluation" if evaluates else "save")
             memory.give_back()
             job.check(state, done)  # before anything is made of it
             rank, keep = None, partial(save, job, manager, record, done, state)

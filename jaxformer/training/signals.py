@@ -4,7 +4,8 @@ import os
 import signal
 
 import jax
-from jax.experimental import multihost_utils
+
+from jaxformer.parallel import processes
 
 
 class Interrupted(RuntimeError):
@@ -18,8 +19,7 @@ class Interrupted(RuntimeError):
 class Signals:
     """Remembers SIGTERM and SIGINT, so that a run ends between two steps; the second one ends it at once.
 
-    With several processes SIGTERM is JAX's, whose preemption service tells the others; SIGINT becomes one. A Python handler
-    would take the signal away, and no process would stop.
+    With several processes SIGTERM belongs to `parallel.peers`, which tells the others; SIGINT becomes one.
     """
 
     def __init__(self):
@@ -36,7 +36,7 @@ class Signals:
     def after(self, step: int) -> int:
         """The signal that stops the run after `step` steps; 0 for none. Call it after every step."""
         if self._several:
-            return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else 0
+            return processes.signal_after(step)
         return self._received
 
     def _handle(self, signum, frame) -> None:

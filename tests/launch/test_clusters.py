@@ -161,3 +161,16 @@ def test_a_launcher_that_is_not_there_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError))
     with pytest.raises(Exception, match="kubectl: not installed here; DRY=1 prints its input"):
         slices.submit("", ["kubectl", "apply", "-f"], False, [])
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("30", 1800), ("9:59", 599), ("1:00:00", 3600), ("1-0", 86400), ("1-12", 129600), ("1-12:30", 131400),
+        ("1-12:30:05", 131405), ("0", 0),
+    ],
+)  # fmt: skip
+def test_a_time_limit_is_read_as_slurm_reads_it(time, seconds):
+    from experiments.launch import slurm
+
+    assert slurm.seconds(time) == seconds

@@ -166,6 +166,8 @@ MISTAKES = [
     (f"gke quickstart {FOUR} --bucket=b --image=i --slices=2 -- --mesh.data=-1", "give --mesh.slices=2"),
     ("slurm quickstart --nodes=0", "at least one node"),
     ("slurm quickstart --time=soon", "hours:minutes:seconds"),
+    ("slurm quickstart --time=2", "TIME=2: less than 10 minutes; Slurm stops the run 120 s before"),
+    ("slurm quickstart --time=0:09:59", "less than 10 minutes"),
     ("slurm quickstart --gpus=8", "has no jax; rm -rf .venv-cuda; make .venv-cuda/ready"),
     ("slurm quickstart --nodes=2 --gpus=0 --dry", "uses 1 of 2 devices"),
     ("slurm gpt2_small --nodes=1 --gpus=0 --dry", "--data.path=openwebtext/: not here"),

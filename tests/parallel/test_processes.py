@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from experiments.launch import pod_sim
 from jaxformer import config, parallel, sharding
 from jaxformer.errors import ConfigError
 from jaxformer.parallel import peers, processes
+from jaxformer.parallel.link import Link
 from jaxformer.parallel.processes import Processes
 from jaxformer.training import checkpoint, loop
 from jaxformer.training.manifest import fingerprints
@@ -241,8 +241,8 @@ def test_a_process_that_died_before_the_others_came_may_come_again():
     early = socket.socket()
     while early.connect_ex(("127.0.0.1", port)):
         time.sleep(0.05)
-    early = Connection(early.detach())
-    peers.send([early], index=1, count=3, name="the first try")
+    early = Link(early)
+    early.put(index=1, count=3, name="the first try", numerics={})
     time.sleep(0.2)
     early.close()
     joined = [join(1, 3, port)]
