@@ -23,7 +23,10 @@ KERNELS = {"splash": "splash", "cudnn": "__cudnn"}  # and how a program names th
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """What one token more for each of `rows` texts of `length` tokens costs a device. Bytes are the compiler's."""
+    """What one token more for each of `rows` texts of `length` tokens costs a device. Bytes are the compiler's.
+
+    Where it does not fit nothing runs, so there are no seconds and no speed: these are None, and `seconds` is empty.
+    """
 
     where: str  # devices, mesh, rows and length
     weight_bytes: int
@@ -37,8 +40,8 @@ class DecodePlan:
     moved_bytes: float  # by the step as it is compiled
     collectives: list[dict]
     seconds: dict[str, float]
-    tokens_per_second: float  # of all rows, by memory and network
-    bound: float  # the same where a step moves no more than it needs
+    tokens_per_second: float | None  # of all rows, by memory and network
+    bound: float | None  # the same where a step moves no more than it needs
     kernel: str  # of attention inside prefill
     versions: dict[str, str]  # of jax and the compiler
 
@@ -84,14 +87,15 @@ def plan_decode(
     seconds = roofline.seconds(0.0, traffic, exchanges, mesh, chip)  # no product is large: memory and network decide
     peak, temporary = (max(size[name], first[name]) for name in ("peak_bytes", "temporary_bytes"))
     split = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "data=1"
+    fits = bool(step and prefill) and peak <= chip.memory
     return DecodePlan(
         f"{name}: {len(devices)} x {devices[0].device_kind}, {split}; {rows} rows of {length:,} tokens",
         weight_bytes=device_bytes(weights), cache_bytes=device_bytes(cache), temporary_bytes=temporary, peak_bytes=peak,
-        capacity_bytes=int(chip.memory), fits=bool(step and prefill) and peak <= chip.memory,
+        capacity_bytes=int(chip.memory), fits=fits,
         donated=bool(step) and step.memory_analysis().alias_size_in_bytes >= 0.99 * device_bytes(cache),
-        needed_bytes=needed, moved_bytes=sum(traffic), seconds=seconds.parts(),
+        needed_bytes=needed, moved_bytes=sum(traffic), seconds=seconds.parts() if fits else {},
         collectives=[one._asdict() for one in hlo.by_axes(exchanges, mesh)],
-        tokens_per_second=rows / seconds.step, bound=rows * chip.bandwidth / needed,
+        tokens_per_second=rows / seconds.step if fits else None, bound=rows * chip.bandwidth / needed if fits else None,
         kernel=next((kernel for kernel, mark in KERNELS.items() if prefill and mark in (prefill.as_text() or "")), "blockwise"),
         versions=topology.versions(devices[0].platform),
     )  # fmt: skip
@@ -133,7 +137,9 @@ def table(plan: DecodePlan) -> str:
     for one in plan.collectives:
         axes = "*".join(one["axes"]) or "-"
         rows.append(f"{one['kind']:<18} {one['count']:>5} a step over {axes}, {one['bytes'] / 2**20:,.2f} MiB a device")
-    parts = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in plan.seconds.items())
-    best = f"{plan.tokens_per_second:,.0f} tokens/s; {plan.bound:,.0f} by the bandwidth of memory alone"
+    if plan.tokens_per_second is not None:
+        parts = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in plan.seconds.items())
+        best = f"{plan.tokens_per_second:,.0f} tokens/s; {plan.bound:,.0f} by the bandwidth of memory alone"
+        rows += [f"roofline, an estimate: {parts}", f"at best            {best}"]
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
-    return "\n".join([*rows, f"roofline, an estimate: {parts}", f"at best            {best}", f"planned with {versions}"])
+    return "\n".join([*rows, f"planned with {versions}"])

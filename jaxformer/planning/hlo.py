@@ -240,12 +240,18 @@ def _size(dtype: str, dims: str) -> float:
 
 
 def largest(report: str, count: int = 8) -> list[dict]:
-    """The largest buffers in the compiler's memory-usage report, each as `{"bytes", "shape"}` of the largest array it holds."""
-    buffers: list[dict[str, Any]] = []
-    for size, unit, shapes in re.findall(r"\);\s+([\d.]+)(\w*i?B);\s+\d+;\s+\d+; (.*)", report):
+    """The largest buffers in the compiler's memory-usage report, as `{"count", "bytes", "shape"}` of the largest array in each.
+
+    Equal ones are one entry. The TPU compiler writes one report several times, as messages of its log: each is read once.
+    """
+    messages = re.split(r"^(?=[IWEF]\d{4} )", report, flags=re.MULTILINE)
+    tables = {tuple(re.findall(r"\);\s+([\d.]+)(\w*i?B);\s+(\d+);\s+\d+; (.*)", message)) for message in messages}
+    buffers = Counter[tuple[int, str]]()
+    for size, unit, _, shapes in (row for table in tables for row in table):
         first = max(re.findall(r"\w+\[[\d,]*\]", shapes), key=_in_memory)
-        buffers.append({"bytes": int(float(size) * _UNITS[unit]), "shape": first})
-    return sorted(buffers, key=lambda one: -one["bytes"])[:count]
+        buffers[int(float(size) * _UNITS[unit]), first] += 1
+    rows = [{"count": number, "bytes": size, "shape": shape} for (size, shape), number in buffers.items()]
+    return sorted(rows, key=lambda one: (-one["bytes"], one["shape"]))[:count]
 
 
 def largest_results(text: str, count: int = 4) -> list[dict]:

@@ -22,7 +22,10 @@ from jaxformer.training.step import abstract_state, make_train_step
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step costs a device. Bytes and collectives are the compiler's, `flops` counted; `seconds` are an estimate."""
+    """What a step costs a device. Bytes and collectives are the compiler's, `flops` counted; `seconds` are an estimate.
+
+    Of a step that does not fit nothing runs, so it has no seconds and no speed: these are None, and `seconds` is empty.
+    """
 
     topology: str
     chip: str
@@ -43,8 +46,8 @@ class Plan:
     moved_bytes: float  # through a device's memory
     collectives: list[dict]
     seconds: dict[str, float]  # the parts of `roofline.Seconds`
-    step_seconds: float
-    tokens_per_second: float
+    step_seconds: float | None
+    tokens_per_second: float | None
     mfu: dict[str, float]  # at that speed
     compile_seconds: float
     versions: dict[str, str]  # of jax and the compiler
@@ -97,14 +100,15 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     tokens, trained = experiment.batch_size * length, trained_weights(experiment)
     seconds = roofline.seconds(counted.matmul / len(devices), moved, exchanges, mesh, chip)
     speed = tokens / seconds.step
+    share = cost.utilization(model, length, speed, len(devices), kind, source, trained)
     return Plan(
         topology=name, chip=kind, devices=len(devices), mesh={k: v for k, v in mesh.shape.items() if v > 1},
         parameters=parameters, tokens=tokens, flops=counted.matmul,
         model_flops=cost.training_flops(model, length, source, trained) * tokens,
         capacity_bytes=int(chip.memory), fits=fits, evaluation_bytes=scoring, **memory,
         moved_bytes=sum(moved), collectives=[one._asdict() for one in hlo.by_axes(exchanges, mesh)],
-        seconds=seconds.parts(), step_seconds=seconds.step, tokens_per_second=speed,
-        mfu=cost.utilization(model, length, speed, len(devices), kind, source, trained),
+        seconds=seconds.parts() if fits else {}, step_seconds=seconds.step if fits else None,
+        tokens_per_second=speed if fits else None, mfu=share if fits else {},
         compile_seconds=time.monotonic() - began,
         versions=topology.versions(devices[0].platform),
         notes=[*traced.notes, *sorted(counted.notes), *_notes(log, experiment.mesh, mesh.shape["stage"])],
@@ -149,14 +153,14 @@ def table(plan: Plan) -> str:
     for one in plan.collectives:
         axes = "*".join(one["axes"]) or "-"
         rows.append(f"{one['kind']:<18} {one['count']:>5} a step over {axes}, {one['bytes'] / 2**20:,.1f} MiB a device")
-    if plan.collectives or plan.fits:
+    if plan.tokens_per_second is not None:
         parts = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in plan.seconds.items())
         rows += [
             f"roofline, an estimate: {parts}; most is {max(plan.seconds, key=plan.seconds.__getitem__)}",
             f"at best            {plan.tokens_per_second:,.0f} tokens/s, MFU "
             + ", ".join(f"{value:.0%} ({name})" for name, value in plan.mfu.items()),
         ]
-    rows += [f"large              {gib(one['bytes'])}  {one['shape']}" for one in plan.largest]
+    rows += [f"large              {one['count']} x {gib(one['bytes'])}  {one['shape']}" for one in plan.largest]
     rows += [f"note: {note}" for note in plan.notes]
     versions = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
     return "\n".join([*rows, f"planned in {plan.compile_seconds:.0f} s with {versions}"])

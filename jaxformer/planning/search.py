@@ -134,12 +134,12 @@ def search(experiment: Any, name: str, devices: list, count: int = 12, most: int
             print(f"{number}: {options(one, experiment)}: {error}", file=sys.stderr, flush=True)
             continue
         plans.append((one, planned))
-        speed = f"{planned.tokens_per_second:,.0f} tokens/s" if planned.fits else "does not fit"
+        speed = "does not fit" if planned.tokens_per_second is None else f"{planned.tokens_per_second:,.0f} tokens/s"
         line = f"{number}: {options(one, experiment)}: {planned.peak_bytes / cost.GIB:.1f} GiB, {speed}"
         print(line, file=sys.stderr, flush=True)
         if sum(planned.fits for _, planned in plans) >= count:
             break
-    return sorted(plans, key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second, pair[1].peak_bytes))
+    return sorted(plans, key=lambda pair: (not pair[1].fits, -(pair[1].tokens_per_second or 0), pair[1].peak_bytes))
 
 
 def _varied(pairs: list[tuple]) -> list[tuple]:

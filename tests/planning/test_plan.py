@@ -78,6 +78,10 @@ def test_what_does_not_fit_is_an_answer():
     assert run.returncode == 3, run.stderr
     made = json.loads(run.stdout)
     assert not made["fits"] and made["peak_bytes"] > made["capacity_bytes"] and len(made["largest"]) >= 3
+    # of what does not run, no speed is known; and the compiler's report, which it writes three times, is read once
+    assert made["tokens_per_second"] is made["step_seconds"] is None and made["seconds"] == made["mfu"] == {}
+    rows = [(row["bytes"], row["shape"]) for row in made["largest"]]
+    assert len(set(rows)) == len(rows)
 
 
 def ring_seconds(kind, axes, mesh, chip, size=10**9, overlapped=False):
