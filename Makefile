@@ -72,7 +72,7 @@ plan: .venv-plan/ready$(if $(GPU),-gpu)  ## a step compiled for a pod that is no
 given = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z a-z)=$(call quote,$($(name)))))
 launch = @$(BIN)/python -m experiments.launch.$(1) $(call quote,$(EXP)) $(if $(DRY),--dry) $(call given,$(2)) $(3) -- $(ARGS)
 
-pod-train: $(VENV)/ready   ## train on a TPU VM or pod: EXP=quickstart TPU=my-pod ZONE=us-east5-a TOPOLOGY=v5e:4x4 BUCKET=b ARGS="--mesh.data=-1" [SPOT=1] [DRY=1]
+pod-train: $(VENV)/ready   ## train on a TPU VM or pod: EXP=quickstart TPU=my-pod ZONE=us-east5-a TOPOLOGY=v5e:4x4 BUCKET=my-bucket ARGS="--mesh.data=-1" [SPOT=1] [DRY=1]
 	$(call launch,tpu_vm,TPU ZONE PROJECT TOPOLOGY BUCKET RUNS RETRIES,$(if $(SPOT),--spot))
 
 CUDA := $(if $(DRY),,$(if $(filter 0,$(GPUS)),$(VENV)/ready-hosts,.venv-cuda/ready))
@@ -84,10 +84,10 @@ image: $(VENV)/ready       ## build and push the image of gke-train, with the ve
 	docker build -f experiments/launch/Dockerfile -t $(call quote,$(IMAGE)) --build-arg PYTHON=$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])') .
 	docker push $(call quote,$(IMAGE))
 
-gke-train: $(VENV)/ready   ## submit a GKE JobSet: EXP=quickstart TOPOLOGY=v5e:4x4 IMAGE=... BUCKET=b ARGS="--mesh.data=-1" [SLICES=2] [DRY=1]
+gke-train: $(VENV)/ready   ## submit a GKE JobSet: EXP=quickstart TOPOLOGY=v5e:4x4 IMAGE=... BUCKET=my-bucket ARGS="--mesh.data=-1" [SLICES=2] [DRY=1]
 	$(call launch,gke,TOPOLOGY SLICES IMAGE BUCKET CLAIM ACCOUNT RETRIES,$(if $(SPOT),--spot))
 
-sky-train: $(VENV)/ready   ## submit a SkyPilot managed job: EXP=quickstart TOPOLOGY=v5e:4x4 BUCKET=gs://b ARGS="--mesh.data=-1", or GPUS=H100:8 NODES=2 [DRY=1]
+sky-train: $(VENV)/ready   ## submit a SkyPilot managed job: EXP=quickstart TOPOLOGY=v5e:4x4 BUCKET=gs://my-bucket ARGS="--mesh.data=-1", or GPUS=H100:8 NODES=2 [DRY=1]
 	$(call launch,skypilot,TOPOLOGY NODES BUCKET RETRIES,$(if $(GPUS),--accelerators=$(call quote,$(GPUS))))
 
 N ?= 2

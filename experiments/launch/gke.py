@@ -8,7 +8,6 @@ TPU nodes and the JobSet controller, and an image of this checkout (`make image 
 kubernetes.io/docs/tasks/job/pod-failure-policy, 2026-11.
 """
 
-import json
 import re
 import sys
 
@@ -92,14 +91,16 @@ spec:
 
 def add_options(parser) -> None:
     parser.add_argument("--topology", default="", help="topology of one slice, such as v5e:4x4")
-    parser.add_argument("--slices", type=int, default=1, help="number of slices (also set the experiment's --mesh.slices)")
+    parser.add_argument(
+        "--slices", type=slices.count, default=1, help="number of slices (also set the experiment's --mesh.slices)"
+    )
     parser.add_argument("--image", default="", help="a container image of this checkout")
     parser.add_argument("--bucket", default="", help="bucket for runs, mounted by GKE's gcsfuse driver")
     parser.add_argument("--claim", default="", help="or a PersistentVolumeClaim with many writers (Filestore)")
     parser.add_argument("--account", default="default", help="Kubernetes service account with access to the bucket")
     parser.add_argument("--spot", action="store_true", help="use spot nodes")
     parser.add_argument("--name", default="", help="name of the JobSet (default: the experiment's)")
-    parser.add_argument("--retries", type=int, default=10, help="restarts that are not preemptions")
+    parser.add_argument("--retries", type=slices.count, default=10, help="restarts that are not preemptions")
 
 
 def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
@@ -115,7 +116,7 @@ def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
             raise ConfigError(f"{option.upper()}={value}: expected a plain name of letters, digits, dots and dashes")
     if options.slices < 1:
         raise ConfigError(f"SLICES={options.slices}: must be at least 1")
-    if not re.fullmatch(r"[\w./:@-]+", options.image):
+    if not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*\w", options.image, re.ASCII):
         raise ConfigError(f"IMAGE={options.image}: expected the name of a container image")
     hosts = door.Hosts(options.slices * tpu.devices, options.slices * tpu.hosts, options.slices, files="image", mount="/runs")
     command = door.train_command(options.experiment, arguments, "/runs", hosts)
@@ -130,8 +131,8 @@ def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
         spot=SPOT.rstrip() if options.spot else "",
         image=slices.word(options.image),
         account=slices.word(options.account),
-        # Kubernetes makes one of two dollars, and YAML's escapes have no surrogates
-        command=json.dumps(["python", *command.words], ensure_ascii=False).replace("$", "$$"),
+        # Kubernetes makes one of two dollars
+        command=f"[{', '.join(slices.quoted(each) for each in ['python', *command.words])}]".replace("$", "$$"),
         fuse=str(bool(bucket)).lower(),
         volume=(
             BUCKET.format(bucket=slices.word(bucket), caches=CACHES)
@@ -144,7 +145,8 @@ def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
 
 def launch(options, arguments: list[str]) -> int:
     text, facts = manifest(options, arguments)
-    return slices.submit(text, ["kubectl", "apply", "-f"], options.dry, facts)
+    end = ["kubectl", "delete", "jobset", options.name or slices.job_name(options.experiment)]
+    return slices.submit(text, ["kubectl", "apply", "-f"], options.dry, facts, end)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -36,22 +36,21 @@ setup: |
   python3 -m pip install -q --user uv
   ~/.local/bin/uv venv -q --allow-existing --python {python} .venv
   ~/.local/bin/uv pip install -q -c ~/constraints.txt -e '.[{extra},hosts]'
-run: |
-{environment}  exec .venv/bin/python {command}
+run: {run}
 """
 GPUS = """\
-  export JAXFORMER_COORDINATOR="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):8482"
-  export JAXFORMER_PROCESSES=$SKYPILOT_NUM_NODES JAXFORMER_PROCESS=$SKYPILOT_NODE_RANK
+export JAXFORMER_COORDINATOR="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):8482"
+export JAXFORMER_PROCESSES=$SKYPILOT_NUM_NODES JAXFORMER_PROCESS=$SKYPILOT_NODE_RANK
 """  # on a TPU slice JAX finds the hosts without variables
 
 
 def add_options(parser) -> None:
     parser.add_argument("--topology", default="", help="a TPU slice, such as v5e:4x4")
     parser.add_argument("--accelerators", default="", help="or GPUs per node, such as H100:8")
-    parser.add_argument("--nodes", type=int, default=1, help="number of GPU nodes")
+    parser.add_argument("--nodes", type=slices.count, default=1, help="number of GPU nodes")
     parser.add_argument("--bucket", default="", help="bucket for runs: gs://name, s3://name, ...")
     parser.add_argument("--on-demand", action="store_true", help="do not use spot nodes")
-    parser.add_argument("--retries", type=int, default=3, help="restarts after a failure that is not a preemption")
+    parser.add_argument("--retries", type=slices.count, default=3, help="restarts after a failure that is not a preemption")
 
 
 def task(options, arguments: list[str]) -> tuple[str, list[str]]:
@@ -61,8 +60,9 @@ def task(options, arguments: list[str]) -> tuple[str, list[str]]:
     bucket = options.bucket
     if bucket.startswith("gs://") or (bucket and options.topology):
         bucket = f"gs://{slices.bucket_name(bucket)}"
-    if not re.fullmatch(r"[a-z0-9]+://[\w./-]+", bucket):
-        raise ConfigError(f"BUCKET={bucket}: runs must outlive their nodes; expected gs://name or s3://name")
+    elif not is_source(bucket):
+        expected = f"expected gs://name, s3://name or another source that SkyPilot mounts, with a bucket of {slices.RULES}"
+        raise ConfigError(f"BUCKET={bucket}: runs must outlive their nodes; {expected}")
     if options.nodes < 1 or (options.topology and options.nodes > 1):
         raise ConfigError(f"NODES={options.nodes}: expected at least 1; a TPU slice has its own number of hosts")
     accelerators, runtime = options.accelerators, ""
@@ -90,17 +90,28 @@ def task(options, arguments: list[str]) -> tuple[str, list[str]]:
         lock=lock.FILE,
         python=lock.PYTHON,
         extra="tpu" if options.topology else "cuda",
-        environment=GPUS if options.nodes > 1 else "",
-        command=shlex.join(command.words).replace("\n", "\n  "),  # a line of the block begins with two spaces
+        run=slices.block(f"{GPUS if options.nodes > 1 else ''}exec .venv/bin/python {shlex.join(command.words)}", "  "),
     )
     return text, command.facts
+
+
+def is_source(text: str) -> bool:
+    """Whether SkyPilot mounts it: docs.skypilot.co/en/latest/reference/storage.html, 2026-11."""
+    if re.fullmatch("oci://[A-Za-z0-9._-]+/?", text):  # the only one with large letters
+        return True
+    folder = "(?:/[A-Za-z0-9_./-]*)?"
+    places = (rf"(?:s3|r2|nebius|cw)://([^/]+){folder}", rf"cos://[a-z0-9-]+/([^/]+){folder}",
+              rf"https://[a-z0-9]{{3,24}}\.blob\.core\.windows\.net/([^/]+){folder}")  # fmt: skip
+    found = [match for place in places if (match := re.fullmatch(place, text))]
+    return any(slices.is_bucket(match[1]) for match in found)
 
 
 def launch(options, arguments: list[str]) -> int:
     text, facts = task(options, arguments)
     if not options.dry:
         lock.write()
-    return slices.submit(text, ["sky", "jobs", "launch", "--yes"], options.dry, facts)
+    end = ["sky", "jobs", "cancel", "--name", slices.job_name(options.experiment)]
+    return slices.submit(text, ["sky", "jobs", "launch", "--yes"], options.dry, facts, end)
 
 
 def main(argv: list[str] | None = None) -> int:

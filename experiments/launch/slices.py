@@ -1,18 +1,23 @@
 """Parts of every launcher: TPU slices, names of buckets, options."""
 
 import argparse
+import contextlib
 import hashlib
 import json
 import math
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from jaxformer.cli.arguments import Answered
 from jaxformer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +26,9 @@ SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # small three-dimensional shapes; 
 
 
 NO_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")  # what YAML 1.1 makes of these words
+# cloud.google.com/storage/docs/buckets#naming, docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html; 2026-11
+RULES = "small letters, digits, dashes and dots, 3 to 63 of them, a letter or digit at both ends"
+RESERVED = re.compile(r"goog|.*g[o0]{2}gle|xn--|sthree-|amzn-s3-demo-|.*(-s3alias|--ol-s3|\.mrap|--x-s3|--table-s3)$")
 
 
 @dataclass(frozen=True)
@@ -111,9 +119,48 @@ def parse_tpu_vm(text: str) -> Slice:
 def bucket_name(text: str) -> str:
     """The name of a Google Cloud bucket, which may be written `name`, `name/` or `gs://name`."""
     name = text.removeprefix("gs://").rstrip("/")
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
-        raise ConfigError(f"BUCKET={text}: expected the name of a bucket, such as my-bucket or gs://my-bucket")
+    if not is_bucket(name, "_"):
+        raise ConfigError(f"BUCKET={text}: expected the name of a bucket ({RULES}), such as my-bucket or gs://my-bucket")
     return name
+
+
+def is_bucket(name: str, more: str = "") -> bool:
+    """Whether a provider would make a bucket of that name; `more` are letters that it takes beside those of all."""
+    parts = name.split(".")
+    is_address = len(parts) == 4 and all(part.isdigit() for part in parts)
+    fits = re.fullmatch(rf"[a-z0-9][a-z0-9.{more}-]+[a-z0-9]", name) and all(0 < len(part) <= 63 for part in parts)
+    longest = 222 if more and len(parts) > 1 else 63  # Google's names of domains
+    return bool(fits) and len(name) <= longest and not is_address and not RESERVED.match(name)
+
+
+def check_runs(runs: str, hosts: int | None) -> None:
+    """Raises ConfigError for a folder of runs that the run would refuse, or that every host would have for itself.
+
+    `hosts`: how many share it; None: not known.
+    """
+    scheme, is_url, rest = runs.partition("://")
+    if is_url or re.match("[a-z0-9]+:", runs):
+        if scheme != "gs" or not is_url or not is_bucket(rest.partition("/")[0], "_"):
+            raise ConfigError(f"RUNS={runs}: expected a folder, or gs://bucket/folder with the name of a bucket ({RULES})")
+    elif not runs.isprintable():
+        raise ConfigError(f"RUNS={runs!r}: expected the path of a folder, without line ends")
+    elif hosts != 1 and not runs.startswith("/"):
+        where = "each host has one of its own there"
+        raise ConfigError(f"RUNS={runs}: {where}; give the absolute path of a folder that all hosts share, or gs://bucket/runs")
+
+
+def count(text: str) -> int:
+    """The type of an option that counts something, from 0."""
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number, 0 or more")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """The type of an option that says how long to wait."""
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", text):
+        raise argparse.ArgumentTypeError(f"{text}: expected seconds, 0 or more")
+    return float(text)
 
 
 def job_name(experiment: str) -> str:
@@ -128,9 +175,27 @@ def job_name(experiment: str) -> str:
 
 
 def word(text: str) -> str:
-    """A text as a string of YAML: in quotes where it may be a number, a time, null or a truth value."""
-    plain = re.fullmatch(r"[A-Za-z][\w./:@-]*", text) and text.lower() not in NO_TEXT
-    return text if plain else json.dumps(text, ensure_ascii=False)
+    """A text as a string of YAML: in quotes where it may be a number, a time, null, a truth value or the key of a mapping."""
+    plain = re.fullmatch(r"[A-Za-z]([A-Za-z0-9_./:@-]*[A-Za-z0-9_/@-])?", text) and text.lower() not in NO_TEXT
+    return text if plain else quoted(text)
+
+
+def quoted(text: str) -> str:
+    """A text in double quotes, as YAML and JSON read it. ConfigError for bytes that are no text.
+
+    YAML reads a line end of another alphabet as a space, and refuses letters that no terminal shows: they are escaped.
+    """
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError(f"{text!a}: holds bytes that are no UTF-8; give text")
+    escaped = lambda letter: letter if letter.isprintable() else f"\\U{ord(letter):08x}"
+    return "".join(map(escaped, json.dumps(text, ensure_ascii=False)))
+
+
+def block(text: str, indent: str) -> str:
+    """Lines as a string of YAML: a block below its key, or in quotes where a block would change them."""
+    if all(letter.isprintable() or letter == "\n" for letter in text) and not text.startswith((" ", "\n")):
+        return "|\n" + "\n".join(f"{indent}{line}" for line in text.rstrip("\n").split("\n"))
+    return quoted(text)
 
 
 def require(value: str, message: str) -> str:
@@ -163,17 +228,53 @@ def main(module: str, doc: str | None, add_options: Callable, launch: Callable, 
     except (ConfigError, NotImplementedError) as error:  # a mixer refuses what it cannot do by name
         print(f"{module}: {error}", file=sys.stderr)
         return 2
+    except Answered:  # the options of the experiment were asked for
+        return 0
 
 
-def submit(text: str, command: list[str], dry: bool, facts: list[str]) -> int:
-    """Runs `command FILE` in the checkout, where FILE holds `text`. If `dry`, prints both and the facts that were checked."""
+def submit(text: str, command: list[str], dry: bool, facts: list[str], end: list[str]) -> int:
+    """Runs `command FILE` in the checkout, where FILE holds `text`. If `dry`, prints both and the facts that were checked.
+
+    `end` is the command that ends what was submitted: whatever happens, the user sees it, since that may cost money.
+    """
+    costs = f"what is submitted costs money until it ends; to end it: {shlex.join(end)}"
     if dry:
-        print(text.rstrip(), f"# {shlex.join(command)} FILE", *(f"# {fact}" for fact in facts), sep="\n")
+        print(text.rstrip(), f"# {shlex.join(command)} FILE", *(f"# {fact}" for fact in [*facts, costs]), sep="\n")
         return 0
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:  # SkyPilot recognises a task by this suffix
         file.write(text)
         file.flush()
         try:
-            return subprocess.run([*command, file.name], cwd=ROOT).returncode
+            with stoppable():
+                code = subprocess.run([*command, file.name], cwd=ROOT).returncode
         except FileNotFoundError:
             raise ConfigError(f"{command[0]}: not installed here; DRY=1 prints its input") from None
+        except Stopped as stopped:
+            code = stopped.code
+    print(f"{command[0]}: {f'exit code {code}; ' * bool(code)}{costs}", flush=True)
+    return code
+
+
+class Stopped(BaseException):
+    """A signal asked the launcher to end; `code` is its exit code. What it rented is still there."""
+
+    def __init__(self, code: int):
+        super().__init__(code)
+        self.code = code
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a terminal that is closed raise Stopped inside, so that a last line can be printed."""
+
+    def stop(signum: int, frame: Any) -> None:
+        raise Stopped(128 + signum)
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    in_main = threading.current_thread() is threading.main_thread()  # no other one hears of signals
+    before = {each: signal.signal(each, stop) for each in signals} if in_main else {}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -46,15 +46,15 @@ scontrol requeue "$SLURM_JOB_ID"
 
 
 def add_options(parser) -> None:
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs per node; 0 for CPU nodes")
-    parser.add_argument("--cpus", type=int, default=0, help="CPUs per task (default: the cluster's)")
+    parser.add_argument("--nodes", type=slices.count, default=1)
+    parser.add_argument("--gpus", type=slices.count, default=8, help="GPUs per node; 0 for CPU nodes")
+    parser.add_argument("--cpus", type=slices.count, default=0, help="CPUs per task (default: the cluster's)")
     parser.add_argument("--time", default="24:00:00", help="time limit, after which the job is queued again")
     parser.add_argument("--partition", default="")
     parser.add_argument("--account", default="")
     parser.add_argument("--runs", default="runs", help="folder for runs, shared by all nodes")
     parser.add_argument("--python", default="", help="(default: .venv-cuda/bin/python, without GPUs .venv/bin/python)")
-    parser.add_argument("--retries", type=int, default=10, help="number of restarts after crashes")
+    parser.add_argument("--retries", type=slices.count, default=10, help="number of restarts after crashes")
 
 
 def check_environment(python: str, cuda: bool) -> None:
@@ -80,9 +80,9 @@ def seconds(time: str) -> int:
 
 def script(options, arguments: list[str]) -> tuple[str, list[str]]:
     """The batch script, and what was checked of it."""
-    if options.nodes < 1 or options.gpus < 0 or options.cpus < 0:
+    if options.nodes < 1:
         raise ConfigError(f"NODES={options.nodes} GPUS={options.gpus} CPUS={options.cpus}: expected at least one node")
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", options.time):
+    if not re.fullmatch(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}", options.time):
         raise ConfigError(f"TIME={options.time}: expected hours:minutes:seconds, or days-hours:minutes:seconds")
     if 0 < seconds(options.time) < LEAST:
         why = f"Slurm stops the run {MARGIN} s before, or up to 60 s earlier, so it would be queued again and again"
@@ -90,9 +90,10 @@ def script(options, arguments: list[str]) -> tuple[str, list[str]]:
     lines = [f"--gpus-per-node={options.gpus}"] * bool(options.gpus) + [f"--cpus-per-task={options.cpus}"] * bool(options.cpus)
     for option in ("partition", "account"):
         if value := getattr(options, option):
-            if not re.fullmatch(r"[\w.,-]+", value):
+            if not re.fullmatch(r"[\w.][\w.,-]*", value, re.ASCII):
                 raise ConfigError(f"{option.upper()}={value}: expected a name")
             lines.append(f"--{option}={value}")
+    slices.check_runs(options.runs, 1)  # all nodes share the folder of this checkout
     python = options.python or (".venv-cuda/bin/python" if options.gpus else ".venv/bin/python")
     if not options.dry:
         check_environment(python, options.gpus > 0)
@@ -116,7 +117,8 @@ def script(options, arguments: list[str]) -> tuple[str, list[str]]:
 
 def launch(options, arguments: list[str]) -> int:
     text, facts = script(options, arguments)
-    return slices.submit(text, ["sbatch"], options.dry, facts)
+    end = ["scancel", "--me", f"--name={slices.job_name(options.experiment)}"]
+    return slices.submit(text, ["sbatch"], options.dry, facts, end)
 
 
 def main(argv: list[str] | None = None) -> int:

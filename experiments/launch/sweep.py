@@ -8,6 +8,7 @@ process of its own that sees one GPU or TPU chip, by number. Exit codes are thos
 
 import argparse
 import hashlib
+import io
 import itertools
 import math
 import os
@@ -123,7 +124,7 @@ def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.
         ended = in_processes(trials, places, runs, parallel)
     ended.sort(key=lambda trial: trial.rank)
     digest = hashlib.sha256("\n".join(sorted(folder.path.name for folder in folders)).encode()).hexdigest()[:8]
-    path = epath.Path(runs) / f"sweep-{trials[0].experiment.name}-{digest}.md"
+    path = epath.Path(runs) / f"sweep-{shortened(trials[0].experiment.name)}-{digest}.md"
     print(table(ended, runs), end="", flush=True)  # before it is written: the disk may be full
     config.write_atomically(path, table(ended, runs))
     try:
@@ -132,6 +133,11 @@ def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.
         drawn = f"; no figure: {error}"
     print(f"sweep: {path}{drawn}")
     return ended
+
+
+def shortened(name: str) -> str:
+    """The begin of an experiment's name, so long that there is room beside it in the name of a file."""
+    return name.encode()[:200].decode(errors="ignore")
 
 
 def check(experiment: Experiment) -> None:
@@ -304,8 +310,9 @@ def figure(trials: Sequence[Trial], path: epath.Path) -> str:
         axes.plot([], [], "kx", label="failed")
     if len(axes.get_lines()) > 2:
         axes.legend(frameon=False, fontsize=8)
-    with path.open("wb") as file:
-        drawn.savefig(file, format="png")
+    picture = io.BytesIO()
+    drawn.savefig(picture, format="png")
+    config.write_atomically(path, picture.getvalue())  # a link of that name is replaced, not followed
     return f", {path}"
 
 

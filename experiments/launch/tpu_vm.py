@@ -49,9 +49,11 @@ MOUNT = (
     " && curl -s https://packages.cloud.google.com/apt/doc/apt-key.gpg"
     " | sudo tee /etc/apt/trusted.gpg.d/gcsfuse.asc > /dev/null"
     " && sudo apt-get -qq update && sudo apt-get -qq install -y gcsfuse; }}"
-    " && sudo install -d -o $USER /mnt/bucket && {{ mountpoint -q /mnt/bucket"
-    " || gcsfuse --implicit-dirs --rename-dir-limit=1000000 --metadata-cache-ttl-secs=0"
-    " --metadata-cache-negative-ttl-secs=0 {bucket} /mnt/bucket; }}"
+    " && sudo install -d -o $USER /mnt/bucket"
+    # another bucket, of an earlier command, is taken away: the run would go into it
+    ' && {{ [ "$(findmnt -n -o SOURCE /mnt/bucket)" = {bucket} ] || {{ {{ ! mountpoint -q /mnt/bucket'
+    " || fusermount -u /mnt/bucket; }} && gcsfuse --implicit-dirs --rename-dir-limit=1000000 --metadata-cache-ttl-secs=0"
+    " --metadata-cache-negative-ttl-secs=0 {bucket} /mnt/bucket; }}; }}"
 )
 PROBE = (  # what was started, how it is, and what is installed
     "mkdir -p ~/jaxformer.run && cd ~/jaxformer.run && echo jaxformer $(cat id 2>/dev/null || echo -)"
@@ -92,6 +94,12 @@ class Pod:
     def delete(self) -> list[str]:
         return self.gcloud("queued-resources", "delete", self.name, "--force")
 
+    def costs(self) -> str:
+        """What is still there, and the commands that delete it: of a TPU that `create` asked for, and of any other."""
+        other = self.gcloud("tpu-vm", "delete", self.name)
+        made = f"{shlex.join(self.delete())} (or, if it was made by `gcloud compute tpus tpu-vm create`: {shlex.join(other)})"
+        return f"tpu_vm: {self.name} costs money, if it exists, until you delete it: {made}"
+
     def warm(self) -> list[str]:
         """The first ssh goes to one worker and makes the key. In parallel, all workers would make it."""
         return self.ssh("true", worker="0")
@@ -117,10 +125,13 @@ def tree_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def start(command: list[str]) -> tuple[str, str]:
-    """(identity, shell command). The command starts the training in a new session, with log and exit code in files."""
+def start(command: list[str], bucket: str = "") -> tuple[str, str]:
+    """(identity, shell command). The command starts the training in a new session, with log and exit code in files.
+
+    The identity is that of the words and of the bucket, into which the run goes by a path that all buckets have.
+    """
     python = shlex.join([".venv/bin/python", *command])
-    identity = hashlib.sha256(python.encode()).hexdigest()[:8]
+    identity = hashlib.sha256((python + (bucket and f" in {bucket}")).encode()).hexdigest()[:8]
     run = f"{python} > ../jaxformer.run/log 2>&1; echo $? > ../jaxformer.run/exit"
     inner = f"trap : TERM; echo $$ > pid; cd ../jaxformer; {run}"
     return identity, (
@@ -191,7 +202,7 @@ def probe(pod: Pod) -> list[tuple[str, str, str]] | None:
 def attempt(pod: Pod, bucket: str, command: list[str], pause: float) -> set[str]:
     """Starts the run, or attaches to it, and follows it to its end. The workers' exit codes; empty if unknown."""
     wait_until_ready(pod, pause)
-    identity, start_command = start(command)
+    identity, start_command = start(command, bucket)
     if call(pod.warm()) or (workers := probe(pod)) is None:
         return set()
     identities = {identity for identity, status, _ in workers if status == "running"}
@@ -223,7 +234,7 @@ def train(pod: Pod, bucket: str, command: list[str], retries: int, pause: float)
         began = time.monotonic()
         codes = attempt(pod, bucket, command, pause)
         if codes == {"0"}:
-            print(f"tpu_vm: finished. The TPU still costs money: {shlex.join(pod.delete())}")
+            print("tpu_vm: finished")
             return 0
         if final := FINAL_CODES & {int(code) for code in codes if code.isdigit()}:
             print(f"tpu_vm: ended with {sorted(codes)}, which a restart would not repair")
@@ -247,7 +258,7 @@ def script(pod: Pod, bucket: str, command: list[str]) -> str:
         "until READY:": [pod.gcloud("tpu-vm", "describe", pod.name, "--format=value(state)")],
         "how every worker is:": [pod.warm(), pod.ssh(PROBE)],
         "unless that very tree is installed on all:": pod.install(tree_digest()),
-        "unless it runs already:": [*pod.mount(bucket), pod.ssh(start(command)[1])],
+        "unless it runs already:": [*pod.mount(bucket), pod.ssh(start(command, bucket)[1])],
         "its log, then how every worker ended:": [pod.ssh(FOLLOW, "0"), pod.ssh(PROBE)],
         "where the TPU was preempted, before the next attempt:": [pod.delete()],
     }
@@ -264,19 +275,23 @@ def add_options(parser) -> None:
     parser.add_argument(
         "--runs", default="", help="or a folder for runs that all workers share (Filestore, NFS), or gs://bucket/runs"
     )
-    parser.add_argument("--retries", type=int, default=5, help="restarts in a row that may fail within ten minutes")
-    parser.add_argument("--pause", type=float, default=30.0, help="seconds between checks and before the first restart")
+    parser.add_argument("--retries", type=slices.count, default=5, help="restarts in a row that may fail within ten minutes")
+    parser.add_argument(
+        "--pause", type=slices.seconds, default=30.0, help="seconds between checks and before the first restart"
+    )
 
 
 def launch(options, arguments: list[str]) -> int:
-    if not re.fullmatch(r"[a-z][a-z0-9-]*", slices.require(options.tpu, "no TPU: give TPU=my-pod, its name")):
-        raise ConfigError(f"TPU={options.tpu}: expected a name of small letters, digits and dashes")
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", slices.require(options.tpu, "no TPU: give TPU=my-pod, its name")):
+        raise ConfigError(f"TPU={options.tpu}: expected a name of small letters, digits and dashes, at most 63 of them")
     slices.require(options.zone, "no zone: give ZONE=, such as ZONE=us-east5-a; `gcloud compute tpus locations list` has them")
     tpu = slices.parse_tpu_vm(options.topology) if options.topology else None
     if options.bucket and options.runs:
         raise ConfigError("BUCKET and RUNS: give one of them")
     bucket = slices.bucket_name(options.bucket) if options.bucket else ""
     shared = "/mnt/bucket/runs" if bucket else options.runs
+    if shared:
+        slices.check_runs(shared, tpu.hosts if tpu and not options.spot else None)
     mount = "/mnt/bucket" if bucket else "/mnt/data"
     hosts = door.Hosts(tpu.devices if tpu else None, tpu.hosts if tpu else 1, mount=mount)
     checked = door.train_command(options.experiment, arguments, shared or "runs", hosts)
@@ -290,10 +305,13 @@ def launch(options, arguments: list[str]) -> int:
     if not shared and (tpu is None or tpu.hosts > 1 or options.spot):
         raise ConfigError(f"{warning}; give BUCKET=name, RUNS=/a/folder/that/all/share, or RUNS=gs://bucket/runs")
     try:
-        return train(pod, bucket, command, options.retries, options.pause)
-    except KeyboardInterrupt:
+        with slices.stoppable():
+            return train(pod, bucket, command, options.retries, options.pause)
+    except slices.Stopped as stopped:
         print(f"\ntpu_vm: detached; the run goes on, the same command attaches again. To end it: {shlex.join(pod.ssh(END))}")
-        return 130
+        return stopped.code
+    finally:  # however it ends
+        print(pod.costs(), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -111,7 +111,7 @@ def launch(cloud, line, ends):
     return starts, (cloud / "states").read_text().split()
 
 
-GKE = "gke quickstart --topology=v5p:2x2x2 --image=i --bucket=gs://b --retries=2 -- --mesh.data=-1 --sample.prompt='a \"b'"
+GKE = "gke quickstart --topology=v5p:2x2x2 --image=i --bucket=gs://my-b --retries=2 -- --mesh.data=-1 --sample.prompt='a \"b'"
 
 
 @pytest.mark.parametrize(

@@ -73,14 +73,14 @@ def test_dry_prints_what_is_recorded(path, capsys, pinned):
 def test_arguments_reach_the_hosts_as_they_were_typed(prompt, capsys, pinned):
     option = f"--sample.prompt={prompt}"
     typed = f"--dry -- --mesh.data=-1 {shlex.quote(option)}"
-    _, out, _ = run(f"gke quickstart {FOUR} --image=i --bucket=b {typed}", capsys)
+    _, out, _ = run(f"gke quickstart {FOUR} --image=i --bucket=my-b {typed}", capsys)
     (container,) = yaml.safe_load(out)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     assert container["command"][-1].replace("$$", "$") == option
-    _, out, _ = run(f"skypilot quickstart {FOUR} --bucket=b {typed}", capsys)
+    _, out, _ = run(f"skypilot quickstart {FOUR} --bucket=my-b {typed}", capsys)
     assert shlex.split(yaml.safe_load(out)["run"])[-1] == option
     _, out, _ = run(f"slurm quickstart --nodes=2 --gpus=8 {typed}", capsys)
     assert option in shlex.split(out, comments=True)
-    _, out, _ = run(f"{POD} {FOUR} --bucket=b {typed}", capsys)
+    _, out, _ = run(f"{POD} {FOUR} --bucket=my-b {typed}", capsys)
     words = shlex.split(next(word for word in shlex.split(out, comments=True) if "setsid nohup" in word))
     assert option in shlex.split(words[words.index("-c") + 1])
 
@@ -126,13 +126,13 @@ def test_devices_are_those_of_jax_and_shapes_are_asked_for():
     assert "--type=v5p" in exact and "--topology=4x4x16" in exact and not any("accelerator-type" in word for word in exact)
 
 
-@pytest.mark.parametrize("name", ["b", "gs://b", "b/", "gs://b/"])
+@pytest.mark.parametrize("name", ["my-b", "gs://my-b", "my-b/", "gs://my-b/"])
 def test_a_bucket_of_google_has_one_name(name, capsys, pinned):
     for line in (f"{POD} --bucket={name}", f"gke quickstart {FOUR} --image=i --bucket={name}",
                  f"skypilot quickstart {FOUR} --bucket={name}"):  # fmt: skip
         code, out, err = run(f"{line} --dry -- --mesh.data=-1", capsys)
         assert code == 0, err
-        assert re.search(r"gcsfuse .* b /mnt/bucket;|bucketName: b$|source: gs://b$", out, re.MULTILINE)
+        assert re.search(r"gcsfuse .* my-b /mnt/bucket;|bucketName: my-b$|source: gs://my-b$", out, re.MULTILINE)
 
 
 # what a run would refuse, and what nobody can rent
@@ -142,28 +142,28 @@ MISTAKES = [
     (f"{POD} --topology=tpu7x:2x2x1", "GKE only"),
     (f"{POD} --topology=v3:2x2", "no such TPU"),
     (f"{POD} --topology=h100:0x8", "no such TPU"),
-    (f"{POD} --bucket=b --runs=/x", "give one of them"),
+    (f"{POD} --bucket=my-b --runs=/x", "give one of them"),
     (f"{POD} --bucket=a;b", "expected the name of a bucket"),
     (POD, "checkpoints are on the worker's own disk"),
-    (f"{POD} --bucket=b -- --mesh.fspd=4", "fspd"),
-    (f"{POD} --bucket=b --mesh.fsdp=4", "unrecognized arguments"),
-    (f"{POD} --bucket=b {FOUR}", "uses 1 of 16 devices; give --mesh.fsdp=-1"),
-    (f"{POD} --bucket=b {FOUR} -- --mesh.fsdp=32", "do not make up 16"),
-    (f"{POD} --bucket=b {FOUR} -- --mesh.fsdp=16 --batch-size=24", "no --accumulation divides"),
-    (f"tpu_vm finetune_lora --tpu=a --zone=z --bucket=b {FOUR} -- --mesh.data=16", "freezes weights that would be random"),
-    (f"{POD} --bucket=b {FOUR} -- --mesh.tensor=16", "does not divide among mesh.tensor=16"),
-    (f"{POD} --bucket=b {FOUR} -- --mesh.data=16 --mesh.backend=pmap", "cannot run in 4 processes"),
-    (f"tpu_vm gpt2_small --tpu=a --zone=z --bucket=b {FOUR} -- --mesh.fsdp=16 {TEXT}",
+    (f"{POD} --bucket=my-b -- --mesh.fspd=4", "fspd"),
+    (f"{POD} --bucket=my-b --mesh.fsdp=4", "unrecognized arguments"),
+    (f"{POD} --bucket=my-b {FOUR}", "uses 1 of 16 devices; give --mesh.fsdp=-1"),
+    (f"{POD} --bucket=my-b {FOUR} -- --mesh.fsdp=32", "do not make up 16"),
+    (f"{POD} --bucket=my-b {FOUR} -- --mesh.fsdp=16 --batch-size=24", "no --accumulation divides"),
+    (f"tpu_vm finetune_lora --tpu=a --zone=z --bucket=my-b {FOUR} -- --mesh.data=16", "freezes weights that would be random"),
+    (f"{POD} --bucket=my-b {FOUR} -- --mesh.tensor=16", "does not divide among mesh.tensor=16"),
+    (f"{POD} --bucket=my-b {FOUR} -- --mesh.data=16 --mesh.backend=pmap", "cannot run in 4 processes"),
+    (f"tpu_vm gpt2_small --tpu=a --zone=z --bucket=my-b {FOUR} -- --mesh.fsdp=16 {TEXT}",
      "accumulation=40: batch_size=12 does not divide among 16 devices"),
-    (f"tpu_vm gpt2_small --tpu=a --zone=z --bucket=b {FOUR} -- --mesh.fsdp=16 {TEXT}", "what divides: --accumulation=30, "),
-    (f"tpu_vm gpt2_small --tpu=a --zone=z --bucket=b {FOUR} -- --mesh.fsdp=16 --accumulation=2",
+    (f"tpu_vm gpt2_small --tpu=a --zone=z --bucket=my-b {FOUR} -- --mesh.fsdp=16 {TEXT}", "what divides: --accumulation=30, "),
+    (f"tpu_vm gpt2_small --tpu=a --zone=z --bucket=my-b {FOUR} -- --mesh.fsdp=16 --accumulation=2",
      "--data.path=openwebtext/: not in the copy of this checkout, so no host sees it; give"),
-    ("tpu_vm no_such --tpu=a --zone=z --bucket=b", "no_such"),
-    ("tpu_vm /tmp/x.py --tpu=a --zone=z --bucket=b", "inside this checkout"),
+    ("tpu_vm no_such --tpu=a --zone=z --bucket=my-b", "no_such"),
+    ("tpu_vm /tmp/x.py --tpu=a --zone=z --bucket=my-b", "inside this checkout"),
     (f"gke quickstart {FOUR} --image=i", "must outlive their pods"),
     ("gke quickstart --topology= --image=i", "no topology"),
-    (f"gke quickstart {FOUR} --bucket=b --image=", "no image"),
-    (f"gke quickstart {FOUR} --bucket=b --image=i --slices=2 -- --mesh.data=-1", "give --mesh.slices=2"),
+    (f"gke quickstart {FOUR} --bucket=my-b --image=", "no image"),
+    (f"gke quickstart {FOUR} --bucket=my-b --image=i --slices=2 -- --mesh.data=-1", "give --mesh.slices=2"),
     ("slurm quickstart --nodes=0", "at least one node"),
     ("slurm quickstart --time=soon", "hours:minutes:seconds"),
     ("slurm quickstart --time=2", "TIME=2: less than 10 minutes; Slurm stops the run 120 s before"),
@@ -171,11 +171,11 @@ MISTAKES = [
     ("slurm quickstart --gpus=8", "has no jax; rm -rf .venv-cuda; make .venv-cuda/ready"),
     ("slurm quickstart --nodes=2 --gpus=0 --dry", "uses 1 of 2 devices"),
     ("slurm gpt2_small --nodes=1 --gpus=0 --dry", "--data.path=openwebtext/: not here"),
-    ("skypilot quickstart --bucket=gs://b", "where to train"),
-    ("skypilot quickstart --accelerators=H100:8 --bucket=b", "gs://name"),
-    ("skypilot quickstart --accelerators=H100 --bucket=gs://b", "H100:8"),
-    ("skypilot quickstart --accelerators=H100:0 --bucket=gs://b", "H100:8"),
-    ("skypilot quickstart --topology=v5p:4x4x16 --bucket=gs://b", "asks for a size, v5p-512, which is v5p:4x8x8"),
+    ("skypilot quickstart --bucket=gs://my-b", "where to train"),
+    ("skypilot quickstart --accelerators=H100:8 --bucket=my-b", "gs://name"),
+    ("skypilot quickstart --accelerators=H100 --bucket=gs://my-b", "H100:8"),
+    ("skypilot quickstart --accelerators=H100:0 --bucket=gs://my-b", "H100:8"),
+    ("skypilot quickstart --topology=v5p:4x4x16 --bucket=gs://my-b", "asks for a size, v5p-512, which is v5p:4x8x8"),
 ]  # fmt: skip
 
 
@@ -198,11 +198,11 @@ def test_packages_that_hosts_would_not_have_are_named(tmp_path, monkeypatch, cap
     monkeypatch.setattr(door, "tree", lambda: ["mine.py", "beside.py"])
     code, _, err = run(f"{POD} --topology=v5e:1x1 --dry".replace("quickstart", "mine.py"), capsys)
     assert code == 2 and 'imports hypothesis, which hosts would not have; add its package to the extra "hosts"' in err
-    code, _, err = run(f"gke mine.py {FOUR} --image=i --bucket=b --dry -- --mesh.data=-1", capsys)
+    code, _, err = run(f"gke mine.py {FOUR} --image=i --bucket=my-b --dry -- --mesh.data=-1", capsys)
     assert code == 2
     (tmp_path / "mine.py").write_text(f"import numpy, beside  # noqa\n{quickstart}")
     assert run(f"{POD} --topology=v5e:1x1 --dry".replace("quickstart", "mine.py"), capsys)[0] == 0
-    code, _, err = run(f"gke mine.py {FOUR} --image=i --bucket=b --dry -- --mesh.data=-1", capsys)
+    code, _, err = run(f"gke mine.py {FOUR} --image=i --bucket=my-b --dry -- --mesh.data=-1", capsys)
     assert code == 2 and "EXP=mine.py: not in the image" in err
 
 
@@ -261,7 +261,7 @@ def test_a_host_refuses_another_jax_and_a_folder_that_it_cannot_write(version, r
     [
         ("slurm-train", {"EXP": "a b.py", "RUNS": "/it's a/runs", "ARGS": "--x='a b' --y \"it's\""},
          ["a b.py", "--runs=/it's a/runs", "--", "--x=a b", "--y", "it's"]),
-        ("pod-train", {"TPU": "p", "BUCKET": 'b"c', "SPOT": "1"}, ["quickstart", "--tpu=p", '--bucket=b"c', "--spot", "--"]),
+        ("pod-train", {"TPU": "p", "BUCKET": 'b"c', "SPOT": "1"}, ["quickstart", "--tpu=p", '--bucket=my-b"c', "--spot", "--"]),
         ("sky-train", {"GPUS": "H100: 8"}, ["quickstart", "--accelerators=H100: 8", "--"]),
         ("sweep", {"GRID": "--a='x y',2"}, ["quickstart", "--grid", "--a='x y',2"]),
         ("plan", {"TOPOLOGY": "h100:0x8 ", "ARGS": "--model.mixer 'Linear()'"},
