@@ -21,6 +21,7 @@ import numpy as np
 from etils import epath
 
 from jaxformer import config
+from jaxformer.data import tokenizer_package
 from jaxformer.errors import ConfigError, package_of
 
 log = logging.getLogger("jaxformer")
@@ -129,42 +130,20 @@ class Characters(_Tokenizer):
         return "".join(self.characters[i] if 0 <= i < self.vocab_size else UNKNOWN for i in map(int, ids))
 
 
-@contextlib.contextmanager
-def _panic_as_error() -> Iterator[None]:
-    """Turns a panic of the `tokenizers` package, which is no Exception, into a ValueError. Some tokenizer.json cause one."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ == "PanicException":
-            raise ValueError(f"the tokenizers package fails: {error}") from None
-        raise
-
-
-@contextlib.contextmanager
-def _refused() -> Iterator[None]:
-    """Raises ConfigError for a text that the vocabulary cannot write. The package has no class of its own for that."""
-    try:
-        yield
-    except Exception as error:
-        problem = f"the tokenizer cannot write a text ({error})"
-        raise ConfigError(f"{problem}; give one with a token for what its vocabulary lacks") from error
-
-
 class BPE(_Tokenizer):
     """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019), or another of the `tokenizers` package."""
 
-    @_panic_as_error()
     def __init__(self, serialized: str, end: str | None = None):
         """From the JSON of the package. `end` is the token that ends a text, by default one of `ENDS`.
 
         BPE dropout is switched off: tokens of a text must be the same each time, in evaluation, in a cache and after a restart.
         """
-        self._tokenizer = require_package().Tokenizer.from_str(serialized)
+        self._tokenizer = tokenizer_package.opened(serialized)
         if dropout := getattr(self._tokenizer.model, "dropout", None):
             log.warning("the tokenizer's BPE dropout of %g is switched off", dropout)
             state = json.loads(serialized)
             state["model"]["dropout"] = None
-            self._tokenizer = require_package().Tokenizer.from_str(json.dumps(state))
+            self._tokenizer = tokenizer_package.opened(json.dumps(state))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # without this flag "<|endoftext|>" in a text would become the control id; the JSON does not hold the flag
@@ -194,7 +173,7 @@ class BPE(_Tokenizer):
         if vocab_size < 257:
             raise ConfigError(f"data.vocab_size: bpe needs at least 257 (256 bytes and {END_OF_TEXT}), not {vocab_size}")
         text = text.encode("utf-8", errors="replace").decode()  # as in `encode_text`
-        package = require_package()
+        package = tokenizer_package.require_package()
         tokenizer = package.Tokenizer(package.models.BPE())
         tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = package.decoders.ByteLevel()
@@ -240,7 +219,7 @@ class BPE(_Tokenizer):
         for token in state["added_tokens"]:
             if token["content"] in names:
                 token.update(content=names[token["content"]], special=True)
-        writer = require_package().Tokenizer.from_str(json.dumps(state))
+        writer = tokenizer_package.opened(json.dumps(state))
         writer.encode_special_tokens = True
         return writer
 
@@ -258,7 +237,7 @@ class BPE(_Tokenizer):
     def _ids_or_none(self, text: str) -> list[int]:
         """The ids of a text; none if the vocabulary cannot write it, which the package says by an Exception."""
         with contextlib.suppress(Exception):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return tokenizer_package.encoded(self._tokenizer, [text])[0].ids
         return []
 
     def encode_text(self, text: str) -> np.ndarray:
@@ -307,13 +286,11 @@ class BPE(_Tokenizer):
         return behind[:line_end] == self._line_end and pieces == self._ids(before + after)
 
     def _ids(self, text: str) -> list[int]:
-        with _refused():
-            return self._writer.encode(text, add_special_tokens=False).ids
+        return tokenizer_package.encoded(self._writer, [text])[0].ids
 
     def _encodings(self, texts: list[str]) -> list[Any]:
         """The package's, which uses all cores."""
-        with _refused():
-            return self._writer.encode_batch_fast(texts, add_special_tokens=False)
+        return tokenizer_package.encoded(self._writer, texts)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         texts = [text.encode("utf-8", errors="replace").decode() for text in texts]
@@ -322,7 +299,7 @@ class BPE(_Tokenizer):
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         # the package has no text for an id above its vocabulary, and refuses a negative one, such as a label of -100
         known = (i if 0 <= i < self.vocab_size else self.vocab_size for i in map(int, ids))
-        return self._tokenizer.decode(list(known), skip_special_tokens=False)
+        return tokenizer_package.decoded(self._tokenizer, list(known))
 
 
 def _digest(state: dict[str, Any]) -> str:
@@ -348,9 +325,12 @@ def _as_first_written(tokenizer: dict[str, Any]) -> dict[str, Any]:
     return tokenizer | {"model": fields}
 
 
-def load(path: str | os.PathLike) -> Bytes | Characters | BPE:
-    """The tokenizer that `save` wrote. Raises ConfigError for a missing or another file."""
-    match config.read_json(path, "not a saved tokenizer"):
+def load(path: str | os.PathLike, within: str | os.PathLike | None = None) -> Bytes | Characters | BPE:
+    """The tokenizer that `save` wrote. Raises ConfigError for a missing or another file.
+
+    Below a folder `within`, which a stranger may have made, no link is followed.
+    """
+    match config.read_json(path, "not a saved tokenizer", within):
         case {"type": "bytes"}:
             return Bytes()
         case {"type": "characters", "characters": str(characters)}:
@@ -403,15 +383,6 @@ def check_vocab_size(name: str, vocab_size: int | None) -> None:
     """Raises ConfigError for bpe without a size, and for another tokenizer with one."""
     if (name == "bpe") != (vocab_size is not None):
         raise ConfigError(f"data.vocab_size={vocab_size}: tokenizer='bpe' needs one, every other tokenizer has its own")
-
-
-def require_package() -> Any:
-    """The `tokenizers` package. Raises ConfigError if it is not installed."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise ConfigError("data.tokenizer: bpe needs the tokenizers package; pip install jaxformer[text]") from None
-    return tokenizers
 
 
 def _code_points(text: str) -> np.ndarray:

@@ -1,0 +1,190 @@
+"""The door to the `tokenizers` package, whose files come from anybody: limits of size and time, and one line for a panic.
+
+A tokenizer.json holds regular expressions and rules that make a text longer. Both may take any time, and the package ends
+with a panic of Rust, which is no Exception and prints a traceback of its own.
+"""
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxformer.errors import ConfigError
+
+LARGEST = 100_000_000  # letters of a file; that of Gemma has 33 million
+PATTERN = 20_000  # letters of all regular expressions; that of GPT-4o has 500
+PARTS = 1000  # rules; DeepSeek has about ten
+GROWTH = 10_000  # how many times as long its rules may make a text
+SHORT = 100_000  # letters of a text that takes no time
+SECONDS = 60.0  # for any text, and a thousandth for each letter more: other tokenizers read a million a second
+STAGES = "normalizer", "pre_tokenizer", "post_processor", "decoder"
+
+
+def require_package() -> Any:
+    """The `tokenizers` package. Raises ConfigError if it is not installed."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise ConfigError("data.tokenizer: bpe needs the tokenizers package; pip install jaxformer[text]") from None
+    return tokenizers
+
+
+def opened(serialized: str) -> Any:
+    """The package's tokenizer of a JSON text. ConfigError beyond a limit; ValueError where the package fails."""
+    check(serialized)
+    with _panic_as_error():
+        return require_package().Tokenizer.from_str(serialized)
+
+
+def encoded(tokenizer: Any, texts: list[str]) -> list[Any]:
+    """The package's encodings of texts, without control tokens. It uses all cores. Raises ConfigError where it fails."""
+    letters = sum(map(len, texts))
+    try:
+        return _within_time(lambda: tokenizer.encode_batch_fast(texts, add_special_tokens=False), letters)
+    except ConfigError:
+        raise
+    except Exception as error:  # the package has no class of its own for a text that its vocabulary cannot write
+        problem = f"the tokenizer cannot write a text ({error})"
+        raise ConfigError(f"{problem}; give one with a token for what its vocabulary lacks") from error
+
+
+def decoded(tokenizer: Any, ids: list[int]) -> str:
+    """The text of tokens, control tokens too. Raises ConfigError where the package fails."""
+    try:
+        with _panic_as_error():
+            return tokenizer.decode(ids, skip_special_tokens=False)
+    except Exception as error:
+        raise ConfigError(f"the tokenizer cannot read tokens ({error}); give another tokenizer.json") from error
+
+
+def check(serialized: str) -> None:
+    """Raises ConfigError for a tokenizer.json with more than any tokenizer needs."""
+    problem = None
+    if len(serialized) > LARGEST:
+        problem = f"has {len(serialized):,} letters; at most {LARGEST:,} are read"
+    else:
+        with contextlib.suppress(ValueError, RecursionError):  # what is no JSON the package refuses
+            problem = _excess(json.loads(serialized))
+    if problem:
+        raise ConfigError(f"tokenizer.json: {problem}; give the file of a tokenizer that you trust")
+
+
+def _excess(state: Any) -> str | None:
+    """What there is too much of in the rules of a tokenizer, in words."""
+    if not isinstance(state, dict):
+        return None
+    parts = [part for name in STAGES for part in _objects(state.get(name))]
+    if len(parts) > PARTS:
+        return f"has more than {PARTS} rules"
+    patterns = sum(len(part["Regex"]) for part in parts if isinstance(part.get("Regex"), str))
+    if patterns > PATTERN:
+        return f"its regular expressions have {patterns:,} letters; at most {PATTERN:,} are read"
+    growth = sum(math.log(max(len(part[name]), 1)) for part in parts for name in ("content", "prepend", "replacement")
+                 if isinstance(part.get(name), str))  # fmt: skip
+    if growth > math.log(GROWTH):
+        return f"its rules may make a text {GROWTH:,} times as long"
+    return None
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """All objects in a JSON value, as far as one more than are allowed."""
+    todo, found = [value], []
+    while todo and len(found) <= PARTS:
+        here = todo.pop()
+        if isinstance(here, dict):
+            found.append(here)
+        inside = here.values() if isinstance(here, dict) else here if isinstance(here, list) else ()
+        todo += [each for each in inside if isinstance(each, dict | list)]
+    return found
+
+
+def _within_time(call: Callable[[], Any], letters: int) -> Any:
+    """What a call of the package returns, which leaves Python free meanwhile. So Ctrl-C ends it, and so does a limit.
+
+    Neither a computer that sleeps nor one that is busy with something else counts: both clocks have to pass the limit.
+    """
+    results: list[Any] = []
+    problems: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            problems.append(error)
+
+    limit = SECONDS + letters / 1000
+    began = time.monotonic(), time.process_time()
+    thread = threading.Thread(target=work, daemon=True)
+    with _quiet(letters):
+        thread.start()
+        thread.join(limit)
+        while thread.is_alive() and min(time.monotonic() - began[0], time.process_time() - began[1]) < limit:
+            thread.join(1.0)
+    if thread.is_alive():
+        problem = f"the tokenizer needs more than {limit:.0f} s for {letters:,} letters"
+        raise ConfigError(f"{problem}: its regular expressions do not end; give another tokenizer.json")
+    for error in problems:
+        raise _as_error(error)
+    return results[0]
+
+
+@contextlib.contextmanager
+def _panic_as_error() -> Iterator[None]:
+    """Turns a panic of the package, which is no Exception, into a ValueError."""
+    with _quiet(0):
+        try:
+            yield
+        except BaseException as error:
+            raise _as_error(error) from None
+
+
+def _as_error(error: BaseException) -> BaseException:
+    is_panic = type(error).__name__ == "PanicException"
+    return ValueError(f"the tokenizers package fails: {error}") if is_panic else error
+
+
+_lock = threading.Lock()
+_held: list[tuple[int, Any]] = []  # (descriptor of the real stderr, what is written meanwhile), at most one
+_depth = 0  # how many calls want it held
+
+
+@contextlib.contextmanager
+def _quiet(letters: int) -> Iterator[None]:
+    """Drops what a panic writes to stderr by itself, while the package reads a short text. All else is written afterwards.
+
+    Of a long text nothing is held back: what another thread says should not wait so long.
+    """
+    if letters > SHORT:
+        yield
+        return
+    _hold(+1)
+    try:
+        yield
+    finally:
+        _hold(-1)
+
+
+def _hold(change: int) -> None:
+    """Turns stderr into a file at the first call that wants it, and back after the last one."""
+    global _depth
+    with _lock:
+        _depth += change
+        if _depth == 1 and change == 1:
+            with contextlib.suppress(OSError):  # a program without stderr, or without room for files
+                real, file = os.dup(2), tempfile.TemporaryFile()  # noqa: SIM115  (the last call closes it)
+                os.dup2(file.fileno(), 2)
+                _held.append((real, file))
+        elif _depth == 0 and _held:
+            real, file = _held.pop()
+            os.dup2(real, 2)
+            file.seek(0)
+            written = file.read()
+            if written and b"panicked at" not in written:
+                os.write(real, written)
+            os.close(real)
+            file.close()
