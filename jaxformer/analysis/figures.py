@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from jaxformer import config
 from jaxformer.analysis.costs import Part
 from jaxformer.analysis.diagram import plain, short
 from jaxformer.analysis.scaling import HOFFMANN, Law, Numbers
@@ -36,18 +37,18 @@ def png(draw: Callable[[], Any], dark: bool = False) -> bytes:
         return file.getvalue()
 
 
-def save(draw: Callable[[], Any], path: epath.PathLike) -> epath.Path:
-    """Writes a picture into a file; its folder is made."""
+def save(draw: Callable[[], Any], path: epath.PathLike, within: epath.PathLike | None = None) -> epath.Path:
+    """Writes a picture into a file; its folder is made. A link of that name is replaced, none below `within` is followed."""
     path = epath.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(png(draw))
+    config.write_atomically(path, png(draw), within)
     return path
 
 
 def loss_report(result: Any, records: Sequence[dict]) -> str:
     """Draws the curves of a finished run into its folder; returns a line to print. `records` are those of metrics.jsonl."""
     draw = lambda: losses({f"{result.name}: {result.parameters:,} parameters": records}, result.baseline)
-    return f"loss curve: {save(draw, epath.Path(result.folder) / 'figures' / 'loss.png')}"
+    folder = epath.Path(result.folder)
+    return f"loss curve: {save(draw, folder / 'figures' / 'loss.png', folder)}"
 
 
 def losses(runs: Mapping[str, Sequence[dict]], baseline: float | None = None) -> Any:

@@ -1,7 +1,10 @@
 """One HTML page of a run, or of several side by side, and its pictures as PNG files."""
 
-import os
+import hashlib
+import logging
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from etils import epath
@@ -9,11 +12,14 @@ from etils import epath
 from jaxformer import config
 from jaxformer.analysis import figures, gallery, page
 from jaxformer.analysis.gallery import Pictures
+from jaxformer.config import within
 from jaxformer.errors import ConfigError
 from jaxformer.training import loop
 from jaxformer.training.metrics import read_records, steps_done
-from jaxformer.training.run_folder import RunFolder, other_text
+from jaxformer.training.run_folder import ENVIRONMENT, RunFolder, other_text
 
+log = logging.getLogger("jaxformer")
+LONGEST = 200  # bytes of the name of a picture, without its ending
 LARGE = 1e9  # parameters: a run of a larger model ends without the pictures that load it again
 
 
@@ -21,9 +27,8 @@ def write(path: epath.PathLike, folders: Sequence[RunFolder], drawn: Sequence[Pi
     """Writes the page of runs, and its pictures into `figures/` beside it."""
     path = epath.Path(path)
     files = path.parent / "figures"
-    if os.path.islink(files):  # in a stranger's folder it may lead anywhere
-        raise ConfigError(f"{files}: a link, so the pictures would go elsewhere; remove it, or give another --out")
-    config.write_atomically(path, report(folders, drawn, files))
+    within.check_folder(files, path.parent)  # before anything is drawn
+    config.write_atomically(path, report(folders, drawn, files), path.parent)
     return path
 
 
@@ -35,7 +40,7 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"report: {repeated[0]} is given {len(repeated)} times; give each run once")
     runs = {name: read_records(folder.metrics) for name, folder in zip(names, folders, strict=True)}
-    results = [config.read_json(folder.result) if folder.result.is_file() else {} for folder in folders]
+    results = [folder.read_json(folder.result) if folder.result.is_file() else {} for folder in folders]
     warning = other_text(folders).capitalize()
     done = map(steps_done, runs.values())
     steps = [f"{n} of {folder.description().get('steps')}" for n, folder in zip(done, folders, strict=True)]
@@ -49,22 +54,26 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath
         rows = [{name: one.get(name, "") for name in differing} for one in flat]
         parts += [page.heading("What differs"), page.table(names, rows)]
     together = gallery.record_pictures(runs, results[0].get("baseline") if len(folders) == 1 else None)
-    parts += [section(title, {"": draw}, files) for title, draw in together.items()]
-    samples = {name: path for name, folder in zip(names, folders, strict=True) if (path := last_sample(folder))}
+    parts += [section(title, {"": draw}, files, files.parent) for title, draw in together.items()]
+    samples = {name: found for name, folder in zip(names, folders, strict=True) if (found := last_sample(folder))}
     if samples:
-        after = ", ".join(path.stem for path in samples.values())
+        after = ", ".join(path.stem for path, _ in samples.values())
         parts.append(page.heading("What the model writes", f"The last sample: {after}."))
-        parts.append(page.side_by_side({name: page.text(config.read_text(path)) for name, path in samples.items()}))
+        parts.append(page.side_by_side({name: page.text(text) for name, (_, text) in samples.items()}))
     for title in gallery.NOTES:
-        parts.append(section(title, {n: some[title] for n, some in zip(names, drawn, strict=True) if title in some}, files))
+        draws = {n: some[title] for n, some in zip(names, drawn, strict=True) if title in some}
+        parts.append(section(title, draws, files, files.parent))
     for name, folder in zip(names, folders, strict=True):
-        parts.append(page.folded(f"Config ({name})", config.read_text(folder.config)))
-        parts.append(page.folded(f"Trained on ({name})", config.read_text(folder.environment)))
+        parts.append(page.folded(f"Config ({name})", config.to_json(folder.read_json(folder.config, name=str), indent=2)))
+        parts.append(page.folded(f"Trained on ({name})", config.to_json(trained_on(folder), indent=2)))
     return page.page(" and ".join(names), parts)
 
 
-def section(title: str, draws: Pictures, files: epath.Path) -> str:
-    """The same picture of each run, also as PNG files. What cannot be drawn is left out, and says why."""
+def section(title: str, draws: Pictures, files: epath.Path, root: epath.PathLike | None = None) -> str:
+    """The same picture of each run, also as PNG files, which go through no link below `root`.
+
+    What cannot be drawn is left out, and says why.
+    """
     parts = {}
     for name, draw in draws.items():
         with gallery.warn_on_failure(f"{title} {name}".strip()):
@@ -73,16 +82,37 @@ def section(title: str, draws: Pictures, files: epath.Path) -> str:
                 continue
             light, dark = figures.png(draw), figures.png(draw, dark=True)
             suffix = f"-{name.replace('/', '-')}" if len(draws) > 1 else ""
-            config.write_atomically(files / f"{title.lower().replace(' ', '-')}{suffix}.png", light)
+            file = files / file_name(f"{title.lower().replace(' ', '-')}{suffix}")
+            config.write_atomically(file, light, root)
             parts[name] = page.picture(title, light, dark)
     return page.heading(title, gallery.NOTES[title]) + page.side_by_side(parts) if parts else ""
 
 
-def last_sample(folder: RunFolder) -> epath.Path | None:
-    """The file of the largest step."""
+def file_name(stem: str) -> str:
+    """The name of a picture; of one that would be too long for a name, its begin and a digest of all."""
+    if len(stem.encode()) > LONGEST:
+        stem = f"{stem.encode()[:LONGEST].decode(errors='ignore')}-{hashlib.sha256(stem.encode()).hexdigest()[:8]}"
+    return f"{stem}.png"
+
+
+def last_sample(folder: RunFolder) -> tuple[epath.Path, str] | None:
+    """The file of the largest step, and its text. A file with a second name (a hard link) may be one from elsewhere."""
     samples = list(folder.samples.glob("step-*.txt")) if folder.samples.is_dir() else []
-    samples = [path for path in samples if path.stem.removeprefix("step-").isdecimal()]
-    return max(samples, key=lambda path: int(path.stem.removeprefix("step-"))) if samples else None
+    samples = [path for path in samples if re.fullmatch("step-[0-9]{1,18}", path.stem)]
+    if not samples:
+        return None
+    last = max(samples, key=lambda path: int(path.stem.removeprefix("step-")))
+    text = folder.read_text(last)
+    if not within.has_one_name(last, folder.path):
+        log.warning("report: %s is left out: it is a hard link, so perhaps a file from elsewhere; copy it to show it", last)
+        return None
+    return last, text
+
+
+def trained_on(folder: RunFolder) -> dict[str, Any]:
+    """What environment.json says, of what a run writes there."""
+    found = folder.read_json(folder.environment)
+    return {name: found[name] for name in ENVIRONMENT if name in found}
 
 
 def refresh(folder: RunFolder) -> None:

@@ -125,7 +125,7 @@ def run_harness(argv: list[str]) -> int:
     print(table)
     path = run.folder.path / "harness.json"
     written = {"step": run.checkpoint[0], "limit": options.limit, **results}
-    config.write_atomically(path, config.to_json(written, default=str, indent=2))
+    run.folder.write(path, config.to_json(written, default=str, indent=2))
     print(f"all results: {path}")
     return 0
 
@@ -178,7 +178,10 @@ def runs(argv: list[str]) -> int:
     from jaxformer.training.run_folder import runs_of
 
     for folder in runs_of(options.name, options.runs):
-        print(f"{folder.path}  {_scores(folder)}")
+        try:
+            print(f"{folder.path}  {_scores(folder)}")
+        except ConfigError as error:  # a damaged run must not hide the others
+            print(f"{folder.path}  cannot be read: {error}")
     return 0
 
 

@@ -14,6 +14,7 @@ from jaxformer.config.files import (
     load,
     new_file,
     read,
+    read_bytes,
     read_json,
     read_text,
     regular_file,

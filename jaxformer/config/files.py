@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from jaxformer.config import imports
+from jaxformer.config import imports, within as folders
 from jaxformer.config.code import is_users_file, is_users_module, users_frame
 from jaxformer.config.describe import is_config
 from jaxformer.errors import ConfigError, did_you_mean
@@ -86,26 +86,47 @@ def _find(name: str) -> Path:
     return experiments[name].resolve()
 
 
-def regular_file(path: os.PathLike | str) -> Any:
-    """The path, of a bucket too. Raises ConfigError for a pipe, a device or a folder: what is no file may have no end."""
+def regular_file(path: os.PathLike | str, within: os.PathLike | str | None = None) -> Any:
+    """The path, of a bucket too. Raises ConfigError for a pipe, a device or a folder: what is no file may have no end.
+
+    Where it is `within` a folder that a stranger may have made, a link below that folder is refused, too.
+    """
     from etils import epath
 
+    if within is not None:
+        folders.check_folder(path, within)
     if os.path.exists(path) and not os.path.isfile(path):  # to epath, /dev/zero is a file
         raise ConfigError(f"{path}: cannot be read: no regular file; give a file, or save what it gives as one")
     return epath.Path(path)
 
 
-def _read_bytes(path: Any) -> bytes:
-    if os.path.exists(path) and os.path.getsize(path) > LARGEST:  # a file with holes takes no room on a disk
-        raise OSError(f"larger than {LARGEST:,} bytes")
+def read_bytes(file: os.PathLike | str, within: os.PathLike | str | None = None, largest: int = LARGEST) -> bytes:
+    """What a file of at most so many bytes holds. Below a folder `within`, which a stranger may have made, no link is followed.
+
+    Raises ConfigError for what is no regular file or a link, and OSError.
+    """
+    path = regular_file(file, within)
+    if within is not None and folders.is_local(path):
+        with open(path, "rb", opener=folders.opener(within)) as opened:
+            _check_size(os.fstat(opened.fileno()).st_size, largest)
+            return opened.read()
+    if os.path.exists(path):
+        _check_size(os.path.getsize(path), largest)
     return path.read_bytes()
 
 
-def read_text(file: os.PathLike | str) -> str:
-    """The text of a file in UTF-8, without the mark that some editors begin it with. ConfigError where it cannot be read."""
-    path = regular_file(file)
+def _check_size(size: int, largest: int) -> None:
+    if size > largest:  # a file with holes takes no room on a disk
+        raise OSError(f"larger than {largest:,} bytes")
+
+
+def read_text(file: os.PathLike | str, within: os.PathLike | str | None = None) -> str:
+    """The text of a file in UTF-8, without the mark that some editors begin it with. ConfigError where it cannot be read.
+
+    Below a folder `within`, which a stranger may have made, no link is followed.
+    """
     try:
-        return _read_bytes(path).decode("utf-8-sig")
+        return read_bytes(file, within).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read ({error})") from None
 
@@ -198,20 +219,25 @@ def _imports(folder: imports.Folder) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def read_json(file: os.PathLike | str, advice: str = "", /, **keys: type) -> dict[str, Any]:
+def read_json(
+    file: os.PathLike | str, advice: str = "", within: os.PathLike | str | None = None, /, **keys: type
+) -> dict[str, Any]:  # fmt: skip
     """The object in a JSON file, which has at least the `keys`, with values of these types.
 
-    Raises ConfigError, with the file's name, for all else.
+    Below a folder `within`, which a stranger may have made, no link is followed. Raises ConfigError, with the file's name,
+    for all else.
     """
     path, then = os.fspath(file), f"; {advice}" if advice else ""
     try:
-        value = json.loads(_read_bytes(regular_file(path)).decode("utf-8-sig"))
+        value = json.loads(read_bytes(path, within).decode("utf-8-sig"))
         below = [value]
         for _ in range(DEEPEST):
             inside = (each.values() if isinstance(each, dict) else each for each in below if isinstance(each, dict | list))
             below = [part for parts in inside for part in parts]
         if below:
             raise ValueError(f"nested more than {DEEPEST} deep")
+    except ConfigError:  # it names the file
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: its JSON cannot be read ({str(error)[:200]}){then}") from None
     if not isinstance(value, dict):
@@ -245,10 +271,11 @@ def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
     return {name: NOT_FINITE.get(item, item) if isinstance(item, str) else item for name, item in values.items()}
 
 
-def write_atomically(path: os.PathLike | str, text: str | bytes) -> None:
+def write_atomically(path: os.PathLike | str, text: str | bytes, within: os.PathLike | str | None = None) -> None:
     """Writes a file, or an object of a bucket, and its folder: a reader sees the old text or the new one.
 
-    A link of that name is replaced, not followed: in a stranger's folder it may lead anywhere.
+    A link of that name is replaced, not followed: in a stranger's folder it may lead anywhere. Of folders on the way, those
+    below `within` may be no links (ConfigError).
     """
     from etils import epath
 
@@ -257,23 +284,31 @@ def write_atomically(path: os.PathLike | str, text: str | bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)  # an object appears when it is complete
         return
-    with new_file(Path(path)) as file:
+    with new_file(Path(path), within) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[IO[bytes]]:
+def new_file(path: Path, within: os.PathLike | str | None = None) -> Iterator[IO[bytes]]:
     """A file to write, which gets its name when it is complete and on the disk. Where the body fails it is removed.
 
     Several hosts may write a file of one name at once, and their processes may have one number: until then its name is random.
+    Of folders on the way, those below `within` may be no links (ConfigError).
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.unfinished")
+    folder = folders.open_folder(path.parent, path.parent if within is None else within, make=True)
+    start = path.name.encode()[:200].decode(errors="ignore")  # with the rest it must not be longer than a name can be
+    temporary = f".{start}.{secrets.token_hex(8)}.unfinished"
+
+    def create(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o666, dir_fd=folder)
+
     try:
-        with open(temporary, "xb") as file:  # x: never through a link
+        with open(temporary, "xb", opener=create) as file:  # x: never through a link
             yield file
             file.flush()
             os.fsync(file.fileno())  # otherwise the name may survive a power failure that the content does not
-        temporary.replace(path)
+        os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
+        os.close(folder)

@@ -33,6 +33,7 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.multihost import multihost
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
+from jaxformer.config import within
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.peers import Abandoned
 from jaxformer.parallel.processes import Work, all_gather_object, first, is_first, that_see
@@ -324,7 +325,10 @@ class Manager(AbstractContextManager):
             for path in self.folder.iterdir():
                 step, _, suffix = path.name.partition(".")
                 if path.name == "deleted" or (step.isdecimal() and suffix.startswith("orbax-checkpoint-tmp")):
-                    path.rmtree()
+                    if os.path.islink(path):  # in a stranger's folder; what it leads to stays
+                        path.unlink()
+                    else:
+                        path.rmtree()
         except FileNotFoundError:  # of a bucket: without objects there is no folder
             pass
         except OSError as error:
@@ -453,10 +457,15 @@ def _manifest(path: epath.Path) -> dict:
 
 
 def _check_files(path: epath.Path) -> None:
-    """Raises Damaged for a pipe, a device or a file with a hole for an end: orbax would wait, or read it without an end."""
-    for file in Path(path).rglob("*") if _is_local(path) else ():
+    """Raises Damaged for a pipe, a device or a file with a hole for an end: orbax would wait, or read it without an end.
+
+    A link is refused (CheckpointError), and the step keeps its name: the files may be good, where they are.
+    """
+    for file in [Path(path), *Path(path).rglob("*")] if _is_local(path) else ():
         with suppress(FileNotFoundError):  # pruned meanwhile
-            status, name = file.stat(), file.relative_to(path)
+            status, name = file.lstat(), file.relative_to(path)
+            if stat.S_ISLNK(status.st_mode):
+                raise CheckpointError(within.refusal(file))
             if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
                 raise Damaged(f"{name} is no regular file")
             if status.st_size > SMALL and name.parent.name != "d":  # numbers are in d; all else is JSON and indices

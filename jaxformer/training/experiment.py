@@ -3,7 +3,7 @@
 Whatever a researcher swaps is a function, or a frozen dataclass with `__call__`: the library's own have no privilege.
 """
 
-import re
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,10 +32,24 @@ def _check_least(config: Any, prefix: str, fields: dict[str, int]) -> None:
             raise ConfigError(f"{prefix}{name}={value}: must be a whole number, such as {int(value)}")
 
 
+def _is_unprintable(letter: str) -> bool:
+    """Whether a letter ends a line, changes the direction of a text, is half of one, or does what a terminal does not show.
+
+    Those that join letters of Persian and of Hindi, and pictures, are part of words.
+    """
+    kind = unicodedata.category(letter)
+    return kind in ("Cc", "Cs", "Zl", "Zp") or (kind == "Cf" and letter not in "\u200c\u200d")
+
+
 def _check_name(name: str) -> None:
-    """Raises ConfigError for a name that is not that of one folder: `/` would lead out of the folder of all runs."""
-    if not name.strip() or re.search(r"[/\\\0-\x1f]", name):
-        raise ConfigError(f"name={name!r}: names a folder in runs/; expected a text without / \\ and line ends")
+    """Raises ConfigError for a name that is not that of one folder: `/` would lead out of the folder of all runs.
+
+    Or for one that a command line, a list of runs or a terminal shows as something else.
+    """
+    has_bad_ends = not name.strip(".") or name != name.strip() or name[0] in "-~"
+    if has_bad_ends or any(letter in "/\\" or _is_unprintable(letter) for letter in name):
+        expected = "expected a text without / \\ and line ends, which does not begin with - or ~ or consist of dots"
+        raise ConfigError(f"name={name!r}: names a folder in runs/; {expected}")
     if len(name.encode()) > LONGEST_NAME:
         raise ConfigError(
             f"name={name[:20]}...: has {len(name.encode())} bytes; at most {LONGEST_NAME} fit into a folder's name"

@@ -29,7 +29,7 @@ class Goodput:
         self.earlier: list[dict[str, Any]] = []
         if self.path is not None and self.path.exists():
             with suppress(ConfigError):  # a damaged account is not worth an error
-                starts = config.read_json(self.path, starts=list)["starts"]
+                starts = config.read_json(self.path, "", self.path.parent, starts=list)["starts"]
                 self.earlier = [start for start in starts if isinstance(start, dict)]
 
     def lap(self, part: str) -> None:

@@ -8,7 +8,7 @@ import jax
 from etils import epath
 
 from jaxformer import config, models, params
-from jaxformer.config import read_json
+from jaxformer.config import read_json, within
 from jaxformer.errors import ConfigError
 from jaxformer.training import checkpoint
 from jaxformer.training.recipe import Recipe
@@ -32,7 +32,9 @@ class FromRun:
         if description.get("adaptation") is not None:
             raise ConfigError(f"initial={self.path}: it trained an adaptation; give a function with open_run(...).params")
         part = "params" if description.get("ema_decay") is None else "ema"
-        folder = epath.Path(self.path).expanduser() / "checkpoints"
+        run = epath.Path(self.path).expanduser()
+        folder = run / "checkpoints"
+        within.check_folder(folder, run)
         return checkpoint.restore_params(folder, params.abstract(spec), self.step, part=part)[1]
 
     def differences(self, model: Any) -> list[str]:
@@ -50,7 +52,7 @@ class FromRun:
         file = epath.Path(self.path).expanduser() / "config.json"
         if not file.is_file():
             raise ConfigError(f"initial={self.path}: no run folder, it has no config.json")
-        return read_json(file)
+        return read_json(file, "", file.parent, name=str)
 
 
 def has_effect(name: str, old: Any, new: Any) -> bool:

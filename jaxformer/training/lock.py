@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -11,24 +12,33 @@ from typing import IO
 
 from etils import epath
 
+from jaxformer.config import within
 from jaxformer.errors import ConfigError
+
+LONGEST = 1000  # characters of a lock's text
 
 
 def take(folder: epath.Path, log: Callable[[str], None]) -> IO[str]:
     """The open lock file FOLDER.lock. Raises ConfigError where another trainer holds it.
 
-    The lock is the operating system's: it ends with the process, however that ends.
+    The lock is the operating system's: it ends with the process, however that ends. Of a link, and of a file that holds
+    anything but what this function writes, nothing is changed (ConfigError): in a stranger's folder they may be precious.
     """
-    handle = Path(f"{folder}.lock").open("a+")  # noqa: SIM115  (`Manager.close` closes it)
+    path = Path(f"{folder}.lock")
+    handle = open(path, "a+", opener=within.opener(path.parent))  # noqa: SIM115  (`Manager.close` closes it)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        handle.seek(0)
-        owner = handle.read().strip()
+        owner = _text(handle)
         handle.close()
         raise ConfigError(f"{folder}: another trainer holds this run ({owner}); wait for it or stop it") from None
     except OSError as error:  # ENOLCK, ENOSYS: some of NFS and Lustre
         log(f"{folder}: no lock ({error.strerror}): this file system has none, so nothing stops a second trainer of this run")
+        return handle
+    if _text(handle) is None:
+        handle.close()
+        raise ConfigError(f"{path}: is no lock of a run, it holds something else; move it away, and start again")
+    if os.fstat(handle.fileno()).st_nlink > 1:  # a file with another name elsewhere is locked, and stays as it is
         return handle
     with suppress(OSError):  # a full disk: the lock holds without its text
         os.ftruncate(handle.fileno(), 0)
@@ -36,9 +46,19 @@ def take(folder: epath.Path, log: Callable[[str], None]) -> IO[str]:
     return handle
 
 
+def _text(handle: IO[str]) -> str | None:
+    """What the lock says of its owner, as far as it was written; None where this is the text of another file."""
+    handle.seek(0)
+    try:
+        text = handle.read(LONGEST).strip("\0 ")  # a power failure may leave zeros
+    except UnicodeDecodeError:
+        return None
+    return text if len(text) < LONGEST and re.fullmatch(r"|p|pi|pid|pid [\d]*( .*)?", text) else None
+
+
 def is_in_place(lock: IO[str]) -> bool:
     """Whether the file of an open lock is still the one of its name."""
     try:
-        return os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno()))
+        return os.path.samestat(os.lstat(lock.name), os.fstat(lock.fileno()))
     except FileNotFoundError:
         return False

@@ -119,7 +119,8 @@ def train(
     with contextlib.ExitStack() as stack:
         saves = experiment.checkpoints
         kept = dict(every=saves.every, keep_latest=saves.keep_latest, keep_best=saves.keep_best)
-        manager = checkpoint.Manager(folder.checkpoints, score=score_name(experiment, dataset), **kept)
+        place = folder.for_library(folder.checkpoints)
+        manager = checkpoint.Manager(place, score=score_name(experiment, dataset), **kept)
         stack.enter_context(manager)  # holds the run's lock
         compilation_cache.enable(runs)
         record = Record(folder.metrics if processes.is_first() else None)
@@ -348,7 +349,8 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(state_shardings(recipe, mesh), None))
     sample, profile = lambda trained: sample_text(experiment, recipe.weights(trained), dataset), None
     if experiment.profile and processes.is_first():  # the profiler writes no bucket
-        profile = tempfile.mkdtemp(prefix="profile-") if "://" in str(folder.path) else str(folder.path / "profile")
+        traces = folder.for_library(folder.path / "profile")
+        profile = tempfile.mkdtemp(prefix="profile-") if "://" in str(folder.path) else str(traces)
     kind, work = jax.devices()[0].device_kind, lambda batch: None
     if kind in cost.CHIPS and models.is_config(experiment.model):
         seconds = cache(partial(seconds_at_peak, experiment, 1 if mesh is None else mesh.size, kind))
@@ -527,9 +529,9 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     if not processes.is_first():
         return result
     if text is not None:
-        config.write_atomically(folder.samples / f"step-{job.steps}.txt", text)
+        folder.write(folder.samples / f"step-{job.steps}.txt", text)
         console.say(f"sample:\n{text}")
-    config.write_atomically(folder.result, config.to_json(asdict(result), default=str, indent=2))
+    folder.write(folder.result, config.to_json(asdict(result), default=str, indent=2))
     for report in reports:
         if line := harmless(report)(result, record.lines):
             console.say(line)

@@ -17,9 +17,12 @@ import numpy as np
 from etils import epath
 
 from jaxformer import config
+from jaxformer.config import within
+from jaxformer.errors import ConfigError
 
 log = logging.getLogger("jaxformer")
 # scores that no line of the record has: they follow from the loss, or are the same at each evaluation
+LARGEST = 10_000_000_000  # bytes of a record; a stranger's may have holes without an end
 UNRECORDED = ("perplexity", "bits", "tokens", "examples", "scored")
 
 
@@ -39,7 +42,7 @@ class Record:
         if self.path is not None and damaged:
             names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in itertools.count(1))
             copy = next(name for name in names if not name.exists())
-            copy.write_bytes(self.path.read_bytes())
+            config.write_atomically(copy, _bytes(self.path))
             log.warning("%s: no records in lines %s; they are left out, the file as it was is %s", self.path, damaged, copy)
         self.loggers: list[Any] = []
         self.reached = 0  # steps that an earlier start recorded
@@ -92,7 +95,8 @@ class Record:
 
     def _append(self) -> None:
         assert self.path is not None
-        with self.path.open("a") as file:
+        # the first write of a start made the file anew, and nobody may have put a link in its place since
+        with open(self.path, "a", opener=within.opener(self.path.parent)) as file:
             file.write(config.to_json(self.lines[-1]) + "\n")
 
     def _write_all(self) -> None:
@@ -112,8 +116,8 @@ def steps_done(records: Sequence[dict]) -> int:
 
 def _parse(path: epath.PathLike) -> tuple[list[dict], list[int]]:
     """(records, numbers of damaged lines). A kill leaves a last line without an end, which does not count as damage."""
-    path, records, damaged = config.regular_file(path), [], []
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    path, records, damaged = epath.Path(path), [], []
+    lines = _bytes(path).split(b"\n") if os.path.lexists(path) or path.exists() else [b""]
     for number, line in enumerate(lines, 1):
         try:
             record = config.with_numbers(json.loads(line))
@@ -130,6 +134,13 @@ def _parse(path: epath.PathLike) -> tuple[list[dict], list[int]]:
             if number < len(lines):
                 damaged.append(number)
     return records, damaged
+
+
+def _bytes(path: epath.Path) -> bytes:
+    try:
+        return config.read_bytes(path, path.parent, LARGEST)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
 
 
 def open_loggers(names: Sequence[str], folder: epath.PathLike, run_name: str, description: dict) -> list[Any]:
@@ -152,6 +163,7 @@ def _tensorboard(folder: epath.PathLike, run_name: str, description: dict, recor
     from tensorboardX import SummaryWriter
 
     place = os.path.join(folder, "tensorboard")
+    within.check_folder(place, folder)
     earlier = list(epath.Path(place).iterdir()) if epath.Path(place).is_dir() else []
     done = steps_done(records)
     writer = SummaryWriter(
@@ -175,6 +187,7 @@ def _wandb(folder: epath.PathLike, run_name: str, description: dict, records: Se
     import wandb  # pyrefly: ignore[missing-import]
 
     place = None if "://" in str(folder) else str(folder)
+    within.check_folder(os.path.join(folder, "wandb"), folder)
     identity = _wandb_id(epath.Path(folder), run_name, records)
     run = wandb.init(project="jaxformer", name=run_name, id=identity, dir=place, config=description, resume="allow")
     run.define_metric("step")
@@ -192,10 +205,10 @@ def _wandb_id(folder: epath.Path, run_name: str, records: Sequence[dict]) -> str
     Older versions had the name alone, so a run of theirs that goes on keeps it.
     """
     file = folder / "wandb_id.txt"
-    if not file.exists():
+    if not (os.path.lexists(file) or file.exists()):
         new = run_name if records else f"{run_name}-{secrets.token_hex(4)}"
         config.write_atomically(file, new)
-    return file.read_text().strip()
+    return config.read_text(file, folder).strip()
 
 
 class Console:

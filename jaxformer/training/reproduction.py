@@ -22,6 +22,7 @@ from jaxformer.training.step import LossScale, TrainState, abstract_state, init_
 
 def keep(folder: RunFolder, state: TrainState, step: int, metadata: dict[str, Any]) -> None:
     """Saves what `replay` needs of the state before `step`, in place of an earlier one. All processes call it."""
+    folder.for_library(folder.bad)
     processes.first(lambda: folder.bad.rmtree(missing_ok=True))  # the same start ends at the same step again
     scale = None if state.loss_scale is None else float(state.loss_scale.value)
     with checkpoint.Manager(folder.bad, keep_latest=1) as manager:
@@ -31,7 +32,7 @@ def keep(folder: RunFolder, state: TrainState, step: int, metadata: dict[str, An
 def replay(run: Run) -> dict[str, Any]:
     """The bad step of a run, computed again: its number, and what `explain` says. ConfigError where a run has none."""
     recipe, mesh, experiment = run.recipe, run.mesh, run.experiment
-    if not checkpoint.steps(run.folder.bad):
+    if not checkpoint.steps(run.folder.for_library(run.folder.bad)):
         raise ConfigError(f"{run.folder.path}: no bad step is kept; a run keeps one when too many in a row end it")
     shardings = None if mesh is None else state_shardings(recipe, mesh)
     step, trained, metadata = checkpoint.restore_params(run.folder.bad, abstract_state(recipe, shardings).params)

@@ -62,7 +62,8 @@ class Run:
         """(step, the mean of what `of` makes of the tree of each checkpoint, metadata)."""
         abstract = abstract_state(self.recipe, None if self.mesh is None else state_shardings(self.recipe, self.mesh))
         part, leaves = "params" if abstract.ema is None else "ema", abstract.params
-        restore = partial(checkpoint.restore_params, self.folder.checkpoints, leaves, part=part)
+        place = self.folder.for_library(self.folder.checkpoints)
+        restore = partial(checkpoint.restore_params, place, leaves, part=part)
         step, tree, metadata = restore(self.step)
         if self.average == 1:
             return step, of(tree), metadata
@@ -101,7 +102,7 @@ class Run:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the data, or None."""
-        return tokenizers.load(self.folder.tokenizer) if self.folder.tokenizer.is_file() else None
+        return tokenizers.load(self.folder.tokenizer, self.folder.path) if self.folder.tokenizer.is_file() else None
 
     def evaluate(self, int8: bool = False) -> dict[str, Any]:
         """Scores on the validation split; under `int8` also those with weights rounded to 8 bits (`decoding.quantize`)."""

@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import os
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import jax
 from etils import epath
 
 from jaxformer import config
+from jaxformer.config import within
 from jaxformer.errors import ConfigError
 from jaxformer.training import trust
 from jaxformer.training.checkpoint import resolve
@@ -27,6 +29,8 @@ from jaxformer.training.experiment import Experiment
 from jaxformer.training.metrics import read_records
 
 log = logging.getLogger("jaxformer")
+ENVIRONMENT = "python", "platform", "packages", "commit", "uncommitted_changes", "device", "device_count", "data_digest"
+ALLOWED = {"allowed": True}  # in the digest of code that the user trusted, but did not train with
 # fields that came after some runs, with the value that says what those runs did
 ADDED = {"ema_warmup": 1}
 # fields whose default was another one when some runs began; the descriptions of runs hold it
@@ -51,14 +55,31 @@ class RunFolder:
     tokenizer = property(lambda self: self.path / "tokenizer.json")
     result = property(lambda self: self.path / "result.json")
 
+    def read_json(self, file: epath.Path, **keys: type) -> dict[str, Any]:
+        """The object in a JSON file of this folder. No link below the folder is followed: a stranger may have made it."""
+        return config.read_json(file, "", self.path, **keys)
+
+    def read_text(self, file: epath.Path) -> str:
+        """The text of a file of this folder. No link below the folder is followed."""
+        return config.read_text(file, self.path)
+
+    def write(self, file: epath.Path, text: str | bytes) -> None:
+        """Writes a file of this folder. No link below the folder is followed."""
+        config.write_atomically(file, text, self.path)
+
+    def for_library(self, folder: epath.Path) -> epath.Path:
+        """A folder below this one, for a library that opens its files itself. Raises ConfigError where it is a link."""
+        within.check_folder(folder, self.path)
+        return folder
+
     def description(self) -> dict[str, Any]:
         """What `config.json` says, with fields that were `ADDED` since; empty where there is none."""
-        return ADDED | config.read_json(self.config) if self.config.exists() else {}
+        return ADDED | self.read_json(self.config, name=str) if self.config.exists() else {}
 
     def last_scores(self) -> dict[str, Any]:
         """The scores of result.json, else those of the last evaluation that metrics.jsonl has; empty where there are none."""
         with contextlib.suppress(ConfigError):  # no result yet, or a damaged one
-            return config.with_numbers(config.read_json(self.result, validation=dict)["validation"])
+            return config.with_numbers(self.read_json(self.result, validation=dict)["validation"])
         records = [record for record in read_records(self.metrics) if "validation_loss" in record]
         return {name.removeprefix("validation_"): value for name, value in records[-1].items()} if records else {}
 
@@ -94,7 +115,7 @@ def part_scored(scores: dict[str, Any]) -> str:
 
 def _data_digest(folder: RunFolder) -> str:
     try:
-        return str(config.read_json(folder.environment).get("data_digest", ""))
+        return str(folder.read_json(folder.environment).get("data_digest", ""))
     except ConfigError:
         return ""
 
@@ -137,7 +158,8 @@ def open_experiment(folder: RunFolder) -> Experiment:
     from jaxformer.training.names import NAMES
 
     text, facts = _code(folder)
-    if trust.is_trusted(trust.digest(text, facts)):
+    changed = [path for path, expected in facts["imports"].items() if _digest(Path(path)) != expected]
+    if trust.is_trusted(trust.digest(text, facts)) or _is_allowed(folder, text, facts, changed):
         source = config.again(folder.experiment, facts, text)
     elif (path := config.in_library(text)) is not None and not facts["overrides"]:
         source, facts["imports"] = config.read(str(path)), {}  # nothing of the folder runs: neither its path nor its options
@@ -147,8 +169,6 @@ def open_experiment(folder: RunFolder) -> Experiment:
         raise ConfigError(f"{folder.experiment}: {unknown}; {advice}")
     experiment = config.override(source.experiment, source.overrides, {**NAMES, "": source.names})
     experiment = as_it_began(folder, experiment)
-    digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-    changed = [path for path, expected in facts["imports"].items() if digest(Path(path)) != expected]
     advice = f"; {', '.join(changed)} changed since this run began" if changed else "; is this library another version?"
     if different := differences(folder.description(), experiment):
         raise ConfigError(f"{folder.path}: no longer the experiment that it was: {'; '.join(different)}{advice}")
@@ -157,17 +177,39 @@ def open_experiment(folder: RunFolder) -> Experiment:
     return experiment
 
 
+def _is_allowed(folder: RunFolder, text: str, facts: dict[str, Any], changed: Sequence[str]) -> bool:
+    """Whether the user has read and trusted this code (`allow`). Raises ConfigError where what it imports is another code now.
+
+    What another user's run imports lies where others may write. Of a run that this user trained it is the user's own.
+    """
+    if not trust.is_trusted(trust.digest(text, facts | ALLOWED)):
+        return False
+    if other := [path for path in changed if os.path.lexists(path)]:
+        problem = f"{', '.join(other)} changed since this run began, so it is not the code that you trusted"
+        raise ConfigError(f"{folder.path}: {problem}; nothing was run; put back the file as it was")
+    return True
+
+
+def _digest(path: Path) -> str | None:
+    """The sha256 of a file; None where there is none, or one that is too large to be code."""
+    try:
+        return hashlib.sha256(config.read_bytes(path)).hexdigest()
+    except (OSError, ConfigError):
+        return None
+
+
 def allow(folder: RunFolder) -> None:
     """Trusts the code of a run's folder, as it is now. Raises ConfigError where that cannot be kept."""
     try:
-        trust.add(trust.digest(*_code(folder)))
+        text, facts = _code(folder)
+        trust.add(trust.digest(text, facts | ALLOWED))
     except OSError as error:
         raise ConfigError(f"{folder.path}: cannot be trusted: {error}; set XDG_STATE_HOME to a folder of yours") from None
 
 
 def _code(folder: RunFolder) -> tuple[str, dict[str, Any]]:
     """The code that opening a run executes: the copy of its experiment's file, and how it was run."""
-    return config.read_text(folder.experiment), config.read_json(folder.source, path=str, overrides=list, imports=dict)
+    return folder.read_text(folder.experiment), folder.read_json(folder.source, path=str, overrides=list, imports=dict)
 
 
 def differences(description: dict, experiment: Experiment) -> list[str]:
@@ -208,14 +250,14 @@ def describe(folder: RunFolder, experiment: Experiment, source: config.Source | 
     earlier = folder.description()
     changed = compare(earlier, described) if earlier else []
     if source is not None:
-        config.write_atomically(folder.experiment, source.text)
-        config.write_atomically(folder.source, json.dumps(source.facts(), indent=2))
+        folder.write(folder.experiment, source.text)
+        folder.write(folder.source, json.dumps(source.facts(), indent=2))
         try:
             trust.add(trust.digest(source.text, source.facts()))
         except (OSError, ConfigError) as error:
             log.warning("this run will open only with --trust: %s", error)
-    config.write_atomically(folder.environment, json.dumps(environment(data_digest), indent=2))
-    config.write_atomically(folder.config, json.dumps(described, indent=2) + "\n")
+    folder.write(folder.environment, json.dumps(environment(data_digest), indent=2))
+    folder.write(folder.config, json.dumps(described, indent=2) + "\n")
     return changed
 
 

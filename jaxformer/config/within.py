@@ -1,0 +1,131 @@
+"""Files of a folder that a stranger may have made: no link below it is followed, neither to read nor to write.
+
+The folder itself may be a link, such as runs/NAME to a larger disk: whoever names it chose that. Below it every name is
+opened in the folder before it, which is open already, and never through a link. So nobody can exchange a part of the path
+between a check and its use. Buckets have no links, and their paths do not come here.
+"""
+
+import os
+import stat
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jaxformer.errors import ConfigError
+
+Root = os.PathLike | str
+ADVICE = "put there what it leads to (cp -rL copies a folder so); only a whole run folder may be a link"
+# where the system has it, a folder needs no right to be listed
+_PATH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class Link(ConfigError):
+    """A name below the folder is a link."""
+
+
+def is_local(path: Root) -> bool:
+    """Whether a path is one of this machine, and no URL of a bucket."""
+    return "://" not in os.fspath(path)
+
+
+def open_folder(path: Root, root: Root, make: bool = False) -> int:
+    """The descriptor of a folder that is `root` or below it, where wanted made with all on the way.
+
+    Raises Link for a link below `root`, and OSError.
+    """
+    parts = Path(path).relative_to(root).parts
+    if make:
+        Path(root).mkdir(parents=True, exist_ok=True)
+    here = os.open(root, _PATH)
+    try:
+        for n, name in enumerate(parts, 1):
+            if make:
+                _make(name, here)
+            _check(name, here, Path(root, *parts[:n]))
+            below = os.open(name, _PATH | os.O_NOFOLLOW, dir_fd=here)
+            os.close(here)
+            here = below
+    except BaseException:
+        os.close(here)
+        raise
+    return here
+
+
+def open_file(root: Root, path: Root, flags: int) -> int:
+    """The descriptor of a regular file below `root`. It never waits: a pipe is refused as a device or a socket is.
+
+    Raises Link for a link, ConfigError for what is no regular file, and OSError.
+    """
+    path = Path(path)
+    folder = open_folder(path.parent, root)
+    try:
+        _check(path.name, folder, path)
+        handle = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        _check_regular(os.fstat(handle), path)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def opener(root: Root) -> Callable[[str, int], int]:
+    """For `open(path, mode, opener=opener(root))`."""
+    return partial(open_file, root)
+
+
+def check_folder(path: Root, root: Root) -> None:
+    """Raises Link where a folder that another library will read or write is a link, or below one that `root` does not show.
+
+    Of a folder that is not there it checks what is.
+    """
+    if not is_local(path):
+        return
+    parts = Path(path).relative_to(root).parts
+    for n in range(1, len(parts) + 1):
+        part = Path(root, *parts[:n])
+        if part.is_symlink():
+            raise Link(refusal(part))
+
+
+def has_one_name(path: Root, root: Root) -> bool:
+    """Whether a file has no other name: with a second one, which `ln` makes, it may be a file from elsewhere."""
+    if not is_local(path):
+        return True
+    handle = open_file(root, path, os.O_RDONLY)
+    try:
+        return os.fstat(handle).st_nlink == 1
+    finally:
+        os.close(handle)
+
+
+def refusal(path: Any) -> str:
+    """What is said of a link."""
+    return f"{path}: is a link, and none in a run folder is followed; {ADVICE}"
+
+
+def _make(name: str, folder: int) -> None:
+    try:
+        os.mkdir(name, dir_fd=folder)
+    except FileExistsError:
+        return
+
+
+def _check(name: str, folder: int, path: Path) -> None:
+    """Refuses by name what the call that opens it would refuse by a number, or would wait for."""
+    try:
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(status.st_mode):
+        raise Link(refusal(path))
+    if not stat.S_ISDIR(status.st_mode):
+        _check_regular(status, path)
+
+
+def _check_regular(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{path}: cannot be read: no regular file; give a file, or save what it gives as one")
