@@ -116,7 +116,7 @@ def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
             raise ConfigError(f"{option.upper()}={value}: expected a plain name of letters, digits, dots and dashes")
     if options.slices < 1:
         raise ConfigError(f"SLICES={options.slices}: must be at least 1")
-    if not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*\w", options.image, re.ASCII):
+    if not re.fullmatch(r"[A-Za-z0-9]([\w./:@-]*\w)?", options.image, re.ASCII):
         raise ConfigError(f"IMAGE={options.image}: expected the name of a container image")
     hosts = door.Hosts(options.slices * tpu.devices, options.slices * tpu.hosts, options.slices, files="image", mount="/runs")
     command = door.train_command(options.experiment, arguments, "/runs", hosts)

@@ -222,7 +222,8 @@ def differences(description: dict, experiment: Experiment) -> list[str]:
 def runs_of(name: str | None, runs: epath.PathLike) -> list[RunFolder]:
     """The runs of the experiment `name`, or all, the newest last. One whose description is damaged is left out."""
     folders = []
-    for path in epath.Path(runs).glob("*/config.json"):
+    # a name may begin with a dot
+    for path in (path for names in ("*", ".*") for path in epath.Path(runs).glob(f"{names}/config.json")):
         try:
             if RunFolder(path.parent).description().get("name") == name or name is None:
                 folders.append(RunFolder(path.parent))

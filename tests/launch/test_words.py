@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from experiments.launch import lock, skypilot, slices, tpu_vm  # noqa: E402
+from experiments.launch import door, lock, skypilot, slices, tpu_vm  # noqa: E402
 from jaxformer.errors import ConfigError  # noqa: E402
 from tests.launch.fakes import install  # noqa: E402
 
@@ -39,6 +39,13 @@ WORDS = [
 def pinned(monkeypatch):
     monkeypatch.setattr(lock, "versions", lambda: ({"jax": "0.10.2"}, []))
     monkeypatch.setattr(tpu_vm, "tree_digest", lambda: "0123456789abcdef")
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """The experiment itself is not looked at, which would take most of the time."""
+    checked = door.Command(["-m", "jaxformer", "train", "quickstart"], [])
+    monkeypatch.setattr(door, "train_command", lambda *_: checked)
 
 
 def launched(line, capsys):
@@ -87,7 +94,7 @@ def test_bytes_that_are_no_text_are_refused_by_name():
 
 
 @pytest.mark.parametrize("option", ["bucket", "claim", "name", "account", "image"])
-def test_options_of_a_jobset_are_texts_or_refused(option, capsys):
+def test_options_of_a_jobset_are_texts_or_refused(option, unchecked, capsys):
     place = ["--bucket=my-bucket"] if option not in ("bucket", "claim") else []
     for text in filter(None, WORDS):
         line = ["gke", "quickstart", FOUR, *place, *(["--image=i"] if option != "image" else []), f"--{option}={text}"]
@@ -106,7 +113,7 @@ def test_options_of_a_jobset_are_texts_or_refused(option, capsys):
         assert found[option] == text, (text, found)
 
 
-def test_options_of_a_task_are_texts_or_refused(capsys):
+def test_options_of_a_task_are_texts_or_refused(unchecked, capsys):
     for text in WORDS:
         code, out, _ = launched(["skypilot", "quickstart", f"--accelerators={text}:8", "--bucket=s3://my-bucket", []], capsys)
         assert (code == 2 and out == "") or yaml.safe_load(out)["resources"]["accelerators"] == f"{text}:8"
@@ -188,7 +195,7 @@ def test_a_folder_of_runs_that_would_be_refused_rents_nothing(runs, more, capsys
 
 
 @pytest.mark.parametrize("runs", ["/shared/runs", "gs://abc/runs", "gs://my_bucket", "/a b/runs"])
-def test_folders_that_all_hosts_share(runs, capsys):
+def test_folders_that_all_hosts_share(runs, unchecked, capsys):
     assert launched([*POD, FOUR, f"--runs={runs}", ["--", "--mesh.data=-1"]], capsys)[0] == 0
     slices.check_runs("runs", 1)  # one host, which is not taken away
 
@@ -225,7 +232,7 @@ MOUNTED = {
     "bin/findmnt": '#!/bin/bash\ncat "$CLOUD/mounted" 2> /dev/null\n',
     "bin/mountpoint": '#!/bin/bash\n[ -s "$CLOUD/mounted" ]\n',
     "bin/fusermount": '#!/bin/bash\n[ -e "$CLOUD/busy" ] && exit 1\n'
-    'echo "away $(cat $CLOUD/mounted)" >> "$CLOUD/done"; rm "$CLOUD/mounted"\n',
+    'echo "away $(cat "$CLOUD/mounted")" >> "$CLOUD/done"; rm "$CLOUD/mounted"\n',
     "bin/gcsfuse": '#!/bin/bash\necho "${@: -2:1}" > "$CLOUD/mounted"; echo "mounted ${@: -2:1}" >> "$CLOUD/done"\n',
 }
 
@@ -272,7 +279,7 @@ def ends(error):
      (slices.Stopped(143), 143), (slices.Stopped(129), 129), (ConfigError("is busy with another command"), 2)],
     ids=str,
 )  # fmt: skip
-def test_every_end_says_what_still_costs_money(error, code, capsys, monkeypatch):
+def test_every_end_says_what_still_costs_money(error, code, unchecked, capsys, monkeypatch):
     monkeypatch.setattr(tpu_vm, "attempt", ends(error))
     assert tpu_vm.main([*POD[1:], "--runs=/x", "--retries=1", "--pause=0", "--", "--mesh.data=-1"]) == code
     out, err = capsys.readouterr()
@@ -287,7 +294,7 @@ def test_an_error_that_nobody_foresaw_says_it_too(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_signals_end_with_what_costs_money(name, capsys, monkeypatch):
+def test_signals_end_with_what_costs_money(name, unchecked, capsys, monkeypatch):
     import signal
 
     monkeypatch.setattr(tpu_vm, "attempt", lambda *_: signal.raise_signal(getattr(signal, name)))
@@ -304,7 +311,7 @@ SUBMITTED = [
 
 @pytest.mark.parametrize(("line", "says"), SUBMITTED)
 @pytest.mark.parametrize("code", [0, 1, None])
-def test_what_is_submitted_can_be_ended(line, says, code, capsys, monkeypatch):
+def test_what_is_submitted_can_be_ended(line, says, code, unchecked, capsys, monkeypatch):
     def run(words, **_):
         if words[0] not in ("kubectl", "sky"):
             return subprocess.CompletedProcess(words, 0, "", "")
