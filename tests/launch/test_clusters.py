@@ -160,7 +160,7 @@ def test_a_launcher_that_is_not_there_is_one_line(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError))
     with pytest.raises(Exception, match="kubectl: not installed here; DRY=1 prints its input"):
-        slices.submit("", ["kubectl", "apply", "-f"], False, [])
+        slices.submit("", ["kubectl", "apply", "-f"], False, [], ["kubectl", "delete"])
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def test_a_host_refuses_another_jax_and_a_folder_that_it_cannot_write(version, r
     [
         ("slurm-train", {"EXP": "a b.py", "RUNS": "/it's a/runs", "ARGS": "--x='a b' --y \"it's\""},
          ["a b.py", "--runs=/it's a/runs", "--", "--x=a b", "--y", "it's"]),
-        ("pod-train", {"TPU": "p", "BUCKET": 'b"c', "SPOT": "1"}, ["quickstart", "--tpu=p", '--bucket=my-b"c', "--spot", "--"]),
+        ("pod-train", {"TPU": "p", "BUCKET": 'b"c', "SPOT": "1"}, ["quickstart", "--tpu=p", '--bucket=b"c', "--spot", "--"]),
         ("sky-train", {"GPUS": "H100: 8"}, ["quickstart", "--accelerators=H100: 8", "--"]),
         ("sweep", {"GRID": "--a='x y',2"}, ["quickstart", "--grid", "--a='x y',2"]),
         ("plan", {"TOPOLOGY": "h100:0x8 ", "ARGS": "--model.mixer 'Linear()'"},
