@@ -280,17 +280,17 @@ def _learn_tokenizer(config: Corpus, folder: Path, group: Any) -> tokenizers.BPE
     """Byte pairs from the cache, or learned from a sample and kept there."""
     held_out = config.validation_fraction if config.validation is None else 0.0
 
-    def learn() -> Path:
+    def learn() -> str:
         saved = folder / f"tokenizer-{_key(config, config.path, config.vocab_size, held_out)}.json"
         with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged one is learned again
             load_sealed(saved)
-            return saved
+            return saved.name
         log.info("learning %s byte pairs from a sample of %s", f"{config.vocab_size:,}", config.path)
         tokenizer = tokenizers.BPE.train("".join(_sample(config.path, config.field, held_out)), config.vocab_size or 0)
         save_sealed(saved, json.dumps(tokenizer.state["tokenizer"]))
-        return saved
+        return saved.name
 
-    return tokenizers.BPE(load_sealed(group.first(learn)))
+    return tokenizers.BPE(load_sealed(folder / group.first(learn)))
 
 
 def _sample(path: str, field: str, held_out: float) -> Iterator[str]:
@@ -346,7 +346,7 @@ def _open_tokens(config: Corpus, path: str, tokenizer: Any, folder: Path, group:
         total.save(entry / "index.json")
 
     for _ in range(3):
-        if (index := group.first(lambda: checked_index(entry, dtype.itemsize))) is not None:
+        if (found := group.first(lambda: checked_index(entry, dtype.itemsize))) is not None:
             break
         group.first(begin)
         _encode(entry, path, config.jobs or os.cpu_count() or 1, group.index, group.count)
@@ -354,6 +354,7 @@ def _open_tokens(config: Corpus, path: str, tokenizer: Any, folder: Path, group:
         group.first(finish)
     else:
         raise ConfigError(f"data.cache: what is written to {entry} is damaged each time; choose another disk")
+    index = Index(*found)  # JSON has no named tuples
     sizes = {entry / f"{name}.tokens": tokens for name, (tokens, _) in (index.shards or {}).items()}
     return Tokens(list(sizes), list(sizes.values()), dtype), index
 

@@ -180,11 +180,11 @@ def is_first() -> bool:
 def first(function: Callable[[], T], what: str = "") -> T:
     """Calls `function()` on process 0: its value (JSON) or error is that of all. All must call in the same order."""
     if jax.process_count() == 1:
-        return function()
+        return _through_json(function())
     result: dict[str, Any] = {}
     if is_first():
         try:
-            result = {"value": function()}
+            result = {"value": _through_json(function())}
         except Exception as error:
             result = {"error": _described(error)}
             all_gather_object(result, what)
@@ -195,13 +195,18 @@ def first(function: Callable[[], T], what: str = "") -> T:
     return found["value"]
 
 
+def _through_json(value: T) -> T:
+    """A value as the other processes get it. One process gets it so, too: then its tests find what is no JSON."""
+    return json.loads(json.dumps(value))
+
+
 def all_gather_object(value: T, what: str = "") -> list[T]:
     """The values (JSON) of all processes in order. All processes must make these calls in the same order.
 
     `what` is said of a process that does not come: what the others waited for.
     """
     if jax.process_count() == 1:
-        return [value]
+        return [_through_json(value)]
     return _call(f"values/{next(_keys)}", what or "an exchange of values", value)
 
 
@@ -284,7 +289,7 @@ class Group:
 
 def that_see(folder: Path) -> Group:
     """All processes if they see the files of one folder, else this process alone. All must make this call."""
-    alone = Group(0, 1, lambda function: function(), lambda: None)
+    alone = Group(0, 1, lambda function: _through_json(function()), lambda: None)
     if jax.process_count() == 1:
         return alone
     name = first(lambda: _new_folder(folder))
