@@ -1,12 +1,13 @@
 """The one error that a user sees as a line instead of a traceback."""
 
 import contextlib
+import dataclasses
 import difflib
 import math
 import numbers
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 
 class ConfigError(ValueError):
@@ -30,6 +31,27 @@ def check_whole(name: str, value: Any, least: int = 1) -> None:
     """Raises ConfigError unless the value is a whole number of at least `least`."""
     if not isinstance(value, numbers.Integral) or value < least:
         raise ConfigError(f"{name}={value}: expected a whole number of at least {least}")
+
+
+def check_numbers(prefix: str, config: Any, /, **least: int | float) -> None:
+    """Raises ConfigError for a field below its `least`, for NaN and infinity, and for 1.5 where the class declares `int`.
+
+    None passes where the class declares it. What is no number, such as a tuple, is not looked at.
+    """
+    declared = {field.name: field.type for field in dataclasses.fields(config)}
+    for name, bound in least.items():
+        value, kinds = getattr(config, name), (declared[name], *get_args(declared[name]))
+        if value is None and type(None) in kinds:
+            continue
+        if isinstance(value, str | tuple | list):
+            continue
+        whole = float not in kinds
+        right = isinstance(value, numbers.Integral) if whole else _is_real(value) and math.isfinite(value)
+        if not (right and value >= bound):
+            kind = "a whole number" if whole else "a finite number"
+            least_words = f" of at least {bound:g}" if bound > -math.inf else ""
+            none = ", or None" if type(None) in kinds else ""
+            raise ConfigError(f"{prefix}{name}={value}: expected {kind}{least_words}{none}")
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

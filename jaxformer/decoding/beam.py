@@ -1,5 +1,6 @@
 """Beam search, plain and diverse: the likeliest texts rather than a likely next token. One loop over tokens."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from jax.tree_util import Partial
 from jaxtyping import Float, Int
 
 from jaxformer.decoding.filters import Filter, History
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_whole
 
 LARGEST_PENALTY = 1e15  # the square of a score's logarithm has to fit in float32
 Advance = Callable[[Array, Any], tuple[Array, Any]]  # (tokens [R], cache) -> (logits [R, V], cache): one token more a row
@@ -42,12 +43,16 @@ class Beams:
     diversity: Any = 0.0  # nats that a token costs which an earlier group took
 
     def __post_init__(self):
-        if not 1 <= self.n_best <= self.beams:
+        for name in ("beams", "n_best", "groups"):
+            check_whole(name, getattr(self, name))
+        if not self.n_best <= self.beams:
             raise ConfigError(f"beams={self.beams}, n_best={self.n_best}: 1 <= n_best <= beams is needed")
-        if self.groups < 1 or self.beams % self.groups:
+        if self.beams % self.groups:
             raise ConfigError(f"groups={self.groups}: must divide beams={self.beams}")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":  # 1 equals True, and is not True
             raise ConfigError(f'early_stopping={self.early_stopping!r}: must be True, False or "never"')
+        if isinstance(self.diversity, int | float) and not math.isfinite(self.diversity):
+            raise ConfigError(f"diversity={self.diversity}: must be a finite number")
         if isinstance(self.length_penalty, int | float) and not abs(self.length_penalty) < LARGEST_PENALTY:
             raise ConfigError(f"length_penalty={self.length_penalty}: must be a finite number, or a function such as gnmt(0.6)")
         if callable(self.length_penalty) and not isinstance(self.length_penalty, Partial):  # a pytree, as jit needs

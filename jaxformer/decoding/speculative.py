@@ -90,6 +90,9 @@ class Lookup:
 
     n: int = struct.field(pytree_node=False, default=3)
 
+    def __post_init__(self):
+        check_whole("Lookup.n", self.n)
+
     def propose(self, ahead: int, history: History, cache: Any, most, keys, settings: Settings) -> Proposal:
         """The tokens after the match, `ahead` of them."""
         tokens, length = history.tokens, history.length[:, None]

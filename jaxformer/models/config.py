@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import numbers
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
 from jaxformer.config import execution
-from jaxformer.errors import ConfigError, check_whole
+from jaxformer.errors import ConfigError, check_numbers, check_whole
 from jaxformer.masks import Mask, causal
 from jaxformer.models.mup import MuP
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
@@ -28,6 +29,16 @@ def check_words(config: Any) -> None:
     """The `__post_init__` of a dataclass that refuses unknown words."""
     for problem in unknown_words(config):
         raise ConfigError(f"{type(config).__name__}.{problem}")
+
+
+def numbers_from(**least: int | float) -> Callable:
+    """The `__post_init__` of a dataclass that refuses numbers below these, and unknown words."""
+
+    def check(config: Any) -> None:
+        check_words(config)
+        check_numbers(f"{type(config).__name__}.", config, **least)
+
+    return check
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,8 @@ class Embedding:
     norm: bool = False  # a norm at the end (BERT)
     token_types: int = 0  # kinds of segments, each with a row that is added (BERT: 2)
 
+    __post_init__ = numbers_from(scale=-math.inf, token_types=0)
+
 
 @dataclass(frozen=True)
 class Patches:
@@ -102,8 +115,14 @@ class Patches:
     mask_token: bool = False  # a trained row for patches that `inputs={"masked": flags [B, patches]}` hides
 
     def __post_init__(self):
+        check_numbers("Patches.", self, channels=1)
+        for name, pair in (("image", self.image), ("patch", self.patch)):
+            if not (isinstance(pair, tuple | list) and len(pair) == 2):
+                raise ConfigError(f"Patches.{name}={pair}: expected two numbers, of the height and the width")
+            for number in pair:
+                check_whole(f"Patches.{name}", number)
         for size, part in zip(self.image, self.patch, strict=True):
-            if part < 1 or size % part:
+            if size % part:
                 raise ConfigError(f"embedding.patch={self.patch} does not divide embedding.image={self.image}")
 
     # patches down and across, and positions of one image
@@ -120,6 +139,8 @@ class LanguageModel:
     scale: float = 1.0  # factor of the hidden states: D^-0.5 in T5 v1.0
     name: str = "language_model"  # key of its parameters and of its output
 
+    __post_init__ = numbers_from(scale=-math.inf)
+
 
 @dataclass(frozen=True)
 class Classification:
@@ -133,7 +154,7 @@ class Classification:
     name: str = "classification"  # key of its parameters and of its output
     pooler_width: int | None = None  # None: as wide as what it reads
 
-    __post_init__ = check_words
+    __post_init__ = numbers_from(classes=1, pooler_width=1)
 
 
 @dataclass(frozen=True)
@@ -142,6 +163,8 @@ class TokenClassification:
 
     classes: int  # how many there are
     name: str = "token_classification"  # key of its parameters and of its output
+
+    __post_init__ = numbers_from(classes=1)
 
 
 @dataclass(frozen=True)
@@ -217,9 +240,18 @@ def _wrong_sizes(config: ModelConfig) -> Iterator[str]:
     patches = c.embedding if isinstance(c.embedding, Patches) else None
     optional = "num_kv_heads", "head_width", "d_ff", "unroll"
     for name in ("vocab_size", "num_layers", "d_model", "num_heads", "context_length", *optional):
-        value, least = getattr(c, name), 0 if patches and name == "vocab_size" else 1
-        if value is not None and value < least:
-            yield f"{name}={value}: must be at least {least}" + (", or None" if name in optional else "")
+        size: Any = getattr(c, name)
+        least = 0 if patches and name == "vocab_size" else 1
+        if size is None and name in optional:
+            continue
+        if not isinstance(size, numbers.Integral) or size < least:
+            yield f"{name}={size}: must be a whole number of at least {least}" + (", or None" if name in optional else "")
+    for name, least in (("norm_eps", 0), ("init_std", 0), ("attention_scale", -math.inf)):
+        value: Any = getattr(c, name)
+        if value is None or isinstance(value, MuP):
+            continue
+        if not (math.isfinite(value) and value >= least):
+            yield f"{name}={value}: must be a finite number" + (" of at least 0" if least == 0 else ", or None")
     for name in ("dropout_rate", "attention_dropout_rate"):
         if not 0 <= getattr(c, name) < 1:
             yield f"{name}={getattr(c, name)}: must be in [0, 1)"

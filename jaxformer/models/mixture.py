@@ -6,7 +6,7 @@ from jax import Array
 from jax.nn.initializers import normal
 from jaxtyping import Float
 
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.models.block import feedforward, feedforward_spec
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput
@@ -36,17 +36,16 @@ class Mixture:
     router_z_loss: float = 0.0  # weight of the loss that keeps the router's logits small
 
     def __post_init__(self):
+        whole = dict(experts=1, top_k=1, d_ff=1, shared=0, groups=1)
+        factors = dict(capacity=0, device_capacity=1, balance_loss=0, router_z_loss=0)
+        check_numbers("model.feedforward.", self, **whole, **factors)
         words = (*ACTIVATIONS, *GATES)
         lone = self.normalise and self.top_k == 1 < self.experts and not self.balance_loss
         for field, right, expected in (
             ("capacity", self.capacity is None or self.capacity > 0, "must be above 0, or None"),
-            ("device_capacity", self.device_capacity is None or self.device_capacity >= 1, "must be at least 1, or None"),
             ("device_capacity", None in (self.capacity, self.device_capacity), "experts have a capacity; set one of the two"),
-            ("groups", self.groups >= 1, "must be at least 1"),
             ("groups", self.groups == 1 or self.capacity is not None, "groups of tokens have a capacity; set it, too"),
-            ("balance_loss", self.balance_loss >= 0, "must be at least 0"),
-            ("router_z_loss", self.router_z_loss >= 0, "must be at least 0"),
-            ("top_k", 1 <= self.top_k <= self.experts, f"must be 1 to {self.experts}, the number of experts"),
+            ("top_k", self.top_k <= self.experts, f"must be 1 to {self.experts}, the number of experts"),
             ("activation", self.activation in words, f"expected one of {', '.join(words)}"),
             ("normalise", not lone, "a lone weight is 1 and teaches nothing; for top_k=1 set it to False, or a balance_loss"),
         ):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.params import Spec, Tree, scale_init
 
 WIDTHS = {"embed", "mlp", "heads", "kv_heads", "head"}  # axes that grow with the model; vocabulary, experts, pixels do not
@@ -26,7 +26,8 @@ class MuP:
     base_head_width: int | None = None  # head width there; scores are q k sqrt(it) / H. None: heads are as wide everywhere
 
     def __post_init__(self):
-        if self.base_width < 1 or not self.init_std > 0 or not (self.base_head_width is None or self.base_head_width > 0):
+        check_numbers("model.init_std.", self, base_width=1, init_std=0, base_head_width=1)
+        if not self.init_std:
             raise ConfigError(f"model.init_std={self}: widths and init_std must be positive")
 
     def score_scale(self, head_width: int) -> float | None:

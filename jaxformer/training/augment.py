@@ -3,6 +3,7 @@
 `ClassCrossEntropy(augment=(Crop(1), Flip()))` applies them in this order. A function of yours is used in the same way.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
+
+from jaxformer.errors import ConfigError, check_numbers
 
 Image = Float[Array, "H W C"]
 
@@ -28,6 +31,10 @@ class Flip:
 
     probability: float = 0.5  # of that
 
+    def __post_init__(self):
+        if not 0 <= self.probability <= 1:
+            raise ConfigError(f"Flip.probability={self.probability}: must be in [0, 1]")
+
     def __call__(self, key: Array, image: Image) -> Image:
         return jnp.where(jax.random.bernoulli(key, self.probability), image[:, ::-1], image)
 
@@ -37,6 +44,9 @@ class Crop:
     """A crop of the image with a border of zeros: it moves by up to `padding` pixels. He et al. 2015, section 4.2."""
 
     padding: int = 4  # pixels on each side
+
+    def __post_init__(self):
+        check_numbers("Crop.", self, padding=0)
 
     def __call__(self, key: Array, image: Image) -> Image:
         down, across = jax.random.randint(key, (2,), 0, 2 * self.padding + 1)
@@ -50,6 +60,13 @@ class ResizedCrop:
 
     area: tuple[float, float] = (0.08, 1.0)  # of the part, as a share of the image's
     ratio: tuple[float, float] = (3 / 4, 4 / 3)  # of the part's width to its height; its logarithm is uniform
+
+    def __post_init__(self):
+        for name, largest in (("area", 1), ("ratio", math.inf)):
+            pair = getattr(self, name)
+            if not (len(pair) == 2 and 0 < pair[0] <= pair[1] <= largest and math.isfinite(pair[1])):
+                upper = f" of at most {largest}" if math.isfinite(largest) else ""
+                raise ConfigError(f"ResizedCrop.{name}={pair}: expected two numbers above 0{upper}, the smaller first")
 
     def __call__(self, key: Array, image: Image) -> Image:
         size = jnp.array(image.shape[:2], jnp.float32)
@@ -67,6 +84,9 @@ class Move:
 
     degrees: float = 10.0  # it turns by up to this angle, to either side
     pixels: float = 1.0  # it shifts by up to this distance in each direction
+
+    def __post_init__(self):
+        check_numbers("Move.", self, degrees=0, pixels=0)
 
     def __call__(self, key: Array, image: Image) -> Image:
         turn, *shift = jax.random.uniform(key, (3,), minval=-1.0)

@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from jaxformer import models
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.masks import FULL, prefix
 from jaxformer.models import heads
 from jaxformer.ops.losses import LossSums, cross_entropy
@@ -108,6 +108,7 @@ class MaskedTokens:
     vocab_size: int | None = None
 
     def __post_init__(self):
+        check_numbers("objective.", self, mask_token=0, vocab_size=1)
         if not 0 < self.rate < 1:
             raise ConfigError(f"objective.rate={self.rate}: must be in (0, 1)")
 
@@ -171,8 +172,7 @@ class PrefixLanguageModel:
     prefix: int  # tokens of a text that are given
 
     def __post_init__(self):
-        if self.prefix < 1:
-            raise ConfigError(f"objective.prefix={self.prefix}: must be at least 1")
+        check_numbers("objective.", self, prefix=1)
 
     def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
         tokens, n = batch["tokens"], self.prefix
@@ -200,8 +200,9 @@ class SpanCorruption:
     mean_span: float = 3.0  # tokens
 
     def __post_init__(self):
-        if not (0 < self.rate < 1 and self.mean_span >= 1):
-            raise ConfigError(f"objective: rate={self.rate} must be in (0, 1), mean_span={self.mean_span} at least 1")
+        check_numbers("objective.", self, sentinel=0, end=0, start=0, mean_span=1)
+        if not 0 < self.rate < 1:
+            raise ConfigError(f"objective: rate={self.rate} must be in (0, 1)")
 
     def lengths(self, length: int) -> tuple[int, int]:
         """(tokens of the target, tokens of the source) of a text."""

@@ -3,6 +3,7 @@
 Whatever a researcher swaps is a function, or a frozen dataclass with `__call__`: the library's own have no privilege.
 """
 
+import math
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ def _check_least(config: Any, prefix: str, fields: dict[str, int]) -> None:
         if not value >= least:
             raise ConfigError(f"{prefix}{name}={value}: must be at least {least}")
         if not isinstance(value, int | np.integer):
-            raise ConfigError(f"{prefix}{name}={value}: must be a whole number, such as {int(value)}")
+            example = f", such as {int(value)}" if math.isfinite(value) else ""
+            raise ConfigError(f"{prefix}{name}={value}: must be a whole number{example}")
 
 
 def _is_unprintable(letter: str) -> bool:
@@ -98,8 +100,9 @@ class Spikes:
     window: int = 128  # good steps
 
     def __post_init__(self):
-        if not (self.deviations > 0 and self.window > 1):
-            raise ConfigError(f"{self}: expected deviations above 0 and a window of at least 2 steps")
+        _check_least(self, "spikes.", {"window": 2})
+        if not 0 < self.deviations < math.inf:
+            raise ConfigError(f"spikes.deviations={self.deviations}: must be above 0 and finite; None for no spikes")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxformer import models
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.models import heads
 from jaxformer.ops.losses import LossSums, TokenSums, cross_entropy, projected_cross_entropy
 from jaxformer.training.augment import augmented
@@ -37,9 +37,8 @@ class TokenCrossEntropy:
     z_loss: float = 0.0  # weight of (log sum exp of the logits)^2; not in what is scored
 
     def __post_init__(self):
-        if not (0 <= self.label_smoothing < 1 and self.z_loss >= 0):
-            problem = f"label_smoothing={self.label_smoothing} must be in [0, 1), z_loss={self.z_loss} at least 0"
-            raise ConfigError(f"objective: {problem}")
+        check_numbers("objective.", self, z_loss=0)
+        check_smoothing(self.label_smoothing)
 
     def evaluation(self) -> "TokenCrossEntropy":
         return replace(self, label_smoothing=0.0, z_loss=0.0)
@@ -68,6 +67,9 @@ class ClassCrossEntropy:
     label_smoothing: float = 0.0  # share of the target spread over all classes; not in what is scored
     # functions (key, image [H, W, C]) -> image, such as those of training.augment; not in what is scored
     augment: tuple[Callable, ...] = ()
+
+    def __post_init__(self):
+        check_smoothing(self.label_smoothing)
 
     def evaluation(self) -> "ClassCrossEntropy":
         return replace(self, label_smoothing=0.0, augment=())
@@ -112,6 +114,12 @@ class SpanCrossEntropy:
         left_out = jnp.sum(batch["weights"]) - sums.weight
         figures = {"exact_match": (jnp.sum(exact * weights), sums.weight), "left_out": (left_out, sums.weight + left_out)}
         return sums._replace(metrics=sums.metrics | figures)
+
+
+def check_smoothing(share: float) -> None:
+    """Raises ConfigError for a label smoothing that is no share of a target."""
+    if not 0 <= share < 1:
+        raise ConfigError(f"objective: label_smoothing={share} must be in [0, 1)")
 
 
 def model_inputs(batch: Batch) -> Batch:

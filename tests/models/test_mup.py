@@ -177,7 +177,7 @@ def test_optimizers_with_another_rule_are_refused(optimizer):
 
 def test_wrong_widths():
     for wrong in ({"base_width": 0}, {"base_width": 8, "init_std": 0.0}, {"base_width": 8, "base_head_width": -1}):
-        with pytest.raises(ConfigError, match="must be positive"):
+        with pytest.raises(ConfigError, match=r"model.init_std.*(must be positive|of at least 1)"):
             MuP(**wrong)
 
 

@@ -1,12 +1,14 @@
 """What does not fit a model is refused before anything is computed, in one line that names it."""
 
+import math
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import Literal, get_origin
+from typing import Literal, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import pytest
 from flax.traverse_util import unflatten_dict
 
@@ -28,7 +30,10 @@ from jaxformer.models import (
     vision,
 )
 from jaxformer.models.mixers import attention, efficient, variants
+from jaxformer.models.mup import MuP
 from jaxformer.models.stacks import pipeline, reversible
+from jaxformer.training import MaskedTokens, SpanCorruption, TokenCrossEntropy
+from jaxformer.training.augment import Crop, Move
 
 MODEL = ModelConfig(vocab_size=7, num_layers=2, d_model=8, num_heads=2, context_length=6)
 ENCODER = replace(MODEL, heads=(), masks=(masks.full(),))
@@ -266,3 +271,58 @@ def test_every_field_says_what_it_means():
 def test_positions_of_numbers_that_cannot_work(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+NUMBERS = {  # a config, and the least value of its numbers; -inf: any finite one
+    MODEL: dict(vocab_size=1, num_layers=1, d_ff=1, head_width=1, unroll=1, norm_eps=0, init_std=0, attention_scale=-math.inf),
+    Embedding(): dict(scale=-math.inf, token_types=0),
+    LanguageModel(): dict(scale=-math.inf),
+    Classification(3): dict(classes=1, pooler_width=1),
+    models.TokenClassification(2): dict(classes=1),
+    Patches(): dict(channels=1),
+    MuP(64): dict(base_width=1, init_std=0, base_head_width=1),
+    Mixture(): dict(experts=1, top_k=1, d_ff=1, shared=0, groups=1, capacity=0, balance_loss=0, router_z_loss=0),
+    mixers.Longformer(): dict(window=0, global_tokens=0, max_globals=0),
+    mixers.BigBird(): dict(block=1, random=0, seed=0, dense_length=0),
+    mixers.Linear(): dict(eps=0, chunk=1),
+    mixers.Efficient(): dict(chunk=1),
+    mixers.Performer(): dict(features=1, seed=0, chunk=1),
+    mixers.Linformer(): dict(rank=1),
+    mixers.Reformer(): dict(chunk=1, rounds=1, buckets=2, chunks_before=0, chunks_after=0, seed=0, multiple=1),
+    mixers.LocalChunks(): dict(chunk=1, before=0, after=0, multiple=1),
+    TokenCrossEntropy(): dict(z_loss=0),
+    MaskedTokens(5): dict(mask_token=0, vocab_size=1),
+    SpanCorruption(9, 1): dict(sentinel=0, end=0, start=0, mean_span=1),
+    Crop(): dict(padding=0),
+    Move(): dict(degrees=0, pixels=0),
+}
+
+
+@pytest.fixture
+def as_users_call():
+    """Without the checks of signatures that the suite adds, which would raise first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize("config", NUMBERS, ids=lambda config: type(config).__name__)
+def test_a_number_is_finite_whole_where_it_counts_and_not_too_small(config, as_users_call):
+    declared = {field.name: (field.type, *get_args(field.type)) for field in fields(config)}
+    for name, least in NUMBERS[config].items():
+        wrong = [math.nan, math.inf, *([] if least == -math.inf else [least - 1]), *([] if float in declared[name] else [1.5])]
+        for number in wrong:
+            with pytest.raises(ConfigError, match=rf"{name}={number}"):
+                replace(config, **{name: number})
+
+
+def test_numbers_that_do_not_fit_each_other_are_refused(as_users_call):
+    for make, said in (
+        (partial(mixers.Reformer, chunk=4, multiple=6), "multiple of chunk=4"),
+        (partial(mixers.Reformer, buckets=(4, 3)), "even numbers"),
+        (partial(reversible.Reversible, streams=3), "streams=3"),
+        (partial(Patches, image=(32,)), "image=.*two numbers"),
+        (partial(Patches, patch=(0, 4)), "patch=0"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make()

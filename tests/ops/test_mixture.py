@@ -452,10 +452,10 @@ def test_a_capacity_is_for_training():
     [
         (dict(top_k=9), "model.feedforward.top_k=9: must be 1 to 8"),
         (dict(top_k=0), "model.feedforward.top_k=0"),
-        (dict(experts=0), "model.feedforward.top_k=2: must be 1 to 0"),
+        (dict(experts=0), "model.feedforward.experts=0: expected a whole number of at least 1"),
         (dict(activation="swish"), "model.feedforward.activation='swish'"),
         (dict(capacity=0.0), "model.feedforward.capacity=0.0"),
-        (dict(capacity=1.0, groups=0), "model.feedforward.groups=0: must be at least 1"),
+        (dict(capacity=1.0, groups=0), "model.feedforward.groups=0: expected a whole number of at least 1"),
         (dict(groups=2), "model.feedforward.groups=2: .* have a capacity"),
         (dict(balance_loss=-1.0), "model.feedforward.balance_loss=-1.0"),
         (dict(router_z_loss=-1.0), "model.feedforward.router_z_loss=-1.0"),

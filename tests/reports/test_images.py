@@ -265,3 +265,17 @@ def test_each_image_and_step_is_changed_in_its_own_way():
     np.testing.assert_array_equal(first, again)
     rows = np.asarray(jnp.concatenate([first, other])).reshape(12, -1)
     assert len(np.unique(rows, axis=0)) == 12
+
+
+@pytest.mark.report(
+    "pytorch/vision#8903", "pytorch/vision#8904", "pytorch/vision#8944", "lightly-ai/lightly-train#959",
+    right="an area and a ratio are two positive numbers, the smaller first, and no area is above 1",
+    hit="any tuple was taken: (0.1, 0.2, 0.3), (1, 0), a negative or an infinite one, of which crops of NaN were made",
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["area", "ratio"])
+@pytest.mark.parametrize(
+    "pair", [(0.1, 0.2, 0.3), (0.5,), (0.9, 0.1), (-0.5, 0.5), (0.0, 1.0), (0.5, float("inf")), (float("nan"), 1.0)]
+)
+def test_a_crop_has_a_range_of_areas_and_ratios(name, pair, as_users_call):
+    with pytest.raises(ConfigError, match=rf"ResizedCrop.{name}="):
+        ResizedCrop(**{name: pair})

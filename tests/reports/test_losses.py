@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer.errors import ConfigError
 from jaxformer.ops.dropout import dropout
 from jaxformer.ops.losses import cross_entropy, projected_cross_entropy
+from jaxformer.training import ClassCrossEntropy, TokenCrossEntropy
 
 V = 7
 LOGITS = jax.random.normal(jax.random.key(0), (5, V)) * 3
@@ -252,3 +254,16 @@ def test_labels_of_64_bits(as_users_call, recwarn):
     assert float(cross_entropy(LOGITS, labels).loss) == float(cross_entropy(LOGITS, LABELS).loss)
     assert jnp.isnan(cross_entropy(LOGITS, labels + 2**32).loss)
     assert not recwarn.list
+
+
+@pytest.mark.report(
+    "pytorch/pytorch#134767", "keras-team/keras#23504", "pykeen/pykeen#1580",
+    right="a label smoothing outside of [0, 1) is refused, by the objective of tokens and by that of classes",
+    hit="ClassCrossEntropy took -3, 1.5 and NaN, and trained on negative targets",
+)  # fmt: skip
+@pytest.mark.parametrize("objective", [TokenCrossEntropy, ClassCrossEntropy])
+@pytest.mark.parametrize("share", [-3.0, 1.0, 1.5, float("nan")])
+def test_a_smoothing_is_a_share(objective, share):
+    with pytest.raises(ConfigError, match=f"label_smoothing={share}"):
+        objective(label_smoothing=share)
+    objective(label_smoothing=0.5)

@@ -207,7 +207,7 @@ def test_a_flax_model_is_a_model(model):
     ("make", "said"),
     [
         (lambda: TokenCrossEntropy(label_smoothing=1.0), r"objective: label_smoothing=1.0 must be in \[0, 1\)"),
-        (lambda: TokenCrossEntropy(z_loss=-1e-4), "z_loss=-0.0001 at least 0"),
+        (lambda: TokenCrossEntropy(z_loss=-1e-4), "objective.z_loss=-0.0001: expected a finite number of at least 0"),
         (
             lambda: Constant(warmup=-1)(Experiment("x", None, Reverse())),
             "warmup=-1: must be a whole number of steps, at least 0",

@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from jaxformer import ops
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import Alibi, ModelConfig, Relative, check_words
+from jaxformer.models.config import Alibi, ModelConfig, Relative, numbers_from
 from jaxformer.models.layer import Context, Mixer, MixerOutput, linear, linear_maps
 from jaxformer.models.mixers.attention import attention, attention_spec
 from jaxformer.ops.attention.linear import FeatureMap, visibility
@@ -38,6 +38,8 @@ class Longformer:
     window: int = 512  # total width, even
     global_tokens: int | tuple[int, ...] | None = 1  # how many (the first ones), or where; None: each call gives flags
     max_globals: int | None = None  # most global tokens of a row, where flags are traced
+
+    __post_init__ = numbers_from(window=0, global_tokens=0, max_globals=0)
 
     def __call__(self, config: ModelConfig) -> Mixer:
         spec = attention_spec(config)
@@ -72,7 +74,7 @@ class BigBird:
     seed: int = 0  # of the random layout
     dense_length: int = 0  # up to so many tokens all attend to all (in Hugging Face's model: (5 + 2 random) block)
 
-    __post_init__ = check_words
+    __post_init__ = numbers_from(block=1, random=0, seed=0, dense_length=0)
 
     def __call__(self, config: ModelConfig) -> Mixer:
         def mix(params, context, query, key, value):
@@ -108,6 +110,8 @@ class Linear:
     eps: float = 1e-6  # added to the denominator
     chunk: int = 128  # tokens that a causal layer takes at a time
 
+    __post_init__ = numbers_from(eps=0, chunk=1)
+
     def __call__(self, config: ModelConfig) -> Mixer:
         return _recurrent(self, config, lambda context: (self.feature_map, self.feature_map), self.eps)
 
@@ -117,6 +121,8 @@ class Efficient:
     """Softmax over features for queries, over the length for keys: Shen et al. 2021, arXiv:1812.01243. full() or causal()."""
 
     chunk: int = 128  # tokens that a causal layer takes at a time
+
+    __post_init__ = numbers_from(chunk=1)
 
     def __call__(self, config: ModelConfig) -> Mixer:
         mix = lambda params, context, **heads: ops.efficient_attention(**heads, mask=context.mask, chunk=self.chunk)
@@ -136,7 +142,7 @@ class Performer:
     seed: int = 0  # of the directions
     chunk: int = 128  # tokens that a causal layer takes at a time
 
-    __post_init__ = check_words
+    __post_init__ = numbers_from(features=1, seed=0, chunk=1)
 
     def __call__(self, config: ModelConfig) -> Mixer:
         draw = lambda key: ops.orthogonal_projection(key, self.features, config.head_size)
@@ -159,7 +165,7 @@ class Linformer:
     # headwise: E and F of each layer for all its heads; key_value: F = E; layerwise: one E = F for all layers
     sharing: Literal["headwise", "key_value", "layerwise"] = "headwise"
 
-    __post_init__ = check_words
+    __post_init__ = numbers_from(rank=1)
 
     def __call__(self, config: ModelConfig) -> Mixer:
         matrix = Spec((config.context_length, self.rank), ("length", None), normal(self.rank**-0.5), ("length",))
@@ -191,6 +197,14 @@ class Reformer:
     redraw: bool = True  # whether training draws the rotations of each step from the dropout key, if there is one
     duplicates: bool = False  # a key met in several rounds counts each time, as in Hugging Face's model
     multiple: int | None = None  # padding fills the length up to a multiple of this; None: of chunk
+
+    def __post_init__(self):
+        sizes = dict(chunk=1, rounds=1, buckets=2, chunks_before=0, chunks_after=0, seed=0, multiple=1)
+        numbers_from(**sizes)(self)
+        if self.multiple is not None and self.multiple % self.chunk:
+            raise ConfigError(f"Reformer.multiple={self.multiple}: expected a multiple of chunk={self.chunk}, or None")
+        if any(size < 2 or size % 2 for size in np.ravel(self.buckets or 2)):
+            raise ConfigError(f"Reformer.buckets={self.buckets}: expected even numbers of at least 2, or None")
 
     def evaluation(self) -> "Reformer":
         """The same mixer with fixed rotations."""
@@ -228,6 +242,8 @@ class LocalChunks:
     before: int = 1  # chunks before its own that a query sees
     after: int = 0  # chunks after its own that a query sees
     multiple: int = 1  # padding fills the length up to a multiple of this
+
+    __post_init__ = numbers_from(chunk=1, before=0, after=0, multiple=1)
 
     def __call__(self, config: ModelConfig) -> Mixer:
         def attend(params, context, query, key, value, **options):

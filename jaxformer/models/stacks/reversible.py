@@ -31,6 +31,10 @@ class Reversible:
 
     streams: int = 1  # 1: the output is the mean of the streams; 2: both side by side (the published models)
 
+    def __post_init__(self):
+        if self.streams not in (1, 2):
+            raise ConfigError(f"Reversible.streams={self.streams}: expected 1, their mean, or 2, both side by side")
+
     def __call__(self, config: ModelConfig, layers: Layers, x, context: Context):
         if config.norm_placement != "pre":
             raise ConfigError(f"model.norm_placement={config.norm_placement!r}: reversible layers are pre-norm")
