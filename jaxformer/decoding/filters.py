@@ -3,8 +3,12 @@
 `TopK(50)` is a filter, and any function of these two is. Numbers are leaves of a pytree, so arguments of the compiled program:
 another temperature compiles nothing. The n of an n-gram is static. A number may be one per row, [B], where you call a filter
 yourself; `generate` and the other functions of `decoding` refill and repeat rows, so they need one for all.
+
+A filter that makes some tokens likely, or forces them, may say which by a method `named_tokens() -> tokens`. `generate` and
+its relatives then refuse those that are outside the model's vocabulary. `LogitBias` and `ForcedPrefix` have it.
 """
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -52,14 +56,19 @@ def filter_of(valid: Callable, must: str, function: Callable, dtype: Any = np.fl
     """From a function (number, logits, history) -> logits, one of a number that gives a filter; ConfigError if not `valid`."""
 
     def construct(number, *more):
-        if isinstance(number, int | float | Sequence | np.ndarray | np.generic):  # tracers pass
-            if not np.all(valid(np.asarray(number))) or (dtype == np.int32 and np.any(np.asarray(number) % 1)):
-                raise ConfigError(f"{function.__name__}({number}): must be {must}")
-            number = np.asarray(number, dtype)
-        return Partial(function, number, *more)
+        return Partial(function, checked(function.__name__, valid, must, number, dtype), *more)
 
     construct.__name__, construct.__doc__ = function.__name__, function.__doc__
     return construct
+
+
+def checked(name: str, valid: Callable, must: str, number: Any, dtype: Any) -> Any:
+    """The number or numbers of a filter in this dtype; a tracer as it is. ConfigError if not `valid`."""
+    if not isinstance(number, int | float | Sequence | np.ndarray | np.generic):
+        return number
+    if not np.all(valid(np.asarray(number))) or (dtype == np.int32 and np.any(np.asarray(number) % 1)):
+        raise ConfigError(f"{name}({number}): must be {must}")
+    return np.asarray(number, dtype)
 
 
 @partial(filter_of, lambda t: (t == 0) | (t >= 1e-6) & (t < np.inf), "0 (greedy), or finite and at least 1e-6")
@@ -134,8 +143,8 @@ class NoRepeatNgram:
     n: int = struct.field(pytree_node=False)
 
     def __post_init__(self):
-        if self.n < 1:
-            raise ConfigError(f"NoRepeatNgram({self.n}): must be at least 1")
+        if not isinstance(self.n, numbers.Integral) or self.n < 1:
+            raise ConfigError(f"NoRepeatNgram({self.n}): must be a whole number of at least 1")
 
     def __call__(self, logits: Logits, history: History) -> Logits:
         n, tokens, last = self.n, history.tokens, _last(history, self.n - 1)
@@ -164,24 +173,24 @@ def _bad_words(words: Any, logits: Logits, history: History) -> Logits:
 def LogitBias(bias: Any) -> Filter:
     """logits + bias: an array [V] or [B, V], or {token: bias}. A bias of -inf removes the token."""
     if not isinstance(bias, Mapping):
-        return Partial(_bias, None, bias)
+        return _Bias(None, bias)
     if min(bias, default=0) < 0 or any(token % 1 for token in bias) or not max(bias.values(), default=0) < np.inf:
         raise ConfigError(f"LogitBias({bias}): must be {{token: number below inf}}, tokens whole and not negative")
-    return Partial(_bias, np.fromiter(bias, np.int32), np.fromiter(bias.values(), np.float32))
+    return _Bias(np.fromiter(bias, np.int32), np.fromiter(bias.values(), np.float32))
 
 
-def named_tokens(some_filter: Any) -> list[int]:
-    """The tokens that a filter makes likely or forces: of `LogitBias` and `ForcedPrefix`."""
-    function: Any = getattr(some_filter, "func", None)
-    arguments: Any = getattr(some_filter, "args", ())
-    ours = getattr(function, "__module__", None) == __name__
-    if not (ours and getattr(function, "__name__", None) in ("_bias", "ForcedPrefix")) or arguments[0] is None:
-        return []
-    return np.ravel(np.asarray(arguments[0])).tolist()
+@struct.dataclass
+class _Bias:
+    tokens: Any  # that have a bias, [n]; None: all have one
+    bias: Any  # [n], or [V] or [B, V]
 
+    def __call__(self, logits: Logits, history: Any) -> Logits:
+        if self.tokens is None:
+            return logits + jnp.atleast_2d(self.bias)
+        return logits.at[:, self.tokens].add(self.bias, mode="drop")
 
-def _bias(tokens: Any, bias: Any, logits: Logits, history: Any) -> Logits:
-    return logits + jnp.atleast_2d(bias) if tokens is None else logits.at[:, tokens].add(bias, mode="drop")
+    def named_tokens(self) -> list[int]:
+        return [] if self.tokens is None else np.asarray(self.tokens).tolist()
 
 
 @partial(filter_of, lambda length: length >= 0, "a whole number, at least 0", dtype=np.int32)
@@ -190,13 +199,24 @@ def MinLength(length: Any, stop_tokens: Any, logits: Logits, history: History) -
     return _remove(logits, jnp.asarray(stop_tokens, jnp.int32)[None], _column(history.length - history.prompt < length))
 
 
-@partial(filter_of, lambda tokens: tokens >= -1, "tokens, or -1 where any may stand", dtype=np.int32)
-def ForcedPrefix(tokens: Any, logits: Logits, history: History) -> Logits:
+def ForcedPrefix(tokens: Any) -> Filter:
     """The first new tokens are these, [P] or [B, P]; -1: any. The logit of a forced one is 0, also if it was removed before."""
-    tokens = jnp.broadcast_to(jnp.atleast_2d(tokens), (len(logits), tokens.shape[-1]))
-    new = (history.length - history.prompt)[:, None]
-    token = jnp.take_along_axis(tokens, new, axis=1, mode="fill", fill_value=-1)
-    return jnp.where(token < 0, logits, jnp.where(jnp.arange(logits.shape[1])[None] == token, 0.0, -jnp.inf))
+    must = "tokens, or -1 where any may stand"
+    return _Forced(checked("ForcedPrefix", lambda tokens: tokens >= -1, must, tokens, np.int32))
+
+
+@struct.dataclass
+class _Forced:
+    tokens: Any  # [P] or [B, P]
+
+    def __call__(self, logits: Logits, history: History) -> Logits:
+        tokens = jnp.broadcast_to(jnp.atleast_2d(self.tokens), (len(logits), self.tokens.shape[-1]))
+        new = (history.length - history.prompt)[:, None]
+        token = jnp.take_along_axis(tokens, new, axis=1, mode="fill", fill_value=-1)
+        return jnp.where(token < 0, logits, jnp.where(jnp.arange(logits.shape[1])[None] == token, 0.0, -jnp.inf))
+
+    def named_tokens(self) -> list[int]:
+        return np.ravel(np.asarray(self.tokens)).tolist()
 
 
 def _rest(mass) -> Array:

@@ -18,7 +18,7 @@ from jaxtyping import Int
 
 from jaxformer import masks, models
 from jaxformer.decoding.cache import Cache, init_cache
-from jaxformer.decoding.filters import Filter, History, named_tokens
+from jaxformer.decoding.filters import Filter, History
 from jaxformer.decoding.sampling import Sampling, draw
 from jaxformer.decoding.steps import decode_step, prefill, prepare
 from jaxformer.errors import ConfigError, check_whole
@@ -244,7 +244,7 @@ def as_filters(filters: Sequence[Filter], model: Model) -> tuple[Filter, ...]:
                 raise TypeError(f"it makes {result} of logits {list(logits.shape)}")
         except Exception as error:  # a function of a user's may raise anything
             raise ConfigError(f"filters: number {number} is no function (logits, history) -> logits: {error}") from error
-        for token in named_tokens(f):
+        for token in getattr(f, "named_tokens", list)():
             if token >= logits.shape[1]:
                 raise ConfigError(f"filters: number {number}: token {token} is outside the vocabulary of {logits.shape[1]}")
     return tuple(jax.tree_util.Partial(f) if jax.tree_util.all_leaves([f]) else f for f in filters)

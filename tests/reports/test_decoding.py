@@ -32,7 +32,7 @@ from jaxformer.decoding.filters import (
 from jaxformer.decoding.generate import as_filters, as_key
 from jaxformer.decoding.sampling import draw
 from jaxformer.errors import ConfigError
-from jaxformer.evaluation.generation import Generated, answers, as_strings, continuation
+from jaxformer.evaluation.generation import Generated, answers, as_strings, before_stop, continuation
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.models import ModelConfig
 from jaxformer.training import run as runs
@@ -522,3 +522,43 @@ def test_one_stop_string_is_no_list_of_letters(monkeypatch):
 def written(tokens):
     """Of token 0 nothing, else the bytes."""
     return bytes(token for token in tokens if token).decode()
+
+
+class Favours:
+    """A user's filter that names its token."""
+
+    def __call__(self, logits, history):
+        return logits.at[:, 3].add(5.0)
+
+    def named_tokens(self):
+        return [V + 2]
+
+
+@pytest.mark.report(
+    "huggingface/text-generation-inference#3186",
+    right="a filter says itself which tokens it makes likely, and one outside the vocabulary is refused before any work",
+    hit="two filters were known by their names, so a filter of the user's could not say it",
+)
+def test_a_filter_says_which_tokens_it_names(as_users_call):
+    model = SimpleNamespace(config=TINY, room=16)
+    for number in (Favours(), LogitBias({V: 1.0}), ForcedPrefix([1, V])):
+        with pytest.raises(ConfigError, match=r"number 1: token \d is outside the vocabulary of 7"):
+            as_filters((number,), model)
+    right = LogitBias({V - 1: 1.0}), LogitBias(np.zeros(V)), ForcedPrefix([1, -1]), lambda logits, _: logits
+    assert len(as_filters(right, model)) == 4
+
+
+@pytest.mark.report(
+    "huggingface/text-generation-inference#1254", "mzau/mlx-knife#68", "LostRuins/koboldcpp#1031", "NovaSky-AI/SkyRL#778",
+    right="what may become a stop string waits, comes when it does not, and a text ends before the string inside a token",
+)  # fmt: skip
+@pytest.mark.parametrize("text", ["say pleas", "<|im_start|>", "a <|im_end|> b", "x<|im<|im_end|>", "<|im_end"])
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_pieces_with_a_stop_string_are_the_text_before_it(text, size):
+    stop, shown, seen = ["<|im_end|>", "assistant"], "", ""
+    for start in range(0, len(text), size):
+        seen += text[start : start + size]
+        before = before_stop(seen, stop)
+        shown = before[: max(len(shown), len(before) - runs._held_back(before, stop))]
+        assert text.split("<|im_end|>")[0].startswith(shown)
+    assert shown + before_stop(seen, stop)[len(shown) :] == text.split("<|im_end|>")[0]
