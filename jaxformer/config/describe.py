@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import re
+import sys
 import types
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -61,6 +62,8 @@ def _describe_whole(value: Any, place: _Place) -> Any:
 def _describe(value: Any, place: _Place) -> Any:
     if isinstance(value, enum.Enum):
         return {"type": f"{code.name_of(type(value))}.{value.name}", "value": _describe(value.value, place)}
+    if _is_number_of_numpy(value):  # np.int64(3) is the number 3, as it is for what computes with it
+        value = value.item()
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -92,6 +95,12 @@ def _describe(value: Any, place: _Place) -> Any:
     if hasattr(value, "__array__") and hasattr(value, "dtype"):
         return _array(value, inner)
     return _object(value, place)
+
+
+def _is_number_of_numpy(value: Any) -> bool:
+    """Whether a value is a scalar of NumPy, which is not imported for that: a config is read without it."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
 
 
 def _object(value: Any, place: _Place) -> Any:

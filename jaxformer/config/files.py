@@ -152,7 +152,7 @@ def _run(file: Any, path: Path, text: str | None = None) -> Source:
     module.__experiment_text__ = text  # functions are described by it, also when the file is edited later
     module.__builtins__ = folder.builtins
     sys.modules[module.__name__] = module
-    arguments = sys.argv
+    arguments, folder_before = sys.argv, os.getcwd()
     sys.argv = _NoOptions([str(path)])
     try:
         # what it prints is no part of a command's answer: `evaluate RUN` prints JSON for another program
@@ -165,6 +165,11 @@ def _run(file: Any, path: Path, text: str | None = None) -> Source:
         raise ConfigError(_failure(error, file, path)) from error
     finally:
         sys.argv = arguments
+        folder_after = os.getcwd()
+        os.chdir(folder_before)
+    if folder_after != folder_before:
+        problem = f"it changes the current folder to {folder_after}, so that runs/ and all relative paths would lead there"
+        raise ConfigError(f"{file}: {problem}; make paths of Path(__file__).parent, or start the command in that folder")
     if not is_config(getattr(module, "experiment", None)):
         del sys.modules[module.__name__]
         raise ConfigError(f"{file}: defines no `experiment`; end it with `experiment = Experiment(...)`")

@@ -352,3 +352,21 @@ def test_a_name_is_the_name_of_a_folder():
             replace(ORDINARY, name=name)
     for name in ("a b", "-x", "a*[b]", "ü$`'", "a.b", "ü" * 120):
         replace(ORDINARY, name=name)
+
+
+@pytest.mark.report(
+    "pymor/pymor#2413", "holoviz/panel#4667",
+    right="a number of NumPy is the number: np.int64(3) and 3 describe one config, and have one fingerprint",
+    hit="np.int64(3) was described as an array, so the same experiment had another run folder",
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "one", "other"),
+    [("i", np.int64(3), 3), ("i", np.uint8(3), 3), ("f", np.float64(0.3), 0.3), ("f", np.float32(0.5), 0.5),
+     ("b", np.bool_(True), True), ("numbers", (np.int32(4), 5), (4, 5)), ("f", np.float32("nan"), math.nan)],
+)  # fmt: skip
+def test_a_number_of_numpy_is_the_number(field, one, other):
+    with_one, with_other = replace(Values(), **{field: one}), replace(Values(), **{field: other})
+    assert config.describe(with_one) == config.describe(with_other)
+    assert config.fingerprint(with_one) == config.fingerprint(with_other)
+    array = config.describe(replace(Values(), numbers=np.arange(3)))
+    assert array != config.describe(replace(Values(), numbers=(0, 1, 2)))

@@ -251,3 +251,18 @@ def test_an_error_in_a_helper_names_its_line(folder):
 def test_a_file_reads_no_command_line(folder, capsys):
     code, _, err = run(capsys, "show", write(folder / "mine.py", "import argparse\nargparse.ArgumentParser().parse_args()"))
     assert code == 2 and "make the option a field" in err and err.count("\n") == 1
+
+
+@pytest.mark.report(
+    "hydra-ecosystem/hydra#922", "hydra-ecosystem/hydra#2414", "hydra-ecosystem/hydra#990",
+    right="a file that changes the current folder is refused: runs/ and relative paths are those of the command",
+    hit="runs/ and figures/ were made in the folder that the experiment's file had changed to",
+)  # fmt: skip
+def test_a_file_does_not_move_the_run(folder):
+    write(folder / "moves.py", f"import os\nos.chdir({str(folder.parent)!r})")
+    before = os.getcwd()
+    with pytest.raises(config.ConfigError, match=r"moves.py: it changes the current folder"):
+        config.load(str(folder / "moves.py"))
+    assert os.getcwd() == before
+    write(folder / "stays.py", f"import os\nos.chdir({before!r})")
+    config.load(str(folder / "stays.py"))
