@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxformer import parallel, params as parameters, sharding
+from jaxformer.errors import ConfigError
 from jaxformer.ops.losses import LossSums
 from jaxformer.params import Tree
 from jaxformer.training import rms
@@ -273,6 +274,8 @@ def accumulate(recipe: Recipe, params: Tree, batch: Batch, key: Array, scale) ->
         gradients, sums = jax.grad(loss, has_aux=True)(params, batch, key)
         return jax.tree.map(lambda g, leaf: g.astype(leaf.dtype), gradients, wide), sums
 
+    if recipe.accumulation > 1 or recipe.mesh.backend == "pmap":
+        check_weight(recipe.loss, params, batch, key)
     if recipe.accumulation == 1:
         gradients, sums = gradient(params, batch, key)
         return sums, gradients
@@ -288,6 +291,35 @@ def accumulate(recipe: Recipe, params: Tree, batch: Batch, key: Array, scale) ->
     start = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
     (sums, gradients), _ = jax.lax.scan(add, start, (jnp.arange(recipe.accumulation), micro_batches))
     return sums, gradients
+
+
+def check_weight(loss: Callable, params: Tree, batch: Batch, key: Array) -> None:
+    """Raises ConfigError where an objective's weight is a constant, the same for a part of a batch as for the whole.
+
+    Sums over parts would count it once for each part, and the mean loss and the gradient would be too small.
+    """
+    weight = constant_weight(loss, params, batch, key)
+    if weight is not None and weight == constant_weight(loss, params, jax.tree.map(lambda x: jnp.repeat(x, 2, 0), batch), key):
+        problem = "its weight is the same number however many rows a batch has, so a part of a batch would count as a whole one"
+        raise ConfigError(f"objective: {problem}; return the sum of batch['weights'], or of what else the loss sums over")
+
+
+def constant_weight(loss: Callable, params: Tree, batch: Batch, key: Array) -> str | None:
+    """The program that makes the weight of a batch of this shape; None where it reads the batch."""
+    closed = jax.make_jaxpr(lambda batch: jnp.asarray(loss(params, batch, key).weight))(batch)
+    jaxpr = closed.jaxpr
+    outputs: list[Any] = list(jaxpr.outvars)
+    is_literal = lambda variable: hasattr(variable, "val")
+    needed = {variable for variable in outputs if not is_literal(variable)}
+    program = [str(variable.val) for variable in outputs if is_literal(variable)]
+    for equation in reversed(jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            needed.update(variable for variable in equation.invars if not is_literal(variable))
+            program.append(f"{equation.primitive} {equation.params} {[getattr(v, 'val', v.aval) for v in equation.invars]}")
+    constants = [value for variable, value in zip(jaxpr.constvars, closed.consts, strict=True) if variable in needed]
+    if needed.intersection(jaxpr.invars) or any(isinstance(value, jax.core.Tracer) for value in constants):
+        return None
+    return "; ".join([*program, *map(str, constants)])
 
 
 def rescale(scale: LossScale | None, finite: Array) -> LossScale | None:

@@ -16,7 +16,15 @@ from jaxformer.models.adaptation import Lora
 from jaxformer.ops.losses import LossSums
 from jaxformer.training import AdamW, Constant, Experiment
 from jaxformer.training.recipe import build
-from jaxformer.training.step import GROWTH_INTERVAL, LossScale, accumulate, init_state, make_train_step, rescale
+from jaxformer.training.step import (
+    GROWTH_INTERVAL,
+    LossScale,
+    accumulate,
+    check_weight,
+    init_state,
+    make_train_step,
+    rescale,
+)  # fmt: skip
 
 EXPERIMENT = Experiment(
     name="tiny",
@@ -221,3 +229,18 @@ def test_what_is_frozen_stays_and_is_in_no_norm():
     weight = make_batch()["weights"].sum()
     rest = [g / weight for path, g in params.paths(gradient).items() if not params.paths(stays)[path]]
     assert metrics[0]["grad_norm"] == pytest.approx(float(np.linalg.norm(flat(rest))), rel=1e-4)  # float32 sums
+
+
+@pytest.mark.parametrize("constant", [8.0, jnp.float32(8), 1])
+def test_a_weight_that_does_not_count_the_batch_is_refused_where_a_batch_has_parts(constant):
+    batch = {"tokens": jnp.ones((4, 3)), "weights": jnp.ones((4, 3))}
+    of = lambda make: lambda params, batch, key: LossSums(jnp.sum(batch["tokens"]), make(batch))
+    with pytest.raises(ConfigError, match="objective: its weight is the same number however many rows a batch has"):
+        check_weight(of(lambda batch: jnp.asarray(constant)), {}, batch, jax.random.key(0))
+    counted = (
+        lambda batch: batch["tokens"].size,
+        lambda batch: jnp.sum(batch["weights"]),
+        lambda batch: jnp.ones(len(batch["tokens"])).sum(),
+    )
+    for make in counted:
+        check_weight(of(make), {}, batch, jax.random.key(0))
