@@ -491,3 +491,20 @@ def test_list_and_version(workplace, capsys):
     code, out, _ = run(capsys, "list")
     assert code == 0 and "  tiny " in out and "quickstart" in out and "llama_7b" in out
     assert run(capsys, "--version") == (0, f"{__version__}\n", "")
+
+
+def test_a_page_of_a_file_elsewhere_stays_in_figures(workplace, capsys, monkeypatch):
+    monkeypatch.setattr("jaxformer.analysis.gallery.model_pictures", lambda model, name: {})
+    (workplace / "below").mkdir()
+    shutil.copy(workplace / "experiments" / "tiny.py", workplace / "mine.py")
+    monkeypatch.chdir(workplace / "below")
+    assert run(capsys, "draw", "../mine.py")[0] == 0
+    assert (workplace / "below" / "figures" / "mine.html").is_file()
+
+
+@pytest.mark.parametrize("length", ["99999999999", "16777217", "9" * 5000])
+def test_a_text_longer_than_its_distances_fit_is_refused_at_once(length, workplace, capsys):
+    code, _, error = run(capsys, "cost", "tiny", "--length", length)
+    assert code == 2
+    assert "length" in error
+    assert len(error) < 400

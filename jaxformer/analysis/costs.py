@@ -14,6 +14,7 @@ from jaxformer.models import EncoderDecoder, ModelConfig, cost
 from jaxformer.models.config import Patches
 from jaxformer.planning import flops
 
+LONGEST = 2**24  # tokens of a text: the pairs that a mask shows are counted by their distances
 REMAT = ("none", "attention", "dots", "full")
 SCORES = "scores and their products with values"
 
@@ -54,6 +55,8 @@ def parts(config: ModelConfig | EncoderDecoder, length: int, batch: int = 1) -> 
 def _check_sizes(length: int, batch: int) -> None:
     check_whole("cost: length", length)
     check_whole("cost: batch", batch)
+    if length > LONGEST:
+        raise ConfigError(f"cost: length={length:,}: expected at most {LONGEST:,} tokens, whose distances fit in memory")
 
 
 PARTS = ("embedding", "attention", "cross_attention", "feedforward", "shared", "norms", "heads")

@@ -11,6 +11,8 @@ from typing import Any
 from jaxformer import config
 from jaxformer.errors import ConfigError, did_you_mean
 
+LARGEST = 2**31 - 1  # of what an option counts: JAX's own numbers of tokens and devices end there
+LONGEST = 1000  # digits, zeros before them included: Python itself refuses to read more than 4,300
 PRESET = "preset:"  # before the name of a preset: an experiment may have the same
 
 
@@ -28,8 +30,8 @@ class Parser(argparse.ArgumentParser):
 
 def positive(text: str) -> int:
     """The type of an option that counts something."""
-    if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
+    if not (text.isdecimal() and len(text) <= LONGEST and 1 <= int(text) <= LARGEST):
+        raise argparse.ArgumentTypeError(f"{text[:40]}: expected a whole number from 1 to {LARGEST:,}")
     return int(text)
 
 

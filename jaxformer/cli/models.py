@@ -85,6 +85,7 @@ def draw(argv: list[str]) -> int:
 
     model = model_of(options.name, overrides, "draw")
     name = options.name.removeprefix(PRESET)
+    name = Path(name).stem if name.endswith(".py") else name  # ../mine.py would lead out of figures/
     path = epath.Path(options.out or f"figures/{name}.html")
     drawn = gallery.model_pictures(model, name)
     parts = [report.section(title, {name: drawn[title]}, path.parent) for title in gallery.NOTES if title in drawn]
