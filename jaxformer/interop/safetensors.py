@@ -66,11 +66,14 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
         listing = sorted(os.listdir(folder))
     except OSError as error:
         raise ConfigError(f"{folder}: not a folder of weights ({error.strerror}); expected {SINGLE} and config.json") from None
-    if ADAPTER in listing and "config.json" not in listing:
+    if ADAPTER in listing and not {SINGLE, INDEX}.intersection(listing):
         base = read_json(folder / ADAPTER, AGAIN).get("base_model_name_or_path")
         advice = "merge it there (PEFT's `merge_and_unload`), and save the model"
         raise ConfigError(f"{folder}: an adapter of PEFT for {_display(base)}, no model of its own; {advice}")
     config = read_json(folder / "config.json", AGAIN)
+    if ADAPTER in listing:
+        effect = "the model is read without it; transformers with PEFT would add it"
+        log.warning("%s: has an adapter beside the model (%s); %s", folder, ADAPTER, effect)
     generation = read_json(folder / GENERATION, AGAIN) if GENERATION in listing else {}
     if SINGLE in listing:
         if INDEX in listing:
@@ -155,7 +158,10 @@ def _open_shards(index: Path, listing: list[str]) -> dict[str, Any]:
     for file in files:
         tensors = _open_file(index.parent / file)
         # if two files have a tensor, the index says which one counts
-        opened |= {name: handle for name, handle in tensors.items() if weight_map.get(name, file) == file}
+        here = {name: handle for name, handle in tensors.items() if weight_map.get(name, file) == file}
+        if twice := sorted(name for name in here if name in opened):
+            raise ConfigError(f"{index}: two files have {list_names(twice)}, and it does not say which counts; {AGAIN}")
+        opened |= here
     if missing := sorted(weight_map.keys() - opened.keys()):
         raise ConfigError(f"{index}: lists {list_names(missing)}, which no file has; {AGAIN}")
     return opened

@@ -169,3 +169,19 @@ def test_rows_have_their_own_global_tokens():
     for row in (0, 1):
         alone = attend(marks[row : row + 1], *(x[row : row + 1] for x in (q, k, v)))
         np.testing.assert_allclose(both[row : row + 1], alone, atol=1e-5)
+
+
+@pytest.mark.report(
+    "jax-ml/jax#7643", "explosion/thinc#637",
+    right="a text without tokens has an output without tokens, as exact attention has",
+    hit="linformer_attention raised JAX's own error of a maximum without an identity",
+)  # fmt: skip
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_text_may_be_empty(length):
+    query, key, value = heads(T=length)
+    segments = masks.segments(jnp.ones((2, length), jnp.int32))
+    for mask in (None, segments):
+        out = jax.eval_shape(
+            lambda *qkv, mask=mask: ops.linformer_attention(*qkv, normal(0, 8, 3), mask=mask), query, key, value
+        )
+        assert out.shape == value.shape

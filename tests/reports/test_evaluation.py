@@ -521,3 +521,17 @@ def test_an_evaluation_that_fails_costs_no_steps():
         watchdog = SimpleNamespace(beat=lambda *_, **__: None)
         loop.loop(job, SimpleNamespace(save=save), TrainState(0, None, None), 0, record, console, watchdog, Goodput(None, 0.0))
     assert saved == [(3, None, True)]
+
+
+@pytest.mark.report(
+    "keras-team/keras-hub#2958", "ml-explore/mlx-lm#1855", "magenta/magenta#239",
+    right="perplexity is that of the sums over all tokens that count, whatever the batches, and padding is in neither sum",
+)  # fmt: skip
+def test_perplexity_does_not_depend_on_the_batches():
+    losses, counts = np.array([3.0, 1.0, 2.0, 8.0]), np.array([100.0, 10.0, 0.0, 3.0])
+    score = lambda _, batch, __: LossSums((batch["losses"] * batch["weights"]).sum(), batch["weights"].sum())
+    for size in (1, 2, 4):
+        parts = [slice(i, i + size) for i in range(0, 4, size)]
+        found = perplexity(score, None, [{"losses": losses[part], "weights": counts[part]} for part in parts])
+        assert math.isclose(found["perplexity"], math.exp((losses * counts).sum() / counts.sum()), rel_tol=1e-6)
+        assert found["tokens"] == 113

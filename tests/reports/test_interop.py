@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from jaxformer import decoding, masks, models, params
 from jaxformer.decoding.filters import History
 from jaxformer.errors import ConfigError
-from jaxformer.interop import huggingface
+from jaxformer.interop import huggingface, safetensors
 from jaxformer.interop.huggingface import Checkpoint, Tokens
 from jaxformer.models import ModelConfig
 from jaxformer.models.presets import bert_base_mlm
@@ -403,3 +403,50 @@ def test_a_missing_shard_is_refused(tmp_path):
     lost.unlink()
     with pytest.raises(ConfigError, match=lost.name):
         huggingface.load(tmp_path / "a")
+
+
+@pytest.mark.report(
+    "huggingface/transformers#43781",
+    right="an adapter beside a model is said: transformers would add it, we read the model without it",
+    hit="the model was read without a word; with config.json and no weights nobody was told of the adapter",
+)
+def test_an_adapter_beside_a_model_is_said(tmp_path, caplog):
+    folder = saved(tmp_path / "a")
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base", "r": 8}))
+    with caplog.at_level(logging.WARNING, "jaxformer"):
+        huggingface.read_config(folder)
+    assert [text for text in caplog.messages if "an adapter beside the model (adapter_config.json)" in text]
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"adapter of PEFT for 'org/base'.*merge"):
+        huggingface.read_config(folder)
+
+
+@pytest.mark.report(
+    "vllm-project/vllm#54230", "1CatAI/1Cat-vLLM#407", "JustVugg/colibri#1479",
+    right="of a tensor in two files the index says which counts; where it says nothing, the folder is refused",
+    hit="of a tensor in two files that the index does not list, the last file counted",
+)  # fmt: skip
+def test_the_index_says_which_of_two_tensors_counts(tmp_path):
+    save_file({"a": np.zeros(2), "stale": np.zeros(1)}, tmp_path / "1.safetensors")
+    save_file({"a": np.ones(2), "b": np.ones(1)}, tmp_path / "2.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    for file, value in (("1.safetensors", 0.0), ("2.safetensors", 1.0)):
+        index.write_text(json.dumps({"weight_map": {"a": file, "b": "2.safetensors", "stale": "1.safetensors"}}))
+        opened = safetensors._open_shards(index, ["1.safetensors", "2.safetensors"])
+        assert opened["a"].get_tensor("a")[0] == value
+    index.write_text(json.dumps({"weight_map": {"stale": "1.safetensors", "b": "2.safetensors"}}))
+    with pytest.raises(ConfigError, match="two files have 'a', and it does not say which counts"):
+        safetensors._open_shards(index, ["1.safetensors", "2.safetensors"])
+
+
+@pytest.mark.report(
+    "huggingface/huggingface_hub#4728", "huggingface/huggingface_hub#4740",
+    right="a tensor that the index places in a file which does not have it is missing, also if another file has it",
+)  # fmt: skip
+def test_an_index_that_points_to_the_wrong_file_is_refused(tmp_path):
+    save_file({"a": np.zeros(2)}, tmp_path / "1.safetensors")
+    save_file({"b": np.ones(1)}, tmp_path / "2.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "2.safetensors", "b": "2.safetensors", "c": "1.safetensors"}}))
+    with pytest.raises(ConfigError, match="lists 'a', 'c', which no file has"):
+        safetensors._open_shards(index, ["1.safetensors", "2.safetensors"])

@@ -218,3 +218,17 @@ def test_another_vocabulary_reaches_every_part(tied, size):
     before, after = drawn(models.spec(model)), params.paths(weights)
     assert np.array_equal(after["heads/language_model/bias"][:kept], before["heads"]["language_model"]["bias"][:kept])
     assert np.array_equal(after["embedding/tokens"][:kept], before["embedding"]["tokens"][:kept])
+
+
+@pytest.mark.report(
+    "huggingface/peft#1355",
+    right="to merge changes nothing that was given: merged again from the same weights, the model is the same",
+)
+def test_a_merge_changes_nothing_that_was_given():
+    spec = models.spec(GPT)
+    weights, factors = drawn(spec), drawn(adaptation.lora(spec, "query/kernel$", 2))
+    before = jax.tree.map(np.copy, weights)
+    first, second = (adaptation.merge(weights, factors, 0.5) for _ in range(2))
+    assert jax.tree.all(jax.tree.map(np.array_equal, weights, before))
+    assert jax.tree.all(jax.tree.map(np.array_equal, first, second))
+    assert not np.array_equal(first["layers"]["attention"]["query"]["kernel"], before["layers"]["attention"]["query"]["kernel"])

@@ -155,3 +155,16 @@ def test_rates_far_out():
         expected = min((step + 1) / 2000, 1) * (1 + np.cos(np.pi * done)) / 2
         assert abs(float(rate(step)) - expected) < 1e-6
     assert float(Noam(warmup=4000)(BASE)(2**31 - 2)) == pytest.approx(64**-0.5 * (2**31 - 1) ** -0.5, rel=1e-6)
+
+
+@pytest.mark.report(
+    "vllm-project/speculators#900", "facebookresearch/deit#145", "HomebrewML/HeavyBall#29",
+    right="a rate is a function of the step alone: a resumed run has that of the next step, and no step has rate 0",
+)  # fmt: skip
+def test_a_rate_is_a_function_of_the_step_alone():
+    experiment = replace(BASE, schedule=Cosine(warmup=4), steps=12)
+    whole, resumed = (experiment.schedule(experiment) for _ in range(2))
+    first = [float(whole(step)) for step in range(12)]
+    assert first[5:] == [float(resumed(step)) for step in range(5, 12)]
+    assert min(first) > 0
+    assert first.index(max(first)) == 3

@@ -126,7 +126,8 @@ class View(NamedTuple):
     def refuse_several(self, x):
         """x with NaN in rows of several segments. Traced ids cannot raise."""
         least = jnp.min(self.kv_ids, axis=1, where=self.keys, initial=jnp.iinfo(self.kv_ids.dtype).max)
-        return jnp.where((jnp.max(self.kv_ids, axis=1) > least).reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+        largest = jnp.max(self.kv_ids, axis=1, initial=0)  # a row may have no tokens
+        return jnp.where((largest > least).reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
 
 
 def visibility(mask: Any, T: int, S: int, function: str, takes_causal: bool = True) -> View:
