@@ -121,7 +121,7 @@ def everything_that_reads(run):
     calls = {
         "description": folder.description, "scores": folder.last_scores, "code": lambda: open_run(run, trust=True),
         "records": lambda: metrics.read_records(folder.metrics), "goodput": lambda: Goodput(folder.goodput, 0.0).earlier,
-        "tokenizer": lambda: open_run(run).tokenizer.state, "initial": FromRun(str(run)).description,
+        "tokenizer": lambda: getattr(open_run(run).tokenizer, "state", None), "initial": FromRun(str(run)).description,
         "page": lambda: report.report([folder], [{}], folder.path / "figures"), "sample": lambda: report.last_sample(folder),
         "trained on": lambda: report.trained_on(folder), "logger": lambda: metrics._wandb_id(folder.path, "x", []),
         "runs": lambda: [cli.runs._scores(each) for each in runs_of(None, run.parent)],
