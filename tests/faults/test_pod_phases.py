@@ -4,6 +4,7 @@ A process reaches a phase and is struck there, by itself or by the test. Each st
 it: at the end of a phase's faults the run must have the bits of one that nobody disturbed.
 """
 
+import contextlib
 import shutil
 import signal
 import socket
@@ -19,8 +20,8 @@ from tests.faults.pods import Pod
 
 OPTIONS = ("--steps=12", "--log-every=1", "--eval-every=6", "--checkpoints.every=4", "--batch-size=4", "--mesh.data=-1")
 OPTIONS = (*OPTIONS, "--checkpoints.keep-latest=9", "--model.dropout-rate=0.1")
-LIMITS = {"JAXFORMER_SILENCE_LIMIT": "12", "JAXFORMER_STEP_LIMIT": "4", "JAXFORMER_JOIN_LIMIT": "60"}
-LONGEST = 120  # seconds: ten times the limit of a step, the limit of silence, and a busy machine
+LIMITS = {"JAXFORMER_SILENCE_LIMIT": "12", "JAXFORMER_STEP_LIMIT": "8", "JAXFORMER_JOIN_LIMIT": "60"}
+LONGEST = 160  # seconds: ten times the limit of a step, the limit of silence, and a busy machine
 PHASES = ["start", "compile", "restore", "train", "save", "evaluation", "end"]
 
 # the command `train`, which strikes once at a phase
@@ -71,7 +72,7 @@ sys.exit(cli.main(["train", "tiny", *sys.argv[1:]]))
 def undisturbed(tmp_path_factory):
     """A finished run, and the folder of its compiled programs."""
     training = Training(tmp_path_factory.mktemp("undisturbed") / "run", *OPTIONS)
-    with start(training) as pod:
+    with start(training, limits={}) as pod:  # it compiles
         pod.finish()
     return training
 
@@ -134,13 +135,13 @@ def stopped(pod, training, victim):
 
 
 def hung(pod, training, victim):
-    """It lives and never goes on: the watchdog, or those who wait for it, end the run."""
-    ended(pod, {5})
+    """It lives and never goes on: the watchdog, or those who wait for it, end the run. Gloo gives up after 30 s."""
+    ended(pod, {4, 5})
 
 
 def failed(pod, training, victim):
     """One process cannot read or write: its reason reaches all, with a code that launchers restart."""
-    ended(pod, {1, 4})
+    ended(pod, {1, 4, 6})
     for index in range(2):
         assert "a file of the test" in pod.said(index) or "No space left" in pod.said(index), pod.said(index)[-3000:]
 
@@ -155,6 +156,8 @@ def test_a_fault_at_a_phase(phase, undisturbed, tmp_path, report):
     for fault, expected in FAULTS.items():
         if phase == "save" and fault in ("EIO", "ENOSPC"):
             continue  # the run goes on, see below
+        if phase == "restore" and fault == "ENOSPC":
+            continue  # no read fails so
         for victim in (1, 0):
             with start(training, {victim: {"AT": phase, "FAULT": fault}}, cache=undisturbed) as pod:
                 begin = struck(training, pod, victim)
@@ -214,6 +217,7 @@ class Relay:
     def serve(self):
         while True:
             near, _ = self.server.accept()
+            near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
                 far = socket.create_connection(("127.0.0.1", self.port))
             except OSError:  # process 0 does not listen yet
@@ -223,13 +227,11 @@ class Relay:
                 threading.Thread(target=self.copy, args=ends, daemon=True).start()
 
     def copy(self, source, target):
-        try:
+        with contextlib.suppress(OSError), source, target:
             while data := source.recv(1 << 16):
                 self.passes.wait()
                 target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
+            self.passes.wait()  # an end is no more seen through a cut than a message
 
 
 @pytest.mark.fault
@@ -301,11 +303,11 @@ OTHER = {
 @pytest.mark.parametrize("name", OTHER)
 def test_a_host_with_other_numerics_or_devices(name, tmp_path, report):
     training = Training(tmp_path / "run", *OPTIONS)
-    with start(training, {1: {name: OTHER[name]}}) as pod:
+    with start(training, {1: {name: OTHER[name]}}, limits={}) as pod:
         assert pod.codes(400) == {0: 2, 1: 2}, [pod.said(index)[-2000:] for index in range(2)]
         for index in range(2):
             (line,) = [line for line in pod.lines(index) if line]
             told = "process 1 has 3 x cpu, process 0 has 1 x cpu" if "DEVICES" in name else f"{name.lower()} is "
-            assert told in line.lower().replace("xla_flags", "xla_flags"), line
+            assert told in line.lower(), line
     assert not Path(training.folder / "runs").exists()
     report(11, f"{name}={OTHER[name]} on one host", trials=1, detected=1, recovered=1, note="refused before a step")
