@@ -38,11 +38,10 @@ run. `train EXPERIMENT --help` lists every option of that experiment. To open a 
 you did not train on this machine needs --trust, once. Several processes train as one on TPU pods, GKE, Slurm and MPI, or where
 JAXFORMER_COORDINATOR=HOST:PORT, JAXFORMER_PROCESSES=COUNT and JAXFORMER_PROCESS=INDEX say so.
 Exit codes: 0 done, 2 a mistake in what was asked (one line says which), 3 the numbers went bad or the plan does not fit,
-4 another process died or never came, 5 a step did not end (JAXFORMER_STEP_LIMIT seconds), 130/143 stopped by a signal with
-everything saved.
+4 another process died or never came, 5 a step did not end (JAXFORMER_STEP_LIMIT seconds), 6 the file system failed (the same
+command goes on once it works again), 130/143 stopped by a signal with everything saved.
 """
 
-import errno
 import io
 import logging
 import os
@@ -56,8 +55,11 @@ from pathlib import Path
 from jaxformer import __version__
 from jaxformer.cli import models, runs
 from jaxformer.cli.arguments import Answered, parser_of, place, read_experiment
+from jaxformer.config import storage
 from jaxformer.config.code import users_frame
 from jaxformer.errors import ConfigError, did_you_mean
+
+BELOW = 600  # bytes of the longest path below the runs folder: name of the run, checkpoints, temporary names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,9 +126,9 @@ def _code(command: Callable[[list[str]], int], argv: list[str]) -> int:
         _discard_output()
         return 0
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        if not storage.stops(error):
             raise
-        return _refused(error, 2)
+        return _refused(storage.refused(error), storage.exit_code(error))
 
 
 def _discard_output() -> None:
@@ -195,13 +197,26 @@ def check_host(runs: str, version: str | None) -> None:
     """What only the machine knows and takes no time to ask; `loop.train` checks the rest before it compiles. ConfigError."""
     if version is not None and (found := metadata.version("jax")) != version:
         raise ConfigError(f"--jax={version}: this machine has jax {found}; install that version, or build the image again")
+    if "://" in runs:
+        return
     folder = Path(runs).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    existing = next(parent for parent in (folder, *folder.parents) if storage.exists(parent))
     try:
-        if "://" not in runs:
-            tempfile.TemporaryFile(dir=existing).close()
+        storage.patiently(lambda: tempfile.TemporaryFile(dir=existing).close(), existing)
     except OSError as error:
+        if storage.passes(error):
+            raise
         raise ConfigError(f"--runs={runs}: {existing} cannot be written ({error.strerror}); choose another folder") from None
+    check_length(folder)
+
+
+def check_length(runs: Path) -> None:
+    """Raises ConfigError where the paths of checkpoints would be longer than a path can be."""
+    longest = os.pathconf("/", "PC_PATH_MAX") - 1
+    length = len(os.fsencode(runs))
+    if length + BELOW > longest:
+        advice = f"expected at most {longest - BELOW}, because {BELOW} are for what a run keeps there; choose another folder"
+        raise ConfigError(f"--runs: its path has {length} bytes ({str(runs)[:60]}...); {advice}")
 
 
 def _place(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer import config
+from jaxformer.config import storage
 from jaxformer.errors import ConfigError, did_you_mean
 
 LARGEST = 2**31 - 1  # of what an option counts: JAX's own numbers of tokens and devices end there
@@ -90,11 +91,11 @@ def folder_of(name: str, runs: str):
 
     named = epath.Path(place(name)), epath.Path(runs) / name
     for folder in map(run_folder.RunFolder, named):
-        if folder.config.is_file():
+        if storage.is_file(folder.config):
             return folder
     is_experiment = name.endswith(".py") or name in config.available()
     found = run_folder.runs_of(config.load(name).name if is_experiment else name, runs)
-    if not found and (folders := [path for path in named if path.is_dir()]):
+    if not found and (folders := [path for path in named if storage.is_dir(path)]):
         raise ConfigError(f"{folders[0]}: no run folder, it has no config.json; the command `runs` lists all")
     if not found:
         near = did_you_mean(name, [str(folder.path) for folder in run_folder.runs_of(None, runs)])

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import execution, new_file, regular_file
+from jaxformer.config import execution, new_file, regular_file, storage
 from jaxformer.data import tokenizers
 from jaxformer.data.records import (
     JSON_LINES,
@@ -116,7 +116,7 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
             size = sum(os.path.getsize(file) for file in _files(config.path) if not file.startswith("hf:"))
             problem += f"; {size:,} bytes of text take up to {4 * size:,} (more if compressed), {free_bytes(folder):,} are"
             problem += " free. Make room, or name another --data.cache; what is encoded is kept, the same command goes on"
-        raise ConfigError(problem) from error
+        raise storage.mistake(error, problem) from None
     train, validation, index = splits[0][0], splits[-1][0], splits[0][1]
     if config.validation is None:
         cut = int(len(train) * (1 - config.validation_fraction))
@@ -144,12 +144,12 @@ def _files(path: str) -> list[str]:
     if path.startswith("hf:"):
         return [path]
     path = os.path.expanduser(path)
-    if os.path.isdir(path):
+    if storage.is_dir(path):
         files = [file for file in _visible(path) if has_ending(file, *ENDINGS)]
     else:
         regular_file(path)
-        names = [path] if os.path.exists(path) else glob.glob(_escaped(path), recursive=True)
-        files = sorted(file for file in names if os.path.isfile(file))
+        names = [path] if storage.exists(path) else glob.glob(_escaped(path), recursive=True)
+        files = sorted(file for file in names if storage.is_file(file))
         if bad := [file for file in files if has_ending(file.lower().removesuffix(".gz"), *NO_TEXT)]:
             advice = "rows are read from .jsonl and .parquet, text from any other file, both also as .gz; convert it"
             raise ConfigError(f"data.path: {bad[0]} is a kind of file that is not read; {advice}")
@@ -161,7 +161,7 @@ def _files(path: str) -> list[str]:
 
 def _visible(folder: str) -> list[str]:
     """The files of a folder, in order; without hidden ones, which programs leave for themselves."""
-    return sorted(filter(os.path.isfile, glob.glob(f"{glob.escape(folder)}/**", recursive=True)))
+    return storage.listed(lambda: glob.glob(f"{glob.escape(folder)}/**", recursive=True), folder)
 
 
 def _escaped(pattern: str) -> str:
@@ -322,7 +322,7 @@ def _open_tokens(config: Corpus, path: str, tokenizer: Any, folder: Path, group:
     """All tokens of a path, from the cache or new. A `processes.Group` shares the work."""
     keys = group.first(lambda: [_key(config, path, digest) for digest in (tokenizer.digest, *tokenizer.former_digests)])
     # an earlier version of this library may have encoded the text, under the digest that it had for the same tokenizer
-    key = group.first(lambda: next((key for key in keys if (folder / f"corpus-{key}/index.json").exists()), keys[0]))
+    key = group.first(lambda: next((key for key in keys if storage.exists(folder / f"corpus-{key}/index.json")), keys[0]))
     entry, dtype = folder / f"corpus-{key}", np.min_scalar_type(_vocab_size(tokenizer) - 1)
 
     def begin() -> None:
@@ -422,7 +422,8 @@ def _run_workers(entry: Path, path: str, missing: list[int], jobs: int, progress
             for part in [part for part, process in running.items() if process.poll() is not None]:
                 code, words = running.pop(part).returncode, Path(errors, str(part)).read_text().strip()
                 if code in (2, 3):
-                    raise (ConfigError if code == 2 else OSError)(words.splitlines()[-1])
+                    line = words.splitlines()[-1]
+                    raise ConfigError(line) if code == 2 else OSError(*json.loads(line))
                 if code:
                     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
                     problem = f"encoding part {part} of {path} {ended}; finished parts are kept, the same command goes on"
@@ -447,8 +448,9 @@ def work() -> None:
     try:
         encode_part(Path(sys.argv[1]), int(sys.argv[2]))
     except (ConfigError, OSError) as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2 if isinstance(error, ConfigError) else 3) from None
+        is_mistake = isinstance(error, ConfigError)
+        print(error if is_mistake else json.dumps([error.errno, error.strerror or str(error), error.filename]), file=sys.stderr)
+        raise SystemExit(2 if is_mistake else 3) from None
 
 
 def encode_part(entry: Path, number: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from etils import epath
 
-from jaxformer.config import regular_file
+from jaxformer.config import regular_file, storage
 from jaxformer.errors import ConfigError, did_you_mean, package_of
 
 Policy = Literal["skip", "error"]
@@ -283,7 +283,11 @@ def _beginning(path: str) -> bytes:
     try:
         with regular_file(path).open("rb") as file:
             return (gzip.GzipFile(fileobj=file) if has_ending(path, ".gz") else file).read(4096)
-    except (OSError, EOFError, zlib.error):
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        return b""
+    except OSError as error:
+        if storage.passes(error):
+            raise
         return b""
 
 
@@ -305,7 +309,7 @@ def _raw_lines(path: str, part: Part) -> Iterator[bytes]:
     except gzip.BadGzipFile:
         raise
     except OSError as error:
-        raise ConfigError(f"data: cannot read {path} ({error})") from None
+        raise storage.mistake(error, f"data: cannot read {path} ({error})") from None
 
 
 @functools.lru_cache(maxsize=16)

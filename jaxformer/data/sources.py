@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxformer.config import execution, new_file, regular_file
+from jaxformer.config import execution, new_file, regular_file, storage
 from jaxformer.data import tokenizers
 from jaxformer.data.records import foreign_text, paths_as_text
 from jaxformer.data.tokens import free_bytes, is_full
@@ -207,11 +207,13 @@ def _encode_bpe(config: Text | Stdlib, text: str, cut: int, source: str) -> tupl
     key = hashlib.sha256(f"layout 2 {source} {cut} {config.vocab_size}".encode()).hexdigest()[:24]
     file = cache_folder(config.cache) / f"tokens-{key}.npz"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)  # a bad folder is reported before minutes of encoding
-        return _load_tokens(file)
+        # a bad folder is reported before minutes of encoding
+        storage.patiently(lambda: file.parent.mkdir(parents=True, exist_ok=True), file.parent)
+        return storage.patiently(lambda: _load_tokens(file), file)
     except OSError as error:
         if not (isinstance(error, FileNotFoundError) or is_full(error)):
-            raise ConfigError(f"data.cache: cannot keep tokens in {file.parent} ({error.strerror}); choose another") from error
+            refused = f"data.cache: cannot keep tokens in {file.parent} ({error.strerror}); choose another"
+            raise storage.mistake(error, refused) from None
     except Exception as error:  # a flipped bit in a zip file can make its reader raise anything
         log.warning("data.cache: %s is damaged (%s: %s); it is made anew", file, type(error).__name__, error)
     tokenizer = tokenizers.BPE.train(text[:cut], config.vocab_size or 0)
@@ -222,7 +224,8 @@ def _encode_bpe(config: Text | Stdlib, text: str, cut: int, source: str) -> tupl
             np.savez(stream, **arrays)
     except OSError as error:
         if not is_full(error):
-            raise ConfigError(f"data.cache: cannot keep tokens in {file.parent} ({error.strerror}); choose another") from error
+            refused = f"data.cache: cannot keep tokens in {file.parent} ({error.strerror}); choose another"
+            raise storage.mistake(error, refused) from None
         size, free = sum(array.nbytes for array in arrays.values()), free_bytes(file.parent)
         needed = f"they need {size:,} bytes, {free:,} are free in {file.parent}"
         log.warning("data.cache: tokens are not kept (%s): %s; the run goes on, the next start encodes again", error, needed)
@@ -240,9 +243,9 @@ def _load_tokens(file: Path) -> tuple[np.ndarray, np.ndarray, Any]:
 def _read_path(config: Text) -> tuple[str, bytes]:
     path = Path(config.path).expanduser()
     try:
-        if not path.is_dir():
+        if not storage.is_dir(path):
             return str(path), _read_files([path])
-        found = (file.relative_to(path) for file in path.glob(config.pattern) if file.is_file())
+        found = (file.relative_to(path) for file in storage.listed(lambda: path.glob(config.pattern), path))
         hidden = config.pattern.startswith(".") or "/." in config.pattern
         files = sorted(file.as_posix() for file in found if hidden or not any(part[0] == "." for part in file.parts))
         if not files:
@@ -254,7 +257,7 @@ def _read_path(config: Text) -> tuple[str, bytes]:
         hint += f"; get it from {config.origin}" if config.origin else ""
         raise ConfigError(f"data.path: there is no {config.path!r} (looked for {path.absolute()}){hint}") from None
     except OSError as error:
-        raise ConfigError(f"data.path: cannot read {error.filename or path} ({error.strerror})") from error
+        raise storage.mistake(error, f"data.path: cannot read {error.filename or path} ({error.strerror})") from None
 
 
 def _read_files(files: list[Path]) -> bytes:
@@ -262,10 +265,10 @@ def _read_files(files: list[Path]) -> bytes:
         regular_file(file)
         if file.suffix.lower() in (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z", ".tgz"):
             raise ConfigError(f"data.path: {file} is compressed; unpack it, or read .txt.gz with data=Corpus(path=…)")
-    if (size := sum(file.stat().st_size for file in files)) > LARGEST_TEXT:
+    if (size := sum(storage.patiently(file.stat, file).st_size for file in files)) > LARGEST_TEXT:
         advice = "read it with data=Corpus(path=…), whose tokens stay on disk"
         raise ConfigError(f"data.path: {size:,} bytes; Text takes at most {LARGEST_TEXT:,} into memory; {advice}")
-    texts = [file.read_bytes() for file in files]
+    texts = [storage.patiently(file.read_bytes, file) for file in files]
     for file, text in zip(files, texts, strict=True):
         if (foreign := foreign_text(text[:4096])) is not None:
             raise ConfigError(f"data.path: {file} is {foreign}; convert it to UTF-8")

@@ -9,12 +9,13 @@ import hashlib
 import json
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxformer.config import write_atomically
+from jaxformer.config import storage, write_atomically
 from jaxformer.errors import ConfigError
 
 log = logging.getLogger("jaxformer")
@@ -38,7 +39,7 @@ def save_sealed(path: Path, value: Any) -> None:
 
 def load_sealed(path: Path) -> Any:
     """What `save_sealed` wrote. Raises ValueError for a file that has changed or is torn, FileNotFoundError for none."""
-    digest, _, text = path.read_bytes().partition(b"\n")
+    digest, _, text = storage.patiently(path.read_bytes, path).partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != digest:
         raise ValueError(f"{path} is damaged")
     return json.loads(text)
@@ -82,7 +83,7 @@ def checked_index(entry: Path, itemsize: int) -> Index | None:
     shards, damaged = {}, False
     for name, (tokens, written) in (index.shards or {}).items():
         file = entry / f"{name}.tokens"
-        status = file.stat() if file.exists() else None
+        status = storage.patiently(file.stat, file) if storage.exists(file) else None
         if status and status.st_size == tokens * itemsize and (status.st_mtime_ns == written or _has_digest(file)):
             shards[name] = [tokens, status.st_mtime_ns]
         else:
@@ -98,9 +99,13 @@ def checked_index(entry: Path, itemsize: int) -> Index | None:
 
 def _has_digest(file: Path) -> bool:
     """Whether the tokens of a file have the digest that was noted."""
-    with file.open("rb") as stream:
-        shard = Index.find(file.with_suffix(".json"))
-        return shard is not None and hashlib.file_digest(stream, "sha256").hexdigest() == shard.digest
+
+    def digest() -> str:
+        with storage.named(file), file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    shard = Index.find(file.with_suffix(".json"))
+    return shard is not None and storage.patiently(digest, file) == shard.digest
 
 
 def forget_part(entry: Path, name: str) -> None:
@@ -108,6 +113,14 @@ def forget_part(entry: Path, name: str) -> None:
     log.warning("data.cache: %s is damaged; its part is encoded again", entry / name)
     for shard in entry.glob(f"{name[:6]}-*.json"):
         shard.unlink(missing_ok=True)
+
+
+def _numbers(file: Path, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
+    """Up to `count` numbers of a file, from the `offset`-th on."""
+    with storage.named(file), file.open("rb") as stream:
+        stream.seek(offset * dtype.itemsize)
+        data = stream.read(count * dtype.itemsize)  # np.fromfile takes an error for the end of the file
+    return np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
 
 
 class Tokens:
@@ -140,9 +153,10 @@ class Tokens:
             file, end = self.files[number], int(self.ends[number])
             count, offset = min(stop, end) - start, start - (end - self.sizes[number])
             try:
-                pieces.append(np.fromfile(file, self.dtype, count, offset=offset * self.dtype.itemsize))
+                pieces.append(storage.patiently(partial(_numbers, file, self.dtype, count, offset), file))
             except OSError as error:
-                raise ConfigError(f"data.cache: cannot read {file} ({error}); started again, the run makes it anew") from error
+                refused = f"data.cache: cannot read {file} ({error}); started again, the run makes it anew"
+                raise storage.mistake(error, refused) from None
             if len(pieces[-1]) < count:
                 raise ConfigError(f"data.cache: {file} was shortened; started again, the run makes it anew")
             start, number = start + count, number + 1

@@ -26,6 +26,7 @@ import numpy as np
 from jax._src import clusters, compiler, distributed  # compilation, cluster addresses, the key-value store: no public API
 from jax.experimental import multihost_utils
 
+from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.peers import LOST, SILENCE, STUCK, Peers, meet, print_error, relay
 from jaxformer.sharding import batch_sharding
@@ -319,6 +320,8 @@ def run_together(body: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         _peers.fail(130, "interrupted")
     except BaseException as error:
+        if isinstance(error, OSError) and storage.stops(error):
+            _peers.fail(storage.exit_code(error), storage.refused(error))
         text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:500]
         if any(word in str(error) for word in NETWORK):
             time.sleep(_peers.silence + GRACE)  # a process that is silent for so long is named during the wait

@@ -6,7 +6,9 @@ and fingerprint of each leaf, and `restore` compares them. The folder may be a U
 
     STEP                                  a complete checkpoint
     STEP.orbax-checkpoint-tmp, deleted/   left by a killed save or deletion; removed when the folder is opened
-    STEP.corrupt      damaged; kept for inspection, never read again
+    STEP.corrupt      damaged: it was read, twice, and is not what was saved; kept, and read only where no step is good
+
+A step that cannot be read, because of the file system, is no damaged one: it is tried again, then refused, and stays.
 """
 
 import errno
@@ -14,12 +16,16 @@ import json
 import logging
 import math
 import os
+import re
+import shlex
 import shutil
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -33,7 +39,7 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.multihost import multihost
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from jaxformer.config import within
+from jaxformer.config import storage, within
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.peers import Abandoned
 from jaxformer.parallel.processes import Work, all_gather_object, first, is_first, that_see
@@ -45,10 +51,11 @@ Folder = os.PathLike | str
 Log = Callable[[str], None]
 HERE = "metrics of this manager"  # what a metric without a name is of; on the disk it has none
 # Reading can fail with these although the files are good. Such a step is refused, not renamed.
-NOT_DAMAGE = (
-    "Permission denied", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED",
-    "MemoryError",
-)  # fmt: skip
+NOT_DAMAGE = "Permission denied", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "MemoryError"
+PASSES = "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED"  # the same, and the next try may succeed
+OS_ERROR = r"os_error_code='(\d+)'|OS error (\d+)"  # how tensorstore ends the text of an error of the operating system
+MISSING = errno.ENOENT, errno.ENOTDIR, errno.EISDIR  # these say what is there, if a second look finds it so
+AGAIN = 0.1  # seconds until what looks damaged is read once more
 PIECE = 1 << 26  # bytes: of another mesh, a process reads no more than the pieces that its part of an array touches
 SMALL = 100_000_000  # bytes that a file of a checkpoint may have beside those of its arrays
 _warn = logging.getLogger(__name__).warning
@@ -88,7 +95,7 @@ class LatestAndBest:
         return [step in keep for step in steps]
 
     def ranks(self, steps: Sequence[int]) -> tuple[dict[str | None, list[tuple[float, int]]], list[int]]:
-        """((metric, step) of the steps, the best first, by score; the steps whose manifest is damaged)."""
+        """((metric, step) of the steps, the best first, by score; the steps whose manifest is damaged or cannot be read)."""
         ranks: dict[str | None, list[tuple[float, int]]] = {}
         damaged = []
         for step in steps:
@@ -96,7 +103,7 @@ class LatestAndBest:
                 if step not in self.metrics:
                     contents = _manifest(self.folder / str(step))
                     self.metrics[step] = contents["score"], contents["metric"]
-            except Damaged:
+            except (Damaged, OSError):  # what cannot be read is not deleted either
                 damaged.append(step)
                 continue
             score, metric = self.metrics[step]
@@ -131,6 +138,8 @@ class Manager(AbstractContextManager):
         self._policy = LatestAndBest(self.folder, every, keep_latest, keep_best, score or HERE)
         self._saving: threading.Thread | None = None
         self._problem: str | None = None  # why the last save failed
+        self._number: int | None = None  # the number of the operating system's error that was the cause, if one was
+        self._logged: tuple[int, str] | None = None  # the last failure that the log has
         self._size = 0  # bytes of the last save
         self._lock: IO[str] | None = None
         self._work = _together(f"the opening of {self.folder}")
@@ -166,9 +175,11 @@ class Manager(AbstractContextManager):
     def _open(self) -> None:
         self.steps()  # refuses a URL whose packages are missing
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            storage.patiently(lambda: self.folder.mkdir(parents=True, exist_ok=True), self.folder)
             self._lock = lock.take(self.folder, self.log) if _is_local(self.folder) else None
         except OSError as error:
+            if storage.passes(error):
+                raise
             raise ConfigError(f"{self.folder}: cannot be written ({error}); choose another folder (--runs)") from None
         self._tidy()
 
@@ -182,20 +193,24 @@ class Manager(AbstractContextManager):
     def is_among_best(self, metric: float) -> bool:
         """Whether a save with this metric would now be kept as one of the best."""
         self.wait()
-        return first(lambda: self._policy.is_among_best(metric, self.steps()))
+
+        def ask() -> bool:
+            try:
+                return self._policy.is_among_best(metric, self.steps())
+            except OSError:  # nobody knows, so one step more is kept
+                return True
+
+        return first(ask)
 
     def save(self, step: int, state: Tree, metadata: dict | None = None, metric: float | None = None, wait: bool = False):
         """Starts to save; when this returns the state may be donated. Waits for a save still running, never skips one.
 
-        A failed save, for example if that step or a later one exists, leaves no step and is logged; with `wait` it raises
-        CheckpointError. `metadata` is JSON (else TypeError). The lowest `metric` is best, NaN the worst, None no candidate.
-        ConfigError if the lock is gone, for example after `rm -rf`: another trainer may have started.
+        A failed save, for example if that step or a later one exists, leaves no step and is logged; with `wait` it is tried
+        again where the error may pass, and raises OSError, or else CheckpointError. `metadata` is JSON (else TypeError). The
+        lowest `metric` is best, NaN the worst, None no candidate. ConfigError if the lock is gone, for example after `rm -rf`:
+        another trainer may have started.
         """
         self.wait()
-        if not first(lambda: self._lock is None or lock.is_in_place(self._lock)):
-            gone = f"{self.folder}.lock was removed while this run held it, so another trainer may have started"
-            raise ConfigError(f"{gone}; this one stops at step {step} without saving")
-        self._problem = None
         metric = None if metric is None else float(metric)
         self._policy.metrics[step] = self._policy.score, metric
         leaves = dict(manifest.named_leaves(state))
@@ -204,6 +219,16 @@ class Manager(AbstractContextManager):
         # an error in the computation of the state appears here
         sealed = manifest.seal(step, metric, metadata, leaves, self._score)
         data = {name: key_data(leaf) for name, leaf in leaves.items() if leaf.size}
+        self._begin(step, data, sealed)
+        if wait:
+            self._until_saved(step, data, sealed)
+
+    def _begin(self, step: int, data: dict[str, jax.Array], sealed: dict[str, str]) -> None:
+        """Begins to write a step. What fails here or later is logged."""
+        if first(self._is_removed):
+            gone = f"{self.folder}.lock was removed while this run held it, so another trainer may have started"
+            raise ConfigError(f"{gone}; this one stops at step {step} without saving")
+        self._problem = self._number = None
         self._size = size = sum(leaf.nbytes for leaf in data.values())
         # where arrays lie in the host's memory, a copy of all would double it
         limit = memory.in_flight(data.values()) if jax.default_backend() == "cpu" else None
@@ -225,19 +250,40 @@ class Manager(AbstractContextManager):
         if limit is not None:  # then orbax copies while it writes
             self.wait()
             memory.give_back()
-        if wait:
+
+    def _is_removed(self) -> bool:
+        """Whether the lock is gone, so that another trainer may have started."""
+        try:
+            return self._lock is not None and not lock.is_in_place(self._lock)
+        except OSError:
+            return False
+
+    def _until_saved(self, step: int, data: dict[str, jax.Array], sealed: dict[str, str]) -> None:
+        """Waits for a save. Where it fails for a reason that may pass, all is written again: what was written may be lost."""
+        for pause in (*storage.WAITS, None):
             self.wait()
-            for problem in filter(None, all_gather_object(self._problem)):
-                good = max((other for other in self.steps() if other < step), default=0)
-                raise CheckpointError(f"{problem}; mend that, and the same command goes on after step {good}")
+            found = [(why, number) for why, number in all_gather_object((self._problem, self._number)) if why]
+            if not found:
+                return
+            numbers = [number for _, number in found if number is not None and number not in storage.LASTING]
+            if pause is None or not numbers:
+                break
+            time.sleep(pause)
+            self._begin(step, data, sealed)
+        good = max((other for other in self.steps() if other < step), default=0)
+        told = f"{found[0][0]}; mend that, and the same command goes on after step {good}"
+        if numbers:
+            raise OSError(numbers[0], told, str(self.folder))
+        raise CheckpointError(told)
 
     def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[int, Tree, dict] | None:
         """The newest good checkpoint, or that of `step`, as (step, state, metadata). None if there never was one.
 
         `abstract_state` is a tree of `jax.ShapeDtypeStruct`, with sharding or without (then: the first local device);
-        the state has its structure. A damaged step is renamed to STEP.corrupt, logged with the reason, and the next older
-        one is tried. Raises CheckpointError if none is good, if `step` is missing or damaged, and if the checkpoint's
-        leaves differ from `abstract_state` in name, shape or dtype.
+        the state has its structure. Of a damaged step the next older one is tried; if that is good, the damaged one is
+        renamed to STEP.corrupt, and logged with the reason. Raises CheckpointError if none is good, if `step` is missing or
+        damaged, and if the checkpoint's leaves differ from `abstract_state` in name, shape or dtype. Raises OSError, and
+        renames nothing, if a step cannot be read.
         """
         self.wait()
         put_aside = lambda bad, why: first(lambda: self._put_aside(bad, why))
@@ -279,12 +325,14 @@ class Manager(AbstractContextManager):
         memory.give_back()
 
     def _failed(self, step: int, error: BaseException) -> None:
-        reason = self._why(error)
+        reason, self._number = self._why(error), os_error(error)[0]
         if not isinstance(error, Abandoned):
             self._work.abandon(reason)  # the others stop to wait for this process, and give up the same step
         self._problem = f"{self.folder}: step {step} was not saved: {reason}"
         self._tidy()
-        self.log(f"{self._problem}; earlier checkpoints are kept")
+        if self._logged != (step, reason):  # else it was tried once more
+            self.log(f"{self._problem}; earlier checkpoints are kept")
+        self._logged = step, reason
 
     def _why(self, error: BaseException) -> str:
         """Why a save failed. Where another process was the cause, what that one said: its disk may be another one."""
@@ -298,6 +346,8 @@ class Manager(AbstractContextManager):
         return reason
 
     def _make_room(self, step: int, size: int) -> None:
+        if self._lock is not None:
+            lock.is_in_place(self._lock)  # raises where that cannot be known: then nothing is written
         self.folder.mkdir(parents=True, exist_ok=True)
         self._tidy()
         if later := [other for other in self.steps() if other >= step]:
@@ -335,14 +385,16 @@ class Manager(AbstractContextManager):
             self.log(f"{self.folder}: what an earlier save or deletion left cannot be removed ({error})")
 
     def _put_aside(self, step: int, why: str) -> None:
-        earlier = len(list(self.folder.glob(f"{step}.corrupt*")))
+        earlier = len([name for name in storage.names(self.folder) if name.startswith(f"{step}.corrupt")])
         name = f"{step}.corrupt-{earlier + 1}" if earlier else f"{step}.corrupt"
         try:
-            (self.folder / str(step)).rename(self.folder / name)
+            storage.patiently(lambda: (self.folder / str(step)).rename(self.folder / name), self.folder)
             then = f"renamed to {name}"
         except OSError as error:
+            if storage.passes(error):
+                raise
             then = f"it cannot be renamed ({error})"
-        self.log(f"{self.folder}: step {step} is damaged: {why}; {then}, trying an older one")
+        self.log(f"{self.folder}: step {step} is damaged: {why}; {then}, an older one is taken")
 
 
 def resolve(folder: Folder) -> epath.Path:
@@ -356,7 +408,10 @@ def resolve(folder: Folder) -> epath.Path:
 
 
 def steps(folder: Folder) -> list[int]:
-    """The complete steps in a folder, in order; none if there is no such folder."""
+    """The complete steps in a folder, in order; none if there is no such folder. OSError where that cannot be known."""
+    if _is_local(resolve(folder)):  # orbax would leave out a step that it cannot look at
+        found = (name for name in storage.names(folder) if re.fullmatch(r"0|[1-9][0-9]*", name))
+        return sorted(int(name) for name in found if storage.is_dir(Path(folder, name)))
     try:
         return sorted(metadata.step for metadata in orbax.path.step.standard_name_format().find_all(resolve(folder)))
     except ImportError as error:
@@ -366,7 +421,7 @@ def steps(folder: Folder) -> list[int]:
 def restore_params(folder: Folder, abstract: Tree, step: int | None = None, part: str = "params") -> tuple[int, Tree, dict]:
     """The field `part` of a state, (step, params, metadata), verified. Nothing on disk changes. Errors: those of `restore`."""
     folder = resolve(folder)
-    skip = lambda bad, why: _warn(f"{folder}: step {bad} is damaged: {why}; trying an older one")
+    skip = lambda bad, why: _warn(f"{folder}: step {bad} is damaged: {why}; an older one is taken")
     restored = _newest_good(folder, abstract, f"{part}/", step, skip)
     if restored is None:
         raise CheckpointError(f"{folder}: no checkpoint there; train first")
@@ -384,31 +439,86 @@ def _newest_good(
     complete = first(lambda: steps(folder))
     if step is not None and step not in complete:
         raise CheckpointError(f"{folder}: no checkpoint of step {step}; there are {manifest.shortened(complete)}")
-    damage = []
+    damage: list[tuple[int, str]] = []
     for candidate in reversed(complete) if step is None else [step]:
         try:
-            return candidate, *_read(folder / str(candidate), abstract, prefix)
+            found = _read_or_judge(folder / str(candidate), abstract, prefix)
         except Damaged as problem:
-            damage.append(f"{candidate} ({problem})")
-            on_damage(candidate, str(problem))
+            damage.append((candidate, str(problem)))
+            continue
+        for bad, why in damage:  # not before: where none is good, all keep their names, and the next start looks again
+            on_damage(bad, why)
+        return candidate, *found
+    told = [f"{bad} ({why})" for bad, why in damage]
     if step is not None:
-        raise CheckpointError(f"{folder}: damaged: {damage[0]}; other steps: {manifest.shortened(steps(folder))}")
-    damage = damage or first(lambda: sorted(path.name for path in folder.glob("*.corrupt*")))
-    if damage:
-        raise CheckpointError(f"{folder}: every checkpoint is damaged: {manifest.shortened(damage)}; delete it to start over")
+        raise CheckpointError(f"{folder}: damaged: {told[0]}; other steps: {manifest.shortened(steps(folder))}")
+    aside = first(lambda: [name for name in storage.names(folder) if re.fullmatch(r"[0-9]+\.corrupt.*", name)])
+    if told or aside:
+        advice = _offer(folder, aside, abstract, prefix)
+        raise CheckpointError(f"{folder}: every checkpoint is damaged: {manifest.shortened(told + aside)}; {advice}")
     return None
+
+
+def _offer(folder: epath.Path, aside: list[str], abstract: Tree, prefix: str) -> str:
+    """What to do where no step is good. One that was put aside may be whole: errors that pass were once taken for damage."""
+    for name in sorted(aside, key=lambda name: int(name.partition(".")[0]), reverse=True):
+        with suppress(Damaged, CheckpointError, OSError):
+            _read(folder / name, abstract, prefix)
+            move = f"mv {shlex.quote(str(folder / name))} {shlex.quote(str(folder / name.partition('.')[0]))}"
+            return f"but {name} is whole: rename it (`{move}`), and the same command goes on from there"
+    renamed = "one that is renamed from STEP.corrupt to STEP is looked at again; " if aside else ""
+    return f"all are kept; {renamed}to train from the beginning beside them, give another --name"
+
+
+def _read_or_judge(path: epath.Path, abstract: Tree, prefix: str) -> tuple[Tree, dict]:
+    """`_read`, made again where an error may pass. Damaged is what was read twice, in full, and was wrong both times."""
+    read = partial(_read, path, abstract, prefix)
+    try:
+        return storage.patiently(read, path)
+    except Damaged:
+        time.sleep(AGAIN)
+    _on_all(lambda: _read_all(path))  # libraries below take some errors for files that are not there
+    return storage.patiently(read, path)
+
+
+def _read_all(path: epath.Path) -> None:
+    """Reads every file of a step. Raises the OSError of one that cannot be read."""
+    if not _is_local(path):
+        return
+    for file in storage.files_below(path):
+        if stat.S_ISREG(file.lstat().st_mode):
+            storage.patiently(partial(_read_through, file), file)
+
+
+def _read_through(file: Path) -> None:
+    with storage.named(file), file.open("rb") as opened:
+        while opened.read(PIECE):
+            pass
+
+
+def _on_all(function: Callable[[], None]) -> None:
+    """Calls `function()` on every process. An OSError of one is raised on all."""
+    problem = None
+    try:
+        function()
+    except OSError as error:
+        problem = error.errno, error.strerror, error.filename
+    for found in filter(None, all_gather_object(problem)):
+        raise OSError(*found)
 
 
 def _read(path: epath.Path, abstract: Tree, prefix: str) -> tuple[Tree, dict]:
     """The checkpoint in `path`, onto an abstract tree. Raises Damaged, or CheckpointError if it is good and does not fit."""
     contents = first(lambda: _manifest(path))
-    first(lambda: _check_pieces(path))
+    has_numbers = any(math.prod(leaf["shape"]) for leaf in contents["leaves"].values())
+    first(lambda: _check_pieces(path, has_numbers))
     saved = {name: leaf for name, leaf in contents["leaves"].items() if name.startswith(prefix)}
     wanted = dict(manifest.named_leaves(abstract, prefix))
     manifest.compare(path, saved, wanted)
     data = _load(path, {name: manifest.abstract_numbers(leaf) for name, leaf in wanted.items()})
     # Damaged metadata can make orbax return abstract leaves, or none.
     bad = [name for name in wanted if not isinstance(data.get(name), jax.Array)]
+    bad = sorted(set().union(*all_gather_object(bad)))
     if not bad:
         prints = zip(data, fingerprints(data.values()), strict=True)
         bad = [name for name, digits in prints if digits != saved[name]["fingerprint"]]
@@ -425,7 +535,7 @@ def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[st
     # orbax refuses to save an empty array
     data: Any = {k: jnp.zeros(x.shape, x.dtype, device=x.sharding) for k, x in numbers.items() if not x.size}
     full = {name: leaf for name, leaf in numbers.items() if leaf.size}
-    problems: list[str] = []
+    problems: list[Problem] = []
     for limit in (memory.in_flight(full.values()), None):  # pieces that other programs wrote may be larger than this
         me = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
@@ -437,23 +547,30 @@ def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[st
                 # pyrefly: ignore[bad-argument-type]  (orbax's own annotations do not resolve)
                 data |= ocp.load(path, full) if full else {}
         except Exception as error:
-            problem = _reason(error)
-        problems = [reason for reason in all_gather_object(problem, f"the restore of {path}") if reason]
-        if not any("Requested more bytes" in reason for reason in problems):  # else all processes try once more
+            problem = _problem(path, error)
+        problems = [found for found in all_gather_object(problem, f"the restore of {path}") if found]
+        if not any("Requested more bytes" in reason for reason, *_ in problems):  # else all processes try once more
             break
-    for reason in problems:
-        raise _read_error(path, reason)
+    # of several, one that does not speak of damage
+    for problem in sorted(problems, key=lambda found: isinstance(_read_error(path, *found), Damaged)):
+        raise _read_error(path, *problem)
     return data
 
 
 def _manifest(path: epath.Path) -> dict:
-    _check_files(path)
+    storage.patiently(lambda: _check_files(path), path)
+    file = path / "_CHECKPOINT_METADATA"  # orbax's own reader takes every error for a file without contents
     try:
-        # pyrefly: ignore[bad-argument-type]
-        sealed = ocp.metadata(path).custom_metadata
-    except Exception as error:
-        raise _read_error(path, f"its metadata cannot be read: {_reason(error)}") from error
-    return manifest.unseal(sealed, step=int(path.name))
+        sealed = json.loads(storage.patiently(file.read_bytes, file))["custom_metadata"]
+    except OSError as error:
+        problem = _read_error(path, *_problem(path, error))
+        if not isinstance(problem, Damaged):
+            raise problem from error
+        sealed = None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        sealed = None
+    step = path.name.partition(".")[0]
+    return manifest.unseal(sealed, step=int(step))
 
 
 def _check_files(path: epath.Path) -> None:
@@ -461,7 +578,7 @@ def _check_files(path: epath.Path) -> None:
 
     A link is refused (CheckpointError), and the step keeps its name: the files may be good, where they are.
     """
-    for file in [Path(path), *Path(path).rglob("*")] if _is_local(path) else ():
+    for file in [Path(path), *storage.files_below(path)] if _is_local(path) else ():
         with suppress(FileNotFoundError):  # pruned meanwhile
             status, name = file.lstat(), file.relative_to(path)
             if stat.S_ISLNK(status.st_mode):
@@ -472,14 +589,21 @@ def _check_files(path: epath.Path) -> None:
                 raise Damaged(f"{name} has {status.st_size:,} bytes")
 
 
-def _check_pieces(path: epath.Path) -> None:
-    """Raises Damaged where the pieces of an array are larger than it: tensorstore allocates one, and aborts if it cannot."""
+def _check_pieces(path: epath.Path, has_numbers: bool) -> None:
+    """Raises Damaged where the pieces of an array are larger than it: tensorstore allocates one, and aborts if it cannot.
+
+    And where there are none: without its index, tensorstore takes a folder for an empty one.
+    """
     if not _is_local(path):
         return
     try:
         files = {"driver": "file", "path": f"{path}/state/"}  # a path in a URL could not have spaces
         store = tensorstore.KvStore.open({"driver": "ocdbt", "base": files}).result()
-        for key in store.list().result():
+        keys = store.list().result()
+        if has_numbers and not keys:
+            index = path / "state" / "manifest.ocdbt"
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(index))
+        for key in keys:
             if key.endswith(b".zarray"):
                 array = json.loads(store[key])
                 if any(piece > size for piece, size in zip(array["chunks"], array["shape"], strict=True)):
@@ -487,12 +611,49 @@ def _check_pieces(path: epath.Path) -> None:
     except Damaged:
         raise
     except Exception as error:
-        raise _read_error(path, _reason(error)) from error
+        raise _read_error(path, *_problem(path, error)) from error
 
 
-def _read_error(path: epath.Path, reason: str) -> Exception:
-    if any(word in reason for word in NOT_DAMAGE):
+Problem = tuple[str, int | None, str]  # the reason, the number of the operating system's error if it was one, the file
+
+
+def _problem(path: epath.Path, error: BaseException) -> Problem:
+    """What an error says; without a number where it is about a file that is not there."""
+    number, file = os_error(error)
+    if number in MISSING:
+        number = None if _is_missing(Path(file or path)) else errno.ESTALE
+    return _reason(error), number, file or str(path)
+
+
+def os_error(error: BaseException) -> tuple[int | None, str | None]:
+    """(the number of the operating system's error that is the cause of another one, its file); None where none is."""
+    causes = [error]
+    while below := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(below)
+    for cause in reversed(causes):
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return cause.errno, None if cause.filename is None else os.fspath(cause.filename)
+        if found := re.search(OS_ERROR, str(cause)):
+            files = re.findall(r'"(/[^"]*)"|open file (/.*?): ', str(cause))
+            return int(found[1] or found[2]), "".join(files[-1]) if files else None
+    return None, None
+
+
+def _is_missing(file: Path) -> bool:
+    """Whether a file is not there, or a folder has its place; so say its status and the names in its folder."""
+    try:
+        return storage.is_dir(file) if storage.exists(file) else file.name not in storage.names(file.parent)
+    except OSError:
+        return False
+
+
+def _read_error(path: epath.Path, reason: str, number: int | None, file: str) -> Exception:
+    if number in (errno.EACCES, errno.EPERM) or (number is None and any(word in reason for word in NOT_DAMAGE)):
         return CheckpointError(f"{path}: the checkpoint cannot be read: {reason}")
+    if number is not None:
+        return OSError(number, os.strerror(number), file)
+    if any(word in reason for word in PASSES):
+        return OSError(errno.EIO, f"the checkpoint cannot be read: {reason}", str(path))
     return Damaged(reason)
 
 

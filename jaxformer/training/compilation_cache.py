@@ -12,6 +12,8 @@ import jax
 from etils import epath
 from jax._src import compilation_cache, compiler  # which process writes has no public API
 
+from jaxformer.config import storage
+
 log = logging.getLogger("jaxformer")
 UNUSED = 30 * 24 * 3600.0  # seconds after which a program is removed
 
@@ -28,10 +30,10 @@ def enable(runs: epath.PathLike = "") -> None:
             folder = epath.Path(runs) / ".compiled"
         else:
             try:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            except OSError as error:
+                storage.patiently(lambda: folder.mkdir(mode=0o700, parents=True, exist_ok=True), folder)
+                tidy(folder)
+            except OSError as error:  # programs are compiled again, to the same numbers
                 return log.warning("compiled programs are not kept: %s", error)
-            tidy(folder)
         jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
@@ -70,8 +72,8 @@ def tidy(folder: Path) -> None:
     """
     way = compilation_cache.compress_executable(b"")[:1].hex()
     marker = folder / f"tidied-{way}"
-    tidied = marker.stat().st_mtime if marker.exists() else 0.0
-    for path in folder.glob("*-cache"):
+    tidied = marker.stat().st_mtime if storage.exists(marker) else 0.0
+    for path in (folder / name for name in storage.names(folder) if name.endswith("-cache")):
         with contextlib.suppress(OSError):  # another process removes it
             times = path.stat()
             is_new = times.st_mtime >= tidied - 60.0  # clocks of machines that share a folder differ

@@ -17,7 +17,7 @@ import jax
 from etils import epath
 
 from jaxformer import config, models, parallel, params as parameters
-from jaxformer.config import Source
+from jaxformer.config import Source, storage
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.models import cost
@@ -115,7 +115,7 @@ def train(
     if dataset.digest != processes.first(lambda: dataset.digest, "the comparison of data"):
         raise ConfigError("the data here are not those of process 0; give every host the same files")
     known = check_scores(experiment, recipe, dataset)
-    lines = processes.first(lambda: [] if folder.config.is_file() else introduce(experiment, runs))
+    lines = processes.first(lambda: [] if storage.is_file(folder.config) else introduce(experiment, runs))
     with contextlib.ExitStack() as stack:
         saves = experiment.checkpoints
         kept = dict(every=saves.every, keep_latest=saves.keep_latest, keep_best=saves.keep_best)
@@ -325,7 +325,8 @@ def harmless(report: Callable, share: float = 1.0) -> Callable:
         try:
             return report(*arguments)
         except Exception as error:
-            failed, name = True, getattr(report, "__name__", report)
+            # a picture that could not be written now is drawn again later
+            failed, name = not storage.passes(error), getattr(report, "__name__", report)
             log.warning("%s failed: %s: %s; the run goes on without it", name, type(error).__name__, error)
         finally:
             spent += time.monotonic() - now
@@ -477,7 +478,7 @@ def saved_first(keep: Callable) -> Iterator[None]:
     except Exception as error:
         # several processes save together, and only a mistake in the experiment is one in all of them
         if isinstance(error, ConfigError) or jax.process_count() == 1:
-            with contextlib.suppress(checkpoint.CheckpointError):  # which was said
+            with contextlib.suppress(checkpoint.CheckpointError, OSError):  # which was said
                 keep(None, wait=True)
         raise
 

@@ -13,6 +13,7 @@ import numpy as np
 from etils import epath
 
 from jaxformer import config, models, parallel, sharding
+from jaxformer.config import storage
 from jaxformer.data import batching, tokenizers
 from jaxformer.data.mixing import Mixed
 from jaxformer.data.sources import Question
@@ -102,7 +103,9 @@ class Run:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the data, or None."""
-        return tokenizers.load(self.folder.tokenizer, self.folder.path) if self.folder.tokenizer.is_file() else None
+        if not storage.is_file(self.folder.tokenizer):
+            return None
+        return tokenizers.load(self.folder.tokenizer, self.folder.path)
 
     def evaluate(self, int8: bool = False) -> dict[str, Any]:
         """Scores on the validation split; under `int8` also those with weights rounded to 8 bits (`decoding.quantize`)."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from jaxformer import models, params
+from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.training.initial import FromRun, HuggingFace
@@ -24,16 +25,16 @@ log = logging.getLogger("jaxformer")
 def from_text(text: str, runs: epath.PathLike = "runs") -> FromRun | HuggingFace:
     """What a text names: a run by its folder or its name in `runs`, an experiment's newest run, or Hugging Face weights."""
     path = epath.Path(text).expanduser()
-    if (path / "checkpoints").is_dir():
+    if storage.is_dir(path / "checkpoints"):
         return FromRun(text)
-    if not path.exists() and "/" not in text:
+    if not storage.exists(path) and "/" not in text:
         inside = epath.Path(runs) / text
-        if (inside / "checkpoints").is_dir():
+        if storage.is_dir(inside / "checkpoints"):
             return FromRun(str(inside))
-        if found := [folder.path for folder in runs_of(text, runs) if folder.checkpoints.is_dir()]:
+        if found := [folder.path for folder in runs_of(text, runs) if storage.is_dir(folder.checkpoints)]:
             log.info("initial=%s: the newest run is %s", text, found[-1])
             return FromRun(str(found[-1]))
-    if (path / "config.json").is_file() or not path.exists():
+    if storage.is_file(path / "config.json") or not storage.exists(path):
         return HuggingFace(text)
     raise ConfigError(f"initial={text}: neither a run's folder nor one with a Hugging Face config.json")
 

@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 
 
@@ -26,18 +27,27 @@ def folder() -> Path:
 
 def add(digest: str) -> None:
     """Trusts an experiment from now on. Raises OSError where the folder cannot be written."""
-    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private()
-    (folder() / digest).touch(mode=0o600)
+
+    def write() -> None:
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private()
+        (folder() / digest).touch(mode=0o600)
+
+    storage.patiently(write, folder() / digest)
 
 
 def is_trusted(digest: str) -> bool:
-    """Whether `add` was called with a digest. Raises ConfigError where somebody else could have done so."""
+    """Whether `add` was called with a digest.
+
+    ConfigError where somebody else could have done so, OSError where that cannot be known.
+    """
     path = folder() / digest
-    if not os.path.lexists(path):
+    try:
+        status = storage.patiently(path.lstat, path)
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    _check_private()
-    return stat.S_ISREG(path.lstat().st_mode) and path.lstat().st_uid == os.geteuid()
+    storage.patiently(_check_private, folder())
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _check_private() -> None:

@@ -532,8 +532,9 @@ def test_several_damaged_steps_and_none_good(tmp_path):
         spoil_arrays(tmp_path / "1")
         with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path}: every checkpoint is damaged: 1 (")):
             manager.restore(abstract(make(1)))
-    with Manager(tmp_path) as manager, pytest.raises(CheckpointError, match=r"1\.corrupt, 2\.corrupt, 3\.corrupt"):
+    with Manager(tmp_path) as manager, pytest.raises(CheckpointError, match=r"damaged: 1 \(.*, 2\.corrupt, 3\.corrupt"):
         manager.restore(abstract(make(1)))  # a restart does not begin at zero in silence either
+    assert checkpoint.steps(tmp_path) == [1]  # where none is good, none is renamed, and the next start looks again
 
 
 @pytest.mark.thorough
