@@ -12,7 +12,7 @@ from etils import epath
 from jaxformer import config
 from jaxformer.analysis import figures, gallery, page
 from jaxformer.analysis.gallery import Pictures
-from jaxformer.config import within
+from jaxformer.config import storage, within
 from jaxformer.errors import ConfigError
 from jaxformer.training import loop
 from jaxformer.training.metrics import read_records, steps_done
@@ -40,7 +40,7 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"report: {repeated[0]} is given {len(repeated)} times; give each run once")
     runs = {name: read_records(folder.metrics) for name, folder in zip(names, folders, strict=True)}
-    results = [folder.read_json(folder.result) if folder.result.is_file() else {} for folder in folders]
+    results = [folder.read_json(folder.result) if storage.is_file(folder.result) else {} for folder in folders]
     warning = other_text(folders).capitalize()
     done = map(steps_done, runs.values())
     steps = [f"{n} of {folder.description().get('steps')}" for n, folder in zip(done, folders, strict=True)]
@@ -97,8 +97,8 @@ def file_name(stem: str) -> str:
 
 def last_sample(folder: RunFolder) -> tuple[epath.Path, str] | None:
     """The file of the largest step, and its text. A file with a second name (a hard link) may be one from elsewhere."""
-    samples = list(folder.samples.glob("step-*.txt")) if folder.samples.is_dir() else []
-    samples = [path for path in samples if re.fullmatch("step-[0-9]{1,18}", path.stem)]
+    names = [name for name in storage.names(folder.samples) if re.fullmatch(r"step-[0-9]{1,18}\.txt", name)]
+    samples = [folder.samples / name for name in names]
     if not samples:
         return None
     last = max(samples, key=lambda path: int(path.stem.removeprefix("step-")))

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxformer import config
 from jaxformer.cli.arguments import folder_of, output_file, parser_of, place, positive, run_of, run_parser
+from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 
 
@@ -177,12 +178,14 @@ def runs(argv: list[str]) -> int:
 
     from jaxformer.training.run_folder import runs_of
 
+    code = 0
     for folder in runs_of(options.name, options.runs):
         try:
             print(f"{folder.path}  {_scores(folder)}")
-        except ConfigError as error:  # a damaged run must not hide the others
+        except (ConfigError, OSError) as error:  # a run that cannot be read must not hide the others
             print(f"{folder.path}  cannot be read: {error}")
-    return 0
+            code = storage.exit_code(error) if isinstance(error, OSError) else code
+    return code
 
 
 def _scores(folder) -> str:

@@ -10,12 +10,12 @@ import secrets
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from jaxformer.config import imports, within as folders
+from jaxformer.config import imports, storage, within as folders
 from jaxformer.config.code import is_users_file, is_users_module, users_frame
 from jaxformer.config.describe import is_config
 from jaxformer.errors import ConfigError, did_you_mean
@@ -95,7 +95,7 @@ def regular_file(path: os.PathLike | str, within: os.PathLike | str | None = Non
 
     if within is not None:
         folders.check_folder(path, within)
-    if os.path.exists(path) and not os.path.isfile(path):  # to epath, /dev/zero is a file
+    if storage.exists(path) and not storage.is_file(path):  # to epath, /dev/zero is a file
         raise ConfigError(f"{path}: cannot be read: no regular file; give a file, or save what it gives as one")
     return epath.Path(path)
 
@@ -126,9 +126,11 @@ def read_text(file: os.PathLike | str, within: os.PathLike | str | None = None) 
     Below a folder `within`, which a stranger may have made, no link is followed.
     """
     try:
-        return read_bytes(file, within).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        return storage.patiently(lambda: read_bytes(file, within), file).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: cannot be read ({error})") from None
+    except OSError as error:
+        raise storage.mistake(error, f"{file}: cannot be read ({error})") from None
 
 
 class _NoOptions(list):
@@ -162,6 +164,8 @@ def _run(file: Any, path: Path, text: str | None = None) -> Source:
         del sys.modules[module.__name__]
         if isinstance(error, KeyboardInterrupt) and not _is_raised_in(error, file):
             raise
+        if isinstance(error, OSError) and error.errno is not None and storage.passes(error):  # of a file that it reads
+            raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
         raise ConfigError(_failure(error, file, path)) from error
     finally:
         sys.argv = arguments
@@ -234,7 +238,7 @@ def read_json(
     """
     path, then = os.fspath(file), f"; {advice}" if advice else ""
     try:
-        value = json.loads(read_bytes(path, within).decode("utf-8-sig"))
+        value = json.loads(storage.patiently(lambda: read_bytes(path, within), path).decode("utf-8-sig"))
         below = [value]
         for _ in range(DEEPEST):
             inside = (each.values() if isinstance(each, dict) else each for each in below if isinstance(each, dict | list))
@@ -243,8 +247,10 @@ def read_json(
             raise ValueError(f"nested more than {DEEPEST} deep")
     except ConfigError:  # it names the file
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: its JSON cannot be read ({str(error)[:200]}){then}") from None
+    except OSError as error:
+        raise storage.mistake(error, f"{path}: its JSON cannot be read ({str(error)[:200]}){then}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: expected a JSON object {{...}}, got a {type(value).__name__}{then}")
     for name, kind in keys.items():
@@ -276,21 +282,29 @@ def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
     return {name: NOT_FINITE.get(item, item) if isinstance(item, str) else item for name, item in values.items()}
 
 
-def write_atomically(path: os.PathLike | str, text: str | bytes, within: os.PathLike | str | None = None) -> None:
+def write_atomically(
+    path: os.PathLike | str, text: str | bytes, within: os.PathLike | str | None = None,
+    waits: Sequence[float] = storage.WAITS,
+) -> None:  # fmt: skip
     """Writes a file, or an object of a bucket, and its folder: a reader sees the old text or the new one.
 
     A link of that name is replaced, not followed: in a stranger's folder it may lead anywhere. Of folders on the way, those
-    below `within` may be no links (ConfigError).
+    below `within` may be no links (ConfigError). Where an error may pass, all is written again, into a new file: after an
+    fsync that failed, nobody knows what the old one holds.
     """
     from etils import epath
 
     path, data = epath.Path(path), text.encode() if isinstance(text, str) else text
-    if "://" in str(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)  # an object appears when it is complete
-        return
-    with new_file(Path(path), within) as file:
-        file.write(data)
+
+    def write() -> None:
+        if "://" in str(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)  # an object appears when it is complete
+            return
+        with new_file(Path(path), within) as file:
+            file.write(data)
+
+    storage.patiently(write, path, waits)
 
 
 @contextlib.contextmanager
@@ -308,12 +322,16 @@ def new_file(path: Path, within: os.PathLike | str | None = None) -> Iterator[IO
         return os.open(name, flags, 0o666, dir_fd=folder)
 
     try:
-        with open(temporary, "xb", opener=create) as file:  # x: never through a link
+        with storage.named(path), open(temporary, "xb", opener=create) as file:  # x: never through a link
             yield file
             file.flush()
             os.fsync(file.fileno())  # otherwise the name may survive a power failure that the content does not
-        os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
+        with storage.named(path):
+            os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
-        os.close(folder)
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(folder)

@@ -51,9 +51,9 @@ def named(path: os.PathLike | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = os.fspath(path)
-        raise
+        if error.errno is None or (error.filename is not None and os.path.isabs(os.fsdecode(error.filename))):
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def patiently(call: Callable[[], T], path: os.PathLike | str, waits: Sequence[float] = WAITS) -> T:
@@ -104,6 +104,17 @@ def exit_code(error: OSError) -> int:
 def exists(path: os.PathLike | str) -> bool:
     """Whether there is a file or folder of this name, of a bucket too. OSError where that cannot be known."""
     return _mode(path) is not None
+
+
+def has_name(path: os.PathLike | str) -> bool:
+    """Whether there is anything of this name, also a link that leads nowhere. OSError where that cannot be known."""
+    if "://" in os.fspath(path):
+        return exists(path)
+    try:
+        patiently(lambda: os.lstat(path), path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def is_file(path: os.PathLike | str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from etils import epath
 
 from jaxformer import config
+from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 
 # Steps that count, then all else. "start" and "compile" are what comes before the first step. "data": the host waited for a
@@ -27,7 +28,7 @@ class Goodput:
         self.path = None if path is None else epath.Path(path)
         self._last, self.seconds = began, dict.fromkeys(PARTS, 0.0)
         self.earlier: list[dict[str, Any]] = []
-        if self.path is not None and self.path.exists():
+        if self.path is not None and storage.exists(self.path):
             with suppress(ConfigError):  # a damaged account is not worth an error
                 starts = config.read_json(self.path, "", self.path.parent, starts=list)["starts"]
                 self.earlier = [start for start in starts if isinstance(start, dict)]

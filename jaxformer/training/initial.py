@@ -8,7 +8,7 @@ import jax
 from etils import epath
 
 from jaxformer import config, models, params
-from jaxformer.config import read_json, within
+from jaxformer.config import read_json, storage, within
 from jaxformer.errors import ConfigError
 from jaxformer.training import checkpoint
 from jaxformer.training.recipe import Recipe
@@ -50,7 +50,7 @@ class FromRun:
     def description(self) -> dict[str, Any]:
         """The run's config.json."""
         file = epath.Path(self.path).expanduser() / "config.json"
-        if not file.is_file():
+        if not storage.is_file(file):
             raise ConfigError(f"initial={self.path}: no run folder, it has no config.json")
         return read_json(file, "", file.parent, name=str)
 

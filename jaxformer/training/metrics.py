@@ -17,7 +17,7 @@ import numpy as np
 from etils import epath
 
 from jaxformer import config
-from jaxformer.config import within
+from jaxformer.config import storage, within
 from jaxformer.errors import ConfigError
 
 log = logging.getLogger("jaxformer")
@@ -41,7 +41,7 @@ class Record:
         self.lines, damaged = ([], []) if self.path is None else _parse(self.path)
         if self.path is not None and damaged:
             names = (self.path.with_name(f"{self.path.name}.damaged-{n}") for n in itertools.count(1))
-            copy = next(name for name in names if not name.exists())
+            copy = next(name for name in names if not storage.exists(name))
             config.write_atomically(copy, _bytes(self.path))
             log.warning("%s: no records in lines %s; they are left out, the file as it was is %s", self.path, damaged, copy)
         self.loggers: list[Any] = []
@@ -53,7 +53,7 @@ class Record:
         """Forgets what happened after `step` steps were done: those steps will be done, and logged, again."""
         self.reached = steps_done(self.lines)
         self.lines = [r for r in self.lines if r["step"] < step or ("validation_loss" in r and r["step"] <= step)]
-        self._write_all()
+        self._write_all(storage.WAITS)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         if self.path is None:
@@ -70,7 +70,11 @@ class Record:
             self._write_out(self._write_all)
 
     def close(self) -> None:
-        self.save()
+        for wait in storage.WAITS:  # the last chance of lines that could not be written
+            self.save()
+            if not self._behind:
+                break
+            time.sleep(wait)
         self._tell_loggers(lambda logger: logger.close(), "%s did not close: %s")
 
     def _tell_loggers(self, call: Callable[[Any], None], warning: str) -> None:
@@ -99,9 +103,9 @@ class Record:
         with open(self.path, "a", opener=within.opener(self.path.parent)) as file:
             file.write(config.to_json(self.lines[-1]) + "\n")
 
-    def _write_all(self) -> None:
+    def _write_all(self, waits: Sequence[float] = ()) -> None:
         if self.path is not None:
-            config.write_atomically(self.path, "".join(config.to_json(line) + "\n" for line in self.lines))
+            config.write_atomically(self.path, "".join(config.to_json(line) + "\n" for line in self.lines), waits=waits)
 
 
 def read_records(path: epath.PathLike) -> list[dict]:
@@ -117,7 +121,7 @@ def steps_done(records: Sequence[dict]) -> int:
 def _parse(path: epath.PathLike) -> tuple[list[dict], list[int]]:
     """(records, numbers of damaged lines). A kill leaves a last line without an end, which does not count as damage."""
     path, records, damaged = epath.Path(path), [], []
-    lines = _bytes(path).split(b"\n") if os.path.lexists(path) or path.exists() else [b""]
+    lines = _bytes(path).split(b"\n") if storage.has_name(path) else [b""]
     for number, line in enumerate(lines, 1):
         try:
             record = config.with_numbers(json.loads(line))
@@ -138,9 +142,9 @@ def _parse(path: epath.PathLike) -> tuple[list[dict], list[int]]:
 
 def _bytes(path: epath.Path) -> bytes:
     try:
-        return config.read_bytes(path, path.parent, LARGEST)
+        return storage.patiently(lambda: config.read_bytes(path, path.parent, LARGEST), path)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from None
+        raise storage.mistake(error, f"{path}: cannot be read ({error})") from None
 
 
 def open_loggers(names: Sequence[str], folder: epath.PathLike, run_name: str, description: dict) -> list[Any]:
@@ -205,7 +209,7 @@ def _wandb_id(folder: epath.Path, run_name: str, records: Sequence[dict]) -> str
     Older versions had the name alone, so a run of theirs that goes on keeps it.
     """
     file = folder / "wandb_id.txt"
-    if not (os.path.lexists(file) or file.exists()):
+    if not storage.has_name(file):
         new = run_name if records else f"{run_name}-{secrets.token_hex(4)}"
         config.write_atomically(file, new)
     return config.read_text(file, folder).strip()

@@ -21,7 +21,7 @@ import jax
 from etils import epath
 
 from jaxformer import config
-from jaxformer.config import within
+from jaxformer.config import storage, within
 from jaxformer.errors import ConfigError
 from jaxformer.training import trust
 from jaxformer.training.checkpoint import resolve
@@ -74,7 +74,7 @@ class RunFolder:
 
     def description(self) -> dict[str, Any]:
         """What `config.json` says, with fields that were `ADDED` since; empty where there is none."""
-        return ADDED | self.read_json(self.config, name=str) if self.config.exists() else {}
+        return ADDED | self.read_json(self.config, name=str) if storage.exists(self.config) else {}
 
     def last_scores(self) -> dict[str, Any]:
         """The scores of result.json, else those of the last evaluation that metrics.jsonl has; empty where there are none."""
@@ -151,9 +151,9 @@ def open_experiment(folder: RunFolder) -> Experiment:
 
     Its code runs only where this user's trainer wrote it on this machine, or `allow` was called.
     """
-    if not folder.config.is_file():
+    if not storage.is_file(folder.config):
         raise ConfigError(f"{folder.path}: no run folder, it has no config.json; the command `runs` lists all")
-    if not folder.experiment.is_file():
+    if not storage.is_file(folder.experiment):
         raise ConfigError(f"{folder.path}: no copy of its experiment's file (it was trained from Python); open it from there")
     from jaxformer.training.names import NAMES
 
@@ -222,15 +222,19 @@ def differences(description: dict, experiment: Experiment) -> list[str]:
 def runs_of(name: str | None, runs: epath.PathLike) -> list[RunFolder]:
     """The runs of the experiment `name`, or all, the newest last. One whose description is damaged is left out."""
     folders = []
-    # a name may begin with a dot
-    for path in (path for names in ("*", ".*") for path in epath.Path(runs).glob(f"{names}/config.json")):
+    for path in (epath.Path(runs) / each for each in storage.names(runs)):
+        folder = RunFolder(path)
         try:
-            if RunFolder(path.parent).description().get("name") == name or name is None:
-                folders.append(RunFolder(path.parent))
+            if storage.exists(folder.config) and (folder.description().get("name") == name or name is None):
+                folders.append(folder)
         except ConfigError as error:
             log.warning("this run is left out: %s", error)
-    written = lambda folder: max(path.stat().mtime or 0 for path in (folder.config, folder.metrics) if path.exists())
-    return sorted(folders, key=written)
+    return sorted(folders, key=_last_written)
+
+
+def _last_written(folder: RunFolder) -> float:
+    files = [path for path in (folder.config, folder.metrics) if storage.exists(path)]
+    return max((storage.patiently(path.stat, path).mtime or 0 for path in files), default=0)
 
 
 def compare(one: dict, other: dict, ignore: frozenset[str] | set[str] = frozenset()) -> list[str]:
