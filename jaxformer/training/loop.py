@@ -1,6 +1,7 @@
 """The run: from an experiment to a trained model, through kills, bad data and bad numbers."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -465,9 +466,26 @@ def saves_after(done: int, every: int) -> bool:
 
 
 def save(job: Job, manager, record: Record, done: int, state: TrainState, rank: float | None, wait: bool) -> None:
-    """Writes the record, and begins a checkpoint after so many steps."""
-    record.save()
+    """Writes the record, and begins a checkpoint after so many steps. Without its record no checkpoint: lines would be lost."""
+    problem = processes.first(lambda: record_problem(record, storage.WAITS if wait else ()))
+    if problem is not None:
+        number, text = problem
+        told = f"step {done} was not saved: its record cannot be written ({text})"
+        if wait:
+            good = max(manager.steps(), default=0)
+            told += f"; mend that, and the same command goes on after step {good}"
+            error = OSError(number, told, str(record.path))
+            raise error if storage.passes(error) else checkpoint.CheckpointError(told)
+        if number not in (errno.ENOSPC, errno.EDQUOT):  # on a full disk the save itself says what it needs
+            log.warning("%s; earlier checkpoints are kept", told)
+            return
     manager.save(done, job.gather(state), job.metadata, rank, wait=wait)
+
+
+def record_problem(record: Record, waits: Sequence[float]) -> tuple[int | None, str] | None:
+    """(number, words) of the error for which the file of the record lacks lines; None where it has all."""
+    error = record.save(waits)
+    return None if error is None else (error.errno, str(error))
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ class Record:
             log.warning("%s: no records in lines %s; they are left out, the file as it was is %s", self.path, damaged, copy)
         self.loggers: list[Any] = []
         self.reached = 0  # steps that an earlier start recorded
-        self._behind = False  # whether the file lacks lines, because the disk was full
+        self._behind: OSError | None = None  # why the file lacks lines
         self._grows = "://" not in str(path)
 
     def rewind(self, step: int) -> None:
@@ -64,17 +64,21 @@ class Record:
             self._write_out(self._append)
         self._tell_loggers(lambda logger: logger.write(step, values), "%s stopped: %s; the run goes on without it")
 
-    def save(self) -> None:
-        """Brings all lines into the file; called before a checkpoint."""
-        if self._behind or (not self._grows and self.lines):
-            self._write_out(self._write_all)
+    def save(self, waits: Sequence[float] = ()) -> OSError | None:
+        """Brings all lines into the file, tried again after each of these waits; called before a checkpoint.
+
+        Returns the error for which lines are missing: a checkpoint without its record would lose them.
+        """
+        for wait in (0.0, *waits):
+            time.sleep(wait)
+            if self._behind or (not self._grows and self.lines):
+                self._write_out(self._write_all)
+            if self._behind is None:
+                break
+        return self._behind
 
     def close(self) -> None:
-        for wait in storage.WAITS:  # the last chance of lines that could not be written
-            self.save()
-            if not self._behind:
-                break
-            time.sleep(wait)
+        self.save(storage.WAITS)
         self._tell_loggers(lambda logger: logger.close(), "%s did not close: %s")
 
     def _tell_loggers(self, call: Callable[[Any], None], warning: str) -> None:
@@ -89,13 +93,13 @@ class Record:
         """Calls `write`, or writes all lines again if the last try failed. Lines that cannot be written now wait for later."""
         try:
             (self._write_all if self._behind else write)()
-            self._behind = False
+            self._behind = None
         except OSError as error:
             if not self._behind:
                 log.warning(
                     "%s cannot be written (%s); the run goes on, its lines are written once there is room", self.path, error
                 )
-            self._behind = True
+            self._behind = error
 
     def _append(self) -> None:
         assert self.path is not None
