@@ -93,7 +93,7 @@ def refused(error: OSError) -> str:
     """The line that a user reads of an error of the file system that stopped a command."""
     if not passes(error):
         return str(error)
-    return f"{error}: tried {len(WAITS) + 1} times; nothing was changed, and the same command goes on once this works again"
+    return f"{error}: tried {len(WAITS) + 1} times; what is on the disk stays, and the same command goes on once this works"
 
 
 def exit_code(error: OSError) -> int:
