@@ -51,7 +51,7 @@ def named(path: os.PathLike | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None or (error.filename is not None and os.path.isabs(os.fsdecode(error.filename))):
+        if error.errno is None or (isinstance(error.filename, str) and os.path.isabs(error.filename)):
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
@@ -146,7 +146,11 @@ def files_below(folder: os.PathLike | str) -> list[Path]:
         raise error
 
     def walk() -> list[Path]:
-        return sorted(Path(at, name) for at, _, files in os.walk(folder, onerror=fail) for name in files)
+        found = []
+        for at, folders, files in os.walk(folder, onerror=fail):
+            links = [name for name in folders if os.path.islink(os.path.join(at, name))]
+            found += [Path(at, name) for name in (*files, *links)]
+        return sorted(found)
 
     return patiently(walk, folder)
 

@@ -29,8 +29,8 @@ def take(folder: epath.Path, log: Callable[[str], None]) -> IO[str]:
     function writes, nothing is changed (ConfigError): in a stranger's folder they may be precious.
     """
     path = Path(f"{folder}.lock")
-    # `Manager.close` closes it
-    handle = storage.patiently(lambda: open(path, "a+", opener=within.opener(path.parent)), path)
+    opener = within.opener(path.parent)
+    handle = storage.patiently(lambda: open(path, "a+", opener=opener), path)  # noqa: SIM115  (`Manager.close` closes it)
     try:
         storage.patiently(lambda: _flock(handle), path)
     except ConfigError:

@@ -18,7 +18,6 @@ from etils import epath
 
 from jaxformer import config
 from jaxformer.config import storage, within
-from jaxformer.errors import ConfigError
 
 log = logging.getLogger("jaxformer")
 # scores that no line of the record has: they follow from the loss, or are the same at each evaluation

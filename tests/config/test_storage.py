@@ -1,6 +1,8 @@
 """Calls of a file system that has trouble are made again, and an error is never taken for a file that is not there."""
 
+import builtins
 import errno
+import io
 import os
 
 import pytest
@@ -95,17 +97,13 @@ def test_a_file_is_written_again_as_a_whole(call, number, tmp_path, monkeypatch)
     """Also after an fsync that failed: what it was to bring to the disk may be gone, and a second fsync would not say so."""
     file = tmp_path / "file"
     config.write_atomically(file, "old")
-    owner = __builtins__ if False else os
-    if call == "open":
-        import builtins
-
-        owner = builtins
-    broken, failed = failing(getattr(owner, call), number, 2, "" if call == "fsync" else str(tmp_path))
+    owner, match = (builtins if call == "open" else os), ("" if call == "fsync" else ".unfinished")
+    broken, failed = failing(getattr(owner, call), number, 2, match)
     with monkeypatch.context() as patch:
         patch.setattr(owner, call, broken)
         config.write_atomically(file, "new")
     assert len(failed) == 2 and file.read_text() == "new" and os.listdir(tmp_path) == ["file"]
-    broken, failed = failing(getattr(owner, call), number, 99, "" if call == "fsync" else str(tmp_path))
+    broken, failed = failing(getattr(owner, call), number, 99, match)
     with monkeypatch.context() as patch:
         patch.setattr(owner, call, broken)
         with pytest.raises(OSError, match=os.strerror(number)) as found:
@@ -115,9 +113,6 @@ def test_a_file_is_written_again_as_a_whole(call, number, tmp_path, monkeypatch)
 
 
 def test_readers_raise_what_may_pass_and_refuse_what_does_not(tmp_path, monkeypatch):
-    import builtins
-    import io
-
     file = tmp_path / "file.json"
     file.write_text("{}")
     for read in (config.read_text, config.read_json):

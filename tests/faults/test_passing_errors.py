@@ -247,7 +247,7 @@ def test_a_record_that_cannot_be_read_is_not_begun_anew(tmp_path, monkeypatch):
     for step in range(3):
         record.write(step, {"loss": 1.0})
     before = path.read_text()
-    for owner, name in ((io, "open"), (os, "stat")):
+    for owner, name in ((io, "open"), (os, "stat"), (os, "lstat")):
         with monkeypatch.context() as patch:
             break_calls(patch, owner, name, errno.ESTALE, "metrics.jsonl")
             with pytest.raises(OSError):
