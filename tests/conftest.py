@@ -88,6 +88,25 @@ def numbers_of_a_file_do_not_depend_on_its_other_tests(request):
         generator.bit_generator.state = state
 
 
+@pytest.fixture(autouse=True)
+def links_end_with_their_test(monkeypatch):
+    """The thread of a process's links works on, and what it draws changes the numbers that hypothesis draws elsewhere."""
+    from jaxformer.parallel import peers  # here the plugin that checks shapes is ready
+
+    made, begin = [], peers.Peers.__init__
+
+    def begin_and_note(self, *arguments, **options):
+        made.append(self)
+        begin(self, *arguments, **options)
+
+    monkeypatch.setattr(peers.Peers, "__init__", begin_and_note)
+    yield
+    for one in made:
+        one._working.clear()
+    for one in made:
+        one.close()
+
+
 _finished = itertools.count()
 
 

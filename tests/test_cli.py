@@ -213,7 +213,7 @@ def test_a_bucket_without_its_package_gets_one_line(capsys, monkeypatch):
 )
 def test_what_counts_something_is_at_least_1(command, value, workplace, capsys):
     code, _, err = run(capsys, *f"{command}={value}".split())
-    assert code == 2 and f"{value}: expected a whole number of at least 1" in err and err.count("\n") == 1
+    assert code == 2 and f"{value}: expected a whole number from 1 to " in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("target", ["runs", "text.txt/page.html"])

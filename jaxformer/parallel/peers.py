@@ -63,7 +63,7 @@ class Peers:
         self._abandoned: dict[int, str] = {}
         self._done, self._counting = -1, False
         self._stop_after: int | None = None
-        self._guarded = False
+        self._guarded, self._closed = False, False
         self._wakes, self._waker = socket.socketpair()
         for end in (self._wakes, self._waker):
             end.setblocking(False)
@@ -141,6 +141,12 @@ class Peers:
         self._order(watch=SERVICE)
         threading.Thread(target=probe, name="probe", daemon=True).start()
 
+    def close(self) -> None:
+        """Ends the thread and its links: nobody is watched any more. Call it after the end of the run."""
+        self._working.clear()
+        self._order(close=True)
+        self._thread.join(timeout=10)
+
     def lost_service(self) -> None:
         """The connection to JAX's service closed. Where process 0 died, its own link says so first."""
         time.sleep(self._beat)
@@ -167,7 +173,7 @@ class Peers:
             self._selector.register(link, selectors.EVENT_READ, index)
             self._read(index, link)  # what came with the answer of the meeting
         self._selector.register(self._wakes, selectors.EVENT_READ, self.index)
-        while True:
+        while not self._closed:
             for key, event in self._selector.select(max(due - time.monotonic(), 0.0)):
                 if key.data == self.index:
                     self._wake()
@@ -186,6 +192,11 @@ class Peers:
                 if link.open:
                     wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_unsent else 0)
                     self._selector.modify(link, wanted, index)
+        if self._guarded:
+            faulthandler.cancel_dump_traceback_later()
+        self._selector.close()
+        for end in (*self.links.values(), self._wakes, self._waker):
+            end.close()
 
     def _tick(self) -> None:
         if self._guarded:
@@ -219,6 +230,8 @@ class Peers:
         match order:
             case {"end": code, "text": text}:
                 self._stop(code, text)
+            case {"close": True}:
+                self._closed = True
             case {"watch": index}:
                 self._silence = Silence([*self.links, index], self._silence.most)
             case _:

@@ -234,7 +234,7 @@ def runs_of(name: str | None, runs: epath.PathLike) -> list[RunFolder]:
 
 def _last_written(folder: RunFolder) -> float:
     files = [path for path in (folder.config, folder.metrics) if storage.exists(path)]
-    return max((storage.patiently(path.stat, path).mtime or 0 for path in files), default=0)
+    return max((float(storage.patiently(path.stat, path).mtime or 0) for path in files), default=0.0)
 
 
 def compare(one: dict, other: dict, ignore: frozenset[str] | set[str] = frozenset()) -> list[str]:

@@ -1,8 +1,11 @@
 """The report of the faults: each test says what it did to how many runs, and what became of them."""
 
 import datetime
+import os
 import platform
+import shutil
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -54,3 +57,16 @@ def pytest_sessionfinish(session):
 def pytest_terminal_summary(terminalreporter):
     if _rows:
         terminalreporter.write_line(f"faults: {REPORT}")
+
+
+@pytest.fixture(scope="session")
+def failing_calls(tmp_path_factory):
+    """The library that makes calls fail."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("needs a C compiler and Linux")
+    library = Path("/tmp") / f"failing-calls-{os.getpid()}.so"  # LD_PRELOAD knows no path with spaces
+    source = Path(__file__).with_name("failing_calls.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
+    yield library
+    library.unlink()

@@ -38,19 +38,6 @@ PASSING = [getattr(errno, name) for name in NUMBERS.split()]
 LIMIT = 60  # seconds that a command may take that meets such an error
 
 
-@pytest.fixture(scope="session")
-def failing_calls(tmp_path_factory):
-    """The library that makes calls fail."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("needs a C compiler and Linux")
-    library = Path("/tmp") / f"failing-calls-{os.getpid()}.so"  # LD_PRELOAD knows no path with spaces
-    source = Path(__file__).with_name("failing_calls.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
-    yield library
-    library.unlink()
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A folder for the finished run that all trials start from."""

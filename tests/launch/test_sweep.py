@@ -149,7 +149,7 @@ def test_a_run_sees_only_gpus_that_the_sweep_sees(runs, monkeypatch, capsys, giv
 @pytest.mark.parametrize("count", ["0", "-1", "x"])
 def test_runs_at_a_time_are_a_number(runs, capsys, count):
     assert sweep("--seed=0,1", f"--parallel={count}") == 2
-    assert f"{count}: expected a whole number of at least 1" in capsys.readouterr().err and not runs.exists()
+    assert f"{count}: expected a whole number from 1 to " in capsys.readouterr().err and not runs.exists()
 
 
 def test_too_few_runs_for_the_law_are_refused_before_training(runs, monkeypatch, capsys):

@@ -95,7 +95,9 @@ def test_an_argument_of_slurm_is_one_word(dry, prompt):
 )
 @pytest.mark.parametrize("prompt", ["$", "$$", "$$$(A) $(B)", "a$b"])
 def test_kubernetes_halves_no_dollars(dry, prompt):
-    out = dry(f"gke quickstart {FOUR} --image=i --bucket=my-b --dry -- --mesh.data=-1 {shlex.quote('--sample.prompt=' + prompt)}")
+    out = dry(
+        f"gke quickstart {FOUR} --image=i --bucket=my-b --dry -- --mesh.data=-1 {shlex.quote('--sample.prompt=' + prompt)}"
+    )
     pod = yaml.safe_load(out)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     received, rest = "", pod["containers"][0]["command"][-1]
     while rest:  # the expansion of Kubernetes: a pair is one, $(NAME) is a variable, any other dollar is itself

@@ -80,7 +80,7 @@ def test_a_run_goes_on_on_another_mesh(alone, tmp_path, monkeypatch):
 )
 def test_a_host_with_another_experiment_is_refused(other, text, said, monkeypatch, tmp_path):
     """Each would wait for what the other never does, such as an evaluation."""
-    monkeypatch.setattr(loop.processes, "first", lambda function: (config.describe(other), (text, [])))
+    monkeypatch.setattr(loop.processes, "first", lambda function, what: (config.describe(other), (text, [])))
     with pytest.raises(ConfigError, match=f"not that of process 0: {said}; give every host"):
         loop.train(TINY, tmp_path, config.Source("", "tiny.py", TINY))
     assert not list(tmp_path.iterdir())
