@@ -149,7 +149,7 @@ class Peers:
 
     def lost_service(self) -> None:
         """The connection to JAX's service closed. Where process 0 died, its own link says so first."""
-        time.sleep(self._beat)
+        time.sleep(max(self._beat, BEAT))
         if self._working:
             self._order(end=LOST, text=self._no_service())
 
@@ -219,7 +219,7 @@ class Peers:
         self._stop(LOST, text)
 
     def _no_service(self) -> str:
-        return f"{self.names[self.index]}: the connection to the coordination service of process 0 is lost"
+        return f"{self.names[self.index]}: the connection to the coordination service of {self.names[0]} is lost"
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -49,6 +49,7 @@ from jaxformer.training.manifest import CheckpointError, Damaged, fingerprints, 
 
 Folder = os.PathLike | str
 Log = Callable[[str], None]
+Problem = tuple[str, int | None, str]  # the reason, the number of the operating system's error if it was one, the file
 HERE = "metrics of this manager"  # what a metric without a name is of; on the disk it has none
 # Reading can fail with these although the files are good. Such a step is refused, not renamed.
 NOT_DAMAGE = "Permission denied", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "MemoryError"
@@ -548,13 +549,20 @@ def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[st
                 data |= ocp.load(path, full) if full else {}
         except Exception as error:
             problem = _problem(path, error)
-        problems = [found for found in all_gather_object(problem, f"the restore of {path}") if found]
+        every = all_gather_object(problem, f"the restore of {path}")
+        problems = [_of_process(index, found) for index, found in enumerate(every) if found]
         if not any("Requested more bytes" in reason for reason, *_ in problems):  # else all processes try once more
             break
     # of several, one that does not speak of damage
     for problem in sorted(problems, key=lambda found: isinstance(_read_error(path, *found), Damaged)):
         raise _read_error(path, *problem)
     return data
+
+
+def _of_process(index: int, problem: Problem) -> Problem:
+    """The problem with the process that met it: all processes of a run say the same line."""
+    reason, number, file = problem
+    return (reason, number, f"{file} (process {index})") if jax.process_count() > 1 else problem
 
 
 def _manifest(path: epath.Path) -> dict:
@@ -612,9 +620,6 @@ def _check_pieces(path: epath.Path, has_numbers: bool) -> None:
         raise
     except Exception as error:
         raise _read_error(path, *_problem(path, error)) from error
-
-
-Problem = tuple[str, int | None, str]  # the reason, the number of the operating system's error if it was one, the file
 
 
 def _problem(path: epath.Path, error: BaseException) -> Problem:

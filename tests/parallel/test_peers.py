@@ -158,7 +158,7 @@ def test_a_service_that_does_not_answer_ends_the_run(ends):
     members = links(2, silence=0.5)
     members[1].watch_service(lambda: False)
     until(lambda: len(ends) == 2)
-    text = "process 1 (pid 1 on host): the connection to the coordination service of process 0 is lost"
+    text = "process 1 (pid 1 on host): the connection to the coordination service of process 0 (pid 0 on host) is lost"
     assert ends == [(peers.LOST, text)] * 2
 
 
