@@ -559,10 +559,10 @@ def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[st
     return data
 
 
-def _of_process(index: int, problem: Problem) -> Problem:
+def _of_process(index: int, problem: Sequence[Any]) -> Problem:
     """The problem with the process that met it: all processes of a run say the same line."""
     reason, number, file = problem
-    return (reason, number, f"{file} (process {index})") if jax.process_count() > 1 else problem
+    return reason, number, f"{file} (process {index})" if jax.process_count() > 1 else file
 
 
 def _manifest(path: epath.Path) -> dict:
