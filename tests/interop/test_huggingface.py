@@ -363,6 +363,18 @@ def test_absent_settings_are_their_defaults(tmp_path):
         read("reformer", "reformer", "is_decoder")
 
 
+def test_sizes_of_layers_that_a_model_does_not_have_are_not_checked():
+    """A Reformer of local layers alone loads, whatever its chunks of hashing are, and the other way round."""
+    for kind, absent in ("local", "lsh"), ("lsh", "local"):
+        names = ("local_attn_chunk_length", "lsh_attn_chunk_length")
+        sizes = {name: 6 if name.startswith(kind) else 4 for name in names}
+        settings = golden.config("reformer") | sizes | dict(attn_layers=[kind] * 2, num_hidden_layers=2)
+        config = huggingface.FAMILIES["reformer"].read(settings, ())
+        assert len(config.masks) == len(config.mixer) == 1, absent
+        again = huggingface.FAMILIES["reformer"].read(huggingface.FAMILIES["reformer"].write(config), ())
+        assert again == config
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "word"),
     [

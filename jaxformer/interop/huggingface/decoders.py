@@ -188,19 +188,20 @@ def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
     fields, lsh, local = (tables.read_fields(c, table) for table in (REFORMER, LSH, LOCAL))
     layers = c["attn_layers"]
     kinds = tables.layer_kinds("attn_layers", layers, get(c, "num_hidden_layers", len(layers) or 1), "local", "lsh")
-    multiple = math.lcm(*({"lsh": lsh, "local": local}[kind]["chunk"] for kind in set(kinds)))
+    chunks = {"lsh": lsh["chunk"], "local": local["chunk"]}
+    multiple = math.lcm(*(chunks[kind] for kind in set(kinds)))
     buckets = c.get("num_buckets")
     buckets = tuple(buckets) if isinstance(buckets, list) else buckets
     numbers = buckets if isinstance(buckets, tuple) else (2 if buckets is None else buckets,)
     if not numbers or any(type(number) is not int or number < 2 or number % 2 for number in numbers):
         raise ConfigError(f"config.json: num_buckets={buckets!r}: expected an even number, or a list of them")
-    lsh |= {"seed": lsh["seed"] or 0, "multiple": None if multiple == lsh["chunk"] else multiple}
-    decoder = get(c, "is_decoder", False)
-    mask = causal() if decoder else full()
-    mixer, local_mask = None, causal() & chunked(local["chunk"], local["before"])
-    if not decoder or local["before"] > 1 or local["after"]:  # their chunks form a circle, which no mask describes
-        mixer, local_mask = mixers.LocalChunks(**local, multiple=multiple), mask
-    parts = {"lsh": (mask, mixers.Reformer(**lsh, buckets=buckets, duplicates=True)), "local": (local_mask, mixer)}
+    mask = causal() if get(c, "is_decoder", False) else full()
+    parts = {}  # of the kinds that the model has: the sizes of another kind may fit nothing
+    if "lsh" in kinds:
+        lsh |= {"seed": lsh["seed"] or 0, "multiple": None if multiple == lsh["chunk"] else multiple}
+        parts["lsh"] = (mask, mixers.Reformer(**lsh, buckets=buckets, duplicates=True))
+    if "local" in kinds:
+        parts["local"] = _reformer_local(local, multiple, mask)
     pattern = tables.shortest_pattern(kinds)
     pattern = tuple(kinds) if len(kinds) % len(pattern) else pattern
     if get(c, "axial_pos_embds", True):
@@ -215,6 +216,13 @@ def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
         masks=tuple(parts[kind][0] for kind in pattern), mixer=tuple(parts[kind][1] for kind in pattern),
         heads=_read_reformer_heads(c),
     )  # fmt: skip
+
+
+def _reformer_local(local: dict, multiple: int, mask: Mask) -> tuple[Mask, Any]:
+    """Mask and mixer of a local layer. Its chunks form a circle, which a mask describes only where nothing goes round."""
+    if mask == causal() and local["before"] <= 1 and not local["after"]:
+        return causal() & chunked(local["chunk"], local["before"]), None
+    return mask, mixers.LocalChunks(**local, multiple=multiple)
 
 
 def _reformer_heads(c: Json) -> dict[str, tuple]:
