@@ -9,12 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from jaxformer.config import check_types, execution
 from jaxformer.decoding.beam import Beams
 from jaxformer.decoding.sampling import Sampling
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.params import check_pattern, check_seed
 from jaxformer.training.objectives import TokenCrossEntropy
@@ -22,16 +20,6 @@ from jaxformer.training.optimizers import AdamW
 from jaxformer.training.schedules import Cosine
 
 LONGEST_NAME = 240  # bytes; file systems take 255, and 9 are those of the fingerprint
-
-
-def _check_least(config: Any, prefix: str, fields: dict[str, int]) -> None:
-    for name, least in fields.items():
-        value = getattr(config, name)
-        if not value >= least:
-            raise ConfigError(f"{prefix}{name}={value}: must be at least {least}")
-        if not isinstance(value, int | np.integer):
-            example = f", such as {int(value)}" if math.isfinite(value) else ""
-            raise ConfigError(f"{prefix}{name}={value}: must be a whole number{example}")
 
 
 def _is_unprintable(letter: str) -> bool:
@@ -74,7 +62,7 @@ class Checkpoints:
     best: str = "loss"
 
     def __post_init__(self):
-        _check_least(self, "checkpoints.", {"every": 1, "keep_latest": 1, "keep_best": 0})
+        check_numbers("checkpoints.", self, every=1, keep_latest=1, keep_best=0)
 
 
 @dataclass(frozen=True)
@@ -86,7 +74,7 @@ class Sample:
     sampling: Sampling | Beams = Sampling(temperature=0.8)  # how a token is picked, or a text is searched
 
     def __post_init__(self):
-        _check_least(self, "sample.", {"tokens": 1})
+        check_numbers("sample.", self, tokens=1)
 
 
 @dataclass(frozen=True)
@@ -100,7 +88,7 @@ class Spikes:
     window: int = 128  # good steps
 
     def __post_init__(self):
-        _check_least(self, "spikes.", {"window": 2})
+        check_numbers("spikes.", self, window=2)
         if not 0 < self.deviations < math.inf:
             raise ConfigError(f"spikes.deviations={self.deviations}: must be above 0 and finite; None for no spikes")
 
@@ -156,9 +144,9 @@ class Experiment:
         # a warm-up of 1e3 steps is one of 1000, which the schedules themselves look at
         check_types(self, besides=("schedule.warmup",))
         _check_name(self.name)
-        names = "steps", "batch_size", "accumulation", "ema_warmup", "log_every", "eval_every", "max_skipped"
-        limits = [name for name in ("eval_examples", "final_examples", "eval_batches") if getattr(self, name) is not None]
-        _check_least(self, "", dict.fromkeys((*names, *limits), 1))
+        counts = "steps", "batch_size", "accumulation", "ema_warmup", "log_every", "eval_every", "max_skipped"
+        limits = "eval_examples", "final_examples", "eval_batches"
+        check_numbers("", self, **dict.fromkeys((*counts, *limits), 1))
         check_seed(self.seed)
         for name in ("optimizer", "schedule", "objective"):
             if not callable(getattr(self, name)):

@@ -139,7 +139,7 @@ def test_examples_are_counted():
     assert [of(whole, eval_batches=2) for whole in (False, True)] == [8, 23]
     assert [of(whole, eval_examples=10, final_examples=12) for whole in (False, True)] == [10, 12]
     assert of(False, eval_examples=10, eval_batches=2) == 8 and of(True, final_examples=99) == 23
-    with pytest.raises(ConfigError, match="final_examples=0: must be at least 1"):
+    with pytest.raises(ConfigError, match="final_examples=0: expected a whole number of at least 1"):
         replace(TINY, final_examples=0)
 
 

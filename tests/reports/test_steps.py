@@ -97,7 +97,7 @@ def test_the_average_of_a_short_run_forgets_its_start():
     constant = recipe_of(ema_decay=0.9, ema_warmup=1)
     found = average(constant, replace(state, step=jnp.int32(0), ema={"w": jnp.ones(3)}), {"w": jnp.zeros(3)})
     np.testing.assert_allclose(found["w"], 0.9, rtol=1e-6)
-    with pytest.raises(ConfigError, match="ema_warmup=0: must be at least 1"):
+    with pytest.raises(ConfigError, match="ema_warmup=0: expected a whole number of at least 1"):
         replace(BASE, ema_warmup=0)
 
 
