@@ -132,7 +132,7 @@ def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
         image=slices.word(options.image),
         account=slices.word(options.account),
         # Kubernetes makes one of two dollars
-        command=f"[{', '.join(slices.quoted(each) for each in ['python', *command.words])}]".replace("$", "$$"),
+        command=f"[{', '.join(slices.quote(each) for each in ['python', *command.words])}]".replace("$", "$$"),
         fuse=str(bool(bucket)).lower(),
         volume=(
             BUCKET.format(bucket=slices.word(bucket), caches=CACHES)

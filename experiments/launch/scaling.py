@@ -12,7 +12,7 @@ import sys
 
 from etils import epath
 
-from experiments.launch.sweep import Trial, joined, read_trials, shortened, sweep
+from experiments.launch.sweep import Trial, joined, read_trials, shorten, sweep
 from jaxformer import cli, config, models, params
 from jaxformer.analysis import figures, scaling
 from jaxformer.cli.arguments import Parser, place, positive
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
     if len(ended) < constants:
         raise ConfigError(f"scaling: {len(ended)} of {len(trials)} runs ended well, and the law has {constants} constants")
     rows = sorted((row(trial, options.runs) for trial in ended), key=lambda row: (row["parameters"], row["tokens"]))
-    path = epath.Path(options.runs) / f"scaling-{shortened(ended[0].experiment.name)}.jsonl"
+    path = epath.Path(options.runs) / f"scaling-{shorten(ended[0].experiment.name)}.jsonl"
     config.write_atomically(path, "".join(config.to_json(row) + "\n" for row in rows))
     columns = [[row[name] for row in rows] for name in ("loss", "parameters", "tokens")]
     law = scaling.fit(*columns)

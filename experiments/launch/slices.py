@@ -177,10 +177,10 @@ def job_name(experiment: str) -> str:
 def word(text: str) -> str:
     """A text as a string of YAML: in quotes where it may be a number, a time, null, a truth value or the key of a mapping."""
     plain = re.fullmatch(r"[A-Za-z]([A-Za-z0-9_./:@-]*[A-Za-z0-9_/@-])?", text) and text.lower() not in NO_TEXT
-    return text if plain else quoted(text)
+    return text if plain else quote(text)
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """A text in double quotes, as YAML and JSON read it. ConfigError for bytes that are no text.
 
     YAML reads a line end of another alphabet as a space, and refuses letters that no terminal shows: they are escaped.
@@ -195,7 +195,7 @@ def block(text: str, indent: str) -> str:
     """Lines as a string of YAML: a block below its key, or in quotes where a block would change them."""
     if all(letter.isprintable() or letter == "\n" for letter in text) and not text.startswith((" ", "\n")):
         return "|\n" + "\n".join(f"{indent}{line}" for line in text.rstrip("\n").split("\n"))
-    return quoted(text)
+    return quote(text)
 
 
 def require(value: str, message: str) -> str:

@@ -124,7 +124,7 @@ def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.
         ended = in_processes(trials, places, runs, parallel)
     ended.sort(key=lambda trial: trial.rank)
     digest = hashlib.sha256("\n".join(sorted(folder.path.name for folder in folders)).encode()).hexdigest()[:8]
-    path = epath.Path(runs) / f"sweep-{shortened(trials[0].experiment.name)}-{digest}.md"
+    path = epath.Path(runs) / f"sweep-{shorten(trials[0].experiment.name)}-{digest}.md"
     print(table(ended, runs), end="", flush=True)  # before it is written: the disk may be full
     config.write_atomically(path, table(ended, runs))
     try:
@@ -135,7 +135,7 @@ def sweep(trials: Sequence[Trial], runs: epath.PathLike, reports: Sequence[loop.
     return ended
 
 
-def shortened(name: str) -> str:
+def shorten(name: str) -> str:
     """The begin of an experiment's name, so long that there is room beside it in the name of a file."""
     return name.encode()[:200].decode(errors="ignore")
 

@@ -37,10 +37,10 @@ def png(draw: Callable[[], Any], dark: bool = False) -> bytes:
         return file.getvalue()
 
 
-def save(draw: Callable[[], Any], path: epath.PathLike, within: epath.PathLike | None = None) -> epath.Path:
-    """Writes a picture into a file; its folder is made. A link of that name is replaced, none below `within` is followed."""
+def save(draw: Callable[[], Any], path: epath.PathLike, root: epath.PathLike | None = None) -> epath.Path:
+    """Writes a picture into a file; its folder is made. A link of that name is replaced, none below `root` is followed."""
     path = epath.Path(path)
-    config.write_atomically(path, png(draw), within)
+    config.write_atomically(path, png(draw), root)
     return path
 
 

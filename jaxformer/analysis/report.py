@@ -12,7 +12,7 @@ from etils import epath
 from jaxformer import config
 from jaxformer.analysis import figures, gallery, page
 from jaxformer.analysis.gallery import Pictures
-from jaxformer.config import storage, within
+from jaxformer.config import no_links, storage
 from jaxformer.errors import ConfigError
 from jaxformer.training import loop
 from jaxformer.training.metrics import read_records, steps_done
@@ -27,7 +27,7 @@ def write(path: epath.PathLike, folders: Sequence[RunFolder], drawn: Sequence[Pi
     """Writes the page of runs, and its pictures into `figures/` beside it."""
     path = epath.Path(path)
     files = path.parent / "figures"
-    within.check_folder(files, path.parent)  # before anything is drawn
+    no_links.check_folder(files, path.parent)  # before anything is drawn
     config.write_atomically(path, report(folders, drawn, files), path.parent)
     return path
 
@@ -97,13 +97,13 @@ def file_name(stem: str) -> str:
 
 def last_sample(folder: RunFolder) -> tuple[epath.Path, str] | None:
     """The file of the largest step, and its text. A file with a second name (a hard link) may be one from elsewhere."""
-    names = [name for name in storage.names(folder.samples) if re.fullmatch(r"step-[0-9]{1,18}\.txt", name)]
+    names = [name for name in storage.list_names(folder.samples) if re.fullmatch(r"step-[0-9]{1,18}\.txt", name)]
     samples = [folder.samples / name for name in names]
     if not samples:
         return None
     last = max(samples, key=lambda path: int(path.stem.removeprefix("step-")))
     text = folder.read_text(last)
-    if not within.has_one_name(last, folder.path):
+    if not no_links.has_one_name(last, folder.path):
         log.warning("report: %s is left out: it is a hard link, so perhaps a file from elsewhere; copy it to show it", last)
         return None
     return last, text

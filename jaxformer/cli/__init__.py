@@ -128,7 +128,7 @@ def _code(command: Callable[[list[str]], int], argv: list[str]) -> int:
     except OSError as error:
         if not storage.stops(error):
             raise
-        return _refused(storage.refused(error), storage.exit_code(error))
+        return _refused(storage.message(error), storage.exit_code(error))
 
 
 def _discard_output() -> None:
@@ -182,13 +182,13 @@ def tokens(argv: list[str]) -> int:
 
 def _together(body: Callable[[], int]) -> int:
     """The exit code of `body()` in all processes of the run."""
-    from jaxformer.parallel import peers, processes
+    from jaxformer.parallel import meeting, peers, processes
     from jaxformer.training import memory
 
     memory.one_heap()
     try:
         processes.initialize()
-    except peers.MissingProcess as error:
+    except meeting.MissingProcess as error:
         return _refused(error, peers.LOST)
     return processes.run_together(body)
 
@@ -202,7 +202,7 @@ def check_host(runs: str, version: str | None) -> None:
     folder = Path(runs).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if storage.exists(parent))
     try:
-        storage.patiently(lambda: tempfile.TemporaryFile(dir=existing).close(), existing)
+        storage.retry(lambda: tempfile.TemporaryFile(dir=existing).close(), existing)
     except OSError as error:
         if storage.passes(error):
             raise

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from jaxformer.config import imports, storage, within as folders
+from jaxformer.config import imports, no_links, storage
 from jaxformer.config.code import is_users_file, is_users_module, users_frame
 from jaxformer.config.describe import is_config
 from jaxformer.errors import ConfigError, did_you_mean
@@ -86,28 +86,28 @@ def _find(name: str) -> Path:
     return experiments[name].resolve()
 
 
-def regular_file(path: os.PathLike | str, within: os.PathLike | str | None = None) -> Any:
+def regular_file(path: os.PathLike | str, root: os.PathLike | str | None = None) -> Any:
     """The path, of a bucket too. Raises ConfigError for a pipe, a device or a folder: what is no file may have no end.
 
-    Where it is `within` a folder that a stranger may have made, a link below that folder is refused, too.
+    Where it is `root` a folder that a stranger may have made, a link below that folder is refused, too.
     """
     from etils import epath
 
-    if within is not None:
-        folders.check_folder(path, within)
+    if root is not None:
+        no_links.check_folder(path, root)
     if storage.exists(path) and not storage.is_file(path):  # to epath, /dev/zero is a file
         raise ConfigError(f"{path}: cannot be read: no regular file; give a file, or save what it gives as one")
     return epath.Path(path)
 
 
-def read_bytes(file: os.PathLike | str, within: os.PathLike | str | None = None, largest: int = LARGEST) -> bytes:
-    """What a file of at most so many bytes holds. Below a folder `within`, which a stranger may have made, no link is followed.
+def read_bytes(file: os.PathLike | str, root: os.PathLike | str | None = None, largest: int = LARGEST) -> bytes:
+    """What a file of at most so many bytes holds. Below a folder `root`, which a stranger may have made, no link is followed.
 
     Raises ConfigError for what is no regular file or a link, and OSError.
     """
-    path = regular_file(file, within)
-    if within is not None and folders.is_local(path):
-        with open(path, "rb", opener=folders.opener(within)) as opened:
+    path = regular_file(file, root)
+    if root is not None and no_links.is_local(path):
+        with open(path, "rb", opener=no_links.opener(root)) as opened:
             _check_size(os.fstat(opened.fileno()).st_size, largest)
             return opened.read()
     if os.path.exists(path):
@@ -120,13 +120,13 @@ def _check_size(size: int, largest: int) -> None:
         raise OSError(f"larger than {largest:,} bytes")
 
 
-def read_text(file: os.PathLike | str, within: os.PathLike | str | None = None) -> str:
+def read_text(file: os.PathLike | str, root: os.PathLike | str | None = None) -> str:
     """The text of a file in UTF-8, without the mark that some editors begin it with. ConfigError where it cannot be read.
 
-    Below a folder `within`, which a stranger may have made, no link is followed.
+    Below a folder `root`, which a stranger may have made, no link is followed.
     """
     try:
-        return storage.patiently(lambda: read_bytes(file, within), file).decode("utf-8-sig")
+        return storage.retry(lambda: read_bytes(file, root), file).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: cannot be read ({error})") from None
     except OSError as error:
@@ -229,16 +229,16 @@ def _imports(folder: imports.Folder) -> dict[str, str]:
 
 
 def read_json(
-    file: os.PathLike | str, advice: str = "", within: os.PathLike | str | None = None, /, **keys: type
+    file: os.PathLike | str, advice: str = "", root: os.PathLike | str | None = None, /, **keys: type
 ) -> dict[str, Any]:  # fmt: skip
     """The object in a JSON file, which has at least the `keys`, with values of these types.
 
-    Below a folder `within`, which a stranger may have made, no link is followed. Raises ConfigError, with the file's name,
+    Below a folder `root`, which a stranger may have made, no link is followed. Raises ConfigError, with the file's name,
     for all else.
     """
     path, then = os.fspath(file), f"; {advice}" if advice else ""
     try:
-        value = json.loads(storage.patiently(lambda: read_bytes(path, within), path).decode("utf-8-sig"))
+        value = json.loads(storage.retry(lambda: read_bytes(path, root), path).decode("utf-8-sig"))
         below = [value]
         for _ in range(DEEPEST):
             inside = (each.values() if isinstance(each, dict) else each for each in below if isinstance(each, dict | list))
@@ -283,13 +283,13 @@ def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_atomically(
-    path: os.PathLike | str, text: str | bytes, within: os.PathLike | str | None = None,
+    path: os.PathLike | str, text: str | bytes, root: os.PathLike | str | None = None,
     waits: Sequence[float] = storage.WAITS,
 ) -> None:  # fmt: skip
     """Writes a file, or an object of a bucket, and its folder: a reader sees the old text or the new one.
 
     A link of that name is replaced, not followed: in a stranger's folder it may lead anywhere. Of folders on the way, those
-    below `within` may be no links (ConfigError). Where an error may pass, all is written again, into a new file: after an
+    below `root` may be no links (ConfigError). Where an error may pass, all is written again, into a new file: after an
     fsync that failed, nobody knows what the old one holds.
     """
     from etils import epath
@@ -301,20 +301,20 @@ def write_atomically(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)  # an object appears when it is complete
             return
-        with new_file(Path(path), within) as file:
+        with new_file(Path(path), root) as file:
             file.write(data)
 
-    storage.patiently(write, path, waits)
+    storage.retry(write, path, waits)
 
 
 @contextlib.contextmanager
-def new_file(path: Path, within: os.PathLike | str | None = None) -> Iterator[IO[bytes]]:
+def new_file(path: Path, root: os.PathLike | str | None = None) -> Iterator[IO[bytes]]:
     """A file to write, which gets its name when it is complete and on the disk. Where the body fails it is removed.
 
     Several hosts may write a file of one name at once, and their processes may have one number: until then its name is random.
-    Of folders on the way, those below `within` may be no links (ConfigError).
+    Of folders on the way, those below `root` may be no links (ConfigError).
     """
-    folder = folders.open_folder(path.parent, path.parent if within is None else within, make=True)
+    folder = no_links.open_folder(path.parent, path.parent if root is None else root, make=True)
     start = path.name.encode()[:200].decode(errors="ignore")  # with the rest it must not be longer than a name can be
     temporary = f".{start}.{secrets.token_hex(8)}.unfinished"
 
@@ -322,11 +322,11 @@ def new_file(path: Path, within: os.PathLike | str | None = None) -> Iterator[IO
         return os.open(name, flags, 0o666, dir_fd=folder)
 
     try:
-        with storage.named(path), open(temporary, "xb", opener=create) as file:  # x: never through a link
+        with storage.name_errors(path), open(temporary, "xb", opener=create) as file:  # x: never through a link
             yield file
             file.flush()
             os.fsync(file.fileno())  # otherwise the name may survive a power failure that the content does not
-        with storage.named(path):
+        with storage.name_errors(path):
             os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):

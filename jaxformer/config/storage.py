@@ -1,7 +1,7 @@
 """Files while the file system has trouble: what cannot be read now is neither damaged nor absent.
 
 On a network, in a bucket, or with too many open files, a call may fail and succeed a second later. So a call is made again a
-few times, by `patiently`. If it still fails, the OSError goes to the caller with the name of the file, and ends the command
+few times, by `retry`. If it still fails, the OSError goes to the caller with the name of the file, and ends the command
 in one line with the exit code `TROUBLE`, which launchers start again. Nobody may take it for damage, or for a file that is
 not there: `os.path.exists` answers False for every error, `exists` here only where the file system says so.
 """
@@ -21,6 +21,7 @@ from jaxformer.errors import ConfigError
 
 T = TypeVar("T")
 WAITS = (0.1, 0.4, 1.5)  # seconds before the second, third and last try
+MOST_SEARCHES = 10  # in a folder that changes meanwhile
 TROUBLE = 6  # the exit code of a command that the file system stopped
 # What the user must mend: a second try would end in the same way.
 LASTING = frozenset(
@@ -29,11 +30,9 @@ LASTING = frozenset(
         errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP, errno.EPIPE,
     )
 )  # fmt: skip
-
-
 # clear to the user also where their own code met them
 PLAIN = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM
-_now = threading.local()  # `patient`: whether this thread is in a call of `patiently`
+_now = threading.local()  # `patient`: whether this thread is in a call of `retry`
 
 
 def passes(error: BaseException) -> bool:
@@ -46,7 +45,7 @@ def passes(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def named(path: os.PathLike | str) -> Iterator[None]:
+def name_errors(path: os.PathLike | str) -> Iterator[None]:
     """Around calls on an open file: their errors do not say which file it was."""
     try:
         yield
@@ -56,7 +55,7 @@ def named(path: os.PathLike | str) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
-def patiently(call: Callable[[], T], path: os.PathLike | str, waits: Sequence[float] = WAITS) -> T:
+def retry(call: Callable[[], T], path: os.PathLike | str, waits: Sequence[float] = WAITS) -> T:
     """What `call()` returns, made again after each of these waits while its errors may pass. Its last OSError names `path`.
 
     Inside of such a call, another one is made once: the outer one makes all again.
@@ -71,7 +70,7 @@ def patiently(call: Callable[[], T], path: os.PathLike | str, waits: Sequence[fl
                 if not passes(error):
                     raise
             time.sleep(wait)
-        with named(path):
+        with name_errors(path):
             return call()
     finally:
         _now.patient = not is_outer
@@ -89,7 +88,7 @@ def mistake(error: OSError, text: str) -> Exception:
     return error if passes(error) else ConfigError(text)
 
 
-def refused(error: OSError) -> str:
+def message(error: OSError) -> str:
     """The line that a user reads of an error of the file system that stopped a command."""
     if not passes(error):
         return str(error)
@@ -111,7 +110,7 @@ def has_name(path: os.PathLike | str) -> bool:
     if "://" in os.fspath(path):
         return exists(path)
     try:
-        patiently(lambda: os.lstat(path), path)
+        retry(lambda: os.lstat(path), path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
@@ -129,12 +128,12 @@ def is_dir(path: os.PathLike | str) -> bool:
     return mode is not None and stat.S_ISDIR(mode)
 
 
-def names(folder: os.PathLike | str) -> list[str]:
+def list_names(folder: os.PathLike | str) -> list[str]:
     """The names in a folder, in order; none where there is no such folder. OSError where they cannot be known."""
     try:
         if "://" in os.fspath(folder):
-            return sorted(path.name for path in patiently(lambda: list(_bucket(folder).iterdir()), folder))
-        return sorted(patiently(lambda: os.listdir(folder), folder))
+            return sorted(path.name for path in retry(lambda: list(_bucket(folder).iterdir()), folder))
+        return sorted(retry(lambda: os.listdir(folder), folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -152,30 +151,45 @@ def files_below(folder: os.PathLike | str) -> list[Path]:
             found += [Path(at, name) for name in (*files, *links)]
         return sorted(found)
 
-    return patiently(walk, folder)
+    return retry(walk, folder)
 
 
-def listed(search: Callable[[], Iterable[Path | str]], folder: os.PathLike | str) -> list[Any]:
+def find_files(search: Callable[[], Iterable[Path | str]], folder: os.PathLike | str, depth: int | None = None) -> list[Any]:
     """The regular files that `search()` finds, such as a glob in `folder`, in order.
 
-    A glob takes a folder that cannot be read for an empty one. So all folders are read before, and it must find the same twice.
+    A glob takes a folder that cannot be read now for an empty one. So the folders that it visits, up to `depth` below the
+    first one (None: all), are read before, and it must find the same twice in a row (unless they change all the time).
     """
-    files_below(folder)
+    retry(lambda: _visit(os.fspath(folder), depth), folder)
     found, again = None, sorted(search())
-    while found != again:
+    for _ in range(MOST_SEARCHES):
+        if found == again:
+            break
         found, again = again, sorted(search())
     return [file for file in again if is_file(file)]
+
+
+def _visit(folder: str, depth: int | None) -> None:
+    """Lists a folder and those below it. Raises an OSError that may pass; one without rights is left out, as by a glob."""
+
+    def fail(error: OSError) -> None:
+        if passes(error):
+            raise error
+
+    for at, folders, _ in os.walk(folder, onerror=fail):
+        if depth is not None and os.path.relpath(at, folder).count(os.sep) + (at != folder) >= depth:
+            folders.clear()
 
 
 def _mode(path: os.PathLike | str) -> int | None:
     """What kind of file there is, as `os.stat` says it; None where there is none."""
     if "://" in os.fspath(path):
         here = _bucket(path)
-        if patiently(here.is_dir, path):
+        if retry(here.is_dir, path):
             return stat.S_IFDIR
-        return stat.S_IFREG if patiently(here.exists, path) else None
+        return stat.S_IFREG if retry(here.exists, path) else None
     try:
-        return patiently(lambda: os.stat(path), path).st_mode
+        return retry(lambda: os.stat(path), path).st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no name of a file, such as one with a zero byte
         return None
     except OSError as error:

@@ -161,7 +161,7 @@ def _files(path: str) -> list[str]:
 
 def _visible(folder: str) -> list[str]:
     """The files of a folder, in order; without hidden ones, which programs leave for themselves."""
-    return storage.listed(lambda: glob.glob(f"{glob.escape(folder)}/**", recursive=True), folder)
+    return storage.find_files(lambda: glob.glob(f"{glob.escape(folder)}/**", recursive=True), folder)
 
 
 def _escaped(pattern: str) -> str:
@@ -411,7 +411,7 @@ def _run_workers(entry: Path, path: str, missing: list[int], jobs: int, progress
     from jaxformer.parallel import processes  # imports jax, which those that encode need not have
 
     running: dict[int, subprocess.Popen] = {}
-    printed = time.monotonic()
+    printed, encoded = time.monotonic(), progress.bytes
     with tempfile.TemporaryDirectory() as errors, contextlib.ExitStack() as stack:
         stack.callback(lambda: [(process.kill(), process.wait()) for process in running.values()])
         while missing or running:
@@ -428,10 +428,12 @@ def _run_workers(entry: Path, path: str, missing: list[int], jobs: int, progress
                     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
                     problem = f"encoding part {part} of {path} {ended}; finished parts are kept, the same command goes on"
                     raise (ConfigError if code < 0 else RuntimeError)(f"{problem}. {words[-2000:]}")
-                processes.moves(f"the encoding of {path}, part {part}")  # those who wait for this process are patient
             if time.monotonic() - printed > 5 or not (missing or running):
                 printed = time.monotonic()
                 log.info("encoding %s: %s", path, progress)
+                if (done := progress.total().bytes) > encoded:  # a stream is one part, which may take hours
+                    encoded = done
+                    processes.report_place(f"the encoding of {path}")  # those who wait for this process are patient
 
 
 def _start_worker(entry: Path, part: int, errors: str) -> subprocess.Popen:

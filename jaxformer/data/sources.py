@@ -208,8 +208,8 @@ def _encode_bpe(config: Text | Stdlib, text: str, cut: int, source: str) -> tupl
     file = cache_folder(config.cache) / f"tokens-{key}.npz"
     try:
         # a bad folder is reported before minutes of encoding
-        storage.patiently(lambda: file.parent.mkdir(parents=True, exist_ok=True), file.parent)
-        return storage.patiently(lambda: _load_tokens(file), file)
+        storage.retry(lambda: file.parent.mkdir(parents=True, exist_ok=True), file.parent)
+        return storage.retry(lambda: _load_tokens(file), file)
     except OSError as error:
         if not (isinstance(error, FileNotFoundError) or is_full(error)):
             refused = f"data.cache: cannot keep tokens in {file.parent} ({error.strerror}); choose another"
@@ -245,7 +245,8 @@ def _read_path(config: Text) -> tuple[str, bytes]:
     try:
         if not storage.is_dir(path):
             return str(path), _read_files([path])
-        found = (file.relative_to(path) for file in storage.listed(lambda: path.glob(config.pattern), path))
+        depth = None if "**" in config.pattern else config.pattern.count("/")
+        found = (file.relative_to(path) for file in storage.find_files(lambda: path.glob(config.pattern), path, depth))
         hidden = config.pattern.startswith(".") or "/." in config.pattern
         files = sorted(file.as_posix() for file in found if hidden or not any(part[0] == "." for part in file.parts))
         if not files:
@@ -265,10 +266,10 @@ def _read_files(files: list[Path]) -> bytes:
         regular_file(file)
         if file.suffix.lower() in (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z", ".tgz"):
             raise ConfigError(f"data.path: {file} is compressed; unpack it, or read .txt.gz with data=Corpus(path=…)")
-    if (size := sum(storage.patiently(file.stat, file).st_size for file in files)) > LARGEST_TEXT:
+    if (size := sum(storage.retry(file.stat, file).st_size for file in files)) > LARGEST_TEXT:
         advice = "read it with data=Corpus(path=…), whose tokens stay on disk"
         raise ConfigError(f"data.path: {size:,} bytes; Text takes at most {LARGEST_TEXT:,} into memory; {advice}")
-    texts = [storage.patiently(file.read_bytes, file) for file in files]
+    texts = [storage.retry(file.read_bytes, file) for file in files]
     for file, text in zip(files, texts, strict=True):
         if (foreign := foreign_text(text[:4096])) is not None:
             raise ConfigError(f"data.path: {file} is {foreign}; convert it to UTF-8")

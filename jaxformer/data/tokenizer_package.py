@@ -34,14 +34,14 @@ def require_package() -> Any:
     return tokenizers
 
 
-def opened(serialized: str) -> Any:
+def open_tokenizer(serialized: str) -> Any:
     """The package's tokenizer of a JSON text. ConfigError beyond a limit; ValueError where the package fails."""
     check(serialized)
     with _panic_as_error():
         return require_package().Tokenizer.from_str(serialized)
 
 
-def encoded(tokenizer: Any, texts: list[str]) -> list[Any]:
+def encode(tokenizer: Any, texts: list[str]) -> list[Any]:
     """The package's encodings of texts, without control tokens. It uses all cores. Raises ConfigError where it fails."""
     letters = sum(map(len, texts))
     try:
@@ -53,7 +53,7 @@ def encoded(tokenizer: Any, texts: list[str]) -> list[Any]:
         raise ConfigError(f"{problem}; give one with a token for what its vocabulary lacks") from error
 
 
-def decoded(tokenizer: Any, ids: list[int]) -> str:
+def decode(tokenizer: Any, ids: list[int]) -> str:
     """The text of tokens, control tokens too. Raises ConfigError where the package fails."""
     try:
         with _panic_as_error():

@@ -138,12 +138,12 @@ class BPE(_Tokenizer):
 
         BPE dropout is switched off: tokens of a text must be the same each time, in evaluation, in a cache and after a restart.
         """
-        self._tokenizer = tokenizer_package.opened(serialized)
+        self._tokenizer = tokenizer_package.open_tokenizer(serialized)
         if dropout := getattr(self._tokenizer.model, "dropout", None):
             log.warning("the tokenizer's BPE dropout of %g is switched off", dropout)
             state = json.loads(serialized)
             state["model"]["dropout"] = None
-            self._tokenizer = tokenizer_package.opened(json.dumps(state))
+            self._tokenizer = tokenizer_package.open_tokenizer(json.dumps(state))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # without this flag "<|endoftext|>" in a text would become the control id; the JSON does not hold the flag
@@ -219,7 +219,7 @@ class BPE(_Tokenizer):
         for token in state["added_tokens"]:
             if token["content"] in names:
                 token.update(content=names[token["content"]], special=True)
-        writer = tokenizer_package.opened(json.dumps(state))
+        writer = tokenizer_package.open_tokenizer(json.dumps(state))
         writer.encode_special_tokens = True
         return writer
 
@@ -237,7 +237,7 @@ class BPE(_Tokenizer):
     def _ids_or_none(self, text: str) -> list[int]:
         """The ids of a text; none if the vocabulary cannot write it, which the package says by an Exception."""
         with contextlib.suppress(Exception):
-            return tokenizer_package.encoded(self._tokenizer, [text])[0].ids
+            return tokenizer_package.encode(self._tokenizer, [text])[0].ids
         return []
 
     def encode_text(self, text: str) -> np.ndarray:
@@ -286,11 +286,11 @@ class BPE(_Tokenizer):
         return behind[:line_end] == self._line_end and pieces == self._ids(before + after)
 
     def _ids(self, text: str) -> list[int]:
-        return tokenizer_package.encoded(self._writer, [text])[0].ids
+        return tokenizer_package.encode(self._writer, [text])[0].ids
 
     def _encodings(self, texts: list[str]) -> list[Any]:
         """The package's, which uses all cores."""
-        return tokenizer_package.encoded(self._writer, texts)
+        return tokenizer_package.encode(self._writer, texts)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         texts = [text.encode("utf-8", errors="replace").decode() for text in texts]
@@ -299,7 +299,7 @@ class BPE(_Tokenizer):
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         # the package has no text for an id above its vocabulary, and refuses a negative one, such as a label of -100
         known = (i if 0 <= i < self.vocab_size else self.vocab_size for i in map(int, ids))
-        return tokenizer_package.decoded(self._tokenizer, list(known))
+        return tokenizer_package.decode(self._tokenizer, list(known))
 
 
 def _digest(state: dict[str, Any]) -> str:
@@ -325,12 +325,12 @@ def _as_first_written(tokenizer: dict[str, Any]) -> dict[str, Any]:
     return tokenizer | {"model": fields}
 
 
-def load(path: str | os.PathLike, within: str | os.PathLike | None = None) -> Bytes | Characters | BPE:
+def load(path: str | os.PathLike, root: str | os.PathLike | None = None) -> Bytes | Characters | BPE:
     """The tokenizer that `save` wrote. Raises ConfigError for a missing or another file.
 
-    Below a folder `within`, which a stranger may have made, no link is followed.
+    Below a folder `root`, which a stranger may have made, no link is followed.
     """
-    match config.read_json(path, "not a saved tokenizer", within):
+    match config.read_json(path, "not a saved tokenizer", root):
         case {"type": "bytes"}:
             return Bytes()
         case {"type": "characters", "characters": str(characters)}:

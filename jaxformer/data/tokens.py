@@ -39,7 +39,7 @@ def save_sealed(path: Path, value: Any) -> None:
 
 def load_sealed(path: Path) -> Any:
     """What `save_sealed` wrote. Raises ValueError for a file that has changed or is torn, FileNotFoundError for none."""
-    digest, _, text = storage.patiently(path.read_bytes, path).partition(b"\n")
+    digest, _, text = storage.retry(path.read_bytes, path).partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != digest:
         raise ValueError(f"{path} is damaged")
     return json.loads(text)
@@ -83,7 +83,7 @@ def checked_index(entry: Path, itemsize: int) -> Index | None:
     shards, damaged = {}, False
     for name, (tokens, written) in (index.shards or {}).items():
         file = entry / f"{name}.tokens"
-        status = storage.patiently(file.stat, file) if storage.exists(file) else None
+        status = storage.retry(file.stat, file) if storage.exists(file) else None
         if status and status.st_size == tokens * itemsize and (status.st_mtime_ns == written or _has_digest(file)):
             shards[name] = [tokens, status.st_mtime_ns]
         else:
@@ -101,11 +101,11 @@ def _has_digest(file: Path) -> bool:
     """Whether the tokens of a file have the digest that was noted."""
 
     def digest() -> str:
-        with storage.named(file), file.open("rb") as stream:
+        with storage.name_errors(file), file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
     shard = Index.find(file.with_suffix(".json"))
-    return shard is not None and storage.patiently(digest, file) == shard.digest
+    return shard is not None and storage.retry(digest, file) == shard.digest
 
 
 def forget_part(entry: Path, name: str) -> None:
@@ -117,7 +117,7 @@ def forget_part(entry: Path, name: str) -> None:
 
 def _numbers(file: Path, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
     """Up to `count` numbers of a file, from the `offset`-th on."""
-    with storage.named(file), file.open("rb") as stream:
+    with storage.name_errors(file), file.open("rb") as stream:
         stream.seek(offset * dtype.itemsize)
         data = stream.read(count * dtype.itemsize)  # np.fromfile takes an error for the end of the file
     return np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
@@ -153,7 +153,7 @@ class Tokens:
             file, end = self.files[number], int(self.ends[number])
             count, offset = min(stop, end) - start, start - (end - self.sizes[number])
             try:
-                pieces.append(storage.patiently(partial(_numbers, file, self.dtype, count, offset), file))
+                pieces.append(storage.retry(partial(_numbers, file, self.dtype, count, offset), file))
             except OSError as error:
                 refused = f"data.cache: cannot read {file} ({error}); started again, the run makes it anew"
                 raise storage.mistake(error, refused) from None

@@ -56,13 +56,13 @@ def filter_of(valid: Callable, must: str, function: Callable, dtype: Any = np.fl
     """From a function (number, logits, history) -> logits, one of a number that gives a filter; ConfigError if not `valid`."""
 
     def construct(number, *more):
-        return Partial(function, checked(function.__name__, valid, must, number, dtype), *more)
+        return Partial(function, check_number(function.__name__, valid, must, number, dtype), *more)
 
     construct.__name__, construct.__doc__ = function.__name__, function.__doc__
     return construct
 
 
-def checked(name: str, valid: Callable, must: str, number: Any, dtype: Any) -> Any:
+def check_number(name: str, valid: Callable, must: str, number: Any, dtype: Any) -> Any:
     """The number or numbers of a filter in this dtype; a tracer as it is. ConfigError if not `valid`."""
     if not isinstance(number, int | float | Sequence | np.ndarray | np.generic):
         return number
@@ -202,7 +202,7 @@ def MinLength(length: Any, stop_tokens: Any, logits: Logits, history: History) -
 def ForcedPrefix(tokens: Any) -> Filter:
     """The first new tokens are these, [P] or [B, P]; -1: any. The logit of a forced one is 0, also if it was removed before."""
     must = "tokens, or -1 where any may stand"
-    return _Forced(checked("ForcedPrefix", lambda tokens: tokens >= -1, must, tokens, np.int32))
+    return _Forced(check_number("ForcedPrefix", lambda tokens: tokens >= -1, must, tokens, np.int32))
 
 
 @struct.dataclass

@@ -31,7 +31,7 @@ def check_words(config: Any) -> None:
         raise ConfigError(f"{type(config).__name__}.{problem}")
 
 
-def numbers_from(**least: int | float) -> Callable:
+def require_numbers(**least: int | float) -> Callable:
     """The `__post_init__` of a dataclass that refuses numbers below these, and unknown words."""
 
     def check(config: Any) -> None:
@@ -101,7 +101,7 @@ class Embedding:
     norm: bool = False  # a norm at the end (BERT)
     token_types: int = 0  # kinds of segments, each with a row that is added (BERT: 2)
 
-    __post_init__ = numbers_from(scale=-math.inf, token_types=0)
+    __post_init__ = require_numbers(scale=-math.inf, token_types=0)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class LanguageModel:
     scale: float = 1.0  # factor of the hidden states: D^-0.5 in T5 v1.0
     name: str = "language_model"  # key of its parameters and of its output
 
-    __post_init__ = numbers_from(scale=-math.inf)
+    __post_init__ = require_numbers(scale=-math.inf)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Classification:
     name: str = "classification"  # key of its parameters and of its output
     pooler_width: int | None = None  # None: as wide as what it reads
 
-    __post_init__ = numbers_from(classes=1, pooler_width=1)
+    __post_init__ = require_numbers(classes=1, pooler_width=1)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class TokenClassification:
     classes: int  # how many there are
     name: str = "token_classification"  # key of its parameters and of its output
 
-    __post_init__ = numbers_from(classes=1)
+    __post_init__ = require_numbers(classes=1)
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from jaxformer.errors import ConfigError
 from jaxformer.parallel.hub import Hub, Silence
 from jaxformer.parallel.link import Link
 
@@ -35,10 +34,6 @@ BEAT = 3.0  # seconds between two signs of life: a thread sends them, which a ca
 SILENCE = 30.0  # seconds without one until a process counts as lost; JAX waits ten times as long, so that this comes first
 SERVICE = -1  # the coordination service of JAX, beside the processes that are heard or silent
 T = TypeVar("T")
-
-
-class MissingProcess(RuntimeError):
-    """Some processes of the run never came. The message names them. Exit code LOST."""
 
 
 class Abandoned(RuntimeError):
@@ -100,7 +95,7 @@ class Peers:
         """Tells all that this process failed in a work that all do together: nobody waits for it there."""
         self._order(abandon=work, text=f"{self.names[self.index]}: {text}")
 
-    def at(self, place: str) -> None:
+    def report_place(self, place: str) -> None:
         """Says where this process is, and that it goes on."""
         self._place, self._moves = place, self._moves + 1
 
@@ -307,150 +302,6 @@ class Peers:
         return any(link.open and (self.index == 0 or link.has_unsent) for link in self.links.values())
 
 
-def meet(
-    coordinator: str, count: int, index: int, limit: float, numerics: Mapping[str, str] | None = None,
-    silence: float | None = None,
-) -> Peers:  # fmt: skip
-    """Waits until all processes are connected. If some do not come, the others raise MissingProcess or ConfigError.
-
-    `numerics`: what decides the numbers that a process computes. ConfigError where one has others than process 0.
-    """
-    host, _, port = coordinator.rpartition(":")
-    name, deadline = f"process {index} (pid {os.getpid()} on {socket.gethostname()})", time.monotonic() + limit
-    mine = {"index": index, "count": count, "name": name, "numerics": dict(numerics or {})}
-    if index == 0:
-        return _welcome(int(port), mine, limit, deadline, silence)
-
-    def join() -> tuple[Link, dict]:
-        link = Link(socket.create_connection((host.strip("[]"), int(port)), timeout=5))
-        link.put(**mine)
-        # process 0 knows who is missing, and reports it at its own limit: wait longer than it does
-        answer = link.receive(timeout=max(deadline - time.monotonic(), 0.0) + 10)
-        if answer is None:
-            link.close()
-            raise ConnectionError("this was process 0 of an earlier run, which ends soon")
-        return link, answer
-
-    try:
-        link, answer = _retry(join, deadline)
-    except OSError:
-        raise MissingProcess(f"process 0 never came within {limit:g} s: nobody answers at {coordinator}") from None
-    match answer:
-        case {"names": list(names)}:
-            return Peers(index, names, {0: link}, silence)
-    link.close()
-    match answer:
-        case {"error": str(text), "missing": missing}:
-            raise (MissingProcess if missing else ConfigError)(text)
-    raise ConfigError(f"{coordinator}: another program answers there; give process 0's address")
-
-
-def _welcome(port: int, mine: dict[str, Any], limit: float, deadline: float, silence: float | None) -> Peers:
-    """Process 0 accepts a connection from each of the others."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    listen = lambda: socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
-    try:
-        listener = _retry(listen, deadline)  # process 0 of an earlier run may still have the port
-    except OSError as error:
-        problem = f"port {port}: process 0 cannot listen there ({error.strerror})"
-        raise ConfigError(f"{problem}; if this is no second process 0 of the run, give another port") from None
-    names, links, count = {0: mine["name"]}, dict[int, Link](), mine["count"]
-    present = lambda: ", ".join(names[index] for index in (0, *sorted(links)))
-    with listener:
-        while len(links) + 1 < count:
-            listener.settimeout(max(deadline - time.monotonic(), 0.01))
-            try:
-                link = Link(listener.accept()[0])
-            except TimeoutError:
-                missing = _processes({*range(1, count)} - set(links))
-                text = f"{missing} never came within {limit:g} s; here are {present()}"
-                _refuse(MissingProcess(text), links.values())
-            match link.receive(timeout=5.0):
-                case {"index": int(index), "count": int(their_count), "name": str(their_name), "numerics": dict(theirs)}:
-                    if index in links and _has_ended(links[index]):
-                        links.pop(index).close()  # it died and was started again
-                    if their_count != count or not 0 < index < count or index in links:
-                        text = f"{their_name}, of {their_count}, came to a run of {count} that has {present()}"
-                        error = ConfigError(f"{text}; give each its own index and all one count")
-                        _refuse(error, [*links.values(), link])
-                    if different := differences(mine["numerics"], theirs):
-                        text = f"{their_name} would compute other numbers than {mine['name']}: {different}"
-                        _refuse(ConfigError(f"{text}; give all processes the same"), [*links.values(), link])
-                    names[index], links[index] = their_name, link
-                case _:
-                    link.close()  # another program
-    ordered = [names[i] for i in range(count)]
-    for link in links.values():
-        link.put(names=ordered)
-    return Peers(0, ordered, links, silence)
-
-
-def _has_ended(link: Link) -> bool:
-    link.pull()
-    return not link.open
-
-
-def differences(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """What differs between process 0 and another one, by name."""
-    names = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
-    told = [f"{name} is {there.get(name) or 'not set'}, in process 0 {here.get(name) or 'not set'}" for name in names]
-    return "; ".join(told)
-
-
-def _refuse(error: Exception, links: Collection[Link]) -> NoReturn:
-    for link in links:
-        link.put(error=str(error), missing=isinstance(error, MissingProcess))
-    for link in links:
-        link.close()
-    raise error
-
-
-def relay(coordinator: str, limit: float, closed: Callable[[], Any] = lambda: None) -> str:
-    """The address of a port of this process, which leads to the coordinator and stays open when that is gone.
-
-    JAX aborts a process, with a C++ stack and no name, at the moment when its connection to process 0 closes. `closed` is
-    called then instead.
-    """
-    host, _, port = coordinator.rpartition(":")
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def copy(source: socket.socket, target: socket.socket, ended: Callable[[], Any]) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-        ended()
-
-    def serve() -> None:
-        while True:
-            near, _ = listener.accept()
-            far = _retry(lambda: socket.create_connection((host.strip("[]"), int(port))), time.monotonic() + limit)
-            _keep_alive(far)
-            for work in ((near, far, lambda: None), (far, near, closed)):
-                threading.Thread(target=copy, args=work, name="relay", daemon=True).start()
-
-    threading.Thread(target=serve, name="relay", daemon=True).start()
-    return f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """The kernel asks whether the other end is still there: after a cut it may have forgotten this connection."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, seconds in (("TCP_KEEPIDLE", BEAT), ("TCP_KEEPINTVL", BEAT), ("TCP_KEEPCNT", SILENCE / BEAT)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), int(seconds))
-
-
-def _retry(attempt: Callable[[], T], deadline: float) -> T:
-    while True:
-        try:
-            return attempt()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
-
-
 def print_error(text: str, stacks: bool) -> None:
     """Prints `text`, and before it the stacks of all threads if `stacks`. It needs no lock of Python's streams.
 
@@ -472,7 +323,3 @@ def _takes_text(file: int, seconds: float) -> bool:
         return bool(select.select([], [file], [], seconds)[1])
     except OSError:  # it is closed
         return False
-
-
-def _processes(indices: Collection[int]) -> str:
-    return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, sorted(indices)))}"

@@ -28,7 +28,8 @@ from jax.experimental import multihost_utils
 
 from jaxformer.config import storage
 from jaxformer.errors import ConfigError
-from jaxformer.parallel.peers import LOST, SILENCE, STUCK, Peers, meet, print_error, relay
+from jaxformer.parallel.meeting import meet, relay
+from jaxformer.parallel.peers import LOST, SILENCE, STUCK, Peers, print_error
 from jaxformer.sharding import batch_sharding
 
 GRACE = 3.0  # seconds until an error is reported: if a dead process is its cause, the process is named before that
@@ -105,7 +106,7 @@ def initialize(processes: Processes | None = None, limit: float | None = None) -
     silence = seconds("JAXFORMER_SILENCE_LIMIT", SILENCE)
     _peers = meet(processes.coordinator, processes.count, processes.index, limit, numerics(), silence)
     _peers.guard()
-    _peers.at("the start of JAX")
+    _peers.report_place("the start of JAX")
     # its service for signals waits for other processes with Python's lock: one that never comes would freeze this one
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -265,10 +266,10 @@ class Work:
             _peers.abandon(self.number, why)
 
 
-def moves(place: str) -> None:
+def report_place(place: str) -> None:
     """Says where this process is, and that it goes on: those who wait for it are patient."""
     if _peers is not None:
-        _peers.at(place)
+        _peers.report_place(place)
 
 
 def signal_after(step: int) -> int:
@@ -321,9 +322,9 @@ def run_together(body: Callable[[], int]) -> int:
         _peers.fail(130, "interrupted")
     except BaseException as error:
         if isinstance(error, OSError) and storage.stops(error):
-            _peers.fail(storage.exit_code(error), storage.refused(error))
+            _peers.fail(storage.exit_code(error), storage.message(error))
         text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:500]
-        if any(word in str(error) for word in NETWORK):
+        if isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in NETWORK):
             time.sleep(_peers.silence + GRACE)  # a process that is silent for so long is named during the wait
             _peers.fail(LOST, f"the connection to another process is lost: {text}")
         time.sleep(GRACE)  # if a dead process is the cause, its name ends this process during the wait
@@ -376,7 +377,7 @@ class Watchdog(contextlib.AbstractContextManager):
     def phase(self, place: str, patience: float = LONG) -> None:
         """A part of the run begins, such as the restore of its state. The next one must begin within the same time."""
         self._place, self._begin, self._patience = place, self._ticks, patience
-        moves(place)
+        report_place(place)
 
     def __exit__(self, *_) -> None:
         self._closed.set()

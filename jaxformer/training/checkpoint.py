@@ -12,53 +12,46 @@ A step that cannot be read, because of the file system, is no damaged one: it is
 """
 
 import errno
-import json
 import logging
 import math
 import os
-import re
-import shlex
 import shutil
-import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as orbax
-import tensorstore
 from etils import epath
-from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.multihost import multihost
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from jaxformer.config import storage, within
+from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.peers import Abandoned
 from jaxformer.parallel.processes import Work, all_gather_object, first, is_first, that_see
 from jaxformer.params import Tree
 from jaxformer.training import lock, manifest, memory, silence
-from jaxformer.training.manifest import CheckpointError, Damaged, fingerprints, key_data
+from jaxformer.training.checkpoint_reader import (
+    PIECE,
+    Folder,
+    is_local,
+    newest_good,
+    os_error,
+    read_manifest,
+    reason_of,
+    resolve,
+    steps,
+)
+from jaxformer.training.manifest import CheckpointError, Damaged, key_data
 
-Folder = os.PathLike | str
 Log = Callable[[str], None]
-Problem = tuple[str, int | None, str]  # the reason, the number of the operating system's error if it was one, the file
 HERE = "metrics of this manager"  # what a metric without a name is of; on the disk it has none
-# Reading can fail with these although the files are good. Such a step is refused, not renamed.
-NOT_DAMAGE = "Permission denied", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "MemoryError"
-PASSES = "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED"  # the same, and the next try may succeed
-OS_ERROR = r"os_error_code='(\d+)'|OS error (\d+)"  # how tensorstore ends the text of an error of the operating system
-MISSING = errno.ENOENT, errno.ENOTDIR, errno.EISDIR  # these say what is there, if a second look finds it so
-AGAIN = 0.1  # seconds until what looks damaged is read once more
-PIECE = 1 << 26  # bytes: of another mesh, a process reads no more than the pieces that its part of an array touches
-SMALL = 100_000_000  # bytes that a file of a checkpoint may have beside those of its arrays
 _warn = logging.getLogger(__name__).warning
 # Orbax counts written bytes, for its log alone, with a call that never frees its lists (tensorstore 0.1.86): 60 kB a save.
 tensorstore_utils.get_tensorstore_raw_bytes = lambda direction=None: 0
@@ -102,7 +95,7 @@ class LatestAndBest:
         for step in steps:
             try:
                 if step not in self.metrics:
-                    contents = _manifest(self.folder / str(step))
+                    contents = read_manifest(self.folder / str(step))
                     self.metrics[step] = contents["score"], contents["metric"]
             except (Damaged, OSError):  # what cannot be read is not deleted either
                 damaged.append(step)
@@ -145,7 +138,7 @@ class Manager(AbstractContextManager):
         self._lock: IO[str] | None = None
         self._work = _together(f"the opening of {self.folder}")
         first(self._open)
-        if _is_local(self.folder) and that_see(Path(self.folder)).count < jax.process_count():
+        if is_local(self.folder) and that_see(Path(self.folder)).count < jax.process_count():
             if self._lock is not None:
                 self._lock.close()
             raise ConfigError(f"{self.folder}: not all processes see it; give a folder that all hosts share (--runs)")
@@ -176,8 +169,8 @@ class Manager(AbstractContextManager):
     def _open(self) -> None:
         self.steps()  # refuses a URL whose packages are missing
         try:
-            storage.patiently(lambda: self.folder.mkdir(parents=True, exist_ok=True), self.folder)
-            self._lock = lock.take(self.folder, self.log) if _is_local(self.folder) else None
+            storage.retry(lambda: self.folder.mkdir(parents=True, exist_ok=True), self.folder)
+            self._lock = lock.take(self.folder, self.log) if is_local(self.folder) else None
         except OSError as error:
             if storage.passes(error):
                 raise
@@ -288,7 +281,7 @@ class Manager(AbstractContextManager):
         """
         self.wait()
         put_aside = lambda bad, why: first(lambda: self._put_aside(bad, why))
-        return _newest_good(self.folder, abstract_state, "", step, put_aside)
+        return newest_good(self.folder, abstract_state, "", step, put_aside)
 
     def wait(self) -> None:
         """Until no save is running."""
@@ -339,7 +332,7 @@ class Manager(AbstractContextManager):
         """Why a save failed. Where another process was the cause, what that one said: its disk may be another one."""
         if isinstance(error, Abandoned):
             return str(error)
-        reason = _reason(error)
+        reason = reason_of(error)
         with suppress(OSError):
             if "No space left" in reason or "Disk quota" in reason:
                 free = shutil.disk_usage(self.folder).free
@@ -354,7 +347,7 @@ class Manager(AbstractContextManager):
         if later := [other for other in self.steps() if other >= step]:
             raise ConfigError(f"step {later[-1]} exists; move what is newer to another folder first")
         # Here a full disk gives one error. Later, each of orbax's writes fails with a traceback of its own on stderr.
-        if _is_local(self.folder) and shutil.disk_usage(self.folder).free < size:
+        if is_local(self.folder) and shutil.disk_usage(self.folder).free < size:
             self._delete_early(step)
             if shutil.disk_usage(self.folder).free < size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -386,10 +379,10 @@ class Manager(AbstractContextManager):
             self.log(f"{self.folder}: what an earlier save or deletion left cannot be removed ({error})")
 
     def _put_aside(self, step: int, why: str) -> None:
-        earlier = len([name for name in storage.names(self.folder) if name.startswith(f"{step}.corrupt")])
+        earlier = len([name for name in storage.list_names(self.folder) if name.startswith(f"{step}.corrupt")])
         name = f"{step}.corrupt-{earlier + 1}" if earlier else f"{step}.corrupt"
         try:
-            storage.patiently(lambda: (self.folder / str(step)).rename(self.folder / name), self.folder)
+            storage.retry(lambda: (self.folder / str(step)).rename(self.folder / name), self.folder)
             then = f"renamed to {name}"
         except OSError as error:
             if storage.passes(error):
@@ -398,276 +391,6 @@ class Manager(AbstractContextManager):
         self.log(f"{self.folder}: step {step} is damaged: {why}; {then}, an older one is taken")
 
 
-def resolve(folder: Folder) -> epath.Path:
-    """The absolute path of a folder, or a URL that checkpoints can be written to. Raises ConfigError for another URL."""
-    scheme, is_url, _ = os.fspath(folder).partition("://")
-    if is_url and scheme != "gs":
-        raise ConfigError(
-            f"{folder}: checkpoints go to folders and to gs://; mount the bucket of {scheme}:// and give its folder"
-        )
-    return epath.Path(folder) if is_url else epath.Path(folder).absolute()
-
-
-def steps(folder: Folder) -> list[int]:
-    """The complete steps in a folder, in order; none if there is no such folder. OSError where that cannot be known."""
-    if _is_local(resolve(folder)):  # orbax would leave out a step that it cannot look at
-        found = (name for name in storage.names(folder) if re.fullmatch(r"0|[1-9][0-9]*", name))
-        return sorted(int(name) for name in found if storage.is_dir(Path(folder, name)))
-    try:
-        return sorted(metadata.step for metadata in orbax.path.step.standard_name_format().find_all(resolve(folder)))
-    except ImportError as error:
-        raise ConfigError(f"{folder}: {error}; gs:// needs `pip install 'jaxformer[gcs]'`") from None
-
-
-def restore_params(folder: Folder, abstract: Tree, step: int | None = None, part: str = "params") -> tuple[int, Tree, dict]:
-    """The field `part` of a state, (step, params, metadata), verified. Nothing on disk changes. Errors: those of `restore`."""
-    folder = resolve(folder)
-    skip = lambda bad, why: _warn(f"{folder}: step {bad} is damaged: {why}; an older one is taken")
-    restored = _newest_good(folder, abstract, f"{part}/", step, skip)
-    if restored is None:
-        raise CheckpointError(f"{folder}: no checkpoint there; train first")
-    return restored
-
-
 def _together(what: str) -> Work:
     _works[:] = [Work(what)]
     return _works[0]
-
-
-def _newest_good(
-    folder: epath.Path, abstract: Tree, prefix: str, step: int | None, on_damage: Callable[[int, str], None]
-) -> tuple[int, Tree, dict] | None:
-    complete = first(lambda: steps(folder))
-    if step is not None and step not in complete:
-        raise CheckpointError(f"{folder}: no checkpoint of step {step}; there are {manifest.shortened(complete)}")
-    damage: list[tuple[int, str]] = []
-    for candidate in reversed(complete) if step is None else [step]:
-        try:
-            found = _read_or_judge(folder / str(candidate), abstract, prefix)
-        except Damaged as problem:
-            damage.append((candidate, str(problem)))
-            continue
-        for bad, why in damage:  # not before: where none is good, all keep their names, and the next start looks again
-            on_damage(bad, why)
-        return candidate, *found
-    told = [f"{bad} ({why})" for bad, why in damage]
-    if step is not None:
-        raise CheckpointError(f"{folder}: damaged: {told[0]}; other steps: {manifest.shortened(steps(folder))}")
-    aside = first(lambda: [name for name in storage.names(folder) if re.fullmatch(r"[0-9]+\.corrupt.*", name)])
-    if told or aside:
-        advice = _offer(folder, aside, abstract, prefix)
-        raise CheckpointError(f"{folder}: every checkpoint is damaged: {manifest.shortened(told + aside)}; {advice}")
-    return None
-
-
-def _offer(folder: epath.Path, aside: list[str], abstract: Tree, prefix: str) -> str:
-    """What to do where no step is good. One that was put aside may be whole: errors that pass were once taken for damage."""
-    for name in sorted(aside, key=lambda name: int(name.partition(".")[0]), reverse=True):
-        with suppress(Damaged, CheckpointError, OSError):
-            _read(folder / name, abstract, prefix)
-            move = f"mv {shlex.quote(str(folder / name))} {shlex.quote(str(folder / name.partition('.')[0]))}"
-            return f"but {name} is whole: rename it (`{move}`), and the same command goes on from there"
-    renamed = "one that is renamed from STEP.corrupt to STEP is looked at again; " if aside else ""
-    return f"all are kept; {renamed}to train from the beginning beside them, give another --name"
-
-
-def _read_or_judge(path: epath.Path, abstract: Tree, prefix: str) -> tuple[Tree, dict]:
-    """`_read`, made again where an error may pass. Damaged is what was read twice, in full, and was wrong both times."""
-    read = partial(_read, path, abstract, prefix)
-    try:
-        return storage.patiently(read, path)
-    except Damaged:
-        time.sleep(AGAIN)
-    _on_all(lambda: _read_all(path))  # libraries below take some errors for files that are not there
-    return storage.patiently(read, path)
-
-
-def _read_all(path: epath.Path) -> None:
-    """Reads every file of a step. Raises the OSError of one that cannot be read."""
-    if not _is_local(path):
-        return
-    for file in storage.files_below(path):
-        if stat.S_ISREG(file.lstat().st_mode):
-            storage.patiently(partial(_read_through, file), file)
-
-
-def _read_through(file: Path) -> None:
-    with storage.named(file), file.open("rb") as opened:
-        while opened.read(PIECE):
-            pass
-
-
-def _on_all(function: Callable[[], None]) -> None:
-    """Calls `function()` on every process. An OSError of one is raised on all."""
-    problem = None
-    try:
-        function()
-    except OSError as error:
-        problem = error.errno, error.strerror, error.filename
-    for found in filter(None, all_gather_object(problem)):
-        raise OSError(*found)
-
-
-def _read(path: epath.Path, abstract: Tree, prefix: str) -> tuple[Tree, dict]:
-    """The checkpoint in `path`, onto an abstract tree. Raises Damaged, or CheckpointError if it is good and does not fit."""
-    contents = first(lambda: _manifest(path))
-    has_numbers = any(math.prod(leaf["shape"]) for leaf in contents["leaves"].values())
-    first(lambda: _check_pieces(path, has_numbers))
-    saved = {name: leaf for name, leaf in contents["leaves"].items() if name.startswith(prefix)}
-    wanted = dict(manifest.named_leaves(abstract, prefix))
-    manifest.compare(path, saved, wanted)
-    data = _load(path, {name: manifest.abstract_numbers(leaf) for name, leaf in wanted.items()})
-    # Damaged metadata can make orbax return abstract leaves, or none.
-    bad = [name for name in wanted if not isinstance(data.get(name), jax.Array)]
-    bad = sorted(set().union(*all_gather_object(bad)))
-    if not bad:
-        prints = zip(data, fingerprints(data.values()), strict=True)
-        bad = [name for name, digits in prints if digits != saved[name]["fingerprint"]]
-    if bad:
-        raise Damaged(f"{manifest.shortened(bad)}: the fingerprint is not that of what was saved")
-    for name in data:
-        if manifest.is_key(wanted[name]):
-            data[name] = jax.random.wrap_key_data(data[name], impl=saved[name]["key"])
-    return jax.tree.unflatten(jax.tree.structure(abstract), [data[name] for name in wanted]), contents["metadata"]
-
-
-def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """The arrays, read by orbax. An error of one process is raised on all."""
-    # orbax refuses to save an empty array
-    data: Any = {k: jnp.zeros(x.shape, x.dtype, device=x.sharding) for k, x in numbers.items() if not x.size}
-    full = {name: leaf for name, leaf in numbers.items() if leaf.size}
-    problems: list[Problem] = []
-    for limit in (memory.in_flight(full.values()), None):  # pieces that other programs wrote may be larger than this
-        me = jax.process_index()
-        alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-        context, problem = ocp.Context(multiprocessing_options=alone), None  # orbax waits for no other process
-        context.pytree.loading.partial_load = True
-        context.memory.read_concurrent_bytes = limit
-        try:
-            with context:
-                # pyrefly: ignore[bad-argument-type]  (orbax's own annotations do not resolve)
-                data |= ocp.load(path, full) if full else {}
-        except Exception as error:
-            problem = _problem(path, error)
-        every = all_gather_object(problem, f"the restore of {path}")
-        problems = [_of_process(index, found) for index, found in enumerate(every) if found]
-        if not any("Requested more bytes" in reason for reason, *_ in problems):  # else all processes try once more
-            break
-    # of several, one that does not speak of damage
-    for problem in sorted(problems, key=lambda found: isinstance(_read_error(path, *found), Damaged)):
-        raise _read_error(path, *problem)
-    return data
-
-
-def _of_process(index: int, problem: Sequence[Any]) -> Problem:
-    """The problem with the process that met it: all processes of a run say the same line."""
-    reason, number, file = problem
-    return reason, number, f"{file} (process {index})" if jax.process_count() > 1 else file
-
-
-def _manifest(path: epath.Path) -> dict:
-    storage.patiently(lambda: _check_files(path), path)
-    file = path / "_CHECKPOINT_METADATA"  # orbax's own reader takes every error for a file without contents
-    try:
-        sealed = json.loads(storage.patiently(file.read_bytes, file))["custom_metadata"]
-    except OSError as error:
-        problem = _read_error(path, *_problem(path, error))
-        if not isinstance(problem, Damaged):
-            raise problem from error
-        sealed = None
-    except (ValueError, TypeError, KeyError, RecursionError):
-        sealed = None
-    step = path.name.partition(".")[0]
-    return manifest.unseal(sealed, step=int(step))
-
-
-def _check_files(path: epath.Path) -> None:
-    """Raises Damaged for a pipe, a device or a file with a hole for an end: orbax would wait, or read it without an end.
-
-    A link is refused (CheckpointError), and the step keeps its name: the files may be good, where they are.
-    """
-    for file in [Path(path), *storage.files_below(path)] if _is_local(path) else ():
-        with suppress(FileNotFoundError):  # pruned meanwhile
-            status, name = file.lstat(), file.relative_to(path)
-            if stat.S_ISLNK(status.st_mode):
-                raise CheckpointError(within.refusal(file))
-            if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-                raise Damaged(f"{name} is no regular file")
-            if status.st_size > SMALL and name.parent.name != "d":  # numbers are in d; all else is JSON and indices
-                raise Damaged(f"{name} has {status.st_size:,} bytes")
-
-
-def _check_pieces(path: epath.Path, has_numbers: bool) -> None:
-    """Raises Damaged where the pieces of an array are larger than it: tensorstore allocates one, and aborts if it cannot.
-
-    And where there are none: without its index, tensorstore takes a folder for an empty one.
-    """
-    if not _is_local(path):
-        return
-    try:
-        files = {"driver": "file", "path": f"{path}/state/"}  # a path in a URL could not have spaces
-        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": files}).result()
-        keys = store.list().result()
-        if has_numbers and not keys:
-            index = path / "state" / "manifest.ocdbt"
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(index))
-        for key in keys:
-            if key.endswith(b".zarray"):
-                array = json.loads(store[key])
-                if any(piece > size for piece, size in zip(array["chunks"], array["shape"], strict=True)):
-                    raise Damaged(f"{key.decode()}: pieces of {array['chunks']} of an array of {array['shape']}")
-    except Damaged:
-        raise
-    except Exception as error:
-        raise _read_error(path, *_problem(path, error)) from error
-
-
-def _problem(path: epath.Path, error: BaseException) -> Problem:
-    """What an error says; without a number where it is about a file that is not there."""
-    number, file = os_error(error)
-    if number in MISSING:
-        number = None if _is_missing(Path(file or path)) else errno.ESTALE
-    return _reason(error), number, file or str(path)
-
-
-def os_error(error: BaseException) -> tuple[int | None, str | None]:
-    """(the number of the operating system's error that is the cause of another one, its file); None where none is."""
-    causes = [error]
-    while below := causes[-1].__cause__ or causes[-1].__context__:
-        causes.append(below)
-    for cause in reversed(causes):
-        if isinstance(cause, OSError) and cause.errno is not None:
-            return cause.errno, None if cause.filename is None else os.fspath(cause.filename)
-        if found := re.search(OS_ERROR, str(cause)):
-            files = re.findall(r'"(/[^"]*)"|open file (/.*?): ', str(cause))
-            return int(found[1] or found[2]), "".join(files[-1]) if files else None
-    return None, None
-
-
-def _is_missing(file: Path) -> bool:
-    """Whether a file is not there, or a folder has its place; so say its status and the names in its folder."""
-    try:
-        return storage.is_dir(file) if storage.exists(file) else file.name not in storage.names(file.parent)
-    except OSError:
-        return False
-
-
-def _read_error(path: epath.Path, reason: str, number: int | None, file: str) -> Exception:
-    if number in (errno.EACCES, errno.EPERM) or (number is None and any(word in reason for word in NOT_DAMAGE)):
-        return CheckpointError(f"{path}: the checkpoint cannot be read: {reason}")
-    if number is not None:
-        return OSError(number, os.strerror(number), file)
-    if any(word in reason for word in PASSES):
-        return OSError(errno.EIO, f"the checkpoint cannot be read: {reason}", str(path))
-    return Damaged(reason)
-
-
-def _is_local(folder: Folder) -> bool:
-    return "://" not in os.fspath(folder)
-
-
-def _reason(error: BaseException) -> str:
-    """The innermost error in one line; orbax wraps it in several that say less."""
-    while below := error.__cause__ or error.__context__:
-        error = below
-    return f"{type(error).__name__} {str(error).partition(' [')[0]}".strip().splitlines()[0][:1000]

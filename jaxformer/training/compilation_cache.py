@@ -30,7 +30,7 @@ def enable(runs: epath.PathLike = "") -> None:
             folder = epath.Path(runs) / ".compiled"
         else:
             try:
-                storage.patiently(lambda: folder.mkdir(mode=0o700, parents=True, exist_ok=True), folder)
+                storage.retry(lambda: folder.mkdir(mode=0o700, parents=True, exist_ok=True), folder)
                 tidy(folder)
             except OSError as error:  # programs are compiled again, to the same numbers
                 return log.warning("compiled programs are not kept: %s", error)
@@ -73,7 +73,7 @@ def tidy(folder: Path) -> None:
     way = compilation_cache.compress_executable(b"")[:1].hex()
     marker = folder / f"tidied-{way}"
     tidied = marker.stat().st_mtime if storage.exists(marker) else 0.0
-    for path in (folder / name for name in storage.names(folder) if name.endswith("-cache")):
+    for path in (folder / name for name in storage.list_names(folder) if name.endswith("-cache")):
         with contextlib.suppress(OSError):  # another process removes it
             times = path.stat()
             is_new = times.st_mtime >= tidied - 60.0  # clocks of machines that share a folder differ

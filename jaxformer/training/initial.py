@@ -8,9 +8,9 @@ import jax
 from etils import epath
 
 from jaxformer import config, models, params
-from jaxformer.config import read_json, storage, within
+from jaxformer.config import no_links, read_json, storage
 from jaxformer.errors import ConfigError
-from jaxformer.training import checkpoint
+from jaxformer.training import checkpoint_reader
 from jaxformer.training.recipe import Recipe
 
 _shown = reprlib.Repr()
@@ -34,8 +34,8 @@ class FromRun:
         part = "params" if description.get("ema_decay") is None else "ema"
         run = epath.Path(self.path).expanduser()
         folder = run / "checkpoints"
-        within.check_folder(folder, run)
-        return checkpoint.restore_params(folder, params.abstract(spec), self.step, part=part)[1]
+        no_links.check_folder(folder, run)
+        return checkpoint_reader.restore_params(folder, params.abstract(spec), self.step, part=part)[1]
 
     def differences(self, model: Any) -> list[str]:
         """A line for each field in which `model` computes something else than the model of the run."""

@@ -13,7 +13,7 @@ from typing import IO
 
 from etils import epath
 
-from jaxformer.config import storage, within
+from jaxformer.config import no_links, storage
 from jaxformer.errors import ConfigError
 
 LONGEST = 1000  # characters of a lock's text
@@ -29,10 +29,10 @@ def take(folder: epath.Path, log: Callable[[str], None]) -> IO[str]:
     function writes, nothing is changed (ConfigError): in a stranger's folder they may be precious.
     """
     path = Path(f"{folder}.lock")
-    opener = within.opener(path.parent)
-    handle = storage.patiently(lambda: open(path, "a+", opener=opener), path)  # noqa: SIM115  (`Manager.close` closes it)
+    opener = no_links.opener(path.parent)
+    handle = storage.retry(lambda: open(path, "a+", opener=opener), path)  # noqa: SIM115  (`Manager.close` closes it)
     try:
-        storage.patiently(lambda: _flock(handle), path)
+        storage.retry(lambda: _flock(handle), path)
     except ConfigError:
         owner = _text(handle)
         handle.close()
@@ -58,7 +58,7 @@ def _text(handle: IO[str]) -> str | None:
     """What the lock says of its owner, as far as it was written; None where this is the text of another file."""
     handle.seek(0)
     try:
-        text = storage.patiently(lambda: handle.read(LONGEST), handle.name).strip("\0 ")  # a power failure may leave zeros
+        text = storage.retry(lambda: handle.read(LONGEST), handle.name).strip("\0 ")  # a power failure may leave zeros
     except UnicodeDecodeError:
         return None
     return text if len(text) < LONGEST and re.fullmatch(r"|p|pi|pid|pid [\d]*( .*)?", text) else None
@@ -78,6 +78,6 @@ def is_in_place(lock: IO[str]) -> bool:
         return os.path.samestat(os.lstat(lock.name), os.fstat(lock.fileno()))
 
     try:
-        return storage.patiently(look, lock.name)
+        return storage.retry(look, lock.name)
     except FileNotFoundError:
         return False

@@ -123,6 +123,7 @@ def train(
         place = folder.for_library(folder.checkpoints)
         manager = checkpoint.Manager(place, score=score_name(experiment, dataset), **kept)
         stack.enter_context(manager)  # holds the run's lock
+        processes.first(folder.remove_unfinished)
         compilation_cache.enable(runs)
         record = Record(folder.metrics if processes.is_first() else None)
         stack.callback(record.close)

@@ -17,11 +17,11 @@ import numpy as np
 from etils import epath
 
 from jaxformer import config
-from jaxformer.config import storage, within
+from jaxformer.config import no_links, storage
 
 log = logging.getLogger("jaxformer")
-# scores that no line of the record has: they follow from the loss, or are the same at each evaluation
 LARGEST = 10_000_000_000  # bytes of a record; a stranger's may have holes without an end
+# scores that no line of the record has: they follow from the loss, or are the same at each evaluation
 UNRECORDED = ("perplexity", "bits", "tokens", "examples", "scored")
 
 
@@ -103,7 +103,7 @@ class Record:
     def _append(self) -> None:
         assert self.path is not None
         # the first write of a start made the file anew, and nobody may have put a link in its place since
-        with open(self.path, "a", opener=within.opener(self.path.parent)) as file:
+        with open(self.path, "a", opener=no_links.opener(self.path.parent)) as file:
             file.write(config.to_json(self.lines[-1]) + "\n")
 
     def _write_all(self, waits: Sequence[float] = ()) -> None:
@@ -145,7 +145,7 @@ def _parse(path: epath.PathLike) -> tuple[list[dict], list[int]]:
 
 def _bytes(path: epath.Path) -> bytes:
     try:
-        return storage.patiently(lambda: config.read_bytes(path, path.parent, LARGEST), path)
+        return storage.retry(lambda: config.read_bytes(path, path.parent, LARGEST), path)
     except OSError as error:
         raise storage.mistake(error, f"{path}: cannot be read ({error})") from None
 
@@ -170,7 +170,7 @@ def _tensorboard(folder: epath.PathLike, run_name: str, description: dict, recor
     from tensorboardX import SummaryWriter
 
     place = os.path.join(folder, "tensorboard")
-    within.check_folder(place, folder)
+    no_links.check_folder(place, folder)
     earlier = list(epath.Path(place).iterdir()) if epath.Path(place).is_dir() else []
     done = steps_done(records)
     writer = SummaryWriter(
@@ -194,7 +194,7 @@ def _wandb(folder: epath.PathLike, run_name: str, description: dict, records: Se
     import wandb  # pyrefly: ignore[missing-import]
 
     place = None if "://" in str(folder) else str(folder)
-    within.check_folder(os.path.join(folder, "wandb"), folder)
+    no_links.check_folder(os.path.join(folder, "wandb"), folder)
     identity = _wandb_id(epath.Path(folder), run_name, records)
     run = wandb.init(project="jaxformer", name=run_name, id=identity, dir=place, config=description, resume="allow")
     run.define_metric("step")

@@ -12,7 +12,7 @@ from jaxformer import models, params as parameters
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.parallel import processes
-from jaxformer.training import checkpoint
+from jaxformer.training import checkpoint, checkpoint_reader
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import build
 from jaxformer.training.run import Run, check_data, on_devices
@@ -35,7 +35,7 @@ def replay(run: Run) -> dict[str, Any]:
     if not checkpoint.steps(run.folder.for_library(run.folder.bad)):
         raise ConfigError(f"{run.folder.path}: no bad step is kept; a run keeps one when too many in a row end it")
     shardings = None if mesh is None else state_shardings(recipe, mesh)
-    step, trained, metadata = checkpoint.restore_params(run.folder.bad, abstract_state(recipe, shardings).params)
+    step, trained, metadata = checkpoint_reader.restore_params(run.folder.bad, abstract_state(recipe, shardings).params)
     dataset = batching.open_dataset(experiment.data, experiment.model)
     check_data(run.folder, metadata, dataset)
     selection = dataset.train, experiment.batch_size, experiment.seed

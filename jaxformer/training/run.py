@@ -25,7 +25,7 @@ from jaxformer.evaluation.perplexity import perplexity
 from jaxformer.models import heads
 from jaxformer.parallel import processes
 from jaxformer.params import random_key
-from jaxformer.training import checkpoint
+from jaxformer.training import checkpoint, checkpoint_reader
 from jaxformer.training.experiment import Experiment, Sample
 from jaxformer.training.metrics import read_records
 from jaxformer.training.names import NAMES
@@ -64,7 +64,7 @@ class Run:
         abstract = abstract_state(self.recipe, None if self.mesh is None else state_shardings(self.recipe, self.mesh))
         part, leaves = "params" if abstract.ema is None else "ema", abstract.params
         place = self.folder.for_library(self.folder.checkpoints)
-        restore = partial(checkpoint.restore_params, place, leaves, part=part)
+        restore = partial(checkpoint_reader.restore_params, place, leaves, part=part)
         step, tree, metadata = restore(self.step)
         if self.average == 1:
             return step, of(tree), metadata

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ import jax
 from etils import epath
 
 from jaxformer import config
-from jaxformer.config import storage, within
+from jaxformer.config import no_links, storage
 from jaxformer.errors import ConfigError
 from jaxformer.training import trust
 from jaxformer.training.checkpoint import resolve
@@ -67,9 +68,20 @@ class RunFolder:
         """Writes a file of this folder. No link below the folder is followed."""
         config.write_atomically(file, text, self.path)
 
+    def remove_unfinished(self) -> None:
+        """Removes what killed trainers of this run began to write. Call it while its lock is held: nobody else writes these."""
+        files = [self.config, self.experiment, self.source, self.environment]
+        files += [self.metrics, self.goodput, self.tokenizer, self.result]
+        own_names = "|".join(re.escape(file.name) for file in files)
+        for folder, names in ((self.path, own_names), (self.for_library(self.samples), r"step-[0-9]+\.txt")):
+            for name in storage.list_names(folder):
+                if re.fullmatch(rf"\.({names})\.[0-9a-f]{{16}}\.unfinished", name):
+                    with contextlib.suppress(OSError):  # the next start tries again
+                        (folder / name).unlink()
+
     def for_library(self, folder: epath.Path) -> epath.Path:
         """A folder below this one, for a library that opens its files itself. Raises ConfigError where it is a link."""
-        within.check_folder(folder, self.path)
+        no_links.check_folder(folder, self.path)
         return folder
 
     def description(self) -> dict[str, Any]:
@@ -222,7 +234,7 @@ def differences(description: dict, experiment: Experiment) -> list[str]:
 def runs_of(name: str | None, runs: epath.PathLike) -> list[RunFolder]:
     """The runs of the experiment `name`, or all, the newest last. One whose description is damaged is left out."""
     folders = []
-    for path in (epath.Path(runs) / each for each in storage.names(runs)):
+    for path in (epath.Path(runs) / each for each in storage.list_names(runs)):
         folder = RunFolder(path)
         try:
             if storage.exists(folder.config) and (folder.description().get("name") == name or name is None):
@@ -234,7 +246,7 @@ def runs_of(name: str | None, runs: epath.PathLike) -> list[RunFolder]:
 
 def _last_written(folder: RunFolder) -> float:
     files = [path for path in (folder.config, folder.metrics) if storage.exists(path)]
-    return max((float(storage.patiently(path.stat, path).mtime or 0) for path in files), default=0.0)
+    return max((float(storage.retry(path.stat, path).mtime or 0) for path in files), default=0.0)
 
 
 def compare(one: dict, other: dict, ignore: frozenset[str] | set[str] = frozenset()) -> list[str]:

@@ -33,7 +33,7 @@ def add(digest: str) -> None:
         _check_private()
         (folder() / digest).touch(mode=0o600)
 
-    storage.patiently(write, folder() / digest)
+    storage.retry(write, folder() / digest)
 
 
 def is_trusted(digest: str) -> bool:
@@ -43,10 +43,10 @@ def is_trusted(digest: str) -> bool:
     """
     path = folder() / digest
     try:
-        status = storage.patiently(path.lstat, path)
+        status = storage.retry(path.lstat, path)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    storage.patiently(_check_private, folder())
+    storage.retry(_check_private, folder())
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 

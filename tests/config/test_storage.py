@@ -3,6 +3,7 @@
 import builtins
 import errno
 import io
+import itertools
 import os
 
 import pytest
@@ -36,20 +37,20 @@ def failing(function, number, times, match=""):
 @pytest.mark.parametrize("number", PASSING)
 def test_an_error_that_passes_is_tried_again_and_then_names_the_file(number):
     call, failed = failing(lambda: "done", number, 3)
-    assert storage.patiently(call, "file") == "done" and len(failed) == 3
+    assert storage.retry(call, "file") == "done" and len(failed) == 3
     call, failed = failing(lambda: "done", number, 99)
     with pytest.raises(OSError, match="'file'") as found:
-        storage.patiently(call, "file")
+        storage.retry(call, "file")
     assert len(failed) == 4 and found.value.errno == number
     assert storage.exit_code(found.value) == storage.TROUBLE
-    assert "the same command goes on" in storage.refused(found.value)
+    assert "the same command goes on" in storage.message(found.value)
 
 
 @pytest.mark.parametrize("number", LASTING)
 def test_what_the_user_must_mend_is_said_at_once(number):
     call, failed = failing(lambda: "done", number, 99)
     with pytest.raises(OSError) as found:
-        storage.patiently(call, "file")
+        storage.retry(call, "file")
     assert len(failed) == 1 and storage.exit_code(found.value) == 2
     assert isinstance(storage.mistake(found.value, "words"), ConfigError)
 
@@ -57,9 +58,9 @@ def test_what_the_user_must_mend_is_said_at_once(number):
 def test_a_call_inside_of_another_one_does_not_multiply_the_tries():
     call, failed = failing(lambda: "done", errno.EIO, 99)
     with pytest.raises(OSError):
-        storage.patiently(lambda: storage.patiently(call, "inner"), "outer")
+        storage.retry(lambda: storage.retry(call, "inner"), "outer")
     assert len(failed) == 4
-    assert storage.patiently(lambda: "done", "file") == "done"
+    assert storage.retry(lambda: "done", "file") == "done"
 
 
 def test_an_error_says_nothing_about_what_is_there(tmp_path, monkeypatch):
@@ -81,9 +82,9 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path, monkeypatch)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").write_text("text")
     search = lambda: tmp_path.glob("**/file")
-    assert storage.names(tmp_path) == ["a"] and storage.listed(search, tmp_path) == [tmp_path / "a" / "file"]
-    assert storage.names(tmp_path / "none") == []
-    for name, ask in (("listdir", storage.names), ("scandir", storage.files_below)):
+    assert storage.list_names(tmp_path) == ["a"] and storage.find_files(search, tmp_path) == [tmp_path / "a" / "file"]
+    assert storage.list_names(tmp_path / "none") == []
+    for name, ask in (("listdir", storage.list_names), ("scandir", storage.files_below)):
         call, _ = failing(getattr(os, name), errno.EIO, 99, str(tmp_path))
         with monkeypatch.context() as patch:
             patch.setattr(os, name, call)
@@ -124,3 +125,33 @@ def test_readers_raise_what_may_pass_and_refuse_what_does_not(tmp_path, monkeypa
                 with pytest.raises(kind, match=os.strerror(number)) as found:
                     read(file)
             assert isinstance(found.value, ConfigError) == (kind is ConfigError)
+
+
+def test_a_search_reads_no_more_folders_than_its_pattern(tmp_path, monkeypatch):
+    """Trouble below them is none of its business, and a folder without rights is left out, as a glob leaves it out."""
+    (tmp_path / "a" / "deep").mkdir(parents=True)
+    for file in ("x.txt", "a/y.txt", "a/deep/z.txt"):
+        (tmp_path / file).write_text("text")
+
+    def found(pattern, depth):
+        return [str(file.relative_to(tmp_path)) for file in storage.find_files(lambda: tmp_path.glob(pattern), tmp_path, depth)]
+
+    call, failed = failing(os.scandir, errno.EIO, 99, str(tmp_path / "a" / "deep"))
+    monkeypatch.setattr(os, "scandir", call)
+    assert found("*.txt", 0) == ["x.txt"] and found("a/*.txt", 1) == ["a/y.txt"] and not failed
+    with pytest.raises(OSError, match="Input/output"):
+        found("**/*.txt", None)
+    monkeypatch.undo()
+    call, failed = failing(os.scandir, errno.EACCES, 99, str(tmp_path / "a" / "deep"))
+    monkeypatch.setattr(os, "scandir", call)
+    assert {"a/y.txt", "x.txt"} <= set(found("**/*.txt", None)) and failed
+
+
+def test_a_search_in_a_folder_that_always_changes_ends(tmp_path):
+    numbers = itertools.count()
+
+    def search():
+        (tmp_path / f"{next(numbers)}.txt").write_text("text")
+        return tmp_path.glob("*.txt")
+
+    assert len(storage.find_files(search, tmp_path, 0)) >= 2

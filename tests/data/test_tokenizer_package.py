@@ -84,7 +84,7 @@ def test_no_text_takes_for_ever(state, monkeypatch):
                 pass
 
     with pytest.raises(ConfigError, match=r"needs more than 0 s for 5 letters: its regular expressions do not end"):
-        tokenizer_package.encoded(Endless(), ["hello"])
+        tokenizer_package.encode(Endless(), ["hello"])
     ended.set()
 
 
@@ -96,7 +96,7 @@ def test_a_computer_that_sleeps_is_no_endless_tokenizer(monkeypatch):
             time.sleep(0.4)  # which takes no time of the processor
             return ["slept"]
 
-    assert tokenizer_package.encoded(Asleep(), ["hello"]) == ["slept"]
+    assert tokenizer_package.encode(Asleep(), ["hello"]) == ["slept"]
 
 
 def test_threads_share_the_door(state):

@@ -16,7 +16,7 @@ from jaxformer.analysis import attention_maps
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.params import abstract
-from jaxformer.training import checkpoint, loop
+from jaxformer.training import checkpoint_reader, loop
 
 
 @pytest.mark.thorough_after(1)
@@ -54,7 +54,7 @@ def test_a_stack_without_residuals_is_what_it_says():
 def test_the_heads_of_the_reversal_look_at_the_anti_diagonal(tmp_path):
     """A head has at least 0.8 of its weight there: the issue's figure."""
     result = loop.train(reverse, tmp_path)
-    params = checkpoint.restore_params(result.folder / "checkpoints", abstract(models.spec(reverse.model)))[1]
+    params = checkpoint_reader.restore_params(result.folder / "checkpoints", abstract(models.spec(reverse.model)))[1]
     rows = batching.take_rows(batching.open_dataset(reverse.data, reverse.model).train, np.arange(50))
     name = "layers/*/attention/weights"
     weights = models.apply(reverse.model, params, jnp.asarray(rows["tokens"]), intermediates=(name,)).intermediates[name]
@@ -66,7 +66,8 @@ def test_the_heads_of_the_reversal_look_at_the_anti_diagonal(tmp_path):
 def test_a_patch_changes_the_answers_as_predicted(tmp_path):
     """Values are fetched by the last layer: before it they are where they were written, after it where they are asked for."""
     result = loop.train(patching.experiment, tmp_path)
-    params = checkpoint.restore_params(result.folder / "checkpoints", abstract(models.spec(patching.experiment.model)))[1]
+    wanted = abstract(models.spec(patching.experiment.model))
+    params = checkpoint_reader.restore_params(result.folder / "checkpoints", wanted)[1]
     found = patching.patched(params, *patching.texts(64))
     for name in ("embedding", "layers/0/residual", "layers/1/residual"):
         fetched = name == "layers/1/residual"

@@ -1,5 +1,6 @@
 """The report of the faults: each test says what it did to how many runs, and what became of them."""
 
+import contextlib
 import datetime
 import os
 import platform
@@ -70,3 +71,28 @@ def failing_calls(tmp_path_factory):
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
     yield library
     library.unlink()
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """A folder with two checkpoints."""
+    from jaxformer.training.checkpoint import Manager
+    from tests.training.test_checkpoint import make
+
+    folder = tmp_path_factory.mktemp("two")
+    with Manager(folder, keep_latest=2) as manager:
+        for step in (1, 2):
+            manager.save(step, make(step), {"step": step}, wait=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder in which this user trained a run."""
+    from jaxformer import cli
+    from tests.tiny import furnish
+
+    folder = furnish(tmp_path_factory.mktemp("trained"))
+    with contextlib.chdir(folder):
+        assert cli.main(["train", "tiny", "--steps=2"]) == 0
+    return folder

@@ -12,7 +12,7 @@ from typing import Any
 
 from etils import epath
 
-from jaxformer.training import checkpoint
+from jaxformer.training import checkpoint, checkpoint_reader
 from tests.tiny import EXPERIMENT, furnish
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ class Training:
     def ending(self) -> Ending:
         """What is there now."""
         step = self.steps()[-1]
-        leaves = checkpoint._manifest(epath.Path(self.checkpoints / str(step)))["leaves"]
+        leaves = checkpoint_reader.read_manifest(epath.Path(self.checkpoints / str(step)))["leaves"]
         lines = (self.run / "metrics.jsonl").read_text().splitlines()
         return Ending(step, {name: leaf["fingerprint"] for name, leaf in leaves.items()}, [json.loads(line) for line in lines])
 

@@ -51,10 +51,10 @@ def run_of(folder: Path) -> Path:
 
 def ending(run: Path) -> tuple[int, dict[str, str], list[dict]]:
     """What a run left: its last step, the fingerprints of its state, its record."""
-    from jaxformer.training import checkpoint
+    from jaxformer.training import checkpoint, checkpoint_reader
 
     step = checkpoint.steps(run / "checkpoints")[-1]
-    leaves = checkpoint._manifest(epath.Path(run / "checkpoints" / str(step)))["leaves"]
+    leaves = checkpoint_reader.read_manifest(epath.Path(run / "checkpoints" / str(step)))["leaves"]
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return step, {name: leaf["fingerprint"] for name, leaf in leaves.items()}, [json.loads(line) for line in lines]
 
@@ -121,7 +121,7 @@ def main(whole: str, trials: str) -> None:
 
     if os.environ.get("QUICK"):
         storage.WAITS = 0.01, 0.01, 0.01
-        storage.patiently.__defaults__ = (storage.WAITS,)
+        storage.retry.__defaults__ = (storage.WAITS,)
     folder = Path(whole).parent / "trial"
     if not Path(whole, "runs").exists():
         os.chdir(whole)

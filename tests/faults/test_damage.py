@@ -71,15 +71,6 @@ class Count:
     harmless: int = 0  # read to the bit
 
 
-@pytest.fixture(scope="module")
-def two_steps(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    with Manager(folder, keep_latest=2) as manager:
-        for step in (1, 2):
-            manager.save(step, make(step), {"step": step}, wait=True)
-    return folder
-
-
 def trial(folder: Path, count: Count) -> None:
     """What comes back is in any case what was saved; and the run can save again."""
     log: list[str] = []

@@ -1,6 +1,5 @@
 """Row 15: what a stranger wrote. Nothing of it is executed, nothing is written outside of its folder, memory stays bounded."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -24,15 +23,6 @@ COMMANDS = {
     "evaluate": ["evaluate"], "generate": ["generate", "--prompt=the "], "harness": ["harness", "--tasks=arc_easy"],
     "inspect": ["inspect", "--prompt=the "],
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder in which this user trained a run."""
-    folder = furnish(tmp_path_factory.mktemp("trained"))
-    with contextlib.chdir(folder):
-        assert cli.main(["train", "tiny", "--steps=2"]) == 0
-    return folder
 
 
 @pytest.fixture

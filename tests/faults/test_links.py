@@ -18,13 +18,12 @@ from etils import epath
 
 from jaxformer import cli, config, open_run
 from jaxformer.analysis import figures, report
-from jaxformer.config import within
+from jaxformer.config import no_links
 from jaxformer.errors import ConfigError
 from jaxformer.training import checkpoint, lock, metrics
 from jaxformer.training.goodput import Goodput
 from jaxformer.training.initial import FromRun
 from jaxformer.training.run_folder import RunFolder, runs_of
-from tests.tiny import furnish
 
 SECRET = "the secret of another user"
 FILES = (
@@ -60,15 +59,6 @@ def folder(path, target):
 
 
 KINDS = {each.__name__: each for each in (link, hard_link, link_of_link, pipe, plug, folder)}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder in which this user trained a run."""
-    place = furnish(tmp_path_factory.mktemp("trained"))
-    with contextlib.chdir(place):
-        assert cli.main(["train", "tiny", "--steps=2"]) == 0
-    return place
 
 
 @pytest.fixture(autouse=True)
@@ -333,12 +323,12 @@ def test_the_door_of_every_small_tree(ends, tmp_path):
             root.symlink_to(tmp_path / "real")
         place, elsewhere = root, tmp_path / place / "elsewhere"
         if any(ends):
-            with pytest.raises(within.Link, match="is a link"):
+            with pytest.raises(no_links.Link, match="is a link"):
                 config.read_bytes(path, place)
         else:
             assert config.read_bytes(path, place) == b"ours"
         before = looks(elsewhere)
-        with contextlib.suppress(within.Link):
+        with contextlib.suppress(no_links.Link):
             config.write_atomically(path, "ours", place)
         assert looks(elsewhere) == before
         with pytest.raises(ValueError):  # of pathlib: no path below the root
@@ -352,7 +342,7 @@ def test_the_door_holds_where_a_name_changes_between_check_and_use(tmp_path, mon
     (tmp_path / "root" / "a" / "file").write_text("ours")
     (tmp_path / "away").mkdir()
     (tmp_path / "away" / "file").write_text(SECRET)
-    path, check = tmp_path / "root" / "a" / "file", within._check
+    path, check = tmp_path / "root" / "a" / "file", no_links._check
 
     def swap(name, folder, place):
         check(name, folder, place)
@@ -360,7 +350,7 @@ def test_the_door_holds_where_a_name_changes_between_check_and_use(tmp_path, mon
             path.unlink()
             path.symlink_to(tmp_path / "away" / "file")
 
-    monkeypatch.setattr(within, "_check", swap)
+    monkeypatch.setattr(no_links, "_check", swap)
     with pytest.raises((OSError, ConfigError)):
         config.read_bytes(path, tmp_path / "root")
 
@@ -372,7 +362,7 @@ def test_the_door_holds_where_a_name_changes_between_check_and_use(tmp_path, mon
 
     path.unlink()
     path.write_text("ours")
-    monkeypatch.setattr(within, "_check", swap_folder)
+    monkeypatch.setattr(no_links, "_check", swap_folder)
     with pytest.raises((OSError, ConfigError)):
         config.write_atomically(path, "ours", tmp_path / "root")
     assert (tmp_path / "away" / "file").read_text() == SECRET and len(list((tmp_path / "away").iterdir())) == 1

@@ -23,7 +23,7 @@ from jaxformer import cli
 from jaxformer.config import storage
 from jaxformer.data.sources import Text, _read_path as read_path
 from jaxformer.errors import ConfigError
-from jaxformer.training import checkpoint, lock
+from jaxformer.training import checkpoint, checkpoint_reader, lock
 from jaxformer.training.checkpoint import Manager
 from jaxformer.training.manifest import CheckpointError
 from jaxformer.training.metrics import Record
@@ -72,15 +72,6 @@ def check(found: dict) -> None:
     assert found["seconds"] < LIMIT, found
 
 
-@pytest.fixture(scope="module")
-def two_steps(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    with Manager(folder, keep_latest=2) as manager:
-        for step in (1, 2):
-            manager.save(step, make(step), {"step": step}, wait=True)
-    return folder
-
-
 @pytest.fixture
 def folder(two_steps, tmp_path, monkeypatch):
     """A copy of two checkpoints; nobody waits between two tries."""
@@ -118,7 +109,7 @@ def status(number: int, file: Path) -> ValueError:
 
 def test_what_tensorstore_cannot_read_is_refused_by_its_number(folder, monkeypatch):
     """For each number of the operating system. Once it can be read, the newest step is there."""
-    file, real = folder / "2" / "state" / "manifest.ocdbt", checkpoint.ocp.load
+    file, real = folder / "2" / "state" / "manifest.ocdbt", checkpoint_reader.ocp.load
     with Manager(folder) as manager:
         for number in (*PASSING, errno.EINTR, errno.ENOENT):
             failed = []
@@ -127,12 +118,12 @@ def test_what_tensorstore_cannot_read_is_refused_by_its_number(folder, monkeypat
                 failed.append(1)
                 raise RuntimeError("orbax has failed") from status(number, file)
 
-            monkeypatch.setattr(checkpoint.ocp, "load", load)
+            monkeypatch.setattr(checkpoint_reader.ocp, "load", load)
             with pytest.raises(OSError, match=r"manifest\.ocdbt") as found:
                 manager.restore(abstract(make(1)))
             assert storage.exit_code(found.value) == storage.TROUBLE and len(failed) == 4
             assert found.value.errno == (errno.ESTALE if number == errno.ENOENT else number)
-        monkeypatch.setattr(checkpoint.ocp, "load", real)
+        monkeypatch.setattr(checkpoint_reader.ocp, "load", real)
         step, state, _ = manager.restore(abstract(make(1)))
     assert step == 2 and names(folder) == ["1", "2"]
     assert_same(state, make(2))

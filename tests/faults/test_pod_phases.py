@@ -30,7 +30,7 @@ import errno, functools, os, pathlib, sys, time
 from dataclasses import replace
 from jaxformer import cli
 from jaxformer.parallel import processes
-from jaxformer.training import checkpoint, loop
+from jaxformer.training import checkpoint_reader, loop
 at, fault, index = os.environ.get("AT"), os.environ.get("FAULT"), os.environ["JAXFORMER_PROCESS"]
 struck = []
 def strike():
@@ -53,7 +53,7 @@ def held(function, phase, when=lambda *arguments: True):
         return function(*arguments, **options)
     return call
 loop.open_data = held(loop.open_data, "start")
-checkpoint.ocp.load = held(checkpoint.ocp.load, "restore")
+checkpoint_reader.ocp.load = held(checkpoint_reader.ocp.load, "restore")
 is_step = lambda compile, backend, module, *rest: "step" in str(module.operation.attributes["sym_name"])
 processes._compile = held(processes._compile, "compile", is_step)
 processes.Work.wait = held(processes.Work.wait, "save", lambda work, name: "async_write_complete" in name)

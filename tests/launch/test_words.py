@@ -77,7 +77,7 @@ ALPHABET = [
 
 
 @pytest.mark.parametrize(
-    "write", [slices.word, slices.quoted, lambda text: slices.block(text, "  ")], ids=["word", "quoted", "block"]
+    "write", [slices.word, slices.quote, lambda text: slices.block(text, "  ")], ids=["word", "quoted", "block"]
 )
 def test_yaml_gives_back_every_text(write):
     for text in [*WORDS, *drawn(1500, ALPHABET, 12)]:
@@ -90,7 +90,7 @@ def test_yaml_gives_back_every_text(write):
 
 def test_bytes_that_are_no_text_are_refused_by_name():
     with pytest.raises(ConfigError, match="no UTF-8"):
-        slices.quoted(os.fsdecode(b"a\xff"))
+        slices.quote(os.fsdecode(b"a\xff"))
 
 
 @pytest.mark.parametrize("option", ["bucket", "claim", "name", "account", "image"])

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jaxformer.parallel import peers, processes
+from jaxformer.parallel import meeting, peers, processes
 from jaxformer.parallel.link import Link
 from jaxformer.parallel.peers import Abandoned, Peers
 from jaxformer.training.manifest import CheckpointError, Damaged
@@ -197,7 +197,7 @@ def test_half_a_greeting_holds_nobody_up():
     address, found = f"127.0.0.1:{port}", {}
 
     def meet(index):
-        found[index] = peers.meet(address, 2, index, 30.0)
+        found[index] = meeting.meet(address, 2, index, 30.0)
 
     first = threading.Thread(target=meet, args=(0,), daemon=True)
     first.start()
@@ -227,7 +227,7 @@ SAME = {"jax_enable_x64": "False", "XLA_FLAGS": ""}
     ],
 )  # fmt: skip
 def test_other_numerics_are_told_by_name(theirs, told):
-    assert peers.differences(SAME, theirs) == told
+    assert meeting.differences(SAME, theirs) == told
 
 
 def test_a_process_with_other_numerics_is_refused_by_name():
@@ -237,7 +237,7 @@ def test_a_process_with_other_numerics_is_refused_by_name():
 
     def meet(index, numerics):
         try:
-            peers.meet(address, 2, index, 30.0, numerics)
+            meeting.meet(address, 2, index, 30.0, numerics)
         except Exception as error:
             found[index] = error
 
@@ -282,7 +282,7 @@ def test_no_class_but_ours_and_pythons_is_made_from_what_arrives():
 def test_a_relay_says_when_the_other_end_is_gone_and_stays_open():
     closed = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = peers.relay(f"127.0.0.1:{server.getsockname()[1]}", 5.0, closed.set)
+        address = meeting.relay(f"127.0.0.1:{server.getsockname()[1]}", 5.0, closed.set)
         near = socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])))
         far, _ = server.accept()
         near.send(b"x")

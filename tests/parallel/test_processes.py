@@ -20,7 +20,7 @@ import pytest
 from experiments.launch import pod_sim
 from jaxformer import config, parallel, sharding
 from jaxformer.errors import ConfigError
-from jaxformer.parallel import peers, processes
+from jaxformer.parallel import meeting, peers, processes
 from jaxformer.parallel.link import Link
 from jaxformer.parallel.processes import Processes
 from jaxformer.training import checkpoint, loop
@@ -194,7 +194,7 @@ def join(index, count, port, limit=10.0):
 
     def run():
         try:
-            came["peers"] = peers.meet(f"127.0.0.1:{port}", count, index, limit)
+            came["peers"] = meeting.meet(f"127.0.0.1:{port}", count, index, limit)
         except Exception as error:
             came["error"] = error
 
@@ -214,7 +214,7 @@ def meet(*arguments, **options):
 @pytest.mark.thorough
 def test_who_never_came_is_named_to_all_who_did():
     for one in meet((0, 4), (2, 4), limit=1.0):
-        assert isinstance(one["error"], peers.MissingProcess)
+        assert isinstance(one["error"], meeting.MissingProcess)
         assert re.match(r"processes 1, 3 never came within 1 s; here are process 0 .*, process 2", str(one["error"]))
     (one,) = meet((1, 2), limit=1.0)
     assert "process 0 never came within 1 s: nobody answers at 127.0.0.1:" in str(one["error"])
@@ -230,7 +230,7 @@ def test_numbers_that_do_not_fit_together_are_refused(third):
     errors = [one["error"] for one in meet((0, 3), (1, 3), third, limit=5.0)]
     assert isinstance(errors[0], ConfigError) and isinstance(errors[2], ConfigError)
     # if process 2 comes before process 1, the run is refused already, and process 1 finds nobody
-    assert isinstance(errors[1], ConfigError) or (third == (2, 4) and isinstance(errors[1], peers.MissingProcess))
+    assert isinstance(errors[1], ConfigError) or (third == (2, 4) and isinstance(errors[1], meeting.MissingProcess))
     assert "give each its own index and all one count" in str(errors[0])
 
 
@@ -276,10 +276,10 @@ def test_processes_leave_together():
 
 SILENT = """
 import ctypes, sys, time
-from jaxformer.parallel import peers
+from jaxformer.parallel import meeting
 peers.BEAT, peers.SILENCE = 0.3, 4.0
 index = int(sys.argv[1])
-peers.meet(sys.argv[2], 3, index, 60.0)
+meeting.meet(sys.argv[2], 3, index, 60.0)
 if index == 1:
     ctypes.PyDLL(None).sleep(2)  # a call that keeps Python's lock: no sign of life meanwhile
 print("met", flush=True)

@@ -18,7 +18,7 @@ from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.models.adaptation import Lora
-from jaxformer.training import Experiment, checkpoint
+from jaxformer.training import Experiment, checkpoint, checkpoint_reader
 from jaxformer.training.checkpoint import Manager
 from jaxformer.training.recipe import build
 from jaxformer.training.run import Run, neighbours, warn_of_order
@@ -185,7 +185,7 @@ def test_weights_and_their_average_are_both_kept(tmp_path):
     assert restored is not None
     jax.tree.map(np.testing.assert_array_equal, restored[1], state)
     for part in ("params", "ema"):
-        _, leaves, _ = checkpoint.restore_params(tmp_path, abstract.params, part=part)
+        _, leaves, _ = checkpoint_reader.restore_params(tmp_path, abstract.params, part=part)
         jax.tree.map(np.testing.assert_array_equal, leaves, getattr(state, part))
 
 

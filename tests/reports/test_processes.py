@@ -11,7 +11,7 @@ import pytest
 from experiments.launch import pod_sim
 from jaxformer import parallel, sharding
 from jaxformer.errors import ConfigError
-from jaxformer.parallel import peers, processes
+from jaxformer.parallel import meeting, peers, processes
 
 
 def meet(port, *members, limit=5.0):
@@ -20,7 +20,7 @@ def meet(port, *members, limit=5.0):
 
     def join(place, index, count):
         try:
-            came[place] = peers.meet(f"127.0.0.1:{port}", count, index, limit)
+            came[place] = meeting.meet(f"127.0.0.1:{port}", count, index, limit)
         except Exception as error:
             came[place] = error
 
@@ -109,7 +109,7 @@ def test_processes_that_count_differently():
 @pytest.mark.report("marin-community/levanter#432", "jax-ml/jax#22740", right="those who wait learn which process never came")
 def test_who_did_not_come_is_named():
     for error in meet(pod_sim.free_port(), (0, 3), (2, 3), limit=0.5):
-        assert isinstance(error, peers.MissingProcess) and "process 1 never came within 0.5 s" in str(error)
+        assert isinstance(error, meeting.MissingProcess) and "process 1 never came within 0.5 s" in str(error)
 
 
 @pytest.mark.report(

@@ -1,7 +1,6 @@
 """A run whose folder is a URL: every file goes through epath to the bucket (here: in memory), none to a folder `gs:`."""
 
 import json
-from types import SimpleNamespace
 from typing import ClassVar
 
 import jax
@@ -16,8 +15,9 @@ from jaxformer import cli
 from jaxformer.analysis import report
 from jaxformer.analysis.report import run_report  # the tests' own runs end without it
 from jaxformer.errors import ConfigError
-from jaxformer.training import checkpoint
-from jaxformer.training.checkpoint import CheckpointError, Manager, restore_params
+from jaxformer.training import checkpoint, checkpoint_reader
+from jaxformer.training.checkpoint import CheckpointError, Manager
+from jaxformer.training.checkpoint_reader import restore_params
 from jaxformer.training.metrics import Record
 from tests.tiny import furnish
 
@@ -53,8 +53,9 @@ class Bucket:
         folder = self.directory / str(step)
         folder.mkdir(parents=True)
         (folder / "commit_success.txt").write_text("done")
+        (folder / "_CHECKPOINT_METADATA").write_text(json.dumps({"custom_metadata": custom_metadata}))
         # the step's state is donated to the next step
-        self.saved[str(folder)] = jax.tree.map(jnp.copy, args.state.item), custom_metadata
+        self.saved[str(folder)] = jax.tree.map(jnp.copy, args.state.item)
 
     reload = wait_until_finished = close = lambda self: None
 
@@ -77,8 +78,7 @@ def bucket(tmp_path, monkeypatch):
 @pytest.fixture
 def arrays(monkeypatch):
     """What orbax would read from the bucket."""
-    monkeypatch.setattr(checkpoint.ocp, "load", lambda path, names: {n: Bucket.saved[str(path)][0][n] for n in names})
-    monkeypatch.setattr(checkpoint.ocp, "metadata", lambda path: SimpleNamespace(custom_metadata=Bucket.saved[str(path)][1]))
+    monkeypatch.setattr(checkpoint_reader.ocp, "load", lambda path, names: {n: Bucket.saved[str(path)][n] for n in names})
 
 
 @pytest.mark.thorough

@@ -142,8 +142,8 @@ def test_a_run_killed_three_times_ends_as_it_did(name, tmp_path):
 def saved(folder, experiment, last=5):
     """The trained numbers of the last checkpoint."""
     from jaxformer import models, params
-    from jaxformer.training import checkpoint
+    from jaxformer.training import checkpoint_reader
 
-    step, tree, _ = checkpoint.restore_params(folder / "checkpoints", params.abstract(models.spec(experiment.model)))
+    step, tree, _ = checkpoint_reader.restore_params(folder / "checkpoints", params.abstract(models.spec(experiment.model)))
     assert step == last
     return jax.tree.leaves(jax.device_get(tree))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from experiments.launch.sweep import shortened
+from experiments.launch.sweep import shorten
 from jaxformer import config
 from jaxformer.analysis.report import file_name
 from jaxformer.config.override import override
@@ -54,7 +54,7 @@ def test_every_run_that_can_be_made_is_found(tmp_path):
         assert [found.path for found in runs_of(name, tmp_path / "runs")] == [folder.path]
         assert len(folder.path.name.splitlines()) == 1
         (Path(tmp_path) / file_name(f"other-numbers-{folder.path.name}")).touch()
-        config.write_atomically(tmp_path / f"sweep-{shortened(name)}-01234567.jsonl", "x")
+        config.write_atomically(tmp_path / f"sweep-{shorten(name)}-01234567.jsonl", "x")
     assert not list(tmp_path.rglob("*.unfinished"))
 
 
@@ -83,3 +83,16 @@ def test_pictures_of_runs_with_long_names_have_names():
     assert len(set(long)) == 2 and all(len(name.encode()) < 255 for name in long)
     assert file_name("loss") == "loss.png" and len(file_name("é" * 300).encode()) < 255
     assert RunFolder(epath.Path("runs/x")).samples == epath.Path("runs/x/samples")
+
+
+def test_what_a_killed_trainer_began_to_write_is_removed(tmp_path):
+    """Nothing else: a report may be drawn at this moment, and a user's file may have such a name."""
+    folder = RunFolder(epath.Path(tmp_path))
+    folder.samples.mkdir()
+    begun = [".config.json.0123456789abcdef.unfinished", "samples/.step-12.txt.0123456789abcdef.unfinished"]
+    others = [".report.html.0123456789abcdef.unfinished", ".config.json.unfinished", "config.json", "samples/step-12.txt"]
+    for name in (*begun, *others):
+        (tmp_path / name).touch()
+    folder.remove_unfinished()
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == set(others)

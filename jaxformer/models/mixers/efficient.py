@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from jaxformer import ops
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import Alibi, ModelConfig, Relative, numbers_from
+from jaxformer.models.config import Alibi, ModelConfig, Relative, require_numbers
 from jaxformer.models.layer import Context, Mixer, MixerOutput, linear, linear_maps
 from jaxformer.models.mixers.attention import attention, attention_spec
 from jaxformer.ops.attention.linear import FeatureMap, visibility
@@ -39,7 +39,7 @@ class Longformer:
     global_tokens: int | tuple[int, ...] | None = 1  # how many (the first ones), or where; None: each call gives flags
     max_globals: int | None = None  # most global tokens of a row, where flags are traced
 
-    __post_init__ = numbers_from(window=0, global_tokens=0, max_globals=0)
+    __post_init__ = require_numbers(window=0, global_tokens=0, max_globals=0)
 
     def __call__(self, config: ModelConfig) -> Mixer:
         spec = attention_spec(config)
@@ -74,7 +74,7 @@ class BigBird:
     seed: int = 0  # of the random layout
     dense_length: int = 0  # up to so many tokens all attend to all (in Hugging Face's model: (5 + 2 random) block)
 
-    __post_init__ = numbers_from(block=1, random=0, seed=0, dense_length=0)
+    __post_init__ = require_numbers(block=1, random=0, seed=0, dense_length=0)
 
     def __call__(self, config: ModelConfig) -> Mixer:
         def mix(params, context, query, key, value):
@@ -110,7 +110,7 @@ class Linear:
     eps: float = 1e-6  # added to the denominator
     chunk: int = 128  # tokens that a causal layer takes at a time
 
-    __post_init__ = numbers_from(eps=0, chunk=1)
+    __post_init__ = require_numbers(eps=0, chunk=1)
 
     def __call__(self, config: ModelConfig) -> Mixer:
         return _recurrent(self, config, lambda context: (self.feature_map, self.feature_map), self.eps)
@@ -122,7 +122,7 @@ class Efficient:
 
     chunk: int = 128  # tokens that a causal layer takes at a time
 
-    __post_init__ = numbers_from(chunk=1)
+    __post_init__ = require_numbers(chunk=1)
 
     def __call__(self, config: ModelConfig) -> Mixer:
         mix = lambda params, context, **heads: ops.efficient_attention(**heads, mask=context.mask, chunk=self.chunk)
@@ -142,7 +142,7 @@ class Performer:
     seed: int = 0  # of the directions
     chunk: int = 128  # tokens that a causal layer takes at a time
 
-    __post_init__ = numbers_from(features=1, seed=0, chunk=1)
+    __post_init__ = require_numbers(features=1, seed=0, chunk=1)
 
     def __call__(self, config: ModelConfig) -> Mixer:
         draw = lambda key: ops.orthogonal_projection(key, self.features, config.head_size)
@@ -165,7 +165,7 @@ class Linformer:
     # headwise: E and F of each layer for all its heads; key_value: F = E; layerwise: one E = F for all layers
     sharing: Literal["headwise", "key_value", "layerwise"] = "headwise"
 
-    __post_init__ = numbers_from(rank=1)
+    __post_init__ = require_numbers(rank=1)
 
     def __call__(self, config: ModelConfig) -> Mixer:
         matrix = Spec((config.context_length, self.rank), ("length", None), normal(self.rank**-0.5), ("length",))
@@ -200,7 +200,7 @@ class Reformer:
 
     def __post_init__(self):
         sizes = dict(chunk=1, rounds=1, buckets=2, chunks_before=0, chunks_after=0, seed=0, multiple=1)
-        numbers_from(**sizes)(self)
+        require_numbers(**sizes)(self)
         if self.multiple is not None and self.multiple % self.chunk:
             raise ConfigError(f"Reformer.multiple={self.multiple}: expected a multiple of chunk={self.chunk}, or None")
         if any(size < 2 or size % 2 for size in np.ravel(self.buckets or 2)):
@@ -243,7 +243,7 @@ class LocalChunks:
     after: int = 0  # chunks after its own that a query sees
     multiple: int = 1  # padding fills the length up to a multiple of this
 
-    __post_init__ = numbers_from(chunk=1, before=0, after=0, multiple=1)
+    __post_init__ = require_numbers(chunk=1, before=0, after=0, multiple=1)
 
     def __call__(self, config: ModelConfig) -> Mixer:
         def attend(params, context, query, key, value, **options):
