@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxformer.data.augment import Move, augmented
 from jaxformer.data.images import Digits
 from jaxformer.data.sources import Dataset, Question
 from jaxformer.data.tokenizers import Characters
@@ -25,7 +26,6 @@ from jaxformer.masks import full
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.ops.losses import LossSums
 from jaxformer.training import AdamW, Cosine, Experiment, TokenCrossEntropy
-from jaxformer.training.augment import Move, augmented
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 LETTERS = "".join(sorted(set(" ".join(WORDS))))  # of captions; each is a token

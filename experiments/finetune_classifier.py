@@ -28,9 +28,9 @@ from jaxformer.data.sources import Dataset
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.interop import huggingface
 from jaxformer.models import Classification
+from jaxformer.runs.run import open_run
+from jaxformer.runs.start import from_text
 from jaxformer.training import AdamW, ClassCrossEntropy, Cosine, Experiment
-from jaxformer.training.run import open_run
-from jaxformer.training.start import from_text
 
 CLASSES = 20
 

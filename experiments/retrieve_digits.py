@@ -22,6 +22,7 @@ from jax.nn.initializers import constant
 
 from experiments.caption_digits import WORDS, Rows, with_moved_digits
 from jaxformer import models
+from jaxformer.data.augment import Move
 from jaxformer.data.images import Digits
 from jaxformer.data.sources import Dataset
 from jaxformer.masks import full
@@ -29,7 +30,6 @@ from jaxformer.models import Classification, ModelConfig, Patches
 from jaxformer.ops.losses import LossSums, cross_entropy
 from jaxformer.params import Spec
 from jaxformer.training import AdamW, Cosine, Experiment
-from jaxformer.training.augment import Move
 
 
 @dataclass(frozen=True, eq=False)

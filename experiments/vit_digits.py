@@ -6,11 +6,11 @@ Time: 26 seconds on 2 CPU cores.
 Command: make train EXP=vit_digits
 """
 
+from jaxformer.data.augment import Move
 from jaxformer.data.images import Digits
 from jaxformer.masks import full
 from jaxformer.models import Classification, ModelConfig, Patches
 from jaxformer.training import AdamW, ClassCrossEntropy, Cosine, Experiment
-from jaxformer.training.augment import Move
 
 experiment = Experiment(
     name="vit_digits",

@@ -13,11 +13,11 @@ Both folders have a folder of JPEG files for each class. --data.bad-rows=skip le
 
 from dataclasses import replace
 
+from jaxformer.data.augment import Flip, ResizedCrop
 from jaxformer.data.images import Images
 from jaxformer.models import Classification, Patches
 from jaxformer.models.presets import vit_small
 from jaxformer.training import AdamW, Checkpoints, ClassCrossEntropy, Cosine, Experiment
-from jaxformer.training.augment import Flip, ResizedCrop
 
 patches = Patches(image=(224, 224), patch=(16, 16), class_token=False)
 head = Classification(1000, pool="mean", pooler=None)

@@ -16,7 +16,7 @@ def __getattr__(name: str):
     if name in _PARTS:
         return importlib.import_module(f"jaxformer.{name}")
     if name == "open_run":
-        return importlib.import_module("jaxformer.training.run").open_run
+        return importlib.import_module("jaxformer.runs.run").open_run
     raise AttributeError(f"module 'jaxformer' has no attribute {name!r}")
 
 

@@ -50,7 +50,7 @@ def pytest_configure(config):
     Compilation is most of the suite's time. A program is found by a digest of itself, of XLA's version and of its flags.
     `--cache-clear` forgets the programs.
     """
-    from jaxformer.training import compilation_cache
+    from jaxformer.runs import compilation_cache
 
     if not hasattr(config, "cache"):
         return
@@ -151,6 +151,6 @@ def pytest_collection_modifyitems(config, items):
 def no_pages():
     """Runs of tests draw no pages, which take longer than they do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxformer.analysis.report.refresh", lambda folder: None)
-        patch.setattr("jaxformer.analysis.report.run_report", lambda result, records: None)
+        patch.setattr("jaxformer.tools.analysis.report.refresh", lambda folder: None)
+        patch.setattr("jaxformer.tools.analysis.report.run_report", lambda result, records: None)
         yield

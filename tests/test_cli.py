@@ -164,7 +164,7 @@ def test_a_run_without_a_tokenizer_gets_one_line(trained, capsys):
 
 def test_a_damaged_description_of_another_run_is_left_out(trained, capsys, caplog):
     from jaxformer import config
-    from jaxformer.training.run_folder import introduce
+    from jaxformer.runs.run_folder import introduce
 
     (folder,) = (trained / "runs").glob("tiny-*")
     before = run(capsys, "runs")
@@ -258,8 +258,8 @@ def test_changed_data_is_refused_on_resume(trained, capsys):
 
 def test_two_trainers_do_not_share_a_run(workplace, capsys):
     from jaxformer import config
-    from jaxformer.training.checkpoint import Manager
-    from jaxformer.training.run_folder import run_folder
+    from jaxformer.runs.checkpoint import Manager
+    from jaxformer.runs.run_folder import run_folder
 
     with Manager(run_folder(config.load("tiny"), "runs").checkpoints):
         code, _, err = run(capsys, "train", "tiny")
@@ -297,7 +297,7 @@ def leaves(folder):
     """The final parameters and the record, as bytes and text."""
     import jax
 
-    from jaxformer.training.run import open_run
+    from jaxformer.runs.run import open_run
 
     (path,) = (folder / "runs").glob("tiny-*")
     run = open_run(path)
@@ -437,7 +437,7 @@ def test_fine_tuning_of_a_run_trains_factors_beside_frozen_weights(trained, caps
     options = ["--adaptation", "Lora(rank=2)", f"--initial={folder}", "--name=tuned", "--steps=3", "--eval-every=1"]
     code, out, _ = run(capsys, "train", "tiny", *options, "--optimizer", "Adam()", "--schedule", "Constant()")
     assert code == 0 and "weights/embedding/tokens: frozen" in out and "kernel/a: Adam" in out
-    from jaxformer.training.run import open_run
+    from jaxformer.runs.run import open_run
 
     before, after = open_run(folder), open_run(next((trained / "runs").glob("tuned-*")))
     kernels = [run.params["layers"]["attention"] for run in (before, after)]
@@ -494,7 +494,7 @@ def test_list_and_version(workplace, capsys):
 
 
 def test_a_page_of_a_file_elsewhere_stays_in_figures(workplace, capsys, monkeypatch):
-    monkeypatch.setattr("jaxformer.analysis.gallery.model_pictures", lambda model, name: {})
+    monkeypatch.setattr("jaxformer.tools.analysis.gallery.model_pictures", lambda model, name: {})
     (workplace / "below").mkdir()
     shutil.copy(workplace / "experiments" / "tiny.py", workplace / "mine.py")
     monkeypatch.chdir(workplace / "below")

@@ -13,7 +13,7 @@ import pytest
 from experiments.launch.sweep import read_trials
 from jaxformer import cli, config, models
 from jaxformer.cli.arguments import PRESET, experiment_of
-from jaxformer.planning.plan import of_preset
+from jaxformer.tools.planning.plan import of_preset
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

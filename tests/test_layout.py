@@ -12,14 +12,17 @@ FLOORS = [
     ["errors", "config", "params", "sharding", "masks"],
     ["ops"],
     ["models"],
-    ["decoding", "interop", "data", "parallel"],
-    ["evaluation", "training"],
-    ["analysis", "planning"],
+    ["zoo"],
+    ["families", "decoding", "interop", "data", "parallel"],
+    ["objectives", "training", "evaluation"],
+    ["runs"],
+    ["tools"],
     ["cli", "__main__"],
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
-BY_STRING = ["__init__.py", "config/imports.py", "interop/__init__.py"]  # may import by a string: lazy doors, experiment files
+# may import by a string: lazy doors, experiment files
+BY_STRING = ["__init__.py", "config/imports.py", "config/moved.py", "interop/__init__.py", "runs/__init__.py"]
 
 
 def module_name(path):

@@ -3,7 +3,7 @@
 What follows is held elsewhere, and not again here:
 tests/ops/test_worked_example.py: every matrix of the three-token example to 1e-6, float32 and float64 against NumPy; the
     Jacobians of softmax, layer norm and residuals and the gradients of attention, of the library against their formulas.
-tests/analysis/test_costs.py: the table of 22.35, 96.6, 502.5 and 3865 GFLOP; 12 d^2 + 13 d; 6 d.
+tests/tools/analysis/test_costs.py: the table of 22.35, 96.6, 502.5 and 3865 GFLOP; 12 d^2 + 13 d; 6 d.
 tests/training/test_optimizers.py: the peak of the Noam schedule. tests/ops/test_feedforward.py: the two GELUs.
 docs/specification.md names the test of every section.
 """
@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from jaxformer import masks, models, ops, params
-from jaxformer.analysis import costs
 from jaxformer.evaluation import text_metrics
 from jaxformer.models import PRESETS, ModelConfig
+from jaxformer.tools.analysis import costs
 from tests.ops import test_worked_example as example
 
 ROOT = Path(__file__).parents[1]

@@ -53,7 +53,7 @@ IMPORTED = (
         "its `client` is the key-value store and the barrier of the run's processes",
     ),
     Private(
-        "jaxformer/training/compilation_cache.py",
+        "jaxformer/runs/compilation_cache.py",
         "jax._src.compiler",
         "_cache_write",
         ("cache_key", "compile_time_secs", "module_name", "backend", "executable"),
@@ -61,7 +61,7 @@ IMPORTED = (
         "`write` replaces it: JAX keeps the programs of process 0 alone",
     ),
     Private(
-        "jaxformer/training/compilation_cache.py",
+        "jaxformer/runs/compilation_cache.py",
         "jax._src.compilation_cache",
         "put_executable_and_time",
         ("cache_key", "module_name", "executable", "backend", "compile_time"),
@@ -69,7 +69,7 @@ IMPORTED = (
         "writes one compiled program",
     ),
     Private(
-        "jaxformer/training/compilation_cache.py",
+        "jaxformer/runs/compilation_cache.py",
         "jax._src.compilation_cache",
         "compress_executable",
         ("executable",),
@@ -77,7 +77,7 @@ IMPORTED = (
         "the first byte of what it gives names the way of compression",
     ),
     Private(
-        "jaxformer/training/compilation_cache.py",
+        "jaxformer/runs/compilation_cache.py",
         "jax._src.compilation_cache",
         "decompress_executable",
         ("executable",),
@@ -85,7 +85,7 @@ IMPORTED = (
         "fails with the program of a killed process",
     ),
     Private(
-        "jaxformer/training/checkpoint.py",
+        "jaxformer/runs/checkpoint.py",
         "orbax.checkpoint._src.serialization.tensorstore_utils",
         "get_tensorstore_raw_bytes",
         ("direction",),
@@ -93,7 +93,7 @@ IMPORTED = (
         "counts bytes for a log and never frees its lists; replaced by a function that returns 0",
     ),
     Private(
-        "jaxformer/training/checkpoint.py",
+        "jaxformer/runs/checkpoint.py",
         "orbax.checkpoint._src.multihost.multihost",
         "sync_global_processes",
         ("name",),
@@ -101,7 +101,7 @@ IMPORTED = (
         "waits for minutes for a process that failed, and keeps its reason; replaced by our own wait",
     ),
 )
-# attributes of objects of orbax, read in jaxformer/training/checkpoint.py: (attribute, versions, need)
+# attributes of objects of orbax, read in jaxformer/runs/checkpoint.py: (attribute, versions, need)
 ATTRIBUTES = {
     "_impl": ("orbax-checkpoint 0.12.8", "StandardCheckpointHandler's inner handler"),
     "_handler_impl": ("orbax-checkpoint 0.12.8", "the handler that writes arrays"),
@@ -162,7 +162,7 @@ def test_every_private_attribute_is_listed():
             if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own | PYTHON:
                 found.setdefault(node.attr, set()).add(file)
     imported = {private.name: {private.file} for private in IMPORTED if is_private(private.name)}
-    assert found == imported | {name: {"jaxformer/training/checkpoint.py"} for name in ATTRIBUTES}
+    assert found == imported | {name: {"jaxformer/runs/checkpoint.py"} for name in ATTRIBUTES}
 
 
 @pytest.mark.parametrize("private", IMPORTED, ids=lambda private: private.name)
@@ -184,6 +184,6 @@ def test_attributes_of_orbax_are_what_they_were(tmp_path):
     """Reached as the checkpoint module reaches them. Assigning an attribute that nobody reads would change nothing."""
     writer = orbax.StandardCheckpointHandler()._impl._handler_impl
     for name in ("_save_concurrent_bytes", "_save_device_host_concurrent_bytes"):
-        assert hasattr(writer, name), f"{name}: {ATTRIBUTES[name]}; see Manager.save in jaxformer/training/checkpoint.py"
+        assert hasattr(writer, name), f"{name}: {ATTRIBUTES[name]}; see Manager.save in jaxformer/runs/checkpoint.py"
     with orbax.CheckpointManager(tmp_path) as manager:
         assert callable(manager._checkpointer.wait_until_finished), ATTRIBUTES["_checkpointer"]

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from jaxformer import masks, models, ops
-from jaxformer.analysis import attention_maps, figures
 from jaxformer.data.tasks import Reverse
+from jaxformer.tools.analysis import attention_maps, figures
 
 STEPS = 2000
 V, T, B = 8, 4, 10

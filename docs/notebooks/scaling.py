@@ -13,7 +13,7 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxformer.analysis import figures, scaling
+from jaxformer.tools.analysis import figures, scaling
 
 DRAWS = 200  # fits of the bootstrap
 

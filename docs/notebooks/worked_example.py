@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import masks, ops
-from jaxformer.analysis import attention_maps
+from jaxformer.tools.analysis import attention_maps
 
 Z = np.array([[1.0, 0.5], [2.0, 1.0], [0.5, 2.0]])  # [T, D]
 W_QUERY = np.array([[0.5, 0.3], [0.2, 0.4]])  # [D, H]

@@ -30,7 +30,7 @@ from jax import random
 from experiments.bench.compare import OURS, PRECISIONS, alternate, both_heaps, ceiling, measure, report, run_of_peer
 from experiments.bench.shapes import ATTENTION
 from jaxformer import masks, ops
-from jaxformer.training import memory
+from jaxformer.runs import memory
 
 FEATURES, RANK = 128, 128
 _, HEADS, WIDTH, WINDOW = ATTENTION

@@ -78,7 +78,7 @@ def main() -> None:
     import numpy as np
 
     from jaxformer.data import batching
-    from jaxformer.training import memory
+    from jaxformer.runs import memory
 
     memory.keep()  # as the step of a run has it; before JAX starts
     for name in options.experiments:

@@ -69,7 +69,7 @@ def forward(name: str, precision: str):
 
 def case(work: str, name: str, precision: str):
     """(the call that is timed, its compiled program), with the memory of a run."""
-    from jaxformer.training import memory
+    from jaxformer.runs import memory
 
     memory.keep()  # before JAX starts
     return {"forward": forward, "train": train}[work](name, precision)

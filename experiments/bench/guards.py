@@ -20,10 +20,11 @@ import optax
 
 from experiments.gpt2_small import experiment as gpt2_small
 from jaxformer.parallel.processes import Watchdog
-from jaxformer.training import Spikes, memory, step as steps
-from jaxformer.training.goodput import Goodput
-from jaxformer.training.manifest import fingerprints
-from jaxformer.training.metrics import Console, Reporter
+from jaxformer.runs import memory
+from jaxformer.runs.goodput import Goodput
+from jaxformer.runs.manifest import fingerprints
+from jaxformer.runs.metrics import Console, Reporter
+from jaxformer.training import Spikes, step as steps
 from jaxformer.training.recipe import build
 
 

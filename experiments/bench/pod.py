@@ -33,7 +33,7 @@ experiment = Experiment(
 RUN = """
 import os, signal, sys, time
 from jaxformer import cli
-from jaxformer.training import checkpoint, loop
+from jaxformer.runs import checkpoint, loop
 read = lambda: {line.split(":")[0]: int(line.split()[1]) for line in open("/proc/self/io")}
 def measured(name, function):
     def call(*arguments, **options):

@@ -62,7 +62,7 @@ def ours(experiment, batch: dict[str, Any]):
 
 def case(shape: str, precision: str):
     """`ours` of a shape, with the memory of a run."""
-    from jaxformer.training import memory
+    from jaxformer.runs import memory
 
     memory.keep()  # before JAX starts
     size, _ = find(shape)

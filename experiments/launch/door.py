@@ -19,7 +19,7 @@ from experiments.launch import lock
 from jaxformer import parallel
 from jaxformer.cli.arguments import read_experiment
 from jaxformer.errors import ConfigError
-from jaxformer.training.initial import check_initial
+from jaxformer.runs.initial import check_initial
 from jaxformer.training.recipe import build
 from jaxformer.training.step import state_specs
 

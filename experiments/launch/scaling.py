@@ -14,12 +14,12 @@ from etils import epath
 
 from experiments.launch.sweep import Trial, joined, read_trials, shorten, sweep
 from jaxformer import cli, config, models, params
-from jaxformer.analysis import figures, scaling
 from jaxformer.cli.arguments import Parser, place, positive
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
-from jaxformer.training.run_folder import run_folder
-from jaxformer.training.signals import Interrupted
+from jaxformer.runs.run_folder import run_folder
+from jaxformer.runs.signals import Interrupted
+from jaxformer.tools.analysis import figures, scaling
 
 
 def size(trial: Trial) -> int:

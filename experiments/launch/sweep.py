@@ -27,18 +27,18 @@ import jax
 from etils import epath
 
 from jaxformer import cli, config
-from jaxformer.analysis import figures
 from jaxformer.cli.arguments import Parser, place, positive
 from jaxformer.data.batching import BadBatch
 from jaxformer.errors import ConfigError
-from jaxformer.planning.out_of_memory import is_out_of_memory
-from jaxformer.training import loop
+from jaxformer.runs import loop
+from jaxformer.runs.initial import check_initial
+from jaxformer.runs.metrics import NonFinite
+from jaxformer.runs.run_folder import other_text, run_folder
+from jaxformer.runs.signals import Interrupted
+from jaxformer.tools.analysis import figures
+from jaxformer.tools.planning.out_of_memory import is_out_of_memory
 from jaxformer.training.experiment import Experiment
-from jaxformer.training.initial import check_initial
-from jaxformer.training.metrics import NonFinite
 from jaxformer.training.recipe import build
-from jaxformer.training.run_folder import other_text, run_folder
-from jaxformer.training.signals import Interrupted
 
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 

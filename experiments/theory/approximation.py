@@ -27,9 +27,9 @@ import numpy as np
 from jax import Array
 
 from jaxformer import ops
-from jaxformer.analysis import figures
 from jaxformer.masks import full
-from jaxformer.planning import flops
+from jaxformer.tools.analysis import figures
+from jaxformer.tools.planning import flops
 
 LENGTH, HEADS, WIDTH = 512, 2, 16
 SHARPNESS, SHOWN = (0.1, 0.25, 1.0, 4.0), {"flat": 0.25, "sharp": 4.0}

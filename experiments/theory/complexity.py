@@ -22,9 +22,9 @@ from jax import Array, random
 
 from experiments.bench import attention as bench
 from jaxformer import masks, ops
-from jaxformer.analysis import figures
-from jaxformer.planning import flops
-from jaxformer.training import memory
+from jaxformer.runs import memory
+from jaxformer.tools.analysis import figures
+from jaxformer.tools.planning import flops
 
 N, H = bench.HEADS, bench.WIDTH
 D = N * H

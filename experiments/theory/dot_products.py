@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.analysis import attention_maps, figures
+from jaxformer.tools.analysis import attention_maps, figures
 
 KEYS, QUERIES = 128, 4096
 WIDTHS = (4, 16, 64, 256, 1024)

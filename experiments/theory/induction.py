@@ -25,10 +25,10 @@ from jax import Array
 
 from experiments.theory import small
 from jaxformer import models
-from jaxformer.analysis import attention_maps, figures
 from jaxformer.models import ModelConfig
 from jaxformer.models.layer import FeedForward, FeedForwardOutput
 from jaxformer.ops.positions import Rope
+from jaxformer.tools.analysis import attention_maps, figures
 
 VOCABULARY, LENGTH, PERIODS, BATCH = 32, 48, (12, 24), 32
 NAMES = {1: "one layer", 2: "two layers"}

@@ -30,13 +30,13 @@ from jax.nn.initializers import normal
 
 from experiments.theory import small
 from jaxformer import models, ops
-from jaxformer.analysis import figures
 from jaxformer.errors import ConfigError
 from jaxformer.models import Alibi, Axial, Learned, ModelConfig, Relative, Sinusoidal
 from jaxformer.models.layer import Mixer
 from jaxformer.models.mixers.attention import attention
 from jaxformer.ops.positions import NTK, Linear, Llama3, Rope, YaRN
 from jaxformer.params import Spec
+from jaxformer.tools.analysis import figures
 
 TRAINED, LENGTHS = 64, (64, 128, 256, 512)
 VOCABULARY, SCORED, BATCH = 16, 32, 16

@@ -24,8 +24,9 @@ from jaxformer.data import batching
 from jaxformer.data.tasks import Recall
 from jaxformer.models import ModelConfig
 from jaxformer.ops.positions import Rope
-from jaxformer.training import AdamW, Cosine, Experiment, loop, run_folder
-from jaxformer.training.run import Run
+from jaxformer.runs import loop, run_folder
+from jaxformer.runs.run import Run
+from jaxformer.training import AdamW, Cosine, Experiment
 
 PAIRS = 6
 experiment = Experiment(

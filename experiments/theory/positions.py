@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import models
-from jaxformer.analysis import figures
 from jaxformer.models import ModelConfig, Sinusoidal, embedding
 from jaxformer.models.config import Alibi, Axial, Embedding, Learned, Relative
 from jaxformer.models.mixers.attention import score_bias
 from jaxformer.ops.positions import Bias, Rope, rope, shaw
 from jaxformer.params import Tree
+from jaxformer.tools.analysis import figures
 
 LENGTH, WIDTH, HEADS = 64, 64, 8
 

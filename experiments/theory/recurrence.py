@@ -24,9 +24,9 @@ from jax import Array
 
 from experiments.theory import small
 from jaxformer import models
-from jaxformer.analysis import figures, interventions
 from jaxformer.models import ModelConfig
 from jaxformer.ops.positions import Rope
+from jaxformer.tools.analysis import figures, interventions
 
 DISTANCES = (8, 16, 32, 64, 128)
 LENGTH, SYMBOLS, BATCH = 130, 16, 16

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import models
-from jaxformer.analysis import figures, interventions
 from jaxformer.models import ModelConfig, block
 from jaxformer.models.embedding import norm
 from jaxformer.models.layer import LayerOutput
 from jaxformer.models.stacks import scan
+from jaxformer.tools.analysis import figures, interventions
 
 NAME = "layers/*/residual"
 

@@ -26,9 +26,9 @@ from jax import Array
 
 from experiments.theory import small
 from jaxformer import models
-from jaxformer.analysis import figures
 from jaxformer.models import ModelConfig
 from jaxformer.ops.positions import Rope
+from jaxformer.tools.analysis import figures
 
 RATES, WARMUPS = (1e-3, 2e-3, 4e-3), (0, 150)
 VOCABULARY, LENGTH, BATCH = 16, 16, 16

@@ -20,9 +20,9 @@ import numpy as np
 import optax
 
 from jaxformer import models
-from jaxformer.analysis import figures
 from jaxformer.models import ModelConfig, MuP
 from jaxformer.ops.losses import cross_entropy
+from jaxformer.tools.analysis import figures
 from jaxformer.training import optimizers
 
 VOCABULARY, T, BATCH, HEAD = 16, 32, 16, 16

@@ -142,10 +142,10 @@ def train(argv: list[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
     source, experiment = read_experiment(options.name, overrides)
 
-    from jaxformer.analysis import report
-    from jaxformer.training import goodput, loop
-    from jaxformer.training.metrics import NonFinite
-    from jaxformer.training.signals import Interrupted
+    from jaxformer.runs import goodput, loop
+    from jaxformer.runs.metrics import NonFinite
+    from jaxformer.runs.signals import Interrupted
+    from jaxformer.tools.analysis import report
 
     def body() -> int:
         check_host(options.runs, options.jax)
@@ -155,7 +155,7 @@ def train(argv: list[str]) -> int:
         except (NonFinite, Interrupted) as error:
             return _refused(error, 3 if isinstance(error, NonFinite) else error.exit_code)
         except RuntimeError as error:
-            from jaxformer.planning import out_of_memory
+            from jaxformer.tools.planning import out_of_memory
 
             if not out_of_memory.is_out_of_memory(error):
                 raise
@@ -171,7 +171,7 @@ def tokens(argv: list[str]) -> int:
     options, overrides = parser_of("tokens", "EXPERIMENT").parse_known_args(argv)
     _, experiment = read_experiment(options.name, overrides)
 
-    from jaxformer.training import loop
+    from jaxformer.runs import loop
 
     def body() -> int:
         print(loop.open_data(experiment).description)
@@ -183,7 +183,7 @@ def tokens(argv: list[str]) -> int:
 def _together(body: Callable[[], int]) -> int:
     """The exit code of `body()` in all processes of the run."""
     from jaxformer.parallel import meeting, peers, processes
-    from jaxformer.training import memory
+    from jaxformer.runs import memory
 
     memory.one_heap()
     try:

@@ -75,8 +75,8 @@ def run_parser(command: str) -> Parser:
 
 def run_of(options, overrides: Sequence[str] = ()):
     """The run that the command line names, on the mesh that it asks for."""
-    from jaxformer.training import compilation_cache
-    from jaxformer.training.run import open_run
+    from jaxformer.runs import compilation_cache
+    from jaxformer.runs.run import open_run
 
     run = open_run(folder_of(options.name, options.runs).path, options.step, overrides, options.average, options.trust)
     compilation_cache.enable()
@@ -87,7 +87,7 @@ def folder_of(name: str, runs: str):
     """A run's folder, by its path or its name; of an experiment's name the newest run, and what the others differ in."""
     from etils import epath
 
-    from jaxformer.training import run_folder
+    from jaxformer.runs import run_folder
 
     named = epath.Path(place(name)), epath.Path(runs) / name
     for folder in map(run_folder.RunFolder, named):
@@ -122,8 +122,8 @@ def read_experiment(name: str, overrides: list[str]):
         print(config.help_text(source.experiment, f"python -m jaxformer train {name}"))
         raise Answered
 
+    from jaxformer.runs.names import NAMES
     from jaxformer.training.experiment import Experiment
-    from jaxformer.training.names import NAMES
 
     if not isinstance(source.experiment, Experiment):
         found = type(source.experiment).__name__
@@ -138,7 +138,7 @@ def experiment_of(name: str, overrides: list[str], preset: Callable[[str, Any], 
     A name means the experiment, where there is one; `preset:NAME` means the preset.
     """
     from jaxformer.models import PRESETS
-    from jaxformer.training.names import MODEL, NAMES
+    from jaxformer.runs.names import MODEL, NAMES
 
     chosen = name.removeprefix(PRESET)
     if chosen in PRESETS and (chosen != name or name not in config.available()):

@@ -45,7 +45,7 @@ def show(argv: list[str]) -> int:
     from jaxformer.training.experiment import Experiment
 
     if options.sharding:
-        from jaxformer.planning.plan import of_preset, sharding_table
+        from jaxformer.tools.planning.plan import of_preset, sharding_table
 
         print(sharding_table(experiment_of(options.name, overrides, of_preset), options.devices))
         return 0
@@ -55,7 +55,7 @@ def show(argv: list[str]) -> int:
     if models.is_config(model):
         print(cost.table(model))
     if isinstance(shown, Experiment):
-        from jaxformer.training.run_folder import run_folder
+        from jaxformer.runs.run_folder import run_folder
 
         print(f"run folder: {run_folder(shown, 'runs').path}")
     return 0
@@ -67,7 +67,7 @@ def show_cost(argv: list[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
 
     from jaxformer import models
-    from jaxformer.analysis import costs
+    from jaxformer.tools.analysis import costs
 
     model = model_of(options.name, overrides, "cost")
     print(costs.table(model, options.length or models.last_stack(model).context_length))
@@ -81,7 +81,7 @@ def draw(argv: list[str]) -> int:
 
     from etils import epath
 
-    from jaxformer.analysis import gallery, page, report
+    from jaxformer.tools.analysis import gallery, page, report
 
     model = model_of(options.name, overrides, "draw")
     name = options.name.removeprefix(PRESET)
@@ -107,11 +107,11 @@ def plan(argv: list[str]) -> int:
     if options.topology is None:
         raise ConfigError("plan: give --topology, such as v5e:2x2, v5p:8x8x8 or h200:1x4x8")
 
-    from jaxformer.planning import topology
+    from jaxformer.tools.planning import topology
 
     topology.prepare()
 
-    from jaxformer.planning import decode, plan as planning, search
+    from jaxformer.tools.planning import decode, plan as planning, search
 
     experiment = experiment_of(options.name, overrides, planning.of_preset)
     devices = topology.devices(options.topology, experiment.mesh.slices)

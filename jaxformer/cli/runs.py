@@ -20,7 +20,7 @@ def evaluate(argv: list[str]) -> int:
         raise ConfigError("evaluate: --replay takes the parameters of the bad step; leave out --step and --average")
     run = run_of(options, overrides)
 
-    from jaxformer.training import reproduction
+    from jaxformer.runs import reproduction
 
     found = reproduction.replay(run) if options.replay else run.evaluate(options.int8)
     print(config.to_json({"run": str(run.folder.path), **found}))
@@ -139,7 +139,7 @@ def inspect(argv: list[str]) -> int:
 
     import shutil
 
-    from jaxformer.analysis import inspection
+    from jaxformer.tools.analysis import inspection
 
     run = run_of(options)
     if run.tokenizer is None:
@@ -161,8 +161,8 @@ def write_report(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     folders = [folder_of(name, options.runs) for name in options.name]
 
-    from jaxformer.analysis import gallery, report
-    from jaxformer.training import run_folder
+    from jaxformer.runs import run_folder
+    from jaxformer.tools.analysis import gallery, report
 
     for folder in folders if options.trust else ():
         run_folder.allow(folder)
@@ -176,7 +176,7 @@ def runs(argv: list[str]) -> int:
     parser.add_argument("--runs", default="runs", type=place)
     options = parser.parse_args(argv)
 
-    from jaxformer.training.run_folder import runs_of
+    from jaxformer.runs.run_folder import runs_of
 
     code = 0
     for folder in runs_of(options.name, options.runs):
@@ -190,8 +190,8 @@ def runs(argv: list[str]) -> int:
 
 def _scores(folder) -> str:
     """How far a run is, and its last validation scores, in words."""
-    from jaxformer.training.metrics import UNRECORDED, read_records, steps_done
-    from jaxformer.training.run_folder import part_scored
+    from jaxformer.runs.metrics import UNRECORDED, read_records, steps_done
+    from jaxformer.runs.run_folder import part_scored
 
     steps, last = folder.description().get("steps"), folder.last_scores()
     numbers = {name: value for name, value in last.items() if not isinstance(value, str) and name != "step"}
@@ -210,7 +210,7 @@ def compare(argv: list[str]) -> int:
     parser.add_argument("--runs", default="runs", type=place)
     options = parser.parse_args(argv)
 
-    from jaxformer.training import run_folder
+    from jaxformer.runs import run_folder
 
     folders = [folder_of(name, options.runs) for name in options.name]
     for folder in folders:

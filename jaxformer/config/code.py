@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxformer.config import moved
+
 INSTALLED = r"[/\\](site|dist)-packages[/\\]"
 MODULE_TEXT = "__users_text__"  # of a module beside an experiment file: the text that was run
 # the folders of this library and of Python
@@ -29,7 +31,10 @@ def name_of(unit: Any) -> str:
     """`module:name`; only the name where an experiment file defines it, since its copies are other modules."""
     module, name = getattr(unit, "__module__", None), getattr(unit, "__qualname__", None) or type(unit).__qualname__
     in_experiment = hasattr(sys.modules.get(str(module)), "__experiment_text__")
-    return name if module is None or in_experiment else f"{plain_name(str(module))}:{name}"
+    if module is None or in_experiment:
+        return name
+    module = plain_name(str(module))
+    return f"{moved.first_module(module, name)}:{name}"
 
 
 def plain_name(module: str) -> str:

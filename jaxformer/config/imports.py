@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxformer.config import moved
 from jaxformer.config.code import MODULE_TEXT, is_users_file, plain_name
 
 FOLDER, DIGEST = "__users_folder__", "__users_digest__"  # of a module: its Folder, and the sha256 of the file that was run
@@ -34,6 +35,10 @@ class Folder:
     def import_module(self, name: str, globals=None, locals=None, fromlist=(), level: int = 0) -> Any:
         """`__import__` of the files of this folder."""
         if level == 0:
+            if fromlist and name.partition(".")[0] == "jaxformer":
+                found = moved.import_from(name, tuple(fromlist))
+                if found is not None:
+                    return found
             first, dot, rest = name.partition(".")
             name = self.name_of(first) + dot + rest
         return builtins.__import__(name, globals, locals, fromlist, level)

@@ -15,7 +15,7 @@ from jaxformer.decoding import Sampling, prepare, score
 from jaxformer.errors import ConfigError, check_whole, did_you_mean, package_of
 from jaxformer.evaluation import generation
 from jaxformer.models.config import ModelConfig
-from jaxformer.training.run import continues_text
+from jaxformer.models.heads import continues_text
 
 MAX_TOKENS = 256  # of an answer, where a task gives no number: lm-eval's own default
 

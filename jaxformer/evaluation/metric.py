@@ -1,8 +1,10 @@
 """What a metric is called with. A metric is any function `Evaluation -> {name: number, or text such as a signature}`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,3 +22,12 @@ class Evaluation:
     batches: Callable[[], Iterator[dict[str, Any]]]  # that split's batches on the devices, as large as a micro-batch
     precision: str  # of activations
     seed: int
+
+
+def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as numbers; one with a value for each layer as name/0, name/1 and so on."""
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        several = {f"{name}/{i}": float(one) for i, one in enumerate(value)} if np.ndim(value) else {name: float(value)}
+        flat |= several
+    return flat

@@ -13,13 +13,12 @@ import numpy as np
 from jaxformer import models
 from jaxformer.data import sources, tokenizers
 from jaxformer.errors import ConfigError, check_whole
-from jaxformer.evaluation.metric import Evaluation
+from jaxformer.evaluation.metric import Evaluation, as_numbers
 from jaxformer.models import heads
+from jaxformer.objectives.tokens import TokenCrossEntropy
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel import block_if_simulated
 from jaxformer.params import random_key
-from jaxformer.training.metrics import numbers
-from jaxformer.training.objectives import TokenCrossEntropy
 
 
 def perplexity(score: Callable[[Any, dict, Any], LossSums], params: Any, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -41,7 +40,7 @@ def perplexity(score: Callable[[Any, dict, Any], LossSums], params: Any, batches
         raise ConfigError("perplexity: no token to score; the validation split is empty, or shorter than the model's context")
     loss = float(sums.loss) / float(sums.weight)
     mean = lambda total, weight: total / np.maximum(weight, 1e-30)
-    metrics = numbers({name: mean(*pair) for name, pair in sums.metrics.items()})
+    metrics = as_numbers({name: mean(*pair) for name, pair in sums.metrics.items()})
     scores = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits": loss / math.log(2)}
     return scores | metrics | {"tokens": float(sums.weight)}
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -158,3 +158,9 @@ def shows_labels(config: ModelConfig, prompt: int, length: int) -> bool:
 def language_model(config: ModelConfig) -> LanguageModel | None:
     """The config's language model head, if it has one."""
     return next((head for head in config.heads if isinstance(head, LanguageModel)), None)
+
+
+def continues_text(model: Any) -> bool:
+    """Whether a model predicts the next token from those before it: a masked language model does not."""
+    has_head = isinstance(model, ModelConfig) and language_model(model) is not None
+    return has_head and not sees_later_tokens(model)

@@ -13,9 +13,9 @@ from jaxformer.config import check_types, execution
 from jaxformer.decoding.beam import Beams
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.errors import ConfigError, check_numbers
+from jaxformer.objectives.tokens import TokenCrossEntropy
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.params import check_pattern, check_seed
-from jaxformer.training.objectives import TokenCrossEntropy
 from jaxformer.training.optimizers import AdamW
 from jaxformer.training.schedules import Cosine
 

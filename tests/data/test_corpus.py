@@ -21,8 +21,8 @@ from jaxformer.data import batching, corpus, tokenizers
 from jaxformer.data.corpus import Corpus
 from jaxformer.data.tokens import Index, Tokens
 from jaxformer.errors import ConfigError
-from jaxformer.training.run import check_data
-from jaxformer.training.run_folder import RunFolder
+from jaxformer.runs.run import check_data
+from jaxformer.runs.run_folder import RunFolder
 from tests.faults.pods import Pod, found
 
 END = 0xFF  # of bytes

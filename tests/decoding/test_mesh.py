@@ -12,8 +12,8 @@ from jaxformer import decoding, models, sharding
 from jaxformer.errors import ConfigError
 from jaxformer.models import presets
 from jaxformer.parallel import Mesh, make_mesh
-from jaxformer.planning import hlo
-from jaxformer.planning.decode import abstract_arguments
+from jaxformer.tools.planning import hlo
+from jaxformer.tools.planning.decode import abstract_arguments
 
 CONFIG = replace(
     presets.llama2_70b, num_layers=2, d_model=64, num_heads=8, num_kv_heads=4, d_ff=128, vocab_size=128, context_length=512

@@ -16,8 +16,8 @@ from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.perplexity import StridedPerplexity, count_bytes, perplexity, strided_batches
 from jaxformer.models import ModelConfig
 from jaxformer.ops.losses import LossSums
+from jaxformer.runs.run import evaluator
 from jaxformer.training.recipe import build
-from jaxformer.training.run import evaluator
 
 T = 12
 MODEL = ModelConfig(vocab_size=256, num_layers=2, d_model=16, num_heads=2, context_length=T)

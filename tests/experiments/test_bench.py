@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from experiments.bench import compare, shapes, trace
-from jaxformer.training import memory
+from jaxformer.runs import memory
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 1000), st.sampled_from("abc")), min_size=1, max_size=20))

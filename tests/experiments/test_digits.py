@@ -20,14 +20,14 @@ from experiments import (
 )
 from experiments.caption_digits import MovedDigits
 from jaxformer import cli, models
+from jaxformer.data.augment import Move
 from jaxformer.data.batching import take_rows
 from jaxformer.data.images import Digits
 from jaxformer.errors import ConfigError
 from jaxformer.models import EncoderDecoder
 from jaxformer.parallel import Mesh
+from jaxformer.runs.metrics import Reporter
 from jaxformer.training import TokenCrossEntropy
-from jaxformer.training.augment import Move
-from jaxformer.training.metrics import Reporter
 from jaxformer.training.recipe import build
 
 CAPTIONS = caption_digits.RowsOfDigits(examples=2000, validation_examples=100)

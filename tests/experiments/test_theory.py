@@ -12,11 +12,11 @@ import pytest
 from experiments.reverse import experiment as reverse
 from experiments.theory import approximation, dot_products, induction, lengths, patching, recurrence, residuals, small, warmup
 from jaxformer import models
-from jaxformer.analysis import attention_maps
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.params import abstract
-from jaxformer.training import checkpoint_reader, loop
+from jaxformer.runs import checkpoint_reader, loop
+from jaxformer.tools.analysis import attention_maps
 
 
 @pytest.mark.thorough_after(1)

@@ -76,8 +76,8 @@ def failing_calls(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
     """A folder with two checkpoints."""
-    from jaxformer.training.checkpoint import Manager
-    from tests.training.test_checkpoint import make
+    from jaxformer.runs.checkpoint import Manager
+    from tests.runs.test_checkpoint import make
 
     folder = tmp_path_factory.mktemp("two")
     with Manager(folder, keep_latest=2) as manager:

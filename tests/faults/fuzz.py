@@ -31,7 +31,7 @@ class Target:
 
     def __call__(self, data: bytes) -> None:
         from jaxformer.errors import ConfigError
-        from jaxformer.training.manifest import Damaged
+        from jaxformer.runs.manifest import Damaged
 
         try:
             self.parse(data)
@@ -75,7 +75,7 @@ def experiment() -> Any:
 
 @functools.cache
 def names() -> dict[str, Any]:
-    from jaxformer.training.names import NAMES
+    from jaxformer.runs.names import NAMES
 
     return {name: value for group in NAMES.values() for name, value in group.items()}
 
@@ -88,7 +88,7 @@ def evaluate(data: bytes) -> None:
 
 def override(data: bytes) -> None:
     from jaxformer import config
-    from jaxformer.training.names import NAMES
+    from jaxformer.runs.names import NAMES
 
     made = config.override(experiment(), text(data).split("\n"), NAMES)
     config.fingerprint(made)
@@ -98,7 +98,7 @@ def override(data: bytes) -> None:
 def masks(data: bytes) -> None:
     from jaxformer import config
     from jaxformer.masks import Mask
-    from jaxformer.training.names import MODEL
+    from jaxformer.runs.names import MODEL
 
     mask = config.expressions.evaluate(text(data), MODEL)
     if isinstance(mask, Mask):
@@ -107,7 +107,7 @@ def masks(data: bytes) -> None:
 
 def description(path: Path) -> None:
     from jaxformer import config
-    from jaxformer.training import run_folder
+    from jaxformer.runs import run_folder
 
     found = config.read_json(path)
     run_folder.compare(found, config.describe(experiment()))
@@ -128,20 +128,20 @@ def source(path: Path) -> None:
 
 
 def metrics(path: Path) -> None:
-    from jaxformer.training import metrics
+    from jaxformer.runs import metrics
 
     records, damaged = metrics._parse(path)
     assert all(type(record["step"]) is int for record in records) and all(number > 0 for number in damaged)
 
 
 def unseal(data: bytes) -> None:
-    from jaxformer.training import manifest
+    from jaxformer.runs import manifest
 
     manifest.unseal(manifest._with_checksum(data.decode(errors="replace")), 3)
 
 
 def sealed(data: bytes) -> None:
-    from jaxformer.training import manifest
+    from jaxformer.runs import manifest
 
     try:
         value = json.loads(data)
@@ -217,7 +217,7 @@ def topology(data: bytes) -> None:
 
 
 def planned(data: bytes) -> None:
-    from jaxformer.planning import topology
+    from jaxformer.tools.planning import topology
 
     topology.devices(text(data))
 
@@ -232,7 +232,7 @@ def grid(data: bytes) -> None:
 
 def stops(data: bytes) -> None:
     from jaxformer.evaluation import generation
-    from jaxformer.training import run
+    from jaxformer.runs import run
 
     first, *strings = text(data).split("\n")
     strings = [string for string in strings if string]
@@ -329,12 +329,12 @@ def fuzz(name: str, seconds: int) -> int:
     """Runs atheris on one target in this process, which atheris ends."""
     import atheris
 
-    parsers = ("config", "data", "interop", "masks", "training.metrics", "training.manifest", "training.run_folder")
+    parsers = ("config", "data", "interop", "masks", "runs.metrics", "runs.manifest", "runs.run_folder")
     with atheris.instrument_imports(include=[f"jaxformer.{name}" for name in parsers]):
         from jaxformer import config  # noqa: F401
         from jaxformer.data import labelled, pairs, tokenizers  # noqa: F401
         from jaxformer.interop import safetensors  # noqa: F401
-        from jaxformer.training import names as offered, run_folder  # noqa: F401
+        from jaxformer.runs import names as offered, run_folder  # noqa: F401
     corpus = Path(tempfile.mkdtemp(prefix="jaxformer-corpus-"))
     for number, seed in enumerate(TARGETS[name].seeds):
         (corpus / str(number)).write_bytes(seed)

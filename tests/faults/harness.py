@@ -12,7 +12,7 @@ from typing import Any
 
 from etils import epath
 
-from jaxformer.training import checkpoint, checkpoint_reader
+from jaxformer.runs import checkpoint, checkpoint_reader
 from tests.tiny import EXPERIMENT, furnish
 
 ROOT = Path(__file__).parents[2]

@@ -51,7 +51,7 @@ def run_of(folder: Path) -> Path:
 
 def ending(run: Path) -> tuple[int, dict[str, str], list[dict]]:
     """What a run left: its last step, the fingerprints of its state, its record."""
-    from jaxformer.training import checkpoint, checkpoint_reader
+    from jaxformer.runs import checkpoint, checkpoint_reader
 
     step = checkpoint.steps(run / "checkpoints")[-1]
     leaves = checkpoint_reader.read_manifest(epath.Path(run / "checkpoints" / str(step)))["leaves"]

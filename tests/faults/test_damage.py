@@ -11,16 +11,10 @@ from pathlib import Path
 import pytest
 import tensorstore
 
-from jaxformer.training import checkpoint
-from jaxformer.training.checkpoint import Manager
+from jaxformer.runs import checkpoint
+from jaxformer.runs.checkpoint import Manager
 from tests.faults.harness import Training, assert_same, resumed_after
-from tests.training.test_checkpoint import (
-    abstract,
-    assert_same as assert_same_state,
-    collected,
-    make,
-    reads_damage,
-)
+from tests.runs.test_checkpoint import abstract, assert_same as assert_same_state, collected, make, reads_damage
 
 collected = collected  # a fixture that `reads_damage` uses
 

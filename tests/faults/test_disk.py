@@ -13,11 +13,11 @@ from typing import TypeVar
 
 import pytest
 
-from jaxformer.training.checkpoint import Manager
+from jaxformer.runs.checkpoint import Manager
 from tests.faults.harness import LONG, Process, Training, assert_same, resumed_after
+from tests.runs import conftest as disks
+from tests.runs.test_checkpoint import abstract, assert_same as assert_same_state, make
 from tests.tiny import EXPERIMENT
-from tests.training import conftest as disks
-from tests.training.test_checkpoint import abstract, assert_same as assert_same_state, make
 
 T = TypeVar("T")
 small_disk, fill = disks.small_disk, disks.fill
@@ -141,8 +141,8 @@ def test_where_there_is_no_room_for_one_more_the_oldest_goes_first(small_disk, f
 SAVES = """
 import os, random, sys, threading, time
 from pathlib import Path
-from jaxformer.training.checkpoint import Manager
-from tests.training.test_checkpoint import make
+from jaxformer.runs.checkpoint import Manager
+from tests.runs.test_checkpoint import make
 
 def fill_after(seconds):
     time.sleep(seconds)

@@ -69,7 +69,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", {devices})
 from functools import partial
 from jaxformer import config, parallel
-from jaxformer.training.manifest import fingerprints
+from jaxformer.runs.manifest import fingerprints
 from jaxformer.training.recipe import build
 from jaxformer.training.step import first_state, state_shardings
 experiment = config.override(config.load("tiny"), [{options}])

@@ -14,7 +14,7 @@ import pytest
 from jaxformer import cli, config, open_run
 from jaxformer.errors import ConfigError
 from jaxformer.interop import safetensors
-from jaxformer.training import trust as run_trust
+from jaxformer.runs import trust as run_trust
 from tests.faults.harness import ROOT
 from tests.tiny import EXPERIMENT, furnish
 

@@ -20,7 +20,7 @@ MORTAL = (
 import os, pathlib, shutil, signal
 from jax._src import compiler
 from jaxformer import config
-from jaxformer.training import checkpoint, loop, metrics
+from jaxformer.runs import checkpoint, loop, metrics
 
 def die_at(count, owner, name, path="", after=False):
     original = getattr(owner, name)

@@ -17,13 +17,13 @@ import pytest
 from etils import epath
 
 from jaxformer import cli, config, open_run
-from jaxformer.analysis import figures, report
 from jaxformer.config import no_links
 from jaxformer.errors import ConfigError
-from jaxformer.training import checkpoint, lock, metrics
-from jaxformer.training.goodput import Goodput
-from jaxformer.training.initial import FromRun
-from jaxformer.training.run_folder import RunFolder, runs_of
+from jaxformer.runs import checkpoint, lock, metrics
+from jaxformer.runs.goodput import Goodput
+from jaxformer.runs.initial import FromRun
+from jaxformer.runs.run_folder import RunFolder, runs_of
+from jaxformer.tools.analysis import figures, report
 
 SECRET = "the secret of another user"
 FILES = (

@@ -23,15 +23,15 @@ from jaxformer import cli
 from jaxformer.config import storage
 from jaxformer.data.sources import Text, _read_path as read_path
 from jaxformer.errors import ConfigError
-from jaxformer.training import checkpoint, checkpoint_reader, lock
-from jaxformer.training.checkpoint import Manager
-from jaxformer.training.manifest import CheckpointError
-from jaxformer.training.metrics import Record
-from jaxformer.training.run_folder import runs_of
+from jaxformer.runs import checkpoint, checkpoint_reader, lock
+from jaxformer.runs.checkpoint import Manager
+from jaxformer.runs.manifest import CheckpointError
+from jaxformer.runs.metrics import Record
+from jaxformer.runs.run_folder import runs_of
 from tests.faults.harness import Process
 from tests.faults.passing import Trial
+from tests.runs.test_checkpoint import abstract, assert_same, make
 from tests.tiny import furnish
-from tests.training.test_checkpoint import abstract, assert_same, make
 
 NUMBERS = "EIO ESTALE EMFILE ENFILE ETIMEDOUT ENOMEM EAGAIN ENXIO EREMOTEIO ECONNRESET ENOTCONN EHOSTDOWN EBADF EUCLEAN EPROTO"
 PASSING = [getattr(errno, name) for name in NUMBERS.split()]

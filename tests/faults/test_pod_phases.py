@@ -30,7 +30,7 @@ import errno, functools, os, pathlib, sys, time
 from dataclasses import replace
 from jaxformer import cli
 from jaxformer.parallel import processes
-from jaxformer.training import checkpoint_reader, loop
+from jaxformer.runs import checkpoint_reader, loop
 at, fault, index = os.environ.get("AT"), os.environ.get("FAULT"), os.environ["JAXFORMER_PROCESS"]
 struck = []
 def strike():

@@ -218,7 +218,7 @@ import os, time
 from dataclasses import dataclass, replace
 import jax
 from jaxformer.data.sources import Text, Windows
-from jaxformer.training.objectives import TokenCrossEntropy
+from jaxformer.objectives.tokens import TokenCrossEntropy
 calls = {"data": 0, "objective": 0}
 def count(name):
     calls[name] += 1

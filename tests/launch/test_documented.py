@@ -17,8 +17,8 @@ if str(ROOT) not in sys.path:
 from experiments.launch import door, pod_sim, slices  # noqa: E402
 from jaxformer import cli  # noqa: E402
 from jaxformer.cli.arguments import experiment_of  # noqa: E402
-from jaxformer.planning import plan  # noqa: E402
-from jaxformer.planning.topology import GPUS  # noqa: E402
+from jaxformer.tools.planning import plan  # noqa: E402
+from jaxformer.tools.planning.topology import GPUS  # noqa: E402
 
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("*.py"))]
 VARIABLE = r"""[A-Z]+=(?:"[^"]*"|'[^']*'|[^\s;,`"'|()]+)"""

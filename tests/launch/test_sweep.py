@@ -12,7 +12,7 @@ from experiments.launch.sweep import combinations
 from jaxformer import cli
 from jaxformer.data.batching import BadBatch
 from jaxformer.errors import ConfigError
-from jaxformer.training import loop
+from jaxformer.runs import loop
 from tests.tiny import furnish
 
 # a model that sees later tokens ends without a sample: nothing is compiled for one

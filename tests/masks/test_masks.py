@@ -12,7 +12,7 @@ from jaxformer import masks
 from jaxformer.config.expressions import evaluate
 from jaxformer.errors import ConfigError
 from jaxformer.masks import blocks as mask_blocks, rules as mask_rules
-from jaxformer.training.names import MODEL
+from jaxformer.runs.names import MODEL
 
 small = st.integers(0, 5)
 layouts = st.integers(0, 2**32 - 1).map(lambda seed: np.random.default_rng(seed).random((3, 4)) < 0.5)

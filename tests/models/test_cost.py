@@ -12,7 +12,7 @@ from jaxformer.models import PRESETS, Classification, LanguageModel, Mixture, Mo
 from jaxformer.models.config import TokenClassification
 from jaxformer.models.mixers.efficient import Linformer
 from jaxformer.models.vision import Reconstruction
-from jaxformer.planning import flops
+from jaxformer.tools.planning import flops
 
 
 def forward(config, length):

@@ -14,6 +14,7 @@ from flax.traverse_util import unflatten_dict
 
 from jaxformer import decoding, masks, models, ops, params
 from jaxformer.config.override import meanings
+from jaxformer.data.augment import Crop, Move
 from jaxformer.errors import ConfigError
 from jaxformer.models import (
     Classification,
@@ -33,7 +34,6 @@ from jaxformer.models.mixers import attention, efficient, variants
 from jaxformer.models.mup import MuP
 from jaxformer.models.stacks import pipeline, reversible
 from jaxformer.training import MaskedTokens, SpanCorruption, TokenCrossEntropy
-from jaxformer.training.augment import Crop, Move
 
 MODEL = ModelConfig(vocab_size=7, num_layers=2, d_model=8, num_heads=2, context_length=6)
 ENCODER = replace(MODEL, heads=(), masks=(masks.full(),))

@@ -17,8 +17,8 @@ from jaxformer.models import ModelConfig, Sinusoidal, heads
 from jaxformer.models.stacks.pipeline import Pipeline
 from jaxformer.ops import projected_cross_entropy
 from jaxformer.parallel import Mesh, make_mesh
-from jaxformer.planning.hlo import collectives
 from jaxformer.sharding import shardings
+from jaxformer.tools.planning.hlo import collectives
 
 L = 4
 CONFIG = ModelConfig(
@@ -97,9 +97,9 @@ def test_stages_hand_on_once_a_tick():
 COMPILED = """
 import json, sys
 from dataclasses import replace
-from jaxformer.planning import topology
+from jaxformer.tools.planning import topology
 topology.prepare()
-from jaxformer.planning import plan
+from jaxformer.tools.planning import plan
 from jaxformer.models import presets
 from jaxformer.parallel import Mesh
 model = replace(presets.llama_7b, num_layers=4, d_model=512, num_heads=4, d_ff=1024, vocab_size=1024, context_length=256)

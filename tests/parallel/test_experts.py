@@ -18,8 +18,8 @@ from jaxformer.models import ModelConfig
 from jaxformer.models.mixture import Mixture
 from jaxformer.ops.mixture import mixture
 from jaxformer.parallel import Mesh, block_if_simulated, make_mesh
-from jaxformer.planning import hlo
 from jaxformer.sharding import batch_sharding, shardings
+from jaxformer.tools.planning import hlo
 
 E, D, F = 8, 16, 24
 rng = np.random.default_rng(0)
@@ -265,7 +265,7 @@ from functools import partial
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jax.experimental.topologies import get_topology_desc
 from jaxformer import models, ops
-from jaxformer.planning import hlo
+from jaxformer.tools.planning import hlo
 from jaxformer.models import ModelConfig
 from jaxformer.models.mixture import Mixture
 from jaxformer.parallel import Mesh, make_mesh
@@ -301,7 +301,7 @@ for capacity, kinds in (1.25, {"all-to-all"}), (None, {"all-gather", "reduce-sca
 def test_compiles_for_a_tpu_that_is_not_here():
     """Three matrices of experts, two layers, forward and recomputed: 12 all-gathers over fsdp, and 6 reduce-scatters."""
     pytest.importorskip("libtpu", reason="needs libtpu: pip install 'jaxformer[tpu]'")
-    code = "from jaxformer.planning.topology import prepare; prepare()" + AOT
+    code = "from jaxformer.tools.planning.topology import prepare; prepare()" + AOT
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
     print(done.stdout)

@@ -11,7 +11,7 @@ import pytest
 from jaxformer.parallel import meeting, peers, processes
 from jaxformer.parallel.link import Link
 from jaxformer.parallel.peers import Abandoned, Peers
-from jaxformer.training.manifest import CheckpointError, Damaged
+from jaxformer.runs.manifest import CheckpointError, Damaged
 
 MADE: list[Peers] = []
 

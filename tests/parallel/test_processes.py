@@ -23,10 +23,10 @@ from jaxformer.errors import ConfigError
 from jaxformer.parallel import meeting, peers, processes
 from jaxformer.parallel.link import Link
 from jaxformer.parallel.processes import Processes
-from jaxformer.training import checkpoint, loop
-from jaxformer.training.manifest import fingerprints
+from jaxformer.runs import checkpoint, loop
+from jaxformer.runs.manifest import fingerprints
+from jaxformer.runs.run_folder import run_folder
 from jaxformer.training.recipe import build
-from jaxformer.training.run_folder import run_folder
 from jaxformer.training.step import init_state
 from tests.faults.harness import Process
 from tests.faults.pods import Pod, found
@@ -130,8 +130,8 @@ from functools import partial
 import jax
 from jaxformer import config, parallel
 from jaxformer.parallel import processes
-from jaxformer.training import checkpoint
-from jaxformer.training.manifest import fingerprints
+from jaxformer.runs import checkpoint
+from jaxformer.runs.manifest import fingerprints
 from jaxformer.training.recipe import build
 from jaxformer.training.step import init_state, state_shardings
 processes.initialize()

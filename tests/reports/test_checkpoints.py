@@ -18,11 +18,12 @@ from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.models.adaptation import Lora
-from jaxformer.training import Experiment, checkpoint, checkpoint_reader
-from jaxformer.training.checkpoint import Manager
+from jaxformer.runs import checkpoint, checkpoint_reader
+from jaxformer.runs.checkpoint import Manager
+from jaxformer.runs.run import Run, neighbours, warn_of_order
+from jaxformer.runs.run_folder import RunFolder
+from jaxformer.training import Experiment
 from jaxformer.training.recipe import build
-from jaxformer.training.run import Run, neighbours, warn_of_order
-from jaxformer.training.run_folder import RunFolder
 from jaxformer.training.step import abstract_state
 
 MODEL = ModelConfig(vocab_size=16, num_layers=1, d_model=8, num_heads=1, context_length=8)

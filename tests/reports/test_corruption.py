@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxformer.training.corruption import corrupt_spans, hide_tokens, span_counts
+from jaxformer.objectives.corruption import corrupt_spans, span_counts
+from jaxformer.objectives.masked import hide_tokens
 
 KEY = jax.random.key(0)
 SENTINEL, END = 5000, 1

@@ -35,9 +35,9 @@ from jaxformer.errors import ConfigError
 from jaxformer.evaluation.generation import Generated, answers, as_strings, before_stop, continuation
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.models import ModelConfig
-from jaxformer.training import run as runs
+from jaxformer.runs import run as runs
+from jaxformer.runs.run_folder import RunFolder
 from jaxformer.training.experiment import Experiment, Sample
-from jaxformer.training.run_folder import RunFolder
 
 V = 7
 TINY = ModelConfig(vocab_size=V, num_layers=1, d_model=8, num_heads=2, context_length=32, init_std=0.5)

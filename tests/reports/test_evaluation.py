@@ -26,12 +26,13 @@ from jaxformer.masks import full
 from jaxformer.models import ModelConfig
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel import Mesh
-from jaxformer.training import Checkpoints, Experiment, MaskedTokens, checkpoint, loop
-from jaxformer.training.goodput import Goodput
-from jaxformer.training.metrics import Console, Record, read_records
+from jaxformer.runs import checkpoint, loop
+from jaxformer.runs.goodput import Goodput
+from jaxformer.runs.metrics import Console, Record, read_records
+from jaxformer.runs.run import evaluator, examples_scored, new_names
+from jaxformer.runs.run_folder import RunFolder, other_text
+from jaxformer.training import Checkpoints, Experiment, MaskedTokens
 from jaxformer.training.recipe import build, in_micro_batches
-from jaxformer.training.run import evaluator, examples_scored, new_names
-from jaxformer.training.run_folder import RunFolder, other_text
 from jaxformer.training.step import TrainState
 
 MODEL = ModelConfig(vocab_size=12, num_layers=1, d_model=8, num_heads=1, context_length=8)

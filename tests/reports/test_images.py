@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer.data.augment import Crop, Flip, Move, ResizedCrop, augmented
 from jaxformer.data.images import Images
 from jaxformer.errors import ConfigError
 from jaxformer.models import Classification
-from jaxformer.training.augment import Crop, Flip, Move, ResizedCrop, augmented
 
 PIL = pytest.importorskip("PIL.Image")
 MODEL = SimpleNamespace(heads=(Classification(3, pooler=None),))

@@ -17,11 +17,12 @@ from jaxformer.errors import ConfigError
 from jaxformer.interop import huggingface
 from jaxformer.models import Classification, ModelConfig
 from jaxformer.ops.positions import Rope
-from jaxformer.training import Constant, Experiment, run
-from jaxformer.training.initial import FromRun
-from jaxformer.training.loop import train
+from jaxformer.runs import run
+from jaxformer.runs.initial import FromRun
+from jaxformer.runs.loop import train
+from jaxformer.runs.start import first_params
+from jaxformer.training import Constant, Experiment
 from jaxformer.training.recipe import build
-from jaxformer.training.start import first_params
 from jaxformer.training.step import init_state
 from tests.tiny import furnish
 

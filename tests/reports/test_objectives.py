@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxformer import models
+from jaxformer.data.augment import Crop, Flip, ResizedCrop, augmented
 from jaxformer.data.tasks import Copy
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
+from jaxformer.objectives.spans import best_spans
 from jaxformer.ops.losses import cross_entropy
 from jaxformer.training import ClassCrossEntropy, Experiment, SpanCrossEntropy, TokenCrossEntropy, recipe
-from jaxformer.training.augment import Crop, Flip, ResizedCrop, augmented
-from jaxformer.training.objectives import best_spans
 
 retrieval = pytest.importorskip("experiments.retrieve_digits")  # needs scikit-learn
 
@@ -30,7 +30,7 @@ def apply(model, params, tokens, **_):
 @pytest.fixture
 def given(monkeypatch):
     """Parameters are logits."""
-    monkeypatch.setattr("jaxformer.training.objectives.models.apply", apply)
+    monkeypatch.setattr("jaxformer.objectives.tokens.models.apply", apply)
 
 
 def spans(logits, labels, weights=None, passage=None):

@@ -18,8 +18,8 @@ from jaxformer.models.adaptation import Lora
 from jaxformer.models.mixers import variants
 from jaxformer.models.mup import MuP
 from jaxformer.params import Spec
+from jaxformer.runs.run_folder import RunFolder, as_it_began, differences
 from jaxformer.training import Adafactor, Adam, AdamW, Experiment, Lion, Muon, optimizers
-from jaxformer.training.run_folder import RunFolder, as_it_began, differences
 from jaxformer.training.step import clip
 
 D = 8

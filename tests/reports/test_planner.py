@@ -13,7 +13,7 @@ from jaxformer.models import ModelConfig, cost, presets
 from jaxformer.models.adaptation import Lora
 from jaxformer.models.mixture import Mixture
 from jaxformer.parallel.mesh import AXES
-from jaxformer.planning import out_of_memory, search
+from jaxformer.tools.planning import out_of_memory, search
 from jaxformer.training import optimizers
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import trained_weights
@@ -151,8 +151,8 @@ def test_experts_are_shared_out_in_memory():
     hit="a best size ten times below the smallest run, and exponents of runs of one size, with intervals of width 0",
 )  # fmt: skip
 def test_laws_need_runs_that_determine_them():
-    from jaxformer.analysis import scaling
     from jaxformer.errors import ConfigError
+    from jaxformer.tools.analysis import scaling
 
     N, true = np.geomspace(1e5, 1e6, 6), scaling.HOFFMANN
     with pytest.raises(ConfigError, match="cannot be told apart"):
@@ -200,7 +200,7 @@ def test_sizes_that_a_mesh_does_not_divide(model, axis, said):
 @pytest.mark.thorough
 def test_a_plan_counts_the_memory_of_an_evaluation():
     from jaxformer.parallel import Mesh
-    from jaxformer.planning import compile as planned
+    from jaxformer.tools.planning import compile as planned
 
     found = []
     for rows in (8, 64):

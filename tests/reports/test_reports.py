@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from etils import epath
 
-from jaxformer.analysis import diagram, figures, gallery, inspection, page, report
 from jaxformer.errors import ConfigError
 from jaxformer.masks import causal
 from jaxformer.models import ModelConfig
-from jaxformer.training.run_folder import RunFolder
+from jaxformer.runs.run_folder import RunFolder
+from jaxformer.tools.analysis import diagram, figures, gallery, inspection, page, report
 
 nan, inf = math.nan, math.inf
 TEX = ("$$", "$x_$", "a$ b$", r"\$x$", "$\\frac{$", "100% $", "_run", "火 🙂", "a\x00\x07b", "\ud800")

@@ -21,11 +21,12 @@ from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.parallel import Mesh
-from jaxformer.training import Checkpoints, Experiment, checkpoint, lock, loop
-from jaxformer.training.metrics import Console, Record, Reporter, open_loggers, read_records
-from jaxformer.training.run import Run
-from jaxformer.training.run_folder import RunFolder, run_folder
-from jaxformer.training.signals import Interrupted
+from jaxformer.runs import checkpoint, lock, loop
+from jaxformer.runs.metrics import Console, Record, Reporter, open_loggers, read_records
+from jaxformer.runs.run import Run
+from jaxformer.runs.run_folder import RunFolder, run_folder
+from jaxformer.runs.signals import Interrupted
+from jaxformer.training import Checkpoints, Experiment
 
 MODEL = ModelConfig(vocab_size=12, num_layers=1, d_model=8, num_heads=1, context_length=8)
 DATA = Reverse(vocab_size=11, length=4, examples=64, validation_examples=8)

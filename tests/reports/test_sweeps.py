@@ -15,10 +15,10 @@ from jaxformer import cli, config
 from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
+from jaxformer.runs.metrics import NonFinite
+from jaxformer.runs.run_folder import run_folder
+from jaxformer.runs.signals import Interrupted
 from jaxformer.training import Checkpoints, Experiment
-from jaxformer.training.metrics import NonFinite
-from jaxformer.training.run_folder import run_folder
-from jaxformer.training.signals import Interrupted
 from tests.tiny import furnish
 
 MODEL = ModelConfig(vocab_size=17, num_layers=1, d_model=8, num_heads=1, context_length=16)

@@ -9,7 +9,7 @@ import pytest
 from jaxformer.data.tasks import Copy
 from jaxformer.models import ModelConfig
 from jaxformer.models.cost import training_flops
-from jaxformer.planning import hlo
+from jaxformer.tools.planning import hlo
 from jaxformer.training import Experiment
 from jaxformer.training.recipe import build
 from jaxformer.training.step import abstract_state, make_train_step

@@ -14,7 +14,8 @@ from jaxformer.data.tasks import Reverse
 from jaxformer.models import EncoderDecoder, Mixture, ModelConfig
 from jaxformer.models.mixers.attention import attention
 from jaxformer.models.mixers.variants import gated
-from jaxformer.training import loop, rms
+from jaxformer.runs import loop
+from jaxformer.training import rms
 from jaxformer.training.experiment import Experiment, Sample
 from jaxformer.training.recipe import build
 from jaxformer.training.schedules import Constant

@@ -17,7 +17,7 @@ from jaxformer.models.layer import Context, Mixer, MixerOutput, linear
 from jaxformer.models.stacks import reversible, scan
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec
-from jaxformer.training.names import MODEL, NAMES
+from jaxformer.runs.names import MODEL, NAMES
 
 V, T, L = 13, 16, 2
 CAUSAL = (masks.causal(),)

@@ -20,8 +20,8 @@ from jaxformer.models.mixers import Linear
 from jaxformer.models.stacks.pipeline import Pipeline, bubble, pipeline
 from jaxformer.ops.positions import Rope
 from jaxformer.parallel import Mesh, make_mesh
-from jaxformer.planning.hlo import collectives
 from jaxformer.sharding import shardings
+from jaxformer.tools.planning.hlo import collectives
 
 GPT = ModelConfig(vocab_size=64, num_layers=4, d_model=16, num_heads=2, context_length=16, init_std=0.2)
 DEEP = replace(GPT, num_layers=8, d_model=8)
@@ -255,7 +255,7 @@ from functools import partial
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxformer import models, ops, params
-from jaxformer.planning.hlo import collectives
+from jaxformer.tools.planning.hlo import collectives
 from jaxformer.models import ModelConfig
 from jaxformer.models.stacks.pipeline import Pipeline
 from jaxformer.ops.positions import Rope

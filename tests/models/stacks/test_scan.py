@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxformer import models, params, sharding
-from jaxformer.analysis.costs import kept_bytes
 from jaxformer.models import ModelConfig
 from jaxformer.models.mixers import variants
 from jaxformer.models.stacks import scan
 from jaxformer.ops import norms
 from jaxformer.ops.positions import Rope
 from jaxformer.parallel import Mesh, make_mesh
+from jaxformer.tools.analysis.costs import kept_bytes
 
 CONFIG = ModelConfig(vocab_size=16, num_layers=2, d_model=64, num_heads=4, context_length=32, unroll=1)
 LLAMA = replace(CONFIG, norm="rms_norm", feedforward="swiglu", positions=Rope(), use_bias=False)

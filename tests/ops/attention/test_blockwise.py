@@ -14,7 +14,7 @@ from jaxformer import masks
 from jaxformer.ops import positions
 from jaxformer.ops.attention import _log_once, attention, blocks, blockwise
 from jaxformer.ops.attention.call import Call, dropout_seed
-from jaxformer.planning import hlo
+from jaxformer.tools.planning import hlo
 
 # float64 sums of at most a few hundred terms of order one, summed in another order.
 FLOAT64 = dict(rtol=1e-10, atol=1e-10)

@@ -18,7 +18,7 @@ from jaxformer.ops import positions
 from jaxformer.ops.attention import attention, ring
 from jaxformer.ops.attention.blocks import Grid
 from jaxformer.parallel import Mesh, make_mesh
-from jaxformer.planning import hlo
+from jaxformer.tools.planning import hlo
 
 B, T, N, K, H, HV = 2, 32, 4, 2, 6, 4
 FLOAT32 = 1e-5  # of the largest entry; unit roundoff is 6e-8, and sums are of up to 32 terms, twice through a product
@@ -295,7 +295,7 @@ import functools, sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxformer.planning import hlo
+from jaxformer.tools.planning import hlo
 from jaxformer import masks
 from jaxformer.ops.attention import attention
 from jaxformer.parallel import Mesh, make_mesh

@@ -10,7 +10,7 @@ import pytest
 from jaxformer import masks
 from jaxformer.ops.attention import attention, rows
 from jaxformer.ops.attention.call import Call
-from jaxformer.planning import flops
+from jaxformer.tools.planning import flops
 from tests.ops.attention.test_blockwise import dynamic_masks, static_masks
 
 T, S, N, K = 11, 13, 4, 2

@@ -1,0 +1,8 @@
+"""What a model is trained to do, one file a kind. `objective.py` says what an objective is."""
+
+# ruff: noqa: F401 (names that the package offers)
+from jaxformer.objectives.classes import ClassCrossEntropy
+from jaxformer.objectives.corruption import SpanCorruption
+from jaxformer.objectives.masked import MaskedTokens, NextSentence
+from jaxformer.objectives.spans import SpanCrossEntropy
+from jaxformer.objectives.tokens import PrefixLanguageModel, TokenCrossEntropy

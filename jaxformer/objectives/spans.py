@@ -1,0 +1,56 @@
+"""The first and the last token of an answer in a passage."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxformer import models
+from jaxformer.errors import ConfigError
+from jaxformer.objectives.objective import Batch, model_inputs, with_reports
+from jaxformer.ops.losses import LossSums, cross_entropy
+
+
+@dataclass(frozen=True)
+class SpanCrossEntropy:
+    """Mean cross entropy of the first and the last token of an answer, among the tokens of a passage.
+
+    It reads `tokens` `[B, T]`, `passage` `[B, T]` (1 where an answer may be), `labels` `[B, 2]` (positions of the first and
+    the last token) and `weights` `[B]`; the first head is a `TokenClassification(2)`. `exact_match` counts the rows whose
+    likeliest span, of all with first <= last, is the answer. Devlin et al. 2018, arXiv:1810.04805, section 4.2.
+
+    A row whose labels are not in the passage, such as an answer that the window cut off, is left out of the loss and of
+    `exact_match`; `left_out` is their share. For questions without an answer let [CLS] be a part of the passage, and label it.
+    """
+
+    def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
+        output = models.apply(model, params, batch["tokens"], dropout_key=key, dtype=dtype, **model_inputs(batch))
+        if output.logits is None or output.logits.ndim != 3 or output.logits.shape[-1] != 2:
+            raise ConfigError("SpanCrossEntropy needs logits [B, T, 2]; give the model a TokenClassification(2) head first")
+        passage, labels = batch["passage"] > 0, batch["labels"]
+        logits = jnp.where(passage[:, None], output.logits.swapaxes(1, 2), -jnp.inf)  # [B, 2, T]
+        inside = is_in_passage(passage, labels)
+        weights = jnp.where(inside, batch["weights"], 0)
+        sums = with_reports(cross_entropy(logits, labels, jnp.broadcast_to(weights[:, None] / 2, labels.shape)), output)
+        exact = jnp.all(best_spans(logits) == labels, axis=1)
+        left_out = jnp.sum(batch["weights"]) - sums.weight
+        figures = {"exact_match": (jnp.sum(exact * weights), sums.weight), "left_out": (left_out, sums.weight + left_out)}
+        return sums._replace(metrics=sums.metrics | figures)
+
+
+def is_in_passage(passage: Array, labels: Array) -> Array:
+    """Whether both labels `[B, 2]` of a row are places of its passage `[B, T]`, the first not behind the last."""
+    T = passage.shape[1]
+    places = jnp.clip(labels, 0, T - 1)
+    inside = jnp.take_along_axis(passage, places, axis=1) & (labels == places)
+    return inside.all(axis=1) & (labels[:, 0] <= labels[:, 1])
+
+
+def best_spans(logits: Array) -> Array:
+    """First and last position `[B, 2]`, first <= last, with the largest sum of their logits `[B, 2, T]`."""
+    firsts, lasts = logits[:, 0], logits[:, 1]
+    last = jnp.argmax(jax.lax.cummax(firsts, axis=1) + lasts, axis=1)
+    before = jnp.arange(firsts.shape[1])[None] <= last[:, None]
+    return jnp.stack([jnp.argmax(jnp.where(before, firsts, -jnp.inf), axis=1), last], axis=1)

@@ -1,0 +1,562 @@
+"""The run: from an experiment to a trained model, through kills, bad data and bad numbers."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import math
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+from etils import epath
+
+from jaxformer import config, models, parallel, params as parameters
+from jaxformer.config import Source, storage
+from jaxformer.data import batching
+from jaxformer.errors import ConfigError
+from jaxformer.models import cost
+from jaxformer.parallel import pmap, processes
+from jaxformer.runs import checkpoint, compilation_cache, memory, replicas, reproduction
+from jaxformer.runs.goodput import Goodput
+from jaxformer.runs.initial import check_initial
+from jaxformer.runs.metrics import UNRECORDED, Console, NonFinite, Record, Reporter, open_loggers
+from jaxformer.runs.run import (
+    ask,
+    check_data,
+    evaluator,
+    examples_scored,
+    new_names,
+    on_devices,
+    sample_text,
+    warn_of_order,
+    writes_text,
+)
+from jaxformer.runs.run_folder import RunFolder, as_it_began, compare, describe, introduce, run_folder
+from jaxformer.runs.signals import Interrupted, Signals
+from jaxformer.runs.start import first_params
+from jaxformer.training import optimizers
+from jaxformer.training.experiment import Experiment
+from jaxformer.training.recipe import Recipe, build, row_lengths, trained_weights
+from jaxformer.training.step import TrainState, abstract_state, averaged_steps, first_state, make_train_step, state_shardings
+
+log = logging.getLogger("jaxformer")
+TRACED = 10, 15  # the first and last step of a profile, counted from the start of the process: the first ones compile
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What the loop needs: an experiment, its data and its devices taken apart."""
+
+    name: str
+    steps: int
+    log_every: int
+    eval_every: int
+    save_every: int
+    best: str  # the score that ranks checkpoints
+    examples: tuple[int, int, int]  # scored by an evaluation, and by the last one; of the whole validation split
+    max_skipped: int
+    metadata: dict[str, Any]  # of every checkpoint
+    batches: Callable[[int], dict[str, Any]]  # step -> this process's rows
+    put: Callable[[dict[str, Any]], Any]  # a batch, onto the devices
+    step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
+    spread: Callable[[TrainState], Any]  # the state as `step` takes it
+    gather: Callable[[Any], TrainState]  # back to an ordinary one
+    evaluate: Callable[..., dict[str, Any]]
+    sample: Callable[[Any], str] | None  # params -> text
+    profile: str | None  # where a trace of some steps goes
+    work: Callable[[dict[str, Any]], float | None]  # a batch -> seconds of its step at all devices' peak, if that is known
+    refresh: Callable[[], Any]  # after an evaluation
+    explain: Callable[[TrainState, int], Any]  # keeps a bad step, and says what is bad in it
+    check: Callable[[Any, int], None]  # raises Diverged where copies of the state differ
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. `reports` of `train` read it."""
+
+    folder: epath.Path
+    name: str
+    parameters: int
+    validation: dict[str, Any]  # numbers, and texts such as the signature of a score
+    baseline: float | None  # unigram entropy of the validation text, nats a token
+    sample: str | None
+
+
+Report = Callable[[Result, Sequence[dict]], str | None]
+
+
+def train(
+    experiment: Experiment, runs: epath.PathLike = "runs", source: Source | None = None, reports: Sequence[Report] = (),
+    refresh: Callable[[RunFolder], Any] | None = None, began: float | None = None,
+) -> Result:  # fmt: skip
+    """Trains `experiment` in its folder under `runs` (gs://... too), from the newest good checkpoint if there is one.
+
+    A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
+    one that was not. `source` is the experiment's file, which the folder keeps. `refresh` is called after each evaluation
+    with the folder, `reports` at the end with the result and the records: they return a line to print. `began` is when the
+    program began, by `time.monotonic`: now, by default. Raises ConfigError for what the user can mend, NonFinite when the
+    numbers stay bad, Interrupted on SIGTERM. Several processes (`parallel.processes`) call it alike; the first one writes.
+    """
+    folder, began = run_folder(experiment, runs), time.monotonic() if began is None else began
+    experiment = as_it_began(folder, experiment)
+    check_hosts(experiment, source)
+    mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
+    recipe = build(experiment)
+    check_initial(experiment, recipe)
+    check_mesh(experiment, recipe, mesh)
+    dataset = open_data(experiment)  # before anything is written: most mistakes show here
+    if can_sample(experiment, dataset):
+        ask(experiment, experiment.sample, dataset.tokenizer)
+    if dataset.digest != processes.first(lambda: dataset.digest, "the comparison of data"):
+        raise ConfigError("the data here are not those of process 0; give every host the same files")
+    known = check_scores(experiment, recipe, dataset)
+    lines = processes.first(lambda: [] if storage.is_file(folder.config) else introduce(experiment, runs))
+    with contextlib.ExitStack() as stack:
+        saves = experiment.checkpoints
+        kept = dict(every=saves.every, keep_latest=saves.keep_latest, keep_best=saves.keep_best)
+        place = folder.for_library(folder.checkpoints)
+        manager = checkpoint.Manager(place, score=score_name(experiment, dataset), **kept)
+        stack.enter_context(manager)  # holds the run's lock
+        processes.first(folder.remove_unfinished)
+        compilation_cache.enable(runs)
+        record = Record(folder.metrics if processes.is_first() else None)
+        stack.callback(record.close)
+        watchdog = stack.enter_context(processes.Watchdog(processes.step_limit()))
+        watchdog.phase("the restore")
+
+        def begin():
+            watchdog.phase("the first parameters", patience=math.inf)  # they may have to be downloaded
+            params = first_params(experiment.initial, experiment.model, recipe, runs)
+            watchdog.phase("the first state")
+            return params
+
+        state, start = restore(recipe, folder, dataset, manager, record, mesh, begin)
+        # not before: first parameters are on one device, and under a mesh JAX computes nothing with them
+        if mesh is not None and experiment.mesh.backend == "jit":
+            stack.enter_context(jax.set_mesh(mesh))
+        memory.keep()
+        for change in processes.first(lambda: describe(folder, experiment, source, dataset.digest)):
+            log.warning("changed since the last start: %s", change)
+        if dataset.tokenizer is not None:
+            processes.first(lambda: dataset.tokenizer.save(folder.tokenizer))
+        console = Console(experiment.steps, heard=processes.is_first())
+        if processes.is_first():
+            description = config.describe(experiment)
+            record.loggers = open_loggers(experiment.loggers, folder.path, folder.path.name, description)
+        for line in [*lines, *_facts(experiment, recipe, dataset, start, mesh)]:
+            console.say(line)
+        refreshed = None if refresh is None or not processes.is_first() else partial(harmless(refresh, share=0.05), folder)
+        job = prepare(experiment, recipe, folder, dataset, mesh, refreshed)
+        watchdog.phase("the first evaluation" if start < job.steps else "the last evaluation")
+        goodput = Goodput(folder.goodput if processes.is_first() else None, began)
+        if start < job.steps:
+            if not known and not was_scored(record.lines, saves.best):
+                try_best(experiment, recipe, dataset, mesh, state)
+            state, scores = loop(job, manager, state, start, record, console, watchdog, goodput)
+            console.say(goodput.summary())
+        else:
+            console.say(f"this run is finished: {job.steps} steps are done in {folder.path}")
+            scores = job.evaluate(state.best, final=True)
+        watchdog.phase("the end")
+        return finish(job, folder, dataset, state, scores, record, console, reports)
+
+
+def check_hosts(experiment: Experiment, source: Source | None) -> None:
+    """Raises ConfigError where the experiment here is not that of process 0: one would wait for what another never does."""
+    code = None if source is None else (source.text, sorted(source.imports.values()))
+    here = json.loads(config.to_json([config.describe(experiment), code], default=str))
+    there = processes.first(lambda: here, "the comparison of experiments")
+    if here != there:
+        different = "; ".join(compare(there[0], here[0])) or "its file, or one that it imports"
+        advice = "give every host the same file and options"
+        raise ConfigError(f"the experiment here is not that of process 0: {different}; {advice}")
+
+
+def check_mesh(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh | None) -> None:
+    """Raises ConfigError where the parameters do not divide, or several processes have no part of the mesh."""
+    if mesh is not None:
+        state_shardings(recipe, mesh)  # refuses what does not divide
+        if models.is_config(experiment.model):
+            parallel.check_context(dict(mesh.shape), models.context_lengths(experiment.model))
+    if jax.process_count() > 1 and (mesh is None or mesh.size < jax.device_count() or experiment.mesh.backend == "pmap"):
+        needed = f"several processes need backend=jit and all of their {jax.device_count()} devices; try --mesh.data=-1"
+        raise ConfigError(f"mesh={experiment.mesh}: {needed}")
+
+
+def open_data(experiment: Experiment):
+    """The experiment's dataset, checked against its model."""
+    dataset = batching.open_dataset(experiment.data, experiment.model)
+    size, least = getattr(getattr(experiment.model, "decoder", experiment.model), "vocab_size", None), dataset.vocab_size
+    if size is not None and least is not None and least > size:
+        raise ConfigError(f"model.vocab_size={size} is too small: the data have {least} tokens; set it to {least}")
+    return dataset
+
+
+def check_scores(experiment: Experiment, recipe: Recipe, dataset) -> bool:
+    """Whether an evaluation is known to make the score that ranks checkpoints, before any step.
+
+    False where a metric of the user's may make it: no name is known before it is called. Raises ConfigError for a score that
+    nothing makes, or the end alone, and for what the metrics would refuse at the end.
+    """
+    early: list[str] = []  # what the metrics of every evaluation make
+    late: list[Any] = []
+    taken = ["step", "loss", "perplexity", "bits"]
+    is_known = True
+    for metric in experiment.metrics:
+        names = metric.check(experiment.model, dataset) if hasattr(metric, "check") else None
+        taken += new_names(metric, dict.fromkeys(names or ()), taken)
+        if getattr(metric, "only_final", False):
+            late.append(metric)
+        elif names is None:
+            is_known = False
+        else:
+            early += names
+    best = experiment.checkpoints.best.removeprefix("-")
+    if best in ("loss", "perplexity", "bits", "tokens"):
+        return True
+    batch = batching.ValidationBatches(dataset.validation, experiment.batch_size)[0]
+    sums = jax.eval_shape(recipe.score, abstract_state(recipe).params, batch, jax.random.key(0))
+    found = ["loss", "perplexity", "bits", *sums.metrics, *early]
+    if best in found or best.rpartition("/")[0] in found:  # a metric with a value for each layer
+        return True
+    if not is_known:
+        return False
+    why = f"; {', '.join(map(_name, late))} scores at the end alone, unless only_final=False" if late else ""
+    problem = f"checkpoints.best={experiment.checkpoints.best!r}: an evaluation here gives {', '.join(found)}"
+    raise ConfigError(f"{problem}; name one, or one with a minus{why}")
+
+
+def _name(metric: Any) -> str:
+    return getattr(metric, "__name__", type(metric).__name__)
+
+
+def score_name(experiment: Experiment, dataset) -> str:
+    """What a checkpoint's rank is of: the score, the text, and how the metrics were made. Other ranks are not compared."""
+    count, best = len(dataset.validation), experiment.checkpoints.best
+    name = f"{best} of {examples_scored(experiment, count, whole=False)} examples"
+    if not experiment.metrics or best.removeprefix("-") == "loss":
+        return name
+    described = config.to_json(config.describe(experiment)["metrics"], sort_keys=True, default=str)
+    return f"{name}, metrics {hashlib.sha256(described.encode()).hexdigest()[:8]}"
+
+
+def was_scored(records: Sequence[dict], best: str) -> bool:
+    """Whether an evaluation of an earlier start made this score."""
+    return any(f"validation_{best.removeprefix('-')}" in record for record in records)
+
+
+def try_best(experiment: Experiment, recipe: Recipe, dataset, mesh, state: TrainState) -> None:
+    """Scores one example, which shows the names of the user's metrics. Raises ConfigError where none is `checkpoints.best`."""
+    one = replace(experiment, eval_examples=1)
+    ranked(evaluate_on(mesh, experiment, evaluator(one, recipe, dataset, mesh))(state.best), experiment.checkpoints.best)
+
+
+def evaluate_on(mesh: jax.sharding.Mesh | None, experiment: Experiment, evaluate: Callable) -> Callable:
+    """An evaluation of what the training has: under pmap, one copy, which all devices of the mesh get again."""
+    if mesh is None or experiment.mesh.backend != "pmap":
+        return evaluate
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def evaluate_copies(trained: Any, **options: bool) -> dict[str, Any]:
+        with jax.set_mesh(mesh):
+            return evaluate(jax.device_put(trained, everywhere), **options)
+
+    return evaluate_copies
+
+
+def can_sample(experiment: Experiment, dataset) -> bool:
+    """Whether the run can end with a text that the model writes."""
+    return dataset.tokenizer is not None and writes_text(experiment)
+
+
+def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh, begin) -> tuple[TrainState, int]:
+    """The newest good state, or that of the parameters `begin()`, on the mesh; the record goes back to the same step."""
+    shardings = state_shardings(recipe, mesh) if mesh is not None and recipe.mesh.backend == "jit" else None
+    restored = manager.restore(abstract_state(recipe, shardings))
+    if restored is None:
+        record.rewind(0)
+        state = jax.block_until_ready(first_state(recipe, shardings, begin()))
+        memory.give_back()
+        return state, 0
+    step, state, metadata = restored
+    check_data(folder, metadata, dataset)
+    warn_of_order(folder, metadata, dataset)
+    record.rewind(step)
+    return state, step
+
+
+def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) -> list[str]:
+    """The lines printed before the first step."""
+    count, device = parameters.count(recipe.spec), jax.devices()[0].device_kind
+    lines = [f"{experiment.name}: {count:,} parameters, {device}, {experiment.precision}"]
+    lines.append(f"data: {dataset.description}")
+    several = any(leaf.rate != 1 for leaf in parameters.paths(recipe.spec).values())
+    if several or hasattr(experiment.optimizer, "route") or experiment.frozen is not None or experiment.adaptation is not None:
+        routes = optimizers.routes(experiment.optimizer, recipe.spec, recipe.frozen)
+        lines += [f"  {path}: {route}" for path, route in routes.items()]
+    if experiment.ema_decay is not None:
+        steps = averaged_steps(experiment.ema_decay, experiment.ema_warmup, experiment.steps)
+        lines.append(f"scored: parameters averaged over about the last {steps:,} of {experiment.steps:,} steps (ema_decay)")
+    if mesh is not None:
+        shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+        lines.append(f"mesh: {shape} of {mesh.size} devices")
+        if jax.process_count() > 1:
+            lines[-1] += f" in {jax.process_count()} processes"
+    return [*lines, f"resuming after step {start}"] if start else lines
+
+
+def harmless(report: Callable, share: float = 1.0) -> Callable:
+    """The report, skipped while its calls took more than this share of the time since the first call.
+
+    If it fails, it is dropped with one warning, because no picture stops a run.
+    """
+    spent, began, failed = 0.0, None, False
+
+    def call(*arguments: Any) -> Any:
+        nonlocal spent, began, failed
+        now = time.monotonic()
+        began = now if began is None else began
+        if failed or spent > share * (now - began):
+            return None
+        try:
+            return report(*arguments)
+        except Exception as error:
+            # a picture that could not be written now is drawn again later
+            failed, name = not storage.passes(error), getattr(report, "__name__", report)
+            log.warning("%s failed: %s: %s; the run goes on without it", name, type(error).__name__, error)
+        finally:
+            spent += time.monotonic() - now
+
+    return call
+
+
+def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh, refresh: Callable | None) -> Job:
+    """The parts of an experiment that the loop needs. Functions below this one do not see the experiment."""
+    size = experiment.batch_size
+    rows = processes.local_rows(mesh, size)
+    pmapped, check = experiment.mesh.backend == "pmap" and mesh is not None, lambda *_: None
+    step, put = jax.jit(make_train_step(recipe), donate_argnums=0), partial(on_devices, mesh, rows, size)
+    spread = gather = lambda state: state
+    if pmapped:
+        devices = mesh.devices.ravel().tolist()
+        step, put = pmap.step(make_train_step(recipe, pmap.AXIS), devices), partial(pmap.shard, devices=devices)
+        spread, gather, check = partial(pmap.replicate, devices=devices), pmap.unreplicate, replicas.check_pmapped
+    elif mesh is not None:
+        check = partial(replicas.check, mesh)
+        step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(state_shardings(recipe, mesh), None))
+    sample, profile = lambda trained: sample_text(experiment, recipe.weights(trained), dataset), None
+    if experiment.profile and processes.is_first():  # the profiler writes no bucket
+        traces = folder.for_library(folder.path / "profile")
+        profile = tempfile.mkdtemp(prefix="profile-") if "://" in str(folder.path) else str(traces)
+    kind, work = jax.devices()[0].device_kind, lambda batch: None
+    if kind in cost.CHIPS and models.is_config(experiment.model):
+        seconds = cache(partial(seconds_at_peak, experiment, 1 if mesh is None else mesh.size, kind))
+        work = lambda batch: seconds(*row_lengths(experiment, batch))
+    metadata = {"data_digest": dataset.digest, "order": batching.ORDER, "config": config.describe(experiment)}
+    count = len(dataset.validation)
+    batches = batching.batches(dataset.train, size, experiment.seed, rows).__getitem__
+
+    def explain(state: TrainState, step: int) -> None:
+        reproduction.keep(folder, state, step, metadata)
+        batch = on_devices(None if pmapped else mesh, rows, size, batches(step))
+        result = reproduction.explain(experiment, replace(state, step=jax.numpy.full_like(state.step, step)), batch)
+        numbers = f"loss {result['loss']:g}, gradient norm {result['grad_norm']:g}"
+        examples = batching.batch_indices(dataset.train, size, experiment.seed)[step].tolist()
+        replay = f"python -m jaxformer evaluate {shlex.quote(str(folder.path))} --replay"
+        place = f"kept in {folder.bad}; `{replay}` computes it again"
+        log.error("%s", "\n  ".join([f"step {step}: {numbers}", *result["found"], f"its examples: {examples}", place]))
+
+    return Job(
+        **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},
+        save_every=experiment.checkpoints.every, best=experiment.checkpoints.best,
+        examples=(examples_scored(experiment, count, False), examples_scored(experiment, count, True), count),
+        put=put, step=step, spread=spread, gather=gather,
+        metadata=metadata, batches=batches, explain=harmless(explain), check=check,
+        evaluate=evaluate_on(mesh, experiment, evaluator(experiment, recipe, dataset, mesh)),
+        sample=sample if can_sample(experiment, dataset) else None,
+        profile=profile, work=work, refresh=refresh or (lambda: None),
+    )  # fmt: skip
+
+
+def seconds_at_peak(experiment: Experiment, devices: int, kind: str, length: int, source: int | None) -> float | None:
+    """What the model's FLOPs of a step would take at the peak of all devices, which must be known.
+
+    All positions count, those of weight 0 too; of frozen weights only what is computed.
+    """
+    trained = trained_weights(experiment)
+    flops = cost.training_flops(experiment.model, length, source, trained) * experiment.batch_size * length
+    return flops / (cost.CHIPS[kind].peak * devices)
+
+
+def loop(
+    job: Job, manager, state: TrainState, start: int, record: Record, console: Console, watchdog, goodput: Goodput
+) -> tuple[Any, dict]:  # fmt: skip
+    """Steps `start` to the end. Metrics of a step are fetched after the next one is on its way, so the device never waits."""
+    scores: dict[str, Any] = {}
+    state = job.spread(state)
+    options = dict(every=job.log_every, last=job.steps - 1, max_skipped=job.max_skipped)
+    report = Reporter(record.write, console, **options)
+    with (
+        Signals() as signals,
+        contextlib.ExitStack() as trace,
+        batching.Prefetch(job.batches, start, job.steps, put=job.put) as batches,
+    ):
+        goodput.lap("start")
+        for step, batch in enumerate(batches, start):
+            part = "recomputed" if step < record.reached else "step"
+            goodput.lap("data" if report.is_idle() else part)
+            watchdog.beat(step, patience=processes.LONG if step == start else 1.0)  # the first one compiles
+            if job.profile is not None and step == start + TRACED[0]:
+                trace.enter_context(jax.profiler.trace(job.profile))
+            with jax.transfer_guard("disallow"):  # whatever a step needs is on the device already
+                state, metrics = job.step(state, batch)
+            goodput.lap("compile" if step == start else part)
+            if job.profile is not None and step == start + TRACED[1]:
+                jax.block_until_ready(state)
+                trace.close()
+                console.say(f"profile of steps {start + TRACED[0]} to {step}: {job.profile}")
+            done = step + 1
+            last, stop = done == job.steps, signals.after(done)
+            evaluates, saves = last or done % job.eval_every == 0, last or stop or saves_after(done, job.save_every)
+            try:
+                report.later(step, metrics, job.work(batch))
+                if evaluates or saves:
+                    report.now()
+            except NonFinite as bad:
+                watchdog.beat(step, patience=processes.LONG, doing="what is bad in it")
+                job.explain(job.gather(state), bad.step)
+                raise
+            goodput.lap(part)
+            if not (evaluates or saves):
+                continue
+            watchdog.beat(step, patience=processes.LONG, doing="evaluation" if evaluates else "save")
+            memory.give_back()
+            job.check(state, done)  # before anything is made of it
+            rank, keep = None, partial(save, job, manager, record, done, state)
+            if evaluates:
+                with saved_first(keep):
+                    scores, compared = evaluate(job, job.gather(state).best, done, record, console)
+                    rank = ranked(compared, job.best)
+                saves = saves or manager.is_among_best(rank)
+                goodput.lap("evaluation")
+            if saves:
+                keep(rank, wait=last or bool(stop))
+                if job.save_every == 1:
+                    manager.wait()
+                goodput.lap("save")
+                goodput.save()
+            report.restart_clock()
+            if stop and not last:
+                raise Interrupted(stop, done)
+    return job.gather(state), scores
+
+
+def saves_after(done: int, every: int) -> bool:
+    """Whether a save starts after so many steps: at each multiple of `every`, and half-way to the next.
+
+    A save runs beside the next steps, and counts only when it is complete. When one is killed, the one before it is half of
+    `every` older, so that never more than `every` steps are done again.
+    """
+    return done % every in (0, every // 2)
+
+
+def save(job: Job, manager, record: Record, done: int, state: TrainState, rank: float | None, wait: bool) -> None:
+    """Writes the record, and begins a checkpoint after so many steps. Without its record no checkpoint: lines would be lost."""
+    problem = processes.first(lambda: record_problem(record, storage.WAITS if wait else ()))
+    if problem is not None:
+        number, text = problem
+        told = f"step {done} was not saved: its record cannot be written ({text})"
+        if wait:
+            good = max(manager.steps(), default=0)
+            told += f"; mend that, and the same command goes on after step {good}"
+            error = OSError(number, told, str(record.path))
+            raise error if storage.passes(error) else checkpoint.CheckpointError(told)
+        if number not in (errno.ENOSPC, errno.EDQUOT):  # on a full disk the save itself says what it needs
+            log.warning("%s; earlier checkpoints are kept", told)
+            return
+    manager.save(done, job.gather(state), job.metadata, rank, wait=wait)
+
+
+def record_problem(record: Record, waits: Sequence[float]) -> tuple[int | None, str] | None:
+    """(number, words) of the error for which the file of the record lacks lines; None where it has all."""
+    error = record.save(waits)
+    return None if error is None else (error.errno, str(error))
+
+
+@contextlib.contextmanager
+def saved_first(keep: Callable) -> Iterator[None]:
+    """Around an evaluation: where it fails, as a metric of the user's may, the state is kept for the corrected command."""
+    try:
+        yield
+    except Exception as error:
+        # several processes save together, and only a mistake in the experiment is one in all of them
+        if isinstance(error, ConfigError) or jax.process_count() == 1:
+            with contextlib.suppress(checkpoint.CheckpointError, OSError):  # which was said
+                keep(None, wait=True)
+        raise
+
+
+def evaluate(job: Job, trained: Any, done: int, record: Record, console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the scores after `done` steps, those that the record and the ranks of checkpoints take); recorded and printed.
+
+    At the end these two differ where an evaluation scores a part of the split: a record is of the same text throughout.
+    """
+    scores, (part, last, count) = job.evaluate(trained, final=done == job.steps), job.examples
+    compared = scores | job.evaluate(trained) if done == job.steps and part != last else scores
+    numbers = {name: value for name, value in compared.items() if not isinstance(value, str)}
+    recorded = {f"validation_{name}": numbers[name] for name in numbers if name not in UNRECORDED}
+    record.write(done, recorded | ({"validation_examples": part} if part < count else {}))
+    others = {name: value for name, value in numbers.items() if name not in ("loss", *UNRECORDED)}
+    said = f" ({compared['scored']})" if part < count else ""
+    console.evaluation(done, {"validation_loss": numbers["loss"], "perplexity": numbers["perplexity"], **others}, said)
+    if done < job.steps:
+        job.refresh()
+    return scores, compared
+
+
+def ranked(scores: dict[str, Any], best: str) -> float:
+    """The number by which a checkpoint is ranked, lowest first. Raises ConfigError for a score that there is not."""
+    name = best.removeprefix("-")
+    if not isinstance(scores.get(name), (int, float)):
+        names = ", ".join(name for name, value in scores.items() if not isinstance(value, str))
+        raise ConfigError(f"checkpoints.best={best!r}: an evaluation here gives {names}; name one, or one with a minus")
+    return -scores[name] if best.startswith("-") else scores[name]
+
+
+def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console, reports: Sequence[Report]) -> Result:
+    """Final scores, a sample, and what `reports` make of the result."""
+    baseline = None
+    if dataset.tokenizer is not None:
+        baseline = processes.first(lambda: batching.unigram_entropy(dataset))
+    shown = lambda value: value if isinstance(value, str) else f"{value:.4g}"
+    others = {name: shown(value) for name, value in scores.items() if name not in ("loss", *UNRECORDED)}
+    # only the loss of text is known to be of tokens; that of classes, or of an objective of the user's, has another unit
+    unit, entropy = ("", "") if baseline is None else (" nats a token", f" (unigram entropy {baseline:.4f})")
+    tokens = f", {scores['tokens']:,.0f} tokens" if unit else ""
+    words = [
+        f"validation loss {scores['loss']:.4f}{unit} ({scores['scored']}{tokens})",
+        f"perplexity {scores['perplexity']:.3f}",
+    ]
+    console.say(", ".join(words + [f"{name} {value}" for name, value in others.items()]) + entropy)
+    text = None if job.sample is None else job.sample(state.best)
+    result = Result(folder.path, job.name, parameters.count(state.params), scores, baseline, text)
+    if not processes.is_first():
+        return result
+    if text is not None:
+        folder.write(folder.samples / f"step-{job.steps}.txt", text)
+        console.say(f"sample:\n{text}")
+    folder.write(folder.result, config.to_json(asdict(result), default=str, indent=2))
+    for report in reports:
+        if line := harmless(report)(result, record.lines):
+            console.say(line)
+    quoted = shlex.quote(str(folder.path))
+    generate = "" if text is None else f"; python -m jaxformer generate {quoted} --prompt '...'"
+    console.say(f"next: python -m jaxformer evaluate {quoted}{generate}")
+    return result

@@ -1,0 +1,58 @@
+"""What expressions of the command line may call, by the field that they set: the closed list of the library's own.
+
+What an experiment file offers belongs to every field: `{**NAMES, "": source.names}`.
+"""
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from jaxformer import masks, models, objectives
+from jaxformer.data import augment, corpus, images, labelled, mixing, pairs, sources, tasks
+from jaxformer.decoding.beam import Beams, gnmt
+from jaxformer.decoding.sampling import Sampling
+from jaxformer.evaluation import generation, perplexity, text_metrics
+from jaxformer.models import adaptation, mixers, vision
+from jaxformer.models.mixers import variants
+from jaxformer.models.stacks import reversible
+from jaxformer.ops import positions
+from jaxformer.parallel.mesh import Mesh
+from jaxformer.runs import initial
+from jaxformer.training import optimizers, schedules
+from jaxformer.training.experiment import Checkpoints, Sample, Spikes
+
+
+def _of(module: ModuleType, names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names.split()}
+
+
+_OF_MODELS = {
+    masks: "full causal window strided chunked columns prefix global_tokens random_blocks block_sparse by_head longformer "
+    "bigbird sparse_transformer_strided sparse_transformer_fixed",
+    models: "ModelConfig EncoderDecoder Embedding Patches Learned Sinusoidal Axial Alibi Relative LanguageModel "
+    "Classification TokenClassification Mixture MuP",
+    positions: "Rope NTK Llama3 YaRN LongRoPE",
+    mixers: "Efficient Performer Linformer Reformer Longformer BigBird LocalChunks",
+    variants: "qk_norm qk_norm_full gated differential sigmoid value_residual temperature inverse_depth_scale",
+    reversible: "Reversible",
+    vision: "Reconstruction",
+}
+MODEL = models.PRESETS | {name: value for module, names in _OF_MODELS.items() for name, value in _of(module, names).items()}
+ANSWERS = {"Sampling": Sampling, "Beams": Beams, "gnmt": gnmt}
+NAMES: dict[str, Mapping[str, Any]] = {
+    "model": MODEL, "mixer": {"Linear": mixers.Linear},
+    "positions": {"Linear": positions.Linear}, "scaling": {"Linear": positions.Linear},
+    "data": _of(sources, "Text Stdlib") | _of(tasks, "Reverse Copy Sort Recall") | _of(pairs, "Pairs Packed Buckets")
+    | _of(corpus, "Corpus") | _of(mixing, "Mixed") | _of(images, "Digits Images") | _of(labelled, "Labelled"),
+    "optimizer": _of(optimizers, "Adam AdamW Adafactor Lion Muon"),
+    "schedule": _of(schedules, "Noam Cosine Linear WSD Constant"),
+    "objective": _of(
+        objectives,
+        "TokenCrossEntropy ClassCrossEntropy SpanCrossEntropy MaskedTokens NextSentence PrefixLanguageModel SpanCorruption",
+    ) | _of(augment, "Flip Crop ResizedCrop Move"),
+    "initial": _of(initial, "FromRun HuggingFace"), "adaptation": _of(adaptation, "Lora"),
+    "metrics": _of(generation, "Generated") | _of(text_metrics, "bleu chrf rouge exact_match token_f1")
+    | _of(perplexity, "StridedPerplexity") | ANSWERS,
+    "mesh": {"Mesh": Mesh}, "checkpoints": {"Checkpoints": Checkpoints}, "sample": {"Sample": Sample} | ANSWERS,
+    "spikes": {"Spikes": Spikes},
+}  # fmt: skip

@@ -1,0 +1,72 @@
+"""The parameters that a run starts from: `Experiment.initial`, read, checked and told apart from those of another model."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+
+from jaxformer import models, params
+from jaxformer.config import storage
+from jaxformer.errors import ConfigError
+from jaxformer.parallel.mesh import Mesh
+from jaxformer.runs.initial import FromRun, HuggingFace
+from jaxformer.runs.run import open_run
+from jaxformer.runs.run_folder import runs_of
+from jaxformer.training.recipe import Recipe
+
+log = logging.getLogger("jaxformer")
+
+
+def from_text(text: str, runs: epath.PathLike = "runs") -> FromRun | HuggingFace:
+    """What a text names: a run by its folder or its name in `runs`, an experiment's newest run, or Hugging Face weights."""
+    path = epath.Path(text).expanduser()
+    if storage.is_dir(path / "checkpoints"):
+        return FromRun(text)
+    if not storage.exists(path) and "/" not in text:
+        inside = epath.Path(runs) / text
+        if storage.is_dir(inside / "checkpoints"):
+            return FromRun(str(inside))
+        if found := [folder.path for folder in runs_of(text, runs) if storage.is_dir(folder.checkpoints)]:
+            log.info("initial=%s: the newest run is %s", text, found[-1])
+            return FromRun(str(found[-1]))
+    if storage.is_file(path / "config.json") or not storage.exists(path):
+        return HuggingFace(text)
+    raise ConfigError(f"initial={text}: neither a run's folder nor one with a Hugging Face config.json")
+
+
+def first_params(
+    initial: Callable | str | os.PathLike | None, model: Any, recipe: Recipe, runs: epath.PathLike = "runs"
+) -> params.Tree:
+    """The parameters that train, from `initial` (None: random), with factors as declared. ConfigError for wrong shapes.
+
+    Shapes do not tell the base of a rotation, a mask or an activation: a warning names the fields that differ.
+    """
+    if initial is None:
+        return None
+    model_spec = models.spec(model)
+    key, start = params.random_key(recipe.seed), initial
+    if isinstance(start, str | os.PathLike):
+        start = from_text(os.fspath(start), runs)
+    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), _read(start, model_spec, key))
+    if problem := params.mismatch(model_spec, tree):
+        raise ConfigError(f"initial={initial}: parameter {problem}; give the model the sizes and heads of those weights")
+    if differing := getattr(start, "differences", lambda model: [])(model):
+        log.warning("initial=%s: the model differs from that of these weights in %s", initial, "; ".join(differing))
+    if "weights" not in recipe.spec or "weights" in model_spec:
+        return tree
+    added = {name: part for name, part in recipe.spec.items() if name != "weights"}
+    return {"weights": tree, **params.init(added, key)}
+
+
+def _read(start: Callable, spec: params.Tree, key: jax.Array) -> params.Tree:
+    """The parameters of `start`; of a run that trained an adaptation, which only its experiment can merge, merged."""
+    if not isinstance(start, FromRun) or start.description().get("adaptation") is None:
+        return start(spec, key)
+    run = open_run(start.path, start.step)
+    on_one_device = replace(run.experiment, mesh=Mesh(data=1))
+    return jax.device_get(replace(run, experiment=on_one_device).params)

@@ -1,0 +1,285 @@
+"""Pictures. Each function returns a matplotlib figure; `png` draws it for light or dark pages, `save` into a file.
+
+matplotlib is imported when a picture is drawn: that takes half a second.
+"""
+
+import io
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from jaxformer import config
+from jaxformer.errors import check_whole
+from jaxformer.masks import Mask
+from jaxformer.tools.analysis.costs import Part
+from jaxformer.tools.analysis.diagram import plain, short
+from jaxformer.tools.analysis.scaling import HOFFMANN, Law, Numbers
+
+COLORS = ["#1f77b4", "#d1495b", "#2a9d5c", "#e08e0b", "#7b5ea7", "#5f6b73"]
+NOT_CURVES = {"step", "loss", "skipped", "loss_scale", "examples"}
+DARK = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#c9d1d9")
+
+
+def png(draw: Callable[[], Any], dark: bool = False) -> bytes:
+    """The picture of a function that returns a figure, on a transparent ground if `dark`, else on white."""
+    from matplotlib import rc_context
+
+    settings: dict[str, Any] = {"agg.path.chunksize": 10_000}  # a curve of a long run would be too much at once
+    settings |= DARK | {"figure.facecolor": "none", "axes.facecolor": "none"} if dark else {}
+    with rc_context(settings), warnings.catch_warnings(), io.BytesIO() as file:
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # one for each letter: they are drawn as boxes
+        draw().savefig(file, format="png", dpi=120)
+        return file.getvalue()
+
+
+def save(draw: Callable[[], Any], path: epath.PathLike, root: epath.PathLike | None = None) -> epath.Path:
+    """Writes a picture into a file; its folder is made. A link of that name is replaced, none below `root` is followed."""
+    path = epath.Path(path)
+    config.write_atomically(path, png(draw), root)
+    return path
+
+
+def loss_report(result: Any, records: Sequence[dict]) -> str:
+    """Draws the curves of a finished run into its folder; returns a line to print. `records` are those of metrics.jsonl."""
+    draw = lambda: losses({f"{result.name}: {result.parameters:,} parameters": records}, result.baseline)
+    folder = epath.Path(result.folder)
+    return f"loss curve: {save(draw, folder / 'figures' / 'loss.png', folder)}"
+
+
+def losses(runs: Mapping[str, Sequence[dict]], baseline: float | None = None) -> Any:
+    """Training and validation loss against step, of one run or several; `baseline` (nats a token) is a line to beat."""
+    axes = _axes(xlabel="step", ylabel="loss" if baseline is None else "loss (nats per token)")
+    alone, legend = len(runs) == 1, []  # with its labels: matplotlib would leave out a name that begins with _
+    for color, (name, records) in zip(_colors(len(runs)), runs.items(), strict=True):
+        train, validation = points(records, "loss"), points(records, "validation_loss")
+        if train:
+            steps, values = zip(*train, strict=True)
+            (line,) = axes.plot(steps, values, marker(values), color=color, alpha=0.5, linewidth=0.8, markersize=4)
+            legend += [(line, "training, each logged step")] if alone else []
+            (line,) = axes.plot(steps, smooth(values), color=color, linewidth=1.6)
+            legend.append((line, "training, smoothed" if alone else name))
+            draw_lost(axes, steps, values, color)
+        if validation:
+            steps, values = zip(*validation, strict=True)
+            other = COLORS[1] if alone else color
+            (line,) = axes.plot(steps, values, "o-", color=other, markersize=4, linewidth=1.2)
+            draw_lost(axes, steps, values, other)
+            legend += [(line, "validation" if alone else name)] if alone or not train else []
+            place = dict(textcoords="offset points", xytext=(-4, 8), ha="right", color=other)
+            axes.annotate(f"{values[-1]:.3f}", validation[-1], **place)
+    if baseline is not None:
+        line = axes.axhline(baseline, color="#888888", linestyle=":", linewidth=1)
+        legend.append((line, f"unigram entropy {baseline:.3f}"))
+    axes.set_title(plain("\n".join(runs)) if alone else "training (lines) and validation (points)", fontsize=10)
+    axes.legend([line for line, _ in legend], [plain(label) for _, label in legend], frameon=False)
+    return axes.figure
+
+
+def marker(values: Sequence[float]) -> str:
+    """How a curve is drawn: with points where a line alone would leave one out, which has no finite neighbour."""
+    finite = np.isfinite(values)
+    before, after = np.roll(finite, 1), np.roll(finite, -1)
+    before[:1], after[-1:] = False, False
+    return "o-" if (finite & ~before & ~after).any() else "-"
+
+
+def smooth(values: Sequence[float]) -> np.ndarray:
+    """The mean of the finite values around each, a twentieth of all to each side; fewer at the ends, so there is no lag."""
+    numbers, finite = np.asarray(values, np.float64), np.isfinite(values)
+    reach, n = len(numbers) // 20, len(numbers)
+    first, last = np.maximum(np.arange(n) - reach, 0), np.minimum(np.arange(n) + reach + 1, n)
+    base = numbers[finite].mean() if finite.any() else 0.0  # sums of differences lose fewer digits
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, numbers - base, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    with np.errstate(invalid="ignore", over="ignore"):
+        means = base + (sums[last] - sums[first]) / (counts[last] - counts[first])
+    return np.where(finite, means, np.nan)
+
+
+def draw_lost(axes: Any, steps: Sequence[int], values: Sequence[float], color: Any) -> None:
+    """A cross at the upper edge for each value that is not finite: a gap in the line alone is easily missed."""
+    lost = [step for step, value in zip(steps, values, strict=True) if not np.isfinite(value)]
+    if lost:
+        place = dict(transform=axes.get_xaxis_transform(), color=color, markersize=4)
+        axes.plot(lost, [0.97] * len(lost), "x", **place)
+
+
+def points(records: Sequence[dict], name: str) -> list[tuple[int, float]]:
+    """(step, number) of each record that has one; NaN for what was no number, which JSON cannot say."""
+    numbers = [(record["step"], record[name]) for record in records if name in record]
+    numbers = [(step, float("nan") if number is None else number) for step, number in numbers]
+    return [(step, number) for step, number in numbers if isinstance(number, int | float)]
+
+
+def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str] | None = None, first_layer: int = 0) -> Any:
+    """Maps `[L, N, T, S]`, a row of panels a layer, with the tokens on the axes where there are at most 40."""
+    from matplotlib.figure import Figure
+
+    L, N, T, S = weights.shape
+    size = float(np.clip(0.09 * max(T, S), 1.5, 5))
+    figure = Figure(figsize=(0.5 + size * N, 0.6 + size * L), layout="constrained")
+    for (layer, head), axes in np.ndenumerate(figure.subplots(L, N, squeeze=False)):
+        axes.imshow(weights[layer, head], vmin=0, vmax=1, cmap="magma", aspect="auto")
+        axes.set_title(f"layer {first_layer + layer}, head {head}", fontsize=8)
+        words = {"x": (sources or tokens) if layer == L - 1 else (), "y": tokens if head == 0 else ()}
+        for axis, names in words.items():
+            names = [plain(repr(name)[1:-1][:8]) for name in names] if len(names) <= 40 else []
+            axes.set(**{f"{axis}ticks": range(len(names)), f"{axis}ticklabels": names})
+        axes.tick_params(labelsize=6, length=0)
+        axes.tick_params(axis="x", rotation=90)
+    figure.supxlabel("key", fontsize=8)
+    figure.supylabel("query", fontsize=8)
+    return figure
+
+
+def curves(runs: Mapping[str, Sequence[dict]]) -> Any:
+    """Every other number of the records against step, points of validation; of rms/... a line for each layer."""
+    from matplotlib import colormaps
+
+    series: dict[str, list] = {}  # by title
+    for color, records in zip(_colors(len(runs)), runs.values(), strict=True):
+        for name in dict.fromkeys(name for record in records for name in record):
+            title, _, part = re.sub(r"(rms/\w+)/", r"\1 ", name.removeprefix("validation_")).partition(" ")
+            if title not in NOT_CURVES:
+                style = "o-" if name.startswith("validation_") else "-"
+                if found := points(records, name):
+                    series.setdefault(title, []).append((part, color, style, tuple(zip(*found, strict=True))))
+    for axes, (title, lines) in zip(panels(len(series), 3, 2.2, 2.1), series.items(), strict=True):
+        deepest = max(_layer(part) for part, *_ in lines)
+        for part, color, style, found in lines:
+            if part:
+                color = "#8a949e" if _layer(part) < 0 else colormaps["viridis"](0.9 * _layer(part) / max(deepest, 1))
+            axes.plot(*found, "o-" if style == "o-" else marker(found[1]), color=color, markersize=3, linewidth=1.2)
+            draw_lost(axes, found[0], found[1], color)
+        axes.set_title(plain(title.replace("_", " ")), fontsize=8)
+        axes.set_yscale("log" if "rms/" in title else "linear")
+        axes.grid(alpha=0.25)
+    return axes.figure
+
+
+def _layer(part: str) -> int:
+    """The number of a layer in a name such as layers/3; -1 of other parts."""
+    return int(part.rpartition("/")[2]) if part.startswith("layers") else -1
+
+
+def masks(patterns: Mapping[str, Mask], length: int) -> Any:
+    """Which keys each query sees at a length: each cell is a block of pairs, of which none, some or all are visible."""
+    check_whole("masks: length", length)
+    from matplotlib.colors import ListedColormap
+
+    style = dict(vmin=0, vmax=2, extent=(0, length, length, 0), interpolation="none")
+    for axes, (name, mask) in zip(panels(len(patterns), 3, 3.0, 3.4), patterns.items(), strict=True):
+        colors = ListedColormap(["#8a949e22", "#7fb2d8", "#1f5d8c"])
+        axes.imshow(mask.blocks(length, length, -(-length // 64)), cmap=colors, **style)
+        title = f"{name}: {mask}, {mask.density(length, length):.1%} visible"
+        axes.set_title(plain("\n".join(textwrap.wrap(title, 40))), fontsize=8)
+        axes.set(xlabel="key", ylabel="query")
+    return axes.figure
+
+
+def costs(parts: Mapping[int, Sequence[Part]]) -> Any:
+    """Parts of a forward pass by length: their shares of its FLOPs and of the bytes that it moves, totals above."""
+    both, first = panels(2, 2, 3.2, 3.4), next(iter(parts.values()))
+    sizes = {"FLOPs": lambda part: part.flops, "bytes moved": lambda part: 2 * part.numbers}
+    for axes, (title, size) in zip(both, sizes.items(), strict=True):
+        numbers = np.array([[size(part) for part in row] for row in parts.values()])
+        total, below = numbers.sum(axis=1), np.zeros(len(parts))
+        drawn = [i for i, part in enumerate(first) if part.numbers]
+        for color, i in zip(_colors(len(drawn)), drawn, strict=True):
+            share = numbers[:, i] / total
+            axes.bar(range(len(total)), share, bottom=below, color=color, width=0.7, label=first[i].name.replace("_", " "))
+            below = below + share
+        for x, number in enumerate(total):
+            axes.text(x, 1.01, short(number), ha="center", fontsize=7)
+        axes.set_xticks(range(len(total)), [f"{length:,}" for length in parts])
+        axes.set_title(title, fontsize=8)
+        axes.set(xlabel="length (tokens)", yticks=[], ylim=(0, 1.08))
+    handles, labels = both[0].get_legend_handles_labels()
+    both[0].figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=7)
+    return both[0].figure
+
+
+def heat(values: np.ndarray, xlabel: str, ylabel: str, title: str = "") -> Any:
+    """A matrix as colours with a bar: positional encodings, scores of heads `[L, N]`, gradients by layer."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes = _axes(grid=False, xlabel=xlabel, ylabel=ylabel, title=plain(title))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    finite = values[np.isfinite(values)]
+    signed = bool((finite < 0).any())
+    most = float(np.abs(finite).max(initial=0)) or 1.0
+    image = axes.imshow(values, aspect="auto", cmap="RdBu_r" if signed else "magma", vmin=-most if signed else 0, vmax=most)
+    axes.figure.colorbar(image)
+    return axes.figure
+
+
+def lines(series: Mapping[str, tuple[Any, Any]], **labels: Any) -> Any:
+    """Each (x, y) as a line: learning rates against step, norms of gradients against depth."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes = _axes(**labels)
+    for color, (x, y) in zip(_colors(len(series)), series.values(), strict=True):
+        axes.plot(x, y, "o-" if len(x) < 40 else "-", color=color, markersize=4)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    # with its labels: matplotlib would leave out a name that begins with _
+    axes.legend(axes.get_lines(), list(map(plain, series)), frameon=False, fontsize=8)
+    return axes.figure
+
+
+def scaling_law(law: Law, losses: Numbers, parameters: Numbers, tokens: Numbers) -> Any:
+    """Runs and the fitted law: loss against compute 6 N D, a line for each size; and Hoffmann's slope of the optimum."""
+    axes = _axes(xlabel="compute 6 N D (FLOPs)", ylabel="loss (nats per token)", xscale="log", yscale="log")
+    N, D, L = map(np.asarray, (parameters, tokens, losses))
+    sizes = np.unique(N)
+    for color, size in zip(_colors(len(sizes)), sizes, strict=True):
+        axes.plot(6 * size * D[size == N], L[size == N], "o", color=color, label=f"N = {size:,.0f}")
+        line = np.geomspace(D.min() / 1.5, D.max() * 1.5, 50)
+        axes.plot(6 * size * line, law.loss(size, line), color=color, linewidth=1)
+    budgets = np.geomspace(6 * (N * D).min(), 6 * (N * D).max(), 50)
+    axes.plot(budgets, law.loss(*law.optimum(budgets)), "k--", linewidth=1.2, label="best of its budget")
+    ours, theirs = law.beta / (law.alpha + law.beta), HOFFMANN.beta / (HOFFMANN.alpha + HOFFMANN.beta)
+    axes.set_title(f"best N grows as C^{ours:.2f} (Hoffmann et al.: {theirs:.2f})", fontsize=10)
+    axes.legend(frameon=False, fontsize=7)
+    return axes.figure
+
+
+def _axes(grid: bool = True, **labels: Any) -> Any:
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(5.8, 3.6), layout="constrained").add_subplot()
+    axes.set(**labels)
+    if grid:
+        axes.grid(alpha=0.25)
+    return axes
+
+
+def panels(count: int, columns: int, width: float, height: float) -> list[Any]:
+    """Axes of a new figure, line by line."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    columns = min(count, columns)
+    size = 0.6 + width * columns, height * -(-count // columns)
+    figure = Figure(figsize=size, layout="constrained")
+    all_axes = [figure.add_subplot(-(-count // columns), columns, i + 1) for i in range(count)]
+    for axes in all_axes:
+        axes.tick_params(labelsize=7)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.xaxis.label.set_fontsize(8)
+        axes.yaxis.label.set_fontsize(8)
+    return all_axes
+
+
+def _colors(count: int) -> list[str]:
+    """Colours that differ: ours, and for more curves those of the spectrum."""
+    from matplotlib import colormaps, colors
+
+    if count <= len(COLORS):
+        return COLORS[:count]
+    return [colors.to_hex(color) for color in colormaps["turbo"](np.linspace(0.05, 0.95, count))]
