@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from jaxformer.training.experiment import Experiment
 
 log = logging.getLogger("jaxformer")
 ENVIRONMENT = "python", "platform", "packages", "commit", "uncommitted_changes", "device", "device_count", "data_digest"
+LEFT_OVER = 3600  # seconds after which nobody is still writing a report's file
 ALLOWED = {"allowed": True}  # in the digest of code that the user trusted, but did not train with
 # fields that came after some runs, with the value that says what those runs did
 ADDED = {"ema_warmup": 1}
@@ -69,14 +71,21 @@ class RunFolder:
         config.write_atomically(file, text, self.path)
 
     def remove_unfinished(self) -> None:
-        """Removes what killed trainers of this run began to write. Call it while its lock is held: nobody else writes these."""
+        """Removes what killed processes began to write in this run. Call it while its lock is held.
+
+        Nobody else writes the trainer's own files. A report or a picture may be another process's: an old one is left over.
+        """
         files = [self.config, self.experiment, self.source, self.environment]
         files += [self.metrics, self.goodput, self.tokenizer, self.result]
         own_names = "|".join(re.escape(file.name) for file in files)
         for folder, names in ((self.path, own_names), (self.for_library(self.samples), r"step-[0-9]+\.txt")):
             for name in storage.list_names(folder):
-                if re.fullmatch(rf"\.({names})\.[0-9a-f]{{16}}\.unfinished", name):
-                    with contextlib.suppress(OSError):  # the next start tries again
+                found = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.unfinished", name)
+                if found is None:
+                    continue
+                with contextlib.suppress(OSError):  # the next start tries again
+                    is_own = re.fullmatch(names, found[1]) is not None
+                    if is_own or time.time() - (folder / name).stat().mtime > LEFT_OVER:
                         (folder / name).unlink()
 
     def for_library(self, folder: epath.Path) -> epath.Path:

@@ -19,7 +19,8 @@ from jaxformer.training.objectives import TokenCrossEntropy as Loss, model_input
 from jaxformer import analysis
 
 assert Start is FromRun and Loss is TokenCrossEntropy and analysis.__name__ == "jaxformer.tools.analysis"
-experiment = Experiment(name="old", model=ModelConfig(256, 1, 8, 1, context_length=8), data=Text("text.txt"), objective=MaskedTokens(255))
+model = ModelConfig(256, 1, 8, 1, context_length=8)
+experiment = Experiment(name="old", model=model, data=Text("text.txt"), objective=MaskedTokens(255))
 """
 
 

@@ -25,7 +25,7 @@ def undisturbed(tmp_path_factory):
 def killed_in_mid_run(training: Training, **environment: str) -> None:
     """Trains some steps, and is killed."""
     with training.start(**environment) as process:
-        process.wait_for("step  22/40")
+        process.wait_for("step 22/40")
         process.kill()
 
 
@@ -45,6 +45,8 @@ def test_killed_at_a_call(call, failing_calls, undisturbed, tmp_path, report):
         training.finish()
         assert_same(training.ending(), undisturbed)
         left = [path.name for path in training.run.rglob("*") if path.name.endswith((".unfinished", "-tmp"))]
+        # a picture might be another process's: it goes when it is an hour old
+        left = [name for name in left if ".png." not in name and ".html." not in name]
         assert not left, left
     assert trials
     report(18, f"SIGKILL at a {call} in the run's folder", trials=trials, detected=trials, recovered=trials)
@@ -145,7 +147,7 @@ def test_a_run_that_is_moved_or_copied(undisturbed, tmp_path, report):
 
     copied, elsewhere = Training(tmp_path / "copied", *OPTIONS), Training(tmp_path / "elsewhere", *OPTIONS)
     with copied.start() as process:
-        process.wait_for("step  22/40")
+        process.wait_for("step 22/40")
         # files come and go meanwhile, so that cp may miss some
         (elsewhere.folder / "runs").mkdir()
         target = elsewhere.folder / "runs" / copied.run.name

@@ -1,7 +1,9 @@
 """Names of runs: each is that of one folder, which the command `runs` finds, or is refused before anything is written."""
 
+import os
 import random
 import re
+import time
 import unicodedata
 from pathlib import Path
 
@@ -93,6 +95,10 @@ def test_what_a_killed_trainer_began_to_write_is_removed(tmp_path):
     others = [".report.html.0123456789abcdef.unfinished", ".config.json.unfinished", "config.json", "samples/step-12.txt"]
     for name in (*begun, *others):
         (tmp_path / name).touch()
+    old = tmp_path / ".other-numbers.png.0123456789abcdef.unfinished"
+    old.touch()
+    an_hour_ago = time.time() - 3601
+    os.utime(old, (an_hour_ago, an_hour_ago))
     folder.remove_unfinished()
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == set(others)
